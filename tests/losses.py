@@ -373,6 +373,61 @@ def assert_quantities(
     return expected
 
 
+def written(text: str, scope: dict[str, Any]) -> Callable:
+    """Make a loss of an expression, or of statements that set `value`.
+
+    It has the names of a scope, of parameters and buffers (`a_w` for "a.w"), and of
+    samples `x` and `y`.
+    """
+    try:
+        code = compile(text, text, "eval")
+    except SyntaxError:
+        code = compile(text, text, "exec")
+
+    def loss(params: dict, buffers: dict, *sample: Any) -> Any:
+        named = {n.replace(".", "_"): v for n, v in (params | buffers).items()}
+        names = {**scope, **named, **dict(zip("xy", sample, strict=False))}
+        found = eval(code, names)
+        return names["value"] if found is None else found
+
+    return loss
+
+
+def norms(loss: Callable, params: Any, *batch: Any, **options: Any) -> Any:
+    """Return the norms of samples, for a loss without buffers."""
+    return vgrad.per_sample_norm(loss, **options)(params, {}, *batch)
+
+
+def clipped(loss: Callable, bound: float, params: Any, *batch: Any, **options: Any):
+    """Return a clipped sum, for a loss without buffers."""
+    return vgrad.clipped_grad(loss, max_norm=bound, **options)(params, {}, *batch)
+
+
+def length(grads: dict[str, Tensor]) -> float:
+    """Return the norm of a sum over all its parameters, in float64."""
+    return float(torch.cat([g.double().flatten() for g in grads.values()]).norm())
+
+
+def singles(batch: Any) -> list:
+    """Return the batches of one sample each."""
+    return [rows(batch, slice(n, n + 1)) for n in range(len(batch[0]))]
+
+
+def clipped_lengths(
+    loss: Callable, params: Any, batch: Any, bound: float, **options: Any
+) -> Tensor:
+    """Norms of the clipped gradients of single samples, each a batch of its own."""
+    sums = [clipped(loss, bound, params, *one, **options) for one in singles(batch)]
+    return torch.tensor([length(each.grads) for each in sums], dtype=torch.float64)
+
+
+def plan(**options: Any) -> vgrad.dp.Plan:
+    """Return a plan of privacy, for a data set of 80 samples."""
+    defaults = dict(dataset_size=80, sampling_rate=0.1, noise_multiplier=1.0)
+    defaults |= dict(max_norm=1.0, steps=9, delta=1e-3)
+    return vgrad.dp.Plan(**defaults | options)
+
+
 def product(params: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
     """A loss whose gradient is the sample."""
     return (params["w"] * x).sum()
@@ -424,12 +479,26 @@ class Peak(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
                 ref = StorageWeakRef(storage)
-                self.alive[ref.cdata] = ref, storage.nbytes()
+                self.alive[storage._cdata] = ref, storage.nbytes()
         self.alive = {
             k: each for k, each in self.alive.items() if not each[0].expired()
         }
         self.most = max(self.most, sum(size for _, size in self.alive.values()))
         return result
+
+    def left(self, *known: Any) -> int:
+        """Return how many tensors are alive, but for these and their views."""
+        leaves = [x for x in pytree.tree_leaves(known) if isinstance(x, Tensor)]
+        storages = {leaf.untyped_storage()._cdata for leaf in leaves}
+        alive = (key for key, (ref, _) in self.alive.items() if not ref.expired())
+        return len(set(alive) - storages)
+
+
+def old_function(forward: Callable, backward: Callable) -> type:
+    """Make a function of autograd in the old style: `forward(ctx, *inputs)`."""
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    name = backward.__name__.title().replace("_", "")
+    return type(name, (torch.autograd.Function,), methods)
 
 
 class Dropping(torch.autograd.Function):

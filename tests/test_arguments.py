@@ -196,7 +196,7 @@ def test_steps_of_ranks_without_a_state_are_refused():
     from vgrad import distributed
 
     x, y = torch.ones(3, 2), torch.ones(3, 1)
-    with distributed.alone("dp") as mesh:
+    with distributed.single_process_mesh("dp") as mesh:
         step = distributed.data_parallel(training.private_step(LOSS, TX, PLAN), mesh)
         with pytest.raises(TypeError, match=r"data_parallel.* expected a TrainState, "):
             step(x, y)

@@ -20,7 +20,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import vgrad
-from vgrad.distributed import alone, data_parallel, local_batches, replicated
+from vgrad.distributed import (
+    data_parallel,
+    local_batches,
+    replicated,
+    single_process_mesh,
+)
 from vgrad.dp import Plan, collate
 from vgrad.training import TrainState, private_step
 
@@ -81,7 +86,7 @@ def main() -> None:
         steps=STEPS,
         delta=1e-5,
     )
-    with alone("dp") as mesh:
+    with single_process_mesh("dp") as mesh:
         one = train(mesh, data, plan)
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(run, args=(folder, data, plan), nprocs=RANKS)

@@ -39,6 +39,9 @@ RENAMED = {
     "vgrad.ensemble.predict_values": "vgrad.ensemble.predict",
     "vgrad.ensemble.class_prediction": "vgrad.ensemble.EnsemblePrediction.from_logits",
     "vgrad.ensemble.value_prediction": "vgrad.ensemble.ValuePrediction.from_outputs",
+    "vgrad.distributed.alone": "vgrad.distributed.single_process_mesh",
+    "vgrad.distributed.own_members": "vgrad.distributed.shard_members",
+    "vgrad.distributed.all_members": "vgrad.distributed.gather_members",
     "vgrad.distributed.predict": "vgrad.ensemble.predict",
     "vgrad.distributed.predict_values": "vgrad.ensemble.predict",
 }

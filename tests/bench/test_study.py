@@ -1,4 +1,4 @@
-"""What runs the pieces of an experiment, and what they are made of."""
+"""The pieces of an experiment: how they run, their data, nets and measures."""
 
 import json
 
@@ -15,20 +15,15 @@ def one_of(*runs):
     """Make an experiment of pieces named 0, 1, ..., whose results are drawn as text."""
 
     def check(results):
-        values = [each["value"] for each in results.values()]
-        assert sum(values) < 10, f"a sum of {sum(values)}"
-        return [f"a sum of {sum(values)}"]
+        total = sum(each["value"] for each in results.values())
+        assert total < 10, f"a sum of {total}"
+        return [f"a sum of {total}"]
 
     def draw(results, figure):
         figure.subplots().plot([each["value"] for each in results.values()])
 
-    return Study(
-        "A title",
-        lambda place: [Piece(str(i), run) for i, run in enumerate(runs)],
-        check,
-        lambda results: "| a table |",
-        draw,
-    )
+    pieces = [Piece(str(i), run) for i, run in enumerate(runs)]
+    return Study("A title", lambda _: pieces, check, lambda _: "| a table |", draw)
 
 
 def gives(value):
@@ -44,35 +39,29 @@ def place(tmp_path):
     return Place("tiny", "cpu", tmp_path / "out")
 
 
-def test_it_leaves_results_a_table_and_a_figure(place):
-    assert study.run("it", one_of(gives(1), gives(2)), place) == ["a sum of 3"]
-    kept = json.loads((place.folder / "it.json").read_text())
-    assert kept["pieces"] == {"0": {"value": 1}, "1": {"value": 2}}
+def kept(place):
+    return json.loads((place.folder / "it.json").read_text())["pieces"]
+
+
+def test_an_interrupted_run_goes_on_to_results_a_table_and_a_figure(place):
+    with pytest.raises(KeyboardInterrupt):
+        study.run("it", one_of(gives(1), raises), place)
+    assert study.run("it", one_of(raises, gives(2)), place) == ["a sum of 3"]
+    assert kept(place) == {"0": {"value": 1}, "1": {"value": 2}}
     text = (place.folder / "it.md").read_text()
     for part in ("# A title", "| a table |", "(it.png)", "* a sum of 3", " thread"):
         assert part in text
     assert (place.folder / "it.png").exists()
-
-
-def test_an_interrupted_run_goes_on(place):
-    with pytest.raises(KeyboardInterrupt):
-        study.run("it", one_of(gives(1), raises), place)
-    assert study.run("it", one_of(raises, gives(2)), place) == ["a sum of 3"]
+    other = Place("small", "cpu", place.folder)
+    with pytest.raises(ValueError, match=r"size 'small', got 'tiny'.*--out"):
+        study.run("it", one_of(gives(1)), other)
 
 
 def test_a_check_that_fails_keeps_the_results(place):
     with pytest.raises(AssertionError, match="a sum of 20"):
         study.run("it", one_of(gives(20)), place)
-    kept = json.loads((place.folder / "it.json").read_text())
-    assert kept["pieces"] == {"0": {"value": 20}}
+    assert kept(place) == {"0": {"value": 20}}
     assert "Checked" not in (place.folder / "it.md").read_text()
-
-
-def test_results_of_other_settings_are_refused(place):
-    study.run("it", one_of(gives(1)), place)
-    other = Place("small", "cpu", place.folder)
-    with pytest.raises(ValueError, match=r"size 'small', got 'tiny'.*--out"):
-        study.run("it", one_of(gives(1)), other)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"settings": {}}', "null"])
@@ -85,10 +74,9 @@ def test_a_damaged_file_is_refused_and_kept(place, content):
     assert path.read_text() == content
 
 
-def test_what_is_not_finite_has_no_number():
-    assert study.number(torch.tensor(1.5)) == 1.5
-    assert study.number(float("nan")) is None
-    assert study.number(float("inf")) is None
+def test_values_that_are_not_finite_have_no_number():
+    values = (torch.tensor(1.5), float("nan"), float("inf"))
+    assert [study.number(value) for value in values] == [1.5, None, None]
 
 
 def test_live_bytes_are_those_of_tensors_that_live():
@@ -106,78 +94,67 @@ def test_live_bytes_are_those_of_tensors_that_live():
 def test_a_loop_over_samples_keeps_less_than_a_batch():
     weights = [torch.zeros(100, 100, requires_grad=True) for _ in range(4)]
 
-    def of(rows):
+    def peak(rows):
         def run():
             for x in torch.zeros(640, 100).split(rows):
                 for weight in weights:
                     x = (x @ weight).tanh()
                 torch.autograd.grad(x.sum(), weights)
 
-        return measuring.peak_bytes(run, "cpu")
+        return measuring.peak_bytes(run, "cpu")["peak_bytes"]
 
-    assert of(640)["peak_bytes"] > 4 * of(10)["peak_bytes"]
+    assert peak(640) > 4 * peak(10)
     assert measuring.tree_bytes(weights) == 4 * 4 * 100 * 100
 
 
 def test_contenders_take_turns():
     order = []
     contenders = {name: lambda name=name: order.append(name) for name in "ab"}
-    found = measuring.side_by_side(contenders, "cpu", rounds=2)
+    times = measuring.side_by_side(contenders, "cpu", rounds=2)
     assert "".join(order) == "ababab"
-    assert found.keys() == {"a", "b"}
-    assert found["a"]["seconds"] >= 0
+    assert times.keys() == {"a", "b"}
+    assert times["a"]["seconds"] >= 0
 
 
 def test_made_images_can_be_learned_and_are_the_same_each_time():
-    found = data.made(400, 16)
-    assert found.x.shape == (400, 3, 16, 16)
-    again = data.images(None, 400, 16)
-    assert torch.equal(found.x, again.x)
-    assert found.y.bincount().tolist() == [40] * 10
-    train, held = found.split(100)
+    made = data.made(400, 16)
+    assert made.x.shape == (400, 3, 16, 16)
+    assert torch.equal(made.x, data.images(None, 400, 16).x)
+    assert made.y.bincount().tolist() == [40] * 10
+    train, held = made.split(100)
     assert (len(train.x), len(held.y)) == (300, 100)
 
     # No single pixel tells the class: class means are noise, spectra are not.
     def spectra(x):
         return torch.fft.rfft2(x.mean(1)).abs()[:, :6, :6].flatten(1)
 
-    a, b = spectra(train.x), spectra(held.x)
-    nearest = torch.cdist(b, a).topk(9, largest=False).indices
-    voted = train.y[nearest].mode(1).values
+    distances = torch.cdist(spectra(held.x), spectra(train.x))
+    voted = train.y[distances.topk(9, largest=False).indices].mode(1).values
     assert (voted == held.y).double().mean() > 0.3
 
 
 def test_digits_are_scaled_and_have_three_channels():
-    found = data.images("digits", 50, 20)
-    assert found.x.shape == (50, 3, 20, 20)
-    assert torch.equal(found.x[:, 0], found.x[:, 2])
-    assert 0 <= found.x.min() < 0.1 < 0.9 < found.x.max() <= 1
+    digits = data.images("digits", 50, 20)
+    assert digits.x.shape == (50, 3, 20, 20)
+    assert torch.equal(digits.x[:, 0], digits.x[:, 2])
+    assert 0 <= digits.x.min() < 0.1 < 0.9 < digits.x.max() <= 1
 
 
-@pytest.fixture
-def pictures(tmp_path):
+def test_a_folder_has_one_of_pictures_for_each_class(tmp_path):
     for label, shade in enumerate((0, 255)):
         folder = tmp_path / f"class {label}"
         folder.mkdir()
         for i in range(3):
             Image.new("RGB", (9, 7), (shade, 0, 0)).save(folder / f"{i}.png")
         (folder / "notes.txt").write_text("no picture")
-    return tmp_path
-
-
-def test_a_folder_has_one_of_pictures_for_each_class(pictures):
-    found = data.images(str(pictures), 6, 8)
-    assert found.x.shape == (6, 3, 8, 8)
-    assert torch.equal(found.x[:, 0, 0, 0], found.y.float())
-    assert found.classes == 2
-
-
-def test_a_folder_with_too_few_pictures_or_a_bad_one_is_refused(pictures):
+    pictures = data.images(str(tmp_path), 6, 8)
+    assert (pictures.x.shape, pictures.classes) == ((6, 3, 8, 8), 2)
+    assert torch.equal(pictures.x[:, 0, 0, 0], pictures.y.float())
     with pytest.raises(ValueError, match="7 pictures.*2 folders and 6 pictures"):
-        data.images(str(pictures), 7, 8)
-    (pictures / "class 0" / "0.png").write_text("no picture")
+        data.images(str(tmp_path), 7, 8)
+    (tmp_path / "class 0" / "0.png").write_text("no picture")
     with pytest.raises(ValueError, match="0.png is no picture"):
-        data.images(str(pictures), 6, 8)
+        data.images(str(tmp_path), 6, 8)
 
 
 def test_a_source_with_too_few_images_is_refused(tmp_path):
@@ -191,23 +168,17 @@ def test_a_source_with_too_few_images_is_refused(tmp_path):
         data.images("missing.npz", 4, 8)
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("VGG16", 138.4),
-        ("MobileNet V1", 4.2),
-        ("MobileNet V2", 3.5),
-        ("ResNet-50", 25.6),
-        ("EfficientNet-B0", 5.3),
-        ("EfficientNet-B3", 12.2),
-        ("EfficientNet-B5", 30.4),
-    ],
-)
-def test_an_architecture_has_as_many_parameters_as_its_paper_says(name, parameters):
+PARAMETERS = {"VGG16": 138.4, "MobileNet V1": 4.2, "MobileNet V2": 3.5}
+PARAMETERS |= {"ResNet-50": 25.6, "EfficientNet-B0": 5.3, "EfficientNet-B3": 12.2}
+PARAMETERS |= {"EfficientNet-B5": 30.4}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_an_architecture_has_as_many_parameters_as_its_paper_says(name):
     build, _ = nets.ARCHITECTURES[name]
     with torch.device("meta"):
-        found = sum(each.numel() for each in build(1000).parameters()) / 1e6
-    assert found == pytest.approx(parameters, rel=0.02)
+        count = sum(each.numel() for each in build(1000).parameters()) / 1e6
+    assert count == pytest.approx(PARAMETERS[name], rel=0.02)
 
 
 def test_a_small_net_gives_logits():

@@ -2,10 +2,7 @@
 
 import base64
 import dataclasses
-import io
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -230,26 +227,6 @@ def test_no_name_becomes_a_part_of_the_page(tmp_path):
     settings_ = re.findall(r"<td>--([a-z-]+)</td>", (out / "report.html").read_text())
     fields = [field.name for field in dataclasses.fields(settings.Settings)]
     assert [name.replace("-", "_") for name in settings_] == fields
-
-
-BROWSER = shutil.which("chromium")
-
-
-@SLOW
-@pytest.mark.skipif(not BROWSER, reason="there is no chromium")
-def test_a_browser_reads_the_same_page_and_complains_of_nothing(tmp_path):
-    image, figures = io.BytesIO(), {"plain": records(2)}
-    report.curves(EVIL, figures, delta=1e-5).savefig(image, format="png")
-    images = {report.CURVES: image.getvalue()}
-    report.write_page(tmp_path, job(data=f"{EVIL}.npz"), figures, images)
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-    options += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    command = [BROWSER, *options, (tmp_path / "report.html").as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert "CONSOLE" not in done.stderr
-    page = Page(done.stdout)
-    assert page.text == read(tmp_path).text
-    assert page.cells == read(tmp_path).cells
 
 
 @pytest.mark.parametrize("count", [1, 99, 100, 101, 1000, 1234])

@@ -4,7 +4,6 @@ import fcntl
 import io
 import math
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -302,35 +301,6 @@ def test_killed_at_any_write_a_run_goes_on_with_the_same_numbers(
         assert results(out) == expected
 
 
-# A run that kills itself as it writes for the n-th time, wherever that is.
-KILLED = """
-import itertools, os, signal, sys
-from vgrad.__main__ import main
-sync, calls = os.fsync, itertools.count(1)
-def killing(descriptor):
-    sync(descriptor)
-    if next(calls) == int(sys.argv[1]):
-        os.kill(os.getpid(), signal.SIGKILL)
-os.fsync = killing
-main(sys.argv[2:])
-"""
-
-
-@SLOW
-def test_killed_by_a_signal_a_run_goes_on_with_the_same_numbers(images, tmp_path):
-    more = arguments(images, FIXED, epochs=3)
-    out, whole = tmp_path / "killed", tmp_path / "whole"
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    command = [sys.executable, "-c", KILLED, "17", "train", "--out", str(out), *more]
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
-    assert done.returncode == -signal.SIGKILL
-    assert 0 < len(lines(out / "metrics.jsonl")) < 3
-    assert not (out / "report.html").exists()
-    assert resume(out) == 0
-    assert main(["train", "--out", str(whole), *more]) == 0
-    assert results(out) == results(whole)
-
-
 GOING_ON = {
     "dropout": ["--model", "dropping:make"],
     "bfloat16": ["--precision", "bfloat16"],
@@ -572,47 +542,33 @@ def test_files_that_are_missing_damaged_or_foreign_are_one_line(
     assert "ensemble.json" in error(capsys, *judge)
 
 
-FACTORY = """
-def normed(*, channels, height, width, classes):
-    return torch.nn.Sequential(
-        torch.nn.Flatten(),
-        torch.nn.Linear(channels * height * width, 8),
-        torch.nn.BatchNorm1d(8),
-        torch.nn.Linear(8, classes),
-    )
-
-class InNumPy(torch.nn.Module):
-    def __init__(self, classes):
-        super().__init__()
-        self.linear = torch.nn.LazyLinear(classes)
-        self.linear(torch.zeros(1, 6))
-
+NORMED = "torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, classes)"
+IN_NUMPY = """
+class InNumPy(torch.nn.Linear):
     def forward(self, x):
-        if abs(self.linear.bias.detach().numpy()).sum() > 1e6:
-            x = 2 * x
-        return self.linear(x.flatten(1))
+        scale = 2 if abs(self.bias.detach().numpy()).sum() > 1e6 else 1
+        return scale * super().forward(x.flatten(1))
 
-def in_numpy(*, channels, height, width, classes):
-    return InNumPy(classes)
+def make(*, channels, height, width, classes):
+    return InNumPy(6, classes)
 """
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy"), [("normed", "auto"), ("in_numpy", "loop")]
+    ("source", "strategy"), [(net(NORMED), "auto"), (IN_NUMPY, "loop")]
 )
 def test_without_privacy_models_need_no_per_sample_gradients(
-    images, tmp_path, capsys, module, name, strategy
+    images, tmp_path, capsys, module, source, strategy
 ):
-    module("own_members", FACTORY)
-    model = ["--model", f"own_members:{name}"]
-    if name == "normed":
+    model = ["--model", module("own_members", source)]
+    if strategy == "auto":
         refused = arguments(images, *THREE, *model)
         message = error(capsys, "train", "--out", tmp_path / "private", *refused)
         assert "has per-sample gradients" in message
     assert train(images, tmp_path / "run", *THREE, *model, PLAIN) == 0
     state, description = checkpoint.read_state(tmp_path / "run")
     assert description["forms"]["strategy of members"] == strategy
-    if name == "normed":
+    if strategy == "auto":
         means = state[".plain.buffers['2.running_mean']"]
         assert len({tuple(row.tolist()) for row in means}) == 3
     assert main(["evaluate", str(tmp_path / "run"), "--data", str(images), *model]) == 0

@@ -195,11 +195,15 @@ def taken(step: Callable, state: Any, batches: list) -> list[tuple]:
 
 
 def same_quantities(
-    name: str, loss: Callable, calls: list[tuple], **options: Any
+    name: str,
+    loss: Callable,
+    calls: list[tuple],
+    backend: Any = "replay",
+    **options: Any,
 ) -> Any:
     """Return a compiled quantity, after calls that have the bits of eager mode."""
     eager = TRANSFORMS[name](loss, **options)
-    compiled = vgrad.compile(eager, fallback="error")
+    compiled = vgrad.compile(eager, backend=backend, fallback="error")
     same_calls(
         lambda *given: call(name, compiled, given),
         lambda *given: call(name, eager, given),

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import vgrad
-from vgrad.compiled import buckets
+from tests.compiled import problems
+from vgrad.compiled import functions
 
 pytestmark = pytest.mark.compiled
 
@@ -18,30 +18,22 @@ pytestmark = pytest.mark.compiled
     ],
 )
 def test_sizes_are_deviations_around_the_mean(dataset_size, sampling_rate, sizes):
-    plan = vgrad.dp.Plan(
-        dataset_size=dataset_size,
-        sampling_rate=sampling_rate,
-        noise_multiplier=1.0,
-        max_norm=1.0,
-        steps=1,
-        delta=1e-5,
-    )
-    assert buckets.of_plan(plan) == sizes
+    plan = problems.plan(dataset_size=dataset_size, sampling_rate=sampling_rate)
+    assert functions.sizes_of_plan(plan) == sizes
 
 
 def test_sizes_are_sorted_and_each_is_there_once():
-    assert buckets.check([6, 1, 6]) == (1, 6)
+    assert functions.checked_sizes([6, 1, 6]) == (1, 6)
 
 
 def test_a_batch_is_filled_up_to_the_next_size_and_split_beyond_the_last():
     sizes = {1: 4, 4: 4, 5: 6, 6: 6, 7: 10, 11: 12, 12: 12, 13: 16, 17: 18}
-    assert {size: buckets.padded_size(size, (4, 6)) for size in sizes} == sizes
+    assert {size: functions.padded_size(size, (4, 6)) for size in sizes} == sizes
 
 
-def test_what_is_filled_in_is_the_first_sample_and_is_not_counted():
+def test_a_batch_is_filled_up_with_the_first_sample():
     x = torch.arange(4.0).reshape(2, 2)
-    found = buckets.filled({"x": x, "n": torch.arange(2)}, 2, 4)
+    found = functions.filled({"x": x, "n": torch.arange(2)}, 2, 4)
     assert torch.equal(found["x"], x[[0, 1, 0, 0]])
     assert found["n"].tolist() == [0, 1, 0, 0]
-    assert buckets.filled((x,), 2, 2)[0] is x
-    assert buckets.counted(2, 4, x.device).tolist() == [True, True, False, False]
+    assert functions.filled((x,), 2, 2)[0] is x

@@ -480,7 +480,7 @@ STEP = train_step(squared, SGD)
 NORM = vgrad.per_sample_norm(squared)
 FMODEL, *MEMBERS = vgrad.stack([torch.nn.Linear(3, 1)] * 2)
 WRONG = [
-    (squared, {}, TypeError, "expected what a per-sample"),
+    (squared, {}, TypeError, "expected a per-sample"),
     (nn.Linear(2, 2), {}, TypeError, r"compile\(transform\): .* got a Linear"),
     (STEP, {"backend": "nvcc"}, ValueError, r"='nvcc'\): expected one of .*auto"),
     (STEP, {"fallback": "warn"}, ValueError, r"='warn'\): expected one of .*error"),

@@ -453,7 +453,7 @@ grad of a tensor that disappears: reads `.grad`
   => 1.0 + (getattr(t, "gr" + "ad") is None) => t.grad = None
 the version of a tensor: reads `._version`
   t = ones() => 1.0 + bool(t._version) => t.mul_(1)
-a place in memory: memory .storage_offset
+a place in memory: memory of a tensor .storage_offset
   x = X[1:] => 1.0 + x.storage_offset()
 a tensor that the loss changes: writes
   t = torch.zeros(()) => t.add_(1.0)

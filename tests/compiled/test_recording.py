@@ -15,9 +15,8 @@ from torch.nn import functional as F
 import vgrad
 from tests import losses, oracle
 from tests.compiled import problems
-from tests.compiled.problems import same_calls
 from vgrad import optim, tree
-from vgrad.compiled import backends, graph, recording
+from vgrad.compiled import backends, graph
 from vgrad.conditions import Unrepeatable
 from vgrad.training import TrainState, private_step, train_step
 
@@ -47,7 +46,7 @@ class InPlace:
 @pytest.fixture(params=losses.DEVICES)
 def device(request, monkeypatch):
     if request.param == "cpu":
-        monkeypatch.setattr(recording, "OnCuda", InPlace)
+        monkeypatch.setattr(backends, "OnCuda", InPlace)
         monkeypatch.setattr(InPlace, "launches", 0)
     return request.param
 
@@ -55,14 +54,8 @@ def device(request, monkeypatch):
 def built(name, device, p=0.0):
     loss, params, buffers, draw = problems.built(name, torch.float32)
     if p:
-        model = problems.mlp(p).to(device)
-        functional = vgrad.make_functional_with_buffers(
-            model, disable_autograd_tracking=True
-        )
-        loss, params, buffers = (
-            vgrad.sample_loss(functional[0], F.cross_entropy),
-            *functional[1:],
-        )
+        model, criterion = problems.mlp(p).to(device), F.cross_entropy
+        loss, params, buffers = losses.of_model(model, criterion, torch.float32)
     params, buffers = tree.to_device((params, buffers), device)
     return loss, params, buffers, lambda size: tree.to_device(draw(size), device)
 
@@ -91,12 +84,11 @@ def transforms(*quick):
 @pytest.mark.parametrize("net", ["mlp", pytest.param("lstm", marks=slow)])
 def test_numbers_are_those_of_eager_mode(device, net, name):
     loss, params, buffers, draw = built(net, device)
-    eager = problems.TRANSFORMS[name](loss)
-    compiled = recorded(eager)
-    same_calls(
-        lambda *given: problems.call(name, compiled, given),
-        lambda *given: problems.call(name, eager, given),
+    compiled = problems.same_quantities(
+        name,
+        loss,
         [(params, buffers, *draw(5)) for _ in range(4)],
+        backend="cudagraph",
     )
     assert [each.calls for each in is_recorded(compiled)] == [3]
 
@@ -156,32 +148,18 @@ def test_doubtful_samples_are_computed_again(device, planted):
 
 def test_a_private_step_is_recorded_as_a_whole(device):
     loss, params, buffers, draw = built("mlp", device, p=0.3)
-    plan = vgrad.dp.Plan(
-        dataset_size=64,
-        sampling_rate=0.2,
-        noise_multiplier=1.0,
-        max_norm=0.5,
-        steps=12,
-        delta=1e-3,
-    )
-    data = draw(64)
-    tx = optim.adam(1e-2)
-    states = []
-    for compiled in (True, False):
-        step = private_step(loss, tx, plan, randomness="different")
-        if not compiled:
-            # The same batches, filled up as those that are compiled.
-            step = vgrad.compile(step)
-        step = recorded(step) if compiled else step
-        state = TrainState.create(tx, params, buffers, seed=1)
-        for rows in plan.sampler(state):
-            state, _ = step(state, *(each[rows] for each in data))
-        states.append(state)
-        if compiled:
-            reports = is_recorded(step)
-            assert {each.name for each in reports} >= {"clipped_grad", "optim.step"}
-            assert all(each.calls for each in reports if each.name == "optim.step")
-    oracle.assert_exact(states[0].params, states[1].params, 0)
+    plan = problems.plan(dataset_size=64, sampling_rate=0.2, steps=12)
+    data, tx = draw(64), optim.adam(1e-2)
+    step = private_step(loss, tx, plan, randomness="different")
+    start = TrainState.create(tx, params, buffers, seed=1)
+    batches = [[each[rows] for each in data] for rows in plan.sampler(start)]
+    # A replay fills up the same batches.
+    compiled, replay = recorded(step), vgrad.compile(step)
+    found, expected = (problems.taken(f, start, batches) for f in (compiled, replay))
+    oracle.assert_exact(found[-1][0].params, expected[-1][0].params, 0)
+    reports = is_recorded(compiled)
+    assert {each.name for each in reports} >= {"clipped_grad", "optim.step"}
+    assert all(each.calls for each in reports if each.name == "optim.step")
 
 
 def test_threads_take_turns(device):
@@ -235,7 +213,7 @@ def test_a_recording_that_fails_or_differs_makes_room_for_a_replay(monkeypatch):
     loss, params, buffers, draw = built("mlp", "cpu")
     batch, eager = draw(4), vgrad.per_sample_grad(loss)
     for kind, why in ((Fails, "operation not permitted"), (Differs, "does not repeat")):
-        monkeypatch.setattr(recording, "OnCuda", kind)
+        monkeypatch.setattr(backends, "OnCuda", kind)
         compiled = recorded(eager)
         with pytest.warns(vgrad.CompileWarning, match=f"replays, since .*{why}"):
             compiled(params, buffers, *batch)
@@ -272,7 +250,7 @@ def on_meta(function, *arguments):
     """Check a graph of tensors on another device than the CPU, without such a one."""
     given = tree.map_tensors(lambda each: each.to("meta"), arguments)
     module = graph.captured(function, given).module
-    recording.check(module, tree.tensors(given), "meta")
+    backends.check_recordable(module, tree.tensors(given), "meta")
 
 
 @transforms("flat", "norm", "grad", "moments", "weighted")
@@ -351,7 +329,7 @@ def test_refused(name):
     given = given()
     module = graph.captured(function, given).module
     with pytest.raises(Unrepeatable, match=why):
-        recording.check(module, list(given), "meta")
+        backends.check_recordable(module, list(given), "meta")
 
 
 def test_numbers_that_a_function_writes_out_stay_on_the_cpu():
@@ -359,4 +337,4 @@ def test_numbers_that_a_function_writes_out_stay_on_the_cpu():
         return x.sum(), torch.arange(3).sum() * 2
 
     x = torch.ones(2, device="meta")
-    recording.check(graph.captured(function, (x,)).module, [x], "meta")
+    backends.check_recordable(graph.captured(function, (x,)).module, [x], "meta")

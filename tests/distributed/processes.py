@@ -21,6 +21,14 @@ TIMEOUT = 30
 """Seconds after which a rank that waits for another one gives up."""
 
 
+def mesh_of(size: int, axis: str = "dp") -> tuple[Any, int]:
+    """Return a mesh of all ranks, and the number of this one."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=(axis,))
+    return mesh, mesh.get_local_rank(axis)
+
+
 class Processes:
     """Some ranks of one process group, gloo on the CPU."""
 

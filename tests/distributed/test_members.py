@@ -6,16 +6,16 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import vgrad
+from tests.distributed.processes import mesh_of
 from vgrad.distributed import (
-    all_members,
-    alone,
+    gather_members,
     member_parallel,
     member_range,
-    own_members,
+    shard_members,
+    single_process_mesh,
 )
 from vgrad.ensemble import (
     ensemble_clipped_grad,
@@ -38,8 +38,8 @@ from vgrad.tree import map_tensors, state_dict
 E, B = 5, 6
 
 
-def mesh_of(size):
-    return init_device_mesh("cpu", (size,), mesh_dim_names=("members",))
+def members_of(size):
+    return mesh_of(size, "members")[0]
 
 
 def net(drop=0.0):
@@ -72,7 +72,7 @@ def same(found, expected, tolerance=1e-12):
 
 
 def _there_and_back(size):
-    mesh = mesh_of(size)
+    mesh = members_of(size)
     source = torch.Generator().manual_seed(0)
     for count in {size, 5}:
         tree = {
@@ -82,53 +82,47 @@ def _there_and_back(size):
             "turned": torch.randn(2, count, generator=source).T.requires_grad_(),
             "pair": (torch.randn(count, dtype=torch.complex128, generator=source),),
         }
-        own = own_members(tree, mesh)
+        own = shard_members(tree, mesh)
         which = member_range(count, mesh)
         assert own["half"].equal(tree["half"][which.start : which.stop])
         assert own["turned"].is_leaf
-        same(all_members(own, mesh), tree, 0)
-        assert all_members(own, mesh)["turned"].requires_grad
+        same(gather_members(own, mesh), tree, 0)
+        assert gather_members(own, mesh)["turned"].requires_grad
     return which
 
 
 def test_trees_are_cut_and_gathered(some):
     found = some.run(_there_and_back, some.size)
     assert [number for which in found for number in which] == list(range(5))
-    with alone("members"):
+    with single_process_mesh("members"):
         assert _there_and_back(1) == range(5)
+
+
+RATES = torch.linspace(0.01, 0.2, E, dtype=torch.float64)
 
 
 def trained(mesh, drop, shared, options, *, steps=5, compiled=False):
     """Take steps on a mesh; without one, in one place by the plain step."""
     fmodel, params, buffers = ensemble(drop, shared)
-    own = (lambda x: own_members(x, mesh)) if mesh else lambda x: x
-    rates = own(torch.linspace(0.01, 0.2, E, dtype=torch.float64))
+    own = (lambda x: shard_members(x, mesh)) if mesh else lambda x: x
     common = vgrad.optim.sgd(0.1, momentum=0.5) if shared else None
-    tx = for_members(vgrad.optim.adam, lr=rates, shared=shared, shared_tx=common)
-    loss = vgrad.batch_loss(fmodel, F.mse_loss)
+    adam = partial(for_members, vgrad.optim.adam, shared=shared, shared_tx=common)
+    loss, tx = vgrad.batch_loss(fmodel, F.mse_loss), adam(lr=own(RATES))
     step = ensemble_train_step(loss, tx, in_dims=(0, None), shared=shared, **options)
     # The state of the optimizer needs the rates of all members to begin with.
-    whole = for_members(
-        vgrad.optim.adam,
-        lr=torch.linspace(0.01, 0.2, E, dtype=torch.float64),
-        shared=shared,
-        shared_tx=common,
-    )
-    state = EnsembleState.create(whole, params, buffers, shared=shared, seed=7)
-    active = torch.tensor([True, True, False, True, True])
-    state = state._replace(active=active)
+    state = EnsembleState.create(adam(lr=RATES), params, buffers, shared=shared, seed=7)
+    state = state._replace(active=torch.tensor([True, True, False, True, True]))
     x, y = batch()
-    x = own(x)
+    x, losses = own(x), []
     if mesh:
-        state = own_members(state, mesh, shared=shared)
+        state = shard_members(state, mesh, shared=shared)
         step = member_parallel(step, mesh, members=E)
     step = vgrad.compile(step, fallback="error") if compiled else step
-    losses = []
     for turn in range(steps):
         state, metrics = step(state, x + turn, y)
         losses.append(metrics["loss"])
-    found = {"state": state, "loss": torch.stack(losses, 1)}
-    return all_members(found, mesh, shared=shared) if mesh else found
+    result = {"state": state, "loss": torch.stack(losses, 1)}
+    return gather_members(result, mesh, shared=shared) if mesh else result
 
 
 SHARED = ("0.weight", "1.bias")
@@ -143,14 +137,14 @@ CASES = {
 
 
 def _trained(size, cases):
-    return {name: trained(mesh_of(size), *case) for name, (case, _) in cases.items()}
+    return {name: trained(members_of(size), *case) for name, (case, _) in cases.items()}
 
 
 def test_steps_are_those_of_one_process(some):
     results = some.run(_trained, some.size, CASES)
     for name, (case, place) in CASES.items():
         if place == "alone":
-            with alone("members") as mesh:
+            with single_process_mesh("members") as mesh:
                 expected = trained(mesh, *case)
         else:
             expected = trained(None, *case)
@@ -163,9 +157,9 @@ def test_steps_are_those_of_one_process(some):
 def _functions(mesh, drop):
     """Call each function in training mode, with masks."""
     fmodel, params, buffers = ensemble(drop, SHARED)
-    which = own_members((params, buffers), mesh, shared=SHARED)
+    which = shard_members((params, buffers), mesh, shared=SHARED)
     x, y = batch()
-    own = own_members(x, mesh)
+    own = shard_members(x, mesh)
     torch.manual_seed(11)  # that of the first rank counts
     options = {"in_dims": 0, "shared": SHARED, "randomness": "different"}
     forward = ensemble_forward(fmodel, **options)
@@ -181,7 +175,7 @@ def _functions(mesh, drop):
     clipped = ensemble_clipped_grad(
         plain, max_norm=1.0, in_dims=(0, None), randomness="different"
     )
-    w = own_members(torch.ones(E, 3, 2, dtype=torch.float64), mesh)
+    w = shard_members(torch.ones(E, 3, 2, dtype=torch.float64), mesh)
     sums = member_parallel(clipped, mesh, members=E)({"w": w}, {}, own, y)
     start = member_range(E, mesh).start
     key = torch.arange(32, dtype=torch.uint8)
@@ -193,15 +187,15 @@ def _functions(mesh, drop):
     entries = [grads.grads, grads.buffers, left[1]]
     mine = [{n: x for n, x in each.items() if n not in names} for each in entries]
     common = {name: grads.grads[name] for name in names}
-    return all_members((lists, mine), mesh), common, drawn
+    return gather_members((lists, mine), mesh), common, drawn
 
 
 def _called(size):
-    return _functions(mesh_of(size), 0.5)
+    return _functions(members_of(size), 0.5)
 
 
 def test_functions_are_those_of_one_process(some):
-    with alone("members") as mesh:
+    with single_process_mesh("members") as mesh:
         expected = _functions(mesh, 0.5)
     (first, second), *_ = expected[0][0]
     assert not torch.equal(first, second)
@@ -219,19 +213,19 @@ def _predicted(mesh, dtype, chunk_size):
     )
     options = {"chunk_size": chunk_size, "strategy": "vmap"}
     levels = {"quantiles": [0.0, 0.3, 1.0]}
-    given, options["mesh"] = own_members(whole, mesh) if mesh else whole, mesh
+    given, options["mesh"] = shard_members(whole, mesh) if mesh else whole, mesh
     classes, values = predict, partial(predict, kind="value")
     one_nan = inputs.index_fill(0, torch.tensor([2]), torch.nan)
     found = [classes(fmodel, *given, x, **options) for x in (inputs, one_nan)]
     numbers = values(fmodel, *given, inputs, **options, **levels)
     alike = map_tensors(lambda x: x[:1].expand(x.shape).contiguous(), whole)
-    given = own_members(alike, mesh) if mesh else alike
+    given = shard_members(alike, mesh) if mesh else alike
     agreeing = classes(fmodel, *given, inputs, **options)
     return found, numbers, values(fmodel, *given, inputs, **options), agreeing
 
 
 def _predictions(size, dtype, chunk_size):
-    return _predicted(mesh_of(size), dtype, chunk_size)
+    return _predicted(members_of(size), dtype, chunk_size)
 
 
 @pytest.mark.parametrize(
@@ -250,12 +244,12 @@ def test_predictions_are_those_of_one_process(some, dtype, chunk_size, tolerance
 
 def _half(size, path):
     """Train, save on one rank, and go on with what the file says."""
-    mesh = mesh_of(size)
+    mesh = members_of(size)
     step, own, whole, data = plain_run(mesh)
     state = own(whole)
     for _ in range(2):
         state, _ = step(state, *data)
-    gathered = all_members(state, mesh)
+    gathered = gather_members(state, mesh)
     if mesh.get_local_rank() == 0:
         save(path, gathered)
     torch.distributed.barrier()
@@ -263,12 +257,12 @@ def _half(size, path):
 
 
 def _rest(size, path):
-    mesh = mesh_of(size)
+    mesh = members_of(size)
     step, own, whole, data = plain_run(mesh)
     state = own(load(path, whole))
     for _ in range(2):
         state, _ = step(state, *data)
-    return all_members(state, mesh)
+    return gather_members(state, mesh)
 
 
 def plain_run(mesh):
@@ -281,7 +275,7 @@ def plain_run(mesh):
         ensemble_train_step(loss, tx, strategy="hybrid"), mesh, members=E
     )
     x, y = batch()
-    return step, lambda state: own_members(state, mesh), whole, (x[0], y)
+    return step, lambda state: shard_members(state, mesh), whole, (x[0], y)
 
 
 def test_another_number_of_ranks_goes_on(ranks, tmp_path):
@@ -289,7 +283,7 @@ def test_another_number_of_ranks_goes_on(ranks, tmp_path):
     for own, state in ranks(2).run(_half, 2, path):
         same(own, state, 0)
     after = ranks(4).run(_rest, 4, path)
-    with alone("members") as mesh:
+    with single_process_mesh("members") as mesh:
         step, _, state, data = plain_run(mesh)
         for _ in range(4):
             state, _ = step(state, *data)
@@ -299,7 +293,7 @@ def test_another_number_of_ranks_goes_on(ranks, tmp_path):
 
 def _stopped(size):
     """Members stop one by one, until those of a rank are all stopped and not finite."""
-    mesh = mesh_of(size)
+    mesh = members_of(size)
     fmodel, params, buffers = ensemble(shared=SHARED)
     tx = vgrad.optim.sgd(0.1)
     state = EnsembleState.create(tx, params, buffers, shared=SHARED, seed=2)
@@ -308,24 +302,24 @@ def _stopped(size):
     for values in (torch.ones(E), worse - 0.5):
         stopping = stopping.update(values)
     stopping, state = (
-        own_members(stopping, mesh),
-        own_members(state._replace(active=stopping.active), mesh, shared=SHARED),
+        shard_members(stopping, mesh),
+        shard_members(state._replace(active=stopping.active), mesh, shared=SHARED),
     )
     assert torch.equal(stopping.active, state.active)
     loss = vgrad.batch_loss(fmodel, F.mse_loss)
     step = ensemble_train_step(loss, tx, in_dims=(0, None), shared=SHARED)
     step = member_parallel(step, mesh, members=E)
     x, y = batch()
-    x[~all_members(state.active, mesh)] = torch.nan
-    first, _ = step(state, own_members(x, mesh), y)
+    x[~gather_members(state.active, mesh)] = torch.nan
+    first, _ = step(state, shard_members(x, mesh), y)
     x[1] = torch.inf
-    second, metrics = step(first, own_members(x, mesh), y)
+    second, metrics = step(first, shard_members(x, mesh), y)
     assert "0.weight" in SHARED
     moved = [
         bool((a.params["0.weight"] != b.params["0.weight"]).any())
         for a, b in ((state, first), (first, second))
     ]
-    everyone = all_members((first.active, metrics["skipped"]), mesh)
+    everyone = gather_members((first.active, metrics["skipped"]), mesh)
     return moved, everyone, bool(first.params["0.weight"].isfinite().all())
 
 
@@ -339,7 +333,7 @@ def test_members_that_stopped_move_nothing_that_is_shared(some):
 
 def _compiled(size):
     options = {"randomness": "different", "strategy": "hybrid"}
-    mesh = mesh_of(size)
+    mesh = members_of(size)
     plain = trained(mesh, 0.0, SHARED, options, steps=3)
     graph = trained(mesh, 0.0, SHARED, options, steps=3, compiled=True)
     same(graph, plain)
@@ -360,26 +354,26 @@ def raised(function, *arguments, **options):
 
 
 def _refused(size):
-    mesh = mesh_of(size)
+    mesh = members_of(size)
     rank = mesh.get_local_rank()
     fmodel, params, buffers = ensemble(shared=SHARED)
     tx = vgrad.optim.sgd(0.1)
     state = EnsembleState.create(tx, params, buffers, shared=SHARED, seed=2)
-    state = own_members(state, mesh, shared=SHARED)
+    state = shard_members(state, mesh, shared=SHARED)
     x, y = batch()
     bad = x[:, :, : 3 - rank]  # that of the first rank fits
     calls = {
-        "few": lambda: own_members(torch.ones(size - 1), mesh),
+        "few": lambda: shard_members(torch.ones(size - 1), mesh),
         "range": lambda: member_range(size - 1, mesh),
-        "others": lambda: own_members(torch.ones(size + rank), mesh),
-        "sizes": lambda: own_members([torch.ones(5), torch.ones(5 + rank)], mesh),
-        "scalar": lambda: own_members(torch.tensor(1.0), mesh),
-        "none": lambda: own_members({}, mesh),
-        "pattern": lambda: own_members(params, mesh, shared=["9.weight"]),
-        "differs": lambda: all_members(
+        "others": lambda: shard_members(torch.ones(size + rank), mesh),
+        "sizes": lambda: shard_members([torch.ones(5), torch.ones(5 + rank)], mesh),
+        "scalar": lambda: shard_members(torch.tensor(1.0), mesh),
+        "none": lambda: shard_members({}, mesh),
+        "pattern": lambda: shard_members(params, mesh, shared=["9.weight"]),
+        "differs": lambda: gather_members(
             {"a": torch.ones(2), "b": torch.tensor(rank)}, mesh, shared=["b"]
         ),
-        "kinds": lambda: all_members(torch.ones(2, 1 + rank), mesh),
+        "kinds": lambda: gather_members(torch.ones(2, 1 + rank), mesh),
         "samples": lambda: predict(
             fmodel, state.params, state.buffers, x[0, rank:], mesh=mesh, shared=SHARED
         ),
@@ -394,18 +388,18 @@ def _refused(size):
         if name == "buffer":  # each member of a rank leaves the same, those of two not
             values = share(*ensemble()[1:], common)
             start = EnsembleState.create(tx, *values, shared=common, seed=2)
-            start = own_members(start, mesh, shared=common)
+            start = shard_members(start, mesh, shared=common)
             given = (x[:1] + rank).expand(E, B, 3)
         step = ensemble_train_step(loss, tx, in_dims=(0, None), shared=shared)
         step = member_parallel(step, mesh, members=E)
-        own = own_members(torch.zeros_like(given).copy_(given), mesh)
+        own = shard_members(torch.zeros_like(given).copy_(given), mesh)
         calls[name] = lambda step=step, start=start, own=own: step(start, own, y)
     ahead = state._replace(step=torch.tensor(rank))
-    own = own_members(x, mesh)
+    own = shard_members(x, mesh)
     step = ensemble_train_step(loss, tx, in_dims=(0, None), shared=SHARED)
     step = member_parallel(step, mesh, members=E)
     calls["behind"] = lambda: step(ahead, own, y)
-    with pytest.raises(TypeError, match="expected what ensemble_train_step, ensemble"):
+    with pytest.raises(TypeError, match="the result of ensemble_train_step, ensemble"):
         member_parallel(fmodel, mesh, members=E)
     plain = member_parallel(ensemble_train_step(loss, tx), mesh, members=2 * size)
     calls["count"] = lambda: plain(
@@ -421,7 +415,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(ranks):
         "range": "ValueError: .*a member or more for each of the 2 ranks, got 1",
         "others": r"RankError: .*the same members on all ranks, got \[2, 3\]",
         "sizes": r"RankError: .*rank 1 stopped with ValueError.*'\(5,\)', '\(6,\)'",
-        "scalar": "ValueError: own_members.*in the first axis of every tensor",
+        "scalar": "ValueError: shard_members.*in the first axis of every tensor",
         "none": "ValueError: .*expected a tensor with a member axis, got none",
         "pattern": "ValueError: .*a pattern that matches a parameter or buffer",
         "differs": "RankError: .*expected the same shared on all ranks",
@@ -465,7 +459,7 @@ def test_draws_follow_from_a_members_own_seed():
             part = forward.keyed(keys[rows])(own, {}, x)
             same(part, found[strategy][rows])
         same(found[strategy], found["loop"])
-        with pytest.raises(ValueError, match="expected 3 members, those of this rank"):
+        with pytest.raises(ValueError, match="expected the 3 members of this rank"):
             forward.keyed(keys[1:])(params, {}, x)
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import vgrad
 from tests.distributed.processes import Processes
 from vgrad import optim
-from vgrad.distributed import Ranks, shard, sharded
+from vgrad.distributed import Ranks, shard, sharding
 
 
 class Bytes(TorchDispatchMode):
@@ -95,7 +95,7 @@ def _bytes(size, sizes, passes):
             counted.count(value.to_local())
         state = tx.init(params)
         for _ in range(2):
-            grads = sharded.sharded_call(clipped, ranks, params, {}, (tokens, tokens))
+            grads = sharding.sharded_call(clipped, ranks, params, {}, (tokens, tokens))
             params, state = optim.step(tx, grads.grads, state, params, donate=True)
         assert all(isinstance(value, DTensor) for value in params.values())
         counted.count(torch.zeros(()))

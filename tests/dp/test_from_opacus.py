@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vgrad.dp import Plan, PrivateGradients
+from tests.dp import runs
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from_opacus.md").read_text()
 (DIFF,) = re.findall(r"```diff\n(.*?)```", PAGE, flags=re.S)
@@ -47,6 +47,7 @@ def opacus():
 def test_six_statements_change():
     old, new = statements(side("-")), statements(side("+"))
     assert 0 < len([each for each in new if each not in old]) <= 6
+    assert len(ROWS) == PAGE.count("\n| ") - 2  # the table is read
 
 
 @pytest.mark.slow
@@ -79,24 +80,13 @@ def test_both_loops_reach_the_same_accuracy():
 @pytest.mark.filterwarnings("ignore")
 def test_without_noise_both_give_the_same_parameters():
     engine = opacus().PrivacyEngine()
-    dataset = torch.utils.data.TensorDataset(
-        3 * torch.randn(40, 5), torch.randint(3, (40,))
-    )
-    plan = Plan(
-        dataset_size=40,
-        sampling_rate=1.0,
-        noise_multiplier=0.0,
-        max_norm=0.7,
-        steps=4,
-        delta=1e-3,
-    )
-    criterion = torch.nn.CrossEntropyLoss()
-    found = []
+    x, y = 3 * torch.randn(40, 5), torch.randint(3, (40,))
+    dataset = torch.utils.data.TensorDataset(x, y)
+    criterion, found = torch.nn.CrossEntropyLoss(), []
     for by_opacus in (True, False):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(
-            torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)
-        )
+        layers = torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)
+        model = torch.nn.Sequential(*layers)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
         start = model[0].weight.detach().clone()
         if by_opacus:
@@ -108,7 +98,8 @@ def test_without_noise_both_give_the_same_parameters():
                 max_grad_norm=0.7,
             )
         else:
-            private = PrivateGradients(model, criterion, dataset, plan=plan)
+            plan = runs.plan(40, 1.0, 0.7)
+            private = runs.private(plan, model, dataset, criterion)
             private.watch(optimizer)
             loader = private.loader
         for _ in range(4):
@@ -134,7 +125,3 @@ def test_the_names_of_the_table_are_there(row):
                 if not hasattr(value, name):
                     importlib.import_module(".".join(path.split(".")[:number]))
                 value = getattr(value, name)
-
-
-def test_the_table_is_read():
-    assert len(ROWS) == PAGE.count("\n| ") - 2

@@ -90,7 +90,7 @@ def test_several_processes_and_a_fork_that_would_repeat_the_noise(run, monkeypat
         patched.setattr(torch.distributed, "get_world_size", lambda: 2)
         private.backward(*batch)
     monkeypatch.setattr(os, "getpid", lambda: -1)
-    with refused("made it, got a fork of that, with the same"):
+    with refused("made it, got a fork of that, whose equal noise"):
         private.backward(*batch)
     assert model.weight.grad is None
     private.load_state_dict({**private.state_dict(), "key": secret_key()})

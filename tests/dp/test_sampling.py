@@ -160,7 +160,7 @@ def of_eight():
 
 
 def parts():
-    with distributed.alone("dp") as mesh:
+    with distributed.single_process_mesh("dp") as mesh:
         return distributed.local_batches(of_eight(), mesh)
 
 

@@ -1,3 +1,5 @@
+"""Calibration: bins counted by hand, scores by their formulas, torchmetrics."""
+
 import math
 
 import pytest
@@ -20,16 +22,6 @@ def predictions(samples, classes, seed=0, dtype=torch.float64):
     return probabilities.to(dtype), torch.where(right, probabilities.argmax(1), targets)
 
 
-def by_hand(probabilities, targets, bins):
-    """The bins, sample by sample: `(confidence, right)` of those in each."""
-    found = [[] for _ in range(bins)]
-    for row, target in zip(probabilities.tolist(), targets.tolist(), strict=True):
-        confidence = max(row)
-        index = min(int(confidence * bins), bins - 1)
-        found[index].append((confidence, row.index(confidence) == target))
-    return found
-
-
 @examples(50)
 @given(
     samples=st.integers(0, 40),
@@ -41,86 +33,53 @@ def test_reliability_equals_counting_by_hand(samples, classes, bins, seed):
     probabilities, targets = predictions(samples, classes, seed)
     found = reliability(probabilities, targets, bins=bins)
     assert all(value.shape == (bins,) for value in found)
-    for index, members in enumerate(by_hand(probabilities, targets, bins)):
-        size = len(members)
+    counted = [[] for _ in range(bins)]
+    for row, target in zip(probabilities.tolist(), targets.tolist(), strict=True):
+        confidence = max(row)
+        index = min(int(confidence * bins), bins - 1)
+        counted[index].append((confidence, row.index(confidence) == target))
+    for index, pairs in enumerate(counted):
+        size = len(pairs)
         assert found.count[index] == size
-        confidence, right = map(sum, zip(*members, strict=True)) if members else (0, 0)
+        confidence, right = map(sum, zip(*pairs, strict=True)) if pairs else (0, 0)
         expected = torch.tensor([confidence, right], dtype=torch.float64) / size
         actual = torch.stack([found.confidence[index], found.accuracy[index]])
         torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
-def test_an_edge_belongs_to_the_bin_above_and_one_to_the_last():
-    probabilities = torch.tensor([[0.5, 0.5], [0.0, 1.0], [0.25, 0.75], [0.3, 0.7]])
-    found = reliability(probabilities, torch.tensor([0, 1, 1, 1]), bins=4)
-    assert found.count.tolist() == [0, 0, 2, 2]
-
-
-def test_rounding_above_one_stays_in_the_last_bin():
-    probabilities = torch.tensor([[1 + 1e-6, 0.0]])
-    found = reliability(probabilities, torch.tensor([0]), bins=3)
-    assert found.count.tolist() == [0, 0, 1]
-
-
 @pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [
-        (torch.float64, torch.float64),
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32),
+    ("rows", "bins", "count"),
+    [  # an edge belongs to the bin above, one and rounding above it to the last
+        ([[0.5, 0.5], [0.0, 1.0], [0.25, 0.75], [0.3, 0.7]], 4, [0, 0, 2, 2]),
+        ([[1 + 1e-6, 0.0], [0.97, 0.03]], 3, [0, 0, 2]),
     ],
 )
-def test_results_are_float32_or_wider(dtype, expected):
-    probabilities, targets = predictions(30, 3, dtype=dtype)
-    found = reliability(probabilities, targets)
-    assert found.confidence.dtype == found.accuracy.dtype == expected
-    assert found.count.dtype == torch.int64
-    found = calibration(probabilities, targets)
-    assert {value.dtype for value in found} == {expected}
-    assert {value.shape for value in found} == {()}
+def test_edges_belong_to_the_bin_above(rows, bins, count):
+    probabilities, targets = torch.tensor(rows), torch.ones(len(rows)).long()
+    found = reliability(probabilities, targets, bins=bins)
+    assert found.count.tolist() == count
+    gaps = (found.accuracy - found.confidence).abs() * found.count / len(rows)
+    error = calibration(probabilities, targets, bins=bins).expected_calibration_error
+    assert error.item() == pytest.approx(gaps.nansum().item(), abs=1e-6)
 
 
-def test_no_graph_is_kept():
-    probabilities, targets = predictions(5, 3)
-    probabilities.requires_grad_()
-    found = [*calibration(probabilities, targets), *reliability(probabilities, targets)]
-    assert not any(value.requires_grad for value in found)
-
-
-@pytest.mark.parametrize("kind", [torch.int64, torch.int32, torch.uint8])
-def test_brier_score_and_likelihood_equal_their_formulas(kind):
-    probabilities, targets = predictions(25, 4)
-    found = calibration(probabilities, targets.to(kind), bins=7)
-    rows = list(zip(probabilities.tolist(), targets.tolist(), strict=True))
-    brier = [
-        sum((p - (c == target)) ** 2 for c, p in enumerate(row)) for row, target in rows
-    ]
-    likelihood = [-math.log(row[target]) for row, target in rows]
-    assert found.brier_score.item() == pytest.approx(sum(brier) / 25)
-    assert found.negative_log_likelihood.item() == pytest.approx(sum(likelihood) / 25)
-
-
-def test_the_worst_and_the_best_scores():
-    certain = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
-    worst = calibration(certain, torch.tensor([1, 1]))
-    assert worst.brier_score == 2
-    assert worst.negative_log_likelihood == math.inf
-    best = calibration(certain, torch.tensor([0, 0]))
-    assert best.brier_score == best.negative_log_likelihood == 0
-
-
-def summed(found):
-    """The calibration error by the formula over the bins."""
-    gaps = (found.accuracy - found.confidence).abs() * found.count / found.count.sum()
-    return gaps.nansum()
-
-
-@pytest.mark.parametrize("bins", [1, 2, 15])
-def test_the_calibration_error_is_that_of_torchmetrics(bins):
-    probabilities, targets = predictions(200, 3)
-    found = calibration(probabilities, targets, bins=bins).expected_calibration_error
-    expected = multiclass_calibration_error(probabilities, targets, 3, bins)
-    torch.testing.assert_close(found.float(), expected, rtol=0, atol=1e-6)
+@pytest.mark.parametrize("bins", [1, 2, 5, 15, 40])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_calibration_error_is_that_of_the_bins_and_of_torchmetrics(bins, dtype):
+    for seed in range(5):
+        probabilities, targets = predictions(200, 3, seed, dtype)
+        shown = reliability(probabilities, targets, bins=bins)
+        found = calibration(probabilities, targets, bins=bins)
+        wide = torch.promote_types(dtype, torch.float32)
+        assert {value.dtype for value in (*found, *shown[:2])} == {wide}
+        assert {value.shape for value in found} == {()}
+        assert shown.count.dtype == torch.int64
+        error = found.expected_calibration_error
+        gaps = (shown.accuracy - shown.confidence).abs() * shown.count / 200
+        torch.testing.assert_close(error, gaps.nansum(), rtol=0, atol=1e-6)
+        if dtype == torch.float64:
+            peer = multiclass_calibration_error(probabilities, targets, 3, bins)
+            torch.testing.assert_close(error.float(), peer, rtol=0, atol=1e-6)
 
 
 def test_the_calibration_error_keeps_its_digits_over_millions_of_samples():
@@ -130,69 +89,54 @@ def test_the_calibration_error_keeps_its_digits_over_millions_of_samples():
     assert found.item() == pytest.approx(0.03, abs=1e-6)
 
 
-@pytest.mark.parametrize("bins", [1, 2, 5, 15, 40])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_calibration_error_is_that_of_the_bins_shown(bins, dtype):
-    for seed in range(5):
-        batch = predictions(200, 3, seed, dtype)
-        found = calibration(*batch, bins=bins).expected_calibration_error
-        expected = summed(reliability(*batch, bins=bins))
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32, torch.uint8])
+def test_brier_score_and_likelihood_equal_their_formulas(kind):
+    probabilities, targets = predictions(25, 4)
+    probabilities.requires_grad_()
+    found = calibration(probabilities, targets.to(kind), bins=7)
+    rows = list(zip(probabilities.tolist(), targets.tolist(), strict=True))
+    brier = [
+        sum((p - (c == target)) ** 2 for c, p in enumerate(row)) for row, target in rows
+    ]
+    likelihood = [-math.log(row[target]) for row, target in rows]
+    assert found.brier_score.item() == pytest.approx(sum(brier) / 25)
+    assert found.negative_log_likelihood.item() == pytest.approx(sum(likelihood) / 25)
+    shown = reliability(probabilities, targets)
+    assert not any(value.requires_grad for value in (*found, *shown))
 
 
-def test_certain_predictions_share_the_last_bin():
-    probabilities = torch.tensor([[1 + 1e-6, 0.0], [0.97, 0.03]])
-    targets = torch.tensor([1, 0])
-    found = calibration(probabilities, targets).expected_calibration_error
-    assert found.item() == pytest.approx(abs(1.97 / 2 - 1 / 2), abs=1e-6)
+def test_the_worst_the_best_and_no_scores():
+    certain = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
+    worst = calibration(certain, torch.tensor([1, 1]))
+    assert (worst.brier_score, worst.negative_log_likelihood) == (2, math.inf)
+    best = calibration(certain, torch.tensor([0, 0]))
+    assert (best.brier_score, best.negative_log_likelihood) == (0, 0)
+    assert all(value.isnan() for value in calibration(*predictions(0, 3)))
 
 
-def test_no_samples_have_no_scores():
-    found = calibration(*predictions(0, 3))
-    assert all(value.isnan() for value in found)
+HALVES, RIGHT = [[0.5, 0.5]] * 3, [0, 0, 0]
+REFUSED = [  # probabilities, targets, bins
+    (HALVES, RIGHT, 0, r"\(bins=0\): .*whole number >= 1"),
+    (HALVES, RIGHT, 1.5, r"\(bins=1.5\): .*whole number >= 1"),
+    (HALVES, RIGHT, True, r"\(bins=True\): .*whole number >= 1"),
+    ([[2.0, -1.0]], [0], 1, r"\(probabilities\): .*not negative.*softmax"),
+    ([[0.7, 0.7]], [0], 1, "sum to one, got others.*softmax"),
+    ([[math.nan, 0.5]], [0], 1, "sum to one"),
+    ([[1.0]], [0], 1, "two classes or more, got shape .1, 1."),
+    ([1.0], [0], 1, "two classes or more, got shape .1,."),
+    ([[1, 0]], [0], 1, "floating point.*int64"),
+    (HALVES, [0, 2, 1], 1, r"\(targets\): .*from 0 to 1, got 0 to 2"),
+    (HALVES, [0, -1, 1], 1, "from 0 to 1, got -1 to 1"),
+    (HALVES, [0, 1], 1, "each of the 3 samples.*shape .2,."),
+    (HALVES, [[1, 0]] * 3, 1, "got shape .3, 2."),
+    (HALVES, [0.0, 1.0, 1.0], 1, "class.*float32"),
+    (HALVES, [True, False, True], 1, "class.*bool"),
+]
 
 
-CALLS = pytest.mark.parametrize("function", [calibration, reliability])
-
-
-@CALLS
-@pytest.mark.parametrize("bins", [0, -3, 1.5, True])
-def test_bins_are_a_whole_number(function, bins):
-    with pytest.raises(ValueError, match="bins=.*whole number >= 1"):
-        function(*predictions(4, 3), bins=bins)
-
-
-@CALLS
-@pytest.mark.parametrize(
-    ("probabilities", "error", "message"),
-    [
-        (torch.tensor([[2.0, -1.0]]), ValueError, "not negative.*softmax"),
-        (torch.tensor([[0.7, 0.7]]), ValueError, "sum to one.*softmax"),
-        (torch.tensor([[math.nan, 0.5]]), ValueError, "sum to one"),
-        (torch.ones(1, 1), ValueError, "two classes or more, got shape .1, 1."),
-        (torch.ones(1), ValueError, "two classes or more, got shape .1,."),
-        (torch.tensor([[1, 0]]), TypeError, "floating point.*int64"),
-    ],
-)
-def test_probabilities_are_probabilities(function, probabilities, error, message):
-    where = rf"{function.__name__}\(probabilities\)"
-    with pytest.raises(error, match=f"{where}.*{message}"):
-        function(probabilities, torch.tensor([0]))
-
-
-@CALLS
-@pytest.mark.parametrize(
-    ("targets", "error", "message"),
-    [
-        (torch.tensor([0, 2, 1]), ValueError, "from 0 to 1, got 0 to 2"),
-        (torch.tensor([0, -1, 1]), ValueError, "from 0 to 1, got -1 to 1"),
-        (torch.tensor([0, 1]), ValueError, "each of the 3 samples.*shape .2,."),
-        (torch.eye(3, 2, dtype=torch.long), ValueError, "got shape .3, 2."),
-        (torch.tensor([0.0, 1.0, 1.0]), TypeError, "class.*float32"),
-        (torch.tensor([True, False, True]), TypeError, "class.*bool"),
-    ],
-)
-def test_targets_are_classes(function, targets, error, message):
-    where = rf"{function.__name__}\(targets\)"
-    with pytest.raises(error, match=f"{where}.*{message}"):
-        function(torch.full((3, 2), 0.5), targets)
+@pytest.mark.parametrize("function", [calibration, reliability])
+@pytest.mark.parametrize(("probabilities", "targets", "bins", "message"), REFUSED)
+def test_bad_arguments_are_refused(function, probabilities, targets, bins, message):
+    arguments = torch.tensor(probabilities), torch.tensor(targets)
+    with pytest.raises((ValueError, TypeError), match=message):
+        function(*arguments, bins=bins)

@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import vgrad
 from tests.losses import Dropping, Noisy
+from tests.oracle import assert_exact
 from vgrad.ensemble import (
     ensemble_clipped_grad,
     ensemble_forward,
@@ -91,16 +92,45 @@ def test_a_member_draws_the_same_in_every_group_and_strategy(name):
 
 
 @pytest.mark.parametrize("strategy", ["loop", "vmap", "hybrid"])
-def test_a_checkpoint_sees_the_same_numbers_again(strategy):
-    def again(x):
-        return checkpoint(twice, x, use_reentrant=False)
-
+@pytest.mark.parametrize("randomness", ["keys", "different", "same"])
+def test_a_checkpoint_sees_the_same_numbers_again(randomness, strategy):
     found = []
-    for run in (twice, again):
+    for run in (twice, lambda x: checkpoint(twice, x, use_reentrant=False)):
         loss, params, x = problem(lambda x, run=run: run(F.dropout(run(x))))
+        options = {"randomness": "same"} if randomness == "same" else {}
+        gradient = ensemble_grad(loss, in_dims=0, strategy=strategy, **options)
+        gradient = gradient.keyed(KEYS) if randomness == "keys" else gradient
+        torch.manual_seed(3)
+        found.append(gradient(params, {}, x).grads)
+    assert_exact(*found, 1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["loop", "vmap", "hybrid"])
+def test_autocast_is_on_in_the_repetition_of_a_checkpoint(strategy):
+    found, x = [], torch.rand(E, 4, 4)
+    params = {"w": torch.rand(E, 4, 4), "b": torch.rand(E)}
+    for again in (True, False):
+
+        def loss(params, buffers, x, again=again):
+            region = lambda x: (x @ params["w"]).sin()  # noqa: E731
+            x = x * params["b"]
+            x = checkpoint(region, x, use_reentrant=False) if again else region(x)
+            return (x @ params["w"]).float().sum()
+
         gradient = ensemble_grad(loss, in_dims=0, strategy=strategy)
-        found.append(gradient.keyed(KEYS)(params, {}, x).grads)
-    torch.testing.assert_close(found[0], found[1])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found.append(gradient(params, {}, x).grads)
+    assert_exact(*found, 0)
+
+
+def test_a_checkpoint_inside_of_another_is_refused():
+    def nested(x):
+        outer = lambda x: checkpoint(torch.sin, x, use_reentrant=False)  # noqa: E731
+        return checkpoint(outer, x, use_reentrant=False)
+
+    loss, params, x = problem(nested)
+    with pytest.raises(vgrad.UnsupportedOp, match='inside of another.*"loop"'):
+        ensemble_grad(loss, in_dims=0, strategy="vmap")(params, {}, x)
 
 
 OWN = torch.Generator()
@@ -163,7 +193,7 @@ def test_samples_of_a_member_draw_what_follows_from_its_key(make, randomness):
         own = transform.keyed(KEYS[1:])({"w": torch.ones(E - 1, 30)}, {}, x)
         own = getattr(own, "grads", own)["w"]
         torch.testing.assert_close(own, found[strategy][1:])
-        with pytest.raises(ValueError, match="expected 4 members, those of this rank"):
+        with pytest.raises(ValueError, match="expected the 4 members of this rank"):
             transform.keyed(KEYS)({"w": torch.ones(E - 1, 30)}, {}, x)
     if randomness == "different":
         torch.testing.assert_close(found["vmap"], found["recorded"])

@@ -1,164 +1,45 @@
-"""Members that ask for values: one answer of all, or groups that run apart."""
-
-import copy
+"""Members that read values: one answer of all, or groups that run apart."""
 
 import pytest
 import torch
-from torch import nn, optim
+from torch import optim
 from torch._C import _functorch as functorch
 from torch.nn import functional as F
 
 import vgrad
-from tests.losses import randn
-from tests.oracle import assert_exact
-from vgrad.ensemble import (
-    ensemble_forward,
-    ensemble_grad,
-    predict,
-    share,
-    stack,
+from tests.ensemble.test_contract import (
+    CASES,
+    batch_of,
+    build,
+    gradients,
+    layers,
+    named,
 )
+from tests.losses import Case, randn
+from tests.oracle import assert_exact
+from vgrad.ensemble import ensemble_forward, ensemble_grad, predict, share
 from vgrad.training import EnsembleState, ensemble_train_step
 
-EXACT = 1e-12
-MEMBERS = 7
+EXACT, MEMBERS = 1e-12, 7
 every_strategy = pytest.mark.parametrize("strategy", ["auto", "vmap", "hybrid"])
+ONCE, TWICE, COUNTS = (CASES[name] for name in ("asks_once", "asks_twice", "counts"))
+X, Y = batch_of(ONCE)
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 3, dtype=torch.float64)
-        self.last = nn.Linear(3, 2, dtype=torch.float64)
+def built(case, count=MEMBERS, seed=1):
+    """Return modules, and a function and entries of the same ones stacked."""
+    if not isinstance(case, Case):
+        case = Case(layers(case), ONCE.batch, F.mse_loss)
+    return build(case, count, seed)
 
 
-class AsksOnce(Net):
-    def forward(self, x):
-        h = self.first(x)
-        return self.last(h.tanh() if self.first.bias.sum() > 0 else h.relu() * 2)
-
-
-class AsksTwice(Net):
-    def forward(self, x):
-        h = self.first(x)
-        if h.sum() > 0:
-            h = h * 2 if h[0, 0] > h[0, 1] else h.exp()
-        return self.last(h)
-
-
-class Repeats(Net):
-    def forward(self, x):
-        h = self.first(x)
-        for _ in range(1 + int(h.abs().mean() * 3)):
-            h = F.linear(h, self.first.weight[:, :3]).sin()
-        return self.last(h)
-
-
-class Weighs(Net):
-    def forward(self, x):
-        h = self.first(x)
-        return self.last(h * h.sum().item()) + float(h[0, 0]) * h[:, :2]
-
-
-class ByLists(Net):
-    def forward(self, x):
-        chosen = [n for n, bias in enumerate(self.first.bias.tolist()) if bias > 0]
-        return self.last(self.first(x).tanh()) + self.first.weight[:, chosen].sum()
-
-
-class Catches(Net):
-    def forward(self, x):
-        try:
-            positive = bool(self.first.bias.sum() > 0)
-        except Exception:
-            positive = True
-        return self.last(self.first(x) * (2 if positive else 3))
-
-
-class Counts(Net):
-    """Leaves in its buffers which way it went."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("ways", torch.zeros(2))
-
-    def forward(self, x):
-        way = int(self.first.bias.sum() > 0)
-        self.ways = self.ways + F.one_hot(torch.tensor(way), 2)
-        return self.last(self.first(x) * (1 + way))
-
-
-MODELS = {
-    each.__name__: each
-    for each in (AsksOnce, AsksTwice, Repeats, Weighs, ByLists, Catches, Counts)
-}
-every_model = pytest.mark.parametrize("name", MODELS)
-X, Y = randn(5, 4), randn(5, 2, seed=1)
-
-
-def build(make, count=MEMBERS):
-    torch.manual_seed(0)
-    models = [make() for _ in range(count)]
-    return models, *stack(copy.deepcopy(models))
-
-
-def named(models, kind="parameters"):
-    """Stack what each module has now."""
-    each = [dict(getattr(model, f"named_{kind}")()) for model in models]
-    return {name: torch.stack([one[name].detach() for one in each]) for name in each[0]}
-
-
-def gradients(models, x, y, run=F.mse_loss):
-    """Plain autograd on one module after the other; `x[e]` is of member e."""
-    losses = []
-    for number, model in enumerate(models):
-        model.zero_grad()
-        losses.append(run(model(x[number]), y[number]))
-        losses[-1].backward()
-    found = {
-        name: torch.stack(
-            [
-                torch.zeros_like(p) if p.grad is None else p.grad
-                for p in (dict(model.named_parameters())[name] for model in models)
-            ]
-        )
-        for name, _ in models[0].named_parameters()
-    }
-    return found, torch.stack(losses).detach()
-
-
-def of_each(x, count=MEMBERS):
-    """Give each member a batch of its own."""
-    return torch.stack([x * (1 + n / 3) - n / 5 for n in range(count)])
-
-
-@every_model
-@every_strategy
-@pytest.mark.parametrize("in_dims", [None, 0])
-def test_outputs_buffers_and_gradients_are_those_of_the_modules(
-    name, strategy, in_dims
-):
-    models, fmodel, params, buffers = build(MODELS[name])
-    x, y = (X, Y) if in_dims is None else (of_each(X), of_each(Y))
-    each_x, each_y = (
-        x if in_dims == 0 else x.expand(MEMBERS, *x.shape) for x in (x, y)
-    )
-    options = {"strategy": strategy, "in_dims": in_dims}
-    found, left = ensemble_forward(fmodel, **options).with_buffers(params, buffers, x)
-    expected = torch.stack([m(x) for m, x in zip(models, each_x, strict=True)])
-    assert_exact(found, expected, EXACT)
-    assert_exact(left, named(models, "buffers"), EXACT)
-    loss = vgrad.batch_loss(fmodel, F.mse_loss)
-    found = ensemble_grad(loss, **options)(params, buffers, x, y)
-    grads, losses = gradients(models, each_x, each_y)
-    assert_exact(found.grads, grads, EXACT)
-    assert_exact(found.losses, losses, EXACT)
-    assert_exact(found.buffers, left, EXACT)
+def outputs(models):
+    return torch.stack([model(X) for model in models])
 
 
 @every_strategy
 def test_aux_and_scales_keep_the_order_of_members(strategy):
-    models, fmodel, params, buffers = build(AsksTwice)
+    models, fmodel, params, buffers = built(TWICE)
 
     def loss(params, buffers, x, y):
         out = fmodel(params, buffers, x)
@@ -167,32 +48,28 @@ def test_aux_and_scales_keep_the_order_of_members(strategy):
     scales = torch.arange(1.0, MEMBERS + 1, dtype=torch.float64)
     compute = ensemble_grad(loss, strategy=strategy, has_aux=True)
     found, aux = compute(params, buffers, X, Y, loss_scale=scales)
-    grads, losses = gradients(models, [X] * MEMBERS, [Y] * MEMBERS)
-    grads = {n: torch.einsum("e,e...->e...", scales, g) for n, g in grads.items()}
-    assert_exact(found.grads, grads, EXACT)
-    assert_exact(found.losses, losses, EXACT)
-    assert_exact(aux["out"], torch.stack([model(X) for model in models]), EXACT)
+    expected = gradients(models, TWICE.run, [(X, Y)] * MEMBERS, scales)
+    assert_exact((found.grads, found.losses), expected, EXACT)
+    assert_exact(aux["out"], outputs(models), EXACT)
     assert torch.equal(aux["bias"], params["last.bias"])
 
 
 @every_strategy
-def test_what_members_share_is_shared_by_their_groups(strategy):
-    models, fmodel, params, buffers = build(AsksOnce)
+def test_shared_entries_are_shared_by_groups(strategy):
+    models, fmodel, params, buffers = built(ONCE)
     for model in models[1:]:
         model.last.load_state_dict(models[0].last.state_dict())
-    shared = ["last.*"]
-    params, buffers = share(params, buffers, shared)
+    given = share(params, buffers, ["last.*"])
     loss = vgrad.batch_loss(fmodel, F.mse_loss)
-    compute = ensemble_grad(loss, strategy=strategy, shared=shared)
-    found = compute(params, buffers, X, Y).grads
-    expected, _ = gradients(models, [X] * MEMBERS, [Y] * MEMBERS)
+    compute = ensemble_grad(loss, strategy=strategy, shared=["last.*"])
+    expected, _ = gradients(models, ONCE.run, [(X, Y)] * MEMBERS)
     expected |= {n: g.sum(0) for n, g in expected.items() if n.startswith("last")}
-    assert_exact(found, expected, EXACT)
+    assert_exact(compute(*given, X, Y).grads, expected, EXACT)
 
 
 @every_strategy
 def test_groups_may_not_leave_several_values_in_a_shared_buffer(strategy):
-    _, fmodel, params, buffers = build(Counts)
+    _, fmodel, params, buffers = built(COUNTS)
     params, buffers = share(params, buffers, ["ways"])
     forward = ensemble_forward(fmodel, strategy=strategy, shared=["ways"])
     with pytest.raises(ValueError, match="one value in the buffer 'ways'"):
@@ -203,21 +80,20 @@ def test_groups_may_not_leave_several_values_in_a_shared_buffer(strategy):
 
 
 def test_chunks_and_predictions_split_too():
-    models, fmodel, params, buffers = build(AsksOnce)
-    expected = torch.stack([model(X) for model in models])
+    models, fmodel, params, buffers = built(ONCE)
     forward = ensemble_forward(fmodel, chunk_size=2)
-    assert_exact(forward(params, buffers, X), expected, EXACT)
+    assert_exact(forward(params, buffers, X), outputs(models), EXACT)
     found = predict(fmodel, params, buffers, X, kind="value")
-    assert_exact(found.mean, expected.mean(0), EXACT)
+    assert_exact(found.mean, outputs(models).mean(0), EXACT)
 
 
 @every_strategy
 def test_steps_are_those_of_the_modules(strategy):
-    models, fmodel, params, buffers = build(Counts)
+    models, fmodel, params, buffers = built(COUNTS)
     rates = torch.linspace(0.3, 0.9, MEMBERS, dtype=torch.float64)
     tx = vgrad.for_members(vgrad.optim.sgd, lr=rates, momentum=0.9)
     state = EnsembleState.create(tx, params, buffers, seed=1)
-    still = 3
+    still, ways = 3, set()
     state = state._replace(active=torch.arange(MEMBERS) != still)
     loss = vgrad.batch_loss(fmodel, F.mse_loss)
     step = ensemble_train_step(loss, tx, strategy=strategy)
@@ -225,15 +101,16 @@ def test_steps_are_those_of_the_modules(strategy):
         optim.SGD(model.parameters(), lr=float(rate), momentum=0.9)
         for model, rate in zip(models, rates, strict=True)
     ]
-    ways = set()
     for number in range(6):
-        x, y = randn(5, 4, seed=number), randn(5, 2, seed=10 + number)
-        state, metrics = step(state, x, y)
-        _, losses = gradients(models, [x] * MEMBERS, [y] * MEMBERS)
-        assert_exact(metrics["loss"], losses, EXACT)
-        for member, each in enumerate(plain):
+        batch = randn(5, 4, seed=number), randn(5, 2, seed=10 + number)
+        state, metrics = step(state, *batch)
+        for member, (model, optimizer) in enumerate(zip(models, plain, strict=True)):
+            model.zero_grad()
+            own = COUNTS.run(model, *batch)
+            own.backward()
+            assert_exact(metrics["loss"][member], own.detach(), EXACT)
             if member != still:
-                each.step()
+                optimizer.step()
         models[still].ways.zero_()
         assert_exact(state.params, named(models), EXACT)
         assert_exact(state.buffers, named(models, "buffers"), EXACT)
@@ -251,27 +128,21 @@ DRAWS = {
 }
 
 
-def drawing(draw, *, asks):
-    """Draw before a question and, as often, after it."""
-
-    class Draws(Net):
-        def forward(self, x):
-            h = draw(self.first(x))
-            if asks:
-                h = h + 0 if self.first.bias.sum() > 0 else 0 + h
-                h = h + 0 if h[0, 0] > h[0, 1] else 0 + h
-            return self.last(h)
-
-    return Draws
-
-
 @pytest.mark.parametrize("strategy", ["vmap", "hybrid"])
 @pytest.mark.parametrize("randomness", ["different", "same"])
 @pytest.mark.parametrize("name", DRAWS)
 def test_groups_see_the_numbers_that_all_drew(name, randomness, strategy):
     found = []
     for asks in (True, False):
-        _, fmodel, params, buffers = build(drawing(DRAWS[name], asks=asks))
+
+        def forward(self, x, asks=asks):
+            h = DRAWS[name](self.first(x))
+            if asks:
+                h = h + 0 if self.first.bias.sum() > 0 else 0 + h
+                h = h + 0 if h[0, 0] > h[0, 1] else 0 + h
+            return self.last(h)
+
+        _, fmodel, params, buffers = built(forward)
         loss = vgrad.batch_loss(fmodel, F.mse_loss)
         compute = ensemble_grad(loss, strategy=strategy, randomness=randomness)
         torch.manual_seed(0)
@@ -280,20 +151,18 @@ def test_groups_see_the_numbers_that_all_drew(name, randomness, strategy):
     assert found[0]["first.weight"].any()
 
 
-class Drops(Net):
-    """Drops layers at random, and says which."""
-
-    def forward(self, x):
-        h, drawn = self.first(x), []
-        for layer in (F.relu, torch.tanh, torch.sin):
-            drawn.append(torch.rand((), dtype=torch.float64))
-            h = layer(h) if drawn[-1] > 0.5 else h
-        return self.last(h), torch.stack(drawn)
+def drops(self, x):
+    """Drop layers at random, and return which."""
+    h, drawn = self.first(x), []
+    for layer in (F.relu, torch.tanh, torch.sin):
+        drawn.append(torch.rand((), dtype=torch.float64))
+        h = layer(h) if drawn[-1] > 0.5 else h
+    return self.last(h), torch.stack(drawn)
 
 
 @every_strategy
 def test_no_number_is_drawn_twice(strategy):
-    _, fmodel, params, buffers = build(Drops)
+    _, fmodel, params, buffers = built(drops)
     forward = ensemble_forward(fmodel, strategy=strategy)
     torch.manual_seed(0)
     drawn = [forward(params, buffers, X)[1].flatten() for _ in range(3)]
@@ -303,7 +172,7 @@ def test_no_number_is_drawn_twice(strategy):
 
 
 def test_members_share_numbers_and_the_groups_of_a_group_too():
-    _, fmodel, params, buffers = build(Drops)
+    _, fmodel, params, buffers = built(drops)
 
     def loss(params, buffers, x):
         out, drawn = fmodel(params, buffers, x)
@@ -347,34 +216,18 @@ def test_a_gradient_hidden_on_one_branch_is_not_taken_for_zero():
     assert found.grads["b"].tolist() == [[0], [1]]
 
 
-def test_numbers_of_an_own_generator_are_refused_where_members_split():
-    generator = torch.Generator()
-
-    class Own(Net):
-        def forward(self, x):
-            noise = torch.rand(3, generator=generator, dtype=torch.float64)
-            h = self.first(x) + noise
-            return self.last(h if self.first.bias.sum() > 0 else -h)
-
-    _, fmodel, params, buffers = build(Own)
-    with pytest.raises(RuntimeError, match="torch.Generator of the loss's own.*loop"):
-        ensemble_forward(fmodel, strategy="vmap")(params, buffers, X)
-
-
-class Chooses(Net):
+def chooses(self, x):
     """Members with a positive bias have shapes that depend on values."""
-
-    def forward(self, x):
-        h = self.first(x)
-        self.drawn = torch.rand(3, dtype=torch.float64)
-        if self.first.bias.sum() > 0:
-            h = h[(h > 0).all(1)].sum(0) + h
-        return self.last(h * self.drawn), self.drawn
+    h = self.first(x)
+    drawn = torch.rand(3, dtype=torch.float64)
+    if self.first.bias.sum() > 0:
+        h = h[(h > 0).all(1)].sum(0) + h
+    return self.last(h * drawn), drawn
 
 
 @pytest.mark.parametrize("function", ["ensemble_forward", "ensemble_grad"])
-def test_auto_runs_alone_what_cannot_run_at_once(function):
-    models, fmodel, params, buffers = build(Chooses)
+def test_auto_runs_alone_the_members_that_cannot_run_at_once(function):
+    models, fmodel, params, buffers = built(chooses)
 
     def loss(params, buffers, x):
         out, drawn = fmodel(params, buffers, x)
@@ -388,22 +241,20 @@ def test_auto_runs_alone_what_cannot_run_at_once(function):
     line = r"test_questions.py:\d+: __getitem__: "
     with pytest.warns(vgrad.FallbackWarning, match=f"^{function}: runs one .*{line}"):
         found, drawn = compute(params, buffers, X)
-    plain = iter(drawn)
-    for known, model in zip(plain, models, strict=True):
+
+    def run(model, known):
         h = model.first(X)
         if model.first.bias.sum() > 0:
             h = h[(h > 0).all(1)].sum(0) + h
-        model.zero_grad()
-        model.out = model.last(h * known)
-        model.out.square().sum().backward()
+        return model.last(h * known)
+
     if function == "ensemble_forward":
-        assert_exact(found, torch.stack([model.out for model in models]), EXACT)
+        expected = [run(*pair) for pair in zip(models, drawn, strict=True)]
+        assert_exact(found, torch.stack(expected), EXACT)
     else:
-        grads = {
-            n: torch.stack([dict(m.named_parameters())[n].grad for m in models])
-            for n in params
-        }
-        assert_exact(found.grads, grads, EXACT)
+        square = lambda *pair: run(*pair).square().sum()  # noqa: E731
+        expected, _ = gradients(models, square, [(known,) for known in drawn])
+        assert_exact(found.grads, expected, EXACT)
     assert len(drawn.unique()) == drawn.numel()
     after = vgrad.explain(compute)(params, buffers, X)
     compute(params, buffers, X)  # without a second warning
@@ -414,77 +265,77 @@ def test_auto_runs_alone_what_cannot_run_at_once(function):
 
 def test_numbers_seen_alone_are_those_drawn_at_once():
     found = []
-    for strategy in ("auto", "hybrid"):
+    for stops in (True, False):
 
-        class Stops(Net):
-            def forward(self, x, strategy=strategy):
-                h = F.dropout(self.first(x), 0.5)
-                if h.sum() > 0 and strategy == "auto":
-                    (h > 0).nonzero()
-                return self.last(h)
+        def forward(self, x, stops=stops):
+            h = F.dropout(self.first(x), 0.5)
+            if h.sum() > 0 and stops:
+                (h > 0).nonzero()
+            return self.last(h)
 
-        _, fmodel, params, buffers = build(Stops)
-        forward = ensemble_forward(fmodel, strategy=strategy)
+        _, fmodel, params, buffers = built(forward)
+        compute = ensemble_forward(fmodel, strategy="auto" if stops else "hybrid")
         torch.manual_seed(0)
-        if strategy == "auto":
+        if stops:
             with pytest.warns(vgrad.FallbackWarning, match="one member after another"):
-                found.append(forward(params, buffers, X))
+                found.append(compute(params, buffers, X))
         else:
-            found.append(forward(params, buffers, X))
+            found.append(compute(params, buffers, X))
     assert_exact(*found, 1e-14)
 
 
-def test_errors_of_a_member_are_raised_as_they_are():
-    class Wrong(Net):
-        def forward(self, x):
-            return self.last(x)
+def writes(self, x):
+    self.first.bias.data.add_(1)
+    return self.last(self.first(x))
 
-    _, fmodel, params, buffers = build(Wrong)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        ensemble_forward(fmodel)(params, buffers, X)
 
-    class Writes(Net):
-        def forward(self, x):
-            self.first.bias.data.add_(1)
-            return self.last(self.first(x))
+def own_generator(self, x):
+    h = self.first(x) + torch.rand(3, generator=GENERATOR, dtype=torch.float64)
+    return self.last(h if self.first.bias.sum() > 0 else -h)
 
-    _, fmodel, params, buffers = build(Writes)
-    with pytest.raises(RuntimeError, match="changes nothing it is given"):
-        ensemble_forward(fmodel)(params, buffers, X)
 
-    _, fmodel, params, buffers = build(Drops)
-    with pytest.raises(RuntimeError, match='randomness="error"'):
-        ensemble_forward(fmodel, randomness="error")(params, buffers, X)
+GENERATOR = torch.Generator()
+
+
+@pytest.mark.parametrize(
+    ("forward", "options", "message"),
+    [
+        (lambda self, x: self.last(x), {}, "shapes cannot be multiplied"),
+        (writes, {}, "changes nothing it is given"),
+        (drops, {"randomness": "error"}, 'randomness="error"'),
+        (own_generator, {"strategy": "vmap"}, "torch.Generator of the loss's own.*lo"),
+    ],
+)
+def test_errors_of_a_member_are_raised_as_they_are(forward, options, message):
+    _, fmodel, params, buffers = built(forward)
+    with pytest.raises(RuntimeError, match=message):
+        ensemble_forward(fmodel, **options)(params, buffers, X)
 
 
 def test_a_warning_names_the_line_where_groups_are_small():
-    models, fmodel, params, buffers = build(Weighs, 16)
+    models, fmodel, params, buffers = built(CASES["weighs"], 16)
     forward = ensemble_forward(fmodel, strategy="hybrid")
-    text = r"^ensemble_forward: members take different branches at .*test_questions.py:"
+    text = r"^ensemble_forward: members take different branches at .*test_contract.py:"
     with pytest.warns(vgrad.FallbackWarning, match=text + r"\d+; 16 of them run in 16"):
         found = forward(params, buffers, X)
-    assert_exact(found, torch.stack([model(X) for model in models]), EXACT)
+    assert_exact(found, outputs(models), EXACT)
     forward(params, buffers, X)  # without a second warning
 
 
-def test_explain_says_where_members_split():
-    _, fmodel, params, buffers = build(AsksTwice)
+def test_an_explanation_has_the_lines_where_members_split():
+    _, fmodel, params, buffers = built(TWICE)
     loss = vgrad.batch_loss(fmodel, F.mse_loss)
     for compute, batch in (
         (ensemble_forward(fmodel), (X,)),
         (ensemble_grad(loss), (X, Y)),
     ):
         told = vgrad.explain(compute)(params, buffers, *batch)
-        first, second = told.splits
-        for where, times in (first, second):
-            assert "test_questions.py:" in where
-            assert times == 1
+        assert all("test_contract.py:" in where for where, _ in told.splits)
+        assert [times for _, times in told.splits] == [1, 1]
         assert told.groups == 3
         assert told.forms == (("linear", "baddbmm"),) * 6
         text = "7 members run in 3 groups. They take different branches at\n  "
-        assert f"{text}{first[0]} (1 x)\n" in str(told)
-    _, seven, *given = build(Weighs)
-    assert vgrad.explain(ensemble_forward(seven))(*given, X).groups == MEMBERS
+        assert f"{text}{told.splits[0][0]} (1 x)\n" in str(told)
     alike = {**params, "first.bias": torch.full_like(params["first.bias"], -99)}
     told = vgrad.explain(ensemble_forward(fmodel))(alike, buffers, X)
     assert (told.groups, told.splits) == (1, ())
@@ -493,17 +344,15 @@ def test_explain_says_where_members_split():
 
 @every_strategy
 def test_inside_of_transforms_of_torch(strategy):
-    models, fmodel, params, buffers = build(AsksOnce)
+    models, fmodel, params, buffers = built(ONCE)
     forward = ensemble_forward(fmodel, strategy=strategy)
 
     def total(params, x):
         return (forward(params, buffers, x) ** 2).sum()
 
-    found = torch.func.grad(total)(params, X)
-    expected, _ = gradients(
-        models, [X] * MEMBERS, [Y] * MEMBERS, lambda out, _: out.square().sum()
-    )
-    assert_exact(found, expected, EXACT)
+    run = lambda model, x: model(x).square().sum()  # noqa: E731
+    expected, _ = gradients(models, run, [(X,)] * MEMBERS)
+    assert_exact(torch.func.grad(total)(params, X), expected, EXACT)
     batches = torch.stack([X, -X, X * 2])
     found = torch.vmap(lambda x: forward(params, buffers, x))(batches)
     expected = [torch.stack([model(x) for model in models]) for x in batches]
@@ -513,7 +362,7 @@ def test_inside_of_transforms_of_torch(strategy):
 @pytest.mark.compiled
 @every_strategy
 def test_a_graph_asks_again_and_gives_way(strategy):
-    _, fmodel, params, buffers = build(AsksOnce)
+    _, fmodel, params, buffers = built(ONCE)
     positive = {**params, "first.bias": params["first.bias"].abs()}
     negative = {**params, "first.bias": -params["first.bias"].abs()}
     loss = vgrad.batch_loss(fmodel, F.mse_loss)
@@ -535,21 +384,16 @@ def test_a_graph_asks_again_and_gives_way(strategy):
 
 @pytest.mark.compiled
 def test_compiled_steps_ask_again():
-    _, fmodel, params, buffers = build(Counts)
+    _, fmodel, params, buffers = built(COUNTS)
     params["first.bias"] = params["first.bias"].abs()
-    loss, tx = vgrad.batch_loss(fmodel, F.mse_loss), vgrad.optim.sgd(0.5)
-    eager = ensemble_train_step(loss, tx)
-    found = vgrad.compile(ensemble_train_step(loss, tx))
-    start = EnsembleState.create(tx, params, buffers, seed=1)
-    one = other = start
+    loss, tx = vgrad.batch_loss(fmodel, F.mse_loss), vgrad.optim.sgd(0.05)
+    steps = ensemble_train_step(loss, tx), vgrad.compile(ensemble_train_step(loss, tx))
+    states = [EnsembleState.create(tx, params, buffers, seed=1)] * 2
     for number in range(4):
-        one, _ = eager(one, X, Y)
-        other, _ = found(other, X, Y)
-        assert_exact(one.params, other.params, 0)
-        assert_exact(one.buffers, other.buffers, 0)
+        states = [step(s, X, Y)[0] for step, s in zip(steps, states, strict=True)]
+        assert_exact(states[1].params, states[0].params, 0)
+        assert_exact(states[1].buffers, states[0].buffers, 0)
         if number == 2:
-            turned = -one.params["first.bias"].abs()
-            one, other = (
-                each._replace(params={**each.params, "first.bias": turned})
-                for each in (one, other)
-            )
+            turned = -states[0].params["first.bias"].abs()
+            params = states[0].params | {"first.bias": turned}
+            states = [state._replace(params=params) for state in states]

@@ -13,13 +13,12 @@ from torch.nn import functional as F
 
 from tests import oracle
 from tests.examples import examples
-from vgrad.lowering import FORMS, Members, Truth
+from tests.losses import randn
+from vgrad.lowering import grad_flags, members
 from vgrad.torch_private import modes
 
 E = 3
 CONVOLUTIONS = [F.conv1d, F.conv2d, F.conv3d]
-
-
 LINEAR, CONV1D = ((5, 4), (2, 4), (2,)), ((2, 4, 5), (3, 4, 3), (3,))
 by_op = pytest.mark.parametrize(
     ("plain", "shapes"),
@@ -27,11 +26,7 @@ by_op = pytest.mark.parametrize(
     ids=["linear", "conv"],
 )
 by_choice = pytest.mark.parametrize("chosen", [True, False])
-by_space = pytest.mark.parametrize(
-    "plain", CONVOLUTIONS, ids=lambda each: each.__name__
-)
-
-
+by_space = pytest.mark.parametrize("space", [1, 2, 3])
 close = partial(oracle.assert_exact, tolerance=1e-12)
 
 
@@ -39,8 +34,8 @@ def mapped(function, dims, *tensors, told=None, chosen=True):
     """Run under a vmap over members."""
 
     def one(*tensors):
-        truth = Truth(modes.current_level(), "member", "a loop")
-        with Members(told, truth=truth, chosen=chosen):
+        flags = grad_flags.GradFlags(modes.current_level(), "member", "a loop")
+        with members.Members(told, flags=flags, chosen=chosen):
             return function(*tensors)
 
     return torch.vmap(one, in_dims=dims)(*tensors)
@@ -55,8 +50,7 @@ def looped(function, dims, *tensors):
 
 
 def random(*shape, seed=0):
-    made = torch.Generator().manual_seed(seed + sum(shape) + 31 * len(shape))
-    return torch.randn(shape, dtype=torch.float64, generator=made)
+    return randn(*shape, seed=seed + sum(shape) + 31 * len(shape))
 
 
 def own(*shapes, dims=(0, 0, 0)):
@@ -71,24 +65,20 @@ def check(function, dims, *tensors, chosen=True):
     found = mapped(function, dims, *leaves, chosen=chosen)
     expected = looped(function, dims, *leaves)
     close(found, expected)
-    weights = random(*expected.shape, seed=7)
-    grads = torch.autograd.grad((found * weights).sum(), leaves)
-    close(
-        grads, torch.autograd.grad((expected * weights).sum(), leaves), tolerance=1e-11
-    )
+    seed = random(*expected.shape, seed=7)
+    grads = (torch.autograd.grad((y * seed).sum(), leaves) for y in (found, expected))
+    close(*grads, tolerance=1e-11)
 
 
-def form(function, dims, *tensors, **options):
+def forms(function, dims, *tensors, **options):
     told = []
-    tell = lambda *each: told.append(each)  # noqa: E731
-    mapped(function, dims, *tensors, told=tell, **options)
+    told_by = lambda *each: told.append(each)  # noqa: E731
+    mapped(function, dims, *tensors, told=told_by, **options)
     return told
 
 
 @pytest.mark.parametrize(
-    "dims",
-    [each for each in product((0, None), repeat=3) if 0 in each]
-    + [each for each in product((0, None), repeat=2) if 0 in each],
+    "dims", [d for n in (3, 2) for d in product((0, None), repeat=n) if 0 in d]
 )
 @by_choice
 def test_linear_equals_the_loop_whatever_members_share(dims, chosen):
@@ -126,7 +116,7 @@ def test_arguments_may_have_names():
         return F.linear(input=x, bias=bias, weight=weight)
 
     check(named, (0, 0, 0), *own(*LINEAR))
-    assert form(named, (0, 0, 0), *own(*LINEAR)) == [("linear", "baddbmm")]
+    assert forms(named, (0, 0, 0), *own(*LINEAR)) == [("linear", "baddbmm")]
 
 
 OPTIONS = {
@@ -143,41 +133,28 @@ OPTIONS = {
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("name", OPTIONS)
 @by_space
-def test_convolutions_take_every_option(plain, options):
-    space = CONVOLUTIONS.index(plain) + 1
-    channels = 4 // options.get("groups", 1)
+def test_convolutions_take_every_option(space, name):
+    channels = 4 // OPTIONS[name].get("groups", 1)
     tensors = own((2, 4, *[5] * space), (6, channels, *[2] * space), (6,))
-
-    def convolve(x, weight, bias=None):
-        return plain(x, weight, bias, **options)
-
+    convolve = partial(CONVOLUTIONS[space - 1], **OPTIONS[name])
     check(convolve, (0, 0, 0), *tensors)
     check(convolve, (0, 0), *tensors[:2])
 
 
 @by_space
 @by_choice
-@pytest.mark.parametrize(
-    "dims", [(0, 0, 0), (None, 0, 0), (0, None, None), (0, 0, None), (0, None, 0)]
-)
-def test_convolutions_equal_the_loop_whatever_members_share(plain, chosen, dims):
-    space = CONVOLUTIONS.index(plain) + 1
+def test_convolutions_equal_the_loop_whatever_members_share(space, chosen):
+    plain = CONVOLUTIONS[space - 1]
+    grouped = lambda x, weight, bias: plain(x, weight, bias, 1, 1, 1, 2)  # noqa: E731
     shapes = (2, 4, *[4] * space), (6, 2, *[3] * space), (6,)
-
-    def convolve(x, weight, bias):
-        return plain(x, weight, bias, 1, 1, 1, 2)
-
-    check(convolve, dims, *own(*shapes, dims=dims), chosen=chosen)
-
-
-@by_space
-def test_convolutions_of_one_sample_have_no_batch_dimension(plain):
-    space = CONVOLUTIONS.index(plain) + 1
-    for dims in ((0, 0, 0), (None, 0, 0)):
-        shapes = (2, *[4] * space), (3, 2, *[3] * space), (3,)
-        check(plain, dims, *own(*shapes, dims=dims))
+    shared = (0, 0, 0), (None, 0, 0), (0, None, None), (0, 0, None), (0, None, 0)
+    for dims in shared:
+        check(grouped, dims, *own(*shapes, dims=dims), chosen=chosen)
+    single = (2, *[4] * space), (3, 2, *[3] * space), (3,)  # without a batch dimension
+    for dims in shared[:2]:
+        check(plain, dims, *own(*single, dims=dims), chosen=chosen)
 
 
 @given(
@@ -196,12 +173,8 @@ def test_convolutions_take_all_sizes(
 ):
     x = random(members, batch, 2 * groups, 5, 6).movedim(0, dim)
     weight = random(members, 3 * groups, 2, *kernel).movedim(0, dim)
-    check(
-        lambda x, w: F.conv2d(x, w, None, stride, padding, dilation, groups),
-        (dim, dim),
-        x,
-        weight,
-    )
+    options = None, stride, padding, dilation, groups
+    check(lambda x, w: F.conv2d(x, w, *options), (dim, dim), x, weight)
 
 
 @by_choice
@@ -221,14 +194,14 @@ def test_samples_mapped_inside_of_members_are_right(chosen):
 
 def test_ensembles_of_ensembles_are_right():
     x, weight, bias = random(2, E, 5, 4), random(2, E, 3, 4), random(2, E, 3)
-
-    def linear(*each):
-        return mapped(F.linear, (0, 0, 0), *each)
-
+    linear = partial(mapped, F.linear, (0, 0, 0))
     expected = torch.einsum("aebi,aeoi->aebo", x, weight) + bias.unsqueeze(2)
     close(torch.vmap(linear)(x, weight, bias), expected)
     expected = torch.einsum("ebi,aeoi->aebo", x[0], weight) + bias[0].unsqueeze(1)
     close(torch.vmap(linear, (None, 0, None))(x[0], weight, bias[0]), expected)
+
+
+# Derivatives.
 
 
 @pytest.mark.parametrize("argument", [0, 1, 2])
@@ -236,9 +209,9 @@ def test_ensembles_of_ensembles_are_right():
 def test_a_member_may_differentiate_inside(plain, shapes, argument):
     """Gradient penalties differentiate by the input, learned optimizers by weights."""
 
-    def penalty(*given):
+    def penalty(*tensors):
         cubed = lambda *each: plain(*each).pow(3).sum()  # noqa: E731
-        return torch.func.grad(cubed, argnums=argument)(*given).square().sum()
+        return torch.func.grad(cubed, argnums=argument)(*tensors).square().sum()
 
     check(penalty, (0, 0, 0), *own(*shapes))
 
@@ -248,18 +221,13 @@ def test_forward_mode_and_second_derivatives_around_are_right(plain, shapes):
     x, weight, bias = own(*shapes)
     direction = random(*weight.shape, seed=3)
 
-    def by(run):
-        return lambda w: run(plain, (0, 0, 0), x, w, bias).pow(3)
+    def derivatives(run):
+        by = lambda w: run(plain, (0, 0, 0), x, w, bias).pow(3)  # noqa: E731
+        inner = torch.func.grad(lambda w: by(w).sum())
+        second = torch.func.grad(lambda w: (inner(w) * direction).sum())(weight)
+        return torch.func.jvp(by, (weight,), (direction,))[1], second
 
-    def tangents(run):
-        return torch.func.jvp(by(run), (weight,), (direction,))[1]
-
-    def product(run):
-        inner = torch.func.grad(lambda w: by(run)(w).sum())
-        return torch.func.grad(lambda w: (inner(w) * direction).sum())(weight)
-
-    close(tangents(mapped), tangents(looped), tolerance=1e-11)
-    close(product(mapped), product(looped), tolerance=1e-10)
+    close(derivatives(mapped), derivatives(looped), tolerance=1e-10)
 
 
 @by_op
@@ -292,7 +260,7 @@ def test_forward_mode_of_autograd_goes_through_a_linear_layer():
     torch.testing.assert_close(tangent(mapped), tangent(looped))
 
 
-CHANNELS = "one convolution with the channels of all members"
+# Forms.
 
 
 @pytest.mark.parametrize(
@@ -302,16 +270,16 @@ CHANNELS = "one convolution with the channels of all members"
         (F.linear, (0, 0), "torch"),
         (F.linear, (0, None, None), "torch"),
         (F.conv1d, (0, 0), "one call a member"),
-        (F.conv1d, (None, 0), CHANNELS),
+        (F.conv1d, (None, 0), "one convolution with the channels of all members"),
         (F.conv1d, (0, None), "one convolution of all members' batches"),
     ],
 )
-def test_what_is_told_is_the_form_that_ran(plain, dims, name):
+def test_the_form_that_ran_is_told(plain, dims, name):
     shapes = LINEAR if plain is F.linear else CONV1D
     tensors = own(*shapes, dims=dims)
-    assert form(plain, dims, *tensors) == [(plain.__name__, name)]
-    assert form(plain, dims, *tensors, chosen=False) == []
-    assert set(FORMS) == {F.linear, *CONVOLUTIONS}
+    assert forms(plain, dims, *tensors) == [(plain.__name__, name)]
+    assert forms(plain, dims, *tensors, chosen=False) == []
+    assert set(members.FORMS) == {F.linear, *CONVOLUTIONS}
 
 
 @by_choice

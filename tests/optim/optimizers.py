@@ -196,55 +196,32 @@ MORE = dict(betas=(0.8, 0.9), eps=1e-6)
 # the furthest from the defaults. Long steps are left out where a change of the start by
 # one rounding changes torch by more than 1e-12.
 OPTIONS = {
-    "sgd": [
-        dict(lr=1e-4),
-        dict(lr=1e-3, dampening=0.5),
-        dict(lr=1e-4, momentum=0.9),
-        dict(lr=1e-3, momentum=0.9, dampening=0.5),
-        dict(lr=1e-4, momentum=0.9, nesterov=True),
-    ],
+    "sgd": [dict(lr=1e-4), dict(lr=1e-3, dampening=0.5), dict(lr=1e-4, momentum=0.9),
+            dict(lr=1e-3, momentum=0.9, dampening=0.5),
+            dict(lr=1e-4, momentum=0.9, nesterov=True)],
     "adam": [dict(), dict(lr=1e-2, **MORE), dict(amsgrad=True, **MORE)],
     "adamw": [dict(), dict(lr=1e-2, **MORE), dict(amsgrad=True, **MORE)],
-    "nadam": [
-        dict(lr=5e-3),
-        dict(lr=2e-3, momentum_decay=0.1, **MORE),
-        dict(lr=2e-3, **DECOUPLED),
-        dict(lr=5e-3, momentum_decay=0.1, **DECOUPLED, **MORE),
-    ],
-    "radam": [
-        dict(lr=1e-3),
-        dict(lr=1e-4, **MORE),
-        dict(lr=1e-3, **DECOUPLED),
-        dict(lr=1e-3, **DECOUPLED, **MORE),
-    ],
+    "nadam": [dict(lr=5e-3), dict(lr=2e-3, momentum_decay=0.1, **MORE),
+              dict(lr=2e-3, **DECOUPLED),
+              dict(lr=5e-3, momentum_decay=0.1, **DECOUPLED, **MORE)],
+    "radam": [dict(lr=1e-3), dict(lr=1e-4, **MORE), dict(lr=1e-3, **DECOUPLED),
+              dict(lr=1e-3, **DECOUPLED, **MORE)],
     "adamax": [dict(lr=1e-2), dict(lr=2e-3, betas=(0.8, 0.9), eps=1e-3)],
-    "adagrad": [
-        dict(lr=0.1),
-        dict(lr=1e-2, lr_decay=0.1, initial_accumulator_value=0.5, eps=1e-3),
-    ],
+    "adagrad": [dict(lr=0.1),
+                dict(lr=1e-2, lr_decay=0.1, initial_accumulator_value=0.5, eps=1e-3)],
     "adadelta": [dict(lr=1.0), dict(lr=0.1, rho=0.5, eps=1e-7)],
-    "rmsprop": [
-        dict(lr=1e-2),
-        dict(lr=1e-3, momentum=0.9, alpha=0.9, eps=1e-4),
-        dict(lr=1e-3, centered=True),
-        dict(lr=1e-3, centered=True, momentum=0.9, alpha=0.9, eps=1e-4),
-    ],
+    "rmsprop": [dict(lr=1e-2), dict(lr=1e-3, momentum=0.9, alpha=0.9, eps=1e-4),
+                dict(lr=1e-3, centered=True),
+                dict(lr=1e-3, centered=True, momentum=0.9, alpha=0.9, eps=1e-4)],
     "rprop": [dict(lr=1e-2), dict(lr=1e-3, etas=(0.3, 1.5), step_sizes=(1e-4, 0.02))],
     "asgd": [dict(lr=1e-3), dict(lr=1e-4, lambd=0.1, alpha=0.5, t0=20.0)],
-    "adafactor": [
-        dict(),
-        dict(lr=0.005, d=2.0),
-        dict(lr=1e-3, beta2_decay=-0.5),
-        dict(eps=(1e-2, 0.5)),
-    ],
-    "muon": [
-        dict(lr=0.02, momentum=0.5),
-        dict(lr=0.02, nesterov=False),
-        dict(lr=0.02, adjust_lr_fn="match_rms_adamw"),
-        dict(lr=0.02, adjust_lr_fn="original", ns_steps=3, eps=0.1),
-        dict(lr=0.02, ns_coefficients=(2.0, -1.5, 0.5)),
-    ],
-}
+    "adafactor": [dict(), dict(lr=0.005, d=2.0), dict(lr=1e-3, beta2_decay=-0.5),
+                  dict(eps=(1e-2, 0.5))],
+    "muon": [dict(lr=0.02, momentum=0.5), dict(lr=0.02, nesterov=False),
+             dict(lr=0.02, adjust_lr_fn="match_rms_adamw"),
+             dict(lr=0.02, adjust_lr_fn="original", ns_steps=3, eps=0.1),
+             dict(lr=0.02, ns_coefficients=(2.0, -1.5, 0.5))],
+}  # fmt: skip
 
 UNCOUNTED = [
     ("sgd", dict(weight_decay=0.1)),

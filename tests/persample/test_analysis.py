@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import vgrad
 from tests import oracle
 from tests.examples import examples
-from tests.losses import STRATEGIES, build, every_strategy, rows, squared
+from tests.losses import STRATEGIES, build, every_strategy, rows
 from tests.persample.test_quantities import directions, gram
 from tests.persample.test_quantities import product_of_all as inner
 from vgrad import per_sample_gram, per_sample_projection
@@ -190,26 +190,17 @@ def test_results_of_low_precision_are_float32_and_ignore_autocast(strategy):
         oracle.assert_exact(found, cross.double(), 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_complex_parameters_count_as_pairs_of_real_ones(dtype):
+@every_strategy
+def test_projections_of_complex_parameters_keep_their_products(strategy):
     def loss(params, buffers, x):
         return (params["w"] * x).abs().square().sum()
 
-    torch.manual_seed(0)
-    w, x = torch.randn(2, 3, 2, dtype=dtype), torch.randn(2, 3, 2, dtype=dtype)
-    params = {"w": torch.view_as_complex(w)}
-    x = torch.view_as_complex(x)
-    for strategy in STRATEGIES:
-        grads = vgrad.per_sample_grad(loss, strategy=strategy)(params, {}, x)["w"]
-        flat = torch.view_as_real(grads).flatten(1)
-        found = per_sample_gram(loss, strategy=strategy)(params, {}, x)
-        assert found.dtype == dtype
-        oracle.assert_exact(found, (flat @ flat.T).double(), 1e-5)
-        assert torch.equal(found, found.T)
-        project = per_sample_projection(loss, 40_000, seed=0, strategy=strategy)
-        sketch = project(params, {}, x)
-        assert sketch.dtype == dtype
-        oracle.assert_exact(sketch @ sketch.T, found.double(), 0.1)
+    params = {"w": torch.view_as_complex(torch.randn(2, 3, 2))}
+    x, options = torch.view_as_complex(torch.randn(2, 3, 2)), {"strategy": strategy}
+    exact = per_sample_gram(loss, **options)(params, {}, x)
+    assert torch.equal(exact, exact.T)
+    sketch = per_sample_projection(loss, 40_000, seed=0, **options)(params, {}, x)
+    oracle.assert_exact(sketch @ sketch.T, exact.double(), 0.1)
 
 
 def test_all_samples_of_both_batches_draw_the_same():
@@ -300,28 +291,32 @@ PAIRS = {
 }
 
 
+def project_pair(pair, dim, *, flat=False, **options):
+    """Return the products of each direction with two gradients of `w` and `b`."""
+    a, b, c, d = (each.double() for each in PAIRS[pair])
+    batch = {"w": torch.stack([a, c]), "b": torch.stack([b, d])}
+    batch = {n: value.flatten(1) for n, value in batch.items()} if flat else batch
+    params = {name: torch.zeros_like(value[0]) for name, value in batch.items()}
+    left, right = per_sample_projection(inner, dim, **options)(params, {}, batch)
+    return left * right * dim
+
+
 @pytest.mark.parametrize("pair", PAIRS)
 def test_products_of_normal_projections_have_the_mean_and_variance_documented(pair):
     a, b, c, d = (each.double() for each in PAIRS[pair])
-    dim = 400_000
-    batch = {"w": torch.stack([a, c]), "b": torch.stack([b, d])}
-    params = {"w": torch.zeros(3, 2).double(), "b": torch.zeros(2).double()}
-    project = per_sample_projection(inner, dim, seed=11, kind="gaussian")
-    left, right = project(params, {}, batch) * dim**0.5
-    each = left * right
+    options = {"dim": 400_000, "seed": 11, "kind": "gaussian"}
+    each = project_pair(pair, **options)
     exact = (a * c).sum() + (b * d).sum()
     variance = spread((a, b), (c, d), structured=True)
     plain = spread((a, b), (c, d), structured=False)
-    assert abs(float(each.mean() - exact)) < 5 * (variance / dim) ** 0.5
+    assert abs(float(each.mean() - exact)) < 5 * (variance / len(each)) ** 0.5
     assert float(each.var()) == pytest.approx(variance, rel=0.15)
     assert plain <= variance <= 4 * plain * (1 + 1e-12)
     if pair == "rank one":
         assert variance == pytest.approx(4 * plain)
     # Against directions without structure, which the same parameters get when flat.
-    flat = {name: value.flatten(1) for name, value in batch.items()}
-    zeros = {name: value[0] * 0 for name, value in flat.items()}
-    left, right = project(zeros, {}, flat) * dim**0.5
-    assert float((left * right).var()) == pytest.approx(plain, rel=0.05)
+    each = project_pair(pair, flat=True, **options)
+    assert float(each.var()) == pytest.approx(plain, rel=0.05)
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -334,37 +329,6 @@ def test_products_of_signed_projections_vary_as_all_signs_together(pair):
     exact, variance = (left * right).mean(), (left * right).var(correction=0)
     torch.testing.assert_close(exact, (a * c).sum() + (b * d).sum())
     assert float(variance) <= spread((a, b), (c, d), structured=True)
-    dim = 200_000
-    batch = {"w": torch.stack([a, c]), "b": torch.stack([b, d])}
-    params = {"w": torch.zeros(3, 2).double(), "b": torch.zeros(2).double()}
-    left, right = per_sample_projection(inner, dim, seed=12)(params, {}, batch)
-    each = left * right * dim
-    assert abs(float(each.mean() - exact)) < 5 * float(variance / dim) ** 0.5 + 1e-9
+    each, room = project_pair(pair, 200_000, seed=12), (variance / 200_000) ** 0.5
+    assert abs(float(each.mean() - exact)) < 5 * float(room) + 1e-9
     assert float(each.var()) == pytest.approx(float(variance), rel=0.05, abs=1e-9)
-
-
-def test_results_of_vmap_have_derivatives():
-    w = torch.tensor([1.0, 2.0], requires_grad=True)
-    x = torch.tensor([[1.0, 1.0], [0.0, 3.0]])
-
-    def trace(w):
-        return per_sample_gram(squared, strategy="vmap")({"w": w}, {}, x).trace()
-
-    (found,) = torch.autograd.grad(trace(w), w)
-    torch.testing.assert_close(found, 8 * w.detach() * x.pow(4).sum(0))
-
-
-def test_both_work_inside_transforms_and_inference_mode():
-    members = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
-    x = torch.randn(3, 2, generator=torch.Generator().manual_seed(0))
-    project = per_sample_projection(squared, 4, seed=0)
-    for compute in (per_sample_gram(squared), project):
-        alone = torch.stack([compute({"w": w}, {}, x) for w in members])
-        mapped = torch.vmap(lambda w, c=compute: c({"w": w}, {}, x))(members)
-        torch.testing.assert_close(mapped, alone)
-        with torch.inference_mode():
-            again = torch.stack([compute({"w": w}, {}, x) for w in members])
-        torch.testing.assert_close(again, alone)
-    fresh = per_sample_projection(squared, 4, seed=0)
-    mapped = torch.vmap(lambda w: fresh({"w": w}, {}, x))(members)
-    torch.testing.assert_close(mapped[0], project({"w": members[0]}, {}, x))

@@ -1,7 +1,6 @@
-"""What a transform does is told as it is, and telling changes nothing."""
+"""`explain` tells the strategy, the factor of each use and its bytes."""
 
 import dataclasses
-import functools
 
 import pytest
 import torch
@@ -9,13 +8,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import vgrad
+from tests.compiled import problems
 from vgrad import Report, UnsupportedOp, explain
 from vgrad.persample import EXPANDED
 from vgrad.persample.engine import Transform
 from vgrad.report import table
 
 B = 4
-PROJECTION = functools.partial(vgrad.per_sample_projection, dim=2, seed=0)
 
 
 def explained(loss, params, *batch, buffers=None, **options):
@@ -23,82 +22,61 @@ def explained(loss, params, *batch, buffers=None, **options):
     return explain(compute)(params, buffers or {}, *batch)
 
 
-def of_model(model, *batch, criterion=lambda output, target: output.sum()):
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
-    loss = vgrad.sample_loss(fmodel, criterion)
-    found = explained(loss, params, *batch, torch.zeros(B), buffers=buffers)
-    return {name: row for row in found.rows for name in row.names}
-
-
 def linear(params, buffers, x):
     return F.linear(x, params["w"]).square().sum()
 
 
-def of(text, *batch, **shapes):
+def rows_of(text, x, **shapes):
     """Explain a loss that is an expression of parameters of these shapes and of `x`."""
 
     def loss(params, buffers, x):
         return eval(text, globals() | params | {"x": x}).sin().sum()
 
     params = {name: torch.randn(shape) for name, shape in shapes.items()}
-    return explained(loss, params, *batch).rows
+    return explained(loss, params, x).rows
 
 
-@pytest.mark.parametrize(
-    ("form", "x", "w"),
-    [
-        ("both sides", (B, 30), (20, 30)),
-        ("gram", (B, 2, 30), (20, 30)),
-        ("gradients", (B, 50, 3), (2, 3)),
-    ],
-)
-def test_the_form_of_a_linear_layer_follows_from_its_shapes(form, x, w):
-    x, w = torch.randn(x), torch.randn(w)
-    found = explained(linear, {"w": w}, x)
-    (row,) = found.rows
-    numbers = w.numel() * B if form == "gradients" else x.numel() * 50 // 30
-    assert row == (("w",), "linear", "Outer", form, 4 * numbers, "has a rule")
-    assert (found.strategy, found.samples) == ("recorded", B)
+def floats(*shape):
+    return torch.randn(B, *shape)
 
 
-def test_the_forms_of_other_ops():
-    rows = of_model(
-        nn.Sequential(
-            nn.Conv2d(2, 8, 3, padding=1),
-            nn.GroupNorm(2, 8),
-            nn.Conv2d(8, 4, 1),
-            nn.Flatten(),
-            nn.Linear(36, 3),
-        ),
-        torch.randn(B, 2, 3, 3),
-    )
-    assert rows["0.weight"].factor == "Conv"
-    assert rows["0.weight"].form.startswith(("gram", "gradients by "))
-    assert rows["1.weight"][1:4] == ("group_norm", "Dense", "gradients")
-    assert rows["2.weight"].factor == "Outer"
-    assert rows["4.bias"].bytes == B * 3 * 4
-    assert {row.why for row in rows.values()} == {"has a rule"}
+def numbers(text):
+    return [int(each) for each in text.split()]
 
 
-def test_kernels_with_more_pixels_than_weights_use_gradients():
-    rows = of_model(nn.Conv1d(1, 2, 3, bias=False), torch.randn(B, 1, 64))
-    assert rows["weight"].form.startswith("gradients by ")
-    assert rows["weight"].bytes == B * 6 * 4
+USES = """
+F.linear(x, w)         | 30     | 20 30   | linear: Outer, both sides, 50
+F.linear(x, w)         | 2 30   | 20 30   | linear: Outer, gram, 100
+F.linear(x, w)         | 50 3   | 2 3     | linear: Outer, gradients, 6
+F.linear(x, w[:20])    | 30     | 40 30   | linear: Outer, both sides, 50
+F.conv1d(x, w)         | 1 64   | 2 1 3   | conv1d: Conv, gradients by, 6
+F.conv2d(x, w)         | 4 3 3  | 4 4 1 1 | conv2d: Outer, gradients, 16
+F.conv2d(x, w)         | 2 3 3  | 8 2 3 3 | conv2d: Conv, gram, 26
+F.layer_norm(x, [5], w)| 2 5    | 5       | layer_norm: Dense, gradients, 5
+F.embedding(x, w)      | long 7 | 50 3    | embedding: Rows, rows, 35
+F.linear(w, x)         | 3 5    | 2 5     | linear: Dense, gradients, 10, expanded
+x * w + torch.maximum(x, w) | 5 | 5       | mul, maximum: Dense, gradients, 5, expanded
+F.linear(F.linear(x, w).tanh(), w) | 30 | 30 30 | linear: Outer, , 0; \
+linear: Outer, , 0; : Outer, gram, 120, sum of 2 uses
+F.linear(F.embedding(x, w), w) | long 2 | 40 30 | embedding: Rows, , 0; \
+linear: Outer, , 0; : Tied, gram and rows, 204, sum of 2 uses
+"""
+"""A loss, shapes of a sample and of `w`, and its uses: op, factor, form, numbers."""
 
 
-def test_lookups_keep_rows():
-    rows = of_model(nn.Embedding(50, 3), torch.randint(50, (B, 7)))
-    assert rows["weight"][2:5] == ("Rows", "rows", B * 7 * (8 + 3 * 4))
-
-
-def test_a_parameter_of_an_op_without_a_rule_is_expanded():
-    (row,) = of("(x * w).sin() + torch.maximum(x, w)", torch.randn(B, 5), w=(5,))
-    assert row == (("w",), "mul, maximum", "Dense", "gradients", B * 5 * 4, EXPANDED)
-
-
-def test_a_call_that_the_rule_does_not_fit_is_expanded():
-    (row,) = of("F.linear(w, x)", torch.randn(B, 3, 5), w=(2, 5))
-    assert (row.op, row.why) == ("linear", EXPANDED)
+@pytest.mark.parametrize("case", USES.strip().splitlines())
+def test_factors_and_forms_follow_from_ops_and_shapes(case):
+    text, sample, shape, uses = (each.strip() for each in case.split("|"))
+    lookups = sample.startswith("long")
+    x = floats(*numbers(sample.removeprefix("long")))
+    rows = rows_of(text, (x.abs() * 9).long() if lookups else x, w=numbers(shape))
+    for row, use in zip(rows, uses.split("; "), strict=True):
+        op, _, use = use.partition(": ")
+        factor, form, count, *why = use.split(", ")
+        why = {"expanded": EXPANDED}.get(*why, *why) if why else "has a rule"
+        assert (row.names, row.op, row.factor) == (("w",), op, factor)
+        assert (row.bytes, row.why) == (4 * B * int(count), why)
+        assert row.form.startswith(form)
 
 
 def test_a_decomposed_op_is_called_what_the_loss_calls_it():
@@ -108,7 +86,7 @@ def test_a_decomposed_op_is_called_what_the_loss_calls_it():
         return torch.func.functional_call(model, params, (x, x, x))[0].square().sum()
 
     params = {name: value.detach() for name, value in model.named_parameters()}
-    found = explained(loss, params, torch.randn(B, 1, 3, 4))
+    found = explained(loss, params, floats(1, 3, 4))
     assert {row.op for row in found.rows} == {"multi_head_attention_forward"}
     assert EXPANDED not in {row.why for row in found.rows}
 
@@ -118,38 +96,19 @@ def test_a_parameter_that_is_not_used_says_so(strategy):
     params = {"w": torch.randn(3, 5), "idle": torch.randn(2)}
 
     def loss(params, buffers, x):
-        assert params["idle"].shape == (2,)  # to look at its shape is no use
+        assert params["idle"].shape == (2,)  # to read its shape is no use
         return linear(params, buffers, x)
 
-    used, idle = explained(loss, params, torch.randn(B, 5), strategy=strategy).rows
+    used, idle = explained(loss, params, floats(5), strategy=strategy).rows
     assert idle.names == ("idle",)
     assert "not used" in idle.why
     assert "not used" not in used.why
     assert used.op == "linear"
 
 
-def test_several_uses_have_a_row_each_and_one_for_the_sum():
-    rows = of("F.linear(F.linear(x, w).tanh(), w)", torch.randn(B, 30), w=(30, 30))
-    assert [row.op for row in rows] == ["linear", "linear", ""]
-    assert [row.bytes for row in rows] == [0, 0, B * 2 * 2 * 30 * 4]
-    assert rows[2][2:4] == ("Outer", "gram")
-    assert rows[2].why == "sum of 2 uses"
-
-
-def test_a_tied_table_keeps_both_factors():
-    rows = of("F.linear(F.embedding(x, w), w)", torch.randint(40, (B, 2)), w=(40, 30))
-    assert [row.op for row in rows] == ["embedding", "linear", ""]
-    assert rows[2][2:4] == ("Tied", "gram and rows")
-
-
-def test_a_view_of_a_parameter_is_that_parameter():
-    (row,) = of("F.linear(x, w[:20])", torch.randn(B, 30), w=(40, 30))
-    assert row[:4] == (("w",), "linear", "Outer", "both sides")
-
-
 def test_what_is_computed_from_parameters_is_one_use_of_all_of_them():
     shapes = {"scale": (3, 1), "v": (3, 5)}
-    use, scale, v = of("F.linear(x, v * scale)", torch.randn(B, 5), **shapes)
+    use, scale, v = rows_of("F.linear(x, v * scale)", floats(5), **shapes)
     assert set(use.names) == {"v", "scale"}
     assert use.op == "linear"
     assert "computed from parameters" in use.why
@@ -159,8 +118,7 @@ def test_what_is_computed_from_parameters_is_one_use_of_all_of_them():
 
 @pytest.mark.parametrize("strategy", ["vmap", "loop"])
 def test_other_strategies_store_all_gradients(strategy):
-    params = {"w": torch.randn(3, 5)}
-    found = explained(linear, params, torch.randn(B, 5), strategy=strategy)
+    found = explained(linear, {"w": torch.randn(3, 5)}, floats(5), strategy=strategy)
     samples = 1 if strategy == "loop" else B
     assert (found.strategy, found.samples) == (strategy, samples)
     why = f"{strategy} stores all gradients"
@@ -175,22 +133,20 @@ def unseen(params, buffers, x):
 
 
 def test_auto_says_why_it_does_not_record():
-    found = explained(unseen, {"w": torch.randn(5)}, torch.randn(B, 5))
+    params, x = {"w": torch.randn(5)}, floats(5)
+    found = explained(unseen, params, x)
     assert found.strategy == "vmap"
     assert "expected ops that a function mode sees, got w in one" in found.why
     assert found.why in str(found)
-
-
-def test_a_strategy_that_was_asked_for_fails_as_in_the_transform():
     with pytest.raises(UnsupportedOp, match="that a function mode sees"):
-        explained(unseen, {"w": torch.ones(5)}, torch.ones(B, 5), strategy="recorded")
+        explained(unseen, params, x, strategy="recorded")
 
 
 def test_auto_takes_vmap_inside_a_transform():
     seen = []
 
     def outer(w):
-        seen.append(explained(linear, {"w": w}, torch.randn(B, 5)))
+        seen.append(explained(linear, {"w": w}, floats(5)))
         return w.sum()
 
     torch.func.grad(outer)(torch.randn(3, 5))
@@ -199,34 +155,19 @@ def test_auto_takes_vmap_inside_a_transform():
     assert seen[0].rows[0].op == "linear"
 
 
-def test_a_transform_whose_forms_are_not_known_is_refused():
-    options = dataclasses.replace(vgrad.per_sample_grad(linear).options, function="own")
-    with pytest.raises(
-        ValueError, match=r"explain\(transform='own'\): expected one of"
-    ):
-        explain(Transform(options, linear))
+FORMS = {"grad": "gradients", "norm": "both sides", "weighted": "weighted sum"}
+FORMS |= {"projection": "projected", "gram": "inner products", "moments": "gradients"}
 
 
-@pytest.mark.parametrize(
-    ("transform", "name", "form", "size"),
-    [
-        (vgrad.per_sample_grad, "per_sample_grad", "gradients", 600),
-        (vgrad.per_sample_norm, "per_sample_norm", "both sides", 50),
-        (vgrad.weighted_grad, "weighted_grad", "weighted sum", 50),
-        (vgrad.per_sample_gram, "per_sample_gram", "inner products", None),
-        (PROJECTION, "per_sample_projection", "projected", None),
-        (vgrad.gradient_moments, "gradient_moments", "gradients", None),
-    ],
-)
-def test_every_transform_is_explained_with_the_same_arguments(
-    transform, name, form, size
-):
-    params, shape = {"w": torch.randn(20, 30)}, (B, 30) if size else (B, 5, 30)
-    found = explain(transform(linear))(params, {}, torch.randn(shape))
+@pytest.mark.parametrize("name", FORMS)
+def test_every_transform_is_explained_with_the_same_arguments(name):
+    compute, positions = problems.TRANSFORMS[name](linear), (5,) * (name == "gram")
+    found = explain(compute)({"w": torch.randn(20, 30)}, {}, floats(*positions, 30))
     (row,) = found.rows
-    assert (found.function, row.factor, row.form) == (name, "Outer", form)
-    if size:
-        assert row.bytes == B * size * 4
+    assert found.function == compute.options.function
+    assert (row.factor, row.form) == ("Outer", FORMS[name])
+    sizes = {"grad": 600, "norm": 50, "weighted": 50}
+    assert row.bytes == B * sizes[name] * 4 if name in sizes else True
 
 
 def test_the_loss_runs_once_and_on_the_first_chunk():
@@ -236,8 +177,7 @@ def test_the_loss_runs_once_and_on_the_first_chunk():
         runs.append(x.shape)
         return linear(params, buffers, x)
 
-    params = {"w": torch.randn(3, 5)}
-    found = explained(loss, params, torch.randn(B, 5), chunk_size=3)
+    found = explained(loss, {"w": torch.randn(3, 5)}, floats(5), chunk_size=3)
     assert runs == [(5,)]
     assert found.samples == 3
 
@@ -248,9 +188,9 @@ def test_random_generators_are_put_back(strategy, randomness):
     def loss(params, buffers, x):
         return F.linear(F.dropout(x), params["w"]).sum()
 
-    params, options = {"w": torch.randn(3, 5)}, {"strategy": strategy}
+    options = {"strategy": strategy, "randomness": randomness}
     before = torch.get_rng_state()
-    explained(loss, params, torch.ones(B, 5), randomness=randomness, **options)
+    explained(loss, {"w": torch.ones(3, 5)}, torch.ones(B, 5), **options)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -259,14 +199,13 @@ def test_it_works_with_aux_and_in_inference_mode():
         return linear(params, buffers, x), x.sum()
 
     with torch.inference_mode():
-        params, x = {"w": torch.randn(3, 5)}, torch.randn(B, 5)
-        assert explained(loss, params, x, has_aux=True).strategy == "recorded"
+        found = explained(loss, {"w": torch.randn(3, 5)}, floats(5), has_aux=True)
+    assert found.strategy == "recorded"
 
 
 def test_the_text_is_an_aligned_table():
     params = {"w": torch.randn(30, 40), "a.long.name": torch.randn(1)}
-    text = str(explained(linear, params, torch.randn(B, 40)))
-    title, empty, *lines = text.split("\n")
+    title, empty, *lines = str(explained(linear, params, floats(40))).split("\n")
     assert title == (
         "clipped_grad of 4 samples, strategy recorded: the loss can be recorded"
     )
@@ -275,14 +214,11 @@ def test_the_text_is_an_aligned_table():
     column = lines[0].index("factor")
     assert [line[column:].split()[0] for line in lines] == ["factor", "Outer", "Zero"]
     assert "1,120" in lines[1]
-
-
-def test_columns_are_as_wide_as_their_widest_cell():
     assert table([("a", "bb"), ("ccc", "d")], right={1}) == "a    bb\nccc   d"
 
 
 def test_explanations_can_be_compared_and_not_changed():
-    params, x = {"w": torch.randn(3, 5)}, torch.randn(B, 5)
+    params, x = {"w": torch.randn(3, 5)}, floats(5)
     found = explained(linear, params, x)
     assert isinstance(found, Report)
     assert found == explained(linear, params, x)
@@ -290,11 +226,11 @@ def test_explanations_can_be_compared_and_not_changed():
         found.strategy = "vmap"
 
 
-def test_what_is_no_transform_is_refused():
+def test_what_cannot_be_explained_is_refused():
+    options = dataclasses.replace(vgrad.per_sample_grad(linear).options, function="own")
+    with pytest.raises(ValueError, match=r"transform='own'\): expected one of"):
+        explain(Transform(options, linear))
     with pytest.raises(TypeError, match=r"explain\(transform\): .* got a function"):
         explain(linear)
-
-
-def test_an_empty_batch_is_refused():
     with pytest.raises(ValueError, match=r"at least one sample, got an empty batch"):
         explained(linear, {"w": torch.ones(3, 5)}, torch.ones(0, 5))

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from tests.examples import examples
-from tests.losses import randn
 from tests.oracle import assert_exact
 from vgrad.persample.factors import (
     Conv,
@@ -19,7 +18,6 @@ from vgrad.persample.factors import (
     Probes,
     Rows,
     Tied,
-    base,
     combined,
     costs,
 )
@@ -282,37 +280,3 @@ def test_gradients_of_large_depthwise_kernels_do_not_drift():
     factor = Conv(inputs, outputs, torch.Size([3, 1, 7, 7]), *geometry)
     assert factor.form == "swapped"
     assert_exact(factor.grad(), factor.double().grad().float(), 2e-6)
-
-
-def test_an_owned_factor_shares_no_memory_whatever_its_kind():
-    """Nothing else may write into it; forms that are not known become gradients."""
-
-    class Own(base.Factor):
-        def __init__(self, g, how):
-            self.g, self.how, self.size, self.shape = g, how, len(g), g.shape[1:]
-
-        def grad(self):
-            return self.g
-
-        def weighted(self, weights):
-            return Dense(self.g).weighted(weights)
-
-        def take(self, rows):
-            return Own(self.g[rows], self.how)
-
-        def double(self):
-            return Own(self.g.double(), self.how)
-
-        bytes = 0
-
-    g = randn(3, 2)
-    for how in (None, lambda: g):
-        mine = base.owned(Own(g, how))
-        assert isinstance(mine, Own if how is None else Dense)
-        assert torch.equal(mine.grad(), g)
-        assert mine.grad().data_ptr() != g.data_ptr()
-    assert base.owned(Dense(g), g).grad() is g
-    outputs = base.Positions(g[:, None, None])
-    outer = Outer(randn(3, 1, 1, 4), outputs.tensor, torch.Size((2, 4)), outputs)
-    assert base.owned(outer).shared is None
-    assert base.owned(outer, g).shared is outputs

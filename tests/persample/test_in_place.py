@@ -5,42 +5,53 @@ fused kernels do. Plain autograd is right wherever nothing else comes to the ten
 after the write; factors of vgrad wait for the end of the backward pass.
 """
 
-import math
-from typing import ClassVar
-
 import pytest
 import torch
 from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint  # noqa: F401, in texts
 
 import vgrad
 from tests import losses, oracle
-from tests.losses import randn
+from tests.compiled import problems
+from tests.losses import length, old_function, randn
+from tests.persample.test_quantities import assert_expected, clipped_sum
 from vgrad import dp
-from vgrad.persample.engine import proxies, saved_bytes
+from vgrad.persample.engine import saved_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
 
 
-class Old(Function):
-    """In the old style; returns the very gradient that it was given."""
+def writes(ctx, grad):
+    return grad.mul_(-50)
 
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.mul_(-50)
+def writes_unseen(ctx, grad):
+    grad.data.mul_(-50)  # moves no version
+    return grad
+
+
+def writes_by_numpy(ctx, grad):
+    grad.numpy()[...] *= -50  # as kernels of other libraries do
+    return grad
+
+
+def calls_another(ctx, grad):
+    return Old.apply(writes(ctx, grad))
+
+
+def identity(ctx, x):
+    return x.view_as(x)
+
+
+Old = old_function(identity, writes)
 
 
 class Ruled(Function):
-    """With a generated vmap rule."""
-
     generate_vmap_rule = True
+    backward = staticmethod(writes)
 
     @staticmethod
     def forward(x):
@@ -50,14 +61,8 @@ class Ruled(Function):
     def setup_context(ctx, inputs, output):
         pass
 
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.mul_(-50)
-
 
 class Mapped(Ruled):
-    """With a vmap rule of its own."""
-
     generate_vmap_rule = False
 
     @staticmethod
@@ -65,79 +70,29 @@ class Mapped(Ruled):
         return Mapped.apply(x), in_dims[0]
 
 
-class Once(Old):
-    """Not to be differentiated twice."""
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return grad.mul_(-50)
-
-
-class Nested(Old):
-    """Calls another function forward and backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return Old.apply(x) * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad.mul_(-50)
-        return Old.apply(grad)
-
-
-class Unseen(Old):
-    """Moves no version."""
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad.data.mul_(-50)
-        return grad
-
-
-class ByNumpy(Old):
-    """Writes as kernels of other libraries do."""
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad.numpy()[...] *= -50
-        return grad
-
-
 def saving(write, *, output=False):
-    """Make a function that writes into its saved input or output."""
-
-    class Saving(Function):
-        @staticmethod
-        def forward(ctx, x):
-            y = torch.exp(x)
-            ctx.save_for_backward(y if output else x)
-            return y
-
-        @staticmethod
-        def backward(ctx, grad):
-            (saved,) = ctx.saved_tensors
-            found = grad * (saved if output else saved.exp())
-            write(saved)
-            return found
-
-    return Saving.apply
-
-
-class Workspace(Function):
-    """Returns the same memory at each call."""
-
-    room: ClassVar[dict] = {}
-
-    @staticmethod
     def forward(ctx, x):
-        return x.sin()
+        y = torch.exp(x)
+        ctx.save_for_backward(y if output else x)
+        return y
 
-    @staticmethod
     def backward(ctx, grad):
-        room = Workspace.room.setdefault(grad.shape, torch.zeros_like(grad))
-        return room.copy_(grad * 3)
+        (saved,) = ctx.saved_tensors
+        found = grad * (saved if output else saved.exp())
+        write(saved)
+        return found
+
+    return old_function(forward, backward).apply
+
+
+ROOM: dict = {}
+
+
+def in_one_room(ctx, grad):
+    return ROOM.setdefault(grad.shape, torch.zeros_like(grad)).copy_(grad * 3)
+
+
+Workspace = old_function(lambda ctx, x: x.sin(), in_one_room)
 
 
 @torch.library.custom_op("vgrad_in_place::triple", mutates_args=())
@@ -165,10 +120,10 @@ FUNCTIONS = {
     "old": Old.apply,
     "ruled": Ruled.apply,
     "mapped": Mapped.apply,
-    "once": Once.apply,
-    "nested": Nested.apply,
-    "unseen": Unseen.apply,
-    "numpy": ByNumpy.apply,
+    "once": old_function(identity, once_differentiable(writes)).apply,
+    "nested": old_function(lambda ctx, x: Old.apply(x) * 2, calls_another).apply,
+    "unseen": old_function(identity, writes_unseen).apply,
+    "numpy": old_function(identity, writes_by_numpy).apply,
     "saved": saving(lambda saved: saved.detach().mul_(50)),
     "saved, unseen": saving(lambda saved: saved.data.mul_(50)),
     "output": saving(lambda saved: saved.detach().mul_(50), output=True),
@@ -179,78 +134,43 @@ FUNCTIONS = {
 }
 
 
-def residual(f):
-    """Share the gradient of a sum, and the input of a layer."""
-
-    def loss(p, b, x):
-        h = torch.tanh(F.linear(x, p["a.w"])) + x
-        return F.linear(f(h) + F.linear(h, p["b.w"], p["b.c"]), p["o.w"]).square().sum()
-
-    return loss
-
-
-def of_output(f):
-    """Share the output of the function with the layer behind it."""
-
-    def loss(p, b, x):
-        h = f(torch.tanh(F.linear(x, p["a.w"])))
-        return F.linear(F.linear(h, p["b.w"], p["b.c"]), p["o.w"]).tanh().sum()
-
-    return loss
-
-
-def expanded(f):
-    """Give the gradient to a parameter without a rule, and to a scaled one."""
-
-    def loss(p, b, x):
-        h = torch.tanh(F.linear(x, p["a.w"]))
-        h = F.linear(f(h * 1) + h * p["s.w"] + p["b.c"], p["b.w"])
-        return F.layer_norm(F.linear(h, p["o.w"]), (3,), p["t.w"]).square().sum()
-
-    return loss
-
-
-def regions(f):
-    """Run the function in a checkpoint, beside a layer that shares its input."""
-
-    def inner(h, weight):
-        return f(h * 1) + F.linear(h, weight)
-
-    def loss(p, b, x):
-        h = torch.tanh(F.linear(x, p["a.w"], p["b.c"]))
-        h = h + checkpoint(inner, h, p["b.w"], use_reentrant=False)
-        return F.linear(h, p["o.w"]).square().sum()
-
-    return loss
-
-
-def of_parameters(f):
-    """Compute two tensors from parameters alone, one of both."""
-
-    def loss(p, b, x):
-        weight = f(p["a.w"] * p["b.w"])
-        h = torch.tanh(F.linear(x, weight * 0.5, p["b.c"]) + F.linear(x, weight.t()))
-        return F.linear(f(h * 1) + h, f(p["o.w"] * 1)).square().sum()
-
-    return loss
-
-
-def looked_up(f):
-    """Look rows up, and convolve."""
-
-    def loss(p, b, x):
-        h = F.embedding((x.abs() * 3).long() % 3, p["o.w"])  # [8, 8]
-        h = f(h) + F.linear(h, p["a.w"])
-        h = f(h[None] * 1) + F.conv1d(h[None], p["b.w"][:, :, None], p["b.c"])
-        return torch.tanh(h).square().sum()
-
-    return loss
-
-
 NETS = {
-    each.__name__: each
-    for each in (residual, of_output, expanded, regions, of_parameters, looked_up)
+    # The gradient of a sum is shared, and the input of a layer.
+    "residual": """
+h = torch.tanh(F.linear(x, a_w)) + x
+value = F.linear(f(h) + F.linear(h, b_w, b_c), o_w).square().sum()""",
+    # The output of the function is shared with the layer behind it.
+    "of_output": """
+h = f(torch.tanh(F.linear(x, a_w)))
+value = F.linear(F.linear(h, b_w, b_c), o_w).tanh().sum()""",
+    # The gradient goes to a parameter without a rule, and to a scaled one.
+    "expanded": """
+h = torch.tanh(F.linear(x, a_w))
+h = F.linear(f(h * 1) + h * s_w + b_c, b_w)
+value = F.layer_norm(F.linear(h, o_w), (3,), t_w).square().sum()""",
+    # A checkpoint, beside a layer that shares its input.
+    "regions": """
+h = torch.tanh(F.linear(x, a_w, b_c))
+h = h + checkpoint(lambda h, w: f(h * 1) + F.linear(h, w), h, b_w, use_reentrant=False)
+value = F.linear(h, o_w).square().sum()""",
+    # Tensors of one parameter and of two.
+    "of_parameters": """
+w = f(a_w * b_w)
+h = torch.tanh(F.linear(x, w * 0.5, b_c) + F.linear(x, w.t()))
+value = F.linear(f(h * 1) + h, f(o_w * 1)).square().sum()""",
+    # Rows that are looked up, and a convolution.
+    "looked_up": """
+h = F.embedding((x.abs() * 3).long() % 3, o_w)  # [8, 8]
+h = f(h) + F.linear(h, a_w)
+value = torch.tanh(f(h[None] * 1) + F.conv1d(h[None], b_w[:, :, None], b_c))
+value = value.square().sum()""",
 }
+
+
+def of(name, f):
+    return losses.written(NETS[name], globals() | {"f": f})
+
+
 SIZES = {
     "a.w": (8, 8),
     "b.w": (8, 8),
@@ -265,15 +185,14 @@ X = randn(3, 8, seed=9)
 
 def reference(loss, x=X):
     """Return what plain autograd adds to the `.grad` of leaves."""
-    found = {name: [] for name in PARAMS}
+    rows = []
     for row in x:
         leaves = {n: p.clone().requires_grad_() for n, p in PARAMS.items()}
         loss(leaves, {}, row.clone()).backward()
-        for name, leaf in leaves.items():
-            found[name].append(
-                torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            )
-    return {name: torch.stack(each) for name, each in found.items()}
+        rows.append(
+            [torch.zeros_like(p) if p.grad is None else p.grad for p in leaves.values()]
+        )
+    return dict(zip(PARAMS, map(torch.stack, zip(*rows, strict=True)), strict=True))
 
 
 REFUSED = {
@@ -296,21 +215,17 @@ PAIRS = [(net, name) for net in NETS for name in FUNCTIONS if (net, name) not in
 @pytest.fixture(autouse=True)
 def room():
     """Leave no tensor in the workspace, as one of vmap that has ended."""
-    Workspace.room.clear()
+    ROOM.clear()
 
 
 def params():
     return {name: value.clone() for name, value in PARAMS.items()}
 
 
-def length(grads):
-    return math.sqrt(sum(float(each.square().sum()) for each in grads.values()))
-
-
 @pytest.mark.parametrize("strategy", ["recorded", "vmap", "loop"])
 @pytest.mark.parametrize(("net", "name"), PAIRS)
 def test_gradients_are_those_of_plain_autograd(net, name, strategy):
-    loss = NETS[net](FUNCTIONS[name])
+    loss = of(net, FUNCTIONS[name])
     compute = vgrad.per_sample_grad(loss, strategy=strategy)
     refused = REFUSED.get((net, name)) if strategy == "recorded" else None
     if refused:
@@ -342,21 +257,11 @@ SUMS = [
 
 @pytest.mark.parametrize(("net", "name", "options"), SUMS)
 def test_clipped_sums_keep_their_bound(net, name, options):
-    loss = NETS[net](FUNCTIONS[name])
-    grads = reference(loss)
-    clip = vgrad.clipped_grad(loss, max_norm=0.5, **OPTIONS[options])
+    loss = of(net, FUNCTIONS[name])
+    grads, options = reference(loss), OPTIONS[options]
+    clip = vgrad.clipped_grad(loss, max_norm=0.5, **options)
     found = clip(params(), {}, X)
-    if options == "per_layer":
-        layers = {name.partition(".")[0] for name in grads}
-        each = [{n: g for n, g in grads.items() if n[0] == layer} for layer in layers]
-        bound = 0.5 / math.sqrt(len(layers))
-        expected = {}
-        for layer in each:
-            expected |= oracle.clipped(layer, bound)
-    elif options == "automatic":
-        expected = oracle.weighted(grads, 0.5 / (oracle.norms(grads) + 0.01))
-    else:
-        expected = oracle.clipped(grads, 0.5)
+    expected, _ = clipped_sum(grads, options.get("clipping", "flat"), 0.5)
     oracle.assert_exact(found.norms, oracle.norms(grads), 1e-6)
     oracle.assert_exact(found.grads, expected, 1e-6)
     assert length(clip(params(), {}, X[:1]).grads) <= 0.5 * (1 + 1e-6)
@@ -365,26 +270,21 @@ def test_clipped_sums_keep_their_bound(net, name, options):
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("net", ["residual", "regions"])
 def test_other_quantities_follow_from_the_same_gradients(net, name):
-    loss, options = NETS[net](FUNCTIONS[name]), {"chunk_size": 2}
-    grads, given = reference(loss), (params(), {}, X)
-    flat = torch.cat([each.flatten(1) for each in grads.values()], 1)
-    weights = torch.arange(3.0)
-    sums = vgrad.weighted_grad(loss, **options)(weights, *given)
-    oracle.assert_exact(sums, oracle.weighted(grads, weights), 1e-9)
-    gram = vgrad.per_sample_gram(loss, **options)(*given)
-    oracle.assert_exact(gram, flat @ flat.T, 1e-9)
-    moments = vgrad.gradient_moments(loss, **options)(*given)
-    oracle.assert_exact(moments.mean, {n: g.mean(0) for n, g in grads.items()}, 1e-9)
-    projected = [
-        vgrad.per_sample_projection(loss, dim=3, seed=0, strategy=strategy)(*given)
-        for strategy in ("auto", "loop")
-    ]
-    oracle.assert_exact(*projected, 1e-9)
+    loss, keep = of(net, FUNCTIONS[name]), torch.ones(3, dtype=torch.bool)
+    grads = reference(loss)
+    for quantity in ("weighted", "gram", "moments", "projection"):
+        compute = problems.TRANSFORMS[quantity](loss, chunk_size=2)
+        found = problems.call(quantity, compute, (params(), {}, X))
+        assert_expected(quantity, found, grads, keep, 1e-9)
 
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_captured_sums_keep_their_bound(passes):
-    loss = residual(Ruled.apply)
+    def loss(p, b, x):  # "residual", as a function that compile can read
+        h = torch.tanh(F.linear(x, p["a.w"])) + x
+        h = Ruled.apply(h) + F.linear(h, p["b.w"], p["b.c"])
+        return F.linear(h, p["o.w"]).square().sum()
+
     clip = vgrad.clipped_grad(loss, max_norm=0.5, passes=passes)
     compute, expected = vgrad.compile(clip), oracle.clipped(reference(loss), 0.5)
     for _ in range(3):
@@ -396,7 +296,7 @@ def test_captured_sums_keep_their_bound(passes):
 
 
 def test_members_keep_their_bound():
-    loss = residual(Ruled.apply)
+    loss = of("residual", Ruled.apply)
     clip = vgrad.ensemble.ensemble_clipped_grad(loss, max_norm=[0.5, 0.1])
     stacked = {name: torch.stack([each, each]) for name, each in PARAMS.items()}
     found, grads = clip(stacked, {}, X).grads, reference(loss)
@@ -411,40 +311,30 @@ def test_private_gradients_keep_their_bound():
         return self.o(Old.apply(h) + self.b(h))
 
     layers = dict(a=nn.Linear(8, 8), b=nn.Linear(8, 8), o=nn.Linear(8, 3))
-    model, x, y = losses.Net(forward, **layers), X[:1].float(), torch.tensor([1])
-    plan = dp.Plan(
-        dataset_size=1,
-        sampling_rate=1.0,
-        noise_multiplier=0.0,
-        max_norm=0.5,
-        steps=2,
-        delta=0.5,
-    )
-    data = torch.utils.data.TensorDataset(x, y)
-    expected = oracle.model_gradients(
-        model, lambda model, x, y: F.cross_entropy(model(x), y), (x, y), 1
-    )
+    model, batch = losses.Net(forward, **layers), (X[:1].float(), torch.tensor([1]))
+    options = dict(dataset_size=1, sampling_rate=1.0, noise_multiplier=0.0)
+    plan = losses.plan(**options, max_norm=0.5, steps=2, delta=0.5)
+    expected = oracle.model_gradients(model, losses.CASES["mlp"].run, batch, 1)
+    data = torch.utils.data.TensorDataset(*batch)
     private = dp.PrivateGradients(model, F.cross_entropy, data, plan=plan)
-    for batch in private.loader:
-        private.backward(*batch)
-        break
+    private.backward(*next(iter(private.loader)))
     found = {name: each.grad for name, each in model.named_parameters()}
     oracle.assert_exact(found, oracle.clipped(expected, 0.5), 1e-5)
 
 
 def test_explanations_count_the_copies():
     def explained(f):
-        compute = vgrad.clipped_grad(residual(f), max_norm=1.0)
+        compute = vgrad.clipped_grad(of("residual", f), max_norm=1.0)
         return vgrad.explain(compute)(params(), {}, X)
 
     plain, copied = explained(torch.sin), explained(Old.apply)
     assert (plain.foreign, plain.copied) == ((), 0)
     assert "copies" not in str(plain)
-    assert copied.foreign == ("OldBackward",)
+    assert copied.foreign == ("WritesBackward",)
     sides = [(8, 8), (8, 8), (0, 8), (8, 3)]  # inputs and outputs of a, b, c and o
     assert copied.copied == 3 * 8 * sum(map(sum, sides))
     assert f"copies, {copied.copied:,} bytes" in str(copied)
-    assert "OldBackward" in str(copied)
+    assert "WritesBackward" in str(copied)
     assert [row.bytes for row in plain.rows] == [row.bytes for row in copied.rows]
 
 
@@ -466,99 +356,56 @@ def test_layers_of_torch_need_no_copies(kind):
 def test_chunks_that_fit_leave_room_for_the_copies():
     sizes = []
     for f in (lambda h: h * -50.0, Old.apply):
-        problem = vgrad.clipped_grad(residual(f), max_norm=1.0).options
+        problem = vgrad.clipped_grad(of("residual", f), max_norm=1.0).options
         sizes.append(saved_bytes(problem.on(params(), {}, (X,))))
     assert sizes[1] >= 1.5 * sizes[0]
 
 
-def test_graphs_of_torch_alone_hold_no_copies(monkeypatch):
-    def refuse(*_):
-        raise AssertionError("copied")
-
-    monkeypatch.setattr(proxies, "owned", refuse)
-    for net in NETS.values():
-        vgrad.clipped_grad(net(torch.sin), max_norm=1.0, strategy="recorded")(
-            params(), {}, X
-        )
-    loss = residual(Old.apply)
-    clip = vgrad.clipped_grad(loss, max_norm=1.0, strategy="recorded")
-    with pytest.raises(AssertionError, match="copied"):
-        clip(params(), {}, X)
-
-
-@pytest.mark.parametrize("strategy", ["recorded", "auto"])
-def test_versions_count_when_a_factor_is_used(strategy):
-    """What runs again in the backward pass may write, too, with ops of torch alone."""
-
-    def loss(p, b, x):
-        h = F.linear(x, p["a.w"])
-
-        def inner(x):
-            h.detach().mul_(3)
-            return x.sin()
-
-        y = checkpoint(inner, x * p["s.w"], use_reentrant=False)
-        return (F.linear(h, p["b.w"]) + y).square().sum()
-
-    compute = vgrad.clipped_grad(loss, max_norm=0.5, strategy=strategy)
-    if strategy == "recorded":
-        with pytest.raises(RuntimeError, match="linear: expected an input that stays"):
-            compute(params(), {}, X)
-        return
-    found = compute(params(), {}, X)
-    assert length(compute(params(), {}, X[:1]).grads) <= 0.5 * (1 + 2e-6)
-    oracle.assert_exact(found.grads, oracle.clipped(reference(loss), 0.5), 1e-6)
+# What runs again in the backward pass may write, too, with ops of torch alone.
+REPEATED = """
+h = F.linear(x, a_w)
+def inner(x):
+    h.detach().mul_(3)
+    return x.sin()
+y = checkpoint(inner, x * s_w, use_reentrant=False)
+value = (F.linear(h, b_w) + y).square().sum()"""
+HOOKED = """
+h = torch.tanh(F.linear(x, a_w)) + x
+y = h * 1
+y.register_hook(lambda grad: grad.mul_(-50))
+value = F.linear(y + F.linear(h, b_w), o_w).square().sum()"""
 
 
-@pytest.mark.parametrize("strategy", ["recorded", "auto"])
-def test_hooks_that_write_are_refused_or_run_sample_by_sample(strategy):
-    def loss(p, b, x):
-        h = torch.tanh(F.linear(x, p["a.w"])) + x
-        y = h * 1
-        y.register_hook(lambda grad: grad.mul_(-50))
-        return F.linear(y + F.linear(h, p["b.w"]), p["o.w"]).square().sum()
-
-    compute = vgrad.clipped_grad(loss, max_norm=0.5, strategy=strategy)
-    if strategy == "recorded":
-        with pytest.raises(vgrad.UnsupportedOp, match="register_hook"):
-            compute(params(), {}, X)
-        return
-    found = compute(params(), {}, X)
-    oracle.assert_exact(found.grads, oracle.clipped(reference(loss), 0.5), 1e-6)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(REPEATED, "linear: expected an input that stays"), (HOOKED, "register_hook")],
+)
+def test_writes_of_repetitions_and_hooks_are_refused_or_run_one_by_one(text, message):
+    loss = losses.written(text, globals())
+    with pytest.raises(RuntimeError, match=message):
+        vgrad.clipped_grad(loss, max_norm=0.5, strategy="recorded")(params(), {}, X)
+    found = losses.clipped(loss, 0.5, params(), X).grads
+    oracle.assert_exact(found, oracle.clipped(reference(loss), 0.5), 1e-6)
+    assert length(losses.clipped(loss, 0.5, params(), X[:1]).grads) <= 0.5 * (1 + 2e-6)
 
 
-class Weighing(Function):
-    """Writes into its second argument, which all samples may share."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, grad):
-        (weight,) = ctx.saved_tensors
-        return grad * weight.data.mul_(3), None
+def weighs(ctx, x, weight):
+    ctx.save_for_backward(weight)
+    return x * weight
 
 
-class Filling(Function):
-    """Returns one memory for the outputs of all calls."""
+def writes_a_weight(ctx, grad):  # which all samples may share
+    (weight,) = ctx.saved_tensors
+    return grad * weight.data.mul_(3), None
 
-    room = torch.zeros(8, dtype=torch.float64)
 
-    @staticmethod
-    def forward(ctx, x):
-        return Filling.room.copy_(x * 2)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
+Weighing = old_function(weighs, writes_a_weight)
+OUTPUT = torch.zeros(8, dtype=torch.float64)  # one memory for outputs of all calls
+Filling = old_function(lambda ctx, x: OUTPUT.copy_(x * 2), lambda ctx, grad: grad * 2)
 
 
 @pytest.mark.parametrize("strategy", ["recorded", "vmap", "loop"])
 def test_no_call_for_one_sample_reaches_that_for_another(strategy):
-    """Else a sum moves by more than its bound, with one sample more."""
-
     def loss(p, b, x):
         h = Weighing.apply(Filling.apply(F.linear(x, p["a.w"])), b["scale"] * 2)
         return F.linear(
@@ -567,9 +414,8 @@ def test_no_call_for_one_sample_reaches_that_for_another(strategy):
 
     buffers = {"scale": randn(8, seed=20), "row": randn(8, seed=21)}
     together = vgrad.per_sample_grad(loss, strategy=strategy)(params(), buffers, X)
+    loop = vgrad.per_sample_grad(loss, strategy="loop")
     for row in range(3):
-        alone = vgrad.per_sample_grad(loss, strategy="loop")(
-            params(), buffers, X[row : row + 1]
-        )
+        alone = loop(params(), buffers, X[row : row + 1])
         own = {name: each[row : row + 1] for name, each in together.items()}
         oracle.assert_exact(own, alone)

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import vgrad
-from tests.losses import Dropping, Noisy, Unruled
+from tests import losses
 from vgrad import conditions
 from vgrad.generators import sample_keys
 from vgrad.persample.engine import FallbackWarning, UnsupportedOp
@@ -20,128 +20,104 @@ X = torch.rand(B, 4, 5, generator=torch.Generator().manual_seed(0)) + 0.1
 KEYS = sample_keys(11, 3, B)
 
 
-def in_place(name, *args):
-    return lambda x: getattr(x.clone(), name)(*args)
-
-
-OPS = {
-    "dropout": lambda x: F.dropout(x, 0.5),
-    "dropout in place": lambda x: F.dropout(x.clone(), 0.3, inplace=True),
-    "no dropout": lambda x: F.dropout(F.dropout(F.dropout(x, 0.0), 1.0) + x, 0.5),
-    "dropout of a transpose": lambda x: F.dropout(x.T, 0.5).T,
-    "dropout of an odd size": lambda x: F.dropout(x.flatten()[:7], 0.5).sum() + x,
-    "dropout of nothing": lambda x: F.dropout(x, 0.5) + F.dropout(x[:0], 0.5).sum(),
-    "dropout of one number": lambda x: x + F.dropout(x.sum(), 0.5),
-    "dropout of what all share": lambda x: x + F.dropout(torch.ones(5), 0.5),
-    "dropout1d": lambda x: F.dropout1d(x, 0.5),
-    "dropout2d": lambda x: F.dropout2d(x[None, None], 0.5)[0, 0],
-    "dropout3d": lambda x: F.dropout3d(x.view(2, 2, 5, 1)).view(4, 5),
-    "alpha": lambda x: F.alpha_dropout(x, 0.5, training=True),
-    "feature alpha": lambda x: F.feature_alpha_dropout(x, 0.5, training=True),
-    "native": lambda x: torch.native_dropout(x, 0.5, True)[0],
-    "native, off": lambda x: F.dropout(torch.native_dropout(x, 0.5, False)[0]),
-    "bernoulli": lambda x: torch.bernoulli(x.clamp(0, 1)),
-    "bernoulli with p": lambda x: torch.bernoulli(x.detach(), 0.3),
-    "bernoulli_ with p": in_place("bernoulli_", 0.3),
-    "bernoulli_ of itself": lambda x: (y := x.clamp(0, 1)).bernoulli_(y),
-    "bernoulli_ with p of all": in_place("bernoulli_", torch.full((5,), 0.4)),
-    "rand": lambda x: torch.rand(4, 5) + x,
-    "rand of half": lambda x: torch.rand(4, 5, dtype=torch.bfloat16) + x,
-    "rand_like": torch.rand_like,
-    "uniform_": in_place("uniform_", -1.0, 3.0),
-    "randn": lambda x: torch.randn(4, 5) + x,
-    "complex randn": lambda x: torch.randn(4, 5, dtype=torch.complex64).abs() + x,
-    "randn_like": lambda x: torch.randn_like(x) * torch.randn_like(x[0]),
-    "normal_": in_place("normal_", 1.0, 2.0),
-    "normal of means": lambda x: torch.normal(x, 1.0),
-    "normal of deviations": lambda x: torch.normal(1.0, x),
-    "normal of both": lambda x: torch.normal(x, x),
-    "normal of a size": lambda x: torch.normal(0.0, 1.0, (4, 5)) + x,
-    "normal of a mean of all": lambda x: torch.normal(torch.arange(5.0), x),
-    "randint": lambda x: torch.randint(0, 9, (4, 5)) + x,
-    "randint_like": lambda x: torch.randint_like(x, 9),
-    "random_": in_place("random_", 0, 9),
-    "exponential_": in_place("exponential_"),
-    "cauchy_": in_place("cauchy_"),
-    "log_normal_": in_place("log_normal_"),
-    "geometric_": in_place("geometric_", 0.3),
-    "poisson": lambda x: torch.poisson(x * 5),
-    "binomial": lambda x: torch.binomial(
-        (x.detach() * 9).round(), x.detach().clamp(0, 1)
-    ),
-    "gamma": torch._standard_gamma,
-    "dirichlet": lambda x: torch._sample_dirichlet(x.detach()),
-    "multinomial": lambda x: torch.multinomial(x, 3).sum() + x,
-    "multinomial, replacing": lambda x: (
-        torch.multinomial(x, 9, True).sum(1)[:, None] + x
-    ),
-    "multinomial of a vector": lambda x: torch.multinomial(x[0], 3).sum() + x,
-    "multinomial of what all share": lambda x: (
-        torch.multinomial(torch.ones(5), 3).sum() + x
-    ),
-    "gumbel": F.gumbel_softmax,
-    "hard gumbel": lambda x: F.gumbel_softmax(x, hard=True),
-    "fractional pooling": lambda x: F.fractional_max_pool2d(x[None], 2, (2, 2)).sum(),
-    "categorical": lambda x: torch.distributions.Categorical(x).sample()[:, None] + x,
-    "of a vmap": lambda x: torch.vmap(F.dropout, randomness="different")(x),
-    "of a vmap that shares": lambda x: torch.vmap(F.dropout, randomness="same")(x),
-    "checkpoint": lambda x: F.dropout(
-        checkpoint(two, F.dropout(x), use_reentrant=False)
-    ),
-    "an if": lambda x: F.dropout(x) * (2 if torch.rand(()) < 0.5 else torch.rand(4, 5)),
-    "of a vmap over columns": lambda x: torch.vmap(
-        lambda r: F.dropout(r) * torch.rand(4) + torch.poisson(torch.ones(4)),
-        in_dims=1,
-        out_dims=1,
-        randomness="different",
-    )(x),
-    "of a choice of values": lambda x: F.dropout(x[x > 0.6].sum() * x),
-    "of an expanded mean": lambda x: torch.normal(x[:, :1].expand(4, 5), x),
-    "a slice": lambda x: (y := x.clone(), y[:, 1:3].normal_(), y[1:].cauchy_(), y)[3],
-    "channels last": lambda x: torch.poisson(torch.ones(2, 3, 4, 5).mT * x.T).sum() * x,
-    "a seed of its own": lambda x: (torch.manual_seed(0), torch.randn(4, 5) + x)[1],
-    "integers": lambda x: x + torch.zeros_like(x, dtype=torch.int).random_(0, 7),
-    "multi-head attention": lambda x: F.multi_head_attention_forward(
-        *[x[:, None]] * 3,
-        5,
-        1,
-        torch.ones(15, 5) / 9,
-        *[None] * 3,
-        False,
-        0.5,
-        torch.eye(5),
-        None,
-    )[0][:, 0],
-    "attention": lambda x: F.scaled_dot_product_attention(
-        x[None], x[None], x[None], dropout_p=0.5
-    ),
-}
-ALONE = {
-    "randperm": lambda x: x[torch.randperm(4)],
-    "rrelu": lambda x: F.rrelu(x - 0.5, training=True),
-    "rrelu in place": lambda x: F.rrelu(x - 0.5, training=True, inplace=True),
-    "out": lambda x: torch.rand(4, 5, out=torch.empty(4, 5)) + x,
-    "bernoulli, out": lambda x: torch.bernoulli(
-        x.detach().clamp(0, 1), out=torch.empty(4, 5)
-    ),
-    "normal, out": lambda x: torch.normal(x.detach(), 1.0, out=torch.empty(4, 5)),
-    "empty": lambda x: torch.empty(4, 5).uniform_() + x,
-    "rsample": lambda x: torch.distributions.Normal(x, 1.0).rsample(),
-    "a function's own": lambda x: Dropping.apply(x),
-    "a function without a rule": lambda x: Unruled.apply(x),
-}
+OPS = [
+    "F.dropout(x, 0.5)",
+    "F.dropout(x.clone(), 0.3, inplace=True)",
+    "F.dropout(F.dropout(F.dropout(x, 0.0), 1.0) + x, 0.5)",
+    "F.dropout(x.T, 0.5).T",
+    "F.dropout(x.flatten()[:7], 0.5).sum() + x",  # an odd size
+    "F.dropout(x, 0.5) + F.dropout(x[:0], 0.5).sum()",
+    "x + F.dropout(x.sum(), 0.5)",
+    "x + F.dropout(torch.ones(5), 0.5)",
+    "F.dropout1d(x, 0.5)",
+    "F.dropout2d(x[None, None], 0.5)[0, 0]",
+    "F.dropout3d(x.view(2, 2, 5, 1)).view(4, 5)",
+    "F.alpha_dropout(x, 0.5, training=True)",
+    "F.feature_alpha_dropout(x, 0.5, training=True)",
+    "torch.native_dropout(x, 0.5, True)[0]",
+    "F.dropout(torch.native_dropout(x, 0.5, False)[0])",
+    "torch.bernoulli(x.clamp(0, 1))",
+    "torch.bernoulli(x.detach(), 0.3)",
+    "x.clone().bernoulli_(0.3)",
+    "(y := x.clamp(0, 1)).bernoulli_(y)",
+    "x.clone().bernoulli_(torch.full((5,), 0.4))",
+    "torch.rand(4, 5) + x",
+    "torch.rand(4, 5, dtype=torch.bfloat16) + x",
+    "torch.rand_like(x)",
+    "x.clone().uniform_(-1.0, 3.0)",
+    "torch.randn(4, 5) + x",
+    "torch.randn(4, 5, dtype=torch.complex64).abs() + x",
+    "torch.randn_like(x) * torch.randn_like(x[0])",
+    "x.clone().normal_(1.0, 2.0)",
+    "torch.normal(x, 1.0)",
+    "torch.normal(1.0, x)",
+    "torch.normal(x, x)",
+    "torch.normal(0.0, 1.0, (4, 5)) + x",
+    "torch.normal(torch.arange(5.0), x)",
+    "torch.normal(x[:, :1].expand(4, 5), x)",
+    "torch.randint(0, 9, (4, 5)) + x",
+    "torch.randint_like(x, 9)",
+    "x.clone().random_(0, 9)",
+    "x.clone().exponential_()",
+    "x.clone().cauchy_()",
+    "x.clone().log_normal_()",
+    "x.clone().geometric_(0.3)",
+    "torch.poisson(x * 5)",
+    "torch.binomial((x.detach() * 9).round(), x.detach().clamp(0, 1))",
+    "torch._standard_gamma(x)",
+    "torch._sample_dirichlet(x.detach())",
+    "torch.multinomial(x, 3).sum() + x",
+    "torch.multinomial(x, 9, True).sum(1)[:, None] + x",
+    "torch.multinomial(x[0], 3).sum() + x",
+    "torch.multinomial(torch.ones(5), 3).sum() + x",
+    "F.gumbel_softmax(x)",
+    "F.gumbel_softmax(x, hard=True)",
+    "F.fractional_max_pool2d(x[None], 2, (2, 2)).sum()",
+    "torch.distributions.Categorical(x).sample()[:, None] + x",
+    "torch.vmap(F.dropout, randomness='different')(x)",
+    "torch.vmap(F.dropout, randomness='same')(x)",
+    "torch.vmap(by_column, 1, 1, randomness='different')(x)",
+    "F.dropout(x) * (2 if torch.rand(()) < 0.5 else torch.rand(4, 5))",
+    "F.dropout(x[x > 0.6].sum() * x)",
+    "(y := x.clone(), y[:, 1:3].normal_(), y[1:].cauchy_(), y)[3]",
+    "torch.poisson(torch.ones(2, 3, 4, 5).mT * x.T).sum() * x",
+    "(torch.manual_seed(0), torch.randn(4, 5) + x)[1]",  # a seed of its own
+    "x + torch.zeros_like(x, dtype=torch.int).random_(0, 7)",
+    CHECKPOINT := "F.dropout(checkpoint(two, F.dropout(x), use_reentrant=False))",
+]
+ATTENTION = [
+    "F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5)",
+    "F.multi_head_attention_forward(*[x[:, None]] * 3, 5, 1, torch.ones(15, 5) / 9, "
+    "*[None] * 3, False, 0.5, torch.eye(5), None)[0][:, 0]",
+]
+ALONE = [
+    "x[torch.randperm(4)]",
+    "F.rrelu(x - 0.5, training=True)",
+    "F.rrelu(x - 0.5, training=True, inplace=True)",
+    "torch.rand(4, 5, out=torch.empty(4, 5)) + x",
+    "torch.bernoulli(x.detach().clamp(0, 1), out=torch.empty(4, 5))",
+    "torch.normal(x.detach(), 1.0, out=torch.empty(4, 5))",
+    "torch.empty(4, 5).uniform_() + x",
+    "torch.distributions.Normal(x, 1.0).rsample()",
+    "losses.Dropping.apply(x)",
+    "losses.Unruled.apply(x)",
+]
 """Ops that run one sample after another, whatever the strategy, or not at all."""
+
+
+def by_column(r):
+    return F.dropout(r) * torch.rand(4) + torch.poisson(torch.ones(4))
 
 
 def two(x):
     return F.dropout(F.dropout(x.sin()).exp())
 
 
-def of(op):
+def of(text):
     """Make a loss whose gradient shows what an op drew, and what one after it did."""
 
     def loss(params, buffers, x):
-        first = op(x * params["b"])
+        first = eval(text, globals() | {"x": x * params["b"]})
         return (first * params["w"]).sum() + (F.dropout(x) * params["v"]).sum()
 
     ones = {"w": torch.ones(4, 5), "v": torch.ones(4, 5), "b": torch.tensor(1.0)}
@@ -186,18 +162,16 @@ def transformer():
     return loss, params, buffers, (X,)
 
 
-CASES = {name: lambda op=op: of(op) for name, op in (OPS | ALONE).items()}
-CASES |= {
-    "LSTM": lambda: recurrent(nn.LSTM),
-    "GRU, both ways, batch first": lambda: recurrent(
-        nn.GRU, bidirectional=True, batch_first=True
-    ),
-    "LSTM with projections": lambda: recurrent(nn.LSTM, proj_size=2),
+CASES = {text: partial(of, text) for text in OPS + ATTENTION + ALONE}
+NETS = {
+    "LSTM": partial(recurrent, nn.LSTM),
+    "GRU, both ways": partial(recurrent, nn.GRU, bidirectional=True, batch_first=True),
+    "LSTM with projections": partial(recurrent, nn.LSTM, proj_size=2),
     "packed": packed,
     "transformer": transformer,
 }
-CLOSE = {"LSTM", "GRU, both ways, batch first", "LSTM with projections", "packed"}
-CLOSE |= {"transformer", "attention", "multi-head attention"}
+CASES |= NETS
+CLOSE = {*ATTENTION, *NETS}
 """What other kernels round in another way; a number drawn otherwise is far off."""
 
 
@@ -231,7 +205,7 @@ def test_a_sample_draws_the_same_in_every_part_and_strategy(name):
         try:
             found = grads(strategy=strategy)
         except (UnsupportedOp, RuntimeError):
-            repeated = name == "checkpoint" and strategy == "vmap"
+            repeated = name == CHECKPOINT and strategy == "vmap"
             assert repeated or name in ALONE, strategy
         else:
             same(found, whole, name)
@@ -239,7 +213,7 @@ def test_a_sample_draws_the_same_in_every_part_and_strategy(name):
     others = grads(keys=KEYS + 1)
     assert any(not torch.allclose(others[key], whole[key]) for key in whole)
     shown = next(iter(whole.values()))
-    assert len({repr(row.tolist()) for row in shown}) == B or "an if" in name
+    assert len({repr(row.tolist()) for row in shown}) == B or " if " in name
 
 
 def keyed_grad(loss, params, x, keys=KEYS, **options):
@@ -248,7 +222,6 @@ def keyed_grad(loss, params, x, keys=KEYS, **options):
 
 
 def drawn(op, keys):
-    """Return the numbers that each sample draws, by way of the gradient."""
     params, x = {"w": torch.ones(200, 50)}, torch.ones(len(keys), 200, 50)
     return keyed_grad(lambda p, b, x: (op(x) * p["w"]).sum(), params, x, keys)
 
@@ -334,7 +307,7 @@ def test_dropout_that_cudnn_draws_by_itself_is_refused(kept):
         net = torch.ops.aten._cudnn_rnn
         return net(x[:, None] * p["w"], weights, 2, None, h, h, *options)[0].sum()
 
-    own = "those that cuDNN keeps for itself in _cudnn_rnn. Give the net dropout=0"
+    own = "draws that cuDNN keeps to itself in _cudnn_rnn. Give the net dropout=0"
     # Without such a state it is torch that refuses, on a CPU.
     with pytest.raises(RuntimeError, match="Could not run" if kept is None else own):
         keyed_grad(loss, W, torch.ones(2, 4, 3), KEYS[:2], strategy="loop")
@@ -347,7 +320,7 @@ def test_random_numbers_of_a_backward_pass_are_refused(strategy):
     for _ in range(2):
         with pytest.raises(RuntimeError, match="some that a backward pass"):
             keyed_grad(
-                lambda p, b, x: Noisy.apply(x * p["w"]).sum(),
+                lambda p, b, x: losses.Noisy.apply(x * p["w"]).sum(),
                 *(W, ONES, KEYS[:2]),
                 strategy=strategy,
             )
@@ -364,7 +337,7 @@ def test_a_loss_that_draws_only_now_and_then_is_seen():
 
 
 def test_keys_that_fit_no_batch_are_refused():
-    loss, params, _, (x,) = of(F.dropout)
+    loss, params, _, (x,) = of("F.dropout(x)")
     for keys in (KEYS[:5], KEYS.int(), KEYS[None]):
         with pytest.raises(ValueError, match=r"per_sample_grad\(keys\): expected one"):
             keyed_grad(loss, params, x, keys)
@@ -375,7 +348,7 @@ def test_keys_that_fit_no_batch_are_refused():
 
 
 def test_without_randomness_that_differs_keys_change_nothing():
-    loss, params, buffers, batch = of(F.dropout)
+    loss, params, buffers, batch = of("F.dropout(x)")
     with pytest.raises(RuntimeError, match="without random numbers"):
         keyed_grad(loss, params, *batch, randomness="error")
     torch.manual_seed(1)
@@ -386,7 +359,7 @@ def test_without_randomness_that_differs_keys_change_nothing():
 
 
 def test_a_capture_cannot_repeat_such_numbers():
-    loss, params, buffers, batch = of(F.dropout)
+    loss, params, buffers, batch = of("F.dropout(x)")
     grad = vgrad.per_sample_grad(loss, randomness="different").keyed(KEYS)
     grad(params, buffers, *batch)
     with (
@@ -420,6 +393,6 @@ def test_a_checkpoint_sees_the_same_numbers_again(strategy):
 
 
 def test_samples_that_run_alone_are_told_of():
-    loss, params, _, batch = of(lambda x: x[torch.randperm(4)])
-    with pytest.warns(FallbackWarning, match=r"a random op .* at .*test_keyed.py:"):
+    loss, params, _, batch = of("x[torch.randperm(4)]")
+    with pytest.warns(FallbackWarning, match=r"a random op .* at <string>:1"):
         keyed_grad(loss, params, *batch)

@@ -88,14 +88,7 @@ def test_no_factors_are_kept_between_the_passes():
 
 
 def test_a_private_step_of_two_passes_is_that_of_one():
-    plan = vgrad.dp.Plan(
-        dataset_size=80,
-        sampling_rate=0.1,
-        noise_multiplier=1.0,
-        max_norm=1.0,
-        steps=9,
-        delta=1e-3,
-    )
+    plan = losses.plan()
     tx, states = vgrad.optim.sgd(0.1), []
     for passes in (1, 2):
         state = TrainState.create(tx, PARAMS, {}, seed=0)
@@ -181,8 +174,6 @@ def test_automatic_weights_are_those_of_the_same_pass():
 
 
 def drawing_anew(draw):
-    """Make a loss whose checkpoint draws other numbers when it runs again."""
-
     def inner(w, x):
         y = F.linear(x, w).square()
         return F.dropout(y, 0.9) if draw == "dropout" else y * (torch.rand(()) < 0.5)

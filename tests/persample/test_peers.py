@@ -30,11 +30,12 @@ def tied_linear():
 
 
 def broadcast_positions():
-    def forward(self, x):
-        return self.head((self.token(x) + self.position(self.ids)).flatten(1))
-
-    tables = dict(token=nn.Embedding(7, 4), position=nn.Embedding(3, 4))
-    model = losses.Net(forward, **tables, head=nn.Linear(12, 3))
+    model = losses.Net(
+        lambda self, x: self.head((self.token(x) + self.position(self.ids)).flatten(1)),
+        token=nn.Embedding(7, 4),
+        position=nn.Embedding(3, 4),
+        head=nn.Linear(12, 3),
+    )
     model.register_buffer("ids", torch.arange(3)[None])
     return model
 
@@ -96,10 +97,7 @@ def test_the_comparison_in_the_readme_is_true(name, peer):
         x[0, 0] = 0
     model = build()
 
-    def run(model, x, y):
-        return F.cross_entropy(model(x), y)
-
-    expected = oracle.model_gradients(model, run, (x, y), 3)
+    expected = oracle.model_gradients(model, losses.CASES["mlp"].run, (x, y), 3)
     compute, claimed = {
         "vgrad": (by_vgrad, EXACT),
         "opacus": (by_opacus, opacus),

@@ -18,13 +18,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
 
 
 def fixed(*shape):
-    """Make a tensor that is the same for all samples."""
     count = math.prod(shape)
     return torch.linspace(-1, 2, count, dtype=torch.float64).exp().cos().view(shape)
 
 
 def given(shapes, sample=(3, 4)):
-    """Make parameters of these shapes, and a batch."""
     named = enumerate(shapes.items(), 1)
     return {name: randn(*shape, seed=n) for n, (name, shape) in named}, (
         randn(B, *sample, seed=20),
@@ -32,13 +30,12 @@ def given(shapes, sample=(3, 4)):
 
 
 def written(text):
-    """Make a function of parameters and a sample from an expression of their names."""
-    code = compile(text, text, "eval")
-    return lambda p, x: eval(code, globals() | p | {"x": x})
+    """Make a function of parameters and a sample from an expression or statements."""
+    loss = losses.written(text, globals())
+    return lambda p, x: loss(p, {}, x)
 
 
 def out_of(value):
-    """Make a scalar of an output, whose gradient differs everywhere."""
     return value.sin().sum()
 
 
@@ -52,7 +49,6 @@ def check(run, params, batch, *, buffers=None, strategy="recorded"):
 
 
 def rows_of(run, params, batch):
-    """Return what `explain` says of a recorded loss."""
     compute = vgrad.per_sample_norm(lambda p, b, x: out_of(run(p, x)), **RECORDED)
     return vgrad.explain(compute)(params, {}, *batch).rows
 
@@ -270,8 +266,6 @@ BEFORE = {
 @pytest.mark.parametrize("change", [each.strip() for each in IN_PLACE.split(";")])
 @pytest.mark.parametrize("before", BEFORE)
 def test_outputs_may_be_changed_in_place(before, change):
-    """As autograd allows it: none of these ops needs its output."""
-
     def changed(p, x):
         x = x.tanh()
         h = written(before)(p, x)
@@ -281,36 +275,24 @@ def test_outputs_may_be_changed_in_place(before, change):
     check(changed, params, batch)
 
 
-def derived_under_no_grad(p, x):
-    with torch.no_grad():
-        w, part, gram = p["w"].exp(), p["w"][:2], p["w"] @ p["w"].t()
-    h = F.linear(x, w) @ gram + F.linear(x, part).sum()
-    return h + F.linear(x, p["v"].t()).sum()
-
-
-def switched(p, x):
-    with torch.set_grad_enabled(False):
-        h = F.linear(x, p["w"])
-        with torch.enable_grad():
-            k = F.linear(x, p["w"])
-    return h * k
-
-
 def without_grad(function, *args):
     with torch.no_grad():
         return function(*args)
 
 
-def used_once_more(x, h, v):
-    return F.linear(h, v).sum() * h.detach()
-
-
 DETACHED = [
-    derived_under_no_grad,
-    switched,
+    """
+with torch.no_grad(): e, part, gram = w.exp(), w[:2], w @ w.t()
+h = F.linear(x, e) @ gram + F.linear(x, part).sum()
+value = h + F.linear(x, v.t()).sum()""",
+    """
+with torch.set_grad_enabled(False):
+    h = F.linear(x, w)
+    with torch.enable_grad(): k = F.linear(x, w)
+value = h * k""",
+    "h = F.linear(x, w); value = F.linear(h, v).sum() * h.detach()",
     "F.linear(without_grad(F.linear, x, w), v)",
     "without_grad(torch.mul, w[0], x.sum()) + F.linear(x, w).sum()",
-    "used_once_more(x, F.linear(x, w), v)",
     "F.linear(x, w) + F.linear(x.cos(), w.detach() * 2)",
     "F.linear(x, w.detach().t().t()) + x.sum() * s",
     "F.linear(x, w.data) + x.sum() * s",
@@ -321,10 +303,9 @@ DETACHED = [
 ]
 
 
-@pytest.mark.parametrize("run", DETACHED)
-def test_what_is_detached_or_without_autograd_is_a_constant(run):
-    params, batch = given({"w": (5, 4), "v": (4, 5), "s": ()})
-    check(written(run) if isinstance(run, str) else run, params, batch)
+@pytest.mark.parametrize("text", DETACHED)
+def test_what_is_detached_or_without_autograd_is_a_constant(text):
+    check(written(text), *given({"w": (5, 4), "v": (4, 5), "s": ()}))
 
 
 def test_parameters_without_a_gradient_have_zeros():
@@ -355,8 +336,6 @@ def test_a_loss_without_any_parameter_has_zeros(strategy):
 
 
 class Scaled(torch.autograd.Function):
-    """A function of data and a weight, as torch.func wants it."""
-
     generate_vmap_rule = True
 
     @staticmethod
@@ -374,8 +353,6 @@ class Scaled(torch.autograd.Function):
 
 
 class Rounded(torch.autograd.Function):
-    """A straight-through estimator, whose vmap is plain or calls `apply`."""
-
     applies = False
 
     @staticmethod
@@ -396,8 +373,6 @@ class Rounded(torch.autograd.Function):
 
 
 class Unlinked(Rounded):
-    """Its vmap has no graph at all."""
-
     @classmethod
     def vmap(cls, info, in_dims, x):
         return x.detach().round(), in_dims[0]
@@ -473,20 +448,18 @@ def test_transforms_and_functions_inside_the_loss_are_exact(text):
 @pytest.mark.parametrize("how", [torch.vmap, torch.func.jacrev, torch.func.jacfwd])
 def test_transforms_around_find_what_vmap_finds(how):
     """The recorder stands back there; norms are functions of the parameters again."""
-    (batch,) = given(W)[1]
+    ((batch,), w) = given(W)[1], randn(2, 5, 4, seed=7)
 
-    def norms(w):
-        loss = vgrad.per_sample_norm(lambda p, b, x: out_of(F.linear(x, p["w"])))
-        return loss({"w": w}, {}, batch)
+    def loss(p, b, x):
+        return out_of(F.linear(x, p["w"]))
 
     def plainly(w):
-        rows = [
-            torch.func.grad(lambda w, x=x: out_of(F.linear(x, w)))(w) for x in batch
-        ]
+        rows = [torch.func.grad(loss)({"w": w}, {}, x)["w"] for x in batch]
         return torch.stack(rows).flatten(1).norm(dim=1)
 
-    w = randn(2, 5, 4, seed=7) if how is torch.vmap else randn(5, 4, seed=7)
-    torch.testing.assert_close(how(norms)(w), how(plainly)(w), rtol=1e-10, atol=1e-12)
+    w = w if how is torch.vmap else w[0]
+    found = how(lambda w: losses.norms(loss, {"w": w}, batch))(w)
+    torch.testing.assert_close(found, how(plainly)(w), rtol=1e-10, atol=1e-12)
 
 
 def complexified(x):
@@ -511,24 +484,23 @@ def test_complex_parameters_have_the_gradients_of_their_parts(text):
         return {n: v if n == "real" else torch.view_as_complex(v) for n, v in p.items()}
 
     def apart(p):
+        whole = {n: v.resolve_conj() for n, v in p.items()}
         return {
-            n: torch.view_as_real(v.resolve_conj()) if v.is_complex() else v
-            for n, v in p.items()
+            n: torch.view_as_real(v) if n != "real" else v for n, v in whole.items()
         }
 
     def loss(params, buffers, x):
         return out_of(written(text)(params, x))
 
     expected = oracle.loss_gradients(
-        lambda p, b, x: loss(composed(p), b, x), parts, {}, (x,), B
+        lambda p, b, x: loss(composed(p), b, x), parts, {}, (x,)
     )
-    params, norms = composed(parts), oracle.norms(expected)
-    bound = 0.9 * float(norms.mean())
-    grads = vgrad.per_sample_grad(loss, **RECORDED)(params, {}, x)
-    clipped = vgrad.clipped_grad(loss, max_norm=bound, **RECORDED)(params, {}, x)
+    bound = 0.9 * float(oracle.norms(expected).mean())
+    grads = vgrad.per_sample_grad(loss, **RECORDED)(composed(parts), {}, x)
+    found = losses.clipped(loss, bound, composed(parts), x, **RECORDED)
     oracle.assert_exact(apart(grads), expected)
-    torch.testing.assert_close(clipped.norms, norms, rtol=1e-10, atol=1e-12)
-    oracle.assert_exact(apart(clipped.grads), oracle.clipped(expected, bound))
+    oracle.assert_exact(found.norms, oracle.norms(expected))
+    oracle.assert_exact(apart(found.grads), oracle.clipped(expected, bound))
 
 
 def test_a_frozen_linear_layer_may_have_a_bias():

@@ -3,19 +3,24 @@
 import contextlib
 import functools
 import gc
-import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, wrap_torch_function
+from torch.overrides import wrap_torch_function
 from torch.utils import _pytree as pytree
 
 import vgrad
 from tests import oracle
-from tests.losses import CASES, assert_gradients, build, randn, state_of_torch
+from tests.compiled import problems
+from tests.losses import (
+    Peak,
+    assert_gradients,
+    assert_quantities,
+    randn,
+    state_of_torch,
+)
 from tests.persample.test_record import (
     RECORDED,
     B,
@@ -58,11 +63,11 @@ SAVED = {
     ),
 }
 """Ops that keep their input, of `x` and of a weight of this shape."""
-WRITES = {
-    "all": lambda a: a.mul_(2),
-    "through a view": lambda a: a.view(-1)[:3].add_(1),
-    "an entry": lambda a: a.__setitem__(0, 1),
-}
+WRITES = [
+    lambda a: a.mul_(2),
+    lambda a: a.view(-1)[:3].add_(1),
+    lambda a: a.__setitem__(0, 1),
+]
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -75,7 +80,7 @@ def test_an_input_that_is_changed_in_place_raises(name, leads_on, write):
         a = x * params["first"] if leads_on else x * 1
         a = a.abs().mul(2).long().clamp(max=4) if "embedding" in name else a.tanh()
         h = written(text)(params, a)
-        WRITES[write](a)
+        write(a)
         return out_of(h)
 
     params, batch = given({"w": shape, "first": (4,)})
@@ -85,8 +90,6 @@ def test_an_input_that_is_changed_in_place_raises(name, leads_on, write):
 
 
 class Product:
-    """A function of `g` that is an object, or one of its methods."""
-
     __slots__ = ("x",)
 
     def __init__(self, x):
@@ -99,21 +102,17 @@ class Product:
         return self(g)
 
 
-HOLDERS = {
-    "a closure": lambda x: lambda g: Dense(g * x),
-    "a view": lambda x: lambda g, x=x[:]: Dense(g * x),
-    "a partial function": lambda x: functools.partial(lambda x, g: Dense(g * x), x),
-    "a partial keyword": lambda x: functools.partial(lambda g, x: Dense(g * x), x=x),
-    "an object": Product,
-    "a method": lambda x: Product(x).factor,
-    "a default": lambda x: lambda g, *, x=x: Dense(g * x),
-    "a closure of a closure": lambda x: (lambda inner: lambda g: inner(g))(
-        lambda g: Dense(g * x)
-    ),
-    "containers": lambda x: (lambda held: lambda g: Dense(g * held["x"][0][0]))(
-        {"x": [(x,)]}
-    ),
-}
+HOLDERS = [
+    lambda x: lambda g: Dense(g * x),
+    lambda x: lambda g, x=x[:]: Dense(g * x),
+    lambda x: functools.partial(lambda x, g: Dense(g * x), x),
+    lambda x: functools.partial(lambda g, x: Dense(g * x), x=x),
+    Product,
+    lambda x: Product(x).factor,
+    lambda x: lambda g, *, x=x: Dense(g * x),
+    lambda x: (lambda inner: lambda g: inner(g))(lambda g: Dense(g * x)),
+    lambda x: (lambda held: lambda g: Dense(g * held["x"][0][0]))({"x": [(x,)]}),
+]
 
 
 @pytest.mark.parametrize("changed", [False, True])
@@ -125,7 +124,7 @@ def test_a_rule_may_hold_its_input_in_any_way(holder, changed, monkeypatch):
 
     monkeypatch.setitem(RULES, scaled, None)  # and taken out again
     vgrad.rules.rule(scaled, weights=("weight",), replace=True)(
-        lambda x, weight: {"weight": HOLDERS[holder](x)}
+        lambda x, weight: {"weight": holder(x)}
     )
 
     def loss(params, buffers, x):
@@ -135,94 +134,61 @@ def test_a_rule_may_hold_its_input_in_any_way(holder, changed, monkeypatch):
             a.mul_(2)
         return h.sum()
 
-    params, batch = {"w": fixed(3)}, (randn(B, 3),)
-    compute = vgrad.per_sample_grad(loss, **RECORDED)
-    if changed:
-        with pytest.raises(RuntimeError, match="^scaled: expected an input that stays"):
-            compute(params, {}, *batch)
-    else:
-        assert torch.equal(compute(params, {}, *batch)["w"], batch[0])
+    message = "^scaled: expected an input that stays"
+    fails = pytest.raises(RuntimeError, match=message)
+    with fails if changed else contextlib.nullcontext():
+        assert_gradients(loss, {"w": fixed(3)}, (randn(B, 3),), **RECORDED)
 
 
-def changes_a_parameter(p, x):
-    weight = p["w"] * 1
-    weight.mul_(2)
-    return F.linear(x, weight)
-
-
-def penalty(p, x):
-    x = x.detach().requires_grad_()
-    value = F.linear(x, p["w"]).tanh().sum()
-    return torch.autograd.grad(value, x, create_graph=True)[0].square().sum()
-
-
-def at_weights(text):
-    """Make a penalty on the gradient at a parameter."""
-
-    def penalised(p, x):
-        value = written(text)(p, x).tanh().sum()
-        options = {"create_graph": True, "allow_unused": True}
-        return value + torch.autograd.grad(value, p["w"], **options)[0].square().sum()
-
-    return penalised
-
-
-def fills_grad(backward):
-    def filled(p, x):
-        value = F.linear(x, p["w"]).tanh().sum()
-        backward(value, retain_graph=True)
-        return value
-
-    return filled
-
-
-def by_grad_at_weights(p, x):
-    grad = torch.func.grad(lambda w: F.linear(x, w).tanh().sum())(p["w"])
-    return F.linear(x, p["w"]).sum() + grad.square().sum()
-
-
-def by_norms(p, x):
-    """A penalty on the norms of the samples of a sample."""
-    inner = vgrad.per_sample_norm(
-        lambda p, b, row: F.linear(row, p["w"]).tanh().sum(), strategy="vmap"
-    )
-    return inner({"w": p["w"]}, {}, x)
-
-
-def renormed(p, x):
-    w = p["w"]
-    w.data = torch.renorm(w.data, 2, 0, 1.0)
-    return F.linear(x, w)
-
-
+AT_WEIGHTS = """
+value = {}.tanh().sum()
+grad = torch.autograd.grad(value, w, create_graph=True, allow_unused=True)[0]
+value = value + grad.square().sum()"""
+FILLS = "value = F.linear(x, w).tanh().sum(); {}(value, retain_graph=True)"
+GRAD_AT_WEIGHTS = """
+grad = torch.func.grad(lambda w: F.linear(x, w).tanh().sum())(w)
+value = F.linear(x, w).sum() + grad.square().sum()"""
 IN_PLACE = '^mul_: .*from w, got one that changes such a tensor in place.*"vmap'
 OWN = 'runs no backward pass of its own.*torch.func.grad.*strategy="loop"'
 OVER = 'got w in one that it does not, such as a transform of torch.func.*"vmap"'
 UNRECORDED = [  # and a strategy that runs such a loss
-    (changes_a_parameter, IN_PLACE, "auto"),
-    (penalty, OWN, "loop"),
-    (at_weights("F.linear(x, w)"), OWN, "auto"),
-    (at_weights("x @ w.exp().t()"), OWN, "auto"),
-    (at_weights("w[0] * x"), OWN, "auto"),
-    (fills_grad(Tensor.backward), OWN, "loop"),
-    (fills_grad(torch.autograd.backward), OWN, "loop"),
-    (by_grad_at_weights, OVER, "auto"),
-    (by_norms, OVER, "auto"),
+    ("w = w * 1; w.mul_(2); value = F.linear(x, w)", IN_PLACE, "auto"),
+    (
+        """
+x = x.detach().requires_grad_()
+value = F.linear(x, w).tanh().sum()
+value = torch.autograd.grad(value, x, create_graph=True)[0].square().sum()""",
+        OWN,
+        "loop",
+    ),
     *(
-        (written(text), OVER, "auto")
+        (AT_WEIGHTS.format(each), OWN, "auto")
+        for each in ("F.linear(x, w)", "(x @ w.exp().t())", "(w[0] * x)")
+    ),
+    (FILLS.format("torch.Tensor.backward"), OWN, "loop"),
+    (FILLS.format("torch.autograd.backward"), OWN, "loop"),
+    *(
+        (text, OVER, "auto")
         for text in (
+            GRAD_AT_WEIGHTS,
+            # The norms of the samples of a sample.
+            "vgrad.per_sample_norm(lambda p, b, row: total(p['w'])(row), "
+            "strategy='vmap')({'w': w}, {}, x)",
             "torch.vmap(torch.func.grad(lambda x, w: total(w)(x)), (0, None))(x, w)",
             "torch.vmap(torch.vmap(torch.mul, (0, None)), (None, 0))(w[0], x[:, 0])",
             "torch.vmap(lambda w: F.linear(x, w[None]).sin())(w)",
         )
     ),
-    (renormed, 'strategy="loop"', "loop"),
+    (
+        "w.data = torch.renorm(w.data, 2, 0, 1.0); value = F.linear(x, w)",
+        *('strategy="loop"', "loop"),
+    ),
 ]
 
 
-@pytest.mark.parametrize(("run", "message", "strategy"), UNRECORDED)
-def test_what_cannot_be_recorded_is_refused_and_runs_otherwise(run, message, strategy):
-    params, batch = given(W)
+@pytest.mark.parametrize(("text", "message", "strategy"), UNRECORDED)
+def test_what_cannot_be_recorded_is_refused_and_runs_otherwise(text, message, strategy):
+    run, (params, batch) = written(text), given(W)
     compute = vgrad.per_sample_grad(lambda p, b, x: out_of(run(p, x)), **RECORDED)
     with pytest.raises(vgrad.UnsupportedOp, match=message):
         compute(params, {}, *batch)
@@ -381,7 +347,7 @@ def test_auto_draws_as_if_it_had_not_tried_to_record():
     """A loss that cannot be recorded runs twice, and draws once."""
 
     def loss(params, buffers, x):
-        return out_of(by_grad_at_weights(params, F.dropout(x, 0.5)))
+        return out_of(written(GRAD_AT_WEIGHTS)(params, F.dropout(x, 0.5)))
 
     params, batch = given(W)
     found = []
@@ -414,8 +380,6 @@ KINDS |= {"kernel": (5, 5), "lstm": (4, 5)}
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_gradients_that_are_off_outside_are_on_inside(mode, strategy):
-    """With parameters and inputs that were made there, and every kind of op."""
-
     def loss(params, buffers, x):
         return out_of(every_kind(params, x))
 
@@ -424,48 +388,11 @@ def test_gradients_that_are_off_outside_are_on_inside(mode, strategy):
     with mode():
         params, batch = given(KINDS)
         grads = vgrad.per_sample_grad(loss, strategy=strategy)(params, {}, *batch)
-        clipped = vgrad.clipped_grad(loss, max_norm=1.0, strategy=strategy)
-        clipped = clipped(params, {}, *batch).grads
-    assert not any(grad.requires_grad for grad in grads.values())
-    oracle.assert_exact(grads, expected)
-    oracle.assert_exact(clipped, oracle.clipped(expected, 1.0))
-
-
-def test_calling_twice_gives_the_same_bits():
-    params, batch = given(KINDS)
-    options = {"max_norm": 1.0, "randomness": "different"}
-    compute = vgrad.clipped_grad(
-        lambda p, b, x: out_of(F.dropout(every_kind(p, x), 0.5)), **options
-    )
-    found = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        found.append(compute(params, {}, *batch).grads)
-    oracle.assert_exact(*found, 0)
-
-
-def test_threads_find_what_one_finds_alone():
-    """Each with a loss of its own, at the same time."""
-
-    def problem(seed):
-        params = {name: value + seed for name, value in given(KINDS)[0].items()}
-        compute = vgrad.clipped_grad(
-            lambda p, b, x: out_of(every_kind(p, x) * (1 + seed)),
-            max_norm=1.0,
-            **RECORDED,
-        )
-        return lambda: compute(params, {}, randn(B, 3, 4, seed=seed)).grads
-
-    problems = [problem(seed) for seed in (0, 1)] * 5
-    alone = [run() for run in problems]
-    with ThreadPoolExecutor(2) as pool:
-        together = list(pool.map(lambda run: run(), problems))
-    oracle.assert_exact(together, alone, 0)
+        assert not any(grad.requires_grad for grad in grads.values())
+        assert_quantities(loss, params, batch, expected=expected, strategy=strategy)
 
 
 class Fails(Rounded):
-    """Raises in the backward pass."""
-
     applies = True
 
     @staticmethod
@@ -473,33 +400,21 @@ class Fails(Rounded):
         raise ZeroDivisionError
 
 
-def raises_at_once(p, x):
-    raise ZeroDivisionError
-
-
-def raises_late(p, x):
+def late(p, x):
     return F.linear(x, p["w"].exp()).relu_().sum() + (p["w"] * 2).sum() / (1 // 0)
 
 
-def raises_inside(p, x):
-    return torch.vmap(torch.func.grad(lambda row: raises_late(p, row)))(x)
+def under_modes(p, x):
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        return late(p, x)
 
 
-def raises_backward(p, x):
+def fails_backward(p, x):
     return F.linear(Fails.apply(F.linear(x, p["w"])), p["w"].t()).sum()
 
 
-def raises_under_modes(p, x):
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        return raises_late(p, x)
-
-
-def raises_nothing(p, x):
-    return F.linear(x, p["w"] * 2)
-
-
-RAISES = [raises_at_once, raises_late, raises_inside]
-RAISES += [raises_backward, raises_under_modes]
+def inside(p, x):
+    return torch.vmap(torch.func.grad(lambda row: late(p, row)))(x)
 
 
 def state_of(tensor):
@@ -516,132 +431,52 @@ def state_of(tensor):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("run", [*RAISES, raises_nothing])
+@pytest.mark.parametrize(
+    "run", [lambda p, x: 1 // 0, late, inside, fails_backward, under_modes, None]
+)
 def test_nothing_stays_behind_after_a_call_or_an_error(run, requires_grad, strategy):
     params, batch = given(W)
     tensors = [params["w"].requires_grad_(requires_grad), *batch]
     before = state_of_torch(), [state_of(each) for each in tensors]
-    compute = vgrad.clipped_grad(
-        lambda p, b, x: out_of(run(p, x)), max_norm=1.0, strategy=strategy
-    )
-    fails = run in RAISES
+    run, fails = run or written("F.linear(x, w * 2)"), run is not None
+    options = {"max_norm": 1.0, "strategy": strategy}
+    compute = vgrad.clipped_grad(lambda p, b, x: out_of(run(p, x)), **options)
     with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
         compute(params, {}, *batch)
     assert (state_of_torch(), [state_of(each) for each in tensors]) == before
 
 
-class Canary:
-    """Something that lives as long as the graph that holds it."""
-
-
-class Marked(torch.autograd.Function):
-    """An identity whose node holds a canary."""
-
-    generate_vmap_rule = True
-    alive: list = []  # noqa: RUF012
-
-    @staticmethod
-    def forward(x):
-        return x * 1
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.canary = Canary()
-        Marked.alive.append(weakref.ref(ctx.canary))
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
-class Noted(TorchFunctionMode):
-    """Keeps weak references to all tensors that ops return."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for each in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(each, Tensor):
-                self.seen.append(weakref.ref(each))
-        return result
-
-
-def weighted_grad(loss, **options):
-    compute = vgrad.weighted_grad(loss, **options)
-    return lambda *inputs: compute(torch.ones(B), *inputs)
-
-
-TRANSFORMS = {
-    "grads": vgrad.per_sample_grad,
-    "norms": vgrad.per_sample_norm,
-    "clipped": functools.partial(vgrad.clipped_grad, max_norm=1.0),
-    "weighted": weighted_grad,
-    "gram": vgrad.per_sample_gram,
-    "measured": functools.partial(vgrad.per_sample_norm, chunk_size="auto"),
-    "explain": lambda *args, **kwargs: vgrad.explain(
-        vgrad.per_sample_norm(*args, **kwargs)
-    ),
-}
-
-
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_nothing_is_alive_after_a_call(transform, fails, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"chunk_size": "auto"}], ids=str)
+@pytest.mark.parametrize("transform", [*problems.TRANSFORMS, "explain"])
+def test_nothing_is_alive_after_a_call(transform, options, fails):
     """Neither inputs, nor factors, nor the graph, without help of the collector."""
-    monkeypatch.setattr(Marked, "alive", [])
-    params, batch = given(KINDS)
 
     def loss(params, buffers, x):
-        h = Marked.apply(every_kind(params, Marked.apply(F.linear(x, params["in"]))))
+        h = every_kind(params, F.linear(x, params["in"]).exp())
         return out_of(Fails.apply(h) if fails else h)
 
-    params["in"] = randn(4, 4, seed=9)
-    compute = TRANSFORMS[transform](loss, **RECORDED)
-    noted, result = Noted(), None
+    params, batch = given(KINDS | {"in": (4, 4)})
+    make = problems.TRANSFORMS.get(transform, vgrad.per_sample_norm)
+    compute, result = make(loss, **RECORDED, **options), None
+    compute = vgrad.explain(compute) if transform == "explain" else compute
     gc.collect()
     gc.disable()
     try:
-        with noted, contextlib.suppress(ZeroDivisionError):
-            result = compute(params, {}, *batch)
+        with Peak() as peak, contextlib.suppress(ZeroDivisionError):
+            result = problems.call(transform, compute, (params, {}, *batch))
+        compute = None  # which keeps the directions of projections
         results = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
-        memory = {x.untyped_storage().data_ptr() for x in results}
-        alive = [x for each in noted.seen if (x := each()) is not None]
-        left = [x for x in alive if x.untyped_storage().data_ptr() not in memory]
-        assert len(noted.seen) > 100
-        assert len(Marked.alive) >= 2
-        assert [tuple(x.shape) for x in left] == []
         assert all(x.untyped_storage().nbytes() == x.nbytes for x in results)
-        assert not any(each() for each in Marked.alive)
+        assert peak.left(results, params, batch) == 0
+        assert peak.most > 1000
     finally:
         gc.enable()
     assert fails == (result is None)
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if CASES[n].criterion is not None])
-def test_no_result_requires_grad(name):
-    loss, params, buffers, batch, _ = build(name, B, torch.float32)
-    inputs = (params, buffers, *batch)
-    for result in (
-        vgrad.per_sample_grad(loss)(*inputs),
-        vgrad.per_sample_norm(loss, groups="parameter")(*inputs),
-        vgrad.clipped_grad(loss, max_norm=0.1)(*inputs),
-        vgrad.per_sample_gram(loss)(*inputs),
-    ):
-        for leaf in pytree.tree_leaves(result):
-            assert not getattr(leaf, "requires_grad", False)
-
-
-CONSTANTS = {name: TRANSFORMS[name] for name in TRANSFORMS if name != "explain"}
-CONSTANTS["projection"] = functools.partial(vgrad.per_sample_projection, dim=3, seed=0)
-CONSTANTS["moments"] = vgrad.gradient_moments
-
-
 @pytest.mark.parametrize("which", ["params", "buffers", "batch"])
-@pytest.mark.parametrize("transform", CONSTANTS)
+@pytest.mark.parametrize("transform", problems.TRANSFORMS)
 def test_results_say_that_they_are_constants_of_whatever_requires_grad(
     transform, which
 ):
@@ -649,16 +484,18 @@ def test_results_say_that_they_are_constants_of_whatever_requires_grad(
     buffers = {"scale": fixed(5)}
     wanted = {"params": params["w"], "buffers": buffers["scale"], "batch": x}[which]
     wanted.requires_grad_()
-    loss = lambda p, b, x: out_of(F.linear(x, p["w"]) * b["scale"])  # noqa: E731
-    compute = CONSTANTS[transform](loss, **RECORDED)
-    for value in pytree.tree_leaves(compute(params, buffers, x)):
+    compute = problems.TRANSFORMS[transform](
+        lambda p, b, x: out_of(F.linear(x, p["w"]) * b["scale"]), **RECORDED
+    )
+    results = problems.call(transform, compute, (params, buffers, x))
+    for value in pytree.tree_leaves(results):
         if value.is_floating_point():
             with pytest.raises(RuntimeError, match='was recorded.*strategy="vmap"'):
                 torch.autograd.grad(value.sum(), wanted)
     assert params["w"].grad is None
     with torch.no_grad():
-        results = pytree.tree_leaves(compute(params, buffers, x))
-    assert not any(value.requires_grad for value in results)
+        results = problems.call(transform, compute, (params, buffers, x))
+    assert not any(value.requires_grad for value in pytree.tree_leaves(results))
 
 
 def test_what_surrounds_the_loss_gets_no_gradient():

@@ -23,25 +23,23 @@ B = 4
 
 @pytest.fixture(autouse=True)
 def table():
-    """Leave the table of rules as it was."""
     before = dict(RULES)
     yield
     RULES.clear()
     RULES.update(before)
 
 
-class Product(torch.autograd.Function):
-    """`x @ weight.T` in the old style, which no transform of torch.func runs."""
+def product_forward(ctx, x, weight):
+    ctx.save_for_backward(x, weight)
+    return x @ weight.T
 
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight.T
 
-    @staticmethod
-    def backward(ctx, g):
-        x, weight = ctx.saved_tensors
-        return g @ weight, g.flatten(0, -2).T @ x.flatten(0, -2)
+def product_backward(ctx, g):
+    x, weight = ctx.saved_tensors
+    return g @ weight, g.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+Product = losses.old_function(product_forward, product_backward)
 
 
 def product(x, weight):
@@ -66,7 +64,6 @@ def values():
 
 
 def register(factors=right, **options):
-    """Make `factors` the rule of `product`."""
     return rule(product, weights=("weight",), **options)(factors)
 
 
@@ -144,25 +141,18 @@ def test_a_wrong_rule_fails_by_name(name):
         check_rule(loss, *values())
 
 
-def test_a_wrong_gradient_at_the_input_fails_at_the_layer_before():
+def test_wrong_runs_and_rounding_fail():
     register(run=lambda x, weight: product(x.detach() + 2 * (x - x.detach()), weight))
     with pytest.raises(AssertionError, match="gradients of '0.first'"):
         check_rule(loss, *values())
 
-
-def test_a_wrong_output_fails():
-    register(run=lambda x, weight: product(x, weight) + 1)
-
     def linear(params, buffers, x):  # whose gradients do not depend on the output
         return product(x, params["w"]).sum()
 
+    register(run=lambda x, weight: product(x, weight) + 1, replace=True)
     with pytest.raises(AssertionError, match="losses as plain autograd"):
         check_rule(linear, {"w": torch.randn(3, 6)}, {}, torch.randn(B, 2, 6))
-
-
-def test_the_tolerance_is_the_largest_relative_error():
-    register(lambda x, weight: right((1 + 1e-6) * x, weight))
-
+    register(lambda x, weight: right((1 + 1e-6) * x, weight), replace=True)
     check_rule(loss, *values(), tolerance=1e-5)
     with pytest.raises(AssertionError, match=r"1\.0e-06, more than 1e-10"):
         check_rule(loss, *values())
@@ -172,16 +162,13 @@ def test_an_expansion_passes_only_if_it_is_meant():
     def scaled(params, buffers, x):
         return (F.linear(x, params["w"]) * params["scale"]).sin().sum()
 
+    def batched(params, buffers, x):  # a call that the rule does not fit
+        return F.linear(params["w"], x).sin().sum()
+
     given = {"w": torch.randn(3, 5), "scale": torch.randn(3)}, {}, torch.randn(B, 5)
     with pytest.raises(AssertionError, match="none fits the use of 'scale' by mul"):
         check_rule(scaled, *given)
     check_rule(scaled, *given, expanded=True)
-
-
-def test_a_rule_that_does_not_fit_the_call_counts_as_none():
-    def batched(params, buffers, x):
-        return F.linear(params["w"], x).sin().sum()
-
     with pytest.raises(AssertionError, match="none fits the use of 'w' by linear"):
         check_rule(batched, {"w": torch.randn(2, 5)}, {}, torch.randn(B, 3, 5))
 
@@ -226,60 +213,70 @@ def test_a_batch_that_says_little_is_refused():
         check_rule(loss, params, buffers, torch.full_like(x, math.nan))
 
 
-def test_an_op_has_one_rule_unless_it_is_replaced():
+def test_a_rule_that_leaves_a_weight_out_is_named():
+    @wrap_torch_function(lambda x, weight, bias: (x, weight, bias))
+    def affine(x, weight, bias):
+        return x * weight + bias
+
+    rule(affine, weights=("weight", "bias"))(
+        lambda x, weight, bias: {"weight": lambda g: Dense(g * x)}
+    )
+    params = {"w": torch.ones(2), "b": torch.ones(2)}
+    compute = vgrad.per_sample_grad(
+        lambda p, b, x: affine(x, p["w"], p["b"]).sum(), strategy="recorded"
+    )
+    with pytest.raises(TypeError, match=r"rule\(affine\).*none for 'bias'"):
+        compute(params, {}, torch.ones(3, 2))
+
+
+def new(x, weight):
+    return product(x, weight)
+
+
+def stars(weight, *rest):
+    return None
+
+
+def unplaced(x, *, weight):
+    return None
+
+
+NAMES = ("weight",)
+REFUSED = [  # ops, weights and a rule, with the error
+    ((product,), NAMES, right, ValueError, r"rule\(product\).* replace=True"),
+    ((F.linear,), NAMES, right, ValueError, r"linear\): expected an op without"),
+    ((new, F.linear), NAMES, right, ValueError, "replace=True"),
+    ((new,), "weight", right, TypeError, r"\(weights='weight'\): expected a tuple"),
+    ((new,), ("weight", "bias"), right, ValueError, "names .* 'weight', 'x', got bias"),
+    ((new,), (), right, ValueError, r"weights=\(\).* got none"),
+    ((new,), NAMES, stars, TypeError, r"got \*rest. Name each"),
+    ((new,), NAMES, unplaced, TypeError, r"weight. Name each, and pass run="),
+    ((), NAMES, right, TypeError, "expected at least one op"),
+    (("linear",), NAMES, right, TypeError, r"'linear'\): .* function .* got a str"),
+    (
+        (nn.Linear(1, 1),),
+        NAMES,
+        right,
+        TypeError,
+        "a Linear. A module's op is the func",
+    ),
+    ((nn.Linear,), NAMES, right, TypeError, "got a type"),
+    ((Product.apply,), NAMES, right, TypeError, r"apply\).* got a method of an"),
+]
+
+
+@pytest.mark.parametrize(("ops", "weights", "factors", "error", "message"), REFUSED)
+def test_a_rule_that_cannot_work_is_refused(ops, weights, factors, error, message):
     register()
-    with pytest.raises(ValueError, match=r"rule\(product\).* replace=True"):
-        register()
-    with pytest.raises(ValueError, match=r"rule\(linear\): expected an op without"):
-        rule(F.linear, weights=("weight",))(lambda input, weight, bias=None: None)
-    replaced = register(lambda x, weight: None, replace=True)
-    assert RULES[product].factors is replaced
-
-
-def test_a_refused_rule_leaves_the_table_as_it_was():
     before = dict(RULES)
-    with pytest.raises(ValueError, match="replace=True"):
-        rule(product, F.linear, weights=("weight",))(right)
+    with pytest.raises(error, match=message):
+        rule(*ops, weights=weights)(factors)
     assert before == RULES
 
 
-def test_the_decorator_returns_the_function_and_several_ops_may_share_it():
-    def other(x, weight):
-        return product(x, weight)
-
-    assert rule(product, other, weights=("weight",))(right) is right
-    assert (RULES[product].run, RULES[other].run) == (product, other)
-
-
-REFUSED = {
-    "no op": ((), "expected at least one op"),
-    "a name": (("linear",), r"rule\('linear'\): expected a function .* got a str"),
-    "a module": ((nn.Linear(1, 1),), "got a Linear. A module's op is the function"),
-    "a class": ((nn.Linear,), "got a type"),
-    "a method": ((Product.apply,), r"rule\(Product.apply\).* got a method of an"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_no_function_mode_gets_is_refused(name):
-    ops, message = REFUSED[name]
-    with pytest.raises(TypeError, match=message):
-        rule(*ops, weights=("weight",))
-
-
-def test_weights_are_names_of_parameters_of_the_rule():
-    with pytest.raises(TypeError, match=r"rule\(weights='weight'\): expected a tuple"):
-        rule(product, weights="weight")
-    with pytest.raises(ValueError, match=r"expected names .* 'weight', 'x', got bias"):
-        rule(product, weights=("weight", "bias"))(right)
-    with pytest.raises(ValueError, match=r"weights=\(\).* got none"):
-        rule(product, weights=())(right)
-
-
-def test_the_parameters_of_a_rule_have_a_name_and_a_place():
-    with pytest.raises(TypeError, match=r"got \*rest. Name each"):
-        register(lambda weight, *rest: None)
-    with pytest.raises(TypeError, match=r"got weight. Name each, and pass run="):
-        register(lambda x, *, weight: None)
-    register(lambda x, *, weight: None, run=product)
-    assert product in RULES
+def test_a_rule_may_be_replaced_shared_and_have_another_order_of_arguments():
+    assert rule(product, new, weights=NAMES)(right) is right
+    assert (RULES[product].run, RULES[new].run) == (product, new)
+    replaced = register(lambda x, weight: None, replace=True)
+    assert RULES[product].factors is replaced
+    register(unplaced, run=product, replace=True)

@@ -15,11 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import vgrad
-from tests import oracle
+from tests import losses, oracle
 from tests.losses import (
     STRATEGIES,
     assert_quantities,
+    clipped,
+    clipped_lengths,
     every_strategy,
+    length,
+    norms,
     of_model,
     product,
     randn,
@@ -40,18 +44,6 @@ def source(seed=0):
 
 def assert_exact(loss, params, batch, strategy):
     return assert_quantities(loss, params, batch, tolerance=EXACT, strategy=strategy)
-
-
-def length(grads):
-    """Return the norm of a sum over all its parameters, in float64."""
-    return float(torch.cat([g.double().flatten() for g in grads.values()]).norm())
-
-
-def clipped_lengths(loss, params, batch, bound, strategy="recorded"):
-    """Norms of the clipped gradients of single samples, each a batch of its own."""
-    compute = vgrad.clipped_grad(loss, max_norm=bound, strategy=strategy)
-    rows = ((each[i : i + 1] for each in batch) for i in range(len(batch[0])))
-    return torch.tensor([length(compute(params, {}, *row).grads) for row in rows])
 
 
 def linear(params, buffers, x, g):
@@ -88,8 +80,7 @@ def test_a_criterion_that_takes_the_mean_still_clips_every_sample(reduction, str
     loss, params, _ = of_model(model, nn.CrossEntropyLoss(reduction=reduction))
     batch = 10 * randn(6, 5), torch.arange(6) % 3
     expected = assert_exact(loss, params, batch, strategy)
-    compute = vgrad.clipped_grad(loss, max_norm=0.01, strategy=strategy)
-    found = compute(params, {}, *batch)
+    found = clipped(loss, 0.01, params, *batch, strategy=strategy)
     assert int(found.clipped) == 6
     oracle.assert_exact(found.grads, oracle.clipped(expected, 0.01), EXACT)
 
@@ -191,9 +182,8 @@ def test_a_layer_skipped_on_the_second_step_adds_nothing(strategy):
     clip = vgrad.clipped_grad(loss, max_norm=0.1, strategy=strategy)
     for skip in (False, True, False):
         batch = x, {"skip": skip}
-        expected = oracle.loss_gradients(loss, params, {}, batch, 5)
-        exact = oracle.norms(expected)
-        torch.testing.assert_close(norm(params, {}, *batch), exact, rtol=EXACT, atol=0)
+        expected = oracle.loss_gradients(loss, params, {}, batch)
+        oracle.assert_exact(norm(params, {}, *batch), oracle.norms(expected), EXACT)
         grads = clip(params, {}, *batch).grads
         oracle.assert_exact(grads, oracle.clipped(expected, 0.1), EXACT)
         assert bool(grads["second"].any()) is not skip
@@ -206,10 +196,9 @@ def test_a_layer_that_a_sample_does_not_take_adds_nothing_to_it(strategy):
         return torch.where(x[:1] > 0, first, second).sum()
 
     params = {"a.w": randn(3, 4), "b.w": randn(3, 4)}
-    compute = vgrad.per_sample_norm(loss, groups="layer", strategy=strategy)
-    norms = compute(params, {}, SIGNED)
-    assert (norms["a"] == 0).tolist() == [False, True] * 3
-    assert (norms["b"] == 0).tolist() == [True, False] * 3
+    found = norms(loss, params, SIGNED, groups="layer", strategy=strategy)
+    assert (found["a"] == 0).tolist() == [False, True] * 3
+    assert (found["b"] == 0).tolist() == [True, False] * 3
 
 
 def tensors_alive():
@@ -245,8 +234,7 @@ def test_counts_and_norms_cover_every_chunk(strategy):
     x = torch.cat([torch.full((24, 1), 3.0), torch.full((8, 1), 0.5)])
     x[[5, 30]] = torch.inf
     options = {"strategy": strategy, "chunk_size": 24}
-    compute = vgrad.clipped_grad(product, max_norm=1.0, **options)
-    found = compute({"w": torch.ones(1)}, {}, x)
+    found = clipped(product, 1.0, {"w": torch.ones(1)}, x, **options)
     assert int(found.clipped) == 23
     assert int(found.nonfinite) == 2
     assert found.norms.shape == found.losses.shape == (32,)
@@ -313,8 +301,8 @@ def test_dropout_may_stand_beside_an_op_without_a_rule(strategy):
     torch.manual_seed(0)
     grads = vgrad.per_sample_grad(loss, **options)(params, {}, randn(4, 4))
     torch.manual_seed(0)
-    norms = vgrad.per_sample_norm(loss, **options)(params, {}, randn(4, 4))
-    torch.testing.assert_close(norms, oracle.norms(grads), rtol=EXACT, atol=0)
+    found = norms(loss, params, randn(4, 4), **options)
+    oracle.assert_exact(found, oracle.norms(grads), EXACT)
     assert bool(grads["scale"].all())
 
 
@@ -324,9 +312,8 @@ def test_the_form_of_a_norm_follows_the_length_of_every_batch():
     params, forms = {"w": randn(6, 5)}, []
     for positions in (2, 60, 2, 1):
         batch = randn(3, positions, 5), randn(3, positions, 6, seed=1)
-        expected = oracle.loss_gradients(linear, params, {}, batch, 3)
-        found = compute(params, {}, *batch)
-        torch.testing.assert_close(found, oracle.norms(expected), rtol=EXACT, atol=0)
+        expected = oracle.norms(oracle.loss_gradients(linear, params, {}, batch))
+        oracle.assert_exact(compute(params, {}, *batch), expected, EXACT)
         forms.append(str(explain(compute)(params, {}, *batch)))
     assert forms[0] == forms[2] != forms[1]
 
@@ -337,7 +324,7 @@ def test_the_factor_of_a_bfloat16_sample_is_not_rounded_to_bfloat16(strategy):
     # bound over 200 vectors.
     x = randn(60 if strategy == "recorded" else 20, 300, dtype=torch.bfloat16)
     params = {"w": torch.zeros(300, dtype=torch.bfloat16)}
-    found = clipped_lengths(product, params, (x,), 1.0, strategy)
+    found = clipped_lengths(product, params, (x,), 1.0, strategy=strategy)
     assert float(found.max()) <= 1 + 1e-6
     assert float(found.min()) >= 1 - 1e-6
 
@@ -345,14 +332,8 @@ def test_the_factor_of_a_bfloat16_sample_is_not_rounded_to_bfloat16(strategy):
 def test_a_step_that_draws_nothing_still_takes_place():
     # OP: a rank that drew nothing left its step out; and the rate times the size of the
     # data set was rounded down to a whole expected batch size.
-    plan = vgrad.dp.Plan(
-        dataset_size=21,
-        sampling_rate=0.05,
-        noise_multiplier=2.0,
-        max_norm=3.0,
-        steps=30,
-        delta=1e-3,
-    )
+    options = dict(dataset_size=21, sampling_rate=0.05, noise_multiplier=2.0)
+    plan = losses.plan(**options, max_norm=3.0, steps=30)
     compute = vgrad.clipped_grad(
         product, max_norm=plan.max_norm, normalize_by=plan.expected_batch_size
     )
@@ -395,14 +376,13 @@ def test_norms_of_cancelling_terms_are_right(dtype, form, eps, monkeypatch):
     strategy = form if form in STRATEGIES else "recorded"
     batch = cancelling(eps, dtype)
     params = {"w": torch.zeros(64, 64, dtype=dtype)}
-    expected = oracle.loss_gradients(linear, params, {}, batch, 4)
-    norms = vgrad.per_sample_norm(linear, strategy=strategy)(params, {}, *batch)
-    assert norms.dtype == torch.float32
+    exact = oracle.norms(oracle.loss_gradients(linear, params, {}, batch))
+    found = norms(linear, params, *batch, strategy=strategy)
+    assert found.dtype == torch.float32
     # Products lose 4e-9 of the terms' square, and are not used below 1e-4 of it;
     # gradients lose 3e-8 / eps, and a rounding of the dtype that they are stored in.
     tolerance = 2e-6 + 3e-8 / eps + torch.finfo(dtype).eps / 2
-    exact = oracle.norms(expected)
-    torch.testing.assert_close(norms.double(), exact, rtol=tolerance, atol=0)
+    torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=0)
 
 
 def dense_terms(eps):
@@ -509,9 +489,8 @@ def test_no_clipped_sample_is_longer_than_the_bound(name, eps):
     # OP, FD, PT, BP: the norm in the factor is the one that cancellation has spoilt,
     # while the sum is made of the gradients as they are.
     loss, params, batch = TERMS[name](eps)
-    norms = vgrad.per_sample_norm(loss, strategy="recorded")(params, {}, *batch)
-    bound = 0.5 * float(norms.min())
-    found = clipped_lengths(loss, params, batch, bound) / bound
+    bound = 0.5 * float(norms(loss, params, *batch, strategy="recorded").min())
+    found = clipped_lengths(loss, params, batch, bound, strategy="recorded") / bound
     assert float(found.max()) <= 1 + 1e-6
     if name != "tied, both cancel":
         # Nor much shorter, though norms are rounded up where much was cancelled.
@@ -525,10 +504,10 @@ def test_the_bound_holds_for_many_equal_rows_of_one_index(positions):
     g = (1 + 10 * torch.rand(6, 1, 4, generator=source())).expand(-1, positions, -1)
     batch = torch.zeros(6, positions, dtype=torch.long), g.contiguous()
     params = {"w": torch.zeros(3, 4)}
-    norms = vgrad.per_sample_norm(lookup, strategy="recorded")(params, {}, *batch)
+    found = norms(lookup, params, *batch, strategy="recorded")
     exact = batch[1].double().sum(1).norm(dim=1)
-    torch.testing.assert_close(norms.double(), exact, rtol=1e-6, atol=0)
-    found = clipped_lengths(lookup, params, batch, 1.0)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
+    found = clipped_lengths(lookup, params, batch, 1.0, strategy="recorded")
     assert float(found.max()) <= 1 + 1e-6
     assert float(found.min()) >= 1 - 1e-2
 
@@ -538,8 +517,7 @@ def test_long_sums_of_rows_of_one_index_do_not_drift():
     g = torch.full((20_000, 1, 2), 0.1)
     batch = torch.zeros(20_000, 1, dtype=torch.long), g
     params, exact = {"w": torch.zeros(3, 2)}, 20_000 * float(g[0, 0, 0])
-    compute = vgrad.clipped_grad(lookup, max_norm=1.0, strategy="recorded")
-    found = compute(params, {}, *batch).grads["w"]
+    found = clipped(lookup, 1.0, params, *batch, strategy="recorded").grads["w"]
     assert float(found[0, 0]) == pytest.approx(exact, rel=1e-6)
     assert not bool(found[1:].any())
 
@@ -563,12 +541,12 @@ def test_squares_of_large_and_small_gradients_stay_in_range(value, name):
         return leaf * value ** (1 / factors)
 
     batch = tuple(scaled(leaf, place) for place, leaf in enumerate(batch))
-    expected = oracle.loss_gradients(loss, params, {}, batch, 6)
+    expected = oracle.loss_gradients(loss, params, {}, batch)
     exact = torch.linalg.vector_norm(expected["w"].flatten(1), dim=1)
-    norms = vgrad.per_sample_norm(loss, strategy="recorded")(params, {}, *batch)
-    torch.testing.assert_close(norms.double(), exact, rtol=1e-5, atol=0)
+    found = norms(loss, params, *batch, strategy="recorded")
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
     bound = 0.5 * float(exact.min())
-    found = clipped_lengths(loss, params, batch, bound) / bound
+    found = clipped_lengths(loss, params, batch, bound, strategy="recorded") / bound
     assert 1 - 2e-5 <= float(found.min()) <= float(found.max()) <= 1 + 1e-6
 
 
@@ -581,16 +559,15 @@ def test_squares_of_float16_gradients_stay_in_range(positions, value, strategy):
     g = torch.zeros(4, positions, 6, dtype=torch.float16)
     g[:, 0] = randn(4, 6, seed=1).clamp(-1, 1).half()  # so that gradients are in range
     params = {"w": torch.zeros(6, 8, dtype=torch.float16)}
-    expected = oracle.loss_gradients(linear, params, {}, (x, g), 4)
-    exact = oracle.norms(expected)
-    norms = vgrad.per_sample_norm(linear, strategy=strategy)(params, {}, x, g)
-    assert norms.dtype == torch.float32
+    exact = oracle.norms(oracle.loss_gradients(linear, params, {}, (x, g)))
+    found = norms(linear, params, x, g, strategy=strategy)
+    assert found.dtype == torch.float32
     # What is stored in float16 is rounded, and below 6e-5 by as much as 3e-8.
     tolerance = {"rtol": 5e-4, "atol": 0 if strategy == "recorded" else 2e-7}
     if value > 1e-4 or positions == 1:
-        torch.testing.assert_close(norms.double(), exact, **tolerance)
-    bound = 0.5 * float(norms.min())
-    found = clipped_lengths(linear, params, (x, g), bound, strategy) / bound
+        torch.testing.assert_close(found.double(), exact, **tolerance)
+    bound = 0.5 * float(found.min())
+    found = clipped_lengths(linear, params, (x, g), bound, strategy=strategy) / bound
     assert 1 - 1e-5 <= float(found.min()) <= float(found.max()) <= 1 + 1e-6
 
 
@@ -603,7 +580,7 @@ def test_a_scaled_loss_and_a_scaled_bound_clip_alike(dtype, strategy):
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
     plain, params, _ = of_model(model, lambda o, y: 1e-3 * F.cross_entropy(o, y), dtype)
     batch = randn(6, 5, dtype=dtype), torch.arange(6) % 3
-    expected = oracle.loss_gradients(plain, params, {}, batch, 6)
+    expected = oracle.loss_gradients(plain, params, {}, batch)
     bound = float(oracle.norms(expected).mean())
 
     def scaled(params, buffers, *sample):
@@ -625,11 +602,11 @@ def test_no_epsilon_shortens_a_clipped_sample(value, strategy):
     # OP: bound / (norm + 1e-6), which takes 9 % from a sample of norm 1e-5.
     params, x = {"w": torch.zeros(16)}, (value * randn(5, 16)).float()
     bound = 0.1 * float(x.norm(dim=1).min())
-    found = clipped_lengths(product, params, (x,), bound, strategy) / bound
+    found = clipped_lengths(product, params, (x,), bound, strategy=strategy) / bound
     assert 1 - 1e-6 <= float(found.min()) <= float(found.max()) <= 1 + 1e-6
-    compute = vgrad.clipped_grad(product, max_norm=10 * bound, strategy=strategy)
     inside = 0.99 * x[:1] * 10 * bound / x[:1].norm()
-    assert torch.equal(compute(params, {}, inside).grads["w"], inside[0])
+    found = clipped(product, 10 * bound, params, inside, strategy=strategy)
+    assert torch.equal(found.grads["w"], inside[0])
 
 
 @every_strategy
@@ -659,9 +636,9 @@ def test_a_mean_over_tokens_divides_by_those_of_its_sample(strategy):
         y[sample, :ignored] = -1
     assert_exact(loss, params, (x, y), strategy)
     y[1] = -1  # the mean over no tokens is NaN
-    compute = vgrad.clipped_grad(loss, max_norm=0.1, strategy=strategy)
-    kept = torch.tensor([0, 2, 3])
-    whole, rest = compute(params, {}, x, y), compute(params, {}, x[kept], y[kept])
+    kept, options = torch.tensor([0, 2, 3]), {"strategy": strategy}
+    whole = clipped(loss, 0.1, params, x, y, **options)
+    rest = clipped(loss, 0.1, params, x[kept], y[kept], **options)
     assert bool(whole.losses.isnan()[1])
     oracle.assert_exact(whole.grads, rest.grads, EXACT)
 
@@ -727,8 +704,8 @@ def test_sums_of_bfloat16_samples_do_not_stop_growing(strategy):
     size = 1000 if strategy != "loop" else 400
     x = torch.ones(size, 2, dtype=torch.bfloat16)
     params = {"w": torch.zeros(2, dtype=torch.bfloat16)}
-    compute = vgrad.clipped_grad(product, max_norm=10.0, strategy=strategy)
-    assert compute(params, {}, x).grads["w"].tolist() == [size, size]
+    found = clipped(product, 10.0, params, x, strategy=strategy)
+    assert found.grads["w"].tolist() == [size, size]
 
 
 def test_noise_of_a_bfloat16_sum_has_the_digits_of_float32():

@@ -49,57 +49,16 @@ def out(p, h, y):
     return F.cross_entropy(F.linear(h, p["v"]), y)
 
 
-def of_hidden(change):
-    """Make a loss of what is hidden, changed by code that may ask it something."""
-    return lambda p, b, x, y: out(p, change(hidden(p, x)), y)
+def written(text, **more):
+    """Make a loss of statements that change `h`, or set `value`."""
 
-
-def changed(text, h):
-    """Return `h` after these statements."""
-    scope = {"h": h}
-    exec(text, globals(), scope)
-    return scope["h"]
-
-
-def fused(batched):
     def loss(p, b, x, y):
-        h, y = (hidden(p, x)[None], y[None]) if batched else (hidden(p, x), y)
-        options = nn.LinearCrossEntropyOptions()
-        return F.linear_cross_entropy(h, p["v"], y, options=options)
+        given = {"p": p, "w": p["w"], "x": x, "y": y, "h": hidden(p, x)}
+        scope = globals() | given | more
+        exec(text, scope)
+        return scope["value"] if "value" in scope else out(p, scope["h"], y)
 
     return loss
-
-
-def branches_on_a_computed_parameter(p, b, x, y):
-    w = p["w"] * 2
-    return out(p, F.linear(x, w.sin() if w.requires_grad else w.detach()), y)
-
-
-def asks_in_no_grad(h):
-    with torch.no_grad():
-        scale = h.square()
-        assert not scale.requires_grad
-    return h * scale
-
-
-def asks_after_a_write(p, b, x, y):
-    filled = torch.zeros_like(x * p["w"][0].detach())
-    assert not filled.requires_grad
-    filled += x * p["w"][0]
-    return (filled.sin() if filled.requires_grad else filled.detach()).sum()
-
-
-def goes_by_leaves(p, b, x, y):
-    h, w = hidden(p, x), p["w"].t()
-    h = h.sin() if h.is_leaf else h.cos()
-    return out(p, h + (x.sin() if w.is_leaf else x.cos()) @ w, y)
-
-
-def detaches_a_computed_parameter(p, b, x, y):
-    w = p["w"] * 2
-    h = F.linear(x, w)
-    w.detach_()
-    return out(p, h * F.linear(x, w), y)
 
 
 def columns(p, x):
@@ -110,43 +69,10 @@ def marked(h):
     return (h * torch.arange(1.0 * h.numel()).reshape(h.shape)).sum().square()
 
 
-def writes_into_a_copy(p, b, x, y):
-    h = (x[:, None] * p["w"].t()).T  # lies as that of one sample does
-    for each in (h.contiguous(), (h * 2).flatten(), h.sin().reshape(-1)):
-        h = h + each.mul_(2).sum() * h
-    h = columns(p, x).clone()
-    h += 1
-    return marked(h)
-
-
-def convolved(p, b, x, y):
-    h = F.conv1d(torch.stack([x, x.sin()])[:, None], p["w"][:, None, :2])  # [2, 5, 3]
-    h.flatten().mul_(2)
-    return marked(h)
-
-
 ENCODER = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
 ATTENTION = nn.MultiheadAttention(4, 2, batch_first=True)
 for each in (ENCODER, ATTENTION):
     each.double().eval().requires_grad_(False)
-
-
-def frozen_encoder(p, b, x, y):
-    h = (x * p["w"]).sin()[None]
-    return (ENCODER(h) * torch.arange(4.0)).square().sum()
-
-
-def frozen_attention(p, b, x, y):
-    h = (x * p["w"]).sin()[None]
-    attended, _ = ATTENTION(h, h, h, need_weights=False)
-    return (attended * torch.arange(4.0)).square().sum()
-
-
-def frozen_table(p, b, x, y):
-    bag = torch.tensor([[0, 1, 2, 3, 1]])
-    weights = hidden(p, x).sigmoid()[None]
-    rows = F.embedding_bag(bag, TABLE_OF_ROWS, mode="sum", per_sample_weights=weights)
-    return rows.square().sum()
 
 
 class Doubled(torch.autograd.Function):
@@ -165,34 +91,45 @@ def compiled(x):
         return super(torch.autograd.Function, Doubled).apply(x)
 
 
-def calls_compiled_code_in_a_vmap(p, b, x, y):
-    h = hidden(p, x)
-    return out(p, torch.vmap(lambda k: compiled(h) + k)(x[:2]).sum(0), y)
+def fused(batched):
+    def loss(p, b, x, y):
+        h, y = (hidden(p, x)[None], y[None]) if batched else (hidden(p, x), y)
+        options = nn.LinearCrossEntropyOptions()
+        return F.linear_cross_entropy(h, p["v"], y, options=options)
+
+    return loss
 
 
-branches = of_hidden(lambda h: F.relu(h) if h.requires_grad else h.detach().relu_())
-BOTH, RECORDED = ("recorded", "members"), ("recorded",)
-LOSSES = {
-    "fused": (("vmap",), fused(batched=True)),
-    "fused without a batch": (("vmap",), fused(batched=False)),
-    "branches": ((), branches),
-    "branches on a computed parameter": ((), branches_on_a_computed_parameter),
-    "asks in no_grad": ((), of_hidden(asks_in_no_grad)),
-    "asks after a write": ((), asks_after_a_write),
-    "goes by leaves": (BOTH, goes_by_leaves),
-    "detaches a computed parameter": (BOTH, detaches_a_computed_parameter),
-    "writes into a copy": ((), writes_into_a_copy),
-    "convolved": (("members",), convolved),
-    "frozen encoder": ((), frozen_encoder),
-    "frozen attention": ((), frozen_attention),
-    "frozen table": ((), frozen_table),
-    "compiled loss": (BOTH, lambda p, b, x, y: compiled(out(p, hidden(p, x), y))),
-    "calls compiled code in a vmap": (BOTH, calls_compiled_code_in_a_vmap),
-}
-"""Losses that ask their tensors, and who refuses; all others are exact."""
-LOSSES |= {
-    text: (BOTH, of_hidden(partial(changed, text)))
-    for text in [
+BRANCHES = "h = F.relu(h) if h.requires_grad else h.detach().relu_()"
+BOTH = ("recorded", "members")
+FROZEN = "f = (x * w).sin()[None]; "
+OF_COLUMNS = "h = columns(p, x); {}; value = marked(h)"
+TEXTS = {  # who refuses; all others are exact
+    (): [
+        BRANCHES,
+        "w = w * 2; h = F.linear(x, w.sin() if w.requires_grad else w.detach())",
+        """
+with torch.no_grad(): scale = h.square(); assert not scale.requires_grad
+h = h * scale""",
+        """
+f = torch.zeros_like(x * w[0].detach()); assert not f.requires_grad
+f += x * w[0]; value = (f.sin() if f.requires_grad else f.detach()).sum()""",
+        """
+h = (x[:, None] * w.t()).T  # lies as that of one sample does
+for each in (h.contiguous(), (h * 2).flatten(), h.sin().reshape(-1)):
+    h = h + each.mul_(2).sum() * h
+h = columns(p, x).clone(); h += 1; value = marked(h)""",
+        FROZEN + "value = (ENCODER(f) * torch.arange(4.0)).square().sum()",
+        FROZEN + "f = ATTENTION(f, f, f, need_weights=False)[0]; value = marked(f)",
+        "bag = F.embedding_bag(torch.tensor([[0, 1, 2, 3, 1]]), TABLE_OF_ROWS, "
+        "mode='sum', per_sample_weights=h.sigmoid()[None]); value = bag.square().sum()",
+    ],
+    BOTH: [
+        "h = h.sin() if h.is_leaf else h.cos(); w = w.t();"
+        "h = h + (x.sin() if w.is_leaf else x.cos()) @ w",
+        "w = w * 2; h = F.linear(x, w); w.detach_(); h = h * F.linear(x, w)",
+        "value = compiled(out(p, h, y))",
+        "h = torch.vmap(lambda k: compiled(h) + k)(x[:2]).sum(0)",
         "if h.requires_grad: h.register_hook(lambda grad: 10 * grad)",
         "if h.grad_fn: h.grad_fn.register_prehook(lambda grads: (10 * grads[0],))",
         "h = h.sin() if h.grad_fn is None else h.cos()",
@@ -202,21 +139,26 @@ LOSSES |= {
         "h = torch.autograd.grad(h.square().sum(), h, create_graph=True)[0]",
         "if h.requires_grad: h = h * (1 + torch.autograd.grad(h, h, h.new_ones(5))[0])",
         "h = compiled(h)",
-    ]
+    ],
+    ("members",): [
+        "h = F.conv1d(torch.stack([x, x.sin()])[:, None], w[:, None, :2]);"  # [2, 5, 3]
+        "h.flatten().mul_(2); value = marked(h)"
+    ],
+    ("recorded",): [
+        OF_COLUMNS.format("h = h.as_strided((4,), (1,))"),
+        OF_COLUMNS.format("h = h.view(-1)"),
+        OF_COLUMNS.format("h.reshape(-1).mul_(2)"),
+        OF_COLUMNS.format("flat = h.flatten(); F.relu(h, True); h = flat"),
+        OF_COLUMNS.format(
+            "h.T.contiguous().T.contiguous()[0] = 0; h.contiguous()[0] = 0"
+        ),
+    ],
 }
+LOSSES = {text: (who, written(text)) for who, texts in TEXTS.items() for text in texts}
 LOSSES |= {
-    text: (
-        RECORDED,
-        lambda p, b, x, y, text=text: marked(changed(text, columns(p, x))),
-    )
-    for text in [
-        "h = h.as_strided((4,), (1,))",
-        "h = h.view(-1)",
-        "h.reshape(-1).mul_(2)",
-        "flat = h.flatten(); F.relu(h, True); h = flat",
-        "h.T.contiguous().T.contiguous()[0] = 0; h.contiguous()[0] = 0",
-    ]
+    f"fused, {batched}": (("vmap",), fused(batched)) for batched in (True, False)
 }
+branches = written(BRANCHES)
 
 FUSED = pytest.mark.skipif(
     not hasattr(F, "linear_cross_entropy"), reason="torch has no linear_cross_entropy"
@@ -286,64 +228,43 @@ def test_members_that_ask_get_exact_gradients_or_an_error(name, strategy):
     oracle.assert_exact(by_members(loss, strategy), of_members(loss), EXACT)
 
 
-def script(text):
-    """Return a function of TorchScript, a new one, since it learns from how it runs."""
-    return torch.jit.CompilationUnit(f"def run(h, k):\n    return ({text}).sin()\n").run
+SCRIPTED = [  # a function of TorchScript, and how a loss calls it
+    ("h.tanh() * k.sigmoid()", "assert h.requires_grad; h = run(h, h * 2)"),
+    ("h.tanh() @ k.t()", "value = F.cross_entropy(run(h, p['v']), y)"),
+    ("h.tanh() * k.sigmoid()", "h = F.linear(x, run(w, w * 3))"),
+    ("h.tanh() * k.sigmoid()", "h = hidden(p, run(x, x * 2))"),
+]
+scripted = pytest.mark.parametrize("script", SCRIPTED)
 
 
-def scripted_activations():
-    run = script("h.tanh() * k.sigmoid()")
-
-    def change(h):
-        assert h.requires_grad
-        return run(h, h * 2)
-
-    return of_hidden(change)
-
-
-def scripted_parameter():
-    run = script("h.tanh() @ k.t()")
-    return lambda p, b, x, y: F.cross_entropy(run(hidden(p, x), p["v"]), y)
-
-
-def scripted_parameters_alone():
-    run = script("h.tanh() * k.sigmoid()")
-    return lambda p, b, x, y: out(p, F.linear(x, run(p["w"], p["w"] * 3)), y)
-
-
-def scripted_sample():
-    run = script("h.tanh() * k.sigmoid()")
-    return lambda p, b, x, y: out(p, hidden(p, run(x, x * 2)), y)
-
-
-SCRIPTED = [scripted_activations, scripted_parameter]
-SCRIPTED += [scripted_parameters_alone, scripted_sample]
-scripted = pytest.mark.parametrize("make", SCRIPTED)
+def of_script(script):
+    """Make the loss with a new function, since it learns from how it runs."""
+    body, text = script
+    unit = torch.jit.CompilationUnit(f"def run(h, k):\n    return ({body}).sin()\n")
+    return written(text, run=unit.run)
 
 
 @scripted
 @pytest.mark.parametrize("optimized", [False, True])
 @pytest.mark.parametrize("order", ["auto", "vmap", "loop", "recorded auto vmap loop"])
-def test_functions_of_torchscript_are_right_or_refused(make, order, optimized):
+def test_functions_of_torchscript_are_right_or_refused(script, order, optimized):
     """Called again and again, and by plain autograd before and after."""
-    loss, expected = make(), of_samples(make())
+    loss, expected = of_script(script), of_samples(of_script(script))
     for _ in range(3 * optimized):
         of_samples(loss)
     for strategy in 5 * order.split():
         refused = strategy == "recorded" or (strategy == "vmap" and optimized)
-        suppressed = vgrad.UnsupportedOp if refused else ()
-        with contextlib.suppress(suppressed):
+        with contextlib.suppress(*[vgrad.UnsupportedOp] * refused):
             oracle.assert_exact(by_samples(loss, strategy), expected, EXACT)
     oracle.assert_exact(of_samples(loss), expected, EXACT)
 
 
 @scripted
 @pytest.mark.parametrize("strategy", MEMBERS)
-def test_members_may_call_functions_of_torchscript(make, strategy):
-    compute = vgrad.ensemble_grad(one_sample(make()), strategy=strategy)
-    expected = of_members(make())
+def test_members_may_call_functions_of_torchscript(script, strategy):
+    loss, expected = of_script(script), of_members(of_script(script))
     for _ in range(5):
-        oracle.assert_exact(compute(STACKED, {}, X, Y).grads, expected, EXACT)
+        oracle.assert_exact(by_members(loss, strategy), expected, EXACT)
 
 
 OUTER = randn(4).requires_grad_()
@@ -415,34 +336,20 @@ def test_what_requires_grad_unseen_is_refused_unless_it_leads_nowhere(leads_on):
     oracle.assert_exact(found, of_samples(loss), EXACT)
 
 
-def loses_all(p, b, x, y):
-    """Stand for code that hides from vmap what it does."""
-    h = hidden(p, x)
-    return out(p, h, y).detach() if functorch.is_batchedtensor(h) else out(p, h, y)
-
-
-def loses_some(p, b, x, y):
-    h = hidden(p, x)
-    return out(p, h.detach() if functorch.is_batchedtensor(h) else h, y)
-
-
-def decides(p, b, x, y):
-    """Be zero for every parameter, as accuracy is."""
-    return (F.linear(hidden(p, x), p["v"]).argmax() == y).double()
-
-
-def uses_one(p, b, x, y):
-    return F.cross_entropy(hidden(p, x), y)
-
-
-def cuts(p, b, x, y):
-    return out(p, hidden(p, x).detach(), y)
-
-
-def differentiates_a_parameter(p, b, x, y):
-    w = p["w"]
-    (grad,) = torch.autograd.grad(w.square().sum(), w, create_graph=True)
-    return F.cross_entropy(F.linear(x, grad), y)
+# Code that hides from vmap what it does.
+loses_all = written(
+    "value = out(p, h, y); value = value.detach() if batched(h) else value"
+)
+loses_some = written("h = h.detach() if batched(h) else h")
+# Zero for every parameter, as accuracy is.
+decides = written("value = (F.linear(h, p['v']).argmax() == y).double()")
+uses_one = written("value = F.cross_entropy(h, y)")
+cuts = written("h = h.detach()")
+differentiates_a_parameter = written(
+    "grad = torch.autograd.grad(w.square().sum(), w, create_graph=True)[0];"
+    "value = F.cross_entropy(F.linear(x, grad), y)"
+)
+batched = functorch.is_batchedtensor
 
 
 @pytest.mark.parametrize("loss", [loses_all, loses_some])
@@ -457,8 +364,7 @@ def test_gradients_that_never_arrive_are_not_taken_for_zero(loss):
     oracle.assert_exact(by_samples(loss, "auto"), of_samples(loss), EXACT)
     oracle.assert_exact(by_members(loss, "loop"), of_members(loss), EXACT)
     with pytest.warns(vgrad.FallbackWarning, match="one member .*hides its graph"):
-        found = by_members(loss, "auto")
-    oracle.assert_exact(found, of_members(loss), EXACT)
+        oracle.assert_exact(by_members(loss, "auto"), of_members(loss), EXACT)
 
 
 @pytest.mark.parametrize(
@@ -484,7 +390,7 @@ def test_what_is_truly_zero_stays_zero(loss, compute, strategy):
 
 def uses_one_and_drops(runs, zero):
     def loss(p, b, x, y):
-        runs.append(functorch.is_batchedtensor(x))
+        runs.append(batched(x))
         value = F.cross_entropy(hidden(p, x), y) * b["s"]
         return F.dropout(value, 0.5) + (0 * p["v"].sum() if zero else 0)
 
@@ -653,7 +559,7 @@ def test_to_know_zero_one_member_runs_once_and_leaves_everything_as_it_was():
     runs = []
 
     def output(p, b, x):
-        runs.append(functorch.is_batchedtensor(p["w"]))
+        runs.append(batched(p["w"]))
         return F.dropout(F.linear(x, p["w"]), 0.5)
 
     def loss(p, b, x):
@@ -672,8 +578,6 @@ def test_to_know_zero_one_member_runs_once_and_leaves_everything_as_it_was():
 
 
 def test_hooks_on_what_members_share_are_refused():
-    """In a loop each member's gradient goes through the hook, and not their sum."""
-
     def loss(p, b, x, y):
         p["w"].register_hook(lambda grad: grad.clamp(-0.1, 0.1))
         return out(p, hidden(p, x), y)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import vgrad
 from tests.losses import Net
 from tests.oracle import assert_exact
-from vgrad.lowering.sequences import cells, steps
+from vgrad.lowering import recurrent
 from vgrad.precision import alignment_report
 
 
@@ -208,9 +208,9 @@ def test_recurrent_nets_take_the_operations_of_their_steps(kind):
     x, h = torch.randn(3, 4, 5), torch.zeros(4, 3, 7)
     mode = "rnn_tanh" if kind is nn.RNN else kind.__name__.lower()
     given = mode, x, (h, h) if kind is nn.LSTM else (h,), list(model._flat_weights)
-    layout = cells.Layout(2, True, 0.0, True, batch_first=True)
+    layout = recurrent.Layout(2, True, 0.0, True, batch_first=True)
     with FlopCounterMode(display=False) as counter:
-        steps(*given, **layout._asdict())
+        recurrent.steps(*given, layout)
     flops = sum(row.flops for row in report(model, x).rows)
     assert flops == counter.get_total_flops()
 

@@ -495,19 +495,6 @@ def test_a_module_made_of_it_is_plain_and_in_the_dtypes_that_are_given():
 # Transforms.
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-def test_under_vmap_and_grad_it_is_eager_autocast_up_to_rounding(policy):
-    model, fmodel, params, buffers, x, y = mlp()
-    mixed, dtype = policy_for(fmodel, policy), compute_dtype(policy)
-    tolerance = 4 * torch.finfo(dtype).eps
-    found = torch.vmap(lambda row: mixed(params, buffers, row[None])[0])(x)
-    expected = eager(model, x, dtype).float()
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-    grads = torch.func.grad(lambda p: F.cross_entropy(mixed(p, buffers, x), y))(params)
-    F.cross_entropy(expected, y).backward()
-    assert oracle.error(grads, grads_of(model)) < tolerance
-
-
 def losses_under(policy, fmodel):
     """Return the loss of a model under a policy, and a loss under it."""
     yield vgrad.sample_loss(policy_for(fmodel, policy), F.cross_entropy)

@@ -215,7 +215,7 @@ def test_what_is_no_private_run_is_refused(state, plan, message, tmp_path):
 
 def test_shards_are_refused_and_gathered(tmp_path):
     state, _ = private(1)
-    with distributed.alone("dp") as mesh:
+    with distributed.single_process_mesh("dp") as mesh:
         cut = state._replace(params=distributed.shard(state.params, mesh))
         with pytest.raises(TypeError, match="got a DTensor in 'a.weight'. Pass dist"):
             release(tmp_path / "model", cut, PLAN)

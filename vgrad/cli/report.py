@@ -183,10 +183,25 @@ def finish(folder: Path, job: Job, states: Mapping[str, Any], figures: Figures) 
 
 # Pictures.
 
-CURVES = "curves.png"
-RELIABILITY = "reliability.png"
+CURVES, RELIABILITY = "curves.png", "reliability.png"
 UNCERTAIN = "uncertain.png"
-PICTURES = (CURVES, RELIABILITY, UNCERTAIN)
+PICTURES = {
+    CURVES: (
+        "Accuracy and privacy over the steps",
+        "How often each run is right on the held-out samples and, with privacy, how "
+        "much of epsilon has been spent.",
+    ),
+    RELIABILITY: (
+        "Confidence",
+        "On the dotted line the ensemble is right as often as it is confident; below "
+        "it the ensemble is overconfident.",
+    ),
+    UNCERTAIN: (
+        "The most uncertain samples",
+        "Held-out samples as they are in the data, the largest entropy first.",
+    ),
+}
+"""Heading and caption of each."""
 
 COLOURS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split()
 """For all pictures, with bench/: distinct under colour blindness.
@@ -374,24 +389,6 @@ PAGE = "report.html"
 _MOST_LINES = 100
 """Epochs in the table of a page; of more some are left out."""
 
-_SHOWS = {
-    CURVES: (
-        "Accuracy and privacy over the steps",
-        "How often each run is right on the held-out samples and, with privacy, how "
-        "much of epsilon has been spent.",
-    ),
-    RELIABILITY: (
-        "Confidence",
-        "On the dotted line the ensemble is right as often as it is confident; below "
-        "it the ensemble is overconfident.",
-    ),
-    UNCERTAIN: (
-        "The most uncertain samples",
-        "Held-out samples as they are in the data, the largest entropy first.",
-    ),
-}
-"""Heading and caption of each picture."""
-
 _HEAD = """\
 <!DOCTYPE html>
 <html lang="en">
@@ -478,7 +475,7 @@ def write_page(
         )
     parts += ["<h2>At the end</h2>\n", _table(("", *COLUMNS), last_figures(figures))]
     for name, image in images.items():
-        heading, caption = _SHOWS[name]
+        heading, caption = PICTURES[name]
         parts.append(
             f"<h2>{heading}</h2>\n<figure>\n"
             f'<img alt="{heading}" src="data:image/png;base64,'

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 STRATEGY = "auto"
-_PRIVATE_SCALE = StaticLossScale(2.0**10)
 _GRADIENT_BYTES = 2**28
 _MOST_ROWS = 512
 
@@ -149,44 +148,25 @@ def prepare(
     images = torch.zeros(2, *dataset.shape[:3], device=device)
     labels = torch.zeros(2, dtype=torch.int64, device=device)
     one = model = _tried(settings, modules[0], dataset.classes, images, labels)
+    forms, strategy, plan = {}, None, None
     if count > 1:
         model = stack(module.train().to(device) for module in modules)
-    fmodel, params, buffers = model
-    loss, tx = batch_loss(fmodel, F.cross_entropy), optim.sgd(settings.lr)
-    scores = models.under(settings.precision, fmodel.eval())
-    policy, forms = models.POLICIES[settings.precision], {}
-    if count == 1:
-        create, step = TrainState.create, train_step(loss, tx, policy=policy)
-        size = Ranks.of_all("train", mesh).size
-        cut = not buffers and settings.batch_size % size == 0
-    else:
-        strategy = _strategy(settings, model, images, labels)
-        options = {"strategy": strategy, "policy": policy}
-        create = EnsembleState.create
-        step = ensemble_train_step(loss, tx, in_dims=0, **options)
+        forms["strategy of members"] = strategy = _strategy(
+            settings, model, images, labels
+        )
+    scores = models.under(settings.precision, model[0].eval())
+    if strategy is not None:
         scores = ensemble_forward(scores, chunk_size=ROWS, strategy=strategy)
-        cut, forms["strategy of members"] = False, strategy
-    key = fold_in(dp.secret_key(seed=settings.seed), "plain")  # no secret
-    plain = Trainer(
-        _start(settings, create, params, buffers, key, DynamicLossScale()),
-        _plain_advance(settings, dataset, step, mesh if cut else None),
-        lambda step: None,
-    )
-    if settings.without_privacy:
-        plan, trainers = None, {"plain": plain}
-    else:
+    trainers = {"plain": _plain(settings, dataset, model, strategy, mesh)}
+    if not settings.without_privacy:
         # Others round differently. "auto" as a chunk size depends on free memory, which
         # may differ when a run goes on.
         gradient = sum(t.numel() * t.element_size() for t in one[1].values())
         rows = max(1, min(_MOST_ROWS, _GRADIENT_BYTES // gradient))
         forms |= {"strategy": STRATEGY, "chunk_size": rows}
         plan = planned(settings, len(dataset.y_train), ends)
-        private = Trainer(
-            _private_start(settings, params, buffers),
-            _private_advance(settings, one[0], plan, rows, ends[-1], mesh),
-            lambda step: plan.epsilon(step * count),
-        )
-        trainers = {"private": private, "plain": plain}
+        private = _private(settings, one[0], model, plan, rows, mesh)
+        trainers = {"private": private, **trainers}
     return Job(
         settings,
         dataset.to(device),
@@ -273,57 +253,25 @@ def _strategy(
     return "auto"
 
 
-def _start(
-    settings: Settings,
-    create: Callable[..., Any],
-    params: Params,
-    buffers: Buffers,
-    key: Tensor,
-    scale: DynamicLossScale | StaticLossScale,
-) -> Any:
-    """Make a state before the first step.
-
-    The scale is the default one of the step. It is given here so that a state saved
-    before the first step is the same tree as any other.
-    """
-    scaled = scale if settings.precision == "float16" else None
-    state = create(optim.sgd(settings.lr), params, buffers, loss_scale=scaled)
-    return state._replace(key=key)
+# The loss scales are the defaults of the steps. They are given here so that a state
+# saved before the first step is the same tree as any other.
 
 
-def _private_start(
-    settings: Settings, params: Params, buffers: Buffers
-) -> TrainState | PrivateMembers:
-    """Make the private states; their keys are secrets unless noise is reproducible."""
-    seed = settings.seed if settings.reproducible_noise else None
-
-    def start(params: Params, buffers: Buffers, i: int) -> TrainState:
-        key = dp.secret_key(seed=seed, member=i)
-        create = TrainState.create
-        return _start(settings, create, params, buffers, key, _PRIVATE_SCALE)
-
-    if settings.members == 1:
-        return start(params, buffers, 0)
-    members = range(settings.members)
-    return PrivateMembers(
-        tuple(start(member(params, i), member(buffers, i), i) for i in members)
-    )
-
-
-def _private_advance(
+def _private(
     settings: Settings,
     fmodel: FunctionalModel,
+    model: Model,
     plan: dp.Plan,
     rows: int,
-    steps: int,
     mesh: "DeviceMesh | None",
-) -> Advance:
+) -> Trainer:
     """Train on Poisson batches, with clipping and noise, one member after the other."""
-    plan = dataclasses.replace(plan, steps=steps)  # of one member
+    count, tx = settings.members, optim.sgd(settings.lr)
+    of_member = dataclasses.replace(plan, steps=plan.steps // count)
     step = private_step(
         sample_loss(fmodel, F.cross_entropy),
-        optim.sgd(settings.lr),
-        plan,
+        tx,
+        of_member,
         strategy=STRATEGY,
         chunk_size=rows,
         randomness="different",
@@ -331,9 +279,7 @@ def _private_advance(
     )
 
     def draw(state: TrainState) -> Tensor:
-        return plan.sample(key=state.key, step=int(state.step))
-
-    advance = _advance(settings, step, draw, mesh)
+        return of_member.sample(key=state.key, step=int(state.step))
 
     def in_turn(state: PrivateMembers, data: Dataset) -> tuple[PrivateMembers, Taken]:
         results = [advance(each, data) for each in state.members]
@@ -346,13 +292,41 @@ def _private_advance(
             sum(skipped, torch.zeros(())),
         )
 
-    return advance if settings.members == 1 else in_turn
+    def start(i: int, *entries: dict[str, Tensor]) -> TrainState:
+        key = dp.secret_key(seed=seed, member=i)
+        return TrainState.create(tx, *entries, loss_scale=scale)._replace(key=key)
+
+    def epsilon(steps: int) -> float:
+        return plan.epsilon(steps * count)
+
+    advance = _advance(settings, step, draw, mesh)
+    # Without a seed the keys are secrets.
+    seed = settings.seed if settings.reproducible_noise else None
+    scale = StaticLossScale(2.0**10) if settings.precision == "float16" else None
+    _, *entries = model
+    if count == 1:
+        return Trainer(start(0, *entries), advance, epsilon)
+    each = [[member(values, i) for values in entries] for i in range(count)]
+    states = tuple(start(i, *entries) for i, entries in enumerate(each))
+    return Trainer(PrivateMembers(states), in_turn, epsilon)
 
 
-def _plain_advance(
-    settings: Settings, dataset: Dataset, step: Callable, mesh: "DeviceMesh | None"
-) -> Advance:
+def _plain(
+    settings: Settings,
+    dataset: Dataset,
+    model: Model,
+    strategy: EnsembleStrategy | None,
+    mesh: "DeviceMesh | None",
+) -> Trainer:
     """Train on batches of fixed size, one for each member of an ensemble."""
+    fmodel, params, buffers = model
+    tx, policy = optim.sgd(settings.lr), models.POLICIES[settings.precision]
+    loss = batch_loss(fmodel, F.cross_entropy)
+    create: Callable[..., Any] = TrainState.create
+    step: Callable[..., Any] = train_step(loss, tx, policy=policy)
+    if strategy is not None:
+        create, options = EnsembleState.create, {"strategy": strategy, "policy": policy}
+        step = ensemble_train_step(loss, tx, in_dims=0, **options)
     size, members = len(dataset.y_train), settings.members
 
     def draw(state: Any) -> Tensor:
@@ -362,7 +336,13 @@ def _plain_advance(
         index = torch.stack([order[: settings.batch_size] for order in orders])
         return index if members > 1 else index[0]
 
-    return _advance(settings, step, draw, mesh)
+    ranks = Ranks.of_all("train", mesh).size
+    if strategy is not None or buffers or settings.batch_size % ranks:
+        mesh = None  # all of a batch on every rank
+    scale = DynamicLossScale() if settings.precision == "float16" else None
+    state = create(tx, params, buffers, loss_scale=scale)
+    state = state._replace(key=fold_in(dp.secret_key(seed=settings.seed), "plain"))
+    return Trainer(state, _advance(settings, step, draw, mesh), lambda steps: None)
 
 
 def _advance(

@@ -5,7 +5,7 @@ networks that takes longer than the arithmetic. A capture runs a function once a
 the ops that it called as a graph, which later calls run again.
 
 * `compile`: capture a transform or a step as graphs; the result is called as it is
-* `Compiled`: what it returns
+* `Compiled`: the type of the result
 * `choices`: the backends that `"auto"` chose, for another run
 * `CompileWarning`: something runs in eager mode that was to be compiled
 * `Backend`, `Fallback`: the names that `compile` takes
@@ -15,13 +15,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vgrad.compiled import buckets
-from vgrad.compiled.captures import Backend, CompileWarning, Fallback
-from vgrad.compiled.captures import Captures as Captures
-from vgrad.compiled.functions import CompiledFunction
-from vgrad.compiled.functions import CompiledStep as CompiledStep
-from vgrad.compiled.quantities import CompiledTransform as CompiledTransform
-from vgrad.compiled.reports import CaptureReport
+from vgrad.compiled.captures import (
+    Backend,
+    CaptureReport,
+    Captures,
+    CompileWarning,
+    Fallback,
+)
+from vgrad.compiled.functions import (
+    CompiledFunction,
+    CompiledStep,
+    CompiledTransform,
+    checked_sizes,
+    sizes_of_plan,
+)
 from vgrad.ensemble.gradients import EnsembleGradFn
 from vgrad.ensemble.prediction import EnsembleForward
 from vgrad.persample.engine import Transform
@@ -48,10 +55,10 @@ def __dir__() -> list[str]:
 
 
 class Compiled(Same[Arguments, Found], Protocol):
-    """What `compile` returns: the same function, its attributes, and `reports()`."""
+    """The result of `compile`: the same function, its attributes, and `reports()`."""
 
     def reports(self) -> tuple[CaptureReport, ...]:
-        """Return what is known of every capture."""
+        """Return a report of every capture."""
         ...
 
 
@@ -65,13 +72,13 @@ def compile(
 ) -> "Compiled[Arguments, Found]":
     """Capture a transform or a step as graphs; the result is called as it is.
 
-    `transform` is what a per-sample transform returns (`clipped_grad(loss, ...)` and
-    the others), a step (`train_step`, `private_step`, `ensemble_train_step`),
-    `ensemble_grad` or `ensemble_forward`. The first call for arguments of new shapes
-    runs in eager mode and captures a graph; later ones run the graph. The `backend`
+    `transform` is a per-sample transform (`clipped_grad(loss, ...)` and the others), a
+    step (`train_step`, `private_step`, `ensemble_train_step`), `ensemble_grad` or
+    `ensemble_forward`. The first call for arguments of new shapes runs in eager mode
+    and captures a graph; later ones run the graph. The `backend`
 
-    * `"replay"` calls the same ops one by one, without the Python between them: the
-      numbers are those of eager mode, bit by bit, and a capture takes seconds;
+    * `"replay"` calls the same ops one by one, without the Python between them. Its
+      numbers have the bits of eager mode, and a capture takes seconds;
     * `"inductor"` compiles the graph, as `torch.compile` does, in half a minute to
       several minutes for each capture. It takes a C++ compiler; without one there is a
       warning, and replay. Sums are rounded in another order than in eager mode;
@@ -81,7 +88,7 @@ def compile(
       not all on one GPU there is a warning, and replay;
     * `"auto"` times all of these once for each capture and keeps the fastest (CUDA
       graphs on a GPU alone). Timings differ from run to run: a resumed run that has to
-      repeat its numbers passes what `choices` made of the first one's reports.
+      repeat its numbers passes the `choices` of the first run's reports.
 
     A graph holds for shapes, strides, dtypes and devices of all arguments, for torch's
     switches (autocast, precision of float32, threads, determinism), and for everything
@@ -90,29 +97,29 @@ def compile(
     Tensors that the loss closes over are read at every call. Values, learning rates in
     the optimizer's state and loss scales are inputs.
 
-    What a graph cannot repeat runs in eager mode, with one warning that says why, or
-    raises with `fallback="error"`: Python that looks at values of tensors, draws from
-    Python's generators or changes what it closes over; the strategy `"loop"`; a call
-    inside a transform of torch.func or under a mode; more than 16 captures.
+    Code that a graph cannot repeat runs in eager mode, with one warning that says why,
+    or raises with `fallback="error"`: Python that reads values of tensors, draws from
+    Python's generators or changes values that it closes over; the strategy `"loop"`; a
+    call inside a transform of torch.func or under a mode; more than 16 captures.
 
-    Samples whose norms rounding may have spoiled, or that are not finite, take another
-    way in eager mode. The graph only sees that there are some. Its result is dropped
-    then, and the call is repeated in eager mode with the same random numbers. After
+    Samples whose norms rounding may have spoiled, or that are not finite, are computed
+    by other code in eager mode. The graph only raises a flag: then its result is
+    dropped, and the call is repeated in eager mode with the same random numbers. After
     three such calls in a row a capture is given up, with a warning.
 
     With `batch_sizes`, for per-sample transforms and steps with a loss of one sample, a
     batch is filled up to the next of these sizes by copies of its first sample, which
     add exactly zero, and larger batches are split, so that a few captures do.
     `private_step` takes sizes that suit its plan by default. Random numbers, as of
-    dropout, are those of eager mode on the batch that was filled up.
+    dropout, are drawn as in eager mode on the batch that was filled up.
 
     With `verify=True` the first result of each capture is compared with eager mode: all
     bits of a replay must be equal; the error of compiled code against the function in
-    float64 must be at most four times that of eager mode. If not, a warning says so:
-    compiled code makes room for a replay, a replay for eager mode.
+    float64 must be at most four times the error of eager mode. If not, there is a
+    warning: compiled code makes room for a replay, a replay for eager mode.
 
-    Results are constants: to differentiate them again raises. A capture holds no
-    memory but that of the graph.
+    Results are constants: to differentiate them again raises. A capture holds the
+    memory of its graph alone.
 
     Raises:
         TypeError: `transform` is none of these.
@@ -132,38 +139,38 @@ def compile(
         >>> [(each.name, each.calls) for each in norms.reports()]
         [('per_sample_norm', 1)]
     """
-    return _compiled(transform, Captures(backend, fallback, verify=verify), batch_sizes)
-
-
-def _compiled(
-    transform: Any, captures: Captures, batch_sizes: Sequence[int] | None
-) -> Any:
-    sizes = None if batch_sizes is None else buckets.check(batch_sizes)
-    if isinstance(transform, Transform):
-        return CompiledTransform(transform, captures, sizes)
-    if isinstance(transform, PrivateStep):
-        sizes = buckets.of_plan(transform.plan) if sizes is None else sizes
-        clipped = CompiledTransform(transform.clipped, captures, sizes)
-        step = replace(transform, clipped=clipped, run=captures)
-        return CompiledStep(step, captures)
-    if isinstance(transform, TrainStep) and isinstance(transform.gradients, OfSamples):
-        weighted = CompiledTransform(transform.gradients.weighted, captures, sizes)
-        step = replace(transform, gradients=OfSamples(weighted), run=captures)
-        return CompiledStep(step, captures)
-    if sizes is not None:
+    captures = Captures(backend, fallback, verify=verify)
+    sizes = None if batch_sizes is None else checked_sizes(batch_sizes)
+    function: Any = transform
+    if isinstance(function, Transform):
+        compiled = CompiledTransform(function, captures, sizes)
+    elif isinstance(function, PrivateStep):
+        sizes = sizes_of_plan(function.plan) if sizes is None else sizes
+        clipped = CompiledTransform(function.clipped, captures, sizes)
+        step = replace(function, clipped=clipped, run=captures)
+        compiled = CompiledStep(step, captures)
+    elif isinstance(function, TrainStep) and isinstance(function.gradients, OfSamples):
+        weighted = CompiledTransform(function.gradients.weighted, captures, sizes)
+        step = replace(function, gradients=OfSamples(weighted), run=captures)
+        compiled = CompiledStep(step, captures)
+    elif sizes is not None:
         raise ValueError(
-            f"compile({type(transform).__name__}, batch_sizes={list(sizes)}): expected "
+            f"compile({type(function).__name__}, batch_sizes={list(sizes)}): expected "
             f"a per-sample transform or a step with a loss of one sample, which can "
             f"leave copies out. A loss of a whole batch would average them."
         )
-    if isinstance(transform, TrainStep | EnsembleStep):
-        return CompiledStep(replace(transform, run=captures), captures)
-    if isinstance(transform, EnsembleGradFn | EnsembleForward):
-        return CompiledFunction(transform, captures)
-    raise TypeError(
-        f"compile(transform): expected what a per-sample transform, a training step, "
-        f"ensemble_grad or ensemble_forward returns, got a {type(transform).__name__}."
-    )
+    elif isinstance(function, TrainStep | EnsembleStep):
+        compiled = CompiledStep(replace(function, run=captures), captures)
+    elif isinstance(function, EnsembleGradFn | EnsembleForward):
+        compiled = CompiledFunction(function, captures)
+    else:
+        raise TypeError(
+            f"compile(transform): expected a per-sample transform, a training step, "
+            f"ensemble_grad(...) or ensemble_forward(...), got a "
+            f"{type(function).__name__}."
+        )
+    result: Any = compiled
+    return result
 
 
 def choices(reports: Sequence[CaptureReport]) -> dict[str, str]:

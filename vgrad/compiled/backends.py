@@ -1,17 +1,26 @@
-"""What runs a graph: its ops one by one, or compiled code, whichever is faster."""
+"""The code that runs a graph: compiled, or recorded by a GPU, and the fastest of them.
+
+A recording launches all kernels of a graph at once. It reads and writes the same memory
+each time: every call copies its arguments into it, and the results out of it.
+"""
 
 import statistics
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from vgrad.compiled import recording
-from vgrad.compiled.graph import Graph
+from vgrad.compiled.graph import Graph, is_random, written_to
 from vgrad.conditions import Unrepeatable
 from vgrad.torch_private import modes, tracing
+from vgrad.torch_private.kernels import copy_all_
 from vgrad.tree import no_autocast
+
+Run = Callable[..., Sequence[Tensor]]
 
 _SMALL = 2**15
 """Numbers in a tensor that a kernel goes through in microseconds, as Python calls it.
@@ -22,24 +31,7 @@ thread for each kernel a call takes 2 to 4 percent less than with two.
 """
 
 
-def compiled(graph: Graph, tensors: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
-    """Compile a graph.
-
-    Raises:
-        Unrepeatable: there is no compiler, or it fails.
-    """
-    try:
-        inputs = [*tensors, *graph.closed]
-        small = graph.largest <= _SMALL
-        return tracing.compiled(graph.module, inputs, small=small)
-    except Exception as error:
-        line = str(error).strip().partition("\n")[0]
-        raise Unrepeatable(f"Inductor fails: {line}") from error
-
-
-def outputs(
-    run: Callable[..., Sequence[Tensor]], graph: Graph, tensors: list[Tensor]
-) -> Sequence[Tensor]:
+def outputs(run: Run, graph: Graph, tensors: list[Tensor]) -> Sequence[Tensor]:
     """Run a graph; casts of autocast are ops of it."""
     inputs = (*tensors, *graph.closed)
     with torch.no_grad():
@@ -49,22 +41,22 @@ def outputs(
         return run(*inputs)
 
 
-_ROUNDS = 5
-"""Times that each backend runs before one is chosen."""
-
-
 def tried(backend: str, tensors: list[Tensor]) -> tuple[str, ...]:
-    """Return what is built beside a replay; a recording by itself on a GPU alone."""
+    """Return the backends to build beside a replay; `auto` records on a GPU alone."""
     if backend != "auto":
         return () if backend == "replay" else (backend,)
-    on_gpu = any(each.device.type == recording.OnCuda.device for each in tensors)
+    on_gpu = any(each.device.type == OnCuda.device for each in tensors)
     return ("inductor", "cudagraph") if on_gpu else ("inductor",)
+
+
+_ROUNDS = 5
+"""Times that each backend runs before one is chosen."""
 
 
 def fastest(
     graph: Graph, tensors: list[Tensor], runs: dict[str, Callable]
 ) -> tuple[str, str]:
-    """Time backends in turns, choose, and say what each took."""
+    """Time backends in turns, and return the fastest one, and all times in words."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(_ROUNDS):
         for name, run in runs.items():
@@ -74,3 +66,167 @@ def fastest(
     taken = {name: statistics.median(each) * 1e3 for name, each in times.items()}
     best = min(taken, key=lambda name: taken[name])
     return best, ", ".join(f"{name} took {x:.3g} ms" for name, x in taken.items())
+
+
+def compiled(graph: Graph, tensors: list[Tensor]) -> Run:
+    """Compile a graph; `Unrepeatable` if there is no compiler, or it fails."""
+    try:
+        inputs = [*tensors, *graph.closed]
+        small = graph.largest <= _SMALL
+        return tracing.compiled(graph.module, inputs, small=small)
+    except Exception as error:
+        line = str(error).strip().partition("\n")[0]
+        raise Unrepeatable(f"Inductor fails: {line}") from error
+
+
+# Recordings.
+
+
+class Recording(Protocol):
+    """The recording of a device: its results in memory, and a launch of it."""
+
+    outputs: Sequence[Tensor]
+
+    def launch(self) -> None:
+        """Run all that was recorded."""
+        ...
+
+    def turn(self) -> Any:
+        """Return a context in which one call runs behind the one before it."""
+        ...
+
+
+class OnCuda:
+    """A CUDA graph.
+
+    torch wants a few runs on another stream before, in which libraries choose their
+    kernels and get their memory. Random numbers follow from the generator's state at
+    each launch.
+    """
+
+    device = "cuda"
+
+    def __init__(self, run: Run, inputs: Sequence[Tensor]) -> None:
+        self._place = inputs[0].device
+        self._done: Any = None
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._place):
+            aside, now = torch.cuda.Stream(), torch.cuda.current_stream()
+            aside.wait_stream(now)
+            with torch.cuda.stream(aside):
+                for _ in range(_RUNS):
+                    run(*inputs)
+            now.wait_stream(aside)
+            # Other threads may use the GPU meanwhile.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self.outputs = run(*inputs)
+
+    def launch(self) -> None:
+        """Launch the graph on the current stream."""
+        self._graph.replay()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait, on the GPU, for the call before, which may be on another stream."""
+        with torch.cuda.device(self._place):
+            stream = torch.cuda.current_stream()
+            if self._done is not None:
+                stream.wait_event(self._done)
+            yield
+            self._done = stream.record_event()
+
+
+_RUNS = 3
+"""Runs before a recording, as https://docs.pytorch.org/docs/stable/notes/cuda.html."""
+
+
+def recorded(run: Run, graph: Graph, tensors: Sequence[Tensor]) -> Run:
+    """Record a replay for inputs like these, as a function of arguments anywhere.
+
+    `Unrepeatable` if a recording would not repeat something, or the device fails.
+    """
+    inputs = [*tensors, *graph.closed]
+    check_recordable(graph.module, inputs, OnCuda.device)
+    try:
+        with torch.no_grad(), no_autocast(inputs[0].device):
+            own = [memory_of(each).clone() for each in inputs]
+            recording: Recording = OnCuda(
+                run,
+                [
+                    memory.as_strided(each.shape, each.stride())
+                    for memory, each in zip(own, inputs, strict=True)
+                ],
+            )
+    except RuntimeError as error:
+        line = str(error).strip().partition("\n")[0]
+        raise Unrepeatable(f"recording it fails: {line}") from error
+    into, out, lock = _by_kind(own), _by_kind(recording.outputs), threading.Lock()
+
+    def launched(*inputs: Tensor) -> Sequence[Tensor]:
+        with lock, recording.turn():
+            _copy(into, own, [*map(memory_of, inputs)])
+            recording.launch()
+            results = [*map(torch.empty_like, recording.outputs)]
+            _copy(out, results, recording.outputs)
+        return results
+
+    return launched
+
+
+def _by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Number tensors in groups of a device and dtype, which one launch copies."""
+    groups: dict[Any, list[int]] = {}
+    for number, each in enumerate(tensors):
+        groups.setdefault((each.device, each.dtype), []).append(number)
+    return [*groups.values()]
+
+
+def _copy(
+    groups: list[list[int]], into: Sequence[Tensor], tensors: Sequence[Tensor]
+) -> None:
+    for numbers in groups:
+        copy_all_([into[n] for n in numbers], [tensors[n] for n in numbers])
+
+
+def check_recordable(
+    module: fx.GraphModule, inputs: Sequence[Tensor], device: str
+) -> None:
+    """Refuse graphs of which a recording would repeat a part alone.
+
+    Ops of the CPU would run once. That is right if they always compute the same, as of
+    numbers that the function writes out.
+    """
+    places = {each.device for each in inputs}
+    if {each.type for each in places} != {device} or len(places) > 1:
+        where = sorted(map(str, places)) or "none"
+        raise Unrepeatable(
+            f"recordings are of tensors that all are on one {device} device, and its "
+            f"tensors are on {where}"
+        )
+    if any(each.is_conj() or each.is_neg() for each in inputs):
+        raise Unrepeatable("an argument is a conjugate or negative view")
+    fixed: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if node.op == "get_attr" or (
+            node.op == "call_function"
+            and fixed.issuperset(node.all_input_nodes)
+            and not is_random(node.target)
+        ):
+            fixed.add(node)
+        value = node.meta.get("val")
+        here = not isinstance(value, Tensor) or value.device in places
+        if not here and node not in fixed and node.op != "placeholder":
+            raise Unrepeatable(f"{node.target} computes on {value.device}")
+    if any(node.op == "placeholder" for node in written_to(module.graph)):
+        raise Unrepeatable("it writes into an argument")
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """Return all numbers from the first of a tensor to its last, as they lie.
+
+    A number that several entries share is there once.
+    """
+    axes = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in axes)
+    extent = 1 + last if tensor.numel() else 0
+    return tensor.detach().as_strided((extent,), (1,))

@@ -1,11 +1,17 @@
-"""A function of tensors, run once and kept as a graph of the ops that it called."""
+"""A function of tensors as a graph of the ops that it called, and its replay.
 
+The replay is plain Python, without ops that take time and compute nothing.
+"""
+
+import operator
 import random
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,11 +20,20 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from vgrad import conditions, tree
-from vgrad.compiled.closures import Closed
-from vgrad.compiled.kinds import SYSTEM_PLACES
+from vgrad.compiled.closures import SYSTEM_PLACES, Closed
+from vgrad.compiled.guards import Guards
 from vgrad.conditions import Unrepeatable
 from vgrad.torch_private import modes, tracing
-from vgrad.torch_private.tensors import with_attributes
+from vgrad.torch_private.kernels import unsafe_view
+from vgrad.torch_private.tensors import (
+    OPS,
+    makes_memory,
+    shared,
+    with_attributes,
+    written,
+)
+
+_aten = torch.ops.aten
 
 
 class Graph(NamedTuple):
@@ -26,8 +41,8 @@ class Graph(NamedTuple):
 
     module: fx.GraphModule
     template: Any  # the result, with an empty tensor for each of its tensors
-    closed: list[Tensor]  # what the function closes over, further inputs
-    guards: Any  # what must not have changed
+    closed: list[Tensor]  # tensors of the closure, further inputs
+    guards: Guards  # values that must not have changed
     functions: list[Any]  # among arguments; no other gets the id of one kept here
     nodes: int
     largest: int  # how many numbers the largest tensor has
@@ -35,18 +50,16 @@ class Graph(NamedTuple):
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
         """Put the outputs where the function has them."""
-        given = iter(outputs)
-        return tree.map_tensors(lambda _: next(given), self.template)
+        values = iter(outputs)
+        return tree.map_tensors(lambda _: next(values), self.template)
 
 
 def captured(function: Callable, arguments: tuple) -> Graph:
     """Run a function, and keep its ops and the values that it closes over.
 
-    The last output of the graph says whether one of the conditions holds that were
-    taken not to: then its other outputs are not to be used.
-
-    Raises:
-        Unrepeatable: the function does what a graph cannot repeat.
+    The last output of the graph is a flag: whether one of the conditions holds that
+    were taken not to. Then its other outputs are not to be used. `Unrepeatable` is
+    raised if the function does something that a graph cannot repeat.
     """
     leaves, spec = tree.tree_flatten(arguments)
     places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -61,7 +74,7 @@ def captured(function: Callable, arguments: tuple) -> Graph:
         own = list(leaves)
         for place, tensor in zip(places, tensors, strict=True):
             own[place] = tensor
-        # Backward passes run here, and not in a GPU's thread, which nobody watches.
+        # Backward passes run here, and not in a GPU's thread, which has no profiler.
         alone = torch.autograd.set_multithreading_enabled(False)
         around = torch.no_grad(), alone, _NoValues(), closed.watched()
         with ExitStack() as stack, conditions.collect_checks() as found:
@@ -72,39 +85,37 @@ def captured(function: Callable, arguments: tuple) -> Graph:
         flag = torch.stack(found).any() if found else torch.tensor(False)
         return [*tree.tensors(result), flag]
 
-    drawn = random.getstate(), str(np.random.get_state())
-    module = _traced(run, _others(tensors))
-    if drawn != (random.getstate(), str(np.random.get_state())):
+    before = random.getstate(), str(np.random.get_state())
+    module = _traced(run, _stand_ins(tensors))
+    if before != (random.getstate(), str(np.random.get_state())):
         raise Unrepeatable("it draws random numbers from Python or numpy")
     constants = _lifted(module, closed)
-    _check(module)
+    _check_shapes(module)
     module.graph.eliminate_dead_code()
     module.recompile()
     ops = [node.target for node in module.graph.nodes if node.op == "call_function"]
     values = [node.meta.get("val") for node in module.graph.nodes]
-    sizes = [each.numel() for each in values if isinstance(each, Tensor)]
-    draws = any(torch.Tag.nondeterministic_seeded in _tags(op) for op in ops)
     return Graph(
         module,
         kept["template"],
         constants,
         closed.guards,
         functions,
-        len(ops),
-        max(sizes),
-        draws,
+        nodes=len(ops),
+        largest=max(each.numel() for each in values if isinstance(each, Tensor)),
+        draws=any(map(is_random, ops)),
     )
 
 
 def _traced(run: Callable, tensors: list[Tensor]) -> fx.GraphModule:
-    """Trace a function, and say which line of the user's stopped it."""
+    """Trace a function; an error has the line of the user's code that stopped it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # eager mode has given them
             return tracing.traced(run, *tensors)
     except Exception as error:
         lines = traceback.extract_tb(error.__traceback__)
-        own = [each for each in lines if each.line and not _is_library(each.filename)]
+        own = [x for x in lines if x.line and not x.filename.startswith(SYSTEM_PLACES)]
         where = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
         text = str(error).partition("\n")[0]
         if not isinstance(error, Unrepeatable):
@@ -112,19 +123,19 @@ def _traced(run: Callable, tensors: list[Tensor]) -> fx.GraphModule:
         raise Unrepeatable(f"{text} {where}".rstrip()) from error
 
 
-def _others(tensors: list[Tensor]) -> list[Tensor]:
+def _stand_ins(tensors: list[Tensor]) -> list[Tensor]:
     """Return other objects for tensors, one that is there twice stays one.
 
     The function may close over an argument, as a loss does that pulls parameters to
-    those it was first called with: that one must not become the graph's argument.
+    the first ones: that one must not become the graph's argument.
     """
-    found: dict[int, Tensor] = {}
+    stand_ins: dict[int, Tensor] = {}
     for each in tensors:
         other = each.detach().requires_grad_(each.requires_grad)
         if isinstance(each, nn.Parameter):
             other = nn.Parameter(other, requires_grad=each.requires_grad)
-        found[id(each)] = with_attributes(other, each)
-    return [found[id(each)] for each in tensors]
+        stand_ins[id(each)] = with_attributes(other, each)
+    return [stand_ins[id(each)] for each in tensors]
 
 
 class _NoValues(TorchFunctionMode):
@@ -146,9 +157,9 @@ _READS |= {"data_ptr"}
 def _lifted(module: fx.GraphModule, closed: Closed) -> list[Tensor]:
     """Make inputs of the tensors that the function closes over.
 
-    Those that it makes of plain numbers are constants.
+    Tensors made of plain numbers are constants.
     """
-    found: list[Tensor] = []
+    lifted: list[Tensor] = []
     graph = module.graph
     last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
     inputs: dict[int, fx.Node] = {}
@@ -165,46 +176,222 @@ def _lifted(module: fx.GraphModule, closed: Closed) -> list[Tensor]:
             )
         if id(value) not in inputs:
             with graph.inserting_after(last[0]) if last else graph.inserting_before():
-                inputs[id(value)] = graph.placeholder(f"closed_{len(found)}")
+                inputs[id(value)] = graph.placeholder(f"closed_{len(lifted)}")
             last = [inputs[id(value)]]
             last[0].meta["val"] = torch.empty_strided(  # as of all traced nodes
                 value.shape, value.stride(), dtype=value.dtype, device="meta"
             )
-            found.append(value)
+            lifted.append(value)
         node.replace_all_uses_with(inputs[id(value)])
         graph.erase_node(node)
-    return found
+    return lifted
 
 
-_LITERAL = (
-    torch.ops.aten.lift_fresh.default,
-    torch.ops.aten.lift_fresh_copy.default,
-)
-"""What torch calls on tensors that are made of numbers of Python."""
+_LITERAL = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
+"""The ops that torch calls on tensors that are made of numbers of Python."""
 
 
-def _check(module: fx.GraphModule) -> None:
+def _check_shapes(module: fx.GraphModule) -> None:
     """Refuse ops whose results have shapes that depend on values."""
     depends = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
     for node in module.graph.nodes:
         if node.op == "call_function" and depends & _tags(node.target):
-            if node.target is torch.ops.aten.index.Tensor and not _by_mask(node):
+            if node.target is _aten.index.Tensor and not _by_mask(node):
                 continue
             raise Unrepeatable(
-                f"the shape of what {node.target} returns depends on values"
+                f"the shape of a result of {node.target} depends on values"
             )
 
 
 def _by_mask(node: fx.Node) -> bool:
-    """Tell whether a mask says which entries are taken, and not their numbers."""
+    """Return whether a mask selects entries, and not their numbers."""
     indices: Any = node.args[1]
     masks = (torch.bool, torch.uint8)
     return any(each is not None and each.meta["val"].dtype in masks for each in indices)
+
+
+def is_random(op: Any) -> bool:
+    """Return whether an op draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in _tags(op)
 
 
 def _tags(op: Any) -> set[torch.Tag]:
     return set(getattr(op, "tags", ()))
 
 
-def _is_library(file: str) -> bool:
-    return file.startswith(SYSTEM_PLACES)
+# The replay.
+
+
+_SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
+"""Ops that return their argument."""
+
+_VIEWS = {
+    *(_aten.view.default, _aten.unsqueeze.default, _aten.squeeze.dim),
+    *(_aten.squeeze.default, _aten.squeeze.dims, _aten.permute.default),
+    *(_aten.t.default, _aten.transpose.int, _aten.expand.default),
+    *(_aten.slice.Tensor, _aten.select.int, unsafe_view.default),
+}
+"""Ops that return the memory of their argument, in another shape."""
+
+_SEVERAL = {_aten.split.Tensor, _aten.unbind.int}
+"""Ops that return several such tensors, one after the other along an axis."""
+
+_NUMBER = _aten.scalar_tensor.default
+"""The op that makes a number a tensor."""
+
+
+class _Place(NamedTuple):
+    """The layout of a tensor in memory."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def replayed(module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
+    """Return a function that calls the ops of a graph, one by one."""
+    graph = fx.Graph()
+    output = graph.graph_copy(module.graph, {})
+    graph.output(output)
+    own = fx.GraphModule(module, graph)
+    _simplify(own)
+    return _as_function(own)
+
+
+def _simplify(module: fx.GraphModule) -> None:
+    """Take out ops that compute nothing; the numbers stay, bit by bit.
+
+    A chain of views becomes one, of the tensor that has the memory. Numbers are made
+    once, unless callers get them, who may write into them.
+    """
+    graph = module.graph
+    results = {*graph.output_node().all_input_nodes}
+    changed = written_to(graph) | _in_memory_of([*results])
+    views: dict[Any, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        (source, start), place = _base(node), _place(node)
+        if node in results and source.op == "placeholder":
+            continue  # an argument may require grad where a view of it does not
+        if node.target in _SAME:
+            node.replace_all_uses_with(node.args[0])
+        elif node.target is _NUMBER and node not in changed:
+            name = f"_number_{node.name}"
+            module.register_buffer(name, node.target(*node.args, **node.kwargs))
+            node.op, node.target, node.args, node.kwargs = "get_attr", name, (), {}
+        elif source is not node and place is not None:
+            if start == 0 and place == _place(source):
+                node.replace_all_uses_with(source)
+                continue
+            # An input may begin anywhere in its memory.
+            several: Any = source
+            if source.target is operator.getitem:
+                several = source.args[0]
+            if makes_memory(several.target):
+                node.target = _aten.as_strided.default
+                node.args, node.kwargs = (source, *map(list, place), start), {}
+            key = (node.target, repr(node.args), repr(node.kwargs))
+            if key in views:
+                node.replace_all_uses_with(views[key])
+            views.setdefault(key, node)
+    graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _as_function(module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
+    """Return a graph as a function of Python that calls the kernels directly.
+
+    The code that torch makes looks up each op by four names and calls it by way of two
+    functions, which takes as long as a small kernel.
+    """
+    code = module.graph.python_code(root_module="self")
+    names = dict(code.globals)
+    ops: dict[str, str] = {}
+
+    def local(match: re.Match) -> str:
+        path = match.group(1)
+        if path not in ops:
+            ops[path] = f"_op_{len(ops)}"
+            op = operator.attrgetter(path)(torch.ops)
+            names[ops[path]] = getattr(op, "_op", op)
+        return ops[path]
+
+    source = re.sub(r"\btorch\.ops\.([\w.]+)(?=\()", local, code.src)
+    exec(compile(source, "<graph>", "exec"), names)
+    return partial(names["forward"], module)
+
+
+def written_to(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes whose memory an op writes to, and the nodes that lie in it."""
+    return _in_memory_of(
+        [
+            _argument(node, *place[:2])
+            for node in graph.nodes
+            if isinstance(node.target, OPS)
+            for place in written(node.target)
+        ]
+    )
+
+
+def _in_memory_of(left: list[Any]) -> set[fx.Node]:
+    """Return nodes, also in lists, and the nodes in whose memory they may lie."""
+    nodes: set[fx.Node] = set()
+    while left:
+        node = left.pop()
+        if isinstance(node, list | tuple):
+            left += node
+        elif isinstance(node, fx.Node) and node not in nodes:
+            nodes.add(node)
+            if node.target in _VIEWS or not isinstance(node.target, OPS):
+                left += node.all_input_nodes
+            else:
+                left += [_argument(node, *place) for place in shared(node.target)]
+    return nodes
+
+
+def _argument(node: fx.Node, place: int, name: str) -> Any:
+    return node.args[place] if place < len(node.args) else node.kwargs.get(name)
+
+
+def _base(node: fx.Node) -> tuple[fx.Node, int]:
+    """Return the node that a chain of views is of, and their first number in it."""
+    start = 0
+    while True:
+        several: Any = node.args[0] if node.args else None
+        if node.target is operator.getitem and several.target in _SEVERAL:
+            source = several.args[0]
+        elif node.target in _VIEWS | _SAME:
+            source = several
+        else:
+            return node, start
+        place = _place(source)
+        if place is None:
+            return node, start
+        start += _skipped(node, place)
+        node = source
+
+
+def _skipped(node: fx.Node, place: _Place) -> int:
+    """Return how many numbers a view leaves out in front, of a tensor there."""
+    if node.target is operator.getitem:
+        several: Any = node.args[0]
+        _, *rest = several.args
+        width = rest.pop(0) if several.target is _aten.split.Tensor else 1
+        number: Any = node.args[1]
+        return number * width * place.stride[rest[0] if rest else 0]
+    if node.target not in (_aten.slice.Tensor, _aten.select.int):
+        return 0
+    arguments: list[Any] = [*node.args[1:3], 0, 0]
+    axis, first = arguments[:2]
+    size = place.size[axis]
+    first = 0 if first is None else first
+    first = first + size if first < 0 else first
+    return min(max(first, 0), size) * place.stride[axis]
+
+
+def _place(node: fx.Node) -> _Place | None:
+    """Return the shape and strides of the result of a node."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.is_conj() or value.is_neg():
+        return None
+    return _Place(tuple(value.shape), value.stride())

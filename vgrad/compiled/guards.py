@@ -1,7 +1,7 @@
 """Values as they were when a graph was captured, compared at every call.
 
 A comparison takes tens of nanoseconds for each value: all of them are read by code in C
-and compared by identity. Only what is another object is looked at in Python.
+and compared by identity. Python only compares values that are other objects.
 """
 
 import operator
@@ -27,23 +27,18 @@ _SIZED = (dict, OrderedDict, list, set, deque)
 
 
 class Guards:
-    """Values as they were, wherever a function could reach them."""
+    """All values that a function can reach, as they were."""
 
     def __init__(self) -> None:
         self._empty: list[Holder] = []
         self._sized: list[Holder] = []
         self._sizes: list[int] = []
         self._named: list[Iterable] = []
-        self._held_names: list[str] = []
+        self._names: list[str] = []
         self._views: list[Iterable] = []
         self._items: list[Any] = []
-        self._dicts: list[dict] = []
-        self._keys: list[str] = []
-        self._entries: list[Any] = []
-        self._noted: set[tuple[int, str]] = set()
-        self._owners: list[Any] = []
-        self._names: list[str] = []
-        self._attributes: list[Any] = []
+        self._entries = _Lookups(dict.get)
+        self._attributes = _Lookups(getattr)
         self._cells: list[types.CellType] = []
         self._contents: list[Any] = []
         self._tensors: list[Tensor] = []
@@ -57,14 +52,14 @@ class Guards:
         self._registrations: Any = None
 
     def hold(self, arguments: Sequence[Tensor] = ()) -> bool:
-        """Tell whether everything still is what it was, for a call of these."""
+        """Return whether all values are as they were, for a call of these tensors."""
         return (
             not any(self._empty)
             and [*map(len, self._sized)] == self._sizes
-            and [*chain.from_iterable(self._named)] == self._held_names
+            and [*chain.from_iterable(self._named)] == self._names
             and _unchanged([*chain.from_iterable(self._views)], self._items)
-            and _unchanged([*map(dict.get, *self._places())], self._entries)
-            and _unchanged([*map(getattr, *self._slots())], self._attributes)
+            and self._entries.hold()
+            and self._attributes.hold()
             and _unchanged(contents(self._cells), self._contents)
             and self._tensors_hold()
             and [*map(_copy, self._arrays)] == self._copies
@@ -73,35 +68,29 @@ class Guards:
         )
 
     def _arguments_hold(self, arguments: Sequence[Tensor]) -> bool:
-        """Tell whether arguments are closed over as they were, or not at all.
+        """Return whether arguments are closed over as they were, or not at all.
 
-        A graph is traced with others, so that it holds for those.
+        A graph is traced with other tensors in their place, so that it is right then.
         """
-        found = self._closed_over(arguments)
-        return not any(found) or found == self._shared
+        shared = self._closed_over(arguments)
+        return not any(shared) or shared == self._shared
 
     def _tensors_hold(self) -> bool:
-        """Compare tensors once by what is known of them, and then in one go."""
+        """Compare the descriptions of tensors the first time, and then in one go."""
         if self._alike is None or not torch.is_grad_enabled():
             if [*map(description, self._tensors)] != self._described:
                 return False
-            if all(each.layout is torch.strided for each in self._tensors):
+            if all(tensor.layout is torch.strided for tensor in self._tensors):
                 self._alike = like(self._tensors)
             return True
         return self._alike(*self._tensors)
 
-    def _places(self) -> tuple[Iterable, ...]:
-        return self._dicts, self._keys, repeat(_GONE)
-
-    def _slots(self) -> tuple[Iterable, ...]:
-        return self._owners, self._names, repeat(_GONE)
-
     def written(self) -> bool:
-        """Tell whether a tensor has been written to since it was noted."""
+        """Return whether a tensor has been written to since it was noted."""
         return [*map(_version, self._tensors)] != self._versions
 
     def note(self, holder: Holder) -> None:
-        """Note all that a container holds, and in which order."""
+        """Note the entries of a container, and their order."""
         if not holder and type(holder) in _SIZED:
             self._empty.append(holder)
             return
@@ -111,42 +100,30 @@ class Guards:
             views.append(holder.values())
             if all(type(name) is str for name in holder):  # so equal ones are the same
                 self._named.append(views.pop(0))
-                self._held_names += holder
+                self._names += holder
         for view in views:
             self._views.append(view)
             self._items += view
 
     def note_size(self, holder: Holder) -> None:
-        """Note how many entries a container has."""
+        """Note the number of entries of a container."""
         self._sized.append(holder)
         self._sizes.append(len(holder))
 
     def note_entries(self, holder: dict[str, Any], names: Collection[str]) -> None:
         """Note some entries of a dictionary, or that there are none of these names."""
-        names = self._new(holder, names)
-        self._dicts += [holder] * len(names)
-        self._keys += names
-        self._entries += [holder.get(name, _GONE) for name in names]
+        self._entries.note(holder, names)
 
     def note_attributes(self, owner: Any, *names: str) -> None:
         """Note some attributes, or that there are none of these names."""
-        new = self._new(owner, names)
-        self._owners += [owner] * len(new)
-        self._names += new
-        self._attributes += [getattr(owner, name, _GONE) for name in new]
-
-    def _new(self, owner: Any, names: Collection[str]) -> list[str]:
-        """Return the names under which nothing of an object was noted before."""
-        new = [name for name in names if (id(owner), name) not in self._noted]
-        self._noted.update((id(owner), name) for name in new)
-        return new
+        self._attributes.note(owner, names)
 
     def note_registrations(self) -> None:
         """Note which classes are registered with abstract ones, all over Python."""
         self._registrations = self._registrations or get_cache_token()
 
     def note_cells(self, cells: Collection[types.CellType]) -> None:
-        """Note what a closure holds."""
+        """Note the contents of a closure."""
         self._cells += cells
         self._contents += contents(cells)
 
@@ -159,7 +136,10 @@ class Guards:
         self._versions.append(_version(tensor))
 
     def note_arguments(self, arguments: Sequence[Tensor]) -> None:
-        """Note which arguments are closed over, too: a function may ask that."""
+        """Note which arguments are closed over too, as their identity can be compared.
+
+        The function may take another branch where one is the tensor of its closure.
+        """
         self._shared = self._closed_over(arguments)
 
     def _closed_over(self, arguments: Sequence[Tensor]) -> list[int | None]:
@@ -168,11 +148,7 @@ class Guards:
         return [id(each) if id(each) in self._ids else None for each in arguments]
 
     def note_array(self, array: np.ndarray) -> None:
-        """Note the values of an array of numpy.
-
-        Raises:
-            Unrepeatable: there are too many to compare them at every call.
-        """
+        """Note the values of an array of numpy; large ones raise `Unrepeatable`."""
         if array.nbytes > _MOST_BYTES or array.dtype.hasobject:
             raise Unrepeatable(
                 f"it closes over an array of numpy with {array.nbytes} bytes, which "
@@ -182,8 +158,31 @@ class Guards:
         self._copies.append(_copy(array))
 
 
+class _Lookups:
+    """Values by name, of dictionaries or of other objects; each is noted once."""
+
+    def __init__(self, read: Callable[[Any, str, Any], Any]) -> None:
+        self._read = read
+        self._owners: list[Any] = []
+        self._names: list[str] = []
+        self._values: list[Any] = []
+        self._noted: set[tuple[int, str]] = set()
+
+    def note(self, owner: Any, names: Collection[str]) -> None:
+        for name in names:
+            if (id(owner), name) not in self._noted:
+                self._noted.add((id(owner), name))
+                self._owners.append(owner)
+                self._names.append(name)
+                self._values.append(self._read(owner, name, _GONE))
+
+    def hold(self) -> bool:
+        places = self._owners, self._names, repeat(_GONE)
+        return _unchanged([*map(self._read, *places)], self._values)
+
+
 def description(tensor: Tensor) -> tuple:
-    """Return all that ops ask of a tensor but its values."""
+    """Return all that the choice of kernels depends on."""
     return (
         tensor.shape,
         tensor.stride() if tensor.layout is torch.strided else tensor.layout,
@@ -196,7 +195,7 @@ def description(tensor: Tensor) -> tuple:
 
 
 def is_plain(value: Any) -> bool:
-    """Tell whether a value cannot change, and can be compared."""
+    """Return whether a value cannot change, and can be compared."""
     if type(value) is tuple:
         return all(map(is_plain, value))
     return type(value) in _PLAIN or isinstance(value, np.number | np.bool_)
@@ -209,26 +208,26 @@ _PLAIN = {
 }
 
 _GONE = ...
-"""Stands for a value that is not there, and is as plain as others."""
+"""The value of a name that is not there; it is as plain as others."""
 
 _MOST_BYTES = 2**14
 """Of an array whose values are compared, which takes about a microsecond."""
 
 
-def _unchanged(found: list, values: list) -> bool:
-    """Tell whether these are the same objects, or equal where that is enough."""
-    return all(map(operator.is_, found, values)) or all(map(_same, found, values))
+def _unchanged(values: list, noted: list) -> bool:
+    """Return whether these are the same objects, or equal where that is enough."""
+    return all(map(operator.is_, values, noted)) or all(map(_same, values, noted))
 
 
-def _same(found: Any, value: Any) -> bool:
-    if found is value:
+def _same(value: Any, noted: Any) -> bool:
+    if value is noted:
         return True
     # Numbers that are equal may differ: 0.0 and -0.0, 1 and True.
-    return type(found) is type(value) and is_plain(found) and repr(found) == repr(value)
+    return type(value) is type(noted) and is_plain(value) and repr(value) == repr(noted)
 
 
 def contents(cells: Collection[types.CellType]) -> list:
-    """Return what a closure holds."""
+    """Return the contents of a closure."""
     try:
         return [*map(_CONTENTS, cells)]
     except ValueError:  # one of them is not bound

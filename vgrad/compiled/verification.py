@@ -1,4 +1,4 @@
-"""How the first result of a graph is compared with that of eager mode."""
+"""The comparison of the first result of a graph with eager mode."""
 
 import math
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vgrad import tree
-from vgrad.compiled.recording import memory_of
+from vgrad.compiled.backends import memory_of
 from vgrad.conditions import Unrepeatable
 from vgrad.tree import double
 
@@ -25,15 +25,11 @@ _SEEN = 1e-4
 """An error, against the largest number of a tensor, that has to be seen."""
 
 
-def same_bits(found: Any, expected: Any) -> None:
-    """Refuse a replay that is not equal to eager mode; None is one in doubt.
-
-    Raises:
-        Unrepeatable: a number differs.
-    """
-    if found is None:
+def same_bits(result: Any, expected: Any) -> None:
+    """Refuse a replay that is not equal to eager mode; None is one in doubt."""
+    if result is None:
         raise Unrepeatable("its replay doubts samples that eager mode does not")
-    pairs = zip(tree.tensors(found), tree.tensors(expected), strict=True)
+    pairs = zip(tree.tensors(result), tree.tensors(expected), strict=True)
     for one, other in pairs:
         numbers = (
             x.nan_to_num(posinf=torch.inf, neginf=-torch.inf) for x in (one, other)
@@ -45,21 +41,17 @@ def same_bits(found: Any, expected: Any) -> None:
 def close(
     compiled: Callable, eager: Callable, arguments: tuple, *, draws: bool
 ) -> None:
-    """Refuse compiled code whose error is many times that of eager mode.
+    """Refuse compiled code whose error is many times the error of eager mode.
 
     Both are compared with the function in float64. With random numbers, which are
     others in float64, they are compared with each other.
 
-    Where a slope jumps, as that of ReLU does at zero, rounding decides on which side a
+    Where a slope jumps, as of ReLU at zero, rounding decides on which side a
     number falls. Compiled code and eager mode may fall on different sides: both are
     right then, and one is thousands of times farther from float64 than the other. Of
     the millions of activations of a batch, one often is that close to zero. At another
     point close by it is another one, or none, but wrong code is wrong there too. So
     the smallest errors of each tensor count, at as many points as are needed.
-
-    Raises:
-        Unrepeatable: a number is too far off, compiled code fails, or the function does
-            not run in float64.
     """
     smallest: list[tuple[float, ...]] = []
     for number in range(_POINTS):
@@ -92,14 +84,15 @@ def close(
 
 
 def _errors(
-    found: Any, expected: Any, exact: Any, arguments: Any, draws: bool
+    result: Any, expected: Any, exact: Any, arguments: Any, draws: bool
 ) -> list[tuple[float, ...]]:
-    """Return the largest error of each tensor, what is allowed, and its size."""
-    rounding = _rounding((expected, arguments))
-    result = []
-    parts = map(tree.tensors, (found, expected, exact))
-    for one, other, right in zip(*parts, strict=True):
-        if not one.is_floating_point() and not one.is_complex():
+    """Return the largest error of each tensor, the error allowed, and its size."""
+    real = filter(_is_rounded, tree.tensors((expected, arguments)))
+    rounding = max((torch.finfo(each.dtype).eps for each in real), default=0.0)
+    errors = []
+    tensors = map(tree.tensors, (result, expected, exact))
+    for one, other, right in zip(*tensors, strict=True):
+        if not _is_rounded(one):
             same_bits(one, other)
             continue
         finite = other.isfinite()
@@ -108,28 +101,26 @@ def _errors(
         three = (one, other, right)
         one, other, right = (double(each.detach())[finite] for each in three)
         if not one.numel():
-            result.append((0.0, 0.0, 0.0))
+            errors.append((0.0, 0.0, 0.0))
             continue
         size = right.abs().amax()
         allowed = _WORSE * ((other - right).abs().amax() + rounding * size)
         if draws:
             allowed = allowed + _APART * size
         error = (one - right).abs().amax().nan_to_num(torch.inf)
-        result.append((float(error), float(allowed), float(size)))
-    return result
+        errors.append((float(error), float(allowed), float(size)))
+    return errors
 
 
 def _moved(arguments: tuple, number: int) -> tuple:
-    """Make all numbers a little smaller, by random parts.
+    """Make all numbers a little smaller, by random parts; zeros stay zeros.
 
-    Those that are zero stay it, and those in [0, 1] stay there.
+    Numbers in [0, 1] stay there.
     """
     generator = torch.Generator().manual_seed(number)
 
     def move(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point() and not tensor.is_complex():
-            return tensor
-        if not tensor.numel():
+        if not _is_rounded(tensor) or not tensor.numel():
             return tensor
         memory = memory_of(tensor)
         part = torch.rand(len(memory), generator=generator).to(tensor.device)
@@ -140,25 +131,23 @@ def _moved(arguments: tuple, number: int) -> tuple:
     return tree.map_once(move, arguments)
 
 
-def _rounding(tensors: Any) -> float:
-    """Return the spacing of the least precise numbers in a tree."""
-    real = [x for x in tree.tensors(tensors) if x.is_floating_point() or x.is_complex()]
-    return max((torch.finfo(each.dtype).eps for each in real), default=0.0)
-
-
 def _exact(function: Callable, arguments: tuple) -> Any:
-    def widened(value: Tensor) -> Tensor:
-        real = value.is_floating_point() or value.is_complex()
-        return double(value) if real else value
-
     try:
         with torch.no_grad():
-            return function(*tree.map_once(widened, arguments))
+            widened = tree.map_once(
+                lambda x: double(x) if _is_rounded(x) else x, arguments
+            )
+            return function(*widened)
     except Exception as error:
         raise Unrepeatable(
             f"it does not run in float64, with which compiled code is compared "
             f"({_first_line(error)}). Pass verify=False to do without"
         ) from error
+
+
+def _is_rounded(tensor: Tensor) -> bool:
+    """Return whether the numbers of a tensor are rounded, real or complex."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _first_line(error: Exception) -> str:

@@ -4,27 +4,26 @@ The result does not depend on how many ranks there are.
 
 * `data_parallel`: make a transform or a step one of all ranks
 * `local_batches`: cut each batch of a sampler among the ranks
-* `LocalBatches`: what that returns
+* `LocalBatches`: a rank's part of each batch
 * `member_parallel`: make a function of an ensemble one of ranks with members each
-* `own_members`, `all_members`: this rank's members of a tree, and the way back
+* `shard_members`, `gather_members`: this rank's members of a tree, and the inverse
 * `member_range`: the numbers of this rank's members
-* `shard`, `gather`: keep this rank's part of each tensor, and the way back
+* `shard`, `gather`: keep this rank's part of each tensor, and the inverse
 * `replicated`: a tree as the first rank has it
-* `alone`: a mesh of this process alone
+* `single_process_mesh`: a mesh of this process alone
 * `RankError`: another rank has failed, or ranks are at different places
 """
 
 from typing import TYPE_CHECKING
 
-from vgrad.distributed.alone import alone
-from vgrad.distributed.data_parallel import data_parallel, replicated
 from vgrad.distributed.loading import LocalBatches, local_batches
 from vgrad.distributed.member_parallel import (
-    all_members,
+    gather_members,
     member_parallel,
     member_range,
-    own_members,
+    shard_members,
 )
+from vgrad.distributed.parallel import data_parallel, replicated, single_process_mesh
 from vgrad.distributed.sharding import gather, shard
 from vgrad.ranks import RankError
 from vgrad.ranks import Ranks as Ranks
@@ -33,16 +32,16 @@ from vgrad.renamed import raising
 __all__ = [
     "LocalBatches",
     "RankError",
-    "all_members",
-    "alone",
     "data_parallel",
     "gather",
+    "gather_members",
     "local_batches",
     "member_parallel",
     "member_range",
-    "own_members",
     "replicated",
     "shard",
+    "shard_members",
+    "single_process_mesh",
 ]
 
 if not TYPE_CHECKING:  # which sees no other names

@@ -31,16 +31,15 @@ def local_batches(
     Pass the result as `DataLoader(dataset, batch_sampler=..., collate_fn=...)` with
     `collate(dataset)` for Poisson batches, of which a part may be empty. All ranks need
     the same sampler, `plan.sampler(state)` of the same state: they draw the same
-    logical batch without asking each other, and every rank takes as many steps. The
-    parts follow each other in the order of ranks and differ by one sample at most.
+    logical batch without communication, and every rank takes as many steps. The parts
+    follow each other in the order of ranks and differ by one sample at most.
 
     Where the data set is cut among ranks, `own` is the range of indices that this rank
-    has: its part is what the batch has of them, many or none, and is counted from the
-    start of the range.
+    has: its part of a batch is the indices in this range, many or none, counted from
+    its start.
 
     Raises:
-        TypeError, ValueError: as `data_parallel`, or `own` is no range of step one, or
-            the ranges overlap or leave gaps.
+        ValueError: `own` is no range of step one, or the ranges overlap or leave gaps.
         RankError: the samplers differ.
 
     Example:
@@ -56,9 +55,9 @@ def local_batches(
                 f"local_batches(own={checks.shown(own)}): expected the range of "
                 f"indices that this rank has, such as range(0, 1000)."
             )
-    held = None if own is None else [own.start, own.stop]
+    ends = None if own is None else [own.start, own.stop]
     same = {"batches": len(sampler), "draws": getattr(sampler, "digest", None)}
-    notes = ranks.check_same("local_batches", {"own": held}, **same)
+    notes = ranks.check_same("local_batches", {"own": ends}, **same)
     _check_ranges([note["own"] for note in notes], sampler)
     return LocalBatches(sampler, ranks.rank, ranks.size, own)
 
@@ -86,7 +85,7 @@ def _check_ranges(ranges: list[list[int] | None], sampler: BatchSampler) -> None
 
 
 class LocalBatches:
-    """What `local_batches` returns: this rank's part of every batch."""
+    """This rank's part of every batch, from `local_batches`."""
 
     def __init__(
         self, sampler: BatchSampler, rank: int, size: int, own: range | None

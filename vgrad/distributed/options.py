@@ -1,15 +1,15 @@
 """Options that ranks must have in common, and the plain values of their losses.
 
-A sum over ranks that clip by other bounds, or run other losses, is none. Compared are
-numbers, text and booleans: the options of a transform or a step, and all that its loss
-and its optimizer reach in closures, default arguments, constants and names of code,
-`functools.partial`, attributes of objects and modules, lists and dictionaries. Of the
-object of a bound method these are the attributes that its code names. Tensors, arrays,
-devices and generators may differ, as may `chunk_size`, `strategy` and the loss scale of
-a transform, on which results do not depend.
+A sum over ranks with other clipping bounds or other losses is meaningless. Numbers,
+text and booleans are compared: the options of a transform or a step, and everything
+that its loss and its optimizer reach in closures, default arguments, constants and
+names of code, `functools.partial`, attributes of objects and modules, lists and
+dictionaries; of a bound method's object the attributes that its code names. Tensors,
+arrays, devices and generators may differ, as may `chunk_size`, `strategy` and the loss
+scale of a transform, on which results do not depend.
 
 All of it is read once, where a function of all ranks is made. Values in the cells of a
-loss and in attributes of its own and of its criterion are read at every call as well: a
+loss and in attributes of the loss and its criterion are read at every call as well: a
 number, text or a boolean there may have changed.
 """
 
@@ -34,11 +34,11 @@ from vgrad.persample.engine import Transform
 _DEVICE = re.compile(r"(cpu|cuda|hpu|meta|mps|mtia|xla|xpu)(:\d+)?")
 
 _UNCOMPARED = (Tensor, np.ndarray, torch.Generator, torch.device, str)
-"""Values that may be others on each rank."""
+"""Values that may differ between ranks."""
 
-_REMEMBERING = ("vgrad.compiled", "vgrad.ensemble.", "vgrad.functional.model")
-_REMEMBERING += ("vgrad.lowering", "vgrad.persample.engine", "vgrad.torch_private")
-"""Where objects of this package remember calls, which are others on each rank."""
+_CACHING = ("vgrad.compiled", "vgrad.ensemble.", "vgrad.functional.model")
+_CACHING += ("vgrad.lowering", "vgrad.persample.engine", "vgrad.torch_private")
+"""Modules whose objects cache calls, which differ between ranks."""
 
 _LIBRARIES = {"torch", "numpy"} | sys.stdlib_module_names
 
@@ -73,7 +73,7 @@ class Options:
 
     def _now(self) -> dict[str, str]:
         """Return the plain values that closures and attributes of the loss hold."""
-        found = {}
+        texts = {}
         for path, holder, spelled in self._holders:
             if isinstance(holder, types.CellType):
                 values = [(path, each) for each in _content(holder)]
@@ -81,19 +81,19 @@ class Options:
                 values = [(f"{path}.{n}", x) for n, x in _attributes(holder, spelled)]
             for place, value in values:
                 if (text := _plain(value)) is not None:
-                    found[place] = text
-        return found
+                    texts[place] = text
+        return texts
 
     def _read(self, parts: Mapping[str, Any], *, live: bool) -> None:
         """Follow all parts; a bound method spells the attributes that count."""
-        left: list[tuple[str, Any, bool, Set[str] | None]]
-        left = [(path, value, live, None) for path, value in parts.items()]
-        while left:
-            path, value, live, spelled = left.pop()
+        stack: list[tuple[str, Any, bool, Set[str] | None]]
+        stack = [(path, value, live, None) for path, value in parts.items()]
+        while stack:
+            path, value, live, spelled = stack.pop()
             if (text := _plain(value)) is not None:
                 self._facts[path] = text
                 continue
-            # Of text, that is the name of a device.
+            # Text here is the name of a device.
             if id(value) in self._seen or isinstance(value, _UNCOMPARED):
                 continue
             self._seen[id(value)] = value
@@ -106,11 +106,11 @@ class Options:
                 if isinstance(value, types.MethodType):
                     names = _spelled(value.__func__)
                 if not isinstance(inner, types.CellType):
-                    left.append((place, inner, live, names))
+                    stack.append((place, inner, live, names))
                     continue
                 if live:
                     self._holders.append((place, inner, None))
-                left += [(place, each, live, names) for each in _content(inner)]
+                stack += [(place, each, live, names) for each in _content(inner)]
 
 
 def of_transform(transform: Transform) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _plain(value: Any) -> str | None:
 
 
 def _parts(value: Any, spelled: Set[str] | None) -> Iterator[tuple[str, Any]]:
-    """Yield what a value consists of, by name; of an object the attributes spelled."""
+    """Yield the parts of a value by name; of an object the attributes spelled."""
     if isinstance(value, functools.partial):
         yield "function", value.func
         yield from _numbered(value.args)
@@ -202,7 +202,7 @@ def _numbered(values: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(value: Any, spelled: Set[str] | None) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an object but those of every module."""
+    """Yield the attributes of an object, without the ones that every module has."""
     for name, each in vars(value).items():
         if (spelled is None or name in spelled) and (
             name not in _MODULE or name == "training"
@@ -238,8 +238,8 @@ def _is_object(value: Any) -> bool:
     if isinstance(value, nn.Module | types.SimpleNamespace):
         return True
     kind = type(value).__module__
-    remembers = kind.startswith(_REMEMBERING) and kind != "vgrad.ensemble.optimizer"
-    return hasattr(value, "__dict__") and not _is_library(kind) and not remembers
+    caches = kind.startswith(_CACHING) and kind != "vgrad.ensemble.optimizer"
+    return hasattr(value, "__dict__") and not _is_library(kind) and not caches
 
 
 def _name(value: Any) -> str:
@@ -255,7 +255,7 @@ def _name(value: Any) -> str:
 
 
 def _content(cell: types.CellType) -> list[Any]:
-    """Return what a cell holds, if anything."""
+    """Return the content of a cell in a list, empty for an empty cell."""
     try:
         return [cell.cell_contents]
     except ValueError:  # it is empty

@@ -1,38 +1,313 @@
-"""Per-sample transforms on batches whose samples are cut among ranks.
+"""Per-sample transforms and steps on batches whose samples are cut among ranks.
 
 W ranks, each with its own part of a batch, which may be empty. B samples altogether.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from vgrad import batches
-from vgrad.compiled import CompiledTransform
+from vgrad import batches, files, optim
+from vgrad.compiled import Captures, CompiledStep, CompiledTransform
 from vgrad.distributed.options import Options, of_transform
-from vgrad.distributed.sharded import sharded_call
-from vgrad.generators import RNG_LOCK, kept_random_state, sample_keys
+from vgrad.distributed.sharding import RankCall, sharded_call
+from vgrad.generators import RNG_LOCK, kept_random_state, sample_keys, torch_seed
 from vgrad.persample.engine import LOCAL, Call, Evaluation, Reducer, Transform, constant
 from vgrad.persample.grad import WeightedGradFn
+from vgrad.persample.gram import GramFn
+from vgrad.precision import all_finite
 from vgrad.precision.loss_scale import LossScale
-from vgrad.ranks import RankError, Ranks, Summing
+from vgrad.ranks import RankError, Ranks, Summing, layout
 from vgrad.torch_private import modes
-from vgrad.tree import map_tensors, wide
-from vgrad.typing import Params
+from vgrad.training.state import TrainState, check_state
+from vgrad.training.steps import OfBatch, OfSamples, PrivateStep, TrainStep
+from vgrad.tree import map_tensors, map_values, tensors, wide
+from vgrad.typing import Arguments, Found, Params, Same, T, Tree
+
+
+def data_parallel(
+    transform: Callable[Arguments, Found], mesh: DeviceMesh, *, data: str = "dp"
+) -> Same[Arguments, Found]:
+    """Make a transform or a step one of all ranks; the result is called as it is.
+
+    `transform` is the result of a per-sample transform (`clipped_grad(loss, ...)` and
+    the others but `per_sample_gram`), of `private_step` or `train_step`, or one of
+    these compiled by `vgrad.compile`. The ranks are along the axis `data` of the mesh.
+    Each calls the result with the same parameters, buffers or state, and with its own
+    part of a batch: `[B_r, ...]`, of any size or empty. All of them get the result of
+    one process for the parts put together in the order of ranks:
+
+    * sums over samples (clipped and weighted sums, moments, counts) are reduced once,
+      in float32 or wider, to the same bits on all ranks;
+    * lists of samples (gradients, norms, projections, losses, aux) are of the whole
+      batch, `[B, ...]`, B the sum of all `B_r`. Of `per_sample_grad` each rank gets B
+      gradients.
+
+    With `randomness="different"` the random numbers of a sample follow from a seed,
+    drawn by the first rank, and from the sample's place in the whole batch. So no two
+    samples share a mask, on two ranks neither, and any number of ranks draws the same.
+    No graph repeats such numbers: a compiled function whose loss draws runs in eager
+    mode.
+
+    A private step is one release by one mechanism: the plan covers the whole batch, and
+    each rank adds the same noise to the same sum, so that all states stay the same.
+    Take batches from `local_batches(plan.sampler(state), mesh)`.
+
+    A `train_step` with a loss of one sample takes the mean over all of them. The loss
+    of a batch is taken for a mean over it: parts must be of one size, buffers must not
+    change, and aux is of this rank's part.
+
+    An error on one rank raises on all: there its own error, on the others a `RankError`
+    that quotes it. Ranks that call different functions, or whose states, plans or keys
+    differ, raise too. Compiled functions run their graphs on each rank, with
+    collectives between them, and the optimizer by replay, so that no rank rounds
+    otherwise; `batch_sizes` are of whole batches, of which each rank takes its share.
+    Results are constants: to differentiate them again raises, and so does a call within
+    a transform of `torch.func`.
+
+    Cost: two or three small exchanges of notes, one reduction of all sums, one exchange
+    for each list. On a ring a rank sends `2 (W - 1) / W` times the bytes of the sums.
+
+    Raises:
+        RankError: when called, another rank has failed, or does something else.
+
+    Example:
+        >>> import vgrad
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> loss = lambda params, buffers, x: (params["w"] * x).sum()
+        >>> clipped = vgrad.clipped_grad(loss, max_norm=1.0)
+        >>> def on_each_rank(x):
+        ...     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        ...     return data_parallel(clipped, mesh)({"w": torch.ones(2)}, {}, x)
+    """
+    ranks = Ranks.of("data_parallel", mesh, data)
+    step: Any = transform
+    if isinstance(step, CompiledStep):
+        step = replace(step.plain, run=_same_on_all(step.plain.run))
+    if isinstance(step, PrivateStep):
+        step = replace(step, clipped=_parallel(step.clipped, ranks))
+        parallel: Any = ParallelStep(step, ranks)
+    elif isinstance(step, TrainStep):
+        gradients = step.gradients
+        if isinstance(gradients, OfSamples):
+            weighted = _parallel(gradients.weighted, ranks)
+            step = replace(step, gradients=OfSamples(weighted))
+        else:
+            step = replace(step, reduce=partial(_averaged, ranks))
+        parallel = ParallelStep(step, ranks)
+    elif isinstance(step, Transform | CompiledTransform):
+        parallel = _parallel(step, ranks)
+    else:
+        raise TypeError(
+            f"data_parallel(transform): expected the result of a per-sample transform, "
+            f"train_step or private_step, or of vgrad.compile for one, got a "
+            f"{type(transform).__name__}."
+        )
+    return parallel
+
+
+def replicated(tree: T, mesh: DeviceMesh, *, data: str = "dp") -> T:
+    """Return a tree of tensors as the first rank along an axis of a mesh has it.
+
+    A run starts from the same state on all ranks, its secret key included:
+    `replicated(TrainState.create(tx, params, buffers), mesh)`. The key is drawn once,
+    by the first rank, and reaches the others through the process group alone. The
+    tensors are copies that require no grad.
+
+    Raises:
+        RankError: names, shapes or dtypes are not the same on all ranks.
+
+    Example:
+        >>> from vgrad import optim
+        >>> def on_each_rank(mesh, params):
+        ...     state = TrainState.create(optim.sgd(0.1), params, {})
+        ...     return replicated(state, mesh)
+    """
+    ranks = Ranks.of("replicated", mesh, data)
+    named = {str(number): each for number, each in enumerate(tensors(tree))}
+    ranks.check_same("replicated(tree)", layout=layout(named))
+    return map_tensors(ranks.of_first, tree)
+
+
+@contextmanager
+def single_process_mesh(
+    *axes: str, device: str | torch.device = "cpu"
+) -> Iterator[DeviceMesh]:
+    """Make a mesh of this process alone, whose process group ends with the block.
+
+    Code for many ranks runs here too, in a notebook or under a debugger, with the same
+    results.
+
+    Raises:
+        ValueError: this process is in a process group already.
+
+    Example:
+        >>> with single_process_mesh("dp", "members") as mesh:
+        ...     mesh.size()
+        1
+    """
+    device = torch.device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    store = distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        sizes = (1,) * len(axes)
+        yield init_device_mesh(device.type, sizes, mesh_dim_names=axes)
+    finally:
+        distributed.destroy_process_group()
+
+
+def _same_on_all(captures: Captures) -> Callable[..., Any]:
+    """Run gradients by these captures, and the optimizer with the bits of eager mode.
+
+    Compiled code may be other code on another rank, or missing there.
+    """
+    replayed = Captures("replay", "eager", verify=True)
+
+    def run(function: Callable, *arguments: Any) -> Any:
+        return (replayed if function is optim.step else captures)(function, *arguments)
+
+    return run
+
+
+# Steps.
+
+
+class ParallelStep:
+    """A step of all ranks: `(state, *batch) -> (state, metrics)`.
+
+    The batch is this rank's part; state and metrics are the same on all ranks.
+    """
+
+    def __init__(self, step: TrainStep | PrivateStep, ranks: Ranks) -> None:
+        self._step = step
+        self._ranks = ranks
+        self._expected: tuple[int, str] | None = None
+        gradients = getattr(step, "gradients", None)
+        self._options = Options(
+            gradients.loss if isinstance(gradients, OfBatch) else None,
+            tx=step.tx,
+            donate=step.donate,
+            has_aux=step.has_aux,
+            loss_scale=step.scale,
+        )
+
+    @property
+    def plan(self) -> Any:
+        """The plan of a private step."""
+        return getattr(self._step, "plan", None)
+
+    def __call__(self, state: Any, /, *batch: Tree) -> tuple[Any, Any]:
+        """Take a step."""
+        step, plan = self._step, self.plan
+        name = "train_step" if plan is None else "private_step"
+        what = f"data_parallel({name})"
+        try:
+            check_state(what, state, TrainState)
+            size = batches.read(name, batch).size
+        except BaseException as error:
+            self._ranks.agree(what, error=error)
+            raise
+        taken, key = int(state.step), _digest([state.key])
+        facts = {"step": taken, "key": key, "state": None, "options": self._options}
+        if plan is not None:
+            facts["plan"] = repr(plan)
+        if self._expected != (taken, key):  # it is not where the last step ended
+            facts["state"] = _digest(
+                x for x in tensors(state) if not isinstance(x, DTensor)
+            )
+        self._expected = None
+        notes = self._ranks.check_same(what, {"samples": size}, **facts)
+        sizes = [note["samples"] for note in notes]
+        if plan is not None and sum(sizes) > plan.dataset_size:
+            raise ValueError(
+                f"data_parallel(private_step(plan))(state, *batch): expected at most "
+                f"the {plan.dataset_size} samples of the plan's data set on all ranks "
+                f"together, got {sizes}. Give each rank its part of a batch, as "
+                f"local_batches(plan.sampler(state), mesh) does."
+            )
+        if isinstance(step, TrainStep) and isinstance(step.gradients, OfBatch):
+            _check_means(sizes, state)
+        result = step(state, *batch)
+        self._expected = taken + 1, key
+        return result
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    """Hash tensors that all ranks have to hold alike."""
+    return files.digest({str(number): each for number, each in enumerate(tensors)})
+
+
+def _check_means(sizes: list[int], state: TrainState) -> None:
+    """Refuse parts of unlike size, whose mean losses do not count alike."""
+    if any(isinstance(each, DTensor) for each in state.params.values()):
+        raise TypeError(
+            "data_parallel(train_step(loss))(state): expected ordinary tensors in "
+            "state.params, got DTensors, which the loss of a batch cannot gather as it "
+            "goes. Take sample_loss or gather(state.params, mesh)."
+        )
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"data_parallel(train_step(loss))(state, *batch): expected as many samples "
+            f"on every rank, since the loss of a batch is taken for a mean over it, "
+            f"got {sizes}. A loss of one sample, from sample_loss, takes any sizes."
+        )
+
+
+def _averaged(ranks: Ranks, compute: Callable[[], tuple], state: TrainState) -> tuple:
+    """Compute gradients and loss on every rank, and return their means."""
+    what = "data_parallel(train_step), gradients"
+    with ranks.together(what):
+        # The step has seeded all ranks alike, whose samples differ.
+        tags = ("rank", ranks.rank) if ranks.rank else ()
+        torch.manual_seed(torch_seed(state.key, "loss", int(state.step), *tags))
+        grads, value, aux, buffers, _ = compute()
+        old = state.buffers
+        changed = [name for name in old if not torch.equal(old[name], buffers[name])]
+        if changed:
+            raise ValueError(
+                f"data_parallel(train_step(loss)): expected a loss that leaves buffers "
+                f"as they are, got one that changes {changed}. Each rank would have "
+                f"its own: replace_batch_norm(model) puts layers without them in place."
+            )
+    wider = {f"/{name}": each.to(wide(each.dtype)) for name, each in grads.items()}
+    sums = ranks.summed(what, {**wider, "loss": value})
+    means = map_values(lambda total: total / ranks.size, sums)
+    grads = {name: means[f"/{name}"].to(each.dtype) for name, each in grads.items()}
+    return grads, means["loss"], aux, buffers, all_finite(grads)
+
+
+# Transforms.
+
+
+def _parallel(
+    transform: Transform | CompiledTransform, ranks: Ranks
+) -> "ParallelTransform":
+    if isinstance(_plain(transform), GramFn):
+        raise TypeError(
+            "data_parallel(per_sample_gram(loss)): expected a sum or a list over "
+            "samples, got products of pairs, whose samples may be on two ranks. Take "
+            "per_sample_projection(loss): inner products of its rows estimate them."
+        )
+    return ParallelTransform(transform, ranks)
+
+
+def _plain(transform: Transform | CompiledTransform) -> Transform:
+    """Return a transform as it runs in eager mode."""
+    return transform if isinstance(transform, Transform) else transform.plain
 
 
 class ParallelTransform:
-    """What `data_parallel` returns for a per-sample transform: the same function.
-
-    It has the attributes of what it was made of.
-    """
+    """A per-sample transform of all ranks, with the attributes of the original."""
 
     def __init__(
         self,
@@ -42,8 +317,8 @@ class ParallelTransform:
     ) -> None:
         self._transform = transform
         self._ranks = ranks
-        self._options = options or Options(**of_transform(plain_of(transform)))
-        self._takes_weights = isinstance(plain_of(transform), WeightedGradFn)
+        self._options = options or Options(**of_transform(_plain(transform)))
+        self._takes_weights = isinstance(_plain(transform), WeightedGradFn)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -57,185 +332,159 @@ class ParallelTransform:
 
     def __call__(self, *arguments: Any, mask: Tensor | None = None) -> Any:
         """Compute the quantity of the whole batch, of which this rank has a part."""
-        options = plain_of(self._transform).options
-        function, given = options.function, 3 if self._takes_weights else 2
-        meeting = _Meeting(self._ranks, f"data_parallel({function})")
-        draws = options.randomness != "error"
+        ranks, options = self._ranks, _plain(self._transform).options
+        function, fixed = options.function, 3 if self._takes_weights else 2
+        call = _Summed(f"data_parallel({function})", ranks)
         if modes.inside_transform():
             raise RuntimeError(
-                f"{meeting.what}: expected a call outside of torch.func's transforms, "
+                f"{call.what}: expected a call outside of torch.func's transforms, "
                 f"which do not reach other ranks. Differentiate or map within the "
-                f"loss, or transform what one process computes."
+                f"loss, or transform the function of one process."
             )
-        with meeting.until():
-            read = batches.read(function, arguments[given:])
+        with call.together():
+            read = batches.read(function, arguments[fixed:])
             if mask is not None:
                 batches.check_mask(function, mask, read.size)
             counted = read.size if mask is None else int(mask.sum())
+            draws = options.randomness != "error"
             seed = int(torch.randint(2**62, ())) if draws else None
-        own = {"samples": counted, "given": read.size, "seed": seed}
-        notes = meeting.told(own, options=self._options)
-        sizes = [note["samples"] for note in notes]
-        held = [note["given"] for note in notes]
+            own = {"counted": counted, "size": read.size, "seed": seed}
+            notes = call.exchange("batch", own, options=self._options)
+        counts = [note["counted"] for note in notes]
+        sizes = [note["size"] for note in notes]
         seed, size = notes[0]["seed"], read.size
-        if options.has_aux and not read.size and any(held):
-            # What aux looks like is known from a sample alone.
-            first = given - 2  # weights, if any, are of samples too
-            fixed, samples = arguments[first:given], arguments[given:]
-            weights, batch = map_tensors(_one, (arguments[:first], samples))
-            arguments = (*weights, *fixed, *batch)
+        if options.has_aux and not read.size and any(sizes):
+            # Shapes and dtypes of aux are known from a sample alone.
+            first = fixed - 2  # weights, if any, are of samples too
+            weights, batch = map_tensors(
+                lambda x: x.new_zeros((1, *x.shape[1:])),
+                (arguments[:first], arguments[fixed:]),
+            )
+            arguments = (*weights, *arguments[first:fixed], *batch)
             mask = torch.zeros(1, dtype=torch.bool, device=read.tensors[0].device)
             size = 1
-        with meeting.until(), torch.no_grad():
+        with call.together(), torch.no_grad():
             transform = self._transform
             if options.randomness == "different":
-                start = sum(held[: self._ranks.rank])
+                start = sum(sizes[: ranks.rank])
                 transform = transform.keyed(sample_keys(seed, start, size))
                 seed = None
             with _seeded(seed, read.tensors):
-                found = self._run(transform, meeting, arguments, mask)
-        found = self._joined(meeting, found, sizes, held)
+                result = self._run(transform, call, arguments, mask)
+            result = self._joined(call, result, counts, sizes)
         if torch.is_grad_enabled():
-            params = arguments[given - 2].values()
-            found = constant(meeting.what, found, [*params, *read.tensors])
-        return found
+            params = arguments[fixed - 2].values()
+            result = constant(call.what, result, [*params, *read.tensors])
+        return result
 
     def _run(
         self,
         transform: Transform | CompiledTransform,
-        meeting: "_Meeting",
+        call: "_Summed",
         arguments: tuple,
         mask: Tensor | None,
     ) -> Any:
         """Return sums over all ranks, and lists of this rank's samples."""
         *weights, params, buffers = arguments[: 3 if self._takes_weights else 2]
         if not any(isinstance(each, DTensor) for each in params.values()):
-            run = transform.over(meeting.evaluation, self._ranks.size)
+            run = transform.over(call.evaluation, self._ranks.size)
             return run(*arguments, mask=mask)
         batch = arguments[len(weights) + 2 :]
         if not isinstance(transform, Transform):
             raise TypeError(
-                f"{meeting.what}(params): expected ordinary tensors for a compiled "
+                f"{call.what}(params): expected ordinary tensors for a compiled "
                 f"function, got DTensors, which are gathered while it runs. Leave "
                 f"vgrad.compile out, or pass gather(params, mesh)."
             )
-        meeting.told()
-        given = params, buffers, batch, mask, *weights
-        return sharded_call(transform, self._ranks, *given)
+        call.exchange("shards")
+        with call.known():
+            rest = params, buffers, batch, mask, *weights
+            return sharded_call(transform, self._ranks, *rest)
 
     def _joined(
-        self, meeting: "_Meeting", found: Any, sizes: list[int], given: list[int]
+        self, call: "_Summed", result: Any, counts: list[int], sizes: list[int]
     ) -> Any:
         """Join the lists of samples in a result over the ranks."""
-        ranks, mapped = self._ranks, plain_of(self._transform).mapped
+        ranks, mapped = self._ranks, _plain(self._transform).mapped
         lists: list[Tensor] = []
-        with meeting.until():
-            mapped(lambda leaf: lists.append(leaf) or leaf, found)
-            kinds = [(str(leaf.dtype)[6:], *leaf.shape[1:]) for leaf in lists]
-            text = json.dumps(kinds).encode()
-            digest = hashlib.blake2b(text, digest_size=16).hexdigest()
-        notes = meeting.told({"kinds": digest, "length": len(text)})
-        filled = [rank for rank, size in enumerate(given) if size] or [0]
-        first = notes[filled[0]]
-        if any(notes[rank]["kinds"] != first["kinds"] for rank in filled):
-            raise RankError(
-                f"{meeting.what}: expected lists of samples of the same dtypes and "
-                f"trailing shapes on all ranks, got others. Pad samples to the same "
-                f"shape on every rank."
-            )
-        if any(note["kinds"] != first["kinds"] for note in notes):
-            # Without samples a rank does not know the dtypes that the others have.
-            sent = torch.zeros(first["length"], dtype=torch.uint8)
-            if ranks.rank == filled[0]:
-                sent = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            sent = ranks.of_first(sent.to(ranks.device), filled[0])
-            kinds = json.loads(bytes(sent.tolist()))
-        known = iter(kinds)
+        mapped(lambda leaf: lists.append(leaf) or leaf, result)
+        kinds = [(str(leaf.dtype)[6:], *leaf.shape[1:]) for leaf in lists]
+        text = json.dumps(kinds).encode()
+        digest = hashlib.blake2b(text, digest_size=16).hexdigest()
+        notes = call.exchange("lists", {"kinds": digest, "length": len(text)})
+        with call.known():
+            filled = [rank for rank, size in enumerate(sizes) if size] or [0]
+            first = notes[filled[0]]
+            if any(notes[rank]["kinds"] != first["kinds"] for rank in filled):
+                raise RankError(
+                    f"{call.what}: expected lists of samples of the same dtypes and "
+                    f"trailing shapes on all ranks, got others. Pad samples to the "
+                    f"same shape on every rank."
+                )
+            if any(note["kinds"] != first["kinds"] for note in notes):
+                # Without samples a rank does not have the dtypes of the others.
+                sent = torch.zeros(first["length"], dtype=torch.uint8)
+                if ranks.rank == filled[0]:
+                    sent = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+                sent = ranks.of_first(sent.to(ranks.device), filled[0])
+                kinds = json.loads(bytes(sent.tolist()))
+            known = iter(kinds)
 
-        def joined(leaf: Tensor) -> Tensor:
-            dtype, *shape = next(known)
-            if not sizes[ranks.rank]:
-                leaf = leaf.new_empty((0, *shape), dtype=getattr(torch, dtype))
-            return ranks.joined(leaf, sizes)
+            def joined(leaf: Tensor) -> Tensor:
+                dtype, *shape = next(known)
+                if not counts[ranks.rank]:
+                    leaf = leaf.new_empty((0, *shape), dtype=getattr(torch, dtype))
+                return ranks.joined(leaf, counts)
 
-        return mapped(joined, found)
+            return mapped(joined, result)
 
 
-class _Meeting:
-    """One call of all ranks, which either come through together or raise together."""
+class _Summed(RankCall):
+    """A call whose sums travel to the other ranks, one by one where that is safe."""
 
-    def __init__(self, ranks: Ranks, what: str) -> None:
-        self.what = what
-        self._ranks = ranks
-        self._place = 0
-        self._met = False
-        self._begun: Summing | None = None
-        self._failed: Exception | None = None
-
-    @contextmanager
-    def until(self) -> Iterator[None]:
-        """Run a block before the ranks meet; tell them if it fails."""
-        self._met = False
-        try:
-            yield
-        except BaseException as error:
-            if self._begun is not None:
-                self._begun.given_up()
-            if not self._met:
-                self.failed(error)
-            raise
-
-    def told(
-        self, own: Mapping[str, Any] | None = None, **same: Any
-    ) -> list[dict[str, Any]]:
-        """Meet, and refuse facts that are to be the same but differ."""
-        self._met = True
-        self._place += 1
-        return self._ranks.check_same(f"{self.what}, {self._place}", own, **same)
-
-    def failed(self, error: BaseException) -> None:
-        """Meet, to say that this rank cannot go on."""
-        self._met = True
-        self._place += 1
-        self._ranks.agree(f"{self.what}, {self._place}", error=error)
+    def __init__(self, what: str, ranks: Ranks) -> None:
+        super().__init__(what, ranks)
+        self._sums: Summing | None = None
+        self._error: Exception | None = None
 
     def evaluation(self, call: Call) -> Evaluation:
         """Return the evaluation of a call in which all ranks take part."""
-        # Random numbers may have to be drawn again, and then sums are others.
-        if self._ranks.size > 1 and call.randomness == "error":
+        # Random numbers may have to be drawn again, and then sums differ.
+        if self.ranks.size > 1 and call.randomness == "error":
             call = replace(call, reducer=_AsFormed(self.give, call.params))
         return Evaluation(call, reduce=self.summed)
 
     def give(self, like: Params, name: str, value: Tensor) -> None:
         """Send one of some sums off, whose shapes and dtypes are these.
 
-        An error waits until the sums are wanted.
+        An error waits until the sums are needed.
         """
-        if self._failed is None:
+        if self._error is None:
             try:
                 self._begin(like).give(name, value)
             except Exception as error:
-                self._failed = error
+                self._error = error
 
     def summed(self, tensors: Params) -> Params:
         """Sum over the ranks."""
-        if self._failed is not None:
-            raise self._failed
-        if self._ranks.size == 1:
+        if self._error is not None:
+            raise self._error
+        if self.ranks.size == 1:
             return dict(tensors)
-        begun = self._begin(tensors)
-        self._begun, self._met = None, True
-        found = begun.finished(tensors)
-        self._met = False
-        return found
+        sums, self._sums = self._begin(tensors), None
+        with self.known():
+            return sums.finished(tensors)
 
     def _begin(self, like: Params) -> Summing:
-        """Meet, if the ranks have not begun."""
-        if self._begun is None:
-            self._met = True
-            self._begun = Summing(self._ranks, self.what, like)
-            self._met = False  # what fails from here on is not known to the others
-        return self._begun
+        if self._sums is None:
+            with self.known():
+                self._sums = Summing(self.ranks, self.what, like)
+        return self._sums
+
+    def abandon(self) -> None:
+        """Send zeros for the sums that other ranks wait for."""
+        if self._sums is not None:
+            self._sums.given_up()
 
 
 class _AsFormed(Reducer):
@@ -260,19 +509,9 @@ class _AsFormed(Reducer):
         return LOCAL
 
 
-def plain_of(transform: Transform | CompiledTransform) -> Transform:
-    """Return a transform as it runs in eager mode."""
-    return transform if isinstance(transform, Transform) else transform.plain
-
-
-def _one(empty: Tensor) -> Tensor:
-    """Make one sample where there is none."""
-    return empty.new_zeros((1, *empty.shape[1:]))
-
-
 @contextmanager
 def _seeded(seed: int | None, tensors: list[Tensor]) -> Iterator[None]:
-    """Draw from a seed that all ranks know, if all samples draw the same."""
+    """Draw from a seed that all ranks have, if all samples draw the same."""
     if seed is None:
         yield
         return

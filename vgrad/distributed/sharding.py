@@ -1,20 +1,38 @@
-"""Parameters of which each rank holds a part: dictionaries of DTensors.
+"""Parameters of which each rank holds a part, and per-sample transforms of them.
 
 W ranks. A tensor is cut along its first dimension into parts of `ceil(N / W)` rows, so
-that the last ranks may hold fewer rows, or none; or every rank holds all of it. That is
-how `torch.distributed.fsdp.fully_shard` cuts parameters, whose dictionaries these are.
+that the last ranks may hold fewer rows, or none; or every rank holds all of it. So does
+`torch.distributed.fsdp.fully_shard` cut parameters, whose dictionaries these are. Each
+rank has its own part of a batch, which may be empty.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from vgrad import files, tree
+from vgrad import batches, files, tree
+from vgrad.persample.clipped import ClippedGradFn
+from vgrad.persample.engine import (
+    NON_RETRYABLE,
+    Evaluation,
+    Reducer,
+    Transform,
+    at_a_time,
+)
+from vgrad.persample.grad import WeightedGradFn
+from vgrad.precision.loss_scale import LossScale
 from vgrad.ranks import Ranks, layout
-from vgrad.typing import Params, T
+from vgrad.torch_private import modes
+from vgrad.torch_private.tensors import Lazy
+from vgrad.tree import cast, map_tensors, tensors, wide
+from vgrad.typing import Buffers, Params, T, Tree
 
 
 def shard(params: Params, mesh: DeviceMesh, *, data: str = "dp") -> Params:
@@ -25,13 +43,12 @@ def shard(params: Params, mesh: DeviceMesh, *, data: str = "dp") -> Params:
     Works for the state of an optimizer as well, though `tx.init(shard(params, mesh))`
     never makes the whole of it.
 
-    What `fully_shard` makes of a module needs no `shard`. Its DTensors go into a state
-    as they are, `{name: p.detach() for name, p in module.named_parameters()}`, and back
-    by `module.load_state_dict(params)`, under the names that the module had before.
+    The DTensors of `fully_shard` need no `shard`. They go into a state as they are,
+    `{name: p.detach() for name, p in module.named_parameters()}`, and back by
+    `module.load_state_dict(params)`, under the names that the module had before.
 
     Raises:
-        TypeError: an entry is no ordinary tensor, or `mesh` is no mesh.
-        RankError: the tensors of another rank are others.
+        RankError: another rank has other tensors.
 
     Example:
         >>> from torch.distributed.device_mesh import init_device_mesh
@@ -49,100 +66,14 @@ def shard(params: Params, mesh: DeviceMesh, *, data: str = "dp") -> Params:
                 )
     ranks.check_same("shard", tensors=files.digest(params))
     mesh = mesh if mesh.ndim == 1 else mesh[data]
-    return {name: _cut(ranks, mesh, value) for name, value in params.items()}
-
-
-def wholes(params: Mapping[str, Tensor]) -> Params:
-    """Put what `shard` has cut together again, on every rank.
-
-    Raises:
-        ValueError: a tensor lies in another way than `shard` lays it.
-        RankError: the tensors of another rank are others.
-    """
-    ranks = ranks_of("sharded", params)
-    if ranks is None:
-        return dict(params)
-    ranks.check_same("sharded", tensors=layout(params))
-    return {
-        name: _gathered(ranks, value) if isinstance(value, DTensor) else value
-        for name, value in params.items()
-    }
-
-
-def ranks_of(function: str, params: Mapping[str, Tensor]) -> Ranks | None:
-    """Return the ranks that hold the parts; None where all tensors are ordinary.
-
-    Raises:
-        ValueError: they lie in another way than `shard` lays them.
-    """
-    found: DeviceMesh | None = None
+    parts = {}
     for name, value in params.items():
-        if not isinstance(value, DTensor):
-            continue
-        mesh, placements = value.device_mesh, tuple(value.placements)
-        if found is None:
-            found = mesh
-        if mesh.ndim != 1 or mesh != found:
-            raise ValueError(
-                f"{function}(params): expected tensors on one mesh with one axis, got "
-                f"{name!r} on {mesh}."
-            )
-        if placements not in ((Shard(0),), (Replicate(),)):
-            raise ValueError(
-                f"{function}(params): expected tensors cut along their first "
-                f"dimension, or whole on every rank, got {name!r} placed as "
-                f"{placements}. Use value.redistribute(placements=[Shard(0)])."
-            )
-    if found is None:
-        return None
-    if found.mesh_dim_names is None:
-        raise ValueError(
-            f"{function}(params): expected a mesh whose axis has a name. Pass "
-            f"mesh_dim_names to init_device_mesh."
-        )
-    return Ranks.of(function, found, found.mesh_dim_names[0])
-
-
-def whole(ranks: Ranks, local: Tensor, size: int) -> Tensor:
-    """Put a tensor of so many rows together, of which this rank has its part."""
-    if ranks.size == 1:
-        return local.clone()
-    rows = _rows(size, ranks.size)
-    own = _padded(local, rows).view(-1).view(torch.uint8)  # of any dtype
-    gathered = local.new_empty((rows * ranks.size, *local.shape[1:]))
-    parts = gathered.view(-1).view(torch.uint8).split(max(1, own.numel()))
-    if own.numel():
-        distributed.all_gather(list(parts), own, group=ranks.group)
-    return gathered[:size]
-
-
-def reduced(ranks: Ranks, value: Tensor, like: DTensor) -> Tensor:
-    """Sum over the ranks, and keep what this one holds of a tensor cut as `like`.
-
-    Writes into `value`: no more memory is needed than that of the part.
-    """
-    value = value.detach().contiguous()
-    numbers = torch.view_as_real(value) if value.is_complex() else value
-    if not is_cut(like):
-        if ranks.size > 1:
-            distributed.all_reduce(numbers, group=ranks.group)
-        return value
-    rows = _rows(len(value), ranks.size)
-    for rank in range(ranks.size if value.numel() else 0):
-        part = numbers[rows * rank : rows * (rank + 1)]
-        if ranks.size > 1 and part.numel():
-            distributed.reduce(part, group=ranks.group, group_dst=rank)
-    return value[rows * ranks.rank : rows * (ranks.rank + 1)].clone()
-
-
-def laid(local: Tensor, like: DTensor) -> DTensor:
-    """Make this rank's part of a tensor one that is cut as `like`."""
-    return _placed(local, like.device_mesh, like.placements[0], like.shape)
-
-
-def is_cut(value: DTensor) -> bool:
-    """Tell whether ranks hold parts of a tensor."""
-    return value.placements[0].is_shard()
+        value = value.detach().to(ranks.device)
+        placement = Shard(0) if value.ndim else Replicate()
+        local = value[_rows_of(ranks, len(value))] if value.ndim else value
+        local = local.clone(memory_format=torch.contiguous_format)
+        parts[name] = _placed(local, mesh, placement, value.shape)
+    return parts
 
 
 def gather(state: T, mesh: DeviceMesh | None) -> T:
@@ -166,25 +97,8 @@ def gather(state: T, mesh: DeviceMesh | None) -> T:
     ranks.check_same("gather", tensors=layout(tensors))
     with torch.no_grad():
         return tree.map_tensors(
-            lambda each: each.full_tensor() if isinstance(each, DTensor) else each,
-            state,
+            lambda x: x.full_tensor() if isinstance(x, DTensor) else x, state
         )
-
-
-def _gathered(ranks: Ranks, value: DTensor) -> Tensor:
-    local = value.to_local().detach()
-    return whole(ranks, local, len(value)) if is_cut(value) else local.clone()
-
-
-def _cut(ranks: Ranks, mesh: DeviceMesh, value: Tensor) -> DTensor:
-    """Keep the part of a rank."""
-    value = value.detach().to(ranks.device)
-    if not value.ndim:
-        return _placed(value.clone(), mesh, Replicate(), value.shape)
-    rows = _rows(len(value), ranks.size)
-    own = value[rows * ranks.rank : rows * (ranks.rank + 1)]
-    own = own.clone(memory_format=torch.contiguous_format)
-    return _placed(own, mesh, Shard(0), value.shape)
 
 
 def _placed(
@@ -196,16 +110,382 @@ def _placed(
     )
 
 
-def _rows(rows: int, size: int) -> int:
-    """Return how many rows a part has, but for the last ones."""
-    return -(-rows // size)
+def _like(local: Tensor, like: Tensor) -> DTensor:
+    """Make this rank's part of a tensor one that is cut as `like`."""
+    assert isinstance(like, DTensor)
+    return _placed(local, like.device_mesh, like.placements[0], like.shape)
 
 
-def _padded(value: Tensor, rows: int) -> Tensor:
-    """Return a contiguous tensor of so many rows."""
-    value = value.contiguous()
-    if len(value) == rows:
+def _is_cut(value: DTensor) -> bool:
+    return value.placements[0].is_shard()
+
+
+def _rows_of(ranks: Ranks, size: int, rank: int | None = None) -> slice:
+    """Return the rows of a rank, by default of this one, of so many."""
+    rows = -(-size // ranks.size)
+    rank = ranks.rank if rank is None else rank
+    return slice(rows * rank, rows * (rank + 1))
+
+
+def _gathered(ranks: Ranks, local: Tensor, size: int) -> Tensor:
+    """Return all of so many rows, of which this rank has its part."""
+    if ranks.size == 1:
+        return local.clone()
+    rows = _rows_of(ranks, size, 0).stop
+    padded = local.contiguous()
+    if len(local) < rows:
+        padded = local.new_zeros((rows, *local.shape[1:]))
+        padded[: len(local)] = local
+    own = padded.view(-1).view(torch.uint8)  # of any dtype
+    gathered = local.new_empty((rows * ranks.size, *local.shape[1:]))
+    if own.numel():
+        parts = gathered.view(-1).view(torch.uint8).split(own.numel())
+        distributed.all_gather(list(parts), own, group=ranks.group)
+    return gathered[:size]
+
+
+def _reduced(ranks: Ranks, value: Tensor, like: DTensor) -> Tensor:
+    """Sum over the ranks, and keep this rank's part of a tensor cut as `like`.
+
+    Writes into `value`: no more memory is needed than for the part.
+    """
+    value = value.detach().contiguous()
+    numbers = torch.view_as_real(value) if value.is_complex() else value
+    if not _is_cut(like):
+        if ranks.size > 1:
+            distributed.all_reduce(numbers, group=ranks.group)
         return value
-    padded = value.new_zeros((rows, *value.shape[1:]))
-    padded[: len(value)] = value
-    return padded
+    for rank in range(ranks.size if value.numel() else 0):
+        part = numbers[_rows_of(ranks, len(value), rank)]
+        if ranks.size > 1 and part.numel():
+            distributed.reduce(part, group=ranks.group, group_dst=rank)
+    return value[_rows_of(ranks, len(value))].clone()
+
+
+def _ranks_of(function: str, params: Mapping[str, Tensor]) -> Ranks | None:
+    """Return the ranks that hold the parts; None where all tensors are ordinary.
+
+    Raises:
+        ValueError: tensors are cut in another way than by `shard`.
+    """
+    sharded = {n: x for n, x in params.items() if isinstance(x, DTensor)}
+    if not sharded:
+        return None
+    first = next(iter(sharded.values())).device_mesh
+    for name, value in sharded.items():
+        mesh, placements = value.device_mesh, tuple(value.placements)
+        if mesh.ndim != 1 or mesh != first:
+            raise ValueError(
+                f"{function}(params): expected tensors on one mesh with one axis, got "
+                f"{name!r} on {mesh}."
+            )
+        if placements not in ((Shard(0),), (Replicate(),)):
+            raise ValueError(
+                f"{function}(params): expected tensors cut along their first "
+                f"dimension, or whole on every rank, got {name!r} placed as "
+                f"{placements}. Use value.redistribute(placements=[Shard(0)])."
+            )
+    if first.mesh_dim_names is None:
+        raise ValueError(
+            f"{function}(params): expected a mesh whose axis has a name. Pass "
+            f"mesh_dim_names to init_device_mesh."
+        )
+    return Ranks.of(function, first, first.mesh_dim_names[0])
+
+
+# Calls of all ranks.
+
+
+class RankCall:
+    """One call of all ranks, which either come through together or raise together.
+
+    Attributes:
+        failed: the error that ended the call on this rank, if one did.
+    """
+
+    def __init__(self, what: str, ranks: Ranks) -> None:
+        self.what = what
+        self.ranks = ranks
+        self.failed: BaseException | None = None
+
+    def exchange(
+        self, place: str, own: Mapping[str, Any] | None = None, **same: Any
+    ) -> list[dict[str, Any]]:
+        """Return the notes of all ranks; refuse `same` facts that differ."""
+        with self.known():
+            return self.ranks.check_same(f"{self.what}, {place}", own, **same)
+
+    @contextmanager
+    def known(self) -> Iterator[None]:
+        """Run a block whose errors need no exchange, since all ranks have them."""
+        if self.failed is not None:
+            raise self.failed
+        try:
+            yield
+        except BaseException as error:
+            self.failed = error
+            raise
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Run a block; if it fails on a rank, all ranks raise.
+
+        There its own error, on the others a `RankError` that quotes it.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.abandon()
+            if self.failed is None:
+                self.failed = error
+                self.ranks.agree(self.what, error=error)
+            raise self.failed from None
+
+    def abandon(self) -> None:
+        """Complete collectives that other ranks have begun."""
+
+
+class _Gathering(RankCall, Reducer):
+    """A call that gathers each parameter where it is used."""
+
+    def __init__(self, what: str, ranks: Ranks) -> None:
+        super().__init__(what, ranks)
+        self._sharded: dict[str, DTensor] = {}
+        self._whole: Params = {}  # the one that was read last comes last
+        self._room = 0
+
+    def lazy(self, tensors: Mapping[str, Tensor]) -> Params:
+        """Return tensors that are gathered when an op reads them."""
+        return {name: self._lazy(name, value) for name, value in tensors.items()}
+
+    def _lazy(self, name: str, value: Tensor) -> Tensor:
+        if not isinstance(value, DTensor):
+            return value
+        self._sharded[name] = value
+        local = value.to_local().detach()
+        if not _is_cut(value):
+            return local
+        size = value.numel() * value.element_size()
+        self._room = max(self._room, size)
+        compute = partial(self._gather, name, local, len(value), size)
+        return Lazy(compute, value.shape, value.dtype, local.device)
+
+    def _gather(self, name: str, local: Tensor, rows: int, size: int) -> Tensor:
+        if (whole := self._whole.pop(name, None)) is None:
+            used = sum(each.nbytes for each in self._whole.values())
+            while self._whole and used + size > self._room:
+                used -= self._whole.pop(next(iter(self._whole))).nbytes
+            with modes.exit_all(), modes.without_modes():
+                self.exchange(f"use of {name}")
+                whole = _gathered(self.ranks, local, rows)
+        self._whole[name] = whole
+        return whole
+
+    def summed(self, name: str, value: Tensor) -> Tensor:
+        """Add up the sums of all ranks, and return the part of this one.
+
+        No parameter is held beside a sum.
+        """
+        self._whole.clear()
+        self.exchange(f"sum of {name}")
+        like = self._sharded[name]
+        return _reduced(self.ranks, cast(value, wide(like.dtype)), like)
+
+    settled = summed
+
+    def any_rank(self, condition: bool) -> bool:
+        """Return whether a condition holds on any rank."""
+        notes = self.exchange("condition", {"holds": condition})
+        return any(note["holds"] for note in notes)
+
+    def least(self, number: int) -> int:
+        """Return the smallest number of any rank."""
+        return min(
+            note["number"] for note in self.exchange("number", {"number": number})
+        )
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Run the whole call."""
+        try:
+            with super().together():
+                yield
+                self.exchange("end")
+        finally:
+            self._whole.clear()
+
+
+def sharded_call(
+    transform: Transform,
+    ranks: Ranks,
+    params: Params,
+    buffers: Buffers,
+    batch: Tree,
+    mask: Tensor | None = None,
+    more: Any = None,
+    loss_scale: LossScale | None = None,
+) -> Any:
+    """Call a transform with this rank's part of the parameters and of a batch.
+
+    Sums and counts are over the samples of all ranks, sums cut as the parameters are.
+    Lists are of this rank's samples. `more` and `loss_scale` are as in
+    `Transform.on_all`. Results are constants.
+
+    A loss that is recorded gathers a parameter where an op uses it, forward and
+    backward, and frees it after. Each sum is scattered before the next one is formed.
+    For other strategies all parameters are gathered before the call; so they are if the
+    strategy is `"auto"` and a rank cannot record, or ranks use other parameters.
+
+    Raises:
+        TypeError: the quantity is neither a sum nor a list over samples.
+        RankError: another rank has failed, or does something else.
+    """
+    options = transform.options
+    what = f"sharded({options.function})"
+    with ranks.together(what), torch.inference_mode(False), torch.no_grad():
+        _check(what, transform, ranks, params, buffers)
+        size = batches.read(options.function, batch).size
+    facts = {"strategy": options.strategy, "layout": layout({**params, **buffers})}
+    own = {"size": size, "mapped": options.fallbacks.failure is not None}
+    notes = ranks.check_same(what, own, **facts)
+    sizes = [note["size"] for note in notes]
+    arguments = params, buffers, batch, mask, more
+    with torch.inference_mode(False), torch.no_grad():
+        recorded = options.strategy == "recorded"
+        if not any(note["mapped"] for note in notes):
+            recorded |= options.strategy == "auto"
+        if recorded and any(sizes):
+            try:
+                gathering = _Gathering(what, ranks)
+                with gathering.together():
+                    result = _where_used(
+                        transform, gathering, size, max(sizes), arguments, loss_scale
+                    )
+            except Exception as error:
+                _check_fallback(transform, ranks, error)
+            else:
+                laid = lambda name, local: _like(local, params[name])  # noqa: E731
+                return _of_all_ranks(transform, ranks, result, laid)
+        # All parameters are gathered before the call.
+        parameters, fixed = (
+            {
+                name: x.full_tensor() if isinstance(x, DTensor) else x
+                for name, x in entries.items()
+            }
+            for entries in (params, buffers)
+        )
+        with ranks.together(f"{what}, run"):
+            result = transform.on_all(parameters, fixed, batch, mask, more, loss_scale)
+            if mask is not None:
+                result = transform.selected(result, mask)
+
+        def scattered(name: str, value: Tensor) -> Tensor:
+            like: Any = params[name]
+            return _like(_reduced(ranks, value, like), like)
+
+        return _of_all_ranks(transform, ranks, result, scattered)
+
+
+def _check(
+    what: str, transform: Transform, ranks: Ranks, params: Params, buffers: Buffers
+) -> None:
+    for name, value in params.items():
+        if not isinstance(value, DTensor):
+            raise TypeError(
+                f"{what}(params): expected a DTensor in {name!r}, got a "
+                f"{type(value).__name__}. Make all of them by shard(params, mesh)."
+            )
+    holders = _ranks_of(what, {**params, **buffers})
+    if holders is not None and holders.members != ranks.members:
+        raise ValueError(
+            f"{what}(params): expected parameters cut among the ranks that share the "
+            f"batch, {ranks.members}, got {holders.members}."
+        )
+    if type(transform) not in (Transform, ClippedGradFn, WeightedGradFn):
+        raise TypeError(
+            f"{what}: expected a sum over samples or a "
+            f"list of them, got another quantity. Call it with gather(params, mesh)."
+        )
+
+
+def _check_fallback(transform: Transform, ranks: Ranks, error: Exception) -> None:
+    """Raise the error that ended a recorded call, unless all ranks may gather all."""
+    options = transform.options
+    if options.strategy == "recorded":
+        raise error
+    final = isinstance(error, NON_RETRYABLE)
+    notes = ranks.agree(f"sharded({options.function}), stopped", final=final)
+    if any(note["final"] for note in notes):
+        raise error
+    why = str(error).partition("\n")[0]
+    options.fallbacks.warn(
+        f"{options.function}: all parameters are gathered before the loss runs, which "
+        f"takes their memory on every rank, since they cannot be where they are used. "
+        f"{type(error).__name__}: {why}"
+    )
+
+
+def _where_used(
+    transform: Transform,
+    gathering: _Gathering,
+    own: int,
+    size: int,
+    arguments: tuple[Params, Buffers, Tree, Tensor | None, Any],
+    loss_scale: LossScale | None,
+) -> Any:
+    """Record, and gather each parameter where it is used.
+
+    There are `own` samples here. Which ops run may depend on sizes. So all ranks run
+    chunks of the same sizes, filled up with samples that do not count.
+    """
+    params, buffers, batch, mask, more = arguments
+    weights = more if isinstance(transform, WeightedGradFn) else None
+    keys = transform.keys
+    if size > own:
+        if mask is None:
+            mask = torch.ones(own, dtype=torch.bool, device=tensors(batch)[0].device)
+        mask = _filled(mask, size, again=False)
+        batch = map_tensors(lambda x: _filled(x, size), batch)
+        if weights is not None:
+            weights = _filled(weights, size, again=False)
+        keys = None if keys is None else _filled(keys, size)
+    parameters, fixed = gathering.lazy(params), gathering.lazy(buffers)
+    call = transform.options.on(
+        parameters, fixed, batch, mask, weights, loss_scale, keys
+    )
+    chunk = gathering.least(at_a_time(call) or size)
+    call = replace(call, chunk_size=chunk, strategy="recorded", reducer=gathering)
+    result = transform.called(Evaluation(call), weights)
+    return result if mask is None else transform.selected(result, mask)
+
+
+def _filled(tensor: Tensor, size: int, *, again: bool = True) -> Tensor:
+    """Fill a batch up, with its last sample if there is one and `again`; else zeros."""
+    more = size - len(tensor)
+    if again and len(tensor):
+        rest = tensor[-1:].expand(more, *tensor.shape[1:])
+    else:
+        rest = tensor.new_zeros((more, *tensor.shape[1:]))
+    return torch.cat([tensor.detach(), rest])
+
+
+def _of_all_ranks(
+    transform: Transform,
+    ranks: Ranks,
+    result: Any,
+    summed: Callable[[str, Tensor], Tensor],
+) -> Any:
+    """Replace sums and counts of a result by those over all ranks."""
+
+    def each(sums: Params) -> Params:  # one by one, so that the whole ones are freed
+        return {name: summed(name, sums.pop(name)) for name in list(sums)}
+
+    value, *aux = result if transform.options.has_aux else (result,)
+    if isinstance(transform, ClippedGradFn):
+        counts = {"clipped": value.clipped, "nonfinite": value.nonfinite}
+        grads = each(value.grads)
+        counts = ranks.summed(transform.options.function, counts)
+        value = value._replace(grads=grads, **counts)
+    elif isinstance(transform, WeightedGradFn):
+        value = each(value)
+    return (value, *aux) if aux else value

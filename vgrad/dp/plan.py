@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,20 +19,6 @@ from vgrad.dp.sampling import PoissonBatchSampler, poisson_sample
 from vgrad.typing import Params
 
 MECHANISM = "Gaussian noise on clipped sums of Poisson batches"
-
-
-class Keyed(Protocol):
-    """A state of a run, whose randomness is a function of its key and step."""
-
-    @property
-    def key(self) -> Tensor:
-        """The secret key."""
-        ...
-
-    @property
-    def step(self) -> Tensor | int:
-        """The number of steps taken."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -269,7 +255,7 @@ class Plan:
         key = self._subkey(key)
         return poisson_sample(self.dataset_size, self.sampling_rate, key=key, step=step)
 
-    def sampler(self, state: Keyed) -> PoissonBatchSampler:
+    def sampler(self, state: Any) -> PoissonBatchSampler:
         """Return the batches from the state's step to the last one, for one pass.
 
         The state is a `TrainState`, a `PrivateGradients` or anything else with a `key`
@@ -320,7 +306,7 @@ class Plan:
                 f"Plan.add_noise(sensitivity={sensitivity!r}): expected the value "
                 f"max_norm / expected_batch_size = {expected!r}, got "
                 f"{sensitivity.value!r}. Clip with clipped_grad(loss, "
-                "max_norm=plan.max_norm, normalize_by=plan.expected_batch_size)."
+                f"max_norm=plan.max_norm, normalize_by=plan.expected_batch_size)."
             )
         return add_gaussian_noise(
             sums,

@@ -317,13 +317,10 @@ class PrivateGradients:
                 f"{function}: expected the plan of a run in 'plan', got another "
                 f"dictionary ({error})."
             ) from error
-        digest = as_digest(spent_under(saved, step))
         try:
-            check_spent(function, self.plan, digest, step)
+            check_spent(function, self.plan, as_digest(spent_under(saved, step)), step)
         except ValueError as error:
-            raise ValueError(
-                f"{error} The plan of the state, Plan(**state['plan']), is {saved}."
-            ) from error
+            raise ValueError(f"{error} state['plan'] is {saved}.") from error
         if step > self.plan.steps:
             raise ValueError(
                 f"{function}: expected at most the {self.plan.steps} steps of the "
@@ -343,12 +340,7 @@ class PrivateGradients:
         )
 
     def _pending(self, batch: tuple) -> PhysicalBatch:
-        """Return the pending batch of the loader, if `batch` may be it.
-
-        Raises:
-            RuntimeError: it may not, or other processes have the same key or their own.
-            ValueError: it has another size.
-        """
+        """Return the pending batch of the loader, if `batch` may be it."""
         function, pending = "PrivateGradients.backward(*batch)", self.loader.pending
         if pending is None:
             raise RuntimeError(
@@ -359,15 +351,13 @@ class PrivateGradients:
         size = batches.read("PrivateGradients.backward", batch).size
         if size != len(pending.rows):
             raise ValueError(
-                f"{function}: expected the {len(pending.rows)} samples that .loader "
-                f"has given, got {size}. The size of a batch is part of the "
-                f"guarantee: neither drop samples nor add any."
+                f"{function}: expected the {len(pending.rows)} samples of .loader, got "
+                f"{size}. The guarantee needs all: neither drop samples nor add any."
             )
         if self._run.process != os.getpid():
             raise RuntimeError(
                 f"{function}: expected the process that made it, got a fork of that, "
-                f"with the same key: two runs with the same noise reveal the data. "
-                f"Make PrivateGradients in each process, after the fork."
+                f"whose equal noise would reveal the data. Make it after the fork."
             )
         grouped = distributed.is_available() and distributed.is_initialized()
         if grouped and (count := distributed.get_world_size()) > 1:
@@ -455,10 +445,6 @@ class LiveModule:
         """Return the module as a function, a new one if the module has changed.
 
         `within` a logical batch it may not be moved, switched or frozen.
-
-        Raises:
-            RuntimeError: it has other modules or parameters, or other settings within
-                a logical batch.
         """
         if self.function.is_current():
             return self.function
@@ -466,14 +452,13 @@ class LiveModule:
             raise RuntimeError(
                 f"PrivateGradients({type(self.model).__name__}): expected the modules "
                 f"and parameters that it had at first, got others, which are in no "
-                f"optimizer. Build the model first, then PrivateGradients, and load "
-                f"the state_dict() of a run that has begun."
+                f"optimizer. Build the model before PrivateGradients."
             )
         if within and _settings(self.model) != self._settings:
             raise RuntimeError(
-                "PrivateGradients.backward(*batch): expected one module for all parts "
-                "of a logical batch, got one that was moved, switched or set otherwise "
-                "in between. Do that between logical batches."
+                "PrivateGradients.backward(*batch): expected one module for a logical "
+                "batch, got one that was moved, switched or frozen in between. Do that "
+                "between logical batches."
             )
         self._read()
         return self.function
@@ -550,9 +535,8 @@ class GradGuard:
         if first and self.released and self._optimizers and not self._used:
             raise RuntimeError(
                 "PrivateGradients.backward(*batch): expected optimizer.step() after "
-                "the last logical batch, got another batch, whose gradients would "
-                "replace the last ones. Switch gradient accumulation off: if memory "
-                "is too small, pass physical_batch_size or chunk_size."
+                "the last logical batch, got another batch. Switch gradient "
+                "accumulation off, and pass physical_batch_size or chunk_size."
             )
 
     def begin(self) -> None:
@@ -576,8 +560,7 @@ class GradGuard:
         if _trained(optimizer).isdisjoint(map(id, self._live.parameters.values())):
             raise ValueError(
                 "PrivateGradients.watch(optimizer): expected one of the module's own "
-                "parameters, got one of others, which it would train without privacy. "
-                "Make it from the parameters of the module that was passed."
+                "parameters, got one of others, which it would train without privacy."
             )
         self._optimizers.add(optimizer)
 
@@ -611,8 +594,7 @@ class GradGuard:
         if not fresh and not self._partial:
             raise RuntimeError(
                 "optimizer.step(): expected PrivateGradients.backward(*batch) before "
-                "each step, got a step without. Its gradients would be of an earlier "
-                "batch, or not private."
+                "each step, got a step without."
             )
         trained = _trained(optimizer)
         # A scaler leaves here the divisor of a fused optimizer.
@@ -717,10 +699,9 @@ def _check_padding(
     if not torch.allclose(separate.sort().values, paired.sort().values, **options):
         raise RuntimeError(
             "PrivateGradients(collate_fn): expected a loss of each sample that does "
-            "not depend on the other samples, got one that changes when a longer "
-            "sample is in the batch, to whose length collate_fn pads. No clipping "
-            "bounds that. Pad to a fixed length, or return a mask of the padding and "
-            "use it in the model. check_collate=False skips this comparison."
+            "not depend on the other samples, got one that changes with the padding to "
+            "a longer sample. Pad to a fixed length, or use a mask of the padding in "
+            "the model. check_collate=False skips this comparison."
         )
 
 
@@ -739,9 +720,8 @@ def _arguments(collated: Tree, yielded: Tree, batch: Tree) -> Tree:
         if place is None or len(tensors) != len(sources):
             raise RuntimeError(
                 "PrivateGradients.backward(*batch): expected the tensors of the "
-                "loader's batch, got others made of them, so that padding to the "
-                "longest sample of a batch cannot be checked. If the model uses a "
-                "mask of the padding, pass check_collate=False."
+                "loader's batch, got others made of them, whose padding cannot be "
+                "checked. If the model masks it, pass check_collate=False."
             )
         unused = [n for n in unused if n != place]  # one tensor may be passed twice
         arguments.append(tensors[place].to(leaf))
@@ -785,8 +765,8 @@ def _restored_generators(*tensors: Tensor) -> Iterator[Callable[[], bool]]:
 
 def _warn_of_padding(reason: str) -> None:
     warnings.warn(
-        f"PrivateGradients(collate_fn): it pads to the longest sample of a batch, and "
-        f"it could not be checked whether losses depend on that, since {reason}. Mask "
-        f"the padding in the model, then pass check_collate=False.",
+        f"PrivateGradients(collate_fn): expected losses that do not depend on padding, "
+        f"which could not be checked, since {reason}. Mask the padding in the model, "
+        f"then pass check_collate=False.",
         stacklevel=4,
     )

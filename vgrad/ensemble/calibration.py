@@ -1,6 +1,6 @@
 """Whether predicted probabilities come true: calibration of a classifier.
 
-N samples, C classes. Probabilities are those of a model or the mean of an ensemble.
+N samples, C classes. Probabilities are a model's, or the mean of an ensemble's.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ _TOLERANCE = 0.01
 
 
 class Calibration(NamedTuple):
-    """What `calibration` computes; each is a scalar, and lower is better.
+    """The result of `calibration`; each is a scalar, and lower is better.
 
     Attributes:
         expected_calibration_error: `sum_k n_k / N |accuracy_k - confidence_k|` over the
@@ -36,7 +36,7 @@ class Calibration(NamedTuple):
 
 
 class Reliability(NamedTuple):
-    """What `reliability` computes for each of the bins, `[bins]`.
+    """The result of `reliability` for each of the bins, `[bins]`.
 
     Attributes:
         confidence: mean probability of the most probable class; NaN in an empty bin.
@@ -55,17 +55,11 @@ def calibration(
 ) -> Calibration:
     """Calibration error, Brier score and likelihood: `[N, C], [N] -> three scalars`.
 
-    The calibration error is of the bins that `reliability` shows. All sums are taken in
-    float64, of any number of samples. Results are float32, or float64 where the
-    probabilities are; for no samples they are NaN.
+    Sums are float64. Results are float32, or float64 where the probabilities are; for
+    no samples they are NaN.
 
     Reference: Guo et al., On Calibration of Modern Neural Networks, arXiv 1706.04599;
     Brier, Verification of Forecasts Expressed in Terms of Probability, 1950.
-
-    Raises:
-        ValueError: these are not probabilities `[N, C]` of N samples with classes from
-            0 to C - 1, or there is no bin.
-        TypeError: probabilities are not floating point, or targets not whole numbers.
 
     Example:
         >>> probabilities = torch.tensor([[0.9, 0.1], [0.6, 0.4]])
@@ -90,14 +84,8 @@ def reliability(
     """Confidence and accuracy in each bin, `[N, C], [N] -> [bins]`, for a diagram.
 
     The confidence of a sample is the probability of its most probable class. Bin k of K
-    holds those in `[k / K, (k + 1) / K)`, the last one also those of one; they are
-    compared in float32, as torchmetrics does it. Means are taken in float64. Results
-    are float32, or float64 where the probabilities are, and whole numbers.
-
-    Reference: Guo et al., On Calibration of Modern Neural Networks, arXiv 1706.04599.
-
-    Raises:
-        ValueError, TypeError: as `calibration`.
+    holds confidences in `[k / K, (k + 1) / K)`, the last one also those equal to one,
+    compared in float32 as in torchmetrics. Dtypes and reference as for `calibration`.
 
     Example:
         >>> probabilities = torch.tensor([[0.9, 0.1], [0.7, 0.3], [0.4, 0.6]])
@@ -114,7 +102,7 @@ def reliability(
 
 
 def _in_bins(probabilities: Tensor, targets: Tensor, bins: int) -> Reliability:
-    """Compute what `reliability` returns, of what was checked."""
+    """Compute a `Reliability` of checked arguments."""
     confidence, predicted = probabilities.detach().double().max(1)
     edges = torch.linspace(0, 1, bins + 1, device=confidence.device)
     below_one = confidence.clamp(max=_BELOW_ONE).float()

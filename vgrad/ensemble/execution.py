@@ -30,12 +30,11 @@ from vgrad.generators import (
     random_state,
     set_random_state,
 )
-from vgrad.lowering.answering import tried
-from vgrad.lowering.draws import Draws
-from vgrad.lowering.limits import raise_clearly
-from vgrad.lowering.members import Members, by_itself, mapped_here
-from vgrad.lowering.questions import Parts, Split
-from vgrad.lowering.truthful import Truth, UnsupportedOp
+from vgrad.lowering.grad_flags import GradFlags, UnsupportedOp, raise_clearly
+from vgrad.lowering.members import Members, is_mapped_here, run_member
+from vgrad.lowering.mode import run_or_split
+from vgrad.lowering.randomness import Draws
+from vgrad.lowering.value_reads import Partition, SplitBatch
 from vgrad.persample.engine.guard import NON_RETRYABLE, Failure, Fallbacks
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.report import Report, table
@@ -65,7 +64,7 @@ class EnsembleOptions(TypedDict, total=False):
 
 
 def split(function: str, values: Params, shared: Patterns) -> tuple[Params, Params]:
-    """Return the entries with a member axis, and those that match a pattern."""
+    """Return the stacked entries, and the shared ones, which match a pattern."""
     checks.patterns(function, shared=shared)
     kind = "parameter or buffer"
     common = set(checks.all_matched(function, values, shared, kind=kind))
@@ -84,31 +83,24 @@ def members(
     where = f"{function}(params, buffers)"
     if not stacked:
         raise ValueError(f"{where}: expected an entry with a member axis, got none.")
-    first, count = "", 0
+    first = next(iter(stacked))
+    count = stacked[first].shape[:1]
     for name, value in stacked.items():
-        if value.ndim == 0:
+        if value.shape[:1] != count or not value.ndim:
+            expected = f"{count[0]} members as in {first!r}" if count else "members"
             raise ValueError(
-                f"{where}: expected a member axis in {name!r}, got a scalar. If the "
-                f"members share it, name it in shared=."
+                f"{where}: expected {expected} on the first axis of {name!r}, got "
+                f"shape {tuple(value.shape)}. If the members share one of them, name "
+                f"it in shared=."
             )
-        if not first:
-            first, count = name, value.shape[0]
-        if value.shape[0] != count:
-            raise ValueError(
-                f"{where}: expected {count} members in {name!r} as in {first!r}, got "
-                f"{len(value)}. If the members share one of them, name it in shared=."
-            )
-    if not count:
-        raise ValueError(
-            f"{where}: expected at least one member, got none in {first!r}."
-        )
-    return count
+    if not count[0]:
+        raise ValueError(f"{where}: expected at least one member, got none.")
+    return count[0]
 
 
 def _batch_dims(
     function: str, in_dims: InDims, batch: tuple[Tree, ...], count: int
 ) -> tuple[int | None, ...]:
-    """Return the member axis of each item of the batch, checked."""
     if in_dims is None or isinstance(in_dims, int):
         in_dims = (in_dims,) * len(batch)
     if len(in_dims) != len(batch):
@@ -136,7 +128,7 @@ class Call:
     Attributes:
         members: E.
         args: parameters, buffers and the items of the batch.
-        dims: their member axes, by name and for each item; None if they are shared.
+        dims: their member axes, by name and for each item; None without one.
     """
 
     def __init__(
@@ -255,10 +247,7 @@ def _map_leaves(function: Callable, *trees: Tree) -> Tree:
 
 
 def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
-    """Run the function for one member after the other; return their results.
-
-    Under autocast weights are cast in a function made by `autocasting` alone.
-    """
+    """Run a function, made by `autocasting`, for one member after the other."""
     # Each member draws from where the one before it stopped, unless told otherwise.
     given = () if randomness == "different" else call.tensors()
     results = []
@@ -299,23 +288,9 @@ def autocasting(function: Callable, draws: Iterable[Draws] = ()) -> Callable:
     def run(params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
         casts = partial(AutocastMode, [*params.values()])
         one = partial(function, params, buffers, *batch)
-        return by_itself(one, casts, next(turns, None))
+        return run_member(one, casts, next(turns, None))
 
     return run
-
-
-def check_keys(function: str, keys: Tensor, count: int) -> None:
-    """Refuse keys of other members, or where members cannot be told apart."""
-    if len(keys) != count:
-        raise ValueError(
-            f"{function}(params): expected {len(keys)} members, those of this rank, "
-            f"got {count}."
-        )
-    if modes.inside_transform():
-        raise ValueError(
-            f"{function}(params): expected a call outside of transforms of torch.func, "
-            f"where members have keys, got one inside."
-        )
 
 
 @dataclass(frozen=True)
@@ -324,8 +299,7 @@ class EnsembleExplanation(Report):
 
     Attributes:
         function: the function's name.
-        strategy: the strategy.
-        why: the reason for it.
+        strategy, why: the strategy and the reason for it.
         members: E.
         forms: op and form, in order of execution, of the ops that have a choice; of one
             group of members after the other, if they take different branches.
@@ -419,12 +393,17 @@ class EnsembleExecutor:
         """Return the random numbers of members, which follow from keys if there are."""
         if keys is None or self.randomness != "different":
             return Draws()
-        check_keys(self.function, keys, call.members)
+        if len(keys) != call.members:
+            raise ValueError(
+                f"{self.function}(params): expected the {len(keys)} members of this "
+                f"rank, got {call.members}."
+            )
+        if modes.inside_transform():
+            raise ValueError(
+                f"{self.function}(params): expected a call outside of transforms of "
+                f"torch.func, where members have keys, got one inside."
+            )
         return Draws(keys=keys)
-
-    def loop(self, function: Callable, call: Call) -> list[Any]:
-        """Run a function for one member after the other; return their results."""
-        return looped(function, call, self.randomness)
 
     def run(
         self,
@@ -435,7 +414,7 @@ class EnsembleExecutor:
         with_buffers: bool = False,
         draws: Draws | None = None,
         forms: list[tuple[str, str]] | None = None,
-        on_split: Callable[[Parts], None] | None = None,
+        on_split: Callable[[Partition], None] | None = None,
     ) -> Any:
         """Run a function for all members; tensors of the result gain the axis 0.
 
@@ -447,7 +426,7 @@ class EnsembleExecutor:
         draws = draws or Draws()
         if strategy == "loop":
             turns = [draws] if call.members == 1 else draws.each()
-            results = self.loop(autocasting(function, turns), call)
+            results = looped(autocasting(function, turns), call, self.randomness)
             return call.joined(results, stack_results, with_buffers)
         on_split = on_split or partial(self._note_split, call)
         may_loop = self.may_loop
@@ -464,13 +443,15 @@ class EnsembleExecutor:
                     raise
                 failure = Failure.of(error)
             rows = torch.arange(call.members).split(1)
-            raise Split(Parts(rows, failure.where, "loop", failure.why))
+            raise SplitBatch(Partition(rows, failure.where, "loop", failure.why))
 
         differ, same = self.randomness == "different", self.randomness == "same"
         with RNG_LOCK if differ or same else nullcontext():
             state = random_state(call.tensors()) if same else None
-            result, draws = tried(all_members, draws, call.tensors(), differ=differ)
-            if not isinstance(result, Parts):
+            result, draws = run_or_split(
+                all_members, draws, call.tensors(), differ=differ
+            )
+            if not isinstance(result, Partition):
                 return result
             parts = result
             if parts.strategy is not None and not may_loop:
@@ -514,24 +495,24 @@ class EnsembleExecutor:
             modes.load_decompositions()
             with modes.vmap_level(call.members, self.randomness) as level:
                 params, buffers, *batch = call.wrapped(level)
-                truth = Truth(level, "member", 'strategy="loop"')
+                flags = GradFlags(level, "member", 'strategy="loop"')
                 with modes.without_modes():  # modes around it do not see this
                     for value in tensors((params, buffers, batch)):
-                        truth.tell(value)
+                        flags.sync(value)
                 protected, hybrid = call.protected(), strategy == "hybrid"
-                mode = Members(note, protected, truth=truth, draws=draws, chosen=hybrid)
+                mode = Members(note, protected, flags=flags, draws=draws, chosen=hybrid)
                 casts = partial(AutocastMode, [*params.values()])
                 inside = mode.inside(call.members, self.randomness, casts)
                 with inside, modes.unoptimized_scripts():
                     output = function(params, buffers, *batch)
-                truth.end(tensors(output))
+                flags.end(tensors(output))
                 result = call.joined(
                     [output],
                     lambda value: modes.remove_batch_axis(
                         _tensor(value), level, call.members, 0
                     ),
                     with_buffers,
-                    lambda left: not mapped_here(left[0]),
+                    lambda left: not is_mapped_here(left[0]),
                 )
         except RuntimeError as error:
             raise_clearly(error, "ensemble", one="member")
@@ -539,7 +520,7 @@ class EnsembleExecutor:
             forms += seen
         return result
 
-    def _note_split(self, call: Call, parts: Parts) -> None:
+    def _note_split(self, call: Call, parts: Partition) -> None:
         """Remember members that cannot run at once, and warn of slow ones."""
         if parts.strategy is None:
             self._fallbacks.tell(parts, self.function, "member")
@@ -550,7 +531,7 @@ class EnsembleExecutor:
         """Run the forward pass once, and restore the generators."""
         strategy, why = self.choose(function, call)
         forms: list[tuple[str, str]] = []
-        splits: list[Parts] = []
+        splits: list[Partition] = []
         if strategy != "loop":
             with kept_random_state(call.tensors()), torch.no_grad():
                 self.run(function, call, strategy, forms=forms, on_split=splits.append)
@@ -569,19 +550,7 @@ class EnsembleExecutor:
         )
 
 
-class KeyedFn:
-    """A function of an ensemble whose members may draw from keys of their own."""
-
-    _keys: Tensor | None = None
-
-    def keyed(self, keys: Tensor | None) -> Self:
-        """Return the same function, drawing from keys of the members, int64 `[E]`."""
-        other = copy.copy(self)
-        other._keys = keys
-        return other
-
-
-class EnsembleFn(KeyedFn):
+class EnsembleFn:
     """A function of an ensemble that an executor runs.
 
     Attributes:
@@ -591,15 +560,22 @@ class EnsembleFn(KeyedFn):
 
     def __init__(self, executor: EnsembleExecutor) -> None:
         self._executor = executor
-        self.randomness = executor.randomness
+        self._keys: Tensor | None = None
+        self.randomness: Randomness = executor.randomness
         self.shared = executor.shared
+
+    def keyed(self, keys: Tensor | None) -> Self:
+        """Return the same function, drawing from keys of the members, int64 `[E]`."""
+        other = copy.copy(self)
+        other._keys = keys
+        return other
 
 
 def _signature(call: Call) -> tuple:
     return tuple((x.shape, x.dtype, x.device) for x in call.tensors())
 
 
-def _why(parts: Parts) -> str:
+def _why(parts: Partition) -> str:
     return f"all at once they stopped at {parts.where}: {parts.why}"
 
 

@@ -4,7 +4,6 @@ E members, B samples.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Generic, Literal, NamedTuple, Required, Unpack, overload
 
 import torch
@@ -22,9 +21,7 @@ from vgrad.ensemble.execution import (
     EnsembleFn,
     EnsembleOptions,
     InDims,
-    KeyedFn,
     autocasting,
-    check_keys,
     looped,
     stack_results,
 )
@@ -37,8 +34,7 @@ from vgrad.generators import (
     sample_keys,
     set_seed,
 )
-from vgrad.lowering.draws import Draws
-from vgrad.lowering.keyed import check_drawn
+from vgrad.lowering.randomness import Draws, check_drawn
 from vgrad.persample.clipped import ClippedGrad, clipped_grad
 from vgrad.persample.engine.call import Options, check_options
 from vgrad.persample.engine.guard import UnsupportedOp
@@ -60,7 +56,7 @@ from vgrad.typing import (
 
 
 class EnsembleGrads(NamedTuple):
-    """The gradients of all members.
+    """The result of `ensemble_grad`.
 
     Attributes:
         grads: `[E, ...]`; of shared parameters sums over the members, `[...]`.
@@ -74,12 +70,7 @@ class EnsembleGrads(NamedTuple):
 
 
 class EnsembleGradFn(EnsembleFn, Generic[Result]):
-    """The function that `ensemble_grad` returns.
-
-    Attributes:
-        loss: the loss of a batch for one member.
-        has_aux: whether it returns aux too.
-    """
+    """The function that `ensemble_grad` returns, with its `loss` and `has_aux`."""
 
     name = "ensemble_grad"
 
@@ -102,8 +93,8 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
     ) -> Result:
         """Return an `EnsembleGrads`, or with `has_aux` a pair of it and aux.
 
-        The gradients are those of `loss_scale * loss`, a number or one for each member,
-        `[E]`. The losses are without it.
+        Gradients are of `loss_scale * loss`, a number or one for each member, `[E]`.
+        The losses are without it.
         """
         call = self._executor.call(params, buffers, batch)
         sizes = ((), (call.members,))
@@ -166,7 +157,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
     ) -> None:
         """Refuse a missing gradient where a single member has one."""
         # A graph is captured after a call in eager mode, which has checked.
-        branches = draws.asked and not checks_collected()
+        branches = draws.values_read and not checks_collected()
         if not names or (names in self._unreached and not branches):
             return
         given = call.tensors()
@@ -228,17 +219,14 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
                         grads[name][member].copy_(grad)
             return pair
 
-        pairs = self._executor.loop(one, call)
+        pairs = looped(one, call, self.randomness)
         if draws.keys is not None:
             check_drawn(before, call.tensors())
         return grads, *call.joined(pairs, stack_results, with_buffers=True)
 
 
 def returning_buffers(function: str, loss: Any, *, has_aux: bool) -> Callable:
-    """Let a loss of a batch return `(scalar or (scalar, aux), new buffers)`.
-
-    A plain function changes no buffers.
-    """
+    """Let a loss return its value and new buffers; a plain function changes none."""
     with_buffers = getattr(loss, "with_buffers", None)
 
     def run(params: Params, buffers: Buffers, /, *batch: Tree) -> tuple[Any, Buffers]:
@@ -329,42 +317,20 @@ def ensemble_grad(
 # engine: the samples of one fill the device, and its gradients need not be stored.
 
 
-class EnsemblePerSampleFn(KeyedFn, Generic[Result]):
-    """The function that `ensemble_per_sample_grad` returns.
-
-    Attributes:
-        shared: patterns of the entries without a member axis.
-    """
+class EnsemblePerSampleFn(EnsembleFn, Generic[Result]):
+    """The function that `ensemble_per_sample_grad` returns."""
 
     def __init__(
-        self,
-        function: str,
-        transforms: Sequence[Transform],
-        in_dims: InDims = None,
-        shared: Patterns = (),
+        self, function: str, transforms: Sequence[Transform], **options: Any
     ) -> None:
-        checks.patterns(function, shared=shared)
-        self.shared = tuple(shared)
-        self._function = function
+        drawing = any(x.options.randomness != "error" for x in transforms)
+        randomness: Randomness = "different" if drawing else "error"
+        super().__init__(EnsembleExecutor(function, randomness=randomness, **options))
         self._transforms: tuple[Any, ...] = tuple(transforms)  # one, or one a member
-        self._in_dims = in_dims
-
-    @property
-    def randomness(self) -> Literal["error", "different"]:
-        """Whether members draw random numbers, then each its own."""
-        drawing = any(x.options.randomness != "error" for x in self._transforms)
-        return "different" if drawing else "error"
 
     def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Result:
         """Return the result of every member, stacked along a new first axis."""
-        call = Call(
-            self._function,
-            params,
-            buffers,
-            batch,
-            in_dims=self._in_dims,
-            shared=self.shared,
-        )
+        call = self._executor.call(params, buffers, batch)
         turns: Any = self._transforms
         if len(turns) not in (1, call.members):
             raise ValueError(
@@ -372,23 +338,22 @@ class EnsemblePerSampleFn(KeyedFn, Generic[Result]):
                 f"one number or one for each of the {call.members} members."
             )
         turns = turns * call.members if len(turns) == 1 else turns
-        if self._keys is not None:
-            check_keys(self._function, self._keys, call.members)
-            turns = map(partial(self._keyed, call), turns, self._keys.tolist())
+        keys = self._executor.draws(call, self._keys).keys
+
+        def with_key(transform: Any, key: int) -> Callable:
+            def run(params: Params, buffers: Buffers, *batch: Tree) -> Any:
+                size = batches.read(self._executor.function, batch).size
+                set_seed(key, call.tensors())  # where all samples draw the same
+                keyed = transform.keyed(sample_keys(key, 0, size))
+                return keyed(params, buffers, *batch)
+
+            return run
+
+        if keys is not None:
+            turns = map(with_key, turns, keys.tolist())
         turns = iter(turns)
         one = autocasting(lambda *args: next(turns)(*args))
         return tree_map(stack_results, *looped(one, call, "different"))
-
-    def _keyed(self, call: Call, transform: Any, key: int) -> Callable:
-        """Return the function of one member that draws from its key."""
-
-        def run(params: Params, buffers: Buffers, *batch: Tree) -> Any:
-            size = batches.read(self._function, batch).size
-            set_seed(key, call.tensors())  # where all samples draw the same
-            keys = sample_keys(key, 0, size)
-            return transform.keyed(keys)(params, buffers, *batch)
-
-        return run
 
 
 class EnsembleClippedGradFn(EnsemblePerSampleFn[Result]):
@@ -416,10 +381,6 @@ class EnsembleClippedGradFn(EnsemblePerSampleFn[Result]):
         members among more, as on one of several ranks, `first` is the number of its
         first one; otherwise two groups would share their noise. Members trained on the
         same data are composed: E of them cost E times the steps of one.
-
-        Raises:
-            ValueError: sums, noise multipliers and clip norms are not equally many;
-                else as `dp.add_gaussian_noise`.
         """
         checks.dictionaries("add_noise", grads=grads)
         [first] = checks.whole("add_noise", least=0, first=first)
@@ -492,7 +453,7 @@ def ensemble_per_sample_grad(
     check_loss(function, loss)
     check_options(ensemble_per_sample_grad, options)
     transform = per_sample_grad(loss, has_aux=has_aux, **options)
-    return EnsemblePerSampleFn(function, [transform], in_dims, shared)
+    return EnsemblePerSampleFn(function, [transform], in_dims=in_dims, shared=shared)
 
 
 class _ClippingOptions(_Options, total=False):
@@ -526,8 +487,8 @@ def ensemble_clipped_grad(
     """Sum of clipped gradients of every member: a `ClippedGrad` of `[E, ...]`.
 
     `max_norm` is one bound as `clipped_grad` takes it, or a list or a tensor of one for
-    each member. `clipping` and `normalize_by` are those of `clipped_grad`, `in_dims`
-    and `shared` as in `ensemble_grad`, the other options in `vgrad.persample.Options`.
+    each member. `clipping` and `normalize_by` are as in `clipped_grad`, `in_dims` and
+    `shared` as in `ensemble_grad`, the other options in `vgrad.persample.Options`.
     `.add_noise` adds each member's noise.
 
     Example:
@@ -564,4 +525,4 @@ def ensemble_clipped_grad(
         )
         for bound in bounds
     ]
-    return EnsembleClippedGradFn(function, transforms, in_dims, shared)
+    return EnsembleClippedGradFn(function, transforms, in_dims=in_dims, shared=shared)

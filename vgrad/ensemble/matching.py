@@ -22,7 +22,7 @@ from vgrad.functional import slots
 from vgrad.torch_private.tensors import HOOKS, registered
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-"""Attributes that torch itself gives a module; those that matter are compared apart."""
+"""Attributes that torch itself gives a module; some of them are compared apart."""
 
 _VALUES = (bool, int, float, complex, str, bytes, type(None))
 _WHOLE = (*_VALUES, type, types.CodeType, types.BuiltinFunctionType, types.ModuleType)

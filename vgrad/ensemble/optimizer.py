@@ -36,7 +36,7 @@ LEAST = 20_000
 
 
 class MembersState(NamedTuple):
-    """State of `for_members`: of the members, `[E, ...]`, and of what they share."""
+    """State of `for_members`: of the members, `[E, ...]`, and of shared parameters."""
 
     members: Tree
     shared: Tree
@@ -54,11 +54,7 @@ class _Fields(NamedTuple):
 class MembersTransformation(  # pyright: ignore[reportGeneralTypeIssues]  # it is longer
     _Fields, GradientTransformation
 ):
-    """The transformation that `for_members` returns.
-
-    Attributes:
-        shared: patterns of the parameters without a member axis.
-    """
+    """The transformation that `for_members` returns, with its `shared` patterns."""
 
 
 def for_members(
@@ -145,7 +141,7 @@ class _Members:
         if patterns and varied and shared_tx is None:
             raise ValueError(
                 "for_members(shared=..., [E] hyperparameters): expected shared_tx, the "
-                "transformation of the shared parameters, since those of the members "
+                "transformation of the shared parameters, since the members' "
                 "differ; got none."
             )
         self._alike = None if varied else self._of([])
@@ -310,17 +306,17 @@ def _mapped(function: Callable, *arguments: Tree) -> Any:
             f"Make the state with init(params)."
         )
     ((size,),) = sizes
-
     modes.load_decompositions()
     with modes.vmap_level(size, "error") as level:
         inputs = map_tensors(lambda x: modes.add_batch_axis(x, 0, level), arguments)
-        result = function(*inputs)
-        _leaves(result)
-        return map_tensors(lambda x: modes.remove_batch_axis(x, level, size, 0), result)
+        outputs = function(*inputs)
+        _leaves(outputs)
+        return map_tensors(
+            lambda x: modes.remove_batch_axis(x, level, size, 0), outputs
+        )
 
 
 def _leaves(tree: Tree) -> list[Tensor]:
-    """Return the leaves of a tree of tensors, and refuse other leaves."""
     leaves = tree_leaves(tree)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):

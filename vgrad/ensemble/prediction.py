@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
@@ -35,11 +35,7 @@ if TYPE_CHECKING:
 
 
 class EnsembleForward(EnsembleFn):
-    """The function that `ensemble_forward` returns.
-
-    Attributes:
-        fmodel: the model of one member.
-    """
+    """The function that `ensemble_forward` returns, with its `fmodel`."""
 
     name = "ensemble_forward"
 
@@ -69,12 +65,7 @@ class EnsembleForward(EnsembleFn):
     def with_buffers(
         self, params: Params, buffers: Buffers, /, *batch: Tree
     ) -> tuple[Tree, Buffers]:
-        """Return the outputs and the buffers after each member's forward pass.
-
-        Raises:
-            ValueError: the batch is run in chunks, or members leave different values in
-                a buffer that they share.
-        """
+        """Return the outputs and the buffers after each member's forward pass."""
         if self._chunk_size is not None:
             raise ValueError(
                 f"ensemble_forward(chunk_size={self._chunk_size}).with_buffers: "
@@ -110,7 +101,7 @@ class EnsembleForward(EnsembleFn):
         )
 
     def _chunks(self, call: Call, batch: tuple) -> list[tuple]:
-        """Split the batch along the axis of samples, beside that of members."""
+        """Split the batch along the axis of samples, beside the member axis."""
         leaves, structure = tree_flatten(batch)
         items = zip(batch, call.dims[2:], strict=True)
         dims = [dim for item, dim in items for _ in tree_leaves(item)]
@@ -290,7 +281,7 @@ def predict(
     result is a `ValuePrediction` with these `quantiles`, levels from 0 to 1. The model
     takes inputs by position and returns one tensor. All members see the same inputs.
     The ensemble counts as a mixture of its members in equal parts, so variances are
-    over E and those of one member are zero. A sample with a logit that is NaN or
+    over E and zero for one member. A sample with a logit that is NaN or
     infinite above has NaN, and a value that is not finite a variance of NaN.
 
     The model runs in evaluation mode, whatever mode `fmodel` is in: no dropout, batch
@@ -298,7 +289,7 @@ def predict(
     passes in training mode and pass them to `EnsemblePrediction.from_logits`.
 
     With a `mesh` the members are cut among its ranks along `axis`: `params` and
-    `buffers` are this rank's members, as `distributed.own_members` cuts them, inputs
+    `buffers` are this rank's members, as `distributed.shard_members` cuts them, inputs
     are the same on all ranks, and so is the result.
 
     No graph is kept. Arithmetic after the model is float64; results are float32, or
@@ -315,7 +306,7 @@ def predict(
         chunk_size: samples at a time; None for all. Others as in `ensemble_grad`.
 
     Raises:
-        ValueError: the outputs are not those of this kind, or sizes do not fit.
+        ValueError: the outputs are not of this kind, or sizes do not fit.
         UnsupportedOp: as `ensemble_forward`.
         RankError: another rank failed, or has other options, samples or outputs.
 
@@ -372,7 +363,7 @@ def _outputs(
     batch = batches.read("predict", inputs)
     # An empty batch is run too, for the shape of its outputs.
     for start, stop in list(batches.chunks(batch.size, chunk_size)) or [(0, 0)]:
-        # Statistics of a chunk would not be those of the batch.
+        # Statistics of a chunk are not the batch's.
         guard = nullcontext() if chunk_size is None else LossGuard(given={})
         with torch.no_grad(), guard:
             rows = batch.sample(batch.part(start, stop).inputs)
@@ -442,10 +433,21 @@ def _facts(fmodel: Any, **options: Any) -> _Facts:
             place = f"fmodel.{path}" if path else "fmodel"
             facts[place] = type(module).__qualname__
             for name, value in vars(module).items():
-                numbers = value if isinstance(value, tuple | list) else [value]
-                if all(isinstance(each, bool | int | float) for each in numbers):
-                    facts[f"{place}.{name}"] = repr(value)
+                facts[f"{place}.{name}"] = _text(value)
     return facts
+
+
+def _text(value: Any) -> str:
+    """Return the text of a plain value, or the name of a function or a class."""
+    if isinstance(value, tuple | list):
+        return repr([*map(_text, value)])
+    if isinstance(value, bool | int | float):
+        return repr(value)
+    if not isinstance(value, str):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    with suppress(RuntimeError):  # devices may differ between ranks
+        return type(torch.device(value)).__qualname__
+    return value
 
 
 def _over_ranks(
@@ -571,7 +573,7 @@ def _entropy(probabilities: Tensor) -> Tensor:
 def _quantiles(values: Tensor, levels: Sequence[float]) -> Tensor:
     """Quantiles over members `[E, ...]`.
 
-    `torch.quantile` refuses empty tensors, and in some versions those of 2^24 numbers.
+    `torch.quantile` refuses empty tensors, and in some versions 2^24 numbers.
     """
     ordered = values.sort(0).values
     missing = ordered[-1].isnan()  # NaN is sorted to the end

@@ -1,4 +1,4 @@
-"""Which samples each member sees: bootstrap draws and cross-validation folds.
+"""Samples of each member: bootstrap draws and cross-validation folds.
 
 E members, K folds, n samples. Indices are int64, on the CPU, one row for each member;
 `x[indices]` is its data `[E, size, ...]`, which `in_dims=0` gives to the members.
@@ -16,24 +16,14 @@ def bootstrap_indices(
     """Draw samples with replacement for each member: `-> [E, size]`, from 0 to n - 1.
 
     `size` is n by default: a member then sees a share of about `1 - 1/e = 63 %` of the
-    samples, some of them several times, and those it does not see can judge it.
-    Training members on such draws is known as bagging.
-
-    Cost: the indices. `x[indices]` holds E copies of the data; if that is too much,
-    index batch by batch, `x[indices[:, start:stop]]`.
+    samples, and the others can judge it. Training on such draws is known as bagging.
+    `x[indices]` holds E copies of the data; if that is too much, index batch by batch.
 
     Reference: Breiman, Bagging Predictors, Machine Learning 24, 1996.
 
-    Raises:
-        ValueError: a number is not a whole number, or is below one (a seed below zero).
-
     Example:
-        >>> indices = bootstrap_indices(3, 5, seed=0)
-        >>> indices.shape
+        >>> bootstrap_indices(3, 5, seed=0).shape
         torch.Size([3, 5])
-        >>> x = torch.arange(10.0).reshape(5, 2)
-        >>> x[indices].shape
-        torch.Size([3, 5, 2])
     """
     function = "bootstrap_indices"
     members, n = checks.whole(function, least=1, members=members, n=n)
@@ -46,22 +36,14 @@ def bootstrap_indices(
 def fold_indices(folds: int, n: int, *, seed: int) -> tuple[Tensor, Tensor]:
     """Split samples for cross-validation: `-> (train [K, ...], validation)`.
 
-    The samples are shuffled and cut into K folds of `n_val = n // K`. Member k is
-    validated on fold k and trained on all else, `n_train = n - n_val`. So that the
-    sizes of all members are equal, the remaining `n % K` samples, any of them, are in
-    no fold: every member is trained on them, and none is validated. No sample is in
-    both rows of one member.
-
-    Raises:
-        ValueError: there are fewer than two folds, fewer samples than folds, or a seed
-            below zero.
+    The samples are shuffled and cut into K folds of `n // K`. Member k is validated on
+    fold k and trained on all others. The remaining `n % K` samples are in no fold:
+    every member is trained on them, so that all have equally many.
 
     Example:
         >>> train, validation = fold_indices(3, 7, seed=0)
         >>> train.shape, validation.shape
         (torch.Size([3, 5]), torch.Size([3, 2]))
-        >>> sorted([*train[0].tolist(), *validation[0].tolist()])
-        [0, 1, 2, 3, 4, 5, 6]
     """
     [folds] = checks.whole("fold_indices", least=2, folds=folds)
     [seed] = checks.whole("fold_indices", least=0, seed=seed)

@@ -43,8 +43,8 @@ def stack(
 ) -> tuple[FunctionalModel, Params, Buffers]:
     """Stack E models: `models -> (fmodel, params, buffers)`, entries `[E, *shape]`.
 
-    `fmodel` is the function of one member, and the entries are those that
-    `make_functional_with_buffers` gives, with the members on axis 0: tied tensors
+    `fmodel` is the function of one member, and the entries are as
+    `make_functional_with_buffers` gives them, with the members on axis 0: tied tensors
     appear once, parameters require grad unless `disable_autograd_tracking`, frozen ones
     are among the buffers. Nothing is shared with the modules. The cost is one copy.
 
@@ -318,7 +318,7 @@ def group(models: Iterable[nn.Module]) -> ModelGroups:
 
 
 def _check_leaf(leaf: Tensor, first: Tensor, number: int, count: int) -> None:
-    """Refuse a result of one group that cannot be joined with that of the first."""
+    """Refuse a result of one group that cannot be joined with the first one's."""
     where = "ModelGroups.map(function)"
     if not isinstance(leaf, Tensor):
         raise TypeError(

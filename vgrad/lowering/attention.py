@@ -36,28 +36,14 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Attend as `torch.nn.functional.scaled_dot_product_attention` does, also in vmap.
 
-    `query [..., H, L, E]`, `key [..., H, S, E]` and `value [..., H, S, V]` give
-    `softmax(query @ key.mT * scale + attn_mask) @ value`, of shape `[..., H, L, V]`,
-    with the arguments, errors and dtypes of torch's function, autocast included.
-
     Outside `torch.func` this is torch's function. Inside, the axes of all vmaps join
     the leading axes, so that one kernel serves all samples. Unbatched tensors are
     expanded, which copies them only if a sample has leading axes besides the heads. The
-    backward pass runs the forward kernel again and keeps only the inputs. Dropout goes
-    through torch's math backend, which knows all modes of `randomness` but holds the
-    weights `[B, ..., H, L, S]` of all samples at once.
-
-    Raises:
-        NotImplementedError: a second or forward-mode derivative inside `torch.func`.
-        RuntimeError: torch's function would raise, or `dropout_p > 0` in a vmap whose
-            `randomness` is `"error"`.
+    backward pass runs the forward kernel again and keeps only the inputs; a second or
+    forward-mode derivative raises. Dropout takes torch's math backend, which has all
+    modes of `randomness` but holds the weights `[B, ..., H, L, S]` of all samples.
 
     Reference: https://arxiv.org/abs/2205.14135 (the fused kernel).
-
-    Example:
-        >>> x = torch.ones(7, 2, 5, 4)  # 7 samples, 2 heads, 5 positions
-        >>> torch.vmap(scaled_dot_product_attention)(x, x, x).shape
-        torch.Size([7, 2, 5, 4])
     """
     options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     kernel = partial(attention, **options)
@@ -98,7 +84,7 @@ def fold(
     `in_dims` says for each of the four tensors where its axis of samples is, or None
     where it has none. Returns `query`, `key` and `value` as `[N, H, L, E]`, the mask as
     `[N or 1, ...]`, and a function from the `[N, H, L, V]` of their attention to
-    `[batch_size, *shape]`, the shape being that of one sample's attention.
+    `[batch_size, *shape]`, of the shape of one sample's attention.
     """
     given = zip((query, key, value), in_dims[:3], strict=True)
     fronts = [_front(x, dim) for x, dim in given]

@@ -17,44 +17,40 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vgrad.functional.guards import Protected
-from vgrad.lowering.answering import Answering
-from vgrad.lowering.draws import Draws
-from vgrad.lowering.questions import NONE, QUESTIONS, Split
-from vgrad.lowering.truthful import HOOKS, Truth, among
-from vgrad.lowering.vmapped import VMAPPED
+from vgrad.lowering.grad_flags import HOOKS, GradFlags, among
+from vgrad.lowering.mode import ValueReadMode
+from vgrad.lowering.randomness import Draws
+from vgrad.lowering.value_reads import NONE, VALUE_READS, SplitBatch
+from vgrad.lowering.vmap import VMAPPED
 from vgrad.torch_private import autograd, modes
 
 Form = Callable[..., Tensor]
 """From E and tensors `[E, ...]` (`[...]` where all members share one) to `[E, ...]`."""
 
 
-class Members(Answering):
+class Members(ValueReadMode):
     """Under `torch.vmap` over members, runs each op in its best form.
 
     `told` is an optional callback, invoked once per op that has several forms, with the
     names of the op and of the form. With `chosen=False` all ops run in torch's own way,
-    except those that it runs member by member, wrongly or not at all. `truth` makes
-    tensors answer questions about themselves truthfully; what is asked and drawn is
-    noted in `draws`.
+    except ops that it runs member by member, wrongly or not at all.
     """
 
     def __init__(
         self,
         told: Callable[[str, str], None] | None = None,
         *promises: Protected,
-        truth: Truth,
+        flags: GradFlags,
         draws: Draws | None = None,
         chosen: bool = True,
     ) -> None:
-        """Keep the callback, the promises, the truth and the forms."""
-        super().__init__(*promises, truth=truth, draws=draws)
+        super().__init__(*promises, flags=flags, draws=draws)
         self._told = told
         self._forms = FORMS if chosen else {}
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Run one call."""
         kwargs = kwargs or {}
         self.look_at_hooks()
         self.check(func, args, kwargs)
@@ -64,23 +60,26 @@ class Members(Answering):
             self.note(kwargs)
         try:
             return self._all(func, args, kwargs)
-        except (Split, RuntimeError) as error:
+        except (SplitBatch, RuntimeError) as error:
             self.stop(error, func, kwargs)
 
     def _all(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call for all members at once."""
-        if func in QUESTIONS and (found := self.asked(func, args, kwargs)) is not NONE:
+        if (
+            func in VALUE_READS
+            and (found := self.value_of(func, args, kwargs)) is not NONE
+        ):
             return found
-        truth, tensors = self._truth, among(args, kwargs)
-        assert truth is not None
-        # The modes of a surrounding loss must not see these questions.
+        flags, tensors = self._flags, among(args, kwargs)
+        assert flags is not None
+        # The modes of a surrounding loss must not see these calls.
         with modes.without_modes():
-            truth.before(func, tensors)
+            flags.before(func, tensors)
             if func in HOOKS and tensors and tensors[0].requires_grad:
-                raise truth.refusal(func)  # on what all members share, too
+                raise flags.refusal(func)  # also on tensors that all members share
         output = self._run(func, args, kwargs)
         with modes.without_modes():
-            truth.after(func, tensors, output)
+            flags.after(func, tensors, output)
         return output
 
     def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -91,7 +90,7 @@ class Members(Answering):
             with self:
                 return modes.opened(func)(*args, **kwargs)
         if func is modes.custom_function_call:
-            with self._draws.samples_at(None):  # what it draws in is its own affair
+            with self._draws.samples_at(None):  # its random ops have axes of their own
                 return func(*args, **kwargs)
         if func not in self._forms:
             return func(*args, **kwargs)
@@ -101,7 +100,7 @@ class Members(Answering):
         return func(*args, **kwargs) if form is None else form()
 
 
-def by_itself(
+def run_member(
     run: Callable[[], Any],
     casts: Callable[[], AbstractContextManager],
     draws: Draws | None,
@@ -111,7 +110,7 @@ def by_itself(
         known = nullcontext() if draws is None else draws.watched(1, alone=True)
         with known, casts():
             return run()
-    mode = Answering(truth=None, draws=draws)
+    mode = ValueReadMode(flags=None, draws=draws)
     with mode.inside(1, "different", casts, alone=True):
         return run()
 
@@ -124,7 +123,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Chosen:
     """Multiply the matrices of all members by one kernel, which adds the biases."""
     if bias is None or weight.ndim != 2 or bias.ndim != 1:
         return None, "torch"
-    if not (mapped_here(weight) and mapped_here(bias)):
+    if not (is_mapped_here(weight) and is_mapped_here(bias)):
         return None, "torch"
     return lambda: _batched(_linear, input, weight, bias), "baddbmm"
 
@@ -135,9 +134,9 @@ def convolution(plain: Callable) -> Callable[..., Chosen]:
     def choose(
         input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kw: Any
     ) -> Chosen:
-        if not mapped_here(weight):
+        if not is_mapped_here(weight):
             return None, "one convolution of all members' batches"
-        if not mapped_here(input):
+        if not is_mapped_here(input):
             return None, "one convolution with the channels of all members"
         if input.device.type != "cpu":
             return None, "grouped"
@@ -145,8 +144,8 @@ def convolution(plain: Callable) -> Callable[..., Chosen]:
         def separate(
             members: int, stacked: list[bool], *tensors: Tensor | None
         ) -> Tensor:
-            # The backward pass of unbind is one stack; that of indexing would be a
-            # whole tensor of zeros for each member.
+            # The backward pass of unbind is one stack; indexing would make a whole
+            # tensor of zeros for each member.
             columns = [
                 [x] * members if x is None or not own else x.unbind(0)
                 for x, own in zip(tensors, stacked, strict=True)
@@ -165,11 +164,11 @@ FORMS: dict[Callable, Callable[..., Chosen]] = {
     F.conv2d: convolution(F.conv2d),
     F.conv3d: convolution(F.conv3d),
 }
-"""Ops with several forms, and what chooses one by the arguments of a call."""
+"""Ops with several forms, and the choice of one by the arguments of a call."""
 
 
-def mapped_here(tensor: Tensor) -> bool:
-    """Tell whether the innermost transform is a vmap that maps over a tensor.
+def is_mapped_here(tensor: Tensor) -> bool:
+    """Return whether the innermost transform is a vmap that maps over a tensor.
 
     If an outer vmap does, the transforms in between have to see torch's own op.
     """

@@ -4,8 +4,6 @@ The inner update runs at every call, and `torch.where` chooses, on the device, w
 its result is kept: nothing waits, and under `torch.vmap` each member has its choice.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -121,13 +119,11 @@ def averaged_parameters(state: Tree) -> Params:
         >>> averaged_parameters(state)
         {'w': tensor([1., 1.])}
     """
-    averages = states_of(
-        state, lambda node: isinstance(node, State) and "ax" in node.slots
-    )
+    averages = states_of(state, lambda x: isinstance(x, State) and "ax" in x.slots)
     if len(averages) != 1:
         raise ValueError(
-            f"averaged_parameters(state with {len(averages)} averages): expected the "
-            f"state of one ema_parameters or polyak_average. Pass that part of it."
+            f"averaged_parameters(state with {len(averages)} averages): expected one, "
+            f"of ema_parameters, polyak_average or asgd. Pass that part of it."
         )
     return dict(averages[0].slots["ax"])
 

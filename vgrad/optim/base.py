@@ -4,8 +4,9 @@ Arithmetic is in float32 or wider, on tensors and dictionaries of them, whose gr
 may be None. Hyperparameters are numbers or tensors without dimensions.
 """
 
-# Annotations stay text, here and in every file of an optimizer: torch.compile, which
-# traces the making of one inside a mapped function, cannot evaluate `Params | None`.
+# Functions inside of functions have no annotations, here and in every file of an
+# optimizer: torch.compile, which traces the making of one inside a mapped function,
+# cannot evaluate `Params | None`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -319,10 +320,9 @@ def copies(params: Params) -> Params:
 
 
 def root(square: Tensor) -> Tensor:
-    """Take the root of numbers >= 0, with a slope that is finite at zero.
+    """Take the root of numbers >= 0, with a finite slope at zero.
 
-    The infinite slope of a root at zero would make gradients through an update NaN. The
-    root of the smallest normal number, which replaces zero, is negligible beside eps.
+    An infinite one would make gradients through an update NaN.
     """
     return square.clamp_min(torch.finfo(square.dtype).tiny).sqrt()
 
@@ -339,10 +339,7 @@ def norm(value: Tensor) -> Tensor:
 
 
 def lerp(old: Tensor, new: Tensor, share: Number) -> Tensor:
-    """`(1 - share) * old + share * new` in the dtype of `old`, in one pass.
-
-    It is exact if the share is 1 or both are the same.
-    """
+    """`(1 - share) * old + share * new` in the dtype of `old`, exactly `new` for 1."""
     weight: Any = scalar(share, old)
     return torch.lerp(old, cast(new, old.dtype), weight)
 

@@ -5,8 +5,6 @@ not bound the influence of single samples, as `vgrad.clipped_grad` does, and the
 gives no privacy, as `vgrad.dp` does.
 """
 
-from __future__ import annotations
-
 import math
 from functools import reduce
 

@@ -6,8 +6,6 @@ tensors that the kernel does not support these steps return None, before anythin
 changed, and the pure functions are run instead.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile

@@ -1,7 +1,5 @@
 """Hyperparameters and rates that live in the state of an optimizer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -249,7 +247,7 @@ def reduce_on_plateau(
     def is_plateau(node):
         return isinstance(node, PlateauState)
 
-    def observe(state: Tree, value: Number) -> Tree:
+    def observe(state, value):
         plateaus = len(states_of(state, is_plateau))
         if plateaus != 1:
             raise ValueError(

@@ -3,8 +3,6 @@
 Slots of a `State` have torch's names, so a state of torch is read and written by name.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -99,10 +97,9 @@ def _read(optimizer: Optimizer, group: _Group) -> Tree:
     if behind and _counts(optimizer, group.options):
         name, count = next(iter(behind.items()))
         raise ValueError(
-            f"from_torch(optimizer): expected parameters of one group that took "
-            f"equally many steps, got {count:.0f} of {name!r} and {most:.0f} of "
-            f"others. Put the parameters that missed steps into another group, which "
-            f"has its own counter: {checks.listed(behind)}."
+            f"from_torch(optimizer): expected parameters of a group that took equally "
+            f"many steps, got {count:.0f} of {name!r} and {most:.0f} of others. Put "
+            f"into another group: {checks.listed(behind)}."
         )
     if isinstance(optimizer, torch.optim.ASGD):
         # torch keeps the rate of the next step, in its default dtype.
@@ -110,9 +107,8 @@ def _read(optimizer: Optimizer, group: _Group) -> Tree:
         rates = [float(entry["eta"]) for entry in group.entries.values() if entry]
         if not all(math.isclose(rate, expected, rel_tol=1e-6) for rate in rates):
             raise ValueError(
-                f"from_torch(ASGD, lr={group.options['lr']}): expected the rate of "
-                f"the last step, got one that was changed since, which torch applies "
-                f"one step late. Make one more step before."
+                f"from_torch(ASGD, lr={group.options['lr']}): expected the rate of the "
+                f"last step, got one that was changed since. Make one more step before."
             )
 
     def tensor(name, slot, old):
@@ -122,25 +118,23 @@ def _read(optimizer: Optimizer, group: _Group) -> Tree:
         if slot not in entry or entry[slot].shape != old.shape:
             got = "none" if slot not in entry else f"{tuple(entry[slot].shape)}"
             raise ValueError(
-                f"from_torch(optimizer): expected {slot!r} of shape "
-                f"{tuple(old.shape)} in the state of {name!r}, got {got}. Was an "
-                f"option changed after the first step?"
+                f"from_torch(optimizer): expected {slot!r} of shape {tuple(old.shape)} "
+                f"in the state of {name!r}, got {got}. Was an option changed?"
             )
         return entry[slot].detach().to(old, copy=True)
 
     def read(state):
         if not isinstance(state, State):
             return state
-        first = next(iter(group.entries))
-        slots = {
-            slot: {name: tensor(name, slot, old) for name, old in tensors.items()}
-            if isinstance(tensors, dict)
-            else tensor(first, slot, tensors)
-            for slot, tensors in state.slots.items()
-        }
+        slots: dict[str, Any] = {}
+        for slot, old in state.slots.items():
+            if isinstance(old, dict):
+                slots[slot] = {name: tensor(name, slot, x) for name, x in old.items()}
+            else:
+                slots[slot] = tensor(next(iter(group.entries)), slot, old)
         return State(torch.full_like(state.count, int(most)), slots)
 
-    return tuple(read(state) for state in template)
+    return tuple(map(read, template))
 
 
 def _counts(optimizer: Optimizer, options: dict[str, Any]) -> bool:
@@ -243,7 +237,7 @@ def _groups(
         elif names is None:
             raise ValueError(
                 f"{function}(params=None): expected the names of the parameters, got "
-                f"an optimizer made without. Pass dict(model.named_parameters())."
+                f"an optimizer without. Pass dict(model.named_parameters())."
             )
         trained, entries = {}, {}
         for name, param in zip(names, settings["params"], strict=True):
@@ -254,9 +248,8 @@ def _groups(
             if name is None or name in seen:
                 got = "no name" if name is None else f"{name!r} a second time"
                 raise ValueError(
-                    f"{function}(params): expected one name for each parameter of the "
-                    f"optimizer, got {got} for one of shape {tuple(param.shape)} in "
-                    f"group {number}."
+                    f"{function}(params): expected one name for each parameter, got "
+                    f"{got} for one of shape {tuple(param.shape)} in group {number}."
                 )
             seen.add(name)
             trained[name], entries[name] = param, entry
@@ -265,8 +258,7 @@ def _groups(
         if settings.get("differentiable"):
             raise ValueError(
                 f"{function}(optimizer with differentiable=True): expected False, "
-                f"since the graph of its steps would be cut. Steps of vgrad.optim are "
-                f"differentiable from the first one on."
+                f"since the graph of its steps would be cut."
             )
         make = OPTIMIZERS[type(optimizer)]
         if make is methods.adam and settings["decoupled_weight_decay"]:
@@ -275,10 +267,8 @@ def _groups(
         options = {key: _plain(settings[key]) for key in known if key in settings}
         groups.append(_Group(make(**options), options, trained, entries, settings))
     if not groups:
-        raise ValueError(
-            f"{function}(optimizer): expected parameters that require gradients, got "
-            f"none."
-        )
+        expected = "expected parameters that require gradients, got none"
+        raise ValueError(f"{function}(optimizer): {expected}.")
     return groups
 
 
@@ -342,15 +332,12 @@ def as_torch(
             )
     named: Params = dict(pairs)
     if len(named) < len(pairs):
-        raise ValueError(
-            "as_torch(params): expected a name for each parameter, got one name for "
-            "several."
-        )
+        raise ValueError("as_torch(params): expected names, got one name for several.")
     for pair in sharing(named):
+        names = " and ".join(map(repr, dict.fromkeys(pair)))
         raise ValueError(
             f"as_torch(params): expected parameters with memory of their own, got "
-            f"{' and '.join(map(repr, dict.fromkeys(pair)))}, where one update would "
-            f"overwrite another. Let the modules hold one parameter, or clones."
+            f"{names}, where one update would overwrite another. Pass clones."
         )
     return _Adapter(transformation, named)
 
@@ -363,9 +350,8 @@ class _Settings(dict):
             raise KeyError(key)
         raise ValueError(
             'as_torch(transformation).param_groups[0]["lr"]: expected a transformation '
-            "whose rate a scheduler can set, got one whose rate is fixed. Make it by "
-            "inject_hyperparams(lion, lr=number), or leave the scheduler out and pass "
-            "one of vgrad.optim.schedules as lr."
+            "whose rate can be set, got one whose rate is fixed. Make it by "
+            "inject_hyperparams(lion, lr=number), or pass a schedule as lr."
         )
 
 
@@ -421,8 +407,7 @@ class _Adapter(Optimizer):
             raise ValueError(
                 f"as_torch(...).step: expected gradients of the parameters that had "
                 f"one at every step, got others of {checks.listed(late)}: torch counts "
-                f"the steps of each parameter, this transformation all steps. Make "
-                f"an optimizer of its own for parameters that are trained later."
+                f"the steps of each parameter. Give these an optimizer of their own."
             )
         # A fresh dictionary is given away; the parameters are written in any case.
         new, self._tree = step(
@@ -442,10 +427,9 @@ class _Adapter(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         new = None
-        if state_dict["state"]:
+        if saved := state_dict["state"]:
             template = self._transformation.init(self._params())
-            new = tree.load_state_dict(template, state_dict["state"])
-            new = tree_map(torch.clone, new)
+            new = tree_map(torch.clone, tree.load_state_dict(template, saved))
         super().load_state_dict({**state_dict, "state": {}})
         # A group that was saved by an earlier version names none.
         self.param_groups = [_Settings({"behind": [], **g}) for g in self.param_groups]
@@ -461,8 +445,7 @@ class _Adapter(Optimizer):
         if self.param_groups:
             raise ValueError(
                 "as_torch(...).add_param_group: expected one group, of the parameters "
-                "that the optimizer was made with. Make groups by "
-                "vgrad.optim.partition."
+                "the optimizer was made with. Make groups by vgrad.optim.partition."
             )
         super().add_param_group(param_group)
 
@@ -477,7 +460,7 @@ class _Adapter(Optimizer):
             raise ValueError(
                 f"as_torch(...).step: expected no {name!r} in param_groups, got "
                 f"{group[name]!r}, which the transformation does not read. Make it by "
-                f"inject_hyperparams(..., {name}=number)."
+                f"inject_hyperparams."
             )
         if not self._shown:
             return state
@@ -488,11 +471,12 @@ class _Adapter(Optimizer):
 
         They do if other counts lead to other updates, of small parameters.
         """
-        update, small = self._transformation.update, {}
+        update: Any = self._transformation.update
+        small: Params = {}
         for name, param in params.items():
-            first, rest = param.shape[:1], param.shape[1:]  # of members, perhaps
-            shape = (*first, *(min(size, 2) for size in rest))
-            small[name] = torch.ones(shape, dtype=param.dtype, device=param.device)
+            members, *rest = param.shape or (1,)  # perhaps: all of the first dimension
+            sizes = (members, *(min(size, 2) for size in rest))[: param.ndim]
+            small[name] = param.new_ones(sizes)
         state = self._with_numbers(self._transformation.init(small))
         (other,) = _later((state,))
         moved = 0
@@ -500,12 +484,10 @@ class _Adapter(Optimizer):
             grads = {n: torch.sin(p.cumsum(0) + number) for n, p in small.items()}
             updates, state = update(grads, state, small)
             others, other = update(grads, other, small)
-            pairs: list[Any] = [
-                (x, others[n]) for n, x in updates.items() if x is not None
-            ]
-            if not all(torch.equal(one, two) for one, two in pairs):
+            names = [name for name, x in updates.items() if x is not None]
+            if not all(torch.equal(updates[n], others[n]) for n in names):
                 return True
-            moved += any(one.any() for one, _ in pairs)
+            moved += any(updates[n].any() for n in names)
             if moved == 3:
                 break
         return False

@@ -1,7 +1,5 @@
 """Optimizers and their directions: by momentum, signs, norms, and past squares."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -368,7 +366,7 @@ def scale_by_nadam(
     def momentum(t):
         return beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))
 
-    def moments(now: Any, product: Any) -> GradientTransformation:
+    def moments(now, product):
         def at(count):
             t = count.double()
             ahead = momentum(t + 1)

@@ -3,8 +3,6 @@
 Parameters of many members go through `torch.vmap`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args

@@ -16,8 +16,6 @@ negative or infinite raise a ValueError, as do lengths and milestones that are n
 numbers of at least one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -419,10 +417,8 @@ def _check_boundaries(
 ) -> None:
     """There is one more piece than boundaries; boundaries that are numbers increase."""
     if len(pieces) != len(boundaries) + 1:
-        raise ValueError(
-            f"{function}({len(pieces)} {name}, {len(boundaries)} boundaries): expected "
-            f"one of {name} more than boundaries."
-        )
+        got = f"{len(pieces)} {name}, {len(boundaries)} boundaries"
+        raise ValueError(f"{function}({got}): expected one of {name} more.")
     places = {f"boundaries[{index}]": place for index, place in enumerate(boundaries)}
     numbers = _plain_numbers(function, **places)
     checks.whole(function, least=1, **numbers)

@@ -4,8 +4,6 @@ A selection is a list or tuple of patterns, of which one has to match (see
 `vgrad.checks`), or a function of the name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -288,6 +286,6 @@ def _check_matches(function: str, selection: Selection, params: Params) -> None:
         checks.all_matched(function, params, selection)
     elif not _selected(params, selection):
         raise ValueError(
-            f"{function}({selection!r}): expected a function that selects a "
-            f"parameter, got none. The names are {checks.listed(params)}."
+            f"{function}({selection!r}): expected a function that selects a parameter, "
+            f"got none. The names are {checks.listed(params)}."
         )

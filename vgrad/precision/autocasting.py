@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from vgrad.functional.guards import updated_statistics
-from vgrad.lowering.vmapped import VMAPPED
+from vgrad.lowering.vmap import VMAPPED
 from vgrad.torch_private import modes
 from vgrad.torch_private.kernels import has_autocast
 from vgrad.torch_private.tensors import version_of

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vgrad import batches, checks
 from vgrad.functional.losses import check_loss, returned
-from vgrad.lowering.draws import Draws
+from vgrad.lowering.randomness import Draws
 from vgrad.persample.engine.guard import Fallbacks, LossGuard
 from vgrad.persample.factors.base import Factor, Scaled
 from vgrad.precision.autocasting import AutocastMode

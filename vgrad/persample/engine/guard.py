@@ -19,34 +19,33 @@ from vgrad.conditions import Unrepeatable
 from vgrad.functional.batch_norm import mended, refuse_batch_statistics
 from vgrad.functional.guards import Protected
 from vgrad.generators import RNG_LOCK
-from vgrad.lowering.answering import Answering
-from vgrad.lowering.custom import for_samples
-from vgrad.lowering.draws import Draws
-from vgrad.lowering.questions import (
+from vgrad.lowering.functions import for_samples
+from vgrad.lowering.grad_flags import (
+    REQUIRES_GRAD,
+    GradFlags,
+    among,
+)
+from vgrad.lowering.grad_flags import UnsupportedOp as UnsupportedOp
+from vgrad.lowering.mode import ValueReadMode
+from vgrad.lowering.packed import PACKED
+from vgrad.lowering.randomness import Draws
+from vgrad.lowering.value_reads import (
     NONE,
-    QUESTIONS,
-    Parts,
-    Split,
+    VALUE_READS,
+    Partition,
+    SplitBatch,
     physical,
     stopped_at,
     where,
     with_numbers,
 )
-from vgrad.lowering.selecting import SELECTING
-from vgrad.lowering.sequences.packed import PACKED
-from vgrad.lowering.truthful import (
-    REQUIRES_GRAD,
-    Truth,
-    among,
-)
-from vgrad.lowering.truthful import UnsupportedOp as UnsupportedOp
-from vgrad.lowering.vmapped import VMAPPED
+from vgrad.lowering.vmap import SELECTING, VMAPPED
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private.tensors import version_of
 
 
-class LossGuard(Answering):
-    """The function mode that refuses ops, and corrects vmap where there is a `truth`.
+class LossGuard(ValueReadMode):
+    """The function mode that refuses ops, and corrects vmap where it has `flags`.
 
     The loss must not write into tensors of `given`. Its value reads and random numbers
     are noted in `draws`. `again` says that the loss has run under vmap before, where
@@ -55,7 +54,7 @@ class LossGuard(Answering):
 
     def __init__(
         self,
-        truth: Truth | None = None,
+        flags: GradFlags | None = None,
         *,
         given: Mapping[str, Tensor],
         draws: Draws | None = None,
@@ -64,7 +63,7 @@ class LossGuard(Answering):
     ) -> None:
         expected = "loss: expected one that changes nothing it is given"
         promise = Protected(given, expected, "Copy it first.")
-        super().__init__(promise, truth=truth, draws=draws)
+        super().__init__(promise, flags=flags, draws=draws)
         self._looped = {} if looped is None else looped
         self._again = again
 
@@ -81,7 +80,7 @@ class LossGuard(Answering):
                 raise UnsupportedOp(autograd.REENTRANT_ERROR)
             if args[0] is autograd.SAVES_ARGUMENTS:
                 return autograd.SavedArguments(*args[2:])
-        if self._truth is None:
+        if self._flags is None:
             if func is Tensor.requires_grad_ and not modes.is_wrapped(args[0]):
                 with modes.exit_all():  # inside of transforms it raises
                     return func(*args, **kwargs)
@@ -90,37 +89,37 @@ class LossGuard(Answering):
             self.note(kwargs)
         try:
             return self._run_with_numbers(func, args, kwargs)
-        except (Split, RuntimeError) as error:
+        except (SplitBatch, RuntimeError) as error:
             self.stop(error, func, kwargs)
 
     def _run_with_numbers(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call; a tensor in the place of a number is a value read."""
-        assert self._truth is not None
+        assert self._flags is not None
         try:
             return self.run(func, args, kwargs)
         except RuntimeError as error:
             if modes.ITEM_ERROR not in str(error):
                 raise
-            arguments = with_numbers(func, args, kwargs, self._truth.level)
+            arguments = with_numbers(func, args, kwargs, self._flags.level)
             if arguments is None:
                 raise
-        self._draws.asked = True
+        self._draws.values_read = True
         return self._run_with_numbers(func, *arguments)
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run one call for all samples at once."""
-        assert self._truth is not None  # else there is one sample
-        if func in ASKING and (value := self.asked(func, args, kwargs)) is not NONE:
+        assert self._flags is not None  # else there is one sample
+        if func in ASKING and (value := self.value_of(func, args, kwargs)) is not NONE:
             return value
         tensors = among(args, kwargs)
         # A loss around this one has modes of its own.
         with modes.without_modes():
-            self._truth.before(func, tensors)
+            self._flags.before(func, tensors)
         output = self.op(func, args, kwargs)
         with modes.without_modes():
-            self._truth.after(func, tensors, output)
+            self._flags.after(func, tensors, output)
             asks = output is False and func == REQUIRES_GRAD
-            hidden = asks and self._truth.hides(tensors[0])
+            hidden = asks and self._flags.hides(tensors[0])
         if hidden:
             raise UnsupportedOp(
                 "requires_grad: expected a loss that asks this of what depends on its "
@@ -130,20 +129,20 @@ class LossGuard(Answering):
         return output
 
     def _is_shared(self, tensor: Tensor) -> bool:
-        if self._truth is None:
+        if self._flags is None:
             return self._again
         with modes.without_modes():
-            return physical(tensor, self._truth.level) is None
+            return physical(tensor, self._flags.level) is None
 
-    def asked(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def value_of(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a call that reads values, if they agree for all samples."""
         if (form_of := _FORMS.get(func)) is None:
-            return super().asked(func, args, kwargs)
-        if self._truth is None:
+            return super().value_of(func, args, kwargs)
+        if self._flags is None:
             return NONE
-        if (form := form_of(self._truth.level, *args, **kwargs)) is None:
+        if (form := form_of(self._flags.level, *args, **kwargs)) is None:
             return NONE
-        self._draws.asked = True
+        self._draws.values_read = True
         # Packed sequences draw in another order than one sample.
         axis = None if func in PACKED else self._draws.axis
         with self, self._draws.samples_at(axis):
@@ -167,7 +166,7 @@ class LossGuard(Answering):
 _FORMS = SELECTING | PACKED
 """Calls whose results may have shapes that depend on values."""
 
-ASKING = QUESTIONS | _FORMS.keys()
+ASKING = VALUE_READS | _FORMS.keys()
 """Calls that read values."""
 
 
@@ -251,7 +250,7 @@ class Fallbacks:
         self.looped: dict[str, str] = {}  # functions that no vmap ran, and their lines
         self.foreign: set[str] = set()  # nodes and ops that are not torch's own
 
-    def tell(self, parts: Parts, function: str, one: str = "sample") -> None:
+    def tell(self, parts: Partition, function: str, one: str = "sample") -> None:
         """Note that a chunk falls into parts; warn once where these are small."""
         self.splits[parts.where] += 1
         count, size = len(parts.rows), sum(map(len, parts.rows))

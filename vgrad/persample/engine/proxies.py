@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from vgrad.lowering.truthful import GRAPH, HOOKS, MEMORY, own_backward_pass
+from vgrad.lowering.grad_flags import GRAPH, HOOKS, MEMORY, own_backward_pass
 from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.persample.factors.base import Dense, Factor, Outer, Zero, owned
 from vgrad.persample.factors.combined import Moved, Replay, disjoint, merged

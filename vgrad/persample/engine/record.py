@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vgrad import checks, tree
-from vgrad.lowering.one_by_one import once
-from vgrad.lowering.questions import NONE
-from vgrad.lowering.truthful import ASKED, Truth, among, own_backward_pass
+from vgrad.lowering.functions import once
+from vgrad.lowering.grad_flags import WATCHED_READS, GradFlags, among, own_backward_pass
+from vgrad.lowering.value_reads import NONE
 from vgrad.persample.engine.call import Call
 from vgrad.persample.engine.guard import ASKING, LossGuard, UnsupportedOp
 from vgrad.persample.engine.proxies import (
@@ -87,7 +87,7 @@ class Recorder(LossGuard):
     @contextmanager
     def inside(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         self._level = modes.current_level()
-        self._truth = Truth(self._level, "sample", 'strategy="vmap" or "loop"')
+        self._flags = GradFlags(self._level, "sample", 'strategy="vmap" or "loop"')
         with super().inside(*args, **kwargs):
             yield
 
@@ -138,8 +138,8 @@ class Recorder(LossGuard):
 
     def check_result(self, result: Tree) -> None:
         """Refuse results of other samples."""
-        self._truth.end(tree.tensors(result))
-        self._truth = self._truth.afresh()  # nor does it keep their memory
+        self._flags.end(tree.tensors(result))
+        self._flags = self._flags.afresh()  # nor does it keep their memory
 
     def foreign(self, losses: Tensor) -> list[str]:
         """Name the nodes and ops, not torch's own, that run in a backward pass.
@@ -165,24 +165,24 @@ class Recorder(LossGuard):
             self._taps.check_reached(losses)
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        if func in ASKING and (value := self.asked(func, args, kwargs)) is not NONE:
+        if func in ASKING and (value := self.value_of(func, args, kwargs)) is not NONE:
             return value
         if self._repeats:
             args, kwargs = tree_map_only(Tensor, self._proxies.original, (args, kwargs))
         reads = only_reads(func)
-        if reads and func not in ASKED:
+        if reads and func not in WATCHED_READS:
             return func(*args, **kwargs)
         tensors = among(args, kwargs)
         proxies, batched = self._seen(tensors)
         if func is Tensor.requires_grad_ and all((*args[1:], *kwargs.values())):
             if modes.current_level() == self._level:  # not a transform inside
                 return self._requiring_grad(args[0])
-        self._truth.refuse(func, tensors)
+        self._flags.refuse(func, tensors)
         if reads:
             self._proxies.check_read(func, proxies)
             return func(*args, **kwargs)
         output = self._run(func, args, kwargs, proxies, batched)
-        self._truth.after(func, tensors, output)
+        self._flags.after(func, tensors, output)
         return output
 
     def _seen(self, tensors: Sequence[Tensor]) -> tuple[list[ParamProxy], bool]:
@@ -193,7 +193,7 @@ class Recorder(LossGuard):
         """
         proxies, batched = [], False
         for tensor in tensors:
-            if self._truth.tell(tensor):
+            if self._flags.sync(tensor):
                 batched = True
             elif (known := self._proxies.find(tensor)) is not None:
                 if known not in proxies:
@@ -245,7 +245,7 @@ class Recorder(LossGuard):
             with modes.exit_all():
                 stored = modes.unwrap_all(tensor).requires_grad_()
             self._ends[id(stored)] = stored
-            self._truth.tell(tensor)
+            self._flags.sync(tensor)
         return tensor
 
     def _function(self, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -392,7 +392,7 @@ class Recorder(LossGuard):
     def _expanded(self, known: ParamProxy, op: Callable) -> Tensor:
         copies = self._proxies.expand(known, op, ruled=op is self._lowering)
         tensor = self.logical(copies)
-        self._truth.tell(tensor)
+        self._flags.sync(tensor)
         return tensor
 
 

@@ -30,10 +30,9 @@ from vgrad.generators import (
     random_state,
     set_random_state,
 )
-from vgrad.lowering.limits import raise_clearly
-from vgrad.lowering.one_by_one import refused, undrawn
-from vgrad.lowering.questions import Parts, Split
-from vgrad.lowering.truthful import Truth
+from vgrad.lowering.functions import refused, undrawn
+from vgrad.lowering.grad_flags import GradFlags, raise_clearly
+from vgrad.lowering.value_reads import Partition, SplitBatch
 from vgrad.persample.engine.call import Call
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.guard import (
@@ -163,11 +162,11 @@ def vmap(call: Call, collect: Collect) -> Chunk:
     """Differentiate under `torch.vmap`: all gradients are stored, several times."""
 
     def one(tensors: tuple[Tensor, ...]) -> tuple:
-        truth = Truth(modes.current_level(), "sample", 'strategy="loop"')
+        flags = GradFlags(modes.current_level(), "sample", 'strategy="loop"')
 
         def of_params(params: Params) -> tuple[Tensor, Tree]:
-            result = call.run_loss(params, tensors, _guard(call, truth))
-            truth.end(tree.tensors(result))
+            result = call.run_loss(params, tensors, _guard(call, flags))
+            flags.end(tree.tensors(result))
             return result
 
         return _functional_gradient(of_params, call)
@@ -230,7 +229,9 @@ def auto(call: Call, collect: Collect) -> Chunk:
         f"pass nor vmap can run the loss. The numbers are right, but slow. It stopped "
         f"at {failure.where}: {failure.why}"
     )
-    raise Split(Parts(torch.arange(call.batch.size).split(1), failure.where, "loop"))
+    raise SplitBatch(
+        Partition(torch.arange(call.batch.size).split(1), failure.where, "loop")
+    )
 
 
 STRATEGIES: dict[Strategy, Callable[[Call, Collect], Chunk]] = {
@@ -248,7 +249,7 @@ def _restore_rng(call: Call, state: RandomState | None) -> None:
     """Restore the generators as they were at the start of a chunk that failed.
 
     Raises:
-        Split: the loss has read values, perhaps of random numbers. So the next strategy
+        SplitBatch: the loss has read values, perhaps random ones. So the next strategy
             has to draw the same ones.
     """
     draws = call.draws
@@ -256,8 +257,8 @@ def _restore_rng(call: Call, state: RandomState | None) -> None:
         return  # the numbers are known, and drawn again
     if not drawn_since(state, call.tensors):
         return
-    if draws.asked and call.randomness == "different":
-        raise Split(Parts([torch.arange(call.batch.size)], ""))
+    if draws.values_read and call.randomness == "different":
+        raise SplitBatch(Partition([torch.arange(call.batch.size)], ""))
     set_random_state(state)
 
 
@@ -307,14 +308,16 @@ def _first(call: Call, params: Params, *, again: bool = False) -> Tensor:
     return call.run_loss(params, call.batch.one(0), guard, alone=True)[0]
 
 
-def _guard(call: Call, truth: Truth | None = None, *, again: bool = False) -> LossGuard:
+def _guard(
+    call: Call, flags: GradFlags | None = None, *, again: bool = False
+) -> LossGuard:
     draws, looped = call.draws, call.fallbacks.looped
-    return LossGuard(truth, given=call.fixed, draws=draws, looped=looped, again=again)
+    return LossGuard(flags, given=call.fixed, draws=draws, looped=looped, again=again)
 
 
 def _check_unreached(call: Call, names: frozenset[str]) -> None:
     """Confirm with plain autograd that gradients that did not arrive are zero."""
-    asked = call.draws.asked  # the graph may depend on values
+    asked = call.draws.values_read  # the graph may depend on values
     if not names or (names in call.unreached and not asked):
         return
     leaves = {n: each.detach().requires_grad_() for n, each in call.params.items()}

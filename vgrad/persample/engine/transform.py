@@ -13,10 +13,9 @@ from torch import Tensor
 from vgrad import batches
 from vgrad.conditions import checks_collected
 from vgrad.generators import RNG_LOCK, drawn_since, random_state, set_random_state
-from vgrad.lowering.answering import tried
-from vgrad.lowering.draws import Draws
-from vgrad.lowering.keyed import check_drawn
-from vgrad.lowering.questions import Parts
+from vgrad.lowering.mode import run_or_split
+from vgrad.lowering.randomness import Draws, check_drawn
+from vgrad.lowering.value_reads import Partition
 from vgrad.persample.engine.call import Call, check_loss_scale
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.guard import Failure, Fallbacks
@@ -208,7 +207,9 @@ def _run(
             part if draws is part.draws else replace(part, draws=draws)
         )
 
-    attempt = tried if part.draws.keys is None else partial(_keyed, part.fallbacks)
+    attempt = (
+        run_or_split if part.draws.keys is None else partial(_keyed, part.fallbacks)
+    )
     chunk, draws = attempt(
         with_draws(run),
         part.draws,
@@ -216,7 +217,7 @@ def _run(
         differ=part.randomness == "different",
         again=with_draws(again),
     )
-    if not isinstance(chunk, Parts):
+    if not isinstance(chunk, Partition):
         return chunk
     fallbacks = part.fallbacks
     if chunk.strategy is None:
@@ -248,17 +249,17 @@ def _keyed(
         Unkeyed: numbers were drawn elsewhere than in the loss.
     """
     if checks_collected():  # a capture must not miss a random op
-        return tried(run, draws, tensors, differ=differ)
+        return run_or_split(run, draws, tensors, differ=differ)
     before = random_state(tensors)
     if fallbacks.draws is False:
         draws.idle = True
-        chunk, _ = tried(run, draws, tensors, differ=differ)
+        chunk, _ = run_or_split(run, draws, tensors, differ=differ)
         draws.idle = False
         if not drawn_since(before, tensors):
             return chunk, draws
         set_random_state(before)
         fallbacks.draws, run = True, again
-    chunk, _ = tried(run, draws, tensors, differ=differ)
+    chunk, _ = run_or_split(run, draws, tensors, differ=differ)
     check_drawn(before, tensors)
     fallbacks.draws = draws.drew or bool(fallbacks.draws)
     return chunk, draws

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vgrad.functional.batch_norm import mended
-from vgrad.lowering import attention
-from vgrad.lowering.sequences import cells, recurrent
+from vgrad.lowering import attention, recurrent
 from vgrad.persample.factors.base import Dense, Outer, Positions
 from vgrad.persample.factors.rows import Rows
 from vgrad.persample.rules.table import Recording, lowered, rule
@@ -187,27 +186,22 @@ def _recurrent(
     hx: Any,
     params: Any,
     has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
+    *options: Any,
 ) -> tuple[Tensor, ...] | None:
     """Fold the samples into the batch `n`, which is one for a single sequence."""
-    hidden = (hx,) if isinstance(hx, Tensor) else tuple(hx)
-    layout = cells.Layout(num_layers, bidirectional, dropout, train, batch_first)
-    drops = dropout > 0 and train and num_layers > 1
-    each = (4 if has_biases else 2) * num_layers * (2 if bidirectional else 1)
-    projected = len(params) != each
+    hidden, layout = recurrent.parsed(hx, *options)
+    drops = layout.dropout > 0 and layout.training and layout.num_layers > 1
+    places = layout.num_layers * (2 if layout.bidirectional else 1)
+    projected = len(params) != (4 if has_biases else 2) * places
     own = any(record.is_batched(weight) or weight.is_complex() for weight in params)
     if projected or own or (drops and record.randomness != "different"):
         with record.watching():
-            return cells.steps(mode, input, hidden, params, **layout._asdict())
+            return recurrent.steps(mode, input, hidden, params, layout)
     weights = [record.plain(weight) for weight in params]
     report = _reported(record, params, has_biases)
     x, *hidden = (record.copies(tensor) for tensor in (input, *hidden))
     with record.below(), record.drawing(1):
-        time = 2 if batch_first else 1
+        time = 2 if layout.batch_first else 1
         x = x.movedim(time, 0)  # [T, B, n, I]
         sizes = x.shape[1:3]
         output, *final = recurrent.recurrent_net(
@@ -216,8 +210,8 @@ def _recurrent(
             tuple(each.transpose(0, 1).flatten(1, 2) for each in hidden),
             weights,
             report,
-            anchor=record.anchor(x.new_zeros(())),
-            **layout._replace(batch_first=False)._asdict(),
+            record.anchor(x.new_zeros(())),
+            layout._replace(batch_first=False),
         )
         output = output.unflatten(1, sizes).movedim(0, time)
         final = [each.unflatten(1, sizes).transpose(0, 1) for each in final]
@@ -260,11 +254,10 @@ def _cell(run: Callable, record: Recording, *args: Any, **kwargs: Any) -> Any:
         return run(*args, **kwargs)
 
 
-for _mode in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-    lowered(getattr(torch, _mode))(partial(_recurrent, _mode))
-    lowered(getattr(torch, f"{_mode}_cell"))(
-        partial(_cell, getattr(cells, f"{_mode}_cell"))
-    )
+for _net, _mode in recurrent.NETS.items():
+    lowered(_net)(partial(_recurrent, _mode))
+for _op, _run in recurrent.CELLS.items():
+    lowered(_op)(partial(_cell, _run))
 
 
 @rule(F.layer_norm, weights=("weight", "bias"), run=F.layer_norm)

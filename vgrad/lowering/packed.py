@@ -1,8 +1,8 @@
 """Packed sequences, for samples that run as one.
 
-How `pack_padded_sequence` orders rows is said by lengths, which samples must share to
-run together. With known ones, packing and padding take rows by index, and a recurrent
-net runs once for all sequences of one length, in the form that it has without packing.
+`pack_padded_sequence` orders rows by lengths, which samples must share to run together.
+With known ones, packing and padding take rows by index, and a recurrent net runs once
+for all sequences of one length, in the form that it has without packing.
 
 T time steps, N sequences of a sample, R rows of all of them
 """
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vgrad.lowering.questions import NONE, answer
-from vgrad.lowering.selecting import Form, FormOf
+from vgrad.lowering.recurrent import NETS
+from vgrad.lowering.value_reads import NONE, read_value
+from vgrad.lowering.vmap import Form, FormOf
 from vgrad.torch_private import kernels, modes
 
 
@@ -23,7 +24,7 @@ def _pack(
     level: int, input: Tensor, lengths: Tensor, batch_first: bool = False
 ) -> Form | None:
     """Take the rows of all sequences at one time after another: `-> [R, ...], [T]`."""
-    if (known := answer(Tensor.tolist, (lengths,), {}, level)) is NONE:
+    if (known := read_value(Tensor.tolist, (lengths,), {}, level)) is NONE:
         known = lengths.tolist()
     steps, count = input.shape[1 if batch_first else 0], input.shape[not batch_first]
     if len(known) != count or known != sorted(known, reverse=True):
@@ -108,7 +109,7 @@ def _by_lengths(
 
 
 def _rows(sizes: list[int]) -> list[range]:
-    """Return which rows are those of each time step."""
+    """Return the rows of each time step."""
     starts = [sum(sizes[:step]) for step in range(len(sizes))]
     return [
         range(start, start + size) for start, size in zip(starts, sizes, strict=True)
@@ -116,15 +117,13 @@ def _rows(sizes: list[int]) -> list[range]:
 
 
 def _lengths(sizes: list[int]) -> list[int]:
-    """Return how long each sequence is."""
+    """Return the length of each sequence."""
     return [sum(size > number for size in sizes) for number in range(sizes[0])]
 
-
-_NETS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 PACKED: dict[Callable, FormOf] = {
     kernels.pack_padded_sequence: _pack,
     kernels.pad_packed_sequence: _pad,
-    **{func: _net(func) for func in _NETS},
+    **{func: _net(func) for func in NETS},
 }
 """Calls on packed sequences."""

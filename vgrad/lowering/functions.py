@@ -1,8 +1,13 @@
-"""An autograd.Function that vmap cannot run, called for one sample after another.
+"""An autograd.Function under vmap: by its vmap rule, or for one sample after another.
 
-Each call gets the plain tensors of one sample, and a context of its own. Under a vmap
-alone, autograd runs below it and goes through all calls. Where a gradient is taken
-inside of the vmap, each call has a graph of its own, which its backward pass runs.
+Torch runs a `vmap` of its own on the tensors of all samples and, where autograd runs
+below the vmap, differentiates its ops. Only if it calls `apply` again is the gradient
+the one that `backward` gives.
+
+A function that vmap cannot run is called for one sample after another: each call gets
+the plain tensors of one sample, and a context of its own. Under a vmap alone, autograd
+runs below it and goes through all calls. Where a gradient is taken inside of the vmap,
+each call has a graph of its own, which its backward pass runs.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,28 +17,115 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from vgrad.conditions import Unrepeatable, checks_collected
 from vgrad.generators import RNG_LOCK, drawn_since, random_state, set_random_state
-from vgrad.lowering.truthful import UnsupportedOp, among
+from vgrad.lowering.grad_flags import UnsupportedOp, among
 from vgrad.torch_private import modes
+from vgrad.torch_private.autograd import graph_nodes
 from vgrad.torch_private.tensors import memory, version_of
 from vgrad.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Foreign = Callable[[Tensor], bool]
-"""Tells whether a tensor stands for a parameter."""
+"""Returns whether a tensor stands for a parameter."""
 
 Mapped = tuple[Tensor, int | None]
 """A tensor of all samples and the axis that they have, or one that all share."""
 
 
-def one_by_one(function: Any, args: tuple, kwargs: dict, foreign: Foreign) -> Any:
-    """Call an autograd.Function for each sample, and stack what it returns.
+def for_samples(
+    function: Any, args: tuple, kwargs: dict, foreign: Foreign
+) -> tuple[Any, bool]:
+    """Run an autograd.Function; return whether it was called for one after another."""
+    if not _has_rule(function):
+        return one_by_one(function, args, kwargs, foreign), True
+    given = [modes.unwrap_all(each) for each in among(args, kwargs)]
+    versions = [version_of(each) for each in given]
+    try:
+        return custom_function(function, *args, **kwargs), False
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        written = versions != [version_of(each) for each in given]
+        if written or modes.RANDOM_ERROR in str(error):
+            raise
+        try:
+            return one_by_one(function, args, kwargs, foreign), True
+        except UnsupportedOp:
+            raise error from None
 
-    Raises:
-        UnsupportedOp: the calls do not add up to one that stands for all samples.
-    """
+
+def _has_rule(function: Any) -> bool:
+    """Return whether torch can run a function under vmap."""
+    plain = torch.autograd.Function
+    if function.setup_context is plain.setup_context:
+        return False
+    return function.generate_vmap_rule or function.vmap is not plain.vmap
+
+
+def custom_function(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an autograd.Function, and check that its `vmap` runs its `backward`."""
+    output = modes.custom_function_call(function, *args, **kwargs)
+    own = function.vmap is not torch.autograd.Function.vmap
+    if own and torch.is_grad_enabled() and _mapped_once((args, kwargs)):
+        given = [each for each in _below((args, kwargs)) if each.requires_grad]
+        made = [each for each in _below(output) if each.requires_grad]
+        if given and (not made or _passed_by(given, made)):
+            name = function.__name__
+            raise UnsupportedOp(
+                f"{name}.apply: expected an autograd.Function whose vmap calls apply, "
+                f"got one whose vmap computes something that autograd differentiates "
+                f"instead of running {name}.backward. Call {name}.apply inside of "
+                f'vmap, set generate_vmap_rule = True instead, or use strategy="loop".'
+            )
+    return output
+
+
+def _mapped_once(values: Any) -> bool:
+    """Return whether these tensors are mapped by the vmap over samples alone."""
+    level = modes.current_level()
+    for each in tree_leaves(values):
+        if not isinstance(each, Tensor) or modes.level_of(each) != level:
+            continue
+        wraps = []
+        while modes.is_wrapped(each):
+            wraps.append(modes.is_batched(each))
+            each = modes.unwrapped(each)
+        if wraps[:1] == [True] and sum(wraps) == 1:
+            return True
+    return False
+
+
+def _below(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors that have the graph, below all vmaps."""
+    for each in tree_leaves(values):
+        if isinstance(each, Tensor):
+            while modes.is_batched(each):
+                each = modes.unwrapped(each)
+            yield each
+
+
+def _passed_by(given: list[Tensor], made: list[Tensor]) -> bool:
+    """Return whether a path from results to arguments passes no backward of its own."""
+    leaves = {id(each) for each in given if each.grad_fn is None}
+    ends = {each.grad_fn for each in given} - {None}
+
+    def own_backward(node: Any) -> bool:
+        return isinstance(node, BackwardCFunction) and node not in ends
+
+    return any(
+        node in ends or id(getattr(node, "variable", None)) in leaves
+        for node in graph_nodes(made, own_backward)
+    )
+
+
+# For one sample after another.
+
+
+def one_by_one(function: Any, args: tuple, kwargs: dict, foreign: Foreign) -> Any:
+    """Call an autograd.Function for each sample, and stack its outputs."""
     call = _Call(function, args, kwargs, foreign)
     match modes.active_transforms():
         case ("Vmap",):
@@ -62,7 +154,7 @@ def once(function: Any, args: tuple, kwargs: dict, foreign: Foreign) -> Any:
 def undrawn(
     tensors: Sequence[Tensor], refusal: Callable[[str, str], Exception]
 ) -> Iterator[None]:
-    """Refuse random numbers in a block, which nobody sees, and put them back."""
+    """Refuse random numbers in a block, and put the generators back."""
     with RNG_LOCK:
         state = random_state(tensors)
         yield
@@ -85,7 +177,6 @@ class _Call:
     def __init__(
         self, function: Any, args: tuple, kwargs: dict, foreign: Foreign
     ) -> None:
-        """Take the arguments apart."""
         self.refusal = partial(refused, function.__name__)
         if checks_collected():
             raise Unrepeatable(f"{function.__name__}.apply runs sample by sample")
@@ -141,18 +232,20 @@ class _Call:
             self._form = form
         alike = repr(form) == repr(self._form)
         if not alike or any(type(each) not in _PLAIN for each in tree_leaves(form)):
-            raise self.refusal("tensors alone or what is the same for all", "others")
+            raise self.refusal(
+                "tensors alone or values that all samples share", "others"
+            )
         places = {memory(each) for each in tensors}
         if any(not e.requires_grad and memory(e) in places for e in found):
             raise self.refusal("outputs in memory of their own", "an argument's")
         return [each.clone() for each in found]  # so may the next call
 
     def is_foreign(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor that was no argument belongs to the loss."""
+        """Return whether a tensor that was no argument belongs to the loss."""
         return modes.is_wrapped(tensor) or self._foreign(tensor)
 
     def output(self, found: Iterable[Tensor]) -> Any:
-        """Put tensors in the places of those that one call returned."""
+        """Return the output of one call with other tensors in it."""
         own = iter(found)
         return tree_map(lambda e: next(own) if e is ... else e, self._form)
 
@@ -236,7 +329,7 @@ class _Call:
 class _Apart(torch.autograd.Function):
     """All calls, under a gradient that is taken inside of the vmap."""
 
-    foreign = True  # its backward pass runs that of the user's function
+    foreign = True  # its backward pass runs the one of the user's function
 
     @staticmethod
     def forward(call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -270,13 +363,12 @@ class _Apart(torch.autograd.Function):
 
 
 class _Watch(TorchFunctionMode):
-    """Refuses what a function takes from the loss beside its arguments.
+    """Refuses tensors of the loss that a function uses beside its arguments.
 
-    No gradient would lead there.
+    They would get no gradient.
     """
 
     def __init__(self, call: _Call, given: Iterable[Tensor]) -> None:
-        """Take the arguments."""
         super().__init__()
         self._call = call
         self._given = {id(each) for each in given}
@@ -284,7 +376,6 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Run one call of a torch function."""
         kwargs = kwargs or {}
         for each in among(args, kwargs):
             if id(each) not in self._given and self._call.is_foreign(each):
@@ -293,7 +384,7 @@ class _Watch(TorchFunctionMode):
 
 
 _PLAIN = {type(None), bool, int, float, str, type(...)}
-"""What outputs may be beside tensors."""
+"""Kinds of outputs beside tensors."""
 
 
 def _innermost() -> tuple[int, int]:
@@ -320,7 +411,7 @@ def _column(tensor: Tensor, axis: int | None, size: int) -> Sequence[Tensor]:
 
 
 def _filled(leaf: Tensor, grads: Sequence[Tensor | None]) -> Tensor | None:
-    """Stack gradients, with zeros for those of calls that have none."""
+    """Stack gradients, with zeros for calls that have none."""
     if all(each is None for each in grads):
         return None
     dense = [torch.zeros_like(leaf) if each is None else each for each in grads]

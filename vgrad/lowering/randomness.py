@@ -1,17 +1,27 @@
-"""Random numbers of a loss that follow from a key of each sample.
+"""Random numbers of a loss: drawn by keys of samples, or noted and handed out again.
 
-What a random op draws for a sample is a function of the sample's key, of how many
-random ops ran before in the loss, and of each number's place in the sample's tensor.
-So a sample sees the same numbers in any chunk, part, strategy or process. The ops of
-dropout, and those that draw uniform and normal numbers, take them from a hash for all
-samples at once. For the others torch's generators are seeded sample by sample.
+With keys, the numbers that a random op draws for a sample are a function of the
+sample's key, of how many random ops ran before in the loss, and of each number's place
+in the sample's tensor. So a sample has the same numbers in any chunk, part, strategy or
+process. The ops of dropout, and ops that draw uniform and normal numbers, take them
+from a hash for all samples at once. For the others torch's generators are seeded sample
+by sample.
+
+Without keys, a chunk that falls into parts runs again from the start, part by part. Up
+to the branch that caused the split, every sample must be given the same random numbers
+again: redrawing them would condition their distribution on the branch taken. So the
+chunk runs once more up to the branch, the results of its random ops are noted, and
+every part takes its rows of them. From there on each part draws numbers of its own.
+
+A sample may be a member of an ensemble as well.
 """
 
 import math
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +37,8 @@ from vgrad.generators import (
     set_random_state,
     unit,
 )
-from vgrad.lowering.questions import Parts, Split, where
-from vgrad.lowering.truthful import among
+from vgrad.lowering.grad_flags import among
+from vgrad.lowering.value_reads import Partition, SplitBatch, where
 from vgrad.torch_private.tensors import (
     SHOWN,
     may_draw,
@@ -41,50 +51,223 @@ from vgrad.torch_private.tracing import DispatchMode
 from vgrad.tree import tree_map_only
 
 
+class Undrawn(RuntimeError):
+    """Random numbers cannot be repeated."""
+
+    def __init__(self, got: str) -> None:
+        super().__init__(
+            f"random numbers: expected some that a part of the samples can see again, "
+            f'since their branches differ, got {got}. Use strategy="loop".'
+        )
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """The results of one random op, or its writes."""
+
+    op: str
+    results: list[Tensor]
+    size: int  # the samples for which it drew
+    rows: Tensor  # the samples among them that run now
+
+    def put(self, op: str, results: Sequence[Tensor], *, alone: bool) -> None:
+        """Write the numbers of the samples that run now over others."""
+        if (op, len(results)) != (self.op, len(self.results)):
+            raise Undrawn(f"{self.op} the first time and {op} the second")
+        for result, known in zip(results, self.results, strict=True):
+            own = _alone(self, known, result) if alone else _own(self, known, result)
+            if own is None:
+                raise Undrawn(
+                    f"{op} of shape {tuple(known.shape)} the first time, for "
+                    f"{self.size} samples, and of shape {tuple(result.shape)} the "
+                    f"second, for {1 if alone else len(self.rows)}"
+                )
+            result.copy_(own)
+
+
+@dataclass(eq=False)
+class Draws:
+    """The state of the random numbers of samples that run together.
+
+    Attributes:
+        values_read: whether a value was read.
+        own: whether numbers came from a `torch.Generator`, too.
+        known: the results of random ops, in order; None if they are not noted.
+        keys: keys from which the random numbers follow, int64 `[B]`.
+        place: how many random ops of the loss ran before, where there are keys.
+        axis: the axis of samples in the numbers of an op; None if that is unclear.
+        drew: whether there were random ops, where there are keys.
+        idle: whether random ops are left alone.
+    """
+
+    values_read: bool = False
+    own: bool = False
+    known: list[_Drawn] | None = None
+    keys: Tensor | None = None
+    place: int = 0
+    axis: int | None = 0
+    drew: bool = False
+    idle: bool = False
+
+    def of(self, rows: Tensor) -> "Draws":
+        """Return the same for some of the samples."""
+        if self.keys is not None:
+            return Draws(keys=self.keys[rows])
+        if self.known is None:
+            return Draws()
+        known = [replace(each, rows=each.rows[rows]) for each in self.known]
+        return Draws(known=known)
+
+    def each(self) -> Iterator["Draws"]:
+        """Yield the draws of one sample after another, where there are keys."""
+        for row in range(0 if self.keys is None else len(self.keys)):
+            yield self.of(torch.tensor([row]))
+
+    def watched(
+        self, size: int, *, alone: bool = False, repeated: bool = False
+    ) -> AbstractContextManager:
+        """Hand out known numbers, and note the rest, while a loss runs once.
+
+        `alone` is a sample without a batch dimension; its numbers are not noted. The
+        numbers of a part of a loss that is `repeated` have no place in the order.
+        """
+        if self.keys is not None:
+            self.place = self.place if repeated else 0
+            return nullcontext() if self.idle else Keyed(self, alone=alone)
+        if self.known is None:
+            return nullcontext()
+        return _Watch(self.known, size, alone=alone, repeated=repeated)
+
+    @contextmanager
+    def samples_at(self, axis: int | None) -> Iterator[None]:
+        """Set the axis of samples of random ops in this block; None for none.
+
+        None holds in all blocks inside of it.
+        """
+        before = self.axis
+        self.axis = None if before is None else axis
+        try:
+            yield
+        finally:
+            self.axis = before
+
+    def again(self) -> Callable[[], AbstractContextManager]:
+        """Return a context that restores the place of now, for a repetition."""
+        place = self.place
+
+        @contextmanager
+        def at() -> Iterator[None]:
+            before, self.place = self.place, place
+            try:
+                yield
+            finally:
+                self.place = before
+
+        return at
+
+
+class _Watch(DispatchMode):
+    """Sees the random ops of one run, on the tensors of all samples."""
+
+    def __init__(
+        self, known: list[_Drawn], size: int, *, alone: bool, repeated: bool
+    ) -> None:
+        super().__init__()
+        self._repeated = repeated
+        self._known = known
+        self._size = size
+        self._alone = alone
+        self._place = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = op_name(func)
+        if name not in SHOWN:
+            if not may_draw(func):
+                return func(*args, **kwargs)
+            tensors = among(args, kwargs)
+            before = random_state(tensors)
+            result = func(*args, **kwargs)
+            if drawn_since(before, tensors):
+                raise Undrawn(f"{name}, which keeps them to itself")
+            return result
+        result = func(*args, **kwargs)
+        if self._repeated:
+            raise Undrawn(f"{name} in an activation checkpoint")
+        results = shown_results(func, args, kwargs, result)
+        if self._place < len(self._known):
+            self._known[self._place].put(name, results, alone=self._alone)
+        elif not self._alone:
+            kept = [each.clone() for each in results]
+            rows = torch.arange(self._size)
+            self._known.append(_Drawn(name, kept, self._size, rows))
+        self._place += 1
+        return result
+
+
+def _own(drawn: _Drawn, known: Tensor, like: Tensor) -> Tensor | None:
+    """Return the numbers of the samples that run now; None if that is unclear.
+
+    Samples have one axis: [B, ...], or [B * k, ...] where a rule of vmap folds another
+    into it. Lowerings have it elsewhere, and fold nothing.
+    """
+    if len(drawn.rows) == drawn.size:
+        return known if known.shape == like.shape else None
+    if known.ndim != like.ndim:
+        return None
+    pairs = enumerate(zip(known.shape, like.shape, strict=True))
+    axes = [axis for axis, sizes in pairs if sizes[0] != sizes[1]]
+    if len(axes) != 1:
+        return None
+    (axis,) = axes
+    count, rest = divmod(known.shape[axis], drawn.size)
+    if rest or like.shape[axis] != count * len(drawn.rows) or (axis and count > 1):
+        return None
+    each = known.unflatten(axis, (drawn.size, count))
+    rows = drawn.rows.to(known.device)
+    return each.index_select(axis, rows).flatten(axis, axis + 1)
+
+
+def _alone(drawn: _Drawn, known: Tensor, like: Tensor) -> Tensor | None:
+    """Return the numbers of the first sample that runs now, without the axis."""
+    for axis, size in enumerate(known.shape):
+        if size % drawn.size == 0 and (not axis or size == drawn.size):
+            each = known.unflatten(axis, (drawn.size, -1))
+            own = each.select(axis, int(drawn.rows[0]))
+            if own.shape == like.shape:
+                return own
+            if size == drawn.size and own.squeeze(axis).shape == like.shape:
+                return own.squeeze(axis)
+    return None
+
+
+# By keys of samples.
+
+
 class Unkeyed(RuntimeError):
     """Random numbers cannot follow from keys of samples."""
 
     def __init__(self, got: str) -> None:
-        """Say which ones."""
         super().__init__(
-            f"random numbers: expected those of torch's default generators in the "
+            f"random numbers: expected draws from torch's default generators in the "
             f"forward pass, for which keys of samples can stand, got {got}."
         )
 
 
 def check_drawn(before: RandomState, tensors: Iterable[Tensor]) -> None:
-    """Refuse numbers that were drawn elsewhere than in the loss; put them back.
-
-    Raises:
-        Unkeyed: there were some.
-    """
+    """Refuse numbers drawn elsewhere than in the loss, and put the generators back."""
     tensors = [*tensors]
     if drawn_since(before, tensors):
         set_random_state(before)
         raise Unkeyed("some that a backward pass or another thread draws")
 
 
-class Place(Protocol):
-    """Where a loss is in its random numbers.
-
-    Attributes:
-        keys: of the samples, int64 `[B]`.
-        place: how many random ops ran before.
-        axis: that of the samples in what random ops draw; None if that is unclear.
-        drew: whether there were random ops.
-    """
-
-    keys: Tensor | None
-    place: int
-    axis: int | None
-    drew: bool
-
-
 class Keyed(DispatchMode):
     """Runs the random ops of a loss, of all samples at once or of one `alone`."""
 
-    def __init__(self, at: Place, *, alone: bool) -> None:
-        """Start at the place where the loss is."""
+    def __init__(self, at: "Draws", *, alone: bool) -> None:
         super().__init__()
         assert at.keys is not None
         self._at = at
@@ -96,7 +279,6 @@ class Keyed(DispatchMode):
         self._kernels: AbstractContextManager = nullcontext()
 
     def __enter__(self) -> "Keyed":
-        """Begin; fused attention would keep its random numbers to itself."""
         self._before = random_state(())
         if torch.cuda.is_initialized():
             self._kernels = sdpa_kernel(SDPBackend.MATH)
@@ -104,7 +286,6 @@ class Keyed(DispatchMode):
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        """Put torch's generators back."""
         with ExitStack() as stack:
             stack.push(self._kernels)
             super().__exit__(*raised)
@@ -114,9 +295,8 @@ class Keyed(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Run one op."""
         if func in self._plain or not may_draw(func):
-            self._plain.add(func)  # the answer takes longer than most ops
+            self._plain.add(func)  # the check takes longer than most ops
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         name, given = op_name(func), named(func, args, kwargs)
@@ -127,12 +307,12 @@ class Keyed(DispatchMode):
         if given.get("generator") is not None:
             self._at.drew = True
             raise Unkeyed(
-                f"those of a torch.Generator of the loss's own in {name}. Leave its "
+                f"draws from a torch.Generator of the loss's own in {name}. Leave its "
                 f"generator out"
             )
         if given.get("dropout_state") is not None:
             raise Unkeyed(
-                f"those that cuDNN keeps for itself in {name}. Give the net dropout=0, "
+                f"draws that cuDNN keeps to itself in {name}. Give the net dropout=0, "
                 f"and put a Dropout between its layers"
             )
         if name not in SHOWN:
@@ -166,9 +346,9 @@ class Keyed(DispatchMode):
         return random_bits(self._streams(like.device), count).view(like.shape)
 
     def _bernoulli(self, name: str, func: Any, given: dict[str, Any]) -> Any:
-        """Draw what is true with one probability; None for other ops.
+        """Draw booleans of one probability, as for dropout; None for other ops.
 
-        Dropout does so. Nothing is left to torch, which takes longer than the hash.
+        torch, which would take longer than the hash, draws nothing.
         """
         if name == "native_dropout":
             keep = 1 - given["p"]
@@ -176,7 +356,7 @@ class Keyed(DispatchMode):
         elif name == "bernoulli" and isinstance(given.get("p"), float | int):
             keep, target = given["p"], given["self"]
             if "out" in given or not 0 <= keep <= 1:
-                return None  # torch knows what to do
+                return None  # torch raises, or writes the result
             target = target if writes(func) else torch.empty_like(target)
         else:
             return None
@@ -200,7 +380,7 @@ class Keyed(DispatchMode):
         """Let torch make the result, and write other numbers over its own."""
         self._keep(args, kwargs)
         sources = args, kwargs
-        if writes(func):  # what is read may be what is written
+        if writes(func):  # it may read the tensor that it writes
             copied = {id(each): each.clone() for each in among(args, kwargs)}
             sources = _replaced(args, kwargs, lambda each: copied[id(each)])
         found = func(*args, **kwargs)
@@ -267,7 +447,7 @@ class Keyed(DispatchMode):
                 sample[row].copy_(drawn)
 
     def _sized(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Let an op that is given a size make one sample."""
+        """Let an op that has an argument for the size make one sample."""
         if self._alone or "size" not in (given := named(func, args, kwargs)):
             return args, kwargs
         first, *rest = given["size"]
@@ -299,7 +479,7 @@ class Keyed(DispatchMode):
 
 
 def _does_not(name: str, given: dict[str, Any]) -> bool:
-    """Tell whether this call of a random op draws nothing."""
+    """Return whether this call of a random op draws nothing."""
     if name == "native_dropout":
         return given["train"] is False or not given["p"]
     return given.get("dropout_p") == 0  # of attention
@@ -315,11 +495,11 @@ def _seed(device: torch.device, seed: int) -> None:
     own.manual_seed(seed)
 
 
-def _apart(size: int) -> Split:
-    """Have the samples run alone: it is not clear which numbers are whose."""
+def _apart(size: int) -> SplitBatch:
+    """Return the split into single samples, where the order of numbers is unclear."""
     rows = torch.arange(size).split(1)
     why = "a random op that draws for all at once in an order of its own"
-    return Split(Parts(rows, where(sys._getframe(1)), "loop", why))
+    return SplitBatch(Partition(rows, where(sys._getframe(1)), "loop", why))
 
 
 def _replaced(

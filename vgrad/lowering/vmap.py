@@ -1,9 +1,10 @@
-"""Ops whose results have shapes that depend on values, for samples that run as one.
+"""Forms of single ops under `torch.vmap`, where torch's rules loop, fail or are wrong.
 
-How many results `x[mask]`, `nonzero` and the like have is a question, which samples
-must answer alike to run together. With one count n for all of them, each op has a form
-of known shape: the places that masks `[B, ...]` hit are indices `[B, n]`, and what the
-loss takes or writes by the masks it takes or writes by them.
+`VMAPPED` has a form for each call of a function. `SELECTING` has forms of ops whose
+results have shapes that depend on values: samples that run together must have one
+number of results n, by which `x[mask]`, `nonzero` and the like have a known shape. The
+places that masks `[B, ...]` hit are indices `[B, n]` then, which take the place of the
+masks.
 
 B samples, n hits of each, T items of an axis
 """
@@ -14,21 +15,169 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn import functional as F
 
 from vgrad.conditions import Unrepeatable, checks_collected
-from vgrad.lowering.questions import agreed, answer, of_each, physical
-from vgrad.lowering.truthful import among
+from vgrad.lowering import recurrent
+from vgrad.lowering.attention import scaled_dot_product_attention
+from vgrad.lowering.functions import custom_function
+from vgrad.lowering.grad_flags import among
+from vgrad.lowering.value_reads import of_each, physical, read_value, unanimous
 from vgrad.torch_private import modes
 
+
+def index_add(
+    input: Tensor, dim: int, index: Tensor, source: Tensor, **options: Any
+) -> Tensor:
+    """Add rows at an index as `torch.index_add` does.
+
+    Where each sample has an index of its own, torch's rule of vmap loops over the
+    samples, forward and backward. Here the rows of all samples become rows of one
+    tensor.
+    """
+    own = modes.is_batched(index) and index.dim() == 1 and input.dim() > 0
+    if not own or options.keys() - {"alpha"}:
+        return torch.index_add(input, dim, index, source, **options)
+    alpha = options.get("alpha", 1)
+    source = source if alpha == 1 else alpha * source
+    return _IndexAdd.apply(input, dim % input.dim(), index, source)
+
+
+def index_add_(
+    input: Tensor, dim: int, index: Tensor, source: Tensor, **options: Any
+) -> Tensor:
+    """Add rows in place."""
+    return input.copy_(index_add(input, dim, index, source, **options))
+
+
+def scatter_(input: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Scatter in place; torch has a rule of vmap for `torch.scatter` alone."""
+    return input.copy_(torch.scatter(input, *args, **options))
+
+
+class _IndexAdd(Function):
+    """The sum along an axis, which the samples of a vmap join."""
+
+    @staticmethod
+    def forward(input: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
+        return torch.index_add(input, dim, index, source)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        _, ctx.dim, index, _ = inputs
+        ctx.save_for_backward(index)
+        ctx.save_for_forward(index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,), (index,) = grads, ctx.saved_tensors
+        wanted = ctx.needs_input_grad[3]
+        return grad, None, None, grad.index_select(ctx.dim, index) if wanted else None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        input, _, _, source = tangents
+        return _IndexAdd.apply(input, ctx.dim, *ctx.saved_tensors, source)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[Tensor, int]:
+        size, (input, dim, index, source) = info.batch_size, args
+        input, source = (
+            _front(each, axis, size)
+            for each, axis in ((input, in_dims[0]), (source, in_dims[3]))
+        )
+        if in_dims[2] is None:
+            return _IndexAdd.apply(input, dim + 1, index, source), 0
+        index, count = index.movedim(in_dims[2], 0).long(), input.shape[dim + 1]
+        first = torch.arange(size, device=index.device) * count
+        # An index out of range must not reach another sample.
+        fits = (index >= 0) & (index < count)
+        rows = torch.where(fits, index + first[:, None], -1).flatten()
+        input, source = (
+            each.movedim(dim + 1, 1).flatten(0, 1) for each in (input, source)
+        )
+        found = _IndexAdd.apply(input, 0, rows, source)
+        return found.unflatten(0, (size, count)).movedim(1, dim + 1), 0
+
+
+def _front(tensor: Tensor, place: int | None, size: int) -> Tensor:
+    """Put the axis of samples in front."""
+    if place is None:
+        return tensor.expand(size, *tensor.shape)
+    return tensor.movedim(place, 0)
+
+
+def _by_steps(mode: str) -> Callable[..., tuple[Tensor, ...]]:
+    """Make a function with torch's signature that runs a recurrent net in steps."""
+
+    def run(
+        input: Tensor,
+        hx: Any,
+        params: Any,
+        has_biases: bool,
+        *rest: Any,
+        **options: Any,
+    ) -> tuple[Tensor, ...]:
+        hidden, layout = recurrent.parsed(hx, *rest, **options)
+        return recurrent.steps(mode, input, hidden, params, layout)
+
+    return run
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    *rest: Any,
+    **options: Any,
+) -> Tensor:
+    """Look up rows; torch's rule for one table a sample pads only the first table."""
+    rows = F.embedding(input, weight, None, *rest, **options)
+    if padding_idx is None:
+        return rows
+    padding = (input == padding_idx % len(weight)).unsqueeze(-1)
+    return torch.where(padding, rows.detach(), rows)
+
+
+def _lookup(
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """Do the same for `torch.embedding`, which `F.embedding` calls."""
+    padding = None if padding_idx < 0 else padding_idx
+    return _embedding(indices, weight, padding, None, 2.0, scale_grad_by_freq, sparse)
+
+
+VMAPPED: dict[Callable, Callable] = {
+    F.embedding: _embedding,
+    torch.embedding: _lookup,
+    F.scaled_dot_product_attention: scaled_dot_product_attention,
+    **{net: _by_steps(mode) for net, mode in recurrent.NETS.items()},
+    **recurrent.CELLS,
+    torch.index_add: index_add,
+    Tensor.index_add: index_add,
+    Tensor.index_add_: index_add_,
+    Tensor.scatter_: scatter_,
+    modes.custom_function_call: custom_function,
+}
+"""Forms of functions that torch's own vmap runs in a loop, wrongly or not at all."""
+
+
+# Shapes that depend on values.
+
+
 Form = Callable[[], Any]
-"""What runs in the place of a call, as if the loss had written it."""
+"""Code that runs in the place of a call, as if the loss had written it."""
 
 FormOf = Callable[..., Form | None]
 """From the level of the vmap over samples and a call's arguments to the call's form.
 
 None is torch's own way, also for what torch refuses, so that the error is torch's.
-Raises `Split` where samples have different counts.
+Raises `SplitBatch` where samples have different counts.
 """
 
 
@@ -56,7 +205,7 @@ def _getitem(level: int, x: Tensor, index: Any) -> Form | None:
 
 
 def _setitem(level: int, x: Tensor, index: Any, value: Any) -> Form | None:
-    """Write where masks hit; what is the same for all hits needs no count of them."""
+    """Write where masks hit; one value for all hits needs no count of them."""
     items = index if isinstance(index, tuple) else (index,)
     if not (masks := _masks(level, x, items)):
         return None
@@ -130,7 +279,7 @@ def _masked_select(
 def _nonzero(
     level: int, input: Tensor, *, as_tuple: bool = False, **options: Any
 ) -> Form | None:
-    """List the places of what is not zero: `[n, d]`, or d times `[n]`."""
+    """List the places of nonzero entries: `[n, d]`, or d times `[n]`."""
     values = physical(input, level)
     if options or values is None or not input.ndim:
         return None
@@ -208,7 +357,7 @@ def _by_each(func: Callable) -> FormOf:
         if (found := of_each(func, args, kwargs, level)) is None:
             return None
         rows = [each if isinstance(each, tuple) else (each,) for each in found]
-        agreed([[each.shape for each in row] for row in rows], level)
+        unanimous([[each.shape for each in row] for row in rows], level)
         columns = zip(*rows, strict=True)
         with modes.exit_to(level):
             stacked = [torch.stack(each).to(given[0].device) for each in columns]
@@ -268,7 +417,7 @@ def _by_places(level: int, items: Sequence[Any], masks: list[_Mask]) -> tuple | 
 
 
 def _hits(level: int, values: Tensor) -> tuple[Tensor, ...]:
-    """Return the places of what is not zero, along each axis: `[B, ...] -> d * [n]`."""
+    """Return the places of nonzero entries, along each axis: `[B, ...] -> d * [n]`."""
     with modes.exit_to(level):
         hit = values != 0
         counts = hit.flatten(1).sum(1)
@@ -284,7 +433,7 @@ def _hits(level: int, values: Tensor) -> tuple[Tensor, ...]:
 
 def _one(level: int, counts: Tensor) -> int:
     """Return the whole number that all samples have in `[B]`."""
-    return answer(Tensor.item, (modes.add_batch_axis(counts, 0, level),), {}, level)
+    return read_value(Tensor.item, (modes.add_batch_axis(counts, 0, level),), {}, level)
 
 
 _BY_EACH = (torch.bincount, Tensor.bincount, torch.unique, Tensor.unique)

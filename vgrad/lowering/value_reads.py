@@ -1,15 +1,14 @@
-"""Questions about values, where one tensor stands for all samples, or all members.
+"""Reads of values, where one tensor stands for all samples, or all members.
 
-An `if` on a tensor, `.item()` and the like want one value for Python. Where all samples
-of a chunk have the same, that is the answer. Where they differ, the chunk is split by
-their answers, and each part runs again by itself: exact, and at worst one sample at a
-time.
+An `if` on a tensor, `.item()` and the like hand one value to Python. Where all samples
+of a chunk have the same, that is the value. Where they differ, the chunk is split by
+their values, and each part runs again: exact, and at worst one sample at a time.
 """
 
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -18,23 +17,23 @@ import torch
 from torch import Tensor
 
 from vgrad.conditions import Unrepeatable, checks_collected, rare, static_values
-from vgrad.lowering.truthful import UnsupportedOp, among
+from vgrad.lowering.grad_flags import UnsupportedOp, among
 from vgrad.torch_private import kernels, modes
 from vgrad.tree import tree_map, tree_map_only
 from vgrad.typing import Strategy
 
 NONE = object()
-"""Returned in place of an answer where all samples share what is asked."""
+"""Returned in place of a value where all samples share the tensors of a call."""
 
 
-class Parts(NamedTuple):
-    """How the samples of a chunk run again.
+class Partition(NamedTuple):
+    """The parts of a chunk that run again.
 
     Attributes:
-        rows: those of the samples of each part.
-        where: the line that asks.
-        strategy: the one for the parts; None for the one that ran.
-        why: what stopped that one, if the strategy is another.
+        rows: the samples of each part.
+        where: the line that reads a value.
+        strategy: the strategy for the parts; None for the one that ran.
+        why: the error of that one, if the strategy is another.
     """
 
     rows: Sequence[Tensor]
@@ -43,31 +42,28 @@ class Parts(NamedTuple):
     why: str = ""
 
 
-class Split(BaseException):
+class SplitBatch(BaseException):
     """The samples of a chunk cannot go on together; they must run in several parts.
 
     Not an `Exception`, which a loss could catch.
 
     Attributes:
         parts: the parts.
-        level: that of the vmap over the samples; None for the innermost call.
+        level: the level of the vmap over the samples; None for the innermost call.
     """
 
-    def __init__(self, parts: Parts, level: int | None = None) -> None:
-        """Take the parts."""
+    def __init__(self, parts: Partition, level: int | None = None) -> None:
         super().__init__(parts.where)
         self.parts = parts
         self.level = level
 
 
-def answer(
+def read_value(
     func: Callable, args: tuple, kwargs: dict, level: int, one: str = "sample"
 ) -> Any:
-    """Return what all samples answer, or all members: what a vmap maps over.
+    """Return the value that a call reads, the same for all samples, or all members.
 
-    Raises:
-        Split: they have different answers.
-        UnsupportedOp: the question is about what a vmap of the loss's own maps over.
+    `SplitBatch` if they have different ones; `UnsupportedOp` inside a vmap of the loss.
     """
     with modes.without_modes():
         mapped = _mapped(args, kwargs, level)
@@ -75,10 +71,10 @@ def answer(
             return NONE
         if checks_collected():
             with static_values():
-                answers = _answers(func, args, kwargs, mapped)
-            return _kept(func, mapped, answers, one)
-    # A vmap around this one is asked in turn, by its own mode.
-    return agreed(_answers(func, args, kwargs, mapped), level)
+                values = _values(func, args, kwargs, mapped)
+            return _kept(func, mapped, values, one)
+    # The mode of a vmap around this one reads the value in turn.
+    return unanimous(_values(func, args, kwargs, mapped), level)
 
 
 def with_numbers(
@@ -89,48 +85,46 @@ def with_numbers(
     For a call that takes numbers of Python, as `x[:n]` and `torch.zeros(n)` do. None
     if there are no such tensors.
     """
-    found = False
+    replaced = False
 
-    def number(given: Any) -> Any:
-        nonlocal found
-        if isinstance(given, slice):
-            return slice(*map(number, (given.start, given.stop, given.step)))
-        if not isinstance(given, Tensor) or given.ndim or given.is_floating_point():
-            return given
-        value = NONE if given.is_complex() else answer(Tensor.item, (given,), {}, level)
-        found |= value is not NONE
-        return given if value is NONE else value
+    def number(argument: Any) -> Any:
+        nonlocal replaced
+        if isinstance(argument, slice):
+            return slice(*map(number, (argument.start, argument.stop, argument.step)))
+        if not isinstance(argument, Tensor) or argument.ndim:
+            return argument
+        if argument.is_floating_point() or argument.is_complex():
+            return argument
+        value = read_value(Tensor.item, (argument,), {}, level)
+        replaced |= value is not NONE
+        return argument if value is NONE else value
 
-    own = getattr(Tensor, getattr(func, "__name__", ""), None) is func
-    changed = *args[:own], *tree_map(number, args[own:])
+    is_method = getattr(Tensor, getattr(func, "__name__", ""), None) is func
+    changed = *args[:is_method], *tree_map(number, args[is_method:])
     named = tree_map(number, kwargs)
-    return (changed, named) if found else None
+    return (changed, named) if replaced else None
 
 
 def of_each(func: Callable, args: tuple, kwargs: dict, level: int) -> list | None:
-    """Return what a call returns for each sample by itself; None if all share it."""
+    """Return the result of a call for each sample; None if all share its tensors."""
     with modes.without_modes():
         mapped = _mapped(args, kwargs, level)
-    return _answers(func, args, kwargs, mapped) if mapped else None
+    return _values(func, args, kwargs, mapped) if mapped else None
 
 
-def agreed(answers: Sequence[Any], level: int) -> Any:
-    """Return the one answer of all samples.
-
-    Raises:
-        Split: they have different ones.
-    """
+def unanimous(values: Sequence[Any], level: int) -> Any:
+    """Return the one value of all samples; `SplitBatch` if they have different ones."""
     parts: dict[str, list[int]] = {}
-    for row, each in enumerate(answers):  # as text: nan is nan, and 0.0 is not -0.0
-        parts.setdefault(repr(each), []).append(row)
+    for row, value in enumerate(values):  # as text: nan is nan, and 0.0 is not -0.0
+        parts.setdefault(repr(value), []).append(row)
     if len(parts) > 1:
         rows = [torch.tensor(each) for each in parts.values()]
-        raise Split(Parts(rows, where(sys._getframe(1))), level)
-    return answers[0]
+        raise SplitBatch(Partition(rows, where(sys._getframe(1))), level)
+    return values[0]
 
 
 def _mapped(args: tuple, kwargs: dict, level: int) -> dict[int, Tensor]:
-    """Return the values of all samples, for each tensor that is not one of all."""
+    """Return the values of all samples, for each tensor that differs among them."""
     return {
         id(each): values
         for each in among(args, kwargs)
@@ -138,20 +132,20 @@ def _mapped(args: tuple, kwargs: dict, level: int) -> dict[int, Tensor]:
     }
 
 
-def _kept(func: Callable, mapped: dict[int, Tensor], answers: list, one: str) -> Any:
-    """Bake an answer into a graph, which must see that it still is the same."""
-    first = answers[0]
-    if any(repr(each) != repr(first) for each in answers):
+def _kept(func: Callable, mapped: dict[int, Tensor], values: list, one: str) -> Any:
+    """Bake a value into a graph, which must check that it still is the same."""
+    first = values[0]
+    if any(repr(each) != repr(first) for each in values):
         place = where(sys._getframe(1))
         raise Unrepeatable(f"{one}s take different branches at {place}")
     if func not in _COMPARED:
         raise Unrepeatable(f"{modes.op_name(func)} hands values to Python")
-    (values,) = mapped.values()
+    (tensor,) = mapped.values()
     dtype = _COMPARED[func]
-    values = values if dtype is None else values.to(dtype)
-    differs = values != first
+    tensor = tensor if dtype is None else tensor.to(dtype)
+    differs = tensor != first
     if isinstance(first, float):
-        differs |= values.signbit() != (repr(first)[0] == "-")
+        differs |= tensor.signbit() != (repr(first)[0] == "-")
     rare(differs)
     return first
 
@@ -172,47 +166,45 @@ def physical(tensor: Tensor, level: int) -> Tensor | None:
         return modes.unwrapped(tensor).movedim(axis, 0).detach()
 
 
-def _answers(
+def _values(
     func: Callable, args: tuple, kwargs: dict, mapped: dict[int, Tensor]
 ) -> list:
-    """Ask each sample by itself."""
+    """Run a call for each sample."""
     if func in _AT_ONCE and len(mapped) == 1:
         (values,) = mapped.values()
         if values.numel() == len(values) and not values.is_complex():
             return [*map(_AT_ONCE[func], values.reshape(len(values)).tolist())]
     rows = {key: values.cpu().unbind() for key, values in mapped.items()}
 
-    def asked() -> Iterator[Any]:
-        for number in range(len(next(iter(rows.values())))):
+    def of(number: int) -> Any:
+        def row(tensor: Tensor) -> Tensor:
+            return rows[id(tensor)][number] if id(tensor) in rows else tensor
 
-            def own(tensor: Tensor, number: int = number) -> Tensor:
-                return rows[id(tensor)][number] if id(tensor) in rows else tensor
+        own_args, own_kwargs = tree_map_only(Tensor, row, (args, kwargs))
+        return func(*own_args, **own_kwargs)
 
-            own_args, own_kwargs = tree_map_only(Tensor, own, (args, kwargs))
-            yield func(*own_args, **own_kwargs)
-
-    return [*asked()]
+    return [of(number) for number in range(len(next(iter(rows.values()))))]
 
 
 def where(frame: FrameType) -> str:
     """Name the innermost line around a frame that belongs to the loss."""
-    while frame.f_back is not None and _is_nobodys(frame):
+    while frame.f_back is not None and _is_library(frame):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def stopped_at(error: BaseException) -> str:
     """Name the last such line that an error came from."""
-    found, step = "", error.__traceback__
+    line, step = "", error.__traceback__
     while step is not None:
-        if not _is_nobodys(step.tb_frame):
-            found = f"{step.tb_frame.f_code.co_filename}:{step.tb_lineno}"
+        if not _is_library(step.tb_frame):
+            line = f"{step.tb_frame.f_code.co_filename}:{step.tb_lineno}"
         step = step.tb_next
-    return found or where(sys._getframe(1))
+    return line or where(sys._getframe(1))
 
 
-def _is_nobodys(frame: FrameType) -> bool:
-    """Tell whether code belongs to this package, to torch or to Python."""
+def _is_library(frame: FrameType) -> bool:
+    """Return whether code belongs to this package, to torch or to Python."""
     file = frame.f_code.co_filename
     of_python = file.startswith(_PYTHON) and not file.startswith(_PACKAGES)
     return of_python or file.startswith(_OWN)
@@ -237,16 +229,16 @@ _COMPARED: dict[Callable, torch.dtype | None] = {
     Tensor.__float__: torch.float64,
     Tensor.item: None,
 }
-"""Questions that a graph can ask again, and what they convert numbers to."""
+"""Reads that a graph can check, and the dtypes to which they convert numbers."""
 
 _AT_ONCE: dict[Callable, Callable] = {
     **dict.fromkeys((Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero), bool),
     Tensor.__float__: float,
     Tensor.item: lambda value: value,
 }
-"""Questions about one number, and what makes an answer of it."""
+"""Reads of one number, and their conversions."""
 
-QUESTIONS = {
+VALUE_READS = {
     *_COMPARED,
     *(Tensor.__complex__, Tensor.tolist, Tensor.__contains__, Tensor.__format__),
     *(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose),

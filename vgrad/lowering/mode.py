@@ -1,4 +1,4 @@
-"""The function mode that answers questions about values, and runs that may split."""
+"""The function mode that reads values for all samples, and runs that may split."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -9,14 +9,13 @@ from torch import Tensor
 
 from vgrad.functional.guards import Protected, WriteGuard
 from vgrad.generators import drawn_since, random_state, set_random_state
-from vgrad.lowering.draws import Draws, Undrawn
-from vgrad.lowering.limits import in_place, raise_clearly
-from vgrad.lowering.questions import NONE, Parts, Split, answer
-from vgrad.lowering.truthful import Truth, UnsupportedOp
+from vgrad.lowering.grad_flags import GradFlags, UnsupportedOp, in_place, raise_clearly
+from vgrad.lowering.randomness import Draws, Undrawn
+from vgrad.lowering.value_reads import NONE, Partition, SplitBatch, read_value
 from vgrad.torch_private import modes
 
 
-def tried(
+def run_or_split(
     run: Callable[[Draws], Any],
     draws: Draws,
     tensors: Sequence[Tensor],
@@ -24,59 +23,55 @@ def tried(
     differ: bool,
     again: Callable[[Draws], Any] | None = None,
 ) -> tuple[Any, Draws]:
-    """Run samples; return what that gives, or the `Parts` they fall into, and draws.
+    """Run samples; return the result, or the `Partition` they fall into, and draws.
 
-    These have the random numbers that the samples of the parts must see once more. If
-    they `differ` from sample to sample and there were some, all samples run `again` for
-    that.
-
-    Raises:
-        Undrawn: they came from another generator, whose state is not known.
+    The draws have the random numbers that the samples of the parts must be given again.
+    If they `differ` from sample to sample and there were some, all samples run `again`
+    for that. `Undrawn` if they came from another generator, whose state is unknown.
     """
     if draws.keys is not None:
-        return _parted(run, draws), draws
+        return _run_or_parts(run, draws), draws
     before = random_state(tensors) if differ else None
-    found = _parted(run, draws)
-    if not isinstance(found, Parts):
-        return found, draws
-    if draws.own and draws.asked:
+    result = _run_or_parts(run, draws)
+    if not isinstance(result, Partition):
+        return result, draws
+    if draws.own and draws.values_read:
         raise Undrawn("some of a torch.Generator of the loss's own")
     if before is not None and draws.known is None and drawn_since(before, tensors):
         set_random_state(before)
         draws = Draws(known=[])
-        found = _parted(again or run, draws)
-    return found, draws
+        result = _run_or_parts(again or run, draws)
+    return result, draws
 
 
-def _parted(run: Callable[[Draws], Any], draws: Draws) -> Any:
-    """Return what a function does, or the parts into which its samples fall.
+def _run_or_parts(run: Callable[[Draws], Any], draws: Draws) -> Any:
+    """Return the result of a function, or the parts into which its samples fall.
 
     So nothing is left of the exception, which would keep all tensors.
     """
     around = modes.current_level() or 0
     try:
         return run(draws)
-    except Split as split:
+    except SplitBatch as split:
         if split.level is not None and split.level <= around:
             raise  # a vmap around this call maps over these samples
         return split.parts
 
 
-class Answering(WriteGuard):
-    """The function mode that answers questions about values, with a `truth`.
+class ValueReadMode(WriteGuard):
+    """The function mode that reads values for all samples of a vmap, by their `flags`.
 
-    That says what the vmap maps over. What a loss asks and draws is noted in `draws`.
+    Reads and random numbers of a loss are noted in `draws`.
     """
 
     def __init__(
-        self, *promises: Protected, truth: Truth | None, draws: Draws | None
+        self, *promises: Protected, flags: GradFlags | None, draws: Draws | None
     ) -> None:
-        """Start where nothing was asked."""
         self._draws = draws = draws or Draws()
-        if draws.keys is not None:  # a checkpoint draws what follows from its place
+        if draws.keys is not None:  # a checkpoint draws by its place in the loss
             promises += (Protected({}, "", "", draws.again),)
         super().__init__(*promises)
-        self._truth = truth
+        self._flags = flags
         self._stopped: BaseException | None = None
         self._watched: Callable[..., AbstractContextManager] = nullcontext
         self._casts: Callable[[], AbstractContextManager] = nullcontext
@@ -104,32 +99,31 @@ class Answering(WriteGuard):
 
     @contextmanager
     def repeating(self, *args: Any) -> Iterator[None]:
-        """Be what the mode was when a checkpoint began, under a vmap like that one."""
-        truth, again = self._truth, self._watched(repeated=True)
+        """Restore the mode of the beginning of a checkpoint, under a vmap like it."""
+        flags, again = self._flags, self._watched(repeated=True)
         with ExitStack() as stack:
-            if truth is not None:
+            if flags is not None:
                 level = stack.enter_context(
                     modes.vmap_level(self.size, self.randomness)
                 )
-                if level != truth.level:
+                if level != flags.level:
                     raise UnsupportedOp(
                         "checkpoint: expected a region that runs again by itself, got "
                         "one inside of another or of a transform. Use "
                         'strategy="loop".'
                     )
-                self._truth = truth.afresh()
+                self._flags = flags.afresh()
             for block in (super().repeating(*args), again, self._casts()):
                 stack.enter_context(block)
             try:
                 yield
             finally:
-                self._truth = truth
+                self._flags = flags
 
     def __exit__(self, *raised: Any) -> None:
-        """Raise what stopped the loss, even if it went on all the same.
+        """Raise the error that stopped the loss, even if the loss caught it.
 
-        A single sample would not have been stopped, so what a loss does in answer is
-        not what it does with one.
+        A single sample would not have been stopped, so the loss may go on differently.
         """
         super().__exit__(*raised)
         stopped, self._stopped = self._stopped, None
@@ -141,25 +135,25 @@ class Answering(WriteGuard):
         if kwargs.get("generator") is not None:
             self._draws.own = True
 
-    def asked(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Answer one of the `QUESTIONS`, if all samples have the same answer."""
-        if self._truth is None:
+    def value_of(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Return the value of a read, if all samples have the same."""
+        if self._flags is None:
             return NONE
-        found = answer(func, args, kwargs, self._truth.level, self._truth.one)
-        self._draws.asked |= found is not NONE
-        return found
+        value = read_value(func, args, kwargs, self._flags.level, self._flags.one)
+        self._draws.values_read |= value is not NONE
+        return value
 
     def stop(
-        self, error: Split | RuntimeError, func: Callable, kwargs: dict
+        self, error: SplitBatch | RuntimeError, func: Callable, kwargs: dict
     ) -> NoReturn:
-        """Raise what stops the loss, in words that say what to do, and remember it."""
+        """Raise an error of the loss in words that say what to do, and remember it."""
         try:
-            if isinstance(error, Split):
-                self._draws.asked = True
+            if isinstance(error, SplitBatch):
+                self._draws.values_read = True
                 raise error
-            one = self._truth.one if self._truth else "sample"
+            one = self._flags.one if self._flags else "sample"
             writes = in_place(func, kwargs)
             raise_clearly(error, modes.op_name(func), in_place=writes, one=one)
-        except (Split, UnsupportedOp) as stopped:
+        except (SplitBatch, UnsupportedOp) as stopped:
             self._stopped = stopped
             raise

@@ -1,0 +1,355 @@
+"""Flags of tensors under `torch.vmap`, where autograd runs below, and its limits.
+
+Inside the mapped function a tensor wraps one of all samples `[B, ...]`, which has the
+graph. The wrapper reports `requires_grad=False`: code that branches on it would take
+its inference path and silently lose gradients. So the flag is copied from the tensor
+below, and calls that read more of the graph raise.
+
+Tensors may share memory by their strides: `reshape`, `flatten` and `contiguous` return
+a view where they can, else a copy. Under vmap the result of an op may have other
+strides than for one sample, and then one is a view and the other a copy: a write into
+either gives other numbers.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from vgrad.torch_private import modes
+from vgrad.torch_private import tensors as private
+from vgrad.torch_private.tensors import storage, version_of
+from vgrad.tree import tree_leaves
+
+# Layouts.
+
+
+RESHAPES = {torch.reshape, torch.flatten, torch.ravel}
+RESHAPES |= {Tensor.reshape, Tensor.reshape_as, Tensor.flatten, Tensor.ravel}
+RESHAPES |= {Tensor.contiguous}
+"""Functions that may return a view or a copy."""
+
+
+class Layouts:
+    """The memory of one run of a function under vmap."""
+
+    def __init__(self) -> None:
+        self._odd: set[Any] = set()
+        self._doubtful: list[tuple[Tensor, int]] = []
+
+    def after(self, func: Callable, tensors: Sequence[Tensor], output: Any) -> None:
+        """Note results that are not contiguous, and copies of them.
+
+        A view has the layout of its base; a result with the layout of an operand would
+        have it for one sample, too.
+        """
+        if func in RESHAPES:
+            if not tensors[0].is_contiguous() and self.is_odd(tensors[0]):
+                for each in (tensors[0], output):
+                    below = modes.unwrap_all(each)
+                    self._doubtful.append((below, version_of(below)))
+            return
+        for each in output if isinstance(output, tuple | list) else (output,):
+            if not isinstance(each, Tensor) or not modes.is_wrapped(each):
+                continue
+            if not each.is_contiguous() and not any(
+                _memory(each) == _memory(tensor)
+                or (_lie_alike(each, tensor) and not self.is_odd(tensor))
+                for tensor in tensors
+            ):
+                self._odd.add(_memory(each))
+
+    def is_odd(self, tensor: Tensor) -> bool:
+        """Return whether a tensor may have another layout than for one sample."""
+        return bool(self._odd) and _memory(tensor) in self._odd
+
+    def disturbed(self) -> bool:
+        """Return whether there was a write that may have two meanings."""
+        return any(version_of(each) != version for each, version in self._doubtful)
+
+
+def _lie_alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.stride() == other.stride()
+
+
+def _memory(tensor: Tensor) -> Any:
+    return storage(modes.unwrap_all(tensor))
+
+
+# Flags.
+
+
+class UnsupportedOp(NotImplementedError):
+    """A strategy cannot run an op of the loss; the message says which one can."""
+
+
+def _methods(names: str) -> list[Callable]:
+    return [getattr(Tensor, name) for name in names.split()]
+
+
+def _attributes(names: str, *more: str, method: str = "__get__") -> list[Callable]:
+    parts = [getattr(Tensor, name, None) for name in (*names.split(), *more)]
+    return [getattr(each, method) for each in parts if each is not None]
+
+
+REQUIRES_GRAD, *_ = _attributes("requires_grad")
+"""The call that reads this attribute."""
+
+GRAPH = {
+    *_attributes("grad_fn is_leaf output_nr retains_grad grad_dtype", *private.GRAPH),
+}
+"""Attributes that are the same for one sample only without a graph, or of a leaf."""
+
+HOOKS = {
+    torch.detach_,
+    *_methods("detach_ register_hook retain_grad register_post_accumulate_grad_hook"),
+}
+"""Calls that act on the graph of a tensor that requires grad."""
+
+MEMORY = {
+    *_attributes("data", *private.MEMORY),
+    *_attributes("data grad_dtype", *private.GRAPH[1:2], method="__set__"),
+    *_methods("set_"),
+    private.IS_VIEW,
+}
+"""Calls whose result is never the same for one sample."""
+
+STRIDES = {
+    torch.as_strided,
+    torch.as_strided_,
+    *_methods("as_strided as_strided_ as_strided_scatter"),
+}
+"""Calls that read memory in an order of their own."""
+
+AUTOGRAD = {
+    torch.autograd.grad,
+    *_methods("backward requires_grad_"),
+    *_attributes("requires_grad", method="__set__"),
+}
+"""Calls of a loss that differentiates on its own."""
+
+WATCHED_READS = {REQUIRES_GRAD} | GRAPH | MEMORY
+"""Calls that only read, and have to be watched too."""
+
+_REFUSED: dict[Callable, Callable[[Tensor], bool]] = {
+    **dict.fromkeys(GRAPH, lambda below: below.grad_fn is not None),
+    **dict.fromkeys(HOOKS, lambda below: below.requires_grad),
+    **dict.fromkeys(MEMORY | AUTOGRAD, lambda _: True),
+}
+"""Whether a call is refused, by the tensor that the first of its tensors wraps."""
+
+
+@dataclass(frozen=True)
+class GradFlags:
+    """The flags of the tensors of one vmap.
+
+    Attributes:
+        level: the level of the vmap.
+        one: a sample or a member, in a word.
+        otherwise: the strategy for a function that reads more of the graph.
+        layouts: the memory of tensors.
+    """
+
+    level: int
+    one: str
+    otherwise: str
+    layouts: Layouts = field(default_factory=Layouts)
+
+    def afresh(self) -> "GradFlags":
+        """Return the same for another run, without tensors."""
+        return replace(self, layouts=Layouts())
+
+    def before(self, func: Callable, tensors: Sequence[Tensor]) -> None:
+        """Prepare the tensors among the arguments of a call, or refuse the call."""
+        for tensor in tensors:
+            self.sync(tensor)
+        self.refuse(func, tensors)
+
+    def refuse(self, func: Callable, tensors: Sequence[Tensor]) -> None:
+        """Refuse a call whose result would be wrong for one sample."""
+        refused = _REFUSED.get(func)
+        if not tensors or (refused is None and func not in STRIDES):
+            return
+        first = tensors[0]
+        if refused is None:
+            if not self.layouts.is_odd(first):
+                return
+        elif modes.level_of(first) != self.level or not refused(modes.unwrapped(first)):
+            return
+        raise self.refusal(func)
+
+    def refusal(self, func: Callable) -> UnsupportedOp:
+        """Return the error for a call whose result would be wrong for one sample."""
+        if func in AUTOGRAD:
+            return own_backward_pass(modes.op_name(func))
+        return UnsupportedOp(
+            f"{modes.op_name(func)}: expected a loss that leaves the graph, the hooks "
+            f"and the memory of its tensors alone, got one that asks for them where "
+            f"one tensor stands for all {self.one}s. Use {self.otherwise}."
+        )
+
+    def after(self, func: Callable, tensors: Sequence[Tensor], output: Any) -> None:
+        """Set the flags of the results of a call, for code that no mode sees."""
+        for each in output if isinstance(output, tuple | list) else (output,):
+            if isinstance(each, Tensor):
+                self.sync(each)
+        self.layouts.after(func, tensors, output)
+
+    def end(self, results: Iterable[Tensor]) -> None:
+        """Refuse results that would be others for one sample."""
+        with modes.without_modes():
+            for tensor in results:
+                self.sync(tensor)
+            disturbed = self.layouts.disturbed()
+        if disturbed:
+            raise UnsupportedOp(
+                f"loss: expected writes in place whose target is the same for one "
+                f"{self.one} and for all, got one behind a reshape, flatten or "
+                f"contiguous that copies here and not there. Write into a clone, or "
+                f"use {self.otherwise}."
+            )
+
+    def sync(self, tensor: Tensor) -> bool:
+        """Copy `requires_grad` to a tensor, or to the one of this vmap that it wraps.
+
+        Returns whether this vmap maps over it.
+        """
+        level = modes.level_of(tensor)
+        inner = level > self.level
+        while level > self.level:
+            tensor = modes.unwrapped(tensor)
+            level = modes.level_of(tensor)
+        if level != self.level:
+            return False
+        if not tensor.requires_grad:
+            if modes.unwrapped(tensor).requires_grad:
+                tensor.requires_grad = True
+        elif tensor.grad_fn is not None:
+            raise UnsupportedOp(
+                f"loss: expected ops that leave autograd to torch, got one that made "
+                f"a graph of its own where one tensor stands for all {self.one}s, as "
+                f"functions of torch.jit.script do. Use {self.otherwise}."
+            )
+        return not inner
+
+    def hides(self, tensor: Tensor) -> bool:
+        """Return whether the gradient inside this vmap hides the caller's.
+
+        The transform inside takes tensors for constants that the caller differentiates.
+        """
+        if modes.level_of(tensor) > self.level + 1:
+            return False
+        while modes.is_wrapped(tensor):
+            tensor = modes.unwrapped(tensor)
+            if tensor.requires_grad:
+                return True
+        return False
+
+
+def among(args: tuple, kwargs: dict) -> list[Tensor]:
+    """Return the tensors among the arguments of a call."""
+    found = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list | dict):
+            leaves = tree_leaves(value)
+            found += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return found
+
+
+def own_backward_pass(op: str) -> UnsupportedOp:
+    """Return the error for a loss that calls autograd where it cannot."""
+    return UnsupportedOp(
+        f"{op}: expected a loss that runs no backward pass of its own, got one that "
+        f"calls torch.autograd, as gradient penalties do. Use torch.func.grad inside "
+        f'it, or strategy="loop".'
+    )
+
+
+# Limits of vmap, in words that say what to do instead.
+
+
+def raise_clearly(
+    error: RuntimeError, op: str, *, in_place: bool = False, one: str = "sample"
+) -> NoReturn:
+    """Raise an error of vmap in words that say what to do; others as they are.
+
+    vmap maps over `one`: a sample or a member.
+    """
+    if isinstance(error, torch.OutOfMemoryError | UnsupportedOp):
+        raise error
+    if modes.RANDOM_ERROR in str(error):
+        raise RuntimeError(
+            f'{op}: expected a loss without random numbers, since randomness="error". '
+            f'Pass randomness="different" (each {one} draws its own) or "same".'
+        ) from error
+    if (limit := _limit(str(error), op, in_place=in_place, one=one)) is not None:
+        raise limit from error
+    if not getattr(error, "__notes__", ()):  # of the op, if this is around it
+        error.add_note(
+            f"This happened in {op} while one {one} stood for all {one}s at once. If "
+            f'it works for a single {one}, strategy="loop" can run it.'
+        )
+    raise error
+
+
+def _limit(message: str, op: str, *, in_place: bool, one: str) -> UnsupportedOp | None:
+    """Return the error for the limit of vmap that a message is about, if any."""
+    differentiable = "expected ops that transforms of torch.func can differentiate, got"
+    if modes.SAME_RANDOM_ERROR in message:
+        limit = (
+            f"expected random numbers that all {one}s can share, since "
+            f'randomness="same", got some whose distribution depends on the {one}. '
+            f'Pass randomness="different", or use strategy="loop".'
+        )
+    elif any(each in message for each in modes.SAVED_HOOKS_ERRORS):
+        limit = (
+            f"{differentiable} activation checkpointing (or other hooks on saved "
+            f'tensors). Use strategy="auto" or "loop".'
+        )
+    elif modes.SETUP_CONTEXT_ERROR in message or modes.HIDDEN_FUNCTION_ERROR in message:
+        limit = (
+            f"{differentiable} an autograd.Function without setup_context. Give it "
+            f'setup_context and a vmap rule, or use strategy="loop".'
+        )
+    elif op == "retain_grad":
+        limit = (
+            f"expected a loss that leaves the graph of its tensors alone, got one that "
+            f"asks a tensor to keep its gradient, where one tensor stands for all "
+            f'{one}s. Leave it out, or use strategy="loop".'
+        )
+    elif op in _AUTOGRAD or any(each in message for each in modes.BACKWARD_ERRORS):
+        return own_backward_pass(op)
+    elif (
+        in_place
+        or (op in _RECURRENT and modes.SHAPES_ERROR in message)
+        or any(each in message for each in modes.VMAP_ERRORS)
+    ):
+        shared = f"writes in place into a tensor that all {one}s share, or is too small"
+        values = "looks at values or has shapes that depend on them"
+        limit = (
+            f"expected ops that vmap can run for all {one}s at once, got one that "
+            f'{shared if in_place else values}. Use strategy="loop", which runs it '
+            f"{one} by {one}."
+        )
+    else:
+        return None
+    return UnsupportedOp(f"{op}: {limit}")
+
+
+_AUTOGRAD = {"grad", "backward", "requires_grad_", "requires_grad"}
+"""Calls of a loss that differentiates on its own."""
+
+_RECURRENT = {"rnn_tanh", "rnn_relu", "lstm", "gru"}
+_RECURRENT |= {"rnn_tanh_cell", "rnn_relu_cell", "lstm_cell", "gru_cell"}
+"""Ops that raise an error about shapes under torch's vmap."""
+
+
+def in_place(func: Callable, kwargs: dict) -> bool:
+    """Return whether a call writes into one of its arguments."""
+    name = getattr(func, "__name__", "")
+    ends = name.endswith("_") and not name.endswith("__")
+    return ends or name == "__setitem__" or kwargs.get("out") is not None

@@ -1,0 +1,663 @@
+"""Recurrent nets: in steps that every transform can run, and by torch's kernels.
+
+torch has no batching rules for its recurrent kernels: under `torch.vmap(grad)` an LSTM
+loops over the samples, a GRU and the plain nets raise. In `steps` a time step is two
+linear maps and elementwise ops. It costs more than torch's kernels, but works under
+`torch.vmap`, for second derivatives and with weights that differ from sample to sample.
+
+In `recurrent_net` torch's kernels run forward, and the backward pass reports both sides
+of the weights' gradients. The gradient of a sample's weights is a sum over time steps
+of outer products: the gradients before the gates times the inputs and states. The
+kernels add them up over all samples; here the backward pass hands on both sides
+instead. It keeps nothing but inputs and outputs, computes all gates again at once, and
+then goes through time with one GEMM and a few elementwise ops a step; everything else
+is done for all steps at once.
+
+T time steps, N sequences, I inputs, H features of a state, P of a projected one, G
+gates (4 of an LSTM, 3 of a GRU, else 1), L layers, D directions
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from vgrad import checks
+from vgrad.torch_private import kernels
+from vgrad.tree import no_autocast
+
+State = tuple[Tensor, ...]
+"""The state of one layer in one direction: `(h,)`, of an LSTM `(h, c)`."""
+
+Layer = Callable[[int, Tensor, State, Sequence[Any], bool], tuple[Tensor, State]]
+"""From (place of the first weight, x, state, w_ih to w_hr, reverse) to all outputs."""
+
+
+class Layout(NamedTuple):
+    """The options of a net: how many layers it has, and how it reads them."""
+
+    num_layers: int
+    bidirectional: bool
+    dropout: float
+    training: bool
+    batch_first: bool
+
+
+def parsed(
+    hx: Any,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[State, Layout]:
+    """Read the state and the options of `torch.lstm` and its like."""
+    hidden = (hx,) if isinstance(hx, Tensor) else tuple(hx)
+    return hidden, Layout(num_layers, bidirectional, dropout, train, batch_first)
+
+
+# In steps.
+
+
+def cell(
+    mode: str,
+    input: Tensor,
+    hx: Any,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Any:
+    """Make one step of a net, as `torch.lstm_cell` and its like do.
+
+    `input [N, I]` and `hx [N, H]`, of an LSTM `(h, c)`, with `w_ih [G * H, I]` and
+    `w_hh [G * H, H]` give the next state. With `a = input @ w_ih.T + b_ih` and
+    `b = h @ w_hh.T + b_hh`, whose parts belong to the gates,
+
+        rnn_tanh   h' = tanh(a + b)
+        rnn_relu   h' = relu(a + b)
+        gru        h' = n + sigmoid(a_z + b_z) * (h - n)
+                   n  = tanh(a_n + sigmoid(a_r + b_r) * b_n)
+        lstm       c' = sigmoid(f) * c + sigmoid(i) * tanh(g)
+                   h' = sigmoid(o) * tanh(c')    of the parts i, f, g, o of a + b
+    """
+    state = tuple(hx) if mode == "lstm" else (hx,)
+    _check_state(f"{mode}_cell", mode, state, input.shape[:-1], w_hh)
+    at_input, at_state = F.linear(input, w_ih, b_ih), F.linear(state[0], w_hh, b_hh)
+    state = _NEXT[mode](at_input, at_state, *state)
+    return state if mode == "lstm" else state[0]
+
+
+CELLS: dict[Callable, Callable] = {
+    torch.lstm_cell: partial(cell, "lstm"),
+    torch.gru_cell: partial(cell, "gru"),
+    torch.rnn_tanh_cell: partial(cell, "rnn_tanh"),
+    torch.rnn_relu_cell: partial(cell, "rnn_relu"),
+}
+"""One step of a net, by torch's function."""
+
+NETS: dict[Callable, str] = {
+    torch.lstm: "lstm",
+    torch.gru: "gru",
+    torch.rnn_tanh: "rnn_tanh",
+    torch.rnn_relu: "rnn_relu",
+}
+"""The modes of torch's functions."""
+
+
+def steps(
+    mode: str,
+    x: Tensor,
+    hidden: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    layout: Layout,
+) -> tuple[Tensor, ...]:
+    """Run `torch.lstm`, `torch.gru`, `torch.rnn_tanh` or `torch.rnn_relu` step by step.
+
+    `x [T, N, I]` (`[N, T, I]` if `batch_first`) and `hidden = (h0,)` or `(h0, c0)`,
+    each `[L * D, N, H]`, give `(output, h_n)` or `(output, h_n, c_n)` with the shapes
+    and the values of torch. `weights` is torch's flat list, for each layer and
+    direction `w_ih, w_hh, [b_ih, b_hh], [w_hr]`: whether there are biases and, for an
+    LSTM, projections `w_hr [P, H]` follows from their number. Dropout between the
+    layers draws from torch's global generator, or as the `randomness` of a vmap says.
+
+    Cost: the operations of torch, one GEMM for the inputs of a layer and one per time
+    step, and about ten small ops per time step. The dtype follows from the ops.
+    """
+
+    def layer(
+        first: int, x: Tensor, state: State, own: Sequence[Any], reverse: bool
+    ) -> tuple[Tensor, State]:
+        w_ih, w_hh, b_ih, b_hh, w_hr = own
+        inner = F.linear(x, w_ih, b_ih).unbind(0)
+        outputs = []
+        for at_input in reversed(inner) if reverse else inner:
+            state = _NEXT[mode](at_input, F.linear(state[0], w_hh, b_hh), *state)
+            if w_hr is not None:
+                state = (F.linear(state[0], w_hr), *state[1:])
+            outputs.append(state[0])
+        return torch.stack(outputs[::-1] if reverse else outputs), state
+
+    return _over_layers("steps", layer, mode, x, hidden, weights, layout)
+
+
+def _over_layers(
+    function: str,
+    layer: Layer,
+    mode: str,
+    x: Tensor,
+    hidden: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    layout: Layout,
+) -> tuple[Tensor, ...]:
+    """Run `layer` for each layer and direction, in torch's order, dropout between.
+
+    `layer` gets the place of its first weight in the list, `x [T, N, I]`, its state,
+    its five weights, None for missing ones, and whether to go from the last time step
+    to the first.
+    """
+    checks.choice(function, _NEXT, mode=mode)
+    num_layers, bidirectional, dropout, training, batch_first = layout
+    directions = 2 if bidirectional else 1
+    places = num_layers * directions
+    own = _split(function, mode, weights, places)
+    steps_first = x.transpose(0, 1) if batch_first else x
+    if x.dim() != 3 or len(steps_first) == 0:
+        raise RuntimeError(
+            f"{function}(x {tuple(x.shape)}): expected [T, N, I] with one time step at "
+            f"least, or [N, T, I] with batch_first."
+        )
+    lead = (places, steps_first.shape[1])
+    _check_state(function, mode, hidden, lead, own[0][1])
+    states = list(zip(*(each.unbind(0) for each in hidden), strict=True))
+    x, finals = steps_first, []
+    for number in range(num_layers):
+        outputs = []
+        for place in range(number * directions, (number + 1) * directions):
+            first = place * (len(weights) // places)
+            reverse = place % directions == 1
+            output, final = layer(first, x, states[place], own[place], reverse)
+            outputs.append(output)
+            finals.append(final)
+        x = torch.cat(outputs, -1) if bidirectional else outputs[0]
+        if training and dropout and number + 1 < num_layers:
+            x = F.dropout(x.contiguous(), dropout)  # which draws in order of memory
+    output = x.transpose(0, 1) if batch_first else x
+    return output, *(torch.stack(each) for each in zip(*finals, strict=True))
+
+
+def _next_lstm(at_input: Tensor, at_state: Tensor, h: Tensor, c: Tensor) -> State:
+    i, f, g, o = (at_input + at_state).chunk(4, -1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def _next_gru(at_input: Tensor, at_state: Tensor, h: Tensor) -> State:
+    input_r, input_z, input_n = at_input.chunk(3, -1)
+    state_r, state_z, state_n = at_state.chunk(3, -1)
+    n = (input_n + (input_r + state_r).sigmoid() * state_n).tanh()
+    return (n + (input_z + state_z).sigmoid() * (h - n),)
+
+
+def _next_tanh(at_input: Tensor, at_state: Tensor, h: Tensor) -> State:
+    return ((at_input + at_state).tanh(),)
+
+
+def _next_relu(at_input: Tensor, at_state: Tensor, h: Tensor) -> State:
+    return ((at_input + at_state).relu(),)
+
+
+_NEXT = {
+    "lstm": _next_lstm,
+    "gru": _next_gru,
+    "rnn_tanh": _next_tanh,
+    "rnn_relu": _next_relu,
+}
+"""The next state of each mode."""
+
+
+def _split(
+    function: str, mode: str, weights: Sequence[Tensor], places: int
+) -> list[tuple[Any, ...]]:
+    """Return w_ih, w_hh, b_ih, b_hh and w_hr of each layer and direction."""
+    each, rest = divmod(len(weights), places)
+    allowed = (2, 3, 4, 5) if mode == "lstm" else (2, 4)
+    if rest or each not in allowed:
+        raise RuntimeError(
+            f"{function}({len(weights)} weights): expected {places} times w_ih, w_hh, "
+            f"then b_ih and b_hh or neither, then w_hr in an LSTM with projections."
+        )
+    groups = [weights[first : first + each] for first in range(0, len(weights), each)]
+    return [
+        (
+            *own[:2],
+            *(own[2:4] if each > 3 else (None, None)),
+            own[-1] if each % 2 else None,
+        )
+        for own in groups
+    ]
+
+
+def _check_state(
+    function: str,
+    mode: str,
+    state: Sequence[Tensor],
+    lead: Sequence[int],
+    w_hh: Tensor,
+) -> None:
+    """Check the sizes of a state, which would broadcast without a word."""
+    sizes = (w_hh.shape[1], w_hh.shape[0] // 4)[: 2 if mode == "lstm" else 1]
+    expected = [(*lead, size) for size in sizes]
+    got = [tuple(each.shape) for each in state]
+    if got != expected:
+        raise RuntimeError(
+            f"{function}(a state of shapes {got}): expected {expected}, from the input "
+            f"and w_hh {tuple(w_hh.shape)}."
+        )
+
+
+# By torch's kernels.
+
+
+Report = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""Takes `d_ih, d_hh [T, N, G * H]`, `x [T, N, I]` and `h_prev [T, N, H]`."""
+
+
+def recurrent_net(
+    mode: str,
+    x: Tensor,
+    hidden: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    report: Callable[[int, Tensor, Tensor, Tensor, Tensor], None],
+    anchor: Tensor,
+    layout: Layout,
+) -> tuple[Tensor, ...]:
+    """Run a net by torch's kernels, in the dtypes of torch, and report its gradients.
+
+    Arguments and results are as in `steps`. The backward pass calls `report(first,
+    d_ih, d_hh, x, h_prev)` for each layer and direction: `first` is the place of its
+    `w_ih` in the list, the rest is as in `recurrent_layer`. Dropout between the layers
+    draws from torch's global generator, as torch does. Projections raise.
+    """
+
+    def layer(
+        first: int, x: Tensor, state: State, own: Sequence[Any], reverse: bool
+    ) -> tuple[Tensor, State]:
+        *own, w_hr = own
+        if w_hr is not None:
+            raise NotImplementedError(
+                "recurrent_net(w_hr): expected an LSTM without projections, got one "
+                "with them. Use steps."
+            )
+        options = {"anchor": anchor, "reverse": reverse}
+        return recurrent_layer(mode, x, state, own, partial(report, first), **options)
+
+    return _over_layers("recurrent_net", layer, mode, x, hidden, weights, layout)
+
+
+def recurrent_layer(
+    mode: str,
+    x: Tensor,
+    hidden: State,
+    weights: Sequence[Any],
+    report: Report,
+    *,
+    anchor: Tensor,
+    reverse: bool = False,
+) -> tuple[Tensor, State]:
+    """Run one layer in one direction, reporting both sides of the weights' gradients.
+
+    `x [T, N, I]` and `hidden = (h0,)` or `(h0, c0)`, each `[N, H]`, with `weights =
+    (w_ih [G * H, I], w_hh [G * H, H], b_ih, b_hh)`, detached, the biases possibly None,
+    give `output [T, N, H]` and `(h_n,)` or `(h_n, c_n)`.
+
+    The backward pass calls `report(d_ih, d_hh, x, h_prev)` once, without autograd and
+    autocast: the gradients before the gates at inputs and states, each `[T, N, G * H]`,
+    the inputs and the states before every step, all in the order of time of `x`. With
+    sums over t and n, or over t alone for each sample,
+
+        w_ih: d_ih[t, n] x x[t, n]        b_ih: d_ih[t, n]
+        w_hh: d_hh[t, n] x h_prev[t, n]   b_hh: d_hh[t, n]
+
+    are the gradients of the weights. `d_ih` and `d_hh` are one tensor except for a GRU;
+    they may be kept and must not be changed in place. `anchor` is a scalar leaf on the
+    device of `x` that puts the layer into the graph where nothing else requires grad;
+    its own gradient is zero. A second derivative raises.
+
+    Cost: the forward pass of torch, under the surrounding autocast; backwards two
+    thirds of the operations of torch's backward pass for the gradients of inputs and
+    states, the rest for the gates, and for that time memory for about `2 G` numbers per
+    output. The backward pass runs in the widest dtype of inputs, states and weights,
+    float32 at least; gradients other than `d_ih` and `d_hh` are cast back.
+    """
+    checks.choice("recurrent_layer", _BACKWARD, mode=mode)
+    if not anchor.requires_grad:
+        raise ValueError(
+            "recurrent_layer(anchor): expected a scalar that requires grad, got one "
+            "that does not. Nothing would be reported."
+        )
+    if any(each is not None and each.requires_grad for each in weights):
+        raise ValueError(
+            "recurrent_layer(weights): expected weights without gradients of their "
+            "own, got some that require grad. Detach them: the report has their "
+            "gradients."
+        )
+    padded = hidden if mode == "lstm" else (*hidden, None)
+    results = _Layer.apply(mode, report, reverse, anchor, x, *padded, *weights)
+    return results[0], tuple(results[1 : 1 + len(hidden)])
+
+
+class _Layer(Function):
+    """The kernel, or steps, which also return tensors for the backward pass."""
+
+    @staticmethod
+    def forward(
+        mode: str,
+        report: Report,
+        reverse: bool,
+        anchor: Tensor,
+        x: Tensor,
+        h: Tensor,
+        c: Tensor | None,
+        *weights: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        if c is not None and _by_steps(x, h, c, *weights):
+            return _lstm_forwards(reverse, x, h, c, *weights)
+        hidden = h.unsqueeze(0) if c is None else (h.unsqueeze(0), c.unsqueeze(0))
+        flat = [each for each in weights if each is not None]
+        options = (len(flat) == 4, 1, 0.0, False, False, False)
+        kernel = getattr(torch, mode)
+        output, *final = kernel(x.flip(0) if reverse else x, hidden, flat, *options)
+        output = output.flip(0) if reverse else output
+        return output, *(each.squeeze(0) for each in final)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
+        ctx.mode, ctx.report, ctx.reverse, _, *tensors = inputs
+        kept = (*output[3:], None, None)[:2]
+        ctx.mark_non_differentiable(*(each for each in kept if each is not None))
+        ctx.save_for_backward(*kept, output[0], *tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        options = (ctx.mode, ctx.report, ctx.reverse, ctx.needs_input_grad[4])
+        d_output, d_h, d_c = (*grads, None)[:3]
+        saved = ctx.saved_tensors  # unpacked once, as a checkpoint wants it
+        results = _Gradient.apply(*options, d_output, d_h, d_c, *saved)
+        anchor = saved[2].new_zeros(())
+        return None, None, None, anchor, *results, None, None, None, None
+
+
+class _Gradient(Function):
+    """The backward pass, a function of its own so that a second one raises."""
+
+    @staticmethod
+    def forward(
+        mode: str,
+        report: Report,
+        reverse: bool,
+        needs_x: bool,
+        d_output: Tensor | None,
+        d_h: Tensor | None,
+        d_c: Tensor | None,
+        gates: Tensor | None,
+        cells: Tensor | None,
+        output: Tensor,
+        x: Tensor,
+        h: Tensor,
+        c: Tensor | None,
+        *weights: Any,
+    ) -> tuple[Tensor | None, ...]:
+        dtype = torch.float32
+        for each in (output, x, h, weights[0]):
+            dtype = torch.promote_types(dtype, each.dtype)
+        before = _shifted(h, output, reverse)
+        x = x if gates is not None else x.contiguous()  # as the gates will be
+        zero = output.new_zeros(()).expand(output.shape)
+        tensors = (
+            zero if d_output is None else d_output,
+            zero[0] if d_h is None else d_h,
+            zero[0] if d_c is None else d_c,
+            *(gates, cells, x, before, output, c, *weights),
+        )
+        with no_autocast(x.device):
+            wide: Any = (None if each is None else each.to(dtype) for each in tensors)
+            run = _Run(reverse, *wide)
+            d_ih, d_hh, *d_state = _BACKWARD[mode](run)
+            report(d_ih, d_hh, x.detach(), before)  # which may be kept, not the graph
+            d_x = _linear(d_ih, run.w_ih.T) if needs_x else None
+        pairs = zip((d_x, *d_state, None), (x, h, c), strict=False)
+        return tuple(
+            None if d is None or each is None else d.to(each.dtype) for d, each in pairs
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(
+            "recurrent_layer: expected one derivative, got a second one. Use steps."
+        )
+
+
+def _by_steps(*tensors: Tensor | None) -> bool:
+    """Return whether an LSTM in steps is as fast as the kernel and has its dtypes.
+
+    On a CPU a step is one GEMM either way, and the kernel keeps its gates to itself.
+    """
+    kinds = {(each.device.type, each.dtype) for each in tensors if each is not None}
+    plain = kinds in ({("cpu", torch.float32)}, {("cpu", torch.float64)})
+    return plain and not torch.is_autocast_enabled("cpu")
+
+
+# One layer through time.
+
+
+class _Run(NamedTuple):
+    """The tensors of the backward pass of a layer, in one dtype.
+
+    `gates [T, N, 4, H]` and `cells [T, N, H]` are of an LSTM, None if not kept.
+    """
+
+    reverse: bool
+    d_output: Tensor
+    d_h: Tensor
+    d_c: Tensor
+    gates: Any
+    cells: Any
+    x: Tensor
+    before: Tensor
+    output: Tensor
+    c: Any
+    w_ih: Tensor
+    w_hh: Tensor
+    b_ih: Any
+    b_hh: Any
+
+    def weights(self, place: int) -> tuple[Any, ...]:
+        """Return the weights of one gate."""
+        size = self.w_hh.shape[1]
+        rows = slice(place * size, (place + 1) * size)
+        every = (self.w_ih, self.w_hh, self.b_ih, self.b_hh)
+        return tuple(None if each is None else each[rows] for each in every)
+
+    def gate(self, place: int) -> Tensor:
+        """Return the sum of inputs and states in one gate, [T, N, H]."""
+        w_ih, w_hh, b_ih, b_hh = self.weights(place)
+        sums = F.linear(self.x, w_ih, None if b_ih is None else b_ih + b_hh)
+        sums.flatten(0, 1).addmm_(self.before.flatten(0, 1), w_hh.T)
+        return sums
+
+    def forwards(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Return the time steps in the order in which the layer made them."""
+        rows = tensor.unbind(0)
+        return rows[::-1] if self.reverse else rows
+
+    def backwards(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Return the time steps in the opposite order."""
+        rows = tensor.unbind(0)
+        return rows if self.reverse else rows[::-1]
+
+    def arriving(self) -> Sequence[Tensor]:
+        """Return the gradients of the states before each step as outputs, backwards."""
+        return *self.backwards(self.d_output)[1:], torch.zeros_like(self.d_h)
+
+    def last(self) -> Tensor:
+        """Return the gradient at the state after the last step."""
+        return self.backwards(self.d_output)[0] + self.d_h
+
+
+def _lstm_forwards(
+    reverse: bool, x: Tensor, h: Tensor, c: Tensor, *weights: Any
+) -> tuple[Tensor, ...]:
+    """Run one layer, keeping what its backward pass needs.
+
+    `x [T, N, I]` with `h` and `c [N, H]` gives `output [T, N, H]`, `h_n` and `c_n`, the
+    gates `[T, N, 4, H]` and the states `c` after each step `[T, N, H]`.
+    """
+    w_ih, w_hh, b_ih, b_hh = weights
+    size = w_hh.shape[1]
+    sums = _linear(x, w_ih, None if b_ih is None else b_ih + b_hh)
+    gates = sums.unflatten(2, (4, size))
+    output, cells = (torch.empty_like(gates[:, :, 0]) for _ in range(2))
+    recurrent = w_hh.T.contiguous()  # one copy for all steps
+    every = (sums, gates[:, :, :2], gates[:, :, 3], *gates.unbind(2)[:3], cells, output)
+    steps = list(zip(*(each.unbind(0) for each in every), strict=True))
+    for at_gates, i_f, o, i, f, g, cell, state in steps[:: -1 if reverse else 1]:
+        at_gates.addmm_(h, recurrent)
+        i_f.sigmoid_()
+        g.tanh_()
+        o.sigmoid_()
+        c = torch.mul(f, c, out=cell).addcmul_(i, g)
+        h = torch.tanh(c, out=state).mul_(o)
+    return output, h.clone(), c.clone(), gates, cells
+
+
+def _lstm(run: _Run) -> tuple[Tensor, ...]:
+    """Return gradients at c and h from gates and cells, backwards through time."""
+    if run.gates is None:
+        i, f, g, o, cells = _again(run)
+        d = g.new_empty((*g.shape[:2], 4, g.shape[2]))
+    else:
+        (i, f, g, o), cells = run.gates.unbind(2), run.cells
+        d = torch.empty_like(run.gates)
+    squashed = cells.tanh()
+
+    # The gradient of a gate is one of these times the gradient at c, or at h for o.
+    _through_sigmoid(g, i, grad_input=d[:, :, 0])
+    _through_sigmoid(_shifted(run.c, cells, run.reverse), f, grad_input=d[:, :, 1])
+    _through_tanh(i, g, grad_input=d[:, :, 2])
+    _through_sigmoid(squashed, o, grad_input=d[:, :, 3])
+    outwards = _through_tanh(o, squashed, grad_input=squashed)
+
+    d_h, d_c = run.last(), run.d_c.clone()
+    d_c_each = d_c.unsqueeze(1)
+    whole = d.view(*d.shape[:2], len(run.w_hh))
+    rows = (whole, d[:, :, :3], d[:, :, 3], outwards, f)
+    steps = zip(*(run.backwards(each) for each in rows), run.arriving(), strict=True)
+    for at_gates, at_ifg, at_o, outward, forget, arriving in steps:
+        d_c.addcmul_(d_h, outward)
+        at_ifg.mul_(d_c_each)
+        at_o.mul_(d_h)
+        d_c.mul_(forget)
+        torch.addmm(arriving, at_gates, run.w_hh, out=d_h)
+    return whole, whole, d_h, d_c
+
+
+def _again(run: _Run) -> tuple[Tensor, ...]:
+    """Compute gates and cells of an LSTM from its inputs and outputs."""
+    i, f, g, o = (run.gate(place) for place in range(4))
+    for gate in (i, f, o):
+        gate.sigmoid_()
+    g.tanh_()
+    cells, state = i * g, run.c
+    for cell, forget in zip(run.forwards(cells), run.forwards(f), strict=True):
+        state = cell.addcmul_(forget, state)
+    return i, f, g, o, cells
+
+
+def _gru(run: _Run) -> tuple[Tensor, ...]:
+    """Compute the gates again; every gradient is linear in the gradient at h."""
+    r, z = run.gate(0).sigmoid_(), run.gate(1).sigmoid_()
+    w_ih, w_hh, b_ih, b_hh = run.weights(2)
+    inner = F.linear(run.before, w_hh, b_hh)
+    n = F.linear(run.x, w_ih, b_ih).addcmul_(r, inner).tanh_()
+
+    d_n = _through_tanh(1 - z, n)
+    d_hh = n.new_empty((*n.shape[:2], 3, n.shape[2]))
+    _through_sigmoid(d_n * inner, r, grad_input=d_hh[:, :, 0])
+    _through_sigmoid(run.before - n, z, grad_input=d_hh[:, :, 1])
+    torch.mul(d_n, r, out=d_hh[:, :, 2])
+
+    d_h = run.last()
+    d_states = torch.empty_like(d_n)
+    rows = (d_states, d_hh.flatten(2), d_hh, z)
+    steps = zip(*(run.backwards(each) for each in rows), run.arriving(), strict=True)
+    for kept, flat, at_gates, stays, arriving in steps:
+        kept.copy_(d_h)
+        at_gates.mul_(d_h.unsqueeze(1))
+        torch.addcmul(arriving, d_h, stays, out=d_h)
+        d_h.addmm_(flat, run.w_hh)
+    d_ih = d_hh.clone()
+    torch.mul(d_n, d_states, out=d_ih[:, :, 2])
+    return d_ih.flatten(2), d_hh.flatten(2), d_h
+
+
+def _plain(run: _Run, d: Tensor) -> tuple[Tensor, ...]:
+    """Start from the derivative of the activation, a function of the output."""
+    d_h = run.last()
+    steps = zip(run.backwards(d), run.arriving(), strict=True)
+    for at_sum, arriving in steps:
+        at_sum.mul_(d_h)
+        torch.addmm(arriving, at_sum, run.w_hh, out=d_h)
+    return d, d, d_h
+
+
+def _tanh(run: _Run) -> tuple[Tensor, ...]:
+    return _plain(run, 1 - run.output.square())
+
+
+def _relu(run: _Run) -> tuple[Tensor, ...]:
+    return _plain(run, (run.output > 0).to(run.output.dtype))
+
+
+_BACKWARD: dict[str, Callable[[_Run], tuple[Tensor, ...]]] = {
+    "lstm": _lstm,
+    "gru": _gru,
+    "rnn_tanh": _tanh,
+    "rnn_relu": _relu,
+}
+"""Gradients before the gates, at the input's and the state's side, and at the state."""
+
+_through_sigmoid = kernels.sigmoid_backward
+_through_tanh = kernels.tanh_backward
+
+
+def _shifted(first: Tensor, states: Tensor, reverse: bool) -> Tensor:
+    """Return the state before each step, from the first one and the later ones."""
+    time = _time(states)
+    states, first = states.transpose(0, time), first.unsqueeze(time)
+    kept = states.narrow(time, 1 if reverse else 0, states.shape[time] - 1)
+    before = torch.cat([kept, first] if reverse else [first, kept], time)
+    return before.transpose(0, time)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Apply a linear map to `x [T, N, I]`; the result lies in memory as `x` does.
+
+    Any other order would make torch compute many small products.
+    """
+    time = _time(x)
+    return F.linear(x.transpose(0, time), weight, bias).transpose(0, time)
+
+
+def _time(x: Tensor) -> int:
+    """Return which axis of `[T, N, ...]` is time in the order of memory."""
+    return int(x.stride(0) < x.stride(1))
