@@ -57,10 +57,9 @@ class Explanation(Report):
             its largest part.
         rows: the uses of each parameter.
         parts: the sizes of the parts of the first chunk; one, if it does not split.
-        splits: the lines at which samples take different branches, and how often the
-            chunk or one of its parts splits there.
-        foreign: the nodes of the graph and the ops that are not torch's own, which may
-            write into any tensor that they reach.
+        splits: the lines at which samples take different branches, and how often.
+        foreign: the nodes and ops that are not torch's own and may write into any
+            tensor.
         copied: bytes that factors hold as copies for that reason.
     """
 
@@ -122,8 +121,7 @@ def explain(transform: Any) -> Any:
     Each use of a parameter leaves a factor. Where the op has no rule that fits, the
     parameter is expanded over the samples: exact, but all gradients are stored. A
     parameter that is used several times, or through a computation, has one more row for
-    its sum; only that one then takes memory. `.foreign` names nodes that may write in
-    place into any tensor, for which factors hold `.copied` bytes as copies.
+    its sum; only that one then takes memory.
 
     Raises:
         TypeError: `transform` is something else.
@@ -170,7 +168,6 @@ class _Silent(Fallbacks):
 
 
 def _explained(call: Call) -> Explanation:
-    """Run the first chunk, and describe its largest part."""
     size, fallbacks, watch = call.batch.size, call.fallbacks, _Watch()
     if not size:
         raise ValueError(

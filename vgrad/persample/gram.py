@@ -198,7 +198,6 @@ def _collected(run: Evaluation, names: _Names) -> dict[str, list[Factor]]:
 
 
 def _summed(names: _Names, product: Callable[[str], Tensor]) -> dict[str, Tensor]:
-    """Sum over the parameters of every group, in float64."""
     sums: dict[str, Tensor] = {}
     for group, some in names.items():
         for name in some:

@@ -54,17 +54,12 @@ class NoiseScale(NamedTuple):
     """The gradient noise scale over many batches, for a training log.
 
     A single batch gives two estimates, each right on average, but not so their ratio:
-    `squared_norm` comes out near zero, or below. This adds up both over the batches, of
-    any sizes, and divides at the end. It is a tree of tensors, which starts at zero:
-    `noise = noise.add(moments)` after each batch, and `NoiseScale()` for a new average.
-    A batch of one sample or none has no variance; it makes the sums NaN.
+    `squared_norm` comes out near zero, or below. This sums `trace` and `squared_norm`
+    of `GradientMoments` over batches of any sizes, and divides at the end. It is a tree
+    of tensors, which starts at zero: `noise = noise.add(moments)` after each batch. A
+    batch of one sample or none has no variance; it makes the sums NaN.
 
-    Reference: McCandlish et al., An Empirical Model of Large-Batch Training,
-    arXiv 1812.06162, appendix A.
-
-    Attributes:
-        trace: the sum of `GradientMoments.trace`.
-        squared_norm: the sum of `GradientMoments.squared_norm`.
+    Reference: McCandlish et al., arXiv 1812.06162, appendix A.
 
     Example:
         >>> loss = lambda params, buffers, x: (params["w"] * x).sum()
@@ -101,10 +96,9 @@ def gradient_moments(
     mean is much larger. The options are in `vgrad.persample.Options`.
 
     Undefined moments are NaN: the variance of a single sample and all that follows from
-    it, all moments of no samples, the signal-to-noise ratio of a parameter that has no
-    gradient in any sample. The estimate of `|G|^2` may come out negative for small
-    batches, and the noise scale with it; `NoiseScale` averages over batches. A sample
-    whose gradient is not finite spoils its parameters.
+    it, all moments of no samples, the signal-to-noise ratio without any gradient. For
+    small batches `squared_norm` and the noise scale may be negative; `NoiseScale`
+    averages over batches. A gradient that is not finite spoils its parameters.
 
     Cost: a gradient for every sample, formed for one parameter at a time and dropped:
     recorded, it takes the memory of one layer's gradients, and 32 bytes for each number

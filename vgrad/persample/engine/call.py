@@ -318,7 +318,6 @@ def _check_keys(function: str, keys: Tensor, size: int) -> None:
 def _check_tensors(
     function: str, params: Params, buffers: Buffers, inputs: list[Tensor]
 ) -> None:
-    """Refuse parameters without gradient or values, and entries that are no tensors."""
     if not params:
         raise ValueError(
             f"{function}(params, ...): expected at least one parameter, got none. Are "

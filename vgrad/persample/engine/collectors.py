@@ -53,7 +53,6 @@ class Collector(Protocol):
 
     def take(self, name: str, factor: Factor) -> None:
         """Accept the factor of one parameter."""
-        ...
 
     def between_passes(self) -> None:
         """Prepare for a second backward pass."""

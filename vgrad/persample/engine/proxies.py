@@ -50,7 +50,7 @@ class ParamProxy:
 class Use(NamedTuple):
     """One use of parameters, reported as soon as its gradients are known."""
 
-    names: tuple[str, ...]  # the parameters
+    names: tuple[str, ...]
     ops: tuple[str, ...]  # the op, or all ops that take copies for the samples
     factor: Factor  # the gradients at the inputs of the ops
     ruled: bool  # the ops have rules that fit
@@ -160,8 +160,9 @@ class ParamProxies:
             return tensor
         if modes.is_wrapped(tensor):
             return tensor
+        place = _place(tensor)
         for known in self._known.values():
-            if _is_copy(tensor, known.proxy):
+            if _place(known.proxy) == place:
                 return known.proxy
         return tensor
 
@@ -389,6 +390,11 @@ class ParamProxies:
         return Zero(self._size, root.value) if grads is None else Dense(grads)
 
 
+def _place(tensor: Tensor) -> tuple:
+    offset, shape = tensor.storage_offset(), tensor.shape
+    return memory(tensor), tensor.dtype, offset, shape, tensor.stride()
+
+
 def copy_on_arrival(tensor: Tensor) -> None:
     """Copy the gradient of a tensor as it comes there, before another node writes."""
     tensor.register_hook(lambda grad: None if grad is None else grad.clone())
@@ -420,12 +426,6 @@ def _computed(
             f'op that does not, or strategy="vmap".'
         )
     return output
-
-
-def _is_copy(tensor: Tensor, of: Tensor) -> bool:
-    same = memory(tensor) == memory(of) and tensor.dtype == of.dtype
-    same &= tensor.storage_offset() == of.storage_offset()
-    return same and tensor.shape == of.shape and tensor.stride() == of.stride()
 
 
 def _check_no_gradient(proxies: list[ParamProxy], grads: Sequence[Any]) -> None:

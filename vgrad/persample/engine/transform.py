@@ -282,9 +282,6 @@ class Quantity(NamedTuple):
 class Transform(Generic[Result]):
     """A per-sample transform of a loss: a function of `(params, buffers, *batch)`.
 
-    A `mask` `[B]` says which samples count. The others, such as copies that fill a
-    batch up to a fixed size, are run too, but add exactly zero and appear in no result.
-
     Attributes:
         options: a call without tensors.
         quantity: the quantity; None in a subclass that overrides `called`.
@@ -346,9 +343,8 @@ class Transform(Generic[Result]):
     ) -> Any:
         """Compute the quantity, with entries for the samples that do not count too.
 
-        In inference mode, where autograd does not work, compute outside of it. `more`
-        is an argument beside the batch (weights, or a second batch); `loss_scale` and
-        `keys` replace the transform's.
+        `more` is an argument beside the batch, weights or a second batch. `loss_scale`
+        and `keys` replace the transform's.
         """
         keys = self.keys if keys is None else keys
         tensors = params, buffers, batch, mask

@@ -137,7 +137,6 @@ def _shift(g: Tensor, count: int) -> Dense:
 
 
 def _each(value: Any, count: int) -> Sizes:
-    """Repeat a number for every dimension."""
     value = (value,) if isinstance(value, int) else tuple(value)
     return value * count if len(value) == 1 else value
 
@@ -152,5 +151,4 @@ def _pads(padding: Any, kernel: torch.Size, dilation: Sizes) -> Sizes:
 
 
 def _in_order(sides: list[tuple[int, int]]) -> Sizes:
-    """Put the last dimension in front, as F.pad wants it."""
     return tuple(side for pair in reversed(sides) for side in pair)
