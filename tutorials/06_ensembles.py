@@ -51,9 +51,8 @@ for _ in range(12):
         state, metrics = step(state, x[rows], y[rows])
 
 logits = vgrad.ensemble_forward(fmodel)(state.params, state.buffers, x_held)
-shares = accuracy(logits, y_held)  # [E]
 found = predict(fmodel, state.params, state.buffers, x_held)
-together = accuracy(found.mean, y_held)
+shares, together = accuracy(logits, y_held), accuracy(found.mean, y_held)  # [E], []
 print("members  ", "  ".join(f"{share:.1%}" for share in shares.tolist()))
 print(f"ensemble  {together:.1%}")
 assert together >= shares.mean()

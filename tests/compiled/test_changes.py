@@ -80,8 +80,6 @@ other defaults of keywords
   f = lambda *, beta=2.0: beta => f() => f.__kwdefaults__ = {"beta": 3.0}
 code
   f = lambda: 2.0 => f() => f.__code__ = (lambda: 3.0).__code__
-a new attribute of a function
-  f = lambda: None => perhaps(f) => f.beta = 3.0
 a partial
   held = [2.0]; f = functools.partial(sum, held) => f() => held[0] = 3.0
 attributes of a partial
@@ -132,8 +130,6 @@ a class method
   => held[0] = 3.0
 a new attribute
   thing = kind()() => perhaps(thing) => thing.beta = 3.0
-a dictionary of an object
-  thing = Plain(); name = "be" + "ta" => thing.__dict__[name] => thing.beta = 3.0
 an attribute that hides getattr
   thing = kind(__getattr__=lambda *_: 2.0)() => thing.beta => thing.beta = 3.0
 objects with any attribute: same capture
@@ -144,8 +140,6 @@ an inherited class attribute
   own = kind(beta=2.0); thing = kind(own)() => thing.beta => own.beta = 3.0
 a class attribute that hides another
   own = kind(kind(beta=2.0)); thing = own() => thing.beta => own.beta = 3.0
-a class for its names
-  own = kind(beta=2.0) => own.beta => own.beta = 3.0
 a class in a class
   own = kind(beta=2.0); outer = kind(own=own) => outer.own.beta => own.beta = 3.0
 a special attribute of a class
@@ -167,15 +161,11 @@ an attribute of a member of numbers
   => mode.A.weight * (mode.A | mode.B) => mode.A.weight = 3.0
 a namespace
   thing = types.SimpleNamespace(beta=2.0) => thing.beta => thing.beta = 3.0
-a dataclass
-  thing = Data() => thing.beta => thing.beta = 3.0
 fields of a dataclass
   held = dataclasses.fields(Data)[0].metadata["a"]
   => dataclasses.fields(Data)[0].metadata["a"][0] => held[0] = 3.0
 slots
   thing = Slotted() => thing.beta => thing.beta = 3.0
-slots of something callable
-  thing = Slotted() => thing() => thing.beta = 3.0
 slots beside attributes
   thing = kind(Slotted)() => thing() => thing.beta = 3.0
 private slots
@@ -198,8 +188,6 @@ a counter of an object: changes values
   thing = Plain() => counts(thing)
 a count in a class: count
   own = kind(beta=itertools.count()) => next(own.beta)
-a count in an object: count
-  thing = Plain(itertools.count()) => next(thing.beta)
 a stream: BytesIO
   stream = io.BytesIO() => 2.0 + stream.tell()
 a context variable: ContextVar
@@ -227,8 +215,6 @@ the factory of a dictionary
   => held.default_factory = lambda: 3.0
 attributes of a dictionary
   held = kind(dict)() => perhaps(held) => held.beta = 3.0
-attributes of a list
-  held = kind(list)() => perhaps(held) => held.beta = 3.0
 attributes of a number
   held = kind(float)(2) => perhaps(held) => held.beta = 3.0
 keys of a dictionary
@@ -273,8 +259,6 @@ a global
   global BETA; BETA = 2.0 => BETA => BETA = 3.0
 a global dictionary
   global HELD; HELD = {"beta": 2.0} => HELD["beta"] => HELD["beta"] = 3.0
-a global array
-  global BETA; BETA = np.array([2.0]) => float(BETA[0]) => BETA = np.array([3.0])
 a global tensor
   global BETA; BETA = torch.tensor(2.0) => BETA => BETA = torch.tensor(3.0)
 a global function
@@ -327,17 +311,11 @@ an attribute of a module with a computed name
 an attribute of a module by an attrgetter
   held = module(beta=2.0); get = operator.attrgetter("be" + "ta") => get(held)
   => held.beta = 3.0
-an attribute of a module by a partial
-  held = module(beta=2.0); f = functools.partial(getattr, held, "beta") => f()
-  => held.beta = 3.0
 an attribute of a module in a text
   held = module(beta=2.0); text = "{0.beta}" => float(text.format(held))
   => held.beta = 3.0
 an attribute that a module gets
   held = module(); name = "be" + "ta" => getattr(held, name, 2.0) => held.beta = 3.0
-a list in a module with a computed name
-  held = module(beta=[2.0]); name = "be" + "ta" => getattr(held, name)[0]
-  => held.beta[0] = 3.0
 the dictionary of a module
   held = module(beta=2.0); name = "be" + "ta" => vars(held)[name] => held.beta = 3.0
 an attribute computed by a module
@@ -378,9 +356,6 @@ a class of an installed package: same capture
 the environment
   os.environ["VGRAD_BETA"] = "2.0" => float(os.environ["VGRAD_BETA"])
   => os.environ["VGRAD_BETA"] = "3.0"
-a variable that the environment loses
-  os.environ["VGRAD_BETA"] = "2.0" => float(os.environ.get("VGRAD_BETA", 1.0))
-  => del os.environ["VGRAD_BETA"]
 getenv
   os.environ["VGRAD_BETA"] = "2.0" => float(os.getenv("VGRAD_BETA", ""))
   => os.environ["VGRAD_BETA"] = "3.0"
@@ -391,8 +366,6 @@ standard output: same capture
 
 the time: time
   => 1.0 + 0 * time.time()
-the time of the day: time
-  now = [] => 2.0 + 0 * time.localtime().tm_year + len(now) => now.append(1)
 a clock: time
   clock = time.perf_counter => 1.0 + 0 * clock()
 a method named like a clock: same capture
@@ -415,9 +388,6 @@ a seed: seed
   => torch.manual_seed(3) and torch.rand(())
 the initial seed: seed or the state
   torch.manual_seed(1) => 1.0 + (torch.initial_seed() == 1) => torch.manual_seed(2)
-the initial seed of the generator: seed or the state
-  torch.manual_seed(1) => 1.0 + (torch.default_generator.initial_seed() == 1)
-  => torch.manual_seed(2)
 
 # Tensors.
 
@@ -446,8 +416,6 @@ hooks of a tensor: reads `._backward_hooks`
   => t.register_hook(lambda grad: grad)
 grad of a tensor that appears: reads `.grad`
   t = ones().requires_grad_() => 1.0 + (t.grad is None) => t.grad = ones()
-grad of a tensor, replaced: reads `.grad`
-  t = ones().requires_grad_(); t.grad = ones() => t.grad.sum() => t.grad = ones() * 2
 grad of a tensor that disappears: reads `.grad`
   t = ones().requires_grad_(); t.grad = ones()
   => 1.0 + (getattr(t, "gr" + "ad") is None) => t.grad = None
@@ -463,8 +431,6 @@ an attribute that a tensor gets
   t = ones() => getattr(t, "tau", 2.0) => t.tau = 5.0
 an attribute that a tensor loses
   t = ones(tau=5.0) => getattr(t, "tau", 2.0) => del t.tau
-an attribute of a tensor in containers
-  t = ones(tau=2.0); held = {"a": [(t,)]} => held["a"][0][0].tau => t.tau = 5.0
 an object in an attribute of a tensor
   t = ones(config=Plain()) => t.config.beta => t.config.beta = 5.0
 a tensor in an attribute of a tensor

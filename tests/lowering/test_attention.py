@@ -353,29 +353,6 @@ def test_gradients_see_the_dropout_of_the_forward_pass(device, randomness):
         torch.testing.assert_close(found, slope, atol=1e-7, rtol=1e-6)
 
 
-def second(query, *rest):
-    attended = lambda x: scaled_dot_product_attention(x, *rest).sin().sum()  # noqa: E731
-    return grad(attended)(query)
-
-
-@pytest.mark.parametrize(
-    "derive",
-    [
-        lambda q, k, v: grad(lambda x: second(x, k, v).sin().sum())(q),
-        vmap(jacrev(second)),
-        lambda q, k, v: vmap(second)(q.requires_grad_(), k, v).sum().backward(),
-        jacfwd(second),
-        lambda q, k, v: jvp(
-            lambda x: scaled_dot_product_attention(x, k, v), (q,), (q,)
-        ),
-    ],
-)
-def test_other_derivatives_are_refused_with_the_way_out(derive):
-    message = r"inside torch.nn.attention.sdpa_ker"
-    with pytest.raises(NotImplementedError, match=message):
-        derive(*inputs(3, 2, 5, 4))
-
-
 def test_outside_of_transforms_it_is_torchs_function():
     query, key, value = (x.requires_grad_() for x in inputs(3, 2, 5, 4))
     out = scaled_dot_product_attention(query, key, value)
@@ -387,37 +364,47 @@ def test_outside_of_transforms_it_is_torchs_function():
         assert torch.autograd.gradgradcheck(scaled_dot_product_attention, small)
 
 
-@pytest.mark.parametrize(
-    "shapes",
-    [
-        [(3, 5, 4), (3, 6, 4), (3, 6, 4), (3, 2, 5, 6)],  # a mask with too many axes
-        [(3, 2, 5, 4), (3, 2, 6, 4), (3, 2, 6, 4), (3, 7, 2, 5, 6)],
-        [(3, 2, 5, 4), (3, 4, 6, 4), (3, 4, 6, 4)],  # heads that do not broadcast
-        [(3, 2, 5, 4), (3, 2, 6, 3), (3, 2, 6, 4)],  # features that differ
-        [(3, 5, 4), (3, 6, 4), (3, 5, 4)],  # fewer values than keys
-    ],
-)
-def test_shapes_that_torch_refuses_are_refused(shapes):
-    tensors = [normal(*shape) for shape in shapes]
-    with pytest.raises(RuntimeError):
-        F.scaled_dot_product_attention(*(x[0] for x in tensors))
-    with pytest.raises(RuntimeError):
-        vmap(scaled_dot_product_attention)(*tensors)
+def second(query, *rest):
+    attended = lambda x: scaled_dot_product_attention(x, *rest).sin().sum()  # noqa: E731
+    return grad(attended)(query)
 
 
+WAY_OUT = r"inside torch.nn.attention.sdpa_ker"
+GIVEN = inputs(3, 2, 5, 4)
+DERIVED = [
+    lambda q, k, v: grad(lambda x: second(x, k, v).sin().sum())(q),
+    vmap(jacrev(second)),
+    lambda q, k, v: vmap(second)(q.requires_grad_(), k, v).sum().backward(),
+    jacfwd(second),
+    lambda q, k, v: jvp(lambda x: scaled_dot_product_attention(x, k, v), (q,), (q,)),
+]
+SHAPES = [
+    [(3, 5, 4), (3, 6, 4), (3, 6, 4), (3, 2, 5, 6)],  # a mask with too many axes
+    [(3, 2, 5, 4), (3, 2, 6, 4), (3, 2, 6, 4), (3, 7, 2, 5, 6)],
+    [(3, 2, 5, 4), (3, 4, 6, 4), (3, 4, 6, 4)],  # heads that do not broadcast
+    [(3, 2, 5, 4), (3, 2, 6, 3), (3, 2, 6, 4)],  # features that differ
+    [(3, 5, 4), (3, 6, 4), (3, 5, 4)],  # fewer values than keys
+]
 HEADS = [normal(3, heads, 5, 4) for heads in (1, 2, 2)]
+REFUSED = [
+    ([*GIVEN, normal(3, 5, 6)], {"is_causal": True}, "two, got both"),
+    ([*GIVEN[:2], normal(3, 2, 5, 4)], {}, "as many values as keys"),
+    (HEADS, {"enable_gqa": True}, "heads in key and value must divide"),
+    ([x.long() for x in GIVEN], {}, "scalar type"),
+    *[([normal(*shape) for shape in shapes], {}, None) for shapes in SHAPES],
+]
 
 
-@pytest.mark.parametrize(
-    ("tensors", "options", "message"),
-    [
-        ([*inputs(3, 2, 5, 4), normal(3, 5, 6)], {"is_causal": True}, "two, got both"),
-        ([*inputs(3, 2, 5, 4)[:2], normal(3, 2, 5, 4)], {}, "as many values as keys"),
-        (HEADS, {"enable_gqa": True}, "heads in key and value must divide"),
-        ([x.long() for x in inputs(3, 2, 5, 4)], {}, "scalar type"),
-    ],
-)
-def test_what_torch_refuses_is_refused_in_words(tensors, options, message):
+@pytest.mark.parametrize("derive", DERIVED)
+def test_other_derivatives_are_refused_with_the_way_out(derive):
+    with pytest.raises(NotImplementedError, match=WAY_OUT):
+        derive(*inputs(3, 2, 5, 4))
+
+
+@pytest.mark.parametrize(("tensors", "options", "message"), REFUSED)
+def test_refusals_of_torch(tensors, options, message):
+    with pytest.raises(RuntimeError):
+        F.scaled_dot_product_attention(*(x[0] for x in tensors), **options)
     with pytest.raises(RuntimeError, match=message):
         vmap(lambda *x: scaled_dot_product_attention(*x, **options))(*tensors)
 

@@ -185,20 +185,6 @@ def test_nets_of_any_size(mode, at, **sizes):
 
 
 @every_mode
-def test_reports_tell_the_sequences_apart(mode):
-    x, hidden, weights, layout = problem(mode, **TWICE)
-    _, _, found = reported(mode, x, hidden, weights, layout)
-    whole = by_torch(mode, x, hidden, weights, layout)
-    seeds = [randn(*y.shape, seed=90 + n) for n, y in enumerate(whole)]
-    for n in range(x.shape[1]):
-        own, states = leaves(weights), [h[:, n : n + 1] for h in hidden]
-        alone = by_torch(mode, x[:, n : n + 1], states, own, layout)
-        pairs = zip(alone, seeds, strict=True)
-        value = sum((one[:, 0] * seed[:, n]).sum() for one, seed in pairs)
-        assert_equal([each[n] for each in found], [*torch.autograd.grad(value, own)])
-
-
-@every_mode
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_dropout_between_layers_draws_what_torch_draws(
@@ -321,24 +307,6 @@ def test_both_sides_share_their_gradients_but_in_a_gru_and_are_found_again(mode)
 
 
 @every_mode
-def test_the_report_comes_without_autograd_and_without_autocast(mode):
-    modes = []
-
-    def report(*found):
-        modes.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
-        assert not any(each.requires_grad for each in found)
-
-    x, hidden, weights, _ = problem(mode)
-    x, *states = leaves([x, *(each[0] for each in hidden)])
-    anchor = torch.zeros((), requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        arguments = mode, x * 1, states, weights, report
-        output, _ = recurrent.recurrent_layer(*arguments, anchor=anchor)
-        output.sum().backward()
-    assert modes == [(False, False)]
-
-
-@every_mode
 @pytest.mark.parametrize("wanted", ["x", "h", "nothing"])
 def test_gradients_come_only_where_they_are_wanted_and_the_report_always(mode, wanted):
     x, hidden, weights, _ = problem(mode)
@@ -378,25 +346,6 @@ def test_an_lstm_by_the_kernel_is_one_in_steps(why, reverse, bias):
     grads = [own[2].grad, *(each.grad for each in own[3])]
     assert_equal([x.grad, h.grad, c.grad.double()], grads, tolerance=tolerance)
     assert c.grad.dtype == c.dtype
-
-
-def test_an_lstm_on_a_cpu_keeps_the_order_of_its_input_in_memory():
-    x, hidden, weights, _ = problem("lstm")
-    for batch_first in (False, True):
-        x = x.transpose(0, 1).contiguous().transpose(0, 1) if batch_first else x
-        own, seen = x.detach().requires_grad_(), []
-        states, anchor = [each[0] for each in hidden], torch.zeros(()).requires_grad_()
-        arguments = (
-            "lstm",
-            own,
-            states,
-            weights,
-            lambda *each, seen=seen: seen.extend(each),
-        )
-        output, _ = recurrent.recurrent_layer(*arguments, anchor=anchor)
-        output.sin().sum().backward()
-        for each in (output, own.grad, *seen):
-            assert each.transpose(0, int(batch_first)).is_contiguous()
 
 
 @every_mode

@@ -13,7 +13,7 @@ from tests.examples import examples
 from tests.optim.problems import double, member, perceptron, random_tensors
 from tests.oracle import assert_exact
 from vgrad import optim
-from vgrad.optim import add_noise, clip_by_global_norm, clipping, global_norm
+from vgrad.optim import add_noise, clip_by_global_norm, global_norm, transforms
 
 SHAPES = {"conv": (5, 3, 2, 2), "linear": (4, 3), "bias": (4,), "scale": ()}
 THIN = {"row": (1, 6), "column": (6, 1), "one": (1, 1), "sequence": (3, 2, 4)}
@@ -140,7 +140,7 @@ def test_nans_become_zeros_and_are_reported_by_name():
      [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]),
 ])  # fmt: skip
 def test_the_generator_gives_the_known_answers_of_its_authors(counter, key, expected):
-    words = clipping.philox(
+    words = transforms.philox(
         tuple(map(torch.tensor, counter)), tuple(map(torch.tensor, key))
     )
     assert [int(word) for word in words] == expected

@@ -110,7 +110,8 @@ def test_inside_a_transform_and_with_a_graph_a_donated_step_is_pure():
     assert_exact(params, kept, 0)
     rate, kept = torch.tensor(0.1, requires_grad=True), {"w": torch.ones(2)}
     for tx in (optim.sgd(rate), optim.adam(lambda count: rate)):
-        new, _ = optim.step(tx, kept, tx.init(kept), dict(kept), donate=True)
+        grads, state = {"w": torch.ones(2)}, tx.init(kept)
+        new, _ = optim.step(tx, grads, state, dict(kept), donate=True)
         assert new["w"].requires_grad
         assert torch.equal(kept["w"], torch.ones(2))
 

@@ -18,6 +18,7 @@ from vgrad.persample.factors import (
     Probes,
     Rows,
     Tied,
+    base,
     combined,
     costs,
 )
@@ -280,3 +281,25 @@ def test_gradients_of_large_depthwise_kernels_do_not_drift():
     factor = Conv(inputs, outputs, torch.Size([3, 1, 7, 7]), *geometry)
     assert factor.form == "swapped"
     assert_exact(factor.grad(), factor.double().grad().float(), 2e-6)
+
+
+class Own(Dense):
+    """A factor with an attribute that the package may not know."""
+
+    def __init__(self, g, more):
+        super().__init__(g)
+        self.more = more
+
+
+def test_an_owned_factor_shares_no_memory_whatever_its_kind():
+    g = normal(3, 2)
+    for more, kind in ((None, Own), (lambda: g, Dense)):
+        mine = base.owned(Own(g, more))
+        assert type(mine) is kind
+        assert torch.equal(mine.grad(), g)
+        assert mine.grad().data_ptr() != g.data_ptr()
+    assert base.owned(Dense(g), g).grad() is g
+    outputs = base.Positions(g[:, None, None])
+    outer = Outer(normal(3, 1, 1, 4), outputs.tensor, torch.Size((2, 4)), outputs)
+    assert base.owned(outer).shared is None
+    assert base.owned(outer, g).shared is outputs

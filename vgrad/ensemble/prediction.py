@@ -329,8 +329,26 @@ def predict(
                 'some of classes. Pass kind="value".'
             )
         _check_quantiles("predict", quantiles)
+        size = chunk_size
+        if size is not None:
+            [size] = checks.whole("predict", least=1, chunk_size=size)
         forward = ensemble_forward(fmodel.eval(), strategy=strategy, shared=shared)
-        yield from _outputs(forward, params, buffers, inputs, chunk_size)
+        batch = batches.read("predict", inputs)
+        # An empty batch is run too, for the shape of its outputs.
+        for start, stop in list(batches.chunks(batch.size, size)) or [(0, 0)]:
+            # Statistics of a chunk are not the batch's.
+            guard = nullcontext() if size is None else LossGuard(given={})
+            with torch.no_grad(), guard:
+                rows = batch.sample(batch.part(start, stop).inputs)
+                outputs = forward(params, buffers, *rows)
+            _check_outputs("predict", outputs)
+            if outputs.shape[1] != stop - start:
+                raise ValueError(
+                    f"predict(fmodel): expected an output for each of the "
+                    f"{stop - start} samples, [members, samples, ...], got shape "
+                    f"{tuple(outputs.shape)}."
+                )
+            yield outputs
 
     def summary(outputs: Tensor, members: _LocalMembers) -> tuple[Tensor, ...]:
         if kind == "class":
@@ -348,33 +366,6 @@ def predict(
     return ValuePrediction(
         torch.cat(means), torch.cat(variances), torch.cat(levels, dim=1)
     )
-
-
-def _outputs(
-    forward: EnsembleForward,
-    params: Params,
-    buffers: Buffers,
-    inputs: tuple[Tree, ...],
-    chunk_size: int | None,
-) -> Iterator[Tensor]:
-    """Yield the outputs of all members for each chunk of samples, `[E, chunk, ...]`."""
-    if chunk_size is not None:
-        [chunk_size] = checks.whole("predict", least=1, chunk_size=chunk_size)
-    batch = batches.read("predict", inputs)
-    # An empty batch is run too, for the shape of its outputs.
-    for start, stop in list(batches.chunks(batch.size, chunk_size)) or [(0, 0)]:
-        # Statistics of a chunk are not the batch's.
-        guard = nullcontext() if chunk_size is None else LossGuard(given={})
-        with torch.no_grad(), guard:
-            rows = batch.sample(batch.part(start, stop).inputs)
-            outputs = forward(params, buffers, *rows)
-        _check_outputs("predict", outputs)
-        if outputs.ndim < 2 or outputs.shape[1] != stop - start:
-            raise ValueError(
-                f"predict(fmodel): expected an output for each of the {stop - start} "
-                f"samples, [members, samples, ...], got shape {tuple(outputs.shape)}."
-            )
-        yield outputs
 
 
 class _LocalMembers:

@@ -6,19 +6,16 @@ documented otherwise:
 
 * Arguments, defaults and numbers are as in `torch.optim`, where it has the method.
 * Every number may also be a tensor without dimensions, which `torch.vmap` can batch and
-  gradients can flow to. Its value is then not checked. `lr` may also be a schedule, as
-  `scale_by_learning_rate` takes it.
+  gradients can flow to. Its value is then not checked. `lr` may also be a schedule.
 * A negative number raises a ValueError, as does a beta that is not below one. `init` of
-  methods with moments raises a TypeError if a parameter is complex or integer; `update`
-  raises a ValueError if parameters are needed and missing.
+  methods with moments raises a TypeError if a parameter is complex or integer.
 * Arithmetic and state are in `promote_types(dtype, float32)`, where `torch.optim` stays
   in the dtype of the parameter. Bias corrections are computed in float64.
-* An entry whose gradients were all zero has an update of zero, for `eps=0` too, where
-  `torch.optim` gives NaN. Gradients through the update stay finite there.
+* An entry whose gradients were all zero has an update of zero, for `eps=0` too, and
+  gradients through the update are finite there.
 * `maximize` turns the gradients around; weight decay remains a decay.
-* Step counters belong to the optimizer, not to each parameter. A parameter whose
-  gradient is None has an update of None and keeps its state, but bias corrections and
-  dampening count the step. Where that matters, `as_torch` refuses a later gradient.
+* A parameter whose gradient is None has an update of None and keeps its state, but the
+  count of steps belongs to the optimizer and goes on.
 * The state is a `State(count, slots)`, whose slots have torch's names, or a tuple of
   them; transformations around others have named tuples of their own.
 
@@ -30,8 +27,7 @@ Around all of them:
 * `state_dict`, `load_state_dict`: a state as tensors by name, and back
 * `inject_hyperparams`, `with_hyperparams`: keep numbers in the state, and set them
 * `partition`, `masked`, `set_to_zero`: by groups; only the selected ones; the others
-* `as_torch`, `from_torch`, `to_torch`: make a `torch.optim.Optimizer`; go on from one;
-  go on in one
+* `as_torch`, `from_torch`, `to_torch`: make an optimizer of torch, read and write one
 * `schedules`: rates that change from step to step
 
 Optimizers:
@@ -46,25 +42,19 @@ Around an optimizer:
 
 * `clip_by_global_norm`, `clip_by_value`, `clip_by_block_rms`,
   `adaptive_grad_clip`: clip all by one norm, or entries, or tensors, or units
-* `centralize`, `zero_nans`, `add_noise`: change gradients
-* `global_norm`: the norm of all tensors together
-* `add_decayed_weights`: add the parameters, times a factor
-* `ema`: the exponential moving average of gradients
-* `ema_parameters`, `polyak_average`, `averaged_parameters`: average parameters; read
-  the average
-* `lookahead`, `apply_if_finite`, `multi_steps`, `reduce_on_plateau`: optimizers around
-  optimizers
+* `global_norm`, `centralize`, `zero_nans`, `add_noise`, `ema`: of gradients
+* `ema_parameters`, `polyak_average`, `averaged_parameters`: averages of parameters
+* `lookahead`, `apply_if_finite`, `multi_steps`, `reduce_on_plateau`: around optimizers
 
 Parts of optimizers:
 
 * `scale`, `scale_by_learning_rate`, `scale_by_schedule`: times a factor
-* `trace`: the decaying sum of gradients, as in `sgd`
+* `add_decayed_weights`, `trace`: plus the parameters; the decaying sum of gradients
 * `scale_by_adam`, `scale_by_amsgrad`, `scale_by_nadam`, `scale_by_radam`,
   `scale_by_adamax`, `scale_by_adadelta`, `scale_by_rms`, `scale_by_rss`,
   `scale_by_stddev`, `scale_by_lion`, `scale_by_rprop`, `scale_by_factored_rms`: the
   directions of the optimizers above, and documented there
-* `scale_by_trust_ratio`: by a share of the size of the parameter
-* `orthogonalize`: set all singular values of each matrix to about one
+* `scale_by_trust_ratio`, `orthogonalize`: the steps of `lars` and `muon`
 """
 
 from typing import TYPE_CHECKING
@@ -84,16 +74,6 @@ from vgrad.optim.averaging import (
     schedule_free_sgd,
 )
 from vgrad.optim.base import GradientTransformation, State, apply_updates, chain, step
-from vgrad.optim.clipping import (
-    adaptive_grad_clip,
-    add_noise,
-    centralize,
-    clip_by_block_rms,
-    clip_by_global_norm,
-    clip_by_value,
-    global_norm,
-    zero_nans,
-)
 from vgrad.optim.hyperparams import (
     inject_hyperparams,
     reduce_on_plateau,
@@ -111,7 +91,9 @@ from vgrad.optim.methods import (
     lamb,
     lars,
     lion,
+    muon,
     nadam,
+    orthogonalize,
     radam,
     rmsprop,
     rprop,
@@ -131,15 +113,22 @@ from vgrad.optim.methods import (
     sgd,
     trace,
 )
-from vgrad.optim.muon import muon, orthogonalize
 from vgrad.optim.transforms import (
+    adaptive_grad_clip,
     add_decayed_weights,
+    add_noise,
+    centralize,
+    clip_by_block_rms,
+    clip_by_global_norm,
+    clip_by_value,
+    global_norm,
     masked,
     partition,
     scale,
     scale_by_learning_rate,
     scale_by_schedule,
     set_to_zero,
+    zero_nans,
 )
 from vgrad.renamed import raising
 from vgrad.tree import load_state_dict, state_dict

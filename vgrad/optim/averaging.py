@@ -227,8 +227,8 @@ def apply_if_finite(
         safe = _kept_or_zero(taken, grads)
         updates, new = inner.update(safe, state.inner, params)
         total, new = state.total_errors + (~finite), _select(taken, new, state.inner)
-        new_state = ApplyIfFiniteState(errors, total, finite, new)
-        return _kept_or_zero(taken, updates), new_state
+        state = ApplyIfFiniteState(errors, total, finite, new)
+        return _kept_or_zero(taken, updates), state
 
     return GradientTransformation(init, update)
 
@@ -268,32 +268,26 @@ def multi_steps(
         last = count >= scalar(steps, count)
         share = 1 / scalar(steps, count.double())
 
-        def add(total, grad):
-            return plus(total, share, cast(grad, total.dtype))
-
         def restart(total, grad):
             return torch.where(last.to(total.device), 0.0, total)
 
-        mean = advance(add, state.mean, grads)
+        mean = advance(
+            lambda total, g: plus(total, share, cast(g, total.dtype)), state.mean, grads
+        )
         present = map_grads(lambda _, total: total, grads, mean)
         updates, new = inner.update(present, state.inner, params)
-        new = _select(last, new, state.inner)
-        rest = advance(restart, mean, grads)
-        new_state = MultiStepsState(torch.where(last, 0, count), rest, new)
-        return _kept_or_zero(last, updates), new_state
+        new, rest = _select(last, new, state.inner), advance(restart, mean, grads)
+        state = MultiStepsState(torch.where(last, 0, count), rest, new)
+        return _kept_or_zero(last, updates), state
 
     return GradientTransformation(init, update)
 
 
 def _kept_or_zero(kept, values):
-    """Return the values if `kept`, and zeros otherwise."""
-    return map_grads(
-        lambda value: torch.where(kept.to(value.device), widened(value), 0.0), values
-    )
+    return map_grads(lambda x: torch.where(kept.to(x.device), widened(x), 0.0), values)
 
 
 def _select(taken, new, old):
-    """Return the new tree if `taken`, or else the old."""
     return tree_map(lambda x, y: torch.where(taken.to(x.device), x, y), new, old)
 
 

@@ -222,14 +222,12 @@ def step(
 ) -> tuple[Params, Tree]:
     """Update and apply: `(grads, state, params) -> (new params, new state)`.
 
-    It records a graph if its inputs require grad.
-
-    With `donate=True` the step may write into the old state, which must not be used
-    again, and into the old parameters: `sgd`, `adam` and `adamw` make the step by one
-    kernel of torch, at the speed of its fused optimizers. The dictionaries passed are
-    left empty, so that using them again raises; their tensors may have changed. The
-    gradients are never changed: where one, or a part of the state, shares the memory of
-    a parameter, the step is a pure one.
+    It records a graph if its inputs require grad. With `donate=True` the step may write
+    into the old state, which must not be used again, and into the old parameters:
+    `sgd`, `adam` and `adamw` make the step by one kernel of torch. The dictionaries
+    passed are left empty, so that using them again raises. Gradients are never changed:
+    where one, or a part of the state, shares the memory of a parameter, the step is a
+    pure one.
 
     Example:
         >>> from vgrad.optim import sgd

@@ -1,9 +1,8 @@
 """Steps in place, for callers that donate the old parameters and state.
 
-torch has one kernel for a whole step of SGD, Adam and AdamW. It reads and writes every
-value once, where pure functions make new tensors for each intermediate result. For
-tensors that the kernel does not support these steps return None, before anything has
-changed, and the pure functions are run instead.
+torch has one kernel for a whole step of SGD, Adam and AdamW, which reads and writes
+every value once. For tensors that it does not support these steps return None, before
+anything has changed, and the pure functions are run instead.
 """
 
 import itertools
@@ -83,14 +82,22 @@ def _donated(lr: Rate, launch: Callable, slots: tuple[str, ...]) -> Donated:
         groups = _groups(params, grads, tensors)
         if groups is None:
             return None
-        rate, last = lr, state[-1]
+        rate: Any = lr
+        last = state[-1]
         if is_schedule(rate):
             rate, last = rate(last.count), State(last.count + 1, {})
-        if not _taken(rate, params):
-            return None
+        on_device = isinstance(rate, Tensor) and rate.device.type != "cpu"
+        if isinstance(rate, Tensor):
+            if rate.requires_grad and torch.is_grad_enabled():
+                return None
+            if on_device and any(p.dtype != torch.float32 for p in params.values()):
+                return None
         count: Any = moments[0].count + 1 if moments else None
         for group in groups:
-            launch(_on(rate, group[0][0].device), count, *group)
+            # A tensor on a device is read there, without waiting for it.
+            device = group[0][0].device
+            number = rate.to(device, torch.float32) if on_device else float(rate)
+            launch(number, count, *group)
         new = [*state[:-1], last]
         for index in with_slots:
             new[index] = State(count, dict(zip(slots, map(dict, tensors), strict=True)))
@@ -99,31 +106,14 @@ def _donated(lr: Rate, launch: Callable, slots: tuple[str, ...]) -> Donated:
     return step
 
 
-def _taken(rate: Number, params: Params) -> bool:
-    """Return whether a kernel takes a rate: no graph, and on a device float32."""
-    if not isinstance(rate, Tensor):
-        return True
-    if rate.requires_grad and torch.is_grad_enabled():
-        return False
-    on_cpu = rate.device.type == "cpu"
-    return on_cpu or all(param.dtype == torch.float32 for param in params.values())
-
-
-def _on(rate: Number, device: torch.device) -> Any:
-    """Return a number, or a tensor that the kernel reads without waiting for it."""
-    if isinstance(rate, Tensor) and rate.device.type != "cpu":
-        return rate.to(device, torch.float32)
-    return float(rate)
-
-
 def _groups(
     params: Params, grads: Grads, moments: list[Params]
 ) -> list[list[list[Tensor]]] | None:
     """Make lists of parameters, gradients and moments, for each device and dtype.
 
-    Returns None if a tensor is not plain or shares its memory: the kernels walk through
-    memory and check neither strides nor dtypes. For a thousand small tensors checking
-    one by one costs more than the step, so the checks go through whole lists.
+    Returns None if a tensor is not plain or shares its memory: the kernels check
+    neither strides nor dtypes. For many small tensors checks one by one would cost more
+    than the step, so they go through whole lists.
     """
     if modes.inside_transform() or torch.compiler.is_compiling():
         return None
@@ -176,9 +166,7 @@ def _groups(
 
 def _local_parts(trees: list[Any]) -> list[Any]:
     """Return the local parts of DTensors; nothing if they are not sharded alike."""
-    cuts = {
-        name: getattr(param, "placements", None) for name, param in trees[0].items()
-    }
+    cuts = {n: getattr(param, "placements", None) for n, param in trees[0].items()}
     local = []
     for tree in trees:
         present = {name: tensor for name, tensor in tree.items() if tensor is not None}
@@ -248,16 +236,14 @@ def sharing(params: Params) -> Iterator[tuple[str, str]]:
 
 def check_parts(params: Params) -> None:
     """Refuse, in a step that may write in place, parameters that overlap in part."""
-    for names in sharing(params):
-        places = [
-            (params[n].data_ptr(), params[n].shape, params[n].stride()) for n in names
-        ]
-        if places[0] != places[1]:  # else each update is added to the same parameter
+    for first, second in sharing(params):
+        one, two = params[first], params[second]
+        same = one.data_ptr() == two.data_ptr() and one.stride() == two.stride()
+        if not same or one.shape != two.shape:
             raise ValueError(
                 f"step(donate=True)(params): expected parameters with memory of their "
-                f"own, got {names[0]!r} and {names[1]!r}, which overlap: each would be "
-                f"stepped in part by the other's gradient. Pass clones, or leave "
-                f"donate out."
+                f"own, got {first!r} and {second!r}, which overlap. Pass clones, or "
+                f"leave donate out."
             )
 
 

@@ -17,7 +17,6 @@ from vgrad.optim import methods
 from vgrad.optim.base import GradientTransformation, State, check_transformation, step
 from vgrad.optim.fused import sharing
 from vgrad.optim.hyperparams import HyperparamsState, with_hyperparams
-from vgrad.optim.muon import muon
 from vgrad.optim.transforms import Key, partition
 from vgrad.tree import check_fit, state_dict, tree_leaves, tree_map
 from vgrad.typing import Params, Tree
@@ -38,7 +37,7 @@ OPTIMIZERS: dict[type[Optimizer], Callable[..., GradientTransformation]] = {
     torch.optim.Rprop: methods.rprop,
     torch.optim.ASGD: methods.asgd,
     torch.optim.Adafactor: methods.adafactor,
-    torch.optim.Muon: muon,
+    torch.optim.Muon: methods.muon,
 }
 """The optimizers that exist on both sides."""
 
@@ -474,9 +473,9 @@ class _Adapter(Optimizer):
         update: Any = self._transformation.update
         small: Params = {}
         for name, param in params.items():
-            members, *rest = param.shape or (1,)  # perhaps: all of the first dimension
-            sizes = (members, *(min(size, 2) for size in rest))[: param.ndim]
-            small[name] = param.new_ones(sizes)
+            members, rest = param.shape[:1], param.shape[1:]  # perhaps
+            shape = (*members, *(min(size, 2) for size in rest))
+            small[name] = torch.ones(shape, dtype=param.dtype, device=param.device)
         state = self._with_numbers(self._transformation.init(small))
         (other,) = _later((state,))
         moved = 0
@@ -498,9 +497,8 @@ def _later(states: tuple) -> tuple:
 
     Counts of schedules are for all parameters, except in `asgd` and `adagrad`.
     """
-    decays = any(
-        isinstance(s, State) and s.slots.keys() & {"ax", "sum"} for s in states
-    )
+    slots = {slot for s in states if isinstance(s, State) for slot in s.slots}
+    decays = slots & {"ax", "sum"}
     own = {"ema", "seed", "square"}  # slots without a counterpart in torch
 
     def later(state):
