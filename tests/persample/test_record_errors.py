@@ -514,3 +514,14 @@ def test_what_surrounds_the_loss_gets_no_gradient():
     check(run, params, (middle.detach(),))
     assert root.grad is None
     assert outer.grad is None
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "product", [lambda x, w: x @ w.sum(), lambda x, w: w.sum() @ x, lambda x, w: w @ x]
+)
+def test_products_that_torch_refuses_have_its_error(product, strategy):
+    loss = lambda p, b, x: product(x, p["w"]).sum()  # noqa: E731
+    compute = vgrad.per_sample_norm(loss, strategy=strategy)
+    with pytest.raises(RuntimeError, match="at least 1D"):
+        compute({"w": torch.tensor(2.0)}, {}, torch.ones(3, 4))

@@ -137,6 +137,8 @@ def matmul(record: Recording, *operands: Tensor, **named: Any) -> Tensor | None:
     if named or len(operands) != 2:  # the ops differ in their keywords
         return None
     left, right = operands
+    if not (left.ndim and right.ndim):  # which torch refuses
+        return None
     if record.knows(right):
         op = {1: F.linear, 2: product}.get(right.ndim, _stacked)
         with record.watching():
