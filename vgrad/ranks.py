@@ -232,7 +232,6 @@ class Ranks(NamedTuple):
         return torch.cat([part[:size] for part, size in pairs])
 
     def _told(self, note: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the notes of all ranks."""
         text = _encoded(note)
         own = torch.zeros(_NOTE, dtype=torch.uint8)
         own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)

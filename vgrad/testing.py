@@ -162,7 +162,6 @@ def _reference(
 
 
 def _weighted(grads: Params, weights: Params) -> Params:
-    """Sum over samples with weights [B] for each parameter."""
     return {
         name: torch.einsum("b,b...->...", weights[name], grad)
         for name, grad in grads.items()

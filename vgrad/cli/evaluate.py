@@ -133,7 +133,6 @@ def experiment(arguments: Namespace) -> None:
 
 
 def _checkout(command: str) -> Path:
-    """Return the folder in which the package lies beside `bench/`."""
     root = Path(vgrad.__file__).parent.parent
     if not (root / "bench" / "measure.py").exists():
         raise FileNotFoundError(

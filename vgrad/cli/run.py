@@ -79,7 +79,6 @@ def _begin(settings: Settings, folder: Path, mesh: DeviceMesh | None) -> None:
 
 
 def _refuse_taken(folder: Path) -> None:
-    """Raise if a folder holds a file of a run, or anything by that name."""
     names = (*checkpoint.FILES, *FIGURES.values(), *report.PICTURES, report.PAGE)
     for name in names:
         if os.path.lexists(folder / name):
@@ -172,7 +171,6 @@ def _run(
     lengths: dict[str, int],
     ranks: Ranks,
 ) -> None:
-    """Train from the states to the end, and draw the curves."""
     report.announce(job, ranks.size)
     models.warn_if_slow(job.settings.precision, job.settings.device)
     # After a kill the files that follow from the state may be one epoch behind it.
@@ -218,7 +216,6 @@ def _epoch(
     end: int,
     show: Callable[[int], None] | None,
 ) -> tuple[Any, Record]:
-    """Train until `end` steps have been taken, and judge the model."""
     total, samples, started = torch.zeros(()), 0, time.perf_counter()
     skipped = torch.zeros(())
     while (step := int(states_of(state)[0].step)) < end:
@@ -252,7 +249,6 @@ def _epoch(
 def _save(
     job: Job, folder: Path, states: dict[str, Any], lengths: dict[str, int]
 ) -> None:
-    """Save the states and then the model, which may follow from no other state."""
     step = int(states["plain"].step)
     progress = {"step": step, "lengths": lengths, "extended": list(job.extended)}
     checkpoint.save_state(folder, States(**states), {**job.description, **progress})

@@ -376,7 +376,6 @@ def _advance(
 def _described(
     settings: Settings, dataset: Dataset, plan: dp.Plan | None, forms: Description
 ) -> Description:
-    """Collect the entries that must be the same when the run goes on, as JSON."""
     on_cuda = settings.device.startswith("cuda")
     machine = {
         "torch": torch.__version__,

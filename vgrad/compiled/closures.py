@@ -529,7 +529,6 @@ def _frozen(value: Any) -> Any:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, without a call of its `__getattr__`."""
     try:
         return object.__getattribute__(value, "__dict__")
     except AttributeError:

@@ -85,7 +85,6 @@ class Options:
         return texts
 
     def _read(self, parts: Mapping[str, Any], *, live: bool) -> None:
-        """Follow all parts; a bound method spells the attributes that count."""
         stack: list[tuple[str, Any, bool, Set[str] | None]]
         stack = [(path, value, live, None) for path, value in parts.items()]
         while stack:
@@ -155,7 +154,6 @@ def _plain(value: Any) -> str | None:
 
 
 def _parts(value: Any, spelled: Set[str] | None) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a value by name; of an object the attributes spelled."""
     if isinstance(value, functools.partial):
         yield "function", value.func
         yield from _numbered(value.args)
@@ -243,7 +241,6 @@ def _is_object(value: Any) -> bool:
 
 
 def _name(value: Any) -> str:
-    """Return the name of a function or a class, or of the class of an object."""
     if isinstance(value, Mapping | Sequence | Set) and len(value) > _LONGEST:
         return f"{type(value).__qualname__} of {len(value)}"
     if isinstance(value, types.CodeType):
@@ -255,7 +252,6 @@ def _name(value: Any) -> str:
 
 
 def _content(cell: types.CellType) -> list[Any]:
-    """Return the content of a cell in a list, empty for an empty cell."""
     try:
         return [cell.cell_contents]
     except ValueError:  # it is empty

@@ -121,14 +121,12 @@ def _is_cut(value: DTensor) -> bool:
 
 
 def _rows_of(ranks: Ranks, size: int, rank: int | None = None) -> slice:
-    """Return the rows of a rank, by default of this one, of so many."""
     rows = -(-size // ranks.size)
     rank = ranks.rank if rank is None else rank
     return slice(rows * rank, rows * (rank + 1))
 
 
 def _gathered(ranks: Ranks, local: Tensor, size: int) -> Tensor:
-    """Return all of so many rows, of which this rank has its part."""
     if ranks.size == 1:
         return local.clone()
     rows = _rows_of(ranks, size, 0).stop
@@ -255,7 +253,6 @@ class _Gathering(RankCall, Reducer):
         self._room = 0
 
     def lazy(self, tensors: Mapping[str, Tensor]) -> Params:
-        """Return tensors that are gathered when an op reads them."""
         return {name: self._lazy(name, value) for name, value in tensors.items()}
 
     def _lazy(self, name: str, value: Tensor) -> Tensor:
@@ -294,19 +291,16 @@ class _Gathering(RankCall, Reducer):
     settled = summed
 
     def any_rank(self, condition: bool) -> bool:
-        """Return whether a condition holds on any rank."""
         notes = self.exchange("condition", {"holds": condition})
         return any(note["holds"] for note in notes)
 
     def least(self, number: int) -> int:
-        """Return the smallest number of any rank."""
         return min(
             note["number"] for note in self.exchange("number", {"number": number})
         )
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Run the whole call."""
         try:
             with super().together():
                 yield

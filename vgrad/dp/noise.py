@@ -357,13 +357,11 @@ def _add_block(
 
 
 def _is_plain(total: Tensor) -> bool:
-    """Return whether a tensor is on the CPU, outside of graphs and transforms."""
     follows = total.requires_grad and torch.is_grad_enabled()
     return total.is_cpu and not follows and not modes.inside_transform()
 
 
 def _released(value: Tensor, total: Tensor) -> Tensor:
-    """Round a value to the dtype in which a sum is released; a copy."""
     dtype = torch.promote_types(total.dtype, torch.float32)
     return value.to(total.device, dtype, copy=True)
 

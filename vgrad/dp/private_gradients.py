@@ -421,7 +421,6 @@ def _planned(plan: Plan | None, budget: dict[str, Any], dataset: Any) -> Plan:
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Refuse options that neither `PrivateGradients` nor a `DataLoader` has."""
     loading = inspect.signature(DataLoader).parameters
     for name in options.keys() - loading:
         known = [*inspect.signature(PrivateGradients).parameters, *loading]

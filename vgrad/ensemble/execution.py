@@ -485,7 +485,6 @@ class EnsembleExecutor:
         with_buffers: bool,
         forms: list[tuple[str, str]] | None,
     ) -> Any:
-        """Run members that take the same branches."""
         seen: list[tuple[str, str]] = []
         note = None if forms is None else lambda *form: seen.append(form)
 

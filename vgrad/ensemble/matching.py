@@ -99,7 +99,6 @@ class _Comparison:
     def _parts(
         self, path: str, first: dict, other: dict, *, entry: bool = False
     ) -> Iterator[Difference]:
-        """Yield the differences of labelled parts."""
         for label in {**first, **other}:
             inner = f"{path}{label}".lstrip(".")
             if label not in other:
@@ -139,7 +138,6 @@ class _Comparison:
 
 
 def _entries(module: nn.Module) -> dict[str, Any]:
-    """Return parameters, buffers and children by name."""
     return {k: v for named in registered(module) for k, v in named.items()}
 
 
@@ -204,7 +202,6 @@ def _parts(value: Any) -> dict[str, Any] | None:
 
 
 def _kind(value: Any) -> type:
-    """Return the class; of a parametrized module the one that it had before."""
     if isinstance(value, nn.Module) and is_parametrized(value):
         return type(value).__bases__[0]
     return type(value)

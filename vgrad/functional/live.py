@@ -220,7 +220,6 @@ class LiveSlots(Slots):
         yield from self._attributes(path, value)
 
     def _attributes(self, path: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the attributes of an object."""
         kind = type(value)
         apart = isinstance(value, _APART) or kind.__module__.startswith(_MACHINERY)
         if apart and not isinstance(value, nn.Module):
@@ -250,7 +249,6 @@ class LiveSlots(Slots):
             yield from ((path, each) for each in referents)
 
     def _entries(self, path: str, container: Any) -> Iterator[tuple[str, Any]]:
-        """Note a container, and yield its entries."""
         if not container and type(container) in _CLEARED:
             self._empty.append(container)
             return
@@ -316,7 +314,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _rebuilt(value: Any, by_id: dict[int, Tensor]) -> Any:
-    """Return what stands in the place of a tensor, or of a tuple with some."""
     if isinstance(value, Tensor):
         return by_id[id(value)]
     if not isinstance(value, tuple):

@@ -191,7 +191,6 @@ class _Recorder(TorchFunctionMode):
         return output
 
     def rows(self) -> Iterator[Row]:
-        """Yield the distinct products."""
         flops = {key: 2 * math.prod(key[2:5]) * n for key, n in self._counts.items()}
         total = sum(flops.values()) or 1
         for key, count in self._counts.items():

@@ -238,7 +238,6 @@ class AutocastMode(TorchFunctionMode):
     def _run(
         self, kind: Kind | None, func: Callable, args: Any, kwargs: Any, low: Any
     ) -> Any:
-        """Run one op with its inputs in the dtypes of its kind."""
         if kind is None:
             return func(*args, **kwargs)
         dtypes = [x.dtype for x in _eligible(args, kwargs)]

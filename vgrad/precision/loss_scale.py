@@ -51,7 +51,6 @@ class _Constant:
     """A scale that stays as it is."""
 
     def adjust(self, finite: Tensor) -> Self:
-        """Return the same scale."""
         return self
 
 
@@ -82,11 +81,9 @@ class _Scaling:
     loss_scale: Any
 
     def scale(self, tree: Tree) -> Tree:
-        """Multiply floating tensors by the scale."""
         return self._applied(torch.mul, tree)
 
     def unscale(self, tree: Tree) -> Tree:
-        """Divide floating tensors by the scale."""
         return self._applied(torch.div, tree)
 
     def _applied(self, operation: Callable[..., Tensor], tree: Tree) -> Tree:

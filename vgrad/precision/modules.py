@@ -133,7 +133,6 @@ class PolicyModel(FunctionalModel):
     def _run(
         self, values: dict[str, Tensor], args: tuple, kwargs: dict
     ) -> tuple[Any, dict[str, Tensor]]:
-        """Run on cast values, and return new buffers in their old dtypes."""
         cast = dict(values)
         for name, policy in self._owners.items():
             buffer = name in self.buffer_names
@@ -245,7 +244,6 @@ def _owner(module: nn.Module, policy: Policy | None) -> Policy | None:
 
 
 def _check_tied(aliases: list[str], policies: list[Policy | None]) -> None:
-    """Refuse to cast one tensor in two ways."""
     like = torch.empty(0, dtype=torch.float32)
     dtypes = {_cast_param(p, like).dtype if p else None for p in policies}
     if len(dtypes) > 1:

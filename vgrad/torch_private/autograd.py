@@ -148,7 +148,6 @@ def repeats(pack: Callable, around: Callable[[], AbstractContextManager]) -> Non
 
 
 def _inputs(frame: Any) -> Sequence[Any]:
-    """Return the saved arguments of a checkpoint."""
     if hasattr(frame, "get_inputs"):
         return frame.get_inputs()
     saver = frame.input_saver.grad_fn  # in older versions of torch

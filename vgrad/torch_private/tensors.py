@@ -57,7 +57,6 @@ class Lazy(Tensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> "Lazy":
-        """Make one that requires no grad."""
         like = torch.empty(shape, dtype=dtype, device="meta")
         return _made(compute, like, device)
 
@@ -102,7 +101,6 @@ class Lazy(Tensor):
 
 
 def _made(compute: Callable[[], Tensor], like: Tensor, device: torch.device) -> Lazy:
-    """Make one of the sizes and strides of a tensor."""
     made = Tensor._make_wrapper_subclass(
         Lazy,
         like.shape,
@@ -130,7 +128,6 @@ def _moves(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _put_off(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """Return the lazy result of an op."""
     source, *rest = args
     like = torch.empty_strided(
         source.shape, source.stride(), dtype=source.dtype, device="meta"

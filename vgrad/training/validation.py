@@ -261,7 +261,6 @@ class _Job:
 
 
 def _train(job: _Job, which: range, before: Sequence[_Trained]) -> _Trained:
-    """Train some folds, from their checkpoint if there is one."""
     fmodel, state = job.start(which)
     if before:
         shapes, first = (

@@ -93,7 +93,6 @@ class LossGuard(ValueReadMode):
             self.stop(error, func, kwargs)
 
     def _run_with_numbers(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run one call; a tensor in the place of a number is a value read."""
         assert self._flags is not None
         try:
             return self.run(func, args, kwargs)
@@ -285,7 +284,6 @@ class Fallbacks:
 
     @contextmanager
     def _ops_reported(self, function: str) -> Iterator[None]:
-        """Do the same for ops of torch."""
         if self._known == set():
             yield
             return

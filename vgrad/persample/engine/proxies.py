@@ -416,7 +416,6 @@ def _computed(
     proxies: list[ParamProxy],
     names: Sequence[str],
 ) -> Any:
-    """Run a function of parameters, which must write into none of them."""
     versions = [version_of(known.origin) for known in proxies]
     output = func(*args, **kwargs)
     if versions != [version_of(known.origin) for known in proxies]:

@@ -308,7 +308,6 @@ class Recorder(LossGuard):
         return arrived
 
     def _lowered(self, entry: Lowering, func: Callable, args: tuple, kwargs: dict):
-        """Run an op by its lowering; None where that does not fit this call."""
         around, self._lowering = self._lowering, self._lowering or func
         try:
             return entry.run(self, *args, **kwargs)
@@ -378,7 +377,6 @@ class Recorder(LossGuard):
         return Plan(physical, weights, makers, kept, batched, follows)
 
     def _tapped(self, rule: Rule, func: Callable, plan: Plan, output: Tensor) -> Tensor:
-        """Hook the output of an op; its kept tensors are saved as autograd does."""
         makers, hooks = plan.makers, autograd.hooks()
         if hooks is not None:
             makers = _packed(rule.factors, plan.kept, plan.weights, hooks)

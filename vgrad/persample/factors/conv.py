@@ -105,7 +105,6 @@ class Conv(Pair):
         return found.view(self.size, *self.shape).to(self.inputs.dtype)
 
     def _one_by_one(self) -> Tensor:
-        """Form the weight gradient of each sample by a convolution of its own."""
         inputs, outputs = reductions.products(self.inputs, self.outputs)
         pairs = zip(inputs.split(1), outputs.split(1), strict=True)
         found = [self._weight_gradient(*pair, 1) for pair in pairs]

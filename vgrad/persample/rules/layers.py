@@ -249,7 +249,6 @@ def _of_samples(tensor: Tensor, size: int) -> Tensor:
 
 
 def _cell(run: Callable, record: Recording, *args: Any, **kwargs: Any) -> Any:
-    """Run a cell step by step, each op by its own rule."""
     with record.watching():
         return run(*args, **kwargs)
 
@@ -377,7 +376,6 @@ def _by_channels(
 
 
 def _times(normal: Tensor, g: Tensor) -> Tensor:
-    """Multiply a tensor that nobody else holds."""
     return normal.mul_(g) if normal.dtype == g.dtype else normal * g
 
 
