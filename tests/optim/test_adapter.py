@@ -152,7 +152,9 @@ SCHEDULERS = {
     "CyclicLR": partial(lr_scheduler.CyclicLR, base_lr=1e-3, max_lr=1e-2),
     "CosineAnnealingLR": partial(lr_scheduler.CosineAnnealingLR, T_max=10),
 }
-every_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
+every_scheduler = pytest.mark.parametrize(
+    "scheduler", SCHEDULERS.values(), ids=SCHEDULERS
+)
 
 
 @every_scheduler
