@@ -252,7 +252,7 @@ REFUSED = {
     "NoisyBackward.apply(x * w[0]).sum()": "no random numbers",
     "Written.apply(x * w[0]).sum()": "one written in",
     "Ragged.apply(x * w[0]).sum()": "of one shape",
-    "y, n = Counted.apply(x * w[0]); value = n * y.sum()": "values that all samples share",
+    "y, n = Counted.apply(x * w[0]); value = n * y.sum()": "values that all",
     "y, kept = Same.apply(x * w[0], x); value = (y * kept).sum()": "memory of their",
     "Captured.apply(x, lambda y: (y * w[0]).sum(), w)": "a captured one",
     "h = x * w[1]; value = Captured.apply(w[0], lambda w: (w * h).sum())": "a captured",
