@@ -329,9 +329,10 @@ def assert_gradients(
     tolerance: float = oracle.EXACT,
     **options: Any,
 ) -> oracle.Grads:
-    """Compare gradients with a loop of plain autograd; return those of the loop."""
+    """Compare gradients with a loop of plain autograd; return the loop's."""
     buffers = buffers or {}
     found = vgrad.per_sample_grad(loss, **options)(params, buffers, *batch)
+    assert [found[n].dtype for n in params] == [p.dtype for p in params.values()]
     if expected is None:
         expected = oracle.loss_gradients(loss, params, buffers, batch)
     oracle.assert_exact(found, expected, tolerance)
@@ -350,14 +351,9 @@ def assert_quantities(
 ) -> oracle.Grads:
     """Compare every quantity with a loop of plain autograd; return its gradients."""
     buffers, size = buffers or {}, len(batch[0])
-    if expected is None:
-        expected = oracle.loss_gradients(loss, params, buffers, batch)
+    same = dict(buffers=buffers, expected=expected, tolerance=tolerance)
+    expected = assert_gradients(loss, params, batch, **same, **options)
     given, exact = (params, buffers, *batch), oracle.norms(expected)
-    grads = vgrad.per_sample_grad(loss, **options)(*given)
-    assert {n: g.dtype for n, g in grads.items()} == {
-        n: p.dtype for n, p in params.items()
-    }
-    oracle.assert_exact(grads, expected, tolerance)
     norms = vgrad.per_sample_norm(loss, **options)(*given)
     torch.testing.assert_close(norms.double(), exact, rtol=tolerance, atol=0)
     weights = torch.linspace(-1, 2, size, dtype=norms.dtype)

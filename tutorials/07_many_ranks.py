@@ -2,7 +2,7 @@
 
 Each process computes on its own part of a batch. The clipped sums are added up once,
 and the noise is a function of the state's key and step, so that all processes add the
-same: neither the plan nor the result knows how many there are.
+same: neither the plan nor the result depends on their number.
 
 This script starts its processes itself. With torchrun, or another launcher, a program
 makes plan, data and mesh and calls the function `train`:

@@ -120,12 +120,12 @@ class WriteGuard(TorchFunctionMode):
         # A call that changes the object alone does not write into its memory.
         key = id if name in _OF_THE_OBJECT else _where
         places = {key(tensor) for tensor in written} - {None}
-        for promise in self._protected:
-            for entry, tensor in promise.tensors.items():
+        for protected in self._protected:
+            for entry, tensor in protected.tensors.items():
                 if key(tensor) in places:
                     raise RuntimeError(
-                        f"{promise.expected}, got {name}, which writes into {entry!r} "
-                        f"in place. {promise.advice}"
+                        f"{protected.expected}, got {name}, which writes into "
+                        f"{entry!r} in place. {protected.advice}"
                     )
 
     @contextmanager

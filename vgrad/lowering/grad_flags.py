@@ -186,7 +186,7 @@ class GradFlags:
             return own_backward_pass(modes.op_name(func))
         return UnsupportedOp(
             f"{modes.op_name(func)}: expected a loss that leaves the graph, the hooks "
-            f"and the memory of its tensors alone, got one that asks for them where "
+            f"and the memory of its tensors alone, got one that reads them where "
             f"one tensor stands for all {self.one}s. Use {self.otherwise}."
         )
 
@@ -317,9 +317,9 @@ def _limit(message: str, op: str, *, in_place: bool, one: str) -> UnsupportedOp 
         )
     elif op == "retain_grad":
         limit = (
-            f"expected a loss that leaves the graph of its tensors alone, got one that "
-            f"asks a tensor to keep its gradient, where one tensor stands for all "
-            f'{one}s. Leave it out, or use strategy="loop".'
+            f"expected a loss that leaves the graph of its tensors alone, got a call "
+            f"on a tensor that stands for all {one}s. Leave it out, or use "
+            f'strategy="loop".'
         )
     elif op in _AUTOGRAD or any(each in message for each in modes.BACKWARD_ERRORS):
         return own_backward_pass(op)

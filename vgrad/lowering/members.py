@@ -39,12 +39,12 @@ class Members(ValueReadMode):
     def __init__(
         self,
         told: Callable[[str, str], None] | None = None,
-        *promises: Protected,
+        *protected: Protected,
         flags: GradFlags,
         draws: Draws | None = None,
         chosen: bool = True,
     ) -> None:
-        super().__init__(*promises, flags=flags, draws=draws)
+        super().__init__(*protected, flags=flags, draws=draws)
         self._told = told
         self._forms = FORMS if chosen else {}
 

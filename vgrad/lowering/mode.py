@@ -65,12 +65,12 @@ class ValueReadMode(WriteGuard):
     """
 
     def __init__(
-        self, *promises: Protected, flags: GradFlags | None, draws: Draws | None
+        self, *protected: Protected, flags: GradFlags | None, draws: Draws | None
     ) -> None:
         self._draws = draws = draws or Draws()
         if draws.keys is not None:  # a checkpoint draws by its place in the loss
-            promises += (Protected({}, "", "", draws.again),)
-        super().__init__(*promises)
+            protected += (Protected({}, "", "", draws.again),)
+        super().__init__(*protected)
         self._flags = flags
         self._stopped: BaseException | None = None
         self._watched: Callable[..., AbstractContextManager] = nullcontext

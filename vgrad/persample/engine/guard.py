@@ -62,8 +62,8 @@ class LossGuard(ValueReadMode):
         again: bool = False,
     ) -> None:
         expected = "loss: expected one that changes nothing it is given"
-        promise = Protected(given, expected, "Copy it first.")
-        super().__init__(promise, flags=flags, draws=draws)
+        arguments = Protected(given, expected, "Copy it first.")
+        super().__init__(arguments, flags=flags, draws=draws)
         self._looped = {} if looped is None else looped
         self._again = again
 
@@ -117,12 +117,12 @@ class LossGuard(ValueReadMode):
         output = self.op(func, args, kwargs)
         with modes.without_modes():
             self._flags.after(func, tensors, output)
-            asks = output is False and func == REQUIRES_GRAD
-            hidden = asks and self._flags.hides(tensors[0])
+            reads = output is False and func == REQUIRES_GRAD
+            hidden = reads and self._flags.hides(tensors[0])
         if hidden:
             raise UnsupportedOp(
-                "requires_grad: expected a loss that asks this of what depends on its "
-                "parameters, got one that asks where only the caller differentiates. "
+                "requires_grad: expected a loss that reads it of tensors that depend "
+                "on its parameters, got one that only the caller differentiates. "
                 'Detach samples and buffers, or use strategy="loop".'
             )
         return output
@@ -152,12 +152,12 @@ class LossGuard(ValueReadMode):
         if func is not modes.custom_function_call:
             return VMAPPED.get(func, func)(*args, **kwargs)
         with self._draws.samples_at(None):  # its random numbers have any layout
-            output, looped = for_samples(args[0], args[1:], kwargs, self.knows)
+            output, looped = for_samples(args[0], args[1:], kwargs, self.is_parameter)
         if looped:
             self._looped.setdefault(args[0].__name__, where(sys._getframe()))
         return output
 
-    def knows(self, tensor: Tensor) -> bool:
+    def is_parameter(self, tensor: Tensor) -> bool:
         """Return whether a tensor is the proxy of a parameter."""
         return False
 

@@ -249,7 +249,7 @@ class Recorder(LossGuard):
         return tensor
 
     def _function(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        return once(function, args, kwargs, self.knows)
+        return once(function, args, kwargs, self.is_parameter)
 
     def physical(self, tensor: Tensor) -> Tensor:
         if not modes.is_batched(tensor):
@@ -270,7 +270,7 @@ class Recorder(LossGuard):
     def watching(self) -> AbstractContextManager:
         return self
 
-    def knows(self, tensor: Tensor) -> bool:
+    def is_parameter(self, tensor: Tensor) -> bool:
         return self._proxies.find(tensor) is not None
 
     def is_batched(self, tensor: Tensor) -> bool:

@@ -120,7 +120,7 @@ def scaled_dot_product_attention(
         return None
     q, k, v = (record.copies(each) for each in (query, key, value))
     mask, where = attn_mask, None
-    if mask is not None and (record.knows(mask) or record.is_batched(mask)):
+    if mask is not None and (record.is_parameter(mask) or record.is_batched(mask)):
         mask, where = record.copies(mask), 0
     with record.below():
         q, k, v, mask, unfold = attention.fold(

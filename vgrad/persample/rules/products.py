@@ -139,11 +139,11 @@ def matmul(record: Recording, *operands: Tensor, **named: Any) -> Tensor | None:
     left, right = operands
     if not (left.ndim and right.ndim):  # which torch refuses
         return None
-    if record.knows(right):
+    if record.is_parameter(right):
         op = {1: F.linear, 2: product}.get(right.ndim, _stacked)
         with record.watching():
             return op(left, right)
-    if not record.knows(left):
+    if not record.is_parameter(left):
         return None
     if left.ndim > 2:
         with record.watching():
@@ -167,7 +167,7 @@ def addmm(
     record: Recording, *operands: Tensor, beta: Any = 1, alpha: Any = 1, **named: Any
 ) -> Tensor | None:
     """`out = beta * shift + alpha * left @ right`."""
-    if named or len(operands) != 3 or not any(map(record.knows, operands)):
+    if named or len(operands) != 3 or not any(map(record.is_parameter, operands)):
         return None
     shift, left, right = operands
     added = right.ndim == 2 and shift.shape == right.shape[1:] and beta == alpha == 1
@@ -187,14 +187,14 @@ def einsum(record: Recording, equation: Any, *operands: Any) -> Tensor | None:
     """Contract a parameter with data."""
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
-    if len(operands) != 2 or not any(map(record.knows, operands)):
+    if len(operands) != 2 or not any(map(record.is_parameter, operands)):
         return None
     data, weight = operands
     axes = _axes(equation, data.ndim, weight.ndim)
     if axes is None:
         return None
     x, w, out = axes
-    if record.knows(data):
+    if record.is_parameter(data):
         data, weight, x, w = weight, data, w, x
     with record.watching():
         return contraction(data, weight, x, w, out)

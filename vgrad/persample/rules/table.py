@@ -25,7 +25,7 @@ class Recording(Protocol):
     size: int
     randomness: str
 
-    def knows(self, tensor: Tensor) -> bool:
+    def is_parameter(self, tensor: Tensor) -> bool:
         """Return whether a tensor stands for a parameter."""
         ...
 
