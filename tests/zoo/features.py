@@ -491,18 +491,8 @@ ENTRIES = [
     ),
     entry("selective checkpoint", selectively_checkpointed),
     entry("save_on_cpu", saved_elsewhere),
-    entry(
-        "sparse CSR matrix in a buffer",
-        sparse_matrix,
-        "csr",
-        today=SPARSE,
-    ),
-    entry(
-        "sparse COO matrix in a buffer",
-        sparse_matrix,
-        "coo",
-        today=SPARSE,
-    ),
+    entry("sparse CSR matrix in a buffer", sparse_matrix, "csr", today=SPARSE),
+    entry("sparse COO matrix in a buffer", sparse_matrix, "coo", today=SPARSE),
     entry(
         "sparse matrix of a sample's edges",
         sparse_sample,
@@ -511,23 +501,9 @@ ENTRIES = [
             "Could not run 'aten::view' with arguments from the 'SparseCPU' backend",
         ),
     ),
-    entry(
-        "scripted submodule",
-        scripted,
-        whole=False,
-        today=JITTED,
-    ),
-    entry(
-        "scripted submodule beside others",
-        scripted_in_a_sequence,
-        today=JITTED,
-    ),
-    entry(
-        "scripted model",
-        scripted,
-        whole=True,
-        today=PLAIN,
-    ),
+    entry("scripted submodule", scripted, whole=False, today=JITTED),
+    entry("scripted submodule beside others", scripted_in_a_sequence, today=JITTED),
+    entry("scripted model", scripted, whole=True, today=PLAIN),
     entry("traced submodule", traced, today=JITTED),
     entry(
         "autograd.Function, old style, an activation",
@@ -589,10 +565,7 @@ ENTRIES = [
     entry("associative_scan", scanned),
     entry("model on meta, values given", hidden_in_meta, filled=True),
     entry(
-        "model on meta, no values",
-        hidden_in_meta,
-        filled=False,
-        today=Refused(ON_META),
+        "model on meta, no values", hidden_in_meta, filled=False, today=Refused(ON_META)
     ),
     entry("adaptive average pooling to 1", adaptive_pooling, AVERAGE, 1),
     entry("adaptive average pooling to 3", adaptive_pooling, AVERAGE, 3),

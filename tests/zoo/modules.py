@@ -488,10 +488,7 @@ ENTRIES = [
     ),
     entry("lazy modules", lazy),
     entry("forward hooks", hooked),
-    entry(
-        "forward hook registered at the first call",
-        hooked_at_first,
-    ),
+    entry("forward hook registered at the first call", hooked_at_first),
     entry(
         "forward hook that holds the model",
         closed_over,
@@ -544,10 +541,6 @@ ENTRIES = [
         meta_learning,
         today=Exact("vmap", "expected ops that a function mode sees"),
     ),
-    entry(
-        "MLP, transforms pickled",
-        mlp,
-        through=pickled,
-    ),
+    entry("MLP, transforms pickled", mlp, through=pickled),
     entry("MLP, transforms copied", mlp, through=copy.deepcopy),
 ]

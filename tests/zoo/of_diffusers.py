@@ -5,12 +5,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from tests.zoo.entries import (
-    SIZE,
-    Use,
-    entry,
-    noise,
-)
+from tests.zoo.entries import SIZE, Use, entry, noise
 from tests.zoo.libraries import Library
 
 LIBRARY = "diffusers"
@@ -70,14 +65,7 @@ CODER = dict(
 PATCHES = dict(num_attention_heads=2, attention_head_dim=8, num_layers=2, sample_size=4)
 
 ENTRIES = [
-    entry(
-        "UNet2D",
-        model,
-        "UNet2DModel",
-        noisy(3, 8, 8),
-        (3, 8, 8),
-        **ATTENTION_UNET,
-    ),
+    entry("UNet2D", model, "UNet2DModel", noisy(3, 8, 8), (3, 8, 8), **ATTENTION_UNET),
     entry(
         "UNet2D, gradient checkpointing",
         model,
@@ -127,12 +115,7 @@ ENTRIES = [
         **PATCHES,
     ),
     entry(
-        "autoencoder (KL)",
-        model,
-        "AutoencoderKL",
-        images(3, 8, 8),
-        (3, 8, 8),
-        **CODER,
+        "autoencoder (KL)", model, "AutoencoderKL", images(3, 8, 8), (3, 8, 8), **CODER
     ),
     entry(
         "autoencoder, tiny",

@@ -4,16 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from tests.zoo.entries import (
-    SPLITS,
-    Exact,
-    Net,
-    Use,
-    classes,
-    entry,
-    noise,
-    total,
-)
+from tests.zoo.entries import SPLITS, Exact, Net, Use, classes, entry, noise, total
 from tests.zoo.libraries import Library
 from tests.zoo.of_transformers import (
     GPT2,

@@ -3,13 +3,7 @@
 import functools
 from typing import Any
 
-from tests.zoo.entries import (
-    Exact,
-    Use,
-    classes,
-    entry,
-    noise,
-)
+from tests.zoo.entries import Exact, Use, classes, entry, noise
 from tests.zoo.libraries import Library
 
 LIBRARY = "timm"
@@ -77,12 +71,7 @@ ENTRIES = [
     entry("ConvNeXt", model, "convnext_atto", 32, **STAGES),
     entry("ConvNeXt v2", model, "convnextv2_atto", 32, **STAGES),
     entry(
-        "PoolFormer",
-        of_class,
-        "metaformer.MetaFormer",
-        16,
-        depths=(1, 1),
-        dims=(8, 16),
+        "PoolFormer", of_class, "metaformer.MetaFormer", 16, depths=(1, 1), dims=(8, 16)
     ),
     entry(
         "FocalNet",

@@ -235,13 +235,7 @@ ENTRIES = [
         padded(sentences),
         today=SPLITS,
     ),
-    entry(
-        "DeBERTa v2",
-        model,
-        f"DebertaV2{CLASSIFIER}",
-        DEBERTA,
-        sentences,
-    ),
+    entry("DeBERTa v2", model, f"DebertaV2{CLASSIFIER}", DEBERTA, sentences),
     entry(
         "DeBERTa v2, ragged mask",
         model,
@@ -249,20 +243,8 @@ ENTRIES = [
         DEBERTA,
         padded(sentences),
     ),
-    entry(
-        "DeBERTa",
-        model,
-        f"Deberta{CLASSIFIER}",
-        DEBERTA,
-        padded(sentences),
-    ),
-    entry(
-        "Longformer",
-        model,
-        f"Longformer{CLASSIFIER}",
-        LONGFORMER,
-        sentences,
-    ),
+    entry("DeBERTa", model, f"Deberta{CLASSIFIER}", DEBERTA, padded(sentences)),
+    entry("Longformer", model, f"Longformer{CLASSIFIER}", LONGFORMER, sentences),
     entry(
         "Longformer, ragged mask",
         model,
