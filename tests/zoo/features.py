@@ -21,6 +21,7 @@ from tests.zoo.entries import (
     alone,
     classes,
     entry,
+    loops,
     net,
     noise,
     total,
@@ -468,6 +469,7 @@ JITTED = Refused("expected modules whose tensors can be exchanged")
 SPARSE = Refused("expected dense tensors, got sparse ones")
 PLAIN = Refused("expected a plain torch.nn.Module")
 UNTRACED = Exact("loop", "True != False")
+NO_FLEX = Impossible("FlexAttention does not support backward on CPU")
 ON_META = "expected parameters with values"
 AVERAGE, MAXIMUM = nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d
 checkpoint_again = functools.partial(checkpointed, drop=0.5)
@@ -550,17 +552,12 @@ ENTRIES = [
         conditional,
         today=Exact("loop", "operator doesn't work unless it is captured completely"),
     ),
-    entry(
-        "flex_attention",
-        flexible_attention,
-        learned=False,
-        today=Impossible("FlexAttention does not support backward on CPU"),
-    ),
+    entry("flex_attention", flexible_attention, learned=False, today=NO_FLEX),
     entry(
         "flex_attention with a captured parameter",
         flexible_attention,
         learned=True,
-        today=Impossible("FlexAttention does not support backward on CPU"),
+        today=NO_FLEX,
     ),
     entry("associative_scan", scanned),
     entry("model on meta, values given", hidden_in_meta, filled=True),
@@ -573,13 +570,13 @@ ENTRIES = [
     entry(
         "max pooling and unpooling by indices",
         with_indices,
-        today=Exact(loops=("aten::max_unpool2d",)),
+        today=loops("aten::max_unpool2d"),
     ),
     entry(
         "fractional max pooling",
         fractional_pooling,
         options=SAME,
-        today=Exact(loops=("aten::fractional_max_pool2d",)),
+        today=loops("aten::fractional_max_pool2d"),
     ),
     entry("evaluated batch norm before tokens", normed_and_transposed, twice=True),
     entry(
@@ -595,11 +592,7 @@ ENTRIES = [
         options={"strategy": "loop"},
         today=Exact("loop", 'strategy="loop"'),
     ),
-    entry(
-        "interpolation",
-        resized,
-        today=Exact(loops=("aten::_upsample_nearest_exact2d.vec",)),
-    ),
+    entry("interpolation", resized, today=loops("aten::_upsample_nearest_exact2d.vec")),
     entry("autocast switched off inside", in_mixed_precision),
     entry("subclass of tensors", of_a_subclass),
     entry("functional_call inside the model", called_functionally),
