@@ -101,6 +101,10 @@ class StepReducer:
         check_state(f"{step.name}(...)", state, step.source.kind)
         yield step, ()
 
+    def execution(self, captures: Any) -> Any:
+        """Return how a compiled step runs."""
+        return captures
+
     def reduced(
         self, step: "TrainingStep", compute: Callable[[], Gradients], state: Any
     ) -> Gradients:
@@ -130,15 +134,15 @@ class TrainingStep(Generic[State]):
     execute: Any = run_eager
     reduce: StepReducer = ONE_PROCESS
 
-    @property
-    def reports(self) -> Callable[[], tuple]:
-        """Lists the captures of a compiled step."""
-        return self.execute.reports
+    def reports(self) -> tuple[Any, ...]:
+        """Return a report of every capture; none in eager mode."""
+        return getattr(self.execute, "reports", tuple)()
 
     @property
     def explain(self) -> Callable[..., Any]:
-        """Explains a compiled step."""
-        return self.execute.explain
+        """Explains the captures of a step, which has no report of eager mode."""
+        explanation = self.execute.explanation  # absent in eager mode
+        return lambda *_: explanation(None)
 
     @cached_property
     def of_one_process(self) -> "TrainingStep[State]":
@@ -210,6 +214,7 @@ def _may_write(params: Params, buffers: Buffers) -> bool:
 # Sources of gradients: `(state, batch) -> Gradients`.
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Source:
     """How a step computes gradients.
 
@@ -231,7 +236,8 @@ class Source:
 
     def selected(self, masks: tuple[Tensor, ...], new: tuple, old: Any) -> tuple:
         """Return parameters, buffers and optimizer, the old ones of a skipped step."""
-        return select_tree(*masks, new, tuple(old[:3]))
+        [finite] = masks
+        return select_tree(finite, new, tuple(old[:3]))
 
 
 def mean_gradients(
@@ -250,7 +256,7 @@ def mean_gradients(
     )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class BatchSource(Source):
     """Gradients of the loss of a batch, in a forward and a backward pass.
 
@@ -283,15 +289,12 @@ class BatchSource(Source):
             return mean_gradients(state, scale.unscale(grads), value, new, aux)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class SampleSource(Source):
-    """Means of the gradients of single samples, here and wherever else there are some.
+    """Means of the gradients of single samples, which `transform` sums.
 
-    Attributes:
-        transform: sums them, with the losses as aux.
+    Its aux are the losses.
     """
-
-    transform: Any
 
     def __call__(self, state: TrainState, batch: tuple) -> Gradients:
         """Compute the mean of the gradients of samples."""
@@ -309,15 +312,13 @@ class SampleSource(Source):
         return mean_gradients(state, grads, widened(losses).mean(), state.buffers)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class PrivateSource(Source):
     """Sums of clipped gradients with noise; nothing that depends on data skips a step.
 
-    Attributes:
-        transform: computes the clipped sum.
+    `transform` clips and sums.
     """
 
-    transform: Any
     plan: Plan
     has_aux: bool
 
@@ -363,7 +364,7 @@ class PrivateSource(Source):
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class MemberSource(Source):
     """Gradients of every member's loss."""
 
@@ -560,12 +561,12 @@ def train_step(
             return value, value
 
         weighted = weighted_grad(with_value, randomness="different", has_aux=True)
-        source: Source = SampleSource(weighted)
+        source: Source = SampleSource(transform=weighted)
     else:
         check_loss(function, loss, of_batch=True)
         run = with_policy(policy, loss)
         run = returning_buffers(function, run, has_aux=has_aux)
-        source = BatchSource(run, donate, has_aux)
+        source = BatchSource(loss=run, donate=donate, has_aux=has_aux)
     return TrainingStep(function, source, tx, scale, donate, has_aux)
 
 
@@ -644,7 +645,7 @@ def private_step(
         randomness=randomness,
         has_aux=has_aux,
     )
-    source = PrivateSource(clipped, plan, has_aux)
+    source = PrivateSource(transform=clipped, plan=plan, has_aux=has_aux)
     return TrainingStep(function, source, tx, scale, donate, has_aux)
 
 
@@ -708,5 +709,5 @@ def ensemble_train_step(
         shared=shared,
         has_aux=has_aux,
     )
-    source = MemberSource(gradient, in_dims, donate)
+    source = MemberSource(gradient=gradient, in_dims=in_dims, donate=donate)
     return TrainingStep(function, source, tx, scale, donate, has_aux)
