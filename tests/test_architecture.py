@@ -17,7 +17,10 @@ LAYERS = [
     {"renamed", "typing", "checks", "tree", "batches"}
     | {"conditions", "files", "generators", "ranks", "report"},
     {"functional", "optim"},
-    {"lowering", "precision"},
+    {"factors"},
+    {"ops"},
+    {"loss"},
+    {"precision"},
     {"persample"},
     {"dp", "testing"},
     {"ensemble"},

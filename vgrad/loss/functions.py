@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from vgrad.conditions import Unrepeatable, checks_collected
 from vgrad.generators import RNG_LOCK, drawn_since, random_state, set_random_state
-from vgrad.lowering.grad_flags import UnsupportedOp, among
+from vgrad.loss.grad_flags import UnsupportedOp, among
 from vgrad.torch_private import modes
 from vgrad.torch_private.autograd import graph_nodes
 from vgrad.torch_private.tensors import memory, version_of
