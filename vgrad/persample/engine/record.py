@@ -112,10 +112,11 @@ class Recorder:
             self._repeats = False
 
     def close(self) -> None:
-        """Let go of what a backward pass did not reach."""
+        """Break cycles, and free tensors that no backward pass reached."""
         self._taps.close()
         if self._mode is not None:
             self._mode.close()
+            self._mode = None
 
     def check_result(self, result: Tree) -> None:
         """Refuse results of other samples."""
