@@ -288,16 +288,25 @@ def one_sample(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any
     return mended(func, func(*args, **kwargs))
 
 
-def values(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run a call that reads values, or whose shapes depend on values, if all agree."""
-    if (op := OPS.get(func)) is None:
+def reads(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Hand a value to Python, if all samples or members have the same."""
+    op = OPS.get(func)
+    if op is None or op.read is None:
         return NONE
     assert mode.flags is not None
-    if op.read is not None:
-        value = read_value(func, args, kwargs, mode.flags.level, mode.flags.one)
-        mode.draws.values_read |= value is not NONE
-        return value
-    if op.selected is None or (form := op.selected(mode, *args, **kwargs)) is None:
+    value = read_value(func, args, kwargs, mode.flags.level, mode.flags.one)
+    mode.draws.values_read |= value is not NONE
+    return value
+
+
+def values(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Run a call whose shapes depend on values, if all samples agree; or `reads`."""
+    op = OPS.get(func)
+    if op is None or op.selected is None:
+        return (
+            NONE if op is None or op.read is None else reads(mode, func, args, kwargs)
+        )
+    if (form := op.selected(mode, *args, **kwargs)) is None:
         return NONE
     mode.draws.values_read = True
     with mode:
@@ -383,7 +392,7 @@ def of_members(
             told(modes.op_name(func), name)
         return func(*args, **kwargs) if form is None else form()
 
-    return values, at_once(run)
+    return reads, at_once(run)
 
 
 def run_member(
