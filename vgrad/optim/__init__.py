@@ -51,8 +51,8 @@ Parts of optimizers:
 * `scale`, `scale_by_learning_rate`: times a factor, a number or a schedule
 * `add_decayed_weights`, `trace`: plus the parameters; the decaying sum of gradients
 * `scale_by_adam`, `scale_by_trust_ratio`, `orthogonalize`: the directions of `adam`,
-  and the steps of `lars` and `muon`; that of another optimizer is its update for a rate
-  of one, turned around: `chain(lion(1.0), scale(-1.0))`
+  and the steps of `lars` and `muon`; other directions come from an optimizer with a
+  rate of one: `chain(lion(1.0), scale(-1.0))`
 """
 
 from typing import TYPE_CHECKING
