@@ -279,36 +279,39 @@ def clipped_grad(
         checks.between("clipped_grad", LEAST, MOST, max_norm=rule.total)
         normalize_by = normalize_by * rule.total
     checks.choice("clipped_grad", get_args(Passes), passes=passes)
-    return ClippedGradFn(call, rule, float(normalize_by), passes)
+    return ClippedGradFn(call, ClippedSum(rule, float(normalize_by), passes))
 
 
 class ClippedGradFn(Transform[Result]):
-    """The function of `clipped_grad`, with its sensitivity.
+    """The function of `clipped_grad`, with its sensitivity."""
 
-    Attributes:
-        sensitivity: how far adding or removing one sample can move the sum.
-    """
+    @property
+    def sensitivity(self) -> Sensitivity:
+        """How far adding or removing one sample can move the sum."""
+        quantity: Any = self.quantity
+        return Sensitivity(quantity.rule.total / quantity.normalize_by)
 
-    def __init__(
-        self, options: Call, rule: ClipRule, normalize_by: float, passes: int = 1
-    ) -> None:
-        super().__init__(options, Quantity(self._collect, self._measure, self._joined))
-        self._rule = rule
-        self._normalize_by = normalize_by
-        self._passes = passes
-        self.sensitivity = Sensitivity(rule.total / normalize_by)
 
-    def of_samples(
+@dataclass(frozen=True)
+class ClippedSum(Quantity):
+    """The sum of clipped gradients, divided by a number."""
+
+    rule: ClipRule
+    normalize_by: float
+    passes: int = 1
+
+    def mapped(
         self, function: Callable[[Tensor], Tensor], value: ClippedGrad
     ) -> ClippedGrad:
         """Apply a function to norms and losses."""
         norms, losses = function(value.norms), function(value.losses)
         return value._replace(norms=norms, losses=losses)
 
-    def _collect(self, part: Call) -> ClipCollector:
-        if self._passes == 1:
-            return ClipCollector(part.mask)
-        reducer, weigh = part.reducer, self._weigh(part)
+    def collector(self, call: Call) -> ClipCollector:
+        """Return a collector of norms, and of factors or of sums in a second pass."""
+        if self.passes == 1:
+            return ClipCollector(call.mask)
+        reducer, weigh = call.reducer, self._weigh(call)
 
         def decide(collector: TwoPassCollector) -> Mapping[str, Tensor] | None:
             clip = weigh(collector.norms)
@@ -316,10 +319,10 @@ class ClippedGradFn(Transform[Result]):
             return None if reducer.any_rank(careful) else clip.weights
 
         def fit(collector: TwoPassCollector, weights: Mapping[str, Tensor]) -> bool:
-            with no_autocast(part.device):
+            with no_autocast(call.device):
                 clip = weigh(collector.norms)
                 fits = [clip.direct]
-                for names, bound in self._rule.parts(part.params):
+                for names, bound in self.rule.parts(call.params):
                     weight = weights[names[0]].double()
                     norm = Norm.joint([collector.norms[name] for name in names]).upper
                     fits.append(weight * norm <= bound * (1 + _ROUNDING))
@@ -329,36 +332,36 @@ class ClippedGradFn(Transform[Result]):
             return not reducer.any_rank(differs)
 
         summed = reducer.summed
-        return TwoPassCollector(part.mask, decide=decide, fit=fit, summed=summed)
+        return TwoPassCollector(call.mask, decide=decide, fit=fit, summed=summed)
 
-    def _weigh(self, part: Call) -> Callable[[Mapping[str, Norm]], ClipWeights]:
-        dtype = reductions.norm_dtype(part.params)
-        parts = self._rule.parts(part.params)
-        return partial(self._rule.weigh, parts=parts, dtype=dtype, mask=part.mask)
+    def _weigh(self, call: Call) -> Callable[[Mapping[str, Norm]], ClipWeights]:
+        dtype = reductions.norm_dtype(call.params)
+        parts = self.rule.parts(call.params)
+        return partial(self.rule.weigh, parts=parts, dtype=dtype, mask=call.mask)
 
-    def _measure(self, collector: ClipCollector, part: Call) -> tuple:
+    def partial(self, collector: ClipCollector, call: Call) -> tuple:
         """Return the sums of a chunk, its norms, and which are above a bound."""
-        weigh, sums = self._weigh(part), Sums()
-        with no_autocast(part.device):
+        weigh, sums = self._weigh(call), Sums()
+        with no_autocast(call.device):
             clip = weigh(collector.norms)
             if isinstance(collector, TwoPassCollector) and collector.sums:
                 sums.add(collector.sums)
             elif modes.inside_transform():
                 sums.add(collector.weighted(clip.weights, clip.finite))
             elif not rare(torch.cat([~clip.direct, *collector.uncertain])):
-                settled = part.reducer.settled
+                settled = call.reducer.settled
                 sums.add(collector.weighted(clip.weights, None, settled))
             else:
                 collector.recompute()
                 clip = weigh(collector.norms)
-                for some in self._careful(collector, clip, part):
+                for some in self._careful(collector, clip, call):
                     sums.add(some)
                 for name, value in sums.totals.items():
-                    sums.totals[name] = part.reducer.settled(name, value)
+                    sums.totals[name] = call.reducer.settled(name, value)
         return sums.totals, clip.norms, clip.clipped
 
     def _careful(
-        self, collector: ClipCollector, clip: ClipWeights, part: Call
+        self, collector: ClipCollector, clip: ClipWeights, call: Call
     ) -> Iterator[Params]:
         """Yield the sums of clipped gradients, in parts that are to be added."""
         keep: Tensor | None = None
@@ -367,20 +370,21 @@ class ClippedGradFn(Transform[Result]):
             if collector.mask is not None:
                 keep, hard = keep & collector.mask, hard & collector.mask
             # The norms of the very numbers that are summed, in float64.
-            parts = self._rule.parts(part.params)
+            parts = self.rule.parts(call.params)
             for some in collector.gradients(hard):
-                again = self._rule.weigh(some.norms, parts, torch.float64)
+                again = self.rule.weigh(some.norms, parts, torch.float64)
                 yield some.weighted(again.weights, again.finite)
         yield collector.weighted(clip.weights, keep)
 
-    def _joined(self, parts: Iterator[tuple], run: Evaluation) -> ClippedGrad:
+    def total(self, partials: Iterator[tuple], run: Evaluation) -> ClippedGrad:
+        """Return the sum of the batch, its norms and counts."""
         sums, chunk_norms, above = Sums(), [], []
-        for some, norms, clipped in parts:
+        for some, norms, clipped in partials:
             sums.add(some)
             chunk_norms.append(norms)
             above.append(clipped)
         if not chunk_norms:
-            self._rule.parts(run.params)  # which may not be as the bounds say
+            self.rule.parts(run.params)  # which may not be as the bounds say
         norms = joined(reductions.no_norms(run.params, torch.float64), chunk_norms)
         nonfinite, mask, places = ~norms.isfinite(), run.call.mask, run.places
         if mask is not None:  # in the order of the batch
@@ -388,7 +392,7 @@ class ClippedGradFn(Transform[Result]):
         clipped, nonfinite = run.summed(
             sums, joined(norms > 0, above).sum(), nonfinite.sum()
         )
-        sums.divide(self._normalize_by)
+        sums.divide(self.normalize_by)
         return ClippedGrad(
             grads=sums.rounded(run.params),
             norms=norms.to(run.dtype),
