@@ -302,10 +302,10 @@ def reads(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
 def values(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Run a call whose shapes depend on values, if all samples agree; or `reads`."""
     op = OPS.get(func)
-    if op is None or op.selected is None:
-        return (
-            NONE if op is None or op.read is None else reads(mode, func, args, kwargs)
-        )
+    if op is None:
+        return NONE
+    if op.selected is None:
+        return NONE if op.read is None else reads(mode, func, args, kwargs)
     if (form := op.selected(mode, *args, **kwargs)) is None:
         return NONE
     mode.draws.values_read = True
