@@ -2,77 +2,15 @@
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import vgrad
-from tests.distributed.processes import Processes
+from tests.distributed.nets import Language
+from tests.distributed.processes import Processes, mesh_of
+from tests.losses import Peak
 from vgrad import optim
-from vgrad.distributed import Ranks, shard, sharding
-
-
-class Bytes(TorchDispatchMode):
-    """Counts the memory of tensors that ops have made and somebody holds."""
-
-    def __init__(self):
-        super().__init__()
-        self.peak = self.now = 0
-        self._held = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if any(kind.__name__ in ("Lazy", "DTensor") for kind in types):
-            return NotImplemented  # the ops that such a tensor runs come one by one
-        found = func(*args, **kwargs)
-        for leaf in pytree.tree_leaves(found):
-            if type(leaf) is torch.Tensor and leaf.device.type == "cpu":
-                self.count(leaf)
-        return found
-
-    def count(self, tensor):
-        storage = tensor.untyped_storage()
-        gone = [key for key, (ref, _) in self._held.items() if ref.expired()]
-        for key in gone:
-            del self._held[key]
-        self._held[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
-        self.now = sum(size for _, size in self._held.values())
-        self.peak = max(self.peak, self.now)
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm, self.last = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
-        self.inner = nn.Linear(width, 4 * width)
-        self.outer = nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        y = self.norm(x)
-        x = x + self.attention(y, y, y, need_weights=False)[0]
-        return x + self.outer(F.gelu(self.inner(self.last(x))))
-
-
-class Language(nn.Module):
-    """In the proportions of GPT-2: the table is a third of all parameters."""
-
-    def __init__(self, vocabulary, width, depth, length):
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.places = nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*[Block(width) for _ in range(depth)])
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, tokens):
-        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
-        return self.head(self.norm(self.blocks(x)))
+from vgrad.distributed import data_parallel, shard
 
 
 def next_tokens(logits, tokens):
@@ -80,26 +18,25 @@ def next_tokens(logits, tokens):
 
 
 def _bytes(size, sizes, passes):
-    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
-    ranks = Ranks.of("test", mesh, "dp")
+    mesh, _ = mesh_of(size)
     torch.manual_seed(0)
-    fmodel, params, _ = vgrad.make_functional_with_buffers(Language(*sizes))
+    fmodel, params, _ = vgrad.make_functional_with_buffers(Language(*sizes, heads=4))
     loss = vgrad.sample_loss(fmodel, next_tokens)
     tokens = torch.randint(sizes[0], (1, sizes[-1]))
     clipped = vgrad.clipped_grad(loss, max_norm=1.0, strategy="recorded", passes=passes)
+    clipped = data_parallel(clipped, mesh)
     one = 4 * sum(value.nbytes for value in params.values())  # with sums and moments
     tx = optim.adamw(1e-3)
     params = shard({name: value.detach() for name, value in params.items()}, mesh)
-    with Bytes() as counted, torch.no_grad():
-        for value in params.values():
-            counted.count(value.to_local())
+    with Peak() as counted, torch.no_grad():
+        counted.count([value.to_local() for value in params.values()])
         state = tx.init(params)
         for _ in range(2):
-            grads = sharding.sharded_call(clipped, ranks, params, {}, (tokens, tokens))
+            grads = clipped(params, {}, tokens, tokens)
             params, state = optim.step(tx, grads.grads, state, params, donate=True)
         assert all(isinstance(value, DTensor) for value in params.values())
         counted.count(torch.zeros(()))
-    return counted.now / one, counted.peak / one
+    return counted.now / one, counted.most / one
 
 
 def _check(processes, sizes):
