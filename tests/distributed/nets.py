@@ -20,45 +20,26 @@ class Tagger(nn.Module):
         return self.head(self.lstm(self.embedding(tokens))[0][:, -1])
 
 
-class Block(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.norm, self.last = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
-        self.inner = nn.Linear(width, 4 * width)
-        self.outer = nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        y = self.norm(x)
-        x = x + self.attention(y, y, y, need_weights=False)[0]
-        return x + self.outer(F.gelu(self.inner(self.last(x))))
-
-
 class Language(nn.Module):
-    """A language model whose head is its table of tokens; logits of all positions."""
+    """A language model of one block, whose head is its table of tokens."""
 
-    def __init__(self, vocabulary, width, depth, length, heads):
+    def __init__(self, dropout=0.0):
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.places = nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(depth)])
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.tokens = nn.Embedding(13, 8)
+        self.places = nn.Embedding(6, 8)
+        self.norm = nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.inner, self.outer = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(8, 13, bias=False)
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens):
         x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
-        return self.head(self.norm(self.blocks(x)))
-
-
-class LastWord(Language):
-    """A small one, of which the last position counts."""
-
-    def __init__(self):
-        super().__init__(13, 8, 1, 6, 2)
-
-    def forward(self, tokens):
-        return super().forward(tokens)[:, -1]
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        x = x + self.dropout(self.outer(F.gelu(self.inner(x))))
+        return self.head(x)[:, -1]
 
 
 class LoRA(nn.Module):
@@ -76,9 +57,8 @@ class LoRA(nn.Module):
 
 def lora():
     """Adapt a language model, whose own parameters are constant."""
-    model = LastWord().requires_grad_(False)
-    block = model.blocks[0]
-    block.inner, block.outer = LoRA(block.inner), LoRA(block.outer)
+    model = Language().requires_grad_(False)
+    model.inner, model.outer = LoRA(model.inner), LoRA(model.outer)
     return model
 
 
@@ -97,7 +77,13 @@ def cnn():
     )
 
 
-MODELS = {"mlp": mlp, "cnn": cnn, "lstm": Tagger, "language": LastWord, "lora": lora}
+MODELS = {
+    "mlp": mlp,
+    "cnn": cnn,
+    "lstm": Tagger,
+    "language": Language,
+    "lora": lora,
+}
 
 SIZES = {"mlp": (4,), "cnn": (1, 6, 6)}
 

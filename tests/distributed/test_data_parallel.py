@@ -391,6 +391,27 @@ def raised(call):
         return type(error), str(error)
 
 
+class Breaks(torch.autograd.Function):
+    """Fails in the second backward pass, when a part of the sums has been given."""
+
+    generate_vmap_rule = True
+    runs = itertools.count()
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        if next(Breaks.runs) == 1:
+            raise ArithmeticError("no such luck")
+        return grad
+
+
 def _one_is_wrong(size):
     mesh, rank = mesh_of(size)
     loss, params, buffers, (x, y) = problem("mlp")
@@ -422,6 +443,15 @@ def _one_is_wrong(size):
         for form, entries in (("whole", params), ("shards", shard(params, mesh))):
             found = raised(lambda: wrong(entries, buffers, x, y))  # noqa: B023
             texts[f"{name}, {strategy}, {form}"] = found
+
+    def breaking(p, b, x, y):
+        h = F.linear(x, p["0.weight"], p["0.bias"])
+        h = Breaks.apply(h) if mesh.get_local_rank("dp") == 1 else h
+        return F.cross_entropy(F.linear(h, p["2.weight"], p["2.bias"]), y)
+
+    twice = vgrad.clipped_grad(breaking, max_norm=0.5, strategy="recorded", passes=2)
+    twice = data_parallel(twice, mesh)
+    texts["loss, later"] = raised(lambda: twice(params, buffers, x, y))
     fine = clipped(loss)(params, buffers, x, y)  # they go on together
     return texts, errors(fine.losses[:7], fine.losses[-7:])
 

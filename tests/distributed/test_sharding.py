@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import oracle
-from tests.distributed.nets import Language
 from tests.distributed.processes import Processes, mesh_of
 from tests.losses import Peak
 from vgrad import optim
@@ -225,6 +224,37 @@ def test_optimizers_make_the_steps_of_one_process(ranks, name):
     ranks(4).run(_trained, 4, name)
 
 
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.last = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
+        self.inner = nn.Linear(width, 4 * width)
+        self.outer = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.outer(F.gelu(self.inner(self.last(x))))
+
+
+class Language(nn.Module):
+    """In the proportions of GPT-2: the table is a third of all parameters."""
+
+    def __init__(self, vocabulary, width, depth, length):
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.places = nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*[Block(width) for _ in range(depth)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens):
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
+        return self.head(self.norm(self.blocks(x)))
+
+
 def next_tokens(logits, tokens):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -232,7 +262,7 @@ def next_tokens(logits, tokens):
 def _bytes(size, sizes, passes):
     mesh, _ = mesh_of(size)
     torch.manual_seed(0)
-    fmodel, params, _ = vgrad.make_functional_with_buffers(Language(*sizes, heads=4))
+    fmodel, params, _ = vgrad.make_functional_with_buffers(Language(*sizes))
     loss = vgrad.sample_loss(fmodel, next_tokens)
     tokens = torch.randint(sizes[0], (1, sizes[-1]))
     clipped = vgrad.clipped_grad(loss, max_norm=1.0, strategy="recorded", passes=passes)
