@@ -119,7 +119,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
     ) -> EnsembleExplanation:
         """Return the strategy, the reason for it and the form of each op."""
         call = self._executor.call(params, buffers, batch)
-        return self._executor.explain(self.loss, call)
+        return self._executor.explain(self._run, call)
 
     def _loss_of(self, value: Any) -> Tensor:
         return value[0] if self.has_aux else value
@@ -133,9 +133,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
 
         def total(params: Params) -> tuple[Tensor, tuple[Any, Buffers]]:
             inner = call.with_params(params)
-            pair = executor.run(
-                self._run, inner, strategy, with_buffers=True, draws=draws
-            )
+            pair = executor.run(self._run, inner, strategy, draws=draws)
             return (self._loss_of(pair[0]) * loss_scale).sum(), pair
 
         grads, (values, new), unreached = gradient(total, call.args[0])
@@ -222,7 +220,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         pairs = looped(one, call, self.randomness)
         if draws.keys is not None:
             check_drawn(before, call.tensors())
-        return grads, *call.joined(pairs, stack_results, with_buffers=True)
+        return grads, *call.joined(pairs, stack_results)
 
 
 def returning_buffers(function: str, loss: Any, *, has_aux: bool) -> Callable:
