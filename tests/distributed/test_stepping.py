@@ -14,7 +14,14 @@ from tests.distributed.nets import MODELS, mlp, problem
 from tests.distributed.processes import mesh_of
 from vgrad import distributed, optim
 from vgrad import ranks as collectives
-from vgrad.distributed import RankError, data_parallel, gather, local_batches, shard
+from vgrad.distributed import (
+    RankError,
+    data_parallel,
+    gather,
+    loading,
+    local_batches,
+    shard,
+)
 from vgrad.dp import Plan, collate
 from vgrad.training import TrainState, load, private_step, save, train_step
 
@@ -160,7 +167,7 @@ def _planted(size, fault):
         "noise_before": (collectives.Summing, "give", noise_before),
         "summed_twice": (collectives.Summing, "finished", summed_twice),
         "not_summed": (collectives.Summing, "finished", not_summed),
-        "same_part": (distributed.LocalBatches, "__iter__", same_part),
+        "same_part": (loading.LocalBatches, "__iter__", same_part),
     }
     with pytest.MonkeyPatch.context() as patch:
         if fault:

@@ -21,7 +21,7 @@ from tests.examples import examples
 from tests.losses import assert_gradients
 from tests.persample.test_quantities import clipped_sum
 from vgrad.persample import EXPANDED
-from vgrad.persample.rules import RULES, Rule
+from vgrad.persample.rules import RULES, table
 
 # Torch says that an even kernel may cost a copy of its input, and where it loops.
 pytestmark = [
@@ -427,7 +427,7 @@ def test_every_op_of_these_rooms_has_a_case():
     ops = {
         op
         for op, entry in RULES.items()
-        for body in [entry.factors if isinstance(entry, Rule) else entry.run]
+        for body in [entry.factors if isinstance(entry, table.Rule) else entry.run]
         if body.__module__.endswith((".products", ".convolution"))
         or getattr(op, "__name__", "").startswith("embedding")
         if not (getattr(op, "__module__", None) or "").startswith("vgrad.")

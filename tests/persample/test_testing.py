@@ -15,7 +15,8 @@ from torch.overrides import (
 import vgrad
 from tests import losses, oracle
 from vgrad import explain
-from vgrad.persample.rules import RULES, Dense, Norm, Outer, positions, rule
+from vgrad.persample.factors import Norm
+from vgrad.persample.rules import RULES, Dense, Outer, positions, rule
 from vgrad.testing import check_rule
 
 B = 4
