@@ -44,11 +44,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vgrad import ops
 from vgrad.compiled.guards import Guards, contents, is_plain
 from vgrad.conditions import Unrepeatable
 from vgrad.functional.model import FunctionalModel
 from vgrad.functional.slots import Placeholder
-from vgrad.persample.rules.table import RULES
 from vgrad.torch_private.tensors import GLOBAL_HOOKS, OPS, TensorGuards, registered
 
 
@@ -113,8 +113,9 @@ class Closure:
             self._follow_code(*each)
         self._add(function, "the function")
         self._follow_class(Tensor)
-        for rule in RULES.values():
-            self._add((rule.run, getattr(rule, "factors", None)), "a rule")
+        for op in ops.OPS.values():
+            rule = op.rule and (op.rule.run, op.rule.factors)
+            self._add((op.recorded, rule), "a rule")
         for hooks in GLOBAL_HOOKS:
             self._add(hooks, "a hook of all modules")
         while self._left or (self._modules and self._computes_names):
