@@ -14,6 +14,7 @@ from vgrad.persample.engine import (
     Grouping,
     Groups,
     Mapped,
+    NormCollector,
     Options,
     Quantity,
     Transform,
@@ -22,9 +23,13 @@ from vgrad.persample.engine import (
     joined,
     members,
 )
-from vgrad.persample.factors import Norm, Sums, reductions
-from vgrad.tree import wide
+from vgrad.persample.factors import Sums, reductions
+from vgrad.persample.factors.norms import Joint
+from vgrad.tree import no_autocast, wide
 from vgrad.typing import Buffers, LossFn, Params, Result, Tree
+
+_HELD = 2**28
+"""Bytes of factors that are held until doubtful norms are computed again."""
 
 
 @overload
@@ -148,17 +153,21 @@ def per_sample_norm(
     return Transform(call, Quantity(_collect_norms, measure, join))
 
 
-def _collect_norms(part: Call) -> Mapped:
-    return Mapped(methodcaller("norm"))
+def _collect_norms(part: Call) -> NormCollector:
+    # On the host a value is read at once; elsewhere it is waited for, so only at the end.
+    return NormCollector(0 if part.device.type == "cpu" else _HELD)
 
 
-def _measure_norms(groups: Groups, collector: Mapped, part: Call) -> dict[str, Tensor]:
+def _measure_norms(
+    groups: Groups, collector: NormCollector, part: Call
+) -> dict[str, Tensor]:
     """Join the norms of the parameters in each group."""
+    with no_autocast(part.device):
+        collector.settle()
     dtype = reductions.norm_dtype(part.params)
-    return {
-        group: Norm.joint([collector.values[name] for name in names]).value.to(dtype)
-        for group, names in members(part.function, groups, part.params).items()
-    }
+    grouped = members(part.function, groups, part.params)
+    norms = Joint(collector.norms, grouped.values()).value.to(dtype)
+    return dict(zip(grouped, norms.T.contiguous().unbind(), strict=True))
 
 
 def _joined_norms(

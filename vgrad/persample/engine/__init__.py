@@ -5,14 +5,13 @@ from vgrad.persample.engine.call import Call as Call
 from vgrad.persample.engine.call import Options as Options
 from vgrad.persample.engine.call import Reducer as Reducer
 from vgrad.persample.engine.call import check_options as check_options
-from vgrad.persample.engine.collectors import ClipCollector as ClipCollector
 from vgrad.persample.engine.collectors import Collector as Collector
 from vgrad.persample.engine.collectors import Grouping as Grouping
 from vgrad.persample.engine.collectors import Groups as Groups
 from vgrad.persample.engine.collectors import Mapped as Mapped
 from vgrad.persample.engine.collectors import Moments as Moments
+from vgrad.persample.engine.collectors import NormCollector as NormCollector
 from vgrad.persample.engine.collectors import Projections as Projections
-from vgrad.persample.engine.collectors import TwoPassCollector as TwoPassCollector
 from vgrad.persample.engine.collectors import Weighted as Weighted
 from vgrad.persample.engine.collectors import check_groups as check_groups
 from vgrad.persample.engine.collectors import members as members

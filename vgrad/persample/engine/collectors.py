@@ -5,7 +5,7 @@ parameter, as early as the backward pass allows. Parameters may be grouped by na
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.checks import Patterns
-from vgrad.conditions import defer_checks, rare
+from vgrad.conditions import rare
 from vgrad.persample.engine.proxies import Use
-from vgrad.persample.factors.base import Dense, Factor, Probes, Zero
-from vgrad.persample.factors.reductions import Norm, ordinary, reach, total
-from vgrad.torch_private import modes
+from vgrad.persample.factors.base import Dense, Factor, Norm, Norms, Probes, Zero
+from vgrad.persample.factors.norms import doubts, recomputed, settled
+from vgrad.persample.factors.reductions import ordinary, reach, total
 from vgrad.tree import double
 from vgrad.typing import Params
 
@@ -97,8 +97,8 @@ class Weighted(Collector):
         counts = torch.ones_like(safe) if counts is None else counts
         rows = (safe & counts).nonzero().flatten()
         parts = [factor.take(rows).weighted(weights[rows])]
-        for rows in _slices(~safe & counts, factor.shape):
-            parts.append(_gradients(factor, rows).weighted(weights[rows]))
+        for rows in slices(~safe & counts, factor.shape):
+            parts.append(gradients(factor, rows).weighted(weights[rows]))
         return total(parts)
 
 
@@ -145,116 +145,42 @@ class Moments(Collector):
 
 
 @dataclass
-class ClipCollector(Collector):
-    """Computes norms, and keeps the factors of a sum that is weighted by them.
+class NormCollector(Collector):
+    """Computes the norms of all parameters.
 
-    Norms of which some are uncertain are wrong there until `recompute` is called: the
-    checks of all parameters are read together.
+    Factors of norms that may have to be computed again are held, up to `most` bytes.
     """
 
-    mask: Tensor | None = None
-    factors: dict[str, Factor] = field(default_factory=dict)
-    norms: dict[str, Norm] = field(default_factory=dict)
-    _checks: dict[str, list[Tensor]] = field(default_factory=dict)
-
-    @property
-    def uncertain(self) -> list[Tensor]:
-        """Masks [N] that are False if all norms are right."""
-        return [mask.flatten() for masks in self._checks.values() for mask in masks]
+    most: int
+    norms: dict[str, list[Norm]] = field(default_factory=dict)
+    _held: dict[str, Norms] = field(default_factory=dict)
+    _bytes: int = 0
 
     def take(self, name: str, factor: Factor) -> None:
-        with defer_checks() as self._checks[name]:
-            self.factors[name], self.norms[name] = factor.settled()
+        self._held[name] = factor.settled()[1]
+        self._bytes += factor.bytes
+        if self._bytes > self.most:
+            self.settle()
 
-    def recompute(self) -> None:
-        """Compute uncertain norms again, with care."""
-        for name, masks in self._checks.items():
-            factor, norm = self.factors[name], self.norms[name]
-            masks = [mask.view(factor.size, -1).any(1) for mask in masks]
-            if masks and len(rows := torch.stack(masks).any(0).nonzero().flatten()):
-                again = factor.take(rows).norm()
-                pairs = zip(norm, again, strict=True)
-                self.norms[name] = Norm(*(a.index_copy(0, rows, b) for a, b in pairs))
-
-    def gradients(self, keep: Tensor) -> Iterator["ClipCollector"]:
-        """Form the gradients of some samples in float64, a few samples at a time."""
-        shapes = [factor.shape for factor in self.factors.values()]
-        for rows in _slices(keep, *shapes):
-            some = ClipCollector()
-            for name, factor in self.factors.items():
-                some.take(name, _gradients(factor, rows))
-            yield some
-
-    def weighted(
-        self,
-        weights: Mapping[str, Tensor],
-        keep: Tensor | None,
-        summed: Summed = whole,
-    ) -> Params:
-        """Sum over the samples to keep, with weights [B] for every parameter.
-
-        The others add exactly zero, even if their gradients are not finite.
-        """
-        if keep is not None and modes.inside_transform():
-            return {
-                name: masked(factor, keep).weighted(weights[name])
-                for name, factor in self.factors.items()
-            }
-        rows = None if keep is None else keep.nonzero().flatten()
-        sums = {}
-        for name in list(self.factors):
-            factor, weight = self.factors.pop(name), weights[name]
-            if rows is not None:
-                factor, weight = factor.take(rows), weight[rows]
-            sums[name] = summed(name, factor.weighted(weight))
-        return sums
+    def settle(self) -> None:
+        """Compute doubtful norms again, and hold no factors."""
+        norms = settled(self._held)
+        masks = doubts(norms)
+        if masks and rare(torch.cat(masks)):
+            norms = recomputed(norms)
+        self.norms |= norms
+        self._held, self._bytes = {}, 0
 
 
-@dataclass
-class TwoPassCollector(ClipCollector):
-    """A `ClipCollector` of two backward passes, which keeps nothing in between.
-
-    The first is for the norms, from which `decide` makes the weights of each parameter.
-    The second sums, unless `decide` returns None: then factors are kept after all. It
-    measures the norms of the very factors that it sums, with which the weights must
-    `fit`: a loss that runs again in a backward pass may have other values.
-    """
-
-    decide: Callable[["TwoPassCollector"], Mapping[str, Tensor] | None] | None = None
-    fit: Callable[["TwoPassCollector", Mapping[str, Tensor]], bool] | None = None
-    summed: Summed = whole
-    sums: Params = field(default_factory=dict)
-    _weights: Mapping[str, Tensor] | None = None
-
-    def take(self, name: str, factor: Factor) -> None:
-        super().take(name, factor)
-        if self._weights is not None:
-            form = self.factors.pop(name)
-            self.sums[name] = self.summed(name, form.weighted(self._weights[name]))
-
-    def first_pass(self, name: str, factor: Factor) -> None:
-        self.take(name, factor)
-        del self.factors[name]
-
-    def between_passes(self) -> None:
-        assert self.decide is not None
-        self._weights = self.decide(self)
-
-    def single_pass(self) -> ClipCollector | None:
-        assert self.fit is not None
-        if self._weights is None or self.fit(self, self._weights):
-            return None
-        return ClipCollector(self.mask)
-
-
-def _slices(keep: Tensor, *shapes: torch.Size) -> Sequence[Tensor]:
+def slices(keep: Tensor, *shapes: torch.Size) -> Sequence[Tensor]:
     """Return the numbers of samples to keep, as many as may have gradients at once."""
     numbers = sum(math.prod(shape) for shape in shapes)
     rows = keep.nonzero().flatten()
     return rows.split(max(1, _FORMED // max(1, numbers))) if len(rows) else ()
 
 
-def _gradients(factor: Factor, rows: Tensor) -> Dense:
+def gradients(factor: Factor, rows: Tensor) -> Dense:
+    """Form the gradients of some samples in float64."""
     return Dense(factor.take(rows).double().grad())
 
 

@@ -9,6 +9,7 @@ gradients where that is cheaper. Products of matrices run in
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -16,9 +17,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from vgrad.conditions import check_now, rare
+from vgrad.conditions import checks_collected, rare
 from vgrad.persample.factors import costs, reductions
-from vgrad.persample.factors.reductions import Norm
 from vgrad.torch_private.tensors import memory
 from vgrad.tree import double, wide
 
@@ -33,6 +33,69 @@ class Probes(NamedTuple):
 
     left: Tensor | None
     right: Tensor
+
+
+class Doubt(NamedTuple):
+    """Samples whose norms are to be computed again, from gradients in float64.
+
+    Not so if they are `blank` and the factor has nothing but `zeros` there. A weighted
+    sum loses up to `lost` of a sample, by cancellation. All are [B].
+    """
+
+    where: Tensor
+    blank: Tensor
+    lost: Tensor
+
+
+class Norm(NamedTuple):
+    """Norms of B gradients in float64, and upper bounds that hold despite rounding.
+
+    No number that is multiplied for a weighted sum is larger than all of `reach`. All
+    are [B], and are to be divided by `scale`. Where there are doubts, `factor` has the
+    gradients.
+    """
+
+    value: Tensor
+    upper: Tensor
+    reach: Sequence[Tensor]
+    doubt: Doubt | None = None
+    factor: Any = None
+    scale: Tensor | None = None
+
+    @classmethod
+    def exactly(cls, value: Tensor, *reach: Tensor) -> "Norm":
+        """Make the norms that are right up to a rounding of float32."""
+        return cls(value, value, reach or (value,))
+
+
+class Products(NamedTuple):
+    """Inner products of positions, from which norms of many parameters are taken at once.
+
+    The `squares` [B] of the norms are `<a, b>`, of products a, b [B * G, T, T] with the
+    diagonals `sizes` [2, B, G, T], the squares of the sizes of positions. All are sums of
+    up to `length` products. `zero` are samples with only zeros in one of the factors,
+    where no value may be read.
+    """
+
+    squares: Tensor
+    sizes: Tensor
+    length: int
+    factor: Any
+    zero: Tensor | None
+    scale: Tensor | None = None
+
+    @classmethod
+    def of(cls, a: Tensor, b: Tensor, factor: "Pair", length: int) -> "Products":
+        """Make the products of a factor, sums of up to `length` numbers of each side."""
+        size = factor.size
+        squares = torch.linalg.vecdot(a.reshape(size, -1), b.reshape(size, -1))
+        sizes = torch.stack((a.diagonal(0, 1, 2), b.diagonal(0, 1, 2)))
+        zero = factor.zeros() if checks_collected() else None
+        return cls(squares, sizes.unflatten(1, (size, -1)), length, factor, zero)
+
+
+Norms = Sequence[Norm | Products]
+"""Of parts of a parameter whose squares add up."""
 
 
 class Factor(ABC):
@@ -68,13 +131,9 @@ class Factor(ABC):
         """Operands that a weighted sum multiplies in float32, [B, ...] each."""
         return ()
 
-    def norm(self) -> Norm:
-        """Return the norms of the gradients, [B]."""
-        return Dense(self.grad()).norm()
-
-    def settled(self) -> tuple["Factor", Norm]:
-        """Return the form to keep until the weights are known, and the norms."""
-        return self, self.norm()
+    def settled(self) -> tuple["Factor", Norms]:
+        """Return the form to keep until the weights are known, and its norms."""
+        return Dense(self.grad()).settled()
 
     def gram(self, other: "Factor") -> Tensor:
         """Return all inner products with other samples' gradients, [B, B']."""
@@ -95,19 +154,13 @@ class Positions:
     @cached_property
     def norms(self) -> Tensor:
         """Norms over the positions and numbers of each group, [B, G] in float64."""
-        with check_now():
-            norms = reductions.row_norms(self.tensor.flatten(0, 1))
+        norms = reductions.row_norms(self.tensor.flatten(0, 1))
         return norms.view(self.tensor.shape[:2])
 
     @cached_property
     def products(self) -> Tensor:
         """Inner products between the positions of a sample, [B * G, T, T]."""
         return reductions.self_products(self.tensor.flatten(0, 1))
-
-    @cached_property
-    def zeros(self) -> Tensor:
-        """Whether a sample has nothing but zeros, [B]."""
-        return reductions.zeros(self.tensor)
 
 
 @dataclass(frozen=True)
@@ -135,10 +188,10 @@ class Dense(Factor):
     def grad(self) -> Tensor:
         return self.g
 
-    def norm(self) -> Norm:
-        if self.shared is not None:
-            return Norm.exactly(self.shared.norms[:, 0])
-        return Norm.exactly(reductions.row_norms(self.g))
+    def settled(self) -> tuple["Dense", Norms]:
+        shared = self.shared
+        norms = reductions.row_norms(self.g) if shared is None else shared.norms[:, 0]
+        return self, [Norm.exactly(norms)]
 
     def weighted(self, weights: Tensor) -> Tensor:
         return reductions.weighted_rows(self.g, weights)
@@ -179,8 +232,9 @@ class Zero(Factor):
     def grad(self) -> Tensor:
         return self.like.new_zeros((self.size, *self.shape))
 
-    def norm(self) -> Norm:
-        return Norm.exactly(self.like.new_zeros(self.size, dtype=torch.float64))
+    def settled(self) -> tuple["Zero", Norms]:
+        norms = self.like.new_zeros(self.size, dtype=torch.float64)
+        return self, [Norm.exactly(norms)]
 
     def weighted(self, weights: Tensor) -> Tensor:
         return self.like.new_zeros(self.shape, dtype=wide(self.like.dtype))
@@ -208,11 +262,6 @@ class Pair(Factor):
     shape: torch.Size
 
     @property
-    @abstractmethod
-    def by_gram(self) -> bool:
-        """Whether norms are computed without gradients."""
-
-    @property
     def size(self) -> int:
         return len(self.inputs)
 
@@ -224,11 +273,9 @@ class Pair(Factor):
     def sides(self) -> tuple[Tensor, Tensor]:
         return self.inputs, self.outputs
 
-    def settled(self) -> tuple[Factor, Norm]:
-        """Keep the gradients where the norms need them."""
-        if self.by_gram:
-            return self, self.norm()
-        return Dense(self.grad()).settled()
+    def zeros(self) -> Tensor:
+        """Mark samples with nothing but zeros in one of the tensors, [B]."""
+        return reductions.zeros(self.inputs) | reductions.zeros(self.outputs)
 
     def take(self, rows: Tensor) -> Self:
         return self._of(self.inputs[rows], self.outputs[rows])
@@ -262,6 +309,7 @@ class Outer(Pair):
 
     @property
     def by_gram(self) -> bool:
+        """Whether norms are computed without gradients."""
         _, _, positions, i = self.inputs.shape
         return positions == 1 or costs.outer_by_gram(
             positions, i, self.outputs.shape[3]
@@ -276,22 +324,21 @@ class Outer(Pair):
             found = torch.matmul(b.transpose(2, 3), a)
         return found.to(self.inputs.dtype).reshape(self.size, *self.shape)
 
-    def norm(self) -> Norm:
-        """Norms without gradients where they are cheaper so."""
+    def settled(self) -> tuple[Factor, Norms]:
+        """Take norms without gradients where they are cheaper so."""
         outputs = self.shared or Positions(self.outputs)
         if self.inputs.shape[2] == 1:
             a, b = Positions(self.inputs).norms, outputs.norms
-            return Norm.exactly(reductions.together(a * b), (a + b).sum(1))
-        if self.by_gram:
-            return reductions.gram_norm(
-                reductions.self_products(self.inputs.flatten(0, 1)),
-                outputs.products,
-                self.size,
-                max(self.inputs.shape[3], self.outputs.shape[3]),
-                lambda rows: self.take(rows).double().grad(),
-                lambda: reductions.zeros(self.inputs) | outputs.zeros,
-            )
-        return super().norm()
+            if a.shape[1] == 1:
+                a, b = a[:, 0], b[:, 0]
+                return self, [Norm.exactly(a * b, a, b)]
+            norms = reductions.together(a * b)
+            return self, [Norm.exactly(norms, a.amax(1), b.amax(1))]
+        if not self.by_gram:
+            return super().settled()
+        a, b = reductions.self_products(self.inputs.flatten(0, 1)), outputs.products
+        length = max(self.inputs.shape[3], self.outputs.shape[3])
+        return self, [Products.of(a, b, self, length)]
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Scale the smaller factor, then one product over samples and positions."""
@@ -394,13 +441,10 @@ class Scaled(Compound):
         grad = self.factor.grad()
         return grad.to(wide(grad.dtype)) / self.scale
 
-    def norm(self) -> Norm:
-        return self._unscaled(self.factor.norm())
-
-    def settled(self) -> tuple[Factor, Norm]:
-        """Settle on a form of the scaled gradients."""
-        factor, norm = self.factor.settled()
-        return self._of(factor), self._unscaled(norm)
+    def settled(self) -> tuple[Factor, Norms]:
+        """Settle on a form of the scaled gradients, whose norms remember the scale."""
+        factor, norms = self.factor.settled()
+        return self._of(factor), [norm._replace(scale=self.scale) for norm in norms]
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Sum the scaled gradients, and divide: the sum may be wider than weights."""
@@ -418,11 +462,6 @@ class Scaled(Compound):
 
     def _of(self, *parts: Any) -> Factor:
         return Scaled(parts[0], self.scale)
-
-    def _unscaled(self, norm: Norm) -> Norm:
-        # One over the scale is multiplied as well, by the sum and by its error.
-        reach = torch.maximum(norm.reach, norm.reach.clamp(min=1) / self.scale)
-        return Norm(norm.value / self.scale, norm.upper / self.scale, reach)
 
 
 def owned(factor: Factor, but: Tensor | None = None) -> Factor:

@@ -16,9 +16,18 @@ import torch
 from torch import Tensor
 
 from vgrad.conditions import static_values
-from vgrad.persample.factors import reductions
-from vgrad.persample.factors.base import Compound, Dense, Factor, Outer, Probes, Zero
-from vgrad.persample.factors.reductions import Norm
+from vgrad.persample.factors.base import (
+    Compound,
+    Dense,
+    Doubt,
+    Factor,
+    Norm,
+    Norms,
+    Outer,
+    Probes,
+    Zero,
+)
+from vgrad.persample.factors.norms import in_doubt, settled
 from vgrad.persample.factors.rows import Rows
 from vgrad.torch_private.tensors import viewed
 from vgrad.tree import wide
@@ -84,30 +93,41 @@ class Tied(Compound):
         """Add the gradients of both."""
         return self.outer.grad() + self.rows.grad()
 
-    def norm(self) -> Norm:
-        """Norms with the cross term, `sum_ts outer_out_s[index_t] <row_t, in_s>`."""
+    def settled(self) -> tuple[Factor, Norms]:
+        """Add the cross term, `sum_ts outer_out_s[index_t] <row_t, in_s>`, to squares.
+
+        Gradients are kept where the norms of the product need them.
+        """
         if not self.outer.by_gram:
-            return Dense(self.grad()).norm()
-        outer, rows = self.outer.norm(), self.rows.norm()
+            return Dense(self.grad()).settled()
+        parts = {"outer": self.outer.settled()[1], "rows": self.rows.settled()[1]}
+        (outer,), (rows,) = settled(parts).values()
         a, b = self.outer.inputs[:, 0].double(), self.outer.outputs[:, 0]
         index = self.rows.index[:, None, :].expand(-1, b.shape[1], -1)
         cross = torch.linalg.vecdot(
             b.gather(2, index).double().flatten(1),
             torch.bmm(a, self.rows.outputs.double().mT).flatten(1),
         )
-        return reductions.summed_norm(
-            outer,
-            rows,
-            cross,
-            wide(self.outer.inputs.dtype),
-            lambda which: self.take(which).double().grad(),
-        )
+        largest = (outer.upper + rows.upper).square()
+        squares = outer.value.square() + 2 * cross + rows.value.square()
+        uppers = outer.upper.square() + 2 * cross + rows.upper.square()
+        uppers = uppers + 4 * torch.finfo(torch.float64).eps * largest
+        norms, uppers = (each.clamp(min=0).sqrt() for each in (squares, uppers))
+        eps = torch.finfo(wide(self.outer.inputs.dtype)).eps
+        lost = outer.upper - outer.value + rows.upper - rows.value
+        lost = lost + eps * largest.sqrt()
+        # Nothing is less than what both norms are sure of.
+        doubtful = in_doubt(squares, largest) & (largest != 0)
+        blank = torch.zeros_like(doubtful)
+        if outer.doubt is not None:
+            blank = outer.doubt.blank & ~doubtful
+            doubtful = doubtful | outer.doubt.where
+        doubt, reach = Doubt(doubtful, blank, lost), (*outer.reach, *rows.reach)
+        return self, [Norm(norms, uppers, reach, doubt, self)]
 
-    def settled(self) -> tuple[Factor, Norm]:
-        """Keep the gradients where the norms need them."""
-        if self.outer.by_gram:
-            return self, self.norm()
-        return Dense(self.grad()).settled()
+    def zeros(self) -> Tensor:
+        """Mark samples with nothing but zeros in one of the tensors of the product."""
+        return self.outer.zeros()
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Add the rows to the other sum, which is as large as the table."""
@@ -137,14 +157,10 @@ class Moved(Compound):
         """Move each part's gradients to where they belong."""
         return self._moved([part.grad() for part in self.parts])
 
-    def norm(self) -> Norm:
-        """Joint norms of the parts."""
-        return Norm.joint([part.norm() for part in self.parts])
-
-    def settled(self) -> tuple[Factor, Norm]:
+    def settled(self) -> tuple[Factor, Norms]:
         """Keep each part in its own best form."""
         parts, norms = zip(*(part.settled() for part in self.parts), strict=True)
-        return self._of(*parts), Norm.joint(norms)
+        return self._of(*parts), list(itertools.chain(*norms))
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Move each part's sum to where it belongs."""
