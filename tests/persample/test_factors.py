@@ -42,7 +42,7 @@ def joint(factor):
     collector = NormCollector(most=0)
     collector.take("", factor)
     collector.settle()
-    return norms.Joint(collector.norms, [[""]])
+    return norms.joint(collector.norms, [[""]])
 
 
 def check_factor(make, reference):

@@ -27,7 +27,7 @@ from vgrad.persample.engine import (
 )
 from vgrad.persample.engine.collectors import Summed, gradients, masked, slices, whole
 from vgrad.persample.factors import Factor, Norm, Sums, reductions
-from vgrad.persample.factors.norms import Joint, doubts, recomputed, settled
+from vgrad.persample.factors.norms import doubts, joint, recomputed, settled
 from vgrad.persample.factors.reductions import ordinary, rounded_down, together
 from vgrad.torch_private import modes
 from vgrad.tree import double, no_autocast
@@ -141,28 +141,22 @@ class _Weigher:
         return cls(rule, parts, bound, dtype, call.mask)
 
     def __call__(self, norms: Mapping[str, list[Norm]]) -> ClipWeights:
-        joint = Joint(norms, self.parts)
-        finite = (joint.upper < math.inf).all(1)
+        value, reach, upper = joint(norms, self.parts)
+        finite = (upper < math.inf).all(1)
         # Samples that are not finite need some number.
-        factors = self.rule.factors(joint.upper.nan_to_num(1.0, 1.0), self.bound)
-        clipped = finite & (joint.value > self.bound).any(1)
+        factors = self.rule.factors(upper.nan_to_num(1.0, 1.0), self.bound)
+        clipped = finite & (value > self.bound).any(1)
         if self.mask is not None:
             factors = torch.where(self.mask[:, None], factors, 0.0)
             clipped &= self.mask
         # A product with a number on the edge of zero must not count either.
-        safe = ordinary(joint.reach, factors) & (joint.reach <= self.bound * _FAR)
+        safe = ordinary(reach, factors) & (reach <= self.bound * _FAR)
         # Rounded down, so that no product is above the bound.
         rounded = rounded_down(factors, self.dtype)
         columns = zip(self.parts, rounded.T.contiguous().unbind(), strict=True)
-        return ClipWeights(
-            joint.value[:, 0] if len(self.parts) == 1 else together(joint.value),
-            joint.upper,
-            rounded,
-            {name: column for names, column in columns for name in names},
-            finite,
-            clipped,
-            finite & safe.all(1),
-        )
+        weights = {name: column for names, column in columns for name in names}
+        norm, direct = together(value), finite & safe.all(1)
+        return ClipWeights(norm, upper, rounded, weights, finite, clipped, direct)
 
 
 @dataclass
@@ -183,14 +177,14 @@ class _ClipCollector(Collector):
 
     def careful(self, *direct: Tensor) -> bool:
         """Return whether a sample is not `direct`, or has a doubtful norm."""
-        return rare(torch.cat([*(~each for each in direct), *doubts(self.norms)]))
+        return rare(torch.cat([*map(torch.logical_not, direct), *doubts(self.norms)]))
 
     def summed(
         self, clip: ClipWeights, keep: Tensor | None, settle: Summed = whole
     ) -> Params:
-        """Sum over the samples to keep; the others add exactly zero, even if not finite.
+        """Sum samples, and drop each factor after its sum.
 
-        Drops each factor after its sum.
+        Samples not to keep add exactly zero, even if their gradients are not finite.
         """
         rows = None
         if keep is not None and not modes.inside_transform():

@@ -24,7 +24,7 @@ from vgrad.persample.engine import (
     members,
 )
 from vgrad.persample.factors import Sums, reductions
-from vgrad.persample.factors.norms import Joint
+from vgrad.persample.factors.norms import joint
 from vgrad.tree import no_autocast, wide
 from vgrad.typing import Buffers, LossFn, Params, Result, Tree
 
@@ -154,7 +154,7 @@ def per_sample_norm(
 
 
 def _collect_norms(part: Call) -> NormCollector:
-    # On the host a value is read at once; elsewhere it is waited for, so only at the end.
+    # Reading a value takes no time on the host; elsewhere, it is done once.
     return NormCollector(0 if part.device.type == "cpu" else _HELD)
 
 
@@ -166,7 +166,7 @@ def _measure_norms(
         collector.settle()
     dtype = reductions.norm_dtype(part.params)
     grouped = members(part.function, groups, part.params)
-    norms = Joint(collector.norms, grouped.values()).value.to(dtype)
+    norms = joint(collector.norms, grouped.values()).value.to(dtype)
     return dict(zip(grouped, norms.T.contiguous().unbind(), strict=True))
 
 

@@ -48,33 +48,27 @@ class Doubt(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """Norms of B gradients in float64, and upper bounds that hold despite rounding.
+    """Norms of B gradients in float64, [B], all to be divided by `scale`.
 
-    No number that is multiplied for a weighted sum is larger than all of `reach`. All
-    are [B], and are to be divided by `scale`. Where there are doubts, `factor` has the
-    gradients.
+    No number that is multiplied for a weighted sum is larger than all of `reach`, and
+    no norm larger than `upper`, despite rounding. Where there are doubts, `factor` has
+    the gradients.
     """
 
     value: Tensor
-    upper: Tensor
     reach: Sequence[Tensor]
+    upper: Tensor
     doubt: Doubt | None = None
     factor: Any = None
     scale: Tensor | None = None
 
-    @classmethod
-    def exactly(cls, value: Tensor, *reach: Tensor) -> "Norm":
-        """Make the norms that are right up to a rounding of float32."""
-        return cls(value, value, reach or (value,))
-
 
 class Products(NamedTuple):
-    """Inner products of positions, from which norms of many parameters are taken at once.
+    """Products a, b [B * G, T, T] of positions, from which norms are taken.
 
-    The `squares` [B] of the norms are `<a, b>`, of products a, b [B * G, T, T] with the
-    diagonals `sizes` [2, B, G, T], the squares of the sizes of positions. All are sums of
-    up to `length` products. `zero` are samples with only zeros in one of the factors,
-    where no value may be read.
+    Their squares are `<a, b>`, [B]; the diagonals are the squares of the sizes of
+    positions, [2, B, G, T]. All are sums of up to `length` products. `zero` are samples
+    with only zeros on one side, if no value may be read.
     """
 
     squares: Tensor
@@ -86,7 +80,7 @@ class Products(NamedTuple):
 
     @classmethod
     def of(cls, a: Tensor, b: Tensor, factor: "Pair", length: int) -> "Products":
-        """Make the products of a factor, sums of up to `length` numbers of each side."""
+        """Take from products what is needed for norms."""
         size = factor.size
         squares = torch.linalg.vecdot(a.reshape(size, -1), b.reshape(size, -1))
         sizes = torch.stack((a.diagonal(0, 1, 2), b.diagonal(0, 1, 2)))
@@ -191,7 +185,7 @@ class Dense(Factor):
     def settled(self) -> tuple["Dense", Norms]:
         shared = self.shared
         norms = reductions.row_norms(self.g) if shared is None else shared.norms[:, 0]
-        return self, [Norm.exactly(norms)]
+        return self, [Norm(norms, (norms,), norms)]
 
     def weighted(self, weights: Tensor) -> Tensor:
         return reductions.weighted_rows(self.g, weights)
@@ -234,7 +228,7 @@ class Zero(Factor):
 
     def settled(self) -> tuple["Zero", Norms]:
         norms = self.like.new_zeros(self.size, dtype=torch.float64)
-        return self, [Norm.exactly(norms)]
+        return self, [Norm(norms, (norms,), norms)]
 
     def weighted(self, weights: Tensor) -> Tensor:
         return self.like.new_zeros(self.shape, dtype=wide(self.like.dtype))
@@ -329,11 +323,9 @@ class Outer(Pair):
         outputs = self.shared or Positions(self.outputs)
         if self.inputs.shape[2] == 1:
             a, b = Positions(self.inputs).norms, outputs.norms
-            if a.shape[1] == 1:
-                a, b = a[:, 0], b[:, 0]
-                return self, [Norm.exactly(a * b, a, b)]
             norms = reductions.together(a * b)
-            return self, [Norm.exactly(norms, a.amax(1), b.amax(1))]
+            reach = (a, b) if a.shape[1] == 1 else (a.amax(1), b.amax(1))
+            return self, [Norm(norms, [each.view(-1) for each in reach], norms)]
         if not self.by_gram:
             return super().settled()
         a, b = reductions.self_products(self.inputs.flatten(0, 1)), outputs.products

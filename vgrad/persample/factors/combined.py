@@ -37,7 +37,8 @@ Replay = Callable[[Tensor], Tensor]
 
 def merged(factors: Sequence[Factor]) -> Factor:
     """Return one factor for the sum of several of one parameter."""
-    factors = [factor for factor in factors if not isinstance(factor, Zero)] or factors
+    if len(factors) > 1:
+        factors = [each for each in factors if not isinstance(each, Zero)] or factors
     if len(factors) == 1 or isinstance(factors[0], Zero):
         return factors[0]
     outers = _joined_outers([each for each in factors if isinstance(each, Outer)])
@@ -123,7 +124,7 @@ class Tied(Compound):
             blank = outer.doubt.blank & ~doubtful
             doubtful = doubtful | outer.doubt.where
         doubt, reach = Doubt(doubtful, blank, lost), (*outer.reach, *rows.reach)
-        return self, [Norm(norms, uppers, reach, doubt, self)]
+        return self, [Norm(norms, reach, uppers, doubt, self)]
 
     def zeros(self) -> Tensor:
         """Mark samples with nothing but zeros in one of the tensors of the product."""

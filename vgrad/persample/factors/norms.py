@@ -1,12 +1,13 @@
 """Norms of all parameters at once: range, cancellation and rounding, decided once.
 
-B samples, P groups of parameters with joint norms. Factors leave raw numbers, [B] each.
-They are stacked here, and a single mask says which samples are to be computed again.
+B samples, G groups of a matrix product, T positions. Factors leave raw numbers, which
+are stacked here; one mask then says which samples are to be computed again.
 """
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,11 +28,8 @@ def settled(norms: Mapping[str, Norms]) -> dict[str, list[Norm]]:
     for each in itertools.chain(*norms.values()):
         if isinstance(each, Products):
             alike.setdefault((each.sizes.shape, each.sizes.dtype), []).append(each)
-    taken = {
-        id(products): norm
-        for some in alike.values()
-        for products, norm in zip(some, _from_products(some), strict=True)
-    }
+    pairs = [zip(some, _from_products(some), strict=True) for some in alike.values()]
+    taken = {id(products): norm for products, norm in itertools.chain(*pairs)}
     return {
         name: [each if isinstance(each, Norm) else taken[id(each)] for each in parts]
         for name, parts in norms.items()
@@ -39,37 +37,27 @@ def settled(norms: Mapping[str, Norms]) -> dict[str, list[Norm]]:
 
 
 def _from_products(products: Sequence[Products]) -> Iterator[Norm]:
-    """Take roots of squares, whose rounding is large where their terms cancel."""
     squares = torch.stack([each.squares for each in products]).double()
     sizes = torch.stack([each.sizes for each in products]).double()
     a, b = sizes.unbind(1)  # [K, B, G, T]
     largest = (a * b).sqrt_().sum(3).square_().sum(2)
-    number = torch.finfo(products[0].sizes.dtype)
-    positions = max(1, a.shape[3])
+    number, positions = torch.finfo(products[0].sizes.dtype), max(1, a.shape[3])
     # Twice the worst that was measured, over kinds of inputs of all sizes and dtypes;
     # where positions are equal, so are their errors, and do not average out.
     slack = number.eps * max(4.0, 20 / positions) * largest
-    sizes = (a + b).sum((2, 3))
     # A square that may include products on the edge of zero is not used:
     # where denormal numbers are flushed, all of a sum may be gone.
-    length = max(each.length for each in products)
+    sizes, length = (a + b).sum((2, 3)), max(each.length for each in products)
     edge = number.tiny * length * positions * sizes
     squares = torch.where(edge < number.eps * squares, squares, 0.0)
     doubtful, blank = in_doubt(squares, largest), largest == 0
     if zeros := [each.zero for each in products if each.zero is not None]:
         doubtful &= ~(blank & torch.stack(zeros))
-    columns = (
-        squares.sqrt(),
-        (squares + slack).sqrt(),
-        sizes.sqrt(),
-        doubtful,
-        blank,
-        number.eps * largest.sqrt(),
-    )
-    rows = zip(products, *(column.unbind() for column in columns), strict=True)
-    for each, value, upper, reach, doubtful, blank, lost in rows:
-        doubt = Doubt(doubtful, blank, lost)
-        yield Norm(value, upper, (reach,), doubt, each.factor, each.scale)
+    uppers, lost = (squares + slack).sqrt(), number.eps * largest.sqrt()
+    columns = squares.sqrt(), sizes.sqrt(), uppers, doubtful, blank, lost
+    for each, *column in zip(products, *map(torch.unbind, columns), strict=True):
+        value, reach, upper, *doubt = column
+        yield Norm(value, (reach,), upper, Doubt(*doubt), each.factor, each.scale)
 
 
 def in_doubt(squares: Tensor, largest: Tensor) -> Tensor:
@@ -88,12 +76,11 @@ def doubts(norms: Mapping[str, Sequence[Norm]]) -> list[Tensor]:
 
 
 def recomputed(norms: Mapping[str, Sequence[Norm]]) -> dict[str, list[Norm]]:
-    """Compute doubtful norms again."""
+    """Compute doubtful norms from gradients in float64, which no size leaves."""
     return {name: list(map(_recomputed, parts)) for name, parts in norms.items()}
 
 
 def _recomputed(norm: Norm) -> Norm:
-    """Compute doubtful norms from gradients in float64, where nothing is out of range."""
     if norm.doubt is None:
         return norm
     (where, blank, lost), factor = norm.doubt, norm.factor
@@ -110,57 +97,38 @@ def _recomputed(norm: Norm) -> Norm:
     return norm._replace(value=value, upper=upper, doubt=None)
 
 
-class Joint:
-    """Joint norms of P groups of parameters, [B, P] each, made where they are used."""
+class Joint(NamedTuple):
+    """Joint norms of P groups of parameters, with the fields of `Norm`, [B, P] each."""
 
-    def __init__(
-        self, norms: Mapping[str, Sequence[Norm]], groups: Iterable[Sequence[str]]
-    ) -> None:
-        self.groups = [[n for name in names for n in norms[name]] for names in groups]
-        self.scale = self.groups[0][0].scale  # all factors of a call have the same
+    value: Tensor
+    reach: Tensor
+    upper: Tensor
 
-    @cached_property
-    def value(self) -> Tensor:
-        """The norms."""
-        return self._scaled(
-            _together([[n.value for n in each] for each in self.groups])
-        )
 
-    @cached_property
-    def upper(self) -> Tensor:
-        """Upper bounds of the norms, which hold despite rounding."""
-        if all(norm.upper is norm.value for each in self.groups for norm in each):
-            return self.value
-        return self._scaled(
-            _together([[n.upper for n in each] for each in self.groups])
-        )
-
-    @cached_property
-    def reach(self) -> Tensor:
-        """Bounds of all numbers that are multiplied for a weighted sum."""
-        sizes = [[size for norm in each for size in norm.reach] for each in self.groups]
-        reach = _stacked(sizes).amax(2)
-        if self.scale is None:
-            return reach
+def joint(
+    norms: Mapping[str, Sequence[Norm]], groups: Iterable[Sequence[str]]
+) -> Joint:
+    """Return the joint norms of the parameters in each group."""
+    values, reaches, uppers, scale = [], [], [], None
+    for names in groups:
+        parts = [norm for name in names for norm in norms[name]]
+        values.append([norm.value for norm in parts])
+        uppers.append([norm.upper for norm in parts])
+        reaches.append([size for norm in parts for size in norm.reach])
+        scale = parts[0].scale  # all factors of a call have the same
+    value, reach = together(_stacked(values)), _stacked(reaches).amax(2)
+    exact = all(map(operator.is_, itertools.chain(*values), itertools.chain(*uppers)))
+    upper = value if exact else together(_stacked(uppers))
+    if scale is not None:
         # One over the scale is multiplied as well, by the sum and by its error.
-        return torch.maximum(reach, reach.clamp(min=1) / self.scale)
-
-    def _scaled(self, norms: Tensor) -> Tensor:
-        return norms if self.scale is None else norms / self.scale
-
-
-def _together(groups: Sequence[Sequence[Tensor]]) -> Tensor:
-    norms = _stacked(groups)
-    return norms[..., 0] if norms.shape[2] == 1 else together(norms)
+        reach = torch.maximum(reach, reach.clamp(min=1) / scale)
+        value, upper = value / scale, upper / scale
+    return Joint(value, reach, upper)
 
 
 def _stacked(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     """Stack vectors [B] of P groups, to which zeros are added, to [B, P, most]."""
-    most = max(map(len, groups))
-    if all(len(each) == most for each in groups):
-        columns = [column for each in groups for column in each]
-    else:
-        zero = torch.zeros_like(groups[0][0])
-        filled = [[*each, *[zero] * (most - len(each))] for each in groups]
-        columns = [column for each in filled for column in each]
-    return torch.stack(columns, 1).unflatten(1, (len(groups), most))
+    even = len(set(map(len, groups))) == 1
+    zero = None if even else torch.zeros_like(groups[0][0])
+    filled = zip(*itertools.zip_longest(*groups, fillvalue=zero), strict=True)
+    return torch.stack([*itertools.chain(*filled)], 1).unflatten(1, (len(groups), -1))

@@ -52,6 +52,8 @@ def together(numbers: Tensor) -> Tensor:
     numbers = double(numbers)
     if numbers.shape[-1] == 0:
         return numbers.sum(-1)
+    if numbers.shape[-1] == 1:
+        return numbers.abs()[..., 0]
     tiny = torch.finfo(torch.float64).tiny
     scale = numbers.detach().abs().amax(-1).clamp(min=tiny)
     squares = (numbers / scale[..., None]).square().sum(-1)

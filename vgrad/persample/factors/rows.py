@@ -56,7 +56,7 @@ class Rows(Factor):
         else:
             norms = self._norms_by_sorting()
         eps = torch.finfo(wide(self.outputs.dtype)).eps
-        return self, [Norm(norms, norms * (1 + eps), (norms,))]
+        return self, [Norm(norms, (norms,), norms * (1 + eps))]
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Scale the rows, and add them up in a table by their index."""
