@@ -166,8 +166,9 @@ def _measure_norms(
         collector.settle()
     dtype = reductions.norm_dtype(part.params)
     grouped = members(part.function, groups, part.params)
-    norms = joint(collector.norms, grouped.values()).value.to(dtype)
-    return dict(zip(grouped, norms.T.contiguous().unbind(), strict=True))
+    norms = joint(collector.norms, grouped.values()).value.unbind(1)
+    own = [each.to(dtype, copy=True) for each in norms]
+    return dict(zip(grouped, own, strict=True))
 
 
 def _joined_norms(

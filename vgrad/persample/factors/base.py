@@ -35,30 +35,19 @@ class Probes(NamedTuple):
     right: Tensor
 
 
-class Doubt(NamedTuple):
-    """Samples whose norms are to be computed again, from gradients in float64.
-
-    Not so if they are `blank` and the factor has nothing but `zeros` there. A weighted
-    sum loses up to `lost` of a sample, by cancellation. All are [B].
-    """
-
-    where: Tensor
-    blank: Tensor
-    lost: Tensor
-
-
 class Norm(NamedTuple):
     """Norms of B gradients in float64, [B], all to be divided by `scale`.
 
     No number that is multiplied for a weighted sum is larger than all of `reach`, and
-    no norm larger than `upper`, despite rounding. Where there are doubts, `factor` has
-    the gradients.
+    no norm larger than `upper`, despite rounding. `doubtful` norms are to be computed
+    again, from gradients that `factor` forms; a weighted sum loses up to `lost` of them.
     """
 
     value: Tensor
     reach: Sequence[Tensor]
     upper: Tensor
-    doubt: Doubt | None = None
+    doubtful: Tensor | None = None
+    lost: Tensor | None = None
     factor: Any = None
     scale: Tensor | None = None
 
@@ -66,9 +55,9 @@ class Norm(NamedTuple):
 class Products(NamedTuple):
     """Products a, b [B * G, T, T] of positions, from which norms are taken.
 
-    Their squares are `<a, b>`, [B]; the diagonals are the squares of the sizes of
-    positions, [2, B, G, T]. All are sums of up to `length` products. `zero` are samples
-    with only zeros on one side, if no value may be read.
+    The squares of the norms are `<a, b>`, [B]; the diagonals, [2, B, G, T], are squares
+    of the sizes of positions. All are sums of up to `length` products. `zero` are
+    samples with only zeros on one side, if no value may be read.
     """
 
     squares: Tensor
@@ -80,7 +69,6 @@ class Products(NamedTuple):
 
     @classmethod
     def of(cls, a: Tensor, b: Tensor, factor: "Pair", length: int) -> "Products":
-        """Take from products what is needed for norms."""
         size = factor.size
         squares = torch.linalg.vecdot(a.reshape(size, -1), b.reshape(size, -1))
         sizes = torch.stack((a.diagonal(0, 1, 2), b.diagonal(0, 1, 2)))
@@ -304,13 +292,13 @@ class Outer(Pair):
     @property
     def by_gram(self) -> bool:
         """Whether norms are computed without gradients."""
-        _, _, positions, i = self.inputs.shape
-        return positions == 1 or costs.outer_by_gram(
-            positions, i, self.outputs.shape[3]
+        positions, sizes = (
+            self.inputs.shape[2],
+            (self.inputs.shape[3], self.outputs.shape[3]),
         )
+        return positions == 1 or costs.outer_by_gram(positions, *sizes)
 
     def grad(self) -> Tensor:
-        """Multiply the factors."""
         a, b = reductions.products(self.inputs, self.outputs)
         if a.shape[2] == 1:
             found = b.transpose(2, 3) * a
@@ -319,7 +307,6 @@ class Outer(Pair):
         return found.to(self.inputs.dtype).reshape(self.size, *self.shape)
 
     def settled(self) -> tuple[Factor, Norms]:
-        """Take norms without gradients where they are cheaper so."""
         outputs = self.shared or Positions(self.outputs)
         if self.inputs.shape[2] == 1:
             a, b = Positions(self.inputs).norms, outputs.norms
@@ -348,12 +335,10 @@ class Outer(Pair):
             return super().gram(other)
         if not costs.cross_by_gram(self.inputs.shape, self.outputs.shape, other.size):
             return super().gram(other)
-        wide = self.inputs.dtype in (torch.float64, torch.complex128)
-        far = [
-            reductions.reach(each.sides) > _APART for each in (self, other) if not wide
-        ]
-        if far and rare(torch.cat(far)):
-            return self.double().gram(other.double())
+        if self.inputs.dtype not in (torch.float64, torch.complex128):
+            far = [reductions.reach(each.sides) > _APART for each in (self, other)]
+            if rare(torch.cat(far)):
+                return self.double().gram(other.double())
         sizes = (self.size, self.inputs.shape[2], other.size, other.inputs.shape[2])
         k = reductions.inner(self.inputs.flatten(0, 2), other.inputs.flatten(0, 2))
         k *= reductions.inner(self.outputs.flatten(0, 2), other.outputs.flatten(0, 2))
@@ -376,7 +361,6 @@ class Outer(Pair):
 
 
 def _summed_outer(a: Tensor, b: Tensor) -> Tensor:
-    """Sum of outer products over samples and positions, -> [G, O, I]."""
     if a.shape[1] == 1:
         a, b = a.squeeze(1), b.squeeze(1)
         if a.stride(0) < a.stride(1):  # of recurrent nets: flattened without a copy
@@ -410,8 +394,7 @@ class Compound(Factor):
         return self._of(*(part.double() for part in self.parts))
 
     @abstractmethod
-    def _of(self, *parts: Any) -> Factor:
-        """Return the same of other parts."""
+    def _of(self, *parts: Any) -> Factor: ...
 
 
 @dataclass(frozen=True)
@@ -434,22 +417,19 @@ class Scaled(Compound):
         return grad.to(wide(grad.dtype)) / self.scale
 
     def settled(self) -> tuple[Factor, Norms]:
-        """Settle on a form of the scaled gradients, whose norms remember the scale."""
         factor, norms = self.factor.settled()
         return self._of(factor), [norm._replace(scale=self.scale) for norm in norms]
 
     def weighted(self, weights: Tensor) -> Tensor:
-        """Sum the scaled gradients, and divide: the sum may be wider than weights."""
+        # Divide the sum, which may be wider than weights.
         return self.factor.weighted(weights) / self.scale
 
     def gram(self, other: Factor) -> Tensor:
-        """Inner products; both have a scale."""
         if not isinstance(other, Scaled):
             return super().gram(other)
         return self.factor.gram(other.factor) / self.scale / other.scale
 
     def project(self, probes: Probes) -> Tensor:
-        """Project the scaled gradients, and divide."""
         return self.factor.project(probes) / self.scale
 
     def _of(self, *parts: Any) -> Factor:
@@ -473,7 +453,6 @@ def owned(factor: Factor, but: Tensor | None = None) -> Factor:
 
 
 def _owned(value: Any, spared: int | None) -> Any:
-    """Copy an attribute of a factor; an ellipsis where that cannot be done."""
     match value:
         case Tensor():
             own = spared is not None and memory(value) == spared

@@ -19,7 +19,6 @@ from vgrad.conditions import static_values
 from vgrad.persample.factors.base import (
     Compound,
     Dense,
-    Doubt,
     Factor,
     Norm,
     Norms,
@@ -53,7 +52,6 @@ def merged(factors: Sequence[Factor]) -> Factor:
 
 
 def _joined_outers(factors: Sequence[Outer]) -> list[Outer]:
-    """Join factors of the same groups, inputs and outputs along the positions."""
     alike: dict[tuple, list[Outer]] = {}
     for each in factors:
         sizes = (each.inputs.shape[1], each.inputs.shape[3], each.outputs.shape[3])
@@ -67,7 +65,6 @@ def _joined_outers(factors: Sequence[Outer]) -> list[Outer]:
 
 
 def _joined_rows(factors: Sequence[Rows]) -> list[Rows]:
-    """Join lookups in the same table along the positions."""
     if len(factors) < 2:
         return list(factors)
     index = torch.cat([each.index for each in factors], dim=1)
@@ -91,7 +88,6 @@ class Tied(Compound):
         return self.outer.shape
 
     def grad(self) -> Tensor:
-        """Add the gradients of both."""
         return self.outer.grad() + self.rows.grad()
 
     def settled(self) -> tuple[Factor, Norms]:
@@ -119,12 +115,10 @@ class Tied(Compound):
         lost = lost + eps * largest.sqrt()
         # Nothing is less than what both norms are sure of.
         doubtful = in_doubt(squares, largest) & (largest != 0)
-        blank = torch.zeros_like(doubtful)
-        if outer.doubt is not None:
-            blank = outer.doubt.blank & ~doubtful
-            doubtful = doubtful | outer.doubt.where
-        doubt, reach = Doubt(doubtful, blank, lost), (*outer.reach, *rows.reach)
-        return self, [Norm(norms, reach, uppers, doubt, self)]
+        if outer.doubtful is not None:
+            doubtful = doubtful | outer.doubtful
+        reach = *outer.reach, *rows.reach
+        return self, [Norm(norms, reach, uppers, doubtful, lost, self)]
 
     def zeros(self) -> Tensor:
         """Mark samples with nothing but zeros in one of the tensors of the product."""
@@ -135,7 +129,6 @@ class Tied(Compound):
         return self.rows.add_weighted(weights, self.outer.weighted(weights))
 
     def project(self, probes: Probes) -> Tensor:
-        """Add the projections of both."""
         return self.outer.project(probes) + self.rows.project(probes)
 
     def _of(self, *parts: Any) -> Factor:
@@ -155,16 +148,13 @@ class Moved(Compound):
     shape: torch.Size
 
     def grad(self) -> Tensor:
-        """Move each part's gradients to where they belong."""
         return self._moved([part.grad() for part in self.parts])
 
     def settled(self) -> tuple[Factor, Norms]:
-        """Keep each part in its own best form."""
         parts, norms = zip(*(part.settled() for part in self.parts), strict=True)
         return self._of(*parts), list(itertools.chain(*norms))
 
     def weighted(self, weights: Tensor) -> Tensor:
-        """Move each part's sum to where it belongs."""
         return self._moved([part.weighted(weights)[None] for part in self.parts])[0]
 
     def _of(self, *parts: Any) -> Factor:
@@ -223,18 +213,7 @@ def _spots(replay: Replay, shape: torch.Size) -> _Spots | None:
 @functools.cache
 def _apart(count: int, views: tuple[_Spots, ...]) -> bool:
     """Return whether views of `count` numbers have none in common."""
-    taken = bytearray(count)
+    counts = torch.zeros(count, dtype=torch.uint8)
     for view in views:
-        axes = sorted(zip(view.strides, view.sizes, strict=True))
-        axes = [(stride, size) for stride, size in axes if size != 1] or [(1, 1)]
-        while len(axes) > 1 and axes[0][0] * axes[0][1] == axes[1][0]:
-            axes[:2] = [(axes[0][0], axes[0][1] * axes[1][1])]
-        (step, length), *outer = axes
-        steps = (range(0, stride * size, stride) for stride, size in outer)
-        for place in itertools.product(*steps):
-            start = view.start + sum(place)
-            run = slice(start, start + step * length, step)
-            if any(taken[run]):
-                return False
-            taken[run] = bytes([1]) * len(taken[run])
-    return True
+        counts.as_strided(*view).add_(1)
+    return not bool((counts > 1).any())

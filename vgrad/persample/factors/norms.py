@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vgrad.persample.factors.base import Doubt, Norm, Norms, Products
+from vgrad.persample.factors.base import Norm, Norms, Products
 from vgrad.persample.factors.reductions import HIGH, LOW, row_norms, together
 
 _AT_ONCE = 2**24
@@ -50,14 +50,14 @@ def _from_products(products: Sequence[Products]) -> Iterator[Norm]:
     sizes, length = (a + b).sum((2, 3)), max(each.length for each in products)
     edge = number.tiny * length * positions * sizes
     squares = torch.where(edge < number.eps * squares, squares, 0.0)
-    doubtful, blank = in_doubt(squares, largest), largest == 0
+    doubtful = in_doubt(squares, largest)
     if zeros := [each.zero for each in products if each.zero is not None]:
-        doubtful &= ~(blank & torch.stack(zeros))
+        doubtful &= ~(torch.stack(zeros) & (largest == 0))
     uppers, lost = (squares + slack).sqrt(), number.eps * largest.sqrt()
-    columns = squares.sqrt(), sizes.sqrt(), uppers, doubtful, blank, lost
+    columns = squares.sqrt(), sizes.sqrt(), uppers, doubtful, lost
     for each, *column in zip(products, *map(torch.unbind, columns), strict=True):
-        value, reach, upper, *doubt = column
-        yield Norm(value, (reach,), upper, Doubt(*doubt), each.factor, each.scale)
+        value, reach, *others = column
+        yield Norm(value, (reach,), *others, each.factor, each.scale)
 
 
 def in_doubt(squares: Tensor, largest: Tensor) -> Tensor:
@@ -71,8 +71,8 @@ def in_doubt(squares: Tensor, largest: Tensor) -> Tensor:
 
 def doubts(norms: Mapping[str, Sequence[Norm]]) -> list[Tensor]:
     """Return the masks [B] of doubtful samples."""
-    parts = itertools.chain(*norms.values())
-    return [each.doubt.where for each in parts if each.doubt is not None]
+    masks = (norm.doubtful for norm in itertools.chain(*norms.values()))
+    return [mask for mask in masks if mask is not None]
 
 
 def recomputed(norms: Mapping[str, Sequence[Norm]]) -> dict[str, list[Norm]]:
@@ -81,11 +81,11 @@ def recomputed(norms: Mapping[str, Sequence[Norm]]) -> dict[str, list[Norm]]:
 
 
 def _recomputed(norm: Norm) -> Norm:
-    if norm.doubt is None:
+    value, _, upper, doubtful, lost, factor, _ = norm
+    if doubtful is None or lost is None:
         return norm
-    (where, blank, lost), factor = norm.doubt, norm.factor
-    rows = (where & ~(blank & factor.zeros())).nonzero().flatten()
-    value, upper = norm.value.clone(), norm.upper.clone()
+    rows = (doubtful & ~((upper == 0) & factor.zeros())).nonzero().flatten()
+    value, upper = value.clone(), upper.clone()
     step = 1  # the first one shows how many gradients are not too many
     while len(rows):
         some, rows = rows[:step], rows[step:]
@@ -94,7 +94,7 @@ def _recomputed(norm: Norm) -> Norm:
         value[some] = exact = row_norms(grads)
         # If it is not finite, gradients will be summed in float64.
         upper[some] = exact + torch.where(lost[some].isfinite(), lost[some], 0)
-    return norm._replace(value=value, upper=upper, doubt=None)
+    return norm._replace(value=value, upper=upper, doubtful=None)
 
 
 class Joint(NamedTuple):
