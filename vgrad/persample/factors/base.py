@@ -40,7 +40,7 @@ class Norm(NamedTuple):
 
     No number that is multiplied for a weighted sum is larger than all of `reach`, and
     no norm larger than `upper`, despite rounding. `doubtful` norms are to be computed
-    again, from gradients that `factor` forms; a weighted sum loses up to `lost` of them.
+    again, from gradients of `factor`; a weighted sum loses up to `lost` of each.
     """
 
     value: Tensor
@@ -292,11 +292,9 @@ class Outer(Pair):
     @property
     def by_gram(self) -> bool:
         """Whether norms are computed without gradients."""
-        positions, sizes = (
-            self.inputs.shape[2],
-            (self.inputs.shape[3], self.outputs.shape[3]),
-        )
-        return positions == 1 or costs.outer_by_gram(positions, *sizes)
+        _, _, positions, i = self.inputs.shape
+        o = self.outputs.shape[3]
+        return positions == 1 or costs.outer_by_gram(positions, i, o)
 
     def grad(self) -> Tensor:
         a, b = reductions.products(self.inputs, self.outputs)

@@ -55,9 +55,10 @@ def _from_products(products: Sequence[Products]) -> Iterator[Norm]:
         doubtful &= ~(torch.stack(zeros) & (largest == 0))
     uppers, lost = (squares + slack).sqrt(), number.eps * largest.sqrt()
     columns = squares.sqrt(), sizes.sqrt(), uppers, doubtful, lost
-    for each, *column in zip(products, *map(torch.unbind, columns), strict=True):
-        value, reach, *others = column
-        yield Norm(value, (reach,), *others, each.factor, each.scale)
+    rows = zip(products, *map(torch.unbind, columns), strict=True)
+    for each, value, reach, upper, doubtful, lost in rows:
+        others = doubtful, lost, each.factor, each.scale
+        yield Norm(value, (reach,), upper, *others)
 
 
 def in_doubt(squares: Tensor, largest: Tensor) -> Tensor:
