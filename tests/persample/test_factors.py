@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from tests.examples import examples
 from tests.oracle import assert_exact
-from vgrad.persample.engine import NormCollector
 from vgrad.persample.factors import (
     Conv,
     Dense,
@@ -24,6 +23,7 @@ from vgrad.persample.factors import (
     costs,
     norms,
 )
+from vgrad.persample.grad import NormCollector
 
 SHORT = examples(15)
 

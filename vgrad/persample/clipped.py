@@ -23,9 +23,11 @@ from vgrad.persample.engine import (
     Quantity,
     Reducer,
     Transform,
+    gradients,
+    masked,
     members,
+    slices,
 )
-from vgrad.persample.engine.collectors import Summed, gradients, masked, slices, whole
 from vgrad.persample.factors import Factor, Norm, Sums, reductions
 from vgrad.persample.factors.norms import doubts, joint, recomputed, settled
 from vgrad.persample.factors.reductions import ordinary, rounded_down, together
@@ -180,7 +182,7 @@ class _ClipCollector(Collector):
         return rare(torch.cat([*map(torch.logical_not, direct), *doubts(self.norms)]))
 
     def summed(
-        self, clip: ClipWeights, keep: Tensor | None, settle: Summed = whole
+        self, clip: ClipWeights, keep: Tensor | None, reducer: Reducer = LOCAL
     ) -> Params:
         """Sum samples, and drop each factor after its sum.
 
@@ -196,7 +198,7 @@ class _ClipCollector(Collector):
                 factor, weight = factor.take(rows), weight[rows]
             elif keep is not None:
                 factor = masked(factor, keep)
-            sums[name] = settle(name, factor.weighted(weight))
+            sums[name] = reducer.settled(name, factor.weighted(weight))
         return sums
 
     def summed_with_care(self) -> tuple[Params, ClipWeights]:
@@ -433,7 +435,7 @@ class ClippedGradFn(Transform[Result]):
             elif modes.inside_transform():
                 sums = collector.summed(clip, clip.finite)
             elif not collector.careful(clip.direct):
-                sums = collector.summed(clip, None, part.reducer.settled)
+                sums = collector.summed(clip, None, part.reducer)
             else:
                 sums, clip = collector.summed_with_care()
                 sums = {n: part.reducer.settled(n, each) for n, each in sums.items()}

@@ -1,6 +1,7 @@
 """The gradient of every sample, its norm, and weighted sums of gradients."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from operator import methodcaller
 from typing import Any, Literal, Unpack, overload
@@ -8,23 +9,29 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
+from vgrad.conditions import rare
 from vgrad.persample.engine import (
     Call,
+    Collector,
     Evaluation,
     Grouping,
     Groups,
     Mapped,
-    NormCollector,
     Options,
     Quantity,
+    Reducer,
     Transform,
-    Weighted,
     check_groups,
+    gradients,
     joined,
+    masked,
     members,
+    slices,
 )
-from vgrad.persample.factors import Sums, reductions
-from vgrad.persample.factors.norms import joint
+from vgrad.persample.factors import Factor, Norm, Sums, reductions
+from vgrad.persample.factors.base import Norms
+from vgrad.persample.factors.norms import doubts, joint, recomputed, settled
+from vgrad.persample.factors.reductions import ordinary, reach, total
 from vgrad.tree import no_autocast, wide
 from vgrad.typing import Buffers, LossFn, Params, Result, Tree
 
@@ -153,13 +160,41 @@ def per_sample_norm(
     return Transform(call, Quantity(_collect_norms, measure, join))
 
 
-def _collect_norms(part: Call) -> NormCollector:
+@dataclass
+class _NormCollector(Collector):
+    """Computes the norms of all parameters.
+
+    Factors of norms that may have to be computed again are held, up to `most` bytes.
+    """
+
+    most: int
+    norms: dict[str, list[Norm]] = field(default_factory=dict)
+    _held: dict[str, Norms] = field(default_factory=dict)
+    _bytes: int = 0
+
+    def take(self, name: str, factor: Factor) -> None:
+        self._held[name] = factor.settled()[1]
+        self._bytes += factor.bytes
+        if self._bytes > self.most:
+            self.settle()
+
+    def settle(self) -> None:
+        """Compute doubtful norms again, and drop all factors."""
+        norms = settled(self._held)
+        masks = doubts(norms)
+        if masks and rare(torch.cat(masks)):
+            norms = recomputed(norms)
+        self.norms |= norms
+        self._held, self._bytes = {}, 0
+
+
+def _collect_norms(part: Call) -> _NormCollector:
     # Reading a value takes no time on the host; elsewhere, it is done once.
-    return NormCollector(0 if part.device.type == "cpu" else _HELD)
+    return _NormCollector(0 if part.device.type == "cpu" else _HELD)
 
 
 def _measure_norms(
-    groups: Groups, collector: NormCollector, part: Call
+    groups: Groups, collector: _NormCollector, part: Call
 ) -> dict[str, Tensor]:
     """Join the norms of the parameters in each group."""
     with no_autocast(part.device):
@@ -239,13 +274,43 @@ def weighted_grad(
     return WeightedGradFn(call, Quantity(_collect_sums, _sums, _joined_sums))
 
 
-def _collect_sums(part: Call) -> Weighted:
+@dataclass
+class _Weighted(Collector):
+    """Sums with weights `[B]` that are known beforehand."""
+
+    weights: Tensor
+    mask: Tensor | None
+    reducer: Reducer
+    sums: Params = field(default_factory=dict)
+
+    def take(self, name: str, factor: Factor) -> None:
+        self.sums[name] = self.reducer.summed(name, self._sum(factor))
+
+    def _sum(self, factor: Factor) -> Tensor:
+        weights, counts = self.weights, self.mask
+        if counts is not None:
+            weights = torch.where(counts, weights, 0)
+        if not factor.sides:
+            counted = factor if counts is None else masked(factor, counts)
+            return counted.weighted(weights)
+        safe = ordinary(reach(factor.sides), weights)
+        if not rare(~safe):
+            return factor.weighted(weights)
+        counts = torch.ones_like(safe) if counts is None else counts
+        rows = (safe & counts).nonzero().flatten()
+        parts = [factor.take(rows).weighted(weights[rows])]
+        for rows in slices(~safe & counts, factor.shape):
+            parts.append(gradients(factor, rows).weighted(weights[rows]))
+        return total(parts)
+
+
+def _collect_sums(part: Call) -> _Weighted:
     check_weights(part.weights, part.batch.size)
     assert part.weights is not None
-    return Weighted(part.weights, part.mask, summed=part.reducer.summed)
+    return _Weighted(part.weights, part.mask, part.reducer)
 
 
-def _sums(collector: Weighted, part: Call) -> Params:
+def _sums(collector: _Weighted, part: Call) -> Params:
     return collector.sums
 
 

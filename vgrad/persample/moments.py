@@ -3,7 +3,9 @@
 N samples.
 """
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Unpack
 
 import torch
@@ -11,15 +13,19 @@ from torch import Tensor
 
 from vgrad.persample.engine import (
     Call,
+    Collector,
     Evaluation,
-    Moments,
     Options,
     Quantity,
     Reduce,
     Transform,
 )
-from vgrad.tree import map_values, wide
+from vgrad.persample.factors import Factor
+from vgrad.tree import double, map_values, wide
 from vgrad.typing import LossFn, Params
+
+_WIDENED = 2**18
+"""Numbers that are widened at once."""
 
 
 class GradientMoments(NamedTuple):
@@ -124,11 +130,42 @@ def gradient_moments(
     return _MomentsFn(call, Quantity(_collect, _measure, _joined))
 
 
-def _collect(part: Call) -> Moments:
-    return Moments(part.batch.size, part.mask)
+@dataclass
+class _Moments(Collector):
+    """Means and sums of squared deviations over the samples, in float64."""
+
+    count: Tensor | int
+    mask: Tensor | None = None
+    means: Params = field(default_factory=dict)
+    squares: Params = field(default_factory=dict)
+
+    def take(self, name: str, factor: Factor) -> None:
+        # Two passes, since the difference of two large sums has no digits left where
+        # the deviations are small. Some columns at a time are wide, so that they stay
+        # in the processor's cache.
+        flat = factor.grad().reshape(factor.size, math.prod(factor.shape))
+        means, squares = [], []
+        size: Tensor | int = self.count
+        if self.mask is not None:
+            self.count = self.mask.sum(dtype=torch.float64)
+            size = self.count.clamp(min=1)  # a chunk without samples adds zero
+        for columns in flat.split(max(1, _WIDENED // factor.size), dim=1):
+            wide = self._counted(double(columns))
+            means.append(wide.sum(0) / size)
+            rest = self._counted(wide - means[-1])
+            squares.append((rest * rest.conj()).real.sum(0))
+        self.means[name] = torch.cat(means).view(factor.shape)
+        self.squares[name] = torch.cat(squares).view(factor.shape)
+
+    def _counted(self, rows: Tensor) -> Tensor:
+        return rows if self.mask is None else torch.where(self.mask[:, None], rows, 0)
 
 
-def _measure(collector: Moments, part: Call) -> tuple:
+def _collect(part: Call) -> _Moments:
+    return _Moments(part.batch.size, part.mask)
+
+
+def _measure(collector: _Moments, part: Call) -> tuple:
     return collector.count, collector.means, collector.squares
 
 

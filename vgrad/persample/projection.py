@@ -5,7 +5,8 @@ B samples, P numbers in a parameter, of which O are in its first dimension.
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Unpack, get_args, overload
 
@@ -16,14 +17,15 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.persample.engine import (
     Call,
+    Collector,
     Evaluation,
     Options,
-    Projections,
     Quantity,
     Transform,
     joined,
 )
-from vgrad.persample.factors import Probes, reductions
+from vgrad.persample.factors import Factor, Probes, reductions
+from vgrad.tree import double
 from vgrad.typing import LossFn, Tree
 
 Kind = Literal["rademacher", "gaussian"]
@@ -116,7 +118,18 @@ def per_sample_projection(
     return Transform(call, quantity)
 
 
-def _measure(dim: int, collector: Projections, part: Call) -> Tensor:
+@dataclass
+class _Projections(Collector):
+    """Adds up inner products with random directions, [B, dim] in float64."""
+
+    probes: Mapping[str, Probes]
+    sums: Any = 0.0
+
+    def take(self, name: str, factor: Factor) -> None:
+        self.sums = self.sums + double(factor.project(self.probes[name]))
+
+
+def _measure(dim: int, collector: _Projections, part: Call) -> Tensor:
     return (collector.sums / math.sqrt(dim)).to(reductions.norm_dtype(part.params))
 
 
@@ -132,8 +145,10 @@ class _Directions:
         self._dim, self._seed, self._kind = dim, seed, kind
         self._drawn: dict[tuple, Probes] = {}
 
-    def collect(self, part: Call) -> Projections:
-        return Projections({name: self._of(name, p) for name, p in part.params.items()})
+    def collect(self, part: Call) -> _Projections:
+        return _Projections(
+            {name: self._of(name, p) for name, p in part.params.items()}
+        )
 
     def _of(self, name: str, like: Tensor) -> Probes:
         shape = (*like.shape, 2) if like.is_complex() else tuple(like.shape)

@@ -9,12 +9,11 @@ from vgrad.persample.engine.collectors import Collector as Collector
 from vgrad.persample.engine.collectors import Grouping as Grouping
 from vgrad.persample.engine.collectors import Groups as Groups
 from vgrad.persample.engine.collectors import Mapped as Mapped
-from vgrad.persample.engine.collectors import Moments as Moments
-from vgrad.persample.engine.collectors import NormCollector as NormCollector
-from vgrad.persample.engine.collectors import Projections as Projections
-from vgrad.persample.engine.collectors import Weighted as Weighted
 from vgrad.persample.engine.collectors import check_groups as check_groups
+from vgrad.persample.engine.collectors import gradients as gradients
+from vgrad.persample.engine.collectors import masked as masked
 from vgrad.persample.engine.collectors import members as members
+from vgrad.persample.engine.collectors import slices as slices
 from vgrad.persample.engine.guard import NON_RETRYABLE as NON_RETRYABLE
 from vgrad.persample.engine.guard import Failure as Failure
 from vgrad.persample.engine.guard import Fallbacks as Fallbacks

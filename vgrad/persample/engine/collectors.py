@@ -14,28 +14,12 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.checks import Patterns
-from vgrad.conditions import rare
 from vgrad.persample.engine.proxies import Use
-from vgrad.persample.factors.base import Dense, Factor, Norm, Norms, Probes, Zero
-from vgrad.persample.factors.norms import doubts, recomputed, settled
-from vgrad.persample.factors.reductions import ordinary, reach, total
-from vgrad.tree import double
+from vgrad.persample.factors.base import Dense, Factor, Zero
 from vgrad.typing import Params
-
-_WIDENED = 2**18
-"""Numbers that are widened at once."""
 
 _FORMED = 2**24
 """Numbers of gradients formed at once where a sum of products cannot be trusted."""
-
-Summed = Callable[[str, Tensor], Tensor]
-"""Takes the sum of a parameter as soon as it is formed, and returns the value to keep.
-"""
-
-
-def whole(name: str, value: Tensor) -> Tensor:
-    """Keep all of a sum."""
-    return value
 
 
 class Collector(Protocol):
@@ -70,106 +54,6 @@ class Mapped(Collector):
 
     def take(self, name: str, factor: Factor) -> None:
         self.values[name] = self.function(factor)
-
-
-@dataclass
-class Weighted(Collector):
-    """Sums with weights `[B]` that are known beforehand."""
-
-    weights: Tensor
-    mask: Tensor | None = None
-    sums: Params = field(default_factory=dict)
-    summed: Summed = whole
-
-    def take(self, name: str, factor: Factor) -> None:
-        self.sums[name] = self.summed(name, self._sum(factor))
-
-    def _sum(self, factor: Factor) -> Tensor:
-        weights, counts = self.weights, self.mask
-        if counts is not None:
-            weights = torch.where(counts, weights, 0)
-        if not factor.sides:
-            counted = factor if counts is None else masked(factor, counts)
-            return counted.weighted(weights)
-        safe = ordinary(reach(factor.sides), weights)
-        if not rare(~safe):
-            return factor.weighted(weights)
-        counts = torch.ones_like(safe) if counts is None else counts
-        rows = (safe & counts).nonzero().flatten()
-        parts = [factor.take(rows).weighted(weights[rows])]
-        for rows in slices(~safe & counts, factor.shape):
-            parts.append(gradients(factor, rows).weighted(weights[rows]))
-        return total(parts)
-
-
-@dataclass
-class Projections(Collector):
-    """Adds up inner products with random directions, [B, dim] in float64."""
-
-    probes: Mapping[str, Probes]
-    sums: Any = 0.0
-
-    def take(self, name: str, factor: Factor) -> None:
-        self.sums = self.sums + double(factor.project(self.probes[name]))
-
-
-@dataclass
-class Moments(Collector):
-    """Means and sums of squared deviations over the samples, in float64."""
-
-    count: Tensor | int
-    mask: Tensor | None = None
-    means: Params = field(default_factory=dict)
-    squares: Params = field(default_factory=dict)
-
-    def take(self, name: str, factor: Factor) -> None:
-        # Two passes, since the difference of two large sums has no digits left where
-        # the deviations are small. Some columns at a time are wide, so that they stay
-        # in the processor's cache.
-        flat = factor.grad().reshape(factor.size, math.prod(factor.shape))
-        means, squares = [], []
-        size: Tensor | int = self.count
-        if self.mask is not None:
-            self.count = self.mask.sum(dtype=torch.float64)
-            size = self.count.clamp(min=1)  # a chunk without samples adds zero
-        for columns in flat.split(max(1, _WIDENED // factor.size), dim=1):
-            wide = self._counted(double(columns))
-            means.append(wide.sum(0) / size)
-            rest = self._counted(wide - means[-1])
-            squares.append((rest * rest.conj()).real.sum(0))
-        self.means[name] = torch.cat(means).view(factor.shape)
-        self.squares[name] = torch.cat(squares).view(factor.shape)
-
-    def _counted(self, rows: Tensor) -> Tensor:
-        return rows if self.mask is None else torch.where(self.mask[:, None], rows, 0)
-
-
-@dataclass
-class NormCollector(Collector):
-    """Computes the norms of all parameters.
-
-    Factors of norms that may have to be computed again are held, up to `most` bytes.
-    """
-
-    most: int
-    norms: dict[str, list[Norm]] = field(default_factory=dict)
-    _held: dict[str, Norms] = field(default_factory=dict)
-    _bytes: int = 0
-
-    def take(self, name: str, factor: Factor) -> None:
-        self._held[name] = factor.settled()[1]
-        self._bytes += factor.bytes
-        if self._bytes > self.most:
-            self.settle()
-
-    def settle(self) -> None:
-        """Compute doubtful norms again, and hold no factors."""
-        norms = settled(self._held)
-        masks = doubts(norms)
-        if masks and rare(torch.cat(masks)):
-            norms = recomputed(norms)
-        self.norms |= norms
-        self._held, self._bytes = {}, 0
 
 
 def slices(keep: Tensor, *shapes: torch.Size) -> Sequence[Tensor]:
