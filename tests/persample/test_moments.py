@@ -155,7 +155,7 @@ def test_chunks_of_any_size_have_the_moments_of_the_whole(
 
 
 def test_many_columns_are_widened_in_parts(monkeypatch):
-    monkeypatch.setattr("vgrad.persample.engine.collectors._WIDENED", 10)
+    monkeypatch.setattr("vgrad.persample.moments._WIDENED", 10)
     x = torch.randn(3, 5, 7, generator=source())
     found = moments_of(x)
     close(found.mean["w"], x.mean(0))
