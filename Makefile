@@ -5,7 +5,7 @@ RUN := .venv/bin
 FLOOR ?= python3.11
 NEWEST ?= python3.13
 
-.PHONY: demo test quick compiled large versions test-random zoo docs bench experiments clean
+.PHONY: demo test quick compiled large versions test-random zoo docs bench walk experiments clean
 
 # One thread for each of several processes: the ops of tests are too small for two.
 XDIST := -m pytest -n auto --dist worksteal
@@ -52,6 +52,10 @@ docs: .venv/installed
 
 bench: .venv/installed
 	$(RUN)/python -m pytest --benchmark-only
+
+# Functions of vgrad that single calls pass through.
+walk: .venv/installed
+	$(RUN)/python bench/walk.py
 
 # Those of a CPU; what was measured before is kept.
 experiments: .venv/installed

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import vgrad
 from tests import oracle
@@ -268,6 +269,47 @@ CASES: dict[str, Case] = {
 }
 
 
+class Cubed(torch.autograd.Function):
+    """In the old style, which vmap cannot run."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * ctx.saved_tensors[0] ** 2 * grad
+
+
+def branches(self: Any, x: Tensor) -> Tensor:
+    rows = x[:, x[0, :, 0] > 0] if x.sum() > 0 else x.sin()
+    return self.outer(self.inner(rows).tanh().mean(1))
+
+
+def recomputed(self: Any, x: Tensor) -> Tensor:
+    def region(x: Tensor) -> Tensor:
+        return self.inner(torch.tanh(self.inner(x)))
+
+    return self.outer(checkpoint(region, self.inner(x), use_reentrant=False)).mean(1)
+
+
+def of_layers(forward: Callable[..., Any]) -> Case:
+    """Make a case of two layers, for samples of three rows."""
+    return Case(
+        lambda: Net(forward, inner=nn.Linear(4, 4), outer=nn.Linear(4, 3)),
+        lambda size: (torch.randn(size, 3, 4), torch.randint(3, (size,))),
+    )
+
+
+HARD: dict[str, Case] = {
+    "branches": of_layers(branches),
+    "function": of_layers(lambda self, x: self.outer(Cubed.apply(self.inner(x))[:, 0])),
+    "checkpoint": of_layers(recomputed),
+}
+"""Models that read values, that vmap cannot run, and that run again."""
+
+
 class Built(NamedTuple):
     """A case with what its transforms take, and the gradients of the reference."""
 
@@ -286,7 +328,7 @@ class Built(NamedTuple):
 def build(name: str, size: int, dtype: torch.dtype = torch.float64) -> Built:
     """Make a case anew, with parameters that require no grad."""
     torch.manual_seed(0)
-    case = CASES[name]
+    case = (CASES | HARD)[name]
     model = case.model().to(dtype)
     batch = pytree.tree_map_only(
         Tensor,

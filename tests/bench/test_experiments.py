@@ -45,14 +45,10 @@ DYNAMIC, HALF = "mixed_float16, Dynamic, seed 0", "half, Dynamic, seed 0"
 PRIVATE = ("CNN: epsilon 8", "accuracies")
 ERRORS = {
     "per-sample": [
-        ((per_sample.EQUAL, "functorch"), value(1e-3), "functorch: relative error"),
+        ((per_sample.EQUAL, "functorch"), value(1e-3), "functorch: relative error")
     ],
     "ensembles": [
-        (
-            (ensembles.EQUAL, CASE, "vgrad"),
-            value(1e-3),
-            "vgrad, .*: relative error",
-        ),
+        ((ensembles.EQUAL, CASE, "vgrad"), value(1e-3), "vgrad, .*: relative error")
     ],
     "jmp": [
         ((NOOP, "losses"), later, "from float32's"),

@@ -48,23 +48,6 @@ def test_tensors_come_back_bit_by_bit_aligned_and_apart(tmp_path):
     assert all(read[name].data_ptr() % 64 == 0 for name in "abc")
 
 
-def test_a_file_is_replaced_in_an_order_that_survives_a_power_cut(
-    tmp_path, monkeypatch
-):
-    (tmp_path / ".file.partial").write_bytes(b"of a process that was killed")
-    calls = []
-
-    def synced(done, descriptor):
-        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
-        calls.append("sync folder" if is_folder else "sync file")
-
-    watched(monkeypatch, os, "fsync", synced)
-    watched(monkeypatch, os, "replace", lambda *given: calls.append("replace"))
-    files.replace(tmp_path / "file", b"content")
-    assert calls == ["sync file", "replace", "sync folder"]
-    assert os.listdir(tmp_path) == ["file"]
-
-
 @pytest.mark.parametrize("broken", ["open", "fsync", "replace"])
 def test_a_failure_while_writing_leaves_the_old_file_alone(
     tmp_path, monkeypatch, broken

@@ -198,21 +198,6 @@ def test_no_state_chooses_the_code_that_runs(either, capsys, evil):
     assert evil.exists()
 
 
-def test_a_net_of_this_package_may_be_named_again(one, images, monkeypatch):
-    paths = []
-
-    def mlp(**sizes):
-        paths.append(list(sys.path))
-        return models.mlp(**sizes)
-
-    monkeypatch.setitem(models.MODELS, "mlp", mlp)
-    assert isinstance(vgrad.cli.load(one, model="mlp"), torch.nn.Module)
-    assert paths == [sys.path]  # which a factory alone changes
-    with pytest.raises(ValueError, match="expected the model 'cnn', got 'mlp'"):
-        vgrad.cli.load(one, model="cnn")
-    assert main(["evaluate", str(one), "--data", str(images), "--model", "mlp"]) == 0
-
-
 # Ensembles.
 
 

@@ -2,7 +2,6 @@
 
 import fcntl
 import io
-import math
 import os
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import torch
 from rich.console import Console
 
 from tests.cli.runs import (
-    BATCH,
     FIXED,
     KEYS,
     PLAIN,
@@ -23,7 +21,6 @@ from tests.cli.runs import (
     THREE,
     Killed,
     arguments,
-    built,
     contents,
     error,
     held_out,
@@ -41,7 +38,7 @@ from tests.cli.runs import (
     watched,
     write_data,
 )
-from vgrad import dp, files
+from vgrad import dp
 from vgrad.__main__ import main
 from vgrad.cli import checkpoint, data, models, report, settings
 from vgrad.ensemble import member_seed
@@ -201,23 +198,6 @@ def test_both_runs_are_computed_by_plain_torch_sample_by_sample(
                     assert torch.equal(loaded.get_parameter(name), param)
 
 
-def test_the_noise_has_the_size_of_the_arguments(images, tmp_path, monkeypatch):
-    # Where every batch is empty, noise is all that moves the parameters.
-    empty = torch.zeros(0, dtype=torch.int64)
-    monkeypatch.setattr(dp.Plan, "sample", lambda *args, **kwargs: empty)
-    out = tmp_path / "run"
-    assert train(images, out, "--max-norm", "0.25", epochs=4) == 0
-    start, end = (
-        torch.cat([value.flatten() for value in model.parameters()])
-        for model in (built(images), checkpoint.load(out))
-    )
-    multiplier = said(out)["plan"]["noise_multiplier"]
-    expected = 0.5 * multiplier * 0.25 / BATCH * math.sqrt(16)
-    # 643 normal numbers: five standard errors are 14 %.
-    assert (end - start).detach().std() == pytest.approx(expected, rel=0.14)
-    assert [each["loss"] for each in lines(out / "metrics.jsonl")] == [None] * 4
-
-
 @pytest.mark.parametrize("more", [[], [FIXED]], ids=["secret", "fixed"])
 def test_every_member_has_noise_and_batches_of_its_own(
     images, tmp_path, monkeypatch, more
@@ -353,21 +333,6 @@ def test_the_figures_of_lost_steps_are_cut_off(finished, copied):
     (out / "report.html").unlink()
     assert resume(out) == 0
     assert results(out) == results(finished("fixed")[0])
-
-
-def test_the_text_of_an_ensemble_is_written_before_its_values(
-    images, tmp_path, monkeypatch
-):
-    written = []
-
-    def replaced(done, source, target):
-        written.append(os.path.basename(target))
-
-    watched(monkeypatch, os, "replace", replaced)
-    assert train(images, tmp_path / "run", *THREE, PLAIN) == 0
-    released = [name for name in written if name.startswith("ensemble.")]
-    # Before the first epoch and after each.
-    assert released == ["ensemble.json", "ensemble.safetensors"] * 3
 
 
 def test_changes_of_the_numbers_are_refused(tmp_path, monkeypatch, capsys, module):
@@ -513,33 +478,6 @@ def test_a_folder_has_a_name_and_is_no_file(tmp_path, monkeypatch, capsys):
         message = error(capsys, "train", "--out", name, *arguments(images))
         assert f"--out {name}: expected a folder, got" in message
     assert sorted(os.listdir(tmp_path)) == before
-
-
-def test_files_that_are_missing_damaged_or_foreign_are_one_line(
-    copied, images, tmp_path, capsys
-):
-    none, out = tmp_path / "none", copied("three")
-    command, judge = ["train", "--resume", none], ["evaluate", out, "--data", images]
-    assert "expected the folder of a run" in error(capsys, *command)
-    none.mkdir()
-    assert "state of a run, got no file" in error(capsys, *command)
-    assert "model of a run, got no file" in error(capsys, "evaluate", none)
-    (none / "state.safetensors").write_text("not one of ours")
-    assert "got a damaged file" in error(capsys, *command)
-    assert os.listdir(none) == ["state.safetensors"]
-    tensors, description = checkpoint.read_state(out)
-    del description["arguments"]["epsilon"]
-    files.write_tensors(out / "state.safetensors", tensors, description)
-    message = error(capsys, "train", "--resume", out)
-    assert "belongs to another version of vgrad" in message
-    path = out / "ensemble.json"
-    good = path.read_text()
-    path.write_text(good[:-9])
-    assert "got a damaged file" in error(capsys, *judge)
-    path.write_text(good.replace('"members": 3', '"members": 4'))
-    assert "expected 4 members, got 3" in error(capsys, *judge)
-    path.unlink()
-    assert "ensemble.json" in error(capsys, *judge)
 
 
 NORMED = "torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, classes)"

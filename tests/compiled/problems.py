@@ -50,7 +50,7 @@ def call(name: str, transform: Any, given: tuple, mask: Tensor | None = None) ->
 
 def cross(batch: Any) -> tuple:
     """Return the second batch of a matrix of inner products."""
-    return tuple(losses.rows(batch, slice(0, 2)))
+    return tuple(losses.rows(batch, slice(0, 3)))
 
 
 class Reader(nn.Module):

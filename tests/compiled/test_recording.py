@@ -18,6 +18,7 @@ from tests.compiled import problems
 from vgrad import optim, tree
 from vgrad.compiled import backends, graph
 from vgrad.conditions import Unrepeatable
+from vgrad.persample.engine import Inputs
 from vgrad.training import TrainState, private_step, train_step
 
 pytestmark = pytest.mark.compiled
@@ -260,15 +261,9 @@ def on_meta(function, *arguments):
 def test_no_transform_waits_for_the_cpu(net, name):
     loss, params, buffers, draw = problems.built(net, torch.float32)
     transform = problems.TRANSFORMS[name](loss)
-    if name == "projection":
-        pytest.skip("its matrix is drawn by numpy, once, outside of a capture")
-    more = None
-    if name == "weighted":
-        more = torch.ones(5)
-    elif name == "gram, cross":
-        more = tuple(losses.rows(draw(5), slice(0, 2)))
-    given = params, buffers, tuple(draw(5)), None, more, None, None
-    on_meta(transform.on_all, *given)
+    weights = torch.ones(5) if name == "weighted" else None
+    inputs = Inputs(params, buffers, tuple(draw(5)), None, weights)
+    on_meta(transform.run, inputs)
 
 
 @pytest.mark.parametrize("make", [optim.sgd, optim.adam, optim.lion, optim.muon])

@@ -26,13 +26,7 @@ from vgrad.ensemble import (
     share,
 )
 from vgrad.generators import sample_keys
-from vgrad.training import (
-    EarlyStopping,
-    EnsembleState,
-    ensemble_train_step,
-    load,
-    save,
-)
+from vgrad.training import EarlyStopping, EnsembleState, ensemble_train_step, load, save
 from vgrad.tree import map_tensors, state_dict
 
 E, B = 5, 6

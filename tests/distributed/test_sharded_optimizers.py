@@ -44,7 +44,7 @@ OPTIMIZERS = {
         {
             "matri*": optim.muon(0.1),
             "*": optim.apply_if_finite(optim.adam(0.1), max_consecutive_errors=1),
-        },
+        }
     ),
 }
 

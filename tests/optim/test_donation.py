@@ -96,6 +96,34 @@ def test_channels_last_is_stepped_in_place():
     assert donated["w"].data_ptr() == place
 
 
+LAYOUTS = {
+    "transposed": {"w": torch.arange(4.0).reshape(2, 2).t()},
+    "strided": {"b": torch.arange(6.0)[::2]},
+    "of another dtype": {"w": torch.ones(2, 2, dtype=torch.float64)},
+    "with a graph": {"w": torch.ones(2, 2, requires_grad=True)},
+}
+
+
+@pytest.mark.parametrize("other", ["params", "grads"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tensors_unlike_those_of_the_last_step_are_checked_again(layout, other):
+    tx = optim.adam(0.5)
+
+    def step(donate, **changed):
+        usual = {"w": torch.ones(2, 2), "b": torch.ones(3)}
+        trees = {"params": {**usual}, "grads": usual} | changed
+        state, params = tx.init(trees["params"]), {**trees["params"]}
+        return optim.step(tx, trees["grads"], state, params, donate=donate)[0], usual
+
+    step(True)
+    changed = step(True)[1] | LAYOUTS[layout]
+    pure = step(False, **{other: changed})[0]
+    donated = step(True, **{other: changed})[0]
+    assert_exact(donated, pure, 1e-6)
+    assert donated["w"].requires_grad == pure["w"].requires_grad
+    assert_exact(step(True)[0], step(False)[0], 1e-6)
+
+
 def test_inside_a_transform_and_with_a_graph_a_donated_step_is_pure():
     def outcome(params):
         tx, params = optim.adam(0.1), dict(params)

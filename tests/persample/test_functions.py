@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
@@ -175,28 +175,6 @@ def test_one_warning_names_the_function_and_the_line_and_the_rest_is_recorded(
         told = vgrad.explain(compute)(params, buffers, x)
     assert told.strategy == "recorded"
     assert function in {row.op for row in told.rows}
-
-
-def test_each_sample_has_a_call_and_a_context_of_its_own():
-    forward, backward = [], []
-
-    def notes(ctx, x, weight):
-        forward.append((type(x), x.requires_grad, ctx.needs_input_grad))
-        ctx.row = x
-        return (x * weight).sum()
-
-    def notes_too(ctx, grad):
-        backward.append(ctx.row.tolist())
-        return None, grad * ctx.row
-
-    params, _, x = given()
-    noting = old_function(notes, notes_too).apply
-    compute = vgrad.per_sample_grad(lambda p, b, x: noting(x, p["w"][0]))
-    with pytest.warns(vgrad.FallbackWarning, match="NotesToo"):
-        found = compute({"w": params["w"]}, {}, x)["w"]
-    oracle.assert_exact(found[:, 0], x, 1e-12)
-    assert forward == [(Tensor, False, (False, True))] * len(x)
-    assert sorted(backward) == sorted(x.tolist())
 
 
 class NoisyBackward(losses.Noisy):
@@ -387,21 +365,6 @@ class Ruled(Function):
 
 
 @quiet
-def test_inside_a_module_whose_parameters_it_takes():
-    model = losses.Net(
-        lambda self, x: self.last(square(Product.apply(x, self.first.weight.t()))),
-        first=nn.Linear(3, 4),
-        last=nn.Linear(4, 2),
-    ).double()
-    batch = randn(5, 3), randn(5, 2, seed=1)
-    expected = oracle.model_gradients(
-        model, lambda m, x, y: F.mse_loss(m(x), y), batch, 5
-    )
-    loss, params, buffers = losses.of_model(model, F.mse_loss)
-    assert_gradients(loss, params, batch, buffers=buffers, expected=expected)
-
-
-@quiet
 @every_strategy
 @pytest.mark.parametrize("function", [Product, Ruled])
 def test_autocast_reaches_the_insides_of_a_function(function, strategy):
@@ -436,12 +399,3 @@ def test_torch_is_left_as_it_is_for_other_threads_and_after_errors():
     with pytest.raises(KeyError), warnings.catch_warnings():
         vgrad.per_sample_grad(loss, strategy="recorded")(params, {}, x)
     check()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_captured_step_runs_it_in_python():
-    params, _, x = given()
-    compute = vgrad.per_sample_grad(written(ACTIVATION, globals()))
-    step = vgrad.compile(compute)
-    for each in (x, 2 * x):
-        oracle.assert_exact(step(params, {}, each), compute(params, {}, each), 1e-12)

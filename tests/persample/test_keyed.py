@@ -274,14 +274,6 @@ def test_normal_numbers_have_the_tails_of_a_normal_distribution():
         assert abs((found.abs() > bound).double().mean() - share) < room
 
 
-def test_keys_follow_from_the_place_in_the_whole_batch_alone():
-    whole = sample_keys(2**64 - 1, 0, 10_000)
-    assert torch.equal(whole[17:40], sample_keys(-1, 17, 23))
-    assert len(whole.unique()) == 10_000
-    assert not set(whole.tolist()) & set(sample_keys(0, 0, 10_000).tolist())
-    assert sample_keys(3, 5, 0).shape == (0,)
-
-
 def weighted(op):
     return lambda p, b, x: (op(x) * p["w"]).sum()
 
@@ -325,15 +317,6 @@ def test_random_numbers_of_a_backward_pass_are_refused(strategy):
                 strategy=strategy,
             )
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_loss_that_draws_only_now_and_then_is_seen():
-    loss = weighted(lambda x: F.dropout(x) if x[0] > 0 else x)
-    params, x = {"w": torch.ones(30)}, torch.rand(6, 30) + 1
-    assert torch.equal(keyed_grad(loss, params, -x), -x)
-    found = keyed_grad(loss, params, x)
-    assert torch.equal(found, keyed_grad(loss, params, x, strategy="loop"))
-    assert (found == 0).any()
 
 
 def test_keys_that_fit_no_batch_are_refused():

@@ -73,16 +73,6 @@ def test_the_noise_scale_of_many_batches_is_a_ratio_of_averages():
     assert abs(ratios.mean() - expected) > 0.01 * expected  # what must not be done
 
 
-def test_estimates_of_small_batches_are_right_on_average():
-    x = torch.randn(400, 3, dtype=torch.float64) + 1.0
-    average, compute = vgrad.NoiseScale(), gradient_moments(product)
-    for pair in x.split(2):
-        average = average.add(compute({"w": torch.ones_like(x[0])}, {}, pair))
-    whole = moments_of(x)
-    close(average.trace / 200, whole.trace, rtol=0.1, atol=0)
-    close(average.value, whole.noise_scale, rtol=0.2, atol=0)
-
-
 @every_strategy
 def test_one_sample_has_a_mean_and_no_variance(strategy):
     loss, params, buffers, batch, expected = build("cnn", 1)
@@ -152,14 +142,6 @@ def test_chunks_of_any_size_have_the_moments_of_the_whole(
     tolerance = 1e-12 + 8 * oracle.rounding(variance, x)
     oracle.assert_exact(found.variance, variance(x), tolerance)
     assert not bool((found.variance["w"] < 0).any())
-
-
-def test_many_columns_are_widened_in_parts(monkeypatch):
-    monkeypatch.setattr("vgrad.persample.moments._WIDENED", 10)
-    x = torch.randn(3, 5, 7, generator=source())
-    found = moments_of(x)
-    close(found.mean["w"], x.mean(0))
-    close(found.variance["w"], x.var(0))
 
 
 def test_recorded_gradients_of_one_parameter_are_held_at_a_time():

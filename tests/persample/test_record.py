@@ -445,23 +445,6 @@ def test_transforms_and_functions_inside_the_loss_are_exact(text):
     check(written(text), *given(W))
 
 
-@pytest.mark.parametrize("how", [torch.vmap, torch.func.jacrev, torch.func.jacfwd])
-def test_transforms_around_find_what_vmap_finds(how):
-    """The recorder stands back there; norms are functions of the parameters again."""
-    ((batch,), w) = given(W)[1], randn(2, 5, 4, seed=7)
-
-    def loss(p, b, x):
-        return out_of(F.linear(x, p["w"]))
-
-    def plainly(w):
-        rows = [torch.func.grad(loss)({"w": w}, {}, x)["w"] for x in batch]
-        return torch.stack(rows).flatten(1).norm(dim=1)
-
-    w = w if how is torch.vmap else w[0]
-    found = how(lambda w: losses.norms(loss, {"w": w}, batch))(w)
-    torch.testing.assert_close(found, how(plainly)(w), rtol=1e-10, atol=1e-12)
-
-
 def complexified(x):
     return torch.complex(x, x.cos())
 
@@ -501,15 +484,6 @@ def test_complex_parameters_have_the_gradients_of_their_parts(text):
     oracle.assert_exact(apart(grads), expected)
     oracle.assert_exact(found.norms, oracle.norms(expected))
     oracle.assert_exact(apart(found.grads), oracle.clipped(expected, bound))
-
-
-def test_a_frozen_linear_layer_may_have_a_bias():
-    run, (params, _) = (
-        written("F.linear(F.linear(x, w).tanh(), frozen, bias)"),
-        given(SQUARE),
-    )
-    buffers = {"frozen": fixed(3, 4), "bias": fixed(3)}
-    check(run, params, (randn(5, 2, 4),), buffers=buffers)
 
 
 def kernel():

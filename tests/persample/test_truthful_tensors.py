@@ -388,34 +388,6 @@ def test_what_is_truly_zero_stays_zero(loss, compute, strategy):
     oracle.assert_exact(found, expected, EXACT)
 
 
-def uses_one_and_drops(runs, zero):
-    def loss(p, b, x, y):
-        runs.append(batched(x))
-        value = F.cross_entropy(hidden(p, x), y) * b["s"]
-        return F.dropout(value, 0.5) + (0 * p["v"].sum() if zero else 0)
-
-    return loss
-
-
-def test_to_know_zero_one_sample_runs_once_and_leaves_everything_as_it_was():
-    runs, buffers = [], {"s": randn(1)[0]}
-    before = buffers["s"].clone(), buffers["s"]._version
-    options = {"strategy": "recorded", "randomness": "different", "chunk_size": 2}
-    compute, other = (
-        vgrad.per_sample_grad(uses_one_and_drops(*each), **options)
-        for each in ((runs, False), ([], True))
-    )
-    torch.manual_seed(0)
-    expected = other(PARAMS, buffers, X, Y)
-    state = torch.get_rng_state()
-    for count in (3, 5):  # two chunks a call
-        torch.manual_seed(0)
-        oracle.assert_exact(compute(PARAMS, buffers, X, Y), expected, 0)
-        assert (runs.count(True), len(runs)) == (count - 1, count)
-        assert torch.equal(torch.get_rng_state(), state)
-    assert (buffers["s"], buffers["s"]._version) == before
-
-
 def saved(t):
     buffer = io.BytesIO()
     torch.save(t, buffer)
@@ -539,42 +511,6 @@ def test_every_answer_is_that_of_a_loop_or_an_error(text, context):
         answer = asked(context, strategy, ask, kind)
         found += "R" if answer == "R" else "=" if answer == truth else "d"
     assert found == expected[context]
-
-
-def test_norms_inside_a_loss_may_ask_too():
-    def inner(p, b, row):
-        h = F.linear(row, p["w"])
-        return (h.tanh() if h.requires_grad else h.detach()).sum()
-
-    def loss(p, b, x, y):
-        compute = vgrad.per_sample_norm(inner, strategy="vmap")
-        return compute({"w": p["w"]}, {}, torch.stack([x, x.sin()])).sum()
-
-    found, looped = by_samples(loss, "auto"), by_samples(loss, "loop")
-    assert looped["w"].any()
-    oracle.assert_exact(found, looped, EXACT)
-
-
-def test_to_know_zero_one_member_runs_once_and_leaves_everything_as_it_was():
-    runs = []
-
-    def output(p, b, x):
-        runs.append(batched(p["w"]))
-        return F.dropout(F.linear(x, p["w"]), 0.5)
-
-    def loss(p, b, x):
-        return output(p, b, x).square().sum()
-
-    options, x = {"strategy": "hybrid", "in_dims": 0}, X.clone()
-    compute = vgrad.ensemble_grad(loss, **options)
-    for _ in range(2):
-        torch.manual_seed(0)
-        assert not compute(STACKED, {}, x).grads["v"].any()
-        drawn = torch.get_rng_state()
-    assert runs == [True, False, True]
-    torch.manual_seed(0)
-    vgrad.ensemble_forward(output, **options)(STACKED, {}, x)
-    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 def test_hooks_on_what_members_share_are_refused():

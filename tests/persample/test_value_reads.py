@@ -3,8 +3,6 @@
 Shapes that depend on values are such reads: samples of one count stay together.
 """
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -220,46 +218,6 @@ def test_shapes_by_value_are_those_of_a_loop(text, strategy, chunk_size):
         assert times == 1
 
 
-@every_strategy
-def test_results_of_samples_keep_their_order(strategy):
-    def loss(params, buffers, x):
-        value = asks_twice(params, buffers, x)
-        return value, {"x": x, "value": value.detach()}
-
-    values = torch.stack([asks_twice(PARAMS, {}, x) for x in X])
-    options = {"strategy": strategy, "has_aux": True, "chunk_size": 5}
-    clip = vgrad.clipped_grad(loss, max_norm=0.5, **options)
-    expected = oracle.loss_gradients(asks_twice, PARAMS, {}, (X,))
-    for mask in (None, torch.arange(len(X)) % 3 > 0):
-        keep = slice(None) if mask is None else mask
-        found, aux = clip(PARAMS, BUFFERS, X, mask=mask)
-        assert torch.equal(aux["x"], X[keep])
-        for each in (aux["value"], found.losses):
-            torch.testing.assert_close(each, values[keep], rtol=1e-12, atol=0)
-        kept = {name: grad[keep] for name, grad in expected.items()}
-        oracle.assert_exact(found.norms, oracle.norms(kept), EXACT)
-        oracle.assert_exact(found.grads, oracle.clipped(kept, 0.5), EXACT)
-    weights = randn(12, seed=7)
-    total = vgrad.weighted_grad(asks_twice, chunk_size=5, strategy=strategy)
-    found = total(weights, PARAMS, {}, X)
-    oracle.assert_exact(found, oracle.weighted(expected, weights), EXACT)
-    grads = vgrad.per_sample_grad(asks_twice, strategy=strategy)
-    assert grads(PARAMS, {}, X[:0])["w"].shape == (0, 3, 4)
-
-
-@every_strategy
-@pytest.mark.parametrize("chunk_size", [None, 5])
-def test_rows_and_columns_of_inner_products_keep_their_order(strategy, chunk_size):
-    other = randn(7, 4, seed=5)
-    grads = [oracle.loss_gradients(asks_once, PARAMS, {}, (x,)) for x in (X, other)]
-    rows, columns = (
-        torch.cat([g.flatten(1) for g in each.values()], 1) for each in grads
-    )
-    compute = vgrad.per_sample_gram(asks_once, strategy=strategy, chunk_size=chunk_size)
-    oracle.assert_exact(compute(PARAMS, {}, X), rows @ rows.T)
-    oracle.assert_exact(compute(PARAMS, {}, X, cross=(other,)), rows @ columns.T)
-
-
 @pytest.mark.parametrize(
     "read", [lambda row: row * 2 if row > 0 else row, lambda row: row[row > 0].sum()]
 )
@@ -301,14 +259,6 @@ def test_a_warning_names_the_line_where_parts_are_small(read):
     oracle.assert_exact(found, oracle.loss_gradients(loss, PARAMS, {}, (x,)), EXACT)
     compute(PARAMS, {}, x)  # without a second warning
     vgrad.per_sample_grad(loss)(PARAMS, {}, x[:15])  # nor for so few
-
-
-def test_threads_split_apart():
-    compute = vgrad.per_sample_grad(asks_twice)
-    expected = oracle.loss_gradients(asks_twice, PARAMS, {}, (X,))
-    with ThreadPoolExecutor(4) as pool:
-        for found in pool.map(lambda _: compute(PARAMS, {}, X), range(8)):
-            oracle.assert_exact(found, expected, EXACT)
 
 
 BY_DATA = [
@@ -376,35 +326,6 @@ def test_no_number_is_drawn_twice(strategy):
     drawn.append(torch.rand(24, dtype=torch.float64))
     everything = torch.cat(drawn)
     assert len(everything.unique()) == len(everything)
-
-
-def test_samples_drop_layers_of_their_own():
-    def loss(params, buffers, x):
-        h, used = x, []
-        for _ in range(4):
-            kept = torch.rand((), dtype=torch.float64)
-            used.append(kept)
-            if kept > 0.5:
-                h = h + (params["w"].t() @ (params["w"] @ h)).tanh()
-        return h.square().sum(), torch.stack(used)
-
-    torch.manual_seed(0)
-    compute = vgrad.per_sample_grad(
-        loss, strategy="recorded", randomness="different", has_aux=True
-    )
-    found, used = compute(PARAMS, {}, X)
-
-    def known(params, buffers, x, used):
-        h = x
-        for kept in used:
-            if kept > 0.5:
-                h = h + (params["w"].t() @ (params["w"] @ h)).tanh()
-        return h.square().sum()
-
-    oracle.assert_exact(
-        found, oracle.loss_gradients(known, PARAMS, {}, (X, used)), EXACT
-    )
-    assert len({tuple(row.tolist()) for row in used > 0.5}) > 4
 
 
 @pytest.mark.parametrize(
@@ -477,30 +398,3 @@ def test_a_graph_of_samples_that_split_is_eager():
     with pytest.warns(vgrad.CompileWarning, match="samples take different branches at"):
         grads = found(PARAMS, {}, X).grads
     oracle.assert_exact(grads, expected(PARAMS, {}, X).grads, 0)
-
-
-def multiplies(params, buffers, x):
-    return (params["w"] @ x[:2]).sum()
-
-
-def writes(params, buffers, x):
-    params["w"].data.mul_(1)
-    buffers["b"].add_(1)
-    return net(params, x)
-
-
-def draws(params, buffers, x):
-    return net(params, x) * torch.rand(())
-
-
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        (multiplies, "shapes cannot be multiplied|size"),
-        (writes, "changes nothing it is given"),
-        (draws, 'randomness="error"'),
-    ],
-)
-def test_auto_does_not_hide_what_plain_autograd_refuses(loss, message):
-    with pytest.raises((RuntimeError, ValueError), match=message):
-        vgrad.per_sample_grad(loss)(PARAMS, {"b": torch.zeros(())}, X)

@@ -75,8 +75,12 @@ def looks(op: str) -> Exact:
     return Exact("loop", "looks at values or has shapes that depend on them", op)
 
 
+def loops(op: str) -> Exact:
+    return Exact(loops=(op,))
+
+
 def alone(function: str) -> Exact:
-    return Exact(loops=(f"{function}.apply",))
+    return loops(f"{function}.apply")
 
 
 def writes(op: str) -> Exact:

@@ -21,6 +21,7 @@ from tests.zoo.entries import (
     alone,
     classes,
     entry,
+    loops,
     net,
     noise,
     total,
@@ -468,6 +469,7 @@ JITTED = Refused("expected modules whose tensors can be exchanged")
 SPARSE = Refused("expected dense tensors, got sparse ones")
 PLAIN = Refused("expected a plain torch.nn.Module")
 UNTRACED = Exact("loop", "True != False")
+NO_FLEX = Impossible("FlexAttention does not support backward on CPU")
 ON_META = "expected parameters with values"
 AVERAGE, MAXIMUM = nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d
 checkpoint_again = functools.partial(checkpointed, drop=0.5)
@@ -491,18 +493,8 @@ ENTRIES = [
     ),
     entry("selective checkpoint", selectively_checkpointed),
     entry("save_on_cpu", saved_elsewhere),
-    entry(
-        "sparse CSR matrix in a buffer",
-        sparse_matrix,
-        "csr",
-        today=SPARSE,
-    ),
-    entry(
-        "sparse COO matrix in a buffer",
-        sparse_matrix,
-        "coo",
-        today=SPARSE,
-    ),
+    entry("sparse CSR matrix in a buffer", sparse_matrix, "csr", today=SPARSE),
+    entry("sparse COO matrix in a buffer", sparse_matrix, "coo", today=SPARSE),
     entry(
         "sparse matrix of a sample's edges",
         sparse_sample,
@@ -511,23 +503,9 @@ ENTRIES = [
             "Could not run 'aten::view' with arguments from the 'SparseCPU' backend",
         ),
     ),
-    entry(
-        "scripted submodule",
-        scripted,
-        whole=False,
-        today=JITTED,
-    ),
-    entry(
-        "scripted submodule beside others",
-        scripted_in_a_sequence,
-        today=JITTED,
-    ),
-    entry(
-        "scripted model",
-        scripted,
-        whole=True,
-        today=PLAIN,
-    ),
+    entry("scripted submodule", scripted, whole=False, today=JITTED),
+    entry("scripted submodule beside others", scripted_in_a_sequence, today=JITTED),
+    entry("scripted model", scripted, whole=True, today=PLAIN),
     entry("traced submodule", traced, today=JITTED),
     entry(
         "autograd.Function, old style, an activation",
@@ -574,25 +552,17 @@ ENTRIES = [
         conditional,
         today=Exact("loop", "operator doesn't work unless it is captured completely"),
     ),
-    entry(
-        "flex_attention",
-        flexible_attention,
-        learned=False,
-        today=Impossible("FlexAttention does not support backward on CPU"),
-    ),
+    entry("flex_attention", flexible_attention, learned=False, today=NO_FLEX),
     entry(
         "flex_attention with a captured parameter",
         flexible_attention,
         learned=True,
-        today=Impossible("FlexAttention does not support backward on CPU"),
+        today=NO_FLEX,
     ),
     entry("associative_scan", scanned),
     entry("model on meta, values given", hidden_in_meta, filled=True),
     entry(
-        "model on meta, no values",
-        hidden_in_meta,
-        filled=False,
-        today=Refused(ON_META),
+        "model on meta, no values", hidden_in_meta, filled=False, today=Refused(ON_META)
     ),
     entry("adaptive average pooling to 1", adaptive_pooling, AVERAGE, 1),
     entry("adaptive average pooling to 3", adaptive_pooling, AVERAGE, 3),
@@ -600,13 +570,13 @@ ENTRIES = [
     entry(
         "max pooling and unpooling by indices",
         with_indices,
-        today=Exact(loops=("aten::max_unpool2d",)),
+        today=loops("aten::max_unpool2d"),
     ),
     entry(
         "fractional max pooling",
         fractional_pooling,
         options=SAME,
-        today=Exact(loops=("aten::fractional_max_pool2d",)),
+        today=loops("aten::fractional_max_pool2d"),
     ),
     entry("evaluated batch norm before tokens", normed_and_transposed, twice=True),
     entry(
@@ -622,11 +592,7 @@ ENTRIES = [
         options={"strategy": "loop"},
         today=Exact("loop", 'strategy="loop"'),
     ),
-    entry(
-        "interpolation",
-        resized,
-        today=Exact(loops=("aten::_upsample_nearest_exact2d.vec",)),
-    ),
+    entry("interpolation", resized, today=loops("aten::_upsample_nearest_exact2d.vec")),
     entry("autocast switched off inside", in_mixed_precision),
     entry("subclass of tensors", of_a_subclass),
     entry("functional_call inside the model", called_functionally),

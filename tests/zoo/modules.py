@@ -20,6 +20,7 @@ from tests.zoo.entries import (
     classes,
     entry,
     looks,
+    loops,
     net,
     noise,
     ragged,
@@ -488,10 +489,7 @@ ENTRIES = [
     ),
     entry("lazy modules", lazy),
     entry("forward hooks", hooked),
-    entry(
-        "forward hook registered at the first call",
-        hooked_at_first,
-    ),
+    entry("forward hook registered at the first call", hooked_at_first),
     entry(
         "forward hook that holds the model",
         closed_over,
@@ -513,7 +511,7 @@ ENTRIES = [
     entry(
         "fake quantisation",
         quantised,
-        today=Exact(loops=("aten::fake_quantize_per_tensor_affine",)),
+        today=loops("aten::fake_quantize_per_tensor_affine"),
     ),
     entry("target network without a gradient", target_network),
     entry("variational autoencoder", variational, options=SAME),
@@ -529,7 +527,7 @@ ENTRIES = [
     entry(
         "nn.Embedding with max_norm",
         renormalised_table,
-        today=Exact(loops=("aten::embedding_renorm_",)),
+        today=loops("aten::embedding_renorm_"),
     ),
     entry("nn.Embedding with sparse gradients", sparse_table),
     entry(
@@ -544,10 +542,6 @@ ENTRIES = [
         meta_learning,
         today=Exact("vmap", "expected ops that a function mode sees"),
     ),
-    entry(
-        "MLP, transforms pickled",
-        mlp,
-        through=pickled,
-    ),
+    entry("MLP, transforms pickled", mlp, through=pickled),
     entry("MLP, transforms copied", mlp, through=copy.deepcopy),
 ]

@@ -5,12 +5,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from tests.zoo.entries import (
-    SIZE,
-    Use,
-    entry,
-    noise,
-)
+from tests.zoo.entries import SIZE, Entry, Use, entry, noise
 from tests.zoo.libraries import Library
 
 LIBRARY = "diffusers"
@@ -68,25 +63,41 @@ CODER = dict(
     **BLOCKS,
 )
 PATCHES = dict(num_attention_heads=2, attention_head_dim=8, num_layers=2, sample_size=4)
+PATCHES |= dict(in_channels=4, patch_size=2)
+DIT = PATCHES | dict(num_embeds_ada_norm=4, norm_num_groups=4)
+PIXART = PATCHES | dict(out_channels=4, caption_channels=8, cross_attention_dim=16)
+PIXART |= dict(use_additional_conditions=False)
+TINY = dict(encoder_block_out_channels=(8, 8), decoder_block_out_channels=(8, 8))
+TINY |= dict(num_encoder_blocks=(1, 1), num_decoder_blocks=(1, 1), latent_channels=2)
+LINE = dict(sample_size=16, in_channels=2, out_channels=2, extra_in_channels=64)
+LINE |= dict(down_block_types=("DownBlock1DNoSkip", "DownBlock1D"))
+LINE |= dict(up_block_types=("UpBlock1D", "UpBlock1DNoSkip"))
+LINE |= dict(block_out_channels=(32, 32))
+SD3 = PATCHES | dict(joint_attention_dim=8, caption_projection_dim=16)
+SD3 |= dict(pooled_projection_dim=8, out_channels=4)
+PRIOR = dict(num_attention_heads=2, attention_head_dim=4, num_layers=1)
+PRIOR |= dict(embedding_dim=8, num_embeddings=4)
+NO_CONDITIONS = {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}}
+
+
+def unet(name: str, **options: Any) -> Entry:
+    batch = noisy(3, 8, 8), (3, 8, 8)
+    return entry(name, model, "UNet2DModel", *batch, **ATTENTION_UNET, **options)
+
+
+def coder(name: str, kind: str, **options: Any) -> Entry:
+    return entry(name, model, kind, images(3, 8, 8), (3, 8, 8), **options)
+
+
+def words(*more: tuple[int, ...]):
+    """Return what makes images, words, more numbers and times."""
+    shapes = (4, 4, 4), (5, 8), *more
+    return lambda: (*(noise(*each) for each in shapes), torch.randint(1000, (SIZE,)))
+
 
 ENTRIES = [
-    entry(
-        "UNet2D",
-        model,
-        "UNet2DModel",
-        noisy(3, 8, 8),
-        (3, 8, 8),
-        **ATTENTION_UNET,
-    ),
-    entry(
-        "UNet2D, gradient checkpointing",
-        model,
-        "UNet2DModel",
-        noisy(3, 8, 8),
-        (3, 8, 8),
-        checkpointing=True,
-        **ATTENTION_UNET,
-    ),
+    unet("UNet2D"),
+    unet("UNet2D, gradient checkpointing", checkpointing=True),
     entry(
         "UNet2D with a condition",
         model,
@@ -95,93 +106,21 @@ ENTRIES = [
         (4, 8, 8),
         **TEXT_UNET,
     ),
-    entry(
-        "DiT",
-        model,
-        "DiTTransformer2DModel",
-        labelled,
-        (4, 4, 4),
-        in_channels=4,
-        patch_size=2,
-        num_embeds_ada_norm=4,
-        norm_num_groups=4,
-        **PATCHES,
-    ),
+    entry("DiT", model, "DiTTransformer2DModel", labelled, (4, 4, 4), **DIT),
     entry(
         "PixArt",
         model,
         "PixArtTransformer2DModel",
-        lambda: (
-            noise(4, 4, 4),
-            noise(5, 8),
-            torch.randint(1000, (SIZE,)),
-            {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}},
-        ),
+        lambda: (*words()(), NO_CONDITIONS),
         (4, 4, 4),
-        in_channels=4,
-        out_channels=4,
-        patch_size=2,
-        caption_channels=8,
-        cross_attention_dim=16,
-        use_additional_conditions=False,
-        **PATCHES,
+        **PIXART,
     ),
+    coder("autoencoder (KL)", "AutoencoderKL", **CODER),
+    coder("autoencoder, tiny", "AutoencoderTiny", **TINY),
+    coder("VQ model", "VQModel", num_vq_embeddings=8, **CODER),
+    entry("UNet1D", model, "UNet1DModel", noisy(2, 16), (2, 16), **LINE),
     entry(
-        "autoencoder (KL)",
-        model,
-        "AutoencoderKL",
-        images(3, 8, 8),
-        (3, 8, 8),
-        **CODER,
-    ),
-    entry(
-        "autoencoder, tiny",
-        model,
-        "AutoencoderTiny",
-        images(3, 8, 8),
-        (3, 8, 8),
-        encoder_block_out_channels=(8, 8),
-        decoder_block_out_channels=(8, 8),
-        num_encoder_blocks=(1, 1),
-        num_decoder_blocks=(1, 1),
-        latent_channels=2,
-    ),
-    entry(
-        "VQ model",
-        model,
-        "VQModel",
-        images(3, 8, 8),
-        (3, 8, 8),
-        num_vq_embeddings=8,
-        **CODER,
-    ),
-    entry(
-        "UNet1D",
-        model,
-        "UNet1DModel",
-        noisy(2, 16),
-        (2, 16),
-        sample_size=16,
-        in_channels=2,
-        out_channels=2,
-        extra_in_channels=64,
-        down_block_types=("DownBlock1DNoSkip", "DownBlock1D"),
-        up_block_types=("UpBlock1D", "UpBlock1DNoSkip"),
-        block_out_channels=(32, 32),
-    ),
-    entry(
-        "SD3 transformer",
-        model,
-        "SD3Transformer2DModel",
-        lambda: (noise(4, 4, 4), noise(5, 8), noise(8), torch.randint(1000, (SIZE,))),
-        (4, 4, 4),
-        in_channels=4,
-        patch_size=2,
-        joint_attention_dim=8,
-        caption_projection_dim=16,
-        pooled_projection_dim=8,
-        out_channels=4,
-        **PATCHES,
+        "SD3 transformer", model, "SD3Transformer2DModel", words((8,)), (4, 4, 4), **SD3
     ),
     entry(
         "prior transformer",
@@ -189,10 +128,6 @@ ENTRIES = [
         "PriorTransformer",
         lambda: (noise(8), torch.randint(1000, (SIZE,)), noise(8), noise(4, 8)),
         (8,),
-        num_attention_heads=2,
-        attention_head_dim=4,
-        num_layers=1,
-        embedding_dim=8,
-        num_embeddings=4,
+        **PRIOR,
     ),
 ]

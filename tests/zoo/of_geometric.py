@@ -159,12 +159,7 @@ ENTRIES = [
         today=writes("scatter_add_"),
     ),
     entry("GAT", convolution, "GATConv", today=SPLITS),
-    entry(
-        "GAT v2 with features of edges",
-        with_features,
-        "GATv2Conv",
-        today=SPLITS,
-    ),
+    entry("GAT v2 with features of edges", with_features, "GATv2Conv", today=SPLITS),
     entry("GIN", isomorphism),
     entry("GraphSAGE", convolution, "SAGEConv"),
     entry("GraphConv", convolution, "GraphConv"),

@@ -6,6 +6,7 @@ from torch import nn
 
 from tests.zoo.entries import (
     SPLITS,
+    Entry,
     Exact,
     Net,
     Use,
@@ -65,108 +66,44 @@ def several() -> Use:
 QUERIES = dict(target_modules=["query", "value"])
 FUSED = dict(target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
 PROJECTIONS = dict(target_modules=["q_proj", "v_proj", "gate_proj"])
+IA3 = dict(target_modules=["key", "value", "output.dense"])
+IA3 |= dict(feedforward_modules=["output.dense"])
+STABLE = dict(use_rslora=True, bias="all", **QUERIES)
+PREFIX = dict(num_virtual_tokens=3)
+ENCODER = dict(encoder_hidden_size=8, **PREFIX)
+NORMS = dict(target_modules=["input_layernorm"])
+ADDS = Exact("vmap", "got one that changes such a tensor in place", "add_")
+ADALORA = dict(total_step=10, today=ADDS, **QUERIES)
+UNSEEN = Exact("vmap", "expected ops that a function mode sees")
+ORTHOGONAL = dict(r=0, oft_block_size=4, today=UNSEEN, **QUERIES)
+
+
+def lora(name: str, base: tuple, **options: Any) -> Entry:
+    return entry(name, adapted, base, "LoraConfig", r=2, **options)
+
 
 ENTRIES = [
-    entry("LoRA on BERT", adapted, BERT, "LoraConfig", r=2, **QUERIES),
-    entry(
-        "LoRA on BERT, ragged mask",
-        adapted,
-        BERT_PADDED,
-        "LoraConfig",
-        r=2,
-        **QUERIES,
-        today=SPLITS,
-    ),
-    entry("LoRA on GPT-2", adapted, GPT_2, "LoraConfig", r=2, **FUSED),
-    entry("LoRA on Llama", adapted, LLAMA, "LoraConfig", r=2, **PROJECTIONS),
-    entry(
-        "LoRA of the embedding",
-        adapted,
-        GPT_2,
-        "LoraConfig",
-        r=2,
-        target_modules=["wte"],
-    ),
-    entry("DoRA on BERT", adapted, BERT, "LoraConfig", r=2, use_dora=True, **QUERIES),
-    entry("DoRA on GPT-2", adapted, GPT_2, "LoraConfig", r=2, use_dora=True, **FUSED),
-    entry(
-        "rank-stabilised LoRA with biases",
-        adapted,
-        BERT,
-        "LoraConfig",
-        r=2,
-        use_rslora=True,
-        bias="all",
-        **QUERIES,
-    ),
-    entry(
-        "IA3 on BERT",
-        adapted,
-        BERT,
-        "IA3Config",
-        target_modules=["key", "value", "output.dense"],
-        feedforward_modules=["output.dense"],
-    ),
-    entry(
-        "prompt tuning on BERT",
-        adapted,
-        BERT,
-        "PromptTuningConfig",
-        num_virtual_tokens=3,
-    ),
-    entry(
-        "prompt tuning on GPT-2",
-        adapted,
-        GPT_2,
-        "PromptTuningConfig",
-        num_virtual_tokens=3,
-    ),
-    entry(
-        "prompt encoder on BERT",
-        adapted,
-        BERT,
-        "PromptEncoderConfig",
-        num_virtual_tokens=3,
-        encoder_hidden_size=8,
-    ),
-    entry(
-        "prefix tuning on GPT-2",
-        adapted,
-        GPT_2,
-        "PrefixTuningConfig",
-        num_virtual_tokens=3,
-    ),
-    entry(
-        "AdaLoRA on BERT",
-        adapted,
-        BERT,
-        "AdaLoraConfig",
-        total_step=10,
-        **QUERIES,
-        today=Exact("vmap", "got one that changes such a tensor in place", "add_"),
-    ),
+    lora("LoRA on BERT", BERT, **QUERIES),
+    lora("LoRA on BERT, ragged mask", BERT_PADDED, **QUERIES, today=SPLITS),
+    lora("LoRA on GPT-2", GPT_2, **FUSED),
+    lora("LoRA on Llama", LLAMA, **PROJECTIONS),
+    lora("LoRA of the embedding", GPT_2, target_modules=["wte"]),
+    lora("DoRA on BERT", BERT, use_dora=True, **QUERIES),
+    lora("DoRA on GPT-2", GPT_2, use_dora=True, **FUSED),
+    lora("rank-stabilised LoRA with biases", BERT, **STABLE),
+    entry("IA3 on BERT", adapted, BERT, "IA3Config", **IA3),
+    entry("prompt tuning on BERT", adapted, BERT, "PromptTuningConfig", **PREFIX),
+    entry("prompt tuning on GPT-2", adapted, GPT_2, "PromptTuningConfig", **PREFIX),
+    entry("prompt encoder on BERT", adapted, BERT, "PromptEncoderConfig", **ENCODER),
+    entry("prefix tuning on GPT-2", adapted, GPT_2, "PrefixTuningConfig", **PREFIX),
+    entry("AdaLoRA on BERT", adapted, BERT, "AdaLoraConfig", **ADALORA),
     entry("LoHa on BERT", adapted, BERT, "LoHaConfig", r=2, **QUERIES),
     entry("LoKr on BERT", adapted, BERT, "LoKrConfig", r=2, **QUERIES),
-    entry(
-        "OFT on BERT",
-        adapted,
-        BERT,
-        "OFTConfig",
-        r=0,
-        oft_block_size=4,
-        **QUERIES,
-        today=Exact("vmap", "expected ops that a function mode sees"),
-    ),
+    entry("OFT on BERT", adapted, BERT, "OFTConfig", **ORTHOGONAL),
     entry(
         "VeRA on Llama", adapted, LLAMA, "VeraConfig", r=2, target_modules=["q_proj"]
     ),
-    entry(
-        "norms alone, on Llama",
-        adapted,
-        LLAMA,
-        "LNTuningConfig",
-        target_modules=["input_layernorm"],
-    ),
+    entry("norms alone, on Llama", adapted, LLAMA, "LNTuningConfig", **NORMS),
     entry("LoRA on a convolution, with a trained head", convolutional),
     entry("two LoRA adapters at once", several),
 ]

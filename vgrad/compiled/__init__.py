@@ -23,15 +23,15 @@ from vgrad.compiled.captures import (
     Fallback,
 )
 from vgrad.compiled.functions import (
+    Captured,
     CompiledFunction,
     CompiledStep,
-    CompiledTransform,
     checked_sizes,
     sizes_of_plan,
 )
 from vgrad.ensemble.gradients import EnsembleGradFn
 from vgrad.ensemble.prediction import EnsembleForward
-from vgrad.persample.engine import Transform
+from vgrad.persample.engine import Transform, eager, local
 from vgrad.renamed import raising
 from vgrad.training.steps import EnsembleStep, OfSamples, PrivateStep, TrainStep
 from vgrad.typing import Arguments, Found, Same
@@ -142,15 +142,19 @@ def compile(
     captures = Captures(backend, fallback, verify=verify)
     sizes = None if batch_sizes is None else checked_sizes(batch_sizes)
     function: Any = transform
+
+    def as_graphs(transform: Transform) -> Transform:
+        plain = replace(transform, execute=eager, reduce=local, keys=None)
+        return replace(transform, execute=Captured(plain, captures, sizes))
+
     if isinstance(function, Transform):
-        compiled = CompiledTransform(function, captures, sizes)
+        compiled: Any = as_graphs(function)
     elif isinstance(function, PrivateStep):
         sizes = sizes_of_plan(function.plan) if sizes is None else sizes
-        clipped = CompiledTransform(function.clipped, captures, sizes)
-        step = replace(function, clipped=clipped, run=captures)
+        step = replace(function, clipped=as_graphs(function.clipped), run=captures)
         compiled = CompiledStep(step, captures)
     elif isinstance(function, TrainStep) and isinstance(function.gradients, OfSamples):
-        weighted = CompiledTransform(function.gradients.weighted, captures, sizes)
+        weighted = as_graphs(function.gradients.weighted)
         step = replace(function, gradients=OfSamples(weighted), run=captures)
         compiled = CompiledStep(step, captures)
     elif sizes is not None:
@@ -169,8 +173,7 @@ def compile(
             f"ensemble_grad(...) or ensemble_forward(...), got a "
             f"{type(function).__name__}."
         )
-    result: Any = compiled
-    return result
+    return compiled
 
 
 def choices(reports: Sequence[CaptureReport]) -> dict[str, str]:

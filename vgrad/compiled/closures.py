@@ -51,7 +51,14 @@ from vgrad.conditions import Unrepeatable
 from vgrad.functional.model import FunctionalModel
 from vgrad.functional.slots import Placeholder
 from vgrad.persample.rules.table import RULES
-from vgrad.torch_private.tensors import GLOBAL_HOOKS, GRAPH, MEMORY, OPS, registered
+from vgrad.torch_private.tensors import (
+    GLOBAL_HOOKS,
+    GRAPH,
+    MEMORY,
+    OPS,
+    TensorGuards,
+    registered,
+)
 
 _CACHE = type(functools.cache(len))
 
@@ -69,7 +76,7 @@ _PARTS: dict[type, tuple[str, ...]] = {
 """Contents of objects that do not show them in attributes of their own."""
 
 _CONSTANT = (
-    *(*OPS, torch.jit.ScriptFunction, torch.finfo, torch.iinfo, np.ufunc),
+    *(*OPS, torch.jit.ScriptFunction, torch.finfo, torch.iinfo, np.ufunc, TensorGuards),
     *(logging.Logger, re.Pattern, type(threading.Lock()), type(threading.RLock())),
     *(operator.itemgetter, operator.attrgetter, types.GenericAlias, types.UnionType),
     *(types.GetSetDescriptorType, types.MemberDescriptorType),

@@ -7,8 +7,7 @@ leaves the copies of the first sample out, which fill it up.
 
 import math
 from collections.abc import Callable, Sequence
-from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,12 +16,17 @@ from torch import Tensor
 from vgrad import batches, checks, tree
 from vgrad.compiled.captures import CaptureReport, Captures, CompiledExplanation
 from vgrad.dp.plan import Plan
-from vgrad.persample.engine import Call, Chunk, Evaluation, Transform, at_a_time
-from vgrad.persample.explain import explain
-from vgrad.persample.grad import WeightedGradFn, check_weights
-from vgrad.persample.gram import GramFn
-from vgrad.precision.loss_scale import LossScale
-from vgrad.typing import Buffers, Params, Tree
+from vgrad.persample.engine import (
+    Call,
+    Chunk,
+    Evaluation,
+    Inputs,
+    Transform,
+    at_a_time,
+    eager,
+)
+from vgrad.persample.grad import check_weights
+from vgrad.typing import Tree
 
 
 class CompiledFunction:
@@ -77,139 +81,101 @@ class CompiledStep(CompiledFunction):
         return self._function(*arguments)
 
 
-class CompiledTransform(CompiledFunction):
-    """A per-sample transform that runs as graphs."""
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """The execution of a per-sample transform as graphs, of whole batches or of chunks.
 
-    def __init__(
-        self,
-        transform: Transform,
-        captures: Captures,
-        batch_sizes: tuple[int, ...] | None,
-    ) -> None:
-        super().__init__(transform, captures)
-        self._buckets = batch_sizes
-        self._scale = transform.options.loss_scale
-        self._evaluation: Callable[[Call], Evaluation] | None = None
-        self._keys: Tensor | None = None
+    Attributes:
+        plain: the transform in eager mode.
+        batch_sizes: the sizes that batches are filled up to.
+    """
 
-    def explain(self, *arguments: Any) -> CompiledExplanation:
-        """Explain captures, and how the transform runs in eager mode."""
-        eager = explain(self._function)(*arguments)
+    plain: Transform
+    captures: Captures
+    batch_sizes: tuple[int, ...] | None
+
+    def reports(self) -> tuple[CaptureReport, ...]:
+        """Return a report of every capture."""
+        return self.captures.reports()
+
+    def explanation(self, eager: Any) -> CompiledExplanation:
+        """Explain captures, beside the report of eager mode."""
         return CompiledExplanation(self.reports(), eager)
-
-    def with_loss_scale(self, loss_scale: LossScale | None) -> "CompiledTransform":
-        """Return the same function with another loss scale, an input of the graph."""
-        return self._with_values(_scale=loss_scale)
-
-    def over(
-        self, evaluation: Callable[[Call], Evaluation], parts: int = 1
-    ) -> "CompiledTransform":
-        """Return the same function, in whose calls others take part.
-
-        A graph is of one chunk; the others take part outside of it. Batches are one of
-        so many `parts`.
-        """
-        sizes = self._buckets
-        if sizes is not None:
-            sizes = tuple(sorted({-(-size // parts) for size in sizes}))
-        return self._with_values(_evaluation=evaluation, _buckets=sizes)
-
-    def keyed(self, keys: Tensor | None) -> "CompiledTransform":
-        """Return the same function of one batch, with keys of its samples.
-
-        A loss that draws by keys runs in eager mode.
-        """
-        return self._with_values(_keys=keys)
-
-    def _with_values(self, **values: Any) -> "CompiledTransform":
-        same = copy(self)
-        vars(same).update(values)
-        return same
 
     def __call__(
         self,
-        *arguments: Any,
-        mask: Tensor | None = None,
-        cross: tuple | None = None,
+        transform: Transform,
+        inputs: Inputs,
+        evaluate: Callable[[Call], Evaluation] | None = None,
+        ranks: int = 1,
     ) -> Any:
-        """Compute the quantity of a batch."""
-        transform, options, more = self._function, self._function.options, cross
-        values = arguments
-        if isinstance(transform, WeightedGradFn) and values:
-            more, *values = values
-        if len(values) < 2 or not (cross is None or isinstance(transform, GramFn)):
-            named: dict[str, Any] = {} if cross is None else {"cross": cross}
-            return transform(*arguments, **named)  # which raises
-        params, buffers, *samples = values
-        batch, run = tuple(samples), transform.on_all
-        given = params, buffers, batch, mask, more, self._scale, self._keys
-        plain = self._buckets is None and mask is None and self._evaluation is None
+        """Compute the quantity of a batch.
+
+        With `evaluate` other processes take part, outside of the graphs: a graph is of
+        one chunk. Batches are one of so many parts, one for each of the `ranks`.
+        """
+        options, batch, mask = self.plain.options, inputs.batch, inputs.mask
+        plain = self.batch_sizes is None and mask is None and evaluate is None
         if plain and options.chunk_size is None and options.strategy != "loop":
             first = batch[0] if batch else None
             if isinstance(first, Tensor) and first.ndim and len(first):
-                return self._captures(run, *given)
+                return self.captures(self.plain.run, inputs)
         size = batches.read(options.function, batch).size
         if mask is not None:
             batches.check_mask(options.function, mask, size)
         if size and options.strategy != "loop":
-            return self._padded(params, buffers, batch, mask, more, size)
+            return self._padded(inputs, size, evaluate, ranks)
         if size:
-            self._captures.refuse(transform, 'strategy="loop" runs any Python')
-        if self._evaluation is not None:
-            run = transform.over(self._evaluation).on_all
-        result = run(*given)
-        return result if mask is None else transform.selected(result, mask, more)
+            self.captures.refuse(self.plain, 'strategy="loop" runs any Python')
+        return eager(self.plain, inputs, evaluate or Evaluation)
 
     def _padded(
         self,
-        params: Params,
-        buffers: Buffers,
-        batch: Tree,
-        mask: Tensor | None,
-        more: Any,
+        inputs: Inputs,
         size: int,
+        evaluate: Callable[[Call], Evaluation] | None,
+        ranks: int,
     ) -> Any:
         """Fill up a batch and run it, in parts where it is large."""
-        transform, sizes, keys = self._function, self._buckets, self._keys
-        rows: Any = slice(0, size) if mask is None else mask
-        total = size
-        if sizes is not None:
+        transform, mask, limit = self.plain, inputs.mask, size
+        rows: Any = mask
+        if self.batch_sizes is not None:
+            sizes = sorted({-(-each // ranks) for each in self.batch_sizes})
             total = padded_size(size, sizes)
-            device = next(iter(tree.tensors(batch))).device
+            device = next(iter(tree.tensors(inputs.batch))).device
             counts = torch.arange(total, device=device) < size
+            rows = slice(0, size)
             if mask is not None:
                 counts[:size] &= mask
                 rows = counts
-            mask, batch = counts, filled(batch, size, total)
-            if isinstance(transform, WeightedGradFn):
-                check_weights(more, size)
-                more = filled(more, size, total)
-            keys = None if keys is None else filled(keys, size, total)
-        limit = total
+            if inputs.weights is not None:
+                check_weights(inputs.weights, size)
+            batch, weights, keys = filled(
+                (inputs.batch, inputs.weights, inputs.keys), size, total
+            )
+            inputs = inputs._replace(
+                batch=batch, mask=counts, weights=weights, keys=keys
+            )
+            size, limit = total, min(total, sizes[-1])
         if transform.options.chunk_size is not None:
-            call = transform.options.on(params, buffers, batch)
+            call = transform.options.on(inputs)
             limit = min(limit, at_a_time(call) or limit)
-        if sizes is not None:
-            limit = min(limit, sizes[-1])
-        given = params, buffers, batch, mask, more, self._scale, keys
-        if self._evaluation is None and (total <= limit or transform.quantity is None):
-            result = self._captures(transform.on_all, *given)
+        chunked = transform.quantity.chunked
+        if evaluate is None and (size <= limit or not chunked):
+            result = self.captures(transform.run, inputs)
         else:
-            call = replace(transform.options, chunk_size=limit).on(*given)
-            result = transform.of((self._evaluation or Evaluation)(call), self._part)
-        return result if mask is None else transform.selected(result, rows, more)
-
-    def _part(self, part: Call) -> Chunk:
-        return self._captures(
-            self._function.part,
-            part.params,
-            part.buffers,
-            part.batch.sample(tuple(part.batch.tensors)),
-            part.mask,
-            part.weights,
-            self._scale,
-            part.draws.keys,
+            call = replace(transform.options, chunk_size=limit).on(inputs)
+            run = (evaluate or Evaluation)(call)
+            result = transform.evaluated(run, self._chunk)
+        return (
+            result if inputs.mask is None else transform.selected(result, rows, inputs)
         )
+
+    def _chunk(self, call: Call) -> Chunk:
+        batch = call.batch.sample(tuple(call.batch.tensors))
+        tensors = call.params, call.buffers, batch, call.mask, call.weights, call.cross
+        inputs = Inputs(*tensors, call.loss_scale, call.draws.keys)
+        return self.captures(self.plain.chunk, inputs)
 
 
 def checked_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:

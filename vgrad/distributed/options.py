@@ -121,16 +121,11 @@ def of_transform(transform: Transform) -> dict[str, Any]:
         "has_aux": options.has_aux,
         "loss": options.loss,
     }
-    skipped = {"options", "quantity", "evaluation", "keys", "sensitivity"}
-    for name, value in vars(transform).items():
+    for name, value in vars(transform.quantity).items():
         if isinstance(value, ClipRule):
             facts |= {"clipping": value.kind, "max_norm": value.max_norm}
-        elif name not in skipped:
+        elif not name.startswith("_"):  # drawn directions of a projection
             facts[name] = value
-    collect = getattr(transform.quantity, "collect", None)
-    maker = getattr(collect, "__self__", None)
-    if maker is not None and maker is not transform:  # directions of a projection
-        facts |= {name: x for name, x in vars(maker).items() if _plain(x) is not None}
     return facts
 
 

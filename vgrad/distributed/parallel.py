@@ -17,15 +17,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from vgrad import batches, files, optim
-from vgrad.compiled import Captures, CompiledStep, CompiledTransform
+from vgrad.compiled import Captures, CompiledStep
 from vgrad.distributed.options import Options, of_transform
 from vgrad.distributed.sharding import RankCall, sharded_call
 from vgrad.generators import RNG_LOCK, kept_random_state, sample_keys, torch_seed
-from vgrad.persample.engine import LOCAL, Call, Evaluation, Reducer, Transform, constant
-from vgrad.persample.grad import WeightedGradFn
-from vgrad.persample.gram import GramFn
+from vgrad.persample.engine import (
+    LOCAL,
+    Call,
+    Evaluation,
+    Inputs,
+    Reducer,
+    Transform,
+    constant,
+    eager,
+)
+from vgrad.persample.gram import Products
 from vgrad.precision import all_finite
-from vgrad.precision.loss_scale import LossScale
 from vgrad.ranks import RankError, Ranks, Summing, layout
 from vgrad.torch_private import modes
 from vgrad.training.state import TrainState, check_state
@@ -104,7 +111,7 @@ def data_parallel(
         else:
             step = replace(step, reduce=partial(_averaged, ranks))
         parallel = ParallelStep(step, ranks)
-    elif isinstance(step, Transform | CompiledTransform):
+    elif isinstance(step, Transform):
         parallel = _parallel(step, ranks)
     else:
         raise TypeError(
@@ -289,51 +296,31 @@ def _averaged(ranks: Ranks, compute: Callable[[], tuple], state: TrainState) -> 
 # Transforms.
 
 
-def _parallel(
-    transform: Transform | CompiledTransform, ranks: Ranks
-) -> "ParallelTransform":
-    if isinstance(_plain(transform), GramFn):
+def _parallel(transform: Transform, ranks: Ranks) -> Transform:
+    if isinstance(transform.quantity, Products):
         raise TypeError(
             "data_parallel(per_sample_gram(loss)): expected a sum or a list over "
             "samples, got products of pairs, whose samples may be on two ranks. Take "
             "per_sample_projection(loss): inner products of its rows estimate them."
         )
-    return ParallelTransform(transform, ranks)
+    options = Options(**of_transform(transform))
+    return replace(transform, reduce=_AcrossRanks(ranks, options))
 
 
-def _plain(transform: Transform | CompiledTransform) -> Transform:
-    """Return a transform as it runs in eager mode."""
-    return transform if isinstance(transform, Transform) else transform.plain
+class _AcrossRanks:
+    """The reduction of a per-sample transform over ranks.
 
+    Each of them has a part of the batch.
+    """
 
-class ParallelTransform:
-    """A per-sample transform of all ranks, with the attributes of the original."""
-
-    def __init__(
-        self,
-        transform: Transform | CompiledTransform,
-        ranks: Ranks,
-        options: Options | None = None,
-    ) -> None:
-        self._transform = transform
+    def __init__(self, ranks: Ranks, options: Options) -> None:
         self._ranks = ranks
-        self._options = options or Options(**of_transform(_plain(transform)))
-        self._takes_weights = isinstance(_plain(transform), WeightedGradFn)
+        self._options = options
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._transform, name)
-
-    def with_loss_scale(self, loss_scale: LossScale | None) -> "ParallelTransform":
-        """Return the same function with another loss scale."""
-        scaled = self.__getattr__("with_loss_scale")(loss_scale)
-        return ParallelTransform(scaled, self._ranks, self._options)
-
-    def __call__(self, *arguments: Any, mask: Tensor | None = None) -> Any:
+    def __call__(self, transform: Transform, inputs: Inputs) -> Any:
         """Compute the quantity of the whole batch, of which this rank has a part."""
-        ranks, options = self._ranks, _plain(self._transform).options
-        function, fixed = options.function, 3 if self._takes_weights else 2
+        ranks, options, mask = self._ranks, transform.options, inputs.mask
+        function = options.function
         call = _Summed(f"data_parallel({function})", ranks)
         if modes.inside_transform():
             raise RuntimeError(
@@ -342,7 +329,7 @@ class ParallelTransform:
                 f"loss, or transform the function of one process."
             )
         with call.together():
-            read = batches.read(function, arguments[fixed:])
+            read = batches.read(function, inputs.batch)
             if mask is not None:
                 batches.check_mask(function, mask, read.size)
             counted = read.size if mask is None else int(mask.sum())
@@ -355,42 +342,33 @@ class ParallelTransform:
         seed, size = notes[0]["seed"], read.size
         if options.has_aux and not read.size and any(sizes):
             # Shapes and dtypes of aux are known from a sample alone.
-            first = fixed - 2  # weights, if any, are of samples too
-            weights, batch = map_tensors(
+            batch, weights = map_tensors(
                 lambda x: x.new_zeros((1, *x.shape[1:])),
-                (arguments[:first], arguments[fixed:]),
+                (inputs.batch, inputs.weights),
             )
-            arguments = (*weights, *arguments[first:fixed], *batch)
             mask = torch.zeros(1, dtype=torch.bool, device=read.tensors[0].device)
+            inputs = inputs._replace(batch=batch, weights=weights, mask=mask)
             size = 1
         with call.together(), torch.no_grad():
-            transform = self._transform
             if options.randomness == "different":
                 start = sum(sizes[: ranks.rank])
-                transform = transform.keyed(sample_keys(seed, start, size))
+                inputs = inputs._replace(keys=sample_keys(seed, start, size))
                 seed = None
             with _seeded(seed, read.tensors):
-                result = self._run(transform, call, arguments, mask)
-            result = self._joined(call, result, counts, sizes)
+                result = self._run(transform, call, inputs)
+            result = self._joined(transform, call, result, counts, sizes)
         if torch.is_grad_enabled():
-            params = arguments[fixed - 2].values()
-            result = constant(call.what, result, [*params, *read.tensors])
+            tensors = [*inputs.params.values(), *read.tensors]
+            result = constant(call.what, result, tensors)
         return result
 
-    def _run(
-        self,
-        transform: Transform | CompiledTransform,
-        call: "_Summed",
-        arguments: tuple,
-        mask: Tensor | None,
-    ) -> Any:
+    def _run(self, transform: Transform, call: "_Summed", inputs: Inputs) -> Any:
         """Return sums over all ranks, and lists of this rank's samples."""
-        *weights, params, buffers = arguments[: 3 if self._takes_weights else 2]
-        if not any(isinstance(each, DTensor) for each in params.values()):
-            run = transform.over(call.evaluation, self._ranks.size)
-            return run(*arguments, mask=mask)
-        batch = arguments[len(weights) + 2 :]
-        if not isinstance(transform, Transform):
+        if not any(isinstance(each, DTensor) for each in inputs.params.values()):
+            return transform.execute(
+                transform, inputs, call.evaluation, self._ranks.size
+            )
+        if transform.execute is not eager:
             raise TypeError(
                 f"{call.what}(params): expected ordinary tensors for a compiled "
                 f"function, got DTensors, which are gathered while it runs. Leave "
@@ -398,16 +376,19 @@ class ParallelTransform:
             )
         call.exchange("shards")
         with call.known():
-            rest = params, buffers, batch, mask, *weights
-            return sharded_call(transform, self._ranks, *rest)
+            return sharded_call(transform, self._ranks, inputs)
 
     def _joined(
-        self, call: "_Summed", result: Any, counts: list[int], sizes: list[int]
+        self,
+        transform: Transform,
+        call: "_Summed",
+        result: Any,
+        counts: list[int],
+        sizes: list[int],
     ) -> Any:
         """Join the lists of samples in a result over the ranks."""
-        ranks, mapped = self._ranks, _plain(self._transform).mapped
-        lists: list[Tensor] = []
-        mapped(lambda leaf: lists.append(leaf) or leaf, result)
+        ranks, lists = self._ranks, list[Tensor]()
+        transform.mapped(lambda leaf: lists.append(leaf) or leaf, result)
         kinds = [(str(leaf.dtype)[6:], *leaf.shape[1:]) for leaf in lists]
         text = json.dumps(kinds).encode()
         digest = hashlib.blake2b(text, digest_size=16).hexdigest()
@@ -436,7 +417,7 @@ class ParallelTransform:
                     leaf = leaf.new_empty((0, *shape), dtype=getattr(torch, dtype))
                 return ranks.joined(leaf, counts)
 
-            return mapped(joined, result)
+            return transform.mapped(joined, result)
 
 
 class _Summed(RankCall):

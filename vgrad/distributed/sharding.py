@@ -18,21 +18,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from vgrad import batches, files, tree
-from vgrad.persample.clipped import ClippedGradFn
+from vgrad.persample.clipped import ClippedSum
 from vgrad.persample.engine import (
     NON_RETRYABLE,
     Evaluation,
+    Inputs,
     Reducer,
     Transform,
     at_a_time,
+    eager,
 )
-from vgrad.persample.grad import WeightedGradFn
-from vgrad.precision.loss_scale import LossScale
+from vgrad.persample.grad import WeightedSum
+from vgrad.persample.gram import Products
+from vgrad.persample.moments import MomentsOfGrads
 from vgrad.ranks import Ranks, layout
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import Lazy
 from vgrad.tree import cast, map_tensors, tensors, wide
-from vgrad.typing import Buffers, Params, T, Tree
+from vgrad.typing import Buffers, Params, T
 
 
 def shard(params: Params, mesh: DeviceMesh, *, data: str = "dp") -> Params:
@@ -309,21 +312,11 @@ class _Gathering(RankCall, Reducer):
             self._whole.clear()
 
 
-def sharded_call(
-    transform: Transform,
-    ranks: Ranks,
-    params: Params,
-    buffers: Buffers,
-    batch: Tree,
-    mask: Tensor | None = None,
-    more: Any = None,
-    loss_scale: LossScale | None = None,
-) -> Any:
+def sharded_call(transform: Transform, ranks: Ranks, inputs: Inputs) -> Any:
     """Call a transform with this rank's part of the parameters and of a batch.
 
     Sums and counts are over the samples of all ranks, sums cut as the parameters are.
-    Lists are of this rank's samples. `more` and `loss_scale` are as in
-    `Transform.on_all`. Results are constants.
+    Lists are of this rank's samples. Results are constants.
 
     A loss that is recorded gathers a parameter where an op uses it, forward and
     backward, and frees it after. Each sum is scattered before the next one is formed.
@@ -334,7 +327,7 @@ def sharded_call(
         TypeError: the quantity is neither a sum nor a list over samples.
         RankError: another rank has failed, or does something else.
     """
-    options = transform.options
+    options, (params, buffers, batch, *_) = transform.options, inputs
     what = f"sharded({options.function})"
     with ranks.together(what), torch.inference_mode(False), torch.no_grad():
         _check(what, transform, ranks, params, buffers)
@@ -343,7 +336,6 @@ def sharded_call(
     own = {"size": size, "mapped": options.fallbacks.failure is not None}
     notes = ranks.check_same(what, own, **facts)
     sizes = [note["size"] for note in notes]
-    arguments = params, buffers, batch, mask, more
     with torch.inference_mode(False), torch.no_grad():
         recorded = options.strategy == "recorded"
         if not any(note["mapped"] for note in notes):
@@ -352,9 +344,7 @@ def sharded_call(
             try:
                 gathering = _Gathering(what, ranks)
                 with gathering.together():
-                    result = _where_used(
-                        transform, gathering, size, max(sizes), arguments, loss_scale
-                    )
+                    result = _where_used(transform, gathering, size, max(sizes), inputs)
             except Exception as error:
                 _check_fallback(transform, ranks, error)
             else:
@@ -369,9 +359,8 @@ def sharded_call(
             for entries in (params, buffers)
         )
         with ranks.together(f"{what}, run"):
-            result = transform.on_all(parameters, fixed, batch, mask, more, loss_scale)
-            if mask is not None:
-                result = transform.selected(result, mask)
+            whole = inputs._replace(params=parameters, buffers=fixed)
+            result = eager(transform, whole)
 
         def scattered(name: str, value: Tensor) -> Tensor:
             like: Any = params[name]
@@ -395,7 +384,7 @@ def _check(
             f"{what}(params): expected parameters cut among the ranks that share the "
             f"batch, {ranks.members}, got {holders.members}."
         )
-    if type(transform) not in (Transform, ClippedGradFn, WeightedGradFn):
+    if isinstance(transform.quantity, Products | MomentsOfGrads):
         raise TypeError(
             f"{what}: expected a sum over samples or a "
             f"list of them, got another quantity. Call it with gather(params, mesh)."
@@ -420,37 +409,31 @@ def _check_fallback(transform: Transform, ranks: Ranks, error: Exception) -> Non
 
 
 def _where_used(
-    transform: Transform,
-    gathering: _Gathering,
-    own: int,
-    size: int,
-    arguments: tuple[Params, Buffers, Tree, Tensor | None, Any],
-    loss_scale: LossScale | None,
+    transform: Transform, gathering: _Gathering, own: int, size: int, inputs: Inputs
 ) -> Any:
     """Record, and gather each parameter where it is used.
 
     There are `own` samples here. Which ops run may depend on sizes. So all ranks run
     chunks of the same sizes, filled up with samples that do not count.
     """
-    params, buffers, batch, mask, more = arguments
-    weights = more if isinstance(transform, WeightedGradFn) else None
-    keys = transform.keys
     if size > own:
+        batch, mask, weights, keys = *inputs[2:5], inputs.keys
         if mask is None:
             mask = torch.ones(own, dtype=torch.bool, device=tensors(batch)[0].device)
-        mask = _filled(mask, size, again=False)
-        batch = map_tensors(lambda x: _filled(x, size), batch)
-        if weights is not None:
-            weights = _filled(weights, size, again=False)
-        keys = None if keys is None else _filled(keys, size)
-    parameters, fixed = gathering.lazy(params), gathering.lazy(buffers)
-    call = transform.options.on(
-        parameters, fixed, batch, mask, weights, loss_scale, keys
+        inputs = inputs._replace(
+            batch=map_tensors(lambda x: _filled(x, size), batch),
+            mask=_filled(mask, size, again=False),
+            weights=None if weights is None else _filled(weights, size, again=False),
+            keys=None if keys is None else _filled(keys, size),
+        )
+    inputs = inputs._replace(
+        params=gathering.lazy(inputs.params), buffers=gathering.lazy(inputs.buffers)
     )
+    call = transform.options.on(inputs)
     chunk = gathering.least(at_a_time(call) or size)
     call = replace(call, chunk_size=chunk, strategy="recorded", reducer=gathering)
-    result = transform.called(Evaluation(call), weights)
-    return result if mask is None else transform.selected(result, mask)
+    result = transform.evaluated(Evaluation(call))
+    return transform.selected(result, inputs.mask, inputs)
 
 
 def _filled(tensor: Tensor, size: int, *, again: bool = True) -> Tensor:
@@ -475,11 +458,11 @@ def _of_all_ranks(
         return {name: summed(name, sums.pop(name)) for name in list(sums)}
 
     value, *aux = result if transform.options.has_aux else (result,)
-    if isinstance(transform, ClippedGradFn):
+    if isinstance(transform.quantity, ClippedSum):
         counts = {"clipped": value.clipped, "nonfinite": value.nonfinite}
         grads = each(value.grads)
         counts = ranks.summed(transform.options.function, counts)
         value = value._replace(grads=grads, **counts)
-    elif isinstance(transform, WeightedGradFn):
+    elif isinstance(transform.quantity, WeightedSum):
         value = each(value)
     return (value, *aux) if aux else value

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from operator import add, attrgetter, le
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.optim.base import Donated, Grads, Number, Rate, State, is_schedule, is_zero
 from vgrad.torch_private import kernels, modes, shards
+from vgrad.torch_private.tensors import like
 from vgrad.typing import Params
 
 _DEVICE, _DTYPE, _SHAPE = map(attrgetter, ("device", "dtype", "shape"))
@@ -69,6 +70,7 @@ def _donated(lr: Rate, launch: Callable, slots: tuple[str, ...]) -> Donated:
     The step returns None unless the state of a chain has a part with exactly these
     slots, or none with any if there are no slots.
     """
+    checked = _Checks()
 
     def step(grads, state, params):
         # The state of the rate, the last one, has no slots.
@@ -79,7 +81,7 @@ def _donated(lr: Rate, launch: Callable, slots: tuple[str, ...]) -> Donated:
         if [tuple(part.slots) for part in moments] != ([slots] if slots else []):
             return None
         tensors = [part.slots[slot] for part in moments for slot in slots]
-        groups = _groups(params, grads, tensors)
+        groups = checked.groups(params, grads, tensors)
         if groups is None:
             return None
         rate: Any = lr
@@ -106,62 +108,100 @@ def _donated(lr: Rate, launch: Callable, slots: tuple[str, ...]) -> Donated:
     return step
 
 
-def _groups(
-    params: Params, grads: Grads, moments: list[Params]
-) -> list[list[list[Tensor]]] | None:
-    """Make lists of parameters, gradients and moments, for each device and dtype.
+class _Layout(NamedTuple):
+    """The layout of the tensors of a step, in which a kernel could take them.
 
-    Returns None if a tensor is not plain or shares its memory: the kernels check
-    neither strides nor dtypes. For many small tensors checks one by one would cost more
-    than the step, so they go through whole lists.
+    `groups` has the places of the parameters of each device and dtype, or is None if
+    the kernel has no such dtype; `is_same` compares other tensors with these.
     """
-    if modes.inside_transform() or torch.compiler.is_compiling():
-        return None
-    checks.names("step(grads)", params, grads)
-    trees: list[Any] = [params, grads, *moments]
-    if any(hasattr(param, "to_local") for param in params.values()):
-        trees = _local_parts(trees)
-        if not trees:
-            return None
-        params, grads = trees[:2]
-    names = [name for name, grad in grads.items() if grad is not None]
-    columns: list[list[Tensor]] = [list(map(tree.__getitem__, names)) for tree in trees]
-    stepped = columns[0]
-    if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, itertools.chain(*columns))):
-        return None
 
-    def alike(of):
-        first, *others = (list(map(of, column)) for column in columns)
-        return first if all(other == first for other in others) else None
+    sizes: list[int]
+    groups: list[list[int]] | None
+    requires_grad: bool
+    is_same: Callable[..., bool]
 
-    shapes, dtypes = alike(_SHAPE), alike(_DTYPE)
-    if shapes is None or dtypes is None:
-        return None
-    on_cpu = all(map(attrgetter("is_cpu"), itertools.chain(*columns)))
-    if not on_cpu and alike(_DEVICE) is None:
-        return None
-    idle = [params[name] for name, grad in grads.items() if grad is None]
-    if not all(map(Tensor.is_contiguous, itertools.chain(*columns, idle))):
-        # The kernel needs gradients in the memory layout of their parameters.
-        columns[1] = [
-            g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
-            for p, g in zip(stepped, columns[1], strict=True)
-        ]
-        if alike(Tensor.stride) is None or not all(map(_dense, [*stepped, *idle])):
+    @classmethod
+    def of(cls, columns: list[list[Tensor]], idle: list[Tensor]) -> "_Layout | None":
+        """Describe columns of parameters, gradients and moments; None if they differ.
+
+        Gradients in another memory layout than their parameters are replaced by copies.
+        """
+        stepped = columns[0]
+
+        def alike(of):
+            first, *others = (list(map(of, column)) for column in columns)
+            return all(other == first for other in others)
+
+        if not all(map(alike, (_SHAPE, _DTYPE, _DEVICE))):
             return None
-    sizes = list(map(_BYTES, stepped)) * len(columns) + list(map(_BYTES, idle))
-    places = map(Tensor.data_ptr, itertools.chain(*columns, idle))
-    if not _apart(list(places), sizes):
-        check_parts(params)
-        return None
-    if not {*dtypes} <= {torch.float32, torch.float64}:
-        return None
-    if on_cpu and len({*dtypes}) == 1:
-        return [columns]
-    groups: dict[Any, list[tuple[Tensor, ...]]] = {}
-    for row in zip(*columns, strict=True):
-        groups.setdefault((row[0].device, row[0].dtype), []).append(row)
-    return [list(map(list, zip(*rows, strict=True))) for rows in groups.values()]
+        if not all(map(Tensor.is_contiguous, itertools.chain(*columns, idle))):
+            columns[1] = [
+                g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
+                for p, g in zip(stepped, columns[1], strict=True)
+            ]
+            if not alike(Tensor.stride) or not all(map(_dense, [*stepped, *idle])):
+                return None
+        groups: dict[Any, list[int]] = {}
+        for place, param in enumerate(stepped):
+            groups.setdefault((param.device, param.dtype), []).append(place)
+        known = {dtype for _, dtype in groups} <= {torch.float32, torch.float64}
+        tensors = [*itertools.chain(*columns), *idle]
+        return cls(
+            list(map(_BYTES, tensors)),
+            [*groups.values()] if known else None,
+            any(map(_REQUIRES_GRAD, itertools.chain(*columns))),
+            like(tensors),
+        )
+
+
+class _Checks:
+    """The checks before a kernel, which looks neither at strides nor at dtypes.
+
+    For many small tensors checks one by one would cost more than the step. So tensors
+    in the layout of the last step are not checked again, except for shared memory.
+    """
+
+    def __init__(self) -> None:
+        self._last: _Layout | None = None
+
+    def __reduce__(self) -> tuple:
+        return _Checks, ()  # the test of torch cannot be pickled
+
+    def groups(
+        self, params: Params, grads: Grads, moments: list[Params]
+    ) -> list[list[list[Tensor]]] | None:
+        """Make lists of parameters, gradients and moments, for each device and dtype.
+
+        Returns None if a tensor is not plain or shares its memory.
+        """
+        if modes.inside_transform() or torch.compiler.is_compiling():
+            return None
+        if params.keys() != grads.keys():
+            checks.names("step(grads)", params, grads)
+        trees: list[Any] = [params, grads, *moments]
+        if any(hasattr(param, "to_local") for param in params.values()):
+            trees = _local_parts(trees)
+            if not trees:
+                return None
+            params, grads = trees[:2]
+        names = [name for name, grad in grads.items() if grad is not None]
+        columns = [list(map(tree.__getitem__, names)) for tree in trees]
+        idle = [params[name] for name, grad in grads.items() if grad is None]
+        tensors, layout = [*itertools.chain(*columns), *idle], self._last
+        same = layout and len(tensors) == len(layout.sizes) and layout.is_same(*tensors)
+        if not same:
+            self._last = layout = _Layout.of(columns, idle)
+            tensors = [*itertools.chain(*columns), *idle]
+        if not layout or (layout.requires_grad and torch.is_grad_enabled()):
+            return None
+        if not _apart(list(map(Tensor.data_ptr, tensors)), layout.sizes):
+            check_parts(params)
+            return None
+        if layout.groups is None:
+            return None
+        if len(layout.groups) == 1:
+            return [columns]
+        return [[[c[i] for i in rows] for c in columns] for rows in layout.groups]
 
 
 def _local_parts(trees: list[Any]) -> list[Any]:

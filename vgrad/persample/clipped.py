@@ -394,60 +394,64 @@ def clipped_grad(
         checks.between("clipped_grad", LEAST, MOST, max_norm=rule.total)
         normalize_by = normalize_by * rule.total
     checks.choice("clipped_grad", get_args(Passes), passes=passes)
-    return ClippedGradFn(call, rule, float(normalize_by), passes)
+    return ClippedGradFn(call, ClippedSum(rule, float(normalize_by), passes))
 
 
 class ClippedGradFn(Transform[Result]):
-    """The function of `clipped_grad`, with its sensitivity.
+    """The function of `clipped_grad`, with its sensitivity."""
 
-    Attributes:
-        sensitivity: how far adding or removing one sample can move the sum.
-    """
+    @property
+    def sensitivity(self) -> Sensitivity:
+        """How far adding or removing one sample can move the sum."""
+        quantity: Any = self.quantity
+        return Sensitivity(quantity.rule.total / quantity.normalize_by)
 
-    def __init__(
-        self, options: Call, rule: ClipRule, normalize_by: float, passes: int = 1
-    ) -> None:
-        super().__init__(options, Quantity(self._collect, self._measure, self._joined))
-        self._rule = rule
-        self._normalize_by = normalize_by
-        self._passes = passes
-        self.sensitivity = Sensitivity(rule.total / normalize_by)
 
-    def of_samples(
+@dataclass(frozen=True)
+class ClippedSum(Quantity):
+    """The sum of clipped gradients, divided by a number."""
+
+    rule: ClipRule
+    normalize_by: float
+    passes: int = 1
+
+    def mapped(
         self, function: Callable[[Tensor], Tensor], value: ClippedGrad
     ) -> ClippedGrad:
         """Apply a function to norms and losses."""
         norms, losses = function(value.norms), function(value.losses)
         return value._replace(norms=norms, losses=losses)
 
-    def _collect(self, part: Call) -> _ClipCollector:
-        weigher = _Weigher.of(self._rule, part)
-        if self._passes == 1:
+    def collector(self, call: Call) -> _ClipCollector:
+        """Return a collector of norms, and of factors or of sums in a second pass."""
+        weigher = _Weigher.of(self.rule, call)
+        if self.passes == 1:
             return _ClipCollector(weigher)
-        return _TwoPassCollector(weigher, reducer=part.reducer)
+        return _TwoPassCollector(weigher, reducer=call.reducer)
 
-    def _measure(self, collector: _ClipCollector, part: Call) -> tuple:
+    def partial(self, collector: _ClipCollector, call: Call) -> tuple:
         """Return the sums of a chunk, its norms, and which are above a bound."""
-        with no_autocast(part.device):
+        with no_autocast(call.device):
             clip = collector.weigh()
             if isinstance(collector, _TwoPassCollector) and collector.sums:
                 sums = collector.sums
             elif modes.inside_transform():
                 sums = collector.summed(clip, clip.finite)
             elif not collector.careful(clip.direct):
-                sums = collector.summed(clip, None, part.reducer)
+                sums = collector.summed(clip, None, call.reducer)
             else:
                 sums, clip = collector.summed_with_care()
-                sums = {n: part.reducer.settled(n, each) for n, each in sums.items()}
+                sums = {n: call.reducer.settled(n, each) for n, each in sums.items()}
         return sums, clip.norms, clip.clipped
 
-    def _joined(self, parts: Iterator[tuple], run: Evaluation) -> ClippedGrad:
+    def total(self, partials: Iterator[tuple], run: Evaluation) -> ClippedGrad:
+        """Return the sum of the batch, its norms and counts."""
         sums, found = Sums(), []
-        for some, *of_samples in parts:
+        for some, *of_samples in partials:
             sums.add(some)
             found.append(of_samples)
         if not found:
-            self._rule.parts(run.params)  # which may not be as the bounds say
+            self.rule.parts(run.params)  # which may not be as the bounds say
             empty = reductions.no_norms(run.params, torch.float64)
             found.append((empty, empty > 0))
         norms, above = (
@@ -457,7 +461,7 @@ class ClippedGradFn(Transform[Result]):
         if mask is not None:  # in the order of the batch
             nonfinite = (nonfinite if places is None else nonfinite[places]) & mask
         clipped, nonfinite = run.summed(sums, above.sum(), nonfinite.sum())
-        sums.divide(self._normalize_by)
+        sums.divide(self.normalize_by)
         return ClippedGrad(
             grads=sums.rounded(run.params),
             norms=norms.to(run.dtype),

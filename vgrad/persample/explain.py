@@ -6,11 +6,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, overload
 
+import torch
 from torch.overrides import TorchFunctionMode
 
 from vgrad import checks
 from vgrad.generators import kept_random_state
-from vgrad.persample.engine import Call, Evaluation, Fallbacks, Transform, at_a_time
+from vgrad.persample.engine import (
+    Call,
+    Evaluation,
+    Fallbacks,
+    Inputs,
+    Quantity,
+    Transform,
+    at_a_time,
+)
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.proxies import Use, only_reads
 from vgrad.persample.factors import Conv, Dense, Factor, Outer, Rows, Tied, Zero
@@ -105,7 +114,7 @@ class Explains(Protocol[Found]):
 
 
 @overload
-def explain(transform: Transform) -> Transform[Explanation]: ...
+def explain(transform: Transform) -> Callable[..., Explanation]: ...
 @overload
 def explain(transform: Explains[Found]) -> Callable[..., Found]: ...
 def explain(transform: Any) -> Any:
@@ -151,15 +160,20 @@ def explain(transform: Any) -> Any:
             f"per_sample_norm(loss)."
         )
     checks.choice("explain", _FORMS, transform=transform.options.function)
-    return _Explaining(replace(transform.options, loss_scale=None))
 
-
-class _Explaining(Transform):
-    def called(self, run: Evaluation, more: Any) -> Explanation:
+    def explained(params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return explained(params, buffers, *batch)
         # A memory of its own, so that the transform still warns.
-        call = replace(run.call, fallbacks=_Silent())
+        options = replace(transform.options, fallbacks=_Silent())
+        call = options.on(Inputs(params, buffers, batch))
         with kept_random_state(call.tensors):
-            return _explained(call)
+            report = _explained(call)
+        captured = getattr(transform.execute, "explanation", None)
+        return report if captured is None else captured(report)
+
+    return explained
 
 
 class _Silent(Fallbacks):
@@ -183,7 +197,8 @@ def _explained(call: Call) -> Explanation:
     part = replace(call, loss=watched).part(0, min(size, at_a_time(call) or size))
     run = Evaluation(replace(part, chunk_size=None))
     uses: list[_Uses] = []
-    for collector in run.chunks(lambda: _Uses(call)):
+    quantity = _Described(call)
+    for collector in run.parts(Transform(call, quantity).measured):
         uses.append(collector)
         if run.chunks_run[-1].strategy == "loop":
             break  # the other samples run in the same way
@@ -212,6 +227,17 @@ def _explained(call: Call) -> Explanation:
         tuple(sorted(fallbacks.foreign)),
         uses[largest].copied,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Described(Quantity):
+    call: Call
+
+    def collector(self, call: Call) -> Collector:
+        return _Uses(self.call)
+
+    def partial(self, collector: Any, call: Call) -> Any:
+        return collector
 
 
 class _Watch(TorchFunctionMode):

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from operator import methodcaller
 from typing import Any, Literal, Unpack, overload
 
@@ -68,31 +67,29 @@ def per_sample_grad(
                 [ 6., 12.]])}
     """
     call = Call.of(per_sample_grad, loss, options, has_aux)
-    return Transform(call, Quantity(_collect_grads, _grads, _joined_grads))
+    return Transform(call, _Grads())
 
 
-# Functions of the module, so that transforms can be pickled.
-def _collect_grads(part: Call) -> Mapped:
-    return Mapped(methodcaller("grad"))
+class _Grads(Quantity):
+    def collector(self, call: Call) -> Mapped:
+        return Mapped(methodcaller("grad"))
 
+    def partial(self, collector: Mapped, call: Call) -> Params:
+        return collector.values
 
-def _grads(collector: Mapped, part: Call) -> Params:
-    return collector.values
-
-
-def _joined_grads(parts: Iterator[Params], run: Evaluation) -> Params:
-    chunks, scaled = list(parts), run.call.loss_scale is not None
-    grads = {}
-    for name, value in run.params.items():
-        empty = value.new_zeros((0, *value.shape))
-        grad = joined(empty, [chunk[name] for chunk in chunks])
-        # An unscaled gradient might underflow in the parameter's dtype.
-        grad = grad.to(wide(value.dtype) if scaled else value.dtype)
-        sizes = zip(grad.stride(), grad.shape, strict=True)
-        if any(step == 0 and size > 1 for step, size in sizes):  # vmap shares memory
-            grad = grad.clone(memory_format=torch.contiguous_format)
-        grads[name] = grad
-    return grads
+    def total(self, partials: Iterator[Params], run: Evaluation) -> Params:
+        chunks, scaled = list(partials), run.call.loss_scale is not None
+        grads = {}
+        for name, value in run.params.items():
+            empty = value.new_zeros((0, *value.shape))
+            grad = joined(empty, [chunk[name] for chunk in chunks])
+            # An unscaled gradient might underflow in the parameter's dtype.
+            grad = grad.to(wide(value.dtype) if scaled else value.dtype)
+            sizes = zip(grad.stride(), grad.shape, strict=True)
+            if any(step == 0 and size > 1 for step, size in sizes):  # of vmap
+                grad = grad.clone(memory_format=torch.contiguous_format)
+            grads[name] = grad
+        return grads
 
 
 @overload
@@ -156,8 +153,7 @@ def per_sample_norm(
     """
     check_groups("per_sample_norm", groups)
     call = Call.of(per_sample_norm, loss, options, has_aux)
-    measure, join = partial(_measure_norms, groups), partial(_joined_norms, groups)
-    return Transform(call, Quantity(_collect_norms, measure, join))
+    return Transform(call, _Norms(groups))
 
 
 @dataclass
@@ -188,33 +184,30 @@ class _NormCollector(Collector):
         self._held, self._bytes = {}, 0
 
 
-def _collect_norms(part: Call) -> _NormCollector:
-    # Reading a value takes no time on the host; elsewhere, it is done once.
-    return _NormCollector(0 if part.device.type == "cpu" else _HELD)
+@dataclass(frozen=True)
+class _Norms(Quantity):
+    groups: Groups
 
+    def collector(self, call: Call) -> _NormCollector:
+        # Reading a value takes no time on the host; elsewhere, it is done once.
+        return _NormCollector(0 if call.device.type == "cpu" else _HELD)
 
-def _measure_norms(
-    groups: Groups, collector: _NormCollector, part: Call
-) -> dict[str, Tensor]:
-    """Join the norms of the parameters in each group."""
-    with no_autocast(part.device):
-        collector.settle()
-    dtype = reductions.norm_dtype(part.params)
-    grouped = members(part.function, groups, part.params)
-    norms = joint(collector.norms, grouped.values()).value.unbind(1)
-    own = [each.to(dtype, copy=True) for each in norms]
-    return dict(zip(grouped, own, strict=True))
+    def partial(self, collector: _NormCollector, call: Call) -> dict[str, Tensor]:
+        with no_autocast(call.device):
+            collector.settle()
+        dtype = reductions.norm_dtype(call.params)
+        grouped = members(call.function, self.groups, call.params)
+        norms = joint(collector.norms, grouped.values()).value.unbind(1)
+        own = [each.to(dtype, copy=True) for each in norms]
+        return dict(zip(grouped, own, strict=True))
 
-
-def _joined_norms(
-    groups: Groups, parts: Iterator[dict[str, Tensor]], run: Evaluation
-) -> Any:
-    norms, empty = list(parts), reductions.no_norms(run.params, run.dtype)
-    result = {
-        group: joined(empty, [chunk[group] for chunk in norms])
-        for group in members(run.call.function, groups, run.params)
-    }
-    return result[""] if groups is None else result
+    def total(self, partials: Iterator[dict[str, Tensor]], run: Evaluation) -> Any:
+        norms, empty = list(partials), reductions.no_norms(run.params, run.dtype)
+        result = {
+            group: joined(empty, [chunk[group] for chunk in norms])
+            for group in members(run.call.function, self.groups, run.params)
+        }
+        return result[""] if self.groups is None else result
 
 
 class WeightedGradFn(Transform[Result]):
@@ -234,12 +227,7 @@ class WeightedGradFn(Transform[Result]):
         Args:
             mask: which samples count, bool `[B]`; the others add nothing.
         """
-        value = self.on_all(params, buffers, batch, mask, weights)
-        return value if mask is None else self.selected(value, mask)
-
-    def of_samples(self, function: Any, value: Params) -> Params:
-        """Return the sums, which have no entry for a sample."""
-        return value
+        return self.on(params, buffers, batch, mask, weights)
 
 
 @overload
@@ -271,7 +259,7 @@ def weighted_grad(
         {'w': tensor([1.5000, 1.0000])}
     """
     call = Call.of(weighted_grad, loss, options, has_aux)
-    return WeightedGradFn(call, Quantity(_collect_sums, _sums, _joined_sums))
+    return WeightedGradFn(call, WeightedSum())
 
 
 @dataclass
@@ -304,23 +292,31 @@ class _Weighted(Collector):
         return total(parts)
 
 
-def _collect_sums(part: Call) -> _Weighted:
-    check_weights(part.weights, part.batch.size)
-    assert part.weights is not None
-    return _Weighted(part.weights, part.mask, part.reducer)
+class WeightedSum(Quantity):
+    """The sum of gradients with the weights of a call."""
 
+    def collector(self, call: Call) -> _Weighted:
+        """Return a collector that sums factors as they come."""
+        check_weights(call.weights, call.batch.size)
+        assert call.weights is not None
+        return _Weighted(call.weights, call.mask, call.reducer)
 
-def _sums(collector: _Weighted, part: Call) -> Params:
-    return collector.sums
+    def partial(self, collector: _Weighted, call: Call) -> Params:
+        """Return the sums of a chunk."""
+        return collector.sums
 
+    def total(self, partials: Iterator[Params], run: Evaluation) -> Params:
+        """Return the sums of the batch."""
+        check_weights(run.call.weights, run.call.batch.size)
+        sums = Sums()
+        for part in partials:
+            sums.add(part)
+        run.summed(sums)
+        return sums.rounded(run.params)
 
-def _joined_sums(parts: Iterator[Params], run: Evaluation) -> Params:
-    check_weights(run.call.weights, run.call.batch.size)
-    sums = Sums()
-    for part in parts:
-        sums.add(part)
-    run.summed(sums)
-    return sums.rounded(run.params)
+    def mapped(self, function: Any, value: Params) -> Params:
+        """Return the sums, which have no entry for a sample."""
+        return value
 
 
 def check_weights(weights: Any, size: int) -> None:

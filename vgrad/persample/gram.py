@@ -4,9 +4,9 @@ B samples of the batch, B' of a second one. The Gram form of a norm is another t
 see `factors/reductions.py`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Unpack, overload
 
 import torch
@@ -19,8 +19,10 @@ from vgrad.persample.engine import (
     Evaluation,
     Grouping,
     Groups,
+    Inputs,
     Mapped,
     Options,
+    Quantity,
     Transform,
     check_groups,
     members,
@@ -35,10 +37,6 @@ _Names = Mapping[str, Sequence[str]]
 
 class GramFn(Transform[Result]):
     """The function of `per_sample_gram`: `(params, buffers, *batch, cross=None)`."""
-
-    def __init__(self, options: Call, groups: Groups) -> None:
-        super().__init__(options)
-        self._groups: Groups = groups
 
     def __call__(
         self,
@@ -60,24 +58,7 @@ class GramFn(Transform[Result]):
                 f"second batch as a tuple, such as (x, y), got a "
                 f"{type(cross).__name__}."
             )
-        value = self.on_all(params, buffers, batch, mask, cross)
-        return value if mask is None else self.selected(value, mask, cross)
-
-    def called(self, run: Evaluation, more: Any) -> Any:
-        """Multiply gradients; `more` is the second batch, if any."""
-        names = members("per_sample_gram", self._groups, run.params)
-        with RNG_LOCK if self.options.randomness == "same" else nullcontext():
-            products = (
-                _within(run, names) if more is None else _between(run, names, more)
-            )
-        products = {group: value.to(run.dtype) for group, value in products.items()}
-        value = products[""] if self._groups is None else products
-        return self.in_order(run, run.result(value, *tree.tensors(more)), more)
-
-    def selected(self, value: Any, rows: Any, more: Any = None) -> Any:
-        """Keep the rows of some samples, and within a batch their columns."""
-        columns = rows if more is None else slice(None)
-        return tree.tree_map(lambda products: products[rows][:, columns], value)
+        return self.on(params, buffers, batch, mask, cross=cross)
 
 
 @overload
@@ -128,55 +109,89 @@ def per_sample_gram(
                 [0.]])
     """
     check_groups("per_sample_gram", groups)
-    return GramFn(Call.of(per_sample_gram, loss, options), groups)
+    return GramFn(Call.of(per_sample_gram, loss, options), Products(groups))
 
 
-def _within(run: Evaluation, names: _Names) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class Products(Quantity):
+    """The inner products of gradients; factors of all samples are kept for them."""
+
+    groups: Groups
+    chunked = False
+
+    def collector(self, call: Call) -> Mapped:
+        """Return a collector that keeps factors as they are."""
+        return Mapped(lambda factor: factor)
+
+    def partial(self, collector: Mapped, call: Call) -> dict[str, Factor]:
+        """Return the factors of a chunk."""
+        return collector.values
+
+    def total(self, partials: Iterator[dict[str, Factor]], run: Evaluation) -> Any:
+        """Return the products within a batch, or with a second one."""
+        names = members("per_sample_gram", self.groups, run.params)
+        with RNG_LOCK if run.call.randomness == "same" else nullcontext():
+            products = (
+                _within(partials, run, names)
+                if run.call.cross is None
+                else self._between(partials, run, names)
+            )
+        products = {group: value.to(run.dtype) for group, value in products.items()}
+        return products[""] if self.groups is None else products
+
+    def selected(self, value: Any, rows: Any, inputs: Inputs | Call) -> Any:
+        """Keep the rows of some samples, and within a batch their columns."""
+        columns = rows if inputs.cross is None else slice(None)
+        return tree.tree_map(lambda products: products[rows][:, columns], value)
+
+    def _between(
+        self, partials: Iterator[dict[str, Factor]], run: Evaluation, names: _Names
+    ) -> dict[str, Tensor]:
+        """Inner products with the gradients of a second batch, [B, B']."""
+        call = run.call
+        if call.draws.keys is not None:
+            raise ValueError(
+                "per_sample_gram(cross, keys): expected keys of one batch, got keys "
+                "beside a second batch, whose samples have none. Leave the keys out."
+            )
+        other = batches.read(call.function, call.cross)
+        if not (call.batch.size and other.size):
+            return _zeros(run, names, call.batch.size, other.size)
+        same = call.randomness == "same"
+        state = random_state(call.tensors) if same else None
+        factors = _collected(partials, names)
+        if state is not None:
+            set_random_state(state)  # all samples draw the same, of both batches
+        strips = []
+        second = Evaluation(replace(call, batch=other, mask=None, cross=None))
+        transform = Transform(call, self)
+        for columns in second.parts(transform.measured):
+
+            def product(name: str, columns: dict[str, Factor] = columns) -> Tensor:
+                column = columns.pop(name)
+                return torch.cat([row.gram(column) for row in factors[name]])
+
+            with no_autocast(call.device):
+                strips.append(_summed(names, product))
+        products = {
+            group: torch.cat([strip[group] for strip in strips], dim=1)
+            for group in names
+        }
+        places = second.places
+        if places is None:
+            return products
+        return {group: value[:, places] for group, value in products.items()}
+
+
+def _within(
+    partials: Iterator[dict[str, Factor]], run: Evaluation, names: _Names
+) -> dict[str, Tensor]:
     """Inner products of a batch's gradients for every group, [B, B]."""
-    factors = _collected(run, names)
+    factors = _collected(partials, names)
     if not run.done:
         return _zeros(run, names, 0, 0)
     with no_autocast(run.call.device):
         return _summed(names, lambda name: _symmetric(factors.pop(name)))
-
-
-def _between(run: Evaluation, names: _Names, cross: tuple) -> dict[str, Tensor]:
-    """Inner products with the gradients of a second batch for every group, [B, B']."""
-    call = run.call
-    if call.draws.keys is not None:
-        raise ValueError(
-            "per_sample_gram(cross, keys): expected keys of one batch, got keys "
-            "beside a second batch, whose samples have none. Leave the keys out."
-        )
-    other = batches.read(call.function, cross)
-    if not (call.batch.size and other.size):
-        return _zeros(run, names, call.batch.size, other.size)
-    same = call.randomness == "same"
-    state = random_state(call.tensors) if same else None
-    factors = _collected(run, names)
-    if state is not None:
-        set_random_state(state)  # all samples draw the same, of both batches
-    strips = []
-    second = Evaluation(replace(call, batch=other, mask=None))
-    for chunk in second.chunks(_factors):
-
-        def product(name: str, columns: dict[str, Factor] = chunk.values) -> Tensor:
-            column = columns.pop(name)
-            return torch.cat([row.gram(column) for row in factors[name]])
-
-        with no_autocast(call.device):
-            strips.append(_summed(names, product))
-    products = {
-        group: torch.cat([strip[group] for strip in strips], dim=1) for group in names
-    }
-    places = second.places
-    if places is None:
-        return products
-    return {group: value[:, places] for group, value in products.items()}
-
-
-def _factors() -> Mapped:
-    return Mapped(lambda factor: factor)
 
 
 def _zeros(run: Evaluation, names: _Names, *sizes: int) -> dict[str, Tensor]:
@@ -184,12 +199,14 @@ def _zeros(run: Evaluation, names: _Names, *sizes: int) -> dict[str, Tensor]:
     return {group: value.new_zeros(sizes, dtype=run.dtype) for group in names}
 
 
-def _collected(run: Evaluation, names: _Names) -> dict[str, list[Factor]]:
+def _collected(
+    partials: Iterator[dict[str, Factor]], names: _Names
+) -> dict[str, list[Factor]]:
     """Run the batch, and keep all factors of each parameter that is in a group."""
     factors: dict[str, list[Factor]] = {n: [] for some in names.values() for n in some}
-    for chunk in run.chunks(_factors):
+    for chunk in partials:
         for name, collected in factors.items():
-            collected.append(chunk.values.pop(name))
+            collected.append(chunk.pop(name))
     for name, collected in factors.items():
         grads = [factor.g for factor in collected if isinstance(factor, Dense)]
         if 1 < len(collected) == len(grads):  # a loop has one for each sample

@@ -127,7 +127,7 @@ def gradient_moments(
         tensor(0.0714)
     """
     call = Call.of(gradient_moments, loss, options)
-    return _MomentsFn(call, Quantity(_collect, _measure, _joined))
+    return Transform(call, MomentsOfGrads())
 
 
 @dataclass
@@ -161,26 +161,29 @@ class _Moments(Collector):
         return rows if self.mask is None else torch.where(self.mask[:, None], rows, 0)
 
 
-def _collect(part: Call) -> _Moments:
-    return _Moments(part.batch.size, part.mask)
+class MomentsOfGrads(Quantity):
+    """Means and sums of squared deviations, merged over chunks."""
 
+    def collector(self, call: Call) -> _Moments:
+        """Return a collector of moments."""
+        return _Moments(call.batch.size, call.mask)
 
-def _measure(collector: _Moments, part: Call) -> tuple:
-    return collector.count, collector.means, collector.squares
+    def partial(self, collector: _Moments, call: Call) -> tuple:
+        """Return the moments of a chunk."""
+        return collector.count, collector.means, collector.squares
 
+    def total(self, partials: Iterator[tuple], run: Evaluation) -> GradientMoments:
+        """Return the moments of the batch."""
+        running = _Running()
+        for part in partials:
+            running.add(*part)
+        if run.reduce is not None:
+            running.merge(run.params, run.reduce)
+        return running.result(run)
 
-class _MomentsFn(Transform):
-    def of_samples(self, function: Any, value: GradientMoments) -> GradientMoments:
+    def mapped(self, function: Any, value: GradientMoments) -> GradientMoments:
+        """Apply a function to the losses."""
         return value._replace(losses=function(value.losses))
-
-
-def _joined(parts: Iterator[tuple], run: Evaluation) -> GradientMoments:
-    running = _Running()
-    for part in parts:
-        running.add(*part)
-    if run.reduce is not None:
-        running.merge(run.params, run.reduce)
-    return running.result(run)
 
 
 class _Running:

@@ -6,8 +6,7 @@ B samples, P numbers in a parameter, of which O are in its first dimension.
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any, Literal, Unpack, get_args, overload
 
 import numpy as np
@@ -113,9 +112,7 @@ def per_sample_projection(
     [seed] = checks.whole(function, least=0, seed=seed)
     checks.choice(function, get_args(Kind), kind=kind)
     call = Call.of(per_sample_projection, loss, options, has_aux)
-    collect = _Directions(dim, seed, kind).collect
-    quantity = Quantity(collect, partial(_measure, dim), partial(_joined, dim))
-    return Transform(call, quantity)
+    return Transform(call, _Projection(dim, seed, kind))
 
 
 @dataclass
@@ -129,26 +126,26 @@ class _Projections(Collector):
         self.sums = self.sums + double(factor.project(self.probes[name]))
 
 
-def _measure(dim: int, collector: _Projections, part: Call) -> Tensor:
-    return (collector.sums / math.sqrt(dim)).to(reductions.norm_dtype(part.params))
+@dataclass(frozen=True)
+class _Projection(Quantity):
+    """Projections on random directions, each of which is drawn once."""
 
+    dim: int
+    seed: int
+    kind: Kind
+    _drawn: dict[tuple, Probes] = field(default_factory=dict, compare=False, repr=False)
 
-def _joined(dim: int, parts: Iterator[Tensor], run: Evaluation) -> Tensor:
-    empty = reductions.no_norms(run.params, run.dtype).new_zeros(0, dim)
-    return joined(empty, list(parts))
+    def collector(self, call: Call) -> _Projections:
+        probes = {name: self._of(name, each) for name, each in call.params.items()}
+        return _Projections(probes)
 
+    def partial(self, collector: _Projections, call: Call) -> Tensor:
+        sums = collector.sums / math.sqrt(self.dim)
+        return sums.to(reductions.norm_dtype(call.params))
 
-class _Directions:
-    """Random directions for every parameter, each drawn once."""
-
-    def __init__(self, dim: int, seed: int, kind: Kind) -> None:
-        self._dim, self._seed, self._kind = dim, seed, kind
-        self._drawn: dict[tuple, Probes] = {}
-
-    def collect(self, part: Call) -> _Projections:
-        return _Projections(
-            {name: self._of(name, p) for name, p in part.params.items()}
-        )
+    def total(self, partials: Iterator[Tensor], run: Evaluation) -> Tensor:
+        empty = reductions.no_norms(run.params, run.dtype).new_zeros(0, self.dim)
+        return joined(empty, list(partials))
 
     def _of(self, name: str, like: Tensor) -> Probes:
         shape = (*like.shape, 2) if like.is_complex() else tuple(like.shape)
@@ -156,7 +153,7 @@ class _Directions:
         if key not in self._drawn:
             # A key of 128 bits: of a seed for the CPU torch uses 32, in which the names
             # of large models would meet. Nor does torch draw under vmap.
-            digest = hashlib.sha256(f"{self._seed}/{name}".encode()).digest()
+            digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
             bits = np.random.Philox(key=int.from_bytes(digest[:16], "little"))
             source = np.random.Generator(bits)
             split = len(shape) > 1
@@ -166,8 +163,8 @@ class _Directions:
         return self._drawn[key]
 
     def _draw(self, source: np.random.Generator, size: int) -> Tensor:
-        sizes = (self._dim, size)
-        if self._kind == "gaussian":
+        sizes = (self.dim, size)
+        if self.kind == "gaussian":
             return torch.from_numpy(source.standard_normal(sizes, np.float32))
         signs = source.integers(0, 2, sizes, np.int8)
         return torch.from_numpy(signs).to(torch.float32) * 2 - 1

@@ -2,6 +2,7 @@
 
 from vgrad.persample.engine.call import LOCAL as LOCAL
 from vgrad.persample.engine.call import Call as Call
+from vgrad.persample.engine.call import Inputs as Inputs
 from vgrad.persample.engine.call import Options as Options
 from vgrad.persample.engine.call import Reducer as Reducer
 from vgrad.persample.engine.call import check_options as check_options
@@ -29,4 +30,6 @@ from vgrad.persample.engine.transform import Reduce as Reduce
 from vgrad.persample.engine.transform import Transform as Transform
 from vgrad.persample.engine.transform import at_a_time as at_a_time
 from vgrad.persample.engine.transform import constant as constant
+from vgrad.persample.engine.transform import eager as eager
 from vgrad.persample.engine.transform import joined as joined
+from vgrad.persample.engine.transform import local as local

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypedDict, get_args
+from typing import Any, NamedTuple, TypedDict, get_args
 
 import torch
 from torch import Tensor
@@ -88,6 +88,27 @@ def check_loss_scale(function: str, loss_scale: Any) -> None:
         )
 
 
+class Inputs(NamedTuple):
+    """The arguments of one call of a transform, as the caller passes them.
+
+    Attributes:
+        mask: which samples count, bool `[B]`.
+        weights: of the samples, `[B]`.
+        cross: a second batch.
+        keys: of the samples, int64 `[B]`: random numbers that differ from sample to
+            sample follow from them.
+    """
+
+    params: Params
+    buffers: Buffers
+    batch: Tree
+    mask: Tensor | None = None
+    weights: Tensor | None = None
+    cross: Tree = None
+    loss_scale: LossScale | None = None
+    keys: Tensor | None = None
+
+
 class Reducer:
     """How sums over chunks are reduced over ranks: by default there is one rank."""
 
@@ -123,6 +144,7 @@ class Call:
         fixed: parameters and buffers, which the loss must not change.
         mask: which samples count, `[B]`; None for all.
         weights: of the samples, `[B]`, where the caller passes them.
+        cross: a second batch, where the caller passes one.
         draws: the random numbers of the samples.
     """
 
@@ -141,6 +163,7 @@ class Call:
     batch: batches.Batch = batches.NONE
     mask: Tensor | None = None
     weights: Tensor | None = None
+    cross: Tree = None
     draws: Draws = field(default_factory=Draws)
     reducer: Reducer = LOCAL
 
@@ -159,21 +182,9 @@ class Call:
         size = batches.checked_chunk_size(name, call.chunk_size)
         return replace(call, chunk_size=size)
 
-    def on(
-        self,
-        params: Params,
-        buffers: Buffers,
-        batch: Tree,
-        mask: Tensor | None = None,
-        weights: Tensor | None = None,
-        loss_scale: LossScale | None = None,
-        keys: Tensor | None = None,
-    ) -> "Call":
-        """Check the tensors of a batch, and return the call on it.
-
-        `loss_scale` replaces the option. With `keys` of the samples, int64 `[B]`,
-        random numbers that differ from sample to sample follow from them.
-        """
+    def on(self, inputs: Inputs) -> "Call":
+        """Check the tensors of a batch, and return the call on it."""
+        params, buffers, batch, mask, weights, cross, loss_scale, keys = inputs
         checks.dictionaries(self.function, params=params, buffers=buffers)
         read = batches.read(self.function, batch)
         _check_tensors(self.function, params, buffers, read.tensors)
@@ -192,7 +203,8 @@ class Call:
             batch=read,
             mask=mask,
             weights=weights,
-            loss_scale=self.loss_scale if loss_scale is None else loss_scale,
+            cross=cross,
+            loss_scale=loss_scale,
             draws=Draws(keys=keys),
         )
 

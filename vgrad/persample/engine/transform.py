@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, NamedTuple, Self
+from typing import Any, Generic, Self
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from vgrad.generators import RNG_LOCK, drawn_since, random_state, set_random_sta
 from vgrad.lowering.mode import run_or_split
 from vgrad.lowering.randomness import Draws, check_drawn
 from vgrad.lowering.value_reads import Partition
-from vgrad.persample.engine.call import Call, check_loss_scale
+from vgrad.persample.engine.call import Call, Inputs, check_loss_scale
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.guard import Failure, Fallbacks
 from vgrad.persample.engine.strategies import STRATEGIES, Chunk, saved_bytes
@@ -24,7 +23,7 @@ from vgrad.persample.factors import Sums, reductions
 from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import version_of
-from vgrad.tree import tree_map, tree_map_only
+from vgrad.tree import tensors, tree_map, tree_map_only
 from vgrad.typing import Buffers, Params, Result, Tree
 
 Reduce = Callable[[Params], Params]
@@ -101,10 +100,6 @@ class Evaluation:
                     f"is given, but it wrote into {name!r} in place. Copy it first."
                 )
 
-    def chunks(self, collect: Callable[[], Collector]) -> Iterator[Any]:
-        """Run chunk after chunk, and yield the collector of each."""
-        return self.parts(lambda part: STRATEGIES[part.strategy](part, collect))
-
     def summed(self, sums: Sums, *counts: Tensor) -> list[Tensor]:
         """Reduce sums in place, and return reduced `counts`."""
         if self.reduce is None:
@@ -129,11 +124,8 @@ class Evaluation:
         empty = reductions.no_norms(self.params, self.dtype)
         return joined(empty, [chunk.losses for chunk in self.chunks_run])
 
-    def result(self, value: Any, *others: Tensor) -> Any:
-        """Add the stacked aux, and mark recorded results as constants.
-
-        `others` are tensors from which the value was computed as well.
-        """
+    def result(self, value: Any) -> Any:
+        """Add the stacked aux, and mark recorded results as constants."""
         if self.call.has_aux:
             trees = [chunk.aux for chunk in self.chunks_run]
             joint = trees and tree_map(lambda *leaves: torch.cat(leaves), *trees)
@@ -141,7 +133,8 @@ class Evaluation:
         recorded = any(chunk.strategy == "recorded" for chunk in self.chunks_run)
         if not recorded or not torch.is_grad_enabled():
             return value
-        return constant(self.call.function, value, [*self.call.tensors, *others])
+        inputs = [*self.call.tensors, *tensors(self.call.cross)]
+        return constant(self.call.function, value, inputs)
 
 
 def constant(function: str, value: Any, inputs: Iterable[Tensor]) -> Any:
@@ -265,55 +258,82 @@ def _keyed(
     return chunk, draws
 
 
-class Quantity(NamedTuple):
-    """How a quantity is computed chunk by chunk.
+class Quantity:
+    """A quantity of the gradients of samples, which is computed chunk by chunk.
 
     Attributes:
-        collect: makes the collector of a chunk, given its call.
-        measure: the values to keep of a collector, a tree of tensors, given the call.
-        join: the quantity of the batch, given the values of all chunks.
+        chunked: partial values are trees of tensors, so that a graph can return them.
     """
 
-    collect: Callable[[Call], Collector]
-    measure: Callable[[Any, Call], Tree]
-    join: Callable[[Iterator[Any], Evaluation], Any]
+    chunked = True
+
+    def collector(self, call: Call) -> Collector:
+        """Return the collector of the factors of one chunk."""
+        raise NotImplementedError
+
+    def partial(self, collector: Any, call: Call) -> Tree:
+        """Return the values of a chunk, from its factors."""
+        raise NotImplementedError
+
+    def total(self, partials: Iterator[Any], run: Evaluation) -> Any:
+        """Return the quantity of the batch, from the values of all chunks."""
+        raise NotImplementedError
+
+    def mapped(self, function: Callable[[Tensor], Tensor], value: Any) -> Any:
+        """Apply a function to the tensors of the quantity that are `[B, ...]`."""
+        return tree_map(function, value)
+
+    def selected(self, value: Any, rows: Any, inputs: "Inputs | Call") -> Any:
+        """Keep the entries of some samples."""
+        return self.mapped(lambda leaf: leaf[rows], value)
 
 
+def eager(
+    transform: "Transform",
+    inputs: Inputs,
+    evaluate: Callable[[Call], Evaluation] = Evaluation,
+    ranks: int = 1,
+) -> Any:
+    """Compute a quantity op by op, of the samples that count."""
+    value = transform.run(inputs, evaluate)
+    return transform.selected(value, inputs.mask, inputs)
+
+
+def local(transform: "Transform", inputs: Inputs) -> Any:
+    """Compute a quantity of the samples of this process alone."""
+    return transform.execute(transform, inputs)
+
+
+@dataclass(frozen=True, eq=False)
 class Transform(Generic[Result]):
     """A per-sample transform of a loss: a function of `(params, buffers, *batch)`.
 
     Attributes:
         options: a call without tensors.
-        quantity: the quantity; None in a subclass that overrides `called`.
-        evaluation: makes the evaluation of a call.
+        quantity: the quantity of the samples' gradients.
+        execute: computes the quantity in this process: in eager mode or as graphs.
+        reduce: computes it over all processes, by `execute` in each.
         keys: of the samples, from which their random numbers follow.
     """
 
-    evaluation: Callable[[Call], Evaluation] = Evaluation
+    options: Call
+    quantity: Quantity
+    execute: Callable[..., Any] = eager
+    reduce: Callable[["Transform", Inputs], Any] = local
     keys: Tensor | None = None
-
-    def __init__(self, options: Call, quantity: Quantity | None = None) -> None:
-        self.options = options
-        self.quantity: Any = quantity
-
-    def over(self, evaluation: Callable[[Call], Evaluation], parts: int = 1) -> Self:
-        """Return the same function, whose calls run on `parts` ranks in all."""
-        same = copy(self)
-        same.evaluation = evaluation
-        return same
 
     def keyed(self, keys: Tensor | None) -> Self:
         """Return the same function of one batch, with keys of its samples."""
-        same = copy(self)
-        same.keys = keys
-        return same
+        return replace(self, keys=keys)
 
     def with_loss_scale(self, loss_scale: LossScale | None) -> Self:
         """Return the same function with another loss scale."""
         check_loss_scale(self.options.function, loss_scale)
-        same = copy(self)
-        same.options = replace(self.options, loss_scale=loss_scale)
-        return same
+        return replace(self, options=replace(self.options, loss_scale=loss_scale))
+
+    def reports(self) -> tuple[Any, ...]:
+        """Return a report of every capture; none in eager mode."""
+        return getattr(self.execute, "reports", tuple)()
 
     def __call__(
         self,
@@ -328,80 +348,63 @@ class Transform(Generic[Result]):
         Args:
             mask: which samples count, bool `[B]`; the others add nothing.
         """
-        value = self.on_all(params, buffers, batch, mask)
-        return value if mask is None else self.selected(value, mask)
+        return self.on(params, buffers, batch, mask)
 
-    def on_all(
+    def on(
         self,
         params: Params,
         buffers: Buffers,
         batch: Tree,
-        mask: Tensor | None = None,
-        more: Any = None,
-        loss_scale: LossScale | None = None,
-        keys: Tensor | None = None,
+        mask: Tensor | None,
+        weights: Tensor | None = None,
+        cross: Tree = None,
     ) -> Any:
-        """Compute the quantity, with entries for the samples that do not count too.
+        """Compute the quantity; `weights` and `cross` as in `Inputs`."""
+        scale = self.options.loss_scale
+        return self.reduce(
+            self, Inputs(params, buffers, batch, mask, weights, cross, scale, self.keys)
+        )
 
-        `more` is an argument beside the batch, weights or a second batch. `loss_scale`
-        and `keys` replace the transform's.
-        """
-        keys = self.keys if keys is None else keys
-        tensors = params, buffers, batch, mask
+    def run(
+        self, inputs: Inputs, evaluate: Callable[[Call], Evaluation] = Evaluation
+    ) -> Any:
+        """Compute the quantity, with entries for samples that do not count, too."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
-                return self.on_all(*tensors, more, loss_scale, keys)
-        weights = None if self.quantity is None else more
-        call = self.options.on(*tensors, weights, loss_scale, keys)
-        return self.called(self.evaluation(call), more)
+                return self.run(inputs, evaluate)
+        return self.evaluated(evaluate(self.options.on(inputs)))
 
-    def called(self, run: Evaluation, more: Any) -> Any:
-        """Compute the quantity of an evaluation; `more` as for `on_all`."""
-        return self.of(run)
-
-    def of(
-        self, run: Evaluation, execute: Callable[[Call], Chunk] | None = None
+    def evaluated(
+        self, run: Evaluation, whole: Callable[[Call], Chunk] | None = None
     ) -> Any:
-        """Compute the quantity; `execute` runs a chunk in another way."""
-        parts = run.parts(partial(_measured, self.quantity), whole=execute)
-        return self.in_order(run, run.result(self.quantity.join(parts, run)))
+        """Compute the quantity; `whole` runs a chunk that has not been split."""
+        value = run.result(self.quantity.total(run.parts(self.measured, whole), run))
+        return self.selected(value, run.places, run.call)
 
-    def in_order(self, run: Evaluation, value: Any, more: Any = None) -> Any:
-        """Restore the order of samples that were run in another order."""
-        places = run.places
-        return value if places is None else self.selected(value, places, more)
+    def chunk(self, inputs: Inputs) -> Chunk:
+        """Compute the values of one chunk: a pure function of its tensors."""
+        return self.measured(self.options.on(inputs))
 
-    def part(
-        self,
-        params: Params,
-        buffers: Buffers,
-        batch: Tree,
-        mask: Tensor | None = None,
-        weights: Tensor | None = None,
-        loss_scale: LossScale | None = None,
-        keys: Tensor | None = None,
-    ) -> Chunk:
-        """Compute the values to keep of one chunk."""
-        tensors = params, buffers, batch, mask, weights, loss_scale, keys
-        return _measured(self.quantity, self.options.on(*tensors))
+    def measured(self, call: Call) -> Chunk:
+        """Compute the values of a chunk from its factors."""
+        quantity = self.quantity
+        chunk = STRATEGIES[call.strategy](call, lambda: quantity.collector(call))
+        return chunk._replace(collected=quantity.partial(chunk.collected, call))
 
-    def selected(self, value: Any, rows: Any, more: Any = None) -> Any:
-        """Keep the entries of some samples in a result; `more` as for `on_all`."""
-        return self.mapped(lambda leaf: leaf[rows], value)
+    def selected(self, value: Any, rows: Any, inputs: Inputs | Call) -> Any:
+        """Keep the entries of some samples in a result; None keeps all."""
+        if rows is None:
+            return value
+        if not self.options.has_aux:
+            return self.quantity.selected(value, rows, inputs)
+        value, aux = value
+        aux = None if aux is None else tree_map(lambda leaf: leaf[rows], aux)
+        return self.quantity.selected(value, rows, inputs), aux
 
     def mapped(self, function: Callable[[Tensor], Tensor], value: Any) -> Any:
-        """Apply a function to all tensors of a result `[B, ...]`."""
+        """Apply a function to all tensors of a result that are `[B, ...]`."""
         if not self.options.has_aux:
-            return self.of_samples(function, value)
+            return self.quantity.mapped(function, value)
         value, aux = value
         aux = None if aux is None else tree_map(function, aux)
-        return self.of_samples(function, value), aux
-
-    def of_samples(self, function: Callable[[Tensor], Tensor], value: Any) -> Any:
-        """Apply a function to the tensors of a quantity that are `[B, ...]`."""
-        return tree_map(function, value)
-
-
-def _measured(quantity: Quantity, call: Call) -> Chunk:
-    chunk = STRATEGIES[call.strategy](call, lambda: quantity.collect(call))
-    return chunk._replace(collected=quantity.measure(chunk.collected, call))
+        return self.quantity.mapped(function, value), aux
