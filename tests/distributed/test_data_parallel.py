@@ -23,6 +23,7 @@ from vgrad.distributed import (
     single_process_mesh,
 )
 from vgrad.dp import PoissonBatchSampler, secret_key
+from vgrad.persample.engine import Inputs
 from vgrad.tree import tree_leaves
 
 CUTS = {
@@ -453,7 +454,9 @@ def _changing(size):
         clip = vgrad.clipped_grad(loss, max_norm=0.5, passes=2, strategy="recorded")
         sums = data_parallel(clip, mesh)(params, {}, part).grads
         worst.append(errors(sums, expected))
-        sums = sharding.sharded_call(clip, ranks, shard(params, mesh), {}, (part,))
+        sums = sharding.sharded_call(
+            clip, ranks, Inputs(shard(params, mesh), {}, (part,))
+        )
         worst.append(errors(gather(sums.grads, mesh), expected))
     return worst
 

@@ -13,6 +13,7 @@ import vgrad
 from tests import oracle
 from tests.distributed import nets
 from vgrad.distributed import RankError, Ranks, gather, shard, sharding
+from vgrad.persample.engine import Inputs
 
 PARTS = {2: (3, 4), 4: (2, 0, 4, 1)}
 
@@ -34,9 +35,8 @@ def check(size, loss, params, buffers, batch, *, tolerance=1e-12, **options):
     mesh, ranks = here(size)
     clipped = vgrad.clipped_grad(loss, **{"max_norm": 0.5, **options})
     parts = shard(params, mesh), shard(buffers, mesh)
-    found = sharding.sharded_call(
-        clipped, ranks, *parts, [own(ranks, each) for each in batch]
-    )
+    inputs = Inputs(*parts, [own(ranks, each) for each in batch])
+    found = sharding.sharded_call(clipped, ranks, inputs)
     exact = clipped(params, buffers, *batch)
     for name, value in found.grads.items():
         assert value.placements == parts[0][name].placements
@@ -138,27 +138,29 @@ def _quantities(size):
     given = parts, {}, [own(ranks, each) for each in batch], own(ranks, mask)
     for strategy in ("recorded", "loop"):
         total = vgrad.weighted_grad(loss, strategy=strategy)
-        found = sharding.sharded_call(total, ranks, *given, own(ranks, weights))
+        found = sharding.sharded_call(total, ranks, Inputs(*given, own(ranks, weights)))
         exact = total(weights, params, {}, *batch, mask=mask)
         oracle.assert_exact(gather(found, mesh), exact, 1e-12)
         assert found["2.bias"].placements == (Replicate(),)
         norms = vgrad.per_sample_norm(loss, strategy=strategy)
         exact = norms(params, {}, *batch)
         oracle.assert_exact(
-            sharding.sharded_call(norms, ranks, *given),
+            sharding.sharded_call(norms, ranks, Inputs(*given)),
             own(ranks, exact)[own(ranks, mask)],
         )
     none = [each[:0] for each in batch]
     found = sharding.sharded_call(
-        vgrad.clipped_grad(loss, max_norm=1.0), ranks, parts, {}, none
+        vgrad.clipped_grad(loss, max_norm=1.0), ranks, Inputs(parts, {}, none)
     )
     oracle.assert_exact(
         gather(found.grads, mesh), {n: 0 * p for n, p in params.items()}
     )
     with pytest.raises(TypeError, match="expected a sum over samples or a list"):
-        sharding.sharded_call(vgrad.gradient_moments(loss), ranks, parts, {}, batch)
+        sharding.sharded_call(
+            vgrad.gradient_moments(loss), ranks, Inputs(parts, {}, batch)
+        )
     with pytest.raises(TypeError, match="expected a DTensor in '0.weight', got a Ten"):
-        sharding.sharded_call(norms, ranks, params, {}, batch)
+        sharding.sharded_call(norms, ranks, Inputs(params, {}, batch))
 
 
 def test_other_sums_and_lists(some):
@@ -176,7 +178,7 @@ def _routed(size, strategy):
         return (x @ params[chosen]).square().sum()
 
     clipped = vgrad.clipped_grad(loss, max_norm=1.0, strategy=strategy)
-    given = ranks, shard(params, mesh), {}, [own(ranks, x)]
+    given = ranks, Inputs(shard(params, mesh), {}, [own(ranks, x)])
     if strategy == "recorded":
         with pytest.raises(RankError, match=r"got rank 0 at .*use of expert.0, 1 at "):
             sharding.sharded_call(clipped, *given)
@@ -218,12 +220,12 @@ def _failing(size):
             clipped = vgrad.clipped_grad(each, max_norm=1.0, strategy=strategy)
             if ranks.rank == 1:
                 with pytest.raises(Exception, match="expected good data|division|hook"):
-                    sharding.sharded_call(clipped, ranks, parts, buffers, batch)
+                    sharding.sharded_call(clipped, ranks, Inputs(parts, buffers, batch))
             else:
                 with pytest.raises(RankError, match="rank 1 stopped with"):
-                    sharding.sharded_call(clipped, ranks, parts, buffers, batch)
+                    sharding.sharded_call(clipped, ranks, Inputs(parts, buffers, batch))
     clipped = vgrad.clipped_grad(loss, max_norm=1.0)
-    return sharding.sharded_call(clipped, ranks, parts, buffers, batch).clipped
+    return sharding.sharded_call(clipped, ranks, Inputs(parts, buffers, batch)).clipped
 
 
 @pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")

@@ -14,6 +14,7 @@ import vgrad
 from tests.distributed.processes import Processes
 from vgrad import optim
 from vgrad.distributed import Ranks, shard, sharding
+from vgrad.persample.engine import Inputs
 
 
 class Bytes(TorchDispatchMode):
@@ -95,7 +96,8 @@ def _bytes(size, sizes, passes):
             counted.count(value.to_local())
         state = tx.init(params)
         for _ in range(2):
-            grads = sharding.sharded_call(clipped, ranks, params, {}, (tokens, tokens))
+            inputs = Inputs(params, {}, (tokens, tokens))
+            grads = sharding.sharded_call(clipped, ranks, inputs)
             params, state = optim.step(tx, grads.grads, state, params, donate=True)
         assert all(isinstance(value, DTensor) for value in params.values())
         counted.count(torch.zeros(()))

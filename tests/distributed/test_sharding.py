@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import vgrad
 from tests import oracle
 from vgrad.distributed import RankError, Ranks, gather, shard, sharding
+from vgrad.persample.engine import Inputs
 
 
 def a_mesh(size):
@@ -62,12 +63,12 @@ def _refused(size):
     ranks, x = Ranks.of("test", mesh, "dp"), [torch.ones(2)]
     columns = shard(plain, mesh)["even"].redistribute(placements=[Shard(1)])
     with pytest.raises(ValueError, match=r"cut along their first .* got 'even'"):
-        sharding.sharded_call(norms, ranks, {"even": columns}, {}, x)
+        sharding.sharded_call(norms, ranks, Inputs({"even": columns}, {}, x))
     two = init_device_mesh("cpu", (1, size), mesh_dim_names=("tp", "dp"))
     other = DTensor.from_local(plain["even"], two, [Replicate(), Replicate()])
     params = {"a": shard(plain, mesh)["even"], "b": other}
     with pytest.raises(ValueError, match="one mesh with one axis, got 'b'"):
-        sharding.sharded_call(norms, ranks, params, {}, x)
+        sharding.sharded_call(norms, ranks, Inputs(params, {}, x))
     assert gather(plain, mesh) == plain
 
 
