@@ -128,7 +128,7 @@ class _Weigher:
 
     rule: ClipRule
     parts: Sequence[Sequence[str]]  # names of parameters that are clipped together
-    bound: Any  # of the norms of all parts, or a tensor with that of each
+    bound: Any  # of the norms, a number for all parts or one for each, [P]
     dtype: torch.dtype
     mask: Tensor | None
 

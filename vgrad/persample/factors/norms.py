@@ -23,7 +23,7 @@ _DOUBTFUL = 1e-4
 
 
 def settled(norms: Mapping[str, Norms]) -> dict[str, list[Norm]]:
-    """Take norms from all products of positions, those of one shape at once."""
+    """Take norms from all products of positions, all products of one shape at once."""
     alike: dict[tuple, list[Products]] = {}
     for each in itertools.chain(*norms.values()):
         if isinstance(each, Products):
