@@ -32,8 +32,8 @@ from tests.persample.test_record import (
     out_of,
     written,
 )
+from vgrad.factors import Dense
 from vgrad.persample.engine import STRATEGIES
-from vgrad.persample.factors import Dense
 from vgrad.persample.rules import RULES
 
 # Torch says where it loops over the samples.

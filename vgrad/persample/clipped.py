@@ -14,6 +14,9 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.batches import Sensitivity
 from vgrad.conditions import rare
+from vgrad.factors import Factor, Norm, Sums, reductions
+from vgrad.factors.norms import doubts, joint, recomputed, settled
+from vgrad.factors.reductions import ordinary, rounded_down, together
 from vgrad.persample.engine import (
     LOCAL,
     Call,
@@ -28,9 +31,6 @@ from vgrad.persample.engine import (
     members,
     slices,
 )
-from vgrad.persample.factors import Factor, Norm, Sums, reductions
-from vgrad.persample.factors.norms import doubts, joint, recomputed, settled
-from vgrad.persample.factors.reductions import ordinary, rounded_down, together
 from vgrad.torch_private import modes
 from vgrad.tree import double, no_autocast
 from vgrad.typing import Clipping, LossFn, Params, Passes, Result, Tree

@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 
 from vgrad.conditions import rare
+from vgrad.factors import Factor, Norm, Sums, reductions
+from vgrad.factors.base import Norms
+from vgrad.factors.norms import doubts, joint, recomputed, settled
+from vgrad.factors.reductions import ordinary, reach, total
 from vgrad.persample.engine import (
     Call,
     Collector,
@@ -27,10 +31,6 @@ from vgrad.persample.engine import (
     members,
     slices,
 )
-from vgrad.persample.factors import Factor, Norm, Sums, reductions
-from vgrad.persample.factors.base import Norms
-from vgrad.persample.factors.norms import doubts, joint, recomputed, settled
-from vgrad.persample.factors.reductions import ordinary, reach, total
 from vgrad.tree import no_autocast, wide
 from vgrad.typing import Buffers, LossFn, Params, Result, Tree
 

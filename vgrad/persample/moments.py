@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from vgrad.factors import Factor
 from vgrad.persample.engine import (
     Call,
     Collector,
@@ -20,7 +21,6 @@ from vgrad.persample.engine import (
     Reduce,
     Transform,
 )
-from vgrad.persample.factors import Factor
 from vgrad.tree import double, map_values, wide
 from vgrad.typing import LossFn, Params
 

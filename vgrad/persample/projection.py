@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.factors import Factor, Probes, reductions
 from vgrad.persample.engine import (
     Call,
     Collector,
@@ -23,7 +24,6 @@ from vgrad.persample.engine import (
     Transform,
     joined,
 )
-from vgrad.persample.factors import Factor, Probes, reductions
 from vgrad.tree import double
 from vgrad.typing import LossFn, Tree
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from vgrad import batches, checks
+from vgrad.factors.base import Factor, Scaled
 from vgrad.functional.losses import check_loss, returned
 from vgrad.lowering.randomness import Draws
 from vgrad.persample.engine.guard import Fallbacks, LossGuard
-from vgrad.persample.factors.base import Factor, Scaled
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import modes

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.checks import Patterns
+from vgrad.factors.base import Dense, Factor, Zero
 from vgrad.persample.engine.proxies import Use
-from vgrad.persample.factors.base import Dense, Factor, Zero
 from vgrad.typing import Params
 
 _FORMED = 2**24

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vgrad import checks, tree
+from vgrad.factors.base import Factor
 from vgrad.lowering.functions import once
 from vgrad.lowering.grad_flags import WATCHED_READS, GradFlags, among, own_backward_pass
 from vgrad.lowering.value_reads import NONE
@@ -29,7 +30,6 @@ from vgrad.persample.engine.proxies import (
     only_reads,
     replaced,
 )
-from vgrad.persample.factors.base import Factor
 from vgrad.persample.rules.table import Lowering, Maker, Rule
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private.autograd import Hooks, foreign_nodes, is_foreign_op

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vgrad import checks, tree
 from vgrad.conditions import Unrepeatable, checks_collected
+from vgrad.factors.base import Dense, Factor
 from vgrad.generators import (
     RandomState,
     drawn_since,
@@ -44,7 +45,6 @@ from vgrad.persample.engine.guard import (
 )
 from vgrad.persample.engine.proxies import copy_on_arrival
 from vgrad.persample.engine.record import Recorder
-from vgrad.persample.factors.base import Dense, Factor
 from vgrad.persample.rules.table import RULES
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private.autograd import foreign_nodes

@@ -13,7 +13,7 @@ author of a rule registers it with `rule`, and makes a factor for each of its we
 * `positions`, `over_positions`: view a tensor by positions, and sum over them
 """
 
-from vgrad.persample.factors import Conv, Dense, Factor, Norm, Outer, Probes, Rows
+from vgrad.factors import Conv, Dense, Factor, Norm, Outer, Probes, Rows
 from vgrad.persample.rules import convolution as convolution
 from vgrad.persample.rules import layers as layers
 from vgrad.persample.rules.products import over_positions, positions

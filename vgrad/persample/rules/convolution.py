@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vgrad.persample.factors.base import Dense, Factor, Outer
-from vgrad.persample.factors.conv import Conv
+from vgrad.factors.base import Dense, Factor, Outer
+from vgrad.factors.conv import Conv
 from vgrad.persample.rules.table import rule
 from vgrad.torch_private import kernels
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vgrad.factors.base import Dense, Outer, Positions
+from vgrad.factors.rows import Rows
 from vgrad.functional.batch_norm import mended
 from vgrad.lowering import attention, recurrent
-from vgrad.persample.factors.base import Dense, Outer, Positions
-from vgrad.persample.factors.rows import Rows
 from vgrad.persample.rules.table import Recording, lowered, rule
 from vgrad.torch_private import kernels, modes
 

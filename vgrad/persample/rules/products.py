@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import wrap_torch_function
 
-from vgrad.persample.factors.base import Dense, Factor, Outer, Positions
+from vgrad.factors.base import Dense, Factor, Outer, Positions
 from vgrad.persample.rules.table import Recording, lowered, rule
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.persample.factors.base import Factor
+from vgrad.factors.base import Factor
 from vgrad.torch_private.modes import op_name
 
 Maker = Callable[[Tensor], Factor]

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vgrad.persample.factors.base import Norm, Norms, Products
-from vgrad.persample.factors.reductions import HIGH, LOW, row_norms, together
+from vgrad.factors.base import Norm, Norms, Products
+from vgrad.factors.reductions import HIGH, LOW, row_norms, together
 
 _AT_ONCE = 2**24
 """Numbers of gradients formed at once where norms from products are in doubt."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vgrad.conditions import checks_collected, rare
-from vgrad.persample.factors import costs, reductions
+from vgrad.factors import costs, reductions
 from vgrad.torch_private.tensors import memory
 from vgrad.tree import double, wide
 

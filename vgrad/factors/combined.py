@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vgrad.conditions import static_values
-from vgrad.persample.factors.base import (
+from vgrad.factors.base import (
     Compound,
     Dense,
     Factor,
@@ -26,8 +26,8 @@ from vgrad.persample.factors.base import (
     Probes,
     Zero,
 )
-from vgrad.persample.factors.norms import in_doubt, settled
-from vgrad.persample.factors.rows import Rows
+from vgrad.factors.norms import in_doubt, settled
+from vgrad.factors.rows import Rows
 from vgrad.torch_private.tensors import viewed
 from vgrad.tree import wide
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vgrad.persample.factors import costs, reductions
-from vgrad.persample.factors.base import Factor, Norms, Pair, Probes, Products
+from vgrad.factors import costs, reductions
+from vgrad.factors.base import Factor, Norms, Pair, Probes, Products
 from vgrad.torch_private import kernels
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vgrad.persample.factors import costs, reductions
-from vgrad.persample.factors.base import Factor, Norm, Norms, Probes
+from vgrad.factors import costs, reductions
+from vgrad.factors.base import Factor, Norm, Norms, Probes
 from vgrad.tree import double, wide
 
 
