@@ -267,7 +267,7 @@ def test_a_model_that_changes(name):
 def test_a_rule_replaced():
     def made(factor):
         def factors(x, weight):
-            return {"weight": lambda g: vgrad.rules.Dense(factor["beta"] * g * x)}
+            return {"weight": lambda g: vgrad.ops.Dense(factor["beta"] * g * x)}
 
         return factors
 
@@ -275,13 +275,13 @@ def test_a_rule_replaced():
         lambda x, weight: x * weight
     )
     held = {"beta": 1.0}
-    vgrad.rules.rule(op, weights=("weight",))(made(held))
+    vgrad.ops.rule(op, weights=("weight",))(made(held))
     eager = vgrad.per_sample_norm(lambda p, b, x: op(x, p["w"]).sum())
     both = eager, vgrad.compile(eager, verify=False, fallback="error")
     check(both, PARAMS, {}, X)
     held["beta"] = 2.0
     check(both, PARAMS, {}, X)
-    vgrad.rules.rule(op, weights=("weight",), replace=True)(made({"beta": 3.0}))
+    vgrad.ops.rule(op, weights=("weight",), replace=True)(made({"beta": 3.0}))
     check(both, PARAMS, {}, X)
     assert calls_of(both[1]) == [1, 1, 1]
 

@@ -20,8 +20,8 @@ from tests import oracle
 from tests.examples import examples
 from tests.losses import assert_gradients
 from tests.persample.test_quantities import clipped_sum
+from vgrad.ops import OPS
 from vgrad.persample import EXPANDED
-from vgrad.persample.rules import RULES, Rule
 
 # Torch says that an even kernel may cost a copy of its input, and where it loops.
 pytestmark = [
@@ -426,9 +426,9 @@ class Seen(TorchFunctionMode):
 def test_every_op_of_these_rooms_has_a_case():
     ops = {
         op
-        for op, entry in RULES.items()
-        for body in [entry.factors if isinstance(entry, Rule) else entry.run]
-        if body.__module__.endswith((".products", ".convolution"))
+        for op, record in OPS.items()
+        for body in [record.rule.factors if record.rule else record.recorded]
+        if getattr(body, "__module__", "").endswith((".linear", "traction", ".conv"))
         or getattr(op, "__name__", "").startswith("embedding")
         if not (getattr(op, "__module__", None) or "").startswith("vgrad.")
     }
