@@ -323,6 +323,10 @@ class Captures:
             for each in self._captures
         )
 
+    def explanation(self, eager: Any) -> CompiledExplanation:
+        """Explain captures, beside the report of eager mode."""
+        return CompiledExplanation(self.reports(), eager)
+
     def __call__(self, function: Callable, *arguments: Any) -> Any:
         """Return the result of a function: of its graph, or in eager mode."""
         tensors: list[Tensor] = []
