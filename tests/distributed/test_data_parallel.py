@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from torch.overrides import wrap_torch_function
 from torch.utils.checkpoint import checkpoint
 
 import vgrad
@@ -391,25 +392,14 @@ def raised(call):
         return type(error), str(error)
 
 
-class Breaks(torch.autograd.Function):
-    """Fails in the second backward pass, when a part of the sums has been given."""
+@wrap_torch_function(lambda x, weight: (x, weight))
+def scaled(x, weight):
+    return x * weight
 
-    generate_vmap_rule = True
-    runs = itertools.count()
 
-    @staticmethod
-    def forward(x):
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, grad):
-        if next(Breaks.runs) == 1:
-            raise ArithmeticError("no such luck")
-        return grad
+class Unsummed(vgrad.rules.Dense):
+    def weighted(self, weights):
+        raise ArithmeticError("no such luck")
 
 
 def _one_is_wrong(size):
@@ -444,14 +434,14 @@ def _one_is_wrong(size):
             found = raised(lambda: wrong(entries, buffers, x, y))  # noqa: B023
             texts[f"{name}, {strategy}, {form}"] = found
 
-    def breaking(p, b, x, y):
-        h = F.linear(x, p["0.weight"], p["0.bias"])
-        h = Breaks.apply(h) if mesh.get_local_rank("dp") == 1 else h
-        return F.cross_entropy(F.linear(h, p["2.weight"], p["2.bias"]), y)
-
-    twice = vgrad.clipped_grad(breaking, max_norm=0.5, strategy="recorded", passes=2)
-    twice = data_parallel(twice, mesh)
-    texts["loss, later"] = raised(lambda: twice(params, buffers, x, y))
+    # An error between two sums, of which the first is on its way.
+    factor = (vgrad.rules.Dense, Unsummed)[rank]
+    vgrad.rules.rule(scaled, weights=("weight",))(
+        lambda x, weight: {"weight": lambda g: factor(g * x)}
+    )
+    linear = {"first": torch.ones(4, 4), "second": torch.ones(4)}
+    wrong = clipped(lambda p, b, x: scaled(F.linear(x, p["first"]), p["second"]).sum())
+    texts["loss, later"] = raised(lambda: wrong(linear, {}, x))
     fine = clipped(loss)(params, buffers, x, y)  # they go on together
     return texts, errors(fine.losses[:7], fine.losses[-7:])
 
