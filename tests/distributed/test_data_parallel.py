@@ -397,7 +397,7 @@ def scaled(x, weight):
     return x * weight
 
 
-class Unsummed(vgrad.rules.Dense):
+class Unsummed(vgrad.ops.Dense):
     def weighted(self, weights):
         raise ArithmeticError("no such luck")
 
@@ -435,8 +435,8 @@ def _one_is_wrong(size):
             texts[f"{name}, {strategy}, {form}"] = found
 
     # An error between two sums, of which the first is on its way.
-    factor = (vgrad.rules.Dense, Unsummed)[rank]
-    vgrad.rules.rule(scaled, weights=("weight",))(
+    factor = (vgrad.ops.Dense, Unsummed)[rank]
+    vgrad.ops.rule(scaled, weights=("weight",))(
         lambda x, weight: {"weight": lambda g: factor(g * x)}
     )
     linear = {"first": torch.ones(4, 4), "second": torch.ones(4)}
