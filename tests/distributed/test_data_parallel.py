@@ -439,8 +439,8 @@ def _one_is_wrong(size):
     vgrad.ops.rule(scaled, weights=("weight",))(
         lambda x, weight: {"weight": lambda g: factor(g * x)}
     )
-    linear = {"first": torch.ones(4, 4), "second": torch.ones(4)}
-    wrong = clipped(lambda p, b, x: scaled(F.linear(x, p["first"]), p["second"]).sum())
+    linear = {"first": torch.ones(4), "second": torch.ones(4, 4)}
+    wrong = clipped(lambda p, b, x: F.linear(scaled(x, p["first"]), p["second"]).sum())
     texts["loss, later"] = raised(lambda: wrong(linear, {}, x))
     fine = clipped(loss)(params, buffers, x, y)  # they go on together
     return texts, errors(fine.losses[:7], fine.losses[-7:])
