@@ -11,6 +11,7 @@ RENAMED = {
     "vgrad.jvp": "torch.func.jvp",
     "vgrad.linearize": "torch.func.linearize",
     "vgrad.load": "vgrad.cli.load",
+    "vgrad.rules": "vgrad.ops",
     "vgrad.vjp": "torch.func.vjp",
     "vgrad.compiled.CompiledExplanation": "vgrad.Report",
     "vgrad.compiled.Report": "vgrad.Report",

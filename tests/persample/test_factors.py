@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from tests.examples import examples
 from tests.oracle import assert_exact
-from vgrad.persample.factors import (
+from vgrad.factors import (
     Conv,
     Dense,
     Outer,

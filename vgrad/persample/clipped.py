@@ -15,6 +15,8 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.batches import Sensitivity
 from vgrad.conditions import rare
+from vgrad.factors import Norm, Sums, reductions
+from vgrad.factors.reductions import ordinary, rounded_down
 from vgrad.persample.engine import (
     Call,
     ClipCollector,
@@ -26,8 +28,6 @@ from vgrad.persample.engine import (
     joined,
     members,
 )
-from vgrad.persample.factors import Norm, Sums, reductions
-from vgrad.persample.factors.reductions import ordinary, rounded_down
 from vgrad.torch_private import modes
 from vgrad.tree import no_autocast
 from vgrad.typing import Clipping, LossFn, Params, Passes, Result, Tree

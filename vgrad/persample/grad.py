@@ -8,6 +8,7 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
+from vgrad.factors import Norm, Sums, reductions
 from vgrad.persample.engine import (
     Call,
     Evaluation,
@@ -22,7 +23,6 @@ from vgrad.persample.engine import (
     joined,
     members,
 )
-from vgrad.persample.factors import Norm, Sums, reductions
 from vgrad.tree import wide
 from vgrad.typing import Buffers, LossFn, Params, Result, Tree
 

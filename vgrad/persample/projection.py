@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.factors import Probes, reductions
 from vgrad.persample.engine import (
     Call,
     Evaluation,
@@ -23,7 +24,6 @@ from vgrad.persample.engine import (
     Transform,
     joined,
 )
-from vgrad.persample.factors import Probes, reductions
 from vgrad.typing import LossFn, Tree
 
 Kind = Literal["rademacher", "gaussian"]

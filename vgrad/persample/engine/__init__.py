@@ -21,7 +21,6 @@ from vgrad.persample.engine.guard import NON_RETRYABLE as NON_RETRYABLE
 from vgrad.persample.engine.guard import Failure as Failure
 from vgrad.persample.engine.guard import Fallbacks as Fallbacks
 from vgrad.persample.engine.guard import FallbackWarning as FallbackWarning
-from vgrad.persample.engine.guard import LossGuard as LossGuard
 from vgrad.persample.engine.guard import UnsupportedOp as UnsupportedOp
 from vgrad.persample.engine.strategies import STRATEGIES as STRATEGIES
 from vgrad.persample.engine.strategies import Chunk as Chunk

@@ -15,9 +15,9 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.checks import Patterns
 from vgrad.conditions import defer_checks, rare
+from vgrad.factors.base import Dense, Factor, Probes, Zero
+from vgrad.factors.reductions import Norm, ordinary, reach, total
 from vgrad.persample.engine.proxies import Use
-from vgrad.persample.factors.base import Dense, Factor, Probes, Zero
-from vgrad.persample.factors.reductions import Norm, ordinary, reach, total
 from vgrad.torch_private import modes
 from vgrad.tree import double
 from vgrad.typing import Params

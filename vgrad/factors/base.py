@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from vgrad.conditions import check_now, rare
-from vgrad.persample.factors import costs, reductions
-from vgrad.persample.factors.reductions import Norm
+from vgrad.factors import costs, reductions
+from vgrad.factors.reductions import Norm
 from vgrad.torch_private.tensors import memory
 from vgrad.tree import double, wide
 

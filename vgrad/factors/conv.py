@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vgrad.persample.factors import costs, reductions
-from vgrad.persample.factors.base import Pair, Probes
-from vgrad.persample.factors.reductions import Norm
+from vgrad.factors import costs, reductions
+from vgrad.factors.base import Pair, Probes
+from vgrad.factors.reductions import Norm
 from vgrad.torch_private import kernels
 
 

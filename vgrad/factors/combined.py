@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from vgrad.conditions import static_values
-from vgrad.persample.factors import reductions
-from vgrad.persample.factors.base import Compound, Dense, Factor, Outer, Probes, Zero
-from vgrad.persample.factors.reductions import Norm
-from vgrad.persample.factors.rows import Rows
+from vgrad.factors import reductions
+from vgrad.factors.base import Compound, Dense, Factor, Outer, Probes, Zero
+from vgrad.factors.reductions import Norm
+from vgrad.factors.rows import Rows
 from vgrad.torch_private.tensors import viewed
 from vgrad.tree import wide
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vgrad.persample.factors import costs, reductions
-from vgrad.persample.factors.base import Factor, Probes
-from vgrad.persample.factors.reductions import Norm
+from vgrad.factors import costs, reductions
+from vgrad.factors.base import Factor, Probes
+from vgrad.factors.reductions import Norm
 from vgrad.tree import double, wide
 
 
