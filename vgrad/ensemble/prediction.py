@@ -325,17 +325,18 @@ def predict(
         forward = ensemble_forward(fmodel.eval(), strategy=strategy, shared=shared)
         batch = batches.read("predict", inputs)
         # An empty batch is run too, for the shape of its outputs.
-        for start, stop in list(batches.chunks(batch.size, size)) or [(0, 0)]:
+        for samples in list(batches.chunks(batch.size, size)) or [slice(0)]:
             # Statistics of a chunk are not the batch's.
             guard = nullcontext() if size is None else LossMode(handlers=SINGLE)
             with torch.no_grad(), guard:
-                rows = batch.sample(batch.part(start, stop).inputs)
+                rows = batch.sample(batch.take(samples).inputs)
                 outputs = forward(params, buffers, *rows)
             _check_outputs("predict", outputs)
-            if outputs.shape[1] != stop - start:
+            expected = samples.stop - (samples.start or 0)
+            if outputs.shape[1] != expected:
                 raise ValueError(
                     f"predict(fmodel): expected an output for each of the "
-                    f"{stop - start} samples, [members, samples, ...], got shape "
+                    f"{expected} samples, [members, samples, ...], got shape "
                     f"{tuple(outputs.shape)}."
                 )
             yield outputs
