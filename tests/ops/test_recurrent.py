@@ -401,10 +401,10 @@ def test_writes_in_place_raise_for_the_output_and_not_for_final_states(mode):
 
 
 @every_mode
-def test_a_second_derivative_raises_and_names_the_steps_which_have_them(mode):
+def test_steps_have_second_derivatives_and_kernels_raise(mode):
     output, _, x, *_ = one_layer(mode)
     (d_x,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="got a second one. Use steps"):
+    with pytest.raises(RuntimeError, match="differentiate twice"):
         d_x.sum().backward()
     x, hidden, weights, layout = problem(mode, steps=2, size=1, features=2)
     count = len(hidden)
