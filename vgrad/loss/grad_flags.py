@@ -323,11 +323,7 @@ def _limit(message: str, op: str, *, in_place: bool, one: str) -> UnsupportedOp 
         )
     elif op in _AUTOGRAD or any(each in message for each in modes.BACKWARD_ERRORS):
         return own_backward_pass(op)
-    elif (
-        in_place
-        or (op in _RECURRENT and modes.SHAPES_ERROR in message)
-        or any(each in message for each in modes.VMAP_ERRORS)
-    ):
+    elif in_place or any(each in message for each in modes.VMAP_ERRORS):
         shared = f"writes in place into a tensor that all {one}s share, or is too small"
         values = "looks at values or has shapes that depend on them"
         limit = (
@@ -342,10 +338,6 @@ def _limit(message: str, op: str, *, in_place: bool, one: str) -> UnsupportedOp 
 
 _AUTOGRAD = {"grad", "backward", "requires_grad_", "requires_grad"}
 """Calls of a loss that differentiates on its own."""
-
-_RECURRENT = {"rnn_tanh", "rnn_relu", "lstm", "gru"}
-_RECURRENT |= {"rnn_tanh_cell", "rnn_relu_cell", "lstm_cell", "gru_cell"}
-"""Ops that raise an error about shapes under torch's vmap."""
 
 
 def in_place(func: Callable, kwargs: dict) -> bool:
