@@ -56,7 +56,10 @@ class Layouts:
                 continue
             if not each.is_contiguous() and not any(
                 _memory(each) == _memory(tensor)
-                or (_lie_alike(each, tensor) and not self.is_odd(tensor))
+                or (
+                    (each.shape, each.stride()) == (tensor.shape, tensor.stride())
+                    and not self.is_odd(tensor)
+                )
                 for tensor in tensors
             ):
                 self._odd.add(_memory(each))
@@ -68,10 +71,6 @@ class Layouts:
     def disturbed(self) -> bool:
         """Return whether there was a write that may have two meanings."""
         return any(version_of(each) != version for each, version in self._doubtful)
-
-
-def _lie_alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.stride() == other.stride()
 
 
 def _memory(tensor: Tensor) -> Any:
