@@ -355,7 +355,7 @@ REASONS = {
     "nonzero": ("depends on values", lambda p, b, x: total(p, x[x.sum(1).nonzero()])),
     "a mask": ("depends on values", lambda p, b, x: total(p, x[x[:, 0] > 0])),
     "seeds": (
-        "it sets the seed or the state of a generator",
+        "manual_seed sets or reads the seed or the state of a generator",
         lambda p, b, x: (torch.manual_seed(3), total(p, x * torch.rand(3)))[1],
     ),
 }
@@ -484,10 +484,10 @@ WRONG = [
     (nn.Linear(2, 2), {}, TypeError, r"compile\(transform\): .* got a Linear"),
     (STEP, {"backend": "nvcc"}, ValueError, r"='nvcc'\): expected one of .*auto"),
     (STEP, {"fallback": "warn"}, ValueError, r"='warn'\): expected one of .*error"),
-    (STEP, [4], ValueError, r"TrainStep, batch_sizes=\[4\]\): .* would average"),
-    (ensemble_train_step(squared, SGD), [4], ValueError, "EnsembleStep, batch_sizes="),
-    (vgrad.ensemble_grad(squared), [4], ValueError, "EnsembleGradFn, batch_sizes"),
-    (vgrad.ensemble_forward(FMODEL), [4], ValueError, "EnsembleForward, batch_sizes"),
+    (STEP, [4], ValueError, r"train_step, batch_sizes=\[4\]\): .* would average"),
+    (ensemble_train_step(squared, SGD), [4], ValueError, "e_train_step, batch_sizes="),
+    (vgrad.ensemble_grad(squared), [4], ValueError, "ensemble_grad, batch_sizes"),
+    (vgrad.ensemble_forward(FMODEL), [4], ValueError, "ensemble_forward, batch_sizes"),
     (NORM, [], ValueError, r"batch_sizes=\[\]\): expected at least one size in a list"),
     (NORM, {"batch_sizes": 4}, ValueError, r"batch_sizes=4\): expected at least one"),
     (NORM, [4, 0], ValueError, r"batch_sizes=0\): expected"),

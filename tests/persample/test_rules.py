@@ -85,6 +85,7 @@ PRODUCTS = {
     "F.linear(x, w)  # a vector": ([(5, 4)], [(4,)]),
     "F.linear(x, w)  # long": ([(5, 4)], [(2, 3, 7, 4)]),
     "F.linear(x, w)  # to a number": ([(4,)], [(3, 4)]),
+    "F.linear(x, w, b)  # a number": ([(4,), ()], [(2, 3, 4)]),
     "F.linear(x, w).exp()  # of nothing": ([(5, 4)], [(0, 4)]),
     "F.linear(x, w, b)  # without inputs": ([(5, 0), (5,)], [(3, 0)]),
     "F.linear(fixed(x, 3, 4), w) * x": ([(5, 4)], [(5,)]),
@@ -631,13 +632,3 @@ def test_bags_of_any_lengths(size, mode, starts, padding, last):
         return bag(i, w, offsets, mode=mode, **options)
 
     check_gradients(case(op, TABLE, LOOKUPS, "Rows"), size)
-
-
-def test_a_number_that_is_added_to_products_with_a_vector():
-    params = {"w": torch.ones(4).double(), "b": torch.ones(()).double()}
-    batch = (torch.arange(120.0).double().view(5, 2, 3, 4),)
-
-    def loss(params, buffers, x):
-        return F.linear(x, params["w"], params["b"]).sin().sum()
-
-    assert_gradients(loss, params, batch, strategy="recorded")
