@@ -8,7 +8,6 @@ pass. Other forms of an op go into the same record by `register`.
 * `register`: fill other fields of the records of some ops
 * `OPS`: all records, by op
 * `Op`, `Rule`, `Read`: a record, and two of its fields
-* `Form`, `Maker`, `Recording`, `Samples`: the types of fields and arguments
 * `Outer`, `Conv`, `Rows`, `Dense`: factors; the last holds the gradients themselves
 * `Factor`: the methods of a factor of your own
 * `Norm`, `Probes`: the types of its results and arguments
@@ -25,35 +24,20 @@ from vgrad.ops import norm as norm
 from vgrad.ops import reads as reads
 from vgrad.ops import recurrent as recurrent
 from vgrad.ops.linear import over_positions, positions
-from vgrad.ops.record import (
-    OPS,
-    Form,
-    Maker,
-    Op,
-    Read,
-    Recording,
-    Rule,
-    Samples,
-    register,
-    rule,
-)
+from vgrad.ops.record import OPS, Op, Read, Rule, register, rule
 
 __all__ = [
     "OPS",
     "Conv",
     "Dense",
     "Factor",
-    "Form",
-    "Maker",
     "Norm",
     "Op",
     "Outer",
     "Probes",
     "Read",
-    "Recording",
     "Rows",
     "Rule",
-    "Samples",
     "over_positions",
     "positions",
     "register",
