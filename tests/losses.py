@@ -504,25 +504,32 @@ def state_of_torch() -> tuple:
 
 
 class Peak(TorchDispatchMode):
-    """Measures the most bytes that results of ops take at once, as `most`."""
+    """Measures the bytes that results of ops take: the `most` at once, and `now`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.alive: dict[int, tuple] = {}
-        self.most = 0
+        self.most = self.now = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(each.__name__ in ("Lazy", "DTensor") for each in types):
+            return NotImplemented  # the ops that such a tensor runs come one by one
         result = func(*args, **(kwargs or {}))
+        self.count(result)
+        return result
+
+    def count(self, result: Any) -> None:
+        """Count the memory of tensors as long as it is alive."""
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor) and not leaf.is_meta:
                 storage = leaf.untyped_storage()
                 ref = StorageWeakRef(storage)
                 self.alive[storage._cdata] = ref, storage.nbytes()
         self.alive = {
             k: each for k, each in self.alive.items() if not each[0].expired()
         }
-        self.most = max(self.most, sum(size for _, size in self.alive.values()))
-        return result
+        self.now = sum(size for _, size in self.alive.values())
+        self.most = max(self.most, self.now)
 
     def left(self, *known: Any) -> int:
         """Return how many tensors are alive, but for these and their views."""

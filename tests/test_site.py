@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TUTORIALS = sorted(path.stem for path in (ROOT / "tutorials").glob("*.py"))
-PACKAGES = ["vgrad", "vgrad.persample.rules", "vgrad.optim.schedules"]
+PACKAGES = ["vgrad", "vgrad.ops", "vgrad.optim.schedules"]
 PACKAGES += ["vgrad.distributed"]
 PACKAGES += [f"vgrad.{name}" for name in ("dp", "ensemble", "optim", "precision")]
 PACKAGES += [f"vgrad.{name}" for name in ("training", "compiled", "testing", "typing")]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import wrap_torch_function
 
 import vgrad
-from vgrad import rules
+from vgrad import ops
 
 SEED, BATCH, POSITIONS, WIDTH, RANK = 0, 16, 4, 96, 16
 torch.manual_seed(SEED)
@@ -81,10 +81,10 @@ expected = norms(params, buffers, *batch)
 # `positions` views [B, ..., C] as [B, groups = 1, positions, C], as it wants them.
 def outer(x, g, shape):
     """Hold the gradient sum_t g_t x_t of a matrix."""
-    return rules.Outer(rules.positions(x), rules.positions(g), shape)
+    return ops.Outer(ops.positions(x), ops.positions(g), shape)
 
 
-@rules.rule(low_rank, weights=("down", "up"))
+@ops.rule(low_rank, weights=("down", "up"))
 def without_scale(x, down, up, scale=1.0):
     """Forget what is easily forgotten."""
     return {
@@ -103,7 +103,7 @@ else:
 
 
 # %% Mend it. A second rule for an op takes the place of the first only if told so.
-@rules.rule(low_rank, weights=("down", "up"), replace=True)
+@ops.rule(low_rank, weights=("down", "up"), replace=True)
 def right(x, down, up, scale=1.0):
     """Scale the gradient at the output first."""
     return {

@@ -51,7 +51,7 @@ Rooms, each with a list like this one:
 * `precision`: policies, loss scales
 * `ensemble`: predictions, calibration, files of ensembles
 * `compiled`: what `compile` reports
-* `rules`, `testing`: rules for ops of your own, and their test
+* `ops`, `testing`: rules for ops of your own, and their test
 * `typing`: the types that annotations name
 
 `import vgrad.distributed` adds many ranks, `import vgrad.cli` the models that
@@ -73,6 +73,7 @@ from vgrad import (
     compiled,
     dp,
     ensemble,
+    ops,
     optim,
     persample,
     precision,
@@ -108,7 +109,6 @@ from vgrad.persample import (
     per_sample_gram,
     per_sample_norm,
     per_sample_projection,
-    rules,
     weighted_grad,
 )
 from vgrad.persample.engine import FallbackWarning, UnsupportedOp
@@ -147,6 +147,7 @@ __all__ = [
     "gradient_moments",
     "make_functional",
     "make_functional_with_buffers",
+    "ops",
     "optim",
     "per_sample_grad",
     "per_sample_gram",
@@ -155,7 +156,6 @@ __all__ = [
     "persample",
     "precision",
     "replace_batch_norm",
-    "rules",
     "sample_loss",
     "stack",
     "testing",

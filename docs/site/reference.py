@@ -27,7 +27,7 @@ PACKAGES = (
     "vgrad.precision",
     "vgrad.compiled",
     "vgrad.distributed",
-    "vgrad.persample.rules",
+    "vgrad.ops",
     "vgrad.testing",
     "vgrad.typing",
 )

@@ -267,7 +267,7 @@ def test_a_model_that_changes(name):
 def test_a_rule_replaced():
     def made(factor):
         def factors(x, weight):
-            return {"weight": lambda g: vgrad.rules.Dense(factor["beta"] * g * x)}
+            return {"weight": lambda g: vgrad.ops.Dense(factor["beta"] * g * x)}
 
         return factors
 
@@ -275,13 +275,13 @@ def test_a_rule_replaced():
         lambda x, weight: x * weight
     )
     held = {"beta": 1.0}
-    vgrad.rules.rule(op, weights=("weight",))(made(held))
+    vgrad.ops.rule(op, weights=("weight",))(made(held))
     eager = vgrad.per_sample_norm(lambda p, b, x: op(x, p["w"]).sum())
     both = eager, vgrad.compile(eager, verify=False, fallback="error")
     check(both, PARAMS, {}, X)
     held["beta"] = 2.0
     check(both, PARAMS, {}, X)
-    vgrad.rules.rule(op, weights=("weight",), replace=True)(made({"beta": 3.0}))
+    vgrad.ops.rule(op, weights=("weight",), replace=True)(made({"beta": 3.0}))
     check(both, PARAMS, {}, X)
     assert calls_of(both[1]) == [1, 1, 1]
 
@@ -484,10 +484,10 @@ WRONG = [
     (nn.Linear(2, 2), {}, TypeError, r"compile\(transform\): .* got a Linear"),
     (STEP, {"backend": "nvcc"}, ValueError, r"='nvcc'\): expected one of .*auto"),
     (STEP, {"fallback": "warn"}, ValueError, r"='warn'\): expected one of .*error"),
-    (STEP, [4], ValueError, r"TrainStep, batch_sizes=\[4\]\): .* would average"),
-    (ensemble_train_step(squared, SGD), [4], ValueError, "EnsembleStep, batch_sizes="),
-    (vgrad.ensemble_grad(squared), [4], ValueError, "EnsembleGradFn, batch_sizes"),
-    (vgrad.ensemble_forward(FMODEL), [4], ValueError, "EnsembleForward, batch_sizes"),
+    (STEP, [4], ValueError, r"train_step, batch_sizes=\[4\]\): .* would average"),
+    (ensemble_train_step(squared, SGD), [4], ValueError, "e_train_step, batch_sizes="),
+    (vgrad.ensemble_grad(squared), [4], ValueError, "ensemble_grad, batch_sizes"),
+    (vgrad.ensemble_forward(FMODEL), [4], ValueError, "ensemble_forward, batch_sizes"),
     (NORM, [], ValueError, r"batch_sizes=\[\]\): expected at least one size in a list"),
     (NORM, {"batch_sizes": 4}, ValueError, r"batch_sizes=4\): expected at least one"),
     (NORM, [4, 0], ValueError, r"batch_sizes=0\): expected"),

@@ -323,7 +323,9 @@ def test_fifty_poisson_batches_of_a_private_step(optimizer, name):
     batches[7] = tuple(x[:0] for x in batches[7])
     step = private_step(loss, tx, PLAN, **options)
     compiled = vgrad.compile(step, batch_sizes=list(sizes), fallback="error")
-    eager = dataclasses.replace(step, clipped=Padded(step.clipped, sizes))
+    padded = Padded(step.source.transform, sizes)
+    source = dataclasses.replace(step.source, transform=padded)
+    eager = dataclasses.replace(step, source=source)
     found, expected = (problems.taken(f, start(), batches) for f in (compiled, eager))
     oracle.assert_exact(found, expected, 0)
     reports = [each for each in compiled.reports() if each.name == "clipped_grad"]

@@ -284,7 +284,7 @@ def test_a_train_step_does_not_wait_for_the_cpu():
         seen.append(function)
         return function(*arguments)
 
-    replace(step, run=run)(state, torch.ones(4, 3))
+    replace(step, execute=run)(state, torch.ones(4, 3))
     assert len(seen) == 2
 
 

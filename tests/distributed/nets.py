@@ -77,7 +77,13 @@ def cnn():
     )
 
 
-MODELS = {"mlp": mlp, "cnn": cnn, "lstm": Tagger, "language": Language, "lora": lora}
+MODELS = {
+    "mlp": mlp,
+    "cnn": cnn,
+    "lstm": Tagger,
+    "language": Language,
+    "lora": lora,
+}
 
 SIZES = {"mlp": (4,), "cnn": (1, 6, 6)}
 

@@ -25,7 +25,6 @@ from vgrad.ensemble import (
     predict,
     share,
 )
-from vgrad.generators import sample_keys
 from vgrad.training import EarlyStopping, EnsembleState, ensemble_train_step, load, save
 from vgrad.tree import map_tensors, state_dict
 
@@ -408,49 +407,3 @@ def test_what_does_not_fit_is_refused_on_all_ranks(ranks):
     assert len(second) == len(REFUSED)
     for pattern, text in zip(REFUSED, first, strict=True):
         assert re.match(pattern, text, re.DOTALL), text
-
-
-class Drawing(nn.Module):
-    """Draws in many ways."""
-
-    def __init__(self):
-        super().__init__()
-        self.cells = nn.LSTM(3, 4, num_layers=2, dropout=0.5)
-
-    def forward(self, x):
-        h, _ = self.cells(F.dropout(x, 0.3))
-        h = h + torch.randn(4) + torch.rand_like(h) + torch.normal(h, 1.0)
-        chosen = torch.multinomial(h[0].softmax(-1), 2).sum() + torch.randint(5, (4,))
-        return h + torch.bernoulli(h.sigmoid()) + chosen
-
-
-def test_draws_follow_from_a_members_own_seed():
-    count = 4  # as many as samples, steps and features
-    keys = sample_keys(100, 0, count)
-    fmodel, params, _ = vgrad.stack(lambda: Drawing().double(), seeds=range(count))
-    x, found = torch.randn(4, 4, 3, dtype=torch.float64), {}
-    for strategy in ("loop", "vmap", "hybrid"):
-        forward = ensemble_forward(fmodel, strategy=strategy)
-        found[strategy] = forward.keyed(keys)(params, {}, x)
-        for rows in (slice(0, 1), slice(1, 4)):
-            own = {name: value[rows] for name, value in params.items()}
-            part = forward.keyed(keys[rows])(own, {}, x)
-            same(part, found[strategy][rows])
-        same(found[strategy], found["loop"])
-        with pytest.raises(ValueError, match="expected the 3 members of this rank"):
-            forward.keyed(keys[1:])(params, {}, x)
-
-
-def test_random_ops_without_an_axis_of_members_are_refused():
-    fmodel, params, _ = vgrad.stack(lambda: Shuffling().double(), seeds=range(2))
-    forward = ensemble_forward(fmodel, strategy="vmap").keyed(sample_keys(1, 0, 2))
-    with pytest.raises(NotImplementedError, match='at once, got a random op.*"loop"'):
-        forward(params, {}, torch.ones(4, 3, dtype=torch.float64))
-
-
-class Shuffling(nn.Linear):
-    def __init__(self):
-        super().__init__(3, 2)
-
-    def forward(self, x):
-        return super().forward(x[torch.randperm(4)])

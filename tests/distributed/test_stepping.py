@@ -13,7 +13,6 @@ import vgrad
 from tests.distributed.nets import MODELS, mlp, problem
 from tests.distributed.processes import mesh_of
 from vgrad import distributed, optim
-from vgrad import ranks as collectives
 from vgrad.distributed import RankError, data_parallel, gather, local_batches, shard
 from vgrad.dp import Plan, collate
 from vgrad.training import TrainState, load, private_step, save, train_step
@@ -121,61 +120,6 @@ def test_hundreds_of_steps_most_of_them_on_nothing(ranks):
     states = [x for x, _ in ranks(2).run(private, 2, "mlp", torch.float32, plan)]
     assert equal(states)
     assert states[0].step == 300
-
-
-# Planted faults.
-
-
-def _planted(size, fault):
-    """Plant a fault, and return how far it takes the parameters."""
-    finished, give = collectives.Summing.finished, collectives.Summing.give
-    add_noise, (_, rank) = Plan.add_noise, mesh_of(size)
-
-    def own_noise(self, sums, sensitivity, *, key, step, member=0):
-        return add_noise(self, sums, sensitivity, key=key, step=step, member=rank)
-
-    def noise_on_one(self, sums, sensitivity, **options):
-        return add_noise(self, sums, sensitivity, **options) if rank else sums
-
-    def noise_before(self, name, value):
-        give(self, name, value + rank)
-
-    def summed_twice(self, tensors):
-        sums = finished(self, tensors)
-        for each in sums.values():
-            torch.distributed.all_reduce(each)
-        return sums
-
-    def not_summed(self, tensors):
-        finished(self, tensors)
-        return tensors
-
-    def same_part(self):
-        for batch in self._sampler:
-            yield batch[: len(batch) // size]
-
-    places = {
-        "own_noise": (Plan, "add_noise", own_noise),
-        "noise_on_one": (Plan, "add_noise", noise_on_one),
-        "noise_before": (collectives.Summing, "give", noise_before),
-        "summed_twice": (collectives.Summing, "finished", summed_twice),
-        "not_summed": (collectives.Summing, "finished", not_summed),
-        "same_part": (distributed.LocalBatches, "__iter__", same_part),
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        if fault:
-            patch.setattr(*places[fault])
-        return private(size, "mlp", torch.float32, plan_of(3))[0]
-
-
-FAULTS = ["own_noise", "noise_on_one", "noise_before", "summed_twice", "not_summed"]
-
-
-@pytest.mark.parametrize("fault", [None, *FAULTS, "same_part"])
-def test_planted_faults_show(ranks, fault):
-    expected, _ = private(0, "mlp", torch.float32, plan_of(3))
-    seen = max(distance(s, expected) for s in ranks(2).run(_planted, 2, fault))
-    assert seen > 1e-3 if fault else seen < 1e-6
 
 
 def _one_step(size, plan):

@@ -36,6 +36,9 @@ def twice(x):
 OPS = {
     "dropout": F.dropout,
     "normal": lambda x: torch.randn(4, 4) + torch.normal(x, 1.0),
+    "by chances": lambda x: (
+        torch.bernoulli(x.sigmoid()) + torch.multinomial(x[0].softmax(-1), 2).sum()
+    ),
     "one sample after another": lambda x: torch.poisson(x * 5) + torch.randint(9, (4,)),
     "a checkpoint": lambda x: F.dropout(
         checkpoint(twice, F.dropout(x), use_reentrant=False)

@@ -125,9 +125,7 @@ AROUND = {
     "centralize": lambda h: chain(optim.centralize(), sgd(0.1 * h)),
     "zero_nans": lambda h: chain(optim.zero_nans(), sgd(0.1 * h)),
     "scale": lambda h: optim.scale(-0.1 * h),
-    "scale_by_schedule": lambda h: optim.scale_by_schedule(
-        lambda t: -h * 0.1 / (t.double() + 1)
-    ),
+    "scale, scheduled": lambda h: optim.scale(lambda t: -h * 0.1 / (t.double() + 1)),
     "masked": lambda h: chain(
         optim.masked(optim.trace(0.5 * h), ["*.weight"]), sgd(0.1)
     ),

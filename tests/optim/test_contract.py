@@ -392,14 +392,19 @@ def test_optimizers_without_decay_need_no_parameters():
         assert_exact(tx.update(grads, state), tx.update(grads, state, params), 0)
 
 
-DIRECTIONS = "amsgrad nadam radam adamax adam rss rms stddev adadelta".split()
+DIRECTIONS = {
+    "amsgrad": optim.adam(1.0, amsgrad=True, eps=0.0),
+    "centered": optim.rmsprop(1.0, centered=True, eps=0.0),
+    "rprop": optim.rprop(),
+    **{
+        name: getattr(optim, name)(1.0, eps=0.0)
+        for name in "nadam radam adamax adam adagrad rmsprop adadelta".split()
+    },
+}
 
 
-@pytest.mark.parametrize("name", [*DIRECTIONS, "rprop"])
-def test_entries_without_gradient_stay_for_any_eps_and_have_finite_slopes(name):
-    make = getattr(optim, f"scale_by_{name}")
-    tx = make() if name == "rprop" else make(eps=0.0)
-
+@pytest.mark.parametrize("tx", DIRECTIONS.values(), ids=DIRECTIONS)
+def test_entries_without_gradient_stay_for_any_eps_and_have_finite_slopes(tx):
     def outcome(size):
         state = tx.init({"w": torch.ones(2)})
         for _ in range(7):

@@ -35,7 +35,6 @@ from vgrad.optim import (
     muon,
     orthogonalize,
     partition,
-    scale_by_factored_rms,
     scale_by_trust_ratio,
     schedule_free_adamw,
     schedule_free_sgd,
@@ -252,7 +251,7 @@ def test_autocast_around_the_update_does_not_reach_the_products():
 
 def test_factored_moments_are_a_row_and_a_column():
     params = {"w": torch.zeros(5, 7, 3), "m": torch.zeros(4, 6), "b": torch.zeros(6)}
-    slots = scale_by_factored_rms().init(params).slots
+    slots = adafactor().init(params)[0].slots
     shapes = {
         slot: {n: tuple(x.shape) for n, x in slots[slot].items()} for slot in slots
     }

@@ -31,9 +31,7 @@ def test_both_forms_of_products_and_projections_are_right(
     name, by_factors, size, monkeypatch
 ):
     for choice in ("cross_by_gram", "project_factors"):
-        monkeypatch.setattr(
-            f"vgrad.persample.factors.costs.{choice}", lambda *_: by_factors
-        )
+        monkeypatch.setattr(f"vgrad.factors.costs.{choice}", lambda *_: by_factors)
     loss, params, buffers, batch, expected = build(name, size)
     found = per_sample_gram(loss, strategy="recorded")(params, buffers, *batch)
     oracle.assert_exact(found, products(expected))

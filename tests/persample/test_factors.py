@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from tests.examples import examples
 from tests.oracle import assert_exact
-from vgrad.persample.factors import (
+from vgrad.factors import (
     Conv,
     Dense,
     Outer,
@@ -21,6 +21,7 @@ from vgrad.persample.factors import (
     base,
     combined,
     costs,
+    norms,
 )
 
 SHORT = examples(15)
@@ -36,6 +37,11 @@ def numbers(high, *shape, seed=0):
     return torch.randint(high, shape, generator=generator)
 
 
+def joint(factor):
+    found = norms.recomputed(norms.settled({"": factor.settled()[1]}))
+    return norms.joint(found, [[""]])
+
+
 def check_factor(make, reference):
     """Compare a factor of 4 samples, and one of 3, with the gradients themselves."""
     factor, other = make(4, seed=0), make(3, seed=1)
@@ -45,11 +51,10 @@ def check_factor(make, reference):
 
     assert (factor.size, factor.shape) == (4, dense.shape)
     assert_exact(factor.grad(), dense.g)
-    settled, settled_norm = factor.settled()
-    for norm in (factor.norm(), settled_norm):
-        assert_exact(norm.value, dense.norm().value)
-        assert bool((norm.upper >= norm.value * (1 - 1e-12)).all())
-        assert_exact(norm.upper, dense.norm().value)
+    settled, norm = factor.settled()[0], joint(factor)
+    assert_exact(norm.value, joint(dense).value)
+    assert bool((norm.upper >= norm.value * (1 - 1e-12)).all())
+    assert_exact(norm.upper, joint(dense).value)
     for each in (factor, settled):
         assert_exact(each.grad(), dense.g)
         assert_exact(each.weighted(weights), dense.weighted(weights))
@@ -135,12 +140,12 @@ def test_rows_that_cancel_leave_what_is_left(few):
     outputs = torch.stack([big, rest, -big, rest], dim=1)
     outputs[1, 3] = -outputs[1, 1]
     factor = Rows(index, outputs, torch.Size([9, 7]))
-    exact = Dense(rows_gradients(factor.double())).norm().value
+    exact = joint(Dense(rows_gradients(factor.double()))).value[:, 0]
     with mock.patch.object(costs, "FEW_LOOKUPS", few):
-        norm = factor.norm()
+        norm = joint(factor)
     assert exact[1] == 0
-    assert_exact(norm.value, exact)
-    assert bool((norm.upper >= exact).all())
+    assert_exact(norm.value[:, 0], exact)
+    assert bool((norm.upper[:, 0] >= exact).all())
 
 
 @pytest.mark.parametrize("positions", [1, 4, 200])
@@ -148,8 +153,8 @@ def test_rows_that_cancel_leave_what_is_left(few):
 def test_wide_rows_neither_overflow_nor_underflow(positions, scale):
     index, outputs = numbers(3, 4, positions), normal(4, positions, 2)
     factor = Rows(index, outputs, torch.Size([3, 2]))
-    found = Rows(index, outputs * scale, factor.shape).norm().value
-    assert_exact(found / scale, factor.norm().value)
+    found = joint(Rows(index, outputs * scale, factor.shape)).value
+    assert_exact(found / scale, joint(factor).value)
 
 
 @pytest.mark.parametrize("wide", [True, False])

@@ -18,7 +18,6 @@ from tests import losses, oracle
 from tests.compiled import problems
 from tests.losses import length, old_function, randn
 from tests.persample.test_quantities import assert_expected, clipped_sum
-from vgrad import dp
 
 pytestmark = pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
 
@@ -292,33 +291,6 @@ def test_captured_sums_keep_their_bound(passes):
     (report,) = compute.reports()
     assert report.backend != "eager", report
     assert not report.redos, report
-
-
-def test_members_keep_their_bound():
-    loss = of("residual", Ruled.apply)
-    clip = vgrad.ensemble.ensemble_clipped_grad(loss, max_norm=[0.5, 0.1])
-    stacked = {name: torch.stack([each, each]) for name, each in PARAMS.items()}
-    found, grads = clip(stacked, {}, X).grads, reference(loss)
-    for member, bound in enumerate((0.5, 0.1)):
-        own = {name: each[member] for name, each in found.items()}
-        oracle.assert_exact(own, oracle.clipped(grads, bound), 1e-6)
-
-
-def test_private_gradients_keep_their_bound():
-    def forward(self, x):
-        h = torch.tanh(self.a(x)) + x
-        return self.o(Old.apply(h) + self.b(h))
-
-    layers = dict(a=nn.Linear(8, 8), b=nn.Linear(8, 8), o=nn.Linear(8, 3))
-    model, batch = losses.Net(forward, **layers), (X[:1].float(), torch.tensor([1]))
-    options = dict(dataset_size=1, sampling_rate=1.0, noise_multiplier=0.0)
-    plan = losses.plan(**options, max_norm=0.5, steps=2, delta=0.5)
-    expected = oracle.model_gradients(model, losses.CASES["mlp"].run, batch, 1)
-    data = torch.utils.data.TensorDataset(*batch)
-    private = dp.PrivateGradients(model, F.cross_entropy, data, plan=plan)
-    private.backward(*next(iter(private.loader)))
-    found = {name: each.grad for name, each in model.named_parameters()}
-    oracle.assert_exact(found, oracle.clipped(expected, 0.5), 1e-5)
 
 
 def test_explanations_count_the_copies():

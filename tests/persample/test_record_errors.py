@@ -32,9 +32,9 @@ from tests.persample.test_record import (
     out_of,
     written,
 )
+from vgrad.factors import Dense
+from vgrad.ops import OPS, Op
 from vgrad.persample.engine import STRATEGIES
-from vgrad.persample.factors import Dense
-from vgrad.persample.rules import RULES
 
 # Torch says where it loops over the samples.
 pytestmark = pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
@@ -122,8 +122,8 @@ def test_a_rule_may_hold_its_input_in_any_way(holder, changed, monkeypatch):
     def scaled(x, weight):
         return x * weight
 
-    monkeypatch.setitem(RULES, scaled, None)  # and taken out again
-    vgrad.rules.rule(scaled, weights=("weight",), replace=True)(
+    monkeypatch.setitem(OPS, scaled, Op())  # and taken out again
+    vgrad.ops.rule(scaled, weights=("weight",), replace=True)(
         lambda x, weight: {"weight": holder(x)}
     )
 

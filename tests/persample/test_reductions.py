@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import vgrad
 from tests import losses, oracle
 from tests.examples import examples
-from vgrad.persample.factors import Norm, reductions
+from vgrad.factors import reductions
 from vgrad.precision import StaticLossScale
 
 
 def joint_norms(*grads):
-    return Norm.joint([Norm.exactly(reductions.row_norms(g)) for g in grads]).value
+    return reductions.together(torch.stack(list(map(reductions.row_norms, grads)), 1))
 
 
 def exact_norms(*grads):
@@ -153,7 +153,7 @@ def planted(x, g):
 @pytest.mark.parametrize("small", [0, 2**16])
 @every_clipping
 def test_doubts_of_all_parameters_are_mended(clipping, small, monkeypatch):
-    monkeypatch.setattr("vgrad.persample.factors.reductions._SMALL", small)
+    monkeypatch.setattr("vgrad.factors.reductions._SMALL", small)
     params = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     x, g = (losses.randn(9, 4, n, dtype=torch.float32, seed=n) for n in (5, 6))
     compute = vgrad.clipped_grad(joint, max_norm=0.5, clipping=clipping)

@@ -20,8 +20,8 @@ from tests import oracle
 from tests.examples import examples
 from tests.losses import assert_gradients
 from tests.persample.test_quantities import clipped_sum
+from vgrad.ops import OPS
 from vgrad.persample import EXPANDED
-from vgrad.persample.rules import RULES, Rule
 
 # Torch says that an even kernel may cost a copy of its input, and where it loops.
 pytestmark = [
@@ -85,6 +85,7 @@ PRODUCTS = {
     "F.linear(x, w)  # a vector": ([(5, 4)], [(4,)]),
     "F.linear(x, w)  # long": ([(5, 4)], [(2, 3, 7, 4)]),
     "F.linear(x, w)  # to a number": ([(4,)], [(3, 4)]),
+    "F.linear(x, w, b)  # a number": ([(4,), ()], [(2, 3, 4)]),
     "F.linear(x, w).exp()  # of nothing": ([(5, 4)], [(0, 4)]),
     "F.linear(x, w, b)  # without inputs": ([(5, 0), (5,)], [(3, 0)]),
     "F.linear(fixed(x, 3, 4), w) * x": ([(5, 4)], [(5,)]),
@@ -426,9 +427,9 @@ class Seen(TorchFunctionMode):
 def test_every_op_of_these_rooms_has_a_case():
     ops = {
         op
-        for op, entry in RULES.items()
-        for body in [entry.factors if isinstance(entry, Rule) else entry.run]
-        if body.__module__.endswith((".products", ".convolution"))
+        for op, record in OPS.items()
+        for body in [record.rule.factors if record.rule else record.recorded]
+        if getattr(body, "__module__", "").endswith((".linear", "traction", ".conv"))
         or getattr(op, "__name__", "").startswith("embedding")
         if not (getattr(op, "__module__", None) or "").startswith("vgrad.")
     }
@@ -631,13 +632,3 @@ def test_bags_of_any_lengths(size, mode, starts, padding, last):
         return bag(i, w, offsets, mode=mode, **options)
 
     check_gradients(case(op, TABLE, LOOKUPS, "Rows"), size)
-
-
-def test_a_number_that_is_added_to_products_with_a_vector():
-    params = {"w": torch.ones(4).double(), "b": torch.ones(()).double()}
-    batch = (torch.arange(120.0).double().view(5, 2, 3, 4),)
-
-    def loss(params, buffers, x):
-        return F.linear(x, params["w"], params["b"]).sin().sum()
-
-    assert_gradients(loss, params, batch, strategy="recorded")

@@ -15,7 +15,7 @@ from torch.overrides import (
 import vgrad
 from tests import losses, oracle
 from vgrad import explain
-from vgrad.persample.rules import RULES, Dense, Norm, Outer, positions, rule
+from vgrad.ops import OPS, Dense, Norm, Outer, positions, rule
 from vgrad.testing import check_rule
 
 B = 4
@@ -23,10 +23,10 @@ B = 4
 
 @pytest.fixture(autouse=True)
 def table():
-    before = dict(RULES)
+    before = dict(OPS)
     yield
-    RULES.clear()
-    RULES.update(before)
+    OPS.clear()
+    OPS.update(before)
 
 
 def product_forward(ctx, x, weight):
@@ -89,8 +89,9 @@ def test_a_rule_runs_ops_that_no_transform_can():
 
 
 class NormTwice(Dense):
-    def norm(self):
-        return Norm(*(2 * each for each in super().norm()))
+    def settled(self):
+        norms = 2 * super().settled()[1][0].value
+        return self, [Norm(norms, (norms,), norms)]
 
 
 class SumTwice(Dense):
@@ -99,9 +100,9 @@ class SumTwice(Dense):
 
 
 class UpperTwice(Dense):
-    def norm(self):
-        value, upper, reach = super().norm()
-        return Norm(value, 2 * upper, reach)
+    def settled(self):
+        (norm,) = super().settled()[1]
+        return self, [norm._replace(upper=2 * norm.upper)]
 
 
 def gradients(a, b):
@@ -268,15 +269,14 @@ REFUSED = [  # ops, weights and a rule, with the error
 @pytest.mark.parametrize(("ops", "weights", "factors", "error", "message"), REFUSED)
 def test_a_rule_that_cannot_work_is_refused(ops, weights, factors, error, message):
     register()
-    before = dict(RULES)
+    before = dict(OPS)
     with pytest.raises(error, match=message):
         rule(*ops, weights=weights)(factors)
-    assert before == RULES
+    assert before == OPS
 
 
 def test_a_rule_may_be_replaced_shared_and_have_another_order_of_arguments():
     assert rule(product, new, weights=NAMES)(right) is right
-    assert (RULES[product].run, RULES[new].run) == (product, new)
     replaced = register(lambda x, weight: None, replace=True)
-    assert RULES[product].factors is replaced
+    assert OPS[product].rule.factors is replaced
     register(unplaced, run=product, replace=True)

@@ -30,7 +30,7 @@ from tests.losses import (
     state_of_torch,
 )
 from vgrad import explain
-from vgrad.persample.factors import costs
+from vgrad.factors import costs
 
 pytestmark = pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
 

@@ -158,7 +158,6 @@ LOSSES = {text: (who, written(text)) for who, texts in TEXTS.items() for text in
 LOSSES |= {
     f"fused, {batched}": (("vmap",), fused(batched)) for batched in (True, False)
 }
-branches = written(BRANCHES)
 
 FUSED = pytest.mark.skipif(
     not hasattr(F, "linear_cross_entropy"), reason="torch has no linear_cross_entropy"

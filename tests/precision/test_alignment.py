@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import vgrad
 from tests.losses import Net
 from tests.oracle import assert_exact
-from vgrad.lowering import recurrent
+from vgrad.ops import recurrent
 from vgrad.precision import alignment_report
 
 
@@ -203,9 +203,9 @@ def test_recurrent_nets_take_the_operations_of_their_steps(kind):
     x, h = torch.randn(3, 4, 5), torch.zeros(4, 3, 7)
     mode = "rnn_tanh" if kind is nn.RNN else kind.__name__.lower()
     given = mode, x, (h, h) if kind is nn.LSTM else (h,), list(model._flat_weights)
-    layout = recurrent.Layout(2, True, 0.0, True, batch_first=True)
+    net = recurrent.Net(*given, 2, bidirectional=True, batch_first=True)
     with FlopCounterMode(display=False) as counter:
-        recurrent.steps(*given, layout)
+        recurrent.steps(net)
     flops = sum(row.flops for row in report(model, x).rows)
     assert flops == counter.get_total_flops()
 

@@ -139,69 +139,52 @@ def written_into() -> Use:
 def state_kept() -> Use:
     """A running mean in a buffer, a mask that is made once and a counter."""
 
-    class Kept(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(D, 3)
-            self.register_buffer("mean", torch.zeros(3))
-            self.mask, self.calls = None, 0
+    def forward(self, x):
+        self.calls += 1
+        if self.mask is None:
+            self.mask = torch.ones(D, D).tril()
+        output = self.layer(x @ self.mask)
+        self.mean = 0.9 * self.mean + 0.1 * output.detach().mean(0)
+        return output - self.mean
 
-        def forward(self, x):
-            self.calls += 1
-            if self.mask is None:
-                self.mask = torch.ones(D, D).tril()
-            output = self.layer(x @ self.mask)
-            self.mean = 0.9 * self.mean + 0.1 * output.detach().mean(0)
-            return output - self.mean
-
-    return Use(Kept(), (noise(D), classes()))
+    model = Net(forward, layer=nn.Linear(D, 3), mask=None, calls=0)
+    model.register_buffer("mean", torch.zeros(3))
+    return Use(model, (noise(D), classes()))
 
 
 def written_buffer() -> Use:
     """A running mean that is updated in place."""
 
-    class Kept(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(D, 3)
-            self.register_buffer("mean", torch.zeros(3))
+    def forward(self, x):
+        output = self.layer(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(0.1 * output.mean(0))
+        return output
 
-        def forward(self, x):
-            output = self.layer(x)
-            with torch.no_grad():
-                self.mean.mul_(0.9).add_(0.1 * output.mean(0))
-            return output
-
-    return Use(Kept(), (noise(D), classes()))
+    model = Net(forward, layer=nn.Linear(D, 3))
+    model.register_buffer("mean", torch.zeros(3))
+    return Use(model, (noise(D), classes()))
 
 
 def unregistered() -> Use:
     """Parameters in a list and a dictionary, one of them under two names."""
 
-    class Loose(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleDict({"a": nn.Linear(D, 3), "b": nn.Linear(D, 3)})
-            self.held = [self.layers["a"].weight]
-            self.by_name = {"bias": self.layers["b"].bias}
+    def forward(self, x):
+        return self.layers["b"](x) + F.linear(x, self.held[0], self.by_name["bias"])
 
-        def forward(self, x):
-            return self.layers["b"](x) + F.linear(x, self.held[0], self.by_name["bias"])
-
-    return Use(Loose(), (noise(D), classes()))
+    layers = nn.ModuleDict({"a": nn.Linear(D, 3), "b": nn.Linear(D, 3)})
+    held, by_name = [layers["a"].weight], {"bias": layers["b"].bias}
+    model = Net(forward, layers=layers, held=held, by_name=by_name)
+    return Use(model, (noise(D), classes()))
 
 
 def in_a_tuple() -> Use:
-    class Loose(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(D, 3)
-            self.held = (self.layer.weight,)
+    def forward(self, x):
+        return self.layer(x) + F.linear(x, self.held[0])
 
-        def forward(self, x):
-            return self.layer(x) + F.linear(x, self.held[0])
-
-    return Use(Loose(), (noise(D), classes()))
+    layer = nn.Linear(D, 3)
+    model = Net(forward, layer=layer, held=(layer.weight,))
+    return Use(model, (noise(D), classes()))
 
 
 def lazy() -> Use:
@@ -229,18 +212,13 @@ def hooked() -> Use:
 def hooked_at_first() -> Use:
     """A hook that the first call registers, as transformers does for hidden states."""
 
-    class Lazily(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.ready = nn.Linear(D, 3), False
+    def forward(self, x):
+        if not self.ready:
+            self.body.register_forward_hook(lambda module, args, output: 2 * output)
+            self.ready = True
+        return self.body(x)
 
-        def forward(self, x):
-            if not self.ready:
-                self.body.register_forward_hook(lambda module, args, output: 2 * output)
-                self.ready = True
-            return self.body(x)
-
-    return Use(Lazily(), (noise(D), classes()))
+    return Use(Net(forward, body=nn.Linear(D, 3), ready=False), (noise(D), classes()))
 
 
 def closed_over() -> Use:

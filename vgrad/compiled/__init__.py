@@ -25,7 +25,6 @@ from vgrad.compiled.captures import (
 from vgrad.compiled.functions import (
     Captured,
     CompiledFunction,
-    CompiledStep,
     checked_sizes,
     sizes_of_plan,
 )
@@ -33,7 +32,7 @@ from vgrad.ensemble.gradients import EnsembleGradFn
 from vgrad.ensemble.prediction import EnsembleForward
 from vgrad.persample.engine import Transform, eager, local
 from vgrad.renamed import raising
-from vgrad.training.steps import EnsembleStep, OfSamples, PrivateStep, TrainStep
+from vgrad.training.steps import PrivateSource, TrainingStep
 from vgrad.typing import Arguments, Found, Same
 
 __all__ = [
@@ -149,22 +148,22 @@ def compile(
 
     if isinstance(function, Transform):
         compiled: Any = as_graphs(function)
-    elif isinstance(function, PrivateStep):
-        sizes = sizes_of_plan(function.plan) if sizes is None else sizes
-        step = replace(function, clipped=as_graphs(function.clipped), run=captures)
-        compiled = CompiledStep(step, captures)
-    elif isinstance(function, TrainStep) and isinstance(function.gradients, OfSamples):
-        weighted = as_graphs(function.gradients.weighted)
-        step = replace(function, gradients=OfSamples(weighted), run=captures)
-        compiled = CompiledStep(step, captures)
+    elif isinstance(function, TrainingStep) and function.source.transform is not None:
+        source = function.source
+        if isinstance(source, PrivateSource) and sizes is None:
+            sizes = sizes_of_plan(source.plan)
+        source = replace(source, transform=as_graphs(source.transform))
+        execute = function.reduce.execution(captures)
+        compiled = replace(function, source=source, execute=execute)
     elif sizes is not None:
+        name = getattr(function, "name", type(function).__name__)
         raise ValueError(
-            f"compile({type(function).__name__}, batch_sizes={list(sizes)}): expected "
-            f"a per-sample transform or a step with a loss of one sample, which can "
-            f"leave copies out. A loss of a whole batch would average them."
+            f"compile({name}, batch_sizes={list(sizes)}): expected a per-sample "
+            f"transform or a step with a loss of one sample, which can leave copies "
+            f"out. A loss of a whole batch would average them."
         )
-    elif isinstance(function, TrainStep | EnsembleStep):
-        compiled = CompiledStep(replace(function, run=captures), captures)
+    elif isinstance(function, TrainingStep):
+        compiled = replace(function, execute=function.reduce.execution(captures))
     elif isinstance(function, EnsembleGradFn | EnsembleForward):
         compiled = CompiledFunction(function, captures)
     else:

@@ -21,8 +21,8 @@ from vgrad.compiled.graph import Graph, captured, replayed
 from vgrad.compiled.guards import description, is_plain
 from vgrad.conditions import Unrepeatable
 from vgrad.generators import RNG_LOCK, RandomState, random_state, set_random_state
+from vgrad.ops.record import OPS
 from vgrad.persample.engine import constant
-from vgrad.persample.rules.table import RULES
 from vgrad.report import Report, table
 from vgrad.torch_private import kernels, modes, tracing
 from vgrad.torch_private.tensors import like
@@ -209,7 +209,7 @@ def _surroundings() -> tuple:
         *[allowed() for allowed in _ATTENTION],
         *map(kernels.fp32_precision, *_ROUNDING),
         *modes.function_modes(),
-        *RULES.values(),
+        *OPS.values(),
     )
 
 
@@ -321,6 +321,10 @@ class Captures:
             CaptureReport(**each.report, calls=each.calls, redos=each.redos)
             for each in self._captures
         )
+
+    def explanation(self, eager: Any) -> CompiledExplanation:
+        """Explain captures, beside the report of eager mode."""
+        return CompiledExplanation(self.reports(), eager)
 
     def __call__(self, function: Callable, *arguments: Any) -> Any:
         """Return the result of a function: of its graph, or in eager mode."""

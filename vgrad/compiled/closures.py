@@ -46,11 +46,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vgrad import ops
 from vgrad.compiled.guards import Guards, contents, is_plain
 from vgrad.conditions import Unrepeatable
 from vgrad.functional.model import FunctionalModel
 from vgrad.functional.slots import Placeholder
-from vgrad.persample.rules.table import RULES
 from vgrad.torch_private.tensors import (
     GLOBAL_HOOKS,
     GRAPH,
@@ -130,8 +130,9 @@ class Closed:
         self._thread = threading.get_ident()
         self._error: Unrepeatable | None = None
         self._follow_class(Tensor, "a tensor")
-        for rule in RULES.values():
-            self._add((rule.run, getattr(rule, "factors", None)), "a rule")
+        for op in ops.OPS.values():
+            rule = op.rule and (op.rule.run, op.rule.factors)
+            self._add((op.recorded, rule), "a rule")
         for hooks in GLOBAL_HOOKS:
             self._follow_items(hooks, "a hook of all modules")
         self._follow_all()

@@ -52,8 +52,7 @@ class CompiledFunction:
 
     def explain(self, *arguments: Any) -> CompiledExplanation:
         """Explain captures, and how the function runs in eager mode."""
-        eager = self._function.explain(*arguments)
-        return CompiledExplanation(self.reports(), eager)
+        return self._captures.explanation(self._function.explain(*arguments))
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Run the function."""
@@ -67,18 +66,6 @@ class CompiledFunction:
 
     def _with(self, arguments: tuple, options: dict[str, Any]) -> Any:
         return self._function(*arguments, **options)
-
-
-class CompiledStep(CompiledFunction):
-    """A training step that runs its gradients and its optimizer as graphs."""
-
-    def explain(self, *_: Any) -> CompiledExplanation:
-        """Explain captures; a step has no explanation in eager mode."""
-        return CompiledExplanation(self.reports(), None)
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Take a step."""
-        return self._function(*arguments)
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +87,7 @@ class Captured:
 
     def explanation(self, eager: Any) -> CompiledExplanation:
         """Explain captures, beside the report of eager mode."""
-        return CompiledExplanation(self.reports(), eager)
+        return self.captures.explanation(eager)
 
     def __call__(
         self,

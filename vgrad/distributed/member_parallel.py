@@ -7,7 +7,7 @@ shared entries are summed over all of them.
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from vgrad.ensemble.gradients import (
 )
 from vgrad.ensemble.prediction import EnsembleForward
 from vgrad.generators import (
+    Tag,
     kept_random_state,
     sample_keys,
     secret_key,
@@ -36,8 +37,14 @@ from vgrad.generators import (
 )
 from vgrad.ranks import Ranks
 from vgrad.training import EarlyStopping
-from vgrad.training.state import EnsembleState
-from vgrad.training.steps import EnsembleStep, GradsAndAux
+from vgrad.training.state import EnsembleState, check_state
+from vgrad.training.steps import (
+    Gradients,
+    MemberSource,
+    StepReducer,
+    TrainingStep,
+    run_eager,
+)
 from vgrad.tree import map_tensors, tensors, tree_flatten, tree_unflatten, widened
 from vgrad.typing import Arguments, Buffers, Params, Result, Same, T, Tree
 
@@ -307,18 +314,19 @@ def member_parallel(
     """
     ranks = Ranks.of("member_parallel", mesh, axis)
     step: Any = function
-    if isinstance(step, EnsembleStep):
+    source = getattr(step, "source", None)
+    if isinstance(source, MemberSource):
         facts: dict[str, Any] = {"tx": step.tx, "donate": step.donate}
-        facts |= {"in_dims": step.in_dims, "loss_scale": step.scale}
-        inner = step.gradient
+        facts |= {"in_dims": source.in_dims, "loss_scale": step.first_scale}
+        inner = source.gradient
     else:
         facts, inner = {"kind": type(step).__name__}, step
     for name in ("randomness", "shared", "has_aux", "fmodel"):
         facts[name] = getattr(inner, name, None)
     options = Options(getattr(inner, "loss", None), **facts)
     reducer = MemberReducer(ranks, _range_of(members, ranks), options)
-    if isinstance(step, EnsembleStep):
-        parallel: Any = replace(step, reducer=reducer)
+    if isinstance(source, MemberSource):
+        parallel: Any = replace(step, reduce=reducer)
     elif isinstance(step, EnsembleForward):
         parallel = ParallelForward(step, reducer)
     elif isinstance(step, EnsembleGradFn | EnsemblePerSampleFn):
@@ -327,14 +335,13 @@ def member_parallel(
         raise TypeError(
             f"member_parallel(function): expected the result of ensemble_train_step, "
             f"ensemble_forward, ensemble_grad, ensemble_per_sample_grad or "
-            f"ensemble_clipped_grad, got a {type(step).__name__}. A step is compiled "
-            f"afterwards."
+            f"ensemble_clipped_grad, got a {type(step).__name__}."
         )
     return parallel
 
 
-@dataclass(frozen=True)
-class MemberReducer:
+@dataclass(frozen=True, eq=False)
+class MemberReducer(StepReducer):
     """Sums over the members on all ranks.
 
     Attributes:
@@ -354,28 +361,49 @@ class MemberReducer:
                 f"{self.ranks.rank}, got {count}. Pass the result of shard_members."
             )
 
-    def reduce(
-        self,
-        compute: Callable[[], GradsAndAux],
-        state: EnsembleState,
-        shared: Sequence[str],
-    ) -> tuple[GradsAndAux, Tensor]:
-        """Sum gradients of shared entries; also return whether a member is active."""
+    @contextmanager
+    def together(
+        self, step: TrainingStep, state: Any, batch: tuple
+    ) -> Iterator[tuple[TrainingStep, tuple[Tag, ...]]]:
+        """Yield a step whose members draw by their numbers, or tags for that."""
+        source: Any = step.source
+        check_state(f"{step.name}(...)", state, source.kind)
+        shares, tags = bool(source.shared_entries(state)), ()
+        if not shares:  # else all processes check together
+            self.check(len(state.active))
+            step = step.of_one_process
+        start, gradient = self.numbers.start, source.gradient
+        if step.execute is run_eager:
+            seed = torch_seed(state.key, "loss", int(state.step), "members")
+            keys = sample_keys(seed, start, len(self.numbers))
+            step = replace(step, source=replace(source, gradient=gradient.keyed(keys)))
+        elif gradient.randomness == "different" and start:
+            tags = "members", start  # a graph draws for all members at once
+        yield step, tags
+
+    def reduced(
+        self, step: TrainingStep, compute: Callable[[], Gradients], state: Any
+    ) -> Gradients:
+        """Sum gradients of shared entries."""
+        source: Any = step.source
+        shared = source.shared_entries(state)
         with self.ranks.together("ensemble_train_step") as facts:
             self.check(len(state.active))
-            result, aux = compute()
+            found = compute()
             facts["options"] = self.options
             facts["step"] = int(state.step)
-            facts["buffers"] = _digest(result.buffers, shared)
+            facts["buffers"] = _digest(found.buffers, [*shared])
         any_active = state.active.any()
         grads = {
             # Without an active member here, inactive ones have been evaluated.
             name: torch.where(any_active, grad, 0)
-            for name, grad in result.grads.items()
+            for name, grad in found.grads.items()
             if name in shared
         }
         grads, any_active = self.summed(grads, any_active)
-        return (result._replace(grads={**result.grads, **grads}), aux), any_active
+        grads = {**found.grads, **grads}
+        masks = found.masks[0], source.together(state, grads, any_active)
+        return found._replace(grads=grads, masks=masks)
 
     def key(self, what: str) -> Tensor:
         """Draw a key on the first rank, which advances the generators of all ranks."""

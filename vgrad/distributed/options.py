@@ -37,7 +37,7 @@ _UNCOMPARED = (Tensor, np.ndarray, torch.Generator, torch.device, str)
 """Values that may differ between ranks."""
 
 _CACHING = ("vgrad.compiled", "vgrad.ensemble.", "vgrad.functional.model")
-_CACHING += ("vgrad.lowering", "vgrad.persample.engine", "vgrad.torch_private")
+_CACHING += ("vgrad.ops", "vgrad.loss", "vgrad.persample.engine", "vgrad.torch_private")
 """Modules whose objects cache calls, which differ between ranks."""
 
 _LIBRARIES = {"torch", "numpy"} | sys.stdlib_module_names

@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from vgrad import batches, files, optim
-from vgrad.compiled import Captures, CompiledStep
+from vgrad.compiled import Captures
 from vgrad.distributed.options import Options, of_transform
 from vgrad.distributed.sharding import RankCall, sharded_call
-from vgrad.generators import RNG_LOCK, kept_random_state, sample_keys, torch_seed
+from vgrad.generators import RNG_LOCK, Tag, kept_random_state, sample_keys
 from vgrad.persample.engine import (
     LOCAL,
     Call,
@@ -32,13 +31,18 @@ from vgrad.persample.engine import (
     eager,
 )
 from vgrad.persample.gram import Products
-from vgrad.precision import all_finite
 from vgrad.ranks import RankError, Ranks, Summing, layout
 from vgrad.torch_private import modes
 from vgrad.training.state import TrainState, check_state
-from vgrad.training.steps import OfBatch, OfSamples, PrivateStep, TrainStep
+from vgrad.training.steps import (
+    Gradients,
+    StepReducer,
+    TrainingStep,
+    mean_gradients,
+    run_eager,
+)
 from vgrad.tree import map_tensors, map_values, tensors, wide
-from vgrad.typing import Arguments, Found, Params, Same, T, Tree
+from vgrad.typing import Arguments, Found, Params, Same, T
 
 
 def data_parallel(
@@ -98,19 +102,12 @@ def data_parallel(
     """
     ranks = Ranks.of("data_parallel", mesh, data)
     step: Any = transform
-    if isinstance(step, CompiledStep):
-        step = replace(step.plain, run=_same_on_all(step.plain.run))
-    if isinstance(step, PrivateStep):
-        step = replace(step, clipped=_parallel(step.clipped, ranks))
-        parallel: Any = ParallelStep(step, ranks)
-    elif isinstance(step, TrainStep):
-        gradients = step.gradients
-        if isinstance(gradients, OfSamples):
-            weighted = _parallel(gradients.weighted, ranks)
-            step = replace(step, gradients=OfSamples(weighted))
-        else:
-            step = replace(step, reduce=partial(_averaged, ranks))
-        parallel = ParallelStep(step, ranks)
+    if isinstance(step, TrainingStep) and step.source.kind is TrainState:
+        reduce, source = _AveragedOverRanks(step, ranks), step.source
+        if source.transform is not None:
+            source = replace(source, transform=_parallel(source.transform, ranks))
+        execute = reduce.execution(step.execute)
+        parallel: Any = replace(step, source=source, execute=execute, reduce=reduce)
     elif isinstance(step, Transform):
         parallel = _parallel(step, ranks)
     else:
@@ -173,54 +170,52 @@ def single_process_mesh(
         distributed.destroy_process_group()
 
 
-def _same_on_all(captures: Captures) -> Callable[..., Any]:
-    """Run gradients by these captures, and the optimizer with the bits of eager mode.
-
-    Compiled code may be other code on another rank, or missing there.
-    """
-    replayed = Captures("replay", "eager", verify=True)
-
-    def run(function: Callable, *arguments: Any) -> Any:
-        return (replayed if function is optim.step else captures)(function, *arguments)
-
-    return run
-
-
 # Steps.
 
 
-class ParallelStep:
+class _SameOnAll:
+    """Runs gradients by captures, and the optimizer with the bits of eager mode.
+
+    Compiled code may be other code on another rank, or missing there.
+    """
+
+    def __init__(self, captures: Captures) -> None:
+        self._replayed = Captures("replay", "eager", verify=True)
+        self._captures = captures
+        self.reports, self.explanation = captures.reports, captures.explanation
+
+    def __call__(self, function: Callable, *arguments: Any) -> Any:
+        """Run a function of tensors."""
+        captures = self._replayed if function is optim.step else self._captures
+        return captures(function, *arguments)
+
+
+class _AveragedOverRanks(StepReducer):
     """A step of all ranks: `(state, *batch) -> (state, metrics)`.
 
     The batch is this rank's part; state and metrics are the same on all ranks.
     """
 
-    def __init__(self, step: TrainStep | PrivateStep, ranks: Ranks) -> None:
-        self._step = step
+    def __init__(self, step: TrainingStep, ranks: Ranks) -> None:
         self._ranks = ranks
         self._expected: tuple[int, str] | None = None
-        gradients = getattr(step, "gradients", None)
         self._options = Options(
-            gradients.loss if isinstance(gradients, OfBatch) else None,
+            getattr(step.source, "loss", None),
             tx=step.tx,
             donate=step.donate,
             has_aux=step.has_aux,
-            loss_scale=step.scale,
+            loss_scale=step.first_scale,
         )
 
-    @property
-    def plan(self) -> Any:
-        """The plan of a private step."""
-        return getattr(self._step, "plan", None)
-
-    def __call__(self, state: Any, /, *batch: Tree) -> tuple[Any, Any]:
-        """Take a step."""
-        step, plan = self._step, self.plan
-        name = "train_step" if plan is None else "private_step"
-        what = f"data_parallel({name})"
+    @contextmanager
+    def together(
+        self, step: TrainingStep, state: Any, batch: tuple
+    ) -> Iterator[tuple[TrainingStep, tuple[Tag, ...]]]:
+        """Check that all ranks take the same step."""
+        what, plan = f"data_parallel({step.name})", getattr(step.source, "plan", None)
         try:
             check_state(what, state, TrainState)
-            size = batches.read(name, batch).size
+            size = batches.read(step.name, batch).size
         except BaseException as error:
             self._ranks.agree(what, error=error)
             raise
@@ -242,11 +237,43 @@ class ParallelStep:
                 f"together, got {sizes}. Give each rank its part of a batch, as "
                 f"local_batches(plan.sampler(state), mesh) does."
             )
-        if isinstance(step, TrainStep) and isinstance(step.gradients, OfBatch):
+        tags: tuple[Tag, ...] = ()
+        if step.source.transform is None:
             _check_means(sizes, state)
-        result = step(state, *batch)
+            if self._ranks.rank:  # whose samples are others
+                tags = "rank", self._ranks.rank
+        yield step, tags
         self._expected = taken + 1, key
-        return result
+
+    def execution(self, captures: Any) -> Any:
+        """Return how a compiled step runs on all ranks."""
+        return captures if captures is run_eager else _SameOnAll(captures)
+
+    def reduced(
+        self, step: TrainingStep, compute: Callable[[], Gradients], state: Any
+    ) -> Gradients:
+        """Average gradients and losses of batches; sums over samples are of all."""
+        if step.source.transform is not None:
+            return compute()
+        ranks, what = self._ranks, "data_parallel(train_step), gradients"
+        with ranks.together(what):
+            found, old = compute(), state.buffers
+            pairs = ((name, old[name], found.buffers[name]) for name in old)
+            changed = [
+                name for name, one, other in pairs if not torch.equal(one, other)
+            ]
+            if changed:
+                raise ValueError(
+                    f"data_parallel(train_step(loss)): expected a loss that leaves "
+                    f"buffers as they are, got one that changes {changed}. Each rank "
+                    f"would have its own: replace_batch_norm(model) puts layers "
+                    f"without them in place."
+                )
+        grads = {f"/{name}": x.to(wide(x.dtype)) for name, x in found.grads.items()}
+        sums = ranks.summed(what, {**grads, "loss": found.loss})
+        means = map_values(lambda total: total / ranks.size, sums)
+        grads = {n: means[f"/{n}"].to(x.dtype) for n, x in found.grads.items()}
+        return mean_gradients(state, grads, means["loss"], found.buffers, found.aux)
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:
@@ -268,29 +295,6 @@ def _check_means(sizes: list[int], state: TrainState) -> None:
             f"on every rank, since the loss of a batch is taken for a mean over it, "
             f"got {sizes}. A loss of one sample, from sample_loss, takes any sizes."
         )
-
-
-def _averaged(ranks: Ranks, compute: Callable[[], tuple], state: TrainState) -> tuple:
-    """Compute gradients and loss on every rank, and return their means."""
-    what = "data_parallel(train_step), gradients"
-    with ranks.together(what):
-        # The step has seeded all ranks alike, whose samples differ.
-        tags = ("rank", ranks.rank) if ranks.rank else ()
-        torch.manual_seed(torch_seed(state.key, "loss", int(state.step), *tags))
-        grads, value, aux, buffers, _ = compute()
-        old = state.buffers
-        changed = [name for name in old if not torch.equal(old[name], buffers[name])]
-        if changed:
-            raise ValueError(
-                f"data_parallel(train_step(loss)): expected a loss that leaves buffers "
-                f"as they are, got one that changes {changed}. Each rank would have "
-                f"its own: replace_batch_norm(model) puts layers without them in place."
-            )
-    wider = {f"/{name}": each.to(wide(each.dtype)) for name, each in grads.items()}
-    sums = ranks.summed(what, {**wider, "loss": value})
-    means = map_values(lambda total: total / ranks.size, sums)
-    grads = {name: means[f"/{name}"].to(each.dtype) for name, each in grads.items()}
-    return grads, means["loss"], aux, buffers, all_finite(grads)
 
 
 # Transforms.

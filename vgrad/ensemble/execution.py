@@ -30,11 +30,10 @@ from vgrad.generators import (
     random_state,
     set_random_state,
 )
-from vgrad.lowering.grad_flags import GradFlags, UnsupportedOp, raise_clearly
-from vgrad.lowering.members import Members, is_mapped_here, run_member
-from vgrad.lowering.mode import run_or_split
-from vgrad.lowering.randomness import Draws
-from vgrad.lowering.value_reads import Partition, SplitBatch
+from vgrad.loss.grad_flags import GradFlags, UnsupportedOp, raise_clearly
+from vgrad.loss.mode import LossMode, of_members, run_member, run_or_split
+from vgrad.loss.randomness import Draws
+from vgrad.loss.values import Partition, SplitBatch
 from vgrad.persample.engine.guard import NON_RETRYABLE, Failure, Fallbacks
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.report import Report, table
@@ -499,7 +498,8 @@ class EnsembleExecutor:
                     for value in tensors((params, buffers, batch)):
                         flags.sync(value)
                 protected, hybrid = call.protected(), strategy == "hybrid"
-                mode = Members(note, protected, flags=flags, draws=draws, chosen=hybrid)
+                handlers = of_members(note, chosen=hybrid)
+                mode = LossMode(protected, handlers=handlers, flags=flags, draws=draws)
                 casts = partial(AutocastMode, [*params.values()])
                 inside = mode.inside(call.members, self.randomness, casts)
                 with inside, modes.unoptimized_scripts():
@@ -511,7 +511,7 @@ class EnsembleExecutor:
                         _tensor(value), level, call.members, 0
                     ),
                     with_buffers,
-                    lambda left: not is_mapped_here(left[0]),
+                    lambda left: not modes.is_mapped_here(left[0]),
                 )
         except RuntimeError as error:
             raise_clearly(error, "ensemble", one="member")

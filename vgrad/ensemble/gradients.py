@@ -34,7 +34,7 @@ from vgrad.generators import (
     sample_keys,
     set_seed,
 )
-from vgrad.lowering.randomness import Draws, check_drawn
+from vgrad.loss.randomness import Draws, check_drawn
 from vgrad.persample.clipped import ClippedGrad, clipped_grad
 from vgrad.persample.engine.call import Options, check_options
 from vgrad.persample.engine.guard import UnsupportedOp

@@ -25,7 +25,7 @@ from vgrad.ensemble.execution import (
 )
 from vgrad.functional.model import FunctionalModel
 from vgrad.generators import fold_in
-from vgrad.persample.engine.guard import LossGuard
+from vgrad.loss.mode import SINGLE, LossMode
 from vgrad.ranks import RankError, Ranks
 from vgrad.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten, wide
 from vgrad.typing import Buffers, EnsembleStrategy, Params, Tree
@@ -55,7 +55,7 @@ class EnsembleForward(EnsembleFn):
         if self._chunk_size is None:
             return self._run(self.fmodel, call, self._keys)
         parts = []
-        with LossGuard(given={}):  # statistics of a chunk are not the batch's
+        with LossMode(handlers=SINGLE):  # statistics of a chunk are not the batch's
             for number, rows in enumerate(self._chunks(call, batch)):
                 part = self._executor.call(params, buffers, rows)
                 keys = None if self._keys is None else fold_in(self._keys, number)
@@ -337,7 +337,7 @@ def predict(
         # An empty batch is run too, for the shape of its outputs.
         for start, stop in list(batches.chunks(batch.size, size)) or [(0, 0)]:
             # Statistics of a chunk are not the batch's.
-            guard = nullcontext() if size is None else LossGuard(given={})
+            guard = nullcontext() if size is None else LossMode(handlers=SINGLE)
             with torch.no_grad(), guard:
                 rows = batch.sample(batch.part(start, stop).inputs)
                 outputs = forward(params, buffers, *rows)

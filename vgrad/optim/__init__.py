@@ -48,13 +48,11 @@ Around an optimizer:
 
 Parts of optimizers:
 
-* `scale`, `scale_by_learning_rate`, `scale_by_schedule`: times a factor
+* `scale`, `scale_by_learning_rate`: times a factor, a number or a schedule
 * `add_decayed_weights`, `trace`: plus the parameters; the decaying sum of gradients
-* `scale_by_adam`, `scale_by_amsgrad`, `scale_by_nadam`, `scale_by_radam`,
-  `scale_by_adamax`, `scale_by_adadelta`, `scale_by_rms`, `scale_by_rss`,
-  `scale_by_stddev`, `scale_by_lion`, `scale_by_rprop`, `scale_by_factored_rms`: the
-  directions of the optimizers above, and documented there
-* `scale_by_trust_ratio`, `orthogonalize`: the steps of `lars` and `muon`
+* `scale_by_adam`, `scale_by_trust_ratio`, `orthogonalize`: the directions of `adam`,
+  and the steps of `lars` and `muon`; other directions come from an optimizer with a
+  rate of one: `chain(lion(1.0), scale(-1.0))`
 """
 
 from typing import TYPE_CHECKING
@@ -97,18 +95,7 @@ from vgrad.optim.methods import (
     radam,
     rmsprop,
     rprop,
-    scale_by_adadelta,
     scale_by_adam,
-    scale_by_adamax,
-    scale_by_amsgrad,
-    scale_by_factored_rms,
-    scale_by_lion,
-    scale_by_nadam,
-    scale_by_radam,
-    scale_by_rms,
-    scale_by_rprop,
-    scale_by_rss,
-    scale_by_stddev,
     scale_by_trust_ratio,
     sgd,
     trace,
@@ -126,7 +113,6 @@ from vgrad.optim.transforms import (
     partition,
     scale,
     scale_by_learning_rate,
-    scale_by_schedule,
     set_to_zero,
     zero_nans,
 )
@@ -178,20 +164,8 @@ __all__ = [
     "rmsprop",
     "rprop",
     "scale",
-    "scale_by_adadelta",
     "scale_by_adam",
-    "scale_by_adamax",
-    "scale_by_amsgrad",
-    "scale_by_factored_rms",
     "scale_by_learning_rate",
-    "scale_by_lion",
-    "scale_by_nadam",
-    "scale_by_radam",
-    "scale_by_rms",
-    "scale_by_rprop",
-    "scale_by_rss",
-    "scale_by_schedule",
-    "scale_by_stddev",
     "scale_by_trust_ratio",
     "schedule_free",
     "schedule_free_adamw",

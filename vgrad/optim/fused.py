@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from operator import add, attrgetter, le
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ def _donated(lr: Rate, launch: Callable, slots: tuple[str, ...]) -> Donated:
     The step returns None unless the state of a chain has a part with exactly these
     slots, or none with any if there are no slots.
     """
-    layout = _Layout()
+    checked = _Checks()
 
     def step(grads, state, params):
         # The state of the rate, the last one, has no slots.
@@ -81,7 +81,7 @@ def _donated(lr: Rate, launch: Callable, slots: tuple[str, ...]) -> Donated:
         if [tuple(part.slots) for part in moments] != ([slots] if slots else []):
             return None
         tensors = [part.slots[slot] for part in moments for slot in slots]
-        groups = layout.groups(params, grads, tensors)
+        groups = checked.groups(params, grads, tensors)
         if groups is None:
             return None
         rate: Any = lr
@@ -108,22 +108,64 @@ def _donated(lr: Rate, launch: Callable, slots: tuple[str, ...]) -> Donated:
     return step
 
 
-class _Layout:
-    """The layout of the tensors of the last step, which most steps have in common.
+class _Layout(NamedTuple):
+    """The layout of the tensors of a step, in which a kernel could take them.
 
-    The kernels check neither strides nor dtypes. For many small tensors checks one by
-    one would cost more than the step, so tensors like the last ones are not checked
-    again. Their memory is, in every step.
+    `groups` has the places of the parameters of each device and dtype, or is None if
+    the kernel has no such dtype; `is_same` compares other tensors with these.
+    """
+
+    sizes: list[int]
+    groups: list[list[int]] | None
+    requires_grad: bool
+    is_same: Callable[..., bool]
+
+    @classmethod
+    def of(cls, columns: list[list[Tensor]], idle: list[Tensor]) -> "_Layout | None":
+        """Describe columns of parameters, gradients and moments; None if they differ.
+
+        Gradients in another memory layout than their parameters are replaced by copies.
+        """
+        stepped = columns[0]
+
+        def alike(of):
+            first, *others = (list(map(of, column)) for column in columns)
+            return all(other == first for other in others)
+
+        if not all(map(alike, (_SHAPE, _DTYPE, _DEVICE))):
+            return None
+        if not all(map(Tensor.is_contiguous, itertools.chain(*columns, idle))):
+            columns[1] = [
+                g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
+                for p, g in zip(stepped, columns[1], strict=True)
+            ]
+            if not alike(Tensor.stride) or not all(map(_dense, [*stepped, *idle])):
+                return None
+        groups: dict[Any, list[int]] = {}
+        for place, param in enumerate(stepped):
+            groups.setdefault((param.device, param.dtype), []).append(place)
+        known = {dtype for _, dtype in groups} <= {torch.float32, torch.float64}
+        tensors = [*itertools.chain(*columns), *idle]
+        return cls(
+            list(map(_BYTES, tensors)),
+            [*groups.values()] if known else None,
+            any(map(_REQUIRES_GRAD, itertools.chain(*columns))),
+            like(tensors),
+        )
+
+
+class _Checks:
+    """The checks before a kernel, which looks neither at strides nor at dtypes.
+
+    For many small tensors checks one by one would cost more than the step. So tensors
+    in the layout of the last step are not checked again, except for shared memory.
     """
 
     def __init__(self) -> None:
-        self._sizes: list[int] = []
-        self._groups: list[list[int]] | None = None
-        self._requires_grad = False
-        self._is_same: Callable[..., bool] = lambda *tensors: False
+        self._last: _Layout | None = None
 
     def __reduce__(self) -> tuple:
-        return _Layout, ()  # without the test of torch, which cannot be pickled
+        return _Checks, ()  # the test of torch cannot be pickled
 
     def groups(
         self, params: Params, grads: Grads, moments: list[Params]
@@ -145,52 +187,21 @@ class _Layout:
         names = [name for name, grad in grads.items() if grad is not None]
         columns = [list(map(tree.__getitem__, names)) for tree in trees]
         idle = [params[name] for name, grad in grads.items() if grad is None]
-        tensors = [*itertools.chain(*columns), *idle]
-        if len(tensors) != len(self._sizes) or not self._is_same(*tensors):
-            if not self._learn(columns, idle):
-                return None
+        tensors, layout = [*itertools.chain(*columns), *idle], self._last
+        same = layout and len(tensors) == len(layout.sizes) and layout.is_same(*tensors)
+        if not same:
+            self._last = layout = _Layout.of(columns, idle)
             tensors = [*itertools.chain(*columns), *idle]
-        if self._requires_grad and torch.is_grad_enabled():
+        if not layout or (layout.requires_grad and torch.is_grad_enabled()):
             return None
-        if not _apart(list(map(Tensor.data_ptr, tensors)), self._sizes):
+        if not _apart(list(map(Tensor.data_ptr, tensors)), layout.sizes):
             check_parts(params)
             return None
-        if self._groups is None:
+        if layout.groups is None:
             return None
-        if len(self._groups) == 1:
+        if len(layout.groups) == 1:
             return [columns]
-        return [[[c[i] for i in rows] for c in columns] for rows in self._groups]
-
-    def _learn(self, columns: list[list[Tensor]], idle: list[Tensor]) -> bool:
-        """Keep the layout of tensors; return whether a kernel could take it.
-
-        Gradients in another memory layout than their parameters are replaced by copies.
-        """
-        stepped = columns[0]
-
-        def alike(of):
-            first, *others = (list(map(of, column)) for column in columns)
-            return all(other == first for other in others)
-
-        if not all(map(alike, (_SHAPE, _DTYPE, _DEVICE))):
-            return False
-        if not all(map(Tensor.is_contiguous, itertools.chain(*columns, idle))):
-            columns[1] = [
-                g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
-                for p, g in zip(stepped, columns[1], strict=True)
-            ]
-            if not alike(Tensor.stride) or not all(map(_dense, [*stepped, *idle])):
-                return False
-        groups: dict[Any, list[int]] = {}
-        for place, param in enumerate(stepped):
-            groups.setdefault((param.device, param.dtype), []).append(place)
-        wide = {dtype for _, dtype in groups} <= {torch.float32, torch.float64}
-        self._groups = [*groups.values()] if wide else None
-        self._requires_grad = any(map(_REQUIRES_GRAD, itertools.chain(*columns)))
-        tensors = [*itertools.chain(*columns), *idle]
-        self._sizes = list(map(_BYTES, tensors))
-        self._is_same = like(tensors)
-        return True
+        return [[[c[i] for i in rows] for c in columns] for rows in layout.groups]
 
 
 def _local_parts(trees: list[Any]) -> list[Any]:

@@ -172,16 +172,6 @@ def average_after(
     )
 
 
-def scale_by_lion(betas: Betas = (0.9, 0.99)) -> GradientTransformation:
-    """Replace gradients by the sign of their mix with those before, as in `lion`."""
-    beta1, beta2 = betas
-
-    def rule(g, mean):
-        return lerp(mean, g, 1 - beta1).sign(), lerp(mean, g, 1 - beta2)
-
-    return per_parameter("scale_by_lion", {"exp_avg": 0}, lambda count: rule)
-
-
 def lion(
     lr: Rate = 1e-4,
     *,
@@ -197,31 +187,14 @@ def lion(
     one tensor per parameter. Reference: Chen et al., arXiv 2302.06675.
     """
     check_numbers("lion", lr, betas, weight_decay=weight_decay)
+    beta1, beta2 = betas
+
+    def rule(g, mean):
+        return lerp(mean, g, 1 - beta1).sign(), lerp(mean, g, 1 - beta2)
+
+    signs = per_parameter("lion", {"exp_avg": 0}, lambda count: rule)
     options = {"weight_decay": weight_decay, "decoupled": True, "maximize": maximize}
-    return descent(lr, scale_by_lion(betas), **options)
-
-
-def scale_by_rprop(
-    lr: Number = 1e-2,
-    *,
-    etas: tuple[Number, Number] = (0.5, 1.2),
-    step_sizes: tuple[Number, Number] = (1e-6, 50.0),
-) -> GradientTransformation:
-    """Replace gradients by their signs, times a size for each entry, as in `rprop`."""
-
-    def rule(g, previous, size):
-        g = g.to(size.dtype)
-        agreement = (g * previous).sign()
-        grown = torch.where(agreement > 0, scalar(etas[1], size) * size, size)
-        size = torch.where(agreement < 0, scalar(etas[0], size) * size, grown)
-        # One bound at a time: one may be a number and the other a tensor.
-        size = size.clamp(min=scalar(step_sizes[0], size))
-        size = size.clamp(max=scalar(step_sizes[1], size))
-        kept = g.masked_fill(agreement < 0, 0)
-        return kept.sign() * size, kept, size
-
-    slots = {"prev": 0, "step_size": lr}
-    return per_parameter("scale_by_rprop", slots, lambda count: rule)
+    return descent(lr, signs, **options)
 
 
 def rprop(
@@ -252,11 +225,21 @@ def rprop(
     if len(plain(low=step_sizes[0], high=step_sizes[1])) == 2:
         expected, sizes = "0 <= {0}[0] <= {0}[1]", {"step_sizes": step_sizes}
         check_range("rprop", expected, lambda s: 0 <= s[0] <= s[1], **sizes)
-    return chain(
-        *ascent(maximize),
-        scale_by_rprop(lr, etas=etas, step_sizes=step_sizes),
-        scale_by_learning_rate(1.0),
-    )
+
+    def rule(g, previous, size):
+        g = g.to(size.dtype)
+        agreement = (g * previous).sign()
+        grown = torch.where(agreement > 0, scalar(etas[1], size) * size, size)
+        size = torch.where(agreement < 0, scalar(etas[0], size) * size, grown)
+        # One bound at a time: one may be a number and the other a tensor.
+        size = size.clamp(min=scalar(step_sizes[0], size))
+        size = size.clamp(max=scalar(step_sizes[1], size))
+        kept = g.masked_fill(agreement < 0, 0)
+        return kept.sign() * size, kept, size
+
+    slots = {"prev": 0, "step_size": lr}
+    signs = per_parameter("rprop", slots, lambda count: rule)
+    return chain(*ascent(maximize), signs, scale_by_learning_rate(1.0))
 
 
 def scale_by_trust_ratio(
@@ -334,122 +317,6 @@ def scale_by_adam(
     return per_parameter("scale_by_adam", _MOMENTS, at)
 
 
-def scale_by_amsgrad(
-    betas: Betas = (0.9, 0.999), eps: Number = 1e-8
-) -> GradientTransformation:
-    """Divide by the root of the largest mean square, as `adam` with `amsgrad`."""
-    beta1, beta2 = betas
-    share = 1 - beta1
-
-    def at(count):
-        t = count.double()
-        correction1, correction2 = 1 - beta1**t, 1 - beta2**t
-
-        def rule(g, m, v, largest):
-            m, v = lerp(m, g, share), mean_of_squares(v, g, beta2)
-            largest = torch.maximum(largest, v)
-            size = root(largest / scalar(correction2, v)) + scalar(eps, v)
-            return m / scalar(correction1, m) / size, m, v, largest
-
-        return rule
-
-    slots = {**_MOMENTS, "max_exp_avg_sq": 0}
-    return per_parameter("scale_by_amsgrad", slots, at)
-
-
-def scale_by_nadam(
-    betas: Betas = (0.9, 0.999), eps: Number = 1e-8, *, momentum_decay: Number = 4e-3
-) -> GradientTransformation:
-    """Look ahead of the mean gradient, over the root of the mean square, as `nadam`."""
-    beta1, beta2 = betas
-    share = 1 - beta1
-
-    def momentum(t):
-        return beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))
-
-    def moments(now, product):
-        def at(count):
-            t = count.double()
-            ahead = momentum(t + 1)
-            by_grad, by_mean = (1 - now) / (1 - product), ahead / (1 - product * ahead)
-            correction = 1 - beta2**t
-
-            def rule(g, m, v):
-                m, v = lerp(m, g, share), mean_of_squares(v, g, beta2)
-                mixed = scalar(by_grad, m) * g.to(m.dtype) + scalar(by_mean, m) * m
-                size = root(v / scalar(correction, v)) + scalar(eps, v)
-                return mixed / size, m, v
-
-            return rule
-
-        return per_parameter("scale_by_nadam", _MOMENTS, at)
-
-    def init(params):
-        # One product of all momenta for all parameters, in float64.
-        count, slots = moments(0.0, 1.0).init(params)
-        return State(count, {"mu_product": count.double() + 1, **slots})
-
-    def update(grads, state, params=None):
-        now = momentum((state.count + 1).double())
-        product = state.slots["mu_product"] * now
-        updates, new = moments(now, product).update(grads, state)
-        return updates, State(new.count, {"mu_product": product, **new.slots})
-
-    return GradientTransformation(init, update)
-
-
-def scale_by_radam(
-    betas: Betas = (0.9, 0.999), eps: Number = 1e-8
-) -> GradientTransformation:
-    """Divide by the root of the mean square once that is reliable, as `radam` does."""
-    beta1, beta2 = betas
-    share = 1 - beta1
-
-    def at(count):
-        t = count.double()
-        correction1, correction2 = 1 - beta1**t, 1 - beta2**t
-        limit = 2 / (1 - scalar(beta2, t)) - torch.ones_like(t)
-        length = limit - 2 * t * beta2**t / correction2
-        reliable = length > 5
-        # Lengths for which all is finite, because gradients flow through both branches.
-        n, most = torch.where(reliable, length, 6), torch.where(reliable, limit, 6)
-        ratio = (n - 4) * (n - 2) * most / ((most - 4) * (most - 2) * n)
-        rectified = torch.where(reliable, (ratio * correction2).sqrt(), 0)
-        plain = torch.where(reliable, 0, torch.ones_like(ratio))
-
-        def rule(g, m, v):
-            m, v = lerp(m, g, share), mean_of_squares(v, g, beta2)
-            scale = scalar(rectified, v) / (root(v) + scalar(eps, v))
-            return m / scalar(correction1, m) * (scale + scalar(plain, v)), m, v
-
-        return rule
-
-    return per_parameter("scale_by_radam", _MOMENTS, at)
-
-
-def scale_by_adamax(
-    betas: Betas = (0.9, 0.999), eps: Number = 1e-8
-) -> GradientTransformation:
-    """Divide the mean gradient by the decaying maximum of its size, as `adamax`."""
-    beta1, beta2 = betas
-    share = 1 - beta1
-
-    def at(count):
-        correction = 1 - beta1 ** count.double()
-
-        def rule(g, m, u):
-            m = lerp(m, g, share)
-            size = g.to(u.dtype).abs() + scalar(eps, u)
-            u = torch.maximum(scalar(beta2, u) * u, size)
-            # Without eps the maximum is zero where the mean is.
-            tiny = torch.finfo(u.dtype).tiny
-            return m / scalar(correction, m) / u.clamp_min(tiny), m, u
-
-        return rule
-
-    return per_parameter("scale_by_adamax", {"exp_avg": 0, "exp_inf": 0}, at)
-
-
 def adam(
     lr: Rate = 1e-3,
     *,
@@ -498,9 +365,29 @@ def adamw(
 
 def _adam(function, lr, betas, eps, amsgrad, **options) -> GradientTransformation:
     check_numbers(function, lr, betas, eps=eps, weight_decay=options["weight_decay"])
-    direction = scale_by_amsgrad if amsgrad else scale_by_adam
+    direction = _amsgrad(betas, eps) if amsgrad else scale_by_adam(betas, eps)
     donated = donated_adam(lr, betas=betas, eps=eps, amsgrad=amsgrad, **options)
-    return descent(lr, direction(betas, eps), **options)._replace(donated=donated)
+    return descent(lr, direction, **options)._replace(donated=donated)
+
+
+def _amsgrad(betas: Betas, eps: Number) -> GradientTransformation:
+    """Divide by the root of the largest mean square."""
+    beta1, beta2 = betas
+    share = 1 - beta1
+
+    def at(count):
+        t = count.double()
+        correction1, correction2 = 1 - beta1**t, 1 - beta2**t
+
+        def rule(g, m, v, largest):
+            m, v = lerp(m, g, share), mean_of_squares(v, g, beta2)
+            largest = torch.maximum(largest, v)
+            size = root(largest / scalar(correction2, v)) + scalar(eps, v)
+            return m / scalar(correction1, m) / size, m, v, largest
+
+        return rule
+
+    return per_parameter("amsgrad", {**_MOMENTS, "max_exp_avg_sq": 0}, at)
 
 
 def nadam(
@@ -524,9 +411,43 @@ def nadam(
     """
     decays = {"weight_decay": weight_decay, "momentum_decay": momentum_decay}
     check_numbers("nadam", lr, betas, eps=eps, **decays)
-    moments = scale_by_nadam(betas, eps, momentum_decay=momentum_decay)
+    beta1, beta2 = betas
+    share = 1 - beta1
+
+    def momentum(t):
+        return beta1 * (1 - 0.5 * 0.96 ** (t * momentum_decay))
+
+    def moments(now, product):
+        def at(count):
+            t = count.double()
+            ahead = momentum(t + 1)
+            by_grad, by_mean = (1 - now) / (1 - product), ahead / (1 - product * ahead)
+            correction = 1 - beta2**t
+
+            def rule(g, m, v):
+                m, v = lerp(m, g, share), mean_of_squares(v, g, beta2)
+                mixed = scalar(by_grad, m) * g.to(m.dtype) + scalar(by_mean, m) * m
+                size = root(v / scalar(correction, v)) + scalar(eps, v)
+                return mixed / size, m, v
+
+            return rule
+
+        return per_parameter("nadam", _MOMENTS, at)
+
+    def init(params):
+        # One product of all momenta for all parameters, in float64.
+        count, slots = moments(0.0, 1.0).init(params)
+        return State(count, {"mu_product": count.double() + 1, **slots})
+
+    def update(grads, state, params=None):
+        now = momentum((state.count + 1).double())
+        product = state.slots["mu_product"] * now
+        updates, new = moments(now, product).update(grads, state)
+        return updates, State(new.count, {"mu_product": product, **new.slots})
+
+    ahead = GradientTransformation(init, update)
     options = {"weight_decay": weight_decay, "maximize": maximize}
-    return descent(lr, moments, decoupled=decoupled_weight_decay, **options)
+    return descent(lr, ahead, decoupled=decoupled_weight_decay, **options)
 
 
 def radam(
@@ -548,8 +469,31 @@ def radam(
     State: two tensors per parameter. Reference: Liu et al., arXiv 1908.03265.
     """
     check_numbers("radam", lr, betas, eps=eps, weight_decay=weight_decay)
+    beta1, beta2 = betas
+    share = 1 - beta1
+
+    def at(count):
+        t = count.double()
+        correction1, correction2 = 1 - beta1**t, 1 - beta2**t
+        limit = 2 / (1 - scalar(beta2, t)) - torch.ones_like(t)
+        length = limit - 2 * t * beta2**t / correction2
+        reliable = length > 5
+        # Lengths for which all is finite, because gradients flow through both branches.
+        n, most = torch.where(reliable, length, 6), torch.where(reliable, limit, 6)
+        ratio = (n - 4) * (n - 2) * most / ((most - 4) * (most - 2) * n)
+        rectified = torch.where(reliable, (ratio * correction2).sqrt(), 0)
+        plain = torch.where(reliable, 0, torch.ones_like(ratio))
+
+        def rule(g, m, v):
+            m, v = lerp(m, g, share), mean_of_squares(v, g, beta2)
+            scale = scalar(rectified, v) / (root(v) + scalar(eps, v))
+            return m / scalar(correction1, m) * (scale + scalar(plain, v)), m, v
+
+        return rule
+
+    moments = per_parameter("radam", _MOMENTS, at)
     options = {"decoupled": decoupled_weight_decay, "maximize": maximize}
-    return descent(lr, scale_by_radam(betas, eps), weight_decay=weight_decay, **options)
+    return descent(lr, moments, weight_decay=weight_decay, **options)
 
 
 def adamax(
@@ -567,7 +511,22 @@ def adamax(
     per parameter. Reference: Kingma and Ba, arXiv 1412.6980, section 7.1.
     """
     check_numbers("adamax", lr, betas, eps=eps, weight_decay=weight_decay)
-    moments = scale_by_adamax(betas, eps)
+    beta1, beta2 = betas
+
+    def at(count):
+        correction = 1 - beta1 ** count.double()
+
+        def rule(g, m, u):
+            m = lerp(m, g, 1 - beta1)
+            size = g.to(u.dtype).abs() + scalar(eps, u)
+            u = torch.maximum(scalar(beta2, u) * u, size)
+            # Without eps the maximum is zero where the mean is.
+            tiny = torch.finfo(u.dtype).tiny
+            return m / scalar(correction, m) / u.clamp_min(tiny), m, u
+
+        return rule
+
+    moments = per_parameter("adamax", {"exp_avg": 0, "exp_inf": 0}, at)
     return descent(lr, moments, weight_decay=weight_decay, maximize=maximize)
 
 
@@ -596,54 +555,6 @@ def lamb(
     )
 
 
-def scale_by_rss(
-    initial_accumulator_value: Number = 0.0, eps: Number = 1e-10
-) -> GradientTransformation:
-    """Divide gradients by the root of the sum of all their squares, as in `adagrad`."""
-
-    def rule(g, total):
-        total = plus(widened(g).square().to(total.dtype), 1, total)
-        return over_root(g, total, eps), total
-
-    slots = {"sum": initial_accumulator_value}
-    return per_parameter("scale_by_rss", slots, lambda count: rule)
-
-
-def scale_by_rms(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransformation:
-    """Divide gradients by the root of the mean of their squares, as in `rmsprop`."""
-
-    def rule(g, square):
-        square = mean_of_squares(square, g, alpha)
-        return over_root(g, square, eps), square
-
-    return per_parameter("scale_by_rms", {"square_avg": 0}, lambda count: rule)
-
-
-def scale_by_stddev(alpha: Number = 0.99, eps: Number = 1e-8) -> GradientTransformation:
-    """Divide by the standard deviation over the steps, as in `rmsprop`, `centered`."""
-
-    def rule(g, square, mean):
-        square = mean_of_squares(square, g, alpha)
-        mean = lerp(mean, g, 1 - alpha)
-        return over_root(g, square - mean * mean, eps), square, mean
-
-    slots = {"square_avg": 0, "grad_avg": 0}
-    return per_parameter("scale_by_stddev", slots, lambda count: rule)
-
-
-def scale_by_adadelta(rho: Number = 0.9, eps: Number = 1e-6) -> GradientTransformation:
-    """Scale gradients to the size of earlier directions, as in `adadelta`."""
-
-    def rule(g, square, delta):
-        square = mean_of_squares(square, g, rho)
-        least = scalar(eps, square)
-        update = root(delta + least) / root(square + least) * g.to(square.dtype)
-        return update, square, mean_of_squares(delta, update, rho)
-
-    slots = {"square_avg": 0, "acc_delta": 0}
-    return per_parameter("scale_by_adadelta", slots, lambda count: rule)
-
-
 def adagrad(
     lr: Rate = 1e-2,
     *,
@@ -666,7 +577,12 @@ def adagrad(
     def decaying(count):
         return rate_at(lr, count) / (1 + count.double() * lr_decay)
 
-    sums = scale_by_rss(initial_accumulator_value, eps)
+    def rule(g, total):
+        total = plus(widened(g).square().to(total.dtype), 1, total)
+        return over_root(g, total, eps), total
+
+    slots = {"sum": initial_accumulator_value}
+    sums = per_parameter("adagrad", slots, lambda count: rule)
     rate = lr if is_zero(lr_decay) else decaying
     return descent(rate, sums, weight_decay=weight_decay, maximize=maximize)
 
@@ -687,7 +603,15 @@ def adadelta(
     """
     check_numbers("adadelta", lr, eps=eps, weight_decay=weight_decay)
     check_range("adadelta", "0 <= {} <= 1", lambda rho: 0 <= rho <= 1, rho=rho)
-    scaled = scale_by_adadelta(rho, eps)
+
+    def rule(g, square, delta):
+        square = mean_of_squares(square, g, rho)
+        least = scalar(eps, square)
+        update = root(delta + least) / root(square + least) * g.to(square.dtype)
+        return update, square, mean_of_squares(delta, update, rho)
+
+    slots = {"square_avg": 0, "acc_delta": 0}
+    scaled = per_parameter("adadelta", slots, lambda count: rule)
     return descent(lr, scaled, weight_decay=weight_decay, maximize=maximize)
 
 
@@ -713,18 +637,44 @@ def rmsprop(
     """
     check_numbers("rmsprop", lr, eps=eps, weight_decay=weight_decay, momentum=momentum)
     check_range("rmsprop", "0 <= {} <= 1", lambda a: 0 <= a <= 1, alpha=alpha)
-    moments = scale_by_stddev if centered else scale_by_rms
-    scaled = (moments(alpha, eps), trace(momentum))
+
+    def rule(g, square, *mean):
+        square = mean_of_squares(square, g, alpha)
+        if not centered:
+            return over_root(g, square, eps), square
+        mean = lerp(mean[0], g, 1 - alpha)
+        return over_root(g, square - mean * mean, eps), square, mean
+
+    slots = {"square_avg": 0} | ({"grad_avg": 0} if centered else {})
+    scaled = per_parameter("rmsprop", slots, lambda count: rule), trace(momentum)
     return descent(lr, *scaled, weight_decay=weight_decay, maximize=maximize)
 
 
-def scale_by_factored_rms(
-    beta2_decay: Number = -0.8, eps: Number | None = None
+def adafactor(
+    lr: Rate = 1e-2,
+    *,
+    beta2_decay: Number = -0.8,
+    eps: tuple[Number | None, Number] = (None, 1e-3),
+    d: Number = 1.0,
+    weight_decay: Number = 0.0,
+    maximize: bool = False,
 ) -> GradientTransformation:
-    """Divide gradients by the root of a mean square kept as a row and a column.
+    """Descend by a share of the size of each parameter, with almost no state.
 
-    See `adafactor`. Parameters of many members go through `torch.vmap`.
+    `p -= lr * weight_decay * p + min(lr, 1 / sqrt(t)) * max(eps[1], rms(p)) * u` at
+    step `t`, with `u = g / max(sqrt(v), eps[0])` divided by `max(1, rms(u) / d)`. With
+    `b = 1 - t ** beta2_decay`, both `row = b * row + (1 - b) * mean(g * g, -1)` and
+    `column`, over dimension -2, are moving averages, and
+    `v = row * column / max(mean(row), eps[0])`. Tensors of fewer than two dimensions
+    keep `v` whole. `eps[0]=None` is the resolution of their dtype. Parameters of many
+    members go through `torch.vmap`. State: n + m numbers for a matrix of n by m.
+    Reference: Shazeer and Stern, arXiv 1804.04235, as in
+    `torch.optim.Adafactor`.
     """
+    floors = {"eps[0]": 0.0 if eps[0] is None else eps[0], "eps[1]": eps[1]}
+    check_numbers("adafactor", lr, **floors, weight_decay=weight_decay)
+    check_range("adafactor", "{} <= 0", lambda p: p <= 0, beta2_decay=beta2_decay)
+    check_range("adafactor", "{} >= 1", lambda d: d >= 1, d=d)
 
     def start(dim):
         def mean(param):
@@ -736,6 +686,9 @@ def scale_by_factored_rms(
 
         return mean
 
+    def variance(param):
+        return filled(param) if param.ndim < 2 else None
+
     def at(count):
         share = count.double() ** beta2_decay
 
@@ -744,22 +697,40 @@ def scale_by_factored_rms(
             if row is not None:
                 row = lerp(row, _mean(square, -1), share)
                 column = lerp(column, _mean(square, -2), share)
-                least = _least(eps, row)
+                least = _least(eps[0], row)
                 mean = row * column / row.mean(-2, keepdim=True).clamp_min(least)
             else:
                 mean = whole = lerp(whole, square, share)
-                least = _least(eps, whole)
+                least = _least(eps[0], whole)
             update = widened(g) * mean.clamp_min(least * least).rsqrt()
             update = shards.placed(update, g) if shards.is_distributed(g) else update
             return update, row, column, whole
 
         return rule
 
-    def variance(param):
-        return filled(param) if param.ndim < 2 else None
+    def by_size(grads, state, params=None):
+        params = required("adafactor", params, grads)
+        count = state.count + 1
+        rate = rate_at(lr, state.count)
+        bound = count.double().rsqrt()
+        bound = bound.clamp_max(scalar(rate, bound))
+
+        def descend(grad, param):
+            grad, param = widened(grad), widened(param)
+            rms = norm(param) / max(param.numel(), 1) ** 0.5
+            size = rms.clamp_min(scalar(eps[1], rms)) * scalar(bound, rms)
+            decay = scalar(rate, param) * scalar(weight_decay, param)
+            return -(size * grad + decay * param)
+
+        return map_grads(descend, grads, params), State(count, {})
 
     slots = {"row_var": start(-1), "col_var": start(-2), "variance": variance}
-    return per_parameter("scale_by_factored_rms", slots, at)
+    return chain(
+        *ascent(maximize),
+        per_parameter("adafactor", slots, at),
+        clip_by_block_rms(d),
+        GradientTransformation(lambda params: State(counter(params), {}), by_size),
+    )
 
 
 def _mean(square: Tensor, dim: int) -> Tensor:
@@ -782,55 +753,6 @@ def _least(eps: Number | None, like: Tensor) -> Any:
     least = scalar(finite.eps if eps is None else eps, like)
     tiny = finite.tiny**0.5
     return least.clamp_min(tiny) if isinstance(least, Tensor) else max(least, tiny)
-
-
-def adafactor(
-    lr: Rate = 1e-2,
-    *,
-    beta2_decay: Number = -0.8,
-    eps: tuple[Number | None, Number] = (None, 1e-3),
-    d: Number = 1.0,
-    weight_decay: Number = 0.0,
-    maximize: bool = False,
-) -> GradientTransformation:
-    """Descend by a share of the size of each parameter, with almost no state.
-
-    `p -= lr * weight_decay * p + min(lr, 1 / sqrt(t)) * max(eps[1], rms(p)) * u` at
-    step `t`, with `u = g / max(sqrt(v), eps[0])` divided by `max(1, rms(u) / d)`. With
-    `b = 1 - t ** beta2_decay`, both `row = b * row + (1 - b) * mean(g * g, -1)` and
-    `column`, over dimension -2, are moving averages, and
-    `v = row * column / max(mean(row), eps[0])`. Tensors of fewer than two dimensions
-    keep `v` whole. `eps[0]=None` is the resolution of their dtype. State: n + m numbers
-    for a matrix of n by m. Reference: Shazeer and Stern, arXiv 1804.04235, as in
-    `torch.optim.Adafactor`.
-    """
-    floors = {"eps[0]": 0.0 if eps[0] is None else eps[0], "eps[1]": eps[1]}
-    check_numbers("adafactor", lr, **floors, weight_decay=weight_decay)
-    check_range("adafactor", "{} <= 0", lambda p: p <= 0, beta2_decay=beta2_decay)
-    check_range("adafactor", "{} >= 1", lambda d: d >= 1, d=d)
-
-    def by_size(grads, state, params=None):
-        params = required("adafactor", params, grads)
-        count = state.count + 1
-        rate = rate_at(lr, state.count)
-        bound = count.double().rsqrt()
-        bound = bound.clamp_max(scalar(rate, bound))
-
-        def descend(grad, param):
-            grad, param = widened(grad), widened(param)
-            rms = norm(param) / max(param.numel(), 1) ** 0.5
-            size = rms.clamp_min(scalar(eps[1], rms)) * scalar(bound, rms)
-            decay = scalar(rate, param) * scalar(weight_decay, param)
-            return -(size * grad + decay * param)
-
-        return map_grads(descend, grads, params), State(count, {})
-
-    return chain(
-        *ascent(maximize),
-        scale_by_factored_rms(beta2_decay, eps[0]),
-        clip_by_block_rms(d),
-        GradientTransformation(lambda params: State(counter(params), {}), by_size),
-    )
 
 
 # Muon: updates of matrices whose singular values are all about one.

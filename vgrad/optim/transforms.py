@@ -39,7 +39,7 @@ from vgrad.optim.base import (
 )
 from vgrad.torch_private import shards
 from vgrad.tree import widened
-from vgrad.typing import Params, Schedule
+from vgrad.typing import Params
 
 Selection = checks.Patterns | Callable[[str], bool]
 """The names that match one of the patterns, or for which a function is true."""
@@ -73,37 +73,24 @@ def add_decayed_weights(
     )
 
 
-def scale(factor: Number) -> GradientTransformation:
-    """Multiply gradients by a factor: `factor * g`.
+def scale(factor: Rate) -> GradientTransformation:
+    """Multiply gradients by a factor, or one that changes: `factor * g`.
+
+    A schedule is called with the number `t` of steps taken so far, an int64 tensor
+    without dimensions that is zero at the first step; only then there is a state, the
+    count. A schedule that needs float64 computes with `t.double()`.
 
     Example:
         >>> scale(-0.5).update({"w": torch.ones(2)}, ())
         ({'w': tensor([-0.5000, -0.5000])}, ())
     """
-    checks.finite("scale", **plain(factor=factor))
+    if not is_schedule(factor):
+        checks.finite("scale", **plain(factor=factor))
     return _multiplied(factor)
 
 
-def scale_by_schedule(schedule: Schedule) -> GradientTransformation:
-    """Multiply gradients by a factor that changes: `schedule(t) * g`.
-
-    `t` is the number of steps taken so far, an int64 tensor without dimensions that is
-    zero at the first step. A schedule that needs float64 computes with `t.double()`.
-    """
-    if not callable(schedule):
-        raise TypeError(
-            f"scale_by_schedule(schedule={schedule!r}): expected a function of the "
-            f"step count, got a {type(schedule).__name__}. For a number, use scale."
-        )
-    return _multiplied(schedule)
-
-
 def scale_by_learning_rate(rate: Rate) -> GradientTransformation:
-    """Turn gradients into updates that descend: `-rate * g`.
-
-    `rate` is a number, a tensor without dimensions, or a schedule as for
-    `scale_by_schedule`. Only a schedule needs state, a count.
-    """
+    """Turn gradients into updates that descend: `-rate * g`, as in `scale`."""
     return _multiplied(rate, negate=True)
 
 

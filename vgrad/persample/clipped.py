@@ -4,9 +4,8 @@ B samples.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Required, Unpack, get_args, overload
 
 import torch
@@ -15,21 +14,25 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.batches import Sensitivity
 from vgrad.conditions import rare
+from vgrad.factors import Factor, Norm, Sums, reductions
+from vgrad.factors.norms import doubts, joint, recomputed, settled
+from vgrad.factors.reductions import ordinary, rounded_down, together
 from vgrad.persample.engine import (
+    LOCAL,
     Call,
-    ClipCollector,
+    Collector,
     Evaluation,
     Options,
     Quantity,
+    Reducer,
     Transform,
-    TwoPassCollector,
-    joined,
+    gradients,
+    masked,
     members,
+    slices,
 )
-from vgrad.persample.factors import Norm, Sums, reductions
-from vgrad.persample.factors.reductions import ordinary, rounded_down
 from vgrad.torch_private import modes
-from vgrad.tree import no_autocast
+from vgrad.tree import double, no_autocast
 from vgrad.typing import Clipping, LossFn, Params, Passes, Result, Tree
 
 _GAMMA = 0.01
@@ -50,9 +53,6 @@ _OTHER = 1e-3
 Two backward passes of one graph differ by the order in which a device adds up.
 """
 
-Parts = list[tuple[list[str], float]]
-"""Names of parameters that are clipped together, and their bound."""
-
 
 def check_bounds(
     bounds: Mapping[str, float], normalize_by: float, clipping: Clipping
@@ -69,21 +69,6 @@ def check_bounds(
         checks.between("clipped_grad", LEAST, MOST, **sizes)
 
 
-class ClipWeights(NamedTuple):
-    """The weights of B samples, and which samples they are right for."""
-
-    norms: Tensor
-    weights: dict[str, Tensor]  # by which each parameter's gradients are multiplied
-    finite: Tensor  # which samples count
-    clipped: Tensor  # which of these have a norm above a bound
-    safe: Tensor  # which can be summed from factors, far from the ends of float32
-
-    @property
-    def direct(self) -> Tensor:
-        """Which samples need nothing but their weights."""
-        return self.finite & self.safe
-
-
 @dataclass(frozen=True)
 class ClipRule:
     """How gradients are clipped."""
@@ -98,8 +83,8 @@ class ClipRule:
             return math.hypot(*self.max_norm.values())
         return self.max_norm
 
-    def parts(self, params: Params) -> Parts:
-        """Return the names of parameters that are clipped together, and the bound."""
+    def parts(self, params: Params) -> tuple[list[list[str]], list[float]]:
+        """Return the names of parameters that are clipped together, and the bounds."""
         if isinstance(self.max_norm, Mapping):
             groups = {pattern: [pattern] for pattern in self.max_norm}
             matched = members("clipped_grad", groups, params)
@@ -109,46 +94,176 @@ class ClipRule:
                     f"clipped_grad(max_norm={dict(self.max_norm)!r}): expected every "
                     f"parameter to match a pattern, but {missing} match none."
                 )
-            return [(matched[each], self.max_norm[each]) for each in matched]
+            return [*matched.values()], [self.max_norm[each] for each in matched]
         if self.kind != "per_layer":
-            return [(list(params), self.max_norm)]
+            return [list(params)], [self.max_norm]
         layers = members("clipped_grad", "layer", params)
         bound = self.max_norm / math.sqrt(len(layers))
-        return [(names, bound) for names in layers.values()]
+        return [*layers.values()], [bound] * len(layers)
 
-    def factors(self, norms: Tensor, bound: float) -> Tensor:
-        """Factors [B] in float64; numbers too small for all digits become zero."""
+    def factors(self, norms: Tensor, bound: float | Tensor) -> Tensor:
+        """Factors in float64; numbers too small for all digits become zero."""
         if self.kind == "automatic":
             exact = bound / (norms + _GAMMA)
         else:
             exact = (bound / norms).clamp(max=1)
         return torch.where(exact < torch.finfo(exact.dtype).tiny, 0.0, exact)
 
-    def weigh(
-        self,
-        norms: Mapping[str, Norm],
-        parts: Parts,
-        dtype: torch.dtype,
-        mask: Tensor | None = None,
-    ) -> ClipWeights:
-        """Compute the weights of each sample from its norms, in `dtype`."""
-        joint = [Norm.joint([norms[name] for name in names]) for names, _ in parts]
-        finite = torch.stack([norm.upper for norm in joint]).isfinite().all(0)
-        clipped, safe = torch.zeros_like(finite), torch.ones_like(finite)
-        weights: dict[str, Tensor] = {}
-        for (names, bound), norm in zip(parts, joint, strict=True):
-            factors = self.factors(torch.where(finite, norm.upper, 1), bound)
-            if mask is not None:
-                factors = torch.where(mask, factors, 0.0)
-            # Rounded down, so that no product is above the bound.
-            rounded = rounded_down(factors, dtype)
-            weights.update(dict.fromkeys(names, rounded))
-            clipped |= finite & (norm.value > bound)
-            # A product with a number on the edge of zero must not count either.
-            safe &= ordinary(norm.reach, factors) & (norm.reach <= bound * _FAR)
-        if mask is not None:
-            clipped &= mask
-        return ClipWeights(Norm.joint(joint).value, weights, finite, clipped, safe)
+
+class ClipWeights(NamedTuple):
+    """The weights of B samples in P parts, and which samples they are right for."""
+
+    norms: Tensor  # over all parameters, [B]
+    upper: Tensor  # bounds of the norms of each part, [B, P]
+    factors: Tensor  # by which gradients of each part are multiplied, [B, P]
+    weights: dict[str, Tensor]  # the same for each parameter, [B]
+    finite: Tensor  # which samples count, [B]
+    clipped: Tensor  # which of these have a norm above a bound
+    direct: Tensor  # which can be summed from factors, far from the ends of float32
+
+
+@dataclass(frozen=True)
+class _Weigher:
+    """Computes the weights of samples, in `dtype`."""
+
+    rule: ClipRule
+    parts: Sequence[Sequence[str]]  # names of parameters that are clipped together
+    bound: Any  # of the norms, a number for all parts or one for each, [P]
+    dtype: torch.dtype
+    mask: Tensor | None
+
+    @classmethod
+    def of(cls, rule: ClipRule, call: Call) -> "_Weigher":
+        """Return the weigher of one call."""
+        parts, bounds = rule.parts(call.params)
+        bound: Any = bounds[0]
+        if len(set(bounds)) > 1:
+            bound = torch.tensor(bounds, dtype=torch.float64, device=call.device)
+        dtype = reductions.norm_dtype(call.params)
+        return cls(rule, parts, bound, dtype, call.mask)
+
+    def __call__(self, norms: Mapping[str, list[Norm]]) -> ClipWeights:
+        value, reach, upper = joint(norms, self.parts)
+        finite = (upper < math.inf).all(1)
+        # Samples that are not finite need some number.
+        factors = self.rule.factors(upper.nan_to_num(1.0, 1.0), self.bound)
+        clipped = finite & (value > self.bound).any(1)
+        if self.mask is not None:
+            factors = torch.where(self.mask[:, None], factors, 0.0)
+            clipped &= self.mask
+        # A product with a number on the edge of zero must not count either.
+        safe = ordinary(reach, factors) & (reach <= self.bound * _FAR)
+        # Rounded down, so that no product is above the bound.
+        rounded = rounded_down(factors, self.dtype)
+        columns = zip(self.parts, rounded.T.contiguous().unbind(), strict=True)
+        weights = {name: column for names, column in columns for name in names}
+        norm, direct = together(value), finite & safe.all(1)
+        return ClipWeights(norm, upper, rounded, weights, finite, clipped, direct)
+
+
+@dataclass
+class _ClipCollector(Collector):
+    """Computes norms, and keeps the factors of a sum that is weighted by them."""
+
+    weigher: _Weigher
+    factors: dict[str, Factor] = field(default_factory=dict)
+    norms: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, name: str, factor: Factor) -> None:
+        self.factors[name], self.norms[name] = factor.settled()
+
+    def weigh(self) -> ClipWeights:
+        """Return the weights; they are wrong where norms are doubtful."""
+        self.norms = settled(self.norms)
+        return self.weigher(self.norms)
+
+    def careful(self, *direct: Tensor) -> bool:
+        """Return whether a sample is not `direct`, or has a doubtful norm."""
+        return rare(torch.cat([*map(torch.logical_not, direct), *doubts(self.norms)]))
+
+    def summed(
+        self, clip: ClipWeights, keep: Tensor | None, reducer: Reducer = LOCAL
+    ) -> Params:
+        """Sum samples, and drop each factor after its sum.
+
+        Samples not to keep add exactly zero, even if their gradients are not finite.
+        """
+        rows = None
+        if keep is not None and not modes.inside_transform():
+            rows, keep = keep.nonzero().flatten(), None
+        sums = {}
+        for name in list(self.factors):
+            factor, weight = self.factors.pop(name), clip.weights[name]
+            if rows is not None:
+                factor, weight = factor.take(rows), weight[rows]
+            elif keep is not None:
+                factor = masked(factor, keep)
+            sums[name] = reducer.settled(name, factor.weighted(weight))
+        return sums
+
+    def summed_with_care(self) -> tuple[Params, ClipWeights]:
+        """Compute doubtful norms again, and sum gradients in float64 where needed."""
+        self.norms = recomputed(self.norms)
+        clip, sums = self.weigh(), Sums()
+        if not rare(~clip.direct):
+            return self.summed(clip, None), clip
+        keep, hard = clip.direct, clip.finite & ~clip.direct
+        if self.weigher.mask is not None:
+            keep, hard = keep & self.weigher.mask, hard & self.weigher.mask
+        # The norms of the very numbers that are summed, in float64.
+        wide = replace(self.weigher, dtype=torch.float64, mask=None)
+        for rows in slices(hard, *(factor.shape for factor in self.factors.values())):
+            some = _ClipCollector(wide)
+            for name, factor in self.factors.items():
+                some.take(name, gradients(factor, rows))
+            again = some.weigh()
+            sums.add(some.summed(again, again.finite))
+        sums.add(self.summed(clip, keep))
+        return sums.totals, clip
+
+
+@dataclass
+class _TwoPassCollector(_ClipCollector):
+    """A collector of two backward passes, which keeps nothing in between.
+
+    The first is for the norms, from which the weights follow. The second sums, unless
+    some samples need care: then factors are kept after all. It measures the norms of
+    the very factors that it sums, with which the weights must agree: a loss that runs
+    again in a backward pass may have other values.
+    """
+
+    reducer: Reducer = LOCAL
+    sums: Params = field(default_factory=dict)
+    _clip: ClipWeights | None = None
+
+    def first_pass(self, name: str, factor: Factor) -> None:
+        norms = factor.settled()[1]
+        self.norms[name] = [norm._replace(factor=None) for norm in norms]
+
+    def between_passes(self) -> None:
+        clip = self.weigh()
+        careful = self.reducer.any_rank(self.careful(clip.direct))
+        self._clip = None if careful else clip
+
+    def take(self, name: str, factor: Factor) -> None:
+        if self._clip is None:
+            return super().take(name, factor)
+        form, norms = factor.settled()
+        self.norms[name] = [norm._replace(factor=None) for norm in norms]
+        found = form.weighted(self._clip.weights[name])
+        self.sums[name] = self.reducer.summed(name, found)
+
+    def single_pass(self) -> _ClipCollector | None:
+        if self._clip is None:
+            return None
+        factors = double(self._clip.factors)
+        with no_autocast(factors.device):
+            again = self.weigh()
+            bounds = self.weigher.bound * (1 + _ROUNDING)
+            fits = factors * again.upper <= bounds
+            fits &= factors >= again.factors * (1 - _OTHER)
+            differs = self.careful(again.direct, fits.all(1))
+        return _ClipCollector(self.weigher) if self.reducer.any_rank(differs) else None
 
 
 class ClippedGrad(NamedTuple):
@@ -307,91 +422,45 @@ class ClippedSum(Quantity):
         norms, losses = function(value.norms), function(value.losses)
         return value._replace(norms=norms, losses=losses)
 
-    def collector(self, call: Call) -> ClipCollector:
+    def collector(self, call: Call) -> _ClipCollector:
         """Return a collector of norms, and of factors or of sums in a second pass."""
+        weigher = _Weigher.of(self.rule, call)
         if self.passes == 1:
-            return ClipCollector(call.mask)
-        reducer, weigh = call.reducer, self._weigh(call)
+            return _ClipCollector(weigher)
+        return _TwoPassCollector(weigher, reducer=call.reducer)
 
-        def decide(collector: TwoPassCollector) -> Mapping[str, Tensor] | None:
-            clip = weigh(collector.norms)
-            careful = rare(torch.cat([~clip.direct, *collector.uncertain]))
-            return None if reducer.any_rank(careful) else clip.weights
-
-        def fit(collector: TwoPassCollector, weights: Mapping[str, Tensor]) -> bool:
-            with no_autocast(call.device):
-                clip = weigh(collector.norms)
-                fits = [clip.direct]
-                for names, bound in self.rule.parts(call.params):
-                    weight = weights[names[0]].double()
-                    norm = Norm.joint([collector.norms[name] for name in names]).upper
-                    fits.append(weight * norm <= bound * (1 + _ROUNDING))
-                    fits.append(weight >= clip.weights[names[0]] * (1 - _OTHER))
-                other = [~torch.stack(fits).all(0), *collector.uncertain]
-                differs = rare(torch.cat(other))
-            return not reducer.any_rank(differs)
-
-        summed = reducer.summed
-        return TwoPassCollector(call.mask, decide=decide, fit=fit, summed=summed)
-
-    def _weigh(self, call: Call) -> Callable[[Mapping[str, Norm]], ClipWeights]:
-        dtype = reductions.norm_dtype(call.params)
-        parts = self.rule.parts(call.params)
-        return partial(self.rule.weigh, parts=parts, dtype=dtype, mask=call.mask)
-
-    def partial(self, collector: ClipCollector, call: Call) -> tuple:
+    def partial(self, collector: _ClipCollector, call: Call) -> tuple:
         """Return the sums of a chunk, its norms, and which are above a bound."""
-        weigh, sums = self._weigh(call), Sums()
         with no_autocast(call.device):
-            clip = weigh(collector.norms)
-            if isinstance(collector, TwoPassCollector) and collector.sums:
-                sums.add(collector.sums)
+            clip = collector.weigh()
+            if isinstance(collector, _TwoPassCollector) and collector.sums:
+                sums = collector.sums
             elif modes.inside_transform():
-                sums.add(collector.weighted(clip.weights, clip.finite))
-            elif not rare(torch.cat([~clip.direct, *collector.uncertain])):
-                settled = call.reducer.settled
-                sums.add(collector.weighted(clip.weights, None, settled))
+                sums = collector.summed(clip, clip.finite)
+            elif not collector.careful(clip.direct):
+                sums = collector.summed(clip, None, call.reducer)
             else:
-                collector.recompute()
-                clip = weigh(collector.norms)
-                for some in self._careful(collector, clip, call):
-                    sums.add(some)
-                for name, value in sums.totals.items():
-                    sums.totals[name] = call.reducer.settled(name, value)
-        return sums.totals, clip.norms, clip.clipped
-
-    def _careful(
-        self, collector: ClipCollector, clip: ClipWeights, call: Call
-    ) -> Iterator[Params]:
-        """Yield the sums of clipped gradients, in parts that are to be added."""
-        keep: Tensor | None = None
-        if rare(~clip.direct):
-            keep, hard = clip.direct, clip.finite & ~clip.safe
-            if collector.mask is not None:
-                keep, hard = keep & collector.mask, hard & collector.mask
-            # The norms of the very numbers that are summed, in float64.
-            parts = self.rule.parts(call.params)
-            for some in collector.gradients(hard):
-                again = self.rule.weigh(some.norms, parts, torch.float64)
-                yield some.weighted(again.weights, again.finite)
-        yield collector.weighted(clip.weights, keep)
+                sums, clip = collector.summed_with_care()
+                sums = {n: call.reducer.settled(n, each) for n, each in sums.items()}
+        return sums, clip.norms, clip.clipped
 
     def total(self, partials: Iterator[tuple], run: Evaluation) -> ClippedGrad:
         """Return the sum of the batch, its norms and counts."""
-        sums, chunk_norms, above = Sums(), [], []
-        for some, norms, clipped in partials:
+        sums, found = Sums(), []
+        for some, *of_samples in partials:
             sums.add(some)
-            chunk_norms.append(norms)
-            above.append(clipped)
-        if not chunk_norms:
+            found.append(of_samples)
+        if not found:
             self.rule.parts(run.params)  # which may not be as the bounds say
-        norms = joined(reductions.no_norms(run.params, torch.float64), chunk_norms)
-        nonfinite, mask, places = ~norms.isfinite(), run.call.mask, run.places
+            empty = reductions.no_norms(run.params, torch.float64)
+            found.append((empty, empty > 0))
+        norms, above = (
+            map(torch.cat, zip(*found, strict=True)) if found[1:] else found[0]
+        )
+        nonfinite, mask, places = ~(norms < math.inf), run.call.mask, run.places
         if mask is not None:  # in the order of the batch
             nonfinite = (nonfinite if places is None else nonfinite[places]) & mask
-        clipped, nonfinite = run.summed(
-            sums, joined(norms > 0, above).sum(), nonfinite.sum()
-        )
+        clipped, nonfinite = run.summed(sums, above.sum(), nonfinite.sum())
         sums.divide(self.normalize_by)
         return ClippedGrad(
             grads=sums.rounded(run.params),

@@ -10,6 +10,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from vgrad import checks
+from vgrad.factors import Conv, Dense, Factor, Outer, Rows, Tied, Zero
+from vgrad.factors.combined import Moved
 from vgrad.generators import kept_random_state
 from vgrad.persample.engine import (
     Call,
@@ -22,8 +24,6 @@ from vgrad.persample.engine import (
 )
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.proxies import Use, only_reads
-from vgrad.persample.factors import Conv, Dense, Factor, Outer, Rows, Tied, Zero
-from vgrad.persample.factors.combined import Moved
 from vgrad.report import Report, table
 from vgrad.torch_private import modes
 from vgrad.torch_private.modes import op_name

@@ -1,30 +1,41 @@
 """The gradient of every sample, its norm, and weighted sums of gradients."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import methodcaller
 from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
+from vgrad.conditions import rare
+from vgrad.factors import Factor, Norm, Sums, reductions
+from vgrad.factors.base import Norms
+from vgrad.factors.norms import doubts, joint, recomputed, settled
+from vgrad.factors.reductions import ordinary, reach, total
 from vgrad.persample.engine import (
     Call,
+    Collector,
     Evaluation,
     Grouping,
     Groups,
     Mapped,
     Options,
     Quantity,
+    Reducer,
     Transform,
-    Weighted,
     check_groups,
+    gradients,
     joined,
+    masked,
     members,
+    slices,
 )
-from vgrad.persample.factors import Norm, Sums, reductions
-from vgrad.tree import wide
+from vgrad.tree import no_autocast, wide
 from vgrad.typing import Buffers, LossFn, Params, Result, Tree
+
+_HELD = 2**28
+"""Bytes of factors that are held until doubtful norms are computed again."""
 
 
 @overload
@@ -145,21 +156,50 @@ def per_sample_norm(
     return Transform(call, _Norms(groups))
 
 
+@dataclass
+class _NormCollector(Collector):
+    """Computes the norms of all parameters.
+
+    Factors of norms that may have to be computed again are held, up to `most` bytes.
+    """
+
+    most: int
+    norms: dict[str, list[Norm]] = field(default_factory=dict)
+    _held: dict[str, Norms] = field(default_factory=dict)
+    _bytes: int = 0
+
+    def take(self, name: str, factor: Factor) -> None:
+        self._held[name] = factor.settled()[1]
+        self._bytes += factor.bytes
+        if self._bytes > self.most:
+            self.settle()
+
+    def settle(self) -> None:
+        """Compute doubtful norms again, and drop all factors."""
+        norms = settled(self._held)
+        masks = doubts(norms)
+        if masks and rare(torch.cat(masks)):
+            norms = recomputed(norms)
+        self.norms |= norms
+        self._held, self._bytes = {}, 0
+
+
 @dataclass(frozen=True)
 class _Norms(Quantity):
     groups: Groups
 
-    def collector(self, call: Call) -> Mapped:
-        return Mapped(methodcaller("norm"))
+    def collector(self, call: Call) -> _NormCollector:
+        # Reading a value takes no time on the host; elsewhere, it is done once.
+        return _NormCollector(0 if call.device.type == "cpu" else _HELD)
 
-    def partial(self, collector: Mapped, call: Call) -> dict[str, Tensor]:
+    def partial(self, collector: _NormCollector, call: Call) -> dict[str, Tensor]:
+        with no_autocast(call.device):
+            collector.settle()
         dtype = reductions.norm_dtype(call.params)
-        return {
-            group: Norm.joint([collector.values[name] for name in names]).value.to(
-                dtype
-            )
-            for group, names in members(call.function, self.groups, call.params).items()
-        }
+        grouped = members(call.function, self.groups, call.params)
+        norms = joint(collector.norms, grouped.values()).value.unbind(1)
+        own = [each.to(dtype, copy=True) for each in norms]
+        return dict(zip(grouped, own, strict=True))
 
     def total(self, partials: Iterator[dict[str, Tensor]], run: Evaluation) -> Any:
         norms, empty = list(partials), reductions.no_norms(run.params, run.dtype)
@@ -222,16 +262,46 @@ def weighted_grad(
     return WeightedGradFn(call, WeightedSum())
 
 
+@dataclass
+class _Weighted(Collector):
+    """Sums with weights `[B]` that are known beforehand."""
+
+    weights: Tensor
+    mask: Tensor | None
+    reducer: Reducer
+    sums: Params = field(default_factory=dict)
+
+    def take(self, name: str, factor: Factor) -> None:
+        self.sums[name] = self.reducer.summed(name, self._sum(factor))
+
+    def _sum(self, factor: Factor) -> Tensor:
+        weights, counts = self.weights, self.mask
+        if counts is not None:
+            weights = torch.where(counts, weights, 0)
+        if not factor.sides:
+            counted = factor if counts is None else masked(factor, counts)
+            return counted.weighted(weights)
+        safe = ordinary(reach(factor.sides), weights)
+        if not rare(~safe):
+            return factor.weighted(weights)
+        counts = torch.ones_like(safe) if counts is None else counts
+        rows = (safe & counts).nonzero().flatten()
+        parts = [factor.take(rows).weighted(weights[rows])]
+        for rows in slices(~safe & counts, factor.shape):
+            parts.append(gradients(factor, rows).weighted(weights[rows]))
+        return total(parts)
+
+
 class WeightedSum(Quantity):
     """The sum of gradients with the weights of a call."""
 
-    def collector(self, call: Call) -> Weighted:
+    def collector(self, call: Call) -> _Weighted:
         """Return a collector that sums factors as they come."""
         check_weights(call.weights, call.batch.size)
         assert call.weights is not None
-        return Weighted(call.weights, call.mask, summed=call.reducer.summed)
+        return _Weighted(call.weights, call.mask, call.reducer)
 
-    def partial(self, collector: Weighted, call: Call) -> Params:
+    def partial(self, collector: _Weighted, call: Call) -> Params:
         """Return the sums of a chunk."""
         return collector.sums
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vgrad import batches, tree
+from vgrad.factors import Dense, Factor
 from vgrad.generators import RNG_LOCK, random_state, set_random_state
 from vgrad.persample.engine import (
     Call,
@@ -27,7 +28,6 @@ from vgrad.persample.engine import (
     check_groups,
     members,
 )
-from vgrad.persample.factors import Dense, Factor
 from vgrad.tree import double, no_autocast
 from vgrad.typing import Buffers, LossFn, Params, Result, Tree
 

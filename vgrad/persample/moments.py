@@ -3,23 +3,29 @@
 N samples.
 """
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
+from vgrad.factors import Factor
 from vgrad.persample.engine import (
     Call,
+    Collector,
     Evaluation,
-    Moments,
     Options,
     Quantity,
     Reduce,
     Transform,
 )
-from vgrad.tree import map_values, wide
+from vgrad.tree import double, map_values, wide
 from vgrad.typing import LossFn, Params
+
+_WIDENED = 2**18
+"""Numbers that are widened at once."""
 
 
 class GradientMoments(NamedTuple):
@@ -124,14 +130,45 @@ def gradient_moments(
     return Transform(call, MomentsOfGrads())
 
 
+@dataclass
+class _Moments(Collector):
+    """Means and sums of squared deviations over the samples, in float64."""
+
+    count: Tensor | int
+    mask: Tensor | None = None
+    means: Params = field(default_factory=dict)
+    squares: Params = field(default_factory=dict)
+
+    def take(self, name: str, factor: Factor) -> None:
+        # Two passes, since the difference of two large sums has no digits left where
+        # the deviations are small. Some columns at a time are wide, so that they stay
+        # in the processor's cache.
+        flat = factor.grad().reshape(factor.size, math.prod(factor.shape))
+        means, squares = [], []
+        size: Tensor | int = self.count
+        if self.mask is not None:
+            self.count = self.mask.sum(dtype=torch.float64)
+            size = self.count.clamp(min=1)  # a chunk without samples adds zero
+        for columns in flat.split(max(1, _WIDENED // factor.size), dim=1):
+            wide = self._counted(double(columns))
+            means.append(wide.sum(0) / size)
+            rest = self._counted(wide - means[-1])
+            squares.append((rest * rest.conj()).real.sum(0))
+        self.means[name] = torch.cat(means).view(factor.shape)
+        self.squares[name] = torch.cat(squares).view(factor.shape)
+
+    def _counted(self, rows: Tensor) -> Tensor:
+        return rows if self.mask is None else torch.where(self.mask[:, None], rows, 0)
+
+
 class MomentsOfGrads(Quantity):
     """Means and sums of squared deviations, merged over chunks."""
 
-    def collector(self, call: Call) -> Moments:
+    def collector(self, call: Call) -> _Moments:
         """Return a collector of moments."""
-        return Moments(call.batch.size, call.mask)
+        return _Moments(call.batch.size, call.mask)
 
-    def partial(self, collector: Moments, call: Call) -> tuple:
+    def partial(self, collector: _Moments, call: Call) -> tuple:
         """Return the moments of a chunk."""
         return collector.count, collector.means, collector.squares
 

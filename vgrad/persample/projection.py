@@ -5,7 +5,7 @@ B samples, P numbers in a parameter, of which O are in its first dimension.
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Unpack, get_args, overload
 
@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.factors import Factor, Probes, reductions
 from vgrad.persample.engine import (
     Call,
+    Collector,
     Evaluation,
     Options,
-    Projections,
     Quantity,
     Transform,
     joined,
 )
-from vgrad.persample.factors import Probes, reductions
+from vgrad.tree import double
 from vgrad.typing import LossFn, Tree
 
 Kind = Literal["rademacher", "gaussian"]
@@ -114,6 +115,17 @@ def per_sample_projection(
     return Transform(call, _Projection(dim, seed, kind))
 
 
+@dataclass
+class _Projections(Collector):
+    """Adds up inner products with random directions, [B, dim] in float64."""
+
+    probes: Mapping[str, Probes]
+    sums: Any = 0.0
+
+    def take(self, name: str, factor: Factor) -> None:
+        self.sums = self.sums + double(factor.project(self.probes[name]))
+
+
 @dataclass(frozen=True)
 class _Projection(Quantity):
     """Projections on random directions, each of which is drawn once."""
@@ -123,10 +135,11 @@ class _Projection(Quantity):
     kind: Kind
     _drawn: dict[tuple, Probes] = field(default_factory=dict, compare=False, repr=False)
 
-    def collector(self, call: Call) -> Projections:
-        return Projections({name: self._of(name, p) for name, p in call.params.items()})
+    def collector(self, call: Call) -> _Projections:
+        probes = {name: self._of(name, each) for name, each in call.params.items()}
+        return _Projections(probes)
 
-    def partial(self, collector: Projections, call: Call) -> Tensor:
+    def partial(self, collector: _Projections, call: Call) -> Tensor:
         sums = collector.sums / math.sqrt(self.dim)
         return sums.to(reductions.norm_dtype(call.params))
 

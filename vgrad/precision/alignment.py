@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from vgrad import checks
 from vgrad.functional.model import BufferlessModel
 from vgrad.generators import RNG_LOCK
-from vgrad.lowering.vmap import VMAPPED
+from vgrad.ops.record import OPS
 from vgrad.report import Report, table
 from vgrad.torch_private.tensors import memory, op_name
 from vgrad.torch_private.tracing import DispatchMode
@@ -272,7 +272,8 @@ class _StepByStep(TorchFunctionMode):
         self._recorder.gates = (rows, gates) if gates > 1 else None
         packed = len(args) > 4 and isinstance(args[3], list | tuple)
         try:
-            return (func if packed else VMAPPED[func])(*args, **kwargs)
+            run: Any = func if packed else OPS[func].mapped
+            return run(*args, **kwargs)
         finally:
             self._recorder.gates = None
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from vgrad.functional.guards import updated_statistics
-from vgrad.lowering.vmap import VMAPPED
+from vgrad.ops.record import OPS
 from vgrad.torch_private import modes
 from vgrad.torch_private.kernels import has_autocast
 from vgrad.torch_private.tensors import version_of
@@ -222,9 +222,9 @@ class AutocastMode(TorchFunctionMode):
         kind = _kind(device, name, args, kwargs)
         if kind is Kind.INSIDE:
             return func(*args, **kwargs)
-        if kind is Kind.STEPS:
+        if kind is Kind.STEPS and (mapped := OPS[func].mapped) is not None:
             with self:
-                return VMAPPED[func](*args, **kwargs)
+                return mapped(*args, **kwargs)
         if kind is None and name not in _WHOLE and modes.is_python(func):
             with self:
                 return modes.opened(func)(*args, **kwargs)

@@ -16,9 +16,8 @@ work after an exception, until its traceback is freed: `close` ends them.
 
 `torch._C._functions` has the classes of all nodes that torch compiles in. Nodes of an
 autograd.Function have classes of Python, and nodes that a library compiles share one
-class. Functions of vgrad write into memory of their own alone, except for functions
-with `foreign`, which run code of the user. A documented way to list the classes would
-end the need.
+class. Functions of vgrad write into memory of their own alone. A documented way to list
+the classes would end the need.
 
 Under transforms `Function.apply` hands a call to `custom_function_call`, which modes
 see, but raises for a class without `setup_context`. It reads that attribute once, and
@@ -82,8 +81,7 @@ def foreign_nodes(tensors: Iterable[Tensor]) -> list[str]:
 def _is_own(kind: type) -> bool:
     """Return whether a class of nodes that torch did not compile is vgrad's own."""
     function = getattr(kind, "_forward_cls", None)
-    own = getattr(function, "__module__", "").startswith("vgrad.")
-    return own and not getattr(function, "foreign_nodes", False)
+    return getattr(function, "__module__", "").startswith("vgrad.")
 
 
 def is_foreign_op(func: Callable) -> bool:

@@ -111,6 +111,15 @@ def active_transforms() -> tuple[str, ...]:
     return tuple(each.key().name for each in interpreters() or ())
 
 
+def is_mapped_here(tensor: Tensor) -> bool:
+    """Return whether the innermost transform is a vmap that maps over a tensor.
+
+    If an outer vmap does, the transforms in between have to see torch's own op.
+    """
+    level = current_level()
+    return is_batched(tensor) and level_of(tensor) == level
+
+
 def exit_to(level: int) -> AbstractContextManager[None]:
     """Leave the transform of a level, and those inside of it, in a block."""
     inside = (current_level() or 0) - level

@@ -1,22 +1,20 @@
 """States of training, and the parts that all steps share. E members."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from vgrad import checks, optim
+from vgrad import checks
 from vgrad.checks import Patterns
 from vgrad.ensemble.execution import members
 from vgrad.ensemble.optimizer import of_members
 from vgrad.generators import RNG_LOCK, Tag, secret_key, set_seed, torch_seed
 from vgrad.optim.base import GradientTransformation, check_transformation
-from vgrad.optim.fused import disjoint
 from vgrad.precision import LossScale, NoOpLossScale, Policy
 from vgrad.precision.modules import loss_under
-from vgrad.torch_private import modes
 from vgrad.tree import map_tensors, map_values, to_device
 from vgrad.typing import Buffers, Params, Tree
 
@@ -203,40 +201,6 @@ def device_of(params: Params) -> torch.device:
 
 # Parts of a step.
 
-Run = Callable[..., Any]
-"""How a step runs a function of tensors: `run(function, *arguments)`."""
-
-
-def run_eager(function: Callable, *arguments: Any) -> Any:
-    """Call a function."""
-    return function(*arguments)
-
-
-def apply_optimizer(
-    run: Run,
-    tx: GradientTransformation,
-    grads: Params,
-    state: Any,
-    buffers: Buffers,
-    *,
-    donate: bool,
-) -> tuple[Params, Tree]:
-    """Return new parameters and optimizer state, in place where that is allowed.
-
-    `buffers` belong to the next state.
-    """
-    arguments = (tx, grads, state.optimizer, state.params)
-    if donate and tx.donated is not None and may_write(state.params, buffers):
-        return optim.step(*arguments, donate=True)
-    return run(optim.step, *arguments)
-
-
-def may_write(params: Params, buffers: Buffers) -> bool:
-    """Return whether no buffer, which stays, has the memory of a parameter."""
-    if not buffers or modes.inside_transform() or torch.compiler.is_compiling():
-        return True
-    return disjoint([*params.values(), *buffers.values()])
-
 
 def initial_loss_scale(
     function: str,
@@ -261,13 +225,6 @@ def _check_scale(function: str, loss_scale: LossScale | None) -> None:
         )
 
 
-def scale_of(state: Any, initial: LossScale | None) -> LossScale:
-    """Return the scale that a state carries, or the one of the first step."""
-    if initial is None or is_scaled(state.loss_scale):
-        return state.loss_scale
-    return to_device(initial, device_of(state.params))
-
-
 def for_each(scale: LossScale, count: int) -> LossScale:
     """Return a scale with a number for every member."""
     return map_tensors(lambda x: x if x.ndim else x.expand(count).contiguous(), scale)
@@ -286,15 +243,6 @@ def with_policy(policy: Policy | str | None, loss: Any) -> Any:
     if hasattr(loss, "with_buffers"):
         vars(run)["with_buffers"] = loss_under(policy, loss.with_buffers)
     return run
-
-
-def kept_dtypes(buffers: Buffers, old: Buffers) -> Buffers:
-    """Bring buffers back from the dtype that a policy computed in, without a graph."""
-    return map_values(
-        lambda x, y: (x.to(y.dtype) if x.is_floating_point() else x).detach(),
-        buffers,
-        old,
-    )
 
 
 @contextmanager

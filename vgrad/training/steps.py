@@ -1,9 +1,13 @@
-"""Training steps: `step(state, *batch) -> (new state, metrics)`. E members."""
+"""Training steps: `step(state, *batch) -> (new state, metrics)`.
 
-from collections.abc import Callable
+A step is a source of gradients and an optimizer. E members.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,16 +17,12 @@ from vgrad.checks import Patterns
 from vgrad.conditions import checks_collected
 from vgrad.dp.plan import Plan, as_digest, check_spent
 from vgrad.ensemble.execution import Call, InDims, split
-from vgrad.ensemble.gradients import (
-    EnsembleGradFn,
-    EnsembleGrads,
-    ensemble_grad,
-    returning_buffers,
-)
+from vgrad.ensemble.gradients import EnsembleGradFn, ensemble_grad, returning_buffers
 from vgrad.ensemble.optimizer import MembersState, of_members
 from vgrad.functional.losses import SampleLoss, check_loss, gradient
-from vgrad.generators import Tag, sample_keys, torch_seed
+from vgrad.generators import Tag
 from vgrad.optim.base import GradientTransformation, check_transformation
+from vgrad.optim.fused import disjoint
 from vgrad.persample.clipped import clipped_grad
 from vgrad.persample.grad import weighted_grad
 from vgrad.precision import (
@@ -34,26 +34,22 @@ from vgrad.precision import (
     select_tree,
 )
 from vgrad.precision.autocasting import AutocastMode
+from vgrad.torch_private import modes
 from vgrad.training.state import (
     EnsembleState,
     Metrics,
-    Run,
+    State,
     Step,
     TrainState,
-    apply_optimizer,
     check_state,
     device_of,
     for_each,
     initial_loss_scale,
     is_scaled,
-    kept_dtypes,
-    may_write,
-    run_eager,
-    scale_of,
     seeded_from,
     with_policy,
 )
-from vgrad.tree import map_tensors, map_values, tree_map, widened
+from vgrad.tree import map_tensors, map_values, to_device, tree_map, widened
 from vgrad.typing import (
     BatchLossFn,
     Buffers,
@@ -66,6 +62,437 @@ from vgrad.typing import (
     Strategy,
     Tree,
 )
+
+
+def run_eager(function: Callable, *arguments: Any) -> Any:
+    """Call a function."""
+    return function(*arguments)
+
+
+class Gradients(NamedTuple):
+    """The result of a source of gradients.
+
+    Attributes:
+        loss: `[]`, or of each member `[E]`.
+        buffers: the buffers of the next state.
+        masks: whether the step is taken, `[]`, or by each member `[E]` and then by the
+            entries that they share; empty where no step is skipped.
+        metrics: all but the loss and aux.
+        changes: other fields of the next state.
+    """
+
+    grads: Params
+    loss: Tensor
+    buffers: Buffers
+    aux: Tree
+    masks: tuple[Tensor, ...]
+    metrics: Metrics
+    changes: dict[str, Any]
+
+
+class StepReducer:
+    """The processes that take a step together: by default there is one."""
+
+    @contextmanager
+    def together(
+        self, step: "TrainingStep", state: Any, batch: tuple
+    ) -> Iterator[tuple["TrainingStep", tuple[Tag, ...]]]:
+        """Yield the step of this process, and tags of its random numbers."""
+        check_state(f"{step.name}(...)", state, step.source.kind)
+        yield step, ()
+
+    def execution(self, captures: Any) -> Any:
+        """Return how a compiled step runs."""
+        return captures
+
+    def reduced(
+        self, step: "TrainingStep", compute: Callable[[], Gradients], state: Any
+    ) -> Gradients:
+        """Return the gradients for all processes."""
+        return compute()
+
+
+ONE_PROCESS = StepReducer()
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingStep(Generic[State]):
+    """A step: gradients, an optimizer, and the old values where a step is skipped.
+
+    Attributes:
+        first_scale: the loss scale of a state that has none yet.
+        execute: how functions of tensors run, with the captures of a compiled step.
+        reduce: the processes that take the step.
+    """
+
+    name: str
+    source: "Source"
+    tx: GradientTransformation
+    first_scale: LossScale | None
+    donate: bool
+    has_aux: bool
+    execute: Any = run_eager
+    reduce: StepReducer = ONE_PROCESS
+
+    def reports(self) -> tuple[Any, ...]:
+        """Return a report of every capture; none in eager mode."""
+        return getattr(self.execute, "reports", tuple)()
+
+    @property
+    def explain(self) -> Callable[..., Any]:
+        """Explains the captures of a step, which has no report of eager mode."""
+        explanation = self.execute.explanation  # absent in eager mode
+        return lambda *_: explanation(None)
+
+    @cached_property
+    def of_one_process(self) -> "TrainingStep[State]":
+        """The step without other processes, one object for all its graphs."""
+        return replace(self, reduce=ONE_PROCESS)
+
+    def __call__(self, state: State, /, *batch: Tree) -> tuple[State, Metrics]:
+        """Take a step."""
+        old: Any = state
+        with self.reduce.together(self, old, batch) as (step, tags):
+            scale, device = old.loss_scale, device_of(old.params)
+            if self.first_scale is not None and not is_scaled(scale):
+                scale = to_device(self.first_scale, device)
+            inputs = old._replace(loss_scale=scale)
+            if isinstance(old, EnsembleState):
+                active = old.active.to(device)  # early stopping may count on the CPU
+                scale = for_each(scale, len(active))
+                inputs = old._replace(loss_scale=scale, active=active)
+            # A graph can neither write into the state nor reach other processes.
+            one_graph = step.source.in_one_graph and not step.donate
+            with torch.no_grad(), seeded_from(old, *tags):
+                if one_graph and step.reduce is ONE_PROCESS:
+                    arguments = run_eager, _without_key(inputs), batch
+                    new, metrics = step.execute(step._taken, *arguments)
+                else:
+                    new, metrics = step._taken(step.execute, inputs, batch)
+        return new._replace(key=old.key, step=old.step + 1), metrics
+
+    def _taken(
+        self, execute: Callable, state: Any, batch: tuple
+    ) -> tuple[Any, Metrics]:
+        compute = partial(self.source, state, batch)
+        if self.source.is_of_tensors:
+            inputs = _without_key(state)._replace(optimizer=())
+            compute = partial(execute, self.source, inputs, batch)
+        found = self.reduce.reduced(self, compute, state)
+        # Looking at values costs nothing on a CPU, and choosing a pass over all.
+        looks = not checks_collected()
+        all_taken = all(looks and x.is_cpu and bool(x.all()) for x in found.masks)
+        donate = self.donate and all_taken and self.tx.donated is not None
+        arguments = self.tx, found.grads, state.optimizer, state.params
+        if donate and _may_write(state.params, found.buffers):
+            params, optimizer = optim.step(*arguments, donate=True)
+        else:
+            params, optimizer = execute(optim.step, *arguments)
+        new = params, found.buffers, optimizer
+        if not all_taken:
+            new = self.source.selected(found.masks, new, state)
+        fields = dict(zip(("params", "buffers", "optimizer"), new, strict=True))
+        metrics = {"loss": found.loss, **found.metrics}
+        if self.has_aux:
+            metrics["aux"] = found.aux
+        return state._replace(**fields, **found.changes), metrics
+
+
+def _without_key(state: Any) -> Any:
+    """Leave out the key and the count, which no function of tensors needs."""
+    names = {"key", "step", "plan_digest"}.intersection(state._fields)
+    return state._replace(**dict.fromkeys(names))
+
+
+def _may_write(params: Params, buffers: Buffers) -> bool:
+    """Return whether no buffer, which stays, has the memory of a parameter."""
+    if not buffers or modes.inside_transform() or torch.compiler.is_compiling():
+        return True
+    return disjoint([*params.values(), *buffers.values()])
+
+
+# Sources of gradients: `(state, batch) -> Gradients`.
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Source:
+    """How a step computes gradients.
+
+    Attributes:
+        kind: the class of states.
+        transform: a per-sample transform, if that computes them.
+        is_of_tensors: whether it is a function of tensors, which a graph can repeat.
+        in_one_graph: whether the optimizer and the choice of members are in that graph.
+    """
+
+    kind: ClassVar[type] = TrainState
+    transform: Any = None
+    is_of_tensors: ClassVar = False
+    in_one_graph: ClassVar = False
+
+    def __call__(self, state: Any, batch: tuple) -> Gradients:
+        """Compute gradients."""
+        raise NotImplementedError
+
+    def selected(self, masks: tuple[Tensor, ...], new: tuple, old: Any) -> tuple:
+        """Return parameters, buffers and optimizer, the old ones of a skipped step."""
+        [finite] = masks
+        return select_tree(finite, new, tuple(old[:3]))
+
+
+def mean_gradients(
+    state: TrainState, grads: Params, loss: Tensor, buffers: Buffers, aux: Tree = ()
+) -> Gradients:
+    """Return gradients of a plain step, which is skipped if a scaled one overflows."""
+    scale = state.loss_scale
+    found = Gradients(grads, widened(loss), buffers, aux, (), {}, {"loss_scale": scale})
+    if not is_scaled(scale):
+        return found
+    finite, factor = all_finite(grads), torch.as_tensor(scale.loss_scale)
+    return found._replace(
+        masks=(finite,),
+        metrics={"loss_scale": factor, "skipped": (~finite).float()},
+        changes={"loss_scale": scale.adjust(finite)},
+    )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BatchSource(Source):
+    """Gradients of the loss of a batch, in a forward and a backward pass.
+
+    Attributes:
+        loss: returns a loss, with aux if there is one, and new buffers.
+    """
+
+    loss: Callable[..., tuple[Any, Buffers]]
+    donate: bool
+    has_aux: bool
+    name: ClassVar = "train_step"
+    is_of_tensors: ClassVar = True
+
+    def __call__(self, state: TrainState, batch: tuple) -> Gradients:
+        """Compute the gradients of a batch."""
+        scale = state.loss_scale
+
+        def of_params(params: Params) -> tuple[Tensor, tuple]:
+            with AutocastMode(params.values()):
+                output, new = self.loss(params, state.buffers, *batch)
+            value, aux = output if self.has_aux else (output, ())
+            return scale.scale(value), (value, aux, new)
+
+        with torch.no_grad():
+            grads, (value, aux, new), _ = gradient(of_params, state.params)
+            # Either may be a parameter, which a donated step writes into.
+            kept = Tensor.clone if self.donate else Tensor.detach
+            aux, value = map_tensors(kept, (aux, value))
+            new = _kept_dtypes(new, state.buffers)
+            return mean_gradients(state, scale.unscale(grads), value, new, aux)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SampleSource(Source):
+    """Means of the gradients of single samples, which `transform` sums.
+
+    Its aux are the losses.
+    """
+
+    def __call__(self, state: TrainState, batch: tuple) -> Gradients:
+        """Compute the mean of the gradients of samples."""
+        samples, compute = batches.read("train_step", batch), self.transform
+        if is_scaled(state.loss_scale):
+            compute = compute.with_loss_scale(state.loss_scale)
+        ones = torch.ones(samples.size, device=samples.tensors[0].device)
+        sums, losses = compute(ones, state.params, state.buffers, *batch)
+        if losses is None:
+            raise ValueError(
+                "train_step(loss)(state, *batch): expected a sample at least, got a "
+                "batch of none, which has no mean. Skip the step."
+            )
+        grads = map_values(lambda total: total / len(losses), sums)
+        return mean_gradients(state, grads, widened(losses).mean(), state.buffers)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PrivateSource(Source):
+    """Sums of clipped gradients with noise; nothing that depends on data skips a step.
+
+    `transform` clips and sums.
+    """
+
+    plan: Plan
+    has_aux: bool
+
+    def __call__(self, state: TrainState, batch: tuple) -> Gradients:
+        """Compute the clipped sum of a batch, with noise."""
+        function, plan, taken = "private_step(plan)(state)", self.plan, int(state.step)
+        identity = check_spent(function, plan, state.plan_digest, taken)
+        if not 0 <= taken < plan.steps:
+            raise RuntimeError(
+                f"{function}: expected a state of fewer than the {plan.steps} steps "
+                f"that the plan accounts for, got {taken}."
+            )
+        size = batches.read("private_step", batch).size
+        if size > plan.dataset_size:
+            raise ValueError(
+                f"private_step(plan)(state, *batch): expected a batch of at most the "
+                f"{plan.dataset_size} samples of the plan's data set, got {size}. Draw "
+                f"batches with plan.sampler(state)."
+            )
+        scale, compute = state.loss_scale, self.transform
+        if is_scaled(scale):
+            compute = compute.with_loss_scale(scale)
+        result = compute(state.params, state.buffers, *batch)
+        result, aux = result if self.has_aux else (result, None)
+        noise: dict[str, Any] = {"key": state.key, "step": taken}
+        metrics = {
+            "samples": torch.tensor(len(result.losses)),
+            "clipped": result.clipped,
+            "nonfinite": result.nonfinite,
+        }
+        changes = {
+            "plan_digest": as_digest(identity).to(state.plan_digest.device),
+            "loss_scale": scale.adjust(result.nonfinite == 0),
+        }
+        return Gradients(
+            plan.add_noise(result.grads, compute.sensitivity, **noise),
+            widened(result.losses).mean(),
+            state.buffers,
+            aux,
+            (),
+            metrics,
+            changes,
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MemberSource(Source):
+    """Gradients of every member's loss."""
+
+    gradient: EnsembleGradFn
+    in_dims: InDims
+    donate: bool
+    name: ClassVar = "ensemble_train_step"
+    kind: ClassVar = EnsembleState
+    is_of_tensors: ClassVar = True
+    in_one_graph: ClassVar = True
+
+    def __call__(self, state: EnsembleState, batch: tuple) -> Gradients:
+        """Compute the gradients of all members."""
+        scale, active = state.loss_scale, state.active
+        shared, scaled = self.shared_entries(state), is_scaled(scale)
+        shares = bool(shared.keys() & state.params.keys())
+        if scaled and shares:
+            raise ValueError(
+                f"ensemble_train_step(shared={list(self.gradient.shared)!r}, "
+                f"loss_scale): expected one of the two, got both: each member has a "
+                f"scale of its own. Compute in bfloat16, which needs no scale."
+            )
+        arguments, weights = (state.params, state.buffers, *batch), scale.loss_scale
+        if shares:
+            arguments, weights = self._of_active(state, batch), active
+        result: Any = self.gradient(*arguments, loss_scale=weights)
+        (grads, losses, buffers), aux = (
+            result if self.gradient.has_aux else (result, None)
+        )
+        if self.donate:  # they may be parameters, which the step writes into
+            losses, aux = map_tensors(Tensor.clone, (losses, aux))
+        if scaled:
+            unscaled = torch.vmap(lambda scale, grads: scale.unscale(grads))
+            grads = unscaled(scale, grads)
+        if shares:
+            losses = losses.masked_fill(~active, torch.nan)
+        with torch.no_grad():
+            buffers = _kept_dtypes(buffers, state.buffers)
+            own = [value for name, value in grads.items() if name not in shared]
+            finite = _members_finite(own, active)
+            masks = (active & finite,)
+            if shared:
+                masks += (self.together(state, grads, active.any()),)
+            metrics: Metrics = {"skipped": (active & ~finite).float()}
+            if scaled:
+                metrics["loss_scale"] = torch.as_tensor(scale.loss_scale).clone()
+                adjusted = torch.vmap(lambda scale, ok: scale.adjust(ok))(scale, finite)
+                scale = _select_members(active, adjusted, scale)
+        changes = {"loss_scale": scale}
+        return Gradients(grads, widened(losses), buffers, aux, masks, metrics, changes)
+
+    def shared_entries(self, state: EnsembleState) -> Params:
+        """Return the parameters and buffers without a member axis."""
+        patterns = self.gradient.shared
+        entries = {**state.params, **state.buffers} if patterns else {}
+        return split(self.name, entries, patterns)[1]
+
+    def together(
+        self, state: EnsembleState, grads: Params, any_active: Tensor
+    ) -> Tensor:
+        """Return whether shared entries take the step: their gradients are finite."""
+        shared = self.shared_entries(state)
+        sums = [value for name, value in grads.items() if name in shared]
+        return torch.stack([any_active, *(x.isfinite().all() for x in sums)]).all()
+
+    def selected(
+        self, masks: tuple[Tensor, ...], new: tuple, old: EnsembleState
+    ) -> tuple:
+        """Return parameters, buffers and optimizer, the old ones where skipped."""
+        trained, together = masks[0], masks[-1]
+        shared = self.shared_entries(old)
+
+        def of(new: Params, old: Params) -> Params:
+            masks = {name: together if name in shared else trained for name in new}
+            return {n: _select_members(masks[n], new[n], old[n]) for n in new}
+
+        params, buffers, optimizer = new
+        optimizer = MembersState(
+            _select_members(trained, optimizer.members, old.optimizer.members),
+            _select_members(together, optimizer.shared, old.optimizer.shared),
+        )
+        return of(params, old.params), of(buffers, old.buffers), optimizer
+
+    def _of_active(self, state: EnsembleState, batch: tuple) -> tuple:
+        """Return the arguments with an active member's values for each inactive one.
+
+        Weighing by zero is not enough: zero times the NaN of a member is a NaN.
+        """
+        arguments = state.params, state.buffers, batch
+        patterns = self.gradient.shared
+        call = Call(self.name, *arguments, in_dims=self.in_dims, shared=patterns)
+        rows = torch.arange(call.members, device=state.active.device)
+        rows = torch.where(state.active, rows, state.active.int().argmax())
+        return call.rows(rows).args
+
+
+def _kept_dtypes(buffers: Buffers, old: Buffers) -> Buffers:
+    """Bring buffers back from the dtype that a policy computed in, without a graph."""
+    return map_values(
+        lambda x, y: (x.to(y.dtype) if x.is_floating_point() else x).detach(),
+        buffers,
+        old,
+    )
+
+
+def _select_members(mask: Tensor, new: Tree, old: Tree) -> Tree:
+    """Take `new` where a mask of members `[E]`, or one for all, is true, else `old`."""
+
+    def choose(new: Tensor, old: Tensor) -> Tensor:
+        aligned = mask.reshape((*mask.shape, *[1] * (new.ndim - mask.ndim)))
+        return torch.where(aligned, new, old)
+
+    return tree_map(choose, new, old)
+
+
+def _members_finite(grads: list[Tensor], like: Tensor) -> Tensor:
+    """Return whether each member's gradients are finite, `[E]`, without a sync."""
+    finite = torch.ones_like(like)
+    if like.device.type == "cpu" and not checks_collected():
+        # A finite sum has finite terms, and takes a fraction of the time.
+        if all(bool(grad.sum().isfinite()) for grad in grads):
+            return finite
+    for grad in grads:
+        finite = finite & grad.isfinite().reshape(len(finite), grad[0].numel()).all(1)
+    return finite
+
+
+# Steps.
 
 
 def train_step(
@@ -117,8 +544,9 @@ def train_step(
         >>> state.step
         tensor(1)
     """
-    scale = initial_loss_scale("train_step", loss_scale, policy, DynamicLossScale())
-    check_transformation("train_step", tx)
+    function = "train_step"
+    scale = initial_loss_scale(function, loss_scale, policy, DynamicLossScale())
+    check_transformation(function, tx)
     if isinstance(loss, SampleLoss):
         if has_aux:
             raise TypeError(
@@ -126,142 +554,20 @@ def train_step(
                 "(scalar, aux), got one from sample_loss, which has no aux. Write a "
                 "loss of a whole batch."
             )
-        run = _with_value(with_policy(policy, loss))
-        gradients = OfSamples(weighted_grad(run, randomness="different", has_aux=True))
+        single = with_policy(policy, loss)
+
+        def with_value(params: Params, buffers: Buffers, /, *sample: Tree) -> tuple:
+            value = single(params, buffers, *sample)
+            return value, value
+
+        weighted = weighted_grad(with_value, randomness="different", has_aux=True)
+        source: Source = SampleSource(transform=weighted)
     else:
-        check_loss("train_step", loss, of_batch=True)
+        check_loss(function, loss, of_batch=True)
         run = with_policy(policy, loss)
-        run = returning_buffers("train_step", run, has_aux=has_aux)
-        gradients = OfBatch(run, has_aux, donate)
-    return TrainStep(gradients, tx, scale, donate, has_aux)
-
-
-@dataclass(frozen=True, eq=False)
-class TrainStep:
-    """The step of `train_step`.
-
-    Attributes:
-        gradients: a function of gradients, loss, aux, buffers, and whether gradients
-            are finite.
-        scale: the loss scale of the first step.
-        run: how gradients of batches are computed, and the optimizer run.
-        reduce: sums over processes, from the function that computes gradients here, and
-            the state.
-    """
-
-    gradients: "OfBatch | OfSamples"
-    tx: GradientTransformation
-    scale: LossScale | None
-    donate: bool
-    has_aux: bool
-    run: Run = run_eager
-    reduce: Callable[[Callable[[], tuple], TrainState], tuple] | None = None
-    name: ClassVar = "train_step"
-
-    def __call__(
-        self, state: TrainState, /, *batch: Tree
-    ) -> tuple[TrainState, Metrics]:
-        """Take a step."""
-        check_state("train_step(loss, tx)", state, TrainState)
-        scale = scale_of(state, self.scale)
-        scaled = is_scaled(scale)
-        run = self.run if isinstance(self.gradients, OfBatch) else run_eager
-        arguments = state.params, state.buffers, batch, scale
-        compute = partial(run, self.gradients.compute, *arguments)
-        with torch.no_grad(), seeded_from(state):
-            results = compute() if self.reduce is None else self.reduce(compute, state)
-            grads, value, aux, buffers, finite = results
-            # A skipped step needs the old state; a look at a value is free on a CPU.
-            taken = not scaled or (self.donate and finite.is_cpu and bool(finite))
-            donate = self.donate and taken
-            params, optimizer = apply_optimizer(
-                self.run, self.tx, grads, state, buffers, donate=donate
-            )
-            new = (params, buffers, optimizer)
-            if not taken:
-                new = select_tree(finite, new, tuple(state[:3]))
-        metrics = {"loss": value}
-        if self.has_aux:
-            metrics["aux"] = aux
-        if scaled:
-            metrics["loss_scale"] = torch.as_tensor(scale.loss_scale)
-            metrics["skipped"] = (~finite).float()
-            scale = scale.adjust(finite)
-        new = dict(zip(("params", "buffers", "optimizer"), new, strict=True))
-        return state._replace(**new, step=state.step + 1, loss_scale=scale), metrics
-
-
-@dataclass(frozen=True, eq=False)
-class OfBatch:
-    """Gradients of the loss of a batch, in a forward and a backward pass.
-
-    Attributes:
-        loss: returns a loss, with aux if there is one, and new buffers.
-    """
-
-    loss: Callable[..., tuple[Any, Buffers]]
-    has_aux: bool
-    donate: bool
-    name: ClassVar = "train_step"
-
-    def compute(
-        self, params: Params, buffers: Buffers, batch: tuple, scale: LossScale
-    ) -> tuple:
-        """Return gradients, loss, aux, new buffers, and whether all is finite."""
-
-        def of_params(params: Params) -> tuple[Tensor, tuple]:
-            with AutocastMode(params.values()):
-                output, new = self.loss(params, buffers, *batch)
-            value, aux = output if self.has_aux else (output, ())
-            return scale.scale(value), (value, aux, new)
-
-        with torch.no_grad():
-            grads, (value, aux, new), _ = gradient(of_params, params)
-            grads = scale.unscale(grads)
-            finite = all_finite(grads) if is_scaled(scale) else torch.tensor(True)
-            # Either may be a parameter, which a donated step writes into.
-            kept = Tensor.clone if self.donate else Tensor.detach
-            aux, value = map_tensors(kept, (aux, value))
-            return grads, widened(value), aux, kept_dtypes(new, buffers), finite
-
-
-@dataclass(frozen=True, eq=False)
-class OfSamples:
-    """Means of the gradients of single samples, here and wherever else there are some.
-
-    Attributes:
-        weighted: sums them, with the losses as aux.
-    """
-
-    weighted: Any
-
-    def compute(
-        self, params: Params, buffers: Buffers, batch: tuple, scale: LossScale
-    ) -> tuple:
-        """Return the same as `OfBatch.compute`."""
-        samples = batches.read("train_step", batch)
-        scaled = is_scaled(scale)
-        compute = self.weighted.with_loss_scale(scale) if scaled else self.weighted
-        ones = torch.ones(samples.size, device=samples.tensors[0].device)
-        sums, losses = compute(ones, params, buffers, *batch)
-        if losses is None:
-            raise ValueError(
-                "train_step(loss)(state, *batch): expected a sample at least, got a "
-                "batch of none, which has no mean. Skip the step."
-            )
-        grads = map_values(lambda total: total / len(losses), sums)
-        finite = all_finite(grads) if scaled else torch.tensor(True)
-        return grads, widened(losses).mean(), (), buffers, finite
-
-
-def _with_value(loss: LossFn) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return a loss of one sample that has its value as aux."""
-
-    def run(params: Params, buffers: Buffers, /, *sample: Tree) -> tuple:
-        value = loss(params, buffers, *sample)
-        return value, value
-
-    return run
+        run = returning_buffers(function, run, has_aux=has_aux)
+        source = BatchSource(loss=run, donate=donate, has_aux=has_aux)
+    return TrainingStep(function, source, tx, scale, donate, has_aux)
 
 
 def private_step(
@@ -319,15 +625,16 @@ def private_step(
         ValueError: when called, if the batch has more samples than the data set, or the
             state has spent under another plan.
     """
-    check_loss("private_step", loss)
-    check_transformation("private_step", tx)
+    function = "private_step"
+    check_loss(function, loss)
+    check_transformation(function, tx)
     if not isinstance(plan, Plan):
         raise TypeError(
             f"private_step(plan): expected a dp.Plan, got a {type(plan).__name__}. "
             f"Make one with dp.Plan.for_epsilon; train_step trains without privacy."
         )
     default = StaticLossScale(2.0**10)
-    scale = initial_loss_scale("private_step", loss_scale, policy, default)
+    scale = initial_loss_scale(function, loss_scale, policy, default)
     clipped = clipped_grad(
         with_policy(policy, loss),
         max_norm=plan.max_norm,
@@ -338,74 +645,8 @@ def private_step(
         randomness=randomness,
         has_aux=has_aux,
     )
-    return PrivateStep(clipped, tx, plan, scale, donate, has_aux)
-
-
-@dataclass(frozen=True, eq=False)
-class PrivateStep:
-    """The step of `private_step`.
-
-    Attributes:
-        clipped: computes the clipped sum.
-        scale: the loss scale of the first step.
-        run: how the optimizer is run.
-    """
-
-    clipped: Any
-    tx: GradientTransformation
-    plan: Plan
-    scale: LossScale | None
-    donate: bool
-    has_aux: bool
-    run: Run = run_eager
-
-    def __call__(
-        self, state: TrainState, /, *batch: Tree
-    ) -> tuple[TrainState, Metrics]:
-        """Take a step."""
-        check_state("private_step(loss, tx, plan)", state, TrainState)
-        function, plan, taken = "private_step(plan)(state)", self.plan, int(state.step)
-        identity = check_spent(function, plan, state.plan_digest, taken)
-        if not 0 <= taken < plan.steps:
-            raise RuntimeError(
-                f"{function}: expected a state of fewer than the {plan.steps} steps "
-                f"that the plan accounts for, got {taken}."
-            )
-        size = batches.read("private_step", batch).size
-        if size > plan.dataset_size:
-            raise ValueError(
-                f"private_step(plan)(state, *batch): expected a batch of at most the "
-                f"{plan.dataset_size} samples of the plan's data set, got {size}. Draw "
-                f"batches with plan.sampler(state)."
-            )
-        scale = scale_of(state, self.scale)
-        scaled = is_scaled(scale)
-        compute = self.clipped.with_loss_scale(scale) if scaled else self.clipped
-        with torch.no_grad(), seeded_from(state):
-            result = compute(state.params, state.buffers, *batch)
-            result, aux = result if self.has_aux else (result, None)
-            grads = plan.add_noise(
-                result.grads, compute.sensitivity, key=state.key, step=taken
-            )
-            params, optimizer = apply_optimizer(
-                self.run, self.tx, grads, state, state.buffers, donate=self.donate
-            )
-        metrics = {
-            "loss": widened(result.losses).mean(),
-            "samples": torch.tensor(len(result.losses)),
-            "clipped": result.clipped,
-            "nonfinite": result.nonfinite,
-        }
-        if self.has_aux:
-            metrics["aux"] = aux
-        new = state._replace(
-            params=params,
-            optimizer=optimizer,
-            step=state.step + 1,
-            plan_digest=as_digest(identity).to(state.plan_digest.device),
-            loss_scale=scale.adjust(result.nonfinite == 0),
-        )
-        return new, metrics
+    source = PrivateSource(transform=clipped, plan=plan, has_aux=has_aux)
+    return TrainingStep(function, source, tx, scale, donate, has_aux)
 
 
 def ensemble_train_step(
@@ -468,215 +709,5 @@ def ensemble_train_step(
         shared=shared,
         has_aux=has_aux,
     )
-    return EnsembleStep(gradient, tx, scale, in_dims, tuple(shared), donate, has_aux)
-
-
-GradsAndAux = tuple[EnsembleGrads, Tree]
-"""Gradients without the scale, and aux."""
-
-
-@dataclass(frozen=True, eq=False)
-class EnsembleStep:
-    """The step of `ensemble_train_step`.
-
-    Attributes:
-        scale: the loss scale of the first step.
-        run: how all but the random numbers of a step is computed.
-        reducer: sums over members that other processes train (`vgrad.distributed`).
-    """
-
-    gradient: EnsembleGradFn
-    tx: GradientTransformation
-    scale: LossScale | None
-    in_dims: InDims
-    shared: Patterns
-    donate: bool
-    has_aux: bool
-    run: Run = run_eager
-    reducer: Any = None
-    name: ClassVar = "ensemble_train_step"
-
-    def __call__(
-        self, state: EnsembleState, /, *batch: Tree
-    ) -> tuple[EnsembleState, Metrics]:
-        """Take a step."""
-        check_state("ensemble_train_step(loss, tx)", state, EnsembleState)
-        # Early stopping may count on the CPU.
-        active = state.active.to(device_of(state.params))
-        state = state._replace(active=active)
-        scale = for_each(scale_of(state, self.scale), len(active))
-        # Neither the key nor the count is for a function of tensors.
-        inputs = state._replace(loss_scale=scale, key=active, step=active)
-        step, tags = self._with_members(state)
-        with torch.no_grad(), seeded_from(state, *tags):
-            if self.reducer is not None and (whole := [*self._shared_entries(state)]):
-                compute = partial(self.run, step._gradients, inputs, batch)
-                results, any_active = self.reducer.reduce(compute, state, whole)
-                new, metrics = self._update(inputs, results, any_active)
-            elif self.donate:  # a graph could not write into the state
-                results = self.run(step._gradients, inputs, batch)
-                new, metrics = self._update(inputs, results)
-            else:
-                new, metrics = self.run(step._step, inputs, batch)
-        return new._replace(key=state.key, step=state.step + 1), metrics
-
-    @cached_property
-    def _without_reducer(self) -> "EnsembleStep":
-        """The step of this process alone, since a capture cannot compare a reducer."""
-        return replace(self, reducer=None)
-
-    def _with_members(
-        self, state: EnsembleState
-    ) -> tuple["EnsembleStep", tuple[Tag, ...]]:
-        """Return a step whose draws differ from other processes', or tags for that."""
-        if self.reducer is None:
-            return self, ()
-        if not self._shared_entries(state):  # else all processes check together
-            self.reducer.check(len(state.active))
-        numbers = self.reducer.numbers
-        if self.run is not run_eager:  # a graph draws for all members at once
-            different = self.gradient.randomness == "different" and numbers.start
-            tags = ("members", numbers.start) if different else ()
-            return self._without_reducer, tags
-        seed = torch_seed(state.key, "loss", int(state.step), "members")
-        keys = sample_keys(seed, numbers.start, len(numbers))
-        return replace(self, gradient=self.gradient.keyed(keys)), ()
-
-    def _step(
-        self, state: EnsembleState, batch: tuple
-    ) -> tuple[EnsembleState, Metrics]:
-        return self._update(state, self._gradients(state, batch))
-
-    def _shared_entries(self, state: EnsembleState) -> Params:
-        entries = {**state.params, **state.buffers} if self.shared else {}
-        return split("ensemble_train_step", entries, self.shared)[1]
-
-    def _gradients(self, state: EnsembleState, batch: tuple) -> GradsAndAux:
-        scale, whole = state.loss_scale, self._shared_entries(state)
-        scaled = is_scaled(scale)
-        shares = bool(whole.keys() & state.params.keys())
-        if scaled and shares:
-            raise ValueError(
-                f"ensemble_train_step(shared={list(self.shared)!r}, loss_scale): "
-                f"expected one of the two, got both: each member has a scale of its "
-                f"own. Compute in bfloat16, which needs no scale."
-            )
-        arguments, weights = (state.params, state.buffers, *batch), scale.loss_scale
-        if shares:
-            arguments, weights = self._of_active(state, batch), state.active
-        result = self.gradient(*arguments, loss_scale=weights)
-        result, aux = result if self.has_aux else (result, None)
-        if self.donate:  # they may be parameters, which the step writes into
-            losses = result.losses.clone()
-            result, aux = result._replace(losses=losses), map_tensors(Tensor.clone, aux)
-        if scaled:
-            unscaled = torch.vmap(lambda scale, grads: scale.unscale(grads))
-            result = result._replace(grads=unscaled(scale, result.grads))
-        if shares:
-            losses = result.losses.masked_fill(~state.active, torch.nan)
-            result = result._replace(losses=losses)
-        return result, aux
-
-    def _of_active(self, state: EnsembleState, batch: tuple) -> tuple:
-        """Return the arguments with an active member's values for each inactive one.
-
-        Weighing by zero is not enough: zero times the NaN of a member is a NaN.
-        """
-        arguments = state.params, state.buffers, batch
-        call = Call(
-            "ensemble_train_step", *arguments, in_dims=self.in_dims, shared=self.shared
-        )
-        rows = torch.arange(call.members, device=state.active.device)
-        rows = torch.where(state.active, rows, state.active.int().argmax())
-        return call.rows(rows).args
-
-    def _update(
-        self,
-        state: EnsembleState,
-        results: GradsAndAux,
-        any_active: Tensor | None = None,
-    ) -> tuple[EnsembleState, Metrics]:
-        """Return the state after the optimizer's step, with the same key and count."""
-        active, scale = state.active, state.loss_scale
-        whole = self._shared_entries(state)
-        (grads, losses, buffers), aux = results
-        with torch.no_grad():
-            finite = _members_finite(
-                [grads[n] for n in grads if n not in whole], active
-            )
-            trained = active & finite
-            # Looking at values costs nothing on a CPU, and choosing a pass over all.
-            looks = trained.is_cpu and not whole and not checks_collected()
-            all_trained = looks and bool(trained.all())
-            buffers = kept_dtypes(buffers, state.buffers)
-            donate = self.donate and all_trained and may_write(state.params, buffers)
-            params, optimizer = optim.step(
-                self.tx, grads, state.optimizer, state.params, donate=donate
-            )
-            new = state._replace(params=params, buffers=buffers, optimizer=optimizer)
-            if not all_trained:
-                any_active = active.any() if any_active is None else any_active
-                common = {name: grads.get(name) for name in whole}
-                new = _restore_inactive(new, state, trained, common, any_active)
-            metrics = {
-                "loss": widened(losses),
-                "skipped": (active & ~finite).float(),
-            }
-            if self.has_aux:
-                metrics["aux"] = aux
-            if is_scaled(scale):
-                metrics["loss_scale"] = torch.as_tensor(scale.loss_scale).clone()
-                adjusted = torch.vmap(lambda scale, ok: scale.adjust(ok))(scale, finite)
-                scale = _select_members(active, adjusted, scale)
-        return new._replace(loss_scale=scale), metrics
-
-
-def _select_members(mask: Tensor, new: Tree, old: Tree) -> Tree:
-    """Take `new` where a mask of members `[E]`, or one for all, is true, else `old`."""
-
-    def choose(new: Tensor, old: Tensor) -> Tensor:
-        aligned = mask.reshape((*mask.shape, *[1] * (new.ndim - mask.ndim)))
-        return torch.where(aligned, new, old)
-
-    return tree_map(choose, new, old)
-
-
-def _restore_inactive(
-    new: EnsembleState,
-    old: EnsembleState,
-    trained: Tensor,
-    common: dict[str, Any],
-    any_active: Tensor,
-) -> EnsembleState:
-    """Restore members that were not trained, and shared entries that are skipped.
-
-    `common` has the gradients of all shared entries, None for buffers.
-    """
-    finite = [grad.isfinite().all() for grad in common.values() if grad is not None]
-    together = torch.stack([any_active, *finite]).all()
-
-    def select(new: Params, old: Params) -> Params:
-        masks = {name: together if name in common else trained for name in new}
-        return {n: _select_members(masks[n], new[n], old[n]) for n in new}
-
-    optimizer = MembersState(
-        _select_members(trained, new.optimizer.members, old.optimizer.members),
-        _select_members(together, new.optimizer.shared, old.optimizer.shared),
-    )
-    return new._replace(
-        params=select(new.params, old.params),
-        buffers=select(new.buffers, old.buffers),
-        optimizer=optimizer,
-    )
-
-
-def _members_finite(grads: list[Tensor], like: Tensor) -> Tensor:
-    """Return whether each member's gradients are finite, `[E]`, without a sync."""
-    finite = torch.ones_like(like)
-    if like.device.type == "cpu" and not checks_collected():
-        # A finite sum has finite terms, and takes a fraction of the time.
-        if all(bool(grad.sum().isfinite()) for grad in grads):
-            return finite
-    for grad in grads:
-        finite = finite & grad.isfinite().reshape(len(finite), grad[0].numel()).all(1)
-    return finite
+    source = MemberSource(gradient=gradient, in_dims=in_dims, donate=donate)
+    return TrainingStep(function, source, tx, scale, donate, has_aux)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from vgrad import batches, checks
+from vgrad.factors.base import Factor, Scaled
 from vgrad.functional.losses import check_loss, returned
-from vgrad.lowering.randomness import Draws
-from vgrad.persample.engine.guard import Fallbacks, LossGuard
-from vgrad.persample.factors.base import Factor, Scaled
+from vgrad.loss.mode import LossMode
+from vgrad.loss.randomness import Draws
+from vgrad.persample.engine.guard import Fallbacks
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import modes
@@ -277,7 +278,7 @@ class Call:
         self,
         params: Params,
         tensors: tuple[Tensor, ...],
-        guard: LossGuard,
+        mode: LossMode,
         *,
         alone: bool = False,
     ) -> tuple[Tensor, Tree]:
@@ -289,7 +290,7 @@ class Call:
         for name, value in params.items():
             with_attributes(value, self.params[name])
         casts, size = partial(AutocastMode, [*params.values()]), self.batch.size
-        with guard.inside(size, self.randomness, casts, alone=alone):
+        with mode.inside(size, self.randomness, casts, alone=alone):
             # Dictionaries of its own, in which the loss may rebind names.
             result = self.loss(dict(params), dict(self.buffers), *sample)
         value, aux = returned(self.function, result, has_aux=self.has_aux)

@@ -5,7 +5,7 @@ parameter, as early as the backward pass allows. Parameters may be grouped by na
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
@@ -14,28 +14,12 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.checks import Patterns
-from vgrad.conditions import defer_checks, rare
+from vgrad.factors.base import Dense, Factor, Zero
 from vgrad.persample.engine.proxies import Use
-from vgrad.persample.factors.base import Dense, Factor, Probes, Zero
-from vgrad.persample.factors.reductions import Norm, ordinary, reach, total
-from vgrad.torch_private import modes
-from vgrad.tree import double
 from vgrad.typing import Params
-
-_WIDENED = 2**18
-"""Numbers that are widened at once."""
 
 _FORMED = 2**24
 """Numbers of gradients formed at once where a sum of products cannot be trusted."""
-
-Summed = Callable[[str, Tensor], Tensor]
-"""Takes the sum of a parameter as soon as it is formed, and returns the value to keep.
-"""
-
-
-def whole(name: str, value: Tensor) -> Tensor:
-    """Keep all of a sum."""
-    return value
 
 
 class Collector(Protocol):
@@ -72,189 +56,15 @@ class Mapped(Collector):
         self.values[name] = self.function(factor)
 
 
-@dataclass
-class Weighted(Collector):
-    """Sums with weights `[B]` that are known beforehand."""
-
-    weights: Tensor
-    mask: Tensor | None = None
-    sums: Params = field(default_factory=dict)
-    summed: Summed = whole
-
-    def take(self, name: str, factor: Factor) -> None:
-        self.sums[name] = self.summed(name, self._sum(factor))
-
-    def _sum(self, factor: Factor) -> Tensor:
-        weights, counts = self.weights, self.mask
-        if counts is not None:
-            weights = torch.where(counts, weights, 0)
-        if not factor.sides:
-            counted = factor if counts is None else masked(factor, counts)
-            return counted.weighted(weights)
-        safe = ordinary(reach(factor.sides), weights)
-        if not rare(~safe):
-            return factor.weighted(weights)
-        counts = torch.ones_like(safe) if counts is None else counts
-        rows = (safe & counts).nonzero().flatten()
-        parts = [factor.take(rows).weighted(weights[rows])]
-        for rows in _slices(~safe & counts, factor.shape):
-            parts.append(_gradients(factor, rows).weighted(weights[rows]))
-        return total(parts)
-
-
-@dataclass
-class Projections(Collector):
-    """Adds up inner products with random directions, [B, dim] in float64."""
-
-    probes: Mapping[str, Probes]
-    sums: Any = 0.0
-
-    def take(self, name: str, factor: Factor) -> None:
-        self.sums = self.sums + double(factor.project(self.probes[name]))
-
-
-@dataclass
-class Moments(Collector):
-    """Means and sums of squared deviations over the samples, in float64."""
-
-    count: Tensor | int
-    mask: Tensor | None = None
-    means: Params = field(default_factory=dict)
-    squares: Params = field(default_factory=dict)
-
-    def take(self, name: str, factor: Factor) -> None:
-        # Two passes, since the difference of two large sums has no digits left where
-        # the deviations are small. Some columns at a time are wide, so that they stay
-        # in the processor's cache.
-        flat = factor.grad().reshape(factor.size, math.prod(factor.shape))
-        means, squares = [], []
-        size: Tensor | int = self.count
-        if self.mask is not None:
-            self.count = self.mask.sum(dtype=torch.float64)
-            size = self.count.clamp(min=1)  # a chunk without samples adds zero
-        for columns in flat.split(max(1, _WIDENED // factor.size), dim=1):
-            wide = self._counted(double(columns))
-            means.append(wide.sum(0) / size)
-            rest = self._counted(wide - means[-1])
-            squares.append((rest * rest.conj()).real.sum(0))
-        self.means[name] = torch.cat(means).view(factor.shape)
-        self.squares[name] = torch.cat(squares).view(factor.shape)
-
-    def _counted(self, rows: Tensor) -> Tensor:
-        return rows if self.mask is None else torch.where(self.mask[:, None], rows, 0)
-
-
-@dataclass
-class ClipCollector(Collector):
-    """Computes norms, and keeps the factors of a sum that is weighted by them.
-
-    Norms of which some are uncertain are wrong there until `recompute` is called: the
-    checks of all parameters are read together.
-    """
-
-    mask: Tensor | None = None
-    factors: dict[str, Factor] = field(default_factory=dict)
-    norms: dict[str, Norm] = field(default_factory=dict)
-    _checks: dict[str, list[Tensor]] = field(default_factory=dict)
-
-    @property
-    def uncertain(self) -> list[Tensor]:
-        """Masks [N] that are False if all norms are right."""
-        return [mask.flatten() for masks in self._checks.values() for mask in masks]
-
-    def take(self, name: str, factor: Factor) -> None:
-        with defer_checks() as self._checks[name]:
-            self.factors[name], self.norms[name] = factor.settled()
-
-    def recompute(self) -> None:
-        """Compute uncertain norms again, with care."""
-        for name, masks in self._checks.items():
-            factor, norm = self.factors[name], self.norms[name]
-            masks = [mask.view(factor.size, -1).any(1) for mask in masks]
-            if masks and len(rows := torch.stack(masks).any(0).nonzero().flatten()):
-                again = factor.take(rows).norm()
-                pairs = zip(norm, again, strict=True)
-                self.norms[name] = Norm(*(a.index_copy(0, rows, b) for a, b in pairs))
-
-    def gradients(self, keep: Tensor) -> Iterator["ClipCollector"]:
-        """Form the gradients of some samples in float64, a few samples at a time."""
-        shapes = [factor.shape for factor in self.factors.values()]
-        for rows in _slices(keep, *shapes):
-            some = ClipCollector()
-            for name, factor in self.factors.items():
-                some.take(name, _gradients(factor, rows))
-            yield some
-
-    def weighted(
-        self,
-        weights: Mapping[str, Tensor],
-        keep: Tensor | None,
-        summed: Summed = whole,
-    ) -> Params:
-        """Sum over the samples to keep, with weights [B] for every parameter.
-
-        The others add exactly zero, even if their gradients are not finite.
-        """
-        if keep is not None and modes.inside_transform():
-            return {
-                name: masked(factor, keep).weighted(weights[name])
-                for name, factor in self.factors.items()
-            }
-        rows = None if keep is None else keep.nonzero().flatten()
-        sums = {}
-        for name in list(self.factors):
-            factor, weight = self.factors.pop(name), weights[name]
-            if rows is not None:
-                factor, weight = factor.take(rows), weight[rows]
-            sums[name] = summed(name, factor.weighted(weight))
-        return sums
-
-
-@dataclass
-class TwoPassCollector(ClipCollector):
-    """A `ClipCollector` of two backward passes, which keeps nothing in between.
-
-    The first is for the norms, from which `decide` makes the weights of each parameter.
-    The second sums, unless `decide` returns None: then factors are kept after all. It
-    measures the norms of the very factors that it sums, with which the weights must
-    `fit`: a loss that runs again in a backward pass may have other values.
-    """
-
-    decide: Callable[["TwoPassCollector"], Mapping[str, Tensor] | None] | None = None
-    fit: Callable[["TwoPassCollector", Mapping[str, Tensor]], bool] | None = None
-    summed: Summed = whole
-    sums: Params = field(default_factory=dict)
-    _weights: Mapping[str, Tensor] | None = None
-
-    def take(self, name: str, factor: Factor) -> None:
-        super().take(name, factor)
-        if self._weights is not None:
-            form = self.factors.pop(name)
-            self.sums[name] = self.summed(name, form.weighted(self._weights[name]))
-
-    def first_pass(self, name: str, factor: Factor) -> None:
-        self.take(name, factor)
-        del self.factors[name]
-
-    def between_passes(self) -> None:
-        assert self.decide is not None
-        self._weights = self.decide(self)
-
-    def single_pass(self) -> ClipCollector | None:
-        assert self.fit is not None
-        if self._weights is None or self.fit(self, self._weights):
-            return None
-        return ClipCollector(self.mask)
-
-
-def _slices(keep: Tensor, *shapes: torch.Size) -> Sequence[Tensor]:
+def slices(keep: Tensor, *shapes: torch.Size) -> Sequence[Tensor]:
     """Return the numbers of samples to keep, as many as may have gradients at once."""
     numbers = sum(math.prod(shape) for shape in shapes)
     rows = keep.nonzero().flatten()
     return rows.split(max(1, _FORMED // max(1, numbers))) if len(rows) else ()
 
 
-def _gradients(factor: Factor, rows: Tensor) -> Dense:
+def gradients(factor: Factor, rows: Tensor) -> Dense:
+    """Form the gradients of some samples in float64."""
     return Dense(factor.take(rows).double().grad())
 
 

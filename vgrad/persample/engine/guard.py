@@ -1,172 +1,26 @@
-"""The mode under which a loss runs, and its failures and warnings."""
+"""Failures of a loss, and warnings about strategies."""
 
 import contextlib
 import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from vgrad.conditions import Unrepeatable
-from vgrad.functional.batch_norm import mended, refuse_batch_statistics
-from vgrad.functional.guards import Protected
 from vgrad.generators import RNG_LOCK
-from vgrad.lowering.functions import for_samples
-from vgrad.lowering.grad_flags import (
-    REQUIRES_GRAD,
-    GradFlags,
-    among,
-)
-from vgrad.lowering.grad_flags import UnsupportedOp as UnsupportedOp
-from vgrad.lowering.mode import ValueReadMode
-from vgrad.lowering.packed import PACKED
-from vgrad.lowering.randomness import Draws
-from vgrad.lowering.value_reads import (
-    NONE,
-    VALUE_READS,
-    Partition,
-    SplitBatch,
-    physical,
-    stopped_at,
-    where,
-    with_numbers,
-)
-from vgrad.lowering.vmap import SELECTING, VMAPPED
-from vgrad.torch_private import autograd, modes
+from vgrad.loss.grad_flags import UnsupportedOp as UnsupportedOp
+from vgrad.loss.values import Partition, stopped_at
+from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import version_of
-
-
-class LossGuard(ValueReadMode):
-    """The function mode that refuses ops, and corrects vmap where it has `flags`.
-
-    The loss must not write into tensors of `given`. Its value reads and random numbers
-    are noted in `draws`. `again` says that the loss has run under vmap before, where
-    batch statistics were checked.
-    """
-
-    def __init__(
-        self,
-        flags: GradFlags | None = None,
-        *,
-        given: Mapping[str, Tensor],
-        draws: Draws | None = None,
-        looped: dict[str, str] | None = None,
-        again: bool = False,
-    ) -> None:
-        expected = "loss: expected one that changes nothing it is given"
-        arguments = Protected(given, expected, "Copy it first.")
-        super().__init__(arguments, flags=flags, draws=draws)
-        self._looped = {} if looped is None else looped
-        self._again = again
-
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        self.look_at_hooks()
-        if getattr(func, "__name__", "") != "__get__":
-            refuse_batch_statistics(func, args, kwargs, self._is_shared)
-            self.check(func, args, kwargs)
-        if func is modes.custom_function_call:
-            if args[0] is autograd.Reentrant:
-                raise UnsupportedOp(autograd.REENTRANT_ERROR)
-            if args[0] is autograd.SAVES_ARGUMENTS:
-                return autograd.SavedArguments(*args[2:])
-        if self._flags is None:
-            if func is Tensor.requires_grad_ and not modes.is_wrapped(args[0]):
-                with modes.exit_all():  # inside of transforms it raises
-                    return func(*args, **kwargs)
-            return mended(func, func(*args, **kwargs))
-        if kwargs:
-            self.note(kwargs)
-        try:
-            return self._run_with_numbers(func, args, kwargs)
-        except (SplitBatch, RuntimeError) as error:
-            self.stop(error, func, kwargs)
-
-    def _run_with_numbers(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        assert self._flags is not None
-        try:
-            return self.run(func, args, kwargs)
-        except RuntimeError as error:
-            if modes.ITEM_ERROR not in str(error):
-                raise
-            arguments = with_numbers(func, args, kwargs, self._flags.level)
-            if arguments is None:
-                raise
-        self._draws.values_read = True
-        return self._run_with_numbers(func, *arguments)
-
-    def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run one call for all samples at once."""
-        assert self._flags is not None  # else there is one sample
-        if func in ASKING and (value := self.value_of(func, args, kwargs)) is not NONE:
-            return value
-        tensors = among(args, kwargs)
-        # A loss around this one has modes of its own.
-        with modes.without_modes():
-            self._flags.before(func, tensors)
-        output = self.op(func, args, kwargs)
-        with modes.without_modes():
-            self._flags.after(func, tensors, output)
-            reads = output is False and func == REQUIRES_GRAD
-            hidden = reads and self._flags.hides(tensors[0])
-        if hidden:
-            raise UnsupportedOp(
-                "requires_grad: expected a loss that reads it of tensors that depend "
-                "on its parameters, got one that only the caller differentiates. "
-                'Detach samples and buffers, or use strategy="loop".'
-            )
-        return output
-
-    def _is_shared(self, tensor: Tensor) -> bool:
-        if self._flags is None:
-            return self._again
-        with modes.without_modes():
-            return physical(tensor, self._flags.level) is None
-
-    def value_of(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run a call that reads values, if they agree for all samples."""
-        if (form_of := _FORMS.get(func)) is None:
-            return super().value_of(func, args, kwargs)
-        if self._flags is None:
-            return NONE
-        if (form := form_of(self._flags.level, *args, **kwargs)) is None:
-            return NONE
-        self._draws.values_read = True
-        # Packed sequences draw in another order than one sample.
-        axis = None if func in PACKED else self._draws.axis
-        with self, self._draws.samples_at(axis):
-            return form()
-
-    def op(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run one op in the form that it has under vmap."""
-        if func is not modes.custom_function_call:
-            return VMAPPED.get(func, func)(*args, **kwargs)
-        with self._draws.samples_at(None):  # its random numbers have any layout
-            output, looped = for_samples(args[0], args[1:], kwargs, self.is_parameter)
-        if looped:
-            self._looped.setdefault(args[0].__name__, where(sys._getframe()))
-        return output
-
-    def is_parameter(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is the proxy of a parameter."""
-        return False
-
-
-_FORMS = SELECTING | PACKED
-"""Calls whose results may have shapes that depend on values."""
-
-ASKING = VALUE_READS | _FORMS.keys()
-"""Calls that read values."""
 
 
 @contextmanager

@@ -17,11 +17,11 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from vgrad.lowering.grad_flags import GRAPH, HOOKS, MEMORY, own_backward_pass
+from vgrad.factors.base import Dense, Factor, Outer, Zero, owned
+from vgrad.factors.combined import Moved, Replay, disjoint, merged
+from vgrad.loss.grad_flags import GRAPH, HOOKS, MEMORY, own_backward_pass
+from vgrad.ops.record import Maker
 from vgrad.persample.engine.guard import UnsupportedOp
-from vgrad.persample.factors.base import Dense, Factor, Outer, Zero, owned
-from vgrad.persample.factors.combined import Moved, Replay, disjoint, merged
-from vgrad.persample.rules.table import Maker
 from vgrad.torch_private import modes
 from vgrad.torch_private.autograd import graph_nodes
 from vgrad.torch_private.modes import op_name

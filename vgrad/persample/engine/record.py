@@ -1,6 +1,6 @@
 """Run the loss of one sample under vmap, keeping a factor of each use of a parameter.
 
-An op of the rule table runs on the physical tensors `[B, ...]`, and a hook on the node
+An op with a rule runs on the physical tensors `[B, ...]`, and a hook on the node
 that autograd makes for it sees the gradient at its output during the one backward pass:
 with the op's input that is the factor. A parameter that reaches any other op is
 expanded over the samples there, so that autograd's gradient of the expansion is the
@@ -12,14 +12,15 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from vgrad import checks, tree
-from vgrad.lowering.functions import once
-from vgrad.lowering.grad_flags import WATCHED_READS, GradFlags, among, own_backward_pass
-from vgrad.lowering.value_reads import NONE
+from vgrad.factors.base import Factor
+from vgrad.functional.guards import Protected
+from vgrad.loss.functions import once
+from vgrad.loss.grad_flags import WATCHED_READS, GradFlags, UnsupportedOp, among
+from vgrad.loss.mode import SAMPLES, LossMode, run_op, unchanged
+from vgrad.ops.record import OPS, Maker, Op, Rule
 from vgrad.persample.engine.call import Call
-from vgrad.persample.engine.guard import ASKING, LossGuard, UnsupportedOp
 from vgrad.persample.engine.proxies import (
     ParamProxies,
     ParamProxy,
@@ -29,19 +30,11 @@ from vgrad.persample.engine.proxies import (
     only_reads,
     replaced,
 )
-from vgrad.persample.factors.base import Factor
-from vgrad.persample.rules.table import Lowering, Maker, Rule
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private.autograd import Hooks, foreign_nodes, is_foreign_op
 from vgrad.torch_private.tensors import leaf
 from vgrad.tree import tree_map_only
 from vgrad.typing import Tree
-
-FUSED = {F.linear}
-"""Ops that run by their rule though no weight is a parameter.
-
-vmap adds a bias in a pass of its own.
-"""
 
 
 class Plan(NamedTuple):
@@ -55,8 +48,8 @@ class Plan(NamedTuple):
     follows: bool  # an input leads on to other parameters
 
 
-class Recorder(LossGuard):
-    """The function mode under which the loss runs, for all samples of a call.
+class Recorder:
+    """One run of the loss for all samples of a call, and its backward pass.
 
     `take(name, factor)` is called once for each parameter, during the backward pass
     where possible, so that factors are freed before the next one comes. `callback` is
@@ -64,82 +57,72 @@ class Recorder(LossGuard):
     """
 
     def __init__(
-        self,
-        rules: Mapping[Callable, Rule | Lowering],
-        call: Call,
-        take: Take,
-        callback: Callable[[Use], None] | None = None,
+        self, call: Call, take: Take, callback: Callable[[Use], None] | None = None
     ) -> None:
-        looped = call.fallbacks.looped
-        super().__init__(given=call.fixed, draws=call.draws, looped=looped)
-        self._rules = rules
-        self._proxies = ParamProxies(call.params, call.batch.size, take, callback)
-        self._lowering: Callable | None = None
-        self._level = 0
+        self._call = call
+        self.size, self.randomness = call.batch.size, call.randomness
+        self._proxies = ParamProxies(call.params, self.size, take, callback)
+        self._op: Callable | None = None  # of the recorded form that runs
         self._repeats = False  # whether a checkpoint runs again
-        self._later: list[list[Callable[[], AbstractContextManager]]] = []
         self._taps = Taps(self._proxies)
         self._foreign: dict[str, None] = {}  # ops of libraries
         self._ends: dict[int, Tensor] = {}
+        self._mode: Any = None
+        self._level = 0
         self.params = self._proxies.params
         self.unreached = self._proxies.unreached
 
-    @contextmanager
-    def inside(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def mode(self) -> LossMode:
+        """Make the function mode of the loss, under the vmap over samples."""
         self._level = modes.current_level()
-        self._flags = GradFlags(self._level, "sample", 'strategy="vmap" or "loop"')
-        with super().inside(*args, **kwargs):
-            yield
+        flags = GradFlags(self._level, "sample", 'strategy="vmap" or "loop"')
+        self._mode = LossMode(
+            unchanged(self._call.fixed),
+            Protected({}, "", "", self._checkpoint),
+            handlers=(*SAMPLES[:-1], self._handle),
+            flags=flags,
+            draws=self._call.draws,
+            looped=self._call.fallbacks.looped,
+            is_parameter=self.is_parameter,
+        )
+        return self._mode
 
-    def saves(self, pack: Callable) -> None:
+    def _checkpoint(self) -> Callable[[], AbstractContextManager]:
         """Have a checkpoint inside of the loss run again as it ran first."""
-        if not autograd.keeps_values(pack):
+        hooks = autograd.hooks()
+        if hooks is None or not autograd.keeps_values(hooks[0]):
             raise UnsupportedOp(
                 "loss: expected tensors that are saved for the backward pass as they "
                 "are, by an activation checkpoint or by save_on_cpu, got other hooks "
                 'on saved tensors, which would see all samples. Use strategy="loop".'
             )
         self._proxies.repeats = True
-        super().saves(pack)
-
-    def until_later(
-        self, around: Callable[[], AbstractContextManager]
-    ) -> Callable[[], AbstractContextManager]:
-        """Return a function for a checkpoint; it refers to nothing after `close`."""
-        later = [around]
-        self._later.append(later)
-
-        def again() -> AbstractContextManager:
-            if not later:
-                raise own_backward_pass("loss")
-            return later[0]()
-
-        return again
-
-    def close(self) -> None:
-        """Let go of checkpoints that never ran again, in cycles Python cannot see."""
-        self._taps.close()
-        for later in self._later:
-            later.clear()
+        return self._repeating
 
     @contextmanager
-    def repeating(self, *args: Any) -> Iterator[None]:
-        """Restore the mode as it was when a checkpoint began.
+    def _repeating(self) -> Iterator[None]:
+        """Run a checkpoint again for its values alone.
 
-        A checkpoint re-runs for its values alone. They are not differentiated, so no
-        use of a parameter counts twice.
+        They are not differentiated, so no use of a parameter counts twice.
         """
         self._repeats = True
         try:
-            with super().repeating(*args):
-                yield
+            yield
         finally:
             self._repeats = False
 
+    def close(self) -> None:
+        """Break cycles, and free tensors that no backward pass reached."""
+        self._taps.close()
+        if self._mode is not None:
+            self._mode.close()
+            self._mode = None
+
     def check_result(self, result: Tree) -> None:
         """Refuse results of other samples."""
-        self._flags.end(tree.tensors(result))
-        self._flags = self._flags.afresh()  # nor does it keep their memory
+        flags = self._mode.flags
+        flags.end(tree.tensors(result))
+        self._mode.flags = flags.afresh()  # nor does it keep their memory
 
     def foreign(self, losses: Tensor) -> list[str]:
         """Name the nodes and ops, not torch's own, that run in a backward pass.
@@ -164,9 +147,8 @@ class Recorder(LossGuard):
         if last:
             self._taps.check_reached(losses)
 
-    def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        if func in ASKING and (value := self.value_of(func, args, kwargs)) is not NONE:
-            return value
+    def _handle(self, mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run a call for all samples, and keep the uses of parameters."""
         if self._repeats:
             args, kwargs = tree_map_only(Tensor, self._proxies.original, (args, kwargs))
         reads = only_reads(func)
@@ -177,12 +159,13 @@ class Recorder(LossGuard):
         if func is Tensor.requires_grad_ and all((*args[1:], *kwargs.values())):
             if modes.current_level() == self._level:  # not a transform inside
                 return self._requiring_grad(args[0])
-        self._flags.refuse(func, tensors)
+        flags = self._mode.flags
+        flags.refuse(func, tensors)
         if reads:
             self._proxies.check_read(func, proxies)
             return func(*args, **kwargs)
         output = self._run(func, args, kwargs, proxies, batched)
-        self._flags.after(func, tensors, output)
+        flags.after(func, tensors, output)
         return output
 
     def _seen(self, tensors: Sequence[Tensor]) -> tuple[list[ParamProxy], bool]:
@@ -191,9 +174,10 @@ class Recorder(LossGuard):
         Tensors that the loss closes over may require grad for the caller. The backward
         pass must visit the ops between them and the loss, which may use parameters.
         """
+        flags = self._mode.flags
         proxies, batched = [], False
         for tensor in tensors:
-            if self._flags.sync(tensor):
+            if flags.sync(tensor):
                 batched = True
             elif (known := self._proxies.find(tensor)) is not None:
                 if known not in proxies:
@@ -213,31 +197,31 @@ class Recorder(LossGuard):
     ) -> Any:
         if is_foreign_op(func):
             self._foreign[str(func)] = None
-        entry = self._rules.get(func)
+        op = OPS.get(func)
         here = modes.current_level() == self._level
-        if entry is not None and here:
+        if op is not None and here:
             output = None
-            if isinstance(entry, Lowering):
-                if batched:
-                    output = self._lowered(entry, func, args, kwargs)
-            elif proxies or (batched and func in FUSED):
-                output = self._by_rule(entry, func, args, kwargs)
+            if op.rule is not None:
+                if proxies or (batched and op.fused):
+                    output = self._by_rule(op, func, args, kwargs)
+            elif op.recorded is not None and batched:
+                output = self._by_form(op.recorded, func, args, kwargs)
             if output is not None:
                 return output
         if func in modes.ASKING:
-            with self:
+            with self._mode:
                 return modes.opened(func)(*args, **kwargs)
         if not proxies:
-            return self.op(func, args, kwargs)
+            return run_op(self._mode, func, args, kwargs)
         if here and not batched:
             if func is modes.custom_function_call:
                 func = self._function
             # The graph is kept: factors are taken back through it in the end.
             with autograd.plain():
                 return self._proxies.derive(func, args, kwargs, proxies)
-        op = args[0] if func is modes.custom_function_call else func
-        copies = {id(known.proxy): self._expanded(known, op) for known in proxies}
-        return self.op(func, *replaced((args, kwargs), copies))
+        user = args[0] if func is modes.custom_function_call else func
+        copies = {id(known.proxy): self._expanded(known, user) for known in proxies}
+        return run_op(self._mode, func, *replaced((args, kwargs), copies))
 
     def _requiring_grad(self, tensor: Tensor) -> Tensor:
         """Run `requires_grad_` of the loss on its inputs, as for checkpoints."""
@@ -245,7 +229,7 @@ class Recorder(LossGuard):
             with modes.exit_all():
                 stored = modes.unwrap_all(tensor).requires_grad_()
             self._ends[id(stored)] = stored
-            self._flags.sync(tensor)
+            self._mode.flags.sync(tensor)
         return tensor
 
     def _function(self, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -265,10 +249,10 @@ class Recorder(LossGuard):
         return modes.without_innermost()
 
     def drawing(self, axis: int) -> AbstractContextManager:
-        return self._draws.samples_at(axis)
+        return self._call.draws.samples_at(axis)
 
     def watching(self) -> AbstractContextManager:
-        return self
+        return self._mode
 
     def is_parameter(self, tensor: Tensor) -> bool:
         return self._proxies.find(tensor) is not None
@@ -280,7 +264,7 @@ class Recorder(LossGuard):
         known = self._proxies.find(tensor)
         if known is None:
             return self.physical(tensor)
-        return self._proxies.expand(known, self._lowering, ruled=True)
+        return self._proxies.expand(known, self._op, ruled=True)
 
     def plain(self, tensor: Tensor) -> Tensor:
         known = self._proxies.find(tensor)
@@ -298,7 +282,7 @@ class Recorder(LossGuard):
             return None
         if self._repeats:
             return lambda _: None
-        name = modes.op_name(self._lowering)
+        name = modes.op_name(self._op)
         self._proxies.expect(known)
 
         def arrived(factor: Factor) -> None:
@@ -307,31 +291,31 @@ class Recorder(LossGuard):
 
         return arrived
 
-    def _lowered(self, entry: Lowering, func: Callable, args: tuple, kwargs: dict):
-        around, self._lowering = self._lowering, self._lowering or func
+    def _by_form(self, form: Callable, func: Callable, args: tuple, kwargs: dict):
+        around, self._op = self._op, self._op or func
         try:
-            return entry.run(self, *args, **kwargs)
+            return form(self, *args, **kwargs)
         finally:
-            self._lowering = around
+            self._op = around
 
-    def _by_rule(self, rule: Rule, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run an op of the table; None where its rule does not fit this call."""
+    def _by_rule(self, op: Op, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run an op with a rule; None where the rule does not fit this call."""
+        rule: Any = op.rule
         bound = rule.bind(args, kwargs)
-        plan = None if bound is None else self._planned(rule, func, bound)
+        plan = None if bound is None else self._planned(op, func, bound)
         if plan is None:
             return None
         with self.below():
-            output = rule.run(*plan.arguments.values())
+            output = (rule.run or func)(*plan.arguments.values())
             if not plan.batched:  # the same for all samples: computed once
                 output = output.expand(self.size, *output.shape)
             if output.requires_grad and plan.weights:  # not under no_grad
                 output = self._tapped(rule, func, plan, output)
             return self.logical(output)
 
-    def _planned(
-        self, rule: Rule, func: Callable, bound: dict[str, Any]
-    ) -> Plan | None:
+    def _planned(self, op: Op, func: Callable, bound: dict[str, Any]) -> Plan | None:
         """Plan an op with these arguments; None where its rule does not fit."""
+        rule: Any = op.rule
         weights: dict[str, ParamProxy] = {}
         batched = follows = False
         physical = dict(bound)
@@ -353,7 +337,7 @@ class Recorder(LossGuard):
             follows |= physical[name].requires_grad
         if not batched and follows:
             return None
-        if not weights and not (batched and func in FUSED):
+        if not weights and not (batched and op.fused):
             return None
         for name, known in weights.items():
             # Only where no input leads on to other parameters does a weight have to
@@ -383,14 +367,14 @@ class Recorder(LossGuard):
         if self._repeats:
             return output
         uses = [(known, makers[name]) for name, known in plan.weights.items()]
-        name = modes.op_name(self._lowering or func)
+        name = modes.op_name(self._op or func)
         kept = hooks is None
         return self._taps.tap(name, output, uses, ends=not plan.follows, kept=kept)
 
     def _expanded(self, known: ParamProxy, op: Callable) -> Tensor:
-        copies = self._proxies.expand(known, op, ruled=op is self._lowering)
+        copies = self._proxies.expand(known, op, ruled=op is self._op)
         tensor = self.logical(copies)
-        self._flags.sync(tensor)
+        self._mode.flags.sync(tensor)
         return tensor
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vgrad import checks, tree
 from vgrad.conditions import Unrepeatable, checks_collected
+from vgrad.factors.base import Dense, Factor
 from vgrad.generators import (
     RandomState,
     drawn_since,
@@ -30,22 +31,20 @@ from vgrad.generators import (
     random_state,
     set_random_state,
 )
-from vgrad.lowering.functions import refused, undrawn
-from vgrad.lowering.grad_flags import GradFlags, raise_clearly
-from vgrad.lowering.value_reads import Partition, SplitBatch
+from vgrad.loss.functions import refused, undrawn
+from vgrad.loss.grad_flags import GradFlags, raise_clearly
+from vgrad.loss.mode import SAMPLES, SINGLE, LossMode, unchanged
+from vgrad.loss.values import Partition, SplitBatch
 from vgrad.persample.engine.call import Call
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.guard import (
     NON_RETRYABLE,
     Failure,
-    LossGuard,
     UnsupportedOp,
     own_backward_passes,
 )
 from vgrad.persample.engine.proxies import copy_on_arrival
 from vgrad.persample.engine.record import Recorder
-from vgrad.persample.factors.base import Dense, Factor
-from vgrad.persample.rules.table import RULES
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private.autograd import foreign_nodes
 from vgrad.torch_private.tensors import Lazy
@@ -107,11 +106,11 @@ def _recorded(
             accept(name, call.unscaled(factor))
 
     def run() -> tuple[Recorder, Tensor, Tree]:
-        recorder = Recorder(RULES, call, take, collector.callback)
+        recorder = Recorder(call, take, collector.callback)
         stack.enter_context(closing(recorder))
 
         def one(tensors: tuple[Tensor, ...]) -> tuple:
-            result = call.run_loss(recorder.params, tensors, recorder)
+            result = call.run_loss(recorder.params, tensors, recorder.mode())
             recorder.check_result(result)
             return result
 
@@ -165,7 +164,7 @@ def vmap(call: Call, collect: Collect) -> Chunk:
         flags = GradFlags(modes.current_level(), "sample", 'strategy="loop"')
 
         def of_params(params: Params) -> tuple[Tensor, Tree]:
-            result = call.run_loss(params, tensors, _guard(call, flags))
+            result = call.run_loss(params, tensors, _mode(call, flags))
             flags.end(tree.tensors(result))
             return result
 
@@ -270,7 +269,7 @@ def _alone(call: Call) -> tuple[Params, Tensor, Tree]:
     tensors = call.batch.one(0)
 
     def of_params(params: Params) -> tuple[Tensor, Tree]:
-        return call.run_loss(params, tensors, _guard(call), alone=True)
+        return call.run_loss(params, tensors, _mode(call), alone=True)
 
     with _no_weight_cache():
         result = gradient(of_params, call)
@@ -303,16 +302,22 @@ def saved_bytes(call: Call) -> int:
     return sum(seen.values()) * (2 if foreign_nodes([loss]) else 1)
 
 
-def _first(call: Call, params: Params, *, again: bool = False) -> Tensor:
-    guard = _guard(call, again=again)
-    return call.run_loss(params, call.batch.one(0), guard, alone=True)[0]
+def _first(call: Call, params: Params, *, seen: bool = False) -> Tensor:
+    mode = _mode(call, seen=seen)
+    return call.run_loss(params, call.batch.one(0), mode, alone=True)[0]
 
 
-def _guard(
-    call: Call, flags: GradFlags | None = None, *, again: bool = False
-) -> LossGuard:
-    draws, looped = call.draws, call.fallbacks.looped
-    return LossGuard(flags, given=call.fixed, draws=draws, looped=looped, again=again)
+def _mode(
+    call: Call, flags: GradFlags | None = None, *, seen: bool = False
+) -> LossMode:
+    return LossMode(
+        unchanged(call.fixed),
+        handlers=SINGLE if flags is None else SAMPLES,
+        flags=flags,
+        draws=call.draws,
+        looped=call.fallbacks.looped,
+        seen=seen,
+    )
 
 
 def _check_unreached(call: Call, names: frozenset[str]) -> None:
@@ -323,7 +328,7 @@ def _check_unreached(call: Call, names: frozenset[str]) -> None:
     leaves = {n: each.detach().requires_grad_() for n, each in call.params.items()}
     grads: Sequence[Tensor | None] = [None] * len(names)
     with _trial(call):
-        value = _first(call, leaves, again=True)
+        value = _first(call, leaves, seen=True)
         if value.requires_grad:
             wanted = [leaves[name] for name in sorted(names)]
             grads = torch.autograd.grad(value, wanted, allow_unused=True)

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from vgrad import batches
 from vgrad.conditions import checks_collected
+from vgrad.factors import Sums, reductions
 from vgrad.generators import RNG_LOCK, drawn_since, random_state, set_random_state
-from vgrad.lowering.mode import run_or_split
-from vgrad.lowering.randomness import Draws, check_drawn
-from vgrad.lowering.value_reads import Partition
+from vgrad.loss.mode import run_or_split
+from vgrad.loss.randomness import Draws, check_drawn
+from vgrad.loss.values import Partition
 from vgrad.persample.engine.call import Call, Inputs, check_loss_scale
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.guard import Failure, Fallbacks
 from vgrad.persample.engine.strategies import STRATEGIES, Chunk, saved_bytes
-from vgrad.persample.factors import Sums, reductions
 from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import version_of

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from vgrad.conditions import Unrepeatable, checks_collected, rare, static_values
-from vgrad.lowering.grad_flags import UnsupportedOp, among
+from vgrad.loss.grad_flags import UnsupportedOp, among
+from vgrad.ops.record import OPS, register
 from vgrad.torch_private import kernels, modes
 from vgrad.tree import tree_map, tree_map_only
 from vgrad.typing import Strategy
@@ -40,6 +41,24 @@ class Partition(NamedTuple):
     where: str
     strategy: Strategy | None = None
     why: str = ""
+
+
+class Read(NamedTuple):
+    """How a call hands values to Python.
+
+    Attributes:
+        compared: the dtype in which a graph compares the number with the one that it
+            was made for; `ITSELF` for the tensor's own, None if it cannot.
+        convert: the conversion of one number to the value; None if the call itself has
+            to run.
+    """
+
+    compared: Any = None
+    convert: Callable | None = None
+
+
+ITSELF = object()
+"""The dtype of the tensor."""
 
 
 class SplitBatch(BaseException):
@@ -138,11 +157,10 @@ def _kept(func: Callable, mapped: dict[int, Tensor], values: list, one: str) -> 
     if any(repr(each) != repr(first) for each in values):
         place = where(sys._getframe(1))
         raise Unrepeatable(f"{one}s take different branches at {place}")
-    if func not in _COMPARED:
+    if (dtype := OPS[func].read.compared) is None:
         raise Unrepeatable(f"{modes.op_name(func)} hands values to Python")
     (tensor,) = mapped.values()
-    dtype = _COMPARED[func]
-    tensor = tensor if dtype is None else tensor.to(dtype)
+    tensor = tensor if dtype is ITSELF else tensor.to(dtype)
     differs = tensor != first
     if isinstance(first, float):
         differs |= tensor.signbit() != (repr(first)[0] == "-")
@@ -170,10 +188,11 @@ def _values(
     func: Callable, args: tuple, kwargs: dict, mapped: dict[int, Tensor]
 ) -> list:
     """Run a call for each sample."""
-    if func in _AT_ONCE and len(mapped) == 1:
+    read = OPS[func].read
+    if read is not None and read.convert is not None and len(mapped) == 1:
         (values,) = mapped.values()
         if values.numel() == len(values) and not values.is_complex():
-            return [*map(_AT_ONCE[func], values.reshape(len(values)).tolist())]
+            return [*map(read.convert, values.reshape(len(values)).tolist())]
     rows = {key: values.cpu().unbind() for key, values in mapped.items()}
 
     def of(number: int) -> Any:
@@ -220,28 +239,16 @@ _PACKAGES = tuple(
 )
 
 
-_COMPARED: dict[Callable, torch.dtype | None] = {
-    Tensor.__bool__: torch.bool,
-    Tensor.is_nonzero: torch.bool,
-    torch.is_nonzero: torch.bool,
-    Tensor.__int__: torch.int64,
-    Tensor.__index__: torch.int64,
-    Tensor.__float__: torch.float64,
-    Tensor.item: None,
-}
-"""Reads that a graph can check, and the dtypes to which they convert numbers."""
-
-_AT_ONCE: dict[Callable, Callable] = {
-    **dict.fromkeys((Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero), bool),
-    Tensor.__float__: float,
-    Tensor.item: lambda value: value,
-}
-"""Reads of one number, and their conversions."""
-
-VALUE_READS = {
-    *_COMPARED,
+register(
+    *(Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero),
+    read=Read(compared=torch.bool, convert=bool),
+)
+register(Tensor.__int__, Tensor.__index__, read=Read(compared=torch.int64))
+register(Tensor.__float__, read=Read(compared=torch.float64, convert=float))
+register(Tensor.item, read=Read(compared=ITSELF, convert=lambda value: value))
+register(
     *(Tensor.__complex__, Tensor.tolist, Tensor.__contains__, Tensor.__format__),
     *(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose),
     kernels.is_left_aligned,
-}
-"""Calls that hand values to Python."""
+    read=Read(),
+)

@@ -12,10 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.examples import examples
 from tests.losses import DEVICES, randn
-from vgrad.lowering import attention
+from vgrad.ops import OPS, attention
 
 fold = attention.fold
-scaled_dot_product_attention = attention.scaled_dot_product_attention
+scaled_dot_product_attention = OPS[F.scaled_dot_product_attention].mapped
 
 
 def normal(*shape, device="cpu", **options):

@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import vgrad
 from tests import losses, oracle
-from vgrad.lowering import vmap
+from vgrad.ops import OPS
 
 B, N, E = 3, 4, 6
 INDEX = torch.tensor([[0, 1, 1, 3, 0, 1], [3, 3, 3, 3, 3, 3], [2, 0, 1, 3, 1, 2]])
-ADD, ADD_ = vmap.VMAPPED[torch.index_add], vmap.VMAPPED[Tensor.index_add_]
+ADD, ADD_ = OPS[torch.index_add].mapped, OPS[Tensor.index_add_].mapped
 
 
 def values(dim, dtype=torch.float64):

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from tests import oracle
 from tests.examples import examples
 from tests.losses import randn
-from vgrad.lowering import grad_flags, members
+from vgrad.loss import grad_flags, mode
+from vgrad.ops import OPS
 from vgrad.torch_private import modes
 
 E = 3
@@ -35,7 +36,8 @@ def mapped(function, dims, *tensors, told=None, chosen=True):
 
     def one(*tensors):
         flags = grad_flags.GradFlags(modes.current_level(), "member", "a loop")
-        with members.Members(told, flags=flags, chosen=chosen):
+        handlers = mode.of_members(told, chosen=chosen)
+        with mode.LossMode(handlers=handlers, flags=flags):
             return function(*tensors)
 
     return torch.vmap(one, in_dims=dims)(*tensors)
@@ -279,7 +281,8 @@ def test_the_form_that_ran_is_told(plain, dims, name):
     tensors = own(*shapes, dims=dims)
     assert forms(plain, dims, *tensors) == [(plain.__name__, name)]
     assert forms(plain, dims, *tensors, chosen=False) == []
-    assert set(members.FORMS) == {F.linear, *CONVOLUTIONS}
+    known = {op for op, record in OPS.items() if record.per_member}
+    assert known == {F.linear, *CONVOLUTIONS}
 
 
 @by_choice

@@ -1,11 +1,11 @@
-"""Recurrent nets: in steps that every transform can run, and by torch's kernels.
+"""Recurrent nets: in steps, by torch's kernels, and on packed sequences.
 
 torch has no batching rules for its recurrent kernels: under `torch.vmap(grad)` an LSTM
 loops over the samples, a GRU and the plain nets raise. In `steps` a time step is two
 linear maps and elementwise ops. It costs more than torch's kernels, but works under
 `torch.vmap`, for second derivatives and with weights that differ from sample to sample.
 
-In `recurrent_net` torch's kernels run forward, and the backward pass reports both sides
+In recorded passes torch's kernels run forward, and the backward pass reports both sides
 of the weights' gradients. The gradient of a sample's weights is a sum over time steps
 of outer products: the gradients before the gates times the inputs and states. The
 kernels add them up over all samples; here the backward pass hands on both sides
@@ -13,12 +13,18 @@ instead. It keeps nothing but inputs and outputs, computes all gates again at on
 then goes through time with one GEMM and a few elementwise ops a step; everything else
 is done for all steps at once.
 
+`pack_padded_sequence` orders rows by lengths, which samples must share to run together.
+With known ones, packing and padding take rows by index, and a net runs once for all
+sequences of one length.
+
 T time steps, N sequences, I inputs, H features of a state, P of a projected one, G
-gates (4 of an LSTM, 3 of a GRU, else 1), L layers, D directions
+gates (4 of an LSTM, 3 of a GRU, else 1), L layers, D directions, R rows of a packed
+sequence, B samples
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -26,41 +32,126 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from vgrad import checks
-from vgrad.torch_private import kernels
+from vgrad.factors.base import Dense, Outer, Positions
+from vgrad.ops.record import Form, Recording, Samples, register
+from vgrad.torch_private import kernels, modes
 from vgrad.tree import no_autocast
 
 State = tuple[Tensor, ...]
 """The state of one layer in one direction: `(h,)`, of an LSTM `(h, c)`."""
 
+
+class Net(NamedTuple):
+    """A call of `torch.lstm`, `torch.gru`, `torch.rnn_tanh` or `torch.rnn_relu`.
+
+    Attributes:
+        mode: the name of the function.
+        x: `[T, N, I]`, or `[N, T, I]` with `batch_first`.
+        hidden: `(h0,)`, of an LSTM `(h0, c0)`, each `[L * D, N, H]`.
+        weights: torch's flat list, for each layer and direction `w_ih, w_hh`, then
+            `b_ih, b_hh` or neither, then `w_hr [P, H]` in an LSTM with projections.
+    """
+
+    mode: str
+    x: Tensor
+    hidden: State
+    weights: Sequence[Tensor]
+    num_layers: int = 1
+    dropout: float = 0.0
+    train: bool = True
+    bidirectional: bool = False
+    batch_first: bool = False
+
+    @classmethod
+    def of(
+        cls, mode: str, input: Tensor, hx: Any, params: Any, has_biases: bool, *options
+    ) -> "Net":
+        """Read the arguments of torch's function; the biases follow from `params`."""
+        hidden = (hx,) if isinstance(hx, Tensor) else tuple(hx)
+        return cls(mode, input, hidden, params, *options)
+
+    @property
+    def places(self) -> int:
+        """The number of layers times directions."""
+        return self.num_layers * (2 if self.bidirectional else 1)
+
+    def split(self) -> list[tuple[Any, ...]]:
+        """Return w_ih, w_hh, b_ih, b_hh and w_hr of each layer and direction."""
+        each, rest = divmod(len(self.weights), self.places)
+        if rest or each not in ((2, 3, 4, 5) if self.mode == "lstm" else (2, 4)):
+            raise RuntimeError(
+                f"{self.mode}({len(self.weights)} weights): expected {self.places} "
+                f"times w_ih, w_hh, then b_ih and b_hh or neither, then w_hr in an "
+                f"LSTM with projections."
+            )
+        starts = range(0, len(self.weights), each)
+        groups = [self.weights[first : first + each] for first in starts]
+        return [
+            (
+                *own[:2],
+                *(own[2:4] if each > 3 else (None, None)),
+                own[-1] if each % 2 else None,
+            )
+            for own in groups
+        ]
+
+
 Layer = Callable[[int, Tensor, State, Sequence[Any], bool], tuple[Tensor, State]]
 """From (place of the first weight, x, state, w_ih to w_hr, reverse) to all outputs."""
 
 
-class Layout(NamedTuple):
-    """The options of a net: how many layers it has, and how it reads them."""
+def steps(net: Net) -> tuple[Tensor, ...]:
+    """Run a net step by step: `(output, h_n)` or `(output, h_n, c_n)`, as torch.
 
-    num_layers: int
-    bidirectional: bool
-    dropout: float
-    training: bool
-    batch_first: bool
+    Dropout between the layers draws from torch's global generator, or as the
+    `randomness` of a vmap says.
+
+    Cost: the operations of torch, one GEMM for the inputs of a layer and one per time
+    step, and about ten small ops per time step. The dtype follows from the ops.
+    """
+
+    def layer(
+        first: int, x: Tensor, state: State, own: Sequence[Any], reverse: bool
+    ) -> tuple[Tensor, State]:
+        w_ih, w_hh, b_ih, b_hh, w_hr = own
+        inner = F.linear(x, w_ih, b_ih).unbind(0)
+        outputs = []
+        for at_input in reversed(inner) if reverse else inner:
+            state = _NEXT[net.mode](at_input, F.linear(state[0], w_hh, b_hh), *state)
+            if w_hr is not None:
+                state = (F.linear(state[0], w_hr), *state[1:])
+            outputs.append(state[0])
+        return torch.stack(outputs[::-1] if reverse else outputs), state
+
+    return _over_layers(net, layer)
 
 
-def parsed(
-    hx: Any,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[State, Layout]:
-    """Read the state and the options of `torch.lstm` and its like."""
-    hidden = (hx,) if isinstance(hx, Tensor) else tuple(hx)
-    return hidden, Layout(num_layers, bidirectional, dropout, train, batch_first)
-
-
-# In steps.
+def _over_layers(net: Net, layer: Layer) -> tuple[Tensor, ...]:
+    """Run `layer` for each layer and direction, in torch's order, dropout between."""
+    own = net.split()
+    directions = 2 if net.bidirectional else 1
+    x = net.x.transpose(0, 1) if net.batch_first else net.x
+    if x.dim() != 3 or len(x) == 0:
+        raise RuntimeError(
+            f"{net.mode}(x {tuple(net.x.shape)}): expected [T, N, I] with one time "
+            f"step at least, or [N, T, I] with batch_first."
+        )
+    _check_state(net.mode, net.hidden, (net.places, x.shape[1]), own[0][1])
+    states = list(zip(*(each.unbind(0) for each in net.hidden), strict=True))
+    finals = []
+    for number in range(net.num_layers):
+        outputs = []
+        for place in range(number * directions, (number + 1) * directions):
+            first = place * (len(net.weights) // net.places)
+            reverse = place % directions == 1
+            output, final = layer(first, x, states[place], own[place], reverse)
+            outputs.append(output)
+            finals.append(final)
+        x = torch.cat(outputs, -1) if net.bidirectional else outputs[0]
+        if net.train and net.dropout and number + 1 < net.num_layers:
+            x = F.dropout(x.contiguous(), net.dropout)  # it draws in order of memory
+    output = x.transpose(0, 1) if net.batch_first else x
+    return output, *(torch.stack(each) for each in zip(*finals, strict=True))
 
 
 def cell(
@@ -86,108 +177,24 @@ def cell(
                    h' = sigmoid(o) * tanh(c')    of the parts i, f, g, o of a + b
     """
     state = tuple(hx) if mode == "lstm" else (hx,)
-    _check_state(f"{mode}_cell", mode, state, input.shape[:-1], w_hh)
+    _check_state(f"{mode}_cell", state, input.shape[:-1], w_hh)
     at_input, at_state = F.linear(input, w_ih, b_ih), F.linear(state[0], w_hh, b_hh)
     state = _NEXT[mode](at_input, at_state, *state)
     return state if mode == "lstm" else state[0]
 
 
-CELLS: dict[Callable, Callable] = {
-    torch.lstm_cell: partial(cell, "lstm"),
-    torch.gru_cell: partial(cell, "gru"),
-    torch.rnn_tanh_cell: partial(cell, "rnn_tanh"),
-    torch.rnn_relu_cell: partial(cell, "rnn_relu"),
-}
-"""One step of a net, by torch's function."""
-
-NETS: dict[Callable, str] = {
-    torch.lstm: "lstm",
-    torch.gru: "gru",
-    torch.rnn_tanh: "rnn_tanh",
-    torch.rnn_relu: "rnn_relu",
-}
-"""The modes of torch's functions."""
-
-
-def steps(
-    mode: str,
-    x: Tensor,
-    hidden: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    layout: Layout,
-) -> tuple[Tensor, ...]:
-    """Run `torch.lstm`, `torch.gru`, `torch.rnn_tanh` or `torch.rnn_relu` step by step.
-
-    `x [T, N, I]` (`[N, T, I]` if `batch_first`) and `hidden = (h0,)` or `(h0, c0)`,
-    each `[L * D, N, H]`, give `(output, h_n)` or `(output, h_n, c_n)` with the shapes
-    and the values of torch. `weights` is torch's flat list, for each layer and
-    direction `w_ih, w_hh, [b_ih, b_hh], [w_hr]`: whether there are biases and, for an
-    LSTM, projections `w_hr [P, H]` follows from their number. Dropout between the
-    layers draws from torch's global generator, or as the `randomness` of a vmap says.
-
-    Cost: the operations of torch, one GEMM for the inputs of a layer and one per time
-    step, and about ten small ops per time step. The dtype follows from the ops.
-    """
-
-    def layer(
-        first: int, x: Tensor, state: State, own: Sequence[Any], reverse: bool
-    ) -> tuple[Tensor, State]:
-        w_ih, w_hh, b_ih, b_hh, w_hr = own
-        inner = F.linear(x, w_ih, b_ih).unbind(0)
-        outputs = []
-        for at_input in reversed(inner) if reverse else inner:
-            state = _NEXT[mode](at_input, F.linear(state[0], w_hh, b_hh), *state)
-            if w_hr is not None:
-                state = (F.linear(state[0], w_hr), *state[1:])
-            outputs.append(state[0])
-        return torch.stack(outputs[::-1] if reverse else outputs), state
-
-    return _over_layers("steps", layer, mode, x, hidden, weights, layout)
-
-
-def _over_layers(
-    function: str,
-    layer: Layer,
-    mode: str,
-    x: Tensor,
-    hidden: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    layout: Layout,
-) -> tuple[Tensor, ...]:
-    """Run `layer` for each layer and direction, in torch's order, dropout between.
-
-    `layer` gets the place of its first weight in the list, `x [T, N, I]`, its state,
-    its five weights, None for missing ones, and whether to go from the last time step
-    to the first.
-    """
-    checks.choice(function, _NEXT, mode=mode)
-    num_layers, bidirectional, dropout, training, batch_first = layout
-    directions = 2 if bidirectional else 1
-    places = num_layers * directions
-    own = _split(function, mode, weights, places)
-    steps_first = x.transpose(0, 1) if batch_first else x
-    if x.dim() != 3 or len(steps_first) == 0:
+def _check_state(
+    function: str, state: Sequence[Tensor], lead: Sequence[int], w_hh: Tensor
+) -> None:
+    """Check the sizes of a state, which would broadcast without a word."""
+    sizes = (w_hh.shape[1], w_hh.shape[0] // 4)[: 2 if "lstm" in function else 1]
+    expected = [(*lead, size) for size in sizes]
+    got = [tuple(each.shape) for each in state]
+    if got != expected:
         raise RuntimeError(
-            f"{function}(x {tuple(x.shape)}): expected [T, N, I] with one time step at "
-            f"least, or [N, T, I] with batch_first."
+            f"{function}(a state of shapes {got}): expected {expected}, from the input "
+            f"and w_hh {tuple(w_hh.shape)}."
         )
-    lead = (places, steps_first.shape[1])
-    _check_state(function, mode, hidden, lead, own[0][1])
-    states = list(zip(*(each.unbind(0) for each in hidden), strict=True))
-    x, finals = steps_first, []
-    for number in range(num_layers):
-        outputs = []
-        for place in range(number * directions, (number + 1) * directions):
-            first = place * (len(weights) // places)
-            reverse = place % directions == 1
-            output, final = layer(first, x, states[place], own[place], reverse)
-            outputs.append(output)
-            finals.append(final)
-        x = torch.cat(outputs, -1) if bidirectional else outputs[0]
-        if training and dropout and number + 1 < num_layers:
-            x = F.dropout(x.contiguous(), dropout)  # which draws in order of memory
-    output = x.transpose(0, 1) if batch_first else x
-    return output, *(torch.stack(each) for each in zip(*finals, strict=True))
 
 
 def _next_lstm(at_input: Tensor, at_state: Tensor, h: Tensor, c: Tensor) -> State:
@@ -220,46 +227,6 @@ _NEXT = {
 """The next state of each mode."""
 
 
-def _split(
-    function: str, mode: str, weights: Sequence[Tensor], places: int
-) -> list[tuple[Any, ...]]:
-    """Return w_ih, w_hh, b_ih, b_hh and w_hr of each layer and direction."""
-    each, rest = divmod(len(weights), places)
-    allowed = (2, 3, 4, 5) if mode == "lstm" else (2, 4)
-    if rest or each not in allowed:
-        raise RuntimeError(
-            f"{function}({len(weights)} weights): expected {places} times w_ih, w_hh, "
-            f"then b_ih and b_hh or neither, then w_hr in an LSTM with projections."
-        )
-    groups = [weights[first : first + each] for first in range(0, len(weights), each)]
-    return [
-        (
-            *own[:2],
-            *(own[2:4] if each > 3 else (None, None)),
-            own[-1] if each % 2 else None,
-        )
-        for own in groups
-    ]
-
-
-def _check_state(
-    function: str,
-    mode: str,
-    state: Sequence[Tensor],
-    lead: Sequence[int],
-    w_hh: Tensor,
-) -> None:
-    """Check the sizes of a state, which would broadcast without a word."""
-    sizes = (w_hh.shape[1], w_hh.shape[0] // 4)[: 2 if mode == "lstm" else 1]
-    expected = [(*lead, size) for size in sizes]
-    got = [tuple(each.shape) for each in state]
-    if got != expected:
-        raise RuntimeError(
-            f"{function}(a state of shapes {got}): expected {expected}, from the input "
-            f"and w_hh {tuple(w_hh.shape)}."
-        )
-
-
 # By torch's kernels.
 
 
@@ -267,36 +234,26 @@ Report = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """Takes `d_ih, d_hh [T, N, G * H]`, `x [T, N, I]` and `h_prev [T, N, H]`."""
 
 
-def recurrent_net(
-    mode: str,
-    x: Tensor,
-    hidden: Sequence[Tensor],
-    weights: Sequence[Tensor],
+def reporting(
+    net: Net,
     report: Callable[[int, Tensor, Tensor, Tensor, Tensor], None],
     anchor: Tensor,
-    layout: Layout,
 ) -> tuple[Tensor, ...]:
-    """Run a net by torch's kernels, in the dtypes of torch, and report its gradients.
+    """Run a net without projections by torch's kernels, in the dtypes of torch.
 
-    Arguments and results are as in `steps`. The backward pass calls `report(first,
-    d_ih, d_hh, x, h_prev)` for each layer and direction: `first` is the place of its
-    `w_ih` in the list, the rest is as in `recurrent_layer`. Dropout between the layers
-    draws from torch's global generator, as torch does. Projections raise.
+    Results are as of `steps`. The backward pass calls `report(first, d_ih, d_hh, x,
+    h_prev)` for each layer and direction: `first` is the place of its `w_ih` in the
+    list, the rest is as in `recurrent_layer`.
     """
 
     def layer(
         first: int, x: Tensor, state: State, own: Sequence[Any], reverse: bool
     ) -> tuple[Tensor, State]:
-        *own, w_hr = own
-        if w_hr is not None:
-            raise NotImplementedError(
-                "recurrent_net(w_hr): expected an LSTM without projections, got one "
-                "with them. Use steps."
-            )
         options = {"anchor": anchor, "reverse": reverse}
-        return recurrent_layer(mode, x, state, own, partial(report, first), **options)
+        own_report = partial(report, first)
+        return recurrent_layer(net.mode, x, state, own[:4], own_report, **options)
 
-    return _over_layers("recurrent_net", layer, mode, x, hidden, weights, layout)
+    return _over_layers(net, layer)
 
 
 def recurrent_layer(
@@ -324,9 +281,9 @@ def recurrent_layer(
         w_hh: d_hh[t, n] x h_prev[t, n]   b_hh: d_hh[t, n]
 
     are the gradients of the weights. `d_ih` and `d_hh` are one tensor except for a GRU;
-    they may be kept and must not be changed in place. `anchor` is a scalar leaf on the
-    device of `x` that puts the layer into the graph where nothing else requires grad;
-    its own gradient is zero. A second derivative raises.
+    they may be kept and must not be changed in place. `anchor` is a scalar leaf that
+    requires grad, on the device of `x`: it puts the layer into the graph where nothing
+    else requires grad; its own gradient is zero. A second derivative raises.
 
     Cost: the forward pass of torch, under the surrounding autocast; backwards two
     thirds of the operations of torch's backward pass for the gradients of inputs and
@@ -334,18 +291,6 @@ def recurrent_layer(
     output. The backward pass runs in the widest dtype of inputs, states and weights,
     float32 at least; gradients other than `d_ih` and `d_hh` are cast back.
     """
-    checks.choice("recurrent_layer", _BACKWARD, mode=mode)
-    if not anchor.requires_grad:
-        raise ValueError(
-            "recurrent_layer(anchor): expected a scalar that requires grad, got one "
-            "that does not. Nothing would be reported."
-        )
-    if any(each is not None and each.requires_grad for each in weights):
-        raise ValueError(
-            "recurrent_layer(weights): expected weights without gradients of their "
-            "own, got some that require grad. Detach them: the report has their "
-            "gradients."
-        )
     padded = hidden if mode == "lstm" else (*hidden, None)
     results = _Layer.apply(mode, report, reverse, anchor, x, *padded, *weights)
     return results[0], tuple(results[1 : 1 + len(hidden)])
@@ -455,9 +400,6 @@ def _by_steps(*tensors: Tensor | None) -> bool:
     kinds = {(each.device.type, each.dtype) for each in tensors if each is not None}
     plain = kinds in ({("cpu", torch.float32)}, {("cpu", torch.float64)})
     return plain and not torch.is_autocast_enabled("cpu")
-
-
-# One layer through time.
 
 
 class _Run(NamedTuple):
@@ -661,3 +603,196 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _time(x: Tensor) -> int:
     """Return which axis of `[T, N, ...]` is time in the order of memory."""
     return int(x.stride(0) < x.stride(1))
+
+
+# In recorded passes.
+
+
+def _recorded(
+    mode: str, record: Recording, *args: Any, **kwargs: Any
+) -> tuple[Tensor, ...]:
+    """Fold the samples into the batch `n`, which is one for a single sequence."""
+    net = Net.of(mode, *args, **kwargs)
+    drops = net.dropout > 0 and net.train and net.num_layers > 1
+    projected = len(net.weights) // net.places % 2 == 1
+    own = any(record.is_batched(each) or each.is_complex() for each in net.weights)
+    if projected or own or (drops and record.randomness != "different"):
+        with record.watching():
+            return steps(net)
+    weights = [record.plain(weight) for weight in net.weights]
+    report = _reported(record, net)
+    x, *hidden = (record.copies(tensor) for tensor in (net.x, *net.hidden))
+    with record.below(), record.drawing(1):
+        time = 2 if net.batch_first else 1
+        x = x.movedim(time, 0)  # [T, B, n, I]
+        sizes = x.shape[1:3]
+        folded = net._replace(
+            x=x.flatten(1, 2),
+            hidden=tuple(each.transpose(0, 1).flatten(1, 2) for each in hidden),
+            weights=weights,
+            batch_first=False,
+        )
+        output, *final = reporting(folded, report, record.anchor(x.new_zeros(())))
+        output = output.unflatten(1, sizes).movedim(0, time)
+        final = [each.unflatten(1, sizes).transpose(0, 1) for each in final]
+        return tuple(record.logical(tensor) for tensor in (output, *final))
+
+
+def _reported(record: Recording, net: Net) -> Callable:
+    """Expect the uses of the weights, and return the function that gives factors.
+
+    It is called for each layer, with the place of its first weight, the gradients at
+    the gates to which inputs and states lead, and the inputs and states themselves,
+    `[T, B * n, K]` each.
+    """
+    uses = [record.use(weight) for weight in net.weights]
+    shapes, size = [weight.shape for weight in net.weights], record.size
+    has_biases = len(shapes) > 2 * net.places
+
+    def report(first: int, d_ih: Tensor, d_hh: Tensor, x: Tensor, h: Tensor) -> None:
+        for inputs, gates, place in ((x, d_ih, first), (h, d_hh, first + 1)):
+            if place == first or d_hh is not d_ih:  # only a GRU has two
+                outputs = Positions(_of_samples(gates, size))
+                sums = outputs.tensor.sum((1, 2)) if has_biases else None
+            if (use := uses[place]) is not None:
+                a = _of_samples(inputs, size)
+                use(Outer(a, outputs.tensor, shapes[place], outputs))
+            if sums is not None and (use := uses[place + 2]) is not None:
+                use(Dense(sums.clone()))  # each parameter gets its own
+
+    return report
+
+
+def _of_samples(tensor: Tensor, size: int) -> Tensor:
+    """View `[T, B * n, K]` as `[B, 1, n * T, K]`."""
+    parts = tensor.unflatten(1, (size, -1)).permute(1, 2, 0, 3)
+    return parts.flatten(1, 2)[:, None]
+
+
+# On packed sequences.
+
+
+def _pack(
+    samples: Samples, input: Tensor, lengths: Tensor, batch_first: bool = False
+) -> Form | None:
+    """Take the rows of all sequences at one time after another: `-> [R, ...], [T]`."""
+    known = samples.agreed(lengths, Tensor.tolist)
+    steps, count = input.shape[1 if batch_first else 0], input.shape[not batch_first]
+    if len(known) != count or known != sorted(known, reverse=True):
+        return None  # torch refuses these
+    if not count or known[0] > steps or known[-1] <= 0:
+        return None
+    sizes = [sum(length > step for length in known) for step in range(known[0])]
+    rows = [(step, n) for step, size in enumerate(sizes) for n in range(size)]
+
+    def pack() -> tuple[Tensor, Tensor]:
+        time, number = torch.tensor(rows, device=input.device).unbind(1)
+        index = (number, time) if batch_first else (time, number)
+        return input[index], torch.tensor(sizes)
+
+    return pack
+
+
+def _pad(
+    samples: Samples,
+    data: Tensor,
+    batch_sizes: Tensor,
+    batch_first: bool,
+    padding_value: float,
+    total_length: int,
+) -> Form | None:
+    """Put the rows back: `-> [T, N, ...]` or `[N, T, ...]`, and the lengths `[N]`."""
+    if modes.is_batched(batch_sizes):
+        return None
+    sizes = batch_sizes.tolist()
+    steps = max(total_length, len(sizes))
+    last = sum(sizes)  # one row more, which is padding
+    places = [[last] * sizes[0] for _ in range(steps)]
+    for step, own in enumerate(_rows(sizes)):
+        places[step][: len(own)] = own
+
+    def pad() -> tuple[Tensor, Tensor]:
+        index = torch.tensor(places, device=data.device)
+        padding = torch.full(
+            (1, *data.shape[1:]), padding_value, dtype=data.dtype, device=data.device
+        )
+        rows = torch.cat([data, padding])[index.t() if batch_first else index]
+        return rows, torch.tensor(_lengths(sizes))
+
+    return pad
+
+
+def _packed(
+    func: Callable, samples: Samples, data: Tensor, sizes: Any, hx: Any, *rest: Any
+) -> Form | None:
+    """Run a net for all sequences of one length at once."""
+    if not isinstance(rest[0], tuple | list) or modes.is_batched(sizes):
+        return None  # here is `has_biases` where nothing is packed
+    sizes = sizes.tolist()
+
+    def run() -> tuple[Tensor, ...]:
+        with samples.drawing(None):  # in another order than one sample
+            return _by_lengths(func, data, sizes, hx, *rest)
+
+    return run
+
+
+def _by_lengths(
+    func: Callable, data: Tensor, sizes: list[int], hx: Any, *rest: Any
+) -> tuple[Tensor, ...]:
+    rows, order = _rows(sizes), []
+    found: list[tuple[Tensor, ...]] = []
+    for length, same in groupby(enumerate(_lengths(sizes)), key=lambda pair: pair[1]):
+        first, *others = [number for number, _ in same]
+        stop = first + 1 + len(others)
+        own = [row for step in rows[:length] for row in step[first:stop]]
+        order += own
+        alone = len(own) == sum(sizes)
+        x = data if alone else data[torch.tensor(own, device=data.device)]
+        states = [x[:, first:stop] for x in ([hx] if isinstance(hx, Tensor) else hx)]
+        state = states[0] if isinstance(hx, Tensor) else tuple(states)
+        x = x.unflatten(0, (length, stop - first))
+        output, *final = func(x, state, *rest, False)
+        found.append((output.flatten(0, 1), *final))
+    if len(found) == 1:
+        return found[0]
+    back = torch.tensor(order, device=data.device).argsort()
+    output, *final = zip(*found, strict=True)
+    return torch.cat(output)[back], *(torch.cat(each, 1) for each in final)
+
+
+def _rows(sizes: list[int]) -> list[range]:
+    """Return the rows of each time step."""
+    starts = [sum(sizes[:step]) for step in range(len(sizes))]
+    return [
+        range(start, start + size) for start, size in zip(starts, sizes, strict=True)
+    ]
+
+
+def _lengths(sizes: list[int]) -> list[int]:
+    """Return the length of each sequence."""
+    return [sum(size > number for size in sizes) for number in range(sizes[0])]
+
+
+def _steps_of(mode: str, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    return steps(Net.of(mode, *args, **kwargs))
+
+
+def _recorded_cell(mode: str, record: Recording, *args: Any, **kwargs: Any) -> Any:
+    with record.watching():
+        return cell(mode, *args, **kwargs)
+
+
+for _mode in _NEXT:
+    _net, _cell = getattr(torch, _mode), getattr(torch, f"{_mode}_cell")
+    register(
+        _net,
+        recorded=partial(_recorded, _mode),
+        mapped=partial(_steps_of, _mode),
+        selected=partial(_packed, _net),
+    )
+    register(
+        _cell, recorded=partial(_recorded_cell, _mode), mapped=partial(cell, _mode)
+    )
+register(kernels.pack_padded_sequence, selected=_pack)
+register(kernels.pad_packed_sequence, selected=_pad)

@@ -9,6 +9,7 @@ gradients where that is cheaper. Products of matrices run in
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -16,9 +17,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from vgrad.conditions import check_now, rare
-from vgrad.persample.factors import costs, reductions
-from vgrad.persample.factors.reductions import Norm
+from vgrad.conditions import checks_collected, rare
+from vgrad.factors import costs, reductions
 from vgrad.torch_private.tensors import memory
 from vgrad.tree import double, wide
 
@@ -33,6 +33,51 @@ class Probes(NamedTuple):
 
     left: Tensor | None
     right: Tensor
+
+
+class Norm(NamedTuple):
+    """Norms of B gradients in float64, [B], all to be divided by `scale`.
+
+    No number that is multiplied for a weighted sum is larger than all of `reach`, and
+    no norm larger than `upper`, despite rounding. `doubtful` norms are to be computed
+    again, from gradients of `factor`; a weighted sum loses up to `lost` of each.
+    """
+
+    value: Tensor
+    reach: Sequence[Tensor]
+    upper: Tensor
+    doubtful: Tensor | None = None
+    lost: Tensor | None = None
+    factor: Any = None
+    scale: Tensor | None = None
+
+
+class Products(NamedTuple):
+    """Products a, b [B * G, T, T] of positions, from which norms are taken.
+
+    The squares of the norms are `<a, b>`, [B]; the diagonals, [2, B, G, T], are squares
+    of the sizes of positions. All are sums of up to `length` products. `zero` are
+    samples with only zeros on one side, if no value may be read.
+    """
+
+    squares: Tensor
+    sizes: Tensor
+    length: int
+    factor: Any
+    zero: Tensor | None
+    scale: Tensor | None = None
+
+    @classmethod
+    def of(cls, a: Tensor, b: Tensor, factor: "Pair", length: int) -> "Products":
+        size = factor.size
+        squares = torch.linalg.vecdot(a.reshape(size, -1), b.reshape(size, -1))
+        sizes = torch.stack((a.diagonal(0, 1, 2), b.diagonal(0, 1, 2)))
+        zero = factor.zeros() if checks_collected() else None
+        return cls(squares, sizes.unflatten(1, (size, -1)), length, factor, zero)
+
+
+Norms = Sequence[Norm | Products]
+"""Of parts of a parameter whose squares add up."""
 
 
 class Factor(ABC):
@@ -68,13 +113,9 @@ class Factor(ABC):
         """Operands that a weighted sum multiplies in float32, [B, ...] each."""
         return ()
 
-    def norm(self) -> Norm:
-        """Return the norms of the gradients, [B]."""
-        return Dense(self.grad()).norm()
-
-    def settled(self) -> tuple["Factor", Norm]:
-        """Return the form to keep until the weights are known, and the norms."""
-        return self, self.norm()
+    def settled(self) -> tuple["Factor", Norms]:
+        """Return the form to keep until the weights are known, and its norms."""
+        return Dense(self.grad()).settled()
 
     def gram(self, other: "Factor") -> Tensor:
         """Return all inner products with other samples' gradients, [B, B']."""
@@ -95,19 +136,13 @@ class Positions:
     @cached_property
     def norms(self) -> Tensor:
         """Norms over the positions and numbers of each group, [B, G] in float64."""
-        with check_now():
-            norms = reductions.row_norms(self.tensor.flatten(0, 1))
+        norms = reductions.row_norms(self.tensor.flatten(0, 1))
         return norms.view(self.tensor.shape[:2])
 
     @cached_property
     def products(self) -> Tensor:
         """Inner products between the positions of a sample, [B * G, T, T]."""
         return reductions.self_products(self.tensor.flatten(0, 1))
-
-    @cached_property
-    def zeros(self) -> Tensor:
-        """Whether a sample has nothing but zeros, [B]."""
-        return reductions.zeros(self.tensor)
 
 
 @dataclass(frozen=True)
@@ -135,10 +170,10 @@ class Dense(Factor):
     def grad(self) -> Tensor:
         return self.g
 
-    def norm(self) -> Norm:
-        if self.shared is not None:
-            return Norm.exactly(self.shared.norms[:, 0])
-        return Norm.exactly(reductions.row_norms(self.g))
+    def settled(self) -> tuple["Dense", Norms]:
+        shared = self.shared
+        norms = reductions.row_norms(self.g) if shared is None else shared.norms[:, 0]
+        return self, [Norm(norms, (norms,), norms)]
 
     def weighted(self, weights: Tensor) -> Tensor:
         return reductions.weighted_rows(self.g, weights)
@@ -179,8 +214,9 @@ class Zero(Factor):
     def grad(self) -> Tensor:
         return self.like.new_zeros((self.size, *self.shape))
 
-    def norm(self) -> Norm:
-        return Norm.exactly(self.like.new_zeros(self.size, dtype=torch.float64))
+    def settled(self) -> tuple["Zero", Norms]:
+        norms = self.like.new_zeros(self.size, dtype=torch.float64)
+        return self, [Norm(norms, (norms,), norms)]
 
     def weighted(self, weights: Tensor) -> Tensor:
         return self.like.new_zeros(self.shape, dtype=wide(self.like.dtype))
@@ -208,11 +244,6 @@ class Pair(Factor):
     shape: torch.Size
 
     @property
-    @abstractmethod
-    def by_gram(self) -> bool:
-        """Whether norms are computed without gradients."""
-
-    @property
     def size(self) -> int:
         return len(self.inputs)
 
@@ -224,11 +255,9 @@ class Pair(Factor):
     def sides(self) -> tuple[Tensor, Tensor]:
         return self.inputs, self.outputs
 
-    def settled(self) -> tuple[Factor, Norm]:
-        """Keep the gradients where the norms need them."""
-        if self.by_gram:
-            return self, self.norm()
-        return Dense(self.grad()).settled()
+    def zeros(self) -> Tensor:
+        """Mark samples with nothing but zeros in one of the tensors, [B]."""
+        return reductions.zeros(self.inputs) | reductions.zeros(self.outputs)
 
     def take(self, rows: Tensor) -> Self:
         return self._of(self.inputs[rows], self.outputs[rows])
@@ -262,13 +291,12 @@ class Outer(Pair):
 
     @property
     def by_gram(self) -> bool:
+        """Whether norms are computed without gradients."""
         _, _, positions, i = self.inputs.shape
-        return positions == 1 or costs.outer_by_gram(
-            positions, i, self.outputs.shape[3]
-        )
+        o = self.outputs.shape[3]
+        return positions == 1 or costs.outer_by_gram(positions, i, o)
 
     def grad(self) -> Tensor:
-        """Multiply the factors."""
         a, b = reductions.products(self.inputs, self.outputs)
         if a.shape[2] == 1:
             found = b.transpose(2, 3) * a
@@ -276,22 +304,18 @@ class Outer(Pair):
             found = torch.matmul(b.transpose(2, 3), a)
         return found.to(self.inputs.dtype).reshape(self.size, *self.shape)
 
-    def norm(self) -> Norm:
-        """Norms without gradients where they are cheaper so."""
+    def settled(self) -> tuple[Factor, Norms]:
         outputs = self.shared or Positions(self.outputs)
         if self.inputs.shape[2] == 1:
             a, b = Positions(self.inputs).norms, outputs.norms
-            return Norm.exactly(reductions.together(a * b), (a + b).sum(1))
-        if self.by_gram:
-            return reductions.gram_norm(
-                reductions.self_products(self.inputs.flatten(0, 1)),
-                outputs.products,
-                self.size,
-                max(self.inputs.shape[3], self.outputs.shape[3]),
-                lambda rows: self.take(rows).double().grad(),
-                lambda: reductions.zeros(self.inputs) | outputs.zeros,
-            )
-        return super().norm()
+            norms = reductions.together(a * b)
+            reach = (a, b) if a.shape[1] == 1 else (a.amax(1), b.amax(1))
+            return self, [Norm(norms, [each.view(-1) for each in reach], norms)]
+        if not self.by_gram:
+            return super().settled()
+        a, b = reductions.self_products(self.inputs.flatten(0, 1)), outputs.products
+        length = max(self.inputs.shape[3], self.outputs.shape[3])
+        return self, [Products.of(a, b, self, length)]
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Scale the smaller factor, then one product over samples and positions."""
@@ -309,12 +333,10 @@ class Outer(Pair):
             return super().gram(other)
         if not costs.cross_by_gram(self.inputs.shape, self.outputs.shape, other.size):
             return super().gram(other)
-        wide = self.inputs.dtype in (torch.float64, torch.complex128)
-        far = [
-            reductions.reach(each.sides) > _APART for each in (self, other) if not wide
-        ]
-        if far and rare(torch.cat(far)):
-            return self.double().gram(other.double())
+        if self.inputs.dtype not in (torch.float64, torch.complex128):
+            far = [reductions.reach(each.sides) > _APART for each in (self, other)]
+            if rare(torch.cat(far)):
+                return self.double().gram(other.double())
         sizes = (self.size, self.inputs.shape[2], other.size, other.inputs.shape[2])
         k = reductions.inner(self.inputs.flatten(0, 2), other.inputs.flatten(0, 2))
         k *= reductions.inner(self.outputs.flatten(0, 2), other.outputs.flatten(0, 2))
@@ -337,7 +359,6 @@ class Outer(Pair):
 
 
 def _summed_outer(a: Tensor, b: Tensor) -> Tensor:
-    """Sum of outer products over samples and positions, -> [G, O, I]."""
     if a.shape[1] == 1:
         a, b = a.squeeze(1), b.squeeze(1)
         if a.stride(0) < a.stride(1):  # of recurrent nets: flattened without a copy
@@ -371,8 +392,7 @@ class Compound(Factor):
         return self._of(*(part.double() for part in self.parts))
 
     @abstractmethod
-    def _of(self, *parts: Any) -> Factor:
-        """Return the same of other parts."""
+    def _of(self, *parts: Any) -> Factor: ...
 
 
 @dataclass(frozen=True)
@@ -394,35 +414,24 @@ class Scaled(Compound):
         grad = self.factor.grad()
         return grad.to(wide(grad.dtype)) / self.scale
 
-    def norm(self) -> Norm:
-        return self._unscaled(self.factor.norm())
-
-    def settled(self) -> tuple[Factor, Norm]:
-        """Settle on a form of the scaled gradients."""
-        factor, norm = self.factor.settled()
-        return self._of(factor), self._unscaled(norm)
+    def settled(self) -> tuple[Factor, Norms]:
+        factor, norms = self.factor.settled()
+        return self._of(factor), [norm._replace(scale=self.scale) for norm in norms]
 
     def weighted(self, weights: Tensor) -> Tensor:
-        """Sum the scaled gradients, and divide: the sum may be wider than weights."""
+        # Divide the sum, which may be wider than weights.
         return self.factor.weighted(weights) / self.scale
 
     def gram(self, other: Factor) -> Tensor:
-        """Inner products; both have a scale."""
         if not isinstance(other, Scaled):
             return super().gram(other)
         return self.factor.gram(other.factor) / self.scale / other.scale
 
     def project(self, probes: Probes) -> Tensor:
-        """Project the scaled gradients, and divide."""
         return self.factor.project(probes) / self.scale
 
     def _of(self, *parts: Any) -> Factor:
         return Scaled(parts[0], self.scale)
-
-    def _unscaled(self, norm: Norm) -> Norm:
-        # One over the scale is multiplied as well, by the sum and by its error.
-        reach = torch.maximum(norm.reach, norm.reach.clamp(min=1) / self.scale)
-        return Norm(norm.value / self.scale, norm.upper / self.scale, reach)
 
 
 def owned(factor: Factor, but: Tensor | None = None) -> Factor:
@@ -442,7 +451,6 @@ def owned(factor: Factor, but: Tensor | None = None) -> Factor:
 
 
 def _owned(value: Any, spared: int | None) -> Any:
-    """Copy an attribute of a factor; an ellipsis where that cannot be done."""
     match value:
         case Tensor():
             own = spared is not None and memory(value) == spared

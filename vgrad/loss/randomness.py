@@ -37,8 +37,8 @@ from vgrad.generators import (
     set_random_state,
     unit,
 )
-from vgrad.lowering.grad_flags import among
-from vgrad.lowering.value_reads import Partition, SplitBatch, where
+from vgrad.loss.grad_flags import among
+from vgrad.loss.values import Partition, SplitBatch, where
 from vgrad.torch_private.tensors import (
     SHOWN,
     may_draw,

@@ -1,10 +1,9 @@
-"""Forms of single ops under `torch.vmap`, where torch's rules loop, fail or are wrong.
+"""Reads and writes by index, where torch's rules of vmap loop, fail or are missing.
 
-`VMAPPED` has a form for each call of a function. `SELECTING` has forms of ops whose
-results have shapes that depend on values: samples that run together must have one
-number of results n, by which `x[mask]`, `nonzero` and the like have a known shape. The
-places that masks `[B, ...]` hit are indices `[B, n]` then, which take the place of the
-masks.
+Some ops have results whose shapes depend on values. Samples that run together must
+have one number of results n, by which `x[mask]`, `nonzero` and the like have a known
+shape. The places that masks `[B, ...]` hit are indices `[B, n]` then, which take the
+place of the masks.
 
 B samples, n hits of each, T items of an axis
 """
@@ -18,16 +17,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from vgrad.conditions import Unrepeatable, checks_collected
-from vgrad.lowering import recurrent
-from vgrad.lowering.attention import scaled_dot_product_attention
-from vgrad.lowering.functions import custom_function
-from vgrad.lowering.grad_flags import among
-from vgrad.lowering.value_reads import of_each, physical, read_value, unanimous
+from vgrad.ops.record import Form, Samples, register
 from vgrad.torch_private import modes
 
 
-def index_add(
+def _index_add(
     input: Tensor, dim: int, index: Tensor, source: Tensor, **options: Any
 ) -> Tensor:
     """Add rows at an index as `torch.index_add` does.
@@ -44,14 +38,14 @@ def index_add(
     return _IndexAdd.apply(input, dim % input.dim(), index, source)
 
 
-def index_add_(
+def _index_add_(
     input: Tensor, dim: int, index: Tensor, source: Tensor, **options: Any
 ) -> Tensor:
     """Add rows in place."""
-    return input.copy_(index_add(input, dim, index, source, **options))
+    return input.copy_(_index_add(input, dim, index, source, **options))
 
 
-def scatter_(input: Tensor, *args: Any, **options: Any) -> Tensor:
+def _scatter_(input: Tensor, *args: Any, **options: Any) -> Tensor:
     """Scatter in place; torch has a rule of vmap for `torch.scatter` alone."""
     return input.copy_(torch.scatter(input, *args, **options))
 
@@ -108,79 +102,6 @@ def _front(tensor: Tensor, place: int | None, size: int) -> Tensor:
     return tensor.movedim(place, 0)
 
 
-def _by_steps(mode: str) -> Callable[..., tuple[Tensor, ...]]:
-    """Make a function with torch's signature that runs a recurrent net in steps."""
-
-    def run(
-        input: Tensor,
-        hx: Any,
-        params: Any,
-        has_biases: bool,
-        *rest: Any,
-        **options: Any,
-    ) -> tuple[Tensor, ...]:
-        hidden, layout = recurrent.parsed(hx, *rest, **options)
-        return recurrent.steps(mode, input, hidden, params, layout)
-
-    return run
-
-
-def _embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    *rest: Any,
-    **options: Any,
-) -> Tensor:
-    """Look up rows; torch's rule for one table a sample pads only the first table."""
-    rows = F.embedding(input, weight, None, *rest, **options)
-    if padding_idx is None:
-        return rows
-    padding = (input == padding_idx % len(weight)).unsqueeze(-1)
-    return torch.where(padding, rows.detach(), rows)
-
-
-def _lookup(
-    weight: Tensor,
-    indices: Tensor,
-    padding_idx: int = -1,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
-    """Do the same for `torch.embedding`, which `F.embedding` calls."""
-    padding = None if padding_idx < 0 else padding_idx
-    return _embedding(indices, weight, padding, None, 2.0, scale_grad_by_freq, sparse)
-
-
-VMAPPED: dict[Callable, Callable] = {
-    F.embedding: _embedding,
-    torch.embedding: _lookup,
-    F.scaled_dot_product_attention: scaled_dot_product_attention,
-    **{net: _by_steps(mode) for net, mode in recurrent.NETS.items()},
-    **recurrent.CELLS,
-    torch.index_add: index_add,
-    Tensor.index_add: index_add,
-    Tensor.index_add_: index_add_,
-    Tensor.scatter_: scatter_,
-    modes.custom_function_call: custom_function,
-}
-"""Forms of functions that torch's own vmap runs in a loop, wrongly or not at all."""
-
-
-# Shapes that depend on values.
-
-
-Form = Callable[[], Any]
-"""Code that runs in the place of a call, as if the loss had written it."""
-
-FormOf = Callable[..., Form | None]
-"""From the level of the vmap over samples and a call's arguments to the call's form.
-
-None is torch's own way, also for what torch refuses, so that the error is torch's.
-Raises `SplitBatch` where samples have different counts.
-"""
-
-
 class _Mask(NamedTuple):
     """A mask of each sample's own in an index."""
 
@@ -190,31 +111,31 @@ class _Mask(NamedTuple):
     values: Tensor  # [B, ...], of all samples
 
 
-def _getitem(level: int, x: Tensor, index: Any) -> Form | None:
+def _getitem(samples: Samples, x: Tensor, index: Any) -> Form | None:
     """Take entries by the places that masks hit."""
     items = index if isinstance(index, tuple) else (index,)
-    if not (masks := _masks(level, x, items)):
+    if not (masks := _masks(samples, x, items)):
         return None
     if len(items) == 1 and not masks[0].logical.ndim:  # all of x, or nothing
-        with modes.exit_to(level):
+        with samples.outside():
             counts = (masks[0].values != 0).long()
-        first = torch.zeros(_one(level, counts), dtype=torch.int64)
+        first = torch.zeros(_one(samples, counts), dtype=torch.int64)
         return lambda: x.unsqueeze(0)[first]
-    places = _by_places(level, items, masks)
+    places = _by_places(samples, items, masks)
     return None if places is None else lambda: x[places]
 
 
-def _setitem(level: int, x: Tensor, index: Any, value: Any) -> Form | None:
+def _setitem(samples: Samples, x: Tensor, index: Any, value: Any) -> Form | None:
     """Write where masks hit; one value for all hits needs no count of them."""
     items = index if isinstance(index, tuple) else (index,)
-    if not (masks := _masks(level, x, items)):
+    if not (masks := _masks(samples, x, items)):
         return None
     rest = (each for n, each in enumerate(items) if n != masks[0].place)
     if all(each is Ellipsis or _is_whole(each) for each in rest):
         form = _for_all_hits(x, masks[0], value)
         if form is not None:
             return form
-    places = _by_places(level, items, masks)
+    places = _by_places(samples, items, masks)
     return None if places is None else partial(Tensor.__setitem__, x, places, value)
 
 
@@ -245,15 +166,20 @@ def _for_all_hits(x: Tensor, mask: _Mask, value: Any) -> Form | None:
     return write
 
 
-def _index_put(func: Callable) -> FormOf:
+def _index_put(func: Callable) -> Callable[..., Form | None]:
     """Make the form of a function that writes by index."""
 
     def form(
-        level: int, x: Tensor, indices: Any, values: Tensor, *more: Any, **options: Any
+        samples: Samples,
+        x: Tensor,
+        indices: Any,
+        values: Tensor,
+        *more: Any,
+        **options: Any,
     ) -> Form | None:
         if any(each is None for each in indices):  # here a whole axis, there a new one
             return None
-        places = _by_places(level, indices, _masks(level, x, indices))
+        places = _by_places(samples, indices, _masks(samples, x, indices))
         if places is None:
             return None
         return partial(func, x, places, values, *more, **options)
@@ -262,40 +188,42 @@ def _index_put(func: Callable) -> FormOf:
 
 
 def _masked_select(
-    level: int, input: Tensor, mask: Tensor, **options: Any
+    samples: Samples, input: Tensor, mask: Tensor, **options: Any
 ) -> Form | None:
     """Take entries of both, broadcast together, by the places that the mask hits."""
     shape = torch.broadcast_shapes(input.shape, mask.shape)
-    values = physical(mask, level)
+    values = samples.values(mask)
     if options or values is None or not shape or mask.dtype != torch.bool:
         return None
     ones, size = (1,) * (len(shape) - mask.ndim), len(values)
-    with modes.exit_to(level):
+    with samples.outside():
         values = values.reshape(size, *ones, *mask.shape).expand(size, *shape)
-    places = _hits(level, values)
+    places = _hits(samples, values)
     return lambda: input.expand(shape)[places]
 
 
 def _nonzero(
-    level: int, input: Tensor, *, as_tuple: bool = False, **options: Any
+    samples: Samples, input: Tensor, *, as_tuple: bool = False, **options: Any
 ) -> Form | None:
     """List the places of nonzero entries: `[n, d]`, or d times `[n]`."""
-    values = physical(input, level)
+    values = samples.values(input)
     if options or values is None or not input.ndim:
         return None
-    places = _hits(level, values)
+    places = _hits(samples, values)
     return lambda: places if as_tuple else torch.stack(places, 1)
 
 
-def _where(level: int, condition: Tensor, *others: Any, **more: Any) -> Form | None:
+def _where(
+    samples: Samples, condition: Tensor, *others: Any, **more: Any
+) -> Form | None:
     """List places, where there is nothing to choose from."""
     if others or more:
         return None
-    return _nonzero(level, condition, as_tuple=True)
+    return _nonzero(samples, condition, as_tuple=True)
 
 
 def _repeat_interleave(
-    level: int,
+    samples: Samples,
     input: Tensor,
     repeats: Any = None,
     dim: int | None = None,
@@ -305,24 +233,24 @@ def _repeat_interleave(
     """Take items by index, each as often as it says; of one argument, the index."""
     alone = repeats is None
     times = input if alone else repeats
-    values = physical(times, level) if isinstance(times, Tensor) else None
+    values = samples.values(times) if isinstance(times, Tensor) else None
     if values is None or (dim is not None and not input.ndim):
         return None
     items = input.numel() if dim is None else input.shape[dim]
     if times.ndim > 1 or times.numel() not in (1, items) or times.is_floating_point():
         return None
     size = len(values)
-    with modes.exit_to(level):
+    with samples.outside():
         values = values.reshape(size, times.numel()).expand(size, items)
         counts = values.sum(1).where((values >= 0).all(1), -1)
-    count = _one(level, counts)
+    count = _one(samples, counts)
     if count < 0 or output_size not in (None, count):
         return None
-    with modes.exit_to(level):
+    with samples.outside():
         steps = torch.arange(count, device=values.device).expand(size, count)
         found = torch.searchsorted(values.cumsum(1), steps.contiguous(), right=True)
         # A graph whose counts are others is dropped, but must not fail.
-        index = modes.add_batch_axis(found.clamp(max=items - 1), 0, level)
+        index = samples.logical(found.clamp(max=items - 1))
     if alone:
         return lambda: index
     return lambda: (input.flatten() if dim is None else input).index_select(
@@ -330,44 +258,27 @@ def _repeat_interleave(
     )
 
 
-def _one_hot(level: int, tensor: Tensor, num_classes: int = -1) -> Form | None:
+def _one_hot(samples: Samples, tensor: Tensor, num_classes: int = -1) -> Form | None:
     """Infer the number of classes."""
-    values = physical(tensor, level) if num_classes == -1 and tensor.numel() else None
+    values = samples.values(tensor) if num_classes == -1 and tensor.numel() else None
     if values is None or tensor.dtype != torch.int64:
         return None
-    with modes.exit_to(level):
+    with samples.outside():
         values = values.reshape(len(values), tensor.numel())
         largest = values.amax(1).where((values >= 0).all(1), -1)
-    largest = _one(level, largest)
+    largest = _one(samples, largest)
     if largest < 0:
         return None
     classes = torch.arange(largest + 1, device=tensor.device)
     return lambda: (tensor.unsqueeze(-1) == classes).long()
 
 
-def _by_each(func: Callable) -> FormOf:
+def _by_each(func: Callable) -> Callable[..., Form | None]:
     """Make the form of a function without a derivative: sample by sample."""
-
-    def form(level: int, *args: Any, **kwargs: Any) -> Form | None:
-        given = among(args, kwargs)
-        if any(each.requires_grad for each in given):
-            return None
-        if checks_collected() and any(physical(x, level) is not None for x in given):
-            raise Unrepeatable(f"the shape of {modes.op_name(func)} depends on values")
-        if (found := of_each(func, args, kwargs, level)) is None:
-            return None
-        rows = [each if isinstance(each, tuple) else (each,) for each in found]
-        unanimous([[each.shape for each in row] for row in rows], level)
-        columns = zip(*rows, strict=True)
-        with modes.exit_to(level):
-            stacked = [torch.stack(each).to(given[0].device) for each in columns]
-        results = tuple(modes.add_batch_axis(each, 0, level) for each in stacked)
-        return lambda: results if isinstance(found[0], tuple) else results[0]
-
-    return form
+    return lambda samples, *args, **kwargs: samples.stacked(func, args, kwargs)
 
 
-def _masks(level: int, x: Tensor, items: Sequence[Any]) -> list[_Mask]:
+def _masks(samples: Samples, x: Tensor, items: Sequence[Any]) -> list[_Mask]:
     """Return the masks of each sample's own in an index; none if it is another one."""
     if not any(map(_is_mask, items)):
         return []
@@ -381,7 +292,7 @@ def _masks(level: int, x: Tensor, items: Sequence[Any]) -> list[_Mask]:
         if _is_mask(each):
             if each.shape != x.shape[axis : axis + each.ndim]:
                 return []
-            if (values := physical(each, level)) is not None:
+            if (values := samples.values(each)) is not None:
                 found.append(_Mask(place, axis, each, values))
         axis += sizes[place]
     return found
@@ -405,52 +316,54 @@ def _axes(item: Any) -> int:
     return 1 if known else -1
 
 
-def _by_places(level: int, items: Sequence[Any], masks: list[_Mask]) -> tuple | None:
+def _by_places(
+    samples: Samples, items: Sequence[Any], masks: list[_Mask]
+) -> tuple | None:
     """Return an index with the places that masks hit; None if that does not do."""
     if not masks or not all(each.logical.ndim for each in masks):
         return None
-    own = {each.place: _hits(level, each.values) for each in masks}
+    own = {each.place: _hits(samples, each.values) for each in masks}
     found: list[Any] = []
     for place, each in enumerate(items):
         found += own.get(place, (each,))
     return tuple(found)
 
 
-def _hits(level: int, values: Tensor) -> tuple[Tensor, ...]:
+def _hits(samples: Samples, values: Tensor) -> tuple[Tensor, ...]:
     """Return the places of nonzero entries, along each axis: `[B, ...] -> d * [n]`."""
-    with modes.exit_to(level):
+    with samples.outside():
         hit = values != 0
         counts = hit.flatten(1).sum(1)
-    count, size = _one(level, counts), len(values)
-    with modes.exit_to(level):
+    count, size = _one(samples, counts), len(values)
+    with samples.outside():
         if modes.is_wrapped(hit):  # by a vmap around, whose mode has a form for this
             found = hit.nonzero()
         else:
             found = torch.nonzero_static(hit, size=size * count)
         places = found[:, 1:].t().reshape(values.ndim - 1, size, count).unbind()
-    return tuple(modes.add_batch_axis(each, 0, level) for each in places)
+    return tuple(samples.logical(each) for each in places)
 
 
-def _one(level: int, counts: Tensor) -> int:
+def _one(samples: Samples, counts: Tensor) -> int:
     """Return the whole number that all samples have in `[B]`."""
-    return read_value(Tensor.item, (modes.add_batch_axis(counts, 0, level),), {}, level)
+    return samples.agreed(samples.logical(counts))
 
 
-_BY_EACH = (torch.bincount, Tensor.bincount, torch.unique, Tensor.unique)
-_BY_EACH += (torch.unique_consecutive, Tensor.unique_consecutive)
-_INDEX_PUT = (torch.index_put, torch.index_put_, Tensor.index_put, Tensor.index_put_)
-
-SELECTING: dict[Callable, FormOf] = {
-    Tensor.__getitem__: _getitem,
-    Tensor.__setitem__: _setitem,
-    **dict.fromkeys((torch.masked_select, Tensor.masked_select), _masked_select),
-    **dict.fromkeys((torch.nonzero, Tensor.nonzero), _nonzero),
-    **dict.fromkeys((torch.argwhere, Tensor.argwhere), _nonzero),
-    torch.where: _where,
-    torch.repeat_interleave: _repeat_interleave,
-    Tensor.repeat_interleave: _repeat_interleave,
-    F.one_hot: _one_hot,
-    **{func: _index_put(func) for func in _INDEX_PUT},
-    **{func: _by_each(func) for func in _BY_EACH},
-}
-"""Calls whose results may have shapes that depend on values."""
+register(torch.index_add, Tensor.index_add, mapped=_index_add)
+register(Tensor.index_add_, mapped=_index_add_)
+register(Tensor.scatter_, mapped=_scatter_)
+register(Tensor.__getitem__, selected=_getitem)
+register(Tensor.__setitem__, selected=_setitem)
+register(torch.masked_select, Tensor.masked_select, selected=_masked_select)
+register(torch.nonzero, Tensor.nonzero, selected=_nonzero)
+register(torch.argwhere, Tensor.argwhere, selected=_nonzero)
+register(torch.where, selected=_where)
+register(torch.repeat_interleave, selected=_repeat_interleave)
+register(Tensor.repeat_interleave, selected=_repeat_interleave)
+register(F.one_hot, selected=_one_hot)
+for _op in (torch.index_put, torch.index_put_, Tensor.index_put, Tensor.index_put_):
+    register(_op, selected=_index_put(_op))
+for _op in (torch.bincount, torch.unique, torch.unique_consecutive):
+    register(_op, selected=_by_each(_op))
+for _op in (Tensor.bincount, Tensor.unique, Tensor.unique_consecutive):
+    register(_op, selected=_by_each(_op))

@@ -16,10 +16,18 @@ import torch
 from torch import Tensor
 
 from vgrad.conditions import static_values
-from vgrad.persample.factors import reductions
-from vgrad.persample.factors.base import Compound, Dense, Factor, Outer, Probes, Zero
-from vgrad.persample.factors.reductions import Norm
-from vgrad.persample.factors.rows import Rows
+from vgrad.factors.base import (
+    Compound,
+    Dense,
+    Factor,
+    Norm,
+    Norms,
+    Outer,
+    Probes,
+    Zero,
+)
+from vgrad.factors.norms import in_doubt, settled
+from vgrad.factors.rows import Rows
 from vgrad.torch_private.tensors import viewed
 from vgrad.tree import wide
 
@@ -28,7 +36,8 @@ Replay = Callable[[Tensor], Tensor]
 
 def merged(factors: Sequence[Factor]) -> Factor:
     """Return one factor for the sum of several of one parameter."""
-    factors = [factor for factor in factors if not isinstance(factor, Zero)] or factors
+    if len(factors) > 1:
+        factors = [each for each in factors if not isinstance(each, Zero)] or factors
     if len(factors) == 1 or isinstance(factors[0], Zero):
         return factors[0]
     outers = _joined_outers([each for each in factors if isinstance(each, Outer)])
@@ -43,7 +52,6 @@ def merged(factors: Sequence[Factor]) -> Factor:
 
 
 def _joined_outers(factors: Sequence[Outer]) -> list[Outer]:
-    """Join factors of the same groups, inputs and outputs along the positions."""
     alike: dict[tuple, list[Outer]] = {}
     for each in factors:
         sizes = (each.inputs.shape[1], each.inputs.shape[3], each.outputs.shape[3])
@@ -57,7 +65,6 @@ def _joined_outers(factors: Sequence[Outer]) -> list[Outer]:
 
 
 def _joined_rows(factors: Sequence[Rows]) -> list[Rows]:
-    """Join lookups in the same table along the positions."""
     if len(factors) < 2:
         return list(factors)
     index = torch.cat([each.index for each in factors], dim=1)
@@ -81,40 +88,47 @@ class Tied(Compound):
         return self.outer.shape
 
     def grad(self) -> Tensor:
-        """Add the gradients of both."""
         return self.outer.grad() + self.rows.grad()
 
-    def norm(self) -> Norm:
-        """Norms with the cross term, `sum_ts outer_out_s[index_t] <row_t, in_s>`."""
+    def settled(self) -> tuple[Factor, Norms]:
+        """Add the cross term, `sum_ts outer_out_s[index_t] <row_t, in_s>`, to squares.
+
+        Gradients are kept where the norms of the product need them.
+        """
         if not self.outer.by_gram:
-            return Dense(self.grad()).norm()
-        outer, rows = self.outer.norm(), self.rows.norm()
+            return Dense(self.grad()).settled()
+        parts = {"outer": self.outer.settled()[1], "rows": self.rows.settled()[1]}
+        (outer,), (rows,) = settled(parts).values()
         a, b = self.outer.inputs[:, 0].double(), self.outer.outputs[:, 0]
         index = self.rows.index[:, None, :].expand(-1, b.shape[1], -1)
         cross = torch.linalg.vecdot(
             b.gather(2, index).double().flatten(1),
             torch.bmm(a, self.rows.outputs.double().mT).flatten(1),
         )
-        return reductions.summed_norm(
-            outer,
-            rows,
-            cross,
-            wide(self.outer.inputs.dtype),
-            lambda which: self.take(which).double().grad(),
-        )
+        largest = (outer.upper + rows.upper).square()
+        squares = outer.value.square() + 2 * cross + rows.value.square()
+        uppers = outer.upper.square() + 2 * cross + rows.upper.square()
+        uppers = uppers + 4 * torch.finfo(torch.float64).eps * largest
+        norms, uppers = (each.clamp(min=0).sqrt() for each in (squares, uppers))
+        eps = torch.finfo(wide(self.outer.inputs.dtype)).eps
+        lost = outer.upper - outer.value + rows.upper - rows.value
+        lost = lost + eps * largest.sqrt()
+        # Nothing is less than what both norms are sure of.
+        doubtful = in_doubt(squares, largest) & (largest != 0)
+        if outer.doubtful is not None:
+            doubtful = doubtful | outer.doubtful
+        reach = *outer.reach, *rows.reach
+        return self, [Norm(norms, reach, uppers, doubtful, lost, self)]
 
-    def settled(self) -> tuple[Factor, Norm]:
-        """Keep the gradients where the norms need them."""
-        if self.outer.by_gram:
-            return self, self.norm()
-        return Dense(self.grad()).settled()
+    def zeros(self) -> Tensor:
+        """Mark samples with nothing but zeros in one of the tensors of the product."""
+        return self.outer.zeros()
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Add the rows to the other sum, which is as large as the table."""
         return self.rows.add_weighted(weights, self.outer.weighted(weights))
 
     def project(self, probes: Probes) -> Tensor:
-        """Add the projections of both."""
         return self.outer.project(probes) + self.rows.project(probes)
 
     def _of(self, *parts: Any) -> Factor:
@@ -134,20 +148,13 @@ class Moved(Compound):
     shape: torch.Size
 
     def grad(self) -> Tensor:
-        """Move each part's gradients to where they belong."""
         return self._moved([part.grad() for part in self.parts])
 
-    def norm(self) -> Norm:
-        """Joint norms of the parts."""
-        return Norm.joint([part.norm() for part in self.parts])
-
-    def settled(self) -> tuple[Factor, Norm]:
-        """Keep each part in its own best form."""
+    def settled(self) -> tuple[Factor, Norms]:
         parts, norms = zip(*(part.settled() for part in self.parts), strict=True)
-        return self._of(*parts), Norm.joint(norms)
+        return self._of(*parts), list(itertools.chain(*norms))
 
     def weighted(self, weights: Tensor) -> Tensor:
-        """Move each part's sum to where it belongs."""
         return self._moved([part.weighted(weights)[None] for part in self.parts])[0]
 
     def _of(self, *parts: Any) -> Factor:
@@ -206,18 +213,7 @@ def _spots(replay: Replay, shape: torch.Size) -> _Spots | None:
 @functools.cache
 def _apart(count: int, views: tuple[_Spots, ...]) -> bool:
     """Return whether views of `count` numbers have none in common."""
-    taken = bytearray(count)
+    counts = torch.zeros(count, dtype=torch.uint8)
     for view in views:
-        axes = sorted(zip(view.strides, view.sizes, strict=True))
-        axes = [(stride, size) for stride, size in axes if size != 1] or [(1, 1)]
-        while len(axes) > 1 and axes[0][0] * axes[0][1] == axes[1][0]:
-            axes[:2] = [(axes[0][0], axes[0][1] * axes[1][1])]
-        (step, length), *outer = axes
-        steps = (range(0, stride * size, stride) for stride, size in outer)
-        for place in itertools.product(*steps):
-            start = view.start + sum(place)
-            run = slice(start, start + step * length, step)
-            if any(taken[run]):
-                return False
-            taken[run] = bytes([1]) * len(taken[run])
-    return True
+        counts.as_strided(*view).add_(1)
+    return not bool((counts > 1).any())

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vgrad.persample.factors import costs, reductions
-from vgrad.persample.factors.base import Pair, Probes
-from vgrad.persample.factors.reductions import Norm
+from vgrad.factors import costs, reductions
+from vgrad.factors.base import Factor, Norms, Pair, Probes, Products
 from vgrad.torch_private import kernels
 
 
@@ -43,10 +42,6 @@ class Conv(Pair):
         positions, device = math.prod(self.outputs.shape[2:]), self.inputs.device.type
         return costs.conv_form(pixels, positions, self.shape, self.groups, device)
 
-    @property
-    def by_gram(self) -> bool:
-        return self.form == "gram"
-
     def grad(self) -> Tensor:
         """Gradients by the form that is cheapest, not by products of positions."""
         form = self.form
@@ -56,18 +51,13 @@ class Conv(Pair):
             return self._one_by_one()
         return self._by_swapping() if form == "swapped" else self._by_offsets()
 
-    def norm(self) -> Norm:
-        """Norms, without gradients where they are cheaper so."""
-        if not self.by_gram:
-            return super().norm()
-        return reductions.gram_norm(
-            self._patch_products(),
-            reductions.self_products(self._split(self.outputs).flatten(2).mT),
-            self.size,
-            max(math.prod(self.shape[1:]), self.shape[0]),
-            lambda rows: self.take(rows).double().grad(),
-            lambda: reductions.zeros(self.inputs) | reductions.zeros(self.outputs),
-        )
+    def settled(self) -> tuple[Factor, Norms]:
+        """Take norms without gradients where they are cheaper so."""
+        if self.form != "gram":
+            return super().settled()
+        b = reductions.self_products(self._split(self.outputs).flatten(2).mT)
+        length = max(math.prod(self.shape[1:]), self.shape[0])
+        return self, [Products.of(self._patch_products(), b, self, length)]
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Weight gradient of an ordinary convolution, of scaled samples."""
@@ -145,8 +135,11 @@ class Conv(Pair):
         sizes = (self.size, math.prod(kernel), *self.shape[:2])
         found = self.inputs.new_empty(sizes)
         for number, window in enumerate(self._windows(self._split(inputs))):
-            product = torch.bmm(left, window.flatten(2).mT)
-            found[:, number] = product.view(self.size, *self.shape[:2])
+            right, out = window.flatten(2).mT, found[:, number]
+            if self.groups == 1 and out.dtype == left.dtype:
+                torch.bmm(left, right, out=out)
+            else:
+                out.copy_(torch.bmm(left, right).view(out.shape))
         # The kernel's axis comes last for the user, and stays first in memory.
         return found.movedim(1, -1).unflatten(-1, kernel)
 

@@ -1,7 +1,6 @@
-"""The rules of products with matrices: linear layers, matmul, addmm and einsum.
+"""Contractions: einsum, and matmul, addmm and their like as linear layers of their own.
 
-Elementwise ops have none: their parameters are expanded over the samples, which is as
-good, since the gradients of every sample are small.
+B samples
 """
 
 import math
@@ -13,76 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import wrap_torch_function
 
-from vgrad.persample.factors.base import Dense, Factor, Outer, Positions
-from vgrad.persample.rules.table import Recording, lowered, rule
-
-
-class _Output:
-    """The gradient at an op's output, which a weight and a bias have in common."""
-
-    def __init__(self) -> None:
-        self._positions: Positions | None = None
-
-    def at(self, g: Tensor) -> Positions:
-        """Return the positions of the gradient `g [B, ..., O]`, made once."""
-        if self._positions is None:
-            self._positions = Positions(positions(g))
-        return self._positions
-
-    def shift(self, g: Tensor) -> Dense:
-        """Return the factor of the bias, whose norms are known if it is the output."""
-        single = math.prod(g.shape[1:-1]) == 1 and g.ndim > 1
-        return Dense(over_positions(g), self.at(g) if single else None)
-
-
-@rule(F.linear, weights=("weight", "bias"))
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict | None:
-    """`out = input @ weight.T + bias`; the weight may be a vector."""
-    shape, known = weight.shape, _Output()
-    if bias is not None and bias.shape != shape[:-1]:
-        return None
-    if len(shape) == 1:  # each number of the output is a position
-        return {
-            "weight": lambda g: Outer(positions(input), positions(g[..., None]), shape),
-            "bias": lambda g: Dense(g.flatten(1).sum(1)),
-        }
-
-    def matrix(g: Tensor) -> Outer:
-        shared = known.at(g)
-        return Outer(positions(input), shared.tensor, shape, shared)
-
-    return {"weight": matrix, "bias": known.shift}
-
-
-@rule(F.bilinear, weights=("weight", "bias"))
-def bilinear(
-    input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
-) -> dict:
-    """`out_o = input1 @ weight_o @ input2 + bias_o`: linear in all pairs of inputs."""
-    shape, known = weight.shape, _Output()
-
-    def matrices(g: Tensor) -> Outer:
-        pairs = (input1[..., :, None] * input2[..., None, :]).flatten(-2)
-        shared = known.at(g)
-        return Outer(positions(pairs), shared.tensor, shape, shared)
-
-    return {"weight": matrices, "bias": known.shift}
-
-
-@wrap_torch_function(lambda input, weight, bias=None: (input, weight))
-def product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply by a matrix on the right, `input @ weight + bias`."""
-    return F.linear(input, weight.T, bias)
-
-
-@rule(product, weights=("weight", "bias"))
-def product_rule(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict:
-    """As `linear`, with inputs and outputs exchanged."""
-    shape = weight.shape
-    return {
-        "weight": lambda g: Outer(positions(g), positions(input), shape),
-        "bias": lambda g: Dense(over_positions(g)),
-    }
+from vgrad.factors.base import Dense, Factor, Outer
+from vgrad.ops.linear import product
+from vgrad.ops.record import Recording, Rule, register
 
 
 @wrap_torch_function(lambda data, weight, x, w, out: (data, weight))
@@ -94,10 +26,7 @@ def contraction(data: Tensor, weight: Tensor, x: str, w: str, out: str) -> Tenso
     return torch.einsum(f"...{x},{w}->...{out}", data, weight)
 
 
-@rule(contraction, weights=("weight",))
-def contraction_rule(
-    data: Tensor, weight: Tensor, x: str, w: str, out: str
-) -> dict | None:
+def _factors(data: Tensor, weight: Tensor, x: str, w: str, out: str) -> dict | None:
     """Axes of the weight are groups, inputs or outputs; other axes are positions.
 
     Sums within one operand, and broadcasting, have no such form.
@@ -130,9 +59,7 @@ def contraction_rule(
     return {"weight": blocks}
 
 
-@lowered(torch.matmul, torch.linalg.matmul, torch.mm, torch.mv, torch.bmm)
-@lowered(Tensor.matmul, Tensor.mm, Tensor.mv, Tensor.bmm)
-def matmul(record: Recording, *operands: Tensor, **named: Any) -> Tensor | None:
+def _matmul(record: Recording, *operands: Tensor, **named: Any) -> Tensor | None:
     """Multiply by a vector, a matrix or a stack of them, on either side."""
     if named or len(operands) != 2:  # the ops differ in their keywords
         return None
@@ -155,15 +82,12 @@ def matmul(record: Recording, *operands: Tensor, **named: Any) -> Tensor | None:
     return output if vector or left.ndim == 1 else output.mT
 
 
-@lowered(Tensor.__rmatmul__)
-def rmatmul(record: Recording, right: Tensor, left: Tensor) -> Tensor | None:
+def _rmatmul(record: Recording, right: Tensor, left: Tensor) -> Tensor | None:
     """Multiply by an operand on the left."""
-    return matmul(record, left, right)
+    return _matmul(record, left, right)
 
 
-@lowered(torch.addmm, torch.addmv, torch.baddbmm)
-@lowered(Tensor.addmm, Tensor.addmv, Tensor.baddbmm)
-def addmm(
+def _addmm(
     record: Recording, *operands: Tensor, beta: Any = 1, alpha: Any = 1, **named: Any
 ) -> Tensor | None:
     """`out = beta * shift + alpha * left @ right`."""
@@ -182,8 +106,7 @@ def addmm(
         return output + (shift if beta == 1 else beta * shift)
 
 
-@lowered(torch.einsum)
-def einsum(record: Recording, equation: Any, *operands: Any) -> Tensor | None:
+def _einsum(record: Recording, equation: Any, *operands: Any) -> Tensor | None:
     """Contract a parameter with data."""
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
@@ -198,19 +121,6 @@ def einsum(record: Recording, equation: Any, *operands: Any) -> Tensor | None:
         data, weight, x, w = weight, data, w, x
     with record.watching():
         return contraction(data, weight, x, w, out)
-
-
-def positions(tensor: Tensor) -> Tensor:
-    """View `[B, ..., I]` as `[B, 1, T, I]`."""
-    count = math.prod(tensor.shape[1:-1])
-    return tensor.reshape(len(tensor), 1, count, tensor.shape[-1])
-
-
-def over_positions(tensor: Tensor) -> Tensor:
-    """Sum `[B, ..., O]` over its positions, -> [B, O]."""
-    count = math.prod(tensor.shape[1:-1])
-    rows = tensor.reshape(len(tensor), count, tensor.shape[-1])
-    return rows[:, 0] if count == 1 else rows.sum(1)
 
 
 def _stacked(data: Tensor, weight: Tensor, *, swapped: bool = False) -> Tensor:
@@ -255,3 +165,12 @@ def _axes(equation: str, *dims: int) -> tuple[str, str, str] | None:
         once = [each for each in sorted(inputs) if inputs.count(each) == 1]
         out = "..." + "".join(each for each in once if each.isalpha())
     return terms[0], terms[1], out.replace("...", free)
+
+
+register(contraction, rule=Rule(_factors, ("weight",)))
+register(torch.einsum, recorded=_einsum)
+register(torch.matmul, torch.linalg.matmul, torch.mm, torch.mv, recorded=_matmul)
+register(torch.bmm, Tensor.matmul, Tensor.mm, Tensor.mv, Tensor.bmm, recorded=_matmul)
+register(Tensor.__rmatmul__, recorded=_rmatmul)
+register(torch.addmm, torch.addmv, torch.baddbmm, recorded=_addmm)
+register(Tensor.addmm, Tensor.addmv, Tensor.baddbmm, recorded=_addmm)

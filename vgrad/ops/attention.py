@@ -1,4 +1,4 @@
-"""Scaled dot product attention that stays one fused kernel under `torch.vmap`.
+"""Scaled dot product attention as one fused kernel for all samples.
 
 torch has no batching rule for its fused attention kernels: under `torch.vmap` it calls
 them once per sample, forward and backward. Here the samples join the batch axis, and
@@ -9,13 +9,15 @@ B samples of a vmap, N leading axes as one, H heads, L queries, S keys, E and V 
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from vgrad.ops.record import Recording, register
 from vgrad.torch_private import modes
 from vgrad.torch_private.kernels import attention
 from vgrad.tree import no_autocast
@@ -23,50 +25,76 @@ from vgrad.tree import no_autocast
 Kernel = Callable[..., Tensor]
 
 
-def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Attend as `torch.nn.functional.scaled_dot_product_attention` does, also in vmap.
+class _Attention(NamedTuple):
+    """The arguments of `torch.nn.functional.scaled_dot_product_attention`."""
 
-    Outside `torch.func` this is torch's function. Inside, the axes of all vmaps join
-    the leading axes, so that one kernel serves all samples. Unbatched tensors are
-    expanded, which copies them only if a sample has leading axes besides the heads. The
-    backward pass runs the forward kernel again and keeps only the inputs; a second or
-    forward-mode derivative raises. Dropout takes torch's math backend, which has all
-    modes of `randomness` but holds the weights `[B, ..., H, L, S]` of all samples.
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def kernel(self) -> Kernel:
+        options = {"is_causal": self.is_causal, "scale": self.scale}
+        return partial(attention, **options, enable_gqa=self.enable_gqa)
+
+
+def _mapped(*args: Any, **kwargs: Any) -> Tensor:
+    """Attend as torch does, also in vmap.
+
+    Inside of transforms the axes of all vmaps join the leading axes, so that one kernel
+    serves all samples. Unbatched tensors are expanded, which copies them only if a
+    sample has leading axes besides the heads. The backward pass runs the forward kernel
+    again and keeps only the inputs; a second or forward-mode derivative raises. Dropout
+    takes torch's math backend, which has all modes of `randomness` but holds the
+    weights `[B, ..., H, L, S]` of all samples.
 
     Reference: https://arxiv.org/abs/2205.14135 (the fused kernel).
     """
-    options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    kernel = partial(attention, **options)
+    call = _Attention(*args, **kwargs)
+    tensors: Any = call[:4]
     if modes.current_level() is None:
-        return kernel(query, key, value, attn_mask, dropout_p)
-    if is_causal and attn_mask is not None:  # some backends of torch let it pass
+        return call.kernel(*tensors, call.dropout_p)
+    if call.is_causal and call.attn_mask is not None:  # some backends let it pass
         raise RuntimeError(
             "scaled_dot_product_attention(attn_mask, is_causal=True): expected one of "
             "the two, got both. Put the causal mask into attn_mask."
         )
-    if key.shape[-2:-1] != value.shape[-2:-1]:  # some kernels would read past the end
+    keys, values = call.key.shape, call.value.shape
+    if keys[-2:-1] != values[-2:-1]:  # some kernels would read past the end
         raise RuntimeError(
-            f"scaled_dot_product_attention(key {tuple(key.shape)}, value "
-            f"{tuple(value.shape)}): expected as many values as keys."
+            f"scaled_dot_product_attention(key {tuple(keys)}, value {tuple(values)}): "
+            f"expected as many values as keys."
         )
-    query, key, value = _autocast(query), _autocast(key), _autocast(value)
-    mask = None if attn_mask is None else _autocast(attn_mask)
-    if dropout_p != 0.0:
+    tensors = [None if each is None else _autocast(each) for each in tensors]
+    if call.dropout_p != 0.0:
         with sdpa_kernel(SDPBackend.MATH):
-            return kernel(query, key, value, mask, dropout_p)
+            return call.kernel(*tensors, call.dropout_p)
     dims = (None, None, None, None)
-    *folded, unfold = fold(dims, 1, query, key, value, mask, enable_gqa=enable_gqa)
-    return unfold(_attend(kernel, *folded)).squeeze(0)
+    *folded, unfold = fold(dims, 1, *tensors, enable_gqa=call.enable_gqa)
+    return unfold(_attend(call.kernel, *folded)).squeeze(0)
+
+
+def _recorded(record: Recording, *args: Any, **kwargs: Any) -> Tensor | None:
+    """Attend with the samples folded into the batch."""
+    call = _Attention(*args, **kwargs)
+    if call.dropout_p and record.randomness != "different":
+        return None
+    mask, where = call.attn_mask, None
+    q, k, v = (record.copies(each) for each in (call.query, call.key, call.value))
+    if mask is not None and (record.is_parameter(mask) or record.is_batched(mask)):
+        mask, where = record.copies(mask), 0
+    dims = 0, 0, 0, where
+    with record.below():
+        *folded, unfold = fold(
+            dims, record.size, q, k, v, mask, enable_gqa=call.enable_gqa
+        )
+        output = call.kernel(*folded, call.dropout_p)
+        return record.logical(unfold(output))
 
 
 def fold(
@@ -144,7 +172,7 @@ def _attend(kernel: Kernel, *inputs: Tensor | None) -> Tensor:
     """Run the kernel if no transform is left, else pass on to the next one."""
     if modes.current_level() is None:
         return kernel(*inputs)
-    return _Attention.apply(kernel, *inputs)
+    return _Attend.apply(kernel, *inputs)
 
 
 class _Refusing(Function):
@@ -162,7 +190,7 @@ class _Refusing(Function):
     jvp = backward
 
 
-class _Attention(_Refusing):
+class _Attend(_Refusing):
     """Attention on `[N, H, L, E]`; the samples of a vmap join the axis N."""
 
     @staticmethod
@@ -188,7 +216,7 @@ class _Attention(_Refusing):
 
 
 class _Gradient(_Refusing):
-    """The needed gradients of `_Attention`, from a second forward pass."""
+    """The needed gradients of `_Attend`, from a second forward pass."""
 
     # Keeping what the first one returned would need code for each backend and device.
 
@@ -220,3 +248,53 @@ class _Gradient(_Refusing):
         if needed[3]:
             grads[-1] = grads[-1].sum_to_size(tensors[3].shape)
         return tuple(grads), (0,) * len(grads)
+
+
+def _multi_head(
+    record: Recording,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *rest: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Take torch's one call apart into projections and attention."""
+    attend = modes.opened_attention(_projections)
+    with record.watching():
+        if query.ndim != 2:
+            return attend(query, key, value, *rest, **kwargs)
+        # One tensor given twice stays one, since it can be projected at once.
+        made = {id(each): each.unsqueeze(1) for each in (query, key, value)}
+        inputs = [made[id(each)] for each in (query, key, value)]
+        if (padding := kwargs.get("key_padding_mask")) is not None:
+            kwargs["key_padding_mask"] = padding.unsqueeze(0)
+        output, weights = attend(*inputs, *rest, **kwargs)
+        return output.squeeze(1), None if weights is None else weights.squeeze(0)
+
+
+def _projections(
+    query: Tensor, key: Tensor, value: Tensor, weight: Any, bias: Any
+) -> tuple[Tensor, ...]:
+    """Project by the parts of one weight, in as few products as the inputs allow."""
+    if query is key and key is value:
+        return _parts(F.linear(query, weight, bias), 3)
+    size = query.shape[-1]
+    sizes = (size, 2 * size) if key is value else (size,) * 3
+    weights = weight.split(sizes)
+    biases = (None,) * 3 if bias is None else bias.split(sizes)
+    if key is not value:
+        return tuple(map(F.linear, (query, key, value), weights, biases))
+    q = F.linear(query, weights[0], biases[0])
+    return (q, *_parts(F.linear(key, weights[1], biases[1]), 2))
+
+
+def _parts(projected: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Take `[T, N, count * E]` apart, so that N and the heads can be viewed as one."""
+    parts = projected.chunk(count, dim=-1)
+    if projected.shape[1] == 1:
+        return parts
+    return tuple(part.contiguous() for part in parts)
+
+
+register(F.scaled_dot_product_attention, mapped=_mapped, recorded=_recorded)
+register(F.multi_head_attention_forward, recorded=_multi_head)

@@ -5,9 +5,8 @@ runs in float32 or wider, with autocast off, whatever the dtype of the gradients
 """
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,40 +26,8 @@ lose 1e-7 and cost the same.
 _SMALL = 2**16
 """Numbers whose squares are summed in float64 at once, which takes one op."""
 
-_AT_ONCE = 2**24
-"""Numbers of gradients formed at once where norms from products are in doubt."""
-
-_LOW, _HIGH = 1e-10, 1e15
+LOW, HIGH = 1e-10, 1e15
 """Between these no square that matters has left float32's range."""
-
-_DOUBTFUL = 1e-4
-"""Cancellation below which a norm from products is computed again, from gradients."""
-
-
-class Norm(NamedTuple):
-    """Norms of B gradients in float64, and upper bounds that hold despite rounding.
-
-    `reach` is no less than any number that is multiplied for a weighted sum.
-    """
-
-    value: Tensor
-    upper: Tensor
-    reach: Tensor
-
-    @classmethod
-    def exactly(cls, value: Tensor, reach: Tensor | None = None) -> "Norm":
-        """Make the norms that are right up to a rounding of float32."""
-        return cls(value, value, value if reach is None else reach)
-
-    @classmethod
-    def joint(cls, norms: Sequence["Norm"]) -> "Norm":
-        """Return the norms over several parameters."""
-        values = torch.stack([norm.value for norm in norms], dim=1)
-        reach = torch.stack([norm.reach for norm in norms], dim=1).amax(1)
-        if all(norm.value is norm.upper for norm in norms):
-            return cls.exactly(together(values), reach)
-        uppers = torch.stack([norm.upper for norm in norms], dim=1)
-        return cls(together(values), together(uppers), reach)
 
 
 def norm_dtype(params: Params) -> torch.dtype:
@@ -76,17 +43,24 @@ def no_norms(params: Params, dtype: torch.dtype) -> Tensor:
     return next(iter(params.values())).new_zeros(0, dtype=dtype)
 
 
-def together(norms: Tensor) -> Tensor:
-    """Root of the sum of squares of float64 norms, [B, K] -> [B].
+def together(numbers: Tensor) -> Tensor:
+    """Root of the sum of squares, [..., K] -> [...] in float64.
 
     It neither overflows nor underflows. The root has no slope at zero; zero is taken,
     as torch does for its norms.
     """
-    if norms.shape[1] == 1:
-        return norms[:, 0]
-    largest = norms.detach().amax(1) if norms.shape[1] else norms.new_zeros(len(norms))
-    scale = torch.where(largest > 0, largest, 1.0)
-    return scale * _root((norms / scale[:, None]).square().sum(1))
+    numbers = double(numbers)
+    if numbers.shape[-1] == 0:
+        return numbers.sum(-1)
+    if numbers.shape[-1] == 1:
+        return numbers.abs()[..., 0]
+    tiny = torch.finfo(torch.float64).tiny
+    scale = numbers.detach().abs().amax(-1).clamp(min=tiny)
+    squares = (numbers / scale[..., None]).square().sum(-1)
+    if not squares.requires_grad and not modes.inside_transform():
+        return scale * squares.sqrt()
+    zero = squares == 0
+    return scale * torch.where(zero, 0.0, torch.where(zero, 1.0, squares).sqrt())
 
 
 def row_norms(grad: Tensor) -> Tensor:
@@ -97,12 +71,12 @@ def row_norms(grad: Tensor) -> Tensor:
     flat = real.reshape(len(real), math.prod(real.shape[1:]))
     exact = flat.dtype == torch.float64 or flat.requires_grad
     if exact or modes.inside_transform():
-        return _scaled_norms(flat)
+        return together(flat)
     if flat.device.type != "cpu" or flat.numel() <= _SMALL:
         # Squares of float32 have room in float64; on a CPU this is slow.
         return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
     norms = _block_norms(flat.float())
-    doubtful = ~((norms > _LOW) & (norms < _HIGH))
+    doubtful = ~((norms > LOW) & (norms < HIGH))
     if checks_collected():
         # Zeros are sure if there is nothing but zeros; small norms are not.
         doubtful &= _largest(flat) != 0
@@ -138,107 +112,6 @@ def self_products(rows: Tensor) -> Tensor:
     """Inner products of the positions of each sample, [N, T, I] -> [N, T, T]."""
     (rows,) = products(rows)
     return torch.bmm(rows, rows.transpose(1, 2))
-
-
-def gram_norm(
-    a: Tensor,
-    b: Tensor,
-    size: int,
-    length: int,
-    direct: Callable[[Tensor], Tensor],
-    nothing: Callable[[], Tensor],
-) -> Norm:
-    """Norms of `sum_t b_t x a_t` from products a, b [B * G, T, T] of the positions.
-
-    These are sums of up to `length` products of numbers of B = `size` samples;
-    `nothing()` marks the samples with only zeros in one of the factors, [B].
-
-    The square of a norm is `<a, b>`. Where its terms cancel, rounding is large against
-    it: such samples are computed from their gradients, `direct(rows)`, and for the
-    others the upper bound allows for the loss.
-    """
-    squares = torch.linalg.vecdot(a.reshape(size, -1), b.reshape(size, -1)).double()
-    a_sizes, b_sizes = (each.diagonal(0, 1, 2).double() for each in (a, b))
-    terms = (a_sizes * b_sizes).sqrt_().sum(1)
-    largest = _over_groups(terms.square_(), size)
-    eps, positions = torch.finfo(a.dtype).eps, max(1, a.shape[1])
-    # Twice the worst that was measured, over kinds of inputs of all sizes and dtypes;
-    # where positions are equal, so are their errors, and do not average out.
-    slack = eps * max(4.0, 20 / positions) * largest
-    sizes = _over_groups((a_sizes + b_sizes).sum(1), size)
-    # A square that may include products on the edge of zero is not used:
-    # where denormal numbers are flushed, all of a sum may be gone.
-    edge = torch.finfo(a.dtype).tiny * length * positions * sizes
-    squares = torch.where(edge < eps * squares, squares, 0.0)
-    lost = eps * largest.sqrt()
-    return _checked(squares, slack, largest, lost, sizes.sqrt(), direct, nothing)
-
-
-def summed_norm(
-    a: Norm,
-    b: Norm,
-    cross: Tensor,
-    dtype: torch.dtype,
-    direct: Callable[[Tensor], Tensor],
-) -> Norm:
-    """Norms of the sum of two gradients, from their norms and inner products.
-
-    Their weighted sums are formed in `dtype`.
-    """
-    squares = a.value.square() + 2 * cross + b.value.square()
-    largest = (a.upper + b.upper).square()
-    known = a.upper.square() - a.value.square() + b.upper.square() - b.value.square()
-    slack = known + 4 * torch.finfo(torch.float64).eps * largest
-    lost = a.upper - a.value + b.upper - b.value
-    lost = lost + torch.finfo(dtype).eps * largest.sqrt()
-    reach = torch.maximum(a.reach, b.reach)
-    # Nothing is less than what both norms are sure of.
-    nothing = partial(torch.ones_like, largest, dtype=torch.bool)
-    return _checked(squares, slack, largest, lost, reach, direct, nothing)
-
-
-def _checked(
-    squares: Tensor,
-    slack: Tensor,
-    largest: Tensor,
-    lost: Tensor,
-    reach: Tensor,
-    direct: Callable[[Tensor], Tensor],
-    nothing: Callable[[], Tensor],
-) -> Norm:
-    """Take roots of squares, and gradients where the squares are mostly rounding.
-
-    `slack` is how much too small a square may be, `largest` the square of the sum of
-    its terms, and `lost` what a weighted sum of the terms loses. `direct`
-    forms gradients in float64, where nothing leaves the range. `nothing` marks squares
-    that are zero without any rounding, if their terms are.
-    """
-    fine = squares > _DOUBTFUL * largest
-    fine &= (largest > _LOW**2) & (largest < _HIGH**2)
-    norms = squares.clamp(min=0).sqrt()
-    upper = (squares + slack).clamp(min=0).sqrt()
-    if collected := checks_collected():
-        fine |= (largest == 0) & nothing()
-    if not rare(~fine):
-        return Norm(norms, upper, reach)
-    if not collected:
-        fine |= (largest == 0) & nothing()
-    doubtful = (~fine).nonzero().flatten()
-    step = 1  # the first one shows how many gradients are not too many
-    while len(doubtful):
-        rows, doubtful = doubtful[:step], doubtful[step:]
-        grads = direct(rows)
-        step = max(1, _AT_ONCE * len(rows) // max(1, grads.numel()))
-        exact = row_norms(grads)
-        norms[rows] = exact
-        # If it is not finite, gradients will be summed in float64.
-        upper[rows] = exact + torch.where(lost[rows].isfinite(), lost[rows], 0)
-    return Norm(norms, upper, reach)
-
-
-def _over_groups(found: Tensor, size: int) -> Tensor:
-    """Sum over the groups of each sample, [B * G] -> [B]."""
-    return found if len(found) == size else found.view(size, -1).sum(1)
 
 
 def zeros(numbers: Tensor) -> Tensor:
@@ -284,25 +157,10 @@ def _block_norms(flat: Tensor) -> Tensor:
     return squares.sqrt_()
 
 
-def _scaled_norms(flat: Tensor) -> Tensor:
-    """Norms [B] in float64; a sample is divided by its largest entry, then squared."""
-    if flat.shape[1] == 0:
-        return flat.sum(1, dtype=torch.float64)
-    largest = flat.detach().abs().amax(1).double()
-    scale = torch.where(largest > 0, largest, 1.0)
-    return scale * _root((flat.double() / scale[:, None]).square().sum(1))
-
-
 def memory_order(grad: Tensor) -> list[int]:
     """Return the axes as they lie in memory, so that flattening copies nothing."""
     strides = grad.stride()
     return [0, *sorted(range(1, grad.ndim), key=lambda axis: -strides[axis])]
-
-
-def _root(squares: Tensor) -> Tensor:
-    """Square root whose slope at zero is zero."""
-    zero = squares == 0
-    return torch.where(zero, 0.0, torch.where(zero, 1.0, squares).sqrt())
 
 
 ROWS_AT_ONCE = 65536
@@ -382,6 +240,8 @@ def ordinary(reach: Tensor, weights: Tensor) -> Tensor:
 
 def rounded_down(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """Round positive numbers to a dtype so that none becomes larger."""
+    if numbers.dtype == dtype:
+        return numbers
     found = numbers.to(dtype)
     fixed = found.detach()  # nextafter has a derivative from torch 2.13 on
     step = fixed - torch.nextafter(fixed, torch.zeros_like(fixed))

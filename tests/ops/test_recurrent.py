@@ -15,12 +15,18 @@ from tests import oracle
 from tests.examples import examples
 from tests.losses import randn
 from tests.oracle import assert_exact
-from vgrad.lowering import recurrent
+from vgrad.ops import OPS, recurrent
 from vgrad.testing import check_rule
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 every_mode = pytest.mark.parametrize("mode", GATES)
-LAYOUT = recurrent.Layout(1, False, 0.0, True, False)
+LAYOUT = {
+    "num_layers": 1,
+    "dropout": 0.0,
+    "train": True,
+    "bidirectional": False,
+    "batch_first": False,
+}
 TWICE = {"num_layers": 2, "bidirectional": True}
 LAYOUTS = {
     "one layer": {},
@@ -55,18 +61,18 @@ def problem(
     **layout,
 ):
     """Make `x`, the states, the flat list of weights and the layout."""
-    layout = LAYOUT._replace(**layout)
-    directions = 1 + layout.bidirectional
+    layout = LAYOUT | layout
+    directions = 1 + layout["bidirectional"]
     rows, out = GATES[mode] * features, projected or features
     weights: list[Tensor] = []
-    for number in range(layout.num_layers):
+    for number in range(layout["num_layers"]):
         width = out * directions if number else inputs
         shapes = [(rows, width), (rows, out), *[(rows,)] * (2 * bias)]
         shapes += [(projected, features)] * (projected is not None)
         for shape in shapes * directions:
             weights.append(0.6 * randn(*shape, seed=50 + len(weights), dtype=dtype))
-    lead = (size, steps) if layout.batch_first else (steps, size)
-    places = layout.num_layers * directions
+    lead = (size, steps) if layout["batch_first"] else (steps, size)
+    places = layout["num_layers"] * directions
     sizes = (out, features) if mode == "lstm" else (features,)
     hidden = [
         randn(places, size, each, seed=1 + place, dtype=dtype)
@@ -76,17 +82,20 @@ def problem(
 
 
 def by_torch(mode, x, hidden, weights, layout):
-    places = layout.num_layers * (1 + layout.bidirectional)
+    places = layout["num_layers"] * (1 + layout["bidirectional"])
     state = tuple(hidden) if mode == "lstm" else hidden[0]
-    num_layers, bidirectional, *rest, batch_first = layout
-    options = num_layers, *rest, bidirectional, batch_first
     biases = len(weights) // places > 3
-    return getattr(torch, mode)(x, state, weights, biases, *options)
+    return getattr(torch, mode)(x, state, weights, biases, *layout.values())
+
+
+def by_steps(mode, x, hidden, weights, layout):
+    return recurrent.steps(recurrent.Net(mode, x, hidden, weights, **layout))
 
 
 def by_kernels(mode, x, hidden, weights, layout, report=lambda *_: None):
     anchor = torch.zeros((), dtype=x.dtype, requires_grad=True)
-    return recurrent.recurrent_net(mode, x, hidden, weights, report, anchor, layout)
+    net = recurrent.Net(mode, x, hidden, weights, **layout)
+    return recurrent.reporting(net, report, anchor)
 
 
 def leaves(tensors):
@@ -114,13 +123,13 @@ def differentiated(run, mode, x, hidden, weights, layout, at=(0, 1, 2)):
 
 
 def reported(mode, x, hidden, weights, layout, at=(0, 1, 2)):
-    """The same by `recurrent_net`, weights' gradients made of its reports.
+    """The same by `reporting`, weights' gradients made of its reports.
 
     Gradients of the weights are for each sequence, [N, *shape].
     """
     x, *hidden = leaves([x, *hidden])
     found: dict[int, Tensor] = {}
-    each = len(weights) // (layout.num_layers * (1 + layout.bidirectional))
+    each = len(weights) // (layout["num_layers"] * (1 + layout["bidirectional"]))
 
     def report(first, d_ih, d_hh, x, h_prev):
         assert first not in found
@@ -147,7 +156,7 @@ assert_equal = partial(oracle.assert_exact, tolerance=1e-11)
 
 def check_both(mode, *arguments, at=(0, 1, 2), projected=False):
     expected = differentiated(by_torch, mode, *arguments, at=at)
-    found = differentiated(recurrent.steps, mode, *arguments, at=at)
+    found = differentiated(by_steps, mode, *arguments, at=at)
     assert_equal(found, expected)
     if not projected:
         assert_equal(by_reports(mode, *arguments, at=at), expected)
@@ -198,16 +207,16 @@ def test_dropout_between_layers_draws_what_torch_draws(
         return run(mode, *arguments, layout), torch.get_rng_state()
 
     expected, state = seeded(partial(differentiated, by_torch))
-    for run in (partial(differentiated, recurrent.steps), by_reports):
+    for run in (partial(differentiated, by_steps), by_reports):
         found, after = seeded(run)
         assert torch.equal(after, state)
         assert_equal(found, expected)
     torch.manual_seed(8)
-    other = recurrent.steps(mode, *arguments, layout)
+    other = by_steps(mode, *arguments, layout)
     assert not torch.equal(other[0], expected[0][0])
-    evaluated = layout._replace(training=False)
-    whole = by_torch(mode, *arguments, layout._replace(dropout=0.0))
-    assert_equal(recurrent.steps(mode, *arguments, evaluated), whole)
+    evaluated = layout | {"train": False}
+    whole = by_torch(mode, *arguments, layout | {"dropout": 0.0})
+    assert_equal(by_steps(mode, *arguments, evaluated), whole)
     assert_equal(by_reports(mode, *arguments, evaluated)[0], [*whole])
 
 
@@ -221,7 +230,7 @@ def test_steps_run_under_vmap_with_weights_of_every_sample(mode):
         outputs = run(mode, x, hidden, weights, layout)
         return sum(each.sin().sum() for each in outputs)
 
-    found = torch.vmap(torch.func.grad(partial(value, recurrent.steps)))(stacked)
+    found = torch.vmap(torch.func.grad(partial(value, by_steps)))(stacked)
     for member, scale in enumerate(scales):
         own = leaves([w * scale for w in weights])
         expected = torch.autograd.grad(value(by_torch, own), own)
@@ -243,11 +252,11 @@ def test_cells_have_the_numbers_and_gradients_of_torch(mode, bias):
         value = sum(each.sin().sum() for each in found)
         return [*found, *torch.autograd.grad(value, [own, *rest])]
 
-    assert_equal(run(recurrent.CELLS[op]), run(op))
+    assert_equal(run(OPS[op].mapped), run(op))
     states = [each[:1] for each in hidden]
     message = rf"{mode}_cell\(a state of shapes .*expected"
     with pytest.raises(RuntimeError, match=message):
-        recurrent.CELLS[op](x, states if mode == "lstm" else states[0], *weights)
+        OPS[op].mapped(x, states if mode == "lstm" else states[0], *weights)
 
 
 # One layer.
@@ -401,7 +410,7 @@ def test_a_second_derivative_raises_and_names_the_steps_which_have_them(mode):
     count = len(hidden)
 
     def run(x, *rest):
-        return recurrent.steps(mode, x, rest[:count], rest[count:], layout)
+        return by_steps(mode, x, rest[:count], rest[count:], layout)
 
     assert torch.autograd.gradgradcheck(run, tuple(leaves([x, *hidden, *weights])))
 
@@ -411,19 +420,18 @@ def test_a_second_derivative_raises_and_names_the_steps_which_have_them(mode):
 
 GRU = problem("gru")
 REFUSED = [
-    ("elman", GRU, ValueError, r"\(mode='elman'\): expected .*lstm"),
     *[
-        ("gru", (*GRU[:2], [*GRU[2], GRU[2][0]][:count], LAYOUT), RuntimeError, text)
+        ("gru", (*GRU[:2], [*GRU[2], GRU[2][0]][:count], LAYOUT), text)
         for count in (1, 3, 5)
         for text in [rf"\({count} weights\): expected 1 times w_ih, w_hh"]
     ],
     *[
-        ("gru", (torch.zeros(*shape).double(), *GRU[1:]), RuntimeError, text)
+        ("gru", (torch.zeros(*shape).double(), *GRU[1:]), text)
         for shape in ((0, 3, 2), (4, 2), (1, 4, 3, 2))
         for text in [rf"\(x \({', '.join(map(str, shape))}\)\): expected \[T, N, I\]"]
     ],
     *[
-        (mode, (x, wrong(hidden), *rest), RuntimeError, r"\(a state of shapes .*w_hh")
+        (mode, (x, wrong(hidden), *rest), r"\(a state of shapes .*w_hh")
         for mode in GATES
         for x, hidden, *rest in [problem(mode)]
         for wrong in (
@@ -436,28 +444,11 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("name", ["steps", "recurrent_net"])
-def test_refused(name):
-    run = recurrent.steps if name == "steps" else by_kernels
-    for mode, arguments, kind, text in REFUSED:
-        with pytest.raises(kind, match=f"^{name}{text}"):
+@pytest.mark.parametrize("run", [by_steps, by_kernels])
+def test_refused(run):
+    for mode, arguments, text in REFUSED:
+        with pytest.raises(RuntimeError, match=f"^{mode}{text}"):
             run(mode, *arguments)
-
-
-@every_mode
-def test_arguments_of_kernels_that_are_refused(mode):
-    x, hidden, weights, layout = problem(mode)
-    with pytest.raises(ValueError, match=r"recurrent_layer\(mode='elman'\): expected"):
-        recurrent.recurrent_layer("elman", x, hidden, weights, print, anchor=x)
-    message = r"recurrent_layer\(anchor\): expected a scalar that requires grad"
-    with pytest.raises(ValueError, match=message):
-        recurrent.recurrent_layer(mode, x, hidden, weights, print, anchor=x)
-    weights[-1].requires_grad_()
-    message = r"recurrent_layer\(weights\): expected weights without gradients"
-    with pytest.raises(ValueError, match=message):
-        by_kernels(mode, x, hidden, weights, layout)
-    with pytest.raises(NotImplementedError, match="without projections.*Use steps"):
-        by_kernels("lstm", *problem("lstm", projected=2))
 
 
 # Recorded nets.

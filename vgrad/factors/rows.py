@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vgrad.persample.factors import costs, reductions
-from vgrad.persample.factors.base import Factor, Probes
-from vgrad.persample.factors.reductions import Norm
+from vgrad.factors import costs, reductions
+from vgrad.factors.base import Factor, Norm, Norms, Probes
 from vgrad.tree import double, wide
 
 
@@ -46,18 +45,18 @@ class Rows(Factor):
         table.index_add_(0, self.keys.flatten(), rows)
         return table.to(self.outputs.dtype).view(self.size, *self.shape)
 
-    def norm(self) -> Norm:
+    def settled(self) -> tuple[Factor, Norms]:
         """Add up rows of one index, then norms: the table is never formed."""
         if self.index.numel() == 0:
-            return Norm.exactly(self.outputs.new_zeros(self.size, dtype=torch.float64))
-        if self.index.shape[1] == 1:
-            value = reductions.row_norms(self.outputs)
+            norms = self.outputs.new_zeros(self.size, dtype=torch.float64)
+        elif self.index.shape[1] == 1:
+            norms = reductions.row_norms(self.outputs)
         elif self.index.shape[1] <= costs.FEW_LOOKUPS:
-            value = self._norms_by_mask()
+            norms = self._norms_by_mask()
         else:
-            value = self._norms_by_sorting()
+            norms = self._norms_by_sorting()
         eps = torch.finfo(wide(self.outputs.dtype)).eps
-        return Norm(value, value * (1 + eps), value)
+        return self, [Norm(norms, (norms,), norms * (1 + eps))]
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Scale the rows, and add them up in a table by their index."""

@@ -1,4 +1,7 @@
-"""The rules of convolutions and of transposed convolutions."""
+"""Convolutions and transposed convolutions.
+
+B samples, C channels, O outputs, E members
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vgrad.persample.factors.base import Dense, Factor, Outer
-from vgrad.persample.factors.conv import Conv
-from vgrad.persample.rules.table import rule
-from vgrad.torch_private import kernels
+from vgrad.factors.base import Dense, Factor, Outer
+from vgrad.factors.conv import Conv
+from vgrad.ops.record import Form, Rule, below_members, register
+from vgrad.torch_private import kernels, modes
 
 Sizes = tuple[int, ...]
 
 
-def _conv_run(op: Callable) -> Callable:
+def _as_one_batch(op: Callable) -> Callable:
     """Run a convolution with the samples and the batch of each as one batch."""
 
     def run(input: Tensor, weight: Tensor, *rest: Any) -> Tensor:
@@ -31,7 +34,7 @@ def _conv_run(op: Callable) -> Callable:
     return run
 
 
-def convolution(
+def _convolution(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -46,16 +49,12 @@ def convolution(
     pads = _pads(padding, shape[2:], dilation)
 
     def kernel(g: Tensor) -> Factor:
-        return patches(input, g, shape, stride, pads, dilation, groups)
+        return _patches(input, g, shape, stride, pads, dilation, groups)
 
     return {"weight": kernel, "bias": lambda g: _shift(g, count)}
 
 
-for _op in (F.conv1d, F.conv2d, F.conv3d):
-    rule(_op, weights=("weight", "bias"), run=_conv_run(_op))(convolution)
-
-
-def transposed(
+def _transposed(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -77,16 +76,12 @@ def transposed(
     pads = _in_order([(side, side - extra) for side, extra in sides])
 
     def kernel(g: Tensor) -> Factor:
-        return patches(g, input, shape, stride, pads, dilation, groups)
+        return _patches(g, input, shape, stride, pads, dilation, groups)
 
     return {"weight": kernel, "bias": lambda g: _shift(g, count)}
 
 
-for _op in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d):
-    rule(_op, weights=("weight", "bias"), run=_conv_run(_op))(transposed)
-
-
-def patches(
+def _patches(
     inputs: Tensor,
     outputs: Tensor,
     shape: torch.Size,
@@ -152,3 +147,45 @@ def _pads(padding: Any, kernel: torch.Size, dilation: Sizes) -> Sizes:
 
 def _in_order(sides: list[tuple[int, int]]) -> Sizes:
     return tuple(side for pair in reversed(sides) for side in pair)
+
+
+def _of_members(op: Callable) -> Callable[..., tuple[Form | None, str]]:
+    """Run the convolution of one member after another on a CPU.
+
+    torch's vmap makes one grouped convolution of them, which a CPU runs several times
+    slower.
+    """
+
+    def choose(
+        input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kw: Any
+    ) -> tuple[Form | None, str]:
+        if not modes.is_mapped_here(weight):
+            return None, "one convolution of all members' batches"
+        if not modes.is_mapped_here(input):
+            return None, "one convolution with the channels of all members"
+        if input.device.type != "cpu":
+            return None, "grouped"
+
+        def separate(
+            members: int, stacked: list[bool], *tensors: Tensor | None
+        ) -> Tensor:
+            # The backward pass of unbind is one stack; indexing would make a whole
+            # tensor of zeros for each member.
+            columns = [
+                [x] * members if x is None or not own else x.unbind(0)
+                for x, own in zip(tensors, stacked, strict=True)
+            ]
+            rows = zip(*columns, strict=True)
+            return torch.stack([op(*row, *args, **kw) for row in rows])
+
+        return lambda: below_members(separate, input, weight, bias), "one call a member"
+
+    return choose
+
+
+for _op in (F.conv1d, F.conv2d, F.conv3d):
+    _rule = Rule(_convolution, ("weight", "bias"), _as_one_batch(_op))
+    register(_op, rule=_rule, per_member=_of_members(_op))
+for _op in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d):
+    _rule = Rule(_transposed, ("weight", "bias"), _as_one_batch(_op))
+    register(_op, rule=_rule)

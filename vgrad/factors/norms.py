@@ -1,0 +1,135 @@
+"""Norms of all parameters at once: range, cancellation and rounding, decided once.
+
+B samples, G groups of a matrix product, T positions. Factors leave raw numbers, which
+are stacked here; one mask then says which samples are to be computed again.
+"""
+
+import itertools
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vgrad.factors.base import Norm, Norms, Products
+from vgrad.factors.reductions import HIGH, LOW, row_norms, together
+
+_AT_ONCE = 2**24
+"""Numbers of gradients formed at once where norms from products are in doubt."""
+
+_DOUBTFUL = 1e-4
+"""Cancellation below which a norm from products is computed again, from gradients."""
+
+
+def settled(norms: Mapping[str, Norms]) -> dict[str, list[Norm]]:
+    """Take norms from all products of positions, all products of one shape at once."""
+    alike: dict[tuple, list[Products]] = {}
+    for each in itertools.chain(*norms.values()):
+        if isinstance(each, Products):
+            alike.setdefault((each.sizes.shape, each.sizes.dtype), []).append(each)
+    pairs = [zip(some, _from_products(some), strict=True) for some in alike.values()]
+    taken = {id(products): norm for products, norm in itertools.chain(*pairs)}
+    return {
+        name: [each if isinstance(each, Norm) else taken[id(each)] for each in parts]
+        for name, parts in norms.items()
+    }
+
+
+def _from_products(products: Sequence[Products]) -> Iterator[Norm]:
+    squares = torch.stack([each.squares for each in products]).double()
+    sizes = torch.stack([each.sizes for each in products]).double()
+    a, b = sizes.unbind(1)  # [K, B, G, T]
+    largest = (a * b).sqrt_().sum(3).square_().sum(2)
+    number, positions = torch.finfo(products[0].sizes.dtype), max(1, a.shape[3])
+    # Twice the worst that was measured, over kinds of inputs of all sizes and dtypes;
+    # where positions are equal, so are their errors, and do not average out.
+    slack = number.eps * max(4.0, 20 / positions) * largest
+    # A square that may include products on the edge of zero is not used:
+    # where denormal numbers are flushed, all of a sum may be gone.
+    sizes, length = (a + b).sum((2, 3)), max(each.length for each in products)
+    edge = number.tiny * length * positions * sizes
+    squares = torch.where(edge < number.eps * squares, squares, 0.0)
+    doubtful = in_doubt(squares, largest)
+    if zeros := [each.zero for each in products if each.zero is not None]:
+        doubtful &= ~(torch.stack(zeros) & (largest == 0))
+    uppers, lost = (squares + slack).sqrt(), number.eps * largest.sqrt()
+    columns = squares.sqrt(), sizes.sqrt(), uppers, doubtful, lost
+    rows = zip(products, *map(torch.unbind, columns), strict=True)
+    for each, value, reach, upper, doubtful, lost in rows:
+        others = doubtful, lost, each.factor, each.scale
+        yield Norm(value, (reach,), upper, *others)
+
+
+def in_doubt(squares: Tensor, largest: Tensor) -> Tensor:
+    """Mark squares that are mostly rounding, or of which terms have left the range.
+
+    `largest` are the squares of the sums of the sizes of their terms.
+    """
+    fine = squares > _DOUBTFUL * largest
+    return ~(fine & (largest > LOW**2) & (largest < HIGH**2))
+
+
+def doubts(norms: Mapping[str, Sequence[Norm]]) -> list[Tensor]:
+    """Return the masks [B] of doubtful samples."""
+    masks = (norm.doubtful for norm in itertools.chain(*norms.values()))
+    return [mask for mask in masks if mask is not None]
+
+
+def recomputed(norms: Mapping[str, Sequence[Norm]]) -> dict[str, list[Norm]]:
+    """Compute doubtful norms from gradients in float64, which no size leaves."""
+    return {name: list(map(_recomputed, parts)) for name, parts in norms.items()}
+
+
+def _recomputed(norm: Norm) -> Norm:
+    value, _, upper, doubtful, lost, factor, _ = norm
+    if doubtful is None or lost is None:
+        return norm
+    rows = (doubtful & ~((upper == 0) & factor.zeros())).nonzero().flatten()
+    value, upper = value.clone(), upper.clone()
+    step = 1  # the first one shows how many gradients are not too many
+    while len(rows):
+        some, rows = rows[:step], rows[step:]
+        grads = factor.take(some).double().grad()
+        step = max(1, _AT_ONCE * len(some) // max(1, grads.numel()))
+        value[some] = exact = row_norms(grads)
+        # If it is not finite, gradients will be summed in float64.
+        upper[some] = exact + torch.where(lost[some].isfinite(), lost[some], 0)
+    return norm._replace(value=value, upper=upper, doubtful=None)
+
+
+class Joint(NamedTuple):
+    """Joint norms of P groups of parameters, with the fields of `Norm`, [B, P] each."""
+
+    value: Tensor
+    reach: Tensor
+    upper: Tensor
+
+
+def joint(
+    norms: Mapping[str, Sequence[Norm]], groups: Iterable[Sequence[str]]
+) -> Joint:
+    """Return the joint norms of the parameters in each group."""
+    values, reaches, uppers, scale = [], [], [], None
+    for names in groups:
+        parts = [norm for name in names for norm in norms[name]]
+        values.append([norm.value for norm in parts])
+        uppers.append([norm.upper for norm in parts])
+        reaches.append([size for norm in parts for size in norm.reach])
+        scale = parts[0].scale  # all factors of a call have the same
+    value, reach = together(_stacked(values)), _stacked(reaches).amax(2)
+    exact = all(map(operator.is_, itertools.chain(*values), itertools.chain(*uppers)))
+    upper = value if exact else together(_stacked(uppers))
+    if scale is not None:
+        # One over the scale is multiplied as well, by the sum and by its error.
+        reach = torch.maximum(reach, reach.clamp(min=1) / scale)
+        value, upper = value / scale, upper / scale
+    return Joint(value, reach, upper)
+
+
+def _stacked(groups: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Stack vectors [B] of P groups, to which zeros are added, to [B, P, most]."""
+    even = len(set(map(len, groups))) == 1
+    zero = None if even else torch.zeros_like(groups[0][0])
+    filled = zip(*itertools.zip_longest(*groups, fillvalue=zero), strict=True)
+    return torch.stack([*itertools.chain(*filled)], 1).unflatten(1, (len(groups), -1))

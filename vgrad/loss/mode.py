@@ -1,0 +1,461 @@
+"""The function mode inside of a loss, and runs of a loss that may split.
+
+Every call of torch in a loss goes through a list of handlers, in order. The first one
+that returns a result ends it; a handler that leaves the call to the next one returns
+`NONE`. The strategies differ in their lists.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from vgrad.conditions import Unrepeatable, checks_collected
+from vgrad.functional.batch_norm import mended, refuse_batch_statistics
+from vgrad.functional.guards import Protected, WriteGuard
+from vgrad.generators import drawn_since, random_state, set_random_state
+from vgrad.loss.functions import custom_function, for_samples
+from vgrad.loss.grad_flags import (
+    HOOKS,
+    REQUIRES_GRAD,
+    GradFlags,
+    UnsupportedOp,
+    among,
+    in_place,
+    own_backward_pass,
+    raise_clearly,
+)
+from vgrad.loss.randomness import Draws, Undrawn
+from vgrad.loss.values import (
+    NONE,
+    Partition,
+    SplitBatch,
+    of_each,
+    physical,
+    read_value,
+    unanimous,
+    where,
+    with_numbers,
+)
+from vgrad.ops.record import OPS, Form
+from vgrad.torch_private import autograd, modes
+
+Handler = Callable[["LossMode", Callable, tuple, dict], Any]
+"""From the mode, a function of torch and its arguments to the result, or `NONE`."""
+
+
+class LossMode(WriteGuard):
+    """The function mode under which a loss runs.
+
+    Attributes:
+        flags: of the tensors of a vmap; None for one sample or member by itself.
+        draws: reads and random numbers of the loss.
+        size: how many samples or members run at once.
+        randomness: as of `torch.vmap`.
+        looped: autograd.Functions that no vmap runs, and their lines.
+        is_parameter: returns whether a tensor stands for a parameter.
+        seen: whether the loss has run under vmap before, where batch statistics were
+            checked.
+    """
+
+    def __init__(
+        self,
+        *protected: Protected,
+        handlers: Sequence[Handler] = (),
+        flags: GradFlags | None = None,
+        draws: Draws | None = None,
+        looped: dict[str, str] | None = None,
+        is_parameter: Callable[[Tensor], bool] = lambda _: False,
+        seen: bool = False,
+    ) -> None:
+        self.draws = draws = draws or Draws()
+        if draws.keys is not None:  # a checkpoint draws by its place in the loss
+            protected += (Protected({}, "", "", draws.again),)
+        super().__init__(*protected)
+        self._handlers = handlers
+        self.flags = flags
+        self.looped = {} if looped is None else looped
+        self.is_parameter = is_parameter
+        self.seen = seen
+        self.size = 1
+        self.randomness = "error"
+        self._stopped: BaseException | None = None
+        self._watched: Callable[..., AbstractContextManager] = nullcontext
+        self._casts: Callable[[], AbstractContextManager] = nullcontext
+        self._later: list[list[Callable[[], AbstractContextManager]]] = []
+
+    @contextmanager
+    def inside(
+        self,
+        size: int,
+        randomness: str,
+        casts: Callable[[], AbstractContextManager],
+        *,
+        alone: bool = False,
+    ) -> Iterator[None]:
+        """Watch a loss of as many samples or members at once, or of one `alone`.
+
+        `casts` makes the mode for autocast.
+        """
+        self.size, self.randomness = size, randomness
+        self._watched = partial(self.draws.watched, size, alone=alone)
+        self._casts = casts
+        with self, self._watched(), self._casts():
+            yield
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if autograd.hooks() is not None:
+            self.look_at_hooks()
+        if getattr(func, "__name__", "") != "__get__":
+            self.check(func, args, kwargs)
+        if kwargs and kwargs.get("generator") is not None:
+            self.draws.own = True
+        try:
+            for handle in self._handlers:
+                if (output := handle(self, func, args, kwargs)) is not NONE:
+                    return output
+            return func(*args, **kwargs)
+        except (SplitBatch, RuntimeError) as error:
+            if self.flags is None:
+                raise
+            arguments = None
+            if modes.ITEM_ERROR in str(error):
+                arguments = with_numbers(func, args, kwargs, self.flags.level)
+            if arguments is None:
+                self._stop(error, func, kwargs)
+        self.draws.values_read = True
+        return self.__torch_function__(func, types, *arguments)
+
+    def _stop(
+        self, error: SplitBatch | RuntimeError, func: Callable, kwargs: dict
+    ) -> NoReturn:
+        """Raise an error of the loss in words that say what to do, and remember it."""
+        assert self.flags is not None
+        try:
+            if isinstance(error, SplitBatch):
+                self.draws.values_read = True
+                raise error
+            writes, one = in_place(func, kwargs), self.flags.one
+            raise_clearly(error, modes.op_name(func), in_place=writes, one=one)
+        except (SplitBatch, UnsupportedOp) as stopped:
+            self._stopped = stopped
+            raise
+
+    def __exit__(self, *raised: Any) -> None:
+        """Raise the error that stopped the loss, even if the loss caught it.
+
+        A single sample would not have been stopped, so the loss may go on differently.
+        """
+        super().__exit__(*raised)
+        stopped, self._stopped = self._stopped, None
+        if stopped is not None and stopped is not raised[1]:
+            raise stopped
+
+    # Activation checkpoints, which run again in the backward pass.
+
+    @contextmanager
+    def repeating(self, *args: Any) -> Iterator[None]:
+        """Restore the mode of the beginning of a checkpoint, under a vmap like it."""
+        flags, again = self.flags, self._watched(repeated=True)
+        with ExitStack() as stack:
+            if flags is not None:
+                level = stack.enter_context(
+                    modes.vmap_level(self.size, self.randomness)
+                )
+                if level != flags.level:
+                    raise UnsupportedOp(
+                        "checkpoint: expected a region that runs again by itself, got "
+                        "one inside of another or of a transform. Use "
+                        'strategy="loop".'
+                    )
+                self.flags = flags.afresh()
+            for block in (super().repeating(*args), again, self._casts()):
+                stack.enter_context(block)
+            try:
+                yield
+            finally:
+                self.flags = flags
+
+    def until_later(
+        self, around: Callable[[], AbstractContextManager]
+    ) -> Callable[[], AbstractContextManager]:
+        """Return a function for a checkpoint; it refers to nothing after `close`."""
+        later = [around]
+        self._later.append(later)
+
+        def again() -> AbstractContextManager:
+            if not later:
+                raise own_backward_pass("loss")
+            return later[0]()
+
+        return again
+
+    def close(self) -> None:
+        """Let go of checkpoints that never ran again, in cycles Python cannot see."""
+        for later in self._later:
+            later.clear()
+
+    def is_shared(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is the same for all samples, as far as is known."""
+        if self.flags is None:
+            return self.seen
+        with modes.without_modes():
+            return self.values(tensor) is None
+
+    # The methods of `Samples`.
+
+    def values(self, tensor: Tensor) -> Tensor | None:
+        """Return the values of all samples, [B, ...]; None if all share one."""
+        return physical(tensor, self._level)
+
+    def logical(self, tensor: Tensor) -> Tensor:
+        """Return the loss's tensor of a physical one."""
+        return modes.add_batch_axis(tensor, 0, self._level)
+
+    def outside(self) -> AbstractContextManager:
+        """Compute with values of all samples in a block."""
+        return modes.exit_to(self._level)
+
+    def drawing(self, axis: int | None) -> AbstractContextManager:
+        """Draw numbers in a block with the samples at this axis."""
+        return self.draws.samples_at(axis)
+
+    def agreed(self, tensor: Tensor, read: Callable = Tensor.item) -> Any:
+        """Return the value that all samples have in a tensor of the loss."""
+        value = read_value(read, (tensor,), {}, self._level)
+        return read(tensor) if value is NONE else value
+
+    def stacked(self, func: Callable, args: tuple, kwargs: dict) -> Form | None:
+        """Run a function without a derivative for one sample after another."""
+        level, given = self._level, among(args, kwargs)
+        if any(each.requires_grad for each in given):
+            return None
+        if checks_collected() and any(physical(x, level) is not None for x in given):
+            raise Unrepeatable(f"the shape of {modes.op_name(func)} depends on values")
+        if (found := of_each(func, args, kwargs, level)) is None:
+            return None
+        rows = [each if isinstance(each, tuple) else (each,) for each in found]
+        unanimous([[each.shape for each in row] for row in rows], level)
+        columns = zip(*rows, strict=True)
+        with self.outside():
+            stacked = [torch.stack(each).to(given[0].device) for each in columns]
+        results = tuple(map(self.logical, stacked))
+        return lambda: results if isinstance(found[0], tuple) else results[0]
+
+    @property
+    def _level(self) -> int:
+        assert self.flags is not None
+        return self.flags.level
+
+
+# Handlers.
+
+
+def checkpoints(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Run the function by which torch's checkpoints save their arguments."""
+    if func is modes.custom_function_call:
+        if args[0] is autograd.Reentrant:
+            raise UnsupportedOp(autograd.REENTRANT_ERROR)
+        if args[0] is autograd.SAVES_ARGUMENTS:
+            return autograd.SavedArguments(*args[2:])
+    return NONE
+
+
+def refusals(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Refuse a batch norm that has no per-sample gradient; else as `checkpoints`."""
+    if func is modes.custom_function_call:
+        return checkpoints(mode, func, args, kwargs)
+    refuse_batch_statistics(func, args, kwargs, mode.is_shared)
+    return NONE
+
+
+def one_sample(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Run a call for one sample by itself, if it is not refused."""
+    if func is modes.custom_function_call:
+        if (output := checkpoints(mode, func, args, kwargs)) is not NONE:
+            return output
+    refuse_batch_statistics(func, args, kwargs, mode.is_shared)
+    if func is Tensor.requires_grad_ and not modes.is_wrapped(args[0]):
+        with modes.exit_all():  # inside of transforms it raises
+            return func(*args, **kwargs)
+    return mended(func, func(*args, **kwargs))
+
+
+def reads(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Hand a value to Python, if all samples or members have the same."""
+    op = OPS.get(func)
+    if op is None or op.read is None:
+        return NONE
+    assert mode.flags is not None
+    value = read_value(func, args, kwargs, mode.flags.level, mode.flags.one)
+    mode.draws.values_read |= value is not NONE
+    return value
+
+
+def values(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Run a call whose shapes depend on values, if all samples agree; or `reads`."""
+    op = OPS.get(func)
+    if op is None:
+        return NONE
+    if op.selected is None:
+        return NONE if op.read is None else reads(mode, func, args, kwargs)
+    if (form := op.selected(mode, *args, **kwargs)) is None:
+        return NONE
+    mode.draws.values_read = True
+    with mode:
+        return form()
+
+
+def at_once(run: Handler) -> Handler:
+    """Return a handler that runs calls for all samples or members at once."""
+
+    def handle(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
+        flags, tensors = mode.flags, among(args, kwargs)
+        assert flags is not None
+        with modes.without_modes():  # a loss around this one has modes of its own
+            flags.before(func, tensors)
+        output = run(mode, func, args, kwargs)
+        with modes.without_modes():
+            flags.after(func, tensors, output)
+            reads = output is False and func == REQUIRES_GRAD
+            hidden = reads and flags.hides(tensors[0])
+        if hidden:
+            raise UnsupportedOp(
+                f"requires_grad: expected a loss that reads it of tensors that depend "
+                f"on its parameters, got one that only the caller differentiates. "
+                f'Detach {flags.one}s and buffers, or use strategy="loop".'
+            )
+        return output
+
+    return handle
+
+
+def run_op(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Run one op in the form that it has under vmap."""
+    if func is not modes.custom_function_call:
+        op = OPS.get(func)
+        run = func if op is None or op.mapped is None else op.mapped
+        return run(*args, **kwargs)
+    with mode.draws.samples_at(None):  # its random numbers have any layout
+        output, looped = for_samples(args[0], args[1:], kwargs, mode.is_parameter)
+    if looped:
+        mode.looped.setdefault(args[0].__name__, where(sys._getframe()))
+    return output
+
+
+SINGLE = (one_sample,)
+"""The handlers for one sample by itself."""
+
+SAMPLES = refusals, values, at_once(run_op)
+"""The handlers for all samples under vmap."""
+
+
+def of_members(
+    told: Callable[[str, str], None] | None = None, *, chosen: bool = True
+) -> tuple[Handler, ...]:
+    """Return the handlers for all members under vmap, each op in its best form.
+
+    `told` is an optional callback, invoked once per op that has several forms, with the
+    names of the op and of the form. With `chosen=False` all ops run in torch's own way,
+    except ops that it runs member by member, wrongly or not at all.
+    """
+
+    def run(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
+        if func in HOOKS:
+            with modes.without_modes():
+                wanted = args[0].requires_grad
+            if wanted:  # also on tensors that all members share
+                assert mode.flags is not None
+                raise mode.flags.refusal(func)
+        op = OPS.get(func)
+        if op is not None and op.mapped is not None:
+            return op.mapped(*args, **kwargs)
+        if modes.is_python(func):
+            with mode:
+                return modes.opened(func)(*args, **kwargs)
+        if func is modes.custom_function_call:
+            if (output := checkpoints(mode, func, args, kwargs)) is not NONE:
+                return output
+            with mode.draws.samples_at(None):  # its random ops have axes of their own
+                return custom_function(*args, **kwargs)
+        if op is None or op.per_member is None or not chosen:
+            return func(*args, **kwargs)
+        form, name = op.per_member(*args, **kwargs)
+        if told is not None:
+            told(modes.op_name(func), name)
+        return func(*args, **kwargs) if form is None else form()
+
+    return reads, at_once(run)
+
+
+def run_member(
+    run: Callable[[], Any],
+    casts: Callable[[], AbstractContextManager],
+    draws: Draws | None,
+) -> Any:
+    """Run one member with its draws; `casts` makes the mode for autocast."""
+    if draws is None or draws.keys is None:
+        known = nullcontext() if draws is None else draws.watched(1, alone=True)
+        with known, casts():
+            return run()
+    with LossMode(draws=draws).inside(1, "different", casts, alone=True):
+        return run()
+
+
+def unchanged(tensors: Mapping[str, Tensor]) -> Protected:
+    """Protect the arguments of a loss."""
+    expected = "loss: expected one that changes nothing it is given"
+    return Protected(tensors, expected, "Copy it first.")
+
+
+# Runs that may split.
+
+
+def run_or_split(
+    run: Callable[[Draws], Any],
+    draws: Draws,
+    tensors: Sequence[Tensor],
+    *,
+    differ: bool,
+    again: Callable[[Draws], Any] | None = None,
+) -> tuple[Any, Draws]:
+    """Run samples; return the result, or the `Partition` they fall into, and draws.
+
+    The draws have the random numbers that the samples of the parts must be given again.
+    If they `differ` from sample to sample and there were some, all samples run `again`
+    for that. `Undrawn` if they came from another generator, whose state is unknown.
+    """
+    if draws.keys is not None:
+        return _run_or_parts(run, draws), draws
+    before = random_state(tensors) if differ else None
+    result = _run_or_parts(run, draws)
+    if not isinstance(result, Partition):
+        return result, draws
+    if draws.own and draws.values_read:
+        raise Undrawn("some of a torch.Generator of the loss's own")
+    if before is not None and draws.known is None and drawn_since(before, tensors):
+        set_random_state(before)
+        draws = Draws(known=[])
+        result = _run_or_parts(again or run, draws)
+    return result, draws
+
+
+def _run_or_parts(run: Callable[[Draws], Any], draws: Draws) -> Any:
+    """Return the result of a function, or the parts into which its samples fall.
+
+    So nothing is left of the exception, which would keep all tensors.
+    """
+    around = modes.current_level() or 0
+    try:
+        return run(draws)
+    except SplitBatch as split:
+        if split.level is not None and split.level <= around:
+            raise  # a vmap around this call maps over these samples
+        return split.parts

@@ -1,0 +1,320 @@
+"""What is known of an op: one record, which the file of its family fills.
+
+B samples, E members
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vgrad import checks
+from vgrad.factors.base import Factor
+from vgrad.torch_private import modes
+
+Maker = Callable[[Tensor], Factor]
+
+Form = Callable[[], Any]
+"""Code that runs in the place of a call, as if the loss had written it."""
+
+
+class Samples(Protocol):
+    """The mode under which samples run at once, as a form of an op uses it.
+
+    A tensor of the loss has no samples; a physical one has them in front.
+    """
+
+    def values(self, tensor: Tensor) -> Tensor | None:
+        """Return the values of all samples, [B, ...]; None if all share one."""
+        ...
+
+    def logical(self, tensor: Tensor) -> Tensor:
+        """Return the loss's tensor of a physical one."""
+        ...
+
+    def outside(self) -> AbstractContextManager:
+        """Compute with values of all samples in a block."""
+        ...
+
+    def agreed(self, tensor: Tensor, read: Callable = Tensor.item) -> Any:
+        """Return the value that all samples have in a tensor of the loss.
+
+        Raises `SplitBatch` where samples have different ones.
+        """
+        ...
+
+    def drawing(self, axis: int | None) -> AbstractContextManager:
+        """Draw numbers in a block with the samples at this axis, None for none."""
+        ...
+
+    def stacked(self, func: Callable, args: tuple, kwargs: dict) -> Form | None:
+        """Run a function without a derivative for one sample after another."""
+        ...
+
+
+class Recording(Protocol):
+    """The recorder, as a form of an op in recorded passes uses it."""
+
+    size: int
+    randomness: str
+
+    def logical(self, tensor: Tensor) -> Tensor:
+        """Return the loss's tensor of a physical one."""
+        ...
+
+    def is_parameter(self, tensor: Tensor) -> bool:
+        """Return whether a tensor stands for a parameter."""
+        ...
+
+    def is_batched(self, tensor: Tensor) -> bool:
+        """Return whether a tensor differs from sample to sample."""
+        ...
+
+    def physical(self, tensor: Tensor) -> Tensor:
+        """Return the physical tensor of one of the loss."""
+        ...
+
+    def copies(self, tensor: Tensor) -> Tensor:
+        """Return the same as `physical`; a parameter's copies lead to its gradients."""
+        ...
+
+    def plain(self, tensor: Tensor) -> Tensor:
+        """Return the values of a parameter, for an op that needs no gradient of it."""
+        ...
+
+    def anchor(self, value: Tensor) -> Tensor:
+        """Return a leaf of these values at which the backward pass ends."""
+        ...
+
+    def use(self, tensor: Tensor) -> Callable[[Factor], None] | None:
+        """Return a function for the factor of this use; None for other tensors."""
+        ...
+
+    def below(self) -> AbstractContextManager:
+        """Compute with physical tensors in a block."""
+        ...
+
+    def drawing(self, axis: int) -> AbstractContextManager:
+        """Draw numbers in a block with the samples at this axis, not in front."""
+        ...
+
+    def watching(self) -> AbstractContextManager:
+        """Run ops in a block as if the loss had called them, each by its own record."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """The factors of an op's weights.
+
+    Attributes:
+        factors: has the parameters of the op, tensors of a sample as `[B, ...]`, and
+            returns `{weight: function from the gradient at the output to a Factor}`, or
+            None where it does not fit the call.
+        weights: the parameters that get a factor where the loss has a parameter.
+        run: computes the output, from arguments by position; None for the op itself.
+    """
+
+    factors: Callable[..., dict[str, Maker] | None]
+    weights: tuple[str, ...]
+    run: Callable[..., Tensor] | None = None
+
+    @cached_property
+    def _signature(self) -> tuple[tuple[str, ...], dict[str, Any]]:
+        parameters = inspect.signature(self.factors).parameters
+        defaults = {name: each.default for name, each in parameters.items()}
+        empty = inspect.Parameter.empty
+        known = {name: each for name, each in defaults.items() if each is not empty}
+        return tuple(parameters), known
+
+    def bind(self, args: tuple, kwargs: dict) -> dict[str, Any] | None:
+        """Name the arguments of a call, in order; None if rule or call lacks one."""
+        names, defaults = self._signature
+        if len(args) > len(names) or not kwargs.keys() <= set(names):
+            return None
+        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        if len(given) < len(names):
+            return None
+        return {name: given[name] for name in names}
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """What is known of one op; torch's own way where a field is None.
+
+    Attributes:
+        rule: its factors in recorded passes.
+        fused: whether the rule runs where no weight is a parameter, too.
+        recorded: its form in recorded passes, a function of the recorder and the call's
+            arguments. It returns the output for the loss, or None where it does not
+            fit the call.
+        mapped: its form under vmap, of samples or members, a function of the call's
+            arguments.
+        selected: its form under vmap where shapes depend on values, a function of
+            `Samples` and the call's arguments that returns a `Form`. None is torch's
+            own way, also for arguments that torch refuses, so that the error is
+            torch's.
+        per_member: its form for members whose weights differ, a function of the call's
+            arguments that returns a `Form`, or None, and the name of that form.
+        read: how it hands a value to Python.
+    """
+
+    rule: Rule | None = None
+    fused: bool = False
+    recorded: Callable[..., Any] | None = None
+    mapped: Callable[..., Any] | None = None
+    selected: Callable[..., Form | None] | None = None
+    per_member: Callable[..., tuple[Form | None, str]] | None = None
+    read: Any = None
+
+
+OPS: dict[Callable, Op] = {}
+"""The records, by the functions that torch hands to a `TorchFunctionMode`."""
+
+
+def register(*functions: Callable, **fields: Any) -> None:
+    """Fill these fields of the records of functions."""
+    for function in functions:
+        OPS[function] = dataclasses.replace(OPS.get(function, Op()), **fields)
+
+
+def below_members(form: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+    """Call a form with the tensors of all members, below the level of the vmap.
+
+    `form(E, stacked, *tensors)` gets which of them are `[E, ...]`; all members share
+    the others. `torch.autograd.Function` does the same for a function with a rule for
+    vmap, in several times the time: below the vmap, autograd sees the ops of the form.
+    """
+    interpreter: Any = modes.innermost()
+    level = interpreter.level()
+    given, stacked = [], []
+    for tensor in tensors:
+        dim = None
+        if tensor is not None:
+            tensor, dim = modes.split_batch_axis(tensor, level)
+            tensor = tensor.movedim(dim, 0) if dim else tensor
+        given.append(tensor)
+        stacked.append(dim is not None)
+    with interpreter.lower():
+        out = form(interpreter.batch_size(), stacked, *given)
+    return modes.add_batch_axis(out, 0, level)
+
+
+def rule(
+    *ops: Callable,
+    weights: tuple[str, ...],
+    run: Callable[..., Tensor] | None = None,
+    replace: bool = False,
+) -> Callable:
+    """Register the decorated function as the rule of these ops.
+
+    It has the parameters of the op. Tensors of a sample `[...]` come as `[B, ...]`,
+    weights as they are. It returns `{weight: function from the gradient at the output
+    [B, ...] to a Factor}`, or None where it does not fit the call: then the weights are
+    expanded over the samples, which is exact and slower. Tensors that the functions
+    refer to are kept until the backward pass. `run` computes the output from the same
+    tensors, given by position, so that autograd finds the gradients at the inputs; it
+    is the op itself by default.
+
+    An op is a function that torch hands to a `torch.overrides.TorchFunctionMode`, such
+    as `torch.nn.functional.linear` or `torch.Tensor.add`, or one of yours that goes
+    through `torch.overrides.wrap_torch_function`. `vgrad.testing.check_rule` checks a
+    rule.
+
+    Args:
+        weights: the parameters of the op that get a factor if the loss has a parameter
+            there.
+        replace: an op that has a rule already gets this one.
+
+    Raises:
+        TypeError: an op is no function that torch hands on; `weights` is no tuple of
+            names; or the rule has parameters without a name or place.
+        ValueError: the rule has no parameter of a weight's name, or an op has a rule.
+
+    Example:
+        >>> import vgrad
+        >>> from torch.overrides import wrap_torch_function
+        >>> @wrap_torch_function(lambda x, weight: (x, weight))
+        ... def scale(x, weight):
+        ...     return x * weight
+        >>> @vgrad.ops.rule(scale, weights=("weight",))
+        ... def scale_rule(x, weight):
+        ...     return {"weight": lambda g: vgrad.ops.Dense(g * x)}
+        >>> loss = lambda params, buffers, x: scale(x, params["w"]).sum()
+        >>> x = torch.tensor([[3.0, 4.0], [0.0, 1.0]])
+        >>> vgrad.per_sample_norm(loss)({"w": torch.ones(2)}, {}, x)
+        tensor([5., 1.])
+    """
+    _check_ops(ops)
+    if not isinstance(weights, tuple) or not all(isinstance(w, str) for w in weights):
+        raise TypeError(
+            f"rule(weights={weights!r}): expected a tuple of names, such as "
+            f'("weight",).'
+        )
+
+    def registered(factors: Callable[..., dict[str, Maker] | None]) -> Callable:
+        _check_parameters(
+            inspect.signature(factors).parameters, weights, by_position=run is None
+        )
+        for op in ops:
+            known = OPS.get(op, Op())
+            if (known.rule or known.recorded) and not replace:
+                raise ValueError(
+                    f"rule({modes.op_name(op)}): expected an op without a rule, but it "
+                    f"has one. Pass replace=True to put this one in its place."
+                )
+        register(*ops, rule=Rule(factors, weights, run), recorded=None)
+        return factors
+
+    return registered
+
+
+def _check_ops(ops: tuple[Callable, ...]) -> None:
+    """Refuse callables that no function mode ever sees."""
+    if not ops:
+        raise TypeError("rule(): expected at least one op, got none.")
+    for op in ops:
+        if not callable(op) or isinstance(op, type | torch.nn.Module):
+            raise TypeError(
+                f"rule({op!r}): expected a function such as "
+                f"torch.nn.functional.linear, got a {type(op).__name__}. A module's op "
+                f"is the function that its forward pass calls."
+            )
+        owner = getattr(op, "__self__", None)
+        if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+            raise TypeError(
+                f"rule({owner.__name__}.{modes.op_name(op)}): expected a function that "
+                f"torch hands to function modes, got a method of an autograd.Function. "
+                f"Call it in a function under torch.overrides.wrap_torch_function, and "
+                f"register that."
+            )
+
+
+def _check_parameters(
+    parameters: Mapping[str, inspect.Parameter],
+    weights: tuple[str, ...],
+    *,
+    by_position: bool,
+) -> None:
+    """Refuse a rule with arguments that have no name or place, or without a weight."""
+    refused = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
+    if by_position:  # as the op gets them
+        refused.append(inspect.Parameter.KEYWORD_ONLY)
+    for name, each in parameters.items():
+        if each.kind in refused:
+            raise TypeError(
+                f"rule: expected a function with the parameters of the op, got {each}. "
+                f"Name each, and pass run= where the op takes {name!r} by keyword only."
+            )
+    missing = [name for name in weights if name not in parameters]
+    if missing or not weights:
+        raise ValueError(
+            f"rule(weights={weights!r}): expected names of the rule's parameters, "
+            f"{checks.listed(parameters)}, got {', '.join(missing) or 'none'}."
+        )
