@@ -355,7 +355,7 @@ class Filled:
         written: Iterable[str],
         lock: AbstractContextManager,
     ) -> None:
-        """Take the values of a call and the names of those that it may write into."""
+        """Take the values of a call, and the names of the written ones."""
         self._slots, self._values, self._lock = slots, values, lock
         self._written = written
         self._before = slots.state
