@@ -19,13 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from vgrad import checks, files
 from vgrad.checks import Patterns
 from vgrad.distributed.options import Options
-from vgrad.ensemble import MembersState
 from vgrad.ensemble.execution import members, split
 from vgrad.ensemble.gradients import (
     EnsembleGradFn,
     EnsembleGrads,
     EnsemblePerSampleFn,
 )
+from vgrad.ensemble.optimizer import MembersState
 from vgrad.ensemble.prediction import EnsembleForward
 from vgrad.generators import (
     Tag,

@@ -8,7 +8,6 @@ pass. Other forms of an op go into the same record by `register`.
 * `register`: fill other fields of the records of some ops
 * `OPS`: all records, by op
 * `Op`, `Rule`: a record, and the rule in it
-* `Form`, `Maker`, `Recording`, `Samples`: the types of their fields and arguments
 * `Outer`, `Conv`, `Rows`, `Dense`: factors; the last holds the gradients themselves
 * `Factor`: the methods of a factor of your own
 * `Norm`, `Probes`: the types of its results and arguments
@@ -24,33 +23,19 @@ from vgrad.ops import indexing as indexing
 from vgrad.ops import norm as norm
 from vgrad.ops import recurrent as recurrent
 from vgrad.ops.linear import over_positions, positions
-from vgrad.ops.record import (
-    OPS,
-    Form,
-    Maker,
-    Op,
-    Recording,
-    Rule,
-    Samples,
-    register,
-    rule,
-)
+from vgrad.ops.record import OPS, Op, Rule, register, rule
 
 __all__ = [
     "OPS",
     "Conv",
     "Dense",
     "Factor",
-    "Form",
-    "Maker",
     "Norm",
     "Op",
     "Outer",
     "Probes",
-    "Recording",
     "Rows",
     "Rule",
-    "Samples",
     "over_positions",
     "positions",
     "register",
