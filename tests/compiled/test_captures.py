@@ -355,7 +355,7 @@ REASONS = {
     "nonzero": ("depends on values", lambda p, b, x: total(p, x[x.sum(1).nonzero()])),
     "a mask": ("depends on values", lambda p, b, x: total(p, x[x[:, 0] > 0])),
     "seeds": (
-        "it sets the seed or the state of a generator",
+        "manual_seed sets or reads the seed or the state of a generator",
         lambda p, b, x: (torch.manual_seed(3), total(p, x * torch.rand(3)))[1],
     ),
 }

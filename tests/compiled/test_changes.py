@@ -327,10 +327,10 @@ a count in a module: count
   held = module(beta=itertools.count()) => next(held.beta)
 a module found in sys.modules: sys.modules
   held = installed(beta=2.0) => sys.modules["state_b"].beta => held.beta = 3.0
-a module found by importlib
+a module found by importlib: import_module
   held = installed(beta=2.0) => importlib.import_module("state_b").beta
   => held.beta = 3.0
-a module replaced for importlib
+a module replaced for importlib: import_module
   installed(beta=2.0) => importlib.import_module("state_b").beta
   => installed(beta=3.0)
 a module found by import: __import__
@@ -421,7 +421,7 @@ grad of a tensor that disappears: reads `.grad`
   => 1.0 + (getattr(t, "gr" + "ad") is None) => t.grad = None
 the version of a tensor: reads `._version`
   t = ones() => 1.0 + bool(t._version) => t.mul_(1)
-a place in memory: memory of a tensor .storage_offset
+a place in memory: the memory .*storage_offset
   x = X[1:] => 1.0 + x.storage_offset()
 a tensor that the loss changes: writes
   t = torch.zeros(()) => t.add_(1.0)

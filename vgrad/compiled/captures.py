@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from vgrad import checks, tree
 from vgrad.compiled import backends, verification
+from vgrad.compiled.closures import code_that_runs
 from vgrad.compiled.graph import Graph, captured, replayed
 from vgrad.compiled.guards import description, is_plain
 from vgrad.conditions import Unrepeatable
@@ -173,7 +174,7 @@ def _describe(value: Any, tensors: list[Tensor], key: list[Any]) -> None:
                 _describe(leaf, tensors, key)
         elif is_plain(value):  # as text: 0.0 is not -0.0, and nan is nan
             key.append((kind, repr(value)))
-        elif callable(value) or isinstance(value, enum.Enum):  # followed by `Closed`
+        elif callable(value) or isinstance(value, enum.Enum):  # followed by `Closure`
             parts = (getattr(value, name, value) for name in ("__self__", "__func__"))
             key.append([*map(id, parts)])
         else:
@@ -183,7 +184,7 @@ def _describe(value: Any, tensors: list[Tensor], key: list[Any]) -> None:
 
 
 def _noted(item: tuple[str, Any]) -> tuple:
-    """Describe an attribute of a tensor, which `Closed` follows if it is not plain."""
+    """Describe an attribute of a tensor, which `Closure` follows if it is not plain."""
     name, value = item
     return name, type(value), repr(value) if is_plain(value) else id(value)
 
@@ -415,7 +416,8 @@ class Captures:
         """
         before, matches = random_state(tensors), like(call.distinct)
         described = repr((call.key[0], [*map(description, call.distinct)]))
-        expected = function(*arguments)
+        with code_that_runs() as ran:
+            expected = function(*arguments)
         if capture is None:
             if sum(each.graph is not None for each in self._captures) >= _MOST:
                 self.refuse(function, f"there are {_MOST} captures already")
@@ -437,7 +439,7 @@ class Captures:
         try:
             set_random_state(before)
             if capture.graph is None:
-                capture.graph = captured(function, arguments)
+                capture.graph = captured(function, arguments, ran.values())
                 capture.graph.guards.note_arguments(call.distinct)
             return self._verified(
                 capture, capture.graph, arguments, tensors, before, expected

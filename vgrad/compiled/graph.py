@@ -6,9 +6,10 @@ The replay is plain Python, without ops that take time and compute nothing.
 import operator
 import random
 import re
+import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from enum import Enum
 from functools import partial
@@ -20,12 +21,14 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from vgrad import conditions, tree
-from vgrad.compiled.closures import SYSTEM_PLACES, Closed
+from vgrad.compiled.closures import SYSTEM_PLACES, Closure, Code, is_code_of_users
 from vgrad.compiled.guards import Guards
 from vgrad.conditions import Unrepeatable
 from vgrad.torch_private import modes, tracing
 from vgrad.torch_private.kernels import unsafe_view
 from vgrad.torch_private.tensors import (
+    GRAPH,
+    MEMORY,
     OPS,
     makes_memory,
     shared,
@@ -54,8 +57,10 @@ class Graph(NamedTuple):
         return tree.map_tensors(lambda _: next(values), self.template)
 
 
-def captured(function: Callable, arguments: tuple) -> Graph:
+def captured(function: Callable, arguments: tuple, ran: Iterable[Code] = ()) -> Graph:
     """Run a function, and keep its ops and the values that it closes over.
+
+    `ran` is the code that ran when the function was called in eager mode.
 
     The last output of the graph is a flag: whether one of the conditions holds that
     were taken not to. Then its other outputs are not to be used. `Unrepeatable` is
@@ -68,15 +73,15 @@ def captured(function: Callable, arguments: tuple) -> Graph:
     empty = torch.empty(0)
     functions = [leaf for leaf in leaves if callable(leaf) or isinstance(leaf, Enum)]
     functions += [vars(leaf) for leaf in tensors if vars(leaf)]
-    closed = Closed((function, functions))
+    closed = Closure((function, functions), ran)
 
     def run(*tensors: Tensor) -> list[Tensor]:
         own = list(leaves)
         for place, tensor in zip(places, tensors, strict=True):
             own[place] = tensor
-        # Backward passes run here, and not in a GPU's thread, which has no profiler.
+        # Backward passes run here, and not in a GPU's thread, which has no mode.
         alone = torch.autograd.set_multithreading_enabled(False)
-        around = torch.no_grad(), alone, _NoValues(), closed.watched()
+        around = torch.no_grad(), alone, _NoValues()
         with ExitStack() as stack, conditions.collect_checks() as found:
             for each in around:
                 stack.enter_context(each)
@@ -89,6 +94,10 @@ def captured(function: Callable, arguments: tuple) -> Graph:
     module = _traced(run, _stand_ins(tensors))
     if before != (random.getstate(), str(np.random.get_state())):
         raise Unrepeatable("it draws random numbers from Python or numpy")
+    if not closed.guards.hold():
+        raise Unrepeatable("it changes values that it closes over")
+    if closed.guards.written():
+        raise Unrepeatable("it writes into a tensor that it closes over")
     constants = _lifted(module, closed)
     _check_shapes(module)
     module.graph.eliminate_dead_code()
@@ -139,13 +148,18 @@ def _stand_ins(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class _NoValues(TorchFunctionMode):
-    """Refuses to hand values of tensors to Python, where a graph would bake them in."""
+    """Refuses reads of tensors whose results a graph would bake in.
+
+    These are values, and a tensor's memory and history, which this package reads too.
+    """
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         if conditions.checks_collected() and modes.op_name(func) in _READS:
             raise Unrepeatable(f"{modes.op_name(func)} hands values to Python")
+        if func in _HISTORY and _is_read_by_users(func):
+            raise Unrepeatable(f"it reads {_HISTORY[func]} of a tensor")
         return func(*args, **(kwargs or {}))
 
 
@@ -153,8 +167,32 @@ _READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__in
 _READS |= {"__index__", "__complex__", "__dlpack__", "equal", "allclose", "is_nonzero"}
 _READS |= {"data_ptr"}
 
+_HISTORY: dict[Any, str] = {
+    getattr(Tensor, name).__get__: f"`.{name}`"
+    for name in (
+        *("grad", "grad_fn", "is_leaf", "output_nr", "retains_grad", "names", "name"),
+        *(*GRAPH, *MEMORY),
+    )
+    if hasattr(Tensor, name)
+}
+_HISTORY |= {
+    getattr(Tensor, name): f"the memory (`{name}`)"
+    for name in ("storage_offset", "untyped_storage", "is_set_to", "_is_view")
+}
 
-def _lifted(module: fx.GraphModule, closed: Closed) -> list[Tensor]:
+
+def _is_read_by_users(func: Callable) -> bool:
+    """Return whether code of users called a function that several modes may handle."""
+    frame, caller = sys._getframe(1), None
+    while frame is not None:
+        handles = frame.f_code.co_name == "__torch_function__"
+        if handles and frame.f_locals.get("func") == func:
+            caller = frame.f_back
+        frame = frame.f_back
+    return caller is not None and is_code_of_users(caller.f_code, caller.f_globals)
+
+
+def _lifted(module: fx.GraphModule, closed: Closure) -> list[Tensor]:
     """Make inputs of the tensors that the function closes over.
 
     Tensors made of plain numbers are constants.
