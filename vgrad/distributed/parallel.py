@@ -346,12 +346,7 @@ class _AcrossRanks:
         seed, size = notes[0]["seed"], read.size
         if options.has_aux and not read.size and any(sizes):
             # Shapes and dtypes of aux are known from a sample alone.
-            batch, weights = map_tensors(
-                lambda x: x.new_zeros((1, *x.shape[1:])),
-                (inputs.batch, inputs.weights),
-            )
-            mask = torch.zeros(1, dtype=torch.bool, device=read.tensors[0].device)
-            inputs = inputs._replace(batch=batch, weights=weights, mask=mask)
+            inputs = inputs.padded(0, 1)
             size = 1
         with call.together(), torch.no_grad():
             if options.randomness == "different":
