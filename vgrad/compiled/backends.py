@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from vgrad.compiled.graph import Graph, is_random, written_to
+from vgrad.compiled.graph import Graph, written_to
 from vgrad.conditions import Unrepeatable
 from vgrad.torch_private import modes, tracing
 from vgrad.torch_private.kernels import copy_all_
+from vgrad.torch_private.tensors import may_draw
 from vgrad.tree import no_autocast
 
 Run = Callable[..., Sequence[Tensor]]
@@ -150,7 +151,7 @@ def check_recordable(module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
         if node.op == "get_attr" or (
             node.op == "call_function"
             and fixed.issuperset(node.all_input_nodes)
-            and not is_random(node.target)
+            and not may_draw(node.target)
         ):
             fixed.add(node)
         value = node.meta.get("val")
