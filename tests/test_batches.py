@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import vgrad
 from vgrad import batches, training
-from vgrad.persample.engine import Call, saved_bytes
+from vgrad.persample.engine import Call, Inputs, saved_bytes
 
 PARAMS = {"w": torch.ones(1000)}
 
@@ -43,7 +43,7 @@ def test_automatic_chunks_follow_the_memory(monkeypatch):
 
 
 def test_the_bytes_kept_for_the_backward_pass_are_counted():
-    problem = Call("test", loss).on(PARAMS, {}, (torch.zeros(3, 1),))
+    problem = Call("test", loss).on(Inputs(PARAMS, {}, (torch.zeros(3, 1),)))
     # exp keeps its result, and the product keeps x for the gradient of w.
     assert saved_bytes(problem) == 4_000 + 4
 

@@ -153,7 +153,7 @@ def test_an_unknown_option_raises_with_the_known_ones(call, known):
     ("names", "table"),
     [
         (vgrad.typing.Strategy, engine.STRATEGIES),
-        (vgrad.dp.Accountant, accounting.ACCOUNTANTS),
+        (accounting.Accountant, accounting.ACCOUNTANTS),
         (schedules.Anneal, schedules.ANNEAL),
     ],
 )

@@ -38,25 +38,18 @@ class Batch:
             return tuple(self.tensors)
         return tuple(tensor.detach() for tensor in self.tensors)
 
-    def part(self, start: int, stop: int) -> "Batch":
-        """Return the batch of these samples."""
-        leaves = [
-            leaf[start:stop] if isinstance(leaf, Tensor) else leaf
-            for leaf in self.leaves
-        ]
-        return Batch(stop - start, leaves, self.spec)
-
-    def rows(self, rows: Tensor) -> "Batch":
+    def take(self, rows: slice | Tensor) -> "Batch":
         """Return the batch of these samples, in this order."""
+        size = len(range(self.size)[rows] if isinstance(rows, slice) else rows)
         leaves = [
-            leaf[rows.to(leaf.device)] if isinstance(leaf, Tensor) else leaf
+            taken(leaf, rows) if isinstance(leaf, Tensor) else leaf
             for leaf in self.leaves
         ]
-        return Batch(len(rows), leaves, self.spec)
+        return Batch(size, leaves, self.spec)
 
     def one(self, number: int) -> tuple[Tensor, ...]:
         """Return the tensors of one sample, without the batch dimension."""
-        part = self.part(number, number + 1)
+        part = self.take(slice(number, number + 1))
         return tuple(tensor.squeeze(0) for tensor in part.inputs)
 
     def sample(self, tensors: tuple[Tensor, ...]) -> Tree:
@@ -66,6 +59,11 @@ class Batch:
             next(values) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves
         ]
         return tree_unflatten(leaves, self.spec)
+
+
+def taken(values: Tensor, rows: slice | Tensor) -> Tensor:
+    """Return the values of some samples, whose numbers may be on another device."""
+    return values[rows if isinstance(rows, slice) else rows.to(values.device)]
 
 
 NONE = Batch(0, *tree_flatten(()))
@@ -115,11 +113,11 @@ def check_mask(function: str, mask: Any, size: int) -> None:
         )
 
 
-def chunks(size: int, chunk_size: int | None) -> Iterator[tuple[int, int]]:
-    """Yield `(start, stop)` of consecutive chunks; none for an empty batch."""
+def chunks(size: int, chunk_size: int | None) -> Iterator[slice]:
+    """Yield consecutive chunks of a batch; none of an empty one."""
     step = chunk_size or max(size, 1)
     for start in range(0, size, step):
-        yield start, min(start + step, size)
+        yield slice(start, min(start + step, size))
 
 
 def fitting(params: Params, saved_bytes: int, device: torch.device) -> int:

@@ -57,6 +57,18 @@ RENAMED = {
     "vgrad.distributed.all_members": "vgrad.distributed.gather_members",
     "vgrad.distributed.predict": "vgrad.ensemble.predict",
     "vgrad.distributed.predict_values": "vgrad.ensemble.predict",
+    "vgrad.distributed.LocalBatches": "vgrad.distributed.loading.LocalBatches",
+    "vgrad.dp.Accountant": "vgrad.dp.accounting.Accountant",
+    "vgrad.dp.poisson_sample": "vgrad.dp.sampling.poisson_sample",
+    "vgrad.ensemble.Calibration": "vgrad.ensemble.calibration.Calibration",
+    "vgrad.ensemble.MembersState": "vgrad.ensemble.optimizer.MembersState",
+    "vgrad.ensemble.ModelGroups": "vgrad.ensemble.stacking.ModelGroups",
+    "vgrad.ensemble.Reliability": "vgrad.ensemble.calibration.Reliability",
+    "vgrad.precision.AutocastMode": "vgrad.precision.autocasting.AutocastMode",
+    "vgrad.precision.Kind": "vgrad.precision.autocasting.Kind",
+    "vgrad.precision.PolicyModel": "vgrad.precision.modules.PolicyModel",
+    "vgrad.training.CrossValidation": "vgrad.training.validation.CrossValidation",
+    "vgrad.training.Step": "vgrad.training.state.Step",
 }
 """Old name to new name, as in the last table of docs/migration.md."""
 

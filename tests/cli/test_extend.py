@@ -275,6 +275,8 @@ def test_a_state_of_an_earlier_version_has_no_history(run, longer):
 def test_only_a_run_is_extended(tmp_path, capsys):
     message = error(capsys, "train", "--resume", tmp_path, *MORE, "4")
     assert "state of a run, got no file" in message
+    message = error(capsys, "train", "--resume", tmp_path / "none")
+    assert "expected the folder of a run, got none there" in message
     message = error(capsys, "train", "--out", tmp_path / "new", *MORE, "4")
     assert "--extend: expected --resume DIR" in message
     assert not (tmp_path / "new").exists()

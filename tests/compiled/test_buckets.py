@@ -5,6 +5,7 @@ import torch
 
 from tests.compiled import problems
 from vgrad.compiled import functions
+from vgrad.persample.engine import Inputs
 
 pytestmark = pytest.mark.compiled
 
@@ -33,7 +34,15 @@ def test_a_batch_is_filled_up_to_the_next_size_and_split_beyond_the_last():
 
 def test_a_batch_is_filled_up_with_the_first_sample():
     x = torch.arange(4.0).reshape(2, 2)
-    found = functions.filled({"x": x, "n": torch.arange(2)}, 2, 4)
-    assert torch.equal(found["x"], x[[0, 1, 0, 0]])
-    assert found["n"].tolist() == [0, 1, 0, 0]
-    assert functions.filled((x,), 2, 2)[0] is x
+    inputs = Inputs({}, {}, {"x": x, "n": torch.arange(2)}, weights=torch.ones(2))
+    found = inputs.padded(2, 4)
+    assert torch.equal(found.batch["x"], x[[0, 1, 0, 0]])
+    assert found.batch["n"].tolist() == [0, 1, 0, 0]
+    assert found.mask.tolist() == [True, True, False, False]
+    assert found.weights.shape == (4,)
+    masked = inputs._replace(mask=torch.tensor([False, True])).padded(2, 2)
+    assert masked.batch["x"] is x
+    assert masked.mask.tolist() == [False, True]
+    empty = Inputs({}, {}, (x[:0],)).padded(0, 1)
+    assert torch.equal(empty.batch[0], torch.zeros(1, 2))
+    assert not empty.mask

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from torch.overrides import wrap_torch_function
 from torch.utils.checkpoint import checkpoint
 
 import vgrad
@@ -272,17 +273,23 @@ def test_ranks_that_use_other_parameters_never_mix_them(some, strategy):
 
 
 def _compiled(size):
-    mesh, _ = mesh_of(size)
-    loss, params, buffers, batch = problem("mlp")
+    (mesh, rank), worst = mesh_of(size), []
+    loss, params, buffers, (x, y) = problem("mlp")
     clipped = vgrad.clipped_grad(loss, max_norm=0.5)
-    compiled, given = vgrad.compile(clipped, batch_sizes=[4 * size]), (params, buffers)
-    worst = [
-        error_of(mesh, compiled, (*given, *batch), sizes, plain=clipped)
-        for sizes in CUTS[size]
-        for _ in range(2)
-    ]
-    (report,) = data_parallel(compiled, mesh).reports() or [None]
-    return worst, report and report.calls
+    options = {"batch_sizes": [4 * size]}
+    orders = (
+        data_parallel(vgrad.compile(clipped, **options), mesh),
+        vgrad.compile(data_parallel(clipped, mesh), **options),
+    )
+    for sizes in CUTS[size]:
+        part, total = own(rank, sizes), sum(sizes)
+        exact = clipped(params, buffers, x[:total], y[:total])
+        for compute in orders * 2:
+            assert compute.sensitivity == clipped.sensitivity
+            result = compute(params, buffers, x[part], y[part])
+            worst.append(errors(result, exact))
+    reports = [report for compute in orders for report in compute.reports()]
+    return worst, [report.calls for report in reports]
 
 
 @pytest.mark.compiled
@@ -290,7 +297,9 @@ def test_graphs_run_between_collectives(some):
     results = some.run(_compiled, some.size)
     for worst, _ in results:
         assert max(worst) < 2e-6, worst
-    assert max(calls or 0 for _, calls in results) > 2
+    busiest = max((calls for _, calls in results), key=sum)
+    assert len(busiest) == 2
+    assert min(busiest) > 2
 
 
 DRAWING = {
@@ -391,25 +400,14 @@ def raised(call):
         return type(error), str(error)
 
 
-class Breaks(torch.autograd.Function):
-    """Fails in the second backward pass, when a part of the sums has been given."""
+@wrap_torch_function(lambda x, weight: (x, weight))
+def scaled(x, weight):
+    return x * weight
 
-    generate_vmap_rule = True
-    runs = itertools.count()
 
-    @staticmethod
-    def forward(x):
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, grad):
-        if next(Breaks.runs) == 1:
-            raise ArithmeticError("no such luck")
-        return grad
+class Unsummed(vgrad.ops.Dense):
+    def weighted(self, weights):
+        raise ArithmeticError("no such luck")
 
 
 def _one_is_wrong(size):
@@ -444,14 +442,14 @@ def _one_is_wrong(size):
             found = raised(lambda: wrong(entries, buffers, x, y))  # noqa: B023
             texts[f"{name}, {strategy}, {form}"] = found
 
-    def breaking(p, b, x, y):
-        h = F.linear(x, p["0.weight"], p["0.bias"])
-        h = Breaks.apply(h) if mesh.get_local_rank("dp") == 1 else h
-        return F.cross_entropy(F.linear(h, p["2.weight"], p["2.bias"]), y)
-
-    twice = vgrad.clipped_grad(breaking, max_norm=0.5, strategy="recorded", passes=2)
-    twice = data_parallel(twice, mesh)
-    texts["loss, later"] = raised(lambda: twice(params, buffers, x, y))
+    # An error between two sums, of which the first is on its way.
+    factor = (vgrad.ops.Dense, Unsummed)[rank]
+    vgrad.ops.rule(scaled, weights=("weight",))(
+        lambda x, weight: {"weight": lambda g: factor(g * x)}
+    )
+    linear = {"first": torch.ones(4), "second": torch.ones(4, 4)}
+    wrong = clipped(lambda p, b, x: F.linear(scaled(x, p["first"]), p["second"]).sum())
+    texts["loss, later"] = raised(lambda: wrong(linear, {}, x))
     fine = clipped(loss)(params, buffers, x, y)  # they go on together
     return texts, errors(fine.losses[:7], fine.losses[-7:])
 

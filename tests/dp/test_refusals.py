@@ -23,7 +23,7 @@ from vgrad.dp import (
     collate,
     epsilon,
     noise_multiplier_for,
-    poisson_sample,
+    sampling,
     secret_key,
 )
 from vgrad.training import TrainState, private_step, train_step
@@ -50,7 +50,7 @@ RANGES = [
     (noise_multiplier_for, BUDGET, {
         "epsilon": (0.0, math.inf), "delta": (1.0,), "sampling_rate": (0,),
         "steps": (0, 10**400), "accountant": ("gdp",)}),
-    (poisson_sample, DRAW | {"step": 0}, {
+    (sampling.poisson_sample, DRAW | {"step": 0}, {
         "sampling_rate": RATES, "dataset_size": (0, 2.0), "step": (-1,)}),
     (PoissonBatchSampler, DRAW | {"steps": 1}, {
         "sampling_rate": RATES, "dataset_size": (0, 2.0), "steps": (0,),
@@ -217,7 +217,7 @@ TYPES = {
     KEYS + r"tensor of torch\.int64 \(32,\)\.$":
         lambda: added(key=torch.tensor(list(BYTES))),
     "poisson_sample.*" + KEYS + "int":
-        lambda: poisson_sample(**DRAW | {"key": 7}, step=0),
+        lambda: sampling.poisson_sample(**DRAW | {"key": 7}, step=0),
     "PoissonBatchSampler.*" + KEYS + "int":
         lambda: PoissonBatchSampler(**DRAW | {"key": 7}, steps=1),
     "PrivateGradients.*" + KEYS + "int": lambda: private(key=3),

@@ -11,11 +11,11 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from tests import streams
 from tests.dp.runs import KEY
 from vgrad import distributed
-from vgrad.dp import PoissonBatchSampler, collate, poisson_sample, secret_key
+from vgrad.dp import PoissonBatchSampler, collate, sampling, secret_key
 
 
 def sample(size, rate, step=0):
-    return poisson_sample(size, rate, key=KEY, step=step)
+    return sampling.poisson_sample(size, rate, key=KEY, step=step)
 
 
 DRAWS, SIZE, RATE = 4000, 40, 0.3

@@ -17,7 +17,7 @@ import vgrad
 from tests import oracle
 from tests.losses import STRATEGIES, Net, Pick, TiedLanguageModel
 from tests.precision.autocast_ops import CPU, CUDA, PYTHON, STEPPED, UNFAKED, UNLISTED
-from vgrad.precision import KINDS, AutocastMode, Kind, autocast
+from vgrad.precision import KINDS, autocast, autocasting
 from vgrad.torch_private import modes
 
 pytestmark = [
@@ -321,7 +321,7 @@ def test_a_weight_is_cast_again_after_a_change_and_at_another_level():
     weight = torch.ones(7, 7)
 
     def run(x):
-        with AutocastMode([weight]):
+        with autocasting.AutocastMode([weight]):
             counts, outputs = [], []
             for _ in range(2):
                 for _ in range(2):
@@ -501,7 +501,7 @@ def check_op(spec, low, dtype, tolerance, device="cpu", reference=None):
 
 def check_either(spec, name, low, device="cpu", reference=None):
     """Compare an op of the lists for both dtypes of its input, of which one may run."""
-    exact = KINDS[device][name] in (Kind.FLOAT32, Kind.WIDEST)
+    exact = KINDS[device][name] in (autocasting.Kind.FLOAT32, autocasting.Kind.WIDEST)
     tolerance = 1e-5 if exact else 3 * eps(low)
     given = tolerance, device, reference
     assert any([check_op(spec, low, dtype, *given) for dtype in (torch.float32, low)])
@@ -547,7 +547,7 @@ def test_an_op_of_the_table_for_cuda_has_the_dtype_of_torch(name, in_cuda_autoca
         one = torch.empty(shapes[0], dtype=dtype, device="cuda")
         batch = torch.empty(3, *shapes[0], dtype=dtype, device="cuda")
         expected = [each.dtype for each in leaves(op(one, *rest))]
-        with AutocastMode():
+        with autocasting.AutocastMode():
             found = torch.vmap(op, (0, *(None for _ in rest)))(batch, *rest)
         assert [each.dtype for each in leaves(found)] == expected
 
@@ -555,7 +555,7 @@ def test_an_op_of_the_table_for_cuda_has_the_dtype_of_torch(name, in_cuda_autoca
 def test_what_torch_refuses_to_autocast_is_refused_under_transforms(in_cuda_autocast):
     x = torch.empty(3, 2, device="cuda")
     with (
-        AutocastMode(),
+        autocasting.AutocastMode(),
         pytest.raises(RuntimeError, match="safe to autocast.*takes logits"),
     ):
         torch.vmap(F.binary_cross_entropy)(x, x)

@@ -15,7 +15,7 @@ import vgrad
 from tests import oracle
 from tests.losses import Net, Pick, TiedLanguageModel
 from vgrad import explain
-from vgrad.precision import Policy, PolicyModel, loss_under, policy_for
+from vgrad.precision import Policy, loss_under, modules, policy_for
 from vgrad.torch_private import modes
 
 split = vgrad.make_functional_with_buffers
@@ -448,7 +448,7 @@ def test_copies_pickles_and_threads_compute_the_same_bits():
     pure = policy_for(fmodel, "mixed_float16")
     expected = {each: each(params, buffers, x) for each in (mixed, pure)}
     for other in (copy.deepcopy(mixed), pickle.loads(pickle.dumps(mixed))):
-        assert isinstance(other, PolicyModel)
+        assert isinstance(other, modules.PolicyModel)
         assert other.policies == mixed.policies
         assert torch.equal(other(params, buffers, x), expected[mixed])
     start, right = threading.Barrier(2), []

@@ -4,11 +4,10 @@ In eager mode each call interprets the loss in Python. For small and middle-size
 networks that takes longer than the arithmetic. A capture runs a function once and keeps
 the ops that it called as a graph, which later calls run again.
 
-* `compile`: capture a transform or a step as graphs; the result is called as it is
-* `Compiled`: the type of the result
+`compile` and `CompileWarning` are names of `vgrad` itself.
+
+* `Compiled`: the type of the result of `compile`
 * `choices`: the backends that `"auto"` chose, for another run
-* `CompileWarning`: something runs in eager mode that was to be compiled
-* `Backend`, `Fallback`: the names that `compile` takes
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +18,11 @@ from vgrad.compiled.captures import (
     Backend,
     CaptureReport,
     Captures,
-    CompileWarning,
     Fallback,
 )
+from vgrad.compiled.captures import CompileWarning as CompileWarning
 from vgrad.compiled.functions import (
     Captured,
-    CompiledFunction,
     checked_sizes,
     sizes_of_plan,
 )
@@ -35,14 +33,7 @@ from vgrad.renamed import raising
 from vgrad.training.steps import PrivateSource, TrainingStep
 from vgrad.typing import Arguments, Found, Same
 
-__all__ = [
-    "Backend",
-    "CompileWarning",
-    "Compiled",
-    "Fallback",
-    "choices",
-    "compile",
-]
+__all__ = ["Compiled", "choices"]
 
 
 if not TYPE_CHECKING:  # which sees no other names
@@ -165,7 +156,7 @@ def compile(
     elif isinstance(function, TrainingStep):
         compiled = replace(function, execute=function.reduce.execution(captures))
     elif isinstance(function, EnsembleGradFn | EnsembleForward):
-        compiled = CompiledFunction(function, captures)
+        compiled = function.executed_by(captures)
     else:
         raise TypeError(
             f"compile(transform): expected a per-sample transform, a training step, "

@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from vgrad import batches, checks, tree
+from vgrad import batches, checks
 from vgrad.compiled.captures import CaptureReport, Captures, CompiledExplanation
 from vgrad.dp.plan import Plan
 from vgrad.persample.engine import (
@@ -26,46 +25,6 @@ from vgrad.persample.engine import (
     eager,
 )
 from vgrad.persample.grad import check_weights
-from vgrad.typing import Tree
-
-
-class CompiledFunction:
-    """A function of an ensemble that runs as graphs, with the attributes it has."""
-
-    def __init__(self, function: Any, captures: Captures) -> None:
-        self._function = function
-        self._captures = captures
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._function, name)
-
-    @property
-    def plain(self) -> Any:
-        """The function that was compiled."""
-        return self._function
-
-    def reports(self) -> tuple[CaptureReport, ...]:
-        """Return a report of every capture."""
-        return self._captures.reports()
-
-    def explain(self, *arguments: Any) -> CompiledExplanation:
-        """Explain captures, and how the function runs in eager mode."""
-        return self._captures.explanation(self._function.explain(*arguments))
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Run the function."""
-        if options:
-            return self._captures(self._with, arguments, options)
-        return self._captures(self._function, *arguments)
-
-    def with_buffers(self, *arguments: Any) -> Any:
-        """Run the function, and return new buffers too."""
-        return self._captures(self._function.with_buffers, *arguments)
-
-    def _with(self, arguments: tuple, options: dict[str, Any]) -> Any:
-        return self._function(*arguments, **options)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,25 +83,15 @@ class Captured:
         ranks: int,
     ) -> Any:
         """Fill up a batch and run it, in parts where it is large."""
-        transform, mask, limit = self.plain, inputs.mask, size
-        rows: Any = mask
+        transform, limit = self.plain, size
+        rows: Any = inputs.mask
         if self.batch_sizes is not None:
             sizes = sorted({-(-each // ranks) for each in self.batch_sizes})
             total = padded_size(size, sizes)
-            device = next(iter(tree.tensors(inputs.batch))).device
-            counts = torch.arange(total, device=device) < size
-            rows = slice(0, size)
-            if mask is not None:
-                counts[:size] &= mask
-                rows = counts
             if inputs.weights is not None:
                 check_weights(inputs.weights, size)
-            batch, weights, keys = filled(
-                (inputs.batch, inputs.weights, inputs.keys), size, total
-            )
-            inputs = inputs._replace(
-                batch=batch, mask=counts, weights=weights, keys=keys
-            )
+            inputs = inputs.padded(size, total)
+            rows = slice(size) if rows is None else inputs.mask
             size, limit = total, min(total, sizes[-1])
         if transform.options.chunk_size is not None:
             call = transform.options.on(inputs)
@@ -199,13 +148,3 @@ def padded_size(size: int, buckets: Sequence[int]) -> int:
     if rest == 0:
         return size
     return whole * buckets[-1] + next(each for each in buckets if each >= rest)
-
-
-def filled(samples: Tree, size: int, total: int) -> Any:
-    """Fill up `[B, ...]` with copies of the first sample, -> `[total, ...]`."""
-
-    def fill(tensor: Tensor) -> Tensor:
-        copies = tensor[:1].expand(total - size, *tensor.shape[1:])
-        return torch.cat([tensor, copies])
-
-    return tree.map_tensors(fill, samples) if total > size else samples

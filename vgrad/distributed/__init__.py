@@ -4,7 +4,6 @@ The result does not depend on how many ranks there are.
 
 * `data_parallel`: make a transform or a step one of all ranks
 * `local_batches`: cut each batch of a sampler among the ranks
-* `LocalBatches`: a rank's part of each batch
 * `member_parallel`: make a function of an ensemble one of ranks with members each
 * `shard_members`, `gather_members`: this rank's members of a tree, and the inverse
 * `member_range`: the numbers of this rank's members
@@ -16,7 +15,7 @@ The result does not depend on how many ranks there are.
 
 from typing import TYPE_CHECKING
 
-from vgrad.distributed.loading import LocalBatches, local_batches
+from vgrad.distributed.loading import local_batches
 from vgrad.distributed.member_parallel import (
     gather_members,
     member_parallel,
@@ -30,7 +29,6 @@ from vgrad.ranks import Ranks as Ranks
 from vgrad.renamed import raising
 
 __all__ = [
-    "LocalBatches",
     "RankError",
     "data_parallel",
     "gather",

@@ -19,13 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from vgrad import checks, files
 from vgrad.checks import Patterns
 from vgrad.distributed.options import Options
-from vgrad.ensemble import MembersState
-from vgrad.ensemble.execution import members, split
+from vgrad.ensemble.execution import EnsembleFn, Layout, run_eager
 from vgrad.ensemble.gradients import (
     EnsembleGradFn,
     EnsembleGrads,
     EnsemblePerSampleFn,
 )
+from vgrad.ensemble.optimizer import MembersState
 from vgrad.ensemble.prediction import EnsembleForward
 from vgrad.generators import (
     Tag,
@@ -43,7 +43,6 @@ from vgrad.training.steps import (
     MemberSource,
     StepReducer,
     TrainingStep,
-    run_eager,
 )
 from vgrad.tree import map_tensors, tensors, tree_flatten, tree_unflatten, widened
 from vgrad.typing import Arguments, Buffers, Params, Result, Same, T, Tree
@@ -314,7 +313,8 @@ def member_parallel(
     """
     ranks = Ranks.of("member_parallel", mesh, axis)
     step: Any = function
-    source = getattr(step, "source", None)
+    source, eager = getattr(step, "source", None), isinstance(step, EnsembleFn)
+    eager = eager and step.execute is run_eager
     if isinstance(source, MemberSource):
         facts: dict[str, Any] = {"tx": step.tx, "donate": step.donate}
         facts |= {"in_dims": source.in_dims, "loss_scale": step.first_scale}
@@ -327,15 +327,16 @@ def member_parallel(
     reducer = MemberReducer(ranks, _range_of(members, ranks), options)
     if isinstance(source, MemberSource):
         parallel: Any = replace(step, reduce=reducer)
-    elif isinstance(step, EnsembleForward):
+    elif eager and isinstance(step, EnsembleForward):
         parallel = ParallelForward(step, reducer)
-    elif isinstance(step, EnsembleGradFn | EnsemblePerSampleFn):
+    elif eager and isinstance(step, EnsembleGradFn | EnsemblePerSampleFn):
         parallel = ParallelFunction(step, reducer)
     else:
         raise TypeError(
             f"member_parallel(function): expected the result of ensemble_train_step, "
             f"ensemble_forward, ensemble_grad, ensemble_per_sample_grad or "
-            f"ensemble_clipped_grad, got a {type(step).__name__}."
+            f"ensemble_clipped_grad, got a {type(step).__name__}. "
+            f"Only steps may be compiled."
         )
     return parallel
 
@@ -368,7 +369,7 @@ class MemberReducer(StepReducer):
         """Yield a step whose members draw by their numbers, or tags for that."""
         source: Any = step.source
         check_state(f"{step.name}(...)", state, source.kind)
-        shares, tags = bool(source.shared_entries(state)), ()
+        shares, tags = bool(source.shared_names(state)), ()
         if not shares:  # else all processes check together
             self.check(len(state.active))
             step = step.of_one_process
@@ -386,7 +387,7 @@ class MemberReducer(StepReducer):
     ) -> Gradients:
         """Sum gradients of shared entries."""
         source: Any = step.source
-        shared = source.shared_entries(state)
+        shared = source.shared_names(state)
         with self.ranks.together("ensemble_train_step") as facts:
             self.check(len(state.active))
             found = compute()
@@ -448,10 +449,9 @@ class ParallelFunction:
         key = reducer.key(what) if function.randomness != "error" else None
         meets = function.shared and (sums or method == "with_buffers")
         with reducer.ranks.together(what) if meets else nullcontext({}) as facts:
-            count = members(what, params, buffers, function.shared)
+            count, whole = Layout.of(what, params, buffers, function.shared)
             reducer.check(count)
             result: Any = self._drawn(method, key, params, buffers, batch, options)
-            whole = split(what, {**params, **buffers}, function.shared)[1]
             if meets:
                 first, *rest = (
                     (result,) if isinstance(result, EnsembleGrads) else result

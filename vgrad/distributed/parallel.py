@@ -19,6 +19,7 @@ from vgrad import batches, files, optim
 from vgrad.compiled import Captures
 from vgrad.distributed.options import Options, of_transform
 from vgrad.distributed.sharding import RankCall, sharded_call
+from vgrad.ensemble.execution import run_eager
 from vgrad.generators import RNG_LOCK, Tag, kept_random_state, sample_keys
 from vgrad.persample.engine import (
     LOCAL,
@@ -39,7 +40,6 @@ from vgrad.training.steps import (
     StepReducer,
     TrainingStep,
     mean_gradients,
-    run_eager,
 )
 from vgrad.tree import map_tensors, map_values, tensors, wide
 from vgrad.typing import Arguments, Found, Params, Same, T
@@ -346,12 +346,7 @@ class _AcrossRanks:
         seed, size = notes[0]["seed"], read.size
         if options.has_aux and not read.size and any(sizes):
             # Shapes and dtypes of aux are known from a sample alone.
-            batch, weights = map_tensors(
-                lambda x: x.new_zeros((1, *x.shape[1:])),
-                (inputs.batch, inputs.weights),
-            )
-            mask = torch.zeros(1, dtype=torch.bool, device=read.tensors[0].device)
-            inputs = inputs._replace(batch=batch, weights=weights, mask=mask)
+            inputs = inputs.padded(0, 1)
             size = 1
         with call.together(), torch.no_grad():
             if options.randomness == "different":

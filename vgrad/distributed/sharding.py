@@ -34,7 +34,7 @@ from vgrad.persample.moments import MomentsOfGrads
 from vgrad.ranks import Ranks, layout
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import Lazy
-from vgrad.tree import cast, map_tensors, tensors, wide
+from vgrad.tree import cast, wide
 from vgrad.typing import Buffers, Params, T
 
 
@@ -417,15 +417,7 @@ def _where_used(
     chunks of the same sizes, filled up with samples that do not count.
     """
     if size > own:
-        batch, mask, weights, keys = *inputs[2:5], inputs.keys
-        if mask is None:
-            mask = torch.ones(own, dtype=torch.bool, device=tensors(batch)[0].device)
-        inputs = inputs._replace(
-            batch=map_tensors(lambda x: _filled(x, size), batch),
-            mask=_filled(mask, size, again=False),
-            weights=None if weights is None else _filled(weights, size, again=False),
-            keys=None if keys is None else _filled(keys, size),
-        )
+        inputs = inputs.padded(own, size)
     inputs = inputs._replace(
         params=gathering.lazy(inputs.params), buffers=gathering.lazy(inputs.buffers)
     )
@@ -434,16 +426,6 @@ def _where_used(
     call = replace(call, chunk_size=chunk, strategy="recorded", reducer=gathering)
     result = transform.evaluated(Evaluation(call))
     return transform.selected(result, inputs.mask, inputs)
-
-
-def _filled(tensor: Tensor, size: int, *, again: bool = True) -> Tensor:
-    """Fill a batch up, with its last sample if there is one and `again`; else zeros."""
-    more = size - len(tensor)
-    if again and len(tensor):
-        rest = tensor[-1:].expand(more, *tensor.shape[1:])
-    else:
-        rest = tensor.new_zeros((more, *tensor.shape[1:]))
-    return torch.cat([tensor.detach(), rest])
 
 
 def _of_all_ranks(

@@ -5,22 +5,22 @@
 * `epsilon`: bound the epsilon that steps of DP-SGD have spent
 * `noise_multiplier_for`: find the smallest noise multiplier that stays in a budget
 * `PoissonBatchSampler`: Poisson batches of indices for a `DataLoader`
-* `poisson_sample`: draw one batch, each index with the same probability
 * `collate`: make a collate function that handles empty batches
 * `add_gaussian_noise`: add noise to a sum, scaled by its sensitivity
 * `secret_key`: draw a key from the operating system
-* `Accountant`: the names of the accountants
 """
 
-from vgrad.dp.accounting import Accountant, epsilon, noise_multiplier_for
+from typing import TYPE_CHECKING
+
+from vgrad.dp.accounting import epsilon, noise_multiplier_for
 from vgrad.dp.noise import add_gaussian_noise
 from vgrad.dp.plan import Plan
 from vgrad.dp.private_gradients import PrivateGradients
-from vgrad.dp.sampling import PoissonBatchSampler, collate, poisson_sample
+from vgrad.dp.sampling import PoissonBatchSampler, collate
 from vgrad.generators import secret_key
+from vgrad.renamed import raising
 
 __all__ = [
-    "Accountant",
     "Plan",
     "PoissonBatchSampler",
     "PrivateGradients",
@@ -28,9 +28,12 @@ __all__ = [
     "collate",
     "epsilon",
     "noise_multiplier_for",
-    "poisson_sample",
     "secret_key",
 ]
+
+
+if not TYPE_CHECKING:  # which sees no other names
+    __getattr__ = raising(__name__)
 
 
 def __dir__() -> list[str]:

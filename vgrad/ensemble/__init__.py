@@ -10,14 +10,12 @@ Making and taking apart:
 * `member_seed`: the seed of one member
 * `share`: let all members use one tensor for some entries
 * `group`: stack the models that are alike, and put the groups behind one call
-* `ModelGroups`: the result of `group`
 
 Running and training:
 
 * `EnsembleGrads`: the result of `ensemble_grad`
 * `ensemble_per_sample_grad`: the gradient of every sample for every member
 * `ensemble_clipped_grad`: the sum of clipped gradients of every member
-* `MembersState`: the state of `for_members`
 * `bootstrap_indices`: draw samples with replacement for each member
 * `fold_indices`: split samples for cross-validation
 
@@ -25,51 +23,33 @@ Predicting:
 
 * `predict`: predictions and their uncertainty, on one process or over ranks
 * `EnsemblePrediction`, `ValuePrediction`: the results, of classes and of values
-* `calibration`: calibration error, Brier score and likelihood, a `Calibration`
-* `reliability`: confidence and accuracy in each bin, a `Reliability`
-* `Calibration`, `Reliability`: the results
+* `calibration`: calibration error, Brier score and likelihood
+* `reliability`: confidence and accuracy in each bin
 """
 
 from typing import TYPE_CHECKING
 
-from vgrad.ensemble.calibration import (
-    Calibration,
-    Reliability,
-    calibration,
-    reliability,
-)
+from vgrad.ensemble.calibration import calibration, reliability
 from vgrad.ensemble.gradients import (
     EnsembleGrads,
     ensemble_clipped_grad,
     ensemble_per_sample_grad,
 )
 from vgrad.ensemble.gradients import ensemble_grad as ensemble_grad
-from vgrad.ensemble.optimizer import MembersState
 from vgrad.ensemble.optimizer import for_members as for_members
 from vgrad.ensemble.prediction import EnsemblePrediction, ValuePrediction, predict
 from vgrad.ensemble.prediction import ensemble_forward as ensemble_forward
 from vgrad.ensemble.resampling import bootstrap_indices, fold_indices
 from vgrad.ensemble.stacking import (
-    ModelGroups,
-    group,
-    member,
-    member_seed,
-    share,
-    unstack,
-)
-from vgrad.ensemble.stacking import (
     combine_state_for_ensemble as combine_state_for_ensemble,
 )
+from vgrad.ensemble.stacking import group, member, member_seed, share, unstack
 from vgrad.ensemble.stacking import stack as stack
 from vgrad.renamed import raising
 
 __all__ = [
-    "Calibration",
     "EnsembleGrads",
     "EnsemblePrediction",
-    "MembersState",
-    "ModelGroups",
-    "Reliability",
     "ValuePrediction",
     "bootstrap_indices",
     "calibration",

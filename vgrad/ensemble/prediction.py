@@ -51,15 +51,18 @@ class EnsembleForward(EnsembleFn):
 
     def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Tree:
         """Return the outputs, each tensor with the member axis in front."""
+        return self.execute(self._outputs, params, buffers, *batch)
+
+    def _outputs(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Tree:
         call = self._executor.call(params, buffers, batch)
         if self._chunk_size is None:
-            return self._run(self.fmodel, call, self._keys)
+            return self._executor(self._of_member, call, self._keys)[0]
         parts = []
         with LossMode(handlers=SINGLE):  # statistics of a chunk are not the batch's
             for number, rows in enumerate(self._chunks(call, batch)):
                 part = self._executor.call(params, buffers, rows)
                 keys = None if self._keys is None else fold_in(self._keys, number)
-                parts.append(self._run(self.fmodel, part, keys))
+                parts.append(self._executor(self._of_member, part, keys)[0])
         return tree_map(lambda *leaves: torch.cat(leaves, 1), *parts)
 
     def with_buffers(
@@ -71,9 +74,13 @@ class EnsembleForward(EnsembleFn):
                 f"ensemble_forward(chunk_size={self._chunk_size}).with_buffers: "
                 f"expected chunk_size=None, since buffers depend on the whole batch."
             )
+        return self.execute(self._updated, params, buffers, *batch)
+
+    def _updated(
+        self, params: Params, buffers: Buffers, /, *batch: Tree
+    ) -> tuple[Tree, Buffers]:
         call = self._executor.call(params, buffers, batch)
-        run = self.fmodel.call_and_update
-        return self._run(run, call, self._keys, with_buffers=True)
+        return self._executor(self.fmodel.call_and_update, call, self._keys)
 
     def explain(
         self, params: Params, buffers: Buffers, /, *batch: Tree
@@ -83,22 +90,13 @@ class EnsembleForward(EnsembleFn):
         if self._chunk_size is not None:
             rows, *_ = self._chunks(call, batch)
             call = self._executor.call(params, buffers, rows)
-        return self._executor.explain(self.fmodel, call)
+        return self._explained(self._of_member, call)
 
-    def _run(
-        self,
-        function: Callable,
-        call: Call,
-        keys: Tensor | None,
-        *,
-        with_buffers: bool = False,
-    ) -> Any:
-        executor = self._executor
-        strategy, _ = executor.choose(function, call)
-        draws = executor.draws(call, keys)
-        return executor.run(
-            function, call, strategy, with_buffers=with_buffers, draws=draws
-        )
+    def _of_member(
+        self, params: Params, buffers: Buffers, /, *batch: Tree
+    ) -> tuple[Tree, Buffers]:
+        """Return the outputs of a member, without the buffers that it leaves."""
+        return self.fmodel(params, buffers, *batch), {}
 
     def _chunks(self, call: Call, batch: tuple) -> list[tuple]:
         """Split the batch along the axis of samples, beside the member axis."""
@@ -335,17 +333,18 @@ def predict(
         forward = ensemble_forward(fmodel.eval(), strategy=strategy, shared=shared)
         batch = batches.read("predict", inputs)
         # An empty batch is run too, for the shape of its outputs.
-        for start, stop in list(batches.chunks(batch.size, size)) or [(0, 0)]:
+        for samples in list(batches.chunks(batch.size, size)) or [slice(0)]:
             # Statistics of a chunk are not the batch's.
             guard = nullcontext() if size is None else LossMode(handlers=SINGLE)
             with torch.no_grad(), guard:
-                rows = batch.sample(batch.part(start, stop).inputs)
+                rows = batch.sample(batch.take(samples).inputs)
                 outputs = forward(params, buffers, *rows)
             _check_outputs("predict", outputs)
-            if outputs.shape[1] != stop - start:
+            expected = samples.stop - (samples.start or 0)
+            if outputs.shape[1] != expected:
                 raise ValueError(
                     f"predict(fmodel): expected an output for each of the "
-                    f"{stop - start} samples, [members, samples, ...], got shape "
+                    f"{expected} samples, [members, samples, ...], got shape "
                     f"{tuple(outputs.shape)}."
                 )
             yield outputs

@@ -109,7 +109,7 @@ class Draws:
     drew: bool = False
     idle: bool = False
 
-    def of(self, rows: Tensor) -> "Draws":
+    def of(self, rows: slice | Tensor) -> "Draws":
         """Return the same for some of the samples."""
         if self.keys is not None:
             return Draws(keys=self.keys[rows])

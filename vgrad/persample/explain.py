@@ -194,7 +194,8 @@ def _explained(call: Call) -> Explanation:
         with watch:
             return call.loss(params, buffers, *sample)
 
-    part = replace(call, loss=watched).part(0, min(size, at_a_time(call) or size))
+    size = min(size, at_a_time(call) or size)
+    part = replace(call, loss=watched).take(slice(0, size))
     run = Evaluation(replace(part, chunk_size=None))
     uses: list[_Uses] = []
     quantity = _Described(call)

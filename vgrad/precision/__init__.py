@@ -1,11 +1,11 @@
 """Mixed precision that works inside `grad` and `vmap`.
 
-* `autocast`: `torch.autocast` that also holds under the transforms of `torch.func`
-* `AutocastMode`: the function mode behind it
-* `KINDS`, `Kind`: the treatment of each op under autocast
+`autocast`, which is `torch.autocast` that also holds under the transforms of
+`torch.func`, is a name of `vgrad` itself.
+
+* `KINDS`: the treatment of each op under autocast
 * `Policy`: the dtypes of parameters, computation and outputs
 * `policy_for`: run a functional model under a policy, or one policy per module
-* `PolicyModel`: the result of `policy_for`
 * `loss_under`: run a loss under a policy
 * `StaticLossScale`: a constant loss scale
 * `DynamicLossScale`: a scale that shrinks after overflow, and grows again
@@ -19,7 +19,8 @@
 from typing import TYPE_CHECKING
 
 from vgrad.precision.alignment import alignment_report
-from vgrad.precision.autocasting import KINDS, AutocastMode, Kind, autocast
+from vgrad.precision.autocasting import KINDS
+from vgrad.precision.autocasting import autocast as autocast
 from vgrad.precision.loss_scale import (
     DynamicLossScale,
     LossScale,
@@ -28,23 +29,19 @@ from vgrad.precision.loss_scale import (
     all_finite,
     select_tree,
 )
-from vgrad.precision.modules import PolicyModel, loss_under, policy_for
+from vgrad.precision.modules import loss_under, policy_for
 from vgrad.precision.policy import Policy
 from vgrad.renamed import raising
 
 __all__ = [
     "KINDS",
-    "AutocastMode",
     "DynamicLossScale",
-    "Kind",
     "LossScale",
     "NoOpLossScale",
     "Policy",
-    "PolicyModel",
     "StaticLossScale",
     "alignment_report",
     "all_finite",
-    "autocast",
     "loss_under",
     "policy_for",
     "select_tree",

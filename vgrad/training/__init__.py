@@ -7,9 +7,8 @@
 * `save`, `load`: a state, or another tree of tensors, in a folder
 * `release`: parameters and buffers in files for others, with the claim of privacy
 * `cross_validate`: train each model on all but its fold, and evaluate it on the fold
-* `CrossValidation`, `FoldEpoch`: its figures, in the end and after each epoch
+* `FoldEpoch`: its figures after an epoch
 * `EarlyStopping`: which members no longer improve
-* `Step`: the type of a step
 """
 
 from typing import TYPE_CHECKING
@@ -17,21 +16,14 @@ from typing import TYPE_CHECKING
 from vgrad.renamed import raising
 from vgrad.training.released import release
 from vgrad.training.saved import load, save
-from vgrad.training.state import EnsembleState, Step, TrainState
+from vgrad.training.state import EnsembleState, TrainState
 from vgrad.training.steps import ensemble_train_step, private_step, train_step
-from vgrad.training.validation import (
-    CrossValidation,
-    EarlyStopping,
-    FoldEpoch,
-    cross_validate,
-)
+from vgrad.training.validation import EarlyStopping, FoldEpoch, cross_validate
 
 __all__ = [
-    "CrossValidation",
     "EarlyStopping",
     "EnsembleState",
     "FoldEpoch",
-    "Step",
     "TrainState",
     "cross_validate",
     "ensemble_train_step",

@@ -19,7 +19,7 @@ from vgrad.precision.autocasting import AutocastMode
 from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import with_attributes
-from vgrad.tree import map_values, tree_leaves
+from vgrad.tree import map_tensors, map_values, tensors, tree_leaves
 from vgrad.typing import Buffers, ChunkSize, LossFn, Params, Randomness, Strategy, Tree
 
 
@@ -109,6 +109,23 @@ class Inputs(NamedTuple):
     loss_scale: LossScale | None = None
     keys: Tensor | None = None
 
+    def padded(self, size: int, total: int) -> "Inputs":
+        """Fill a batch up with copies of its first sample, or zeros, that do not count.
+
+        So a batch of any `size` has the shapes of one of `total` samples.
+        """
+
+        def fill(values: Tensor) -> Tensor:
+            first = values[:1] if size else values.new_zeros((1, *values.shape[1:]))
+            copies = first.expand(total - size, *values.shape[1:])
+            return torch.cat([values, copies]) if total > size else values
+
+        counts = torch.arange(total, device=tensors(self.batch)[0].device) < size
+        if self.mask is not None:
+            counts[:size] &= self.mask
+        batch, weights, keys = map_tensors(fill, (self.batch, self.weights, self.keys))
+        return self._replace(batch=batch, mask=counts, weights=weights, keys=keys)
+
 
 class Reducer:
     """How sums over chunks are reduced over ranks: by default there is one rank."""
@@ -194,8 +211,8 @@ class Call:
         if keys is not None:
             _check_keys(self.function, keys, read.size)
             keys = keys if self.randomness == "different" else None
-        params = map_values(_usable, params)
-        buffers = map_values(_constant, map_values(_usable, buffers))
+        params = map_values(usable, params)
+        buffers = map_values(_constant, map_values(usable, buffers))
         return replace(
             self,
             params=params,
@@ -209,32 +226,18 @@ class Call:
             draws=Draws(keys=keys),
         )
 
-    def part(self, start: int, stop: int) -> "Call":
-        """Return the call on these samples."""
-        if stop - start == self.batch.size:
+    def take(self, rows: slice | Tensor) -> "Call":
+        """Return the call on these samples, in this order: a chunk or a part."""
+        batch = self.batch.take(rows)
+        if isinstance(rows, slice) and batch.size == self.batch.size:
             return self
+        mask, weights = self.mask, self.weights
         return replace(
             self,
-            batch=self.batch.part(start, stop),
-            mask=None if self.mask is None else self.mask[start:stop],
-            weights=None if self.weights is None else self.weights[start:stop],
-            draws=self.draws.of(torch.arange(start, stop)),
-            reducer=self.reducer.of_part(),
-        )
-
-    def rows(self, rows: Tensor, strategy: Strategy | None = None) -> "Call":
-        """Return the call on these samples, in this order."""
-
-        def of(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[rows.to(values.device)]
-
-        return replace(
-            self,
-            batch=self.batch.rows(rows),
-            mask=of(self.mask),
-            weights=of(self.weights),
+            batch=batch,
+            mask=None if mask is None else batches.taken(mask, rows),
+            weights=None if weights is None else batches.taken(weights, rows),
             draws=self.draws.of(rows),
-            strategy=strategy or self.strategy,
             reducer=self.reducer.of_part(),
         )
 
@@ -303,7 +306,7 @@ class Call:
         return value, aux
 
 
-def _usable(value: Tensor) -> Tensor:
+def usable(value: Tensor) -> Tensor:
     """Copy a tensor made in inference mode, which autograd cannot use."""
     return with_attributes(value.clone(), value) if value.is_inference() else value
 

@@ -217,7 +217,7 @@ def auto(call: Call, collect: Collect) -> Chunk:
         return chunk
     try:  # raises the error of plain autograd for the first sample
         with kept_random_state(call.tensors):
-            _alone(call.rows(torch.zeros(1, dtype=torch.int64)))
+            _alone(call.take(slice(1)))
     except Exception as error:
         if failure.refused:
             why = _ADVICE.sub("", failure.why)

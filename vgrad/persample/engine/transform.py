@@ -71,9 +71,9 @@ class Evaluation:
             same = call.randomness == "same"
             state = random_state(call.tensors) if same else None
         first = True
-        for start, stop in batches.chunks(call.batch.size, at_a_time(call)):
+        for samples in batches.chunks(call.batch.size, at_a_time(call)):
             left: list[tuple[Call, Sequence[int]]]
-            left = [(call.part(start, stop), range(start, stop))]
+            left = [(call.take(samples), range(samples.start, samples.stop))]
             run = whole or execute
             while left:
                 part, rows = left.pop(0)
@@ -221,8 +221,8 @@ def _run(
             f"{part.function}: runs samples one after another because of {chunk.why}, "
             f"at {chunk.where}. The numbers are right, but slow."
         )
-    part = replace(part, draws=draws)
-    return [(part.rows(rows, chunk.strategy), rows) for rows in chunk.rows]
+    part = replace(part, draws=draws, strategy=chunk.strategy or part.strategy)
+    return [(part.take(rows), rows) for rows in chunk.rows]
 
 
 def _keyed(
