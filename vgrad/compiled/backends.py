@@ -121,7 +121,7 @@ def recorded(run: Run, graph: Graph, tensors: Sequence[Tensor]) -> Run:
 
 
 def _copy(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copy tensors into others, those of a device and dtype by one launch."""
+    """Copy tensors into others, one launch for each device and dtype."""
     kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for one, other in zip(into, tensors, strict=True):
         ones, others = kinds.setdefault((one.device, one.dtype), ([], []))
