@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vgrad import checks, files
 from vgrad.checks import Patterns
 from vgrad.distributed.options import Options
-from vgrad.ensemble.execution import Layout
+from vgrad.ensemble.execution import EnsembleFn, Layout, run_eager
 from vgrad.ensemble.gradients import (
     EnsembleGradFn,
     EnsembleGrads,
@@ -43,7 +43,6 @@ from vgrad.training.steps import (
     MemberSource,
     StepReducer,
     TrainingStep,
-    run_eager,
 )
 from vgrad.tree import map_tensors, tensors, tree_flatten, tree_unflatten, widened
 from vgrad.typing import Arguments, Buffers, Params, Result, Same, T, Tree
@@ -314,7 +313,8 @@ def member_parallel(
     """
     ranks = Ranks.of("member_parallel", mesh, axis)
     step: Any = function
-    source = getattr(step, "source", None)
+    source, eager = getattr(step, "source", None), isinstance(step, EnsembleFn)
+    eager = eager and step.execute is run_eager
     if isinstance(source, MemberSource):
         facts: dict[str, Any] = {"tx": step.tx, "donate": step.donate}
         facts |= {"in_dims": source.in_dims, "loss_scale": step.first_scale}
@@ -327,15 +327,16 @@ def member_parallel(
     reducer = MemberReducer(ranks, _range_of(members, ranks), options)
     if isinstance(source, MemberSource):
         parallel: Any = replace(step, reduce=reducer)
-    elif isinstance(step, EnsembleForward):
+    elif eager and isinstance(step, EnsembleForward):
         parallel = ParallelForward(step, reducer)
-    elif isinstance(step, EnsembleGradFn | EnsemblePerSampleFn):
+    elif eager and isinstance(step, EnsembleGradFn | EnsemblePerSampleFn):
         parallel = ParallelFunction(step, reducer)
     else:
         raise TypeError(
             f"member_parallel(function): expected the result of ensemble_train_step, "
             f"ensemble_forward, ensemble_grad, ensemble_per_sample_grad or "
-            f"ensemble_clipped_grad, got a {type(step).__name__}."
+            f"ensemble_clipped_grad, got a {type(step).__name__}. "
+            f"Only steps may be compiled."
         )
     return parallel
 

@@ -562,19 +562,42 @@ class EnsembleExecutor:
         )
 
 
+def run_eager(function: Callable, *arguments: Any) -> Any:
+    """Call a function."""
+    return function(*arguments)
+
+
 class EnsembleFn:
     """A function of an ensemble that an executor runs.
 
     Attributes:
         randomness: whether members draw random numbers, and whether each its own.
         shared: patterns of the entries without a member axis.
+        execute: runs functions of tensors, in eager mode or as graphs.
     """
 
     def __init__(self, executor: EnsembleExecutor) -> None:
+        self.execute: Any = run_eager
         self._executor = executor
         self._keys: Tensor | None = None
         self.randomness: Randomness = executor.randomness
         self.shared = executor.shared
+
+    def executed_by(self, captures: Any) -> Self:
+        """Return the same function, run as graphs."""
+        other = copy.copy(self)
+        other.execute = captures
+        return other
+
+    def reports(self) -> tuple[Any, ...]:
+        """Return a report of every capture; none in eager mode."""
+        return getattr(self.execute, "reports", tuple)()
+
+    def _explained(self, function: Callable, call: Call) -> Any:
+        explained = self._executor.explain(function, call)
+        if self.execute is run_eager:
+            return explained
+        return self.execute.explanation(explained)
 
     def keyed(self, keys: Tensor | None) -> Self:
         """Return the same function, drawing from keys of the members, int64 `[E]`."""
