@@ -573,7 +573,7 @@ class EnsembleFn:
     Attributes:
         randomness: whether members draw random numbers, and whether each its own.
         shared: patterns of the entries without a member axis.
-        execute: runs functions of tensors, in eager mode or as graphs.
+        execute: runs its methods: in eager mode, as graphs, or on one of several ranks.
     """
 
     def __init__(self, executor: EnsembleExecutor) -> None:
@@ -583,10 +583,16 @@ class EnsembleFn:
         self.randomness: Randomness = executor.randomness
         self.shared = executor.shared
 
-    def executed_by(self, captures: Any) -> Self:
-        """Return the same function, run as graphs."""
+    def executed_by(self, execute: Any) -> Self:
+        """Return the same function, which runs as graphs or on one of several ranks."""
+        if self.execute is not run_eager:
+            raise TypeError(
+                f"{self._executor.function}: expected a function of eager mode and one "
+                f"process, got one that is compiled or member_parallel already. Only "
+                f"steps may be both."
+            )
         other = copy.copy(self)
-        other.execute = captures
+        other.execute = execute
         return other
 
     def reports(self) -> tuple[Any, ...]:
@@ -595,9 +601,8 @@ class EnsembleFn:
 
     def _explained(self, function: Callable, call: Call) -> Any:
         explained = self._executor.explain(function, call)
-        if self.execute is run_eager:
-            return explained
-        return self.execute.explanation(explained)
+        captured = getattr(self.execute, "explanation", None)
+        return explained if captured is None else captured(explained)
 
     def keyed(self, keys: Tensor | None) -> Self:
         """Return the same function, drawing from keys of the members, int64 `[E]`."""

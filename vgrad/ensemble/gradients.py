@@ -337,6 +337,9 @@ class EnsemblePerSampleFn(EnsembleFn, Generic[Result]):
 
     def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Result:
         """Return the result of every member, stacked along a new first axis."""
+        return self.execute(self._stacked, params, buffers, batch)
+
+    def _stacked(self, params: Params, buffers: Buffers, batch: tuple) -> Any:
         call = self._executor.call(params, buffers, batch)
         turns: Any = self._transforms
         if len(turns) not in (1, call.members):

@@ -51,9 +51,10 @@ class EnsembleForward(EnsembleFn):
 
     def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Tree:
         """Return the outputs, each tensor with the member axis in front."""
-        return self.execute(self._outputs, params, buffers, *batch)
+        return self.execute(self.outputs, params, buffers, batch)
 
-    def _outputs(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Tree:
+    def outputs(self, params: Params, buffers: Buffers, batch: tuple) -> Tree:
+        """Run the members in this process, in chunks."""
         call = self._executor.call(params, buffers, batch)
         if self._chunk_size is None:
             return self._executor(self._of_member, call, self._keys)[0]
@@ -74,11 +75,12 @@ class EnsembleForward(EnsembleFn):
                 f"ensemble_forward(chunk_size={self._chunk_size}).with_buffers: "
                 f"expected chunk_size=None, since buffers depend on the whole batch."
             )
-        return self.execute(self._updated, params, buffers, *batch)
+        return self.execute(self.outputs_and_buffers, params, buffers, batch)
 
-    def _updated(
-        self, params: Params, buffers: Buffers, /, *batch: Tree
+    def outputs_and_buffers(
+        self, params: Params, buffers: Buffers, batch: tuple
     ) -> tuple[Tree, Buffers]:
+        """Run the members in this process, and return their buffers too."""
         call = self._executor.call(params, buffers, batch)
         return self._executor(self.fmodel.call_and_update, call, self._keys)
 
