@@ -208,15 +208,6 @@ def test_fold_copies_neither_contiguous_inputs_nor_shared_ones():
     torch.testing.assert_close(out, expected)
 
 
-@pytest.mark.parametrize("shape", [(7, 5, 4), (7, 2, 5, 4), (7, 3, 2, 2, 5, 4)])
-def test_unfold_restores_the_axes_of_a_sample(shape):
-    *folded, unfold = fold((0, 0, 0, None), 7, *inputs(*shape))
-    assert folded[0].dim() == 4
-    found = unfold(F.scaled_dot_product_attention(*folded))
-    expected = F.scaled_dot_product_attention(*inputs(*shape))
-    torch.testing.assert_close(found, expected)
-
-
 @pytest.mark.parametrize("float_mask", [False, True])
 def test_rows_masked_altogether_give_what_torch_gives(float_mask):
     mask = normal(3, 5, 6) > 0

@@ -281,62 +281,6 @@ def backward_of(output, final, seen):
     return seen
 
 
-@every_mode
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_layer_in_reverse_is_one_of_flipped_time(mode, bias):
-    seen = []
-    output, final, x, hidden, weights = one_layer(
-        mode, seen=seen, reverse=True, bias=bias
-    )
-    ((_, _, inputs, h_prev),) = backward_of(output, final, seen)
-    flipped = x.detach().flip(0)
-    states = [each.detach()[None] for each in hidden]
-    flat = [each for each in weights if each is not None]
-    expected = by_torch(mode, flipped, states, flat, LAYOUT)
-    assert_equal((output.flip(0), *(each[None] for each in final)), expected)
-    # The states before every step, in the order of time of x.
-    torch.testing.assert_close(inputs, flipped.flip(0))
-    torch.testing.assert_close(h_prev[:-1], output[1:].detach())
-    torch.testing.assert_close(h_prev[-1], states[0][0])
-
-
-@every_mode
-def test_both_sides_share_their_gradients_but_in_a_gru_and_are_found_again(mode):
-    seen = []
-    output, final, x, hidden, _ = one_layer(mode, seen=seen)
-    ((d_ih, d_hh, inputs, h_prev),) = backward_of(output, final, seen)
-    assert (d_ih is d_hh) == (mode != "gru")
-    steps, size, features = output.shape
-    assert d_ih.shape == d_hh.shape == (steps, size, GATES[mode] * features)
-    assert (inputs.shape, h_prev.shape) == (x.shape, output.shape)
-    first = [each.grad.clone() for each in (x, *hidden)]
-    backward_of(output, final, seen)
-    assert_equal([each.grad for each in (x, *hidden)], [2 * each for each in first])
-    assert_exact(*seen, 0)
-
-
-@every_mode
-@pytest.mark.parametrize("wanted", ["x", "h", "nothing"])
-def test_gradients_come_only_where_they_are_wanted_and_the_report_always(mode, wanted):
-    x, hidden, weights, _ = problem(mode)
-    x.requires_grad_(wanted == "x")
-    states = tuple(each[0].requires_grad_(wanted == "h") for each in hidden)
-    anchor, seen = torch.tensor(3.0, requires_grad=True), []
-    arguments = mode, x, states, weights, lambda *found: seen.append(found)
-    output, final = recurrent.recurrent_layer(*arguments, anchor=anchor)
-    output.sum().backward()
-    assert len(seen) == 1
-    assert anchor.grad == 0
-    assert (x.grad is not None) == (wanted == "x")
-    assert all((each.grad is not None) == (wanted == "h") for each in states)
-    expected = by_torch(mode, x, [each[None] for each in states], weights, LAYOUT)
-    assert_equal((output, *(each[None] for each in final)), expected)
-    with torch.no_grad():
-        output, final = recurrent.recurrent_layer(*arguments, anchor=anchor)
-    assert not any(each.requires_grad for each in (output, *final))
-    assert len(seen) == 1
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("why", ["autocast", "mixed dtypes"])
@@ -401,10 +345,10 @@ def test_writes_in_place_raise_for_the_output_and_not_for_final_states(mode):
 
 
 @every_mode
-def test_a_second_derivative_raises_and_names_the_steps_which_have_them(mode):
+def test_steps_have_second_derivatives_and_kernels_raise(mode):
     output, _, x, *_ = one_layer(mode)
     (d_x,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="got a second one. Use steps"):
+    with pytest.raises(RuntimeError, match="differentiate twice"):
         d_x.sum().backward()
     x, hidden, weights, layout = problem(mode, steps=2, size=1, features=2)
     count = len(hidden)

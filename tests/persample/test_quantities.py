@@ -25,6 +25,7 @@ from tests.losses import (
 from vgrad import explain, tree
 from vgrad.generators import sample_keys
 from vgrad.persample.engine import STRATEGIES as TABLE
+from vgrad.precision import DynamicLossScale, NoOpLossScale, StaticLossScale
 
 SIZE = 7
 MASK = torch.tensor([True, False, True, True, False, True, False])
@@ -39,6 +40,11 @@ EXECUTORS = {
     "vmap, chunked": {"strategy": "vmap", "chunk_size": 3},
     "loop": {"strategy": "loop"},
     "keyed": {"randomness": "different"},
+    "scaled": {"loss_scale": StaticLossScale(1234.567)},
+    "scaled, chunked": {"loss_scale": DynamicLossScale(2.0**16), "chunk_size": 2},
+    "scaled, vmap": {"loss_scale": StaticLossScale(2.0**-6), "strategy": "vmap"},
+    "scaled, loop": {"loss_scale": StaticLossScale(1234.567), "strategy": "loop"},
+    "not scaled": {"loss_scale": NoOpLossScale()},
     "replay": {},
 }
 FULL, OTHERS = ("mlp", "tied"), ("recorded, chunked", "vmap, chunked")
@@ -131,6 +137,7 @@ def parts(found, exact):
         *itertools.product(EXECUTORS, ["mlp"], [True]),
         *itertools.product(["auto", "recorded, chunked"], losses.HARD, [True, False]),
         *itertools.product(OTHERS, losses.CASES, [False]),
+        *itertools.product(["scaled"], ("cnn", "bare_and_frozen"), [False]),
     ],
 )
 @every_quantity

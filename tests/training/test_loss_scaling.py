@@ -1,6 +1,8 @@
-"""The option `loss_scale` of the per-sample transforms, against the float64 oracle."""
+"""The option `loss_scale` of the per-sample transforms, against the float64 oracle.
 
-import math
+That results do not depend on it is part of the contract of quantities.
+"""
+
 from functools import partial
 
 import pytest
@@ -9,155 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 import vgrad
 from tests import losses, oracle
+from tests.compiled import problems
 from tests.examples import examples
 from tests.losses import product
 from tests.oracle import assert_exact, error
-from vgrad.precision import DynamicLossScale, NoOpLossScale, StaticLossScale
+from tests.persample.test_quantities import expected, parts
+from vgrad.precision import StaticLossScale
 
 STRATEGIES = ("auto", *losses.STRATEGIES)
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
-SCALES = [NoOpLossScale(), DynamicLossScale(2.0**12)]
-SCALES += [StaticLossScale(value) for value in (2.0**-6, 2.0**16, 1234.567)]
-WEIGHTS = torch.tensor([0.5, -1.0, 0.0, 2.0, 1.5])
-SIZE, BOUND = 5, 0.6
+SIZE, BOUND = 5, 0.7
 half_precision = partial(torch.autocast, "cpu", dtype=torch.float16)
-
-
-# What each transform computes, and the same from gradients in float64.
-
-
-def layers(grads):
-    groups = {}
-    for name, grad in grads.items():
-        groups.setdefault(name.rpartition(".")[0], {})[name] = grad
-    return groups
-
-
-def flat(grads):
-    return torch.cat([g.reshape(len(g), -1) for g in grads.values()], dim=1)
-
-
-def moments(grads):
-    of = {"mean": lambda g: g.mean(0), "variance": lambda g: g.var(0)}
-    of["second_moment"] = lambda g: g.square().mean(0)
-    return {name: {n: f(g) for n, g in grads.items()} for name, f in of.items()}
-
-
-def picked(result, *names):
-    return {name: getattr(result, name) for name in names}
-
-
-def clipped(loss, max_norm=BOUND, **options):
-    compute = vgrad.clipped_grad(loss, max_norm=max_norm, **options)
-    return lambda *given: picked(compute(*given), "grads", "norms")
-
-
-def clipped_per_layer(grads):
-    parts = layers(grads).values()
-    bound, total = BOUND / math.sqrt(len(parts)), {}
-    for part in parts:
-        total |= oracle.clipped(part, bound)
-    return total
-
-
-def automatic(grads):
-    return oracle.weighted(grads, BOUND / (oracle.norms(grads) + 0.01))
-
-
-def with_norms(clip):
-    return lambda grads: {"grads": clip(grads), "norms": oracle.norms(grads)}
-
-
-def crossed(loss, **options):
-    compute = vgrad.per_sample_gram(loss, **options)
-    return lambda *given: compute(*given, cross=tuple(item[:3] for item in given[2:]))
-
-
-def projected(grads):
-    """Project by the transform itself, of a loss whose gradients these are."""
-    params = {name: torch.zeros_like(g[0]) for name, g in grads.items()}
-
-    def loss(params, buffers, sample):
-        return sum((params[name] * sample[name]).sum() for name in params)
-
-    return vgrad.per_sample_projection(loss, 16, seed=3)(params, {}, grads)
-
-
-TRANSFORMS = {
-    "grad": (vgrad.per_sample_grad, lambda grads: grads),
-    "norm": (vgrad.per_sample_norm, oracle.norms),
-    "groups": (
-        partial(vgrad.per_sample_norm, groups="layer"),
-        lambda grads: {group: oracle.norms(g) for group, g in layers(grads).items()},
-    ),
-    "weighted": (
-        lambda loss, **o: partial(vgrad.weighted_grad(loss, **o), WEIGHTS),
-        lambda grads: oracle.weighted(grads, WEIGHTS),
-    ),
-    "flat": (clipped, with_norms(lambda grads: oracle.clipped(grads, BOUND))),
-    "per_layer": (
-        partial(clipped, clipping="per_layer"),
-        with_norms(clipped_per_layer),
-    ),
-    "automatic": (partial(clipped, clipping="automatic"), with_norms(automatic)),
-    "gram": (vgrad.per_sample_gram, lambda grads: flat(grads) @ flat(grads).T),
-    "cross": (crossed, lambda grads: flat(grads) @ flat(grads)[:3].T),
-    "projection": (
-        lambda loss, **o: vgrad.per_sample_projection(loss, 16, seed=3, **o),
-        projected,
-    ),
-    "moments": (
-        lambda loss, **o: (
-            lambda *given: picked(
-                vgrad.gradient_moments(loss, **o)(*given),
-                *("mean", "variance", "second_moment"),
-            )
-        ),
-        moments,
-    ),
-}
-every_transform = pytest.mark.parametrize("transform", TRANSFORMS)
-
-
-def build(name, dtype=torch.float32):
-    built = losses.build(name, SIZE, dtype)
-    return built.loss, built.given, built.expected
-
-
-@every_transform
-@pytest.mark.parametrize(
-    ("name", "strategy"),
-    [
-        *(("mlp", strategy) for strategy in STRATEGIES),
-        *((n, "auto") for n in ("cnn", "tied", "bare_and_frozen", "padding_idx")),
-    ],
-)
-def test_results_do_not_depend_on_the_scale(transform, name, strategy):
-    make, from_grads = TRANSFORMS[transform]
-    loss, arguments, grads = build(name)
-    expected, tolerance = from_grads(grads), 5e-6
-    scales, chunk_sizes = SCALES, (None, 2)
-    if name != "mlp":
-        scales, chunk_sizes, tolerance = SCALES[-2:], (None,), 2e-5
-    for scale in scales:
-        for chunk_size in chunk_sizes:
-            options = {"strategy": strategy, "chunk_size": chunk_size}
-            result = make(loss, **options, loss_scale=scale)(*arguments)
-            assert_exact(result, expected, tolerance)
-
-
-@every_transform
-def test_float64_keeps_its_digits(transform):
-    make, from_grads = TRANSFORMS[transform]
-    loss, arguments, grads = build("mlp", torch.float64)
-    result = make(loss, loss_scale=StaticLossScale(1234.567))(*arguments)
-    tolerance = 1e-12 if transform != "projection" else 1e-7
-    assert_exact(result, from_grads(grads), tolerance)
-    assert {leaf.dtype for leaf in pytree.tree_leaves(result)} == {torch.float64}
 
 
 @every_strategy
@@ -181,16 +48,16 @@ def test_the_empty_batch_unused_parameters_aux_and_losses(strategy):
 
 
 def test_a_scale_of_each_member_works_under_vmap():
-    loss, arguments, grads = build("mlp")
+    mlp = losses.build("mlp", SIZE, torch.float32)
     scales = StaticLossScale(torch.tensor([2.0, 2.0**10, 777.0]))
 
     def member(scale):
-        compute = vgrad.clipped_grad(loss, max_norm=BOUND, loss_scale=scale)
-        return compute(*arguments).grads
+        compute = vgrad.clipped_grad(mlp.loss, max_norm=BOUND, loss_scale=scale)
+        return compute(*mlp.given).grads
 
-    expected = oracle.clipped(grads, BOUND)
-    expected = {name: grad.expand(3, *grad.shape) for name, grad in expected.items()}
-    assert_exact(torch.vmap(member)(scales), expected, 5e-6)
+    sums = oracle.clipped(mlp.expected, BOUND)
+    sums = {name: grad.expand(3, *grad.shape) for name, grad in sums.items()}
+    assert_exact(torch.vmap(member)(scales), sums, 5e-6)
 
 
 @every_strategy
@@ -224,18 +91,19 @@ def half(factors):
 
 
 @every_strategy
-@every_transform
-def test_gradients_that_are_zero_in_float16_are_right_with_a_scale(transform, strategy):
-    make, from_grads = TRANSFORMS[transform]
+@pytest.mark.parametrize("name", problems.TRANSFORMS)
+def test_gradients_that_are_zero_in_float16_are_right_with_a_scale(name, strategy):
     loss, arguments, grads = half(1e-7)
-    options, expected = {"strategy": strategy, "chunk_size": 2}, from_grads(grads)
+    make = partial(problems.TRANSFORMS[name], loss, strategy=strategy, chunk_size=2)
     with half_precision():
-        lost = make(loss, **options)(*arguments)
-        result = make(loss, **options, loss_scale=StaticLossScale(2.0**16))(*arguments)
-    assert error(lost, expected) > 0.05
-    if transform == "moments":  # entries near zero of the others have no digits
-        result, expected = result["mean"], expected["mean"]
-    assert_exact(result, expected, 5e-3)
+        lost = problems.call(name, make(), arguments)
+        scaled = make(loss_scale=StaticLossScale(2.0**16))
+        result = problems.call(name, scaled, arguments)
+    exact = expected(name, grads, torch.ones(SIZE, dtype=torch.bool))
+    if name == "moments":  # entries near zero of the others have no digits
+        exact = {"mean": exact["mean"]}
+    assert error(parts(lost, exact), exact) > 0.05
+    assert_exact(parts(result, exact), exact, 5e-3)
 
 
 @pytest.mark.parametrize("power", [-10, -20, -30, -40])
@@ -248,15 +116,16 @@ def test_float16_finds_losses_of_every_size_with_a_scale_that_fits(power):
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2])
-@pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
+@pytest.mark.parametrize("clipping", problems.CLIPPED)
 @every_strategy
 def test_a_sample_that_overflows_adds_exactly_zero_and_is_counted(
     clipping, strategy, chunk_size
 ):
-    loss, arguments, grads = half(torch.tensor([0.01, 0.01, 1000.0, 0.02, 0.01]))
-    expected = TRANSFORMS[clipping][1]({n: g[[0, 1, 3, 4]] for n, g in grads.items()})
-    options = {"clipping": clipping, "strategy": strategy, "chunk_size": chunk_size}
-    compute = vgrad.clipped_grad(loss, max_norm=BOUND, **options)
+    factors = torch.tensor([0.01, 0.01, 1000.0, 0.02, 0.01])
+    loss, arguments, grads = half(factors)
+    exact = expected(clipping, grads, factors < 1000)
+    make = problems.TRANSFORMS[clipping]
+    compute = make(loss, strategy=strategy, chunk_size=chunk_size)
     large = compute.with_loss_scale(StaticLossScale(2.0**16))
     with half_precision():
         assert int(compute(*arguments).nonfinite) == 0
@@ -264,8 +133,8 @@ def test_a_sample_that_overflows_adds_exactly_zero_and_is_counted(
         single = large(*arguments[:2], *(item[2:3] for item in arguments[2:]))
     assert int(result.nonfinite) == int(single.nonfinite) == 1
     assert not result.norms[2].isfinite()
-    assert_exact(result.norms[[0, 1, 3, 4]], expected["norms"], 5e-3)
-    assert_exact(result.grads, expected["grads"], 5e-3)
+    assert_exact(result.norms[[0, 1, 3, 4]], exact["norms"], 5e-3)
+    assert_exact(result.grads, exact["grads"], 5e-3)
     assert not any(grad.any() for grad in single.grads.values())
     assert result.losses.isfinite().all()
 
@@ -303,19 +172,19 @@ def test_no_sample_exceeds_the_bound_at_any_scale(scale, clipping, bound):
 def test_with_loss_scale_makes_another_function_and_keeps_all_else(kind):
     loss, arguments, _ = half(1.0)
     scale, options = StaticLossScale(2.0**4), {"normalize_by": 3.0, "strategy": "loop"}
-    expected = vgrad.clipped_grad(loss, **kind, **options, loss_scale=scale)
+    made = vgrad.clipped_grad(loss, **kind, **options, loss_scale=scale)
     plain = vgrad.clipped_grad(loss, **kind, **options)
     scaled = plain.with_loss_scale(scale)
-    assert scaled.sensitivity == expected.sensitivity == plain.sensitivity
+    assert scaled.sensitivity == made.sensitivity == plain.sensitivity
     assert scaled.options.strategy == "loop"
     assert plain.options.loss_scale is None
-    grads = expected(*arguments).grads
+    grads = made(*arguments).grads
     assert_exact(scaled(*arguments).grads, grads, 0)
     assert_exact(
         scaled.with_loss_scale(None)(*arguments).grads, plain(*arguments).grads, 0
     )
     if len(kind) > 1:  # clipped in another way than all at once
-        bound = expected.sensitivity.value * 3.0
+        bound = made.sensitivity.value * 3.0
         flat = vgrad.clipped_grad(loss, max_norm=bound, **options)(*arguments)
         assert error(flat.grads, grads) > 1e-3
 

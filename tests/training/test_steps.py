@@ -367,10 +367,9 @@ def test_inference_mode_changes_no_number(around, kind):
 
     def trained(around):
         with torch.inference_mode(around == "all"):
-            options = {"in_dims": None} if kind == "ensemble" else {}
-            _, step, state, data = begun(kind, **options)
+            _, step, state, data = begun(kind)
         with torch.inference_mode(around in ("the data", "all")):
-            x = (data[0][0] if options else data[0]).clone()
+            x = data[0].clone()
         with torch.inference_mode(around in ("a step", "all")):
             return step(state, x, targets(x))[0].params
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vgrad import checks, files
 from vgrad.checks import Patterns
 from vgrad.distributed.options import Options
-from vgrad.ensemble.execution import members, split
+from vgrad.ensemble.execution import Layout
 from vgrad.ensemble.gradients import (
     EnsembleGradFn,
     EnsembleGrads,
@@ -368,7 +368,7 @@ class MemberReducer(StepReducer):
         """Yield a step whose members draw by their numbers, or tags for that."""
         source: Any = step.source
         check_state(f"{step.name}(...)", state, source.kind)
-        shares, tags = bool(source.shared_entries(state)), ()
+        shares, tags = bool(source.shared_names(state)), ()
         if not shares:  # else all processes check together
             self.check(len(state.active))
             step = step.of_one_process
@@ -386,7 +386,7 @@ class MemberReducer(StepReducer):
     ) -> Gradients:
         """Sum gradients of shared entries."""
         source: Any = step.source
-        shared = source.shared_entries(state)
+        shared = source.shared_names(state)
         with self.ranks.together("ensemble_train_step") as facts:
             self.check(len(state.active))
             found = compute()
@@ -448,10 +448,9 @@ class ParallelFunction:
         key = reducer.key(what) if function.randomness != "error" else None
         meets = function.shared and (sums or method == "with_buffers")
         with reducer.ranks.together(what) if meets else nullcontext({}) as facts:
-            count = members(what, params, buffers, function.shared)
+            count, whole = Layout.of(what, params, buffers, function.shared)
             reducer.check(count)
             result: Any = self._drawn(method, key, params, buffers, batch, options)
-            whole = split(what, {**params, **buffers}, function.shared)[1]
             if meets:
                 first, *rest = (
                     (result,) if isinstance(result, EnsembleGrads) else result

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, TypedDict, get_args
+from typing import Any, NamedTuple, Self, TypedDict, get_args
 
 import torch
 from torch import Tensor
@@ -62,39 +62,55 @@ class EnsembleOptions(TypedDict, total=False):
 # The member axis.
 
 
-def split(function: str, values: Params, shared: Patterns) -> tuple[Params, Params]:
-    """Return the stacked entries, and the shared ones, which match a pattern."""
-    checks.patterns(function, shared=shared)
+def shared_names(function: str, names: Iterable[str], patterns: Patterns) -> set[str]:
+    """Return the names of the entries without a member axis, which match a pattern."""
+    checks.patterns(function, shared=patterns)
     kind = "parameter or buffer"
-    common = set(checks.all_matched(function, values, shared, kind=kind))
-    stacked = {name: value for name, value in values.items() if name not in common}
-    return stacked, {name: values[name] for name in values if name in common}
+    return set(checks.all_matched(function, names, patterns, kind=kind))
 
 
-def members(
-    function: str, params: Params, buffers: Buffers, shared: Patterns = ()
-) -> int:
-    """Return E, the number of members of the entries that match no pattern."""
-    checks.dictionaries(function, params=params, buffers=buffers)
-    stacked = {**params, **buffers}
-    if shared != ():
-        stacked, _ = split(function, stacked, shared)
-    where = f"{function}(params, buffers)"
-    if not stacked:
-        raise ValueError(f"{where}: expected an entry with a member axis, got none.")
-    first = next(iter(stacked))
-    count = stacked[first].shape[:1]
-    for name, value in stacked.items():
-        if value.shape[:1] != count or not value.ndim:
-            expected = f"{count[0]} members as in {first!r}" if count else "members"
+class Layout(NamedTuple):
+    """The member axis of parameters and buffers.
+
+    Attributes:
+        members: E.
+        shared: the names of the entries without that axis.
+    """
+
+    members: int
+    shared: set[str]
+
+    @classmethod
+    def of(
+        cls, function: str, params: Params, buffers: Buffers, patterns: Patterns = ()
+    ) -> "Layout":
+        """Read the layout of entries, which have to agree on E."""
+        checks.dictionaries(function, params=params, buffers=buffers)
+        entries, where = {**params, **buffers}, f"{function}(params, buffers)"
+        shared = shared_names(function, entries, patterns) if patterns != () else set()
+        stacked = [name for name in entries if name not in shared]
+        if not stacked:
             raise ValueError(
-                f"{where}: expected {expected} on the first axis of {name!r}, got "
-                f"shape {tuple(value.shape)}. If the members share one of them, name "
-                f"it in shared=."
+                f"{where}: expected an entry with a member axis, got none."
             )
-    if not count[0]:
-        raise ValueError(f"{where}: expected at least one member, got none.")
-    return count[0]
+        first = stacked[0]
+        count = entries[first].shape[:1]
+        for name in stacked:
+            shape = entries[name].shape
+            if shape[:1] != count or not shape:
+                expected = f"{count[0]} members as in {first!r}" if count else "members"
+                raise ValueError(
+                    f"{where}: expected {expected} on the first axis of {name!r}, got "
+                    f"shape {tuple(shape)}. If the members share one of them, name it "
+                    f"in shared=."
+                )
+        if not count[0]:
+            raise ValueError(f"{where}: expected at least one member, got none.")
+        return cls(count[0], shared)
+
+    def member(self, entries: Params, i: int) -> Params:
+        """Return the entries of one member, as views."""
+        return {n: x if n in self.shared else x[i] for n, x in entries.items()}
 
 
 def _batch_dims(
@@ -140,8 +156,7 @@ class Call:
         in_dims: InDims,
         shared: Patterns,
     ) -> None:
-        self.members = members(function, params, buffers, shared)
-        common = split(function, {**params, **buffers}, shared)[1] if shared else ()
+        self.members, common = Layout.of(function, params, buffers, shared)
         self.args = (dict(params), dict(buffers), *batch)
         self.dims = (
             {name: None if name in common else 0 for name in params},
@@ -184,17 +199,14 @@ class Call:
 
     def joined(
         self,
-        results: Sequence[Any],
+        results: Sequence[tuple[Any, Buffers]],
         join: Callable[..., Tensor],
-        with_buffers: bool = False,
         one_value: Callable[[Sequence[Tensor]], bool] | None = None,
-    ) -> Any:
-        """Join the leaves of results; with buffers, these are pairs with new buffers.
+    ) -> tuple[Any, Buffers]:
+        """Join the leaves of values, and the new buffers beside each.
 
         Shared buffers need `one_value` and are not joined.
         """
-        if not with_buffers:
-            return _map_leaves(join, *results)
         values, buffers = zip(*results, strict=True)
         joined, dims = {}, {**self.dims[0], **self.dims[1]}  # any entry may be a buffer
         for name, first in buffers[0].items():
@@ -404,37 +416,41 @@ class EnsembleExecutor:
             )
         return Draws(keys=keys)
 
+    def __call__(
+        self, function: Callable, call: Call, keys: Tensor | None = None
+    ) -> tuple[Any, Buffers]:
+        """Run a function by the strategy that suits it."""
+        strategy, _ = self.choose(function, call)
+        return self.run(function, call, strategy, draws=self.draws(call, keys))
+
     def run(
         self,
         function: Callable,
         call: Call,
         strategy: str,
         *,
-        with_buffers: bool = False,
         draws: Draws | None = None,
         forms: list[tuple[str, str]] | None = None,
         on_split: Callable[[Partition], None] | None = None,
-    ) -> Any:
-        """Run a function for all members; tensors of the result gain the axis 0.
+    ) -> tuple[Any, Buffers]:
+        """Run a function for all members; tensors of the results gain the axis 0.
 
-        Members that take different branches run in groups, for each of which `on_split`
-        is called; by default they are remembered. `forms` is extended by op and form,
-        and `draws` notes questions about values. With buffers the function returns a
-        pair of its result and new buffers.
+        It returns a pair, any tree of tensors and new buffers. Members that take
+        different branches run in groups, for each of which `on_split` is called; by
+        default they are remembered. `forms` is extended by op and form, and `draws`
+        notes questions about values.
         """
         draws = draws or Draws()
         if strategy == "loop":
             turns = [draws] if call.members == 1 else draws.each()
             results = looped(autocasting(function, turns), call, self.randomness)
-            return call.joined(results, stack_results, with_buffers)
+            return call.joined(results, stack_results)
         on_split = on_split or partial(self._note_split, call)
         may_loop = self.may_loop
 
         def all_members(draws: Draws) -> Any:
             try:
-                return self._at_once(
-                    function, call, strategy, draws, with_buffers, forms
-                )
+                return self._at_once(function, call, strategy, draws, forms)
             except NON_RETRYABLE:
                 raise
             except Exception as error:
@@ -458,20 +474,19 @@ class EnsembleExecutor:
                     f"ensemble: expected ops that run for all members at once, got "
                     f'{parts.why}, at {parts.where}. Use strategy="loop".'
                 )
-            groups = []
-            rest: Any = {"with_buffers": with_buffers, "forms": forms}
-            rest["on_split"] = on_split
+            groups, way = [], parts.strategy or strategy
             for rows in parts.rows:
                 if state is not None:
                     set_random_state(state)
-                way, rest["draws"] = parts.strategy or strategy, draws.of(rows)
-                groups.append(self.run(function, call.rows(rows), way, **rest))
+                some: Any = {"draws": draws.of(rows), "forms": forms}
+                group = call.rows(rows)
+                groups.append(self.run(function, group, way, **some, on_split=on_split))
         order = torch.cat([*parts.rows]).argsort()
 
         def regrouped(*leaves: Tensor) -> Tensor:
             return torch.cat(leaves).index_select(0, order.to(leaves[0].device))
 
-        joined = call.joined(groups, regrouped, with_buffers)
+        joined = call.joined(groups, regrouped)
         on_split(parts)
         return joined
 
@@ -481,9 +496,8 @@ class EnsembleExecutor:
         call: Call,
         strategy: str,
         draws: Draws,
-        with_buffers: bool,
         forms: list[tuple[str, str]] | None,
-    ) -> Any:
+    ) -> tuple[Any, Buffers]:
         seen: list[tuple[str, str]] = []
         note = None if forms is None else lambda *form: seen.append(form)
 
@@ -510,7 +524,6 @@ class EnsembleExecutor:
                     lambda value: modes.remove_batch_axis(
                         _tensor(value), level, call.members, 0
                     ),
-                    with_buffers,
                     lambda left: not modes.is_mapped_here(left[0]),
                 )
         except RuntimeError as error:

@@ -36,12 +36,12 @@ from vgrad.generators import (
 )
 from vgrad.loss.randomness import Draws, check_drawn
 from vgrad.persample.clipped import ClippedGrad, clipped_grad
-from vgrad.persample.engine.call import Options, check_options
+from vgrad.persample.engine.call import Options, check_options, usable
 from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.persample.engine.transform import Transform
 from vgrad.persample.grad import per_sample_grad
 from vgrad.torch_private import modes
-from vgrad.tree import tree_map
+from vgrad.tree import map_tensors, tensors, tree_map
 from vgrad.typing import (
     BatchLossFn,
     Buffers,
@@ -96,6 +96,11 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         Gradients are of `loss_scale * loss`, a number or one for each member, `[E]`.
         The losses are without it.
         """
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return self(params, buffers, *batch, loss_scale=loss_scale)
+        if any(map(Tensor.is_inference, tensors((params, buffers, batch)))):
+            params, buffers, batch = map_tensors(usable, (params, buffers, batch))
         call = self._executor.call(params, buffers, batch)
         sizes = ((), (call.members,))
         if isinstance(loss_scale, Tensor) and loss_scale.shape not in sizes:
@@ -119,7 +124,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
     ) -> EnsembleExplanation:
         """Return the strategy, the reason for it and the form of each op."""
         call = self._executor.call(params, buffers, batch)
-        return self._executor.explain(self.loss, call)
+        return self._executor.explain(self._run, call)
 
     def _loss_of(self, value: Any) -> Tensor:
         return value[0] if self.has_aux else value
@@ -133,9 +138,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
 
         def total(params: Params) -> tuple[Tensor, tuple[Any, Buffers]]:
             inner = call.with_params(params)
-            pair = executor.run(
-                self._run, inner, strategy, with_buffers=True, draws=draws
-            )
+            pair = executor.run(self._run, inner, strategy, draws=draws)
             return (self._loss_of(pair[0]) * loss_scale).sum(), pair
 
         grads, (values, new), unreached = gradient(total, call.args[0])
@@ -222,7 +225,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         pairs = looped(one, call, self.randomness)
         if draws.keys is not None:
             check_drawn(before, call.tensors())
-        return grads, *call.joined(pairs, stack_results, with_buffers=True)
+        return grads, *call.joined(pairs, stack_results)
 
 
 def returning_buffers(function: str, loss: Any, *, has_aux: bool) -> Callable:

@@ -53,13 +53,13 @@ class EnsembleForward(EnsembleFn):
         """Return the outputs, each tensor with the member axis in front."""
         call = self._executor.call(params, buffers, batch)
         if self._chunk_size is None:
-            return self._run(self.fmodel, call, self._keys)
+            return self._executor(self._outputs, call, self._keys)[0]
         parts = []
         with LossMode(handlers=SINGLE):  # statistics of a chunk are not the batch's
             for number, rows in enumerate(self._chunks(call, batch)):
                 part = self._executor.call(params, buffers, rows)
                 keys = None if self._keys is None else fold_in(self._keys, number)
-                parts.append(self._run(self.fmodel, part, keys))
+                parts.append(self._executor(self._outputs, part, keys)[0])
         return tree_map(lambda *leaves: torch.cat(leaves, 1), *parts)
 
     def with_buffers(
@@ -72,8 +72,7 @@ class EnsembleForward(EnsembleFn):
                 f"expected chunk_size=None, since buffers depend on the whole batch."
             )
         call = self._executor.call(params, buffers, batch)
-        run = self.fmodel.call_and_update
-        return self._run(run, call, self._keys, with_buffers=True)
+        return self._executor(self.fmodel.call_and_update, call, self._keys)
 
     def explain(
         self, params: Params, buffers: Buffers, /, *batch: Tree
@@ -83,22 +82,13 @@ class EnsembleForward(EnsembleFn):
         if self._chunk_size is not None:
             rows, *_ = self._chunks(call, batch)
             call = self._executor.call(params, buffers, rows)
-        return self._executor.explain(self.fmodel, call)
+        return self._executor.explain(self._outputs, call)
 
-    def _run(
-        self,
-        function: Callable,
-        call: Call,
-        keys: Tensor | None,
-        *,
-        with_buffers: bool = False,
-    ) -> Any:
-        executor = self._executor
-        strategy, _ = executor.choose(function, call)
-        draws = executor.draws(call, keys)
-        return executor.run(
-            function, call, strategy, with_buffers=with_buffers, draws=draws
-        )
+    def _outputs(
+        self, params: Params, buffers: Buffers, /, *batch: Tree
+    ) -> tuple[Tree, Buffers]:
+        """Return the outputs of a member, without the buffers that it leaves."""
+        return self.fmodel(params, buffers, *batch), {}
 
     def _chunks(self, call: Call, batch: tuple) -> list[tuple]:
         """Split the batch along the axis of samples, beside the member axis."""

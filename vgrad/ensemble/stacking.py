@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vgrad import checks
 from vgrad.checks import Patterns
-from vgrad.ensemble.execution import members, split
+from vgrad.ensemble.execution import Layout, shared_names
 from vgrad.ensemble.matching import difference
 from vgrad.functional import guards, slots
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
@@ -178,8 +178,8 @@ def share(
         >>> params["weight"].shape, params["bias"].shape
         (torch.Size([2, 3]), torch.Size([5, 2]))
     """
-    members("share", params, buffers)
-    _, common = split("share", {**params, **buffers}, patterns)
+    Layout.of("share", params, buffers)
+    common = shared_names("share", {**params, **buffers}, patterns)
 
     def shared(values: dict[str, Tensor]) -> dict[str, Tensor]:
         return {
@@ -204,13 +204,15 @@ def member(params: Params, i: int, *, shared: Patterns = ()) -> dict[str, Tensor
     """
     checks.dictionaries("member", params=params)
     [i] = checks.whole("member", least=0, i=i)
-    stacked, common = split("member", params, shared)
-    count = members("member", stacked, {}) if stacked else i + 1
-    if i >= count:
-        raise ValueError(f"member(i={i}): expected i < {count}, the number of members.")
-    return {
-        name: value if name in common else value[i] for name, value in params.items()
-    }
+    common = shared_names("member", params, shared)
+    if common.issuperset(params):  # of any number of members
+        return dict(params)
+    layout = Layout.of("member", params, {}, shared)
+    if i >= layout.members:
+        raise ValueError(
+            f"member(i={i}): expected i < {layout.members}, the number of members."
+        )
+    return layout.member(params, i)
 
 
 def unstack(
@@ -231,13 +233,11 @@ def unstack(
         >>> all(torch.equal(a.bias, b.bias) for a, b in zip(models, again))
         True
     """
-    stacked, common = split("unstack", {**params, **buffers}, shared)
-
-    def of(values: dict[str, Tensor], i: int) -> dict[str, Tensor]:
-        return {n: value if n in common else value[i] for n, value in values.items()}
-
-    count = members("unstack", stacked, {})
-    return [fmodel.to_module(of(params, i), of(buffers, i)) for i in range(count)]
+    layout = Layout.of("unstack", params, buffers, shared)
+    return [
+        fmodel.to_module(layout.member(params, i), layout.member(buffers, i))
+        for i in range(layout.members)
+    ]
 
 
 # Models of different architectures: E_g of the E models are in group g.

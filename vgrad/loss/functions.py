@@ -35,7 +35,9 @@ def for_samples(
     function: Any, args: tuple, kwargs: dict, foreign: Foreign
 ) -> tuple[Any, bool]:
     """Run an autograd.Function; return whether it was called for one after another."""
-    if not _has_rule(function):
+    plain = torch.autograd.Function
+    ruled = function.generate_vmap_rule or function.vmap is not plain.vmap
+    if not ruled or function.setup_context is plain.setup_context:  # torch cannot
         return one_by_one(function, args, kwargs, foreign), True
     given = [modes.unwrap_all(each) for each in among(args, kwargs)]
     versions = [version_of(each) for each in given]
@@ -51,14 +53,6 @@ def for_samples(
             return one_by_one(function, args, kwargs, foreign), True
         except UnsupportedOp:
             raise error from None
-
-
-def _has_rule(function: Any) -> bool:
-    """Return whether torch can run a function under vmap."""
-    plain = torch.autograd.Function
-    if function.setup_context is plain.setup_context:
-        return False
-    return function.generate_vmap_rule or function.vmap is not plain.vmap
 
 
 def custom_function(function: Any, *args: Any, **kwargs: Any) -> Any:

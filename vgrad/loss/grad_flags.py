@@ -56,7 +56,10 @@ class Layouts:
                 continue
             if not each.is_contiguous() and not any(
                 _memory(each) == _memory(tensor)
-                or (_lie_alike(each, tensor) and not self.is_odd(tensor))
+                or (
+                    (each.shape, each.stride()) == (tensor.shape, tensor.stride())
+                    and not self.is_odd(tensor)
+                )
                 for tensor in tensors
             ):
                 self._odd.add(_memory(each))
@@ -68,10 +71,6 @@ class Layouts:
     def disturbed(self) -> bool:
         """Return whether there was a write that may have two meanings."""
         return any(version_of(each) != version for each, version in self._doubtful)
-
-
-def _lie_alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.stride() == other.stride()
 
 
 def _memory(tensor: Tensor) -> Any:
@@ -323,11 +322,7 @@ def _limit(message: str, op: str, *, in_place: bool, one: str) -> UnsupportedOp 
         )
     elif op in _AUTOGRAD or any(each in message for each in modes.BACKWARD_ERRORS):
         return own_backward_pass(op)
-    elif (
-        in_place
-        or (op in _RECURRENT and modes.SHAPES_ERROR in message)
-        or any(each in message for each in modes.VMAP_ERRORS)
-    ):
+    elif in_place or any(each in message for each in modes.VMAP_ERRORS):
         shared = f"writes in place into a tensor that all {one}s share, or is too small"
         values = "looks at values or has shapes that depend on them"
         limit = (
@@ -342,10 +337,6 @@ def _limit(message: str, op: str, *, in_place: bool, one: str) -> UnsupportedOp 
 
 _AUTOGRAD = {"grad", "backward", "requires_grad_", "requires_grad"}
 """Calls of a loss that differentiates on its own."""
-
-_RECURRENT = {"rnn_tanh", "rnn_relu", "lstm", "gru"}
-_RECURRENT |= {"rnn_tanh_cell", "rnn_relu_cell", "lstm_cell", "gru_cell"}
-"""Ops that raise an error about shapes under torch's vmap."""
 
 
 def in_place(func: Callable, kwargs: dict) -> bool:

@@ -212,28 +212,22 @@ class LossMode(WriteGuard):
     # The methods of `Samples`.
 
     def values(self, tensor: Tensor) -> Tensor | None:
-        """Return the values of all samples, [B, ...]; None if all share one."""
         return physical(tensor, self._level)
 
     def logical(self, tensor: Tensor) -> Tensor:
-        """Return the loss's tensor of a physical one."""
         return modes.add_batch_axis(tensor, 0, self._level)
 
     def outside(self) -> AbstractContextManager:
-        """Compute with values of all samples in a block."""
         return modes.exit_to(self._level)
 
     def drawing(self, axis: int | None) -> AbstractContextManager:
-        """Draw numbers in a block with the samples at this axis."""
         return self.draws.samples_at(axis)
 
     def agreed(self, tensor: Tensor, read: Callable = Tensor.item) -> Any:
-        """Return the value that all samples have in a tensor of the loss."""
         value = read_value(read, (tensor,), {}, self._level)
         return read(tensor) if value is NONE else value
 
     def stacked(self, func: Callable, args: tuple, kwargs: dict) -> Form | None:
-        """Run a function without a derivative for one sample after another."""
         level, given = self._level, among(args, kwargs)
         if any(each.requires_grad for each in given):
             return None

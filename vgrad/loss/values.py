@@ -18,8 +18,8 @@ from torch import Tensor
 
 from vgrad.conditions import Unrepeatable, checks_collected, rare, static_values
 from vgrad.loss.grad_flags import UnsupportedOp, among
-from vgrad.ops.record import OPS, register
-from vgrad.torch_private import kernels, modes
+from vgrad.ops.record import ITSELF, OPS
+from vgrad.torch_private import modes
 from vgrad.tree import tree_map, tree_map_only
 from vgrad.typing import Strategy
 
@@ -41,24 +41,6 @@ class Partition(NamedTuple):
     where: str
     strategy: Strategy | None = None
     why: str = ""
-
-
-class Read(NamedTuple):
-    """How a call hands values to Python.
-
-    Attributes:
-        compared: the dtype in which a graph compares the number with the one that it
-            was made for; `ITSELF` for the tensor's own, None if it cannot.
-        convert: the conversion of one number to the value; None if the call itself has
-            to run.
-    """
-
-    compared: Any = None
-    convert: Callable | None = None
-
-
-ITSELF = object()
-"""The dtype of the tensor."""
 
 
 class SplitBatch(BaseException):
@@ -157,7 +139,8 @@ def _kept(func: Callable, mapped: dict[int, Tensor], values: list, one: str) -> 
     if any(repr(each) != repr(first) for each in values):
         place = where(sys._getframe(1))
         raise Unrepeatable(f"{one}s take different branches at {place}")
-    if (dtype := OPS[func].read.compared) is None:
+    read = OPS[func].read
+    if read is None or (dtype := read.compared) is None:
         raise Unrepeatable(f"{modes.op_name(func)} hands values to Python")
     (tensor,) = mapped.values()
     tensor = tensor if dtype is ITSELF else tensor.to(dtype)
@@ -236,19 +219,4 @@ _PYTHON = (f"{sysconfig.get_path('stdlib')}{os.sep}", "<frozen ")
 _PACKAGES = tuple(
     f"{sysconfig.get_path('stdlib')}{os.sep}{name}{os.sep}"
     for name in ("site-packages", "dist-packages")
-)
-
-
-register(
-    *(Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero),
-    read=Read(compared=torch.bool, convert=bool),
-)
-register(Tensor.__int__, Tensor.__index__, read=Read(compared=torch.int64))
-register(Tensor.__float__, read=Read(compared=torch.float64, convert=float))
-register(Tensor.item, read=Read(compared=ITSELF, convert=lambda value: value))
-register(
-    *(Tensor.__complex__, Tensor.tolist, Tensor.__contains__, Tensor.__format__),
-    *(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose),
-    kernels.is_left_aligned,
-    read=Read(),
 )

@@ -7,7 +7,7 @@ pass. Other forms of an op go into the same record by `register`.
 * `rule`: register a function as the rule of some ops
 * `register`: fill other fields of the records of some ops
 * `OPS`: all records, by op
-* `Op`, `Rule`: a record, and the rule in it
+* `Op`, `Rule`, `Read`: a record, and two of its fields
 * `Outer`, `Conv`, `Rows`, `Dense`: factors; the last holds the gradients themselves
 * `Factor`: the methods of a factor of your own
 * `Norm`, `Probes`: the types of its results and arguments
@@ -21,9 +21,10 @@ from vgrad.ops import conv as conv
 from vgrad.ops import embedding as embedding
 from vgrad.ops import indexing as indexing
 from vgrad.ops import norm as norm
+from vgrad.ops import reads as reads
 from vgrad.ops import recurrent as recurrent
 from vgrad.ops.linear import over_positions, positions
-from vgrad.ops.record import OPS, Op, Rule, register, rule
+from vgrad.ops.record import OPS, Op, Read, Rule, register, rule
 
 __all__ = [
     "OPS",
@@ -34,6 +35,7 @@ __all__ = [
     "Op",
     "Outer",
     "Probes",
+    "Read",
     "Rows",
     "Rule",
     "over_positions",

@@ -131,7 +131,10 @@ def _setitem(samples: Samples, x: Tensor, index: Any, value: Any) -> Form | None
     if not (masks := _masks(samples, x, items)):
         return None
     rest = (each for n, each in enumerate(items) if n != masks[0].place)
-    if all(each is Ellipsis or _is_whole(each) for each in rest):
+    if all(
+        each is Ellipsis or (isinstance(each, slice) and each == slice(None))
+        for each in rest
+    ):
         form = _for_all_hits(x, masks[0], value)
         if form is not None:
             return form
@@ -300,10 +303,6 @@ def _masks(samples: Samples, x: Tensor, items: Sequence[Any]) -> list[_Mask]:
 
 def _is_mask(item: Any) -> bool:
     return isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
-
-
-def _is_whole(item: Any) -> bool:
-    return isinstance(item, slice) and item == slice(None)
 
 
 def _axes(item: Any) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -144,6 +144,24 @@ class Rule:
         return {name: given[name] for name in names}
 
 
+class Read(NamedTuple):
+    """How a call hands a value to Python.
+
+    Attributes:
+        compared: the dtype in which a graph compares the number with the one that it
+            was made for; `ITSELF` for the tensor's own, None if it cannot.
+        convert: the conversion of one number to the value; None if the call itself has
+            to run.
+    """
+
+    compared: Any = None
+    convert: Callable | None = None
+
+
+ITSELF = object()
+"""The dtype of the tensor."""
+
+
 @dataclass(frozen=True, eq=False)
 class Op:
     """What is known of one op; torch's own way where a field is None.
@@ -171,7 +189,7 @@ class Op:
     mapped: Callable[..., Any] | None = None
     selected: Callable[..., Form | None] | None = None
     per_member: Callable[..., tuple[Form | None, str]] | None = None
-    read: Any = None
+    read: Read | None = None
 
 
 OPS: dict[Callable, Op] = {}

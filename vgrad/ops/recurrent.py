@@ -2,16 +2,13 @@
 
 torch has no batching rules for its recurrent kernels: under `torch.vmap(grad)` an LSTM
 loops over the samples, a GRU and the plain nets raise. In `steps` a time step is two
-linear maps and elementwise ops. It costs more than torch's kernels, but works under
-`torch.vmap`, for second derivatives and with weights that differ from sample to sample.
+linear maps and elementwise ops, which every transform can run.
 
-In recorded passes torch's kernels run forward, and the backward pass reports both sides
-of the weights' gradients. The gradient of a sample's weights is a sum over time steps
-of outer products: the gradients before the gates times the inputs and states. The
-kernels add them up over all samples; here the backward pass hands on both sides
-instead. It keeps nothing but inputs and outputs, computes all gates again at once, and
-then goes through time with one GEMM and a few elementwise ops a step; everything else
-is done for all steps at once.
+In recorded passes torch's kernels run forward. The gradient of a sample's weights is a
+sum over time steps of outer products: the gradients before the gates times the inputs
+and states. The kernels add them up over all samples; here the backward pass reports
+both sides instead. It keeps nothing but inputs and outputs, computes all gates again at
+once, and then goes through time with one GEMM and a few elementwise ops a step.
 
 `pack_padded_sequence` orders rows by lengths, which samples must share to run together.
 With known ones, packing and padding take rows by index, and a net runs once for all
@@ -30,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from vgrad.factors.base import Dense, Outer, Positions
@@ -103,11 +101,7 @@ Layer = Callable[[int, Tensor, State, Sequence[Any], bool], tuple[Tensor, State]
 def steps(net: Net) -> tuple[Tensor, ...]:
     """Run a net step by step: `(output, h_n)` or `(output, h_n, c_n)`, as torch.
 
-    Dropout between the layers draws from torch's global generator, or as the
-    `randomness` of a vmap says.
-
-    Cost: the operations of torch, one GEMM for the inputs of a layer and one per time
-    step, and about ten small ops per time step. The dtype follows from the ops.
+    Cost: one GEMM for the inputs of a layer, and one and about ten small ops per step.
     """
 
     def layer(
@@ -163,19 +157,7 @@ def cell(
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
 ) -> Any:
-    """Make one step of a net, as `torch.lstm_cell` and its like do.
-
-    `input [N, I]` and `hx [N, H]`, of an LSTM `(h, c)`, with `w_ih [G * H, I]` and
-    `w_hh [G * H, H]` give the next state. With `a = input @ w_ih.T + b_ih` and
-    `b = h @ w_hh.T + b_hh`, whose parts belong to the gates,
-
-        rnn_tanh   h' = tanh(a + b)
-        rnn_relu   h' = relu(a + b)
-        gru        h' = n + sigmoid(a_z + b_z) * (h - n)
-                   n  = tanh(a_n + sigmoid(a_r + b_r) * b_n)
-        lstm       c' = sigmoid(f) * c + sigmoid(i) * tanh(g)
-                   h' = sigmoid(o) * tanh(c')    of the parts i, f, g, o of a + b
-    """
+    """Make one step of a net, as `torch.lstm_cell` and its like do."""
     state = tuple(hx) if mode == "lstm" else (hx,)
     _check_state(f"{mode}_cell", state, input.shape[:-1], w_hh)
     at_input, at_state = F.linear(input, w_ih, b_ih), F.linear(state[0], w_hh, b_hh)
@@ -239,11 +221,10 @@ def reporting(
     report: Callable[[int, Tensor, Tensor, Tensor, Tensor], None],
     anchor: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Run a net without projections by torch's kernels, in the dtypes of torch.
+    """Run a net without projections by torch's kernels, with the results of `steps`.
 
-    Results are as of `steps`. The backward pass calls `report(first, d_ih, d_hh, x,
-    h_prev)` for each layer and direction: `first` is the place of its `w_ih` in the
-    list, the rest is as in `recurrent_layer`.
+    The backward pass calls `report` for each layer and direction, with the place of its
+    `w_ih` in the list of weights, and then as `recurrent_layer` does.
     """
 
     def layer(
@@ -268,28 +249,20 @@ def recurrent_layer(
 ) -> tuple[Tensor, State]:
     """Run one layer in one direction, reporting both sides of the weights' gradients.
 
-    `x [T, N, I]` and `hidden = (h0,)` or `(h0, c0)`, each `[N, H]`, with `weights =
-    (w_ih [G * H, I], w_hh [G * H, H], b_ih, b_hh)`, detached, the biases possibly None,
+    `x [T, N, I]` and `hidden = (h0,)` or `(h0, c0)`, each `[N, H]`, with detached
+    weights `w_ih [G * H, I], w_hh [G * H, H], b_ih, b_hh`, the biases possibly None,
     give `output [T, N, H]` and `(h_n,)` or `(h_n, c_n)`.
 
-    The backward pass calls `report(d_ih, d_hh, x, h_prev)` once, without autograd and
-    autocast: the gradients before the gates at inputs and states, each `[T, N, G * H]`,
-    the inputs and the states before every step, all in the order of time of `x`. With
-    sums over t and n, or over t alone for each sample,
+    The backward pass calls `report(d_ih, d_hh, x, h_prev)` once: the gradients before
+    the gates at inputs and states, the inputs, and the states before every step, all in
+    the order of time of `x`. The gradients of the weights are the sums over t of
 
         w_ih: d_ih[t, n] x x[t, n]        b_ih: d_ih[t, n]
         w_hh: d_hh[t, n] x h_prev[t, n]   b_hh: d_hh[t, n]
 
-    are the gradients of the weights. `d_ih` and `d_hh` are one tensor except for a GRU;
-    they may be kept and must not be changed in place. `anchor` is a scalar leaf that
-    requires grad, on the device of `x`: it puts the layer into the graph where nothing
-    else requires grad; its own gradient is zero. A second derivative raises.
-
-    Cost: the forward pass of torch, under the surrounding autocast; backwards two
-    thirds of the operations of torch's backward pass for the gradients of inputs and
-    states, the rest for the gates, and for that time memory for about `2 G` numbers per
-    output. The backward pass runs in the widest dtype of inputs, states and weights,
-    float32 at least; gradients other than `d_ih` and `d_hh` are cast back.
+    `d_ih` and `d_hh` are one tensor except for a GRU, in the widest dtype of inputs,
+    states and weights, float32 at least. `anchor` is a scalar leaf that requires grad,
+    which puts the layer into the graph where nothing else does.
     """
     padded = hidden if mode == "lstm" else (*hidden, None)
     results = _Layer.apply(mode, report, reverse, anchor, x, *padded, *weights)
@@ -329,67 +302,34 @@ class _Layer(Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        options = (ctx.mode, ctx.report, ctx.reverse, ctx.needs_input_grad[4])
         d_output, d_h, d_c = (*grads, None)[:3]
-        saved = ctx.saved_tensors  # unpacked once, as a checkpoint wants it
-        results = _Gradient.apply(*options, d_output, d_h, d_c, *saved)
-        anchor = saved[2].new_zeros(())
-        return None, None, None, anchor, *results, None, None, None, None
-
-
-class _Gradient(Function):
-    """The backward pass, a function of its own so that a second one raises."""
-
-    @staticmethod
-    def forward(
-        mode: str,
-        report: Report,
-        reverse: bool,
-        needs_x: bool,
-        d_output: Tensor | None,
-        d_h: Tensor | None,
-        d_c: Tensor | None,
-        gates: Tensor | None,
-        cells: Tensor | None,
-        output: Tensor,
-        x: Tensor,
-        h: Tensor,
-        c: Tensor | None,
-        *weights: Any,
-    ) -> tuple[Tensor | None, ...]:
+        # Unpacked once, as a checkpoint wants it.
+        gates, cells, output, x, h, c, *weights = ctx.saved_tensors
         dtype = torch.float32
         for each in (output, x, h, weights[0]):
             dtype = torch.promote_types(dtype, each.dtype)
-        before = _shifted(h, output, reverse)
-        x = x if gates is not None else x.contiguous()  # as the gates will be
+        before = _shifted(h, output, ctx.reverse)
+        steps = x if gates is not None else x.contiguous()  # as the gates will be
         zero = output.new_zeros(()).expand(output.shape)
         tensors = (
             zero if d_output is None else d_output,
             zero[0] if d_h is None else d_h,
             zero[0] if d_c is None else d_c,
-            *(gates, cells, x, before, output, c, *weights),
+            *(gates, cells, steps, before, output, c, *weights),
         )
         with no_autocast(x.device):
             wide: Any = (None if each is None else each.to(dtype) for each in tensors)
-            run = _Run(reverse, *wide)
-            d_ih, d_hh, *d_state = _BACKWARD[mode](run)
-            report(d_ih, d_hh, x.detach(), before)  # which may be kept, not the graph
-            d_x = _linear(d_ih, run.w_ih.T) if needs_x else None
+            run = _Run(ctx.reverse, *wide)
+            d_ih, d_hh, *d_state = _BACKWARD[ctx.mode](run)
+            ctx.report(d_ih, d_hh, steps.detach(), before)  # not the graph
+            d_x = _linear(d_ih, run.w_ih.T) if ctx.needs_input_grad[4] else None
         pairs = zip((d_x, *d_state, None), (x, h, c), strict=False)
-        return tuple(
+        to_inputs = (
             None if d is None or each is None else d.to(each.dtype) for d, each in pairs
         )
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(
-            "recurrent_layer: expected one derivative, got a second one. Use steps."
-        )
+        return None, None, None, output.new_zeros(()), *to_inputs, *[None] * 4
 
 
 def _by_steps(*tensors: Tensor | None) -> bool:
@@ -552,8 +492,9 @@ def _gru(run: _Run) -> tuple[Tensor, ...]:
     return d_ih.flatten(2), d_hh.flatten(2), d_h
 
 
-def _plain(run: _Run, d: Tensor) -> tuple[Tensor, ...]:
+def _plain(derivative: Callable[[Tensor], Tensor], run: _Run) -> tuple[Tensor, ...]:
     """Start from the derivative of the activation, a function of the output."""
+    d = derivative(run.output)
     d_h = run.last()
     steps = zip(run.backwards(d), run.arriving(), strict=True)
     for at_sum, arriving in steps:
@@ -562,19 +503,11 @@ def _plain(run: _Run, d: Tensor) -> tuple[Tensor, ...]:
     return d, d, d_h
 
 
-def _tanh(run: _Run) -> tuple[Tensor, ...]:
-    return _plain(run, 1 - run.output.square())
-
-
-def _relu(run: _Run) -> tuple[Tensor, ...]:
-    return _plain(run, (run.output > 0).to(run.output.dtype))
-
-
 _BACKWARD: dict[str, Callable[[_Run], tuple[Tensor, ...]]] = {
     "lstm": _lstm,
     "gru": _gru,
-    "rnn_tanh": _tanh,
-    "rnn_relu": _relu,
+    "rnn_tanh": partial(_plain, lambda output: 1 - output.square()),
+    "rnn_relu": partial(_plain, lambda output: (output > 0).to(output.dtype)),
 }
 """Gradients before the gates, at the input's and the state's side, and at the state."""
 
@@ -728,37 +661,32 @@ def _packed(
     """Run a net for all sequences of one length at once."""
     if not isinstance(rest[0], tuple | list) or modes.is_batched(sizes):
         return None  # here is `has_biases` where nothing is packed
-    sizes = sizes.tolist()
+    rows, lengths = _rows(sizes.tolist()), _lengths(sizes.tolist())
+    states = (hx,) if isinstance(hx, Tensor) else hx
 
     def run() -> tuple[Tensor, ...]:
-        with samples.drawing(None):  # in another order than one sample
-            return _by_lengths(func, data, sizes, hx, *rest)
+        order: list[int] = []
+        found: list[tuple[Tensor, ...]] = []
+        for length, same in groupby(enumerate(lengths), key=lambda pair: pair[1]):
+            first, *others = [number for number, _ in same]
+            stop = first + 1 + len(others)
+            own = [row for step in rows[:length] for row in step[first:stop]]
+            order += own
+            all_of_them = len(own) == len(data)
+            x = data if all_of_them else data[torch.tensor(own, device=data.device)]
+            x = x.unflatten(0, (length, stop - first))
+            state = tuple(each[:, first:stop] for each in states)
+            state = state[0] if isinstance(hx, Tensor) else state
+            with samples.drawing(None):  # in another order than one sample
+                output, *final = func(x, state, *rest, False)
+            found.append((output.flatten(0, 1), *final))
+        if len(found) == 1:
+            return found[0]
+        back = torch.tensor(order, device=data.device).argsort()
+        output, *final = zip(*found, strict=True)
+        return torch.cat(output)[back], *(torch.cat(each, 1) for each in final)
 
     return run
-
-
-def _by_lengths(
-    func: Callable, data: Tensor, sizes: list[int], hx: Any, *rest: Any
-) -> tuple[Tensor, ...]:
-    rows, order = _rows(sizes), []
-    found: list[tuple[Tensor, ...]] = []
-    for length, same in groupby(enumerate(_lengths(sizes)), key=lambda pair: pair[1]):
-        first, *others = [number for number, _ in same]
-        stop = first + 1 + len(others)
-        own = [row for step in rows[:length] for row in step[first:stop]]
-        order += own
-        alone = len(own) == sum(sizes)
-        x = data if alone else data[torch.tensor(own, device=data.device)]
-        states = [x[:, first:stop] for x in ([hx] if isinstance(hx, Tensor) else hx)]
-        state = states[0] if isinstance(hx, Tensor) else tuple(states)
-        x = x.unflatten(0, (length, stop - first))
-        output, *final = func(x, state, *rest, False)
-        found.append((output.flatten(0, 1), *final))
-    if len(found) == 1:
-        return found[0]
-    back = torch.tensor(order, device=data.device).argsort()
-    output, *final = zip(*found, strict=True)
-    return torch.cat(output)[back], *(torch.cat(each, 1) for each in final)
 
 
 def _rows(sizes: list[int]) -> list[range]:

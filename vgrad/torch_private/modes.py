@@ -261,9 +261,6 @@ VMAP_ERRORS = (
 )
 """An op that vmap cannot run, or not for tensors that are mapped over."""
 
-SHAPES_ERROR = "broadcast shape"
-"""Shapes that do not match, as recurrent kernels say when vmap maps their weights."""
-
 _NO_RULE = "batching rule for"
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.checks import Patterns
-from vgrad.ensemble.execution import members
+from vgrad.ensemble.execution import Layout
 from vgrad.ensemble.optimizer import of_members
 from vgrad.generators import RNG_LOCK, Tag, secret_key, set_seed, torch_seed
 from vgrad.optim.base import GradientTransformation, check_transformation
@@ -158,7 +158,7 @@ class EnsembleState(NamedTuple):
             tensor([True, True, True])
         """
         function = "EnsembleState.create"
-        count = members(function, params, buffers, shared)
+        count = Layout.of(function, params, buffers, shared).members
         tx = of_members(function, tx, shared)
         start = TrainState.create(tx, params, buffers, seed=seed, loss_scale=loss_scale)
         return cls(

@@ -16,7 +16,7 @@ from vgrad import batches, optim
 from vgrad.checks import Patterns
 from vgrad.conditions import checks_collected
 from vgrad.dp.plan import Plan, as_digest, check_spent
-from vgrad.ensemble.execution import Call, InDims, split
+from vgrad.ensemble.execution import Call, InDims, shared_names
 from vgrad.ensemble.gradients import EnsembleGradFn, ensemble_grad, returning_buffers
 from vgrad.ensemble.optimizer import MembersState, of_members
 from vgrad.functional.losses import SampleLoss, check_loss, gradient
@@ -379,8 +379,8 @@ class MemberSource(Source):
     def __call__(self, state: EnsembleState, batch: tuple) -> Gradients:
         """Compute the gradients of all members."""
         scale, active = state.loss_scale, state.active
-        shared, scaled = self.shared_entries(state), is_scaled(scale)
-        shares = bool(shared.keys() & state.params.keys())
+        shared, scaled = self.shared_names(state), is_scaled(scale)
+        shares = not shared.isdisjoint(state.params)
         if scaled and shares:
             raise ValueError(
                 f"ensemble_train_step(shared={list(self.gradient.shared)!r}, "
@@ -416,17 +416,17 @@ class MemberSource(Source):
         changes = {"loss_scale": scale}
         return Gradients(grads, widened(losses), buffers, aux, masks, metrics, changes)
 
-    def shared_entries(self, state: EnsembleState) -> Params:
-        """Return the parameters and buffers without a member axis."""
+    def shared_names(self, state: EnsembleState) -> set[str]:
+        """Return the names of the entries without a member axis."""
         patterns = self.gradient.shared
-        entries = {**state.params, **state.buffers} if patterns else {}
-        return split(self.name, entries, patterns)[1]
+        names = {**state.params, **state.buffers} if patterns else {}
+        return shared_names(self.name, names, patterns)
 
     def together(
         self, state: EnsembleState, grads: Params, any_active: Tensor
     ) -> Tensor:
         """Return whether shared entries take the step: their gradients are finite."""
-        shared = self.shared_entries(state)
+        shared = self.shared_names(state)
         sums = [value for name, value in grads.items() if name in shared]
         return torch.stack([any_active, *(x.isfinite().all() for x in sums)]).all()
 
@@ -435,7 +435,7 @@ class MemberSource(Source):
     ) -> tuple:
         """Return parameters, buffers and optimizer, the old ones where skipped."""
         trained, together = masks[0], masks[-1]
-        shared = self.shared_entries(old)
+        shared = self.shared_names(old)
 
         def of(new: Params, old: Params) -> Params:
             masks = {name: together if name in shared else trained for name in new}

@@ -328,8 +328,7 @@ class _Evaluation:
         with torch.no_grad(), seeded_from(state):
             for size, batch in self._job.batches(rows, device_of(state.params)):
                 call = self._executor.call(state.params, state.buffers, batch)
-                strategy, _ = self._executor.choose(self._function, call)
-                losses, output = self._executor.run(self._function, call, strategy)
+                (losses, output), _ = self._executor(self._function, call)
                 total = total + losses.double() * size
                 outputs.append((output, batch[-1]) if output else ())
             figures = {"losses": (total / rows.shape[1]).cpu()}
@@ -340,7 +339,7 @@ class _Evaluation:
 
     def _loss_and_output(
         self, params: Params, buffers: Buffers, /, *batch: Tree
-    ) -> tuple[Tensor, list[Tree]]:
+    ) -> tuple[tuple[Tensor, list[Tree]], Buffers]:
         """Return the loss of a batch, with a metric also the output, in a list."""
         criterion, outputs = self._job.criterion, []
 
@@ -351,7 +350,7 @@ class _Evaluation:
         loss = batch_loss(
             self._fmodel, criterion if self._job.metric is None else noted
         )
-        return loss(params, buffers, *batch), outputs
+        return (loss(params, buffers, *batch), outputs), {}
 
     def _scores(self, metric: Metric, whole: tuple[list[Tree], Tree]) -> Tensor:
         """Apply the metric to each member's output and target, `[E]`."""

@@ -211,8 +211,8 @@ class Call:
         if keys is not None:
             _check_keys(self.function, keys, read.size)
             keys = keys if self.randomness == "different" else None
-        params = map_values(_usable, params)
-        buffers = map_values(_constant, map_values(_usable, buffers))
+        params = map_values(usable, params)
+        buffers = map_values(_constant, map_values(usable, buffers))
         return replace(
             self,
             params=params,
@@ -306,7 +306,7 @@ class Call:
         return value, aux
 
 
-def _usable(value: Tensor) -> Tensor:
+def usable(value: Tensor) -> Tensor:
     """Copy a tensor made in inference mode, which autograd cannot use."""
     return with_attributes(value.clone(), value) if value.is_inference() else value
 
