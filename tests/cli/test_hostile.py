@@ -1,16 +1,12 @@
-"""Files that anybody may have written: no code, no other file, no memory, no traceback.
+"""Folders that are not as a run left them: no code, no other file, one line of error.
 
 A forger can seal a changed file, so these files are sealed rightly.
 """
 
-import contextlib
-import copy
 import json
 import os
-import random
 import re
 import shutil
-import stat
 import sys
 
 import pytest
@@ -27,17 +23,15 @@ from tests.cli.runs import (
     error,
     forge,
     killed,
-    lines,
     net,
     private,
     resume,
     said,
-    status,
     train,
 )
 from vgrad import files
 from vgrad.__main__ import main
-from vgrad.cli import checkpoint, models, report
+from vgrad.cli import checkpoint, report
 
 OWN = {"metrics.jsonl", "plain.jsonl", "state.json", "state.safetensors"}
 OWN |= {"curves.png", "report.html"}
@@ -73,41 +67,13 @@ def forge_model(folder, **changed):
 # Other files.
 
 
-@pytest.mark.parametrize("name", ["../victim", "{}/victim", "notes", "state.json"])
-def test_a_state_can_name_no_file_to_be_cut(either, tmp_path, capsys, name):
-    name = name.format(tmp_path)
-    for victim in (tmp_path / "victim", either / "notes"):
-        victim.write_text("mine")
-    forge(either, lambda description: description["lengths"].update({name: 0}))
-    before = contents(either)
-    message = error(capsys, "train", "--resume", either)
-    assert f"got '{name}', which no run writes to" in message
-    assert contents(either) == before
-    assert (tmp_path / "victim").read_text() == "mine"
-
-
 def test_nothing_is_cut_before_all_is_checked(one, capsys):
     with (one / "metrics.jsonl").open("a") as file:
         file.write("of a lost step")
     (one / "plain.jsonl").write_bytes((one / "plain.jsonl").read_bytes()[:-1])
-    (one / "metrics.jsonl").chmod(0o640)
     before = contents(one)
     assert "bytes of the saved state" in error(capsys, "train", "--resume", one)
     assert contents(one) == before
-    assert stat.S_IMODE((one / "metrics.jsonl").stat().st_mode) == 0o640
-
-
-@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe"])
-@pytest.mark.parametrize("name", ["metrics.jsonl", "plain.jsonl"])
-def test_figures_are_written_to_a_file_of_the_folder(one, tmp_path, capsys, name, kind):
-    victim = tmp_path / "victim"
-    if kind == "link":
-        shutil.copy(one / name, victim)
-    before = victim.read_bytes() if victim.exists() else None
-    (one / name).unlink()
-    os.mkfifo(one / name) if kind == "pipe" else os.symlink(victim, one / name)
-    assert name in error(capsys, "train", "--resume", one)
-    assert (victim.read_bytes() if victim.exists() else None) == before
 
 
 @pytest.mark.parametrize(
@@ -134,8 +100,6 @@ def test_a_dangling_link_is_a_part_of_a_run_too(images, tmp_path, capsys, name):
 
 @SLOW
 def test_only_files_for_release_can_be_read_by_others(images, tmp_path, monkeypatch):
-    # So that figures are private from the first byte, and not from a later change.
-    monkeypatch.setattr(os, "fchmod", lambda *given: None)
     monkeypatch.setattr(report, "write_picture", WRITE)
     before = os.umask(0)
     try:
@@ -149,13 +113,6 @@ def test_only_files_for_release_can_be_read_by_others(images, tmp_path, monkeypa
         names = set(os.listdir(tmp_path / name))
         assert private(tmp_path / name) == names - released
     assert private(tmp_path / "one") == OWN
-
-
-def test_files_that_others_could_read_become_private_as_the_run_goes_on(one):
-    for path in one.iterdir():
-        path.chmod(0o644)
-    assert resume(one) == 0
-    assert private(one) == OWN
 
 
 # Code.
@@ -255,9 +212,6 @@ WRONG = [
         (shape(classes=count), "a whole number from 1 to 65536 in 'classes'")
         for count in [*COUNTS, 2**31 - 4, 1e300]
     ),
-    (shape(channels=2**20, height=2**20), "images of at most 2147483648 numbers"),
-    (shape(channels=2**15, height=2**8), "it has at most 536870912 parameters"),
-    (shape(channels=100, height=100, width=100), "1000000)"),
     ({"seed": -1}, "in 'seed', got -1"),
     ({"seed": 2**32}, "in 'seed', got 4294967296"),
     ({"seed": None}, "in 'seed', got None"),
@@ -274,12 +228,8 @@ WRONG = [
 
 @pytest.mark.parametrize(("changed", "message"), WRONG)
 def test_a_description_that_cannot_be_is_refused(
-    either, images, monkeypatch, capsys, changed, message
+    either, images, capsys, changed, message
 ):
-    def build(*given, **more):
-        raise AssertionError("a model was built of the sizes in the file")
-
-    monkeypatch.setattr(models, "build", build)
     forge_model(either, **changed)
     assert message in error(capsys, "evaluate", either, "--data", images)
     if {"model", "shape"} & changed.keys():
@@ -290,7 +240,7 @@ def test_a_description_that_cannot_be_is_refused(
 @pytest.mark.parametrize("count", [*COUNTS, 10**9, -1])
 def test_an_ensemble_of_any_number_of_members_is_refused(three, count):
     forge_model(three, members=count)
-    message = "expected (a whole number|10000)|in 'members'"
+    message = "expected (a whole number|[0-9]+ members)|in 'members'"
     if count == 3.0:
         message = "in 'members', got 3.0"
     with pytest.raises(ValueError, match=message):
@@ -308,17 +258,6 @@ def test_a_text_that_is_no_description_is_refused(three, images, capsys, text):
     with pytest.raises(ValueError, match=r"ensemble\.json: expected"):
         vgrad.cli.load(three)
     error(capsys, "evaluate", three, "--data", images)
-
-
-def test_a_text_that_has_no_end_is_refused(three):
-    path = three / "ensemble.json"
-    os.truncate(path, 2**40)
-    with pytest.raises(ValueError, match="got a damaged file"):
-        vgrad.cli.load(three)
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(FileNotFoundError, match=r"ensemble\.json: .*, got no file"):
-        vgrad.cli.load(three)
 
 
 def test_a_message_is_one_short_line_whatever_is_in_a_file(one, images, capsys):
@@ -357,7 +296,6 @@ FORGED = [
     (given(evil=1), "belongs to another version"),
     (given(members=10**9), MEMBERS),
     (given(members=-1), MEMBERS),
-    (given(members=9_999), "expected 9999 members, got another numb"),
     (given(epochs=10**9), "from 1 to 1000000 in 'epochs'"),
     (given(lr="fast"), RATE),
     (given(lr=10**400), RATE),
@@ -435,52 +373,3 @@ def test_figures_that_are_none_are_refused(either, capsys, line, message):
     path.write_text(f"{first}\n{line}\n")
     forge(either, length(path.stat().st_size))
     assert message in error(capsys, "train", "--resume", either)
-
-
-# Random changes.
-
-ODD = [None, True, 0, -1, 1, 2**31 - 5, 2**62, 2**64, 1e308, 0.5, "", "mlp"]
-ODD += ["os:system", "x" * 5000, "\x1b[0m\n", [], [[]], {}, {"a": 1}, "../x", "meta"]
-ODD += ["float16", json.loads("[" * 300 + "]" * 300)]
-
-
-def mutated(description, chance):
-    """Change one entry at any depth."""
-    node = description = copy.deepcopy(description)
-    while True:
-        key = chance.choice(list(node))
-        if not (isinstance(node[key], dict) and node[key]) or chance.random() < 0.2:
-            break
-        node = node[key]
-    if chance.random() < 0.2:
-        del node[key]
-    else:
-        node[key] = chance.choice(ODD)
-    return description
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_any_change_of_a_model_is_refused_or_harmless(either, images, capsys, seed):
-    chance, text = random.Random(seed), either / "ensemble.json"
-    if text.exists() and seed % 2 == 0:
-        text.write_text(json.dumps(mutated(json.loads(text.read_text()), chance)))
-    else:
-        kind = "ensemble" if text.exists() else "model"
-        path = either / f"{kind}.safetensors"
-        held, description = files.read_tensors(path, kind)
-        files.write_tensors(path, held, mutated(description, chance))
-    status(capsys, "evaluate", either, "--data", images)
-    with contextlib.suppress(ValueError):
-        vgrad.cli.load(either)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_any_change_of_a_state_is_refused_or_harmless(either, capsys, seed):
-    tensors, description = checkpoint.read_state(either)
-    changed = mutated(description, random.Random(seed))
-    files.write_tensors(either / "state.safetensors", tensors, changed)
-    before = contents(either)
-    if status(capsys, "train", "--resume", either)[0]:
-        assert contents(either) == before
-    else:
-        assert len(lines(either / "plain.jsonl")) == 2

@@ -38,9 +38,6 @@ def test_the_seed_alone_fixes_the_weights_and_torchs_generator_stays(name):
     other = models.build(name, SHAPE, seed=1).state_dict()
     oracle.assert_exact(again, first, 0)
     assert any(not torch.equal(first[key], other[key]) for key in first)
-    outline = models.outline(name, SHAPE).state_dict()
-    assert [v.shape for v in outline.values()] == [v.shape for v in first.values()]
-    assert all(value.is_meta for value in outline.values())
 
 
 def test_a_factory_is_found_where_the_user_is_and_gets_the_sizes(module):
@@ -57,7 +54,7 @@ def test_a_factory_is_found_where_the_user_is_and_gets_the_sizes(module):
     assert digests[1] == digests[2] != digests[3]
 
 
-SMALL, LARGE = {"height": 1}, {"height": 2**13, "width": 2**13, "classes": 2**16}
+SMALL = {"height": 1}
 MINE = "def make(**sizes):\n    return 1 / 0\ndef three(**sizes):\n    return 3\n"
 
 
@@ -66,8 +63,6 @@ MINE = "def make(**sizes):\n    return 1 / 0\ndef three(**sizes):\n    return 3\
     [
         ("cnn", SMALL, "got 1 x 7. Use --model mlp"),
         ("resnet", SMALL, "got 1 x 7. Use --model mlp"),
-        ("cnn", LARGE, "--model cnn: expected images and classes"),
-        ("mlp", LARGE, "--model mlp: expected images and classes"),
         ("lenet", {}, "expected one of cnn, mlp, resnet or a factory"),
         ("mine:", {}, "got ValueError: no such name"),
         (":make", {}, "got ValueError: no such name"),

@@ -72,8 +72,6 @@ a member of an enum
   beta = Level.LOW => beta.value => beta = Level.HIGH
 a default
   f = lambda value=2.0: value => f() => f.__defaults__ = (3.0,)
-a list as a default
-  held = [2.0]; f = lambda value=held: value[0] => f() => held[0] = 3.0
 a default of a keyword
   f = lambda *, beta=2.0: beta => f() => f.__kwdefaults__.update(beta=3.0)
 other defaults of keywords
@@ -136,12 +134,8 @@ objects with any attribute: same capture
   thing = AnyAttribute() => thing.beta => pass
 a class attribute
   own = kind(beta=2.0); thing = own() => thing.beta => own.beta = 3.0
-an inherited class attribute
-  own = kind(beta=2.0); thing = kind(own)() => thing.beta => own.beta = 3.0
 a class attribute that hides another
   own = kind(kind(beta=2.0)); thing = own() => thing.beta => own.beta = 3.0
-a class in a class
-  own = kind(beta=2.0); outer = kind(own=own) => outer.own.beta => own.beta = 3.0
 a special attribute of a class
   held = [2.0]; thing = kind(__scale__=held)() => thing.__scale__[0] => held[0] = 3.0
 a method replaced
@@ -159,15 +153,11 @@ an attribute of a member of an enum
 an attribute of a member of numbers
   mode = enum.IntFlag("Mode", "A B"); mode.A.weight = 2.0
   => mode.A.weight * (mode.A | mode.B) => mode.A.weight = 3.0
-a namespace
-  thing = types.SimpleNamespace(beta=2.0) => thing.beta => thing.beta = 3.0
 fields of a dataclass
   held = dataclasses.fields(Data)[0].metadata["a"]
   => dataclasses.fields(Data)[0].metadata["a"][0] => held[0] = 3.0
 slots
   thing = Slotted() => thing.beta => thing.beta = 3.0
-slots beside attributes
-  thing = kind(Slotted)() => thing() => thing.beta = 3.0
 private slots
   thing = Private() => thing.beta() => thing.set(3.0)
 a weak reference
@@ -186,8 +176,6 @@ unions and generics: same capture
   kinds = int | float, list[str] => 2.0 + isinstance(2, kinds[0]) => pass
 a counter of an object: changes values
   thing = Plain() => counts(thing)
-a count in a class: count
-  own = kind(beta=itertools.count()) => next(own.beta)
 a stream: BytesIO
   stream = io.BytesIO() => 2.0 + stream.tell()
 a context variable: ContextVar
@@ -215,16 +203,12 @@ the factory of a dictionary
   => held.default_factory = lambda: 3.0
 attributes of a dictionary
   held = kind(dict)() => perhaps(held) => held.beta = 3.0
-attributes of a number
-  held = kind(float)(2) => perhaps(held) => held.beta = 3.0
 keys of a dictionary
   thing = Plain(); held = {thing: 1.0} => first(held).beta => thing.beta = 3.0
 a list in a list
   inner = [2.0]; held = [inner] => held[0][0] => inner[0] = 3.0
 the sign of zero in a list
   held = [0.0] => 2.0 + math.copysign(1.0, held[0]) => held[0] = -0.0
-a longer list
-  held = [] => 2.0 + len(held) => held.append(1)
 a set
   held = {2.0} => sum(held) => held.add(1.0)
 the kind of a number in a set
@@ -240,18 +224,10 @@ a special method of a list
   held = [2.0]; length = held.__len__ => length() => held.append(3.0)
 an array
   held = np.array([2.0, 5.0]) => float(held[0]) => held[0] = 3.0
-an array in a dictionary
-  held = {"a": np.array([2.0])} => float(held["a"][0]) => held["a"][0] = 3.0
-a small array: same capture
-  held = np.full(2**11, 2.0) => float(held[0]) => pass
 a large array: 16392 bytes
   held = np.full(2**11 + 1, 2.0) => float(held[0])
 an array of objects: numpy with 8
   held = np.array([2.0], dtype=object) => held[0]
-a counter: changes values
-  held = {"beta": 2.0} => held.update(beta=held["beta"] + 1) or 2.0
-a list that grows: changes values
-  held = [] => held.append(1) or 2.0
 
 # Globals, builtins, modules and the environment.
 
@@ -259,10 +235,6 @@ a global
   global BETA; BETA = 2.0 => BETA => BETA = 3.0
 a global dictionary
   global HELD; HELD = {"beta": 2.0} => HELD["beta"] => HELD["beta"] = 3.0
-a global tensor
-  global BETA; BETA = torch.tensor(2.0) => BETA => BETA = torch.tensor(3.0)
-a global function
-  global f; f = lambda: 2.0 => f() => f = lambda: 3.0
 a global that appears
   global BETA => attempt(lambda: BETA) => BETA = 3.0
 a global that comes to hide a builtin
@@ -277,8 +249,6 @@ a global in evaluated text
   names = {"beta": 2.0} => eval("beta", names) => names["beta"] = 3.0
 a global in executed text
   names = {"beta": 2.0} => executed(names) => names["beta"] = 3.0
-globals without a name
-  names = {"beta": 2.0}; f = eval("lambda: beta", names) => f() => names["beta"] = 3.0
 globals of a module named like one of Python
   names = {"__name__": "profile", "__file__": "/mine/profile.py", "beta": 2.0}
   f = eval("lambda: beta", names) => f() => names["beta"] = 3.0
@@ -304,8 +274,6 @@ an attribute of a module
 an attribute of a module in a module
   inner = module(beta=2.0); outer = module(inner=inner) => outer.inner.beta
   => inner.beta = 3.0
-an attribute of a module that is an attribute
-  held = module(beta=2.0); thing = Plain(held) => thing.beta.beta => held.beta = 3.0
 an attribute of a module with a computed name
   held = module(beta=2.0); name = "be" + "ta" => getattr(held, name) => held.beta = 3.0
 an attribute of a module by an attrgetter
@@ -330,15 +298,10 @@ a module found in sys.modules: sys.modules
 a module found by importlib: import_module
   held = installed(beta=2.0) => importlib.import_module("state_b").beta
   => held.beta = 3.0
-a module replaced for importlib: import_module
-  installed(beta=2.0) => importlib.import_module("state_b").beta
-  => installed(beta=3.0)
 a module found by import: __import__
   held = installed(beta=2.0) => __import__("state_b").beta => held.beta = 3.0
 a module that the loss imports
   held = installed(beta=2.0) => imports() => held.beta = 3.0
-a name that the loss imports
-  held = installed(beta=2.0) => imports_name() => held.beta = 3.0
 a module that the loss imports, replaced
   installed(beta=2.0) => imports() => installed(beta=3.0)
 a module that appears: captured again, or reads sys.modules where others have hooks
@@ -356,9 +319,6 @@ a class of an installed package: same capture
 the environment
   os.environ["VGRAD_BETA"] = "2.0" => float(os.environ["VGRAD_BETA"])
   => os.environ["VGRAD_BETA"] = "3.0"
-getenv
-  os.environ["VGRAD_BETA"] = "2.0" => float(os.getenv("VGRAD_BETA", ""))
-  => os.environ["VGRAD_BETA"] = "3.0"
 standard output: same capture
   => print("", end="", file=sys.stderr) or 2.0 => pass
 
@@ -372,12 +332,8 @@ a method named like a clock: same capture
   => 2.0 + datetime.datetime(2000, 1, 1, 3).time().hour => pass
 a generator of torch: Generator
   generator = torch.Generator().manual_seed(1) => torch.rand((), generator=generator)
-a generator of numpy: Generator
-  generator = np.random.default_rng(1) => generator.random()
 a generator of Python: Random
   generator = random.Random(1) => generator.random()
-a method of a generator of Python: Random
-  f = random.Random(1).random => f()
 numbers of Python: draws random numbers
   random.seed(1) => random.random()
 numbers of numpy: draws random numbers
@@ -402,8 +358,6 @@ a tensor made of numbers: same capture
   => torch.tensor([2.0, 3.0]).sum() => pass
 the shape of a tensor
   t = torch.ones(2) => t.sum() => t.data = torch.ones(3)
-the shape of a tensor alone
-  t = torch.ones(2) => len(t) => t.data = torch.ones(3)
 the dtype of a tensor
   t = torch.ones(()) => t.itemsize => t.data = torch.ones((), dtype=D)
 whether a tensor requires grad
@@ -416,9 +370,6 @@ hooks of a tensor: reads `._backward_hooks`
   => t.register_hook(lambda grad: grad)
 grad of a tensor that appears: reads `.grad`
   t = ones().requires_grad_() => 1.0 + (t.grad is None) => t.grad = ones()
-grad of a tensor that disappears: reads `.grad`
-  t = ones().requires_grad_(); t.grad = ones()
-  => 1.0 + (getattr(t, "gr" + "ad") is None) => t.grad = None
 the version of a tensor: reads `._version`
   t = ones() => 1.0 + bool(t._version) => t.mul_(1)
 a place in memory: the memory .*storage_offset
@@ -429,8 +380,6 @@ an attribute of a tensor
   t = ones(tau=2.0) => t.sum() * t.tau => t.tau = 5.0
 an attribute that a tensor gets
   t = ones() => getattr(t, "tau", 2.0) => t.tau = 5.0
-an attribute that a tensor loses
-  t = ones(tau=5.0) => getattr(t, "tau", 2.0) => del t.tau
 an object in an attribute of a tensor
   t = ones(config=Plain()) => t.config.beta => t.config.beta = 5.0
 a tensor in an attribute of a tensor
@@ -450,9 +399,6 @@ a module beside the loss: same capture
   f = teacher() => f(X[0]).sum() => f.weight.fill_(3.0)
 an attribute of a parameter beside the loss
   t = teacher().weight; t.tau = 2.0 => t.sum() * t.tau => t.tau = 5.0
-an attribute of a buffer beside the loss
-  t = ones(tau=2.0); f = nn.Module(); f.register_buffer("b", t) => f.b.sum() * f.b.tau
-  => t.tau = 5.0
 a hook on a module beside the loss
   f = teacher() => f(X[0]).sum()
   => f.register_forward_hook(lambda *given: 2 * given[2])
@@ -468,9 +414,6 @@ a count in a module of torch: count
 an array in a function that torch holds: array
   held = array.array("d", [2.0]); loader = DataLoader([0], collate_fn=lambda: held[0])
   => loader.collate_fn()
-an array in an object that torch holds: array
-  held = array.array("d", [2.0]); loader = DataLoader([0], collate_fn=Plain(held))
-  => loader.collate_fn.beta[0]
 an iterator in an object of torch: same capture
   sampler = SequentialSampler([COUNT]) => float(len(sampler)) => pass
 a function of autograd
@@ -486,17 +429,12 @@ a function of Python
   => math.erf(4.0) => vars(math)["erf"] = lambda x: 7.0
 forward of a layer
   f = nn.ReLU(); t = ones() => f(t).sum() => nn.ReLU.forward = lambda self, x: 3 * x
-a method of a layer
-  f = nn.Conv1d(1, 1, 1).double().requires_grad_(False) => f(X[None, :1]).sum()
-  => nn.Conv1d._conv_forward = lambda self, x, weight, bias: 3 * x
 the call of all modules: does not repeat
   f = nn.ReLU(); t = ones() => f(t).sum() => nn.Module.__call__ = lambda self, x: 3 * x
 a method of tensors
   t = ones() => t.erfc().sum() => torch.Tensor.erfc = lambda self: 3 * self
 an operator of tensors
   t = ones() => (4.0**t).sum() => torch.Tensor.__rpow__ = lambda self, other: 7 * self
-an inherited operator of tensors
-  t = ones() => (2 * t % 3.0).sum() => torch.Tensor.__mod__ = lambda self, _: 7 * self
 the default dtype
   => 1.0 + (torch.get_default_dtype() == D) => torch.set_default_dtype(D)
 the precision of float32
@@ -751,9 +689,8 @@ _REPLACED = {
     F: ("gelu", "linear"),
     math: ("erf",),
     nn.ReLU: ("forward",),
-    nn.Conv1d: ("_conv_forward",),
     nn.Module: ("__call__",),
-    torch.Tensor: ("erfc", "__rpow__", "__mod__"),
+    torch.Tensor: ("erfc", "__rpow__"),
     builtins: ("SCALE_OF_ALL", "ascii"),
 }
 

@@ -237,15 +237,3 @@ def test_a_skipped_train_step_is_no_redo():
     found, expected = (problems.taken(each, state, calls) for each in (compiled, step))
     oracle.assert_exact(found, expected, 0)
     assert [each.redos for each in compiled.reports()] == [0, 0]
-
-
-def test_the_state_moves_once_where_the_flag_is_up():
-    tx = optim.sgd(1.0)
-    step = private_step(problems.sites, tx, problems.plan(noise_multiplier=0.0))
-    compiled = vgrad.compile(step, batch_sizes=[3], fallback="error")
-    state = TrainState.create(tx, problems.sites_params(), {}, seed=1)
-    for seed in range(2):
-        compiled(state, *sites_batch(3, seed=seed))
-    new, metrics = compiled(state, *sites_batch(3, "nan", "nan", "nan"))
-    oracle.assert_exact(new.params, PARAMS, 0)
-    assert int(metrics["nonfinite"]) == 3

@@ -178,19 +178,6 @@ def test_a_function_need_not_be_defined_at_the_points_close_by():
         verification.close(lambda x: 1.01 * factor(x), factor, (edge,), draws=False)
 
 
-@pytest.mark.parametrize(("off", "points"), [(0.0, 1), (1e-7, 1), (1e-3, 4)])
-def test_no_more_points_are_tried_than_are_needed(off, points):
-    tried = []
-
-    def compiled(x):
-        tried.append(x)
-        return [torch.sin(x) * (1 + off)]
-
-    with nullcontext() if points == 1 else pytest.raises(Unrepeatable, match="off by"):
-        verification.close(compiled, lambda x: [torch.sin(x)], (EIGHT,), draws=False)
-    assert len(tried) == points
-
-
 def test_the_points_close_by_are_ordinary_arguments():
     shared = BATCH[:, :1].relu().expand(6, 5)
     every_other = torch.zeros(6, 10)[:, ::2].copy_(BATCH)

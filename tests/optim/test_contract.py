@@ -384,14 +384,6 @@ def test_steps_are_counted_once_for_all_parameters_in_states_with_slots_of_torch
     )
 
 
-def test_optimizers_without_decay_need_no_parameters():
-    params, loss = perceptron()
-    grads = gradients(loss, params)
-    for tx in (optim.sgd(0.1, momentum=0.9), optim.adam(), optim.adamw(weight_decay=0)):
-        state = tx.init(params)
-        assert_exact(tx.update(grads, state), tx.update(grads, state, params), 0)
-
-
 DIRECTIONS = {
     "amsgrad": optim.adam(1.0, amsgrad=True, eps=0.0),
     "centered": optim.rmsprop(1.0, centered=True, eps=0.0),

@@ -115,12 +115,6 @@ def test_schedules_start_at_zero_and_move_the_decay_as_in_torch(name, options):
     assert_exact(train(tx, params, loss, 20)[0], expected, 1e-12)
 
 
-def test_a_schedule_may_return_a_number():
-    params, loss = perceptron()
-    expected, _ = train(optim.sgd(0.1), params, loss, 3)
-    assert_exact(train(optim.sgd(lambda count: 0.1), params, loss, 3)[0], expected, 0)
-
-
 NAMES = st.text("abcdef", min_size=1, max_size=3)
 SIZES = st.lists(st.integers(0, 3), max_size=3).map(tuple)
 

@@ -168,3 +168,12 @@ def test_doubts_of_all_parameters_are_mended(clipping, small, monkeypatch):
     single = [compute(params, {}, x[n : n + 1], g[n : n + 1]).grads for n in range(9)]
     total = {name: sum(each[name].double() for each in single) for name in params}
     assert oracle.error(found.grads, total) < 2e-6
+
+
+def test_norms_of_zeros_form_no_gradients():
+    params, x = {"w": torch.zeros(300, 300)}, torch.zeros(6, 4, 300)
+    compute = vgrad.per_sample_norm(lambda p, b, x: F.linear(x, p["w"]).sum())
+    with losses.Peak() as peak:
+        found = compute(params, {}, x)
+    assert not bool(found.any())
+    assert peak.most < 300 * 300 * 8  # bytes of one in float64

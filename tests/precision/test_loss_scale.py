@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,12 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from tests.examples import examples
 from tests.oracle import assert_exact
-from vgrad.cli import checkpoint
 from vgrad.precision import (
     DynamicLossScale,
     NoOpLossScale,
@@ -23,7 +22,6 @@ from vgrad.precision import (
     all_finite,
     select_tree,
 )
-from vgrad.tree import state_dict
 
 YES, NO = torch.tensor(True), torch.tensor(False)
 FIXED = {"period": 3, "factor": 4.0, "min": 2.0**-20, "max": 2.0**20}
@@ -99,7 +97,7 @@ mostly_finite = st.lists(
 
 
 @given(mostly_finite, st.integers(1, 6), st.sampled_from([2.0, 4.0]))
-@examples(40)
+@examples(20)
 def test_between_the_limits_the_trace_is_that_of_a_grad_scaler(finite, period, factor):
     options = {"period": period, "factor": factor}
     scale = DynamicLossScale(1.0, **options, min=2.0**-126, max=2.0**127)
@@ -169,25 +167,16 @@ def test_scaled_and_unscaled_are_float32_or_wider(kind, dtype, shape):
     assert_exact(found, tuple(expected), 0)
 
 
-@every_kind
-def test_other_leaves_are_returned_unchanged(kind):
-    scale, ids, mask = kind(2.0), torch.arange(3), torch.tensor([True, False])
-    tree = {"ids": ids, "mask": [mask, None], "number": (3, 0.5, "name"), "none": None}
+@pytest.mark.parametrize(
+    "scale", [NoOpLossScale(), StaticLossScale(2.0), DynamicLossScale(2.0)]
+)
+def test_other_leaves_are_returned_unchanged(scale):
+    ids, mask = torch.arange(3), torch.tensor([True, False])
+    tree = {"ids": ids, "mask": [mask, None], "number": (3, 0.5, "name"), "none": {}}
     for result in (scale.scale(tree), scale.unscale(tree)):
         assert result["ids"] is ids
         assert result["mask"][0] is mask
-        assert (result["mask"][1], result["none"]) == (None, None)
-        assert result["number"] == (3, 0.5, "name")
-    for empty in ({}, [], (), None, {"a": {}}):
-        assert scale.scale(empty) == scale.unscale(empty) == empty
-
-
-def test_no_scaling_returns_the_tree_itself():
-    scale, tree = NoOpLossScale(), {"w": torch.ones(2)}
-    assert scale.loss_scale == 1.0
-    assert scale.scale(tree) is scale.unscale(tree) is tree
-    x = torch.arange(3.0)
-    assert torch.equal(torch.vmap(lambda s, x: s.scale(x))(scale, x), x)
+        assert (result["number"], result["none"]) == ((3, 0.5, "name"), {})
 
 
 @every_kind
@@ -243,37 +232,13 @@ def test_scales_of_different_options_have_different_structures(name):
         select_tree(YES, a, b)
 
 
-def test_a_saved_scale_can_be_loaded(tmp_path):
-    fresh = DynamicLossScale(1.0, **FIXED), StaticLossScale(1.0), NoOpLossScale()
-    state = {"scales": (worn(), StaticLossScale(2.0), NoOpLossScale())}
-    places = "[0].loss_scale", "[0].counter", "[1].loss_scale"
-    assert set(state_dict(state)) == {f"['scales']{place}" for place in places}
-    checkpoint.save_state(tmp_path, state, {})
-    tensors, _ = checkpoint.read_state(tmp_path)
-    read = checkpoint.restored({"scales": fresh}, tensors)
-    for one, other in zip(read["scales"], state["scales"], strict=True):
-        assert_same(one, other)
-
-
-# No value is read: a graph has none, and tensors on meta have none.
+# No value is read: tensors on meta have none.
 
 
 def a_step(scale, grads, new, old):
     """Call every function of a step with a loss scale."""
     finite = all_finite(scale.unscale(scale.scale(grads)))
     return select_tree(finite, new, old), scale.adjust(finite)
-
-
-def test_one_graph_of_a_step_takes_both_branches():
-    def step(scale, grad):
-        return a_step(scale, {"w": grad}, {"w": grad}, {"w": torch.zeros(2)})
-
-    scale = DynamicLossScale(8.0, period=1)
-    graph = make_fx(step, tracing_mode="fake")(scale, torch.ones(2))
-    for grad, value in ((torch.ones(2), 16.0), (torch.tensor([1.0, math.nan]), 4.0)):
-        chosen, new = graph(scale, grad)
-        assert new.loss_scale.item() == value
-        assert torch.equal(chosen["w"], grad.nan_to_num(0).floor() * (value == 16.0))
 
 
 def test_a_step_runs_on_meta_and_moves_the_scale_to_the_device_of_the_gradients():
@@ -292,14 +257,12 @@ def test_a_step_runs_on_meta_and_moves_the_scale_to_the_device_of_the_gradients(
 
 
 @every_dtype
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_all_finite_finds_one_number_anywhere(dtype, bad):
-    bads = [complex(0, bad), complex(bad, 0)] if dtype.is_complex else [bad]
-    for place, value in ((place, value) for place in range(3) for value in bads):
+def test_all_finite_finds_one_number_anywhere(dtype):
+    for place, bad in product(range(3), (math.inf, -math.inf, math.nan)):
         leaves = [torch.ones(shape, dtype=dtype) for shape in ((), (2, 3), 4, 0)]
         tree = {"a": leaves[0], "b": (leaves[1], [leaves[3]]), "n": 3, "d": leaves[2]}
         assert all_finite(tree).item() is True
-        leaves[place].view(-1)[-1] = value
+        leaves[place].view(-1)[-1] = complex(0, bad) if dtype.is_complex else bad
         assert all_finite(tree).item() is False
 
 
@@ -328,28 +291,13 @@ def test_all_finite_per_member():
 def test_one_tree_or_the_other_is_selected_bit_by_bit(pred):
     new = {"w": torch.tensor([1.0, math.nan]), "n": (torch.tensor(2), None, 3, "text")}
     old = {"n": (torch.tensor(5), None, 3, "text"), "w": torch.tensor([-0.0, math.inf])}
+    new["dtypes"] = [torch.ones(2, dtype=x) for x in (*DTYPES, torch.int64, torch.bool)]
+    old["dtypes"] = [torch.zeros_like(x) for x in new["dtypes"]]
     result = select_tree(pred, new, old)  # dictionaries match by name
     assert pytree.tree_structure(result) == pytree.tree_structure(new)
     assert_exact(result, {name: (new if pred else old)[name] for name in new}, 0)
-    for dtype in (*DTYPES, torch.int64, torch.uint8, torch.bool):
-        one, zero = torch.ones(2, dtype=dtype), torch.zeros(2, dtype=dtype)
-        expected = one if pred else zero
-        result = select_tree(pred, [one, one[0]], [zero, zero[0]])
-        assert_exact(result, [expected, expected[0]], 0)
-    for empty in ({}, [], None, {"a": ()}):
-        assert select_tree(pred, empty, empty) == empty
     scales = worn().adjust(NO), worn()
     assert_same(select_tree(pred, *scales), scales[0 if pred else 1])
-    assert_same(select_tree(pred, NoOpLossScale(), NoOpLossScale()), NoOpLossScale())
-
-
-@pytest.mark.parametrize("pred", [True, False])
-def test_gradients_reach_the_selected_tree_only(pred):
-    new = torch.tensor([math.inf, math.nan, 1.0], requires_grad=True)
-    old = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-    result = select_tree(torch.tensor(pred), {"w": new}, {"w": old})["w"]
-    grads = torch.autograd.grad((result * 2).sum(), (new, old))
-    assert_exact(grads, tuple(torch.full((3,), 2.0 * on) for on in (pred, not pred)), 0)
 
 
 def test_members_are_selected_one_by_one():

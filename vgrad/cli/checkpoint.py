@@ -8,18 +8,15 @@ parameters and buffers and is the only file meant for release. In the run of an 
 a line of JSON for each epoch; they are computed from the private data without noise and
 are not for release. Nothing is pickled.
 
-Anybody can write a state and seal it. It may neither name a file that is not one of the
-run's, nor claim a progress that its tensors and figures do not have: a run goes on only
-after all of that has been checked here.
+A run goes on only if tensors and figures have the progress that its state claims.
 """
 
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
-import torch
 from torch import Tensor, nn
 
 from vgrad import checks, files, tree
@@ -40,12 +37,6 @@ FILES = (*STATES, MODEL, ENSEMBLE, ENSEMBLE_TEXT)
 
 FIGURES = {"private": "metrics.jsonl", "plain": "plain.jsonl"}
 """The figures of the two runs, private and plain SGD."""
-
-_LONGEST_TEXT = 2**20
-"""Bytes of a description, which has a few hundred."""
-
-_MOST_IN_A_FILE = 2**20
-"""Members, beyond which the size of an entry may not fit into 64 bits."""
 
 _STATE_KIND = "training state"
 _SECTIONS = ("arguments", "lengths", "data", "plan", "model", "machine", "forms")
@@ -79,16 +70,6 @@ def check_entries(before: Description) -> None:
     kinds = {"step": whole(0), **dict.fromkeys(_SECTIONS, TABLE)}
     kinds["extended"] = optional(several(whole(1, MOST_EPOCHS)))
     check(STATE, before, kinds)
-
-
-def check_members(tensors: Mapping[str, Tensor], members: int) -> None:
-    """Raise a ValueError if an ensemble's state has more or fewer members.
-
-    A template of as many members as its description claims could take all memory.
-    """
-    plain = [t for name, t in tensors.items() if name.startswith(".plain.params")]
-    if members > 1 and any(not t.numel() or t.shape[:1] != (members,) for t in plain):
-        raise ValueError(f"{STATE}: expected {members} members, got another number.")
 
 
 def restored(template: Tree, tensors: dict[str, Tensor]) -> Tree:
@@ -130,11 +111,6 @@ def check_progress(
             f"that it claims, got some after {sorted(taken)}."
         )
     check(f"{path}, lengths", lengths, dict.fromkeys(names, whole(0)))
-    if unknown := lengths.keys() - set(names):
-        raise ValueError(
-            f"{path}, lengths: expected {', '.join(names)}, got "
-            f"{checks.listed(unknown)}, which no run writes to."
-        )
     past = [end for end in ends if end <= step]
     for name in names:
         if [line.step for line in read(folder / name, lengths[name])] != past:
@@ -190,28 +166,28 @@ def append(path: Path, record: Record) -> int:
         for name, value in record._asdict().items()
         if value is not None or name not in Record._field_defaults
     }
-    descriptor = _open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    with open(descriptor, "a", encoding="ascii") as file:
+
+    def private(name: str, flags: int) -> int:
+        return os.open(name, flags, 0o600)
+
+    with open(path, "a", encoding="ascii", opener=private) as file:
         file.write(json.dumps(entries, allow_nan=False) + "\n")
         file.flush()
-        os.fsync(descriptor)
+        os.fsync(file.fileno())
         return file.tell()
 
 
 def cut(path: Path, length: int) -> None:
     """Cut off the lines of steps after the saved state."""
-    if os.path.lexists(path):
-        with open(_open(path, os.O_RDWR), "r+b") as file:
+    if path.exists():
+        with path.open("r+b") as file:
             file.truncate(length)
             os.fsync(file.fileno())
 
 
 def read(path: Path, length: int) -> list[Record]:
     """Read the first `length` bytes, which are the lines of the saved state."""
-    content = b""
-    if os.path.lexists(path):
-        with open(_open(path, os.O_RDONLY), "rb") as file:
-            content = file.read(min(length, os.fstat(file.fileno()).st_size))
+    content = path.read_bytes()[:length] if path.exists() else b""
     if len(content) < length:
         raise ValueError(
             f"{path}: expected the {length} bytes of the saved state, got "
@@ -228,14 +204,6 @@ def read(path: Path, length: int) -> list[Record]:
         check(where, entries, _KINDS)
         records.append(Record(**{name: entries.get(name) for name in Record._fields}))
     return records
-
-
-def _open(path: Path, flags: int) -> int:
-    """Open a file of the folder, for its owner alone: no link is followed, no pipe."""
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    if flags & (os.O_WRONLY | os.O_RDWR):
-        os.fchmod(descriptor, 0o600)
-    return descriptor
 
 
 # Models.
@@ -264,37 +232,34 @@ def read_model(
     """Rebuild a model, or an ensemble `[E, ...]`, in evaluation mode and on the CPU.
 
     `named` is the model as the caller names it, which only code from outside of this
-    package needs, and `member` the one member of an ensemble to read. Nothing larger
-    than the file is made from the sizes in the file.
+    package needs, and `member` the one member of an ensemble to read.
     """
     if holds_ensemble(folder):
         path, called = folder / ENSEMBLE_TEXT, "expected the description of an ensemble"
         if not path.is_file():
             raise FileNotFoundError(f"{path}: {called}, got no file.")
         try:
-            with path.open("rb") as file:
-                description = files.from_json(file.read(_LONGEST_TEXT))
+            description = files.from_json(path.read_bytes())
         except ValueError as error:
             damaged = f"{path}: {called}, got a damaged file ({error})."
             raise ValueError(damaged) from error
-        check(str(path), description, {"members": whole(1, _MOST_IN_A_FILE)})
+        check(str(path), description, {"members": whole(1)})
         fmodel, params, buffers = _template(path, description, named)
         path, count = folder / ENSEMBLE, description["members"]
-        tensors, metadata = files.read_tensors(path, "ensemble")
-        if metadata.get("members") != count:
-            raise ValueError(
-                f"{path}: expected {count} members, got {metadata.get('members')!r}."
-            )
+        tensors, _ = files.read_tensors(path, "ensemble")
+        if any(tensor.shape[:1] != (count,) for tensor in tensors.values()):
+            raise ValueError(f"{path}: expected {count} members, got another number.")
         if member is not None and member >= count:
             raise ValueError(
                 f"{path}: expected a file with member {member}, got {count} members."
             )
-        params, buffers = _blank(params, count), _blank(buffers, count)
+        one = {name: tensor[0] for name, tensor in tensors.items()}
     else:
         path = folder / MODEL
         tensors, description = files.read_tensors(path, "model")
+        one = tensors
         fmodel, params, buffers = _template(path, description, named)
-    tree.check_fit(str(path), {**params, **buffers}, tensors)
+    tree.check_fit(str(path), {**params, **buffers}, one)
     rows = ... if member is None else member
     params, buffers = (
         {
@@ -313,20 +278,9 @@ def _template(
     check(str(path), description, {"model": TEXT, "shape": TABLE})
     spec, shape = description["model"], shape_of(str(path), description["shape"])
     models.check_named(str(path), spec, named)
-    ours = spec in models.MODELS
-    model = models.outline(spec, shape) if ours else models.build(spec, shape, seed=0)
+    model = models.build(spec, shape, seed=0)
     fmodel, params, buffers = make_functional_with_buffers(model)
     return fmodel.eval(), params, buffers
-
-
-def _blank(values: Mapping[str, Tensor], members: int) -> dict[str, Tensor]:
-    """Make entries `[E, *shape]` on the CPU, without memory of their own."""
-    return {
-        name: torch.zeros((), dtype=t.dtype, requires_grad=t.requires_grad).expand(
-            members, *t.shape
-        )
-        for name, t in values.items()
-    }
 
 
 def _text(description: Description) -> bytes:

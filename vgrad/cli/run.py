@@ -100,7 +100,9 @@ def _resume(folder: Path, arguments: Namespace, mesh: DeviceMesh | None) -> None
                 locks.enter_context(_locked(folder))
         with ranks.together("train, its checks"):
             job, states, before = _checked(folder, arguments, mesh)
-        lengths = before["lengths"]
+        lengths = {
+            FIGURES[run]: before["lengths"][FIGURES[run]] for run in job.trainers
+        }
         if before["step"] == job.ends[-1] and (folder / report.PAGE).exists():
             report.say(f"The run in {folder} is finished; nothing was changed.")
             return
@@ -118,7 +120,6 @@ def _checked(
     tensors, before = checkpoint.read_state(folder)
     checkpoint.check_entries(before)
     settings = Settings.recorded(before["arguments"], arguments)
-    checkpoint.check_members(tensors, settings.members)
     epochs = [settings.epochs, *(before.get("extended") or [])]
     job = setup.prepare(settings, _extended(epochs, arguments), mesh)
     description = job.description

@@ -18,9 +18,6 @@ from vgrad_command import BATCH, KINDS, Kind, spelled, whole
 
 # Entries of files: a Kind has words for the values of an entry, and a test.
 
-_MOST_FEATURES = 2**31
-"""Numbers in an image, beyond which a layer's size may not fit into 64 bits."""
-
 TABLE = Kind("a dictionary", lambda value: isinstance(value, dict))
 
 
@@ -63,16 +60,9 @@ def check(where: str, entries: Any, kinds: Mapping[str, Kind]) -> None:
 
 def shape_of(where: str, entries: Any) -> Shape:
     """Return the images and classes of a saved model; a ValueError as of `check`."""
-    side = whole(1, _MOST_FEATURES)
-    kinds = {name: side for name in Shape._fields} | {"classes": whole(1, MOST_CLASSES)}
+    kinds = dict.fromkeys(Shape._fields, whole(1)) | {"classes": whole(1, MOST_CLASSES)}
     check(f"{where}, shape", entries, kinds)
-    shape = Shape(**{name: entries[name] for name in Shape._fields})
-    if math.prod(shape[:3]) > _MOST_FEATURES:
-        raise ValueError(
-            f"{where}, shape: expected images of at most {_MOST_FEATURES} numbers, got "
-            f"{' x '.join(map(str, shape[:3]))}."
-        )
-    return shape
+    return Shape(**{name: entries[name] for name in Shape._fields})
 
 
 # Arguments.

@@ -23,7 +23,6 @@ from vgrad.compiled.captures import (
 from vgrad.compiled.captures import CompileWarning as CompileWarning
 from vgrad.compiled.functions import (
     Captured,
-    CompiledFunction,
     checked_sizes,
     sizes_of_plan,
 )
@@ -157,7 +156,7 @@ def compile(
     elif isinstance(function, TrainingStep):
         compiled = replace(function, execute=function.reduce.execution(captures))
     elif isinstance(function, EnsembleGradFn | EnsembleForward):
-        compiled = CompiledFunction(function, captures)
+        compiled = function.executed_by(captures)
     else:
         raise TypeError(
             f"compile(transform): expected a per-sample transform, a training step, "

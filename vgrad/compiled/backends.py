@@ -1,26 +1,25 @@
-"""The code that runs a graph: compiled, or recorded by a GPU, and the fastest of them.
-
-A recording launches all kernels of a graph at once. It reads and writes the same memory
-each time: every call copies its arguments into it, and the results out of it.
-"""
+"""The code that runs a graph: compiled, a CUDA graph, and the fastest of them."""
 
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from vgrad.compiled.graph import Graph, is_random, written_to
+from vgrad.compiled.graph import Graph, written_to
 from vgrad.conditions import Unrepeatable
 from vgrad.torch_private import modes, tracing
 from vgrad.torch_private.kernels import copy_all_
+from vgrad.torch_private.tensors import may_draw
 from vgrad.tree import no_autocast
 
 Run = Callable[..., Sequence[Tensor]]
+
+DEVICE = "cuda"
+"""The devices that record graphs."""
 
 _SMALL = 2**15
 """Numbers in a tensor that a kernel goes through in microseconds, as Python calls it.
@@ -45,7 +44,7 @@ def tried(backend: str, tensors: list[Tensor]) -> tuple[str, ...]:
     """Return the backends to build beside a replay; `auto` records on a GPU alone."""
     if backend != "auto":
         return () if backend == "replay" else (backend,)
-    on_gpu = any(each.device.type == OnCuda.device for each in tensors)
+    on_gpu = any(each.device.type == DEVICE for each in tensors)
     return ("inductor", "cudagraph") if on_gpu else ("inductor",)
 
 
@@ -79,128 +78,70 @@ def compiled(graph: Graph, tensors: list[Tensor]) -> Run:
         raise Unrepeatable(f"Inductor fails: {line}") from error
 
 
-# Recordings.
-
-
-class Recording(Protocol):
-    """The recording of a device: its results in memory, and a launch of it."""
-
-    outputs: Sequence[Tensor]
-
-    def launch(self) -> None:
-        """Run all that was recorded."""
-        ...
-
-    def turn(self) -> Any:
-        """Return a context in which one call runs behind the one before it."""
-        ...
-
-
-class OnCuda:
-    """A CUDA graph.
-
-    torch wants a few runs on another stream before, in which libraries choose their
-    kernels and get their memory. Random numbers follow from the generator's state at
-    each launch.
-    """
-
-    device = "cuda"
-
-    def __init__(self, run: Run, inputs: Sequence[Tensor]) -> None:
-        self._place = inputs[0].device
-        self._done: Any = None
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._place):
-            aside, now = torch.cuda.Stream(), torch.cuda.current_stream()
-            aside.wait_stream(now)
-            with torch.cuda.stream(aside):
-                for _ in range(_RUNS):
-                    run(*inputs)
-            now.wait_stream(aside)
-            # Other threads may use the GPU meanwhile.
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self.outputs = run(*inputs)
-
-    def launch(self) -> None:
-        """Launch the graph on the current stream."""
-        self._graph.replay()
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Wait, on the GPU, for the call before, which may be on another stream."""
-        with torch.cuda.device(self._place):
-            stream = torch.cuda.current_stream()
-            if self._done is not None:
-                stream.wait_event(self._done)
-            yield
-            self._done = stream.record_event()
-
-
-_RUNS = 3
-"""Runs before a recording, as https://docs.pytorch.org/docs/stable/notes/cuda.html."""
+# CUDA graphs.
 
 
 def recorded(run: Run, graph: Graph, tensors: Sequence[Tensor]) -> Run:
-    """Record a replay for inputs like these, as a function of arguments anywhere.
+    """Record a replay as a CUDA graph, a function of arguments anywhere in memory.
 
-    `Unrepeatable` if a recording would not repeat something, or the device fails.
+    The graph reads and writes the same memory each time, so one call runs behind the
+    one before it, which may be on another stream. `Unrepeatable` if a recording would
+    not repeat something, or the device fails.
     """
     inputs = [*tensors, *graph.closed]
-    check_recordable(graph.module, inputs, OnCuda.device)
+    check_recordable(graph.module, inputs)
+    layouts = [(each.shape, each.stride()) for each in inputs]
+    place = inputs[0].device
+
+    def run_in(*memory: Tensor) -> Sequence[Tensor]:
+        pairs = zip(memory, layouts, strict=True)
+        return run(*(each.as_strided(*layout) for each, layout in pairs))
+
     try:
-        with torch.no_grad(), no_autocast(inputs[0].device):
+        with torch.no_grad(), no_autocast(place), torch.cuda.device(place):
             own = [memory_of(each).clone() for each in inputs]
-            recording: Recording = OnCuda(
-                run,
-                [
-                    memory.as_strided(each.shape, each.stride())
-                    for memory, each in zip(own, inputs, strict=True)
-                ],
-            )
+            launch: Any = torch.cuda.make_graphed_callables(run_in, tuple(own))
+            done, lock = torch.cuda.Event(), threading.Lock()
     except RuntimeError as error:
         line = str(error).strip().partition("\n")[0]
         raise Unrepeatable(f"recording it fails: {line}") from error
-    into, out, lock = _by_kind(own), _by_kind(recording.outputs), threading.Lock()
 
     def launched(*inputs: Tensor) -> Sequence[Tensor]:
-        with lock, recording.turn():
-            _copy(into, own, [*map(memory_of, inputs)])
-            recording.launch()
-            results = [*map(torch.empty_like, recording.outputs)]
-            _copy(out, results, recording.outputs)
+        with lock, torch.cuda.device(place):
+            stream = torch.cuda.current_stream()
+            stream.wait_event(done)
+            _copy(own, [*map(memory_of, inputs)])
+            outputs = launch(*own)
+            results = [*map(torch.empty_like, outputs)]
+            _copy(results, outputs)
+            done.record(stream)
         return results
 
     return launched
 
 
-def _by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Number tensors in groups of a device and dtype, which one launch copies."""
-    groups: dict[Any, list[int]] = {}
-    for number, each in enumerate(tensors):
-        groups.setdefault((each.device, each.dtype), []).append(number)
-    return [*groups.values()]
+def _copy(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy tensors into others, one launch for each device and dtype."""
+    kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for one, other in zip(into, tensors, strict=True):
+        ones, others = kinds.setdefault((one.device, one.dtype), ([], []))
+        ones.append(one)
+        others.append(other)
+    for pair in kinds.values():
+        copy_all_(*pair)
 
 
-def _copy(
-    groups: list[list[int]], into: Sequence[Tensor], tensors: Sequence[Tensor]
-) -> None:
-    for numbers in groups:
-        copy_all_([into[n] for n in numbers], [tensors[n] for n in numbers])
-
-
-def check_recordable(
-    module: fx.GraphModule, inputs: Sequence[Tensor], device: str
-) -> None:
+def check_recordable(module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
     """Refuse graphs of which a recording would repeat a part alone.
 
     Ops of the CPU would run once. That is right if they always compute the same, as of
     numbers that the function writes out.
     """
     places = {each.device for each in inputs}
-    if {each.type for each in places} != {device} or len(places) > 1:
+    if {each.type for each in places} != {DEVICE} or len(places) > 1:
         where = sorted(map(str, places)) or "none"
         raise Unrepeatable(
-            f"recordings are of tensors that all are on one {device} device, and its "
+            f"recordings are of tensors that all are on one {DEVICE} device, and its "
             f"tensors are on {where}"
         )
     if any(each.is_conj() or each.is_neg() for each in inputs):
@@ -210,7 +151,7 @@ def check_recordable(
         if node.op == "get_attr" or (
             node.op == "call_function"
             and fixed.issuperset(node.all_input_nodes)
-            and not is_random(node.target)
+            and not may_draw(node.target)
         ):
             fixed.add(node)
         value = node.meta.get("val")

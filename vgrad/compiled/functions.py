@@ -27,45 +27,6 @@ from vgrad.persample.engine import (
 from vgrad.persample.grad import check_weights
 
 
-class CompiledFunction:
-    """A function of an ensemble that runs as graphs, with the attributes it has."""
-
-    def __init__(self, function: Any, captures: Captures) -> None:
-        self._function = function
-        self._captures = captures
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._function, name)
-
-    @property
-    def plain(self) -> Any:
-        """The function that was compiled."""
-        return self._function
-
-    def reports(self) -> tuple[CaptureReport, ...]:
-        """Return a report of every capture."""
-        return self._captures.reports()
-
-    def explain(self, *arguments: Any) -> CompiledExplanation:
-        """Explain captures, and how the function runs in eager mode."""
-        return self._captures.explanation(self._function.explain(*arguments))
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Run the function."""
-        if options:
-            return self._captures(self._with, arguments, options)
-        return self._captures(self._function, *arguments)
-
-    def with_buffers(self, *arguments: Any) -> Any:
-        """Run the function, and return new buffers too."""
-        return self._captures(self._function.with_buffers, *arguments)
-
-    def _with(self, arguments: tuple, options: dict[str, Any]) -> Any:
-        return self._function(*arguments, **options)
-
-
 @dataclass(frozen=True, eq=False)
 class Captured:
     """The execution of a per-sample transform as graphs, of whole batches or of chunks.

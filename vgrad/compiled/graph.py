@@ -31,6 +31,7 @@ from vgrad.torch_private.tensors import (
     MEMORY,
     OPS,
     makes_memory,
+    may_draw,
     shared,
     with_attributes,
     written,
@@ -112,7 +113,7 @@ def captured(function: Callable, arguments: tuple, ran: Iterable[Code] = ()) -> 
         functions,
         nodes=len(ops),
         largest=max(each.numel() for each in values if isinstance(each, Tensor)),
-        draws=any(map(is_random, ops)),
+        draws=any(map(may_draw, ops)),
     )
 
 
@@ -233,7 +234,9 @@ def _check_shapes(module: fx.GraphModule) -> None:
     """Refuse ops whose results have shapes that depend on values."""
     depends = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
     for node in module.graph.nodes:
-        if node.op == "call_function" and depends & _tags(node.target):
+        if node.op == "call_function" and depends.intersection(
+            getattr(node.target, "tags", ())
+        ):
             if node.target is _aten.index.Tensor and not _by_mask(node):
                 continue
             raise Unrepeatable(
@@ -246,15 +249,6 @@ def _by_mask(node: fx.Node) -> bool:
     indices: Any = node.args[1]
     masks = (torch.bool, torch.uint8)
     return any(each is not None and each.meta["val"].dtype in masks for each in indices)
-
-
-def is_random(op: Any) -> bool:
-    """Return whether an op draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in _tags(op)
-
-
-def _tags(op: Any) -> set[torch.Tag]:
-    return set(getattr(op, "tags", ()))
 
 
 # The replay.

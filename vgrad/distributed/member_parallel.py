@@ -19,14 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from vgrad import checks, files
 from vgrad.checks import Patterns
 from vgrad.distributed.options import Options
-from vgrad.ensemble.execution import Layout
+from vgrad.ensemble.execution import EnsembleFn, Layout, run_eager
 from vgrad.ensemble.gradients import (
     EnsembleGradFn,
     EnsembleGrads,
-    EnsemblePerSampleFn,
 )
 from vgrad.ensemble.optimizer import MembersState
-from vgrad.ensemble.prediction import EnsembleForward
 from vgrad.generators import (
     Tag,
     kept_random_state,
@@ -43,7 +41,6 @@ from vgrad.training.steps import (
     MemberSource,
     StepReducer,
     TrainingStep,
-    run_eager,
 )
 from vgrad.tree import map_tensors, tensors, tree_flatten, tree_unflatten, widened
 from vgrad.typing import Arguments, Buffers, Params, Result, Same, T, Tree
@@ -327,10 +324,8 @@ def member_parallel(
     reducer = MemberReducer(ranks, _range_of(members, ranks), options)
     if isinstance(source, MemberSource):
         parallel: Any = replace(step, reduce=reducer)
-    elif isinstance(step, EnsembleForward):
-        parallel = ParallelForward(step, reducer)
-    elif isinstance(step, EnsembleGradFn | EnsemblePerSampleFn):
-        parallel = ParallelFunction(step, reducer)
+    elif isinstance(step, EnsembleFn):
+        parallel = step.executed_by(MembersOfRank(reducer))
     else:
         raise TypeError(
             f"member_parallel(function): expected the result of ensemble_train_step, "
@@ -421,81 +416,58 @@ class MemberReducer(StepReducer):
         return grads, (sums["ranks"] > 0).to(active.device)
 
 
-class ParallelFunction:
-    """A function of an ensemble, for the members of this rank."""
+@dataclass(frozen=True, eq=False)
+class MembersOfRank:
+    """Runs a function of an ensemble for the members of this rank."""
 
-    def __init__(self, function: Any, reducer: MemberReducer) -> None:
-        self._function = function
-        self._reducer = reducer
+    reducer: MemberReducer
 
     def __call__(
-        self, params: Params, buffers: Buffers, /, *batch: Tree, **options: Any
-    ) -> Any:
-        """Run the members of this rank."""
-        return self._run("__call__", params, buffers, batch, options)
-
-    def _run(
-        self,
-        method: str,
-        params: Params,
-        buffers: Buffers,
-        batch: tuple,
-        options: dict[str, Any],
+        self, method: Any, params: Params, buffers: Buffers, *rest: Any
     ) -> Any:
         """Run the members of this rank; sum gradients of shared entries."""
-        function, reducer, what = self._function, self._reducer, type(self).__name__
+        function, what, reducer = method.__self__, "member_parallel", self.reducer
         sums = isinstance(function, EnsembleGradFn)
         key = reducer.key(what) if function.randomness != "error" else None
-        meets = function.shared and (sums or method == "with_buffers")
+        meets = function.shared and (sums or method.__name__ == "outputs_and_buffers")
         with reducer.ranks.together(what) if meets else nullcontext({}) as facts:
             count, whole = Layout.of(what, params, buffers, function.shared)
             reducer.check(count)
-            result: Any = self._drawn(method, key, params, buffers, batch, options)
+            result: Any = self._drawn(method, key, params, buffers, *rest)
             if meets:
-                first, *rest = (
+                first, *others = (
                     (result,) if isinstance(result, EnsembleGrads) else result
                 )
                 facts["options"] = reducer.options
-                left: Any = first.buffers if sums else rest[0]
+                left: Any = first.buffers if sums else others[0]
                 facts["buffers"] = _digest(left, [*whole])
         if not sums or not meets:
             return result
         shared = {name: x for name, x in first.grads.items() if name in whole}
         shared, _ = reducer.summed(shared, torch.tensor(True))
         first = first._replace(grads={**first.grads, **shared})
-        return (first, *rest) if rest else first
+        return (first, *others) if others else first
 
     def _drawn(
         self,
-        method: str,
+        method: Any,
         key: Tensor | None,
         params: Params,
         buffers: Buffers,
-        batch: tuple,
-        options: dict[str, Any],
+        *rest: Any,
     ) -> Any:
         """Run the members of this rank, from a key if they draw random numbers."""
-        function, seeded = self._function, tensors((params, buffers))
         if key is None:
-            return getattr(function, method)(params, buffers, *batch, **options)
-        if function.randomness == "different":
-            numbers = self._reducer.numbers
+            return method(params, buffers, *rest)
+        if method.__self__.randomness == "different":
+            numbers = self.reducer.numbers
             seed = torch_seed(key, "members")
             keys = sample_keys(seed, numbers.start, len(numbers))
-            function = function.keyed(keys)
+            method = getattr(method.__self__.keyed(keys), method.__name__)
+        seeded = tensors((params, buffers))
         with kept_random_state(seeded):
             set_seed(torch_seed(key, "all"), seeded)
-            return getattr(function, method)(params, buffers, *batch, **options)
-
-
-class ParallelForward(ParallelFunction):
-    """`ensemble_forward`, for the members of this rank."""
-
-    def with_buffers(
-        self, params: Params, buffers: Buffers, /, *batch: Tree
-    ) -> tuple[Tree, Buffers]:
-        """Return the outputs of this rank's members, and their buffers afterwards."""
-        return self._run("with_buffers", params, buffers, batch, {})
+            return method(params, buffers, *rest)
 
 
 def _digest(buffers: Buffers, shared: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ from vgrad import batches, files, optim
 from vgrad.compiled import Captures
 from vgrad.distributed.options import Options, of_transform
 from vgrad.distributed.sharding import RankCall, sharded_call
+from vgrad.ensemble.execution import run_eager
 from vgrad.generators import RNG_LOCK, Tag, kept_random_state, sample_keys
 from vgrad.persample.engine import (
     LOCAL,
@@ -39,7 +40,6 @@ from vgrad.training.steps import (
     StepReducer,
     TrainingStep,
     mean_gradients,
-    run_eager,
 )
 from vgrad.tree import map_tensors, map_values, tensors, wide
 from vgrad.typing import Arguments, Found, Params, Same, T

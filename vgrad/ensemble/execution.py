@@ -562,19 +562,47 @@ class EnsembleExecutor:
         )
 
 
+def run_eager(function: Callable, *arguments: Any) -> Any:
+    """Call a function."""
+    return function(*arguments)
+
+
 class EnsembleFn:
     """A function of an ensemble that an executor runs.
 
     Attributes:
         randomness: whether members draw random numbers, and whether each its own.
         shared: patterns of the entries without a member axis.
+        execute: runs its methods: in eager mode, as graphs, or on one of several ranks.
     """
 
     def __init__(self, executor: EnsembleExecutor) -> None:
+        self.execute: Any = run_eager
         self._executor = executor
         self._keys: Tensor | None = None
         self.randomness: Randomness = executor.randomness
         self.shared = executor.shared
+
+    def executed_by(self, execute: Any) -> Self:
+        """Return the same function, which runs as graphs or on one of several ranks."""
+        if self.execute is not run_eager:
+            raise TypeError(
+                f"{self._executor.function}: expected a function of eager mode and one "
+                f"process, got one that is compiled or member_parallel already. Only "
+                f"steps may be both."
+            )
+        other = copy.copy(self)
+        other.execute = execute
+        return other
+
+    def reports(self) -> tuple[Any, ...]:
+        """Return a report of every capture; none in eager mode."""
+        return getattr(self.execute, "reports", tuple)()
+
+    def _explained(self, function: Callable, call: Call) -> Any:
+        explained = self._executor.explain(function, call)
+        captured = getattr(self.execute, "explanation", None)
+        return explained if captured is None else captured(explained)
 
     def keyed(self, keys: Tensor | None) -> Self:
         """Return the same function, drawing from keys of the members, int64 `[E]`."""

@@ -96,9 +96,14 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         Gradients are of `loss_scale * loss`, a number or one for each member, `[E]`.
         The losses are without it.
         """
+        return self.execute(self._differentiated, params, buffers, batch, loss_scale)
+
+    def _differentiated(
+        self, params: Params, buffers: Buffers, batch: tuple, loss_scale: Tensor | float
+    ) -> Any:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
-                return self(params, buffers, *batch, loss_scale=loss_scale)
+                return self._differentiated(params, buffers, batch, loss_scale)
         if any(map(Tensor.is_inference, tensors((params, buffers, batch)))):
             params, buffers, batch = map_tensors(usable, (params, buffers, batch))
         call = self._executor.call(params, buffers, batch)
@@ -116,15 +121,14 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
             grads, values, new = self._at_once(call, strategy, loss_scale)
         losses, aux = values if self.has_aux else (values, ())
         result = EnsembleGrads(grads, losses, new)
-        pair: Any = (result, aux) if self.has_aux else result
-        return pair
+        return (result, aux) if self.has_aux else result
 
     def explain(
         self, params: Params, buffers: Buffers, /, *batch: Tree
     ) -> EnsembleExplanation:
         """Return the strategy, the reason for it and the form of each op."""
         call = self._executor.call(params, buffers, batch)
-        return self._executor.explain(self._run, call)
+        return self._explained(self._run, call)
 
     def _loss_of(self, value: Any) -> Tensor:
         return value[0] if self.has_aux else value
@@ -333,6 +337,9 @@ class EnsemblePerSampleFn(EnsembleFn, Generic[Result]):
 
     def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Result:
         """Return the result of every member, stacked along a new first axis."""
+        return self.execute(self._stacked, params, buffers, batch)
+
+    def _stacked(self, params: Params, buffers: Buffers, batch: tuple) -> Any:
         call = self._executor.call(params, buffers, batch)
         turns: Any = self._transforms
         if len(turns) not in (1, call.members):

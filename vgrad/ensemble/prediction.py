@@ -51,15 +51,19 @@ class EnsembleForward(EnsembleFn):
 
     def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Tree:
         """Return the outputs, each tensor with the member axis in front."""
+        return self.execute(self.outputs, params, buffers, batch)
+
+    def outputs(self, params: Params, buffers: Buffers, batch: tuple) -> Tree:
+        """Run the members in this process, in chunks."""
         call = self._executor.call(params, buffers, batch)
         if self._chunk_size is None:
-            return self._executor(self._outputs, call, self._keys)[0]
+            return self._executor(self._of_member, call, self._keys)[0]
         parts = []
         with LossMode(handlers=SINGLE):  # statistics of a chunk are not the batch's
             for number, rows in enumerate(self._chunks(call, batch)):
                 part = self._executor.call(params, buffers, rows)
                 keys = None if self._keys is None else fold_in(self._keys, number)
-                parts.append(self._executor(self._outputs, part, keys)[0])
+                parts.append(self._executor(self._of_member, part, keys)[0])
         return tree_map(lambda *leaves: torch.cat(leaves, 1), *parts)
 
     def with_buffers(
@@ -71,6 +75,12 @@ class EnsembleForward(EnsembleFn):
                 f"ensemble_forward(chunk_size={self._chunk_size}).with_buffers: "
                 f"expected chunk_size=None, since buffers depend on the whole batch."
             )
+        return self.execute(self.outputs_and_buffers, params, buffers, batch)
+
+    def outputs_and_buffers(
+        self, params: Params, buffers: Buffers, batch: tuple
+    ) -> tuple[Tree, Buffers]:
+        """Run the members in this process, and return their buffers too."""
         call = self._executor.call(params, buffers, batch)
         return self._executor(self.fmodel.call_and_update, call, self._keys)
 
@@ -82,9 +92,9 @@ class EnsembleForward(EnsembleFn):
         if self._chunk_size is not None:
             rows, *_ = self._chunks(call, batch)
             call = self._executor.call(params, buffers, rows)
-        return self._executor.explain(self._outputs, call)
+        return self._explained(self._of_member, call)
 
-    def _outputs(
+    def _of_member(
         self, params: Params, buffers: Buffers, /, *batch: Tree
     ) -> tuple[Tree, Buffers]:
         """Return the outputs of a member, without the buffers that it leaves."""

@@ -309,8 +309,9 @@ class Outer(Pair):
         if self.inputs.shape[2] == 1:
             a, b = Positions(self.inputs).norms, outputs.norms
             norms = reductions.together(a * b)
-            reach = (a, b) if a.shape[1] == 1 else (a.amax(1), b.amax(1))
-            return self, [Norm(norms, [each.view(-1) for each in reach], norms)]
+            single = a.shape[1] == 1
+            reach = (a[:, 0], b[:, 0]) if single else (a.amax(1), b.amax(1))
+            return self, [Norm(norms, reach, norms)]
         if not self.by_gram:
             return super().settled()
         a, b = reductions.self_products(self.inputs.flatten(0, 1)), outputs.products
@@ -323,9 +324,8 @@ class Outer(Pair):
         column = weights.to(a.dtype).view(-1, 1, 1, 1)
         a, b = (a * column, b) if a.shape[3] <= b.shape[3] else (a, b * column)
         step = max(1, reductions.ROWS_AT_ONCE // max(1, a.shape[2]))
-        parts = zip(a.split(step), b.split(step), strict=True)
-        found = [_summed_outer(*part) for part in parts]
-        return reductions.total(found).reshape(self.shape)
+        parts = map(_summed_outer, a.split(step), b.split(step))
+        return reductions.total([*parts]).reshape(self.shape)
 
     def gram(self, other: Factor) -> Tensor:
         """Inner products of factors where that is cheaper than of gradients."""

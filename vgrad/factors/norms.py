@@ -7,7 +7,7 @@ are stacked here; one mask then says which samples are to be computed again.
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,12 +28,13 @@ def settled(norms: Mapping[str, Norms]) -> dict[str, list[Norm]]:
     for each in itertools.chain(*norms.values()):
         if isinstance(each, Products):
             alike.setdefault((each.sizes.shape, each.sizes.dtype), []).append(each)
-    pairs = [zip(some, _from_products(some), strict=True) for some in alike.values()]
-    taken = {id(products): norm for products, norm in itertools.chain(*pairs)}
-    return {
-        name: [each if isinstance(each, Norm) else taken[id(each)] for each in parts]
-        for name, parts in norms.items()
-    }
+    taken: dict[int, Any] = {}
+    for some in alike.values():
+        taken |= zip(map(id, some), _from_products(some), strict=True)
+    found = {}
+    for name, parts in norms.items():
+        found[name] = [*map(taken.get, map(id, parts), parts)]
+    return found
 
 
 def _from_products(products: Sequence[Products]) -> Iterator[Norm]:
@@ -72,8 +73,8 @@ def in_doubt(squares: Tensor, largest: Tensor) -> Tensor:
 
 def doubts(norms: Mapping[str, Sequence[Norm]]) -> list[Tensor]:
     """Return the masks [B] of doubtful samples."""
-    masks = (norm.doubtful for norm in itertools.chain(*norms.values()))
-    return [mask for mask in masks if mask is not None]
+    parts = itertools.chain(*norms.values())
+    return [norm.doubtful for norm in parts if norm.doubtful is not None]
 
 
 def recomputed(norms: Mapping[str, Sequence[Norm]]) -> dict[str, list[Norm]]:
@@ -110,17 +111,17 @@ def joint(
     norms: Mapping[str, Sequence[Norm]], groups: Iterable[Sequence[str]]
 ) -> Joint:
     """Return the joint norms of the parameters in each group."""
-    values, reaches, uppers, scale = [], [], [], None
+    values, reaches, uppers, scales = [], [], [], [None]
     for names in groups:
-        parts = [norm for name in names for norm in norms[name]]
-        values.append([norm.value for norm in parts])
-        uppers.append([norm.upper for norm in parts])
-        reaches.append([size for norm in parts for size in norm.reach])
-        scale = parts[0].scale  # all factors of a call have the same
+        parts = itertools.chain(*map(norms.__getitem__, names))
+        value, reach, upper, *_, scales = zip(*parts, strict=True)
+        values.append(value)
+        reaches.append([*itertools.chain(*reach)])
+        uppers.append(upper)
     value, reach = together(_stacked(values)), _stacked(reaches).amax(2)
     exact = all(map(operator.is_, itertools.chain(*values), itertools.chain(*uppers)))
     upper = value if exact else together(_stacked(uppers))
-    if scale is not None:
+    if (scale := scales[0]) is not None:  # all factors of a call have the same
         # One over the scale is multiplied as well, by the sum and by its error.
         reach = torch.maximum(reach, reach.clamp(min=1) / scale)
         value, upper = value / scale, upper / scale

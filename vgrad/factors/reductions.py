@@ -144,17 +144,11 @@ _UNROUNDED = {"none", "ieee"}
 
 def _block_norms(flat: Tensor) -> Tensor:
     """Norms [B, P] -> [B] in float64, by blocks in float32."""
-    whole = flat.shape[1] // _BLOCK * _BLOCK
-    if whole == flat.shape[1] == _BLOCK or whole == 0:
-        return torch.linalg.vector_norm(flat, dim=1).double()
-    blocks = torch.linalg.vector_norm(
-        flat[:, :whole].unflatten(1, (-1, _BLOCK)), dim=2
-    ).double()
-    squares = blocks.square_().sum(1)
-    if whole < flat.shape[1]:
-        rest = torch.linalg.vector_norm(flat[:, whole:], dim=1).double()
-        squares += rest.square_()
-    return squares.sqrt_()
+    blocks = flat.shape[1] // _BLOCK
+    whole, rest = flat.tensor_split([blocks * _BLOCK], dim=1)
+    whole = torch.linalg.vector_norm(whole.unflatten(1, (blocks, _BLOCK)), dim=2)
+    rest = torch.linalg.vector_norm(rest, dim=1, keepdim=True)
+    return torch.cat([whole, rest], 1).double().square_().sum(1).sqrt_()
 
 
 def memory_order(grad: Tensor) -> list[int]:

@@ -8,6 +8,7 @@ call for that run.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import lru_cache
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -113,6 +114,8 @@ class WriteGuard(TorchFunctionMode):
 
     def check(self, func: Callable, args: tuple, kwargs: dict) -> None:
         """Raise a RuntimeError if a call writes into one of the tensors."""
+        if not _may_write(func) and kwargs.get("out") is None:
+            return
         written = _written(func, args, kwargs)
         if not written:
             return
@@ -162,26 +165,30 @@ _TABLES = {F.embedding, F.embedding_bag}
 """Functions that rewrite their second argument, if there is a `max_norm`."""
 
 
+@lru_cache(maxsize=4096)
+def _may_write(func: Callable) -> bool:
+    """Return whether some calls of a function write into arguments other than `out`."""
+    name = getattr(func, "__name__", "")
+    if isinstance(func, private.OPS):
+        return private.writes(func)
+    in_place = name.endswith("_") and not name.endswith("__")
+    tables = (_INPLACE, _STATISTICS, _TABLES)
+    return in_place or name in _BY_SIGN or any(func in table for table in tables)
+
+
 def _written(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
     """Return the tensors that a call writes into."""
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return []
-    arguments: list[Any] = []
+    arguments: list[Any] = [kwargs.get("out"), *updated_statistics(func, args, kwargs)]
     if isinstance(func, private.OPS):
-        arguments += _by_schema(func, args, kwargs)
-    elif (name.endswith("_") and not name.endswith("__")) or name in _BY_SIGN:
-        arguments += args[:1] or list(kwargs.values())[:1]
-    if kwargs and (out := kwargs.get("out")) is not None:
-        arguments.append(out)
-    if (place := _INPLACE.get(func)) is not None:
+        arguments += private.arguments_written(func, args, kwargs)
+    elif func in _TABLES:
+        if kwargs.get("max_norm") is not None:
+            arguments += args[1:2] or [kwargs["weight"]]
+    elif (place := _INPLACE.get(func)) is not None:
         if args[place] if len(args) > place else kwargs.get("inplace"):
             arguments += args[:1] or [kwargs["input"]]
-    arguments += updated_statistics(func, args, kwargs)
-    if func in _TABLES and kwargs.get("max_norm") is not None:
-        arguments += args[1:2] or [kwargs["weight"]]
-    if not arguments:
-        return []
+    elif func not in _STATISTICS and _may_write(func):
+        arguments += args[:1] or list(kwargs.values())[:1]
     return [each for each in tree_leaves(arguments) if isinstance(each, Tensor)]
 
 
@@ -208,14 +215,6 @@ _INPLACE = {
     and "inplace" in func.__code__.co_varnames[: func.__code__.co_argcount]
 }
 """The place of the argument `inplace`."""
-
-
-def _by_schema(op: Any, args: tuple, kwargs: dict) -> Iterator[Any]:
-    """Yield the arguments that an op's schema marks as written."""
-    for place, name, by_keyword in private.written(op):
-        yield kwargs.get(name)
-        if not by_keyword:
-            yield args[place : place + 1]
 
 
 def _where(tensor: Tensor) -> int | None:

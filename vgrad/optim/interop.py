@@ -24,20 +24,12 @@ from vgrad.typing import Params, Tree
 Entry = dict[str, Any]
 """The state of one parameter in `torch.optim`."""
 
+_NAMES = "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD "
+_NAMES += "Adafactor Muon"
+
 OPTIMIZERS: dict[type[Optimizer], Callable[..., GradientTransformation]] = {
-    torch.optim.SGD: methods.sgd,
-    torch.optim.Adam: methods.adam,
-    torch.optim.AdamW: methods.adamw,
-    torch.optim.NAdam: methods.nadam,
-    torch.optim.RAdam: methods.radam,
-    torch.optim.Adamax: methods.adamax,
-    torch.optim.Adagrad: methods.adagrad,
-    torch.optim.Adadelta: methods.adadelta,
-    torch.optim.RMSprop: methods.rmsprop,
-    torch.optim.Rprop: methods.rprop,
-    torch.optim.ASGD: methods.asgd,
-    torch.optim.Adafactor: methods.adafactor,
-    torch.optim.Muon: methods.muon,
+    getattr(torch.optim, name): getattr(methods, name.lower())
+    for name in _NAMES.split()
 }
 """The optimizers that exist on both sides."""
 

@@ -54,21 +54,6 @@ Two backward passes of one graph differ by the order in which a device adds up.
 """
 
 
-def check_bounds(
-    bounds: Mapping[str, float], normalize_by: float, clipping: Clipping
-) -> None:
-    """Refuse bounds that a sum in float32 cannot keep, for want of digits or range.
-
-    An infinite one is no bound.
-    """
-    for name, bound in bounds.items():
-        checks.positive("clipped_grad", **{name: bound})
-        if clipping != "automatic" and math.isinf(bound):
-            continue
-        sizes = {name: bound, f"{name} / normalize_by": bound / normalize_by}
-        checks.between("clipped_grad", LEAST, MOST, **sizes)
-
-
 @dataclass(frozen=True)
 class ClipRule:
     """How gradients are clipped."""
@@ -382,11 +367,18 @@ def clipped_grad(
                 f'expected a number, or with clipping="per_layer" a dictionary that is '
                 f"not empty."
             )
-        named = {f"max_norm[{each!r}]": bound for each, bound in max_norm.items()}
-        check_bounds(named, normalize_by, clipping)
+        bounds = {f"max_norm[{each!r}]": bound for each, bound in max_norm.items()}
+    else:
+        bounds = {"max_norm": max_norm}
+    for name, bound in bounds.items():
+        checks.positive("clipped_grad", **{name: bound})
+        if clipping == "automatic" or not math.isinf(bound):
+            # A sum in float32 cannot keep others, for want of digits or range.
+            sizes = {name: bound, f"{name} / normalize_by": bound / normalize_by}
+            checks.between("clipped_grad", LEAST, MOST, **sizes)
+    if isinstance(max_norm, Mapping):
         max_norm = {pattern: float(bound) for pattern, bound in max_norm.items()}
     else:
-        check_bounds({"max_norm": max_norm}, normalize_by, clipping)
         max_norm = float(max_norm)
     call = Call.of(clipped_grad, loss, options, has_aux)
     rule = ClipRule(clipping, max_norm)

@@ -57,16 +57,20 @@ _OWN = {each for each in vars(_COMPILED._functions).values() if isinstance(each,
 
 def graph_nodes(
     tensors: Iterable[Tensor], stop: Callable[[Any], bool] | None = None
-) -> Iterator[Any]:
-    """Yield each node of the graphs of these tensors, but none at or behind a stop."""
+) -> list[Any]:
+    """Return the nodes of the graphs of these tensors, but none at or behind a stop."""
+    nodes: list[Any] = []
     left: list[Any] = [tensor.grad_fn for tensor in tensors]
     seen: set[Any] = {None}
     while left:
         node = left.pop()
-        if node not in seen and not (stop and stop(node)):
-            seen.add(node)
-            yield node
-            left += [following for following, _ in node.next_functions]
+        if node in seen or (stop is not None and stop(node)):
+            continue
+        seen.add(node)
+        nodes.append(node)
+        for following, _ in node.next_functions:
+            left.append(following)
+    return nodes
 
 
 def foreign_nodes(tensors: Iterable[Tensor]) -> list[str]:

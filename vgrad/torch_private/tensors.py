@@ -149,7 +149,7 @@ def _put_off(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _check_read_only(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    for argument in _written(func, args, kwargs):
+    for argument in arguments_written(func, args, kwargs):
         if any(isinstance(leaf, Lazy) for leaf in pytree.tree_leaves(argument)):
             raise RuntimeError(
                 f"{func}: expected a parameter that is only read, got one that is "
@@ -331,12 +331,12 @@ def writes(op: Any) -> bool:
 def shown_results(op: Any, args: tuple, kwargs: dict, result: Any) -> list[Tensor]:
     """Return the results of an op and the tensors it wrote into, each once."""
     returned = result if isinstance(result, tuple | list) else (result,)
-    both = (*_written(op, args, kwargs), *returned)
+    both = (*arguments_written(op, args, kwargs), *returned)
     tensors = {id(tensor): tensor for tensor in both if isinstance(tensor, Tensor)}
     return [*tensors.values()]
 
 
-def _written(op: Any, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Any]:
+def arguments_written(op: Any, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the arguments that an op writes into."""
     for place, name, by_keyword in written(op):
         yield args[place] if not by_keyword and place < len(args) else kwargs.get(name)

@@ -16,7 +16,7 @@ from vgrad import batches, optim
 from vgrad.checks import Patterns
 from vgrad.conditions import checks_collected
 from vgrad.dp.plan import Plan, as_digest, check_spent
-from vgrad.ensemble.execution import Call, InDims, shared_names
+from vgrad.ensemble.execution import Call, InDims, run_eager, shared_names
 from vgrad.ensemble.gradients import EnsembleGradFn, ensemble_grad, returning_buffers
 from vgrad.ensemble.optimizer import MembersState, of_members
 from vgrad.functional.losses import SampleLoss, check_loss, gradient
@@ -62,11 +62,6 @@ from vgrad.typing import (
     Strategy,
     Tree,
 )
-
-
-def run_eager(function: Callable, *arguments: Any) -> Any:
-    """Call a function."""
-    return function(*arguments)
 
 
 class Gradients(NamedTuple):
