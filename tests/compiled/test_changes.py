@@ -276,6 +276,9 @@ an attribute of a module in a module
   => inner.beta = 3.0
 an attribute of a module with a computed name
   held = module(beta=2.0); name = "be" + "ta" => getattr(held, name) => held.beta = 3.0
+an attribute of a module with a name made at each call
+  held = module(beta_1=2.0); number = 1 => getattr(held, f"beta_{number}")
+  => held.beta_1 = 3.0
 an attribute of a module by an attrgetter
   held = module(beta=2.0); get = operator.attrgetter("be" + "ta") => get(held)
   => held.beta = 3.0
@@ -306,6 +309,10 @@ a module that the loss imports, replaced
   installed(beta=2.0) => imports() => installed(beta=3.0)
 a module that appears: captured again, or reads sys.modules where others have hooks
   => imports_name() => installed(beta=3.0)
+a module that the loss imports beside many names
+  held = installed(beta=2.0); many = "; ".join(f"'a'.a{n}" for n in range(300))
+  code = f"def f():\\n if not f: {many}\\n import state_b\\n return state_b.beta"
+  names = {}; exec(code, names) => names["f"]() => held.beta = 3.0
 a module in a package
   held = installed("state_c.state_b", beta=2.0); installed("state_c", state_b=held)
   => imports_from_a_package() => held.beta = 3.0
@@ -326,6 +333,8 @@ standard output: same capture
 
 the time: time
   => 1.0 + 0 * time.time()
+the date: time
+  => 1.0 + 0 * datetime.datetime.now().hour
 a clock: time
   clock = time.perf_counter => 1.0 + 0 * clock()
 a method named like a clock: same capture

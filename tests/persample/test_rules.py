@@ -210,6 +210,7 @@ TABLES = {name: (TABLE, [Index(7, shape)], "Rows") for name, shape in TABLES.ite
 TABLES |= {
     "F.embedding(torch.arange(5), w) * x": (TABLE, [(5, 3)], "Rows"),
     "F.embedding(x, w.t())": ([(3, 7)], LOOKUPS, "Rows"),
+    "torch.embedding(w, x)": (TABLE, LOOKUPS, "expanded"),
     "bag(x, w, y.cumsum(0) - y[0])": (TABLE, [*LOOKUPS, Index(2, (4,))], "Rows"),
     "bag(x % 4, w[:4]).sin() + bag(x % 4, w[3:], mode='max')": (TABLE, BAGS, "Rows"),
     "scaled(x, w, b)": ([*TABLE, (2, 5)], BAGS, "Rows expanded"),
