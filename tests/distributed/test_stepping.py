@@ -115,6 +115,31 @@ def test_compiled_steps_keep_parameters_alike(ranks):
     assert equal(states)
 
 
+ORDERS = {
+    "compiled first": lambda step, mesh: data_parallel(vgrad.compile(step), mesh),
+    "parallel first": lambda step, mesh: vgrad.compile(data_parallel(step, mesh)),
+}
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kind", ["batch", "samples", "private"])
+def test_a_step_is_compiled_and_parallel_in_either_order(kind, order):
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(nn.Linear(4, 3))
+    make = vgrad.batch_loss if kind == "batch" else vgrad.sample_loss
+    loss, plan = make(fmodel, F.cross_entropy), [plan_of(3)] * (kind == "private")
+    step = (private_step if plan else train_step)(loss, SGD, *plan)
+    x, y, ends = torch.randn(6, 4), torch.arange(6) % 3, []
+    with distributed.single_process_mesh("dp") as mesh:
+        for taken in (step, ORDERS[order](step, mesh)):
+            state = TrainState.create(SGD, params, buffers, seed=1)
+            for _ in range(3):
+                state, _ = taken(state, x, y)
+            ends.append(state)
+    assert equal(ends)
+    assert {each.calls for each in taken.reports()} == {2}
+
+
 def test_hundreds_of_steps_most_of_them_on_nothing(ranks):
     plan = plan_of(300, 0.01)
     states = [x for x, _ in ranks(2).run(private, 2, "mlp", torch.float32, plan)]

@@ -51,8 +51,9 @@ def data_parallel(
     """Make a transform or a step one of all ranks; the result is called as it is.
 
     `transform` is the result of a per-sample transform (`clipped_grad(loss, ...)` and
-    the others but `per_sample_gram`), of `private_step` or `train_step`, or one of
-    these compiled by `vgrad.compile`. The ranks are along the axis `data` of the mesh.
+    the others but `per_sample_gram`), of `private_step` or `train_step`. It may be
+    compiled by `vgrad.compile`, before or after. The ranks are along the axis `data`
+    of the mesh.
     Each calls the result with the same parameters, buffers or state, and with its own
     part of a batch: `[B_r, ...]`, of any size or empty. All of them get the result of
     one process for the parts put together in the order of ranks:
