@@ -198,7 +198,6 @@ class Writing(nn.Module):
         self.calls, self.box, self.list, self.dict = 0, namespace(calls=0), [1], {}
         self.running, self.pair = torch.zeros(3).double(), (namespace(last=None), [])
         self.teacher = [teacher()]
-        self.array, self.deque = np.zeros(1), collections.deque([1.0], maxlen=1)
 
     def forward(self, x):
         out = self.other(torch.tanh(self.layer(x)))
@@ -213,9 +212,6 @@ class Writing(nn.Module):
         self.table = torch.arange(3).double() if self.table is None else self.table
         self.mean.add_(1)
         self.teacher[0].weight.data.add_(1)
-        self.array += 1
-        self.deque.append(self.deque[0] + 1)
-        out = out + float(self.array[0]) * self.deque[0] * out
         self.layer.register_forward_hook(lambda *_: None)
         self.other = nn.Identity()
         return out + self.table + self.running + self.calls * self.box.calls

@@ -45,7 +45,6 @@ from vgrad.generators import (
     torch_seed,
 )
 from vgrad.persample.clipped import clipped_grad
-from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import has_hooks
 from vgrad.tree import map_values, tree_flatten, tree_leaves, tree_unflatten, widened
 from vgrad.typing import Buffers, ChunkSize, LossFn, Params, Randomness, Strategy, Tree
@@ -451,12 +450,7 @@ class ModuleLoss(LossFn):
 
     def __call__(self, params: Params, buffers: Buffers, /, *sample: Tree) -> Tensor:
         """Return the loss of one sample."""
-        loss = self._loss
-        if self._contents is None:  # a call could leave something for the next sample
-            with modes.without_modes():
-                function = copy.deepcopy(self._function)
-            loss = sample_loss(function, self._criterion)
-        return loss(params, buffers, *sample)
+        return self._loss(params, buffers, *sample)
 
     def follow(self) -> tuple[Params, Buffers]:
         """Return the module's trained and other tensors; copy what has changed."""
