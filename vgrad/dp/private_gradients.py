@@ -523,30 +523,12 @@ def _contents(model: nn.Module) -> list[Any] | None:
         if isinstance(value, dict) and kind in (dict, OrderedDict):
             left += [*value.keys(), *value.values()]
             contents.append(len(value))
-        elif isinstance(value, list | tuple | set) and kind in (list, tuple, set):
+        elif isinstance(value, list | tuple) and kind in (list, tuple):
             left += value
             contents.append(len(value))
-        elif _is_ordinary(value):
-            left.append(vars(value))
         else:
             return None
     return contents
-
-
-def _is_ordinary(value: Any) -> bool:
-    """Return whether an object holds its attributes and nothing else."""
-    kind = type(value)
-    return (
-        hasattr(value, "__dict__")
-        and not isinstance(value, (Tensor, *_CONTAINERS))
-        and kind.__reduce_ex__ is object.__reduce_ex__
-        and kind.__reduce__ is object.__reduce__
-        and kind.__getstate__ is object.__getstate__
-        and not any(vars(each).get("__slots__") for each in kind.__mro__)
-    )
-
-
-_CONTAINERS = (dict, list, tuple, set, frozenset, str, bytes, bytearray, int, float)
 
 
 class GradGuard:
