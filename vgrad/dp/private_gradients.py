@@ -503,7 +503,7 @@ def _contents(model: nn.Module) -> list[Any] | None:
     """Return all that a copy of a module is made of; None if it may change unseen."""
     registered = [*model.modules(), *model.parameters(), *model.buffers()]
     contents: list[Any] = []
-    left: list[Any] = [*map(vars, registered)]
+    left: list[Any] = [vars(each) for each in registered]
     seen = {*map(id, registered)}
     while left:
         value: Any = left.pop()
@@ -520,10 +520,10 @@ def _contents(model: nn.Module) -> list[Any] | None:
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, dict) and kind in (dict, OrderedDict):
+        if kind in (dict, OrderedDict):
             left += [*value.keys(), *value.values()]
             contents.append(len(value))
-        elif isinstance(value, list | tuple) and kind in (list, tuple):
+        elif kind in (list, tuple):
             left += value
             contents.append(len(value))
         else:

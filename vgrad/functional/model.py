@@ -300,9 +300,9 @@ def make_functional_with_buffers(
 
     `params` and `buffers` are dictionaries by name whose tensors share nothing with
     the module. A tied tensor appears once, under its first name, and drives every
-    alias, in plain lists, dictionaries and objects of the module too. Parameters
-    require grad unless `disable_autograd_tracking`; a parameter that does not require
-    grad in the module is a constant and comes back among the buffers.
+    alias, in plain lists and dictionaries of the module too. Parameters require grad
+    unless `disable_autograd_tracking`; a parameter that does not require grad in the
+    module is a constant and comes back among the buffers.
 
     If the module caches a view of a parameter, or a tensor computed from one, using the
     cached tensor raises until the forward pass recomputes it; otherwise it would be a
