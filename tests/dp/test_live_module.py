@@ -6,6 +6,7 @@ The reference is a loop of plain autograd over the module, sample by sample.
 import collections
 import copy
 import functools
+import sys
 import threading
 import types
 import weakref
@@ -195,17 +196,31 @@ class Writing(nn.Module):
         self.layer, self.other = linear(), linear(3)
         self.register_buffer("mean", torch.zeros(3).double())
         self.register_buffer("table", None, persistent=False)
-        self.calls, self.box, self.list, self.dict = 0, namespace(calls=0), [1], {}
-        self.running, self.pair = torch.zeros(3).double(), (namespace(last=None), [])
+        self.calls, self.box = 0, namespace(calls=0)
+        self.list, self.full, self.dict, self.set = [], [1], {}, set()
+        self.deque = collections.deque([0], maxlen=2)
+        self.array, self.bytes = np.zeros(2), bytearray(2)
+        self.slotted, self.running = Slotted(), torch.zeros(3).double()
+        self.function = lambda: None
+        self.counter = closure()
+        self.pair = (namespace(last=None), [])
         self.teacher = [teacher()]
 
     def forward(self, x):
         out = self.other(torch.tanh(self.layer(x)))
         self.calls += 1
         self.box.calls += 1
-        self.box.last = self.new = self.dict["last"] = self.list[0] = out
+        self.box.last = self.new = self.slotted.factor = out
         self.list.append(out)
-        self.layer.weight.last = self.pair[0].last = out
+        self.full[0] = out
+        self.dict["last"] = out
+        self.set.add(out)
+        self.deque.append(out)
+        self.array += 1
+        self.bytes[0] += 1
+        self.function.last = self.layer.weight.last = out
+        self.counter.change(out)
+        self.pair[0].last = out
         self.pair[1].append(out)
         self.training = not self.training
         self.running += 1
@@ -214,7 +229,7 @@ class Writing(nn.Module):
         self.teacher[0].weight.data.add_(1)
         self.layer.register_forward_hook(lambda *_: None)
         self.other = nn.Identity()
-        return out + self.table + self.running + self.calls * self.box.calls
+        return out + self.table + self.running + self.calls
 
 
 def snapshot(value, seen=None):
@@ -228,11 +243,16 @@ def snapshot(value, seen=None):
     if id(value) in seen:
         return id(value)
     seen[id(value)] = value
+    if isinstance(value, np.ndarray | bytearray):
+        return [*value]
     if isinstance(value, dict):
         return id(value), [(key, snapshot(each, seen)) for key, each in value.items()]
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | set | collections.deque):
         return id(value), [snapshot(each, seen) for each in value]
-    return id(value), snapshot(getattr(value, "__dict__", None), seen)
+    parts = [vars(value)] if hasattr(value, "__dict__") else [value.factor]
+    cells = getattr(value, "__closure__", None) or ()
+    parts += [cell.cell_contents for cell in cells]
+    return id(value), [snapshot(x, seen) for x in parts]
 
 
 def expected_of_copies(model, step):
@@ -243,16 +263,19 @@ def expected_of_copies(model, step):
         return copy.deepcopy(model, memo)(x)
 
     found = expected(Net(forward, model=model), step)
-    vars(model.layer.weight).clear()
+    model.counter.change(1.0)  # a closure is shared by copies
+    for parameter in model.parameters():
+        vars(parameter).clear()
+    vars(model.function).clear()
     return {name.removeprefix("model."): each for name, each in found.items()}
 
 
 @with_fallbacks
+@pytest.mark.parametrize("chunk_size", [None, 2])
 @pytest.mark.parametrize("strategy", ["auto", *STRATEGIES])
-def test_all_that_a_forward_pass_writes_is_put_back(strategy):
-    """Also between the samples: each begins with the same module."""
+def test_all_that_a_forward_pass_writes_is_put_back(strategy, chunk_size):
     model = Writing()
-    run = private(model, strategy=strategy, chunk_size=2)
+    run = private(model, strategy=strategy, chunk_size=chunk_size)
     for step, batch in zip(range(2), run.loader, strict=False):
         right = expected_of_copies(model, step)
         before = snapshot(model)
@@ -262,15 +285,68 @@ def test_all_that_a_forward_pass_writes_is_put_back(strategy):
         assert snapshot(model) == before
 
 
-def test_checkpoints_run_again_with_the_values_of_the_call():
-    def forward(self, x):
-        inner = checkpoint(lambda x: self.inner(x) * self.held.factor, x, **options)
-        return self.outer(torch.tanh(inner))
+@pytest.mark.parametrize("strategy", ["auto", "recorded", "loop"])
+def test_checkpoints_run_again_on_the_module(strategy):
+    def part(x):
+        return torch.tanh(model.inner(x) * model.held.factor)
 
-    options = {"use_reentrant": False}
+    def forward(self, x):
+        return self.outer(checkpoint(part, x, use_reentrant=False))
+
     model = Net(forward, inner=linear(4, 4), outer=linear(), held=Factor())
-    for strategy in ("recorded", "loop"):
-        check_steps(model, lambda: attribute(model.held), strategy=strategy)
+    check_steps(model, lambda: attribute(model.held), strategy=strategy)
+
+
+class Reads(torch.autograd.Function):
+    """Reads in its backward pass from the module, as its forward pass left it."""
+
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.module = module
+        return x * module.scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.module.scale, None
+
+
+class Again(torch.autograd.Function):
+    """Runs a layer again in its backward pass, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.layer(x)
+        out.backward(grad)
+        return x.grad, None
+
+
+@with_fallbacks
+@pytest.mark.parametrize("function", [Reads, Again])
+@pytest.mark.parametrize("strategy", ["auto", "loop"])
+def test_a_backward_pass_finds_the_module_as_the_forward_pass_left_it(
+    function, strategy
+):
+    def forward(self, x):
+        self.scale = float(x.detach().abs().max())
+        if function is Reads:
+            return Reads.apply(self.layer(self.first(x)), self)
+        return Again.apply(self.first(x), self.layer)
+
+    model = Net(forward, first=linear(4, 4), layer=linear())
+    right = expected(model, 0)
+    model.scale = 1.0
+    run = private(model, strategy=strategy)
+    run.backward(*first(run))
+    oracle.assert_exact(grads(model), right)
+    assert model.scale == 1.0
 
 
 @with_fallbacks
@@ -319,9 +395,10 @@ def parametrized(name):
 
 @with_fallbacks
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@every_strategy
 @pytest.mark.parametrize("name", PARAMETRIZED)
-def test_parametrized_modules(name):
-    check_steps(parametrized(name))
+def test_parametrized_modules(name, strategy):
+    check_steps(parametrized(name), strategy=strategy)
 
 
 def test_cached_parametrizations_are_refused():
@@ -353,44 +430,50 @@ def in_a_cell(layer):
 
 
 HELD = {
-    "list": (lambda layer: [layer.weight], lambda held: held[0]),
-    "dictionary": (lambda layer: {"w": layer.weight}, lambda held: held["w"]),
+    "tuple": (lambda layer: (layer.weight, 1), lambda held: held[0]),
+    "list": (lambda layer: [(layer.weight,)], lambda held: held[0][0]),
+    "set": (lambda layer: {layer.weight}, lambda held: next(iter(held))),
+    "deque": (lambda layer: collections.deque([layer.weight]), lambda held: held[0]),
+    "key": (lambda layer: {layer.weight: 1}, lambda held: next(iter(held))),
     "namespace": (lambda layer: namespace(w=layer.weight), lambda held: held.w),
+    "slots": (lambda layer: Slotted(layer.weight), lambda held: held.factor),
+    "default": (lambda layer: lambda w=layer.weight: w.exp(), lambda held: held()),
+    "cell": (in_a_cell, lambda held: held()),
+    "module in a cell": (lambda layer: lambda: layer.weight, lambda held: held()),
+    "keyword": (lambda layer: partial(torch.mul, other=layer.weight),
+                lambda held: held(2 * torch.ones(()))),
     "distribution": (lambda layer: torch.distributions.Normal(layer.weight, 1.0),
                      lambda held: held.log_prob(torch.ones(3, 4).double())),
+    "keys of weak references":
+        (lambda layer: weakref.WeakKeyDictionary({layer: 1}),
+         lambda held: next(iter(held)).weight),
 }  # fmt: skip
 
 
+@every_strategy
 @pytest.mark.parametrize("name", HELD)
-def test_parameters_are_exchanged_where_containers_and_objects_hold_them(name):
+def test_parameters_are_exchanged_wherever_they_are_held(name, strategy):
     model = Holder(*HELD[name])
-    check_steps(model)
+    before = snapshot(model)
+    check_steps(model, strategy=strategy)
+    assert snapshot(model) == before
 
 
-ELSEWHERE = "held where it cannot be exchanged"
-CLOSED = "whose closure holds a part of the model"
 FIXED = {
-    "tuple": (lambda layer: (layer.weight, 1), lambda held: held[0], "in the tuple"),
-    "set": (lambda layer: {layer.weight}, lambda held: next(iter(held)), ELSEWHERE),
-    "slots": (lambda layer: Slotted(layer.weight), lambda held: held.factor, ELSEWHERE),
-    "default": (lambda layer: lambda w=layer.weight: w, lambda held: held(), CLOSED),
-    "cell": (in_a_cell, lambda held: held(), CLOSED),
-    "keyword": (lambda layer: partial(torch.mul, other=layer.weight),
-                lambda held: held(2 * torch.ones(())), ELSEWHERE),
-    "method": (lambda layer: layer.weight.exp, lambda held: held(), ELSEWHERE),
-    "weak reference":
-        (lambda layer: weakref.ref(layer.weight), lambda held: held(), ELSEWHERE),
-}  # fmt: skip
+    "frozenset": lambda layer: frozenset([layer.weight]),
+    "partial": lambda layer: partial(torch.mul, layer.weight),
+    "method": lambda layer: layer.weight.exp,
+    "operator": lambda layer: layer.weight.__mul__,
+    "weak reference": lambda layer: weakref.ref(layer.weight),
+    "objects": lambda layer: np.frompyfunc(lambda _: layer.bias, 1, 1)(np.ones(1)),
+    "result": lambda layer: partial(torch.mul, layer.weight.exp()),
+}
 
 
 @pytest.mark.parametrize("name", FIXED)
 def test_parameters_that_cannot_be_exchanged_are_refused(name):
-    hold, read, message = FIXED[name]
-    model = Holder(hold, read)
-    with pytest.raises((TypeError, RuntimeError), match=message):  # noqa: PT012
-        run = private(model)
-        run.backward(*first(run))
-    assert type(model.layer.weight) is nn.Parameter
+    with pytest.raises(TypeError, match=r"PrivateGradients\(Holder\).*in 'held'"):
+        private(Holder(FIXED[name], lambda held: held))
 
 
 @pytest.mark.parametrize("hold", [torch.exp, torch.detach, lambda w: w[0]])
@@ -449,7 +532,9 @@ class OfItsClass(nn.Linear):
 @every_strategy
 def test_parameters_used_by_other_names_are_refused(monkeypatch, strategy, by_class):
     model = OfItsClass(4, 3).double()
-    model.weight = Special(model.weight.detach())
+    if strategy == "loop":
+        model.weight = Special(model.weight.detach())
+    kind = type(model.weight)
     run = private(model, strategy=strategy)
     batch = first(run)
     if by_class:
@@ -457,7 +542,7 @@ def test_parameters_used_by_other_names_are_refused(monkeypatch, strategy, by_cl
     HIDDEN[0] = model.weight
     with pytest.raises(RuntimeError, match="held where it cannot be exchanged"):
         run.backward(*batch)
-    assert type(model.weight) is Special
+    assert type(model.weight) is kind
 
 
 def test_runs_that_share_a_module_take_turns_in_threads():
@@ -504,3 +589,45 @@ def test_runs_that_share_a_module_take_turns_in_threads():
         thread.join()
     assert not failures
     assert trunk.held.calls == 0
+
+
+FILES = ("functional/live.py", "functional/slots.py", "functional/model.py")
+FILES += ("dp/private_gradients.py",)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_an_interrupt_leaves_everything_as_it_was(part):
+    """Interrupts a call at every line in turn, or nearly so."""
+    model = Writing()
+    run = private(model, strategy="recorded")
+    batches = iter(run.loader)
+    run.backward(*next(batches))
+    batch = next(batches)
+    left, place = 0, ""
+
+    def trace(frame, event, arg):
+        nonlocal left, place
+        if frame.f_code.co_filename.endswith(FILES) and event == "line":
+            left -= 1
+            if left == 0:
+                place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    model.box.new = 1  # is seen
+    before, step, number = snapshot(model), run.step, 20 * part + 1
+    while True:
+        left, outer = number, sys.gettrace()
+        sys.settrace(trace)
+        try:
+            run.backward(*batch)
+            break
+        except KeyboardInterrupt:
+            assert snapshot(model) == before, place
+            assert run.step == step
+        finally:
+            sys.settrace(outer)
+        number += 80
+    assert run.step == step + 1
+    assert number > 1000

@@ -230,13 +230,16 @@ def test_the_module_is_another_one(change):
         private.backward(*batch)
 
 
-def test_a_part_is_unfrozen_within_a_logical_batch():
+@pytest.mark.parametrize(
+    "change", [nn.Module.double, lambda model: model.bias.requires_grad_(True)]
+)
+def test_the_module_is_changed_within_a_logical_batch(change):
     model, private = started(physical_batch_size=1)
     model.bias.requires_grad_(False)
     batches = iter(private.loader)
     private.backward(*next(batches))
     batch = next(batches)
-    model.bias.requires_grad_(True)
+    change(model)
     for _ in range(2):
         with refused("Do that between logical batches"):
             private.backward(*batch)

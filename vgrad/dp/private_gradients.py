@@ -1,11 +1,10 @@
 """Private gradients for a loop with a module and an optimizer of torch.
 
-`PrivateGradients` computes with a copy of the module and its present values
-(`ModuleLoss`), checks the steps of optimizers (`GradGuard`), and checks collate
-functions that pad (`_check_padding`): clipping bounds the gradient of one sample. If
-the longest sample of a batch sets the length of all, and the model sees the padding,
-one sample changes the gradients of the others, which no bound on its own gradient
-hides.
+`PrivateGradients` computes on the module itself, as a function of its present values
+(`LiveModule`), checks the steps of optimizers (`GradGuard`), and checks collate
+functions that pad (`check_padding`): clipping bounds the gradient of one sample. If the
+longest sample of a batch sets the length of all, and the model sees the padding, one
+sample changes the gradients of the others, which no bound on its own gradient hides.
 """
 
 import copy
@@ -14,13 +13,11 @@ import inspect
 import os
 import random
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -31,9 +28,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from vgrad import batches, checks
 from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
 from vgrad.dp.sampling import PhysicalBatch, PoissonLoader, Run
+from vgrad.functional.live import LiveModel
 from vgrad.functional.losses import Criterion, check_criterion, sample_loss
-from vgrad.functional.model import split, write_grads_
-from vgrad.functional.slots import unusable
+from vgrad.functional.model import write_grads_
 from vgrad.generators import (
     RNG_LOCK,
     check_key,
@@ -44,10 +41,9 @@ from vgrad.generators import (
     set_seed,
     torch_seed,
 )
-from vgrad.persample.clipped import clipped_grad
-from vgrad.torch_private.tensors import has_hooks
+from vgrad.persample.clipped import ClippedGradFn, clipped_grad
 from vgrad.tree import map_values, tree_flatten, tree_leaves, tree_unflatten, widened
-from vgrad.typing import Buffers, ChunkSize, LossFn, Params, Randomness, Strategy, Tree
+from vgrad.typing import Buffers, ChunkSize, Params, Randomness, Strategy, Tree
 
 _INSTEAD = {
     "module": "model",
@@ -86,9 +82,9 @@ class PrivateGradients:
     other options are as in `vgrad.persample.Options`. A sample of the data set holds
     the data of one person, and must not depend on the others.
 
-    Each `backward` computes with the module's current values, mode and attributes, on a
-    copy: the module stays as it is, buffers and attributes that its forward pass writes
-    included. Batch normalisation in training mode raises.
+    Each `backward` computes on the module itself, with its current values, mode and
+    attributes. Its buffers, and attributes that its forward pass writes, are restored;
+    batch normalisation in training mode raises.
 
     Misuse raises where it can be detected: another number of samples than the loader
     yielded, a batch that is skipped or used twice, steps past the plan, gradients that
@@ -105,8 +101,8 @@ class PrivateGradients:
 
     Raises:
         ValueError: the plan or the budget does not fit; an option chooses samples.
-        TypeError: the data set has no length, an option is none of a `DataLoader`, or
-            the module cannot be functional, see `make_functional_with_buffers`.
+        TypeError: the data set has no length, the module cannot be functional, or an
+            option is none of a `DataLoader`.
 
     Reference: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133.
 
@@ -159,22 +155,19 @@ class PrivateGradients:
         collate_fn = loading.get("collate_fn")
         self._padding = _find_padding(dataset, collate_fn) if check_collate else None
         self.loader.keeps_yielded = self._padding is not None
-        self._loss = ModuleLoss(model, criterion)
-        self._guard = GradGuard(self._loss.parameters)
-        self._clipped = clipped_grad(
-            self._loss,
-            max_norm=self.plan.max_norm,
-            normalize_by=self.plan.expected_batch_size,
-            strategy=strategy,
-            chunk_size=chunk_size,
-            randomness=randomness,
-        )
+        with RNG_LOCK:
+            self._live = LiveModule(model)
+        self._guard = GradGuard(self._live)
+        self._criterion = criterion
+        self._options: Any = {"strategy": strategy, "chunk_size": chunk_size}
+        self._options |= {"randomness": randomness}
+        self._clipped, self._function = self._clip(), self._live.function
         self._sums: Params = {}
 
     @property
     def model(self) -> nn.Module:
         """The module that is trained."""
-        return self._loss.model
+        return self._live.model
 
     @property
     def key(self) -> Tensor:
@@ -223,25 +216,22 @@ class PrivateGradients:
         tags = (pending.number,) if pending.number else ()  # else as in private_step
         seed = torch_seed(self.key, "loss", self.step, *tags)
         with RNG_LOCK:  # calls on one module from several threads take turns
-            params, buffers = self._loss.follow()
-            if pending.number and params.keys() != self._sums.keys():
-                raise RuntimeError(
-                    "PrivateGradients.backward(*batch): expected one module for a "
-                    "logical batch, got one of which a part was frozen or unfrozen in "
-                    "between. Do that between logical batches."
-                )
+            function = self._live.follow(within=pending.number > 0)
+            if function is not self._function:
+                self._clipped, self._function = self._clip(), function
             self._guard.check(first=pending.number == 0)
             if self._padding is not None and pending.rows:
-                batches_of = (
-                    _arguments(x, self.loader.yielded, batch) for x in self._padding
+                _check_padding(
+                    self.model,
+                    self._criterion,
+                    *(_arguments(x, self.loader.yielded, batch) for x in self._padding),
                 )
-                _check_padding(self._loss.evaluated(), params, buffers, *batches_of)
                 self._padding = self.loader.yielded = None
                 self.loader.keeps_yielded = False
+            params, buffers = self._live.values()
             with torch.no_grad(), kept_random_state(params.values()):
                 set_seed(seed, params.values())
-                with unusable(self._loss.trained()):
-                    result = self._clipped(params, buffers, *batch)
+                result = self._live.run(self._clipped, params, buffers, *batch)
         sums = result.grads
         if pending.number:
             sums = map_values(torch.add, self._sums, sums)
@@ -341,6 +331,14 @@ class PrivateGradients:
         self.loader.restart()
         self._guard.reset()
 
+    def _clip(self) -> ClippedGradFn:
+        return clipped_grad(
+            sample_loss(self._live.function, self._criterion),
+            max_norm=self.plan.max_norm,
+            normalize_by=self.plan.expected_batch_size,
+            **self._options,
+        )
+
     def _pending(self, batch: tuple) -> PhysicalBatch:
         """Return the pending batch of the loader, if `batch` may be it."""
         function, pending = "PrivateGradients.backward(*batch)", self.loader.pending
@@ -371,7 +369,7 @@ class PrivateGradients:
 
     def _commit(self, batch: PhysicalBatch, sums: Params, noisy: Params | None) -> None:
         """Keep the sums of a batch, or write gradients: all or, on error, nothing."""
-        params = [*self._loss.parameters.values()]
+        params = [*self._live.parameters.values()]
         grads, guard = [x.grad for x in params], vars(self._guard).copy()
         sums_before, step = self._sums, self.step
         try:
@@ -380,7 +378,7 @@ class PrivateGradients:
                 self._guard.begin()
             if noisy is not None:
                 self._sums, self._run.step = {}, step + 1
-                write_grads_(self.model, noisy)
+                write_grads_(self._live.model, noisy)
                 self._guard.release()
         except BaseException:
             self.loader.pending, self._sums = batch, sums_before
@@ -434,57 +432,64 @@ def _check_options(options: dict[str, Any]) -> None:
         )
 
 
-class ModuleLoss(LossFn):
-    """The loss of a sample by a copy of a module, which follows the module's changes.
+class LiveModule:
+    """A module that an optimizer changes in place, as a function of its values."""
 
-    Attributes:
-        model: the module, which an optimizer changes in place.
-        parameters: its parameters by name.
-    """
-
-    def __init__(self, model: nn.Module, criterion: Criterion) -> None:
-        self.model, self._criterion = model, criterion
-        with RNG_LOCK:
-            self._copy()
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._read()
         self._identity = _identity(model)
 
-    def __call__(self, params: Params, buffers: Buffers, /, *sample: Tree) -> Tensor:
-        """Return the loss of one sample."""
-        return self._loss(params, buffers, *sample)
+    def follow(self, *, within: bool) -> LiveModel:
+        """Return the module as a function, a new one if the module has changed.
 
-    def follow(self) -> tuple[Params, Buffers]:
-        """Return the module's trained and other tensors; copy what has changed."""
+        `within` a logical batch it may not be moved, switched or frozen.
+        """
+        if self.function.is_current():
+            return self.function
         if _identity(self.model) != self._identity:
             raise RuntimeError(
                 f"PrivateGradients({type(self.model).__name__}): expected the modules "
                 f"and parameters that it had at first, got others, which are in no "
                 f"optimizer. Build the model before PrivateGradients."
             )
-        if self._contents is None or _contents(self.model) != self._contents:
-            self._copy()
-        tensors = self._tensors.items()
+        if within and _settings(self.model) != self._settings:
+            raise RuntimeError(
+                "PrivateGradients.backward(*batch): expected one module for a logical "
+                "batch, got one that was moved, switched or frozen in between. Do that "
+                "between logical batches."
+            )
+        self._read()
+        return self.function
+
+    def values(self) -> tuple[Params, Buffers]:
+        """Return trained tensors and other tensors, detached and not copied."""
+        tensors = self.function.values.items()
         params = {name: x.detach() for name, x in tensors if x.requires_grad}
         buffers = {name: x.detach() for name, x in tensors if not x.requires_grad}
         return params, buffers
 
-    def trained(self) -> list[nn.Parameter]:
-        """Return the parameters that require grad."""
-        return [each for each in self.parameters.values() if each.requires_grad]
+    def run(self, function: Callable, *args: Any) -> Any:
+        """Call a function that runs the module, and restore the module."""
+        try:
+            return function(*args)
+        finally:
+            try:
+                self.function.restore()
+            except BaseException:  # an interrupt
+                self.function.restore()
+                raise
 
-    def evaluated(self) -> LossFn:
-        """Return the loss in evaluation mode."""
-        return sample_loss(self._function.eval(), self._criterion)
-
-    def _copy(self) -> None:
-        self._function, self._tensors = split("PrivateGradients", self.model)
+    def _read(self) -> None:
+        function = LiveModel("PrivateGradients", self.model)
         self.parameters = dict(self.model.named_parameters())
-        if not self.trained():
+        if not any(x.requires_grad for x in self.parameters.values()):
             raise ValueError(
                 f"PrivateGradients({type(self.model).__name__}): expected a parameter "
                 f"that requires grad, got none."
             )
-        self._loss = sample_loss(self._function, self._criterion)
-        self._contents = _contents(self.model)
+        self.function = function
+        self._settings = _settings(self.model)
 
 
 def _identity(model: nn.Module) -> list[tuple[str, int]]:
@@ -492,43 +497,9 @@ def _identity(model: nn.Module) -> list[tuple[str, int]]:
     return [(name, id(value)) for name, value in named]
 
 
-_PLAIN = {bool, int, float, complex, str, bytes, NoneType, range, slice}
-_PLAIN |= {torch.dtype, torch.device, torch.Size}
-
-_SHARED = (type, FunctionType, BuiltinFunctionType)
-"""Classes of values that a copy shares."""
-
-
-def _contents(model: nn.Module) -> list[Any] | None:
-    """Return all that a copy of a module is made of; None if it may change unseen."""
-    registered = [*model.modules(), *model.parameters(), *model.buffers()]
-    contents: list[Any] = []
-    left: list[Any] = [vars(each) for each in registered]
-    seen = {*map(id, registered)}
-    while left:
-        value: Any = left.pop()
-        kind = type(value)
-        if isinstance(value, ref):
-            value = value()
-        if kind in _PLAIN or isinstance(value, _SHARED):
-            contents += [kind, value]
-            continue
-        contents += [kind, id(value)]
-        if isinstance(value, Tensor) and id(value) in seen:
-            facts = (value.dtype, value.device, value.shape, value.requires_grad)
-            contents += [*facts, has_hooks(value)]
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if kind in (dict, OrderedDict):
-            left += [*value.keys(), *value.values()]
-            contents.append(len(value))
-        elif kind in (list, tuple):
-            left += value
-            contents.append(len(value))
-        else:
-            return None
-    return contents
+def _settings(model: nn.Module) -> list[Any]:
+    modes = [module.training for module in model.modules()]
+    return modes + [(x.dtype, x.device, x.requires_grad) for x in model.parameters()]
 
 
 class GradGuard:
@@ -538,8 +509,8 @@ class GradGuard:
     that have used them.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = parameters
+    def __init__(self, live: LiveModule) -> None:
+        self._live = live
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self.reset()
 
@@ -552,7 +523,7 @@ class GradGuard:
 
     def check(self, *, first: bool) -> None:
         """Refuse gradients of other code, and unused ones before a logical batch."""
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._live.parameters.items():
             grad = parameter.grad
             if grad is not None and grad is not self._of(name)[0]:
                 raise RuntimeError(
@@ -569,7 +540,7 @@ class GradGuard:
 
     def begin(self) -> None:
         """Clear the gradients of the last logical batch."""
-        for parameter in self._parameters.values():
+        for parameter in self._live.parameters.values():
             parameter.grad = None
         self.reset()
         self._partial = True
@@ -577,7 +548,7 @@ class GradGuard:
     def release(self) -> None:
         """Record the gradients that have just been written."""
         self._partial = False
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._live.parameters.items():
             if (grad := parameter.grad) is not None:
                 self.released[name] = grad, _bits(grad)
 
@@ -585,7 +556,7 @@ class GradGuard:
         """Check the gradients before each step of an optimizer."""
         if optimizer in self._optimizers:
             return
-        if _trained(optimizer).isdisjoint(map(id, self._parameters.values())):
+        if _trained(optimizer).isdisjoint(map(id, self._live.parameters.values())):
             raise ValueError(
                 "PrivateGradients.watch(optimizer): expected one of the module's own "
                 "parameters, got one of others, which it would train without privacy."
@@ -627,7 +598,7 @@ class GradGuard:
         trained = _trained(optimizer)
         # A scaler leaves here the divisor of a fused optimizer.
         scaled = getattr(optimizer, "grad_scale", None) is not None
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._live.parameters.items():
             if id(parameter) not in trained:
                 continue
             grad, (released, bits) = parameter.grad, self._of(name)
@@ -693,22 +664,32 @@ def _find_padding(
 
 
 def _check_padding(
-    loss: LossFn, params: Params, buffers: Buffers, short: Tree, long: Tree, pair: Tree
+    model: nn.Module, criterion: Criterion, short: Tree, long: Tree, pair: Tree
 ) -> None:
     """Refuse a loss of a sample that padding changes, on arguments of the model."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        live = LiveModule(model)
+        loss = sample_loss(live.function, criterion)
+        tensors = live.values()
 
-    def losses(batch: Tree) -> list[Tensor]:
-        read = batches.read("PrivateGradients(collate_fn)", batch)
-        samples = (read.sample(read.one(row)) for row in range(read.size))
-        return [loss(params, buffers, *sample) for sample in samples]
+        def losses(batch: Tree) -> list[Tensor]:
+            read = batches.read("PrivateGradients(collate_fn)", batch)
+            samples = (read.sample(read.one(row)) for row in range(read.size))
+            return [live.run(loss, *tensors, *sample) for sample in samples]
 
-    with torch.no_grad(), _restored_generators(*params.values()) as drawn:
-        separate = torch.stack(losses(short) + losses(long))
-        paired = torch.stack(losses(pair))
-        if drawn():
-            _warn_of_padding("the loss draws random numbers in evaluation mode")
-            return
-    dtypes = [separate.dtype, *(x.dtype for x in params.values())]
+        with torch.no_grad(), _restored_generators(*tensors[0].values()) as drawn:
+            separate = torch.stack(losses(short) + losses(long))
+            paired = torch.stack(losses(pair))
+            if drawn():
+                _warn_of_padding("the loss draws random numbers in evaluation mode")
+                return
+    finally:
+        for module, training in modes:
+            module.training = training
+    dtypes = [separate.dtype, *(x.dtype for x in tensors[0].values())]
     if torch.is_autocast_enabled(separate.device.type):
         dtypes.append(torch.get_autocast_dtype(separate.device.type))
     rounding = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5

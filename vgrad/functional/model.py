@@ -2,7 +2,8 @@
 
 import copy
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -13,13 +14,13 @@ from vgrad import checks, tree
 from vgrad.checks import Patterns
 from vgrad.functional import guards, slots
 from vgrad.functional.guards import Protected, protect
-from vgrad.functional.slots import Filled, Slots
+from vgrad.functional.slots import Slots, State, restore, taken
 from vgrad.generators import RNG_LOCK
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import (
     has_backward_hooks,
     keeps_parametrized,
-    versions_of,
+    version_of,
     with_attributes,
 )
 from vgrad.typing import Buffers, Params
@@ -46,21 +47,20 @@ class Entries:
 
     def merged(self, params: Params, buffers: Buffers) -> dict[str, Tensor]:
         """Merge the two dictionaries into one value a name, or raise."""
-        if type(params) is not dict or type(buffers) is not dict:
-            checks.dictionaries("fmodel", params=params, buffers=buffers)
-        values = {**params, **buffers}
-        if len(values) < len(params) + len(buffers):
+        checks.dictionaries("fmodel", params=params, buffers=buffers)
+        both = params.keys() & buffers.keys()
+        if both:
             raise ValueError(
                 f"fmodel(params, buffers): expected each name in one of the two, got "
-                f"{checks.listed(params.keys() & buffers.keys())} in both."
+                f"{checks.listed(both)} in both."
             )
+        values = {**params, **buffers}
         if values.keys() != self.aliases.keys():
             if not buffers:
                 values = self._of_state_dict(params)
             checks.names("fmodel(params, buffers)", self.aliases, values)
         with modes.without_modes():  # which would see each shape that is read
-            if self._shapes != {n: getattr(x, "shape", ()) for n, x in values.items()}:
-                checks.shapes("fmodel(params, buffers)", self._shapes, values)
+            checks.shapes("fmodel(params, buffers)", self._shapes, values)
         return values
 
     def _of_state_dict(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -82,6 +82,71 @@ class Entries:
         for name, constant in self.constants.items():
             values.setdefault(name, constant.to(device))
         return values
+
+
+class CallState:
+    """The containers of a module during one call, which are restored at its end.
+
+    A checkpoint re-runs a part of the forward pass in the backward pass. For that run
+    the containers hold again the values that the call has left.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        marked: State,
+        lock: AbstractContextManager,
+        written: Sequence[Tensor],
+    ) -> None:
+        """Take the slots, the attributes of the call's tensors, and its copies."""
+        self._slots, self._marked = slots, marked
+        self._written = {id(each) for each in written}
+        self._lock = lock
+        self._wanted = False
+        self._left: State = []
+
+    def again(self) -> Callable[[], AbstractContextManager]:
+        """Return a block for a re-run, in which the call's last values are there."""
+        self._wanted = True
+        return self._in_place
+
+    def end(self) -> None:
+        """Restore the containers."""
+        if self._wanted:
+            changing = [*self._slots.state, *self._marked]
+            self._left = [(container, taken(container)) for container, _ in changing]
+            copies = [copy for _, copy in self._left if isinstance(copy, dict | list)]
+            known: dict[int, tuple[Tensor, Tensor]] = {}  # the first is kept for its id
+            with modes.without_modes():
+                for container, key, value in slots.entries(copies):
+                    if isinstance(value, Tensor):
+                        if id(value) not in known:
+                            known[id(value)] = value, self._kept(value)
+                        container[key] = known[id(value)][1]
+        self._slots.end()
+        restore(self._marked)
+
+    def _kept(self, value: Tensor) -> Tensor:
+        """Return the stand-in of a tensor in a re-run.
+
+        Copies of buffers, which the run may write into; leaves for results, whose
+        graphs refer to the checkpoint, a cycle that Python cannot collect.
+        """
+        if id(value) in self._written:
+            return with_attributes(value.detach().clone(), value)
+        if modes.inside_transform() or value.grad_fn is None:
+            return value
+        return with_attributes(value.detach().requires_grad_(), value)
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        with self._lock:
+            before = [(container, taken(container)) for container, _ in self._left]
+            restore(self._left)
+            try:
+                yield
+            finally:
+                restore(before)
 
 
 class FunctionalModel:
@@ -111,9 +176,14 @@ class FunctionalModel:
         self._lock = threading.RLock()
         self._running = False
         firsts = self._entries.firsts
-        self._slots = Slots(skeleton, firsts)
+        self._slots = self._find_slots(skeleton, firsts)
         own_buffers = slots.own_buffers(skeleton)
         copied = own_buffers | slots.renormalised(skeleton)
+        self._attributes = {
+            name: attributes
+            for name, attributes in slots.of_tensors(skeleton).items()
+            if name in self._entries.aliases
+        }
         self._hooked = [
             name or type(module).__name__
             for name, module in skeleton.named_modules()
@@ -200,6 +270,7 @@ class FunctionalModel:
                 copies[name] = nn.Parameter(value, requires_grad=trained)
         filled = FunctionalModel(module, self._entries.constants)
         filled._slots.fill(copies)
+        filled._attribute(copies)
         for each in module.modules():
             if isinstance(each, nn.RNNBase):
                 each.flatten_parameters()  # cuDNN wants the weights in one block
@@ -220,6 +291,9 @@ class FunctionalModel:
     def __repr__(self) -> str:
         kind = type(self._skeleton).__name__
         return f"FunctionalModel({kind}, {len(self.names)} tensors)"
+
+    def _find_slots(self, skeleton: nn.Module, firsts: dict[int, str]) -> slots.Slots:
+        return slots.Slots(skeleton, firsts)
 
     def _run(
         self, values: dict[str, Tensor], args: tuple, kwargs: dict
@@ -246,14 +320,20 @@ class FunctionalModel:
         copies = self._writes
         if not copies:  # autograd saves no tensor of inference mode, but copies of them
             with modes.without_modes():
-                inputs = tree.tensors((args, kwargs))
-                copies = any([each.is_inference() for each in inputs])
+                copies = any(
+                    each.is_inference() for each in tree.tensors((args, kwargs))
+                )
         if copies:
             args, kwargs = tree.copied((args, kwargs))
-        watched = {name: tensors[name] for name in self._watched}
-        versions = versions_of(watched.values())
-        filled = Filled(self._slots, tensors, self._copied, self._lock)
-        again = None if self._only_torch else filled.again
+        versions = _versions(tensors, self._copied)
+        written = [tensors[name] for name in self._copied]
+        marked = [vars(tensors[name]) for name in self._attributes]
+        before = [(attributes, dict(attributes)) for attributes in marked]
+        state = CallState(self._slots, before, self._lock, written)
+        again = None if self._only_torch else state.again
+        protected = Protected(
+            {n: tensors[n] for n in self._watched}, _EXPECTED, _ADVICE, again
+        )
         with self._lock:
             if self._running:
                 raise RuntimeError(
@@ -263,18 +343,36 @@ class FunctionalModel:
                 )
             self._running = True
             try:
-                with filled:
-                    with protect(Protected(watched, _EXPECTED, _ADVICE, again)):
-                        output = self._skeleton(*args, **kwargs)
-                    left = self._slots.left(tensors)
+                self._slots.fill(tensors)
+                self._attribute(tensors)
+                with protect(protected):
+                    output = self._skeleton(*args, **kwargs)
+                left = {name: self._left(name, tensors[name]) for name in tensors}
             finally:
+                state.end()
                 self._running = False
-        changes = zip(watched, versions, versions_of(watched.values()), strict=True)
-        changed = [name for name, before, after in changes if before != after]
-        changed += [name for name in watched if left[name] is not tensors[name]]
-        if changed:
-            raise RuntimeError(f"{_EXPECTED}, but it changed {changed[0]!r}. {_ADVICE}")
+        for name, version in _versions(tensors, self._copied).items():
+            if versions[name] != version or left[name] is not tensors[name]:
+                raise RuntimeError(f"{_EXPECTED}, but it changed {name!r}. {_ADVICE}")
         return output, left
+
+    def _attribute(self, values: Mapping[str, Tensor]) -> None:
+        """Set the attributes of the module's tensors on values that lack them."""
+        for name, attributes in self._attributes.items():
+            vars(values[name]).update({**attributes, **vars(values[name])})
+
+    def _left(self, name: str, before: Tensor) -> Tensor:
+        """Return the tensor that is registered under a name and its aliases."""
+        places = self._slots.registered.get(name, [])
+        registered = [registry.get(key) for registry, key in places]
+        changed = [value for value in registered if value is not before]
+        new = changed[0] if changed else before
+        if not isinstance(new, Tensor) or any(value is not new for value in changed):
+            raise RuntimeError(
+                f"fmodel(params, buffers): expected one tensor to be left in {name!r} "
+                f"and the names tied to it, got {[type(x) for x in registered]}."
+            )
+        return new
 
 
 class BufferlessModel:
@@ -322,33 +420,34 @@ def make_functional_with_buffers(
         >>> list(params), list(buffers)
         (['weight', 'bias'], [])
     """
-    with RNG_LOCK:  # a call of PrivateGradients may use the module in another thread
-        fmodel, tensors = split("make_functional_with_buffers", model)
-        values = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        fixed = {name for name, tensor in tensors.items() if not tensor.requires_grad}
-    fixed.update(fmodel.buffer_names)
-    params = {
-        name: value.requires_grad_(not disable_autograd_tracking)
-        for name, value in values.items()
-        if name not in fixed
-    }
-    return fmodel, params, {name: values[name] for name in values if name in fixed}
+    with RNG_LOCK:  # a call of PrivateGradients may run the module in another thread
+        return _split(model, disable_autograd_tracking)
 
 
-def split(function: str, model: nn.Module) -> tuple[FunctionalModel, Params]:
-    """Return a module without values, and its own tensors by their first names."""
-    guards.check_plain(function, model)
+def _split(
+    model: nn.Module, disable_autograd_tracking: bool
+) -> tuple[FunctionalModel, Params, Buffers]:
+    guards.check_plain("make_functional_with_buffers", model)
     guards.check_closures(model)
-    tensors: Params = {}
+    own_buffers = slots.own_buffers(model)
+    constant = own_buffers - slots.persistent(model)
     placeholders: dict[int, slots.Placeholder] = {}
+    params: Params = {}
+    buffers: Buffers = {}
+    constants: dict[str, Tensor] = {}
     for name, tensor in slots.named_tensors(model):
-        if id(tensor) not in placeholders:
-            tensors[name] = tensor
-            placeholders[id(tensor)] = slots.placeholder(tensor)
-    constant = slots.own_buffers(model) - slots.persistent(model)
-    constants = {n: x.detach().clone() for n, x in tensors.items() if id(x) in constant}
+        if id(tensor) in placeholders:
+            continue
+        value = tensor.detach().clone()
+        if id(tensor) not in own_buffers and tensor.requires_grad:
+            params[name] = value.requires_grad_(not disable_autograd_tracking)
+        else:
+            buffers[name] = value
+        if id(tensor) in constant:
+            constants[name] = value.clone()
+        placeholders[id(tensor)] = slots.placeholder(tensor)
     skeleton = slots.duplicate(model, placeholders)
-    return FunctionalModel(skeleton, constants), tensors
+    return FunctionalModel(skeleton, constants), params, buffers
 
 
 def make_functional(
@@ -381,6 +480,16 @@ _EXPECTED = (
     "fmodel(params, buffers): expected a forward pass that leaves parameters alone"
 )
 _ADVICE = "Keep what changes in a buffer (register_buffer) and use call_and_update."
+
+
+def _versions(values: Mapping[str, Tensor], but: Container[str]) -> dict[str, int]:
+    """Return how often tensors were changed in place, as far as torch counts it."""
+    with modes.without_modes():  # modes have no say in it
+        return {
+            name: 0 if value.is_inference() else version_of(value)
+            for name, value in values.items()
+            if name not in but
+        }
 
 
 def write_values_(model: nn.Module, values: Mapping[str, Tensor]) -> None:

@@ -5,19 +5,16 @@ a tensor that was computed from it. A copy of either would be a constant.
 """
 
 import copy
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import suppress
 from operator import is_
-from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader, Dataset
 
 from vgrad.torch_private import modes
 from vgrad.torch_private import tensors as private
@@ -161,19 +158,6 @@ _ALLOWED |= {"is_floating_point", "is_complex", "numel", "requires_grad_", "size
 _ALLOWED |= {"element_size", "__hash__", "stride"}
 
 
-@contextmanager
-def unusable(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Let any use of these tensors raise in a block, where others take their place."""
-    kinds: list[tuple[Any, type]] = [(tensor, type(tensor)) for tensor in tensors]
-    try:
-        for tensor, _ in kinds:
-            tensor.__class__ = Placeholder
-        yield
-    finally:
-        for tensor, kind in kinds:
-            tensor.__class__ = kind
-
-
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter, then every buffer, under each of its names."""
     yield from model.named_parameters(remove_duplicate=False)
@@ -262,27 +246,21 @@ def placeholder(tensor: Tensor, kind: type[Placeholder] = Placeholder) -> Placeh
         return empty.as_subclass(kind)
 
 
-State = list[tuple[Container, Any]]
-"""Containers, and copies of their contents."""
-
-
 class Slots:
     """The places of tensors in a module of placeholders, and its other containers.
 
     Attributes:
+        registered: by first name, the registries and keys that hold a tensor.
         detached: tensors that are neither parameters nor buffers, and their places.
         state: the containers that a call may change, and their contents before it.
-        marks: the attributes that users put on tensors, by the tensor's first name.
     """
 
     def __init__(self, skeleton: nn.Module, firsts: dict[int, str]) -> None:
         registries = [
-            registry
-            for module in skeleton.modules()
-            for registry in private.registered(module)[:2]
+            held for m in skeleton.modules() for held in private.registered(m)[:2]
         ]
         containers = attributes(skeleton, set(firsts))
-        self._registered = _slot_paths(registries, firsts)
+        self.registered = _slot_paths(registries, firsts)
         self._referenced = _slot_paths(containers, firsts)
         self.detached = [
             (container, key, value)
@@ -293,151 +271,28 @@ class Slots:
         ]
         hooked = [each for m in skeleton.modules() for each in private.hooks(m)]
         changing = registries + containers + [each for each in hooked if each]
-        self.state: State = [(each, _contents(each)) for each in changing]
+        self.state: State = [(each, taken(each)) for each in changing]
         self._empty = [each for each in hooked if not each]
-        first_names = set(firsts.values())
-        marks = of_tensors(skeleton).items()
-        self.marks = {name: held for name, held in marks if name in first_names}
 
     def fill(self, values: Mapping[str, Tensor]) -> None:
-        """Put values wherever the module holds tensors, and copies of detached ones.
-
-        Attributes of the module's tensors are set on values that lack them.
-        """
-        for places in (self._registered, self._referenced):
+        """Put values wherever the module holds tensors, and copies of detached ones."""
+        for places in (self.registered, self._referenced):
             for name, keys in places.items():
                 for container, key in keys:
                     container[key] = values[name]
         for container, key, value in self.detached:
             container[key] = with_attributes(value.clone(), value)
-        for name, marks in self.marks.items():
-            vars(values[name]).update({**marks, **vars(values[name])})
 
-    def left(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors that a call has left under the names of its values."""
-        left = dict(values)
-        for name, places in self._registered.items():
-            for registry, key in places:
-                if registry.get(key) is not values[name]:
-                    left[name] = registry.get(key)
-            new = left[name]
-            if new is values[name]:
-                continue
-            others = [registry.get(key) for registry, key in places]
-            if not isinstance(new, Tensor) or any(
-                other is not new and other is not values[name] for other in others
-            ):
-                raise RuntimeError(
-                    f"fmodel(params, buffers): expected one tensor to be left in "
-                    f"{name!r} and the names tied to it, got "
-                    f"{[type(other) for other in others]}."
-                )
-        return left
-
-    def clear(self) -> None:
-        """Remove hooks that a call has put where there were none."""
-        for each in self._empty:
-            if each:
+    def end(self) -> None:
+        """End a call: restore the containers."""
+        restore(self.state)
+        if any(self._empty):  # asked first, since there are many
+            for each in self._empty:
                 each.clear()
 
 
-class Filled:
-    """A block in which the slots hold the values of a call, restored at its end.
-
-    A checkpoint re-runs a part of the forward pass in the backward pass. For that run
-    the containers hold again the values that the call has left.
-    """
-
-    def __init__(
-        self,
-        slots: Slots,
-        values: Mapping[str, Tensor],
-        written: Iterable[str],
-        lock: AbstractContextManager,
-    ) -> None:
-        """Take the values of a call, and the names of the written ones."""
-        self._slots, self._values, self._lock = slots, values, lock
-        self._written = written
-        self._before = slots.state
-        if slots.marks:
-            marked = [vars(values[name]) for name in slots.marks]
-            self._before = [*slots.state, *((each, dict(each)) for each in marked)]
-        self._repeats = False
-        self._left: State = []
-
-    def __enter__(self) -> None:
-        self._slots.fill(self._values)
-
-    def __exit__(self, *raised: Any) -> None:
-        if self._repeats:
-            self._keep()
-        restore(self._before)
-        self._slots.clear()
-
-    def again(self) -> Callable[[], AbstractContextManager]:
-        """Return a block for a re-run, in which the call's last values are there."""
-        self._repeats = True
-        return self._in_place
-
-    @contextmanager
-    def _in_place(self) -> Iterator[None]:
-        with self._lock:
-            before = [(each, _contents(each)) for each, _ in self._left]
-            restore(self._left)
-            try:
-                yield
-            finally:
-                restore(before)
-
-    def _keep(self) -> None:
-        """Keep what the call has left, with stand-ins for its tensors.
-
-        Copies of buffers, which a re-run may write into; leaves for results, whose
-        graphs refer to the checkpoint, a cycle that Python cannot collect.
-        """
-        written = {id(self._values[name]) for name in self._written}
-        inside = modes.inside_transform()
-        self._left = [(each, _contents(each)) for each, _ in self._before]
-        known: dict[int, tuple[Tensor, Tensor]] = {}  # the first is kept for its id
-        with modes.without_modes():
-            for contents, key, value in entries([copy for _, copy in self._left]):
-                if not isinstance(value, Tensor):
-                    continue
-                if id(value) not in known:
-                    kept = value
-                    if id(value) in written:
-                        kept = with_attributes(value.detach().clone(), value)
-                    elif not inside and value.grad_fn is not None:
-                        kept = with_attributes(value.detach().requires_grad_(), value)
-                    known[id(value)] = value, kept
-                contents[key] = known[id(value)][1]
-
-
-def restore(state: State) -> None:
-    """Restore the contents of containers; after an interrupt, call it again."""
-    for container, before in state:
-        if len(container) == len(before) and all(map(is_, container, before)):
-            if isinstance(container, list) or all(
-                map(is_, container.values(), before.values())
-            ):
-                continue
-        if isinstance(container, list):
-            container[:] = before
-            continue
-        # Methods of the class that changes a dictionary whose own may forbid it.
-        kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict
-        if [*map(id, container)] != [*map(id, before)]:
-            kind.clear(container)
-        for key, value in before.items():
-            kind.__setitem__(container, key, value)
-
-
-def _contents(container: Container) -> Any:
-    return dict(container) if isinstance(container, dict) else [*container]
-
-
 def attributes(model: nn.Module, tensors: set[int]) -> list[Container]:
-    """Return the attributes of each module, and all containers and objects below them.
+    """Return the attributes of each module, and every list and dictionary below them.
 
     Attributes of parameters and buffers count, and modules that are not registered.
 
@@ -470,6 +325,107 @@ def _slot_paths(
     return paths
 
 
+State = list[tuple[Any, Any]]
+"""Containers, and copies of their contents."""
+
+
+class Fields:
+    """Values that an object holds by descriptors, as slots and cells do."""
+
+    def __init__(self, owner: Any, descriptors: Sequence[Any]) -> None:
+        self.owner = owner
+        self._descriptors = descriptors
+
+    def contents(self) -> dict[Any, Any]:
+        """Return the values that are set, by descriptor."""
+        values = {}
+        for descriptor in self._descriptors:
+            with suppress(AttributeError, ValueError):  # not set
+                values[descriptor] = descriptor.__get__(self.owner)
+        return values
+
+    def put_back(self, before: dict[Any, Any]) -> None:
+        """Restore these values, and unset all others."""
+        for descriptor in self.contents().keys() - before.keys():
+            descriptor.__delete__(self.owner)
+        for descriptor, value in before.items():
+            descriptor.__set__(self.owner, value)
+
+
+def taken(container: Any) -> Any:
+    """Return a copy of the contents of a container, which `restore` puts back."""
+    if isinstance(container, dict):
+        return dict(container)
+    if isinstance(container, list | deque):
+        return [*container]
+    if isinstance(container, Fields):
+        return container.contents()
+    has_copy = isinstance(container, set | np.ndarray)
+    return container.copy() if has_copy else container[:]
+
+
+def same(container: Any, before: Any) -> bool:
+    """Return whether a container holds the objects, or the numbers, of before."""
+    if isinstance(container, dict):
+        return (
+            len(container) == len(before)
+            and all(map(is_, container.values(), before.values()))
+            and all(map(is_, container, before))
+        )
+    if isinstance(container, list | deque):
+        return len(container) == len(before) and all(map(is_, container, before))
+    if isinstance(container, Fields):
+        return same(container.contents(), before)
+    if isinstance(container, np.ndarray):
+        return container.dtype == before.dtype and _bits(container) == _bits(before)
+    return container == before
+
+
+def _bits(array: np.ndarray) -> tuple[Any, bytes]:
+    return array.shape, array.tobytes()
+
+
+def put(container: Any, key: Any, value: Any) -> None:
+    """Exchange an entry of a container; the key of one in a set is its old value."""
+    if isinstance(container, dict):
+        _kind(container).__setitem__(container, key, value)
+    elif isinstance(container, set):
+        container.discard(key)
+        container.add(value)
+    elif isinstance(container, Fields):
+        key.__set__(container.owner, value)
+    else:
+        container[key] = value
+
+
+def restore(state: State) -> None:
+    """Restore the contents of containers; after an interrupt, call it again."""
+    for container, before in state:
+        if same(container, before):
+            continue
+        if isinstance(container, dict):
+            kind = _kind(container)
+            if [*map(id, container)] != [*map(id, before)]:
+                kind.clear(container)
+            for key, value in before.items():
+                kind.__setitem__(container, key, value)
+        elif isinstance(container, Fields):
+            container.put_back(before)
+        elif isinstance(container, np.ndarray):
+            container[...] = before
+        elif isinstance(container, set | deque):
+            container.clear()
+            add = container.update if isinstance(container, set) else container.extend
+            add(before)
+        else:
+            container[:] = before
+
+
+def _kind(container: dict) -> Any:
+    """Return the class that changes a dictionary whose own may forbid it."""
+    return OrderedDict if isinstance(container, OrderedDict) else dict
+
+
 def entries(containers: Sequence[Any]) -> Iterator[tuple[Any, Any, Any]]:
     """Yield each entry of containers: the container, its key or index, the value."""
     for container in containers:
@@ -496,7 +452,7 @@ def _look_into(
 def _collect(
     value: Any, path: str, tensors: set[int], seen: set[int], containers: list
 ) -> None:
-    """Append the lists, dictionaries and attributes that `value` is or holds."""
+    """Append the lists and dictionaries that `value` is or holds."""
     if id(value) in seen:
         return
     if isinstance(value, nn.Module):
@@ -504,15 +460,8 @@ def _collect(
             seen.add(id(child))
             containers += private.registered(child)[:2]
             _look_into(child, path, tensors, seen, containers)
-        return
     if not isinstance(value, list | dict | tuple):
-        attributes = getattr(value, "__dict__", None)
-        if type(attributes) is not dict or isinstance(value, _APART):
-            return
-        if type(value).__module__.startswith(_MACHINERY):
-            return
-        seen.add(id(value))
-        value = attributes
+        return
     seen.add(id(value))
     if not isinstance(value, tuple):
         containers.append(value)
@@ -523,9 +472,3 @@ def _collect(
         )
     for child in children(value):
         _collect(child, path, tensors, seen, containers)
-
-
-_APART = (type, FunctionType, ModuleType, Tensor, Dataset, DataLoader, Optimizer)
-_MACHINERY = ("vgrad.", "torch._", "torch.distributed.", "torch.fx.", "logging")
-_MACHINERY += ("torch.optim.", "torch.utils.data.", "threading")
-"""Objects whose attributes no forward pass changes, though it may use them."""

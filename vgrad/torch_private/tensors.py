@@ -16,7 +16,7 @@ as used in torch/distributed/tensor/_api.py. A public maker of wrapper subclasse
 end the need.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from vgrad.torch_private.modes import exit_all, without_modes
+from vgrad.torch_private.modes import exit_all
 
 __all__ = ["BatchNorm", "NormBase"]
 
@@ -181,12 +181,6 @@ GLOBAL_HOOKS = tuple(getattr(modules, f"_global{name}") for name in HOOKS)
 def version_of(tensor: Tensor) -> int:
     """Return how often the memory of a tensor was written to in place."""
     return tensor._version
-
-
-def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return how often each was written to, zero in inference mode: not counted."""
-    with without_modes():
-        return [0 if each.is_inference() else each._version for each in tensors]
 
 
 def like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
