@@ -91,7 +91,7 @@ def test_clipped_gradients_are_those_of_plain_autograd(model, batch):
         grads, sums = compute(*given), step.source.transform(*given)
         oracle.assert_exact(grads, exact, SINGLE)
         assert sums.clipped > 0
-        bound = step.plan.max_norm
+        bound = step.source.plan.max_norm
         mean = {n: g / SIZE for n, g in oracle.clipped(exact, bound).items()}
         oracle.assert_exact(sums.grads, mean, SINGLE)
 
