@@ -80,6 +80,8 @@ code
   f = lambda: 2.0 => f() => f.__code__ = (lambda: 3.0).__code__
 a partial
   held = [2.0]; f = functools.partial(sum, held) => f() => held[0] = 3.0
+other arguments of a partial
+  f = functools.partial(sum, [2.0]) => f() => f.__setstate__((sum, ([3.0],), {}, {}))
 attributes of a partial
   f = functools.partial(sum) => perhaps(f) => f.beta = 3.0
 a kind of partial: Own
@@ -228,6 +230,9 @@ a large array: 16392 bytes
   held = np.full(2**11 + 1, 2.0) => float(held[0])
 an array of objects: numpy with 8
   held = np.array([2.0], dtype=object) => held[0]
+a dictionary with values of its own: a way of its own
+  Own = type("Own", (dict,), {"values": lambda self: [*dict.values(self)]})
+  thing = Own(k=2.0) => thing["k"] => thing["k"] = 3.0
 
 # Globals, builtins, modules and the environment.
 
@@ -395,6 +400,19 @@ a tensor in an attribute of a tensor
   t = ones(mask=ones()) => t.mask.sum() => t.mask = ones() * 2
 the dictionary of a tensor
   t = ones(tau=2.0) => sum(vars(t).values()) => t.other = 3.0
+an index that is a tensor: value of a tensor for a number
+  epoch = torch.tensor(0); betas = torch.tensor([2.0, 3.0]) => betas[epoch]
+  => epoch.fill_(1)
+a number of an op that is a tensor: value of a tensor for a number
+  slope = torch.tensor(0.1) => 1 + F.leaky_relu(-torch.ones(()), slope)
+  => slope.fill_(0.5)
+tensors in a list: hands values to Python
+  beta = torch.tensor(2.0) => torch.tensor([beta, beta]).sum() => beta.fill_(3.0)
+places that are a tensor: hands values to Python
+  place = torch.tensor(1) => torch.arange(4.0).tensor_split(place)[0].sum() + 1
+  => place.fill_(3)
+the text of a tensor: hands values to Python
+  beta = torch.tensor(2.0) => float(repr(beta)[7:-1]) => beta.fill_(3.0)
 
 # Modules and functions of torch.
 

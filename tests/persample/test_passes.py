@@ -199,6 +199,23 @@ def test_checkpoints_that_draw_anew_keep_the_bound(draw, randomness, clipping):
     assert len({round(norm, 3) for norm in norms}) == 2  # zeros, and what is clipped
 
 
+@every_clipping
+def test_a_layer_before_a_checkpoint_that_draws_anew_keeps_the_bound(clipping):
+    def loss(p, b, x, y):
+        h = F.linear(x, p["w"], p["s"])
+        drop = lambda h: F.dropout(h, 0.8)  # noqa: E731
+        return (checkpoint(drop, h, preserve_rng_state=False, **ONCE) * y).sum()
+
+    options = {"randomness": "different", "strategy": "recorded", "passes": 2}
+    clip = vgrad.clipped_grad(loss, max_norm=1e-2, clipping=clipping, **options)
+    params = {"w": randn(8, 3).float(), "s": torch.zeros(8)}
+    given = randn(1, 3, seed=1).float(), randn(1, 8, seed=2).float()
+    with pytest.warns(vgrad.FallbackWarning, match="expected a loss of which two"):
+        sums = [clip(params, {}, *given).grads for _ in range(20)]
+    norms = [torch.stack([g.norm() for g in each.values()]).norm() for each in sums]
+    assert max(norms) <= 1e-2 * (1 + 1e-6)
+
+
 @pytest.mark.compiled
 def test_captures_drop_sums_of_two_kinds_of_gradients():
     options = {"max_norm": 1.0, "passes": 2, "randomness": "different"}

@@ -616,6 +616,8 @@ BAD = [
     (norm, {"loss": 3}, TypeError, "loss=3.*sample_loss"),
     (norm, {"groups": {"a": "w"}}, TypeError, PATTERNS),
     (norm, {"groups": "module"}, ValueError, "groups='module'"),
+    (norm, {"groups": {}}, ValueError, r"groups={}\): expected a group at least"),
+    (norm, {"groups": {"a": []}}, ValueError, "and a pattern in each"),
     (project, {"dim": 0, "seed": 0}, ValueError, r"dim=0\): expected.* number >= 1"),
     (project, {"dim": 2, "seed": -1}, ValueError, r"seed=-1\): .* number >= 0"),
     (project, {"dim": 2, "seed": 0.5}, ValueError, r"seed=0.5\): expected a whole"),

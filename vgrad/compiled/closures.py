@@ -148,6 +148,8 @@ class Closure:
                 self._add(getattr(value, name), path, strict)
             if kind is types.FunctionType:
                 self._follow_function(value, path, strict)
+            elif kind is functools.partial:
+                self.guards.note_attributes(value, "func", "args", "keywords")
             elif kind is _CACHE:
                 self._follow_cache(value, path, strict)
             elif getattr(value, "__name__", None) in _COMPUTE_NAMES:
@@ -326,6 +328,15 @@ class Closure:
 
     def _follow_items(self, value: Any, path: str, strict: bool) -> None:
         """Follow the entries of a container, if it is one."""
+        kind = type(value)
+        if strict and isinstance(value, dict | list | set | deque):
+            base = next(x for x in kind.__mro__ if x.__module__ in _OF_CONTAINERS)
+            views = "__iter__", "__len__", "keys", "values", "items"
+            if any(getattr(kind, n, 0) is not getattr(base, n, 0) for n in views):
+                raise Unrepeatable(
+                    f"{path} is a {kind.__module__}.{kind.__qualname__}, which shows "
+                    f"its entries in a way of its own"
+                )
         if isinstance(value, dict | types.MappingProxyType):
             self.guards.note(value)
             for name, each in value.items():
@@ -371,6 +382,9 @@ class Closure:
 
 
 _CACHE = type(functools.cache(len))
+
+_OF_CONTAINERS = ("builtins", "collections")
+"""Modules of containers whose entries Python shows as they are."""
 
 _PARTS: dict[type, tuple[str, ...]] = {
     types.FunctionType: ("__defaults__", "__kwdefaults__"),

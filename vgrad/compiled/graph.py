@@ -82,7 +82,7 @@ def captured(function: Callable, arguments: tuple, ran: Iterable[Code] = ()) -> 
             own[place] = tensor
         # Backward passes run here, and not in a GPU's thread, which has no mode.
         alone = torch.autograd.set_multithreading_enabled(False)
-        around = torch.no_grad(), alone, _NoValues()
+        around = torch.no_grad(), alone, _NoValues(), _NoReads()
         with ExitStack() as stack, conditions.collect_checks() as found:
             for each in around:
                 stack.enter_context(each)
@@ -157,16 +157,38 @@ class _NoValues(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if conditions.checks_collected() and modes.op_name(func) in _READS:
-            raise Unrepeatable(f"{modes.op_name(func)} hands values to Python")
+        if conditions.checks_collected():
+            name, data = modes.op_name(func), (*args, *(kwargs or {}).values())
+            lists = (each for each in data if isinstance(each, list | tuple))
+            if (
+                name in _READS
+                or (func in _MAKERS and any(map(tree.tensors, lists)))
+                or (name == "tensor_split" and len(tree.tensors(data)) > 1)
+            ):
+                raise Unrepeatable(f"{name} hands values to Python")
         if func in _HISTORY and _is_read_by_users(func):
             raise Unrepeatable(f"it reads {_HISTORY[func]} of a tensor")
         return func(*args, **(kwargs or {}))
 
 
+class _NoReads(tracing.DispatchMode):
+    """Refuses reads below torch's functions, as of an index that is a tensor."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        reads = torch.Tag.data_dependent_output in func.tags
+        if reads and conditions.checks_collected() and tree.tensors(args):
+            raise Unrepeatable("an op takes the value of a tensor for a number")
+        return func(*args, **(kwargs or {}))
+
+
+_MAKERS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
+"""Functions that read the values of tensors in a list."""
+
 _READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__"}
 _READS |= {"__index__", "__complex__", "__dlpack__", "equal", "allclose", "is_nonzero"}
-_READS |= {"data_ptr"}
+_READS |= {"data_ptr", "__repr__", "__str__"}
 
 _HISTORY: dict[Any, str] = {
     getattr(Tensor, name).__get__: f"`.{name}`"

@@ -8,6 +8,7 @@ B samples, I inputs, O outputs, E members, N rows of a member
 
 import math
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -36,13 +37,19 @@ class _Output:
     """The gradient at an op's output, which a weight and a bias have in common."""
 
     def __init__(self) -> None:
-        self._positions: Positions | None = None
+        self._known: tuple[ref[Tensor], ref[Positions]] | None = None
 
     def at(self, g: Tensor) -> Positions:
-        """Return the positions of the gradient `g [B, ..., O]`, made once."""
-        if self._positions is None:
-            self._positions = Positions(positions(g))
-        return self._positions
+        """Return the positions of the gradient `g [B, ..., O]`, made once for each.
+
+        A second backward pass has another gradient; neither is kept for its sake.
+        """
+        if self._known is not None and self._known[0]() is g:
+            if (known := self._known[1]()) is not None:
+                return known
+        made = Positions(positions(g))
+        self._known = ref(g), ref(made)
+        return made
 
     def shift(self, g: Tensor) -> Dense:
         """Return the factor of the bias, whose norms are known if it is the output."""

@@ -91,9 +91,15 @@ def check_groups(function: str, groups: Groups) -> None:
 
     Raises:
         TypeError: the patterns of a group are no list or tuple of strings.
-        ValueError: a string is neither `"parameter"` nor `"layer"`.
+        ValueError: a string is neither `"parameter"` nor `"layer"`; there is no group,
+            or one without patterns.
     """
     if isinstance(groups, Mapping):
+        if not groups or not all(len(patterns) for patterns in groups.values()):
+            raise ValueError(
+                f"{function}(groups={dict(groups)!r}): expected a group at least, and "
+                f'a pattern in each, such as {{"head": ["head.*"]}}.'
+            )
         for group, patterns in groups.items():
             checks.patterns(function, **{f"groups[{group!r}]": patterns})
     elif groups is not None:
