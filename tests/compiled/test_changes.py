@@ -406,6 +406,11 @@ an index that is a tensor: value of a tensor for a number
 a number of an op that is a tensor: value of a tensor for a number
   slope = torch.tensor(0.1) => 1 + F.leaky_relu(-torch.ones(()), slope)
   => slope.fill_(0.5)
+an index written to a literal: value of a tensor for a number
+  epoch = torch.tensor(0); betas = torch.tensor([2.0, 3.0])
+  => betas[torch.tensor(0).copy_(epoch)] => epoch.fill_(1)
+an index that is a literal: same capture
+  betas = torch.tensor([2.0, 3.0]) => betas[torch.tensor(1)] => pass
 tensors in a list: hands values to Python
   beta = torch.tensor(2.0) => torch.tensor([beta, beta]).sum() => beta.fill_(3.0)
 places that are a tensor: hands values to Python

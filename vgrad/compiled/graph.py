@@ -172,15 +172,30 @@ class _NoValues(TorchFunctionMode):
 
 
 class _NoReads(tracing.DispatchMode):
-    """Refuses reads below torch's functions, as of an index that is a tensor."""
+    """Refuses reads below torch's functions, as of an index that is a tensor.
+
+    Literals of the code, and numbers computed from them alone, may be read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._literals: dict[int, Tensor] = {}  # kept, so that no other gets its id
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        inputs = tree.tensors((args, kwargs or {}))
+        known = bool(inputs) and all(id(each) in self._literals for each in inputs)
         reads = torch.Tag.data_dependent_output in func.tags
-        if reads and conditions.checks_collected() and tree.tensors(args):
+        if reads and inputs and not known and conditions.checks_collected():
             raise Unrepeatable("an op takes the value of a tensor for a number")
-        return func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
+        known &= torch.Tag.nondeterministic_seeded not in func.tags
+        if func is _aten.lift_fresh.default or known:
+            self._literals |= {id(each): each for each in tree.tensors(output)}
+        elif func._schema.is_mutable:  # one may be a view of the tensor written to
+            self._literals.clear()
+        return output
 
 
 _MAKERS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
