@@ -193,8 +193,8 @@ class _NoReads(tracing.DispatchMode):
         known &= torch.Tag.nondeterministic_seeded not in func.tags
         if func is _aten.lift_fresh.default or known:
             self._literals |= {id(each): each for each in tree.tensors(output)}
-        elif func._schema.is_mutable:  # one may be a view of the tensor written to
-            self._literals.clear()
+        elif {*map(id, inputs)} & {*map(id, tree.tensors(output))}:
+            self._literals.clear()  # one may be a view of the tensor written to
         return output
 
 
