@@ -94,7 +94,7 @@ def test_trees_are_cut_and_gathered(some):
 RATES = torch.linspace(0.01, 0.2, E, dtype=torch.float64)
 
 
-def trained(mesh, drop, shared, options, *, steps=5, compiled=False):
+def trained(mesh, drop, shared, options, *, steps=5, order=("parallel",)):
     """Take steps on a mesh; without one, in one place by the plain step."""
     fmodel, params, buffers = ensemble(drop, shared)
     own = (lambda x: shard_members(x, mesh)) if mesh else lambda x: x
@@ -109,8 +109,12 @@ def trained(mesh, drop, shared, options, *, steps=5, compiled=False):
     x, losses = own(x), []
     if mesh:
         state = shard_members(state, mesh, shared=shared)
-        step = member_parallel(step, mesh, members=E)
-    step = vgrad.compile(step, fallback="error") if compiled else step
+        changes = {
+            "parallel": lambda step: member_parallel(step, mesh, members=E),
+            "compiled": lambda step: vgrad.compile(step, fallback="error"),
+        }
+        for name in order:
+            step = changes[name](step)
     for turn in range(steps):
         state, metrics = step(state, x + turn, y)
         losses.append(metrics["loss"])
@@ -312,9 +316,10 @@ def _compiled(size):
     options = {"randomness": "different", "strategy": "hybrid"}
     mesh = members_of(size)
     plain = trained(mesh, 0.0, SHARED, options, steps=3)
-    graph = trained(mesh, 0.0, SHARED, options, steps=3, compiled=True)
-    same(graph, plain)
-    drawn = trained(mesh, 0.5, (), options, steps=1, compiled=True)
+    first, last = ("compiled", "parallel"), ("parallel", "compiled")
+    for order in (first, last):
+        same(trained(mesh, 0.0, SHARED, options, steps=3, order=order), plain)
+    drawn = trained(mesh, 0.5, (), options, steps=1, order=last)
     return drawn["loss"]
 
 

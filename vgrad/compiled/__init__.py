@@ -89,8 +89,9 @@ def compile(
 
     Code that a graph cannot repeat runs in eager mode, with one warning that says why,
     or raises with `fallback="error"`: Python that reads values of tensors, draws from
-    Python's generators or changes values that it closes over; the strategy `"loop"`; a
-    call inside a transform of torch.func or under a mode; more than 16 captures.
+    Python's generators or changes values that it closes over; an op that takes the
+    value of a tensor for a number, such as an index; the strategy `"loop"`; a call
+    inside a transform of torch.func or under a mode; more than 16 captures.
 
     Samples whose norms rounding may have spoiled, or that are not finite, are computed
     by other code in eager mode. The graph only raises a flag: then its result is

@@ -15,8 +15,8 @@ from torch import Tensor
 from vgrad.factors.base import Norm, Norms, Products
 from vgrad.factors.reductions import HIGH, LOW, row_norms, together
 
-_AT_ONCE = 2**24
-"""Numbers of gradients formed at once where norms from products are in doubt."""
+FORMED_AT_ONCE = 2**24
+"""Numbers of gradients formed at once where products cannot be trusted."""
 
 _DOUBTFUL = 1e-4
 """Cancellation below which a norm from products is computed again, from gradients."""
@@ -92,7 +92,7 @@ def _recomputed(norm: Norm) -> Norm:
     while len(rows):
         some, rows = rows[:step], rows[step:]
         grads = factor.take(some).double().grad()
-        step = max(1, _AT_ONCE * len(some) // max(1, grads.numel()))
+        step = max(1, FORMED_AT_ONCE * len(some) // max(1, grads.numel()))
         value[some] = exact = row_norms(grads)
         # If it is not finite, gradients will be summed in float64.
         upper[some] = exact + torch.where(lost[some].isfinite(), lost[some], 0)

@@ -252,7 +252,7 @@ class FunctionalModel:
         return [value for _, _, value in self._slots.detached]
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield all modules, whose tensors are placeholders."""
+        """Yield all modules, to be read alone: tensors are placeholders."""
         return self._skeleton.named_modules()
 
     def to_module(self, params: Params, buffers: Buffers) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Ops: one record for each op of which more is known than torch knows.
+"""Ops: one record per op that runs otherwise than torch alone would run it.
 
 Each file has the records of one family; importing the room fills `OPS`. The author of
 an op makes a rule with `rule`: the factors that its weights leave for the backward

@@ -1,4 +1,4 @@
-"""What is known of an op: one record, which the file of its family fills.
+"""The record of an op, which the file of its family fills.
 
 B samples, E members
 """
@@ -164,7 +164,7 @@ ITSELF = object()
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """What is known of one op; torch's own way where a field is None.
+    """The record of one op, which runs in torch's own way where a field is None.
 
     Attributes:
         rule: its factors in recorded passes.

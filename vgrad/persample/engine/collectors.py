@@ -15,11 +15,9 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.checks import Patterns
 from vgrad.factors.base import Dense, Factor, Zero
+from vgrad.factors.norms import FORMED_AT_ONCE
 from vgrad.persample.engine.proxies import Use
 from vgrad.typing import Params
-
-_FORMED = 2**24
-"""Numbers of gradients formed at once where a sum of products cannot be trusted."""
 
 
 class Collector(Protocol):
@@ -60,7 +58,7 @@ def slices(keep: Tensor, *shapes: torch.Size) -> Sequence[Tensor]:
     """Return the numbers of samples to keep, as many as may have gradients at once."""
     numbers = sum(math.prod(shape) for shape in shapes)
     rows = keep.nonzero().flatten()
-    return rows.split(max(1, _FORMED // max(1, numbers))) if len(rows) else ()
+    return rows.split(max(1, FORMED_AT_ONCE // max(1, numbers))) if len(rows) else ()
 
 
 def gradients(factor: Factor, rows: Tensor) -> Dense:
