@@ -184,7 +184,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the same of tensors; zero for those of inference mode, which have none."""
+    """Return the same for several tensors; tensors of inference mode have none, zero."""
     return [0 if each.is_inference() else each._version for each in tensors]
 
 
