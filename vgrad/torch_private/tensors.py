@@ -176,7 +176,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the same for several tensors; tensors of inference mode have none, zero."""
+    """Return the same for several tensors; in inference mode it is zero."""
     return [0 if each.is_inference() else each._version for each in tensors]
 
 
