@@ -1,15 +1,14 @@
 """Refusals: writes into protected tensors, and models that cannot be functional.
 
-A function mode sees every call of torch, custom ops included. It cannot see NumPy,
-DLPack or compiled code write into the same memory. It also sees where a checkpoint
-begins, whose function is run again in the backward pass, and restores the values of the
-call for that run.
+A function mode sees every call of torch, custom ops included, but no write by NumPy,
+DLPack or compiled code. It also sees a checkpoint begin, which is re-run in the
+backward pass, with the values of the call.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -27,19 +26,12 @@ from vgrad.tree import tree_leaves
 
 
 class Protected(NamedTuple):
-    """Tensors that stay as they are, and the error for a call that writes into one.
-
-    Attributes:
-        tensors: the tensors, by name.
-        expected: the first words of the error, `function(argument): expected ...`.
-        advice: the last words.
-        again: called where a checkpoint begins; returns a block that restores the
-            values of the call for a re-run.
-    """
+    """Tensors that stay as they are, and the error for a call that writes into one."""
 
     tensors: Mapping[str, Tensor]
-    expected: str
+    expected: str  # `function(argument): expected ...`
     advice: str
+    # Called where a checkpoint begins; returns a block with the values of the call.
     again: Callable[[], Callable[[], AbstractContextManager]] | None = None
 
 
@@ -285,32 +277,27 @@ def _check_apart(function: str, model: nn.Module) -> None:
 
 def _overlap(tensors: Iterable[Tensor]) -> bool:
     """Return whether any two tensors on one memory have numbers in common."""
-    views = sorted((_View(x) for x in tensors if x.numel()), key=lambda x: x.start)
+    views = sorted(map(_bytes, filter(Tensor.numel, tensors)), key=lambda each: each[0])
     most: Any = 10**6  # steps, far more than ordinary views need
-    for number, view in enumerate(views):
-        for other in views[number + 1 :]:
-            if other.start >= view.stop:
+    for number, (_, stop, view) in enumerate(views):
+        for start, _, other in views[number + 1 :]:
+            if start >= stop:
                 break
             try:
-                if np.shares_memory(np.asarray(view), np.asarray(other), most):
+                if np.shares_memory(view, other, most):
                     return True
             except RuntimeError:  # too hard
                 return True
     return False
 
 
-class _View:
-    """The bytes of a tensor for numpy, which counts strides and reads no number."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        size = tensor.element_size()
-        sides = [*zip(tensor.shape, tensor.stride(), strict=True)]
-        self.start = tensor.storage_offset() * size
-        self.stop = self.start + size * (1 + sum((n - 1) * step for n, step in sides))
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": tuple(tensor.shape),
-            "strides": tuple(step * size for _, step in sides),
-            "typestr": f"|V{size}",
-            "data": (1 + self.start, True),
-        }
+def _bytes(tensor: Tensor) -> tuple[int, int, np.ndarray]:
+    """Return the first byte and the end of a tensor, and an array that reads none."""
+    size = tensor.element_size()
+    start = 1 + int(tensor.storage_offset()) * size
+    steps = [size * step for step in tensor.stride()]
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, steps, strict=True))
+    interface = {"version": 3, "shape": tuple(tensor.shape), "strides": tuple(steps)}
+    interface |= {"typestr": f"|V{size}", "data": (start, True)}
+    view = np.asarray(SimpleNamespace(__array_interface__=interface))
+    return start, start + last + size, view
