@@ -6,7 +6,7 @@ backward pass, with the values of the call.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import lru_cache
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -131,8 +131,6 @@ class WriteGuard(TorchFunctionMode):
 
 def protect(protected: Protected) -> AbstractContextManager:
     """Protect tensors in a block, by the current mode or a new one."""
-    if not protected.tensors and protected.again is None:
-        return nullcontext()
     for mode in reversed(modes.function_modes()):
         if isinstance(mode, WriteGuard):
             return mode.protecting(protected)
