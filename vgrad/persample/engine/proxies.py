@@ -108,13 +108,6 @@ _MOVES = _TRANSPOSES | {
     *("view_as", "reshape_as", "chunk", "split", "unbind", "tensor_split", "narrow"),
     *("select", "__getitem__", "split_with_sizes", "unsafe_chunk", "unsafe_split"),
 }
-_READS = {
-    *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size"),
-    *("storage_offset", "get_device", "is_contiguous", "is_floating_point"),
-    *("is_complex", "is_inference", "is_signed", "is_same_size", "__len__"),
-}
-_TENSORS = {"T", "mT", "H", "mH", "real", "imag", "data", "grad"}
-"""Attributes that are tensors; the others describe one."""
 
 
 class View(NamedTuple):
@@ -123,14 +116,6 @@ class View(NamedTuple):
     replay: Callable[[Tensor], Tensor]
     same_numbers: bool = False  # each stayed in its place
     transposes: bool = False  # it is the transpose of a matrix
-
-
-def only_reads(func: Callable) -> bool:
-    """Return whether a call reads sizes and the like, and computes nothing."""
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return getattr(func.__self__, "__name__", "") not in _TENSORS
-    return name in _READS
 
 
 def describe_view(

@@ -29,9 +29,10 @@ from vgrad.loss.grad_flags import (
     GradFlags,
     UnsupportedOp,
     among,
+    only_reads,
     own_backward_pass,
 )
-from vgrad.loss.mode import SAMPLES, LossMode, run_op
+from vgrad.loss.mode import SAMPLES, LossMode, is_ordinary, run_op
 from vgrad.ops.record import OPS, Maker, Op
 from vgrad.persample.engine.call import Call
 from vgrad.persample.engine.proxies import (
@@ -41,7 +42,6 @@ from vgrad.persample.engine.proxies import (
     check_unchanged,
     copy_on_arrival,
     describe_view,
-    only_reads,
     place,
     replaced,
     stamped,
@@ -185,7 +185,8 @@ class Recorder:
         """Run a call for all samples, and keep the uses of parameters."""
         if self._repeats:
             args, kwargs = tree_map_only(Tensor, self._original, (args, kwargs))
-        reads = only_reads(func)
+        ordinary = is_ordinary(func)
+        reads = not ordinary and only_reads(func)
         if reads and func not in WATCHED_READS:
             return func(*args, **kwargs)
         flags, tensors = self._mode.flags, among(args, kwargs)
@@ -202,10 +203,13 @@ class Recorder:
                 # it and the loss, which may use parameters.
                 if not modes.is_wrapped(tensor) and not self._repeats:
                     self._ends[id(tensor)] = tensor
-        if func is Tensor.requires_grad_ and all((*args[1:], *kwargs.values())):
-            if modes.current_level() == self._level:  # not a transform inside
-                return self._requiring_grad(args[0])
-        flags.refuse(func, tensors)
+        if not ordinary:
+            if func is Tensor.requires_grad_ and all((*args[1:], *kwargs.values())):
+                if modes.current_level() == self._level:  # not a transform inside
+                    return self._requiring_grad(args[0])
+            if is_foreign_op(func):
+                self._foreign[str(func)] = None
+            flags.refuse(func, tensors)
         if reads:
             for known in proxies if func in _SHOWN else ():
                 if known.origin is not known.proxy:
@@ -227,9 +231,9 @@ class Recorder:
         proxies: list[ParamProxy],
         batched: bool,
     ) -> Any:
-        if is_foreign_op(func):
-            self._foreign[str(func)] = None
         op = OPS.get(func)
+        if op is None and not proxies and func not in modes.ASKING:
+            return run_op(self._mode, func, args, kwargs)
         here = modes.current_level() == self._level
         if op is not None and here:
             output = None
