@@ -128,7 +128,7 @@ def describe_view(
 ) -> View | None:
     """Describe a call that only moved numbers of `source`; None for any other.
 
-    `number` is that of `output` among several results.
+    `number` is the place of `output` among several results.
     """
     name = getattr(func, "__name__", "")
     if name == "__get__":

@@ -128,7 +128,7 @@ class Recorder:
         return self._mode
 
     def checked(self, result: tuple[Tensor, Tree]) -> tuple[Tensor, Tree]:
-        """Refuse results of other samples, and return those of each sample."""
+        """Return results, one for each sample; refuse any that would be another one's."""
         flags = self._mode.flags
         flags.end(tree.tensors(result))
         self._mode.flags = flags.afresh()  # nor does it keep their memory
