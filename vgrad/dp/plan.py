@@ -29,9 +29,9 @@ class Plan:
     `max_norm`, divides the sum by `expected_batch_size` and adds noise. The size of the
     batch drawn, which depends on the data, is never the divisor.
 
-    Choose `delta` well below `1 / dataset_size`: a `delta` of that size would allow
-    releasing one sample as it is. A larger one warns. A state that has spent under one
-    plan can continue under another only if that one accounts for both, see `after`.
+    Choose `delta` well below `1 / dataset_size`; a larger one warns. A state that has
+    spent under one plan can continue under another only if that accounts for both, see
+    `after`.
 
     Attributes:
         before: the run's previous plan, with the steps taken under it.
@@ -154,10 +154,9 @@ class Plan:
         """Return this plan for a run that has taken `steps` steps under another one.
 
         Both are one account: `epsilon` includes everything spent under `other`, and
-        steps are counted from the start of the run, like `state.step`. The new plan
-        ends `steps` steps later than this one and continues the state that `other`
-        left, which no other plan does. Data sets may differ: the bound holds for each
-        person in any of them.
+        steps are counted from the start of the run. The new plan ends `steps` steps
+        later than this one and continues the state that `other` left, which no other
+        plan does. Data sets may differ: the bound holds for each person in any of them.
 
         Raises:
             ValueError: `other` has fewer steps, or this plan follows another already.
@@ -203,8 +202,8 @@ class Plan:
     def digest(self) -> Tensor:
         """The identity of the plan, uint8 `[32]`, which a state carries.
 
-        It is a hash of all fields but steps, delta and accountant, of the mechanism,
-        and of the plans before with their steps.
+        It is a hash of all fields but steps, delta and accountant, and of the plans
+        before.
         """
         return as_digest(self._identity)
 
@@ -228,7 +227,7 @@ class Plan:
     def epsilon(self, steps: int | None = None) -> float:
         """Return the epsilon spent after `steps` steps; after all of them by default.
 
-        Steps are counted from the start of the run, steps of plans before included.
+        Steps of plans before are included.
 
         Raises:
             ValueError: `steps` is above the steps of the plan.
@@ -259,14 +258,15 @@ class Plan:
         """Return the batches from the state's step to the last one, for one pass.
 
         The state is a `TrainState`, a `PrivateGradients` or anything else with a `key`
-        and a `step`; its `plan_digest` is checked if it has one. A saved state gives
-        the same batches again. Steps on other batches are outside of the plan, which is
-        not detected. Samples are not checked either: pad them to a fixed length, or use
-        a mask, since padding to the longest of a batch breaks the bound.
+        and a `step`; its `plan_digest` is checked if it has one. Steps on other batches
+        are outside of the plan, which is not detected. Samples are not checked either:
+        pad them to a fixed length, or use a mask, since padding to the longest of a
+        batch breaks the bound.
 
         Raises:
             ValueError: the state has taken more steps than the plan has, or has spent
-                under another plan.
+            under
+                another plan.
         """
         if not (hasattr(state, "key") and hasattr(state, "step")):
             raise TypeError(
@@ -290,10 +290,9 @@ class Plan:
     ) -> Params:
         """Add the noise of one step to clipped sums. {name: shape} -> {name: shape}.
 
-        The sums must have been clipped to `max_norm` and divided by
-        `expected_batch_size`: their sensitivity must be the quotient of the two. The
-        noise is a function of the key, the step, the member and the plan; dtypes are as
-        in `add_gaussian_noise`.
+        Their sensitivity must be `max_norm / expected_batch_size`. The noise is a
+        function of the key, the step, the member and the plan; dtypes are as in
+        `add_gaussian_noise`.
 
         Raises:
             ValueError: the sensitivity is another one (relative tolerance 1e-9), or as
@@ -341,13 +340,7 @@ def spent_under(plan: Plan, steps: int) -> bytes:
 
 
 def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) -> bytes:
-    """Return the identity of a plan that accounts for a run of so many steps.
-
-    `digest` is the identity of the plan of these steps, None if it is unknown.
-
-    Raises:
-        ValueError: the plan does not account for them.
-    """
+    """Return the identity of a plan that accounts for a run of so many steps."""
     identity, before, spent = plan._identity, plan.before, None
     if digest is not None:
         if digest.dtype != torch.uint8 or digest.shape != (len(NO_PLAN),):
