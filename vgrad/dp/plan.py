@@ -58,15 +58,13 @@ class Plan:
     before: "Plan | None" = None
 
     def __post_init__(self) -> None:
-        size, steps = checks.whole(
-            "Plan", least=1, dataset_size=self.dataset_size, steps=self.steps
-        )
+        counts = {"dataset_size": self.dataset_size, "steps": self.steps}
+        size, steps = checks.whole("Plan", least=1, **counts)
         accounting.check("Plan", self.sampling_rate, steps, self.delta, self.accountant)
-        checks.non_negative("Plan", noise_multiplier=self.noise_multiplier)
-        checks.positive("Plan", max_norm=self.max_norm)
-        checks.finite(
-            "Plan", noise_multiplier=self.noise_multiplier, max_norm=self.max_norm
-        )
+        noise, norm = self.noise_multiplier, self.max_norm
+        checks.non_negative("Plan", noise_multiplier=noise)
+        checks.positive("Plan", max_norm=norm)
+        checks.finite("Plan", noise_multiplier=noise, max_norm=norm)
         # Plans of equal numbers are equal, whatever the types of the numbers.
         names = ("sampling_rate", "noise_multiplier", "max_norm", "delta")
         floats = {name: float(getattr(self, name)) for name in names}
@@ -124,12 +122,9 @@ class Plan:
         """
         by_rate, by_epochs = (sampling_rate, steps), (batch_size, epochs)
         if batch_size is not None and epochs is not None and by_rate == (None, None):
+            counts = {"dataset_size": dataset_size, "batch_size": batch_size}
             dataset_size, batch_size, epochs = checks.whole(
-                "Plan.for_epsilon",
-                least=1,
-                dataset_size=dataset_size,
-                batch_size=batch_size,
-                epochs=epochs,
+                "Plan.for_epsilon", least=1, **counts, epochs=epochs
             )
             if batch_size > dataset_size:
                 raise ValueError(
@@ -189,9 +184,8 @@ class Plan:
             other = other.before
         if steps == 0:
             return self
-        return replace(
-            self, steps=steps + self.steps, before=replace(other, steps=steps)
-        )
+        before = replace(other, steps=steps)
+        return replace(self, steps=steps + self.steps, before=before)
 
     @property
     def earlier_steps(self) -> int:
@@ -232,9 +226,8 @@ class Plan:
         Raises:
             ValueError: `steps` is above the steps of the plan.
         """
-        [steps] = checks.whole(
-            "Plan.epsilon", least=0, steps=self.steps if steps is None else steps
-        )
+        steps = self.steps if steps is None else steps
+        [steps] = checks.whole("Plan.epsilon", least=0, steps=steps)
         if steps > self.steps:
             raise ValueError(
                 f"Plan.epsilon(steps={steps}): expected at most the {self.steps} steps "
@@ -307,17 +300,12 @@ class Plan:
                 f"{sensitivity.value!r}. Clip with clipped_grad(loss, "
                 f"max_norm=plan.max_norm, normalize_by=plan.expected_batch_size)."
             )
-        return add_gaussian_noise(
-            sums,
-            sensitivity,
-            noise_multiplier=self.noise_multiplier,
-            key=self._subkey(key),
-            step=step,
-            member=member,
-        )
+        place: dict[str, Any] = {"step": step, "member": member}
+        place |= {"key": self._subkey(key), "noise_multiplier": self.noise_multiplier}
+        return add_gaussian_noise(sums, sensitivity, **place)
 
     def _subkey(self, key: Tensor) -> Tensor:
-        """Fold the plan into a key, so that two plans never share batches or noise."""
+        # So that two plans never share batches or noise.
         before = () if self.before is None else (self._identity.hex(),)
         numbers = self.sampling_rate, self.noise_multiplier, self.max_norm
         return generators.fold_in(key, self.dataset_size, *numbers, *before)

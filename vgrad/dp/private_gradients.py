@@ -182,28 +182,27 @@ class PrivateGradients:
     def ready(self) -> bool:
         """Whether `.grad` holds the gradients of a whole logical batch.
 
-        Until then `.grad` is None, and a step of an optimizer of torch is a no-op. Step
-        a scheduler that counts steps only if `ready`.
+        Until then it is None. Step a scheduler that counts steps only if `ready`.
         """
         return bool(self._guard.released)
 
     def backward(self, *batch: Tree) -> dict[str, Tensor]:
         """Add up clipped gradients of a batch; release the sum of a logical batch.
 
-        With the last physical batch of a logical one (each is, unless there is a
-        `physical_batch_size`) the sum gets its noise and is written into `.grad`, in
-        the dtype of each parameter. Frozen parameters keep `.grad` None. The batch may
-        have been changed sample by sample, or moved to the module's device.
+        With the last physical batch of a logical one the sum gets its noise and is
+        written into `.grad`, in the dtype of each parameter. Frozen parameters keep
+        `.grad` None. The batch may have been changed sample by sample, or moved to the
+        module's device.
 
-        Only `.grad` is private. The returned metrics are for your own logs and must not
-        be published: `loss` (mean over this batch, NaN if it is empty), `samples`,
-        `clipped` and `nonfinite`, all computed without noise.
+        Only `.grad` is private. The returned metrics are for your own logs: `loss`
+        (mean over this batch, NaN if it is empty), `samples`, `clipped` and
+        `nonfinite`, without noise.
 
         Raises:
-            RuntimeError: the batch is not the loader's or was used before, `.grad`
-                was written by other code, the module is another one, its losses depend
-                on the padding of a batch, or there are several processes. A call that
-                raises has released nothing and can be repeated.
+            RuntimeError: the batch is not the loader's or was used before, `.grad` was
+                written by other code, the module is another one, its losses depend on
+                padding, or there are several processes. Such a call has released
+                nothing and can be repeated.
             ValueError: the batch has another number of samples than the loader yielded.
         """
         pending = self._pending(batch)
@@ -215,30 +214,24 @@ class PrivateGradients:
                 self._clipped, self._function = self._clip(), function
             self._guard.check(first=pending.number == 0)
             if self._padding is not None and pending.rows:
-                _check_padding(
-                    self.model,
-                    self._criterion,
-                    *(_arguments(x, self.loader.yielded, batch) for x in self._padding),
-                )
+                yielded = self.loader.yielded
+                collated = [_arguments(x, yielded, batch) for x in self._padding]
+                _check_padding(self.model, self._criterion, *collated)
                 self._padding = self.loader.yielded = None
                 self.loader.keeps_yielded = False
             params, buffers = self._live.values()
             with torch.no_grad(), kept_random_state(params.values()):
                 set_seed(seed, params.values())
                 result = self._live.run(self._clipped, params, buffers, *batch)
-        sums = result.grads
+        sums, noisy = result.grads, None
         if pending.number:
             sums = map_values(torch.add, self._sums, sums)
         elif not pending.last:
             sums = map_values(Tensor.double, sums)
-        noisy = None
         if pending.last:
-            noisy = self.plan.add_noise(
-                {name: sums[name].to(x.dtype) for name, x in result.grads.items()},
-                self._clipped.sensitivity,
-                key=self.key,
-                step=self.step,
-            )
+            total = {name: sums[name].to(x.dtype) for name, x in result.grads.items()}
+            place = {"key": self.key, "step": self.step}
+            noisy = self.plan.add_noise(total, self._clipped.sensitivity, **place)
         self._commit(pending, sums, noisy)
         return {
             "loss": widened(result.losses).mean(),
@@ -291,7 +284,8 @@ class PrivateGradients:
 
         Raises:
             ValueError: the state is not complete, or of a run with another plan. Plans
-                with more steps, or made by `Plan.after`, may continue it.
+            with
+                more steps, or made by `Plan.after`, may continue it.
         """
         function = "PrivateGradients.load_state_dict(state)"
         if set(state) != {"key", "step", "plan"}:
@@ -390,10 +384,8 @@ def _planned(plan: Plan | None, budget: dict[str, Any], dataset: Any) -> Plan:
             f"pass its `.dataset`; make a list of a stream."
         )
     if not isinstance(plan, Plan | None):
-        raise TypeError(
-            f"PrivateGradients(plan): expected a vgrad.dp.Plan, got a "
-            f"{type(plan).__name__}."
-        )
+        kind = type(plan).__name__
+        raise TypeError(f"PrivateGradients(plan): expected a Plan, got a {kind}.")
     missing = [name for name, value in budget.items() if value is None]
     if plan is None and not missing:
         return Plan.for_epsilon(dataset_size=len(dataset), **budget)
@@ -631,9 +623,8 @@ def _find_padding(
         singles = [collated(sample) for sample in samples]
         sizes = [sum(map(torch.Size.numel, shapes(single))) for single in singles]
         long = sizes.index(max(sizes))
-        others = [
-            n for n in range(count) if shapes(singles[n]) != shapes(singles[long])
-        ]
+        longest = shapes(singles[long])
+        others = [n for n in range(count) if shapes(singles[n]) != longest]
         if not others:
             return None
         short = min(others, key=sizes.__getitem__)

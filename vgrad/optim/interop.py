@@ -262,8 +262,8 @@ def as_torch(
 
     It is for trainers, `GradScaler` and the schedulers of torch. `params` are
     `model.named_parameters()` or a dictionary; their `.grad` is read, and they are
-    written in place. `param_groups[0]["behind"]` names those that had no gradient at an
-    earlier step. `partition` makes groups of parameters.
+    written in place. `param_groups[0]["behind"]` names parameters without a gradient at
+    an earlier step. `partition` makes groups of parameters.
 
     If the transformation is made by `inject_hyperparams`, its hyperparameters, but for
     schedules, are in `param_groups[0]`, and the next step uses the values a scheduler
