@@ -8,7 +8,7 @@ import operator
 import types
 from abc import get_cache_token
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any
 
@@ -16,14 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vgrad.compiled.parts import GONE, INNER, attributes, contents, is_plain, slots
 from vgrad.conditions import Unrepeatable
 from vgrad.torch_private.tensors import like, version_of
-from vgrad.tree import TreeSpec
 
 Holder = Mapping | list | set | deque
 
-_SIZED = (dict, OrderedDict, list, set, deque)
-"""Holders that are not true when they are empty."""
+_FALSE_IF_EMPTY = dict, OrderedDict, list, set, deque
+
+_MOST_BYTES = 2**14
+"""Of an array whose values are compared, which takes about a microsecond."""
 
 
 class Guards:
@@ -31,7 +33,7 @@ class Guards:
 
     def __init__(self) -> None:
         self._empty: list[Holder] = []
-        self._sized: list[Holder] = []
+        self._holders: list[Holder] = []
         self._sizes: list[int] = []
         self._named: list[Iterable] = []
         self._names: list[str] = []
@@ -41,21 +43,21 @@ class Guards:
         self._attributes = _Lookups(getattr)
         self._cells: list[types.CellType] = []
         self._contents: list[Any] = []
-        self._tensors: list[Tensor] = []
-        self._ids: set[int] = set()
+        self._tensors: dict[int, Tensor] = {}
         self._described: list[tuple] = []
         self._alike: Callable[..., bool] | None = None
         self._versions: list[int] = []
+        self._shared: list[int | None] = []
         self._arrays: list[np.ndarray] = []
         self._copies: list[tuple] = []
-        self._shared: list[int | None] = []
         self._registrations: Any = None
 
     def hold(self, arguments: Sequence[Tensor] = ()) -> bool:
         """Return whether all values are as they were, for a call of these tensors."""
+        shared = self._closed_over(arguments)
         return (
             not any(self._empty)
-            and [*map(len, self._sized)] == self._sizes
+            and [*map(len, self._holders)] == self._sizes
             and [*chain.from_iterable(self._named)] == self._names
             and _unchanged([*chain.from_iterable(self._views)], self._items)
             and self._entries.hold()
@@ -64,38 +66,46 @@ class Guards:
             and self._tensors_hold()
             and [*map(_copy, self._arrays)] == self._copies
             and self._registrations in (None, get_cache_token())
-            and self._arguments_hold(arguments)
+            # A graph is traced with other tensors in the place of arguments, so that it
+            # is right where none is closed over.
+            and (not any(shared) or shared == self._shared)
         )
-
-    def _arguments_hold(self, arguments: Sequence[Tensor]) -> bool:
-        """Return whether arguments are closed over as they were, or not at all.
-
-        A graph is traced with other tensors in their place, so that it is right then.
-        """
-        shared = self._closed_over(arguments)
-        return not any(shared) or shared == self._shared
 
     def _tensors_hold(self) -> bool:
         """Compare the descriptions of tensors the first time, and then in one go."""
+        tensors = self._tensors.values()
         if self._alike is None or not torch.is_grad_enabled():
-            if [*map(description, self._tensors)] != self._described:
+            if [*map(description, tensors)] != self._described:
                 return False
-            if all(tensor.layout is torch.strided for tensor in self._tensors):
-                self._alike = like(self._tensors)
+            if all(tensor.layout is torch.strided for tensor in tensors):
+                self._alike = like([*tensors])
             return True
-        return self._alike(*self._tensors)
+        return self._alike(*tensors)
 
     def written(self) -> bool:
         """Return whether a tensor has been written to since it was noted."""
-        return [*map(_version, self._tensors)] != self._versions
+        return [*map(_version, self._tensors.values())] != self._versions
 
-    def note(self, holder: Holder) -> None:
+    def note(self, value: Any) -> None:
+        """Note all parts of a function, a container or an object, and its class."""
+        kind = type(value)
+        self.note_attributes(value, *INNER.get(kind, ()), *slots(kind))
+        if kind is types.FunctionType:
+            cells = value.__closure__ or ()
+            self._cells += cells
+            self._contents += contents(cells)
+        elif isinstance(value, dict | types.MappingProxyType | list | set | deque):
+            self.note_items(value)
+        if kind.__dictoffset__:
+            self.note_items(attributes(value))
+
+    def note_items(self, holder: Holder) -> None:
         """Note the entries of a container, and their order."""
-        if not holder and type(holder) in _SIZED:
+        if not holder and type(holder) in _FALSE_IF_EMPTY:
             self._empty.append(holder)
             return
         self.note_size(holder)
-        views: list[Iterable] = [holder]
+        views: list[Any] = [holder]
         if isinstance(holder, Mapping):
             views.append(holder.values())
             if all(type(name) is str for name in holder):  # so equal ones are the same
@@ -107,10 +117,10 @@ class Guards:
 
     def note_size(self, holder: Holder) -> None:
         """Note the number of entries of a container."""
-        self._sized.append(holder)
+        self._holders.append(holder)
         self._sizes.append(len(holder))
 
-    def note_entries(self, holder: dict[str, Any], names: Collection[str]) -> None:
+    def note_entries(self, holder: dict[Any, Any], names: Iterable[Any]) -> None:
         """Note some entries of a dictionary, or that there are none of these names."""
         self._entries.note(holder, names)
 
@@ -122,17 +132,10 @@ class Guards:
         """Note which classes are registered with abstract ones, all over Python."""
         self._registrations = self._registrations or get_cache_token()
 
-    def note_cells(self, cells: Collection[types.CellType]) -> None:
-        """Note the contents of a closure."""
-        self._cells += cells
-        self._contents += contents(cells)
-
     def note_tensor(self, tensor: Tensor) -> None:
         """Note everything about a tensor but its values."""
-        self._tensors.append(tensor)
-        self._ids.add(id(tensor))
+        self._tensors[id(tensor)] = tensor
         self._described.append(description(tensor))
-        self._alike = None
         self._versions.append(_version(tensor))
 
     def note_arguments(self, arguments: Sequence[Tensor]) -> None:
@@ -143,9 +146,9 @@ class Guards:
         self._shared = self._closed_over(arguments)
 
     def _closed_over(self, arguments: Sequence[Tensor]) -> list[int | None]:
-        if not self._ids:
+        if not self._tensors:
             return []
-        return [id(each) if id(each) in self._ids else None for each in arguments]
+        return [id(each) if id(each) in self._tensors else None for each in arguments]
 
     def note_array(self, array: np.ndarray) -> None:
         """Note the values of an array of numpy; large ones raise `Unrepeatable`."""
@@ -161,23 +164,23 @@ class Guards:
 class _Lookups:
     """Values by name, of dictionaries or of other objects; each is noted once."""
 
-    def __init__(self, read: Callable[[Any, str, Any], Any]) -> None:
+    def __init__(self, read: Callable[[Any, Any, Any], Any]) -> None:
         self._read = read
         self._owners: list[Any] = []
-        self._names: list[str] = []
+        self._names: list[Any] = []
         self._values: list[Any] = []
-        self._noted: set[tuple[int, str]] = set()
+        self._noted: set[tuple[int, Any]] = set()
 
-    def note(self, owner: Any, names: Collection[str]) -> None:
+    def note(self, owner: Any, names: Iterable[Any]) -> None:
         for name in names:
             if (id(owner), name) not in self._noted:
                 self._noted.add((id(owner), name))
                 self._owners.append(owner)
                 self._names.append(name)
-                self._values.append(self._read(owner, name, _GONE))
+                self._values.append(self._read(owner, name, GONE))
 
     def hold(self) -> bool:
-        places = self._owners, self._names, repeat(_GONE)
+        places = self._owners, self._names, repeat(GONE)
         return _unchanged([*map(self._read, *places)], self._values)
 
 
@@ -194,26 +197,6 @@ def description(tensor: Tensor) -> tuple:
     )
 
 
-def is_plain(value: Any) -> bool:
-    """Return whether a value cannot change, and can be compared."""
-    if type(value) is tuple:
-        return all(map(is_plain, value))
-    return type(value) in _PLAIN or isinstance(value, np.number | np.bool_)
-
-
-_PLAIN = {
-    *(bool, int, float, complex, str, bytes, range, slice, type(None), type(...)),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
-    *(TreeSpec, types.NotImplementedType),
-}
-
-_GONE = ...
-"""The value of a name that is not there; it is as plain as others."""
-
-_MOST_BYTES = 2**14
-"""Of an array whose values are compared, which takes about a microsecond."""
-
-
 def _unchanged(values: list, noted: list) -> bool:
     """Return whether these are the same objects, or equal where that is enough."""
     return all(map(operator.is_, values, noted)) or all(map(_same, values, noted))
@@ -224,24 +207,6 @@ def _same(value: Any, noted: Any) -> bool:
         return True
     # Numbers that are equal may differ: 0.0 and -0.0, 1 and True.
     return type(value) is type(noted) and is_plain(value) and repr(value) == repr(noted)
-
-
-def contents(cells: Collection[types.CellType]) -> list:
-    """Return the contents of a closure."""
-    try:
-        return [*map(_CONTENTS, cells)]
-    except ValueError:  # one of them is not bound
-        return [*map(_content, cells)]
-
-
-_CONTENTS = operator.attrgetter("cell_contents")
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _GONE
 
 
 def _version(tensor: Tensor) -> int:

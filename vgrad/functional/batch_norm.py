@@ -28,6 +28,12 @@ _REFUSED |= {"_native_batch_norm_legit_functional"}
 _ALWAYS_REFUSED = {"batch_norm_stats", "_batch_norm_with_update"}
 
 
+def normalises(function: Callable) -> bool:
+    """Return whether a function of torch may normalise by statistics of its batch."""
+    name = getattr(function, "__name__", "").partition(".")[0]
+    return name in _REFUSED | _ALWAYS_REFUSED or function in _MENDED
+
+
 def refuse_batch_statistics(
     function: Callable,
     args: tuple,

@@ -114,7 +114,7 @@ class WriteGuard(TorchFunctionMode):
 
     def check(self, func: Callable, args: tuple, kwargs: dict) -> None:
         """Raise a RuntimeError if a call writes into one of the tensors."""
-        if not _may_write(func) and kwargs.get("out") is None:
+        if not may_write(func) and kwargs.get("out") is None:
             return
         written = _written(func, args, kwargs)
         if not written:
@@ -166,7 +166,7 @@ _TABLES = {F.embedding, F.embedding_bag}
 
 
 @lru_cache(maxsize=4096)
-def _may_write(func: Callable) -> bool:
+def may_write(func: Callable) -> bool:
     """Return whether some calls of a function write into arguments other than `out`."""
     name = getattr(func, "__name__", "")
     if isinstance(func, private.OPS):
@@ -187,7 +187,7 @@ def _written(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
     elif (place := _INPLACE.get(func)) is not None:
         if args[place] if len(args) > place else kwargs.get("inplace"):
             arguments += args[:1] or [kwargs["input"]]
-    elif func not in _STATISTICS and _may_write(func):
+    elif func not in _STATISTICS and may_write(func):
         arguments += args[:1] or list(kwargs.values())[:1]
     return [each for each in tree_leaves(arguments) if isinstance(each, Tensor)]
 

@@ -132,12 +132,32 @@ AUTOGRAD = {
 WATCHED_READS = {REQUIRES_GRAD} | GRAPH | MEMORY
 """Calls that only read, and have to be watched too."""
 
+_READS = {"size", "dim", "ndimension", "numel", "nelement", "stride", "element_size"}
+_READS |= {"storage_offset", "get_device", "is_contiguous", "is_floating_point"}
+_READS |= {"is_complex", "is_inference", "is_signed", "is_same_size", "__len__"}
+_TENSORS = {"T", "mT", "H", "mH", "real", "imag", "data", "grad"}
+"""Attributes that are tensors; the others describe one."""
+
+
+def only_reads(func: Callable) -> bool:
+    """Return whether a call reads sizes and the like, and computes nothing."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "") not in _TENSORS
+    return name in _READS
+
+
 _REFUSED: dict[Callable, Callable[[Tensor], bool]] = {
     **dict.fromkeys(GRAPH, lambda below: below.grad_fn is not None),
     **dict.fromkeys(HOOKS, lambda below: below.requires_grad),
     **dict.fromkeys(MEMORY | AUTOGRAD, lambda _: True),
 }
 """Whether a call is refused, by the tensor that the first of its tensors wraps."""
+
+
+def is_refused(func: Callable) -> bool:
+    """Return whether some calls of a function depend on more than values and flags."""
+    return func in _REFUSED or func in STRIDES or func in WATCHED_READS
 
 
 @dataclass(frozen=True)
@@ -215,8 +235,7 @@ class GradFlags:
 
         Returns whether this vmap maps over it.
         """
-        level = modes.level_of(tensor)
-        inner = level > self.level
+        level = outermost = modes.level_of(tensor)
         while level > self.level:
             tensor = modes.unwrapped(tensor)
             level = modes.level_of(tensor)
@@ -231,7 +250,7 @@ class GradFlags:
                 f"a graph of its own where one tensor stands for all {self.one}s, as "
                 f"functions of torch.jit.script do. Use {self.otherwise}."
             )
-        return not inner
+        return level == outermost
 
     def hides(self, tensor: Tensor) -> bool:
         """Return whether the gradient inside this vmap hides the caller's.

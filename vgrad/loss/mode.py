@@ -8,15 +8,15 @@ that returns a result ends it; a handler that leaves the call to the next one re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from vgrad.conditions import Unrepeatable, checks_collected
-from vgrad.functional.batch_norm import mended, refuse_batch_statistics
-from vgrad.functional.guards import Protected, WriteGuard
+from vgrad.functional.batch_norm import mended, normalises, refuse_batch_statistics
+from vgrad.functional.guards import Protected, WriteGuard, may_write
 from vgrad.generators import drawn_since, random_state, set_random_state
 from vgrad.loss.functions import custom_function, for_samples
 from vgrad.loss.grad_flags import (
@@ -26,6 +26,8 @@ from vgrad.loss.grad_flags import (
     UnsupportedOp,
     among,
     in_place,
+    is_refused,
+    only_reads,
     own_backward_pass,
     raise_clearly,
 )
@@ -43,6 +45,7 @@ from vgrad.loss.values import (
 )
 from vgrad.ops.record import OPS, Form
 from vgrad.torch_private import autograd, modes
+from vgrad.torch_private.autograd import is_foreign_op
 
 Handler = Callable[["LossMode", Callable, tuple, dict], Any]
 """From the mode, a function of torch and its arguments to the result, or `NONE`."""
@@ -60,6 +63,7 @@ class LossMode(WriteGuard):
         is_parameter: returns whether a tensor stands for a parameter.
         seen: whether the loss has run under vmap before, where batch statistics were
             checked.
+        waiting: the mode that casts for autocast, entered where the loss turns that on.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class LossMode(WriteGuard):
         self._stopped: BaseException | None = None
         self._watched: Callable[..., AbstractContextManager] = nullcontext
         self._casts: Callable[[], AbstractContextManager] = nullcontext
+        self.waiting: AbstractContextManager | None = None
         self._later: list[list[Callable[[], AbstractContextManager]]] = []
 
     @contextmanager
@@ -104,21 +109,45 @@ class LossMode(WriteGuard):
         self.size, self.randomness = size, randomness
         self._watched = partial(self.draws.watched, size, alone=alone)
         self._casts = casts
-        with self, self._watched(), self._casts():
+        with self, self._watched(), self._casting():
             yield
+
+    @contextmanager
+    def _casting(self) -> Iterator[None]:
+        """Cast the arguments of ops in a block while torch's autocast is on.
+
+        The mode for that waits until it is: it would take as long as a small op.
+        """
+        before, casts = self.waiting, self._casts()
+        self.waiting = None if modes.autocast_is_on() else casts
+        try:
+            with nullcontext() if self.waiting else casts:
+                yield
+        finally:
+            self.waiting = before
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.waiting is not None and modes.autocast_is_on():
+            waiting, self.waiting = self.waiting, None
+            try:
+                with self, waiting:
+                    return func(*args, **kwargs)
+            finally:
+                self.waiting = waiting
         if autograd.hooks() is not None:
             self.look_at_hooks()
-        if getattr(func, "__name__", "") != "__get__":
+        handlers = self._handlers
+        if is_ordinary(func) and (not kwargs or kwargs.keys().isdisjoint(_OPTIONS)):
+            handlers = handlers[-1:]
+        else:
             self.check(func, args, kwargs)
-        if kwargs and kwargs.get("generator") is not None:
-            self.draws.own = True
+            if kwargs.get("generator") is not None:
+                self.draws.own = True
         try:
-            for handle in self._handlers:
+            for handle in handlers:
                 if (output := handle(self, func, args, kwargs)) is not NONE:
                     return output
             return func(*args, **kwargs)
@@ -176,7 +205,7 @@ class LossMode(WriteGuard):
                         'strategy="loop".'
                     )
                 self.flags = flags.afresh()
-            for block in (super().repeating(*args), again, self._casts()):
+            for block in (super().repeating(*args), again, self._casting()):
                 stack.enter_context(block)
             try:
                 yield
@@ -247,6 +276,30 @@ class LossMode(WriteGuard):
     def _level(self) -> int:
         assert self.flags is not None
         return self.flags.level
+
+
+_OPTIONS = {"out", "generator"}
+"""Arguments that make a call out of the ordinary, of whichever function."""
+
+
+@lru_cache(maxsize=4096)
+def is_ordinary(func: Callable) -> bool:
+    """Return whether all calls of a function compute new tensors from others.
+
+    None of them writes, reads or depends on the batch, so the last handler alone runs
+    it. A record of the op may say more.
+    """
+    op = OPS.get(func)
+    return not (
+        (op is not None and (op.read or op.selected))
+        or func is modes.custom_function_call
+        or func in modes.ASKING
+        or is_refused(func)
+        or is_foreign_op(func)
+        or may_write(func)
+        or normalises(func)
+        or only_reads(func)
+    )
 
 
 # Handlers.

@@ -13,6 +13,7 @@ from vgrad import checks
 from vgrad.factors import Conv, Dense, Factor, Outer, Rows, Tied, Zero
 from vgrad.factors.combined import Moved
 from vgrad.generators import kept_random_state
+from vgrad.loss.grad_flags import only_reads
 from vgrad.persample.engine import (
     Call,
     Evaluation,
@@ -23,7 +24,7 @@ from vgrad.persample.engine import (
     at_a_time,
 )
 from vgrad.persample.engine.collectors import Collector
-from vgrad.persample.engine.proxies import Use, only_reads
+from vgrad.persample.engine.proxies import Use
 from vgrad.report import Report, table
 from vgrad.torch_private import modes
 from vgrad.torch_private.modes import op_name

@@ -163,9 +163,12 @@ class autocast(torch.autocast):
             warn_slow()
         region = ExitStack()
         region.enter_context(torch.autocast(*self._options))
-        # A transform of vgrad has pushed one already, with its weights.
+        # A transform of vgrad has one already, with its weights, or one that waits.
         stack = modes.function_modes()
-        if not any(isinstance(mode, AutocastMode) for mode in stack):
+        if not any(
+            isinstance(mode, AutocastMode) or getattr(mode, "waiting", None)
+            for mode in stack
+        ):
             region.enter_context(AutocastMode())
         # torch's context keeps the state to restore for one region at a time.
         self._regions = [*getattr(self, "_regions", ()), region]
@@ -208,10 +211,11 @@ class AutocastMode(TorchFunctionMode):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not modes.autocast_is_on():
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if (
-            not modes.autocast_is_on()
-            or name == "__get__"
+            name == "__get__"
             or (modes.current_level() is None and not _clashes(name, args, kwargs))
             or func is modes.custom_function_call  # torch casts the ops inside
         ):

@@ -547,12 +547,6 @@ _VIEWS |= {"view_as", "reshape_as"}
 _PARTS = {"chunk", "split", "unbind", "tensor_split", "narrow", "select", "__getitem__"}
 _PARTS |= {"split_with_sizes", "unsafe_chunk", "unsafe_split"}
 
-_READS = {"size", "dim", "ndimension", "numel", "nelement", "stride", "element_size"}
-_READS |= {"storage_offset", "get_device", "is_contiguous", "is_floating_point"}
-_READS |= {"is_complex", "is_inference", "is_signed", "is_same_size", "__len__"}
-_TENSORS = {"T", "mT", "H", "mH", "real", "imag", "data", "grad"}
-"""Attributes that are tensors; the others describe one."""
-
 
 class View(NamedTuple):
     """How numbers were moved; `replay` does the same to another tensor."""
@@ -560,14 +554,6 @@ class View(NamedTuple):
     replay: Callable[[Tensor], Tensor]
     same_numbers: bool  # each stayed in its place
     transposes: bool  # it is the transpose of a matrix
-
-
-def only_reads(func: Callable) -> bool:
-    """Return whether a call reads sizes and the like, and computes nothing."""
-    name = getattr(func, "__name__", "")
-    if name == "__get__":
-        return getattr(func.__self__, "__name__", "") not in _TENSORS
-    return name in _READS
 
 
 def describe_view(

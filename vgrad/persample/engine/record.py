@@ -17,8 +17,14 @@ from vgrad import checks, tree
 from vgrad.factors.base import Factor
 from vgrad.functional.guards import Protected
 from vgrad.loss.functions import once
-from vgrad.loss.grad_flags import WATCHED_READS, GradFlags, UnsupportedOp, among
-from vgrad.loss.mode import SAMPLES, LossMode, run_op, unchanged
+from vgrad.loss.grad_flags import (
+    WATCHED_READS,
+    GradFlags,
+    UnsupportedOp,
+    among,
+    only_reads,
+)
+from vgrad.loss.mode import SAMPLES, LossMode, is_ordinary, run_op, unchanged
 from vgrad.ops.record import OPS, Maker, Op, Rule
 from vgrad.persample.engine.call import Call
 from vgrad.persample.engine.proxies import (
@@ -27,7 +33,6 @@ from vgrad.persample.engine.proxies import (
     Take,
     Taps,
     Use,
-    only_reads,
     replaced,
 )
 from vgrad.torch_private import autograd, modes
@@ -151,16 +156,19 @@ class Recorder:
         """Run a call for all samples, and keep the uses of parameters."""
         if self._repeats:
             args, kwargs = tree_map_only(Tensor, self._proxies.original, (args, kwargs))
-        reads = only_reads(func)
+        ordinary = is_ordinary(func)
+        reads = not ordinary and only_reads(func)
         if reads and func not in WATCHED_READS:
             return func(*args, **kwargs)
-        tensors = among(args, kwargs)
+        tensors, flags = among(args, kwargs), self._mode.flags
         proxies, batched = self._seen(tensors)
-        if func is Tensor.requires_grad_ and all((*args[1:], *kwargs.values())):
-            if modes.current_level() == self._level:  # not a transform inside
-                return self._requiring_grad(args[0])
-        flags = self._mode.flags
-        flags.refuse(func, tensors)
+        if not ordinary:
+            if func is Tensor.requires_grad_ and all((*args[1:], *kwargs.values())):
+                if modes.current_level() == self._level:  # not a transform inside
+                    return self._requiring_grad(args[0])
+            if is_foreign_op(func):
+                self._foreign[str(func)] = None
+            flags.refuse(func, tensors)
         if reads:
             self._proxies.check_read(func, proxies)
             return func(*args, **kwargs)
@@ -195,9 +203,9 @@ class Recorder:
         proxies: list[ParamProxy],
         batched: bool,
     ) -> Any:
-        if is_foreign_op(func):
-            self._foreign[str(func)] = None
         op = OPS.get(func)
+        if op is None and not proxies and func not in modes.ASKING:
+            return run_op(self._mode, func, args, kwargs)
         here = modes.current_level() == self._level
         if op is not None and here:
             output = None
