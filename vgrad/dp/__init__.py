@@ -1,4 +1,14 @@
-"""Differential privacy: Poisson batches, Gaussian noise and their accounting."""
+"""Differential privacy: Poisson batches, Gaussian noise and their accounting.
+
+* `Plan`: the numbers that the sampler, the noise and the accountant of one run share
+* `PrivateGradients`: DP-SGD for a loop with a module and an optimizer of torch
+* `epsilon`: bound the epsilon that steps of DP-SGD have spent
+* `noise_multiplier_for`: find the smallest noise multiplier that stays in a budget
+* `PoissonBatchSampler`: Poisson batches of indices for a `DataLoader`
+* `collate`: make a collate function that handles empty batches
+* `add_gaussian_noise`: add noise to a sum, scaled by its sensitivity
+* `secret_key`: draw a key from the operating system
+"""
 
 from typing import TYPE_CHECKING
 

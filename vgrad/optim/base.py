@@ -221,10 +221,11 @@ def step(
     """Update and apply: `(grads, state, params) -> (new params, new state)`.
 
     It records a graph if its inputs require grad. With `donate=True` the step may write
-    into the old parameters and state: `sgd`, `adam` and `adamw` make it by one kernel
-    of torch. The dictionaries passed are left empty, so that using them again raises.
-    Gradients are never changed: where one, or a part of the state, shares the memory of
-    a parameter, the step is a pure one.
+    into the old state, which must not be used again, and into the old parameters:
+    `sgd`, `adam` and `adamw` make it by one kernel of torch. The dictionaries passed
+    are left empty, so that using them again raises. Gradients are never changed: where
+    one, or a part of the state, shares the memory of a parameter, the step is a pure
+    one.
 
     Example:
         >>> from vgrad.optim import sgd
