@@ -157,7 +157,7 @@ def compile(
     elif isinstance(function, TrainingStep):
         compiled = replace(function, execute=function.reduce.execution(captures))
     elif isinstance(function, EnsembleGradFn | EnsembleForward):
-        compiled = function.executed_by(captures)
+        compiled = replace(function, execute=captures)
     else:
         raise TypeError(
             f"compile(transform): expected a per-sample transform, a training step, "

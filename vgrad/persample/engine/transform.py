@@ -81,7 +81,7 @@ class Evaluation:
                     if state is not None and not first:
                         set_random_state(state)
                     first = False
-                    chunk = _run(part, run, execute)
+                    chunk = attempt(part, run, execute, _note)
                 if not isinstance(chunk, Chunk):
                     left[:0] = [
                         (some, [rows[place] for place in places.tolist()])
@@ -190,39 +190,48 @@ def at_a_time(call: Call) -> int | None:
     return batches.fitting(call.params, saved_bytes(call), call.device)
 
 
-def _run(
-    part: Call, run: Callable[[Call], Chunk], again: Callable[[Call], Chunk]
-) -> Chunk | list[tuple[Call, Tensor]]:
-    """Run a chunk, or return the calls and rows of the parts that it splits into."""
+def attempt(
+    part: Any,
+    run: Callable[[Any], Any],
+    again: Callable[[Any], Any],
+    note: Callable[[Any, Partition], None],
+) -> Any:
+    """Run a call, of samples or of members; return the result, or a list of parts.
 
-    def with_draws(run: Callable[[Call], Chunk]) -> Callable[[Draws], Chunk]:
+    These are calls and their rows in this one. `note` gets the partition first.
+    """
+
+    def with_draws(run: Callable[[Any], Any]) -> Callable[[Draws], Any]:
         return lambda draws: run(
             part if draws is part.draws else replace(part, draws=draws)
         )
 
-    attempt = (
-        run_or_split if part.draws.keys is None else partial(_keyed, part.fallbacks)
-    )
-    chunk, draws = attempt(
+    runs = run_or_split if part.draws.keys is None else partial(_keyed, part.fallbacks)
+    result, draws = runs(
         with_draws(run),
         part.draws,
         part.tensors,
         differ=part.randomness == "different",
         again=with_draws(again),
     )
-    if not isinstance(chunk, Partition):
-        return chunk
+    if not isinstance(result, Partition):
+        return result
+    note(part, result)
+    part = replace(part, draws=draws, strategy=result.strategy or part.strategy)
+    return [(part.take(rows), rows) for rows in result.rows]
+
+
+def _note(part: Call, parts: Partition) -> None:
+    """Remember samples that run in parts, and warn of slow ones."""
     fallbacks = part.fallbacks
-    if chunk.strategy is None:
-        fallbacks.tell(chunk, part.function)
-    elif chunk.why:
-        fallbacks.split = Failure(chunk.where, chunk.why, refused=True)
+    if parts.strategy is None:
+        fallbacks.tell(parts, part.function)
+    elif parts.why:
+        fallbacks.split = Failure(parts.where, parts.why, refused=True)
         fallbacks.warn(
-            f"{part.function}: runs samples one after another because of {chunk.why}, "
-            f"at {chunk.where}. The numbers are right, but slow."
+            f"{part.function}: runs samples one after another because of {parts.why}, "
+            f"at {parts.where}. The numbers are right, but slow."
         )
-    part = replace(part, draws=draws, strategy=chunk.strategy or part.strategy)
-    return [(part.take(rows), rows) for rows in chunk.rows]
 
 
 def _keyed(
