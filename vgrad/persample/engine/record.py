@@ -128,7 +128,7 @@ class Recorder:
         return self._mode
 
     def checked(self, result: tuple[Tensor, Tree]) -> tuple[Tensor, Tree]:
-        """Return results, one for each sample; refuse any that would be another one's."""
+        """Return results, one for each sample; refuse others than a loop has."""
         flags = self._mode.flags
         flags.end(tree.tensors(result))
         self._mode.flags = flags.afresh()  # nor does it keep their memory
