@@ -432,11 +432,7 @@ ENTRIES = [
     entry("attributes that the forward pass sets", state_kept),
     entry("buffer updated in place", written_buffer, today=writes("add_")),
     entry("parameters held in a list and a dictionary", unregistered),
-    entry(
-        "parameter held in a tuple",
-        in_a_tuple,
-        today=Refused("expected parameters in modules, lists or dictionaries"),
-    ),
+    entry("parameter held in a tuple", in_a_tuple),
     entry("lazy modules", lazy),
     entry("forward hooks", hooked),
     entry("forward hook registered at the first call", hooked_at_first),

@@ -5,7 +5,7 @@ torch/nn/modules/module.py, torch/multiprocessing/reductions.py, torch/_dynamo/g
 and torch/distributed/tensor/_api.py, which makes wrapper subclasses.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -175,6 +175,11 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the same for several tensors; in inference mode it is zero."""
+    return [0 if each.is_inference() else each._version for each in tensors]
+
+
 def like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """Return a test of whether other tensors are like these in all but their values."""
     # It compares classes, shapes, strides, dtypes, devices, and which of them require
@@ -222,6 +227,10 @@ def has_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+"""The attributes of a module that hold its parameters, buffers and children."""
+
+
 def registered(module: nn.Module) -> tuple[dict[str, Any], ...]:
     """Return the very dictionaries of a module's parameters, buffers and children."""
     return module._parameters, module._buffers, module._modules
@@ -242,17 +251,6 @@ def is_compiled(module: nn.Module) -> bool:
 def keeps_parametrized() -> bool:
     """Return whether a block of `parametrize.cached()` runs: results stay in there."""
     return parametrize._cache_enabled > 0
-
-
-def copied_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module that a copy has: compiled code is not one."""
-    return {k: v for k, v in vars(module).items() if k != "_compiled_call_impl"}
-
-
-def hooks(module: nn.Module) -> list[dict[int, Any]]:
-    """Return the very dictionaries of hooks on calls and of their options."""
-    names = ("_forward_", "_backward_")
-    return [held for name, held in vars(module).items() if name.startswith(names)]
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
