@@ -192,6 +192,8 @@ def updated_statistics(func: Callable, args: tuple, kwargs: dict) -> list[Tensor
 
 
 _BY_SIGN = {"__setitem__", "__set__", "__delitem__"}
+_BY_SIGN |= {"__ior__", "__iand__", "__ixor__", "__ilshift__", "__irshift__"}
+"""Writes without an underscore; for `+=` and the like torch calls `add_`."""
 
 _INPLACE = {
     func: func.__code__.co_varnames.index("inplace")

@@ -9,6 +9,7 @@ from vgrad.persample.engine.call import check_options as check_options
 from vgrad.persample.engine.collectors import Collector as Collector
 from vgrad.persample.engine.collectors import Grouping as Grouping
 from vgrad.persample.engine.collectors import Groups as Groups
+from vgrad.persample.engine.collectors import Holding as Holding
 from vgrad.persample.engine.collectors import Mapped as Mapped
 from vgrad.persample.engine.collectors import check_groups as check_groups
 from vgrad.persample.engine.collectors import gradients as gradients
@@ -22,7 +23,6 @@ from vgrad.persample.engine.guard import FallbackWarning as FallbackWarning
 from vgrad.persample.engine.guard import UnsupportedOp as UnsupportedOp
 from vgrad.persample.engine.strategies import STRATEGIES as STRATEGIES
 from vgrad.persample.engine.strategies import Chunk as Chunk
-from vgrad.persample.engine.strategies import saved_bytes as saved_bytes
 from vgrad.persample.engine.transform import Evaluation as Evaluation
 from vgrad.persample.engine.transform import Quantity as Quantity
 from vgrad.persample.engine.transform import Reduce as Reduce
@@ -31,4 +31,3 @@ from vgrad.persample.engine.transform import at_a_time as at_a_time
 from vgrad.persample.engine.transform import constant as constant
 from vgrad.persample.engine.transform import eager as eager
 from vgrad.persample.engine.transform import joined as joined
-from vgrad.persample.engine.transform import local as local
