@@ -315,8 +315,8 @@ def member_parallel(
     source = getattr(step, "source", None)
     if isinstance(source, MemberSource):
         facts: dict[str, Any] = {"tx": step.tx, "donate": step.donate}
-        facts |= {"in_dims": source.in_dims, "loss_scale": step.first_scale}
         inner = source.gradient
+        facts |= {"in_dims": inner.options.in_dims, "loss_scale": step.first_scale}
     else:
         facts, inner = {"kind": type(step).__name__}, step
     for name in ("randomness", "shared", "has_aux", "fmodel"):

@@ -64,7 +64,7 @@ def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
     # Each member draws from where the one before it stopped, unless told otherwise.
     given = () if randomness == "different" else call.tensors
     results = []
-    arguments = [*map(call.of, range(call.layout.members))]
+    arguments = [*map(call.member, range(call.layout.members))]
     with RNG_LOCK, protect(call.protected()):
         before = random_state(given)
         for member in arguments:
@@ -228,7 +228,7 @@ def _by_work(function: Callable, call: Call) -> tuple[str, str]:
         return "hybrid", "an accelerator has room for all members at once"
     counter = modes.flop_counter()
     with kept_random_state(call.tensors), counter, protect(call.protected()):
-        autocasting(function)(*call.of(0))
+        autocasting(function)(*call.member(0))
     counts = counter.get_flop_counts().get("Global", {})  # absent if there are none
     total = sum(counts.values()) / 1e6
     convolved = sum(flops for op, flops in counts.items() if "conv" in str(op)) / 1e6

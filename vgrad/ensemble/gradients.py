@@ -171,7 +171,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         if branches and drawn_since(before, call.tensors):
             return  # other numbers may lead to other branches
         for member in range(call.layout.members if branches else 1):
-            params, *rest = call.of(member)
+            params, *rest = call.member(member)
             run = autocasting(self.run, [call.draws.of(torch.tensor([member]))])
 
             def of_params(
@@ -304,7 +304,7 @@ def ensemble_grad(
         >>> result.grads["weight"].shape, result.losses.shape
         (torch.Size([4, 2, 3]), torch.Size([4]))
     """
-    options = Call(
+    options = Call.of(
         "ensemble_grad",
         in_dims=in_dims,
         randomness=randomness,
@@ -334,7 +334,9 @@ class EnsemblePerSampleFn(EnsembleFn, Generic[Result]):
     def of(cls, function: str, transforms: Sequence[Transform], **options: Any) -> Any:
         """Make the function; members draw their own numbers if samples draw any."""
         draws = any(x.options.randomness != "error" for x in transforms)
-        call = Call(function, randomness="different" if draws else "error", **options)
+        call = Call.of(
+            function, randomness="different" if draws else "error", **options
+        )
         return cls(options=call, transforms=tuple(transforms))
 
     def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Result:

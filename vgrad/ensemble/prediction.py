@@ -157,7 +157,7 @@ def ensemble_forward(
         >>> ensemble_forward(fmodel)(params, buffers, torch.ones(5, 3)).shape
         torch.Size([4, 5, 2])
     """
-    call = Call("ensemble_forward", **options)
+    call = Call.of("ensemble_forward", **options)
     if chunk_size is not None:
         [chunk_size] = checks.whole("ensemble_forward", least=1, chunk_size=chunk_size)
     return EnsembleForward(options=call, fmodel=fmodel, chunk_size=chunk_size)
