@@ -205,6 +205,12 @@ class Call:
         """Return the arguments of one member."""
         return self.map(lambda value: value[i])
 
+    def draws_of(self, member: int) -> Draws:
+        """Return the random numbers of one member."""
+        if self.draws.keys is None and self.layout.members > 1:
+            return Draws()  # of the generators, in turn
+        return self.draws.of(torch.tensor([member]))
+
     def take(self, rows: Tensor) -> "Call":
         """Return the call of these members, in this order."""
         return replace(

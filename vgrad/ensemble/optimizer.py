@@ -10,10 +10,8 @@ from vgrad import checks
 from vgrad.checks import Patterns
 from vgrad.ensemble.layout import vmapped
 from vgrad.optim.base import (
-    Donated,
     GradientTransformation,
     Grads,
-    UpdateFn,
     Updates,
     apply_updates,
     check_transformation,
@@ -43,19 +41,14 @@ class MembersState(NamedTuple):
     shared: Tree
 
 
-class _Fields(NamedTuple):
-    """The fields of a transformation, and one more that copies keep."""
+class MembersTransformation(GradientTransformation):
+    """The transformation that `for_members` returns, of all members."""
 
-    init: Callable[[Params], Tree]
-    update: UpdateFn
-    donated: Donated | None
-    shared: tuple[str, ...]
-
-
-class MembersTransformation(  # pyright: ignore[reportGeneralTypeIssues]  # it is longer
-    _Fields, GradientTransformation
-):
-    """The transformation that `for_members` returns, with its `shared` patterns."""
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Patterns of the parameters without a member axis."""
+        members: Any = self.init
+        return members.__self__.patterns
 
 
 def for_members(
@@ -100,7 +93,7 @@ def for_members(
     run = _Members(make, hyperparams, tuple(shared), shared_tx)
     # Shared parameters would need a step of their own.
     donated = None if shared else run.in_place
-    return MembersTransformation(run.init, run.update, donated, run.patterns)
+    return MembersTransformation(run.init, run.update, donated)
 
 
 def of_members(
