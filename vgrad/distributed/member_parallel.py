@@ -266,7 +266,7 @@ def member_parallel(
     the members of this rank: a state, parameters and batches of their own, cut by
     `shard_members`, and batches of all members as they are. Results are of these
     members: losses, skipped steps and loss scales. `members` is the number of members
-    on all ranks. `vgrad.compile` takes the resulting step.
+    on all ranks. `vgrad.compile` may come before or after.
 
     A member is trained as if all members were in one place. Its random numbers with
     `randomness="different"` follow from the state's key, the step and its number among

@@ -226,7 +226,6 @@ def _signature(call: Call) -> tuple:
 
 
 def _by_work(function: Callable, call: Call) -> tuple[str, str]:
-    """Choose by the work of one member, counted in a forward pass of its own."""
     if call.tensors[0].device.type != "cpu":
         return "hybrid", "an accelerator has room for all members at once"
     counter = modes.flop_counter()

@@ -163,7 +163,6 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
     def _check_unreached(
         self, call: Call, names: frozenset[str], before: RandomState
     ) -> None:
-        """Refuse a missing gradient where a single member has one."""
         # A graph is captured after a call in eager mode, which has checked.
         branches = call.draws.values_read and not checks_collected()
         if names in call.unreached and not branches:

@@ -162,7 +162,6 @@ class Call:
         )
 
     def _dims(self, batch: tuple[Tree, ...], count: int) -> Sequence[int | None]:
-        """Return the member axis of each item of a batch."""
         dims = self.in_dims
         if dims is None or isinstance(dims, int):
             dims = (dims,) * len(batch)
@@ -186,7 +185,6 @@ class Call:
         return dims
 
     def _draws(self, keys: Tensor, count: int) -> Draws:
-        """Return random numbers that follow from keys, if members draw their own."""
         if self.randomness != "different":
             return Draws()
         if len(keys) != count:

@@ -162,11 +162,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _parts(value: Any) -> dict[str, Any] | None:
-    """Return the parts of an object, by labels; None for one without parts.
-
-    An object is taken apart as `copy` would do it, so that nothing is missed that the
-    copy in an ensemble has.
-    """
+    """Return the parts of an object, by labels; None for one without parts."""
     if isinstance(value, _WHOLE):
         return None
     if isinstance(value, types.FunctionType):

@@ -113,11 +113,7 @@ def of_members(
 
 
 class _Members:
-    """The arguments of `for_members`, and the functions of its transformation.
-
-    All members step under one vmap. In place they step as one if they are alike, else
-    one by one.
-    """
+    """The arguments of `for_members`, and the functions of its transformation."""
 
     def __init__(
         self,
@@ -243,7 +239,6 @@ class _Members:
         return new
 
     def _of(self, values: Any) -> GradientTransformation:
-        """Return the transformation of a member that has these values."""
         if isinstance(self._make, GradientTransformation):
             return self._make
         leaves = list(self._leaves)

@@ -306,10 +306,7 @@ class _Run:
     def _evaluate(
         self, fmodel: FunctionalModel, options: Call, state: EnsembleState, rows: Tensor
     ) -> Figures:
-        """Return mean `losses` and `scores` on samples, `[E]`, float64 on the CPU.
-
-        Random numbers of the model follow from the state.
-        """
+        """Return mean `losses` and `scores` on samples, `[E]`, float64 on the CPU."""
 
         def of_member(params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
             outputs: list[Tree] = []  # none without a metric
