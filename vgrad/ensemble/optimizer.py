@@ -93,7 +93,7 @@ def for_members(
     run = _Members(make, hyperparams, tuple(shared), shared_tx)
     # Shared parameters would need a step of their own.
     donated = None if shared else run.in_place
-    return MembersTransformation(run.init, run.update, donated)
+    return MembersTransformation(run.init, run.update, donated, run.counted)
 
 
 def of_members(
@@ -135,6 +135,8 @@ class _Members:
                 "differ; got none."
             )
         self._alike = None if varied else self._of([])
+        one = self._alike or self._of([value[0] for value in self._values])
+        self.counted = one.counted
         self._shared_tx = shared_tx or (self._alike if patterns else None)
 
     def __deepcopy__(self, memo: dict) -> "_Members":
