@@ -1,9 +1,7 @@
 """Per-sample gradients from one backward pass, and many models as one.
 
 The one convention is `loss(params, buffers, *sample) -> scalar`, a function of one
-sample. What there is, a line each; `help` of a name says more.
-
-Models and losses:
+sample. `help` of a name says more; help of a room lists its names.
 
 * `make_functional_with_buffers`: split a module into `(fmodel, params, buffers)`
 * `make_functional`: the same for a module that has no buffers
@@ -14,50 +12,34 @@ Models and losses:
 * `write_grads_`: fill `.grad` of a module, for a loop that uses `torch.optim`
 * `to_device`: move every tensor of a tree
 
-Quantities of every sample, computed from `(params, buffers, *batch)`:
+Computed from `(params, buffers, *batch)`, for every sample or from all of them:
 
-* `per_sample_grad`: the gradient of every sample
-* `per_sample_norm`: its norm
-* `per_sample_gram`: inner products of all pairs of gradients
-* `per_sample_projection`: a random projection of every gradient
-* `clipped_grad`: the sum of clipped gradients, a `ClippedGrad`
-* `weighted_grad`: a weighted sum of gradients
-* `gradient_moments`: mean, variance and noise of gradients, `GradientMoments`
+* `per_sample_grad`, `per_sample_norm`: gradients, norms of gradients
+* `per_sample_gram`, `per_sample_projection`: their inner products, projections
+* `clipped_grad`, `weighted_grad`: the sum of clipped gradients, a weighted sum
+* `gradient_moments`: mean, variance and noise of gradients
 * `explain`: how one of these runs a model and a batch, a `Report`
 * `ClippedGrad`, `GradientMoments`, `Report`: their results
 * `NoiseScale`: the gradient noise scale, averaged over batches
 * `Sensitivity`: how far one sample can move a clipped sum
 
-Ensembles:
+For ensembles, and for speed:
 
 * `stack`, `combine_state_for_ensemble`: stack models that are alike
-* `ensemble_forward`: run all members
-* `ensemble_grad`: differentiate every member's loss
+* `ensemble_forward`, `ensemble_grad`: run, differentiate all members
 * `for_members`: run an optimizer for every member by itself
-
-Speed and precision:
-
 * `compile`: capture a transform or a step as graphs
 * `autocast`: `torch.autocast` that also holds under the transforms of `torch.func`
 * `CompileWarning`, `FallbackWarning`: something runs, but slowly
 * `UnsupportedOp`: the error for an op of the loss that a strategy cannot run
-
-Rooms, each with a list like this one:
-
-* `persample`: the options that all per-sample transforms share
-* `dp`: private training: Poisson batches, noise, accounting
-* `training`: steps: plain, private, of an ensemble
-* `optim`: optimizers as pairs of pure functions
-* `precision`: policies, loss scales
-* `ensemble`: predictions, calibration, files of ensembles
-* `compiled`: what `compile` reports
-* `ops`, `testing`: rules for ops of your own, and their test
-* `typing`: the types that annotations name
-
-`import vgrad.distributed` adds many ranks, `import vgrad.cli` the models that
-`python -m vgrad train` saved.
-
 * `functional_call`, `grad`, `grad_and_value`, `vmap`: the functions of `torch.func`
+
+Rooms; `vgrad.distributed` (many ranks) and `vgrad.cli` are imported by name:
+
+* `persample`, `dp`, `training`: options of per-sample transforms, privacy, steps
+* `optim`, `precision`: optimizers as pairs of pure functions, policies
+* `ensemble`, `compiled`: predictions and calibration, reports of `compile`
+* `ops`, `testing`, `typing`: rules for own ops, their test, types of annotations
 """
 
 from typing import TYPE_CHECKING

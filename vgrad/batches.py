@@ -5,6 +5,7 @@ B is the number of samples; every tensor of a batch is `[B, ...]`.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -26,7 +27,7 @@ class Batch:
     leaves: list[Any]
     spec: TreeSpec
 
-    @property
+    @cached_property
     def tensors(self) -> list[Tensor]:
         """The tensors among the leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
@@ -71,12 +72,7 @@ NONE = Batch(0, *tree_flatten(()))
 
 
 def read(function: str, batch: Tree) -> Batch:
-    """Check a batch and find its size.
-
-    Raises:
-        TypeError: a leaf is neither a tensor nor a plain constant.
-        ValueError: there is no tensor, one has no batch dimension, or sizes differ.
-    """
+    """Check a batch and find its size."""
     leaves, spec = tree_flatten(batch)
     sizes: set[int] = set()
     for leaf in leaves:
@@ -121,11 +117,9 @@ def chunks(size: int, chunk_size: int | None) -> Iterator[slice]:
 
 
 def fitting(params: Params, saved_bytes: int, device: torch.device) -> int:
-    """Return how many samples at a time fit into half of the free memory.
-
-    One sample takes its activations twice (values and their gradients) and three times
-    its gradient (as computed, and two passes of arithmetic).
-    """
+    """Return how many samples at a time fit into half of the free memory."""
+    # A sample takes its activations twice (values and their gradients) and three times
+    # its gradient (as computed, and two passes of arithmetic).
     gradient = sum(value.numel() * value.element_size() for value in params.values())
     return max(1, _free_bytes(device) // 2 // max(1, 3 * gradient + 2 * saved_bytes))
 
@@ -142,7 +136,6 @@ def checked_chunk_size(function: str, chunk_size: ChunkSize) -> ChunkSize:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return the memory that can still be had on a device."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device)

@@ -1,12 +1,7 @@
-"""Argument checks of one line, whose message names function, argument and value.
+"""Checks of arguments: `positive("clipped_grad", max_norm=max_norm)`.
 
-Each takes the function's name and the arguments by name, so that a call reads
-`positive("clipped_grad", max_norm=max_norm)`.
-
-Parameters, buffers and modules are selected by shell-style patterns: `*` stands for any
-letters, dots too, `?` for one, `[ab]` for one of these; case counts. Functions take a
-list or tuple of patterns. A dictionary of settings by name has one pattern, or a tuple
-of them, as a key.
+Parameters, buffers and modules are selected by a list or tuple of shell-style patterns:
+`*` stands for any letters, dots too, `?` for one, `[ab]` for one of these; case counts.
 """
 
 from __future__ import annotations
@@ -59,10 +54,7 @@ def _numbers(
 
 
 def whole(function: str, *, least: int, **values: Any) -> list[int]:
-    """Each value is a whole number of at least `least`; all of them as ints.
-
-    Whole numbers of numpy and of tensors without dimensions are among them.
-    """
+    """Each value is a whole number of at least `least`; all of them as ints."""
     numbers = []
     for name, value in values.items():
         whole_number = _index(value)
@@ -76,15 +68,13 @@ def whole(function: str, *, least: int, **values: Any) -> list[int]:
 
 
 def shown(value: Any) -> str:
-    """Return the text of an argument for a message, with no value of a tensor or array.
-
-    These may be private data, which an error must not show.
-    """
+    """Return the text of an argument for a message, without values of tensors."""
     if isinstance(value, Mapping):
         items = [f"{key!r}: {shown(item)}" for key, item in [*value.items()][:_MOST]]
     elif isinstance(value, list | tuple | set | frozenset):
         items = [shown(item) for item in [*value][:_MOST]]
     elif hasattr(value, "shape") and hasattr(value, "dtype"):
+        # Private data, perhaps, which an error must not show.
         return f"{type(value).__name__} of {value.dtype} {tuple(value.shape)}"
     else:
         return repr(value)
@@ -98,12 +88,11 @@ _MOST = 8
 
 
 def _index(value: Any) -> int | None:
-    """Return a whole number as an int, None for anything else."""
     if isinstance(value, Tensor) and (value.ndim or value.dtype == torch.bool):
         return None
     if isinstance(value, bool):
         return None
-    try:
+    try:  # whole numbers of numpy and of tensors without dimensions are among them
         return operator.index(value)
     except TypeError:
         return None
@@ -214,11 +203,7 @@ def all_matched(
     *,
     kind: str = "parameter",
 ) -> list[str]:
-    """Return the names that match any of the patterns, each of which has to match one.
-
-    Raises:
-        ValueError: a pattern matches none of the names, as a misspelt one.
-    """
+    """Return the names that match any of the patterns, none of which may be idle."""
     names, patterns = list(names), tuple(patterns)
     for pattern in patterns:
         if not selected(names, [pattern]):
@@ -234,7 +219,7 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern)
 
 
-# torch.compile (2.13) cannot trace fnmatch, and need not, since names and patterns are
-# constants. `torch.compiler.assume_constant_result` sets just this, but imports the
-# compiler, which takes seconds and changes the warning filters.
+# torch.compile (2.13) cannot trace fnmatch, and takes the result for a constant.
+# `torch.compiler.assume_constant_result` sets just this, but imports the compiler,
+# which takes seconds and changes the warning filters.
 vars(matches)["_dynamo_marked_constant"] = True

@@ -1,9 +1,7 @@
 """Conditions that hardly ever hold: checked where they arise, or at the end.
 
-Reading a value makes a device wait, and a capture of the code as one graph impossible.
-Use `rare(mask)` for a branch that is almost never taken. Inside `collect_checks` it
-returns False and records the mask; if any recorded mask turns out true, the caller
-discards the result and recomputes it eagerly.
+Reading a value makes a device wait, and prevents a capture. Inside `collect_checks` a
+mask is only recorded; if it turns out true, the caller computes once more, eagerly.
 """
 
 from collections.abc import Iterator

@@ -20,8 +20,7 @@ Description = dict[str, Any]
 def replace(path: Path, *content: bytes | memoryview, private: bool = False) -> None:
     """Write a file so that at any moment either the old or the new content is there.
 
-    When this returns, the new one is on the disk. Only its owner can read a private
-    file, from the moment it exists.
+    Only its owner can read a private file, from the moment it exists.
     """
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)  # left by a process that was killed
@@ -42,11 +41,7 @@ def replace(path: Path, *content: bytes | memoryview, private: bool = False) -> 
 def new_folder(
     folder: Path, contents: Mapping[str, Iterable[bytes | memoryview]]
 ) -> None:
-    """Make a folder of files, which is there with all of them or not at all.
-
-    Raises:
-        FileExistsError: there is a folder by this name with anything in it, or a file.
-    """
+    """Make a folder of files, which is there with all of them or not at all."""
     folder = folder.absolute()
     empty = folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())
     if os.path.lexists(folder) and not empty:
@@ -70,11 +65,7 @@ def new_folder(
 
 
 def from_json(text: str | bytes) -> Any:
-    """Read JSON that anybody may have written.
-
-    Raises:
-        ValueError: it is not JSON, is nested too deeply, or holds NaN or infinity.
-    """
+    """Read JSON that anybody may have written: anything else is a ValueError."""
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is not JSON")
@@ -117,11 +108,7 @@ def write_tensors(
 def serialized(
     where: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> list[bytes | memoryview]:
-    """Return a file of `plain` tensors, the same bytes for the same content.
-
-    Raises:
-        TypeError: the format lacks a dtype.
-    """
+    """Return a file of `plain` tensors, the same bytes for the same content."""
     try:
         content = safetensors.torch.save(dict(tensors), dict(metadata))
     except KeyError as error:
@@ -141,13 +128,7 @@ def serialized(
 def read_tensors(
     path: Path, kind: str, *, called: str | None = None
 ) -> tuple[dict[str, Tensor], Description]:
-    """Read a file of `write_tensors`, on the CPU.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is damaged, was written by another program, or holds another
-            kind of tensors. `called` is the name of the expected file in the error.
-    """
+    """Read a file of `write_tensors`, on the CPU; errors name it as `called`."""
     called = called or f"the {kind} of a run"
     if not path.is_file():
         raise FileNotFoundError(f"{path}: expected {called}, got no file.")
@@ -182,7 +163,6 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _description(text: str) -> Description | None:
-    """Read a description; None if it is damaged."""
     try:
         description = from_json(text)
     except ValueError:
@@ -197,7 +177,6 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def _seal(text: str, tensors: Mapping[str, Tensor]) -> str:
-    """Hash a description and the tensors, SHA-256 in hexadecimal."""
     seal = hashlib.sha256(text.encode())
     for name, tensor in sorted(tensors.items()):
         seal.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())

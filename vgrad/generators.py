@@ -1,13 +1,8 @@
 """Random numbers from secret keys and their streams, or from torch's generators.
 
-A run keeps one secret key of 256 bits. The numbers for one purpose (a batch, the noise
-of one parameter, dropout) at one step come from a stream of their own, whose key is a
-keyed hash (BLAKE2b) of the purpose and the step. No stream reveals anything about
-another, and none has to be read in order: a resumed run, a worker that reads ahead and
-a machine that holds a part of a tensor all draw the very same numbers.
-
-The random ops of a loss draw from torch's own generators, whose state is saved and
-restored here.
+The numbers for one purpose (a batch, the noise of one parameter) at one step come from
+a stream of their own, whose key is a keyed hash (BLAKE2b) of purpose and step. No
+stream reveals another, and a resumed run or a part of a tensor draws the same numbers.
 """
 
 import hashlib
@@ -40,11 +35,8 @@ BLOCK = 2**16
 RNG_LOCK = threading.RLock()
 """Held by any thread that borrows torch's generators, a module, or caught warnings.
 
-Generators and warnings exist once per process: a second thread that sets a generator in
-between, or draws from it, would change the numbers of the first, and leave it in the
-wrong state. One lock serves all, since two could be taken in two orders. Code that
-draws from torch's generators without it, as a plain call of a model with dropout does,
-is not kept out.
+These exist once per process; two locks could be taken in two orders. Code that draws
+from torch's generators without it, as a model with dropout does, is not kept out.
 """
 
 
@@ -90,11 +82,9 @@ def stream(key: Tensor, *tags: Tag) -> int:
 
 
 def block(stream: int, number: int) -> np.random.Generator:
-    """Return the generator of one block of a stream: Philox4x64-10.
-
-    The number of the block is the highest word of the counter, which the draws of a
-    block never reach. Neighbours in the lowest word would share most of their numbers.
-    """
+    """Return the generator of one block of a stream: Philox4x64-10."""
+    # In the highest word of the counter, which the draws of a block never reach.
+    # Neighbours in the lowest word would share most of their numbers.
     counter = np.array([0, 0, 0, number], dtype=np.uint64)
     # numpy documents seeds of any class, and annotates one.
     seed: Any = _Key(stream)
@@ -102,8 +92,7 @@ def block(stream: int, number: int) -> np.random.Generator:
 
 
 class _Key(ISeedSequence):
-    """A key in the form of a seed: besides a `key` numpy draws a seed of the system."""
-
+    # Besides a `key` numpy draws a seed of the system.
     def __init__(self, stream: int) -> None:
         self._words = np.array([stream % 2**64, stream >> 64], dtype=np.uint64)
 
@@ -112,11 +101,7 @@ class _Key(ISeedSequence):
 
 
 def drawn(draw: Callable[..., object], stream: int, count: int) -> np.ndarray:
-    """Fill an array, float64 `[count]`, block by block, on as many threads as torch.
-
-    `draw` is a method of numpy's generators that takes `out`. The numbers do not depend
-    on how many threads there are.
-    """
+    """Fill an array, float64 `[count]`, by a method of numpy's generators."""
     numbers = np.empty(count)
     works = (
         partial(draw, block(stream, number), out=numbers[part])
@@ -133,11 +118,8 @@ def blocks(count: int) -> Iterator[tuple[int, slice]]:
 
 
 def on_threads(works: Iterable[Callable[[], object]], count: int) -> None:
-    """Draw `count` numbers in pieces of work, on as many threads as torch has.
-
-    Each draws a block at least: it takes a third of a millisecond to start threads, in
-    which one draws as many numbers.
-    """
+    """Draw `count` numbers in pieces of work, on as many threads as torch has."""
+    # Each draws a block at least: to start threads takes as long as to draw one.
     threads = min(count // BLOCK, torch.get_num_threads())
     if threads < 2:
         for work in works:
@@ -149,29 +131,22 @@ def on_threads(works: Iterable[Callable[[], object]], count: int) -> None:
 
 
 def torch_seed(key: Tensor, *tags: Tag) -> int:
-    """Derive a seed of 64 bits for a generator of torch, where only torch can draw.
-
-    On the CPU torch uses 32 of them: enough for dropout, too few for a secret.
-    """
+    """Derive a seed of 64 bits for a generator of torch, where only torch can draw."""
+    # On the CPU torch uses 32 of them: enough for dropout, too few for a secret.
     return stream(key, *tags) % 2**64
 
 
 def sample_keys(seed: int, start: int, size: int) -> Tensor:
     """Return keys of the samples `start` to `start + size` of a batch, int64 `[size]`.
 
-    They follow from `seed`, a number of 64 bits that all parts of the batch share, and
-    from each sample's place in the whole batch, so that it does not matter how the
-    batch is cut. Members of an ensemble have such keys, too.
+    They follow from `seed`, 64 bits, and each sample's place in the whole batch.
     """
     places = torch.arange(start + 1, start + size + 1)
     return splitmix64(places * _STRIDE + _signed(seed))
 
 
 def random_bits(streams: Tensor, count: int) -> Tensor:
-    """Return the first 64-bit numbers of streams `[B]`, int64 `[B, count]`.
-
-    Each is a hash of its stream and its place in it, the same on any device.
-    """
+    """Return the first 64-bit numbers of streams `[B]`, int64 `[B, count]`."""
     places = torch.arange(1, count + 1, device=streams.device)
     return splitmix64(places * _STRIDE + streams.unsqueeze(-1))
 
@@ -184,9 +159,7 @@ def unit(bits: Tensor, digits: int, dtype: torch.dtype) -> Tensor:
 
 
 def splitmix64(numbers: Tensor) -> Tensor:
-    """Hash each number of 64 bits in place, one to one.
-
-    This is the last step of SplitMix64, with the constants of its variant 13.
+    """Hash numbers of 64 bits in place: the last step of SplitMix64, its variant 13.
 
     Reference: Steele, Lea and Flood, Fast splittable pseudorandom number generators,
     https://doi.org/10.1145/2660193.2660195.
@@ -200,7 +173,6 @@ def splitmix64(numbers: Tensor) -> Tensor:
 
 
 def _signed(number: int) -> int:
-    """Wrap a number into the range of int64."""
     return (number + 2**63) % 2**64 - 2**63
 
 

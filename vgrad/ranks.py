@@ -1,10 +1,7 @@
 """The ranks along one axis of a mesh, and their collectives.
 
-Every rank has to issue the same collectives in the same order. So each group of them
-begins with a call of `agree`, which says what it is for: where ranks are at different
-places, or one has failed, all of them raise, instead of adding up unrelated tensors.
-
-W ranks.
+Every rank has to issue the same collectives in the same order. Each group of them
+begins with `agree`: where ranks are at different places, or one has failed, all raise.
 """
 
 import hashlib
@@ -48,28 +45,16 @@ class RankError(RuntimeError):
 
 
 class Ranks(NamedTuple):
-    """The ranks along one axis of a mesh.
+    """The ranks along one axis of a mesh."""
 
-    Attributes:
-        group: torch's process group; None for a process alone.
-        rank: the number of this one.
-        size: how many there are.
-        device: where tensors are that take part in collectives.
-    """
-
-    group: "distributed.ProcessGroup | None"
+    group: "distributed.ProcessGroup | None"  # None for a process alone
     rank: int
     size: int
-    device: torch.device
+    device: torch.device  # of tensors that take part in collectives
 
     @classmethod
     def of(cls, function: str, mesh: "DeviceMesh", axis: str) -> "Ranks":
-        """Return the ranks along an axis of a mesh, to which this rank belongs.
-
-        Raises:
-            TypeError: it is no mesh.
-            ValueError: it has no such axis, or this rank is not in it.
-        """
+        """Return the ranks along an axis of a mesh, to which this rank belongs."""
         from torch.distributed.device_mesh import DeviceMesh
 
         if not isinstance(mesh, DeviceMesh):
@@ -126,11 +111,7 @@ class Ranks(NamedTuple):
     def agree(
         self, what: str, *, error: BaseException | None = None, **facts: Any
     ) -> list[dict[str, Any]]:
-        """Exchange the place of this rank and some facts; return all ranks' facts.
-
-        Raises:
-            RankError: a rank has an error, or is somewhere else.
-        """
+        """Exchange the place of this rank and some facts; return all ranks' facts."""
         stopped = None if error is None else f"{type(error).__name__}: {error}"
         notes = [{"what": what, "error": stopped, **facts}]
         if self.size > 1:
@@ -151,14 +132,9 @@ class Ranks(NamedTuple):
     def check_same(
         self, what: str, own: Mapping[str, Any] | None = None, **facts: Any
     ) -> list[dict[str, Any]]:
-        """Refuse facts that differ between ranks; return them with the `own` of each.
-
-        Of `options`, an `Options`, a hash is sent; the error has the values.
-
-        Raises:
-            RankError: they do; or as `agree`.
-        """
-        options = facts.get("options")
+        """Refuse facts that differ between ranks; return all, with `own` ones."""
+        # Of options a hash is sent; the error has the values.
+        options: Options | None = facts.get("options")
         if options is not None:
             facts["options"] = options.digest()
         found = self.agree(what, **(own or {}), **facts)
@@ -174,7 +150,6 @@ class Ranks(NamedTuple):
         return found
 
     def _refuse(self, what: str, options: Options) -> NoReturn:
-        """Raise on all ranks, which have found out that options differ."""
         facts = self.exchanged(f"{what}, options", json.dumps(options.facts()))
         raise RankError(
             f"{what}: expected the same options, loss and optimizer on all ranks, got "
@@ -184,10 +159,7 @@ class Ranks(NamedTuple):
 
     @contextmanager
     def together(self, what: str) -> Iterator["Facts"]:
-        """Run a block without collectives; if it fails on a rank, all ranks raise.
-
-        They do, too, if the `same` facts that it fills in are not so on all of them.
-        """
+        """Run a block; if it fails on a rank, or same facts differ, all ranks raise."""
         facts = Facts()
         try:
             yield facts
@@ -197,13 +169,7 @@ class Ranks(NamedTuple):
         facts.notes = self.check_same(what, facts.own, **facts.same)
 
     def summed(self, what: str, tensors: Params) -> Params:
-        """Sum over the ranks, which all get the same bits. {name: shape}.
-
-        Small tensors travel together, and a bucket while the next one is filled.
-
-        Raises:
-            RankError: names, shapes or dtypes are not the same; or as `agree`.
-        """
+        """Sum over the ranks, which all get the same bits. {name: shape}."""
         return Summing(self, what, tensors).finished(tensors)
 
     def of_first(self, tensor: Tensor, first: int = 0) -> Tensor:
@@ -258,13 +224,7 @@ class Facts:
 
 
 class Summing:
-    """A sum over the ranks of tensors that may come one after another.
-
-    All ranks begin it; a bucket travels as soon as all of it is there.
-
-    Raises:
-        RankError: names, shapes or dtypes are not the same; or as `agree`.
-    """
+    """A sum over the ranks of tensors; each bucket travels as soon as it is full."""
 
     def __init__(self, ranks: Ranks, what: str, like: Params) -> None:
         like = dict(sorted(like.items()))
@@ -341,7 +301,7 @@ def layout(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _encoded(note: Mapping[str, Any]) -> bytes:
-    """Write a note as JSON; an error's message may be long, and is cut."""
+    # An error's message may be long, and is cut.
     text = json.dumps(note).encode()
     error, room = note["error"], _NOTE
     while len(text) > _NOTE and error is not None and room:
@@ -352,7 +312,6 @@ def _encoded(note: Mapping[str, Any]) -> bytes:
 
 
 def _buckets(tensors: Params) -> Iterator[list[str]]:
-    """Yield the names of tensors of one dtype that travel together."""
     names: list[str] = []
     size, dtype = 0, None
     for name, tensor in tensors.items():
@@ -367,6 +326,5 @@ def _buckets(tensors: Params) -> Iterator[list[str]]:
 
 
 def _as_real(tensor: Tensor) -> Tensor:
-    """Show a complex tensor as pairs of real numbers."""
     tensor = tensor.detach()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -97,7 +97,6 @@ def check_rule(
 
 
 def _check_ruled(rows: Iterable[Row]) -> None:
-    """Refuse what autograd did instead of a rule."""
     for row in rows:
         if row.why.startswith(EXPANDED):
             names = ", ".join(map(repr, row.names))
@@ -126,8 +125,6 @@ def _check_equal(what: str, found: Tensor, expected: Tensor, tolerance: float) -
 
 
 def _in_double(tree: Tree) -> Any:
-    """Copy the floating-point tensors of a tree in float64, without their graph."""
-
     def widen(leaf: Tensor) -> Tensor:
         kept = leaf.detach().clone()
         return kept.double() if leaf.is_floating_point() else kept
@@ -138,8 +135,7 @@ def _in_double(tree: Tree) -> Any:
 def _reference(
     loss: LossFn, params: Params, buffers: Buffers, batch: Tree, size: int
 ) -> tuple[Tensor, Params]:
-    """Run plain autograd sample by sample, -> losses [B], gradients [B, *shape]."""
-    values, rows = [], []
+    values, rows = [], []  # losses [B], gradients [B, *shape]
     for row in range(size):
         leaves = {n: value.clone().requires_grad_() for n, value in params.items()}
         sample = map_tensors(lambda leaf, i=row: leaf[i], batch)
@@ -169,7 +165,6 @@ def _weighted(grads: Params, weights: Params) -> Params:
 
 
 def _joint(norms: Params, names: Iterable[str]) -> Tensor:
-    """Norms [B] over several parameters."""
     return torch.stack([norms[name] for name in names]).norm(dim=0)
 
 

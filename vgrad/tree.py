@@ -31,7 +31,7 @@ from vgrad.typing import T, Tree
 def tree_flatten(tree: Tree) -> tuple[list[Any], TreeSpec]:
     """Flatten a tree; a mapping of a class that torch does not know is a dictionary."""
     leaves, spec = pytree.tree_flatten(tree)
-    if any(map(_is_mapping, leaves)):
+    if any([_is_mapping(leaf) for leaf in leaves if not isinstance(leaf, Tensor)]):
         return tree_flatten(_dictionaries(tree))
     return leaves, spec
 
@@ -39,7 +39,9 @@ def tree_flatten(tree: Tree) -> tuple[list[Any], TreeSpec]:
 def tree_leaves(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
     """Return the leaves of a tree, in the order of `tree_flatten`."""
     leaves = pytree.tree_leaves(tree, is_leaf)
-    if is_leaf is None and any(map(_is_mapping, leaves)):
+    if is_leaf is None and any(
+        [_is_mapping(leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
+    ):
         return tree_leaves(_dictionaries(tree))
     return leaves
 
@@ -67,7 +69,13 @@ def tensors(tree: Tree) -> list[Tensor]:
         tree = tree.values()
     elif not _is_sequence(tree):
         return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    return [leaf for branch in tree for leaf in tensors(branch)]
+    found = []
+    for branch in tree:
+        if isinstance(branch, Tensor):
+            found.append(branch)
+        else:
+            found += tensors(branch)
+    return found
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
@@ -75,7 +83,12 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
     if isinstance(tree, Tensor):
         return function(tree)
     if type(tree) is dict:
-        return {key: map_tensors(function, value) for key, value in tree.items()}
+        return {
+            key: function(value)
+            if isinstance(value, Tensor)
+            else map_tensors(function, value)
+            for key, value in tree.items()
+        }
     if not _is_sequence(tree):
         return tree_map(lambda leaf: _map_leaf(function, leaf), tree)
     mapped = [map_tensors(function, branch) for branch in tree]

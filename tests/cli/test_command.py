@@ -156,20 +156,14 @@ def test_a_value_outside_its_range_names_the_option_that_was_typed(name, capsys)
     assert not os.path.exists("none")
 
 
-def test_a_value_inside_the_range_is_read(monkeypatch):
+def test_the_largest_and_smallest_values_are_read(monkeypatch):
     seen = []
-    monkeypatch.setattr(commands, "run", lambda name, given: seen.append(given))
+    monkeypatch.setattr(commands, "run", lambda name, given: seen.append(vars(given)))
     best = {"delta": 5e-324, "max_norm": 1e29, "seed": 2**32 - 1, "members": 10**4}
-    main(
-        [
-            "train",
-            "--out",
-            "none",
-            *(f"--{n.replace('_', '-')}={v}" for n, v in best.items()),
-        ]
-    )
-    assert {name: vars(seen[0])[name] for name in best} == best
-    assert not {"epsilon", "lr"} & vars(seen[0]).keys()
+    options = (f"--{name.replace('_', '-')}={value}" for name, value in best.items())
+    main(["train", "--out", "none", *options])
+    assert best.items() <= seen[0].items()
+    assert not {"epsilon", "lr"} & seen[0].keys()
 
 
 LATER = [

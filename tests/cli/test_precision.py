@@ -7,14 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-import vgrad
-from tests import oracle
 from tests.cli import runs
-from vgrad import files, optim
+from vgrad import files
 from vgrad.__main__ import main
-from vgrad.cli import checkpoint, models, report, settings, setup
+from vgrad.cli import checkpoint, models, report
 from vgrad.torch_private import kernels
-from vgrad.training import TrainState, private_step, train_step
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 EVERY = pytest.mark.parametrize("name", DTYPES)
@@ -64,25 +61,6 @@ def test_every_forward_pass_runs_in_the_precision(images, tmp_path, module, name
     files.write_tensors(path, tensors, description)
     assert main(judge) == 0
     assert seen == [DTYPES[name], torch.float32]
-
-
-def test_the_scales_are_the_defaults_of_the_steps(images):
-    sizes = {"data": str(images), "model": "mlp", "batch_size": runs.BATCH}
-    job = setup.prepare(settings.Settings(**sizes, precision="float16"))
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(torch.nn.Linear(2, 3))
-    tx, loss, policy = optim.sgd(0.1), torch.nn.functional.cross_entropy, "c=float16"
-    steps = {
-        "private": private_step(
-            vgrad.sample_loss(fmodel, loss), tx, job.plan, policy=policy
-        ),
-        "plain": train_step(vgrad.batch_loss(fmodel, loss), tx, policy=policy),
-    }
-    state = TrainState.create(tx, params, buffers)
-    for run, step in steps.items():
-        expected = step(state, torch.ones(4, 2), torch.arange(4) % 3)[0].loss_scale
-        scale = job.trainers[run].start.loss_scale
-        assert type(scale) is type(expected)
-        oracle.assert_exact(scale.loss_scale, expected.loss_scale, 0)
 
 
 def test_skipped_steps_are_counted_and_the_scale_has_followed(images, tmp_path):

@@ -23,6 +23,7 @@ from torch.utils.data import TensorDataset
 from tests import oracle
 from tests.dp import runs
 from tests.dp.runs import KEY, first, grads
+from tests.functional.held import HELD, Holder, Slotted
 from tests.losses import Net
 from vgrad import make_functional_with_buffers
 
@@ -79,13 +80,6 @@ class Factor:
 
     def times(self, value):
         return value * self.factor
-
-
-class Slotted:
-    __slots__ = ("__private", "factor")
-
-    def __init__(self, factor=1.0):
-        self.factor = factor
 
 
 def ema(module):
@@ -410,44 +404,6 @@ def test_cached_parametrizations_are_refused():
         with pytest.raises(RuntimeError, match=r"outside of .*parametrize.cached\(\)"):
             run.backward(*batch)
     run.backward(*batch)
-
-
-class Holder(nn.Module):
-    """Uses its weight by another way than its layer."""
-
-    def __init__(self, hold, read):
-        super().__init__()
-        self.layer = linear()
-        self.held, self.read = hold(self.layer), read
-
-    def forward(self, x):
-        return self.layer(x) * self.read(self.held).sum()
-
-
-def in_a_cell(layer):
-    weight = layer.weight
-    return lambda: weight.exp()
-
-
-HELD = {
-    "tuple": (lambda layer: (layer.weight, 1), lambda held: held[0]),
-    "list": (lambda layer: [(layer.weight,)], lambda held: held[0][0]),
-    "set": (lambda layer: {layer.weight}, lambda held: next(iter(held))),
-    "deque": (lambda layer: collections.deque([layer.weight]), lambda held: held[0]),
-    "key": (lambda layer: {layer.weight: 1}, lambda held: next(iter(held))),
-    "namespace": (lambda layer: namespace(w=layer.weight), lambda held: held.w),
-    "slots": (lambda layer: Slotted(layer.weight), lambda held: held.factor),
-    "default": (lambda layer: lambda w=layer.weight: w.exp(), lambda held: held()),
-    "cell": (in_a_cell, lambda held: held()),
-    "module in a cell": (lambda layer: lambda: layer.weight, lambda held: held()),
-    "keyword": (lambda layer: partial(torch.mul, other=layer.weight),
-                lambda held: held(2 * torch.ones(()))),
-    "distribution": (lambda layer: torch.distributions.Normal(layer.weight, 1.0),
-                     lambda held: held.log_prob(torch.ones(3, 4).double())),
-    "keys of weak references":
-        (lambda layer: weakref.WeakKeyDictionary({layer: 1}),
-         lambda held: next(iter(held)).weight),
-}  # fmt: skip
 
 
 @every_strategy

@@ -231,7 +231,7 @@ TYPES = {
     "got a DataLoader. Of a DataLoader pass its `.dataset`":
         lambda: private(dataset=DataLoader(data())),
     "expected a function of output and tar": lambda: private(criterion=3),
-    "expected a vgrad.dp.Plan, got a int": lambda: private(plan=3),
+    "expected a Plan, got a int": lambda: private(plan=3),
     "expected a plain torch.nn.Mod": lambda: private(model=torch.tanh),
     rf"{LOAD}\(plan\): expected a dictionary": lambda: loaded(plan=3),
     "expected a torch.optim.Optimizer, got a Line":

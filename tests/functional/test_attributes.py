@@ -116,7 +116,8 @@ def test_attributes_of_compiled_functions(model):
     root = next(iter(fmodel.named_modules()))[1]
     for tau in (3.0, 3.0, 5.0):
         root.first.weight.tau = model.first.weight.tau = tau
-        check(compiled(params, buffers, X, Y), gradients(model))
+        for transform in (compiled, eager, eager):
+            check(transform(params, buffers, X, Y), gradients(model))
     assert [each.calls for each in compiled.reports()] == [1, 0]
 
 

@@ -5,7 +5,10 @@ import pickle
 import random
 import threading
 import types
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, deque
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import losses
+from tests.functional.held import HELD, Holder
 from tests.oracle import assert_exact
 
 split = vgrad.make_functional_with_buffers
@@ -29,7 +33,7 @@ def unchanged(tensors, before):
 
 
 class Counter(nn.Module):
-    """Buffers changed in place, bound anew, and a plain attribute that counts calls."""
+    """Buffers changed in place, bound anew, and objects that count calls."""
 
     def __init__(self):
         super().__init__()
@@ -37,13 +41,15 @@ class Counter(nn.Module):
         self.register_buffer("added", torch.zeros(2))
         self.register_buffer("bound", torch.zeros(2))
         self.register_buffer("cache", torch.tensor([3.0, 4.0]), persistent=False)
-        self.calls = 0
+        self.calls, self.held = 0, SimpleNamespace(calls=deque([0]))
 
     def forward(self, x):
         self.calls += 1
+        self.held.calls[0] += 1
+        self.held.ran = True
         self.added += 1
         self.bound = self.bound + 2
-        return x * self.weight + self.cache + self.calls
+        return x * self.weight + self.cache + self.held.calls[0]
 
 
 class Shared(nn.Module):
@@ -368,6 +374,25 @@ def test_modes_are_functions_of_their_own():
     assert evaluated.train().training
 
 
+def test_changes_of_the_modules_of_a_function_hold():
+    fmodel, params, buffers = split(nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 3)))
+    model = dict(fmodel.named_modules())
+    x = torch.randn(4, 3)
+    expected = fmodel.eval()(params, buffers, x)
+    fmodel(params, buffers, x)
+    model["0"].p = 0.0
+    for _ in range(2):
+        assert torch.equal(fmodel(params, buffers, x), expected)
+    handle = model["1"].register_forward_hook(lambda module, args, out: 2 * out)
+    for _ in range(2):
+        assert torch.equal(fmodel(params, buffers, x), 2 * expected)
+    handle.remove()
+    assert torch.equal(fmodel(params, buffers, x), expected)
+    model["1"].register_buffer("more", torch.ones(1))
+    with pytest.raises(ValueError, match="missing: '1.more'"):
+        fmodel(params, buffers, x)
+
+
 X3 = torch.zeros(2, 3)
 
 
@@ -582,23 +607,29 @@ def test_tied_weights_of_an_unregistered_module_are_exchanged():
     assert not hasattr(fmodel._skeleton, "late")
 
 
-class Namespace:
-    def __init__(self, part):
-        self.part = part
+@pytest.mark.parametrize("name", [*HELD][:-4])
+def test_parameters_are_exchanged_wherever_they_are_held(name):
+    model, other = Holder(*HELD[name]), Holder(*HELD[name])
+    fmodel, params, buffers = split(model)
+    x = torch.randn(3, 4).double()
+    for each in (fmodel, copy.deepcopy(fmodel)):
+        assert torch.equal(each(params, buffers, x), model(x))
+        assert torch.equal(each(other.state_dict(), buffers, x), other(x))
+    assert torch.equal(fmodel.to_module(other.state_dict(), {})(x), other(x))
 
 
-def test_placeholders_raise_instead_of_computing():
-    class Hides(nn.Linear):
-        def __init__(self):
-            super().__init__(2, 2, bias=False)
-            self.held = Namespace(self.weight)
+HIDDEN = {
+    "frozenset": (lambda w: frozenset([w]), lambda held: next(iter(held)).exp()),
+    "partial": (lambda w: partial(torch.mul, w), lambda held: held(2)),
+}
 
-        def forward(self, x):
-            return x @ self.held.part
 
-    fmodel, params, buffers = split(Hides())
+@pytest.mark.parametrize("name", HIDDEN)
+def test_placeholders_raise_instead_of_computing(name):
+    hold, use = HIDDEN[name]
+    fmodel, params, buffers = split(Holder(lambda layer: hold(layer.weight), use))
     with pytest.raises(RuntimeError, match="held where it cannot be exchanged"):
-        fmodel(params, buffers, torch.ones(1, 2))
+        fmodel(params, buffers, torch.ones(1, 4).double())
 
 
 def holding(held):
@@ -729,7 +760,7 @@ KEPT = [  # and how it is used
     ("{'t': m.w.t()}", "held['t']"),
     ("[[{'t': [m.w.t()]}]]", "held[0][0]['t'][0]"),
     ("(m.w[:3], m.w[3:])", "torch.cat(held)"),
-    ("Namespace(m.w.t())", "held.part"),
+    ("SimpleNamespace(part=m.w.t())", "held.part"),
     ("m.w.detach()[:, :4]", "held"),
     ("(m.w.data.t(),)", "held[0]"),
     ("m.b.t()", "held"),
@@ -1009,9 +1040,9 @@ def with_sparse_buffer():
     return model
 
 
-def holding_a_tuple():
+def bound(kind):
     model = nn.Linear(2, 2)
-    model.pair = (model.weight, model.bias)
+    model.held = kind(model.weight)
     return model
 
 
@@ -1041,7 +1072,8 @@ REFUSED = [
     (lambda: nn.LazyLinear(3), "lazy ones in 'bias', 'weight'"),
     (lambda: nn.DataParallel(nn.Linear(2, 2)), "wrapped"),
     (lambda: torch.compile(nn.Linear(2, 2)), "before it was scripted, compiled or"),
-    (holding_a_tuple, "tuple 'pair'"),
+    (lambda: bound(lambda weight: weight.exp), "one in 'held' that holds a part"),
+    (lambda: bound(weakref.ref), "one in 'held' that holds a part"),
     (with_sparse_buffer, "dense tensors, got sparse ones in 'graph'. Register"),
     (scripted, "can be exchanged, got modules of torch.jit in '0'. Use them as they"),
     (traced, "got modules of torch.jit in '0'"),

@@ -12,26 +12,8 @@ from torch.optim import lr_scheduler
 from tests.optim.optimizers import COUNTED, TORCH, UNCOUNTED
 from tests.optim.problems import go_on, leaves_of, perceptron, train, values
 from tests.oracle import assert_exact
-from vgrad.optim import (
-    adam,
-    adamw,
-    as_torch,
-    asgd,
-    averaged_parameters,
-    chain,
-    clip_by_global_norm,
-    ema_parameters,
-    inject_hyperparams,
-    lion,
-    load_state_dict,
-    lookahead,
-    masked,
-    multi_steps,
-    partition,
-    schedule_free_adamw,
-    sgd,
-    state_dict,
-)
+from vgrad import optim
+from vgrad.optim import adam, adamw, as_torch, chain, lion, sgd
 
 TRANSFORMATIONS = {
     "sgd": sgd(1e-3, momentum=0.9, nesterov=True),
@@ -39,13 +21,13 @@ TRANSFORMATIONS = {
     "amsgrad": adamw(1e-2, amsgrad=True),
     "scheduled": adamw(lambda count: 0.01 / (1 + count.double())),
     "lion": lion(1e-3),
-    "clipped": chain(clip_by_global_norm(0.1), adam(1e-2)),
-    "injected": inject_hyperparams(adamw, lr=1e-2, betas=(0.8, 0.9)),
-    "partition": partition({"*.bias": sgd(0.1), "*": adam(1e-2)}),
-    "lookahead": lookahead(sgd(1e-2), sync_period=2),
-    "averaged": chain(adam(1e-2), ema_parameters(0.9)),
-    "asgd": asgd(1e-3, t0=0.0),
-    "schedule_free": schedule_free_adamw(1e-2),
+    "clipped": chain(optim.clip_by_global_norm(0.1), adam(1e-2)),
+    "injected": optim.inject_hyperparams(adamw, lr=1e-2, betas=(0.8, 0.9)),
+    "partition": optim.partition({"*.bias": sgd(0.1), "*": adam(1e-2)}),
+    "lookahead": optim.lookahead(sgd(1e-2), sync_period=2),
+    "averaged": chain(adam(1e-2), optim.ema_parameters(0.9)),
+    "asgd": optim.asgd(1e-3, t0=0.0),
+    "schedule_free": optim.schedule_free_adamw(1e-2),
 }
 
 
@@ -74,8 +56,8 @@ def test_a_transformation_steps_as_an_optimizer_of_torch(name):
     expected, state = train(TRANSFORMATIONS[name], start, loss, 20)
     assert_exact(values(leaves), expected, 1e-12)
     found = optimizer.state_dict()["state"]
-    assert found.keys() == state_dict(state).keys()
-    for key, value in state_dict(state).items():
+    assert found.keys() == optim.state_dict(state).keys()
+    for key, value in optim.state_dict(state).items():
         torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)
 
 
@@ -101,14 +83,14 @@ def test_an_adapted_optimizer_resumes_bit_for_bit_from_a_file(name):
 
 
 def test_the_state_is_made_of_the_parameters_of_the_first_step():
-    tx, model = chain(sgd(0.5), ema_parameters(0.5)), nn.Linear(2, 1)
+    tx, model = chain(sgd(0.5), optim.ema_parameters(0.5)), nn.Linear(2, 1)
     optimizer = as_torch(tx, model.named_parameters())
     loaded = {"weight": torch.ones(1, 2), "bias": torch.ones(1)}
     model.load_state_dict(loaded)
     model.bias.grad = torch.zeros(1)
     optimizer.step()
-    state = load_state_dict(tx.init(loaded), optimizer.state_dict()["state"])
-    assert averaged_parameters(state)["bias"] == 1.0
+    state = optim.load_state_dict(tx.init(loaded), optimizer.state_dict()["state"])
+    assert optim.averaged_parameters(state)["bias"] == 1.0
 
 
 def test_a_module_trains_with_a_closure_and_parameters_without_gradient_stay():
@@ -168,7 +150,7 @@ def test_schedulers_of_torch_move_injected_hyperparameters(
     make, kind = TORCH[name]
     start, loss = perceptron()
     ours, theirs = leaves_of(start), leaves_of(start)
-    tx = inject_hyperparams(partial(make, **fixed), **options)
+    tx = optim.inject_hyperparams(partial(make, **fixed), **options)
     expected = kind(theirs.values(), **options, **fixed)
     rates = []
     for optimizer, leaves in ((as_torch(tx, ours), ours), (expected, theirs)):
@@ -193,8 +175,8 @@ def test_schedulers_of_torch_move_injected_hyperparameters(
 @every_scheduler
 @pytest.mark.parametrize("tx", [
     adam(1e-2),
-    inject_hyperparams(adam, lr=lambda count: 0.1, betas=(0.9, 0.99)),
-    chain(inject_hyperparams(adam, lr=1e-2)),
+    optim.inject_hyperparams(adam, lr=lambda count: 0.1, betas=(0.9, 0.99)),
+    chain(optim.inject_hyperparams(adam, lr=1e-2)),
 ])  # fmt: skip
 def test_schedulers_refuse_where_there_is_no_rate_to_set(tx, scheduler):
     optimizer = as_torch(tx, one())
@@ -204,7 +186,9 @@ def test_schedulers_refuse_where_there_is_no_rate_to_set(tx, scheduler):
 
 
 def test_schedules_of_the_transformation_run_and_cannot_be_overruled():
-    tx = inject_hyperparams(sgd, lr=lambda count: 0.5 ** count.double(), momentum=0.9)
+    tx = optim.inject_hyperparams(
+        sgd, lr=lambda count: 0.5 ** count.double(), momentum=0.9
+    )
     leaves = one(0.0)
     optimizer = as_torch(tx, leaves)
     assert optimizer.param_groups[0]["momentum"] == 0.9
@@ -356,17 +340,17 @@ def test_counts_that_torch_has_for_each_parameter_are_refused(name, options, pla
 
 
 @pytest.mark.parametrize(("tx", "refused"), [
-    (lookahead(sgd(0.1, momentum=0.9)), False),
+    (optim.lookahead(sgd(0.1, momentum=0.9)), False),
     (sgd(lambda count: 0.1 / (1 + count.double()), momentum=0.9), False),
     (lion(lambda count: 0.1 / (1 + count.double())), False),
-    (chain(sgd(0.1, momentum=0.9), ema_parameters(0.9)), False),
-    (inject_hyperparams(sgd, lr=0.1, momentum=0.9), False),
-    (multi_steps(sgd(0.1, momentum=0.9), 3), False),
-    (multi_steps(sgd(0.1, momentum=0.9, dampening=0.5), 3), True),
-    (multi_steps(adam(0.1), 2), True),
-    (inject_hyperparams(adam, lr=0.1), True),
-    (partition({"a": sgd(0.1), "*": adam(0.1)}), True),
-    (lookahead(masked(adam(0.1), ["b"])), True),
+    (chain(sgd(0.1, momentum=0.9), optim.ema_parameters(0.9)), False),
+    (optim.inject_hyperparams(sgd, lr=0.1, momentum=0.9), False),
+    (optim.multi_steps(sgd(0.1, momentum=0.9), 3), False),
+    (optim.multi_steps(sgd(0.1, momentum=0.9, dampening=0.5), 3), True),
+    (optim.multi_steps(adam(0.1), 2), True),
+    (optim.inject_hyperparams(adam, lr=0.1), True),
+    (optim.partition({"a": sgd(0.1), "*": adam(0.1)}), True),
+    (optim.lookahead(optim.masked(adam(0.1), ["b"])), True),
 ])  # fmt: skip
 def test_counts_are_found_inside_of_other_transformations(tx, refused):
     leaves = pair()

@@ -160,7 +160,7 @@ def test_only_where_steps_do_not_count_a_parameter_may_have_missed_some(name, op
     if (name, options) in UNCOUNTED:
         assert_alike(*from_torch(optimizer), optimizer, leaves, loss, 5)
         return
-    message = r"equally many steps, got 0 of '0.bias' and 1 of others. Put .*: '0.bias'"
+    message = r"equally many steps, got fewer than 1 of '0.bias'. Put these"
     with pytest.raises(ValueError, match=message):
         from_torch(optimizer)
 

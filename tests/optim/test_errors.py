@@ -134,9 +134,9 @@ VALUES = [
         PARAMS, optim.multi_steps(sgd(), 2).init(PARAMS)),
      "hyperparameter of shape (2,)): expected a number"),
     (lambda: chain(optim.trace(0.9)).update(PARAMS, sgd().init(PARAMS)),
-     "chain(state of 3 transformations): expected one of 1"),
+     "chain(state of 3 parts): expected 1, as init of"),
     (lambda: partition({"*": sgd()}).update(PARAMS, ((), ()), PARAMS),
-     "partition(state of 2 groups): expected one of 1"),
+     "chain(state of 2 parts): expected 1, as init of the same chain or partition"),
     (lambda: injected(sgd, lr=1.0).update(PARAMS, injected(adam, eps=1.0).init({})),
      "inject_hyperparams(state.hyperparams): expected the names of the model, got "
      "missing: 'lr'; unexpected: 'eps'."),
@@ -176,7 +176,7 @@ VALUES = [
 ]  # fmt: skip
 KINDS = [
     (lambda: adam("0.1"), "adam(lr='0.1'): expected a number, got a"),
-    (lambda: optim.rprop(lambda count: 0.1), "rprop(lr=schedule): expected a number"),
+    (lambda: optim.rprop(lambda count: 0.1), "expected a number, got a function"),
     (lambda: optim.muon(ns_coefficients=(2.0, torch.tensor(-1.5), 0.5)),
      "orthogonalize(ns_coefficients[1]=Tensor of torch.float32 ()): expected a number"),
     (lambda: masked(sgd(), "*.weight"),
@@ -184,8 +184,8 @@ KINDS = [
      "string. Write ['*.weight']."),
     (lambda: optim.set_to_zero("w"), "set_to_zero(selection='w'): expected a list"),
     (lambda: optim.set_to_zero(3),
-     "set_to_zero(selection=3): expected patterns of names or a function of the name"),
-    (lambda: partition({3: sgd()}), "partition(key=3): expected patterns"),
+     "set_to_zero(selection=3): expected a list or tuple of patterns"),
+    (lambda: partition({3: sgd()}), "partition(key=3): expected a list or tuple"),
     (lambda: partition({("w", 3): sgd()}),
      "partition(key=('w', 3)): expected patterns that are strings"),
     (lambda: optim.add_decayed_weights(0.0, mask="w"),

@@ -25,19 +25,15 @@ from tests.optim.problems import (
     train,
 )
 from tests.oracle import assert_exact
+from vgrad import optim
 from vgrad.optim import (
     adafactor,
     chain,
-    evaluation_parameters,
     lamb,
     lars,
     lion,
     muon,
     orthogonalize,
-    partition,
-    scale_by_trust_ratio,
-    schedule_free_adamw,
-    schedule_free_sgd,
     sgd,
     step,
 )
@@ -48,8 +44,10 @@ OPTIONS = {
     lars: dict(lr=2.0, momentum=0.8, weight_decay=0.1, trust_coefficient=0.01),
     adafactor: dict(lr=0.05, beta2_decay=-0.7, d=2.0, weight_decay=0.1),
     muon: dict(lr=0.02, weight_decay=0.2, momentum=0.8, dtype=torch.float64),
-    schedule_free_sgd: dict(lr=0.2, momentum=0.8, weight_lr_power=1.5),
-    schedule_free_adamw: dict(lr=0.02, betas=(0.8, 0.9), eps=1e-4, weight_lr_power=1.5),
+    optim.schedule_free_sgd: dict(lr=0.2, momentum=0.8, weight_lr_power=1.5),
+    optim.schedule_free_adamw: dict(
+        lr=0.02, betas=(0.8, 0.9), eps=1e-4, weight_lr_power=1.5
+    ),
 }
 
 # The algorithms of the papers, with Python loops and numbers.
@@ -114,8 +112,8 @@ STEPS = {
     lion: lion_step,
     lamb: lamb_step,
     lars: lars_step,
-    schedule_free_sgd: free_sgd_step,
-    schedule_free_adamw: free_adamw_step,
+    optim.schedule_free_sgd: free_sgd_step,
+    optim.schedule_free_adamw: free_adamw_step,
 }
 
 
@@ -141,21 +139,21 @@ def test_steps_agree_with_the_paper(make, schedule, weight_decay):
             for key, p in expected.items()
         }
     assert_exact(found, expected, 1e-11)
-    if make in (schedule_free_sgd, schedule_free_adamw):
+    if make in (optim.schedule_free_sgd, optim.schedule_free_adamw):
         x = {key: kept["x"] for key, kept in memory.items()}
-        assert_exact(evaluation_parameters(state, found), x, 1e-11)
+        assert_exact(optim.evaluation_parameters(state, found), x, 1e-11)
 
 
 def test_steps_of_no_rate_have_no_weight():
     params, loss = perceptron()
-    tx = schedule_free_sgd(lambda count: 0.1 * (count > 1).double())
+    tx = optim.schedule_free_sgd(lambda count: 0.1 * (count > 1).double())
     found, state = train(tx, params, loss, 2)
     assert_exact(found, params, 1e-12)
-    assert_exact(evaluation_parameters(state, found), params, 1e-12)
+    assert_exact(optim.evaluation_parameters(state, found), params, 1e-12)
     found, state = train(tx, params, loss, 3)
     grads = gradients(loss, params)
     expected = {name: p - 0.1 * grads[name] for name, p in params.items()}
-    assert_exact(evaluation_parameters(state, found), expected, 1e-12)
+    assert_exact(optim.evaluation_parameters(state, found), expected, 1e-12)
 
 
 @pytest.mark.parametrize("make", OPTIONS)
@@ -265,7 +263,7 @@ def test_factored_moments_are_a_row_and_a_column():
 def test_the_trust_ratio_is_one_for_parameters_of_zero():
     params = {"zero": torch.zeros(2), "one": torch.tensor([3.0, 4.0])}
     grads = {"zero": torch.tensor([0.5, 0.0]), "one": torch.tensor([0.0, 2.0])}
-    tx = scale_by_trust_ratio(0.1, weight_decay=0.2)
+    tx = optim.scale_by_trust_ratio(0.1, weight_decay=0.2)
     updates, _ = tx.update(grads, (), params)
     assert torch.equal(updates["zero"], grads["zero"])
     expected = 0.1 * 5 / (2 + 0.2 * 5) * torch.tensor([0.6, 2.8])
@@ -288,13 +286,13 @@ def test_lars_treats_a_complex_parameter_as_a_pair_of_real_ones():
 
 def test_evaluation_parameters_are_found_inside_a_partition_and_of_members():
     start, loss = perceptron()
-    tx = chain(partition({"0.*": schedule_free_sgd(0.1), "*": sgd(0.1)}))
+    tx = chain(optim.partition({"0.*": optim.schedule_free_sgd(0.1), "*": sgd(0.1)}))
     params, state = train(tx, start, loss, 3)
-    found = evaluation_parameters(state, params)
+    found = optim.evaluation_parameters(state, params)
     assert list(found) == list(params)
     assert found["1.weight"] is params["1.weight"]
     half = {name: p.bfloat16() for name, p in params.items()}
-    assert evaluation_parameters(state, half)["0.bias"].dtype == torch.bfloat16
+    assert optim.evaluation_parameters(state, half)["0.bias"].dtype == torch.bfloat16
     assert torch.equal(found["0.bias"], state[0][0].average["0.bias"])
     assert not torch.equal(found["0.bias"], params["0.bias"])
 
@@ -303,4 +301,4 @@ def test_evaluation_parameters_are_found_inside_a_partition_and_of_members():
     states = torch.vmap(tx.init)(many)
     for _ in range(3):
         many, states = advance(many, states)
-    assert_exact(member(evaluation_parameters(states, many), 0), found, 1e-12)
+    assert_exact(member(optim.evaluation_parameters(states, many), 0), found, 1e-12)

@@ -21,30 +21,8 @@ from tests.optim.problems import (
     values,
 )
 from tests.oracle import assert_exact
-from vgrad.optim import (
-    adam,
-    adamw,
-    add_decayed_weights,
-    apply_if_finite,
-    averaged_parameters,
-    chain,
-    clip_by_value,
-    ema,
-    ema_parameters,
-    inject_hyperparams,
-    lookahead,
-    masked,
-    multi_steps,
-    partition,
-    polyak_average,
-    reduce_on_plateau,
-    scale,
-    set_to_zero,
-    sgd,
-    step,
-    trace,
-    with_hyperparams,
-)
+from vgrad import optim
+from vgrad.optim import adam, adamw, chain, multi_steps, partition, scale, sgd, step
 
 PARAMS, LOSS = perceptron()
 GRADS = gradients(LOSS, PARAMS)
@@ -76,7 +54,7 @@ def groups(kind, rows, **options):
 @pytest.mark.parametrize(("tx", "make"), [
     (partition({"*.bias": adam(0.1), "1.*": adam(0.03), "*": adam(0.01)}),
      groups(torch.optim.Adam, [dict(lr=0.01), dict(lr=0.1), dict(lr=0.03)])),
-    (chain(add_decayed_weights(0.1, mask=("0.weight", "1.*")), sgd(0.1)),
+    (chain(optim.add_decayed_weights(0.1, mask=("0.weight", "1.*")), sgd(0.1)),
      groups(torch.optim.SGD, [dict(weight_decay=0.1), {}, dict(weight_decay=0.1)],
             lr=0.1)),
 ])  # fmt: skip
@@ -101,7 +79,9 @@ def test_a_mask_hides_all_but_its_names_from_the_inner_transformation():
         seen.append((list(grads), list(params)))
         return dict.fromkeys(grads), state
 
-    tx = masked(trace(0.9)._replace(update=update), lambda name: name == "w")
+    tx = optim.masked(
+        optim.trace(0.9)._replace(update=update), lambda name: name == "w"
+    )
     updates, state = tx.update(params, tx.init(params), params)
     assert seen == [(["w"], ["w"])]
     assert updates["w"] is None
@@ -110,8 +90,8 @@ def test_a_mask_hides_all_but_its_names_from_the_inner_transformation():
 
 
 @pytest.mark.parametrize("tx", [
-    chain(set_to_zero(["0.*"]), adamw(0.1)),
-    partition({"0.*": set_to_zero(), "*": adamw(0.1)}),
+    chain(optim.set_to_zero(["0.*"]), adamw(0.1)),
+    partition({"0.*": optim.set_to_zero(), "*": adamw(0.1)}),
 ])  # fmt: skip
 def test_kept_parameters_stay_the_same_tensors_without_moments_or_decay(tx):
     found, state = train(tx, PARAMS, LOSS, 3)
@@ -133,7 +113,7 @@ def poisoned(grads, value=math.nan):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_step_that_is_not_finite_changes_nothing(value):
-    tx = apply_if_finite(adamw(0.1), max_consecutive_errors=3)
+    tx = optim.apply_if_finite(adamw(0.1), max_consecutive_errors=3)
     params, state = train(tx, PARAMS, LOSS, 2)
     grads = gradients(LOSS, params)
     found, new = step(tx, poisoned(grads, value), state, params)
@@ -146,7 +126,7 @@ def test_a_step_that_is_not_finite_changes_nothing(value):
 
 
 def test_errors_in_a_row_are_let_through_after_the_last_that_is_allowed():
-    tx = apply_if_finite(sgd(0.1), max_consecutive_errors=2)
+    tx = optim.apply_if_finite(sgd(0.1), max_consecutive_errors=2)
     bad = (True, True, False, True, True, True, True)
     grads = [poisoned(GRADS) if b else GRADS for b in bad]
     updates, state = steps(tx, grads, PARAMS)
@@ -156,7 +136,7 @@ def test_errors_in_a_row_are_let_through_after_the_last_that_is_allowed():
 
 
 def test_one_members_error_skips_that_member_alone():
-    tx = apply_if_finite(adam(0.1), max_consecutive_errors=3)
+    tx = optim.apply_if_finite(adam(0.1), max_consecutive_errors=3)
     grads, many = stacked([GRADS] * 3), stacked([PARAMS] * 3)
     grads["1.weight"][1, 0, 0] = math.inf
     found, state = torch.vmap(partial(step, tx))(grads, torch.vmap(tx.init)(many), many)
@@ -170,7 +150,7 @@ def test_one_members_error_skips_that_member_alone():
 def test_a_step_that_was_left_out_has_finite_gradients():
     def result(rate):
         params = {"w": torch.tensor([1.0, 2.0])}
-        tx = apply_if_finite(adam(rate), max_consecutive_errors=3)
+        tx = optim.apply_if_finite(adam(rate), max_consecutive_errors=3)
         state = tx.init(params)
         for bad in (0.0, math.inf, 0.0):
             params, state = step(tx, {"w": params["w"] + bad}, state, params)
@@ -250,48 +230,51 @@ def averaged_by_torch(count, **options):
 
 
 EMAS = [
-    (ema_parameters(decay), dict(multi_avg_fn=swa_utils.get_ema_multi_avg_fn(decay)))
+    (
+        optim.ema_parameters(decay),
+        dict(multi_avg_fn=swa_utils.get_ema_multi_avg_fn(decay)),
+    )
     for decay in (0.0, 0.9, 0.999)
 ]
 
 
 @pytest.mark.parametrize("count", [1, 2, 20])
-@pytest.mark.parametrize(("average", "options"), [(polyak_average(), {}), *EMAS])
+@pytest.mark.parametrize(("average", "options"), [(optim.polyak_average(), {}), *EMAS])
 def test_averages_of_parameters_are_those_of_torch(average, options, count):
     _, state = train(chain(sgd(0.1), average), PARAMS, LOSS, count)
     expected = averaged_by_torch(count, **options)
-    assert_exact(averaged_parameters(state), expected, 1e-12)
+    assert_exact(optim.averaged_parameters(state), expected, 1e-12)
 
 
 def test_a_mean_that_starts_late_is_that_of_the_steps_since():
-    tx = chain(sgd(0.1), polyak_average(start=3))
+    tx = chain(sgd(0.1), optim.polyak_average(start=3))
     path, state = [PARAMS], tx.init(PARAMS)
     for _ in range(8):
         moved, state = step(tx, gradients(LOSS, path[-1]), state, path[-1])
         path.append(moved)
         expected = {k: p.mean(0) for k, p in stacked(path[4:] or path[-1:]).items()}
-        assert_exact(averaged_parameters(state), expected, 1e-12)
+        assert_exact(optim.averaged_parameters(state), expected, 1e-12)
 
 
 def test_averages_are_found_wherever_they_are_and_keep_small_moves():
-    inner = multi_steps(chain(adam(0.1), ema_parameters(0.9)), 2)
-    tx = apply_if_finite(inner, max_consecutive_errors=1)
+    inner = multi_steps(chain(adam(0.1), optim.ema_parameters(0.9)), 2)
+    tx = optim.apply_if_finite(inner, max_consecutive_errors=1)
     _, state = train(tx, PARAMS, LOSS, 4)
-    assert_exact(averaged_parameters(state), state.inner.inner[1].slots["ax"], 0)
+    assert_exact(optim.averaged_parameters(state), state.inner.inner[1].slots["ax"], 0)
 
     params = {"w": torch.ones(1, dtype=torch.bfloat16)}
-    tx = ema_parameters(0.999)
+    tx = optim.ema_parameters(0.999)
     state = tx.init(params)
     for _ in range(2):
         params, state = step(tx, {"w": torch.full((1,), 0.5)}, state, params)
     expected = torch.tensor([1.5 + 0.001 * 0.5])
-    torch.testing.assert_close(averaged_parameters(state)["w"], expected)
+    torch.testing.assert_close(optim.averaged_parameters(state)["w"], expected)
 
 
 @pytest.mark.parametrize("debias", [True, False])
 def test_the_average_of_gradients_is_the_first_moment_of_adam(debias):
     grads = [random_gradients(PARAMS, seed=t) for t in range(10)]
-    updates, _ = steps(chain(ema(0.9, debias=debias), scale(-0.1)), grads)
+    updates, _ = steps(chain(optim.ema(0.9, debias=debias), scale(-0.1)), grads)
     mean = {key: torch.zeros_like(p) for key, p in PARAMS.items()}
     for t, (grad, update) in enumerate(zip(grads, updates, strict=True), 1):
         mean = {key: 0.9 * mean[key] + 0.1 * grad[key] for key in PARAMS}
@@ -305,7 +288,7 @@ def test_the_average_of_gradients_is_the_first_moment_of_adam(debias):
     ({}, 5, 0.5),
 ])  # fmt: skip
 def test_lookahead_follows_its_two_loops(options, period, alpha):
-    tx = lookahead(adam(0.1), **options)
+    tx = optim.lookahead(adam(0.1), **options)
     found, _ = train(tx, PARAMS, LOSS, 3 * period + 1)
     leaves, slow = leaves_of(PARAMS), values(PARAMS)
     optimizer = torch.optim.Adam(list(leaves.values()), lr=0.1)
@@ -330,38 +313,41 @@ def test_lookahead_follows_its_two_loops(options, period, alpha):
     (adamw, dict(lr=lambda count: 0.1, weight_decay=1)),
 ])  # fmt: skip
 def test_injected_hyperparameters_give_the_numbers_of_the_optimizer(make, options):
-    found, state = train(inject_hyperparams(make, **options), PARAMS, LOSS, 10)
+    found, state = train(optim.inject_hyperparams(make, **options), PARAMS, LOSS, 10)
     assert_exact(found, train(make(**options), PARAMS, LOSS, 10)[0], 1e-12)
     assert {v.dtype for v in pytree.tree_leaves(state.hyperparams)} == {torch.float64}
 
 
 def test_a_tensor_that_is_a_rate_is_copied_and_keeps_its_gradient():
     rate = double(0.1).requires_grad_()
-    tx = inject_hyperparams(sgd, lr=rate)
+    tx = optim.inject_hyperparams(sgd, lr=rate)
     assert tx.init(PARAMS).hyperparams["lr"].data_ptr() != rate.data_ptr()
     (slope,) = torch.autograd.grad(LOSS(train(tx, PARAMS, LOSS, 3)[0]), rate)
     assert slope < 0
 
 
 def test_a_rate_can_be_read_and_set():
-    tx = inject_hyperparams(adam, lr=0.1, betas=(0.9, 0.999))
+    tx = optim.inject_hyperparams(adam, lr=0.1, betas=(0.9, 0.999))
     params, state = train(tx, PARAMS, LOSS, 3)
     assert state.hyperparams["lr"].item() == 0.1
-    state, grads = with_hyperparams(state, lr=0.01, betas=(0.5, 0.9)), GRADS
+    state, grads = optim.with_hyperparams(state, lr=0.01, betas=(0.5, 0.9)), GRADS
     expected, _ = step(adam(0.01, betas=(0.5, 0.9)), grads, state.inner, params)
     found, state = step(tx, grads, state, params)
     assert_exact(found, expected, 1e-12)
     assert state.hyperparams["lr"].item() == 0.01
-    tx = inject_hyperparams(sgd, lr=lambda count: 1.0 / (count + 1))
+    tx = optim.inject_hyperparams(sgd, lr=lambda count: 1.0 / (count + 1))
     assert tx.init(PARAMS).hyperparams["lr"].item() == 1.0
     assert train(tx, PARAMS, LOSS, 4)[1].hyperparams["lr"].item() == 0.25
 
 
 def test_members_take_their_rates_from_a_stacked_state():
-    tx, many = inject_hyperparams(sgd, lr=0.1), stacked([PARAMS] * 2)
+    tx, many = optim.inject_hyperparams(sgd, lr=0.1), stacked([PARAMS] * 2)
     state = torch.vmap(tx.init)(many)
-    assert with_hyperparams(state, lr=0.5).hyperparams["lr"].tolist() == [0.5, 0.5]
-    state = with_hyperparams(state, lr=torch.tensor([0.25, 0.75]))
+    assert optim.with_hyperparams(state, lr=0.5).hyperparams["lr"].tolist() == [
+        0.5,
+        0.5,
+    ]
+    state = optim.with_hyperparams(state, lr=torch.tensor([0.25, 0.75]))
     found, _ = torch.vmap(lambda s, p: step(tx, GRADS, s, p))(state, many)
     for index, rate in enumerate([0.25, 0.75]):
         expected, _ = step(sgd(rate), GRADS, sgd(rate).init(PARAMS), PARAMS)
@@ -396,7 +382,7 @@ PLATEAUS = [
 def test_rates_fall_where_those_of_torch_fall(curve, options):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     expected = lr_scheduler.ReduceLROnPlateau(optimizer, **options)
-    tx, observe = reduce_on_plateau(sgd, 0.1, **options)
+    tx, observe = optim.reduce_on_plateau(sgd, 0.1, **options)
     state = tx.init({"w": torch.zeros(1)})
     for value in CURVES[curve]:
         expected.step(value)
@@ -408,8 +394,8 @@ def test_steps_take_the_rate_of_the_plateau():
     leaves = leaves_of(PARAMS)
     optimizer = torch.optim.AdamW(list(leaves.values()), lr=0.1)
     plateau = lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
-    tx, observe = reduce_on_plateau(adamw, 0.1, patience=1)
-    tx = chain(clip_by_value(1e6), tx)
+    tx, observe = optim.reduce_on_plateau(adamw, 0.1, patience=1)
+    tx = chain(optim.clip_by_value(1e6), tx)
     found, state = PARAMS, tx.init(PARAMS)
     for count in range(20):
         optimizer.zero_grad()
@@ -424,7 +410,7 @@ def test_steps_take_the_rate_of_the_plateau():
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_members_have_plateaus_of_their_own(inside):
-    tx, observe = reduce_on_plateau(sgd, 0.1, patience=1, cooldown=1)
+    tx, observe = optim.reduce_on_plateau(sgd, 0.1, patience=1, cooldown=1)
     state = torch.vmap(tx.init)({"w": torch.zeros(3, 2)})
     alone = [tx.init({"w": torch.zeros(2)}) for _ in range(3)]
     for k in range(8):
@@ -438,7 +424,9 @@ def test_members_have_plateaus_of_their_own(inside):
 
 def test_members_may_differ_in_the_options_of_a_plateau():
     def run(patience, factor):
-        tx, observe = reduce_on_plateau(sgd, 0.1, patience=patience, factor=factor)
+        tx, observe = optim.reduce_on_plateau(
+            sgd, 0.1, patience=patience, factor=factor
+        )
         state = tx.init({"w": torch.zeros(2)})
         for _ in range(4):
             state = observe(state, 1.0)
@@ -451,7 +439,7 @@ def test_members_may_differ_in_the_options_of_a_plateau():
 
 @pytest.mark.slow
 def test_an_observation_compiles_and_keeps_no_graph():
-    tx, observe = reduce_on_plateau(sgd, 0.1, patience=0)
+    tx, observe = optim.reduce_on_plateau(sgd, 0.1, patience=0)
     state = tx.init({"w": torch.zeros(2)})
     torch.compiler.reset()
     compiled = torch.compile(observe, fullgraph=True, backend="aot_eager")

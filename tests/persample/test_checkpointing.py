@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -142,19 +143,33 @@ def split(*options, dtype=torch.float64):
 @recorded_or_loop
 @pytest.mark.parametrize("chunk_size", [None, 2])
 @pytest.mark.parametrize(
-    ("autocast", "randomness"), [(False, "different"), (False, "same"), (True, "error")]
+    ("autocast", "randomness"),
+    [
+        (None, "different"),
+        (None, "same"),
+        ("around the loss", "error"),
+        ("in the loss", "error"),
+    ],
 )
 def test_random_numbers_and_autocast_are_the_same_again(
     autocast, randomness, chunk_size, strategy
 ):
+    def casts(place):
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast == place)
+
     found, rows = [], []
     options = {"strategy": strategy, "randomness": randomness}
     for run in (straight, checkpoint):
         drop, dtype = (0.0, torch.float32) if autocast else (0.4, torch.float64)
-        _, loss, params, buffers, batch = split(run, drop, dtype=dtype)
+        _, of_sample, params, buffers, batch = split(run, drop, dtype=dtype)
+
+        def loss(*args, of_sample=of_sample):
+            with casts("in the loss") if autocast else nullcontext():
+                return of_sample(*args)
+
         compute = vgrad.per_sample_grad(loss, chunk_size=chunk_size, **options)
         torch.manual_seed(7)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        with casts("around the loss"):
             found.append((compute(params, buffers, *batch), torch.rand(())))
         rows.append(vgrad.explain(compute)(params, buffers, *batch).rows)
     oracle.assert_exact(*found, 0 if autocast else EXACT)

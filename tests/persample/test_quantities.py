@@ -393,6 +393,8 @@ def test_a_loss_may_change_its_sample_but_not_its_parameters(strategy):
 
 WRITES = [
     "n.add_(1)",
+    "k.__ior__(1)",
+    "k.__ilshift__(1)",
     "F.embedding(torch.tensor([0]), w, max_norm=0.01)",
     "w.clamp_(0, 0.5)",
     "w.t()[0].zero_()",
@@ -413,13 +415,14 @@ def test_a_loss_that_writes_into_what_it_is_given_has_not_done_so(
     write, strategy, requires_grad
 ):
     def loss(params, buffers, x):
-        with torch.set_grad_enabled(write.startswith(("n.", "F.embedding"))):
+        with torch.set_grad_enabled(write.startswith(("n.", "k.", "F.embedding"))):
             eval(write, globals() | params | buffers)
         return (params["w"] @ x).sin().sum()
 
     params = {"w": torch.full((2, 3), 0.9, requires_grad=requires_grad)}
-    buffers, x = {"n": torch.zeros(())}, torch.randn(4, 3)
-    saved = [each.clone() for each in (params["w"], buffers["n"], x)]
+    buffers, x = {"n": torch.zeros(()), "k": torch.tensor(2)}, torch.randn(4, 3)
+    given = (params["w"], *buffers.values(), x)
+    saved = [each.clone() for each in given]
     for compute in (
         vgrad.per_sample_norm(loss, strategy=strategy),
         vgrad.clipped_grad(loss, max_norm=1.0, strategy=strategy, chunk_size="auto"),
@@ -429,7 +432,7 @@ def test_a_loss_that_writes_into_what_it_is_given_has_not_done_so(
             RuntimeError, match="changes nothing it is given, got|`data`"
         ):
             compute(params, buffers, x)
-    for each, before in zip((params["w"], buffers["n"], x), saved, strict=True):
+    for each, before in zip(given, saved, strict=True):
         assert torch.equal(each, before)
 
 

@@ -39,8 +39,6 @@ def early_exit() -> Use:
 
 
 def adaptive_computation() -> Use:
-    """Steps are made until enough of a sample is halted."""
-
     def forward(self, x):
         halted = torch.zeros(x.shape[0])
         while (halted < 2).all():
@@ -53,8 +51,6 @@ def adaptive_computation() -> Use:
 
 
 def checked_for_nan() -> Use:
-    """Assertions and questions that no sample answers otherwise."""
-
     def forward(self, x):
         assert not torch.isnan(x).any()
         y = self.layer(x)
@@ -76,8 +72,6 @@ def scale_by_item() -> Use:
 
 
 def routed_by_list() -> Use:
-    """The words of a sentence choose modules, by `tolist`."""
-
     def forward(self, words, x):
         for word in words[0].tolist():
             x = torch.tanh(self.layers[word](x))
@@ -100,8 +94,6 @@ def depth_of_each() -> Use:
 
 
 def cut_to_length() -> Use:
-    """A sequence is cut to its length before the layers see it."""
-
     def forward(self, x, length):
         x = x[:, : int(length.max())]
         return self.head(torch.relu(self.layer(x)).mean(1))
@@ -111,8 +103,6 @@ def cut_to_length() -> Use:
 
 
 def cut_by_tensors() -> Use:
-    """Tensors stand where Python wants numbers: in slices, sizes and ranges."""
-
     def forward(self, x, length):
         last, count = length.max(), length.sum()
         x = self.layer(x[:, :last]) + torch.arange(last)[:, None]
@@ -131,8 +121,6 @@ def boolean_index() -> Use:
 
 
 def masked_language_model() -> Use:
-    """The loss is taken at the labels that are not ignored."""
-
     def forward(self, words, labels):
         hidden = torch.tanh(self.table(words))
         return F.cross_entropy(
@@ -154,8 +142,6 @@ def masked_select() -> Use:
 
 
 def experts_in_a_loop() -> Use:
-    """Tokens are gathered for each expert, and experts without any are left out."""
-
     def forward(self, x):
         x = x.flatten(0, 1)
         gates, which = self.router(x).softmax(-1).topk(2, -1)
@@ -173,8 +159,6 @@ def experts_in_a_loop() -> Use:
 
 
 def experts_that_are_hit() -> Use:
-    """Only experts that some token asks for run, as `nonzero` lists them."""
-
     def forward(self, x):
         x = x.flatten(0, 1)
         which = self.router(x).argmax(-1)
@@ -203,8 +187,6 @@ def length_regulator() -> Use:
 
 
 def pooled_by_unique() -> Use:
-    """Words are pooled by their groups, as `unique` finds them."""
-
     def forward(self, x, group):
         names, group = group.unique(return_inverse=True)
         sums = torch.zeros(len(names), D).index_add(0, group[0], self.layer(x)[0])
@@ -216,8 +198,6 @@ def pooled_by_unique() -> Use:
 
 
 def packed(kind) -> Use:
-    """Sequences of different lengths, packed and padded again."""
-
     def forward(self, x, lengths):
         words = rnn.pack_padded_sequence(
             x, lengths, batch_first=True, enforce_sorted=False
@@ -252,8 +232,6 @@ def padded_encoder(*, train: bool) -> Use:
 
 
 def skips_a_mask(*, drop: float = 0.0) -> Use:
-    """The mask is left out where it hides nothing, as transformers does."""
-
     def forward(self, x, mask):
         x = F.dropout(x, p=drop) if drop else x
         hidden = None if mask.all() else mask[:, None, None, :]
@@ -266,8 +244,6 @@ def skips_a_mask(*, drop: float = 0.0) -> Use:
 
 
 def dropped_layers() -> Use:
-    """A draw in Python decides whether a layer is left out."""
-
     def forward(self, x):
         for layer in self.layers:
             if self.training and torch.rand([]) < 0.5:
@@ -280,8 +256,6 @@ def dropped_layers() -> Use:
 
 
 def newton() -> Use:
-    """Iterated until it converges, each sample in its own number of steps."""
-
     def forward(self, x):
         target = F.softplus(self.layer(x)) + 0.5
         root = torch.ones_like(target)
@@ -302,8 +276,6 @@ def huber_by_hand() -> Use:
 
 
 def largest_by_python() -> Use:
-    """`max` and `sorted` of Python on tensors."""
-
     def forward(self, x):
         values = list(self.layer(x)[0])
         return max(values) + sorted(values)[1] * 2
@@ -312,8 +284,6 @@ def largest_by_python() -> Use:
 
 
 def through_numpy() -> Use:
-    """Statistics of the sample are computed in numpy."""
-
     def forward(self, x):
         scale = x.detach().cpu().numpy().std(axis=-1, keepdims=True)
         return self.layer(x / torch.from_numpy(scale))
@@ -322,8 +292,6 @@ def through_numpy() -> Use:
 
 
 def printed() -> Use:
-    """A log line, and one that shows values."""
-
     def forward(self, x):
         self.lines.append(f"{x.shape} {x.dtype}")
         self.lines.append(f"mean {x.mean():.3f} of {x}")
@@ -333,8 +301,6 @@ def printed() -> Use:
 
 
 def decoded_greedily() -> Use:
-    """Words are fed back until the end of the sentence."""
-
     def forward(self, x):
         loss, word = 0, torch.zeros(x.shape[0], dtype=torch.long)
         for _ in range(6):
@@ -361,13 +327,10 @@ def matched() -> Use:
         rows, columns = linear_sum_assignment(cost.numpy())
         return (out[0, rows] - y[0, columns]).square().sum()
 
-    model = Net(forward, layer=nn.Linear(D, 2))
-    return Use(model, (noise(4, D), noise(4, 2)), None)
+    return Use(Net(forward, layer=nn.Linear(D, 2)), (noise(4, D), noise(4, 2)), None)
 
 
 def nested() -> Use:
-    """A nested tensor of ragged rows, made from a list."""
-
     def forward(self, x, length):
         rows = [each[: int(n)] for each, n in zip(x, length, strict=True)]
         ragged_rows = torch.nested.nested_tensor(rows, layout=torch.jagged)
@@ -378,8 +341,6 @@ def nested() -> Use:
 
 
 def dates() -> Use:
-    """A dictionary of Python answers for a value that is read."""
-
     def forward(self, x, key):
         choices = {0: self.a, 1: self.b}
         return choices[key.item()](x) if key in (0, 1) else self.a(x) + self.b(x)

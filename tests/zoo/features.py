@@ -43,10 +43,9 @@ def checkpointed(*, reentrant: bool = False, drop: float = 0.0) -> Use:
 
     parts = dict(first=nn.Linear(D, D), blocks=nn.ModuleList(block() for _ in range(2)))
 
-    def entered(self, x):
-        return forward(self, self.first(x))
-
-    return net(entered, D, **parts, head=nn.Linear(D, 3))
+    return net(
+        lambda self, x: forward(self, self.first(x)), D, **parts, head=nn.Linear(D, 3)
+    )
 
 
 def checkpointed_in_parts() -> Use:
@@ -58,8 +57,6 @@ def checkpointed_in_parts() -> Use:
 
 
 def checkpointed_twice() -> Use:
-    """A checkpoint inside a checkpoint."""
-
     def forward(self, x):
         def inner(y):
             return torch.tanh(self.first(y))
@@ -100,8 +97,6 @@ def saved_elsewhere() -> Use:
 
 
 def sparse_matrix(layout: str) -> Use:
-    """A constant sparse matrix, as graph nets hold one, times what is learned."""
-
     def forward(self, x):
         spread = self.graph @ self.layer(x[0])
         return torch.tanh(spread).sum(0, keepdim=True)
@@ -116,8 +111,6 @@ def sparse_matrix(layout: str) -> Use:
 
 
 def sparse_sample() -> Use:
-    """A sparse matrix made of the sample's edges."""
-
     def forward(self, x, edges):
         ones = torch.ones(edges.shape[-1])
         graph = torch.sparse_coo_tensor(edges[0], ones, (5, 5))
@@ -149,7 +142,6 @@ def scripted(*, whole: bool) -> Use:
 
 
 def scripted_in_a_sequence() -> Use:
-    """Scripted modules in an nn.Sequential that is scripted itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         body = torch.jit.script(nn.Sequential(nn.Linear(D, 4), nn.Tanh()).double())
@@ -170,8 +162,6 @@ def traced() -> Use:
 
 
 class OldSquare(Function):
-    """An activation, in the style before `setup_context`."""
-
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
@@ -184,8 +174,6 @@ class OldSquare(Function):
 
 
 class OldLinear(Function):
-    """A layer with its parameters, in the style before `setup_context`."""
-
     @staticmethod
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x, weight)
@@ -217,8 +205,6 @@ class NewLinear(Function):
 
 
 class Unmapped(NewLinear):
-    """In the new style, but without a vmap rule."""
-
     generate_vmap_rule = False
 
 
@@ -346,8 +332,6 @@ def adaptive_pooling(kind, size) -> Use:
 
 
 def with_indices() -> Use:
-    """Max pooling and its inverse by the indices that it found."""
-
     def forward(self, x):
         x, indices = F.max_pool2d(self.conv(x), 2, return_indices=True)
         return F.max_unpool2d(x, indices, 2)
@@ -385,8 +369,6 @@ def resized() -> Use:
 
 
 def in_mixed_precision() -> Use:
-    """A region in which torch computes in bfloat16."""
-
     def forward(self, x):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
             return self.body(x)
@@ -407,8 +389,6 @@ def of_a_subclass() -> Use:
 
 
 def called_functionally() -> Use:
-    """A net inside calls another by `functional_call`, with weights of its making."""
-
     def forward(self, x):
         weights = {"weight": self.maker(self.code).view(3, D), "bias": self.shift}
         return torch.func.functional_call(self.held[0], weights, (x,))
@@ -420,8 +400,6 @@ def called_functionally() -> Use:
 
 
 def scanned() -> Use:
-    """A loop by a higher-order op."""
-
     def forward(self, x):
         from torch._higher_order_ops import associative_scan
 
@@ -432,8 +410,6 @@ def scanned() -> Use:
 
 
 def read_through_data() -> Use:
-    """A weight is read through `.data`, for a scale without a gradient."""
-
     def forward(self, x):
         scale = self.layer.weight.data.abs().mean()
         return self.layer(x) / scale
@@ -442,8 +418,6 @@ def read_through_data() -> Use:
 
 
 def asks_for_gradients() -> Use:
-    """Code that asks its parameters and activations whether they require grad."""
-
     def forward(self, x):
         y = self.layer(x)
         assert self.layer.weight.requires_grad
@@ -453,8 +427,6 @@ def asks_for_gradients() -> Use:
 
 
 def quiet_gradient() -> Use:
-    """Gradients switched off and on inside of each other."""
-
     def forward(self, x):
         with torch.no_grad():
             first = self.a(x)

@@ -35,8 +35,6 @@ def tied_language_model() -> Use:
 
 
 def recursion() -> Use:
-    """One layer applied six times, as in a universal transformer."""
-
     def forward(self, x):
         for _ in range(6):
             x = x + self.layer(x)
@@ -129,8 +127,6 @@ def deep_sets() -> Use:
 
 
 def hypernetwork() -> Use:
-    """The sample makes the kernel that it is convolved with."""
-
     def forward(self, x, z):
         kernels = self.maker(z).view(4, 2, 3, 3)
         return self.head(F.conv2d(x, kernels, padding=1).tanh().mean((2, 3)))
@@ -140,8 +136,6 @@ def hypernetwork() -> Use:
 
 
 def generated_weights() -> Use:
-    """The parameters of one layer make those of another."""
-
     def forward(self, x):
         weight = self.maker(self.code).view(3, D)
         return F.linear(x, weight)
@@ -160,8 +154,6 @@ def fourier_layer() -> Use:
 
 
 def ordinary_differential_equation() -> Use:
-    """A field integrated by the method of Runge and Kutta."""
-
     def forward(self, x):
         step = 0.25
         for _ in range(4):
@@ -202,8 +194,6 @@ def experts_by_mask() -> Use:
 
 
 def experts_by_rows() -> Use:
-    """The weights of an expert are looked up for every sample."""
-
     def forward(self, x, which):
         return torch.einsum("bi,bio->bo", x, self.weight[which]) + self.bias[which]
 
@@ -238,8 +228,6 @@ def radiance_field() -> Use:
 
 
 def flow() -> Use:
-    """Couplings and one full matrix, with the logarithms of their determinants."""
-
     def forward(self, x):
         logdet = torch.zeros(x.shape[0])
         for layer in self.layers:
@@ -255,8 +243,6 @@ def flow() -> Use:
 
 
 def linear_algebra() -> Use:
-    """A Gaussian process whose kernel and features are learned."""
-
     def forward(self, x, y, query):
         x, query = self.features(x), self.features(query)
         kernel = x @ x.mT + self.noise.exp() * torch.eye(x.shape[1])
@@ -277,8 +263,6 @@ def eigenvalues() -> Use:
 
 
 def state_space() -> Use:
-    """A diagonal state-space layer: its kernel is computed, and applied by FFT."""
-
     def forward(self, x):
         poles = torch.complex(-self.decay.exp(), self.turn)
         times = torch.arange(x.shape[-1])
@@ -344,8 +328,6 @@ def spatial_transformer() -> Use:
 
 
 def capsules() -> Use:
-    """Routing by agreement, three times."""
-
     def forward(self, x):
         votes = torch.einsum("bci,cdio->bcdo", x, self.weight)
         logits = torch.zeros(votes.shape[:3])
@@ -360,9 +342,6 @@ def capsules() -> Use:
 
 
 def convolutions() -> Use:
-    """Of all kinds: circular, grouped and depthwise, dilated, in one and three
-    dimensions."""
-
     def forward(self, x):
         x = F.pixel_shuffle(F.mish(self.depth(self.circular(x))), 2)
         x = self.line(x.flatten(2)).unflatten(-1, (-1, 2, 2))
@@ -377,8 +356,6 @@ def convolutions() -> Use:
 
 
 def unfolded() -> Use:
-    """Patches are taken out, transformed and put back where they overlap."""
-
     def forward(self, x):
         patches = F.unfold(x, 3, padding=1)
         patches = self.layer(patches.mT).mT
@@ -388,8 +365,6 @@ def unfolded() -> Use:
 
 
 def contrastive() -> Use:
-    """One sample is an anchor, a positive and several negatives."""
-
     def forward(self, anchor, others):
         a, o = (F.normalize(self.body(each), dim=-1) for each in (anchor, others))
         return (o @ a[..., None])[..., 0] * self.scale.exp()
@@ -400,8 +375,6 @@ def contrastive() -> Use:
 
 
 def weights_in_the_loss() -> Use:
-    """Ignored labels, smoothing, learned class weights and a learned temperature."""
-
     def forward(self, x, labels):
         logits = self.head(F.gelu(x)).flatten(0, 1)
         logits = logits / self.heat.exp() + self.prior.log_softmax(0)
@@ -410,8 +383,7 @@ def weights_in_the_loss() -> Use:
 
     labels = torch.randint(4, (SIZE, 5)).masked_fill(~ragged(5), -100)
     parts = dict(prior=torch.zeros(4), heat=torch.zeros(()))
-    model = Net(forward, head=nn.Linear(D, 4), **parts)
-    return Use(model, (noise(5, D), labels), None)
+    return Use(Net(forward, head=nn.Linear(D, 4), **parts), (noise(5, D), labels), None)
 
 
 def connectionist() -> Use:
@@ -458,8 +430,6 @@ def pointer() -> Use:
 
 
 def rooted_distance() -> Use:
-    """Distances, quantiles, sorting and cumulative sums of what is learned."""
-
     def forward(self, x):
         x = self.layer(x)
         near = torch.cdist(x, self.centres).sort(-1)[0]
@@ -472,8 +442,6 @@ def rooted_distance() -> Use:
 
 
 def causal_mixer() -> Use:
-    """Dilated causal convolutions with gates and skips, as in WaveNet."""
-
     def forward(self, x):
         skips = 0
         for number, layer in enumerate(self.layers):
@@ -498,8 +466,6 @@ def mixer() -> Use:
 
 
 def low_rank() -> Use:
-    """A frozen layer with an update of low rank, by hand."""
-
     def forward(self, x):
         return self.base(x) + 2 * self.up(self.down(x))
 

@@ -90,8 +90,6 @@ def relational() -> Use:
 
 
 def basic(name: str) -> Use:
-    """A whole model of the library."""
-
     def forward(self, x, index):
         return self.body(x[0], index[0]).mean(0, keepdim=True)
 
@@ -100,8 +98,6 @@ def basic(name: str) -> Use:
 
 
 def pooled() -> Use:
-    """The best half of the nodes is kept, with the edges between them."""
-
     def forward(self, x, index):
         x = self.first(x[0], index[0]).tanh()
         x, index, *_ = self.pool(x, index[0])
@@ -113,8 +109,6 @@ def pooled() -> Use:
 
 
 def nearest() -> Use:
-    """A dense graph with a mask of the nodes that are there."""
-
     def forward(self, x, adjacency, mask):
         x = self.layer(x, adjacency, mask).relu()
         return self.head(x.sum(1))
@@ -137,8 +131,6 @@ def pooled_densely() -> Use:
 
 
 def without_padding() -> Use:
-    """Edges that are padded with -1 are left out before the layer."""
-
     def forward(self, x, index):
         index = index[0][:, index[0, 0] >= 0]
         return self.layer(x[0], index).mean(0, keepdim=True)

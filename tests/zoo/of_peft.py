@@ -44,8 +44,6 @@ def adapted(base: tuple, method: str, **options: Any) -> Use:
 
 
 def convolutional() -> Use:
-    """LoRA on the convolutions and the head of a net that is no transformer."""
-
     def forward(self, x):
         return self.head(self.body(x).tanh().mean((2, 3)))
 
@@ -55,7 +53,6 @@ def convolutional() -> Use:
 
 
 def several() -> Use:
-    """Two adapters at once, one of them for the linear layers of an MLP."""
     base = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     made = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["0", "2"]))
     made.add_adapter("second", peft.LoraConfig(r=1, target_modules=["2"]))

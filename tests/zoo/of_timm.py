@@ -36,7 +36,6 @@ def mixer(block: str, side: int = 8) -> Use:
 
 
 def standardised() -> Use:
-    """The ResNetV2 of Big Transfer: weight standardisation and group norms."""
     norm = functools.partial(Library("timm.layers").GroupNormAct, num_groups=4)
     options = dict(channels=(32, 64), stem_chs=16, norm_layer=norm)
     return of_class("resnetv2.ResNetV2", 16, layers=(1, 1), **options)

@@ -41,7 +41,6 @@ def in_double() -> Iterator[None]:
 
 
 def built(entry: Entry) -> Use:
-    """Build the model in float64, its weights moved from initial zeros and ones."""
     torch.manual_seed(0)
     use = entry.build()
     model = use.model.double()
@@ -172,7 +171,6 @@ def found(entry: Entry, bound: float, **options: Any) -> Found:
 
 
 def bound_of(expected: oracle.Grads) -> float:
-    """Return a norm that clips at least one sample."""
     return 0.8 * float(oracle.norms(expected).max())
 
 

@@ -74,7 +74,6 @@ def kind(entry: Entry) -> str:
 
 
 def page() -> str:
-    """Return the page."""
     counts = {title: Counter(map(kind, each)) for title, (_, each) in SECTIONS.items()}
     every = sum(counts.values(), Counter())
     exact = sum(every[each] for each in KINDS[:4])

@@ -55,7 +55,6 @@ def batch():
 
 
 def begun(model, *, noise: float):
-    """Return a private step, and the state before the first one."""
     plan = vgrad.dp.Plan(
         dataset_size=100,
         sampling_rate=SIZE / 100,
@@ -71,7 +70,6 @@ def begun(model, *, noise: float):
 
 
 def taken(step, state, batch):
-    """Yield the states, from the first to that after the last step."""
     yield state
     for _ in range(STEPS):
         state, _ = step(state, batch)

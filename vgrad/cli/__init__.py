@@ -2,10 +2,8 @@
 
 * `load`: the model or the ensemble in the folder of a run, as `train` saved it
 
-The options stand in `vgrad_command`, outside of the package; `commands.py` runs them. A
-run of `train` has arguments (`settings.py`), data (`data.py`) and a model
-(`models.py`), is prepared (`setup.py`), and takes its steps (`run.py`). It leaves a
-state, a model and figures in a folder (`checkpoint.py`), and a report (`report.py`).
+The options stand in `vgrad_command`, outside of the package; `commands.py` runs them.
+`setup.py` prepares a run of `train`, and `run.py` takes its steps.
 """
 
 from vgrad.cli.checkpoint import load

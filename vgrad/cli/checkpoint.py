@@ -1,14 +1,8 @@
 """The files of a run: the state it can go on from, the model, and the figures.
 
-`state.safetensors` is the truth: every tensor of the training, the secret key included,
-and a description of the run. The key reveals the noise, so only its owner may read the
-file. `state.json` repeats the description for people. `model.safetensors` holds
-parameters and buffers and is the only file meant for release. In the run of an ensemble
-`ensemble.safetensors` and its description `ensemble.json` take its place. Figures have
-a line of JSON for each epoch; they are computed from the private data without noise and
-are not for release. Nothing is pickled.
-
-A run goes on only if tensors and figures have the progress that its state claims.
+`state.safetensors` has all tensors, the secret key included, which reveals the noise.
+`model.safetensors`, or `ensemble.safetensors` with `ensemble.json`, is for release;
+figures are computed without noise, and are not. Nothing is pickled.
 """
 
 import json
@@ -36,7 +30,7 @@ ENSEMBLE_TEXT = "ensemble.json"
 FILES = (*STATES, MODEL, ENSEMBLE, ENSEMBLE_TEXT)
 
 FIGURES = {"private": "metrics.jsonl", "plain": "plain.jsonl"}
-"""The figures of the two runs, private and plain SGD."""
+"""A line of JSON for each epoch of the two runs, private and plain SGD."""
 
 _STATE_KIND = "training state"
 _SECTIONS = ("arguments", "lengths", "data", "plan", "model", "machine", "forms")
@@ -53,7 +47,7 @@ class States(NamedTuple):
 
 
 def save_state(folder: Path, state: Tree, description: Description) -> None:
-    """Make this the state that a run goes on from, however it ends."""
+    """Make this the state that a run goes on from; a text repeats its description."""
     description = {"kind": _STATE_KIND, **description}
     tensors = tree.state_dict(state)
     files.write_tensors(folder / STATE, tensors, description, private=True)
@@ -99,11 +93,7 @@ def check_progress(
     ends: Sequence[int],
     names: Collection[str],
 ) -> None:
-    """Raise if the states, or the figures in the folder, are not those at the step.
-
-    `taken` are the steps that the states have taken, `ends` the steps at which an epoch
-    ends, `names` the files that have figures.
-    """
+    """Raise unless states and figures have the progress that the state claims."""
     path, step, lengths = folder / STATE, before["step"], before["lengths"]
     if taken != {step} or step not in (0, *ends):
         raise ValueError(
@@ -124,26 +114,15 @@ def check_progress(
 
 
 class Record(NamedTuple):
-    """The figures after one epoch; None stands for NaN or infinity, and for no figure.
+    """The figures after one epoch; None stands for NaN, infinity and no figure."""
 
-    Attributes:
-        step: how many steps have been taken.
-        loss: mean over the samples of the epoch's batches, and over the members.
-        test_accuracy: share of the held-out samples that are classified rightly.
-        epsilon: privacy spent so far; None for the run without privacy.
-        samples_per_second: training alone, all members together.
-        loss_scale: of the next step, the smallest of the members.
-        skipped: steps of the epoch without a finite gradient; not of private ones.
-        member_accuracies: of an ensemble.
-    """
-
-    step: int
-    loss: float | None
+    step: int  # how many have been taken
+    loss: float | None  # mean over the samples of the epoch, and over the members
     test_accuracy: float
-    epsilon: float | None
-    samples_per_second: float
-    loss_scale: float | None = None
-    skipped: int | None = None
+    epsilon: float | None  # spent so far
+    samples_per_second: float  # of training alone, all members together
+    loss_scale: float | None = None  # of the next step, the smallest of the members
+    skipped: int | None = None  # steps without a finite gradient; not of private ones
     member_accuracies: list[float] | None = None
 
 
@@ -212,14 +191,10 @@ def read(path: Path, length: int) -> list[Record]:
 def save_model(
     folder: Path, params: Params, buffers: Buffers, description: Description
 ) -> None:
-    """Write a model, or an ensemble `[E, ...]`, whose description has `members`.
-
-    The description needs `model`, a spec, and `shape`. The text of an ensemble comes
-    first: the privacy that it says was spent is then never less than the members in the
-    other file have spent.
-    """
+    """Write a model, or an ensemble `[E, ...]`, whose description has `members`."""
     name, metadata = MODEL, {"kind": "model", **description}
     if "members" in description:
+        # First: it never claims less privacy spent than the members have.
         files.replace(folder / ENSEMBLE_TEXT, _text(description))
         name = ENSEMBLE
         metadata = {"kind": "ensemble", "members": description["members"]}
@@ -231,8 +206,7 @@ def read_model(
 ) -> tuple[FunctionalModel, Params, Buffers, Description]:
     """Rebuild a model, or an ensemble `[E, ...]`, in evaluation mode and on the CPU.
 
-    `named` is the model as the caller names it, which only code from outside of this
-    package needs, and `member` the one member of an ensemble to read.
+    `named` is the model as the caller names it, which a factory of the user's needs.
     """
     if holds_ensemble(folder):
         path, called = folder / ENSEMBLE_TEXT, "expected the description of an ensemble"
@@ -274,7 +248,6 @@ def read_model(
 def _template(
     path: Path, description: Description, named: str | None
 ) -> tuple[FunctionalModel, Params, Buffers]:
-    """Make a model as a file describes it, with values of its own."""
     check(str(path), description, {"model": TEXT, "shape": TABLE})
     spec, shape = description["model"], shape_of(str(path), description["shape"])
     models.check_named(str(path), spec, named)

@@ -1,6 +1,7 @@
 """The commands of `vgrad_command`, run: each imports its own module and packages."""
 
 from argparse import Namespace
+from importlib import import_module
 
 import torch
 
@@ -11,17 +12,8 @@ from vgrad_command import fail
 def run(name: str, arguments: Namespace) -> int:
     """Run a command and return the exit status: 2 with one line for bad input."""
     try:
-        if name == "train":
-            from vgrad.cli.run import train as command
-        elif name == "evaluate":
-            from vgrad.cli.evaluate import evaluate as command
-        elif name == "bench":
-            from vgrad.cli.evaluate import bench as command
-        elif name == "experiment":
-            from vgrad.cli.evaluate import experiment as command
-        else:
-            raise ValueError(f"{name}: expected a command, got none of that name.")
-        command(arguments)
+        module = "run" if name == "train" else "evaluate"
+        getattr(import_module(f"vgrad.cli.{module}"), name)(arguments)
     except ModuleNotFoundError as error:
         of_demo = error.name in ("rich", "matplotlib", "sklearn")
         advice = ' Run pip install "vgrad[demo]".' if of_demo else ""

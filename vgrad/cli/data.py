@@ -1,7 +1,7 @@
 """Labelled images for the main job, from a package, a file or torchvision.
 
-N samples, C channels, H height, W width. Preprocessing divides by constants of the
-format and never by statistics of the data, which are private.
+N samples, C channels, H height, W width. Nothing is divided by statistics of the data,
+which are private.
 """
 
 import importlib
@@ -27,10 +27,7 @@ _PUBLIC_CLASSES = 10
 
 
 class Dataset(NamedTuple):
-    """Images as float32 `[N, C, H, W]` and labels as int64 `[N]`.
-
-    The sizes, and how many classes there are, count as public.
-    """
+    """Images as float32 `[N, C, H, W]` and labels as int64 `[N]`; sizes are public."""
 
     x_train: Tensor
     y_train: Tensor
@@ -58,12 +55,7 @@ def load(source: str, *, seed: int) -> Dataset:
     (which become images of one row), and the labels `y_train` and `y_test`, whole
     numbers `[N]` from 0 on. Bytes are divided by 255, other numbers taken as they are.
     The number of classes is the file's `classes`, or else the largest label plus one
-    over both splits; either way it counts as public. `seed` fixes how scikit-learn's
-    digits are split; the others come split.
-
-    Raises:
-        FileNotFoundError, ValueError: there is no such file, or it does not fit.
-        ModuleNotFoundError: the package that has the data is not installed.
+    over both splits. `seed` fixes how scikit-learn's digits are split.
     """
     try:
         if source in SOURCES:
@@ -83,18 +75,16 @@ def digest(data: Dataset) -> str:
 
 
 def _digits(seed: int) -> Arrays:
-    """Scikit-learn's 1797 digits of 8 x 8 pixels; a fifth of them is held out."""
     bunch: Any = importlib.import_module("sklearn.datasets").load_digits()
     images, labels = (bunch.images / 16).astype(np.float32), bunch.target
     source = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(images), generator=source).numpy()
-    test, train = np.split(order, [len(images) // 5])
+    test, train = np.split(order, [len(images) // 5])  # a fifth is held out
     parts = images[train], labels[train], images[test], labels[test]
     return dict(zip(KEYS, parts, strict=True))
 
 
 def _torchvision(name: str, _: int) -> Arrays:
-    """One of torchvision's data sets, downloaded once."""
     try:
         datasets: Any = importlib.import_module("torchvision.datasets")
     except ModuleNotFoundError as error:
@@ -140,7 +130,6 @@ def _read_npz(path: Path) -> Arrays:
 
 
 def _checked(arrays: Mapping[str, Any]) -> Dataset:
-    """Check arrays and make tensors of them."""
     x_train, y_train, x_test, y_test = (
         _images(key, arrays[key]) if key[0] == "x" else _labels(key, arrays[key])
         for key in KEYS

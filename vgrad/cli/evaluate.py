@@ -35,8 +35,7 @@ def judge(
 ) -> tuple[float, list[float] | None]:
     """Return the share of images `[N, C, H, W]` whose class is their label `[N]`.
 
-    Scores are logits `[N, C]`, or `[E, N, C]` of an ensemble, which takes the class of
-    the largest mean probability. The second result holds the shares of its members.
+    Scores are logits `[N, C]`, or `[E, N, C]` of an ensemble; then members have shares.
     """
     right: list[Tensor] = []
     with torch.no_grad():
@@ -53,11 +52,7 @@ def judge(
 
 
 def evaluate(arguments: Namespace) -> None:
-    """Print the accuracy of a run's model, or ensemble, on held-out data.
-
-    The digits are split as they were when the model was trained, and the model runs in
-    the precision in which it was trained.
-    """
+    """Print the accuracy of a run's model, or ensemble, on held-out data."""
     where = device(arguments.device)
     path = folder_of("evaluate", arguments.folder)
     fmodel, params, buffers, description = checkpoint.read_model(

@@ -1,9 +1,6 @@
 """The models of the main job, and the precision that they run in.
 
-A model is one of three small nets, or comes from a factory of the user's. None of the
-nets has BatchNorm, whose statistics mix samples. Tanh and average pooling keep the
-gradients of single samples small, so that clipping removes less. Images are
-`[B, C, H, W]`.
+Tanh and average pooling keep gradients small, so that clipping removes less.
 
 Reference: Papernot et al., Tempered Sigmoid Activations for Deep Learning with
 Differential Privacy, arXiv 2007.14191.
@@ -111,12 +108,9 @@ _PIXELS = 64
 
 
 def rate(spec: str, shape: Shape) -> float:
-    """Return a learning rate at which neither the private nor the plain run diverges.
-
-    The convolutional nets flatten their features of all pixels. The curvature of the
-    loss grows with their number, so the rate falls.
-    """
+    """Return a learning rate at which neither of the two runs diverges."""
     rate = RATES[spec if spec in MODELS else "a factory"]
+    # They flatten the features of all pixels, with whose number the curvature grows.
     if spec in ("cnn", "resnet"):
         rate *= min(1, _PIXELS / (shape.height * shape.width))
     return rate
@@ -125,29 +119,27 @@ def rate(spec: str, shape: Shape) -> float:
 def build(spec: str, shape: Shape, *, seed: int) -> nn.Module:
     """Make the model that `spec` names, initialised from `seed`, on the CPU.
 
-    `spec` is a key of `MODELS` or `module:factory`. A factory is imported, with the
-    current directory on the path, and called with the keyword arguments `channels`,
-    `height`, `width` and `classes`. Torch's own generator is left as it was.
+    `spec` is a key of `MODELS`, or `module:factory` on the path or in this directory.
     """
+    least, path = _LEAST.get(spec, 0), list(sys.path)
+    if min(shape.height, shape.width) < least:
+        raise ValueError(
+            f"--model {spec}: expected at least {least} x {least} pixels, got "
+            f"{shape.height} x {shape.width}. Use --model mlp."
+        )
     with kept_random_state(()):
         torch.manual_seed(seed)
-        if spec in MODELS:
-            if min(shape.height, shape.width) < _LEAST[spec]:
-                raise ValueError(
-                    f"--model {spec}: expected at least {_LEAST[spec]} x "
-                    f"{_LEAST[spec]} pixels, got {shape.height} x {shape.width}. Use "
-                    f"--model mlp."
-                )
-            return MODELS[spec](**shape._asdict())
-        path = list(sys.path)
-        sys.path.insert(0, "")
         try:
-            module, _, name = spec.partition(":")
-            if not (module and name):
-                raise ValueError("no such name.")
-            model = getattr(importlib.import_module(module), name)(**shape._asdict())
+            make = MODELS.get(spec)
+            if make is None:
+                sys.path.insert(0, "")
+                module, _, name = spec.partition(":")
+                if not (module and name):
+                    raise ValueError("no such name.")
+                make = getattr(importlib.import_module(module), name)
+            model = make(**shape._asdict())
         except Exception as error:
-            # Code of the user's own may raise anything; the cause is kept.
+            # A file may have any sizes, and code of the user's own raises anything.
             raise ValueError(
                 f"--model {spec}: expected one of {', '.join(MODELS)} or a factory "
                 f"module:name that takes channels, height, width and classes, got "

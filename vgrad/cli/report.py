@@ -1,10 +1,7 @@
 """The report of a run: progress and a table, and then pictures and a page.
 
 The pictures and the page are made from the private data, without noise: they are not
-for release. `curves.png` shows accuracy and privacy over the steps. For an ensemble
-`reliability.png` shows whether its confidence matches its accuracy, and `uncertain.png`
-the samples of which it is least sure. `report.html` shows the whole run in a browser
-and needs no other file. It has no script, and all names of the user's are escaped.
+for release. The page needs no other file, has no script, and escapes the user's names.
 """
 
 import base64
@@ -150,7 +147,6 @@ def last_figures(figures: Figures) -> list[tuple[str, ...]]:
 
 
 def _texts(records: Sequence[Record]) -> dict[str, str]:
-    """Return the last figures of a run as text; the speed is the median of all."""
     last = records[-1]
     texts = {"loss": decimals(last.loss), "accuracy": percent(last.test_accuracy)}
     if members := last.member_accuracies:
@@ -222,10 +218,7 @@ _LONGEST = 60
 
 
 def draw(job: Job, states: Mapping[str, Any], figures: Figures) -> dict[str, Figure]:
-    """Draw the pictures of a run, by the names of their files.
-
-    `uncertain.png` is of the private run, if there is one.
-    """
+    """Draw the pictures of a run, by the names of their files."""
     of_run = title(job)
     pictures = {CURVES: curves(of_run, figures, delta=job.settings.delta)}
     if job.settings.members > 1:
@@ -299,18 +292,14 @@ def curves(title: str, figures: Figures, *, delta: float) -> Figure:
 def reliability_diagram(
     title: str, scores: Mapping[str, Tensor], labels: Tensor
 ) -> Figure:
-    """Draw accuracy over confidence, and how many samples have that confidence.
-
-    `scores` are logits `[E, N, C]` of each run. Samples are left out if a diverged
-    member has no probabilities for them.
-    """
+    """Draw accuracy and number of samples over confidence, for logits `[E, N, C]`."""
     figure = Figure(figsize=(6, 6.5), layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
     perfect = {"color": "grey", "linestyle": ":", "label": "perfectly calibrated"}
     above.plot([0, 1], [0, 1], **perfect)
     for run, logits in scores.items():
         mean = EnsemblePrediction.from_logits(logits).mean
-        known = mean.isfinite().all(1)
+        known = mean.isfinite().all(1)  # not where a member has diverged
         bins = reliability(mean[known], labels[known], bins=_BINS)
         filled = (bins.count > 0).cpu()
         sure, right, count = (values.cpu()[filled].tolist() for values in bins)
@@ -358,7 +347,7 @@ def most_uncertain(
 
 
 def _pixels(image: Tensor) -> np.ndarray:
-    """Bring `[C, H, W]` between zero and one; three channels are colours."""
+    # [C, H, W] between zero and one; three channels are colours.
     low, high = image.min(), image.max()
     image = (image - low) / torch.clamp(high - low, min=torch.finfo(image.dtype).tiny)
     image = image.permute(1, 2, 0) if len(image) == 3 else image.mean(0)
@@ -366,9 +355,8 @@ def _pixels(image: Tensor) -> np.ndarray:
 
 
 def _head(figure: Figure, *lines: str, width: int = 85) -> None:
-    """Set the title of a picture; a dollar sign in it stays one."""
     text = "\n".join(textwrap.fill(line, width) for line in lines)
-    figure.suptitle(text, fontsize="medium", parse_math=False)
+    figure.suptitle(text, fontsize="medium", parse_math=False)  # a dollar stays one
 
 
 def write_picture(figure: Figure, path: Path) -> bytes:
@@ -493,7 +481,6 @@ def write_page(
 
 
 def _epochs(figures: Figures) -> str:
-    """Show the figures after each epoch, or after some of many."""
     plain, private = figures["plain"], figures.get("private")
     count = len(plain)
     every = -(-count // _MOST_LINES)

@@ -1,16 +1,8 @@
 """The training run: private and plain SGD side by side, epoch after epoch.
 
-After each epoch the figures are appended to the metrics, then both states are saved,
-then the model is. A run can be killed at any moment, and goes on from the last state
-with the numbers of a run that was not.
-
-Noise never serves two different releases. Batches and noise of a step follow from the
-key in the state, so the steps after the last state are repeated exactly. A run that
-would differ in anything which changes these steps is refused, and the lines of the lost
-steps are cut off the metrics.
-
-A run that was extended has more epochs than it was started for, and the same noise. The
-state says so before the first step beyond the old end.
+Noise never serves two releases: batches and noise of a step follow from the key in the
+state, a killed run repeats the steps after its last state exactly, and one that would
+differ in anything that changes them is refused.
 """
 
 import contextlib
@@ -116,7 +108,6 @@ def _resume(folder: Path, arguments: Namespace, mesh: DeviceMesh | None) -> None
 def _checked(
     folder: Path, arguments: Namespace, mesh: DeviceMesh | None
 ) -> tuple[Job, dict[str, Any], files.Description]:
-    """Read the state of a run, and check all of it."""
     tensors, before = checkpoint.read_state(folder)
     checkpoint.check_entries(before)
     settings = Settings.recorded(before["arguments"], arguments)
@@ -146,7 +137,7 @@ def _checked(
 
 
 def _extended(epochs: list[int], arguments: Namespace) -> list[int]:
-    """Return the epochs of each extension; `epochs` begins with the start's."""
+    # The epochs of each extension; `epochs` begins with the number at the start.
     if epochs != sorted(set(epochs)):
         raise ValueError(
             f"{checkpoint.STATE}: expected more epochs after each extension, got "
@@ -274,8 +265,7 @@ def _save(
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from training in a folder; a kill releases it."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)  # a kill releases it
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -290,7 +280,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _launched() -> Iterator[DeviceMesh | None]:
-    """Join the ranks that a launcher has started, of which the first alone prints."""
+    # The ranks that torchrun has started, of which the first alone prints.
     if distributed.is_available() and distributed.is_initialized():
         yield _mesh()
         return

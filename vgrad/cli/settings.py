@@ -37,10 +37,7 @@ def several(kind: Kind) -> Kind:
 
 
 def check(where: str, entries: Any, kinds: Mapping[str, Kind]) -> None:
-    """Raise a ValueError unless `entries` is a dictionary with values of these kinds.
-
-    Entries without a kind are not read.
-    """
+    """Refuse anything but a dictionary with values of these kinds."""
     if not isinstance(entries, dict):
         raise ValueError(
             f"{where}: expected a dictionary of {', '.join(kinds)}, got a "
@@ -73,8 +70,6 @@ class Settings(vgrad_command.Options):
     """The arguments of a training run, without the folder, each of its kind already.
 
     `batch_size` and `lr` are None, if not given, until `fitted` has seen the data.
-
-    A ValueError is raised if they contradict one another, or no such device is here.
     """
 
     def __post_init__(self) -> None:
@@ -100,10 +95,7 @@ class Settings(vgrad_command.Options):
 
     @classmethod
     def recorded(cls, arguments: Any, again: Namespace) -> "Settings":
-        """Return the settings of a run that goes on, as its file has them.
-
-        Arguments given again have to be the same, and code has to be named again.
-        """
+        """Return the settings in the file of a run; those given again are the same."""
         if not isinstance(arguments, dict) or arguments.keys() != KINDS.keys():
             got = checks.listed(arguments) if isinstance(arguments, dict) else "none"
             raise ValueError(
@@ -126,11 +118,7 @@ class Settings(vgrad_command.Options):
         return cls(**arguments)
 
     def fitted(self, samples: int, shape: Shape) -> "Settings":
-        """Choose the batch size and the rate, if not given, to fit the data.
-
-        With batches below the usual size the rate shrinks as they do, so that the noise
-        of a step, rate * multiplier * max_norm / batch, stays about the same.
-        """
+        """Choose the batch size and the rate, if not given, to fit the data."""
         # About half of them; tensor cores like multiples of eight.
         fitting = min(BATCH, 8 * math.ceil(samples / 16), samples)
         batch = fitting if self.batch_size is None else self.batch_size
@@ -139,6 +127,7 @@ class Settings(vgrad_command.Options):
                 f"--batch-size {batch}: expected at most the {samples} training "
                 f"samples that there are. Leave it out for batches of {fitting}."
             )
+        # So the noise of a step, rate * multiplier * max_norm / batch, stays the same.
         rate = models.rate(self.model, shape) * min(1, batch / BATCH)
         lr = float(f"{rate:.2g}") if self.lr is None else self.lr
         return replace(self, batch_size=batch, lr=lr)

@@ -1,13 +1,8 @@
 """A training run before its first step: data, models, plan and two trainers.
 
 Private and plain SGD start from the same weights and take the same number of steps at
-the same rate and batch size. They differ in clipping, in noise and in how batches are
-drawn.
-
-The members of a deep ensemble, E of them, differ in initialisation and in batches.
-Without privacy all of them take a step at once. With privacy each takes its own, on a
-Poisson batch and with noise of its own. Every step uses the same data, so T steps of
-each of E members spend as much as E * T steps of one model: the plan is for so many.
+the same rate and batch size. The E members of a deep ensemble differ in initialisation
+and in batches. T private steps of each spend as much as E * T steps of one model.
 
 Reference: Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty
 Estimation using Deep Ensembles, arXiv 1612.01474.
@@ -58,13 +53,12 @@ _MOST_ROWS = 512
 
 
 Model = tuple[FunctionalModel, Params, Buffers]
-"""A model as a function, and the values that training starts from."""
 
 
 class Taken(NamedTuple):
-    """The figures of a step: the sum of its losses, samples taken and steps skipped."""
+    """The figures of a step."""
 
-    loss: Tensor
+    loss: Tensor  # summed over the samples
     samples: int
     skipped: Tensor
 
@@ -74,13 +68,7 @@ Advance = Callable[[Any, Dataset], tuple[Any, Taken]]
 
 
 class Trainer(NamedTuple):
-    """One way to train.
-
-    Attributes:
-        start: a `TrainState`, or the state of an ensemble.
-        advance: takes a step.
-        epsilon: the privacy spent after so many steps.
-    """
+    """One way to train: a state, a step, and the epsilon of so many steps."""
 
     start: Any
     advance: Advance
@@ -106,26 +94,16 @@ def stacked(state: Any) -> Any:
 
 
 class Job(NamedTuple):
-    """Everything about a run that does not change while it runs.
-
-    Attributes:
-        plan: of the private steps of all members together; None without privacy.
-        extended: the epochs to which the run was extended, one number for each time.
-        ends: the number of steps at the end of each epoch.
-        trainers: `private`, unless the run is without privacy, and `plain`.
-        scores: logits `[N, C]` of parameters, buffers and images; `[E, N, C]` of an
-            ensemble.
-        description: entries that must be the same when the run goes on.
-    """
+    """Everything about a run that does not change while it runs."""
 
     settings: Settings
     data: Dataset
-    plan: dp.Plan | None
-    extended: Sequence[int]
-    ends: list[int]
-    trainers: Mapping[str, Trainer]
-    scores: Callable[[Params, Buffers, Tensor], Tensor]
-    description: Description
+    plan: dp.Plan | None  # of the private steps of all members together
+    extended: Sequence[int]  # the epochs after each extension
+    ends: list[int]  # the steps at the end of each epoch
+    trainers: Mapping[str, Trainer]  # "private", unless without privacy, and "plain"
+    scores: Callable[[Params, Buffers, Tensor], Tensor]  # -> [N, C] or [E, N, C]
+    description: Description  # entries that must be the same when the run goes on
 
 
 def prepare(
@@ -180,11 +158,7 @@ def prepare(
 
 
 def planned(settings: Settings, size: int, ends: Sequence[int]) -> dp.Plan:
-    """Plan the private steps of all members together.
-
-    The noise is the least that keeps the epochs that the run was started for within the
-    budget. Later ones, of a run that was extended, have the same noise and spend more.
-    """
+    """Plan the private steps of all members; extensions have the noise of the start."""
     try:
         plan = dp.Plan.for_epsilon(
             settings.epsilon,
@@ -210,7 +184,7 @@ def planned(settings: Settings, size: int, ends: Sequence[int]) -> dp.Plan:
 def _tried(
     settings: Settings, module: nn.Module, classes: int, images: Tensor, labels: Tensor
 ) -> Model:
-    """Try a model on two blank images, so that errors show early."""
+    # Two blank images show errors early.
     module = module.train().to(images.device)
     needs = "" if settings.without_privacy else " and has per-sample gradients"
     try:
@@ -238,7 +212,7 @@ def _tried(
 def _strategy(
     settings: Settings, model: Model, images: Tensor, labels: Tensor
 ) -> EnsembleStrategy:
-    """Choose a strategy: the cheapest, or the loop where an op cannot be batched."""
+    # The cheapest, or the loop where an op cannot be batched.
     fmodel, params, buffers = model
     loss = batch_loss(models.under(settings.precision, fmodel), F.cross_entropy)
     compute = ensemble_grad(loss, in_dims=0, strategy="hybrid")
@@ -265,7 +239,6 @@ def _private(
     rows: int,
     mesh: "DeviceMesh | None",
 ) -> Trainer:
-    """Train on Poisson batches, with clipping and noise, one member after the other."""
     count, tx = settings.members, optim.sgd(settings.lr)
     of_member = dataclasses.replace(plan, steps=plan.steps // count)
     step = private_step(
@@ -318,7 +291,6 @@ def _plain(
     strategy: EnsembleStrategy | None,
     mesh: "DeviceMesh | None",
 ) -> Trainer:
-    """Train on batches of fixed size, one for each member of an ensemble."""
     fmodel, params, buffers = model
     tx, policy = optim.sgd(settings.lr), models.POLICIES[settings.precision]
     loss = batch_loss(fmodel, F.cross_entropy)
@@ -351,7 +323,6 @@ def _advance(
     draw: Callable[[Any], Tensor],
     mesh: "DeviceMesh | None",
 ) -> Advance:
-    """Draw the batch that follows on a state, and take a step on this rank's part."""
     if settings.compile != "eager":
         backend: Any = settings.compile
         step = compile(step, backend=backend)

@@ -28,7 +28,7 @@ from vgrad.compiled.functions import (
 )
 from vgrad.ensemble.gradients import EnsembleGradFn
 from vgrad.ensemble.prediction import EnsembleForward
-from vgrad.persample.engine import Transform, eager, local
+from vgrad.persample.engine import Transform, eager
 from vgrad.renamed import raising
 from vgrad.training.steps import PrivateSource, TrainingStep
 from vgrad.typing import Arguments, Found, Same
@@ -130,7 +130,7 @@ def compile(
     function: Any = transform
 
     def as_graphs(transform: Transform) -> Transform:
-        plain = replace(transform, execute=eager, reduce=local, keys=None)
+        plain = replace(transform, execute=eager, reduce=None, keys=None)
         return replace(transform, execute=Captured(plain, captures, sizes))
 
     if isinstance(function, Transform):
@@ -152,7 +152,7 @@ def compile(
     elif isinstance(function, TrainingStep):
         compiled = replace(function, execute=function.reduce.execution(captures))
     elif isinstance(function, EnsembleGradFn | EnsembleForward):
-        compiled = function.executed_by(captures)
+        compiled = replace(function, execute=captures)
     else:
         raise TypeError(
             f"compile(transform): expected a per-sample transform, a training step, "

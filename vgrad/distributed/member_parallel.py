@@ -18,11 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from vgrad import checks, files
 from vgrad.checks import Patterns
 from vgrad.distributed.options import Options
-from vgrad.ensemble.execution import EnsembleFn, Layout, run_eager
+from vgrad.ensemble.execution import EnsembleFn, local, run_eager
 from vgrad.ensemble.gradients import (
     EnsembleGradFn,
     EnsembleGrads,
 )
+from vgrad.ensemble.layout import Layout
 from vgrad.ensemble.optimizer import MembersState
 from vgrad.generators import (
     Tag,
@@ -302,7 +303,7 @@ def member_parallel(
     if isinstance(source, MemberSource):
         parallel: Any = replace(step, reduce=reducer)
     elif isinstance(step, EnsembleFn):
-        parallel = step.executed_by(MembersOfRank(reducer))
+        parallel = replace(step, reduce=MembersOfRank(reducer))
     else:
         raise TypeError(
             f"member_parallel(function): expected the result of ensemble_train_step, "
@@ -430,16 +431,19 @@ class MembersOfRank:
     ) -> Any:
         """Run the members of this rank, from a key if they draw random numbers."""
         if key is None:
-            return method(params, buffers, *rest)
+            return local(method, params, buffers, *rest)
+        numbers, tag = self.reducer.numbers, 0
         if method.__self__.randomness == "different":
-            numbers = self.reducer.numbers
-            seed = torch_seed(key, "members")
-            keys = sample_keys(seed, numbers.start, len(numbers))
-            method = getattr(method.__self__.keyed(keys), method.__name__)
+            if method.__self__.execute is run_eager:
+                seed = torch_seed(key, "members")
+                keys = sample_keys(seed, numbers.start, len(numbers))
+                method = getattr(method.__self__.keyed(keys), method.__name__)
+            else:  # a graph draws for all members at once
+                tag = numbers.start
         seeded = tensors((params, buffers))
         with kept_random_state(seeded):
-            set_seed(torch_seed(key, "all"), seeded)
-            return method(params, buffers, *rest)
+            set_seed(torch_seed(key, "all", *([tag] if tag else [])), seeded)
+            return local(method, params, buffers, *rest)
 
 
 def _digest(buffers: Buffers, shared: Sequence[str]) -> str:

@@ -1,8 +1,6 @@
 """The privacy that steps of DP-SGD spend, and the noise that a budget requires.
 
-Every step draws a Poisson batch at `sampling_rate` and adds Gaussian noise of
-`noise_multiplier` times the sensitivity. Two data sets are neighbours when one has
-exactly one sample more. The numbers come from the library `dp-accounting`.
+Two data sets are neighbours when one has exactly one sample more.
 """
 
 import functools
@@ -48,15 +46,15 @@ def epsilon(
 ) -> float:
     """Bound the epsilon at `delta` that `steps` steps of DP-SGD have spent.
 
-    The accountant "pld" composes the distribution of the privacy loss on a grid, which
-    takes up to some seconds, for up to 10^10 steps; "rdp" composes Rényi divergences,
-    is faster and not as tight. Both err on the safe side. The result is infinite if
-    there is no bound: without noise (a multiplier below 0.05 counts as none), and with
-    "pld" if `delta` is within the rounding errors of the composition, `steps * 2^-52`.
-    Choose `delta` well below one over the size of the data set.
+    The accountant "pld" composes the distribution of the privacy loss on a grid, in up
+    to some seconds; "rdp" composes Rényi divergences, is faster and not as tight. Both
+    err on the safe side. The result is infinite if there is no bound: without noise (a
+    multiplier below 0.05 counts as none), and with "pld" if `delta` is within the
+    rounding errors of the composition, `steps * 2^-52`. Choose `delta` well below one
+    over the size of the data set.
 
     Raises:
-        ValueError: "pld" gets more steps than it can bound.
+        ValueError: "pld" gets more than 10^10 steps.
         ImportError: `dp-accounting` is not installed.
 
     Reference: arXiv 2207.04380 ("pld"), arXiv 1908.10530 ("rdp").
@@ -108,9 +106,9 @@ def noise_multiplier_for(
 ) -> float:
     """Find the smallest noise multiplier with which `steps` steps stay in the budget.
 
-    The result is at most a factor of 1 + 1e-4 too large, more only after 10^8 steps,
-    and never too small: its epsilon has been computed and is at most `epsilon`. It is
-    at least 0.05. The search costs five to ten calls of `epsilon(...)`.
+    Its epsilon has been computed and is at most `epsilon`. It is at least 0.05, and at
+    most a factor of 1 + 1e-4 too large, more only after 10^8 steps. The search costs
+    five to ten calls of `epsilon(...)`.
 
     Raises:
         ValueError: no noise is enough or needed.
@@ -186,11 +184,9 @@ def check(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide warnings that Rényi orders are left out, and restore logging.
-
-    dp-accounting warns hundreds of times about orders whose series do not converge,
-    which costs tightness at most. Without the handler absl would install one for good.
-    """
+    # dp-accounting warns hundreds of times about orders whose series do not converge,
+    # which costs tightness at most. Without the handler absl would install one for
+    # good.
     logger, root = logging.getLogger("absl"), logging.getLogger()
     handler = logging.NullHandler()
 
@@ -240,7 +236,6 @@ def _pld_epsilon(library: Any, kinds: Sequence[Steps], delta: float) -> float:
 
 
 def _losses(library: Any, kind: Steps, width: float) -> Any:
-    """Return the distribution of the privacy loss of steps of one kind."""
     one = library.pld.privacy_loss_distribution.from_gaussian_mechanism(
         kind.noise_multiplier,
         value_discretization_interval=width,
@@ -257,11 +252,7 @@ def _losses(library: Any, kind: Steps, width: float) -> Any:
 
 
 def _grid_width(rate: float, noise: float, steps: int) -> float:
-    """Return the spacing of the grid of privacy losses for steps of one kind.
-
-    Every spacing gives a valid bound. A fine one gives a tight bound, and costs time
-    and memory in proportion to the number of points.
-    """
+    # Every spacing gives a valid bound; a fine one is tight, and costs time and memory.
     # With rate q and noise s, the loss of a step at z is log(1 - q + q exp(x)),
     # x = z / s + 1 / (2 s^2), where z is standard normal and hardly ever beyond 10.
     x = 10 / noise + 0.5 / noise**2

@@ -29,17 +29,14 @@ randomness. This file comes close to them:
   private, however much noise the sum gets. Nor is the memory of the machine.
 
 One draw, one release. The noise of a step is a function of the key, the step, the
-member, the parameter's name and shape, and of the plan's numbers; sharding and the
-number of threads do not change it. A step that is repeated from a checkpoint on the
-same batch is therefore the same release, as long as processor, device, torch and numpy
-are the same: if they are not, release the results of only one of the two attempts. Two
-runs that continue from copies of one state with other data, another loss or another
-optimizer would add the same noise to different sums, whose difference then reveals
-everything: `state.fork()` gives one of them a new key.
-
-The numbers of a tensor are blocks of one stream, in row-major order. A rank with a part
-of the tensor draws each block that overlaps its part as a whole: every part has exactly
-the numbers of the whole tensor.
+member, the parameter's name and shape, and of the plan's numbers, in blocks of one
+stream for each tensor in row-major order; sharding and the number of threads do not
+change it. A step that is repeated from a checkpoint on the same batch is therefore the
+same release, as long as processor, device, torch and numpy are the same: else release
+the results of only one of the two attempts. Two runs that continue from copies of one
+state with other data, another loss or another optimizer would add the same noise to
+different sums, whose difference then reveals everything: `state.fork()` gives one of
+them a new key.
 """
 
 import math
@@ -87,17 +84,16 @@ def add_gaussian_noise(
     The noise is N(0, (noise_multiplier * sensitivity.value)^2), drawn once per call:
     call this once per step, on the sum over the whole batch, even if that batch is
     empty. It is a function of the key, the step, the member, the name and shape of each
-    entry and both numbers: the same call draws the same noise, any other call
-    independent noise. Never use a key and a step for two different sums.
+    entry and both numbers. Never use a key and a step for two different sums.
 
-    Noise is drawn and added in float64 and rounded to `promote_types(dtype, float32)`.
-    On CPU tensors it costs 10 to 15 ns per number and thread. Non-finite entries stay
-    as they are. A noise multiplier of zero adds nothing; epsilon is then infinite.
+    Noise is drawn and added in float64 and rounded to `promote_types(dtype, float32)`,
+    at 10 to 15 ns per number and thread on a CPU. Non-finite entries stay as they are.
+    A noise multiplier of zero adds nothing; epsilon is then infinite.
 
     A sum may be a DTensor with placements `Shard` and `Replicate`. Each rank adds to
-    its part the noise that the whole tensor would get there, bit for bit, without
-    communication: all ranks need the same key, and one type of machine. A rank draws
-    every block of 2^16 numbers (2^20 on CUDA devices) that overlaps its part.
+    its part the noise that the whole tensor would get there, bit for bit: all ranks
+    need the same key, and one type of machine. A rank draws every block of 2^16 numbers
+    (2^20 on CUDA devices) that overlaps its part.
 
     Raises:
         TypeError: `sensitivity` is a number, or a sum is a DTensor with another
@@ -105,8 +101,7 @@ def add_gaussian_noise(
         ValueError: the sensitivity is infinite, or its product with the noise
             multiplier too small for float64.
 
-    Reference:
-        Abadi et al., arXiv 1607.00133; Salmon et al., Parallel random numbers, SC 2011.
+    Reference: Abadi et al., arXiv 1607.00133; Salmon et al., SC 2011.
 
     Example:
         >>> from vgrad.dp import secret_key
@@ -216,7 +211,6 @@ def block_parts(part: Part, size: int) -> Iterator[BlockPart]:
 
 
 def _places(part: Part, entries: _Index) -> _Index:
-    """Return the places of entries of a part in the tensor."""
     places, stride = 0 * entries, 1
     for length, offset, size in reversed(list(zip(*part, strict=True))):
         places = places + (entries % size + offset) * stride
@@ -226,7 +220,6 @@ def _places(part: Part, entries: _Index) -> _Index:
 
 
 def _before(part: Part, place: int) -> int:
-    """Count the entries of a part before a place in the tensor."""
     count, stride, rest = 0, math.prod(part.shape), math.prod(part.sizes)
     for length, offset, size in zip(*part, strict=True):
         stride, rest = stride // length, rest // size
@@ -286,17 +279,14 @@ class _Normals:
 
     @cached_property
     def starts(self) -> dict[str, int]:
-        """The number of the first block of each sum, on a CUDA device."""
+        """The first block of each sum, on a CUDA device."""
         sizes = [math.ceil(x.numel() / _CUDA_BLOCK) for x in self.sums.values()]
         starts = np.cumsum([self.member * sum(sizes), *sizes]).tolist()
         return dict(zip(self.sums, starts, strict=False))
 
     def _on_cuda(self, start: int, like: Tensor, part: Part) -> Tensor:
-        """Draw blocks at offsets of one stream that are farther apart than they reach.
-
-        A generator has one seed per step: 64-bit seeds for every block of every step
-        would collide.
-        """
+        # Blocks at offsets of one stream that are farther apart than they reach:
+        # 64-bit seeds for every block of every step would collide.
         source = torch.Generator(like.device).manual_seed(self._seed)
         noise = torch.empty(like.numel(), dtype=torch.float64, device=like.device)
         for block in block_parts(part, _CUDA_BLOCK):
@@ -348,7 +338,6 @@ def _add_block(
     block: BlockPart,
     normals: np.ndarray,
 ) -> None:
-    """Add the noise of a block to a sum, rounded to the grid."""
     noise = normals[block.places]
     noise += plain[block.entries]
     noise += rounding

@@ -29,9 +29,9 @@ class Plan:
     `max_norm`, divides the sum by `expected_batch_size` and adds noise. The size of the
     batch drawn, which depends on the data, is never the divisor.
 
-    Choose `delta` well below `1 / dataset_size`: a `delta` of that size would allow
-    releasing one sample as it is. A larger one warns. A state that has spent under one
-    plan can continue under another only if that one accounts for both, see `after`.
+    Choose `delta` well below `1 / dataset_size`; a larger one warns. A state that has
+    spent under one plan can continue under another only if that accounts for both, see
+    `after`.
 
     Attributes:
         before: the run's previous plan, with the steps taken under it.
@@ -58,15 +58,13 @@ class Plan:
     before: "Plan | None" = None
 
     def __post_init__(self) -> None:
-        size, steps = checks.whole(
-            "Plan", least=1, dataset_size=self.dataset_size, steps=self.steps
-        )
+        counts = {"dataset_size": self.dataset_size, "steps": self.steps}
+        size, steps = checks.whole("Plan", least=1, **counts)
         accounting.check("Plan", self.sampling_rate, steps, self.delta, self.accountant)
-        checks.non_negative("Plan", noise_multiplier=self.noise_multiplier)
-        checks.positive("Plan", max_norm=self.max_norm)
-        checks.finite(
-            "Plan", noise_multiplier=self.noise_multiplier, max_norm=self.max_norm
-        )
+        noise, norm = self.noise_multiplier, self.max_norm
+        checks.non_negative("Plan", noise_multiplier=noise)
+        checks.positive("Plan", max_norm=norm)
+        checks.finite("Plan", noise_multiplier=noise, max_norm=norm)
         # Plans of equal numbers are equal, whatever the types of the numbers.
         names = ("sampling_rate", "noise_multiplier", "max_norm", "delta")
         floats = {name: float(getattr(self, name)) for name in names}
@@ -124,12 +122,9 @@ class Plan:
         """
         by_rate, by_epochs = (sampling_rate, steps), (batch_size, epochs)
         if batch_size is not None and epochs is not None and by_rate == (None, None):
+            counts = {"dataset_size": dataset_size, "batch_size": batch_size}
             dataset_size, batch_size, epochs = checks.whole(
-                "Plan.for_epsilon",
-                least=1,
-                dataset_size=dataset_size,
-                batch_size=batch_size,
-                epochs=epochs,
+                "Plan.for_epsilon", least=1, **counts, epochs=epochs
             )
             if batch_size > dataset_size:
                 raise ValueError(
@@ -154,10 +149,9 @@ class Plan:
         """Return this plan for a run that has taken `steps` steps under another one.
 
         Both are one account: `epsilon` includes everything spent under `other`, and
-        steps are counted from the start of the run, like `state.step`. The new plan
-        ends `steps` steps later than this one and continues the state that `other`
-        left, which no other plan does. Data sets may differ: the bound holds for each
-        person in any of them.
+        steps are counted from the start of the run. The new plan ends `steps` steps
+        later than this one and continues the state that `other` left, which no other
+        plan does. Data sets may differ: the bound holds for each person in any of them.
 
         Raises:
             ValueError: `other` has fewer steps, or this plan follows another already.
@@ -190,9 +184,8 @@ class Plan:
             other = other.before
         if steps == 0:
             return self
-        return replace(
-            self, steps=steps + self.steps, before=replace(other, steps=steps)
-        )
+        before = replace(other, steps=steps)
+        return replace(self, steps=steps + self.steps, before=before)
 
     @property
     def earlier_steps(self) -> int:
@@ -203,8 +196,8 @@ class Plan:
     def digest(self) -> Tensor:
         """The identity of the plan, uint8 `[32]`, which a state carries.
 
-        It is a hash of all fields but steps, delta and accountant, of the mechanism,
-        and of the plans before with their steps.
+        It is a hash of all fields but steps, delta and accountant, and of the plans
+        before.
         """
         return as_digest(self._identity)
 
@@ -228,14 +221,13 @@ class Plan:
     def epsilon(self, steps: int | None = None) -> float:
         """Return the epsilon spent after `steps` steps; after all of them by default.
 
-        Steps are counted from the start of the run, steps of plans before included.
+        Steps of plans before are included.
 
         Raises:
             ValueError: `steps` is above the steps of the plan.
         """
-        [steps] = checks.whole(
-            "Plan.epsilon", least=0, steps=self.steps if steps is None else steps
-        )
+        steps = self.steps if steps is None else steps
+        [steps] = checks.whole("Plan.epsilon", least=0, steps=steps)
         if steps > self.steps:
             raise ValueError(
                 f"Plan.epsilon(steps={steps}): expected at most the {self.steps} steps "
@@ -259,14 +251,15 @@ class Plan:
         """Return the batches from the state's step to the last one, for one pass.
 
         The state is a `TrainState`, a `PrivateGradients` or anything else with a `key`
-        and a `step`; its `plan_digest` is checked if it has one. A saved state gives
-        the same batches again. Steps on other batches are outside of the plan, which is
-        not detected. Samples are not checked either: pad them to a fixed length, or use
-        a mask, since padding to the longest of a batch breaks the bound.
+        and a `step`; its `plan_digest` is checked if it has one. Steps on other batches
+        are outside of the plan, which is not detected. Samples are not checked either:
+        pad them to a fixed length, or use a mask, since padding to the longest of a
+        batch breaks the bound.
 
         Raises:
             ValueError: the state has taken more steps than the plan has, or has spent
-                under another plan.
+            under
+                another plan.
         """
         if not (hasattr(state, "key") and hasattr(state, "step")):
             raise TypeError(
@@ -290,10 +283,9 @@ class Plan:
     ) -> Params:
         """Add the noise of one step to clipped sums. {name: shape} -> {name: shape}.
 
-        The sums must have been clipped to `max_norm` and divided by
-        `expected_batch_size`: their sensitivity must be the quotient of the two. The
-        noise is a function of the key, the step, the member and the plan; dtypes are as
-        in `add_gaussian_noise`.
+        Their sensitivity must be `max_norm / expected_batch_size`. The noise is a
+        function of the key, the step, the member and the plan; dtypes are as in
+        `add_gaussian_noise`.
 
         Raises:
             ValueError: the sensitivity is another one (relative tolerance 1e-9), or as
@@ -308,17 +300,12 @@ class Plan:
                 f"{sensitivity.value!r}. Clip with clipped_grad(loss, "
                 f"max_norm=plan.max_norm, normalize_by=plan.expected_batch_size)."
             )
-        return add_gaussian_noise(
-            sums,
-            sensitivity,
-            noise_multiplier=self.noise_multiplier,
-            key=self._subkey(key),
-            step=step,
-            member=member,
-        )
+        place: dict[str, Any] = {"step": step, "member": member}
+        place |= {"key": self._subkey(key), "noise_multiplier": self.noise_multiplier}
+        return add_gaussian_noise(sums, sensitivity, **place)
 
     def _subkey(self, key: Tensor) -> Tensor:
-        """Fold the plan into a key, so that two plans never share batches or noise."""
+        # So that two plans never share batches or noise.
         before = () if self.before is None else (self._identity.hex(),)
         numbers = self.sampling_rate, self.noise_multiplier, self.max_norm
         return generators.fold_in(key, self.dataset_size, *numbers, *before)
@@ -341,13 +328,7 @@ def spent_under(plan: Plan, steps: int) -> bytes:
 
 
 def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) -> bytes:
-    """Return the identity of a plan that accounts for a run of so many steps.
-
-    `digest` is the identity of the plan of these steps, None if it is unknown.
-
-    Raises:
-        ValueError: the plan does not account for them.
-    """
+    """Return the identity of a plan that accounts for a run of so many steps."""
     identity, before, spent = plan._identity, plan.before, None
     if digest is not None:
         if digest.dtype != torch.uint8 or digest.shape != (len(NO_PLAN),):

@@ -1,11 +1,4 @@
-"""Private gradients for a loop with a module and an optimizer of torch.
-
-`PrivateGradients` computes on the module itself, as a function of its present values
-(`LiveModule`), checks the steps of optimizers (`GradGuard`), and checks collate
-functions that pad (`check_padding`): clipping bounds the gradient of one sample. If the
-longest sample of a batch sets the length of all, and the model sees the padding, one
-sample changes the gradients of the others, which no bound on its own gradient hides.
-"""
+"""Private gradients for a loop with a module and an optimizer of torch."""
 
 import copy
 import difflib
@@ -77,10 +70,10 @@ class PrivateGradients:
     the expected `batch_size`. A pass over `.loader` is an epoch of
     `plan.steps_per_epoch` logical batches. `physical_batch_size` splits them into
     loaded ones of at most so many samples, which changes no released number, except for
-    rounding (and dropout). Options of a `DataLoader` (`collate_fn`, `num_workers`,
-    `pin_memory`, ...) are passed on to one, `criterion` is as in `sample_loss`, and
-    other options are as in `vgrad.persample.Options`. A sample of the data set holds
-    the data of one person, and must not depend on the others.
+    rounding (and dropout). Options of a `DataLoader` are passed on to one, `criterion`
+    is as in `sample_loss`, and other options are as in `vgrad.persample.Options`. A
+    sample of the data set holds the data of one person, and must not depend on the
+    others.
 
     Each `backward` computes on the module itself, with its current values, mode and
     attributes. Its buffers, and attributes that its forward pass writes, are restored;
@@ -93,7 +86,8 @@ class PrivateGradients:
 
     Args:
         check_collate: check once, on some of the first 64 samples, whether a loss
-            changes if `collate_fn` pads a sample to the length of another one.
+        changes
+            if `collate_fn` pads a sample to the length of another one.
 
     Attributes:
         plan: the numbers that sampling, noise and accounting share.
@@ -104,7 +98,7 @@ class PrivateGradients:
         TypeError: the data set has no length, the module cannot be functional, or an
             option is none of a `DataLoader`.
 
-    Reference: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133.
+    Reference: Abadi et al., arXiv 1607.00133.
 
     Example:
         >>> from torch.utils.data import TensorDataset
@@ -188,28 +182,27 @@ class PrivateGradients:
     def ready(self) -> bool:
         """Whether `.grad` holds the gradients of a whole logical batch.
 
-        Until then `.grad` is None, and a step of an optimizer of torch is a no-op. Step
-        a scheduler that counts steps only if `ready`.
+        Until then it is None. Step a scheduler that counts steps only if `ready`.
         """
         return bool(self._guard.released)
 
     def backward(self, *batch: Tree) -> dict[str, Tensor]:
         """Add up clipped gradients of a batch; release the sum of a logical batch.
 
-        With the last physical batch of a logical one (each is, unless there is a
-        `physical_batch_size`) the sum gets its noise and is written into `.grad`, in
-        the dtype of each parameter. Frozen parameters keep `.grad` None. The batch may
-        have been changed sample by sample, or moved to the module's device.
+        With the last physical batch of a logical one the sum gets its noise and is
+        written into `.grad`, in the dtype of each parameter. Frozen parameters keep
+        `.grad` None. The batch may have been changed sample by sample, or moved to the
+        module's device.
 
-        Only `.grad` is private. The returned metrics are for your own logs and must not
-        be published: `loss` (mean over this batch, NaN if it is empty), `samples`,
-        `clipped` and `nonfinite`, all computed without noise.
+        Only `.grad` is private. The returned metrics are for your own logs: `loss`
+        (mean over this batch, NaN if it is empty), `samples`, `clipped` and
+        `nonfinite`, without noise.
 
         Raises:
-            RuntimeError: the batch is not the loader's or was used before, `.grad`
-                was written by other code, the module is another one, its losses depend
-                on the padding of a batch, or there are several processes. A call that
-                raises has released nothing and can be repeated.
+            RuntimeError: the batch is not the loader's or was used before, `.grad` was
+                written by other code, the module is another one, its losses depend on
+                padding, or there are several processes. Such a call has released
+                nothing and can be repeated.
             ValueError: the batch has another number of samples than the loader yielded.
         """
         pending = self._pending(batch)
@@ -221,30 +214,24 @@ class PrivateGradients:
                 self._clipped, self._function = self._clip(), function
             self._guard.check(first=pending.number == 0)
             if self._padding is not None and pending.rows:
-                _check_padding(
-                    self.model,
-                    self._criterion,
-                    *(_arguments(x, self.loader.yielded, batch) for x in self._padding),
-                )
+                yielded = self.loader.yielded
+                collated = [_arguments(x, yielded, batch) for x in self._padding]
+                _check_padding(self.model, self._criterion, *collated)
                 self._padding = self.loader.yielded = None
                 self.loader.keeps_yielded = False
             params, buffers = self._live.values()
             with torch.no_grad(), kept_random_state(params.values()):
                 set_seed(seed, params.values())
                 result = self._live.run(self._clipped, params, buffers, *batch)
-        sums = result.grads
+        sums, noisy = result.grads, None
         if pending.number:
             sums = map_values(torch.add, self._sums, sums)
         elif not pending.last:
             sums = map_values(Tensor.double, sums)
-        noisy = None
         if pending.last:
-            noisy = self.plan.add_noise(
-                {name: sums[name].to(x.dtype) for name, x in result.grads.items()},
-                self._clipped.sensitivity,
-                key=self.key,
-                step=self.step,
-            )
+            total = {name: sums[name].to(x.dtype) for name, x in result.grads.items()}
+            place = {"key": self.key, "step": self.step}
+            noisy = self.plan.add_noise(total, self._clipped.sensitivity, **place)
         self._commit(pending, sums, noisy)
         return {
             "loss": widened(result.losses).mean(),
@@ -281,9 +268,8 @@ class PrivateGradients:
     def state_dict(self) -> dict[str, Any]:
         """Return the key, the step and the plan, from which a run can be resumed.
 
-        It is as secret as the data: noise can be removed with the key. It holds a
-        tensor and plain numbers, which `torch.load(weights_only=True)` reads. Save it
-        between logical batches, together with the module and the optimizer.
+        It is as secret as the data: noise can be removed with the key. Save it between
+        logical batches, together with the module and the optimizer.
         """
         plan = asdict(self.plan)
         return {"key": self.key.clone(), "step": self.step, "plan": plan}
@@ -298,7 +284,8 @@ class PrivateGradients:
 
         Raises:
             ValueError: the state is not complete, or of a run with another plan. Plans
-                with more steps, or made by `Plan.after`, may continue it.
+            with
+                more steps, or made by `Plan.after`, may continue it.
         """
         function = "PrivateGradients.load_state_dict(state)"
         if set(state) != {"key", "step", "plan"}:
@@ -340,7 +327,6 @@ class PrivateGradients:
         )
 
     def _pending(self, batch: tuple) -> PhysicalBatch:
-        """Return the pending batch of the loader, if `batch` may be it."""
         function, pending = "PrivateGradients.backward(*batch)", self.loader.pending
         if pending is None:
             raise RuntimeError(
@@ -368,7 +354,7 @@ class PrivateGradients:
         return pending
 
     def _commit(self, batch: PhysicalBatch, sums: Params, noisy: Params | None) -> None:
-        """Keep the sums of a batch, or write gradients: all or, on error, nothing."""
+        # All or, on error, nothing.
         params = [*self._live.parameters.values()]
         grads, guard = [x.grad for x in params], vars(self._guard).copy()
         sums_before, step = self._sums, self.step
@@ -390,7 +376,6 @@ class PrivateGradients:
 
 
 def _planned(plan: Plan | None, budget: dict[str, Any], dataset: Any) -> Plan:
-    """Return the plan for a data set, or make one for the budget."""
     sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not sized:
         raise TypeError(
@@ -399,10 +384,8 @@ def _planned(plan: Plan | None, budget: dict[str, Any], dataset: Any) -> Plan:
             f"pass its `.dataset`; make a list of a stream."
         )
     if not isinstance(plan, Plan | None):
-        raise TypeError(
-            f"PrivateGradients(plan): expected a vgrad.dp.Plan, got a "
-            f"{type(plan).__name__}."
-        )
+        kind = type(plan).__name__
+        raise TypeError(f"PrivateGradients(plan): expected a Plan, got a {kind}.")
     missing = [name for name, value in budget.items() if value is None]
     if plan is None and not missing:
         return Plan.for_epsilon(dataset_size=len(dataset), **budget)
@@ -503,11 +486,7 @@ def _settings(model: nn.Module) -> list[Any]:
 
 
 class GradGuard:
-    """Keeps optimizers from steps on gradients that are not private.
-
-    It records the released gradients with checksums of their bits, and the optimizers
-    that have used them.
-    """
+    """Keeps optimizers from steps on gradients that are not private, by checksums."""
 
     def __init__(self, live: LiveModule) -> None:
         self._live = live
@@ -588,7 +567,6 @@ class GradGuard:
         return self.released.get(name, (None, None))
 
     def _check(self, optimizer: Optimizer) -> None:
-        """Refuse a step on any gradients but the released ones, once."""
         fresh = self.released and optimizer not in self._stepped
         if not fresh and not self._partial:
             raise RuntimeError(
@@ -619,7 +597,7 @@ def _trained(optimizer: Optimizer) -> set[int]:
 
 
 def _bits(grad: Tensor) -> Tensor:
-    """Add up the bits of a tensor, 64 at a time: almost any change shows."""
+    # The sum of all bits, 64 at a time: almost any change shows.
     raw = grad.contiguous().view(-1).view(torch.uint8)
     words = len(raw) // 8 * 8
     return raw[:words].view(torch.int64).sum() + raw[words:].sum()
@@ -628,10 +606,7 @@ def _bits(grad: Tensor) -> Tensor:
 def _find_padding(
     dataset: Any, collate_fn: Callable[[list[Any]], Tree] | None
 ) -> tuple[Tree, Tree, Tree] | None:
-    """Collate a short sample, a long one, and both; None if that changes no shape.
-
-    Warns if that draws random numbers, since losses cannot be compared then.
-    """
+    """Collate a short sample, a long one, and both; None if that changes no shape."""
     if collate_fn in (None, default_collate):
         return None
 
@@ -648,9 +623,8 @@ def _find_padding(
         singles = [collated(sample) for sample in samples]
         sizes = [sum(map(torch.Size.numel, shapes(single))) for single in singles]
         long = sizes.index(max(sizes))
-        others = [
-            n for n in range(count) if shapes(singles[n]) != shapes(singles[long])
-        ]
+        longest = shapes(singles[long])
+        others = [n for n in range(count) if shapes(singles[n]) != longest]
         if not others:
             return None
         short = min(others, key=sizes.__getitem__)
@@ -666,7 +640,8 @@ def _find_padding(
 def _check_padding(
     model: nn.Module, criterion: Criterion, short: Tree, long: Tree, pair: Tree
 ) -> None:
-    """Refuse a loss of a sample that padding changes, on arguments of the model."""
+    # Clipping bounds the gradient of one sample. If the model sees the padding to the
+    # longest sample, one sample changes the gradients of the others.
     modes = [(module, module.training) for module in model.modules()]
     try:
         for module, _ in modes:
@@ -728,7 +703,7 @@ def _arguments(collated: Tree, yielded: Tree, batch: Tree) -> Tree:
 
 
 def _is_moved(tensor: Tensor, other: Any) -> bool:
-    """Return whether a tensor is another one, on some device and in some dtype."""
+    # On some device and in some dtype.
     if tensor is other:
         return True
     same = isinstance(other, Tensor) and tensor.shape == other.shape
@@ -737,10 +712,7 @@ def _is_moved(tensor: Tensor, other: Any) -> bool:
 
 @contextmanager
 def _restored_generators(*tensors: Tensor) -> Iterator[Callable[[], bool]]:
-    """Restore all generators after a block.
-
-    It yields a function that returns whether numbers were drawn since its last call.
-    """
+    """Restore all generators, and yield a test of draws since the last one."""
 
     def states() -> tuple[Any, ...]:
         name, words, *rest = np.random.get_state(legacy=True)

@@ -1,10 +1,7 @@
 """Poisson sampling: every sample is in a batch independently, with one probability.
 
-The batches vary in size and may be empty; both are part of the guarantee, and an empty
-batch gets noise and counts as a step like any other. The accounting of Poisson batches
-does not bound the privacy of shuffled ones of a fixed size: for sampling without
-replacement epsilon was found above 10 where Poisson sampling gives about 1 (arXiv
-2403.17673, 2405.20769).
+Epsilon of shuffled batches of a fixed size can be above 10 where Poisson sampling gives
+about 1 (arXiv 2403.17673, 2405.20769).
 """
 
 import math
@@ -35,12 +32,8 @@ def poisson_sample(
     """Draw a batch: each index with probability `sampling_rate`. -> [B], B varies.
 
     B is binomial with mean `sampling_rate * dataset_size` and may be zero. The indices
-    are int64, ascending, on the CPU, and a function of the arguments. The batches of
-    two steps are independent. Cost: one float64 number per sample of the data set
-    (float32 draws are multiples of 2^-24, too coarse for small rates).
-
-    Raises:
-        ValueError: `sampling_rate` is not in (0, 1].
+    are int64, ascending, on the CPU, and a function of the arguments. Cost: one float64
+    number per sample of the data set.
 
     Example:
         >>> from vgrad.dp import secret_key
@@ -125,10 +118,7 @@ class PoissonBatchSampler:
 
 
 def check_drawer(sampler: Any, frame: FrameType) -> None:
-    """Refuse a sampler of batches if `frame` draws single indices from it.
-
-    A `DataLoader` does so in a `BatchSampler`.
-    """
+    """Refuse a sampler of batches if a `BatchSampler` draws single indices from it."""
     drawer = frame.f_locals.get("self")
     single = getattr(drawer, "sampler", None) is sampler
     if isinstance(drawer, BatchSampler) and single:
@@ -202,9 +192,6 @@ class PhysicalBatch(NamedTuple):
 class Run:
     """A key and the steps taken with it: the batch sampler of a `DataLoader`.
 
-    A reference to the loader would be a cycle, and a `DataLoader` in one waits seconds
-    for its workers when the cycle is collected.
-
     Attributes:
         process: the process that may use the key. A fork of it has the key, too.
         drawn: batches that workers of the loader may be ahead.
@@ -213,6 +200,8 @@ class Run:
     def __init__(self, plan: "Plan", key: Tensor, size: int | None) -> None:
         if size is not None:
             [size] = checks.whole("PrivateGradients", least=1, physical_batch_size=size)
+        # No reference to the loader, since a DataLoader in a cycle waits seconds for
+        # its workers when the cycle is collected.
         self.plan, self.key, self._size = plan, key, size
         self.step, self.process = 0, os.getpid()
         self.drawn: deque[PhysicalBatch] = deque()
@@ -231,7 +220,6 @@ class Run:
         return sum(1 for step in self._epoch() for _ in self._of_step(step))
 
     def _of_step(self, step: int) -> Iterator[PhysicalBatch]:
-        """Yield the physical batches of a step, at least one."""
         rows = self.plan.sample(key=self.key, step=step).tolist()
         size = self._size or max(1, len(rows))
         count = max(1, math.ceil(len(rows) / size))
@@ -240,7 +228,6 @@ class Run:
             yield PhysicalBatch(number, number == count - 1, some)
 
     def _epoch(self) -> range:
-        """Return the steps of the current epoch."""
         length, last = self.plan.steps_per_epoch, self.plan.steps - 1
         first = self.plan.earlier_steps
         taken = max(0, min(self.step, last) - first)
@@ -255,7 +242,6 @@ class PoissonLoader:
     included. After a `break` the next pass resumes after the last batch used.
 
     Attributes:
-        dataset: the data set.
         pending: the batch that was yielded last, until it is used.
         keeps_yielded: whether `yielded` holds the tensors of that batch.
     """

@@ -4,7 +4,17 @@ E members, B samples.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Literal, NamedTuple, Required, Unpack, overload
+from dataclasses import dataclass
+from typing import (
+    Any,
+    ClassVar,
+    Generic,
+    Literal,
+    NamedTuple,
+    Required,
+    Unpack,
+    overload,
+)
 
 import torch
 from torch import Tensor
@@ -14,17 +24,15 @@ from vgrad.batches import Sensitivity
 from vgrad.checks import Patterns
 from vgrad.conditions import checks_collected
 from vgrad.dp.noise import add_gaussian_noise
+from vgrad.ensemble import execution
 from vgrad.ensemble.execution import (
-    Call,
-    EnsembleExecutor,
     EnsembleExplanation,
     EnsembleFn,
-    EnsembleOptions,
-    InDims,
     autocasting,
     looped,
     stack_results,
 )
+from vgrad.ensemble.layout import Call, EnsembleOptions, InDims
 from vgrad.functional.losses import check_loss, gradient, returned
 from vgrad.generators import (
     RandomState,
@@ -34,14 +42,14 @@ from vgrad.generators import (
     sample_keys,
     set_seed,
 )
-from vgrad.loss.randomness import Draws, check_drawn
+from vgrad.loss.randomness import check_drawn
 from vgrad.persample.clipped import ClippedGrad, clipped_grad
 from vgrad.persample.engine.call import Options, check_options, usable
 from vgrad.persample.engine.guard import UnsupportedOp
 from vgrad.persample.engine.transform import Transform
 from vgrad.persample.grad import per_sample_grad
 from vgrad.torch_private import modes
-from vgrad.tree import map_tensors, tensors, tree_map
+from vgrad.tree import map_tensors, tree_map
 from vgrad.typing import (
     BatchLossFn,
     Buffers,
@@ -69,19 +77,14 @@ class EnsembleGrads(NamedTuple):
     buffers: Buffers
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class EnsembleGradFn(EnsembleFn, Generic[Result]):
     """The function that `ensemble_grad` returns, with its `loss` and `has_aux`."""
 
-    name = "ensemble_grad"
-
-    def __init__(
-        self, loss: BatchLossFn | LossFn, executor: EnsembleExecutor, has_aux: bool
-    ) -> None:
-        super().__init__(executor)
-        self.loss = loss
-        self.has_aux = has_aux
-        self._run = returning_buffers("ensemble_grad", loss, has_aux=has_aux)
-        self._unreached: set[frozenset[str]] = set()
+    name: ClassVar = "ensemble_grad"
+    loss: BatchLossFn | LossFn
+    run: Callable[..., tuple[Any, Buffers]]  # the loss, with buffers
+    has_aux: bool
 
     def __call__(
         self,
@@ -96,7 +99,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         Gradients are of `loss_scale * loss`, a number or one for each member, `[E]`.
         The losses are without it.
         """
-        return self.execute(self._differentiated, params, buffers, batch, loss_scale)
+        return self.reduce(self._differentiated, params, buffers, batch, loss_scale)
 
     def _differentiated(
         self, params: Params, buffers: Buffers, batch: tuple, loss_scale: Tensor | float
@@ -104,83 +107,80 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self._differentiated(params, buffers, batch, loss_scale)
-        if any(map(Tensor.is_inference, tensors((params, buffers, batch)))):
+        call = self.options.on(params, buffers, batch, self.keys)
+        if any(map(Tensor.is_inference, call.tensors)):
             params, buffers, batch = map_tensors(usable, (params, buffers, batch))
-        call = self._executor.call(params, buffers, batch)
-        sizes = ((), (call.members,))
+            return self._differentiated(params, buffers, batch, loss_scale)
+        sizes = ((), (call.layout.members,))
         if isinstance(loss_scale, Tensor) and loss_scale.shape not in sizes:
             raise ValueError(
                 f"ensemble_grad(loss_scale of shape {tuple(loss_scale.shape)}): "
-                f"expected a number, or one for each of the {call.members} members."
+                f"expected a number, or one for each of the {call.layout.members} "
+                f"members."
             )
         with torch.enable_grad():  # a loss may differentiate on its own
-            strategy, _ = self._executor.choose(self.loss, call)
+            strategy, _ = execution.choose(self.loss, call)
+        before = random_state(call.tensors)
         if strategy == "loop" and not modes.inside_transform():
-            grads, values, new = self._by_members(call, loss_scale)
+            found = self._by_members(call, loss_scale)
         else:
-            grads, values, new = self._at_once(call, strategy, loss_scale)
-        losses, aux = values if self.has_aux else (values, ())
-        result = EnsembleGrads(grads, losses, new)
+            found = self._of_sum(call, strategy, loss_scale, before)
+        if call.draws.keys is not None:
+            check_drawn(before, call.tensors)
+        grads, value, new = found
+        loss, aux = value if self.has_aux else (value, ())
+        result = EnsembleGrads(grads, loss, new)
         return (result, aux) if self.has_aux else result
 
     def explain(
         self, params: Params, buffers: Buffers, /, *batch: Tree
     ) -> EnsembleExplanation:
         """Return the strategy, the reason for it and the form of each op."""
-        call = self._executor.call(params, buffers, batch)
-        return self._explained(self._run, call)
+        return self._explained(self.run, self.options.on(params, buffers, batch))
 
-    def _loss_of(self, value: Any) -> Tensor:
-        return value[0] if self.has_aux else value
-
-    def _at_once(
-        self, call: Call, strategy: str, loss_scale: Tensor | float
+    def _of_sum(
+        self, call: Call, strategy: str, loss_scale: Any, before: RandomState
     ) -> tuple[Params, Any, Buffers]:
         """Differentiate the sum of all losses: no member's depends on another's."""
-        executor, draws = self._executor, self._executor.draws(call, self._keys)
-        before = random_state(call.tensors())
 
         def total(params: Params) -> tuple[Tensor, tuple[Any, Buffers]]:
-            inner = call.with_params(params)
-            pair = executor.run(self._run, inner, strategy, draws=draws)
-            return (self._loss_of(pair[0]) * loss_scale).sum(), pair
+            pair = execution.run(self.run, call.with_params(params), strategy)
+            loss = pair[0][0] if self.has_aux else pair[0]
+            return (loss * loss_scale).sum(), pair
 
-        grads, (values, new), unreached = gradient(total, call.args[0])
-        if draws.keys is not None:
-            check_drawn(before, call.tensors())
-        if strategy != "loop":
+        grads, (value, new), unreached = gradient(total, call.args[0])
+        if unreached and strategy != "loop":
             try:
-                self._check_unreached(call, frozenset(unreached), draws, before)
+                self._check_unreached(call, frozenset(unreached), before)
             except UnsupportedOp as error:
-                if not executor.may_loop:
+                if not call.may_loop:
                     raise
-                why = str(error)
-                grads, values, new = self._by_members(call, loss_scale)
-                executor.fall_back(call, why)
-        return grads, values, new
+                found = self._by_members(call, loss_scale)
+                execution.fall_back(call, str(error))
+                return found
+        return grads, value, new
 
     def _check_unreached(
-        self, call: Call, names: frozenset[str], draws: Draws, before: RandomState
+        self, call: Call, names: frozenset[str], before: RandomState
     ) -> None:
         """Refuse a missing gradient where a single member has one."""
         # A graph is captured after a call in eager mode, which has checked.
-        branches = draws.values_read and not checks_collected()
-        if not names or (names in self._unreached and not branches):
+        branches = call.draws.values_read and not checks_collected()
+        if names in call.unreached and not branches:
             return
-        given = call.tensors()
-        if branches and drawn_since(before, given):
+        if branches and drawn_since(before, call.tensors):
             return  # other numbers may lead to other branches
-        for member in range(call.members if branches else 1):
+        for member in range(call.layout.members if branches else 1):
             params, *rest = call.of(member)
-            turns = [draws.of(torch.tensor([member]))]
+            run = autocasting(self.run, [call.draws.of(torch.tensor([member]))])
 
             def of_params(
-                params: Params, rest: Any = rest, turns: Any = turns
+                params: Params, run: Callable = run, rest: Any = rest
             ) -> tuple[Tensor, tuple]:
-                value, _ = autocasting(self._run, turns)(params, *rest)
-                return self._loss_of(value), ()
+                value, _ = run(params, *rest)
+                return value[0] if self.has_aux else value, ()
 
-            with kept_random_state(given):
+            with kept_random_state(call.tensors):
                 *_, unreached = gradient(of_params, params)
             if reached := names - unreached:
                 raise UnsupportedOp(
@@ -188,47 +188,42 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
                     f"one member has some, got none of {checks.listed(reached)}: an op "
                     f'hides its graph from vmap. Use strategy="loop".'
                 )
-        self._unreached.add(names)
+        call.unreached.add(names)
 
     def _by_members(
         self, call: Call, loss_scale: Tensor | float
     ) -> tuple[Params, Any, Buffers]:
         """Write each member's gradients into their place: nothing is copied twice."""
-        dims = call.dims[0]
+        shared = call.layout.shared
         if not isinstance(loss_scale, Tensor):
             loss_scale = torch.tensor(loss_scale, dtype=torch.float64)
-        scales = loss_scale.expand(call.members).unbind(0)
         grads = {
             name: torch.zeros_like(value)
-            if dims[name] is None
+            if name in shared
             else torch.empty_like(value, memory_format=torch.contiguous_format)
             for name, value in call.args[0].items()
         }
-        numbers = iter(range(call.members))
-        draws = self._executor.draws(call, self._keys)
-        run = autocasting(self._run, draws.each())
-        before = random_state(call.tensors())
+        turns = enumerate(loss_scale.expand(call.layout.members).unbind(0))
+        run = autocasting(self.run, call.draws.each())
 
         def one(params: Params, buffers: Buffers, /, *batch: Tree) -> tuple:
-            member = next(numbers)
+            member, scale = next(turns)
 
             def scaled(params: Params) -> tuple[Tensor, tuple[Any, Buffers]]:
                 pair = run(params, buffers, *batch)
-                loss = self._loss_of(pair[0])
-                return loss * scales[member].to(loss.device, loss.dtype), pair
+                loss = pair[0][0] if self.has_aux else pair[0]
+                return loss * scale.to(loss.device, loss.dtype), pair
 
             member_grads, pair, _ = gradient(scaled, params)
             with modes.without_modes():  # which watch the loss
                 for name, grad in member_grads.items():
-                    if dims[name] is None:
+                    if name in shared:
                         grads[name] += grad
                     else:
                         grads[name][member].copy_(grad)
             return pair
 
-        pairs = looped(one, call, self.randomness)
-        if draws.keys is not None:
-            check_drawn(before, call.tensors())
+        pairs = looped(one, call, call.randomness)
         return grads, *call.joined(pairs, stack_results)
 
 
@@ -309,7 +304,7 @@ def ensemble_grad(
         >>> result.grads["weight"].shape, result.losses.shape
         (torch.Size([4, 2, 3]), torch.Size([4]))
     """
-    executor = EnsembleExecutor(
+    options = Call(
         "ensemble_grad",
         in_dims=in_dims,
         randomness=randomness,
@@ -317,62 +312,67 @@ def ensemble_grad(
         shared=shared,
     )
     check_loss("ensemble_grad", loss, of_batch=True)
-    return EnsembleGradFn(loss, executor, has_aux)
+    run = returning_buffers("ensemble_grad", loss, has_aux=has_aux)
+    return EnsembleGradFn(options=options, loss=loss, run=run, has_aux=has_aux)
 
 
 # Per-sample quantities. Members run one after the other, each through the recorded
 # engine: the samples of one fill the device, and its gradients need not be stored.
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class EnsemblePerSampleFn(EnsembleFn, Generic[Result]):
-    """The function that `ensemble_per_sample_grad` returns."""
+    """The function that `ensemble_per_sample_grad` returns.
 
-    def __init__(
-        self, function: str, transforms: Sequence[Transform], **options: Any
-    ) -> None:
-        drawing = any(x.options.randomness != "error" for x in transforms)
-        randomness: Randomness = "different" if drawing else "error"
-        super().__init__(EnsembleExecutor(function, randomness=randomness, **options))
-        self._transforms: tuple[Any, ...] = tuple(transforms)  # one, or one a member
+    Attributes:
+        transforms: one for all members, or one for each.
+    """
+
+    transforms: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, function: str, transforms: Sequence[Transform], **options: Any) -> Any:
+        """Make the function; members draw their own numbers if samples draw any."""
+        draws = any(x.options.randomness != "error" for x in transforms)
+        call = Call(function, randomness="different" if draws else "error", **options)
+        return cls(options=call, transforms=tuple(transforms))
 
     def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Result:
         """Return the result of every member, stacked along a new first axis."""
-        return self.execute(self._stacked, params, buffers, batch)
+        return self.reduce(self._stacked, params, buffers, batch)
 
     def _stacked(self, params: Params, buffers: Buffers, batch: tuple) -> Any:
-        call = self._executor.call(params, buffers, batch)
-        turns: Any = self._transforms
-        if len(turns) not in (1, call.members):
+        call = self.options.on(params, buffers, batch, self.keys)
+        turns, members, keys = self.transforms, call.layout.members, call.draws.keys
+        if len(turns) not in (1, members):
             raise ValueError(
                 f"ensemble_clipped_grad(max_norm of {len(turns)} members): expected "
-                f"one number or one for each of the {call.members} members."
+                f"one number or one for each of the {members} members."
             )
-        turns = turns * call.members if len(turns) == 1 else turns
-        keys = self._executor.draws(call, self._keys).keys
+        turns = turns * members if len(turns) == 1 else turns
+        numbers = [None] * members if keys is None else keys.tolist()
+        pairs = zip(turns, numbers, strict=True)
 
-        def with_key(transform: Any, key: int) -> Callable:
-            def run(params: Params, buffers: Buffers, *batch: Tree) -> Any:
-                size = batches.read(self._executor.function, batch).size
-                set_seed(key, call.tensors())  # where all samples draw the same
-                keyed = transform.keyed(sample_keys(key, 0, size))
-                return keyed(params, buffers, *batch)
+        def one(params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
+            transform, key = next(pairs)
+            if key is not None:
+                size = batches.read(call.function, batch).size
+                set_seed(key, call.tensors)  # where all samples draw the same
+                transform = transform.keyed(sample_keys(key, 0, size))
+            return transform(params, buffers, *batch)
 
-            return run
-
-        if keys is not None:
-            turns = map(with_key, turns, keys.tolist())
-        turns = iter(turns)
-        one = autocasting(lambda *args: next(turns)(*args))
-        return tree_map(stack_results, *looped(one, call, "different"))
+        results = looped(autocasting(one), call, "different")
+        return tree_map(stack_results, *results)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class EnsembleClippedGradFn(EnsemblePerSampleFn[Result]):
     """The function that `ensemble_clipped_grad` returns."""
 
     @property
     def sensitivities(self) -> tuple[Sensitivity, ...]:
         """How far one sample can move each member's sum; one for all if alike."""
-        return tuple(transform.sensitivity for transform in self._transforms)
+        return tuple(transform.sensitivity for transform in self.transforms)
 
     def add_noise(
         self,
@@ -463,7 +463,7 @@ def ensemble_per_sample_grad(
     check_loss(function, loss)
     check_options(ensemble_per_sample_grad, options)
     transform = per_sample_grad(loss, has_aux=has_aux, **options)
-    return EnsemblePerSampleFn(function, [transform], in_dims=in_dims, shared=shared)
+    return EnsemblePerSampleFn.of(function, [transform], in_dims=in_dims, shared=shared)
 
 
 class _ClippingOptions(_Options, total=False):
@@ -535,4 +535,6 @@ def ensemble_clipped_grad(
         )
         for bound in bounds
     ]
-    return EnsembleClippedGradFn(function, transforms, in_dims=in_dims, shared=shared)
+    return EnsembleClippedGradFn.of(
+        function, transforms, in_dims=in_dims, shared=shared
+    )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.checks import Patterns
+from vgrad.ensemble.layout import vmapped
 from vgrad.optim.base import (
     Donated,
     GradientTransformation,
@@ -48,6 +49,7 @@ class _Fields(NamedTuple):
     init: Callable[[Params], Tree]
     update: UpdateFn
     donated: Donated | None
+    counted: bool
     shared: tuple[str, ...]
 
 
@@ -99,7 +101,9 @@ def for_members(
     run = _Members(make, hyperparams, tuple(shared), shared_tx)
     # Shared parameters would need a step of their own.
     donated = None if shared else run.in_place
-    return MembersTransformation(run.init, run.update, donated, run.patterns)
+    return MembersTransformation(
+        run.init, run.update, donated, run.counted, run.patterns
+    )
 
 
 def of_members(
@@ -145,6 +149,8 @@ class _Members:
                 "differ; got none."
             )
         self._alike = None if varied else self._of([])
+        one = self._alike or self._of([value[0] for value in self._values])
+        self.counted = one.counted
         self._shared_tx = shared_tx or (self._alike if patterns else None)
 
     def __deepcopy__(self, memo: dict) -> "_Members":
@@ -155,37 +161,37 @@ class _Members:
         rest = self._shared_tx.init(common) if self._shared_tx else ()
         if not stacked:
             return MembersState((), rest)
-        self._check(stacked)
-        state = torch.vmap(lambda params, *values: self._of(values).init(params))(
-            stacked, *self._on_device(stacked)
-        )
-        inner = tree_leaves(state, is_leaf=lambda node: isinstance(node, MembersState))
-        if any(isinstance(node, MembersState) for node in inner):
-            raise ValueError(
-                "for_members(transformation): expected one of a single member, got one "
-                "that has for_members in it. Wrap the whole: for_members(chain(...))."
-            )
+        with vmapped(self._count(stacked)) as (wrapped, unwrapped):
+            values = [wrapped(value) for value in self._on_device(stacked)]
+            state = self._of(values).init(map_tensors(wrapped, stacked))
+            inner = tree_leaves(state, is_leaf=lambda x: isinstance(x, MembersState))
+            if any(isinstance(node, MembersState) for node in inner):
+                raise ValueError(
+                    "for_members(transformation): expected one of a single member, got "
+                    "one that has for_members in it. Wrap the whole: "
+                    "for_members(chain(...))."
+                )
+            _check_tensors(state)
+            state = map_tensors(unwrapped, state)
         # A value that does not depend on the member comes expanded.
-        return MembersState(tree_map(Tensor.contiguous, state), rest)
+        return MembersState(map_tensors(Tensor.contiguous, state), rest)
 
     def update(
         self, grads: Grads, state: MembersState, params: Params | None = None
     ) -> tuple[Updates, MembersState]:
         stacked, common = self._split(grads)
         own, common_params = (None, None) if params is None else self._split(params)
-        present = {name: grad for name, grad in stacked.items() if grad is not None}
-        absent = dict.fromkeys(name for name in stacked if name not in present)
-
-        def one(grads: Grads, state: Tree, params: Any, *values: Tensor) -> tuple:
-            tx = self._of(values)
-            updates, state = tx.update({**absent, **grads}, state, params or None)
-            return {n: x for n, x in updates.items() if x is not None}, state
-
         updates, members, rest = {}, state.members, state.shared
         if stacked:
-            self._check(own or present)
-            values = self._on_device((own, present))
-            updates, members = _mapped(one, present, members, own or {}, *values)
+            present = {name: grad for name, grad in stacked.items() if grad is not None}
+            count = self._count(own or present, present, members)
+            arguments = stacked, members, own or None, self._on_device((own, present))
+            with vmapped(count) as (wrapped, unwrapped):
+                *arguments, values = map_tensors(wrapped, arguments)
+                updates, members = self._of(values).update(*arguments)
+                updates = {n: x for n, x in updates.items() if x is not None}
+                _check_tensors((updates, members))
+                updates, members = map_tensors(unwrapped, (updates, members))
         if self._shared_tx is not None:
             more, rest = self._shared_tx.update(common, rest, common_params)
             updates = {**updates, **more}
@@ -202,60 +208,51 @@ class _Members:
             return None
         if torch.is_grad_enabled() and any(x.requires_grad for x in self._values):
             return None
-        self._check(params)
-        written = tensors((params, state.members))
+        count, written = self._count(params), tensors((params, state.members))
         if not all(map(_apart, written)):
             return None
         counts = [x for x in written if _counts(x)]
-        if self._alike and all(bool((x == x[0]).all()) for x in counts):
-            joint = map_tensors(lambda x: x[0] if _counts(x) else x, state.members)
-            members = _donated(self._alike, grads, joint, params)
-            if members is not None:
-                count = len(next(iter(params.values())))
-                members = map_tensors(
-                    lambda x: x.expand(count, *x.shape).clone() if _counts(x) else x,
-                    members,
-                )
+        joint = self._alike is not None and all(bool((x == x[0]).all()) for x in counts)
+        if joint:
+            made: list[Any] = [self._alike]
         elif sum(value[0].numel() for value in params.values()) < LEAST:
             return None
         elif not disjoint([*written, *tensors(dict(grads))]):
             check_parts(params)
             return None
-        else:
-            members = self._one_by_one(grads, state.members, params)
-        result = dict(params), MembersState(members, state.shared)
-        return None if members is None else result
-
-    def _one_by_one(self, grads: Grads, state: Tree, params: Params) -> Tree | None:
-        """Step each member in its part of the tensors; None if no kernel does.
-
-        A kernel that takes the first may refuse another, for its numbers. That one is
-        stepped by the pure functions, whose results are written over its tensors.
-        """
+        else:  # all are made before the first one writes, since making one may raise
+            numbers = zip(*(value.tolist() for value in self._values), strict=True)
+            made = [self._of(values) for values in numbers] or [self._of([])] * count
         states = []
-        # All are made before the first one writes, since making one may raise.
-        numbers = zip(*(value.tolist() for value in self._values), strict=True)
-        count = len(next(iter(params.values())))
-        made = [self._of(values) for values in numbers] or [self._of([])] * count
         for member, tx in enumerate(made):
-            own = map_tensors(lambda x, i=member: x[i], (dict(grads), state, params))
-            new = _donated(tx, *own)
-            if new is None and member == 0:
+            own = map_tensors(
+                lambda x, i=member: x[i] if not joint or _counts(x) else x,
+                (dict(grads), state.members, params),
+            )
+            done = tx.donated(*own) if tx.donated is not None else None
+            if done is None and member == 0:
                 return None
-            if new is None:
-                # With tensors a state has the same parts whatever their values.
-                pure = self._of([value[member] for value in self._values])
-                updates, new = pure.update(*own)
-                results = tensors((apply_updates(own[2], updates), new))
-                for old, value in zip(tensors((own[2], own[1])), results, strict=True):
-                    if not _counts(old):
-                        old.copy_(value)
-            states.append(new)
+            # A kernel that takes the first may refuse another, for its numbers.
+            states.append(self._written(member, *own) if done is None else done[1])
 
         def counted(old: Tensor, *new: Tensor) -> Tensor:
-            return torch.stack(new) if _counts(old) else old
+            if not _counts(old):
+                return old
+            return torch.stack(new if len(new) == count else new * count)
 
-        return tree_map(counted, state, *states)
+        members = tree_map(counted, state.members, *states)
+        return dict(params), MembersState(members, state.shared)
+
+    def _written(self, member: int, grads: Grads, state: Tree, params: Params) -> Tree:
+        """Step one member by the pure functions, and write over its tensors."""
+        # With tensors a state has the same parts whatever their values.
+        pure = self._of([value[member] for value in self._values])
+        updates, new = pure.update(grads, state, params)
+        results = tensors((apply_updates(params, updates), new))
+        for old, value in zip(tensors((params, state)), results, strict=True):
+            if not _counts(old):
+                old.copy_(value)
+        return new
 
     def _of(self, values: Any) -> GradientTransformation:
         """Return the transformation of a member that has these values."""
@@ -266,7 +263,8 @@ class _Members:
             leaves[place] = value
         return self._make(**tree_unflatten(leaves, self._structure))
 
-    def _check(self, params: Params) -> None:
+    def _count(self, params: Params, *rest: Tree) -> int:
+        """Return the number of members, on which all tensors agree."""
         for name, value in params.items():
             if value.ndim == 0:
                 raise ValueError(
@@ -274,65 +272,42 @@ class _Members:
                     f"scalar. If the members share it, name it in shared=."
                 )
         sizes = {name: len(value) for name, value in params.items()}
-        sizes |= {f"hyperparameter {i}": len(x) for i, x in enumerate(self._values)}
-        if len(set(sizes.values())) > 1:
+        for place, value in enumerate(self._values):
+            sizes[f"hyperparameter {place}"] = len(value)
+        if len({*sizes.values()}) > 1:
             raise ValueError(
                 f"for_members(hyperparameters): expected one number of members, got "
                 f"{sizes}."
             )
+        axes = {x.shape[:1] for x in (*params.values(), *self._values, *tensors(rest))}
+        if len(axes) != 1 or not all(axes):
+            raise ValueError(
+                f"for_members(transformation): expected parameters and a state of as "
+                f"many members, got tensors whose first axes are "
+                f"{sorted(map(list, axes))}. Make the state with init(params)."
+            )
+        return axes.pop()[0]
 
-    def _split(self, tree: Grads) -> tuple[dict, dict]:
+    def _split(self, tree: Grads) -> tuple[Any, dict]:
         """Return stacked and shared entries; a pattern may match buffers alone."""
+        if not self.patterns:
+            return tree, {}
         common = {name: tree[name] for name in checks.selected(tree, self.patterns)}
         return {name: tree[name] for name in tree if name not in common}, common
 
     def _on_device(self, tree: Tree) -> list[Tensor]:
-        leaves = tensors(tree)
-        if not leaves:
+        if not self._values or not (leaves := tensors(tree)):
             return self._values
         return [value.to(leaves[0].device) for value in self._values]
 
 
-def _mapped(function: Callable, *arguments: Tree) -> Any:
-    """Run a function under a vmap over the first axis of all tensors.
-
-    `torch.vmap` treats trees in general, which costs as much as a small step.
-    """
-    sizes = {leaf.shape[:1] for leaf in _leaves(arguments)}
-    if len(sizes) != 1 or not all(sizes):
-        raise ValueError(
-            f"for_members(transformation): expected parameters and a state of as many "
-            f"members, got tensors whose first axes are {sorted(map(list, sizes))}. "
-            f"Make the state with init(params)."
-        )
-    ((size,),) = sizes
-    modes.load_decompositions()
-    with modes.vmap_level(size, "error") as level:
-        inputs = map_tensors(lambda x: modes.add_batch_axis(x, 0, level), arguments)
-        outputs = function(*inputs)
-        _leaves(outputs)
-        return map_tensors(
-            lambda x: modes.remove_batch_axis(x, level, size, 0), outputs
-        )
-
-
-def _leaves(tree: Tree) -> list[Tensor]:
-    leaves = tree_leaves(tree)
-    for leaf in leaves:
+def _check_tensors(tree: Tree) -> None:
+    for leaf in tree_leaves(tree):
         if not isinstance(leaf, Tensor):
             raise ValueError(
                 f"for_members(transformation): expected tensors in gradients, updates "
                 f"and state, got a {type(leaf).__name__}. Make it a tensor."
             )
-    return leaves
-
-
-def _donated(
-    tx: GradientTransformation, grads: Grads, state: Tree, params: Params
-) -> Tree | None:
-    """Return the new state, if the step could be made in place."""
-    result = tx.donated(grads, state, params) if tx.donated is not None else None
-    return None if result is None else result[1]
 
 
 def _counts(leaf: Tensor) -> bool:

@@ -8,24 +8,31 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    TypedDict,
+    Unpack,
+    overload,
+)
 
 import torch
 from torch import Tensor
 
 from vgrad import batches, checks
 from vgrad.checks import Patterns
-from vgrad.ensemble.execution import (
-    Call,
-    EnsembleExecutor,
-    EnsembleExplanation,
-    EnsembleFn,
-    EnsembleOptions,
-)
+from vgrad.ensemble import execution
+from vgrad.ensemble.execution import EnsembleExplanation, EnsembleFn
+from vgrad.ensemble.layout import Call, EnsembleOptions
 from vgrad.functional.model import FunctionalModel
 from vgrad.generators import fold_in
 from vgrad.loss.mode import SINGLE, LossMode
+from vgrad.loss.randomness import Draws
 from vgrad.ranks import RankError, Ranks
 from vgrad.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten, wide
 from vgrad.typing import Buffers, EnsembleStrategy, Params, Tree
@@ -34,96 +41,89 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class EnsembleForward(EnsembleFn):
     """The function that `ensemble_forward` returns, with its `fmodel`."""
 
-    name = "ensemble_forward"
-
-    def __init__(
-        self,
-        fmodel: FunctionalModel,
-        executor: EnsembleExecutor,
-        chunk_size: int | None,
-    ) -> None:
-        super().__init__(executor)
-        self.fmodel = fmodel
-        self._chunk_size = chunk_size
+    name: ClassVar = "ensemble_forward"
+    fmodel: FunctionalModel
+    chunk_size: int | None
 
     def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Tree:
         """Return the outputs, each tensor with the member axis in front."""
-        return self.execute(self.outputs, params, buffers, batch)
+        return self.reduce(self.outputs, params, buffers, batch)
 
     def outputs(self, params: Params, buffers: Buffers, batch: tuple) -> Tree:
         """Run the members in this process, in chunks."""
-        call = self._executor.call(params, buffers, batch)
-        if self._chunk_size is None:
-            return self._executor(self._of_member, call, self._keys)[0]
+        call = self.options.on(params, buffers, batch, self.keys)
+        if self.chunk_size is None:
+            return execution.run(self._of_member, call)[0]
         parts = []
         with LossMode(handlers=SINGLE):  # statistics of a chunk are not the batch's
-            for number, rows in enumerate(self._chunks(call, batch)):
-                part = self._executor.call(params, buffers, rows)
-                keys = None if self._keys is None else fold_in(self._keys, number)
-                parts.append(self._executor(self._of_member, part, keys)[0])
+            for number, part in enumerate(_chunks(call, self.chunk_size)):
+                if (keys := part.draws.keys) is not None:
+                    part = replace(part, draws=Draws(keys=fold_in(keys, number)))
+                parts.append(execution.run(self._of_member, part)[0])
         return tree_map(lambda *leaves: torch.cat(leaves, 1), *parts)
 
     def with_buffers(
         self, params: Params, buffers: Buffers, /, *batch: Tree
     ) -> tuple[Tree, Buffers]:
         """Return the outputs and the buffers after each member's forward pass."""
-        if self._chunk_size is not None:
+        if self.chunk_size is not None:
             raise ValueError(
-                f"ensemble_forward(chunk_size={self._chunk_size}).with_buffers: "
+                f"ensemble_forward(chunk_size={self.chunk_size}).with_buffers: "
                 f"expected chunk_size=None, since buffers depend on the whole batch."
             )
-        return self.execute(self.outputs_and_buffers, params, buffers, batch)
+        return self.reduce(self.outputs_and_buffers, params, buffers, batch)
 
     def outputs_and_buffers(
         self, params: Params, buffers: Buffers, batch: tuple
     ) -> tuple[Tree, Buffers]:
         """Run the members in this process, and return their buffers too."""
-        call = self._executor.call(params, buffers, batch)
-        return self._executor(self.fmodel.call_and_update, call, self._keys)
+        call = self.options.on(params, buffers, batch, self.keys)
+        return execution.run(self.fmodel.call_and_update, call)
 
     def explain(
         self, params: Params, buffers: Buffers, /, *batch: Tree
     ) -> EnsembleExplanation:
         """Return the strategy, the reason for it and the form of each op."""
-        call = self._executor.call(params, buffers, batch)
-        if self._chunk_size is not None:
-            rows, *_ = self._chunks(call, batch)
-            call = self._executor.call(params, buffers, rows)
+        call = self.options.on(params, buffers, batch)
+        if self.chunk_size is not None:
+            call, *_ = _chunks(call, self.chunk_size)
         return self._explained(self._of_member, call)
 
     def _of_member(
         self, params: Params, buffers: Buffers, /, *batch: Tree
     ) -> tuple[Tree, Buffers]:
-        """Return the outputs of a member, without the buffers that it leaves."""
         return self.fmodel(params, buffers, *batch), {}
 
-    def _chunks(self, call: Call, batch: tuple) -> list[tuple]:
-        """Split the batch along the axis of samples, beside the member axis."""
-        leaves, structure = tree_flatten(batch)
-        items = zip(batch, call.dims[2:], strict=True)
-        dims = [dim for item, dim in items for _ in tree_leaves(item)]
-        axes = [
-            int(dim is not None and dim % leaf.ndim == 0)
-            if isinstance(leaf, Tensor) and leaf.ndim > (dim is not None)
-            else None
-            for leaf, dim in zip(leaves, dims, strict=True)
-        ]
-        pairs = list(zip(leaves, axes, strict=True))
-        sizes = {leaf.shape[axis] for leaf, axis in pairs if axis is not None}
-        if len(sizes) != 1:
-            raise ValueError(
-                f"ensemble_forward(chunk_size={self._chunk_size}): expected batches of "
-                f"one size, got {sorted(sizes)}."
-            )
-        pieces = [
-            repeat(leaf) if axis is None else leaf.split(self._chunk_size, axis)
-            for leaf, axis in pairs
-        ]
-        rows = zip(*pieces, strict=False)  # what is not split repeats without end
-        return [tree_unflatten(row, structure) for row in rows]
+
+def _chunks(call: Call, chunk_size: int) -> list[Call]:
+    """Split the batch along the axis of samples, behind the member axis."""
+    params, buffers, *batch = call.args
+    leaves, structure = tree_flatten(batch)
+    items = zip(call.dims, batch, strict=True)
+    axes = [int(dim is not None) for dim, item in items for _ in tree_leaves(item)]
+    splits = [
+        (leaf, axis if isinstance(leaf, Tensor) and leaf.ndim > axis else None)
+        for leaf, axis in zip(leaves, axes, strict=True)
+    ]
+    sizes = {leaf.shape[axis] for leaf, axis in splits if axis is not None}
+    if len(sizes) != 1:
+        raise ValueError(
+            f"ensemble_forward(chunk_size={chunk_size}): expected batches of one size, "
+            f"got {sorted(sizes)}."
+        )
+    pieces = [
+        repeat(leaf) if axis is None else leaf.split(chunk_size, axis)
+        for leaf, axis in splits
+    ]
+    rows = zip(*pieces, strict=False)  # leaves that are not split repeat without end
+    return [
+        replace(call, args=(params, buffers, *tree_unflatten(row, structure)))
+        for row in rows
+    ]
 
 
 def ensemble_forward(
@@ -157,10 +157,10 @@ def ensemble_forward(
         >>> ensemble_forward(fmodel)(params, buffers, torch.ones(5, 3)).shape
         torch.Size([4, 5, 2])
     """
-    executor = EnsembleExecutor("ensemble_forward", **options)
+    call = Call("ensemble_forward", **options)
     if chunk_size is not None:
         [chunk_size] = checks.whole("ensemble_forward", least=1, chunk_size=chunk_size)
-    return EnsembleForward(fmodel, executor, chunk_size)
+    return EnsembleForward(options=call, fmodel=fmodel, chunk_size=chunk_size)
 
 
 # Predictions.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vgrad import checks
 from vgrad.checks import Patterns
-from vgrad.ensemble.execution import Layout, shared_names
+from vgrad.ensemble.layout import Layout, shared_names
 from vgrad.ensemble.matching import difference
 from vgrad.functional import guards, slots
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers

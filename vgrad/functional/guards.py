@@ -6,26 +6,21 @@ begins, whose function is run again in the backward pass, and restores the value
 call for that run.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from vgrad import checks
-from vgrad.functional.slots import (
-    Origins,
-    check_apart,
-    children,
-    named_tensors,
-    of_tensors,
-)
+from vgrad.functional.slots import named_tensors
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private import tensors as private
 from vgrad.tree import tree_leaves
@@ -207,6 +202,8 @@ def updated_statistics(func: Callable, args: tuple, kwargs: dict) -> list[Tensor
 
 
 _BY_SIGN = {"__setitem__", "__set__", "__delitem__"}
+_BY_SIGN |= {"__ior__", "__iand__", "__ixor__", "__ilshift__", "__irshift__"}
+"""Writes without an underscore; for `+=` and the like torch calls `add_`."""
 
 _INPLACE = {
     func: func.__code__.co_varnames.index("inplace")
@@ -265,48 +262,57 @@ def check_plain(function: str, model: Any) -> None:
     ):
         if names:
             raise TypeError(f"{start} {expected} {checks.listed(names)}. {advice}")
-    check_apart(function, model)
+    _check_apart(function, model)
 
 
-def check_closures(model: nn.Module) -> None:
-    """Refuse functions that hold on to the module, which a copy of it would share."""
-    known = {id(module) for module in model.modules()}
-    origins = Origins(model)
-    holders = {n: private.copied_attributes(m) for n, m in model.named_modules()}
-    for name, attributes in (*holders.items(), *of_tensors(model).items()):
-        for key, value in attributes.items():
-            for each in value.values() if isinstance(value, dict) else (value,):
-                if isinstance(each, FunctionType) and _reaches(each, known, origins):
-                    raise TypeError(
-                        f"make_functional_with_buffers(model): expected functions that "
-                        f"get the module as an argument, got one in "
-                        f"{f'{name}.{key}'.lstrip('.')!r} whose closure holds a part "
-                        f"of the model and would go on using its values. Make it a "
-                        f"method."
-                    )
+def _check_apart(function: str, model: nn.Module) -> None:
+    """Refuse two registered tensors that hold the same numbers in memory.
+
+    In eager mode a step on one of them changes the other.
+    """
+    groups: dict[int, dict[int, tuple[str, Tensor]]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if (where := private.memory(tensor)) is not None:
+            groups.setdefault(where, {}).setdefault(id(tensor), (name, tensor))
+    for group in groups.values():
+        names, tensors = zip(*group.values(), strict=True)
+        if len(tensors) > 1 and _overlap(tensors):
+            raise TypeError(
+                f"{function}({type(model).__name__}): expected parameters and buffers "
+                f"with memory of their own, or one tensor under several names, got "
+                f"several on one memory: {', '.join(map(repr, names))}. Tie them by "
+                f"assigning the tensor itself (b.weight = a.weight), or clone one."
+            )
 
 
-def _reaches(function: FunctionType, known: set[int], origins: Origins) -> bool:
-    """Return whether a function's closure or defaults hold a part of the module."""
-    values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    values += [
-        value.cell_contents for value in function.__closure__ or () if _full(value)
-    ]
-    groups = [value for value in values if isinstance(value, list | tuple | dict)]
-    inside = [value for group in groups for value in children(group)]
-    owners = [
-        value.__self__ for value in values + inside if isinstance(value, MethodType)
-    ]
-    return (
-        any(id(value) in known for value in (*values, *inside, *owners))
-        or any(isinstance(x, Tensor) and origins.lead_to(x) for x in values)
-        # Computed tensors do not count: hooks collect results that they do not use.
-        or any(isinstance(x, Tensor) and origins.hold(x) for x in inside)
-    )
+def _overlap(tensors: Iterable[Tensor]) -> bool:
+    """Return whether any two tensors on one memory have numbers in common."""
+    views = sorted((_View(x) for x in tensors if x.numel()), key=lambda x: x.start)
+    most: Any = 10**6  # steps, far more than ordinary views need
+    for number, view in enumerate(views):
+        for other in views[number + 1 :]:
+            if other.start >= view.stop:
+                break
+            try:
+                if np.shares_memory(np.asarray(view), np.asarray(other), most):
+                    return True
+            except RuntimeError:  # too hard
+                return True
+    return False
 
 
-def _full(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # a name that was never bound
-        return False
+class _View:
+    """The bytes of a tensor for numpy, which counts strides and reads no number."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        size = tensor.element_size()
+        sides = [*zip(tensor.shape, tensor.stride(), strict=True)]
+        self.start = tensor.storage_offset() * size
+        self.stop = self.start + size * (1 + sum((n - 1) * step for n, step in sides))
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "strides": tuple(step * size for _, step in sides),
+            "typestr": f"|V{size}",
+            "data": (1 + self.start, True),
+        }

@@ -2,8 +2,8 @@
 
 import copy
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,139 +14,17 @@ from vgrad import checks, tree
 from vgrad.checks import Patterns
 from vgrad.functional import guards, slots
 from vgrad.functional.guards import Protected, protect
-from vgrad.functional.slots import Slots, State, restore, taken
+from vgrad.functional.slots import Rerun, Slots
 from vgrad.generators import RNG_LOCK
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import (
     has_backward_hooks,
+    has_forward_hooks,
     keeps_parametrized,
-    version_of,
+    versions_of,
     with_attributes,
 )
 from vgrad.typing import Buffers, Params
-
-
-class Entries:
-    """The entries of a module: one for each of its tensors.
-
-    Attributes:
-        aliases: by the first name of each tensor, all of its names.
-        firsts: that name by the id of the tensor.
-        constants: the values of buffers that no `state_dict()` holds.
-    """
-
-    def __init__(self, module: nn.Module, constants: dict[str, Tensor]) -> None:
-        self.constants = constants
-        self.aliases: dict[str, list[str]] = {}
-        self.firsts: dict[int, str] = {}
-        self._shapes: dict[str, torch.Size] = {}
-        for name, tensor in slots.named_tensors(module):
-            first = self.firsts.setdefault(id(tensor), name)
-            self.aliases.setdefault(first, []).append(name)
-            self._shapes[first] = tensor.shape
-
-    def merged(self, params: Params, buffers: Buffers) -> dict[str, Tensor]:
-        """Merge the two dictionaries into one value a name, or raise."""
-        checks.dictionaries("fmodel", params=params, buffers=buffers)
-        both = params.keys() & buffers.keys()
-        if both:
-            raise ValueError(
-                f"fmodel(params, buffers): expected each name in one of the two, got "
-                f"{checks.listed(both)} in both."
-            )
-        values = {**params, **buffers}
-        if values.keys() != self.aliases.keys():
-            if not buffers:
-                values = self._of_state_dict(params)
-            checks.names("fmodel(params, buffers)", self.aliases, values)
-        with modes.without_modes():  # which would see each shape that is read
-            checks.shapes("fmodel(params, buffers)", self._shapes, values)
-        return values
-
-    def _of_state_dict(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Fold tied names into their first, and add non-persistent buffers."""
-        values = dict(state)
-        for first, aliases in self.aliases.items():
-            aliased = [
-                (alias, values.pop(alias)) for alias in aliases if alias in values
-            ]
-            for alias, value in aliased:
-                if not checks.same_values(value, aliased[0][1]):
-                    raise ValueError(
-                        f"fmodel(state_dict, {{}}): expected one value for the tied "
-                        f"names {aliased[0][0]!r} and {alias!r}, got two."
-                    )
-            if aliased:
-                values[first] = aliased[0][1]
-        device = next((value.device for value in values.values()), None)
-        for name, constant in self.constants.items():
-            values.setdefault(name, constant.to(device))
-        return values
-
-
-class CallState:
-    """The containers of a module during one call, which are restored at its end.
-
-    A checkpoint re-runs a part of the forward pass in the backward pass. For that run
-    the containers hold again the values that the call has left.
-    """
-
-    def __init__(
-        self,
-        slots: Slots,
-        marked: State,
-        lock: AbstractContextManager,
-        written: Sequence[Tensor],
-    ) -> None:
-        """Take the slots, the attributes of the call's tensors, and its copies."""
-        self._slots, self._marked = slots, marked
-        self._written = {id(each) for each in written}
-        self._lock = lock
-        self._wanted = False
-        self._left: State = []
-
-    def again(self) -> Callable[[], AbstractContextManager]:
-        """Return a block for a re-run, in which the call's last values are there."""
-        self._wanted = True
-        return self._in_place
-
-    def end(self) -> None:
-        """Restore the containers."""
-        if self._wanted:
-            changing = [*self._slots.state, *self._marked]
-            self._left = [(container, taken(container)) for container, _ in changing]
-            copies = [copy for _, copy in self._left if isinstance(copy, dict | list)]
-            known: dict[int, tuple[Tensor, Tensor]] = {}  # the first is kept for its id
-            with modes.without_modes():
-                for container, key, value in slots.entries(copies):
-                    if isinstance(value, Tensor):
-                        if id(value) not in known:
-                            known[id(value)] = value, self._kept(value)
-                        container[key] = known[id(value)][1]
-        self._slots.end()
-        restore(self._marked)
-
-    def _kept(self, value: Tensor) -> Tensor:
-        """Return the stand-in of a tensor in a re-run.
-
-        Copies of buffers, which the run may write into; leaves for results, whose
-        graphs refer to the checkpoint, a cycle that Python cannot collect.
-        """
-        if id(value) in self._written:
-            return with_attributes(value.detach().clone(), value)
-        if modes.inside_transform() or value.grad_fn is None:
-            return value
-        return with_attributes(value.detach().requires_grad_(), value)
-
-    @contextmanager
-    def _in_place(self) -> Iterator[None]:
-        with self._lock:
-            before = [(container, taken(container)) for container, _ in self._left]
-            restore(self._left)
-            try:
-                yield
-            finally:
-                restore(before)
 
 
 class FunctionalModel:
@@ -154,12 +32,12 @@ class FunctionalModel:
 
     Made by `make_functional_with_buffers`. A call is pure: it changes neither its
     arguments nor the module. It copies buffers, inputs and tensors in plain attributes,
-    and undoes all that the forward pass sets or appends on the module, after an
-    exception too. An op that would write into a parameter is refused before it runs,
-    `.data` or not. Writes that bypass torch, such as `.detach().numpy()[0] = 0` or
-    writes from compiled code, are not detected. Attributes of the module's parameters
-    and buffers (`weight.tau`) are set on their values in a call. Threads may share one
-    object.
+    and undoes all that the forward pass sets or appends on the module and on objects
+    that it holds, after an exception too. An op that would write into a parameter is
+    refused before it runs, `.data` or not. Writes that bypass torch, such as
+    `.detach().numpy()[0] = 0` or writes from compiled code, are not detected.
+    Attributes of the module's parameters and buffers (`weight.tau`) are set on their
+    values in a call. Threads may share one object.
 
     `params` and `buffers` together hold every name exactly once, each name in either of
     the two. A whole `state_dict()` with `{}` for `buffers` will do. A call costs one
@@ -170,35 +48,47 @@ class FunctionalModel:
         buffer_names: the names of the module's buffers.
     """
 
-    def __init__(self, skeleton: nn.Module, constants: dict[str, Tensor]) -> None:
+    def __init__(self, skeleton: nn.Module, defaults: dict[str, Tensor]) -> None:
         self._skeleton = skeleton
-        self._entries = Entries(skeleton, constants)
+        self._defaults = defaults  # of the buffers that no state_dict() holds
         self._lock = threading.RLock()
         self._running = False
-        firsts = self._entries.firsts
-        self._slots = self._find_slots(skeleton, firsts)
-        own_buffers = slots.own_buffers(skeleton)
-        copied = own_buffers | slots.renormalised(skeleton)
-        self._attributes = {
-            name: attributes
-            for name, attributes in slots.of_tensors(skeleton).items()
-            if name in self._entries.aliases
+        self._shown = False
+        self._read()
+
+    def _read(self) -> None:
+        model = self._skeleton
+        firsts: dict[int, str] = {}
+        self._aliases: dict[str, list[str]] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        for name, tensor in slots.named_tensors(model):
+            first = firsts.setdefault(id(tensor), name)
+            self._aliases.setdefault(first, []).append(name)
+            self._shapes[first] = tensor.shape
+        self._slots = self._find_slots(firsts)
+        own_buffers = slots.own_buffers(model)
+        self.names = tuple(self._aliases)
+        self.buffer_names = tuple(n for key, n in firsts.items() if key in own_buffers)
+        modules = dict(model.named_modules())
+        tables = {  # that `max_norm` rewrites in the forward pass
+            firsts[id(module.weight)]
+            for module in modules.values()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+            and module.max_norm is not None
         }
+        self._copied = {*self.buffer_names} | tables
         self._hooked = [
             name or type(module).__name__
-            for name, module in skeleton.named_modules()
+            for name, module in modules.items()
             if has_backward_hooks(module)
         ]
-        self._parametrized = any(map(is_parametrized, skeleton.modules()))
-        self.names = tuple(self._entries.aliases)
-        self.buffer_names = tuple(n for key, n in firsts.items() if key in own_buffers)
-        self._copied = {name for key, name in firsts.items() if key in copied}
+        self._parametrized = any(map(is_parametrized, modules.values()))
         # Torch's own modules write into no parameter, and into an input only with
         # `inplace`: copies would only cost.
-        self._only_torch = slots.only_of_torch(skeleton)
-        in_place = any(getattr(each, "inplace", False) for each in skeleton.modules())
+        self._only_torch = all(map(_is_of_torch, modules.values()))
+        in_place = any(getattr(each, "inplace", False) for each in modules.values())
         self._writes = in_place or not self._only_torch
-        self._watched = () if self._only_torch else set(self.names) - self._copied
+        self._watched = () if self._only_torch else {*self.names} - self._copied
 
     def __call__(
         self, params: Params, buffers: Buffers, /, *args: Any, **kwargs: Any
@@ -211,7 +101,7 @@ class FunctionalModel:
             RuntimeError: the forward pass changes a parameter in place, or uses a view
                 of one that the module keeps.
         """
-        return self._run(self._entries.merged(params, buffers), args, kwargs)[0]
+        return self._run(self._merged(params, buffers), args, kwargs)[0]
 
     def call_and_update(
         self, params: Params, buffers: Buffers, /, *args: Any, **kwargs: Any
@@ -229,13 +119,13 @@ class FunctionalModel:
             >>> buffers["running_mean"], new["running_mean"]
             (tensor([0., 0.]), tensor([0.1000, 0.1000]))
         """
-        output, left = self._run(self._entries.merged(params, buffers), args, kwargs)
+        output, left = self._run(self._merged(params, buffers), args, kwargs)
         return output, {name: left[name] for name in buffers or self.buffer_names}
 
     def train(self, mode: bool = True) -> "FunctionalModel":
         """Return a new function whose module is in training mode."""
         skeleton = copy.deepcopy(self._skeleton).train(mode)
-        return FunctionalModel(skeleton, self._entries.constants)
+        return FunctionalModel(skeleton, self._defaults)
 
     def eval(self) -> "FunctionalModel":
         """Return a new function whose module is in evaluation mode."""
@@ -249,10 +139,11 @@ class FunctionalModel:
     @property
     def constants(self) -> list[Tensor]:
         """The tensors in plain attributes of the module, which each call copies."""
-        return [value for _, _, value in self._slots.detached]
+        return [*self._slots.detached.values()]
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield all modules, to be read alone: tensors are placeholders."""
+        """Yield all modules; tensors are placeholders, changes hold for later calls."""
+        self._shown = True
         return self._skeleton.named_modules()
 
     def to_module(self, params: Params, buffers: Buffers) -> nn.Module:
@@ -262,15 +153,13 @@ class FunctionalModel:
         """
         module = copy.deepcopy(self._skeleton)
         copies: dict[str, Tensor] = {}
-        for name, given in self._entries.merged(params, buffers).items():
+        for name, given in self._merged(params, buffers).items():
             copies[name] = value = given.detach().clone()
             if name not in self.buffer_names:
                 real_or_complex = value.is_floating_point() or value.is_complex()
                 trained = name in params and real_or_complex
                 copies[name] = nn.Parameter(value, requires_grad=trained)
-        filled = FunctionalModel(module, self._entries.constants)
-        filled._slots.fill(copies)
-        filled._attribute(copies)
+        FunctionalModel(module, self._defaults)._slots.fill(copies)
         for each in module.modules():
             if isinstance(each, nn.RNNBase):
                 each.flatten_parameters()  # cuDNN wants the weights in one block
@@ -282,18 +171,57 @@ class FunctionalModel:
         Raises:
             ValueError: the module lacks a name, has one more, or another shape.
         """
-        values, aliases = self._entries.merged(params, buffers), self._entries.aliases
-        write_values_(model, {n: values[key] for key in values for n in aliases[key]})
+        values, aliases = self._merged(params, buffers), self._aliases
+        _write_values_(model, {n: values[key] for key in values for n in aliases[key]})
 
     def __reduce__(self) -> tuple:
-        return FunctionalModel, (self._skeleton, self._entries.constants)
+        return FunctionalModel, (self._skeleton, self._defaults)
 
     def __repr__(self) -> str:
         kind = type(self._skeleton).__name__
         return f"FunctionalModel({kind}, {len(self.names)} tensors)"
 
-    def _find_slots(self, skeleton: nn.Module, firsts: dict[int, str]) -> slots.Slots:
-        return slots.Slots(skeleton, firsts)
+    def _find_slots(self, names: dict[int, str]) -> Slots:
+        return Slots(self._skeleton, names)
+
+    def _merged(self, params: Params, buffers: Buffers) -> dict[str, Tensor]:
+        """Merge the two dictionaries into one value a name, or raise."""
+        if self._shown:
+            with self._lock:
+                if not self._running and not self._slots.unchanged():
+                    self._read()
+        checks.dictionaries("fmodel", params=params, buffers=buffers)
+        both = params.keys() & buffers.keys()
+        if both:
+            raise ValueError(
+                f"fmodel(params, buffers): expected each name in one of the two, got "
+                f"{checks.listed(both)} in both."
+            )
+        values = {**params, **buffers}
+        if values.keys() != self._aliases.keys():
+            if not buffers:
+                values = self._of_state_dict(params)
+            checks.names("fmodel(params, buffers)", self._aliases, values)
+        with modes.without_modes():  # which would see each shape that is read
+            checks.shapes("fmodel(params, buffers)", self._shapes, values)
+        return values
+
+    def _of_state_dict(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Fold tied names into their first, and add non-persistent buffers."""
+        values = dict(state)
+        for first, aliases in self._aliases.items():
+            tied = {name: values.pop(name) for name in aliases if name in values}
+            for name, value in tied.items():
+                kept = values.setdefault(first, value)
+                if not checks.same_values(value, kept):
+                    raise ValueError(
+                        f"fmodel(state_dict, {{}}): expected one value for the tied "
+                        f"names {next(iter(tied))!r} and {name!r}, got two."
+                    )
+        device = next((value.device for value in values.values()), None)
+        for name, default in self._defaults.items():
+            values.setdefault(name, default.to(device))
+        return values
 
     def _run(
         self, values: dict[str, Tensor], args: tuple, kwargs: dict
@@ -311,29 +239,25 @@ class FunctionalModel:
                 "torch.nn.utils.parametrize.cached(), which keeps the tensors of one "
                 "call for the next, got one inside. Leave the block first."
             )
-        tensors = {
-            name: with_attributes(value.clone(), value)
-            if name in self._copied
-            else value
-            for name, value in values.items()
-        }
+        tensors = dict(values)
+        for name in self._copied:
+            tensors[name] = with_attributes(values[name].clone(), values[name])
+        watched = {name: tensors[name] for name in self._watched}
         copies = self._writes
-        if not copies:  # autograd saves no tensor of inference mode, but copies of them
-            with modes.without_modes():
-                copies = any(
-                    each.is_inference() for each in tree.tensors((args, kwargs))
-                )
+        with modes.without_modes():  # which would see each attribute that is read
+            versions = versions_of(watched.values())
+            # Autograd saves no tensor of inference mode, but copies of them.
+            copies = copies or any(
+                x.is_inference() for x in tree.tensors((args, kwargs))
+            )
         if copies:
             args, kwargs = tree.copied((args, kwargs))
-        versions = _versions(tensors, self._copied)
-        written = [tensors[name] for name in self._copied]
-        marked = [vars(tensors[name]) for name in self._attributes]
-        before = [(attributes, dict(attributes)) for attributes in marked]
-        state = CallState(self._slots, before, self._lock, written)
-        again = None if self._only_torch else state.again
-        protected = Protected(
-            {n: tensors[n] for n in self._watched}, _EXPECTED, _ADVICE, again
-        )
+        guard: AbstractContextManager = nullcontext()
+        if not self._only_torch:
+            rerun = Rerun(
+                self._slots, (tensors[name] for name in self._copied), self._lock
+            )
+            guard = protect(Protected(watched, _EXPECTED, _ADVICE, rerun.again))
         with self._lock:
             if self._running:
                 raise RuntimeError(
@@ -344,35 +268,43 @@ class FunctionalModel:
             self._running = True
             try:
                 self._slots.fill(tensors)
-                self._attribute(tensors)
-                with protect(protected):
+                with guard:
                     output = self._skeleton(*args, **kwargs)
-                left = {name: self._left(name, tensors[name]) for name in tensors}
+                left = self._slots.left(tensors)
             finally:
-                state.end()
+                if not self._only_torch:
+                    rerun.keep()
+                self._slots.end()
                 self._running = False
-        for name, version in _versions(tensors, self._copied).items():
-            if versions[name] != version or left[name] is not tensors[name]:
-                raise RuntimeError(f"{_EXPECTED}, but it changed {name!r}. {_ADVICE}")
+        changed = [
+            n for n in left if left[n] is not tensors[n] and n not in self._copied
+        ]
+        if watched:
+            with modes.without_modes():
+                pairs = zip(
+                    watched, versions, versions_of(watched.values()), strict=True
+                )
+            changed += [name for name, before, after in pairs if before != after]
+        if changed:
+            raise RuntimeError(f"{_EXPECTED}, but it changed {changed[0]!r}. {_ADVICE}")
         return output, left
 
-    def _attribute(self, values: Mapping[str, Tensor]) -> None:
-        """Set the attributes of the module's tensors on values that lack them."""
-        for name, attributes in self._attributes.items():
-            vars(values[name]).update({**attributes, **vars(values[name])})
 
-    def _left(self, name: str, before: Tensor) -> Tensor:
-        """Return the tensor that is registered under a name and its aliases."""
-        places = self._slots.registered.get(name, [])
-        registered = [registry.get(key) for registry, key in places]
-        changed = [value for value in registered if value is not before]
-        new = changed[0] if changed else before
-        if not isinstance(new, Tensor) or any(value is not new for value in changed):
-            raise RuntimeError(
-                f"fmodel(params, buffers): expected one tensor to be left in {name!r} "
-                f"and the names tied to it, got {[type(x) for x in registered]}."
-            )
-        return new
+def _is_of_torch(module: nn.Module) -> bool:
+    """Return whether a call of a module runs code of torch itself and no other."""
+    functions = (
+        x for x in vars(module).values() if not isinstance(x, type | nn.Module)
+    )
+    return (
+        type(module).__module__.startswith("torch.nn.modules.")
+        and "forward" not in vars(module)
+        and not has_forward_hooks(module)
+        and all(
+            str(getattr(each, "__module__", "")).startswith("torch")
+            for each in functions  # an activation, for example
+            if callable(each)
+        )
+    )
 
 
 class BufferlessModel:
@@ -398,9 +330,9 @@ def make_functional_with_buffers(
 
     `params` and `buffers` are dictionaries by name whose tensors share nothing with
     the module. A tied tensor appears once, under its first name, and drives every
-    alias, in plain lists and dictionaries of the module too. Parameters require grad
-    unless `disable_autograd_tracking`; a parameter that does not require grad in the
-    module is a constant and comes back among the buffers.
+    alias, in attributes, containers and objects of the module too. Parameters require
+    grad unless `disable_autograd_tracking`; a parameter that does not require grad in
+    the module is a constant and comes back among the buffers.
 
     If the module caches a view of a parameter, or a tensor computed from one, using the
     cached tensor raises until the forward pass recomputes it; otherwise it would be a
@@ -408,8 +340,8 @@ def make_functional_with_buffers(
 
     Raises:
         TypeError: not a module, or one that cannot be copied (scripted, lazy and not
-            yet initialised, wrapped for data parallelism, with a parameter in a tuple,
-            with hooks on parameters or with several of them on one memory).
+            yet initialised, wrapped for data parallelism, with hooks on parameters,
+            with several of them on one memory, or with functions that close over it).
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -428,7 +360,6 @@ def _split(
     model: nn.Module, disable_autograd_tracking: bool
 ) -> tuple[FunctionalModel, Params, Buffers]:
     guards.check_plain("make_functional_with_buffers", model)
-    guards.check_closures(model)
     own_buffers = slots.own_buffers(model)
     constant = own_buffers - slots.persistent(model)
     placeholders: dict[int, slots.Placeholder] = {}
@@ -482,17 +413,7 @@ _EXPECTED = (
 _ADVICE = "Keep what changes in a buffer (register_buffer) and use call_and_update."
 
 
-def _versions(values: Mapping[str, Tensor], but: Container[str]) -> dict[str, int]:
-    """Return how often tensors were changed in place, as far as torch counts it."""
-    with modes.without_modes():  # modes have no say in it
-        return {
-            name: 0 if value.is_inference() else version_of(value)
-            for name, value in values.items()
-            if name not in but
-        }
-
-
-def write_values_(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+def _write_values_(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Write a value into every tensor of a module, under each of its names."""
     function = "copy_to_(model, params, buffers)"
     with RNG_LOCK:  # no other thread computes on the module

@@ -130,6 +130,8 @@ class LossMode(WriteGuard):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if autograd.hooks() is not None:
+            self.look_at_hooks()
         if self.waiting is not None and modes.autocast_is_on():
             waiting, self.waiting = self.waiting, None
             try:
@@ -137,8 +139,6 @@ class LossMode(WriteGuard):
                     return func(*args, **kwargs)
             finally:
                 self.waiting = waiting
-        if autograd.hooks() is not None:
-            self.look_at_hooks()
         handlers = self._handlers
         if is_ordinary(func) and (not kwargs or kwargs.keys().isdisjoint(_OPTIONS)):
             handlers = handlers[-1:]

@@ -1,8 +1,4 @@
-"""Optimizers as pairs of pure functions, made of rules for one parameter.
-
-Arithmetic is in float32 or wider, on tensors and dictionaries of them, whose gradients
-may be None. Hyperparameters are numbers or tensors without dimensions.
-"""
+"""Optimizers as pairs of pure functions, made of rules for one parameter."""
 
 # Functions inside of functions have no annotations, here and in every file of an
 # optimizer: torch.compile, which traces the making of one inside a mapped function,
@@ -17,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vgrad import checks
-from vgrad.tree import cast, map_values, tree_leaves, wide, widened
+from vgrad.tree import cast, map_values, wide, widened
 from vgrad.typing import Params, Schedule, Tree
 
 if TYPE_CHECKING:
@@ -39,24 +35,22 @@ UpdateFn = Callable[..., tuple[Updates, Tree]]
 """`(grads, state, params=None) -> (updates, state)`; the arguments do not change."""
 
 Donated = Callable[[Grads, Tree, Params], tuple[Params, Tree] | None]
-"""A step in place: `(grads, state, params) -> (params, state)`.
-
-It returns None, before anything has changed, if it is not possible.
-"""
+"""A step in place; if it is not possible, None, before anything has changed."""
 
 
 class GradientTransformation(NamedTuple):
     """Two pure functions, `init` and `update`: an optimizer, or a part of one.
 
     `init(params) -> state` makes the state, a tree whose leaves are all tensors.
-    `update(grads, state, params=None) -> (updates, state)` makes one step of it. The
-    updates of a whole optimizer are added to the parameters: the sign of the rate is
-    already in them. They are never narrower than float32.
+    `update(grads, state, params=None) -> (updates, state)` makes one step. The updates
+    of a whole optimizer, never narrower than float32, are added to the parameters.
+    Neither changes anything in place or reads a value, so both run under `torch.vmap`,
+    `torch.compile` and `torch.func.grad`; an optimizer whose rate differs from member
+    to member is built inside the mapped function.
 
-    Neither function changes anything in place or reads a value, so both run under
-    `torch.vmap`, `torch.compile` and `torch.func.grad`; an optimizer whose rate differs
-    from member to member is built inside the mapped function. `donated` is a faster
-    whole step, for `step` with `donate=True`; a chain does not inherit it.
+    `donated` is a faster whole step, for `step` with `donate=True`; a chain does not
+    inherit it. `counted` is whether updates depend on steps that `torch.optim` counts
+    for each parameter.
 
     Example:
         >>> negate = GradientTransformation(
@@ -68,6 +62,7 @@ class GradientTransformation(NamedTuple):
     init: Callable[[Params], Tree]
     update: UpdateFn
     donated: Donated | None = None
+    counted: bool = False
 
 
 class State(NamedTuple):
@@ -86,14 +81,17 @@ class State(NamedTuple):
 
 
 def per_parameter(
-    function: str, slots: Mapping[str, Any], at: Callable, *, real: bool = True
+    function: str,
+    slots: Mapping[str, Any],
+    at: Callable,
+    *,
+    real: bool = True,
+    counted: bool = False,
 ) -> GradientTransformation:
-    """Make a transformation of a rule for one parameter.
+    """Make a transformation of a rule `(gradient, *slots) -> (update, *slots)`.
 
-    `at(step) -> rule` is called once a step with its number, an int64 tensor, and
-    `rule(gradient, *slots) -> (update, *slots)` once for each parameter with a
-    gradient. A slot starts with one value everywhere, or as a function of the parameter
-    returns it, which may be None. Parameters have to be `real`.
+    `at(step)` returns the rule. A slot starts with one value everywhere, or as a
+    function of the parameter returns it, which may be None.
     """
 
     def init(params):
@@ -130,7 +128,7 @@ def per_parameter(
         }
         return updates, State(count, new)
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, counted=counted)
 
 
 def stateless(update: Callable[[Grads, Any], Updates]) -> GradientTransformation:
@@ -142,10 +140,8 @@ def stateless(update: Callable[[Grads, Any], Updates]) -> GradientTransformation
 
 
 def of_gradient(function: Callable[[Tensor], Tensor]) -> GradientTransformation:
-    """Make a transformation without state of a function of one widened gradient."""
-    return stateless(
-        lambda grads, params: map_grads(lambda g: function(widened(g)), grads)
-    )
+    """Do the same with a function of one gradient, widened."""
+    return stateless(lambda grads, _: map_grads(lambda g: function(widened(g)), grads))
 
 
 def of_gradient_and_parameter(name: str, function: Callable) -> GradientTransformation:
@@ -173,8 +169,8 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     def update(grads, state, params=None):
         if len(state) != len(transformations):
             raise ValueError(
-                f"chain(state of {len(state)} transformations): expected one of "
-                f"{len(transformations)}, as init of the same chain makes it."
+                f"chain(state of {len(state)} parts): expected {len(transformations)}, "
+                f"as init of the same chain or partition makes it."
             )
         updates, states = dict(grads), []
         for tx, old in zip(transformations, state, strict=True):
@@ -183,7 +179,9 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
         return updates, tuple(states)
 
     return GradientTransformation(
-        lambda params: tuple(tx.init(params) for tx in transformations), update
+        lambda params: tuple(tx.init(params) for tx in transformations),
+        update,
+        counted=any(tx.counted for tx in transformations),
     )
 
 
@@ -224,10 +222,10 @@ def step(
 
     It records a graph if its inputs require grad. With `donate=True` the step may write
     into the old state, which must not be used again, and into the old parameters:
-    `sgd`, `adam` and `adamw` make the step by one kernel of torch. The dictionaries
-    passed are left empty, so that using them again raises. Gradients are never changed:
-    where one, or a part of the state, shares the memory of a parameter, the step is a
-    pure one.
+    `sgd`, `adam` and `adamw` make it by one kernel of torch. The dictionaries passed
+    are left empty, so that using them again raises. Gradients are never changed: where
+    one, or a part of the state, shares the memory of a parameter, the step is a pure
+    one.
 
     Example:
         >>> from vgrad.optim import sgd
@@ -259,16 +257,11 @@ def _dictionaries(tree: Tree) -> list[dict]:
     return dictionaries
 
 
-def states_of(state: Tree, is_one: Callable[[Any], bool]) -> list[Any]:
-    """Collect the states for which a function is true from a tree."""
-    return [node for node in tree_leaves(state, is_leaf=is_one) if is_one(node)]
-
-
 # Arithmetic.
 
 
 def is_zero(value: Number) -> bool:
-    """Return whether a value is the number zero; a tensor never is."""
+    """Return whether a value is the number zero, no tensor."""
     return not isinstance(value, Tensor) and value == 0
 
 
@@ -291,15 +284,6 @@ def map_grads(function: Callable[..., Tensor], grads: Grads, *others: Any) -> Up
     return map_values(apply, grads, *others)
 
 
-def advance(function: Callable, old: Params, new: Grads, *others: Params) -> Params:
-    """Apply a function name by name; where `new` is None, keep the entry of `old`."""
-
-    def apply(before, value, *rest):
-        return before if value is None else function(before, value, *rest)
-
-    return map_values(apply, old, new, *others)
-
-
 def counter(params: Params) -> Tensor:
     """Make a count of zero steps on the device of the parameters."""
     device = next(iter(params.values())).device if params else None
@@ -312,16 +296,8 @@ def filled(param: Tensor, value: Number = 0) -> Tensor:
     return zeros if is_zero(value) else zeros + scalar(value, zeros)
 
 
-def copies(params: Params) -> Params:
-    """Copy parameters in the dtype of averages; the originals may be donated."""
-    return map_values(lambda param: widened(param).clone(), params)
-
-
 def root(square: Tensor) -> Tensor:
-    """Take the root of numbers >= 0, with a finite slope at zero.
-
-    An infinite one would make gradients through an update NaN.
-    """
+    """Take the root of numbers >= 0, with a finite slope at zero."""
     return square.clamp_min(torch.finfo(square.dtype).tiny).sqrt()
 
 
@@ -331,33 +307,10 @@ def length(square: Tensor) -> Tensor:
     return square.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
 
 
-def norm(value: Tensor) -> Tensor:
-    """Return the norm of all entries; its gradient is zero where the norm is."""
-    return length(value.abs().square().sum())
-
-
 def lerp(old: Tensor, new: Tensor, share: Number) -> Tensor:
     """`(1 - share) * old + share * new` in the dtype of `old`, exactly `new` for 1."""
     weight: Any = scalar(share, old)
     return torch.lerp(old, cast(new, old.dtype), weight)
-
-
-def mean_of_squares(old: Tensor, grad: Tensor, decay: Number) -> Tensor:
-    """`decay * old + (1 - decay) * g * g` in the dtype of `old`.
-
-    In this form, torch's own, a square that overflows stays infinite.
-    """
-    kept = scalar(decay, old) * old
-    # Widened before the product: the square of a float16 overflows from 256 on.
-    grad = cast(grad, kept.dtype)
-    if isinstance(decay, Tensor):
-        return kept + scalar(1 - decay, old) * grad.square()
-    return torch.addcmul(kept, grad, grad, value=1 - decay)
-
-
-def over_root(grad: Tensor, square: Tensor, eps: Number) -> Tensor:
-    """`g / (sqrt(square) + eps)`."""
-    return cast(grad, square.dtype) / (root(square) + scalar(eps, square))
 
 
 def plus(value: Tensor, factor: Number, other: Tensor) -> Tensor:
@@ -368,10 +321,7 @@ def plus(value: Tensor, factor: Number, other: Tensor) -> Tensor:
 
 
 def scalar(value: Number, like: Tensor) -> Number:
-    """Return a number as it is, a tensor in the dtype and on the device of `like`.
-
-    A float64 hyperparameter would otherwise widen parameters without dimensions.
-    """
+    """Return a number as it is, a tensor in the dtype and on the device of `like`."""
     if not isinstance(value, Tensor):
         return value
     if value.ndim > 0:
@@ -393,8 +343,14 @@ def placed(value: Tensor, like: Tensor) -> Tensor:
 
 
 def plain(**values: Any) -> dict[str, Any]:
-    """Return the values that are not tensors."""
-    return {name: v for name, v in values.items() if not isinstance(v, Tensor)}
+    """Return the values that are no tensors, and no tuples of some."""
+    return {name: value for name, value in values.items() if not _holds_one(value)}
+
+
+def _holds_one(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(map(_holds_one, value))
+    return isinstance(value, Tensor)
 
 
 def check_scalars(function: str, advice: str, /, **values: Any) -> None:

@@ -1,9 +1,4 @@
-"""Steps in place, for callers that donate the old parameters and state.
-
-torch has one kernel for a whole step of SGD, Adam and AdamW, which reads and writes
-every value once. For tensors that it does not support these steps return None, before
-anything has changed, and the pure functions are run instead.
-"""
+"""Steps in place by torch's kernels, for callers that donate parameters and state."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +22,7 @@ _BYTES, _REQUIRES_GRAD = map(attrgetter, ("nbytes", "requires_grad"))
 def donated_sgd(
     lr: Rate, *, momentum: Number, dampening: Number, **options: Any
 ) -> Donated | None:
-    """Make the step in place of `sgd`, with its options; None if there is none."""
+    """Make the step in place of `sgd`; None if there is none."""
     # The first step of dampened momentum differs: its number would have to be read.
     if not is_zero(dampening) or not _numbers(momentum, options["weight_decay"]):
         return None
@@ -44,7 +39,7 @@ def donated_sgd(
 def donated_adam(
     lr: Rate, *, betas: tuple[Number, Number], decoupled: bool, **options: Any
 ) -> Donated | None:
-    """Make the step in place of `adam`, or `adamw`; None if there is none."""
+    """Make the step in place of `adam` or `adamw`; None if there is none."""
     # Without eps the kernel divides zero by zero where scale_by_adam does not.
     eps = options["eps"]
     if is_zero(eps) or not _numbers(*betas, eps, options["weight_decay"]):
@@ -65,11 +60,6 @@ def _numbers(*values: Number) -> bool:
 
 
 def _donated(lr: Rate, launch: Callable, slots: tuple[str, ...]) -> Donated:
-    """Make a step in place of a kernel that `launch` runs for each group of tensors.
-
-    The step returns None unless the state of a chain has a part with exactly these
-    slots, or none with any if there are no slots.
-    """
     checked = _Checks()
 
     def step(grads, state, params):
@@ -79,7 +69,7 @@ def _donated(lr: Rate, launch: Callable, slots: tuple[str, ...]) -> Donated:
         ]
         moments = [state[i] for i in with_slots]
         if [tuple(part.slots) for part in moments] != ([slots] if slots else []):
-            return None
+            return None  # a state of other transformations, chained with the rate
         tensors = [part.slots[slot] for part in moments for slot in slots]
         groups = checked.groups(params, grads, tensors)
         if groups is None:
@@ -109,56 +99,52 @@ def _donated(lr: Rate, launch: Callable, slots: tuple[str, ...]) -> Donated:
 
 
 class _Layout(NamedTuple):
-    """The layout of the tensors of a step, in which a kernel could take them.
-
-    `groups` has the places of the parameters of each device and dtype, or is None if
-    the kernel has no such dtype; `is_same` compares other tensors with these.
-    """
-
     sizes: list[int]
     groups: list[list[int]] | None
+    """The places of the parameters of each device and dtype; None without a kernel."""
     requires_grad: bool
     is_same: Callable[..., bool]
+    """Compares other tensors with these."""
 
-    @classmethod
-    def of(cls, columns: list[list[Tensor]], idle: list[Tensor]) -> "_Layout | None":
-        """Describe columns of parameters, gradients and moments; None if they differ.
 
-        Gradients in another memory layout than their parameters are replaced by copies.
-        """
-        stepped = columns[0]
+def _layout(columns: list[list[Tensor]], idle: list[Tensor]) -> _Layout | None:
+    """Describe columns of parameters, gradients and moments; None if they differ.
 
-        def alike(of):
-            first, *others = (list(map(of, column)) for column in columns)
-            return all(other == first for other in others)
+    Gradients in another memory layout than their parameters are replaced by copies.
+    """
+    stepped = columns[0]
 
-        if not all(map(alike, (_SHAPE, _DTYPE, _DEVICE))):
+    def alike(of):
+        first, *others = (list(map(of, column)) for column in columns)
+        return all(other == first for other in others)
+
+    if not all(map(alike, (_SHAPE, _DTYPE, _DEVICE))):
+        return None
+    if not all(map(Tensor.is_contiguous, itertools.chain(*columns, idle))):
+        columns[1] = [
+            g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
+            for p, g in zip(stepped, columns[1], strict=True)
+        ]
+        if not alike(Tensor.stride) or not all(map(_dense, [*stepped, *idle])):
             return None
-        if not all(map(Tensor.is_contiguous, itertools.chain(*columns, idle))):
-            columns[1] = [
-                g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
-                for p, g in zip(stepped, columns[1], strict=True)
-            ]
-            if not alike(Tensor.stride) or not all(map(_dense, [*stepped, *idle])):
-                return None
-        groups: dict[Any, list[int]] = {}
-        for place, param in enumerate(stepped):
-            groups.setdefault((param.device, param.dtype), []).append(place)
-        known = {dtype for _, dtype in groups} <= {torch.float32, torch.float64}
-        tensors = [*itertools.chain(*columns), *idle]
-        return cls(
-            list(map(_BYTES, tensors)),
-            [*groups.values()] if known else None,
-            any(map(_REQUIRES_GRAD, itertools.chain(*columns))),
-            like(tensors),
-        )
+    groups: dict[Any, list[int]] = {}
+    for place, param in enumerate(stepped):
+        groups.setdefault((param.device, param.dtype), []).append(place)
+    known = {dtype for _, dtype in groups} <= {torch.float32, torch.float64}
+    tensors = [*itertools.chain(*columns), *idle]
+    return _Layout(
+        list(map(_BYTES, tensors)),
+        [*groups.values()] if known else None,
+        any(map(_REQUIRES_GRAD, itertools.chain(*columns))),
+        like(tensors),
+    )
 
 
 class _Checks:
     """The checks before a kernel, which looks neither at strides nor at dtypes.
 
-    For many small tensors checks one by one would cost more than the step. So tensors
-    in the layout of the last step are not checked again, except for shared memory.
+    For many small tensors they would cost more than the step. So tensors in the layout
+    of the last step are not checked again, except for shared memory.
     """
 
     def __init__(self) -> None:
@@ -170,10 +156,7 @@ class _Checks:
     def groups(
         self, params: Params, grads: Grads, moments: list[Params]
     ) -> list[list[list[Tensor]]] | None:
-        """Make lists of parameters, gradients and moments, for each device and dtype.
-
-        Returns None if a tensor is not plain or shares its memory.
-        """
+        """Make the columns of each device and dtype, if all tensors suit a kernel."""
         if modes.inside_transform() or torch.compiler.is_compiling():
             return None
         if params.keys() != grads.keys():
@@ -190,7 +173,7 @@ class _Checks:
         tensors, layout = [*itertools.chain(*columns), *idle], self._last
         same = layout and len(tensors) == len(layout.sizes) and layout.is_same(*tensors)
         if not same:
-            self._last = layout = _Layout.of(columns, idle)
+            self._last = layout = _layout(columns, idle)
             tensors = [*itertools.chain(*columns), *idle]
         if not layout or (layout.requires_grad and torch.is_grad_enabled()):
             return None
@@ -205,7 +188,7 @@ class _Checks:
 
 
 def _local_parts(trees: list[Any]) -> list[Any]:
-    """Return the local parts of DTensors; nothing if they are not sharded alike."""
+    # Nothing, if they are not sharded alike.
     cuts = {n: getattr(param, "placements", None) for n, param in trees[0].items()}
     local = []
     for tree in trees:
@@ -218,7 +201,6 @@ def _local_parts(trees: list[Any]) -> list[Any]:
 
 
 def _dense(tensor: Tensor) -> bool:
-    """Return whether a tensor is contiguous in one of the usual layouts."""
     channels_last = torch.channels_last if tensor.ndim == 4 else torch.contiguous_format
     return tensor.is_contiguous() or tensor.is_contiguous(memory_format=channels_last)
 
@@ -227,7 +209,6 @@ def _dense(tensor: Tensor) -> bool:
 
 
 def _apart(places: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether no two blocks of memory, of places and sizes in bytes, overlap."""
     starts, ends = sorted(places), sorted(map(add, places, sizes))
     return all(map(le, ends, starts[1:]))
 
@@ -243,7 +224,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Return the bytes from the first entry of a tensor to the end of its last one."""
+    # The bytes from the first entry to the end of the last one.
     if tensor.is_contiguous():
         return tensor.nbytes
     steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -252,10 +233,7 @@ def _extent(tensor: Tensor) -> int:
 
 
 def sharing(params: Params) -> Iterator[tuple[str, str]]:
-    """Yield each two names whose tensors have entries in the same memory.
-
-    A name comes with itself if two entries of its tensor are in the same place.
-    """
+    """Yield each two names, or one twice, with entries in the same place in memory."""
     params = {name: _local(param) for name, param in params.items()}
     blocks: list[tuple[int, int, str]] = []
     for name, param in params.items():
@@ -288,7 +266,7 @@ def check_parts(params: Params) -> None:
 
 
 def _overlap(*tensors: Tensor) -> bool:
-    """Return whether two entries of these tensors are in the same place."""
+    # Whether two entries are in the same place.
     if len({tensor.element_size() for tensor in tensors}) > 1:
         return True  # an entry of one may lie between the places of two of the other
     addresses = []
@@ -303,7 +281,7 @@ def _overlap(*tensors: Tensor) -> bool:
 
 
 def _nested(tensor: Tensor) -> bool:
-    """Return whether each stride reaches beyond all entries of smaller strides."""
+    # Whether each stride reaches beyond all entries of smaller strides.
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

@@ -1,7 +1,4 @@
-"""From and to `torch.optim`: its optimizers read and written, and made of ours.
-
-Slots of a `State` have torch's names, so a state of torch is read and written by name.
-"""
+"""From and to `torch.optim`: its optimizers read and written, and made of ours."""
 
 import inspect
 import math
@@ -16,20 +13,17 @@ from vgrad import checks, tree
 from vgrad.optim import methods
 from vgrad.optim.base import GradientTransformation, State, check_transformation, step
 from vgrad.optim.fused import sharing
-from vgrad.optim.hyperparams import HyperparamsState, with_hyperparams
-from vgrad.optim.transforms import Key, partition
+from vgrad.optim.transforms import HyperparamsState, Key, partition, with_hyperparams
 from vgrad.tree import check_fit, state_dict, tree_leaves, tree_map
 from vgrad.typing import Params, Tree
 
 Entry = dict[str, Any]
-"""The state of one parameter in `torch.optim`."""
+"""The state of one parameter in `torch.optim`, whose names the slots of ours have."""
 
 _NAMES = "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD "
-_NAMES += "Adafactor Muon"
-
 OPTIMIZERS: dict[type[Optimizer], Callable[..., GradientTransformation]] = {
     getattr(torch.optim, name): getattr(methods, name.lower())
-    for name in _NAMES.split()
+    for name in [*_NAMES.split(), "Adafactor", "Muon"]
 }
 """The optimizers that exist on both sides."""
 
@@ -38,8 +32,6 @@ _WITHOUT_STEP = (torch.optim.SGD, torch.optim.Muon)
 
 
 class _Group(NamedTuple):
-    """A group of parameters: its transformation, and its state in torch by name."""
-
     tx: GradientTransformation
     options: dict[str, Any]
     params: Params
@@ -52,12 +44,10 @@ def from_torch(
 ) -> tuple[GradientTransformation, Tree]:
     """Read an optimizer of `torch.optim` into `(tx, state)`, to go on from there.
 
-    `tx` is the optimizer of the same name with the current numbers of `param_groups`,
-    without schedulers and hooks; several groups become a `partition` by name. The state
-    holds copies, and its steps are those torch would make.
-
-    Names are those the optimizer was made with, from `model.named_parameters()`, or the
-    keys of `params`, a dictionary of the same tensors. Frozen parameters are left out.
+    `tx` is the optimizer of the same name with the current numbers of `param_groups`;
+    several groups become a `partition` by name. The state holds copies. Schedulers and
+    hooks are left out, as are frozen parameters. Names are those the optimizer was made
+    with, from `model.named_parameters()`, or the keys of `params`.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -78,19 +68,17 @@ def from_torch(
 
 
 def _read(optimizer: Optimizer, group: _Group) -> Tree:
-    """Return the state of a group, in copies."""
     template = group.tx.init(group.params)
     if not any(group.entries.values()):
         return template
     steps = {name: _steps_of(entry) for name, entry in group.entries.items()}
     most = max(steps.values())
-    behind = {name: count for name, count in steps.items() if count < most}
-    if behind and _counts(optimizer, group.options):
-        name, count = next(iter(behind.items()))
+    behind = [name for name, count in steps.items() if count < most]
+    if behind and group.tx.counted:
         raise ValueError(
             f"from_torch(optimizer): expected parameters of a group that took equally "
-            f"many steps, got {count:.0f} of {name!r} and {most:.0f} of others. Put "
-            f"into another group: {checks.listed(behind)}."
+            f"many steps, got fewer than {most:.0f} of {checks.listed(behind)}. Put "
+            f"these into another group."
         )
     if isinstance(optimizer, torch.optim.ASGD):
         # torch keeps the rate of the next step, in its default dtype.
@@ -128,25 +116,14 @@ def _read(optimizer: Optimizer, group: _Group) -> Tree:
     return tuple(map(read, template))
 
 
-def _counts(optimizer: Optimizer, options: dict[str, Any]) -> bool:
-    """Return whether the numbers of an optimizer depend on the count of steps."""
-    if isinstance(optimizer, _WITHOUT_STEP):  # a sum without dampening starts from zero
-        return bool(options.get("dampening") and options["momentum"])
-    if isinstance(optimizer, torch.optim.Adagrad):
-        return bool(options["lr_decay"])
-    uncounted = torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adadelta
-    return not isinstance(optimizer, uncounted)
-
-
 def to_torch(
     state: Tree, optimizer: Optimizer, params: Mapping[str, Tensor] | None = None
 ) -> None:
     """Write a state into an optimizer of `torch.optim`, to go on there.
 
-    `from_torch` of the optimizer has to give the transformation that made the state,
-    with its options and groups; rates are not written. After an error nothing has
-    changed. `params` names the parameters as in `from_torch`; load their values into
-    the module.
+    `from_torch` of the optimizer has to give the transformation that made the state;
+    rates are not written. `params` names the parameters as in `from_torch`; load their
+    values into the module. After an error nothing has changed.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -169,7 +146,6 @@ def to_torch(
 
 
 def _written(optimizer: Optimizer, group: _Group, state: Tree) -> dict[Tensor, Entry]:
-    """Return the state of torch for each parameter of a group."""
     parts = [part for part in state if isinstance(part, State)]
     count = int(parts[0].count) if parts else 0
     asgd = isinstance(optimizer, torch.optim.ASGD)
@@ -178,11 +154,11 @@ def _written(optimizer: Optimizer, group: _Group, state: Tree) -> dict[Tensor, E
     on_device = fused or group.settings.get("capturable") or asgd
 
     def entry(name, param):
-        if isinstance(optimizer, _WITHOUT_STEP) and count == 0:
-            return {}
-        numbers: dict[str, Any] = {}
-        if not isinstance(optimizer, _WITHOUT_STEP):
-            numbers["step"] = count
+        numbers: dict[str, Any] = {"step": count}
+        if isinstance(optimizer, _WITHOUT_STEP):
+            if count == 0:
+                return {}
+            numbers = {}
         new = {}
         for slot, tensors in (pair for part in parts for pair in part.slots.items()):
             if isinstance(tensors, Tensor):
@@ -207,7 +183,6 @@ def _written(optimizer: Optimizer, group: _Group, state: Tree) -> dict[Tensor, E
 def _groups(
     function: str, optimizer: Optimizer, params: Mapping[str, Tensor] | None
 ) -> list[_Group]:
-    """Collect the groups that hold parameters to be trained."""
     if type(optimizer) not in OPTIMIZERS:
         known = ", ".join(kind.__name__ for kind in OPTIMIZERS)
         raise TypeError(
@@ -264,7 +239,7 @@ def _groups(
 
 
 def _steps_of(entry: Entry) -> float:
-    """Return the steps of a parameter; where torch does not count them, one for any."""
+    # One for any, where torch does not count them.
     return float(entry["step"]) if "step" in entry else float(bool(entry))
 
 
@@ -274,7 +249,6 @@ def _asgd_rate(options: dict[str, Any], steps: float) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """Turn tensors among hyperparameters into numbers."""
     if isinstance(value, tuple):
         return tuple(map(_plain, value))
     return value.detach().item() if isinstance(value, Tensor) else value
@@ -286,29 +260,25 @@ def as_torch(
 ) -> Optimizer:
     """Make a `torch.optim.Optimizer` that steps by a transformation.
 
-    It is for code that needs one, such as trainers, `GradScaler` and the schedulers of
-    torch. `params` are `model.named_parameters()` or a dictionary of them; their
-    `.grad` is read, and they are written in place. `param_groups[0]["behind"]` names
-    the parameters that had no gradient at an earlier step. `partition` makes groups of
-    parameters.
+    It is for trainers, `GradScaler` and the schedulers of torch. `params` are
+    `model.named_parameters()` or a dictionary; their `.grad` is read, and they are
+    written in place. `param_groups[0]["behind"]` names parameters without a gradient at
+    an earlier step. `partition` makes groups of parameters.
 
-    If the transformation is made by `inject_hyperparams`, its hyperparameters are in
-    `param_groups[0]`, and the next step uses the values a scheduler writes there;
-    schedules among them are left out. So is the rate of any other transformation: it
-    raises when a scheduler of torch reads it.
+    If the transformation is made by `inject_hyperparams`, its hyperparameters, but for
+    schedules, are in `param_groups[0]`, and the next step uses the values a scheduler
+    writes there. A scheduler that reads the rate of any other transformation raises.
 
     Raises:
         ValueError: in `step`, a gradient is sparse, or a parameter that was behind has
             one where updates depend on the steps that torch counts for each parameter.
 
     Example:
-        >>> from vgrad.optim import inject_hyperparams, sgd
+        >>> tx = vgrad.optim.inject_hyperparams(vgrad.optim.sgd, lr=0.5)
         >>> model = torch.nn.Linear(1, 1)
-        >>> tx = inject_hyperparams(sgd, lr=0.5)
         >>> optimizer = as_torch(tx, model.named_parameters())
         >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        >>> model(torch.ones(1)).backward()
-        >>> optimizer.step()
+        >>> optimizer.step(lambda: model(torch.ones(1)).backward())
         >>> scheduler.step()
         >>> optimizer.param_groups[0]["lr"]
         0.25
@@ -334,8 +304,6 @@ def as_torch(
 
 
 class _Settings(dict):
-    """A parameter group whose missing rate raises with an explanation."""
-
     def __missing__(self, key: str) -> Any:
         if key != "lr":
             raise KeyError(key)
@@ -347,14 +315,11 @@ class _Settings(dict):
 
 
 class _Adapter(Optimizer):
-    """The optimizer of `as_torch`: one group, and the state of a transformation."""
-
     def __init__(self, transformation: GradientTransformation, params: Params) -> None:
         self._transformation = transformation
         self._names = tuple(params)
         # Made at the first step, as in torch: until then parameters may be moved.
         self._tree: Tree | None = None
-        self._counted: bool | None = None  # computed when a parameter needs it
         state, shown = transformation.init(params), {}
         hyperparams = state.hyperparams if isinstance(state, HyperparamsState) else {}
         if hyperparams:
@@ -392,18 +357,15 @@ class _Adapter(Optimizer):
             return loss
         (group,) = self.param_groups
         late = [name for name in group["behind"] if name not in without]
-        if late and self._counted is None:
-            self._counted = self._is_counted(params)
-        if late and self._counted:
+        if late and self._transformation.counted:
             raise ValueError(
                 f"as_torch(...).step: expected gradients of the parameters that had "
                 f"one at every step, got others of {checks.listed(late)}: torch counts "
                 f"the steps of each parameter. Give these an optimizer of their own."
             )
         # A fresh dictionary is given away; the parameters are written in any case.
-        new, self._tree = step(
-            self._transformation, grads, state, dict(params), donate=True
-        )
+        tx = self._transformation
+        new, self._tree = step(tx, grads, state, dict(params), donate=True)
         for name, param in params.items():
             if new[name] is not param:
                 param.copy_(new[name])
@@ -428,7 +390,7 @@ class _Adapter(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # torch's own method leaves out the attributes of a subclass.
-        names = ("_transformation", "_names", "_tree", "_counted", "_shown", "_unread")
+        names = ("_transformation", "_names", "_tree", "_shown", "_unread")
         own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own}
 
@@ -445,7 +407,6 @@ class _Adapter(Optimizer):
         return dict(zip(self._names, group["params"], strict=True))
 
     def _with_numbers(self, state: Tree) -> Tree:
-        """Put the numbers of the parameter group into the state."""
         (group,) = self.param_groups
         for name in sorted(self._unread & group.keys()):
             raise ValueError(
@@ -456,50 +417,3 @@ class _Adapter(Optimizer):
         if not self._shown:
             return state
         return with_hyperparams(state, **{name: group[name] for name in self._shown})
-
-    def _is_counted(self, params: Params) -> bool:
-        """Return whether updates depend on counts that torch has for each parameter.
-
-        They do if other counts lead to other updates, of small parameters.
-        """
-        update: Any = self._transformation.update
-        small: Params = {}
-        for name, param in params.items():
-            members, rest = param.shape[:1], param.shape[1:]  # perhaps
-            shape = (*members, *(min(size, 2) for size in rest))
-            small[name] = torch.ones(shape, dtype=param.dtype, device=param.device)
-        state = self._with_numbers(self._transformation.init(small))
-        (other,) = _later((state,))
-        moved = 0
-        for number in range(1000):  # `multi_steps` leaves most parameters as they are
-            grads = {n: torch.sin(p.cumsum(0) + number) for n, p in small.items()}
-            updates, state = update(grads, state, small)
-            others, other = update(grads, other, small)
-            names = [name for name, x in updates.items() if x is not None]
-            if not all(torch.equal(updates[n], others[n]) for n in names):
-                return True
-            moved += any(updates[n].any() for n in names)
-            if moved == 3:
-                break
-        return False
-
-
-def _later(states: tuple) -> tuple:
-    """Increment the counts that torch has for each parameter.
-
-    Counts of schedules are for all parameters, except in `asgd` and `adagrad`.
-    """
-    slots = {slot for s in states if isinstance(s, State) for slot in s.slots}
-    decays = slots & {"ax", "sum"}
-    own = {"ema", "seed", "square"}  # slots without a counterpart in torch
-
-    def later(state):
-        if isinstance(state, State):
-            counted = decays or (state.slots and not state.slots.keys() & own)
-            return state._replace(count=state.count + 1) if counted else state
-        if not isinstance(state, tuple):
-            return state
-        new = _later(tuple(state))
-        return type(state)(*new) if hasattr(state, "_fields") else new
-
-    return tuple(later(state) for state in states)

@@ -1,4 +1,4 @@
-"""Optimizers and their directions: by momentum, signs, norms, squares, Muon."""
+"""Optimizers and their directions."""
 
 import math
 from collections.abc import Callable
@@ -10,27 +10,24 @@ from torch.autograd import Function
 
 from vgrad import checks
 from vgrad.optim.base import (
+    SHARE,
     GradientTransformation,
     Grads,
     Number,
     Rate,
     State,
-    apply_updates,
     chain,
     check_numbers,
     check_range,
     check_real,
-    copies,
     counter,
     filled,
     is_zero,
+    length,
     lerp,
     map_grads,
-    mean_of_squares,
-    norm,
     of_gradient,
     of_gradient_and_parameter,
-    over_root,
     per_parameter,
     placed,
     plain,
@@ -44,14 +41,34 @@ from vgrad.optim.fused import donated_adam, donated_sgd
 from vgrad.optim.transforms import (
     add_decayed_weights,
     ascent,
+    average_after,
     clip_by_block_rms,
     descent,
     scale_by_learning_rate,
+    schedule_free,
 )
 from vgrad.torch_private import shards
-from vgrad.tree import cast, map_values, no_autocast, widened
+from vgrad.tree import cast, no_autocast, widened
 
 Betas = tuple[Number, Number]
+
+
+def _mean_of_squares(old: Tensor, grad: Tensor, decay: Number) -> Tensor:
+    # As in torch: in this form a square that overflows stays infinite.
+    kept = scalar(decay, old) * old
+    # Widened before the product: the square of a float16 overflows from 256 on.
+    grad = cast(grad, kept.dtype)
+    if isinstance(decay, Tensor):
+        return kept + scalar(1 - decay, old) * grad.square()
+    return torch.addcmul(kept, grad, grad, value=1 - decay)
+
+
+def _over_root(grad: Tensor, square: Tensor, eps: Number) -> Tensor:
+    return cast(grad, square.dtype) / (root(square) + scalar(eps, square))
+
+
+def _norm(value: Tensor) -> Tensor:
+    return length(value.abs().square().sum())
 
 
 def trace(
@@ -85,7 +102,9 @@ def trace(
 
         return rule
 
-    return per_parameter("trace", {"momentum_buffer": 0}, at, real=False)
+    counted = not is_zero(dampening)
+    slots = {"momentum_buffer": 0}
+    return per_parameter("trace", slots, at, real=False, counted=counted)
 
 
 def sgd(
@@ -113,10 +132,10 @@ def sgd(
             f"sgd(nesterov=True, momentum={momentum!r}, dampening={dampening!r}): "
             f"expected momentum > 0 and dampening = 0."
         )
-    of_sum = {"dampening": dampening, "nesterov": nesterov}
-    options = {"weight_decay": weight_decay, "maximize": maximize}
-    donated = donated_sgd(lr, momentum=momentum, **of_sum, **options)
-    return descent(lr, trace(momentum, **of_sum), **options)._replace(donated=donated)
+    options = {"dampening": dampening, "nesterov": nesterov}
+    tx = descent(lr, weight_decay, maximize, trace(momentum, **options))
+    options |= {"weight_decay": weight_decay, "maximize": maximize}
+    return tx._replace(donated=donated_sgd(lr, momentum=momentum, **options))
 
 
 def asgd(
@@ -152,24 +171,7 @@ def asgd(
         add_decayed_weights(weight_decay + lambd),
         scale_by_learning_rate(decaying),
         average_after("asgd", share),
-    )
-
-
-def average_after(
-    function: str, share: Callable[[Tensor], Tensor]
-) -> GradientTransformation:
-    """Move an average by a share of the way to the parameters after each step."""
-
-    def update(grads, state, params=None):
-        params = required(function, params, grads, state.slots["ax"])
-        count = state.count + 1
-        after, taken = apply_updates(params, grads), share(count)
-        average = map_values(lambda x, p: lerp(x, p, taken), state.slots["ax"], after)
-        return dict(grads), State(count, {"ax": average})
-
-    return GradientTransformation(
-        lambda params: State(counter(params), {"ax": copies(params)}), update
-    )
+    )._replace(counted=True)
 
 
 def lion(
@@ -193,8 +195,7 @@ def lion(
         return lerp(mean, g, 1 - beta1).sign(), lerp(mean, g, 1 - beta2)
 
     signs = per_parameter("lion", {"exp_avg": 0}, lambda count: rule)
-    options = {"weight_decay": weight_decay, "decoupled": True, "maximize": maximize}
-    return descent(lr, signs, **options)
+    return descent(lr, weight_decay, maximize, signs, decoupled=True)
 
 
 def rprop(
@@ -206,25 +207,17 @@ def rprop(
 ) -> GradientTransformation:
     """Descend by the sign of the gradient, with a step size for each entry.
 
-    `p -= sign(g) * s`. The size `s` starts at `lr`. It grows by the factor `etas[1]`
-    where the sign stays and shrinks by `etas[0]` where it changes; then the entry stays
-    for this step and counts as zero in the next. Sizes are kept within `step_sizes`. It
-    is meant for gradients of all the data at once, and later changes of the rate have
-    no effect. State: two tensors per parameter. Reference: Riedmiller and Braun, The
-    RPROP Algorithm, ICNN 1993.
+    `p -= sign(g) * s`. The size `s` starts at `lr` and stays within `step_sizes`. It
+    grows by the factor `etas[1]` where the sign stays and shrinks by `etas[0]` where it
+    changes; then the entry stays for this step and counts as zero in the next. It is
+    meant for gradients of all the data at once. State: two tensors per parameter.
+    Reference: Riedmiller and Braun, The RPROP Algorithm, ICNN 1993.
     """
-    if callable(lr):
-        raise TypeError(
-            "rprop(lr=schedule): expected a number, got a function. The rate is the "
-            "size of the first step only; later ones adapt."
-        )
-    check_numbers("rprop", lr)
-    if len(plain(low=etas[0], high=etas[1])) == 2:
-        expected = "0 < {0}[0] < 1 < {0}[1]"
-        check_range("rprop", expected, lambda e: 0 < e[0] < 1 < e[1], etas=etas)
-    if len(plain(low=step_sizes[0], high=step_sizes[1])) == 2:
-        expected, sizes = "0 <= {0}[0] <= {0}[1]", {"step_sizes": step_sizes}
-        check_range("rprop", expected, lambda s: 0 <= s[0] <= s[1], **sizes)
+    checks.non_negative("rprop", **plain(lr=lr))
+    expected = "0 < {0}[0] < 1 < {0}[1]"
+    check_range("rprop", expected, lambda e: 0 < e[0] < 1 < e[1], etas=etas)
+    expected, sizes = "0 <= {0}[0] <= {0}[1]", {"step_sizes": step_sizes}
+    check_range("rprop", expected, lambda s: 0 <= s[0] <= s[1], **sizes)
 
     def rule(g, previous, size):
         g = g.to(size.dtype)
@@ -237,8 +230,7 @@ def rprop(
         kept = g.masked_fill(agreement < 0, 0)
         return kept.sign() * size, kept, size
 
-    slots = {"prev": 0, "step_size": lr}
-    signs = per_parameter("rprop", slots, lambda count: rule)
+    signs = per_parameter("rprop", {"prev": 0, "step_size": lr}, lambda count: rule)
     return chain(*ascent(maximize), signs, scale_by_learning_rate(1.0))
 
 
@@ -248,14 +240,12 @@ def scale_by_trust_ratio(
     """Make the size of an update a share of the size of its parameter.
 
     The update of each parameter is `r * (g + weight_decay * p)` with the trust ratio
-    `r = trust_coefficient * norm(p) / (norm(g) + weight_decay * norm(p))`. The ratio is
-    one for a parameter of zeros, which could otherwise never change. With
-    `add_decayed_weights` in front, instead of the decay here, it is the ratio of
-    `lamb`.
+    `r = trust_coefficient * norm(p) / (norm(g) + weight_decay * norm(p))`, or one for a
+    parameter of zeros. After `add_decayed_weights` it is the ratio of `lamb`.
     """
 
     def scaled(grad, param):
-        size, slope = norm(param), norm(grad)
+        size, slope = _norm(param), _norm(grad)
         decay: Any = scalar(weight_decay, size)
         whole = slope + decay * size
         still = (size == 0) | (whole == 0)
@@ -308,13 +298,13 @@ def scale_by_adam(
         least = correction * scalar(eps, correction)
 
         def rule(g, m, v):
-            m, v = lerp(m, g, share), mean_of_squares(v, g, beta2)
+            m, v = lerp(m, g, share), _mean_of_squares(v, g, beta2)
             size = torch.addcmul(placed(least, v), root(v), placed(factor, v))
             return m / size, m, v
 
         return rule
 
-    return per_parameter("scale_by_adam", _MOMENTS, at)
+    return per_parameter("scale_by_adam", _MOMENTS, at, counted=True)
 
 
 def adam(
@@ -340,8 +330,7 @@ def adam(
         >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
         {'w': tensor([-0.1000, -0.1000])}
     """
-    options = {"weight_decay": weight_decay, "maximize": maximize}
-    return _adam("adam", lr, betas, eps, amsgrad, decoupled=False, **options)
+    return _adam("adam", lr, betas, eps, weight_decay, amsgrad, maximize)
 
 
 def adamw(
@@ -359,19 +348,20 @@ def adamw(
     moves the decay together with the rate. State: as in `adam`. Reference: Loshchilov
     and Hutter, arXiv 1711.05101.
     """
-    options = {"weight_decay": weight_decay, "maximize": maximize}
-    return _adam("adamw", lr, betas, eps, amsgrad, decoupled=True, **options)
+    return _adam("adamw", lr, betas, eps, weight_decay, amsgrad, maximize)
 
 
-def _adam(function, lr, betas, eps, amsgrad, **options) -> GradientTransformation:
-    check_numbers(function, lr, betas, eps=eps, weight_decay=options["weight_decay"])
-    direction = _amsgrad(betas, eps) if amsgrad else scale_by_adam(betas, eps)
-    donated = donated_adam(lr, betas=betas, eps=eps, amsgrad=amsgrad, **options)
-    return descent(lr, direction, **options)._replace(donated=donated)
+def _adam(function, lr, betas, eps, weight_decay, amsgrad, maximize):
+    check_numbers(function, lr, betas, eps=eps, weight_decay=weight_decay)
+    direction = (_amsgrad if amsgrad else scale_by_adam)(betas, eps)
+    decoupled = function == "adamw"
+    tx = descent(lr, weight_decay, maximize, direction, decoupled=decoupled)
+    options = {"eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+    options |= {"betas": betas, "amsgrad": amsgrad, "decoupled": decoupled}
+    return tx._replace(donated=donated_adam(lr, **options))
 
 
 def _amsgrad(betas: Betas, eps: Number) -> GradientTransformation:
-    """Divide by the root of the largest mean square."""
     beta1, beta2 = betas
     share = 1 - beta1
 
@@ -380,14 +370,15 @@ def _amsgrad(betas: Betas, eps: Number) -> GradientTransformation:
         correction1, correction2 = 1 - beta1**t, 1 - beta2**t
 
         def rule(g, m, v, largest):
-            m, v = lerp(m, g, share), mean_of_squares(v, g, beta2)
+            m, v = lerp(m, g, share), _mean_of_squares(v, g, beta2)
             largest = torch.maximum(largest, v)
             size = root(largest / scalar(correction2, v)) + scalar(eps, v)
             return m / scalar(correction1, m) / size, m, v, largest
 
         return rule
 
-    return per_parameter("amsgrad", {**_MOMENTS, "max_exp_avg_sq": 0}, at)
+    slots = {**_MOMENTS, "max_exp_avg_sq": 0}
+    return per_parameter("amsgrad", slots, at, counted=True)
 
 
 def nadam(
@@ -425,7 +416,7 @@ def nadam(
             correction = 1 - beta2**t
 
             def rule(g, m, v):
-                m, v = lerp(m, g, share), mean_of_squares(v, g, beta2)
+                m, v = lerp(m, g, share), _mean_of_squares(v, g, beta2)
                 mixed = scalar(by_grad, m) * g.to(m.dtype) + scalar(by_mean, m) * m
                 size = root(v / scalar(correction, v)) + scalar(eps, v)
                 return mixed / size, m, v
@@ -445,9 +436,9 @@ def nadam(
         updates, new = moments(now, product).update(grads, state)
         return updates, State(new.count, {"mu_product": product, **new.slots})
 
-    ahead = GradientTransformation(init, update)
-    options = {"weight_decay": weight_decay, "maximize": maximize}
-    return descent(lr, ahead, decoupled=decoupled_weight_decay, **options)
+    tx = GradientTransformation(init, update, counted=True)
+    decoupled = decoupled_weight_decay
+    return descent(lr, weight_decay, maximize, tx, decoupled=decoupled)
 
 
 def radam(
@@ -485,15 +476,15 @@ def radam(
         plain = torch.where(reliable, 0, torch.ones_like(ratio))
 
         def rule(g, m, v):
-            m, v = lerp(m, g, share), mean_of_squares(v, g, beta2)
+            m, v = lerp(m, g, share), _mean_of_squares(v, g, beta2)
             scale = scalar(rectified, v) / (root(v) + scalar(eps, v))
             return m / scalar(correction1, m) * (scale + scalar(plain, v)), m, v
 
         return rule
 
-    moments = per_parameter("radam", _MOMENTS, at)
-    options = {"decoupled": decoupled_weight_decay, "maximize": maximize}
-    return descent(lr, moments, weight_decay=weight_decay, **options)
+    tx = per_parameter("radam", _MOMENTS, at, counted=True)
+    decoupled = decoupled_weight_decay
+    return descent(lr, weight_decay, maximize, tx, decoupled=decoupled)
 
 
 def adamax(
@@ -526,8 +517,9 @@ def adamax(
 
         return rule
 
-    moments = per_parameter("adamax", {"exp_avg": 0, "exp_inf": 0}, at)
-    return descent(lr, moments, weight_decay=weight_decay, maximize=maximize)
+    slots = {"exp_avg": 0, "exp_inf": 0}
+    moments = per_parameter("adamax", slots, at, counted=True)
+    return descent(lr, weight_decay, maximize, moments)
 
 
 def lamb(
@@ -579,12 +571,14 @@ def adagrad(
 
     def rule(g, total):
         total = plus(widened(g).square().to(total.dtype), 1, total)
-        return over_root(g, total, eps), total
+        return _over_root(g, total, eps), total
 
     slots = {"sum": initial_accumulator_value}
     sums = per_parameter("adagrad", slots, lambda count: rule)
-    rate = lr if is_zero(lr_decay) else decaying
-    return descent(rate, sums, weight_decay=weight_decay, maximize=maximize)
+    if is_zero(lr_decay):
+        return descent(lr, weight_decay, maximize, sums)
+    tx = descent(decaying, weight_decay, maximize, sums)
+    return tx._replace(counted=True)
 
 
 def adadelta(
@@ -605,14 +599,14 @@ def adadelta(
     check_range("adadelta", "0 <= {} <= 1", lambda rho: 0 <= rho <= 1, rho=rho)
 
     def rule(g, square, delta):
-        square = mean_of_squares(square, g, rho)
+        square = _mean_of_squares(square, g, rho)
         least = scalar(eps, square)
         update = root(delta + least) / root(square + least) * g.to(square.dtype)
-        return update, square, mean_of_squares(delta, update, rho)
+        return update, square, _mean_of_squares(delta, update, rho)
 
     slots = {"square_avg": 0, "acc_delta": 0}
     scaled = per_parameter("adadelta", slots, lambda count: rule)
-    return descent(lr, scaled, weight_decay=weight_decay, maximize=maximize)
+    return descent(lr, weight_decay, maximize, scaled)
 
 
 def rmsprop(
@@ -639,15 +633,15 @@ def rmsprop(
     check_range("rmsprop", "0 <= {} <= 1", lambda a: 0 <= a <= 1, alpha=alpha)
 
     def rule(g, square, *mean):
-        square = mean_of_squares(square, g, alpha)
+        square = _mean_of_squares(square, g, alpha)
         if not centered:
-            return over_root(g, square, eps), square
+            return _over_root(g, square, eps), square
         mean = lerp(mean[0], g, 1 - alpha)
-        return over_root(g, square - mean * mean, eps), square, mean
+        return _over_root(g, square - mean * mean, eps), square, mean
 
     slots = {"square_avg": 0} | ({"grad_avg": 0} if centered else {})
-    scaled = per_parameter("rmsprop", slots, lambda count: rule), trace(momentum)
-    return descent(lr, *scaled, weight_decay=weight_decay, maximize=maximize)
+    scaled = per_parameter("rmsprop", slots, lambda count: rule)
+    return descent(lr, weight_decay, maximize, scaled, trace(momentum))
 
 
 def adafactor(
@@ -717,7 +711,7 @@ def adafactor(
 
         def descend(grad, param):
             grad, param = widened(grad), widened(param)
-            rms = norm(param) / max(param.numel(), 1) ** 0.5
+            rms = _norm(param) / max(param.numel(), 1) ** 0.5
             size = rms.clamp_min(scalar(eps[1], rms)) * scalar(bound, rms)
             decay = scalar(rate, param) * scalar(weight_decay, param)
             return -(size * grad + decay * param)
@@ -727,23 +721,19 @@ def adafactor(
     slots = {"row_var": start(-1), "col_var": start(-2), "variance": variance}
     return chain(
         *ascent(maximize),
-        per_parameter("adafactor", slots, at),
+        per_parameter("adafactor", slots, at, counted=True),
         clip_by_block_rms(d),
         GradientTransformation(lambda params: State(counter(params), {}), by_size),
     )
 
 
 def _mean(square: Tensor, dim: int) -> Tensor:
-    """Return the mean over a dimension; over one of no length it is zero."""
     mean = square.sum(dim, keepdim=True) / max(square.shape[dim], 1)
     return _shard(mean, square, dim)
 
 
 def _shard(mean: Tensor, square: Tensor, dim: int) -> Tensor:
-    """Shard a mean over a dimension as the squares are sharded.
-
-    torch would shard some of one row along their columns, or replicate them.
-    """
+    # torch would shard some of one row along their columns, or replicate them.
     return shards.reduced(mean, square, dim) if shards.is_distributed(square) else mean
 
 
@@ -753,6 +743,61 @@ def _least(eps: Number | None, like: Tensor) -> Any:
     least = scalar(finite.eps if eps is None else eps, like)
     tiny = finite.tiny**0.5
     return least.clamp_min(tiny) if isinstance(least, Tensor) else max(least, tiny)
+
+
+def schedule_free_sgd(
+    lr: Rate = 1.0,
+    *,
+    momentum: Number = 0.9,
+    weight_decay: Number = 0.0,
+    weight_lr_power: Number = 2.0,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Descend along the gradient, without a schedule of the rate.
+
+    `schedule_free` around plain `sgd`, with `momentum` for its beta. A schedule for
+    `lr` should rise to a constant and not fall. State: two tensors per parameter.
+    Reference: Defazio et al., arXiv 2405.15682, algorithm 1 without the scale of Adam.
+    """
+    decays = {"weight_decay": weight_decay, "weight_lr_power": weight_lr_power}
+    check_numbers("schedule_free_sgd", lr, **decays)
+    check_range("schedule_free_sgd", *SHARE, momentum=momentum)
+    inner = chain(*ascent(maximize), sgd(lr, weight_decay=weight_decay))
+    return schedule_free(inner, lr, beta=momentum, weight_lr_power=weight_lr_power)
+
+
+def schedule_free_adamw(
+    lr: Rate = 2.5e-3,
+    *,
+    betas: tuple[Number, Number] = (0.9, 0.999),
+    eps: Number = 1e-8,
+    weight_decay: Number = 0.0,
+    weight_lr_power: Number = 2.0,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Descend as `adamw` does, without a schedule of the rate.
+
+    `schedule_free` with `beta1`, around `adamw` without its first moment, which is not
+    kept: `z -= lr * (g / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * y)`, where
+    `v` is the moving average of `g * g`. Schedules as in `schedule_free_sgd`. State:
+    three tensors per parameter. Reference: Defazio et al., arXiv 2405.15682, algorithm
+    1.
+    """
+    decays = {"weight_decay": weight_decay, "weight_lr_power": weight_lr_power}
+    check_numbers("schedule_free_adamw", lr, betas, eps=eps, **decays)
+
+    def at(count):
+        correction = 1 - betas[1] ** count.double()
+
+        def rule(g, square):
+            square = _mean_of_squares(square, g, betas[1])
+            return _over_root(g, square / scalar(correction, square), eps), square
+
+        return rule
+
+    squares = per_parameter("schedule_free_adamw", {"square": 0}, at)
+    inner = descent(lr, weight_decay, maximize, squares, decoupled=True)
+    return schedule_free(inner, lr, beta=betas[0], weight_lr_power=weight_lr_power)
 
 
 # Muon: updates of matrices whose singular values are all about one.
@@ -773,33 +818,25 @@ def orthogonalize(
     """Set all singular values of each matrix to about one and keep its directions.
 
     With `x = g / max(norm(g), eps)`, each of `ns_steps` iterations takes
-    `s = x @ x.T; x = a * x + (b * s + c * s @ s) @ x`, on the transpose of a matrix
-    that is taller than wide. By default, singular values of a hundredth of the norm and
-    more end between 0.6 and 1.2.
-
-    The iteration runs in `dtype`, norm included: bfloat16, the choice of
-    `torch.optim.Muon`, is right to two or three digits. Take float32 for gradients
-    through training. Reference: as for `muon`; Bernstein and Newhouse, arXiv
-    2409.20325.
+    `s = x @ x.T; x = a * x + (b * s + c * s @ s) @ x`, on the transpose of a tall
+    matrix. By default, singular values of a hundredth of the norm and more end in 0.6
+    to 1.2. The iteration runs in `dtype`: bfloat16, as in `torch.optim.Muon`, is right
+    to two or three digits; take float32 for gradients through training. Reference: as
+    for `muon`; Bernstein and Newhouse, arXiv 2409.20325.
 
     Example:
         >>> even = orthogonalize(ns_coefficients=(2, -1.5, 0.5), ns_steps=9)
         >>> even.update({"w": torch.tensor([[4.0, 0.0]])}, ())[0]["w"].round(decimals=1)
         tensor([[1., 0.]])
     """
-    if len(ns_coefficients) != 3:
-        raise ValueError(
-            f"orthogonalize(ns_coefficients={ns_coefficients!r}): expected three "
-            f"numbers, got {len(ns_coefficients)}."
-        )
+    function, coefficients = "orthogonalize", {"ns_coefficients": ns_coefficients}
+    check_range(function, "three numbers", lambda c: len(c) == 3, **coefficients)
     for index, value in enumerate(ns_coefficients):
-        checks.finite("orthogonalize", **{f"ns_coefficients[{index}]": value})
-    checks.whole("orthogonalize", least=0, ns_steps=ns_steps)
-    checks.between("orthogonalize", -1, 100, ns_steps=ns_steps)
-    if not dtype.is_floating_point:
-        raise ValueError(
-            f"orthogonalize(dtype={dtype}): expected a real floating-point dtype."
-        )
+        checks.finite(function, **{f"ns_coefficients[{index}]": value})
+    checks.whole(function, least=0, ns_steps=ns_steps)
+    checks.between(function, -1, 100, ns_steps=ns_steps)
+    expected = "a real floating-point dtype"
+    check_range(function, expected, lambda d: d.is_floating_point, dtype=dtype)
     a, b, c = ns_coefficients
 
     def init(params):
@@ -837,10 +874,7 @@ def _check_matrices(argument: str, tensors: Grads) -> None:
 
 
 def _on_whole(function: Callable[[Tensor], Tensor], value: Any) -> Tensor:
-    """Apply a function to a whole DTensor on every rank, and keep this rank's part.
-
-    Sums of parts would round in another way, in bfloat16 from the third digit on.
-    """
+    # Sums of parts would round in another way, in bfloat16 from the third digit on.
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = value.device_mesh
@@ -850,18 +884,13 @@ def _on_whole(function: Callable[[Tensor], Tensor], value: Any) -> Tensor:
 
 
 def _addmm(added, left, right, beta, alpha) -> Tensor:
-    """`beta * added + alpha * left @ right`, rounded once."""
     if torch.compiler.is_compiling():
         return torch.addmm(added, left, right, beta=beta, alpha=alpha)
     return _Addmm.apply(added, left, right, beta, alpha)
 
 
 class _Addmm(Function):
-    """`torch.addmm` that stays one kernel under vmap, where torch runs three.
-
-    Three kernels round to bfloat16 three times, by which members would differ from the
-    same members alone.
-    """
+    """`torch.addmm` that is one kernel, which rounds once, under vmap too."""
 
     @staticmethod
     def forward(added, left, right, beta, alpha):
@@ -940,12 +969,9 @@ def muon(
         return math.sqrt(max(1.0, n / max(m, 1))) * grad
 
     slots = {"momentum_buffer": 0}
-    return descent(
-        lr,
+    direction = (
         per_parameter("muon", slots, lambda count: average, real=False),
         orthogonalize(**options, dtype=dtype),
         of_gradient(by_shape),
-        weight_decay=weight_decay,
-        decoupled=True,
-        maximize=maximize,
     )
+    return descent(lr, weight_decay, maximize, *direction, decoupled=True)

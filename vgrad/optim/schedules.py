@@ -1,19 +1,8 @@
 """Rates that change from step to step: the schedules of `torch.optim.lr_scheduler`.
 
-A schedule is a function of the number of steps taken so far, an int64 tensor that is
-zero at the first step. It returns the rate, entry by entry and in float64, so that
-`cosine(0.1, 100)(torch.arange(200))` is the whole curve. Optimizers take one as `lr`.
-
-The argument `lr` is the rate that torch reads from its optimizer, and `steps` is
-torch's `total_iters`, `T_max`, `T_0` or `total_steps`. All other names, defaults and
-numbers are as in torch. `LambdaLR` and `ChainedScheduler` have no counterpart: every
-function of the count is a schedule, and so is a product of two. Neither has
-`cycle_momentum`: `inject_hyperparams` takes a schedule for the momentum.
-
-Every number may also be a tensor without dimensions, which `torch.vmap` can batch and
-gradients can flow to. Its value is then not checked. Rates and factors that are
-negative or infinite raise a ValueError, as do lengths and milestones that are not whole
-numbers of at least one.
+A schedule is a function of the number of steps taken so far, an int64 tensor, and
+returns the rate entry by entry in float64: `cosine(0.1, 100)(torch.arange(200))` is the
+whole curve. Optimizers take one as `lr`.
 """
 
 import math
@@ -76,9 +65,8 @@ def linear(
 ) -> Curve:
     """Go along a line from `lr * start_factor` to `lr * end_factor`, and stay there.
 
-    With `t = min(count, steps)`, the rate is
-    `lr * (start_factor + (end_factor - start_factor) * t / steps)`. The factors may be
-    zero or above one, which the recursion of `LinearLR` cannot start from.
+    `lr * (start_factor + (end_factor - start_factor) * t / steps)` with
+    `t = min(count, steps)`. Factors may be zero or above one, other than in `LinearLR`.
 
     Example:
         >>> linear(1.0, 4, start_factor=0.0)(torch.arange(6)).tolist()
@@ -153,8 +141,8 @@ def multi_step(
 def cosine(lr: Number, steps: Length, *, eta_min: Number = 0.0) -> Curve:
     """Swing between `lr` and `eta_min`, which is reached after `steps` steps.
 
-    `eta_min + (lr - eta_min) * (1 + cos(pi * count / steps)) / 2`. After `steps` steps
-    the rate rises again, as in `CosineAnnealingLR`. To hold it,
+    `eta_min + (lr - eta_min) * (1 + cos(pi * count / steps)) / 2`, which rises again
+    later, as in `CosineAnnealingLR`. To hold it,
     `join([cosine(0.1, 100), constant(0.0)], [100])`. Reference: Loshchilov and Hutter,
     arXiv 1608.03983.
 
@@ -255,8 +243,7 @@ def one_cycle(
     `pct_start * steps - 1` steps, and `max_lr / div_factor / final_div_factor` after
     `steps - 1`. `three_phase` adds the rate of the start, twice as far as `max_lr`.
     Between them the rate follows half a cosine or, with `"linear"`, a line; then it
-    stays, where `OneCycleLR` goes on to rates that may be negative. Reference: Smith
-    and Topin, arXiv 1708.07120.
+    stays, where `OneCycleLR` goes on. Reference: Smith and Topin, arXiv 1708.07120.
 
     Example:
         >>> rate = one_cycle(1.0, 6, pct_start=0.5, anneal_strategy="linear")
@@ -292,7 +279,7 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[Length]) -> Curve:
     """Follow one schedule after the other, as `SequentialLR` does.
 
     From step `boundaries[i - 1]` on the rate follows `schedules[i]`, which counts its
-    own steps from there, and is not evaluated outside of them.
+    own steps from there.
 
     Example:
         >>> rate = join([exponential(1.0, 0.5), constant(2.0)], [3])
@@ -304,12 +291,7 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[Length]) -> Curve:
         _check_schedule("join", f"schedules[{index}]", schedule)
 
     def joined(count):
-        def whole(value):
-            if isinstance(value, Tensor):
-                return value.to(count.device, count.dtype)
-            return count.new_full((), value)
-
-        starts = [whole(0), *map(whole, boundaries)]
+        starts = [_tensor(place, count) for place in (0, *boundaries)]
         rate = zero = torch.zeros_like(count, dtype=torch.float64)
         for index, schedule in enumerate(schedules):
             start = starts[index]
@@ -326,8 +308,8 @@ def warmup(schedule: Schedule, steps: Length, *, start_factor: Number = 1 / 3) -
     """Rise along a line to where a schedule starts, then follow it from its start.
 
     `schedule(0) * (start_factor + (1 - start_factor) * t / steps)` before step `steps`,
-    and `schedule(t - steps)` from there on: a `LinearLR` first in `SequentialLR`.
-    Reference: Goyal et al., arXiv 1706.02677.
+    then `schedule(t - steps)`, as `LinearLR` first in `SequentialLR`. Reference: Goyal
+    et al., arXiv 1706.02677.
 
     Example:
         >>> warmup(polynomial(1.0, 2), 2, start_factor=0.5)(torch.arange(5)).tolist()
@@ -369,8 +351,8 @@ ANNEAL: dict[Anneal, Callable] = {"cos": _half_cosine, "linear": _line}
 
 
 def _share(t: Tensor, begin: Tensor, end: Tensor) -> Tensor:
-    """Return the share of a phase that is over; zero, not NaN, if it has no steps."""
     span = end - begin
+    # Zero, not NaN, of a phase without steps.
     return (t - begin) / torch.where(span == 0, torch.ones_like(span), span)
 
 
@@ -381,15 +363,16 @@ def _curve(function, formula, rates, *, least=1, **lengths) -> Curve:
 
     def schedule(count):
         t = count.double()
-
-        def cast(value):
-            if isinstance(value, Tensor):
-                return value.to(t.device, t.dtype)
-            return t.new_full((), value)
-
-        return formula(t, *map(cast, [*rates.values(), *lengths.values()]))
+        numbers = (*rates.values(), *lengths.values())
+        return formula(t, *(_tensor(number, t) for number in numbers))
 
     return schedule
+
+
+def _tensor(value: Number, like: Tensor) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.to(like.device, like.dtype)
+    return like.new_full((), value)
 
 
 def _check_rates(function: str, rates: dict[str, Number]) -> None:
@@ -399,7 +382,6 @@ def _check_rates(function: str, rates: dict[str, Number]) -> None:
 
 
 def _plain_numbers(function: str, **values: Number) -> dict[str, Any]:
-    """Return the values that are not tensors; a tensor must have no dimensions."""
     check_scalars(function, "make the schedule", **values)
     return plain(**values)
 

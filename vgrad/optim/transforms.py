@@ -1,45 +1,51 @@
-"""Transformations of gradients: decay, factors, groups, clipping and noise.
+"""Transformations of gradients, averages, and optimizers around optimizers.
 
-A selection is a list or tuple of patterns, of which one has to match (see
-`vgrad.checks`), or a function of the name. Clipping and noise act on gradients that
-were already summed or averaged over a batch: they do not bound the influence of single
-samples, as `vgrad.clipped_grad` does, and give no privacy, as `vgrad.dp` does.
+Clipping and noise act on gradients that were already summed or averaged over a batch,
+and give no privacy, as `vgrad.clipped_grad` and `vgrad.dp` do.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from functools import reduce
-from typing import Any
+from functools import partial, reduce
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from vgrad import checks
 from vgrad.optim.base import (
+    SHARE,
     GradientTransformation,
     Grads,
     Number,
     Rate,
     State,
+    apply_updates,
     chain,
+    check_numbers,
+    check_range,
     check_real,
     counter,
+    filled,
     is_schedule,
     is_zero,
     length,
+    lerp,
     map_grads,
     of_gradient,
     of_gradient_and_parameter,
     per_parameter,
     plain,
     plus,
+    rate_at,
+    required,
     root,
     scalar,
     stateless,
 )
 from vgrad.torch_private import shards
-from vgrad.tree import widened
-from vgrad.typing import Params
+from vgrad.tree import cast, map_values, tree_leaves, tree_map, widened
+from vgrad.typing import Params, Schedule, Tree
 
 Selection = checks.Patterns | Callable[[str], bool]
 """The names that match one of the patterns, or for which a function is true."""
@@ -62,23 +68,20 @@ def add_decayed_weights(
         >>> decay.update({"w": torch.zeros(2)}, (), {"w": torch.tensor([2.0, 4.0])})
         ({'w': tensor([1., 2.])}, ())
     """
+    name = "add_decayed_weights"
     if mask is not None:
-        mask = _checked("add_decayed_weights", "mask", mask)
+        inner = add_decayed_weights(weight_decay)
+        return _of_part(name, inner, _checked(name, "mask", mask))
     if is_zero(weight_decay):
         return chain()
-    if mask is not None:
-        return masked(add_decayed_weights(weight_decay), mask)
-    return of_gradient_and_parameter(
-        "add_decayed_weights", lambda grad, param: plus(grad, weight_decay, param)
-    )
+    return of_gradient_and_parameter(name, lambda g, p: plus(g, weight_decay, p))
 
 
 def scale(factor: Rate) -> GradientTransformation:
     """Multiply gradients by a factor, or one that changes: `factor * g`.
 
-    A schedule is called with the number `t` of steps taken so far, an int64 tensor
-    without dimensions that is zero at the first step; only then there is a state, the
-    count. A schedule that needs float64 computes with `t.double()`.
+    A schedule gets the number of steps taken so far, an int64 tensor that is zero at
+    the first step; only then there is a state, the count.
 
     Example:
         >>> scale(-0.5).update({"w": torch.ones(2)}, ())
@@ -104,7 +107,7 @@ def _multiplied(factor: Rate, *, negate: bool = False) -> GradientTransformation
         return map_grads(multiply, grads)
 
     if not is_schedule(factor):
-        return stateless(lambda grads, params: scaled(grads, factor))
+        return stateless(lambda grads, _: scaled(grads, factor))
     return GradientTransformation(
         lambda params: State(counter(params), {}),
         lambda grads, state, params=None: (
@@ -116,25 +119,19 @@ def _multiplied(factor: Rate, *, negate: bool = False) -> GradientTransformation
 
 def descent(
     lr: Rate,
+    weight_decay: Number,
+    maximize: bool,
     *direction: GradientTransformation,
-    weight_decay: Number = 0.0,
     decoupled: bool = False,
-    maximize: bool = False,
 ) -> GradientTransformation:
-    """Make the chain that most optimizers are: sign, decay, direction and rate.
-
-    Decoupled decay is added after the direction, so the direction does not scale it.
-    """
+    """Make the chain that most optimizers are; `decoupled` decay is not in moments."""
     decay = add_decayed_weights(weight_decay)
-    return chain(
-        *ascent(maximize),
-        *((*direction, decay) if decoupled else (decay, *direction)),
-        scale_by_learning_rate(lr),
-    )
+    parts = (*direction, decay) if decoupled else (decay, *direction)
+    return chain(*ascent(maximize), *parts, scale_by_learning_rate(lr))
 
 
 def ascent(maximize: bool) -> list[GradientTransformation]:
-    """List the change of sign that turns descent into ascent, where one maximizes."""
+    """List the change of sign with which descent maximizes."""
     return [scale(-1.0)] if maximize else []
 
 
@@ -151,18 +148,7 @@ def masked(
         >>> decay.update(params, decay.init(params), params)[0]
         {'0.weight': tensor([1.5000, 1.5000]), '0.bias': tensor([1., 1.])}
     """
-    selection = _checked("masked", "selection", selection)
-
-    def init(params):
-        _check_matches("masked", selection, params)
-        return inner.init(_part(params, _selected(params, selection)))
-
-    def update(grads, state, params=None):
-        chosen = _selected(grads, selection)
-        updates, state = _update_part("masked", inner, chosen, grads, state, params)
-        return {**grads, **updates}, state
-
-    return GradientTransformation(init, update)
+    return _of_part("masked", inner, _checked("masked", "selection", selection))
 
 
 def partition(groups: Mapping[Key, GradientTransformation]) -> GradientTransformation:
@@ -173,53 +159,30 @@ def partition(groups: Mapping[Key, GradientTransformation]) -> GradientTransform
     come first and `"*"` last. State: a tuple of the groups' states.
 
     Example:
-        >>> from vgrad.optim import adamw, sgd
-        >>> tx = partition({"*.bias": sgd(0.5), "*": adamw(0.1, weight_decay=0.0)})
-        >>> params = {"0.weight": torch.ones(2), "0.bias": torch.ones(2)}
-        >>> tx.update(params, tx.init(params), params)[0]
-        {'0.weight': tensor([-0.1000, -0.1000]), '0.bias': tensor([-0.5000, -0.5000])}
+        >>> tx = partition({"*.bias": scale(-0.5), "*": vgrad.optim.adamw(0.1)})
+        >>> params = {"0.weight": torch.zeros(2), "0.bias": torch.ones(2)}
+        >>> tx.update(params, tx.init(params), params)[0]["0.bias"]
+        tensor([-0.5000, -0.5000])
     """
     if not groups:
         raise ValueError("partition({}): expected at least one group, got none.")
-    transformations = list(groups.values())
-    selections = [
-        _checked("partition", "key", (key,) if isinstance(key, str) else key)
-        for key in groups
-    ]
+    selections, parts = [], []
+    for key, tx in groups.items():
+        selection = (key,) if isinstance(key, str) else key
+        selections.append(_checked("partition", "key", selection))
+        parts.append(_of_part("partition", tx, selections[-1], selections[:-1]))
+    whole = chain(*parts)
 
     def init(params):
-        for selection in selections:
-            _check_matches("partition", selection, params)
-        parts = zip(transformations, split(params), strict=True)
-        return tuple(tx.init(_part(params, chosen)) for tx, chosen in parts)
-
-    def update(grads, state, params=None):
-        if len(state) != len(selections):
-            raise ValueError(
-                f"partition(state of {len(state)} groups): expected one of "
-                f"{len(selections)}, as init of the same partition makes it."
-            )
-        updates, states = dict(grads), []
-        for tx, chosen, old in zip(transformations, split(grads), state, strict=True):
-            changed, new = _update_part("partition", tx, chosen, grads, old, params)
-            updates.update(changed)
-            states.append(new)
-        return updates, tuple(states)
-
-    def split(tree):
-        """Return the names of each group; each name is in exactly one."""
-        left, members = list(tree), []
-        for selection in selections:
-            members.append(_selected(left, selection))
-            left = [name for name in left if name not in members[-1]]
+        left = set(params).difference(*(_selected(params, s) for s in selections))
         if left:
             raise ValueError(
                 f"partition({checks.listed(left)}): expected a group that selects "
                 f"every name, got none for these. End with a group of '*'."
             )
-        return members
+        return whole.init(params)
 
-    return GradientTransformation(init, update)
+    return whole._replace(init=init)
 
 
 def set_to_zero(selection: Selection = ("*",)) -> GradientTransformation:
@@ -234,18 +197,36 @@ def set_to_zero(selection: Selection = ("*",)) -> GradientTransformation:
         ({'encoder.weight': None, 'bias': tensor([1.])}, ())
     """
     selection = _checked("set_to_zero", "selection", selection)
+    return _of_part("set_to_zero", stateless(lambda g, _: dict.fromkeys(g)), selection)
+
+
+def _of_part(function, inner, selection: Any, before=()) -> GradientTransformation:
+    """Apply a transformation to the names selected, but for those selected before."""
+
+    def part(tree):
+        taken = {name for each in before for name in _selected(tree, each)}
+        names = _selected(tree, selection)
+        return {name: tree[name] for name in names if name not in taken}
 
     def init(params):
-        _check_matches("set_to_zero", selection, params)
-        return ()
+        chosen = _selected(params, selection)
+        if params and not callable(selection):
+            checks.all_matched(function, params, selection)
+        elif params and not chosen:
+            raise ValueError(
+                f"{function}({selection!r}): expected a function that selects a "
+                f"parameter, got none. The names are {checks.listed(params)}."
+            )
+        return inner.init(part(params))
 
-    return GradientTransformation(
-        init,
-        lambda grads, state, params=None: (
-            {**grads, **dict.fromkeys(_selected(grads, selection))},
-            state,
-        ),
-    )
+    def update(grads, state, params=None):
+        if params is not None:
+            checks.names(f"{function}(grads)", params, grads)
+            params = part(params)
+        updates, state = inner.update(part(grads), state, params)
+        return {**grads, **updates}, state
+
+    return GradientTransformation(init, update, counted=inner.counted)
 
 
 def _selected(names: Iterable[str], selection: Selection) -> list[str]:
@@ -254,42 +235,12 @@ def _selected(names: Iterable[str], selection: Selection) -> list[str]:
     return checks.selected(names, selection)
 
 
-def _part(tree: Mapping[str, Any], chosen: Iterable[str]) -> dict[str, Any]:
-    return {name: tree[name] for name in chosen}
-
-
-def _update_part(function, tx, chosen, grads, state, params):
-    part = None
-    if params is not None:
-        checks.names(f"{function}(grads)", params, grads)
-        part = _part(params, chosen)
-    return tx.update(_part(grads, chosen), state, part)
-
-
 def _checked(function: str, argument: str, selection: Any) -> Any:
     """Return an immutable copy of a selection, or refuse it."""
     if callable(selection):
         return selection
-    if not isinstance(selection, str | list | tuple):
-        raise TypeError(
-            f"{function}({argument}={selection!r}): expected patterns of names or a "
-            f"function of the name, got a {type(selection).__name__}."
-        )
     checks.patterns(function, **{argument: selection})
     return tuple(selection)
-
-
-def _check_matches(function: str, selection: Selection, params: Params) -> None:
-    """Each pattern matches a parameter: a misspelt one would act on other names."""
-    if not params:
-        return
-    if not callable(selection):
-        checks.all_matched(function, params, selection)
-    elif not _selected(params, selection):
-        raise ValueError(
-            f"{function}({selection!r}): expected a function that selects a parameter, "
-            f"got none. The names are {checks.listed(params)}."
-        )
 
 
 def clip_by_value(clip_value: Number) -> GradientTransformation:
@@ -311,8 +262,8 @@ def clip_by_value(clip_value: Number) -> GradientTransformation:
 def clip_by_global_norm(max_norm: Number) -> GradientTransformation:
     """Shrink all gradients by one factor where their common norm exceeds `max_norm`.
 
-    The factor is `min(max_norm / (norm + 1e-6), 1)` with the norm of `global_norm`, as
-    in `torch.nn.utils.clip_grad_norm_`. If the norm is infinite, entries that are not
+    The factor is `min(max_norm / (norm + 1e-6), 1)`, as in
+    `torch.nn.utils.clip_grad_norm_`. If the norm is infinite, entries that are not
     finite become NaN, and all others zero. Reference: Pascanu et al., arXiv 1211.5063.
 
     Example:
@@ -335,11 +286,36 @@ def clip_by_global_norm(max_norm: Number) -> GradientTransformation:
     return stateless(update)
 
 
+def ema(decay: Number, *, debias: bool = True) -> GradientTransformation:
+    """Replace gradients by their exponential moving average.
+
+    `m = decay * m + (1 - decay) * g` from zero; the update is `m`, divided by
+    `1 - decay^t` at step `t` for `debias`. State: one tensor per parameter. Reference:
+    Kingma and Ba, arXiv 1412.6980, section 3.
+
+    Example:
+        >>> tx, grads = ema(0.5, debias=False), {"w": torch.ones(2)}
+        >>> tx.update(grads, tx.init(grads))[0]
+        {'w': tensor([0.5000, 0.5000])}
+    """
+    check_range("ema", *SHARE, decay=decay)
+
+    def at(count):
+        correction = 1 - decay ** count.double()
+
+        def rule(g, mean):
+            mean = lerp(mean, g, 1 - decay)
+            return mean / scalar(correction, mean) if debias else mean, mean
+
+        return rule
+
+    return per_parameter("ema", {"ema": 0}, at, real=False)
+
+
 def global_norm(grads: Grads) -> Tensor:
     """Compute the norm of all entries of all tensors together: `{name: shape} -> []`.
 
-    The squares are summed in `promote_types(dtype, float32)`. Its gradient is zero if
-    all entries are. None counts as zero.
+    The squares are summed in `promote_types(dtype, float32)`. None counts as zero.
 
     Example:
         >>> global_norm({"w": torch.tensor([3.0]), "b": torch.tensor([-4.0])})
@@ -390,7 +366,6 @@ def adaptive_grad_clip(
     checks.positive("adaptive_grad_clip", **plain(clipping=clipping, eps=eps))
 
     def unit_norm(value):
-        """Return the norm of each unit, in a shape that broadcasts."""
         square = value.abs().square()
         if sum(size > 1 for size in value.shape) <= 1:
             return root(square.sum())
@@ -454,10 +429,10 @@ def add_noise(
     """Add Gaussian noise of the variance `eta / t^gamma` at step `t = 1, 2, ...`.
 
     The draws of a step are a function of the seed and the count in the state, and of
-    the sizes of the gradients: training goes on with the same noise after a checkpoint.
-    To give members their own noise, put `init` under `torch.vmap` with seeds `[E]`.
-    Drawing takes about four times the memory of the parameters in float32, on every
-    rank. Reference: Neelakantan et al., arXiv 1511.06807; Salmon et al., SC 2011.
+    the sizes of the gradients. To give members their own noise, put `init` under
+    `torch.vmap` with seeds `[E]`. Drawing takes about four times the memory of the
+    parameters in float32, on every rank. Reference: Neelakantan et al., arXiv
+    1511.06807.
 
     Example:
         >>> noise, grads = add_noise(1.0, 0.55, seed=1), {"w": torch.zeros(2)}
@@ -496,7 +471,6 @@ _WORD = 2**32 - 1
 
 
 def _normal(like: Params, seed: Tensor, count: Tensor) -> Params:
-    """Draw normal numbers of the shapes, dtypes and devices of tensors."""
     # All at once: the rounds are about a hundred small operations for each call.
     sizes = [value.numel() for value in like.values()]
     dtypes = (value.dtype for value in like.values())
@@ -519,10 +493,7 @@ def _normal(like: Params, seed: Tensor, count: Tensor) -> Params:
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Compute Philox4x32-10: four random words for each counter of four words.
-
-    To `torch.vmap` no operation is random, so that each member can have a seed.
-    """
+    """Compute Philox4x32-10, of ops that are not random to `torch.vmap`."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -532,3 +503,585 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor
         c2, c3 = ((p0 >> 32) & _WORD) ^ c3 ^ k1, p0 & _WORD
         k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
     return c0, c1, c2, c3
+
+
+# Averages of parameters.
+
+
+def _advance(function: Callable, old: Params, new: Grads, *others: Params) -> Params:
+    # Where `new` is None, the entry of `old` stays.
+    def apply(before, value, *rest):
+        return before if value is None else function(before, value, *rest)
+
+    return map_values(apply, old, new, *others)
+
+
+def _copies(params: Params) -> Params:
+    return map_values(lambda param: widened(param).clone(), params)
+
+
+def _states_of(state: Tree, is_one: Callable[[Any], bool]) -> list[Any]:
+    return [node for node in tree_leaves(state, is_leaf=is_one) if is_one(node)]
+
+
+def average_after(
+    function: str, share: Callable[[Tensor], Tensor]
+) -> GradientTransformation:
+    """Move an average by a share of the way to the parameters after each step."""
+
+    def update(grads, state, params=None):
+        params = required(function, params, grads, state.slots["ax"])
+        count = state.count + 1
+        after, taken = apply_updates(params, grads), share(count)
+        average = map_values(lambda x, p: lerp(x, p, taken), state.slots["ax"], after)
+        return dict(grads), State(count, {"ax": average})
+
+    return GradientTransformation(
+        lambda params: State(counter(params), {"ax": _copies(params)}), update
+    )
+
+
+def ema_parameters(decay: Number) -> GradientTransformation:
+    """Keep an exponential moving average of the parameters; updates pass unchanged.
+
+    `average = decay * average + (1 - decay) * p` with the parameters `p` after each
+    step, from the first step on, as in
+    `torch.optim.swa_utils.get_ema_multi_avg_fn(decay)`. Put it last in a chain, and
+    read it by `averaged_parameters`. State: one tensor per parameter. Reference:
+    Tarvainen and Valpola, arXiv 1703.01780.
+
+    Example:
+        >>> tx = vgrad.optim.chain(vgrad.optim.sgd(1.0), ema_parameters(0.999))
+        >>> averaged_parameters(tx.init({"w": torch.ones(2)}))
+        {'w': tensor([1., 1.])}
+    """
+    check_range("ema_parameters", *SHARE, decay=decay)
+
+    def share(count):
+        first = (count == 1).double()
+        return first + (1 - first) * (1 - decay)
+
+    return average_after("ema_parameters", share)
+
+
+def polyak_average(*, start: int | Tensor = 0) -> GradientTransformation:
+    """Keep the mean of the parameters over all steps; updates pass unchanged.
+
+    The mean is over the parameters after each step later than `start`; until then it is
+    the parameters themselves. `start=0` is torch's `AveragedModel`. Use and state are
+    as in `ema_parameters`. Reference: Izmailov et al., arXiv 1803.05407.
+
+    Example:
+        >>> tx = vgrad.optim.chain(vgrad.optim.sgd(1.0), polyak_average())
+    """
+    checks.whole("polyak_average", least=0, **plain(start=start))
+
+    def share(count):
+        return 1 / (count - scalar(start, count)).clamp(min=1).double()
+
+    return average_after("polyak_average", share)
+
+
+def averaged_parameters(state: Tree) -> Params:
+    """Return the average of `ema_parameters`, `polyak_average` or `asgd` in a state.
+
+    `state` may also be of an optimizer with one average inside. The tensors are in
+    `promote_types(param dtype, float32)`.
+
+    Example:
+        >>> averaged_parameters(polyak_average().init({"w": torch.ones(2)}))
+        {'w': tensor([1., 1.])}
+    """
+    averages = _states_of(state, lambda x: isinstance(x, State) and "ax" in x.slots)
+    if len(averages) != 1:
+        raise ValueError(
+            f"averaged_parameters(state with {len(averages)} averages): expected one, "
+            f"of ema_parameters, polyak_average or asgd. Pass that part of it."
+        )
+    return dict(averages[0].slots["ax"])
+
+
+# Around optimizers. The inner update runs at every call, and `torch.where` chooses, on
+# the device, whether its result is kept: nothing waits, and under `torch.vmap` each
+# member has its choice.
+
+
+class LookaheadState(NamedTuple):
+    """State of `lookahead`: the steps taken, the slow weights and the inner state."""
+
+    count: Tensor
+    slow: Params
+    inner: Tree
+
+
+def lookahead(
+    inner: GradientTransformation,
+    *,
+    sync_period: int | Tensor = 5,
+    slow_step_size: Number = 0.5,
+) -> GradientTransformation:
+    """Let fast weights run ahead, and return part of the way every few steps.
+
+    At every `sync_period`-th step the slow weights, which start as the parameters, move
+    by `slow_step_size * (p - slow)` towards the parameters `p`, which become the slow
+    weights. State: the inner one, and the slow weights. Reference: Zhang et al., arXiv
+    1907.08610.
+
+    Example:
+        >>> tx = lookahead(vgrad.optim.sgd(1.0), sync_period=1)
+        >>> params = {"w": torch.ones(2)}
+        >>> tx.update(params, tx.init(params), params)[0]
+        {'w': tensor([-0.5000, -0.5000])}
+    """
+    checks.whole("lookahead", least=1, **plain(sync_period=sync_period))
+    checks.positive("lookahead", **plain(slow_step_size=slow_step_size))
+
+    def init(params):
+        return LookaheadState(counter(params), _copies(params), inner.init(params))
+
+    def update(grads, state, params=None):
+        params = required("lookahead", params, grads, state.slow)
+        checks.names("lookahead(params)", state.slow, params)
+        count = state.count + 1
+        synced = count % scalar(sync_period, count) == 0
+        updates, new = inner.update(grads, state.inner, params)
+
+        def forward(slow, update, param):
+            fast = widened(param) + update
+            moved = slow + scalar(slow_step_size, slow) * (fast - slow)
+            return torch.where(synced.to(slow.device), moved, slow)
+
+        def back(update, slow, param):
+            return torch.where(synced.to(slow.device), slow - param, update)
+
+        slow = _advance(forward, state.slow, updates, params)
+        updates = map_grads(back, updates, slow, params)
+        return updates, LookaheadState(count, slow, new)
+
+    return GradientTransformation(init, update, counted=inner.counted)
+
+
+class ApplyIfFiniteState(NamedTuple):
+    """State of `apply_if_finite`: errors in a row and in total, and the inner state."""
+
+    errors: Tensor
+    total_errors: Tensor
+    last_finite: Tensor
+    inner: Tree
+
+
+def apply_if_finite(
+    inner: GradientTransformation, *, max_consecutive_errors: int | Tensor
+) -> GradientTransformation:
+    """Leave out steps with a gradient that is infinite or NaN, as optax does.
+
+    Such a step has updates of zero and keeps the inner state. After
+    `max_consecutive_errors` of them in a row the next one is made anyway. The state
+    counts `errors` and `total_errors`.
+
+    Example:
+        >>> tx = apply_if_finite(vgrad.optim.sgd(), max_consecutive_errors=3)
+        >>> grads = {"w": torch.tensor([1.0, float("inf")])}
+        >>> updates, state = tx.update(grads, tx.init(grads))
+        >>> updates, state.errors
+        ({'w': tensor([0., 0.])}, tensor(1))
+    """
+    numbers = plain(max_consecutive_errors=max_consecutive_errors)
+    checks.whole("apply_if_finite", least=0, **numbers)
+
+    def init(params):
+        count = counter(params)
+        finite = torch.ones_like(count).bool()
+        return ApplyIfFiniteState(count, count.clone(), finite, inner.init(params))
+
+    def update(grads, state, params=None):
+        finite = torch.ones_like(state.last_finite)
+        for grad in grads.values():
+            if grad is not None:
+                finite = finite & grad.isfinite().all().to(finite.device)
+        errors = torch.where(finite, 0, state.errors + 1)
+        taken = finite | (errors > scalar(max_consecutive_errors, errors))
+        # A discarded update is computed from zeros: if it were NaN, gradients through
+        # the branch that is kept would be NaN too.
+        safe = _kept_or_zero(taken, grads)
+        updates, new = inner.update(safe, state.inner, params)
+        total, new = state.total_errors + (~finite), _select(taken, new, state.inner)
+        state = ApplyIfFiniteState(errors, total, finite, new)
+        return _kept_or_zero(taken, updates), state
+
+    return GradientTransformation(init, update, counted=inner.counted)
+
+
+class MultiStepsState(NamedTuple):
+    """State of `multi_steps`: calls and mean since the last step, the inner state."""
+
+    count: Tensor
+    mean: Params
+    inner: Tree
+
+
+def multi_steps(
+    inner: GradientTransformation, steps: int | Tensor
+) -> GradientTransformation:
+    """Make one inner step of the mean gradient of every `steps` calls.
+
+    All other calls have updates of zero. A gradient of None counts as zero; a parameter
+    whose gradient is None at the last call is not updated, and its sum waits for the
+    next round. State: the inner one, and the mean.
+
+    Example:
+        >>> tx, grads = multi_steps(vgrad.optim.sgd(1.0), 2), {"w": torch.ones(1)}
+        >>> updates, state = tx.update(grads, tx.init(grads))
+        >>> updates, tx.update(grads, state)[0]
+        ({'w': tensor([0.])}, {'w': tensor([-1.])})
+    """
+    checks.whole("multi_steps", least=1, **plain(steps=steps))
+
+    def init(params):
+        mean = map_values(filled, params)
+        return MultiStepsState(counter(params), mean, inner.init(params))
+
+    def update(grads, state, params=None):
+        checks.names("multi_steps(grads)", state.mean, grads)
+        count = state.count + 1
+        last = count >= scalar(steps, count)
+        share = 1 / scalar(steps, count.double())
+
+        def restart(total, grad):
+            return torch.where(last.to(total.device), 0.0, total)
+
+        mean = _advance(
+            lambda total, g: plus(total, share, cast(g, total.dtype)), state.mean, grads
+        )
+        present = map_grads(lambda _, total: total, grads, mean)
+        updates, new = inner.update(present, state.inner, params)
+        new, rest = _select(last, new, state.inner), _advance(restart, mean, grads)
+        state = MultiStepsState(torch.where(last, 0, count), rest, new)
+        return _kept_or_zero(last, updates), state
+
+    return GradientTransformation(init, update, counted=inner.counted)
+
+
+def _kept_or_zero(kept, values):
+    return map_grads(lambda x: torch.where(kept.to(x.device), widened(x), 0.0), values)
+
+
+def _select(taken, new, old):
+    return tree_map(lambda x, y: torch.where(taken.to(x.device), x, y), new, old)
+
+
+class ScheduleFreeState(NamedTuple):
+    """State of `schedule_free`: steps taken, their weight, inner state, `z` and `x`."""
+
+    count: Tensor
+    weight: Tensor
+    inner: Tree
+    iterate: Params
+    average: Params
+
+
+def schedule_free(
+    inner: GradientTransformation,
+    lr: Rate = 1.0,
+    *,
+    beta: Number = 0.9,
+    weight_lr_power: Number = 2.0,
+) -> GradientTransformation:
+    """Average the iterates instead of using momentum and a falling rate.
+
+    With `y` the parameters, where gradients are taken, `z` the iterate that the inner
+    optimizer moves and `x` its average, all three of which start as the parameters:
+    `z += inner(gradient at y); x = (1 - c) * x + c * z; y = (1 - beta) * z + beta * x`.
+    The share `c` is `w / (sum of w so far)` with `w = lr ** weight_lr_power` of the
+    step. `lr` is the rate of the inner optimizer, which should have no momentum.
+    Evaluate the model at `x`, which `evaluation_parameters` returns. State: `inner`'s,
+    and `z` and `x`. Reference: Defazio et al., arXiv 2405.15682.
+
+    Example:
+        >>> tx, params = schedule_free(vgrad.optim.sgd(1.0)), {"w": torch.ones(2)}
+        >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
+        {'w': tensor([-1., -1.])}
+    """
+    check_numbers("schedule_free", lr, weight_lr_power=weight_lr_power)
+    check_range("schedule_free", *SHARE, beta=beta)
+
+    def init(params):
+        count, both = counter(params), (_copies(params), _copies(params))
+        return ScheduleFreeState(count, count.double(), inner.init(params), *both)
+
+    def update(grads, state, params=None):
+        params = required("schedule_free", params, grads, state.iterate)
+        moves, new = inner.update(grads, state.inner, params)
+        rate = scalar(rate_at(lr, state.count), state.weight)
+        weight = rate ** scalar(weight_lr_power, state.weight)
+        total = state.weight + weight
+        share = weight / total.masked_fill(total == 0, 1.0)
+
+        def mix(update, z, x, y):
+            kept = scalar(beta, z)
+            return (1 - kept) * z + kept * x - widened(y)
+
+        iterate = _advance(lambda z, u: z + u.to(z.dtype), state.iterate, moves)
+        average = _advance(
+            lambda x, _, z: lerp(x, z, share), state.average, moves, iterate
+        )
+        updates = map_grads(mix, moves, iterate, average, params)
+        new_state = ScheduleFreeState(state.count + 1, total, new, iterate, average)
+        return updates, new_state
+
+    return GradientTransformation(init, update, counted=inner.counted)
+
+
+def evaluation_parameters(state: Tree, params: Params) -> Params:
+    """Return the parameters to evaluate: `{name: shape} -> {name: shape}`.
+
+    They are the averages of `schedule_free` anywhere in `state`, in the dtypes of
+    `params`; parameters without an average stay.
+
+    Example:
+        >>> tx, params = vgrad.optim.schedule_free_sgd(0.5), {"w": torch.ones(2)}
+        >>> evaluation_parameters(tx.init(params), params)
+        {'w': tensor([1., 1.])}
+    """
+    states = _states_of(state, lambda node: isinstance(node, ScheduleFreeState))
+    if not states:
+        raise ValueError(
+            "evaluation_parameters(state): expected the state of a schedule_free "
+            "optimizer, got one without its averages."
+        )
+    averages = {name: x for free in states for name, x in free.average.items()}
+    checks.names("evaluation_parameters(params)", {**params, **averages}, params)
+    return {name: averages.get(name, p).to(p.dtype) for name, p in params.items()}
+
+
+Hyperparam = Number | Schedule | tuple["Hyperparam", ...]
+"""A number, a tensor without dimensions, a schedule, or a tuple of these."""
+
+
+class HyperparamsState(NamedTuple):
+    """State of `inject_hyperparams`: the steps taken, the values, the inner state."""
+
+    count: Tensor
+    hyperparams: dict[str, Tree]
+    inner: Tree
+
+
+def inject_hyperparams(
+    make: Callable[..., GradientTransformation], /, **hyperparams: Hyperparam
+) -> GradientTransformation:
+    """Keep the hyperparameters of an optimizer in its state, where they can be set.
+
+    `inject_hyperparams(adam, lr=1e-3)` makes the steps of `adam(lr=1e-3)`. The values
+    are in `state.hyperparams` as float64 tensors; `with_hyperparams` sets them. A
+    schedule is evaluated at every step, and overwrites a value set by hand. Bind all
+    other options before: `inject_hyperparams(partial(sgd, nesterov=True), lr=0.1)`.
+
+    Example:
+        >>> tx = inject_hyperparams(vgrad.optim.sgd, lr=0.5)
+        >>> params = {"w": torch.ones(2)}
+        >>> state = with_hyperparams(tx.init(params), lr=0.25)
+        >>> tx.update({"w": torch.ones(2)}, state, params)[0]
+        {'w': tensor([-0.2500, -0.2500])}
+    """
+    for name, value in hyperparams.items():
+        _check_hyperparam(name, value)
+    # This call checks the numbers: as tensors of the state they never are.
+    unchecked = torch.zeros(())  # instead of a schedule
+    numbers = tree_map(lambda v: unchecked if is_schedule(v) else v, hyperparams)
+    counted = make(**numbers).counted
+
+    def in_state(value, count):
+        value = rate_at(value, count)
+        if isinstance(value, Tensor):
+            return value.to(count.device, torch.float64, copy=True)
+        return torch.full_like(count, value, dtype=torch.float64)
+
+    def init(params):
+        count = counter(params)
+        values = tree_map(lambda value: in_state(value, count), hyperparams)
+        return HyperparamsState(count, values, make(**values).init(params))
+
+    def update(grads, state, params=None):
+        count, kept, inner = state
+        checks.names("inject_hyperparams(state.hyperparams)", hyperparams, kept)
+
+        def now(value, last):
+            return in_state(value, count) if is_schedule(value) else last
+
+        values = map_values(partial(tree_map, now), hyperparams, kept)
+        updates, inner = make(**values).update(grads, inner, params)
+        return updates, HyperparamsState(count + 1, values, inner)
+
+    return GradientTransformation(init, update, counted=counted)
+
+
+def _check_hyperparam(name: str, value: Any) -> None:
+    if isinstance(value, tuple):
+        for part in value:
+            _check_hyperparam(name, part)
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number and not isinstance(value, Tensor) and not callable(value):
+        raise TypeError(
+            f"inject_hyperparams({name}={value!r}): expected a number, a tensor, a "
+            f"schedule or a tuple of these, got a {type(value).__name__}. Bind it "
+            f"before: partial(make, {name}={value!r})."
+        )
+
+
+def with_hyperparams(
+    state: HyperparamsState, **hyperparams: Number | tuple
+) -> HyperparamsState:
+    """Return a state of `inject_hyperparams` with other values, unchecked.
+
+    In a stacked state, a number is set for all members, and a tensor `[E]` has one
+    value per member.
+
+    Example:
+        >>> state = inject_hyperparams(vgrad.optim.adam, lr=0.5).init({})
+        >>> with_hyperparams(state, lr=0.25).hyperparams
+        {'lr': tensor(0.2500, dtype=torch.float64)}
+    """
+    if not isinstance(state, HyperparamsState):
+        raise TypeError(
+            f"with_hyperparams(state): expected the state of inject_hyperparams, got a "
+            f"{type(state).__name__}. Pass that part of it."
+        )
+    old = state.hyperparams
+    unknown = set(hyperparams) - set(old)
+    if unknown:
+        raise ValueError(
+            f"with_hyperparams({checks.listed(unknown)}): expected names among "
+            f"{checks.listed(old)}."
+        )
+    new = {name: _like(name, value, old[name]) for name, value in hyperparams.items()}
+    return state._replace(hyperparams={**old, **new})
+
+
+def _like(name: str, value: Any, old: Tree) -> Tree:
+    if isinstance(old, tuple):
+        if not isinstance(value, tuple) or len(value) != len(old):
+            raise ValueError(
+                f"with_hyperparams({name}={value!r}): expected a tuple of {len(old)}."
+            )
+        return tuple(_like(name, v, o) for v, o in zip(value, old, strict=True))
+    return _expanded("with_hyperparams", name, value, old).clone()
+
+
+def _expanded(function: str, name: str, value: Number, like: Tensor) -> Tensor:
+    if not isinstance(value, Tensor):
+        return torch.full_like(like, value)
+    if value.shape not in ((), like.shape):
+        raise ValueError(
+            f"{function}({name} of shape {tuple(value.shape)}): expected a number or a "
+            f"tensor of shape {tuple(like.shape)}."
+        )
+    return value.to(like.device, like.dtype).expand(like.shape)
+
+
+Observe = Callable[[Tree, Number], Tree]
+"""`observe(state, value)` returns the state after a value was measured."""
+
+Mode = Literal["min", "max"]
+ThresholdMode = Literal["rel", "abs"]
+
+
+class PlateauState(NamedTuple):
+    """State of `reduce_on_plateau`: `bad` values in a row, `cooldown` to ignore."""
+
+    rate: Tensor
+    best: Tensor
+    bad: Tensor
+    cooldown: Tensor
+    inner: Tree
+
+
+def reduce_on_plateau(
+    make: Callable[[Tensor], GradientTransformation],
+    lr: Number,
+    *,
+    mode: Mode = "min",
+    factor: Number = 0.1,
+    patience: int | Tensor = 10,
+    threshold: Number = 1e-4,
+    threshold_mode: ThresholdMode = "rel",
+    cooldown: int | Tensor = 0,
+    min_lr: Number = 0.0,
+    eps: Number = 1e-8,
+) -> tuple[GradientTransformation, Observe]:
+    """Make the steps of `make(rate)`, and lower the rate when a value stagnates.
+
+    Returns the optimizer and `observe(state, value) -> state`. The state may be any
+    tree with the optimizer's inside, also stacked for members, with a value `[E]`. The
+    rate is `state.rate`, in float64.
+
+    The numbers are as in `torch.optim.lr_scheduler.ReduceLROnPlateau`. A value is
+    better than the best one, for `mode="min"`, if it is below `best * (1 - threshold)`
+    for `"rel"`, `best - threshold` for `"abs"`; NaN never is. After more than
+    `patience` values in a row that are not better, `rate = max(rate * factor, min_lr)`,
+    if that lowers it by more than `eps`, and the next `cooldown` values do not count.
+
+    Example:
+        >>> tx, observe = reduce_on_plateau(vgrad.optim.sgd, 0.5, patience=0)
+        >>> state = tx.init({"w": torch.ones(2)})
+        >>> observe(observe(state, 1.0), 1.0).rate
+        tensor(0.0500, dtype=torch.float64)
+    """
+    function = "reduce_on_plateau"
+    checks.choice(function, get_args(Mode), mode=mode)
+    checks.choice(function, get_args(ThresholdMode), threshold_mode=threshold_mode)
+    checks.between(function, 0, 1, **plain(factor=factor))
+    checks.whole(function, least=0, **plain(patience=patience, cooldown=cooldown))
+    numbers = plain(lr=lr, threshold=threshold, min_lr=min_lr, eps=eps)
+    checks.non_negative(function, **numbers)
+    sign = 1 if mode == "min" else -1
+
+    def init(params):
+        zero = counter(params)
+        rate = zero.double() + scalar(lr, zero.double())
+        best = torch.full_like(rate, sign * math.inf)
+        return PlateauState(rate, best, zero, zero.clone(), make(rate).init(params))
+
+    def update(grads, state, params=None):
+        updates, inner = make(state.rate).update(grads, state.inner, params)
+        return updates, state._replace(inner=inner)
+
+    def after(state, value):
+        best = state.best
+        # No gradient flows through a comparison.
+        value = _expanded("observe", "value", value, best).detach()
+        margin = sign * scalar(threshold, best)
+        bound = best * (1 - margin) if threshold_mode == "rel" else best - margin
+        better = sign * value < sign * bound
+        cooling = state.cooldown > 0
+        bad = torch.where(better | cooling, 0, state.bad + 1)
+        lowering = bad > scalar(patience, bad)
+        lower = (state.rate * scalar(factor, best)).clamp(min=scalar(min_lr, best))
+        lowered = lowering & (state.rate - lower > scalar(eps, best))
+        left = torch.where(cooling, state.cooldown - 1, state.cooldown)
+        return PlateauState(
+            torch.where(lowered, lower, state.rate),
+            torch.where(better, value, best),
+            torch.where(lowering, 0, bad),
+            torch.where(lowering, scalar(cooldown, left), left),
+            state.inner,
+        )
+
+    def is_plateau(node):
+        return isinstance(node, PlateauState)
+
+    def observe(state, value):
+        plateaus = len(_states_of(state, is_plateau))
+        if plateaus != 1:
+            raise ValueError(
+                f"observe(state with {plateaus} plateaus): expected the state of one "
+                f"reduce_on_plateau. Pass that part of it."
+            )
+
+        def seen(node):
+            return after(node, value) if is_plateau(node) else node
+
+        return tree_map(seen, state, is_leaf=is_plateau)
+
+    counted = make(torch.zeros(())).counted
+    return GradientTransformation(init, update, counted=counted), observe

@@ -107,9 +107,9 @@ class PolicyModel(FunctionalModel):
         for name, module in modules.items():
             if (policy := chosen[name]) is not None:
                 self._regions.watch(module, policy)
-        super().__init__(skeleton, fmodel._entries.constants)
+        super().__init__(skeleton, fmodel._defaults)
         self._owners: dict[str, Policy] = {}
-        for name, aliases in self._entries.aliases.items():
+        for name, aliases in self._aliases.items():
             places = [alias.rpartition(".")[0] for alias in aliases]
             # A module in two places is known by its first name.
             places = [place for place in places if place in modules]

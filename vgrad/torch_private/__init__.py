@@ -1,7 +1,5 @@
 """The only door to the private names of torch.
 
-Each file lists the names that it borrows, their files in torch, and the public feature
-that would end the need. Each name has a test in
-`tests/test_torch_private.py`, which fails if torch removes it or changes it.
-`vgrad/tree.py` borrows `torch.utils._pytree` in the same way.
+Each has a test in `tests/test_torch_private.py`, which fails if torch removes it or
+changes it. `vgrad/tree.py` borrows `torch.utils._pytree` in the same way.
 """

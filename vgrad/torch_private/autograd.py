@@ -1,30 +1,4 @@
-"""Tensors that autograd saves, checkpoints that recompute them, and nodes of graphs.
-
-A checkpoint of `torch.utils.checkpoint` packs away the tensors saved inside of it, and
-runs its function once more, in the backward pass, when the first of them is needed. By
-then the modes, transforms and values around it are gone: `repeats` restores them.
-
-Rests on torch/utils/checkpoint.py: on the hooks of a `_CheckpointFrame`, whose
-`recompute_fn` is run again, and on the hooks of the repetition; and on
-`torch._C._autograd` for the hooks at work. A hook around the repetition that users can
-set would end the need.
-
-Before torch 2.12 a checkpoint saves its arguments by an autograd.Function without a
-vmap rule, `_NoopSaveInputs`, and reads no more of its result than the `grad_fn`:
-`SavedArguments` replaces it. Before torch 2.13 the hooks of a checkpoint stay at
-work after an exception, until its traceback is freed: `close` ends them.
-
-`torch._C._functions` has the classes of all nodes that torch compiles in. Nodes of an
-autograd.Function have classes of Python, and nodes that a library compiles share one
-class. Functions of vgrad write into memory of their own alone. A documented way to list
-the classes would end the need.
-
-Under transforms `Function.apply` hands a call to `custom_function_call`, which modes
-see, but raises for a class without `setup_context`. It reads that attribute once, and
-tests the answer twice: whether to bind arguments to the signature of `forward`, which
-in the old style begins with a context, and then whether to raise. `old_style_shown`
-rests on that (torch/autograd/function.py).
-"""
+"""Tensors that autograd saves, checkpoints that recompute them, and nodes of graphs."""
 
 import inspect
 import threading
@@ -51,6 +25,8 @@ from vgrad.torch_private.tensors import OPS, leaf, version_of
 __all__ = ["Reentrant"]
 
 
+# The classes of all nodes that torch compiles in. Nodes of an autograd.Function have
+# classes of Python, and nodes that a library compiles share one class.
 _COMPILED: Any = torch._C
 _OWN = {each for each in vars(_COMPILED._functions).values() if isinstance(each, type)}
 
@@ -83,7 +59,7 @@ def foreign_nodes(tensors: Iterable[Tensor]) -> list[str]:
 
 
 def _is_own(kind: type) -> bool:
-    """Return whether a class of nodes that torch did not compile is vgrad's own."""
+    # Functions of vgrad write into memory of their own alone.
     function = getattr(kind, "_forward_cls", None)
     return getattr(function, "__module__", "").startswith("vgrad.")
 
@@ -102,8 +78,8 @@ def hooks() -> Hooks | None:
     return _top(False)
 
 
-# Dynamo, which cannot trace it, may take the answer for a constant; what
-# torch.compiler.assume_constant_result does, without an import of all of Dynamo.
+# Dynamo, which cannot trace it, may take the answer for a constant. That is
+# torch.compiler.assume_constant_result without an import of all of Dynamo.
 hooks._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -123,15 +99,19 @@ def keeps_values(pack: Callable) -> bool:
     return getattr(pack, "__qualname__", "").startswith((_FIRST, *_OTHERS))
 
 
+# The classes of hooks in torch/utils/checkpoint.py, of the first run and of the re-run.
 _FIRST, *_OTHERS = "_checkpoint_hook.", "_recomputation_hook.", "save_on_cpu."
 
 
 def repeats(pack: Callable, around: Callable[[], AbstractContextManager]) -> None:
-    """Enter a block around the re-run of the checkpoint of a hook."""
+    """Enter a block around the re-run of the checkpoint of a hook.
+
+    By then the modes, transforms and values around the checkpoint are gone.
+    """
     if not getattr(pack, "__qualname__", "").startswith(_FIRST):
         return
     cells = zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True)
-    frame = dict(cells)["frame"].cell_contents
+    frame = dict(cells)["frame"].cell_contents  # a `_CheckpointFrame`
     run = frame.recompute_fn
     # Only under transforms: a read here makes the hooks of a region around this one
     # run it once more.
@@ -158,6 +138,7 @@ def _inputs(frame: Any) -> Sequence[Any]:
 
 def close(error: BaseException) -> None:
     """End the hooks of checkpoints that an exception has passed, innermost first."""
+    # Before torch 2.13 they stay at work until its traceback is freed.
     if _CLOSED_BY_TORCH:
         return
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
@@ -171,13 +152,16 @@ _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 
 
 def _versions(args: Sequence[Any]) -> list[int]:
-    """Return the versions of wrapped tensors, which autograd does not check."""
+    # Of wrapped tensors, which autograd does not check.
     wrapped = [t for t in args if isinstance(t, Tensor) and modes.is_wrapped(t)]
     return [version_of(modes.unwrap_all(tensor)) for tensor in wrapped]
 
 
 SAVES_ARGUMENTS = getattr(checkpoints, "_NoopSaveInputs", None)
-"""The autograd.Function by which a checkpoint saves its arguments before torch 2.12."""
+"""The autograd.Function by which a checkpoint saves its arguments before torch 2.12.
+
+It has no vmap rule, and a checkpoint reads the `grad_fn` of its result alone.
+"""
 
 
 class SavedArguments:
@@ -204,7 +188,7 @@ class SavedArguments:
 
 
 def _saved(tensor: Tensor, active: Hooks | None) -> Callable[[], Tensor]:
-    """Save a tensor as torch does from 2.12 on, by `_make_saved_tensor`."""
+    # As torch does from 2.12 on, by `_make_saved_tensor`.
     if active is None:
         version = version_of(tensor)
 
@@ -231,10 +215,7 @@ def _saved(tensor: Tensor, active: Hooks | None) -> Callable[[], Tensor]:
 
 
 def reenters(loss: Tensor) -> bool:
-    """Return whether a re-entrant checkpoint is a part of a graph.
-
-    It adds to the `.grad` of tensors; `torch.autograd.grad` may pass it by in silence.
-    """
+    """Return whether a graph has a re-entrant checkpoint, which sets `.grad` alone."""
     return any(isinstance(node, _OF_REENTRANT) for node in graph_nodes([loss]))
 
 
@@ -247,6 +228,11 @@ REENTRANT_ERROR = (
 _OF_REENTRANT = Reentrant._backward_cls  # pyright: ignore[reportAttributeAccessIssue]
 
 
+# Under transforms `Function.apply` (torch/autograd/function.py) hands a call to
+# `custom_function_call`, which modes see, but raises for a class without
+# `setup_context`. It calls this test once and reads the result twice: first whether to
+# bind arguments to the signature of `forward`, which in the old style begins with a
+# context, and then whether to raise.
 _NAME = "_is_setup_context_defined"
 _DEFINED = getattr(_functions, _NAME)
 _LOCK = threading.Lock()
@@ -256,7 +242,7 @@ _HERE: ContextVar[bool] = ContextVar("shown", default=False)
 
 @contextmanager
 def old_style_shown() -> Iterator[None]:
-    """Show such calls to the modes of this thread while a block runs."""
+    """Show calls in the old style to the modes of this thread while a block runs."""
     with _LOCK:
         _BLOCKS.append(None)
         setattr(_functions, _NAME, _defined)
@@ -276,8 +262,6 @@ def _defined(setup_context: Callable) -> Any:
 
 
 class _SecondTime:
-    """Is false when tested for the first time, and true from then on."""
-
     _tested = False
 
     def __bool__(self) -> bool:

@@ -1,8 +1,4 @@
-"""Kernels that torch calls itself and documents nowhere.
-
-All are in aten/src/ATen/native/native_functions.yaml. Documented functions that do the
-same would end the need.
-"""
+"""Kernels that torch calls itself: aten/src/ATen/native/native_functions.yaml."""
 
 from typing import Any
 
@@ -40,11 +36,9 @@ kernel of inference (torch/nn/modules/transformer.py)."""
 
 
 def attention(query: Tensor, *inputs: Any, **options: Any) -> Tensor:
-    """Call `F.scaled_dot_product_attention`; without heads, not its fused kernel.
-
-    Before torch 2.12 the fused kernel of a CPU divides by the number of heads, which
-    ends the process (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
-    """
+    """Call `F.scaled_dot_product_attention`; without heads, not its fused kernel."""
+    # Before torch 2.12 the fused kernel of a CPU divides by the number of heads, which
+    # ends the process (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
     if query.shape[-3:-2] != (0,):
         return F.scaled_dot_product_attention(query, *inputs, **options)
     with sdpa_kernel(SDPBackend.MATH):
@@ -62,12 +56,9 @@ _ON_CPU = {
 
 
 def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Return whether this CPU has instructions for products of a low precision dtype.
-
-    True where torch has no op for the test: builds without oneDNN lack these ops
-    (aten/src/ATen/native/mkldnn/Utils.cpp).
-    """
+    """Return whether this CPU has instructions for products of a low precision."""
     name = _ON_CPU.get(str(dtype).removeprefix("torch."), "")
+    # Builds without oneDNN lack these ops (aten/src/ATen/native/mkldnn/Utils.cpp).
     return getattr(torch.ops.mkldnn, name, lambda: True)()
 
 

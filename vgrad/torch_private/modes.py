@@ -1,50 +1,7 @@
 """Function modes, autocast's state, and the transforms of `torch.func`.
 
-Torch hands a mode `F.multi_head_attention_forward` or `F.interpolate` as one call and
-switches the mode off while it runs. The ops inside matter to modes that handle
-individual ops; calling the function again with the mode on would only hand it over
-again. So `opened` makes a copy of it that skips the test for a mode.
-
-Rests on torch/overrides.py (the stack of modes, innermost last, and the three tests at
-the start of functions of `torch.nn.functional`), on `torch._C` (blocks without modes
-and subclasses, and autocast's state over all devices), and on
-torch/utils/flop_counter.py (the tracker of modules). A mode that stays on inside of
-such functions, a public stack, and an option to count without modules would end the
-need.
-
 Each running transform has a level; the innermost has the highest. A vmap wraps each
 tensor that it maps over, a gradient each one that it follows.
-
-From torch/csrc/functorch/init.cpp, which `torch._C._functorch` binds:
-
-    current_level     the innermost level, None outside of transforms
-    level_of          the level of the outermost wrapper of a tensor, -1 without one
-    batch_axis        the axis that a vmap took away there, -1 if none did
-    is_batched        whether the outermost wrapper is a vmap's
-    is_wrapped        whether there is a wrapper
-    unwrapped         the tensor in the outermost wrapper; raises if there is none
-    split_batch_axis  the tensor in the wrapper of a level, and its axis, None if there
-                      is none
-    add_batch_axis    wrap for a level, as `torch.vmap` does with its inputs
-    remove_batch_axis unwrap, as `torch.vmap` does with its outputs
-    interpreters      the running transforms, outermost first; None without one
-
-From torch/_functorch/pyfunctorch.py, autograd_function.py and vmap.py:
-
-    innermost             the running transform: `level()`, and `lower()`, a block below
-                          it; a vmap has `batch_size()`
-    without_innermost     a block without the innermost level
-    custom_function_call  the call of an autograd.Function, as function modes see it
-    vmap_level            a block with a vmap of its own, whose level it gives
-    load_decompositions   the set-up by the first vmap, which no two threads may run
-
-`torch.autograd.forward_ad._current_level` is -1 outside of forward mode. Public names
-for all of this in `torch.func` would end the need.
-
-Torch raises plain `RuntimeError` for most failures, so their texts stand here. Texts
-about vmap come from torch/_functorch and aten/src/ATen/functorch, about autograd from
-torch/autograd/__init__.py and torch/_functorch/eager_transforms.py. Errors of classes
-of their own would end the need.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -58,16 +15,6 @@ from torch import Tensor
 from torch._C import DisableTorchFunction as without_modes
 from torch._C import DisableTorchFunctionSubclass as without_subclasses
 from torch._C import _is_any_autocast_enabled as autocast_is_on
-from torch._C._functorch import _add_batch_dim as add_batch_axis
-from torch._C._functorch import _remove_batch_dim as remove_batch_axis
-from torch._C._functorch import _unwrap_batched as split_batch_axis
-from torch._C._functorch import get_interpreter_stack as interpreters
-from torch._C._functorch import get_unwrapped as unwrapped
-from torch._C._functorch import is_batchedtensor as is_batched
-from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
-from torch._C._functorch import maybe_current_level
-from torch._C._functorch import maybe_get_bdim as batch_axis
-from torch._C._functorch import maybe_get_level as level_of
 from torch._functorch.autograd_function import (
     custom_function_call as custom_function_call,
 )
@@ -87,22 +34,35 @@ from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils._device import DeviceContext as DeviceMode
 from torch.utils.flop_counter import FlopCounterMode
 
-__all__ = ["DeviceMode", "autocast_is_on", "function_modes"]
-__all__ += ["without_modes", "without_subclasses"]
-__all__ += ["add_batch_axis", "batch_axis", "custom_function_call", "innermost"]
-__all__ += ["is_batched", "is_wrapped", "level_of", "load_decompositions"]
-__all__ += ["remove_batch_axis", "split_batch_axis", "unwrapped", "vmap_level"]
-__all__ += ["without_innermost"]
+__all__ = ["DeviceMode", "autocast_is_on", "custom_function_call", "function_modes"]
+__all__ += ["innermost", "load_decompositions", "vmap_level"]
+__all__ += ["without_innermost", "without_modes", "without_subclasses"]
 
+# `function_modes` has the innermost last. The running transform is `innermost()`: it
+# has a `level()`, a block below it, `lower()`, and of a vmap the `batch_size()`. The
+# first vmap runs `load_decompositions`, which no two threads may run.
 
-current_level: Any = maybe_current_level  # an int, or None outside of transforms
+# From torch/csrc/functorch/init.cpp.
+_FUNCTORCH: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+current_level = _FUNCTORCH.maybe_current_level  # None outside of transforms
+interpreters = _FUNCTORCH.get_interpreter_stack  # outermost first, None without one
+# Of the outermost wrapper of a tensor: its level, and the axis that a vmap took away
+# there; -1 without one. `unwrapped` raises without a wrapper.
+level_of = _FUNCTORCH.maybe_get_level
+batch_axis = _FUNCTORCH.maybe_get_bdim
+is_wrapped = _FUNCTORCH.is_functorch_wrapped_tensor
+is_batched = _FUNCTORCH.is_batchedtensor  # whether it is a vmap's
+unwrapped = _FUNCTORCH.get_unwrapped
+# As `torch.vmap` does with inputs and outputs, and the tensor in the wrapper of a level
+# with its axis, None without one.
+add_batch_axis = _FUNCTORCH._add_batch_dim
+remove_batch_axis = _FUNCTORCH._remove_batch_dim
+split_batch_axis = _FUNCTORCH._unwrap_batched
 
 
 def inside_transform() -> bool:
-    """Return whether a transform of `torch.func` is running around the caller.
-
-    Forward mode counts, which `linearize` uses without a level of its own.
-    """
+    """Return whether a transform of `torch.func` is running around the caller."""
+    # Forward mode counts, which `linearize` uses without a level of its own.
     return current_level() is not None or forward_ad._current_level >= 0
 
 
@@ -112,12 +72,9 @@ def active_transforms() -> tuple[str, ...]:
 
 
 def is_mapped_here(tensor: Tensor) -> bool:
-    """Return whether the innermost transform is a vmap that maps over a tensor.
-
-    If an outer vmap does, the transforms in between have to see torch's own op.
-    """
-    level = current_level()
-    return is_batched(tensor) and level_of(tensor) == level
+    """Return whether the innermost transform is a vmap that maps over a tensor."""
+    # If an outer vmap does, the transforms in between have to see torch's own op.
+    return is_batched(tensor) and level_of(tensor) == current_level()
 
 
 def exit_to(level: int) -> AbstractContextManager[None]:
@@ -149,7 +106,11 @@ def unwrap_all(tensor: Tensor) -> Tensor:
 
 
 _HANDED_ON = [f"has_torch_function{kind}" for kind in ("", "_unary", "_variadic")]
-"""The tests by which torch's Python functions hand a call to modes."""
+"""The tests by which torch's Python functions hand a call to modes.
+
+A mode gets `F.interpolate` as one call and is off while it runs. The ops inside matter
+to modes that handle individual ops.
+"""
 
 ASKING = frozenset(
     func
@@ -174,10 +135,9 @@ def op_name(func: Any) -> str:
 
 @cache
 def opened(func: FunctionType, **others: Callable) -> Callable:
-    """Return the same function, which does not hand itself to function modes.
+    """Return a copy of a function that does not hand itself to function modes.
 
-    Functions that it calls still do, so run it where the mode is on. `others` replace
-    functions that it calls by these names.
+    Functions that it calls still do; `others` replace some of them by name.
     """
     off = dict.fromkeys(_HANDED_ON, lambda *_: False)
     names = {**func.__globals__, **off, **others}
@@ -199,30 +159,27 @@ def opened_attention(projections: Callable) -> Callable:
 
 
 class _NoModules(nullcontext):
-    """A tracker of modules that tracks none."""
-
     parents = frozenset({"Global"})
 
 
 def flop_counter(formulas: Mapping[Any, Any] | None = None) -> FlopCounterMode:
-    """Return torch's counter of operations, without its tracker of modules.
-
-    The tracker puts hooks on all modules, which fail inside of gradients and stop a
-    recorded pass. `formulas` are for ops that it does not know.
-    """
+    """Return torch's counter of operations, with `formulas` of more ops."""
+    # Its tracker puts hooks on all modules, which fail inside of gradients and stop a
+    # recorded pass.
     counter = FlopCounterMode(display=False, custom_mapping=dict(formulas or {}))
     counter.mod_tracker = _NoModules()  # pyright: ignore[reportAttributeAccessIssue]
     return counter
 
 
 def unoptimized_scripts() -> AbstractContextManager:
-    """Run functions of TorchScript op by op; optimized ones differentiate themselves.
-
-    Nor may they specialize on tensors without memory. The end of TorchScript would end
-    the need (torch/jit/_fuser.py).
-    """
+    """Run functions of TorchScript op by op; optimized, they have own derivatives."""
+    # Nor may they specialize on tensors without memory (torch/jit/_fuser.py).
     return torch.jit.optimized_execution(False)  # pyright: ignore[reportPrivateImportUsage]
 
+
+# Torch raises plain `RuntimeError` for most failures, so their texts stand here. Texts
+# about vmap come from torch/_functorch and aten/src/ATen/functorch, about autograd from
+# torch/autograd/__init__.py and torch/_functorch/eager_transforms.py.
 
 RANDOM_ERROR = "randomness error mode"
 """A random op under `randomness="error"`."""

@@ -1,12 +1,7 @@
 """The part of a DTensor that this rank holds, and where it stands in the whole.
 
-From torch/distributed/tensor/_utils.py:
-
-    compute_local_shape_and_global_offset  sizes and offsets of this rank's part
-
-A method of DTensor that says so would end the need. Nothing is imported before there
-is a DTensor: torch may be built without `torch.distributed`, and needs most of a second
-for this part of it.
+Nothing is imported before there is a DTensor: torch may be built without
+`torch.distributed`, and needs most of a second for this part of it.
 """
 
 import sys
@@ -25,11 +20,9 @@ def is_distributed(tensor: Tensor) -> bool:
 
 
 def unsupported_placements(tensor: Any) -> list[Any]:
-    """Return the placements of a DTensor by which ranks hold terms of its entries.
-
-    These are Partial, and any that torch does not document.
-    """
+    """Return the placements of a DTensor by which ranks hold terms of its entries."""
     module: Any = sys.modules[_MODULE]
+    # The others are Partial, and any that torch does not document.
     known = (module.Shard, module.Replicate)
     return [each for each in tensor.placements if type(each) not in known]
 
@@ -50,14 +43,11 @@ def offsets(tensor: Any) -> tuple[int, ...]:
 
 
 def cut(whole: Tensor, like: Any) -> Tensor:
-    """Make a DTensor of a tensor that every rank has, placed like another one.
-
-    Where the ranks of that one hold terms of its entries, all of them have the whole.
-    """
+    """Make a DTensor of a tensor that every rank has, placed like another one."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     module: Any = sys.modules[_MODULE]
-    terms = unsupported_placements(like)
+    terms = unsupported_placements(like)  # along these, all ranks have the whole
     placements = [module.Replicate() if x in terms else x for x in like.placements]
     mesh = like.device_mesh
     shape, starts = compute_local_shape_and_global_offset(like.shape, mesh, placements)
@@ -88,8 +78,7 @@ def like(tensor: Any, part: Tensor) -> Tensor:
 
 
 def _made(like: Any, part: Tensor, placements: Any) -> Tensor:
-    """Make a DTensor of the shape of another one; its strides are contiguous."""
-    stride = torch.empty(like.shape, device="meta").stride()
+    stride = torch.empty(like.shape, device="meta").stride()  # contiguous
     return type(like).from_local(
         part,
         like.device_mesh,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.checks import Patterns
-from vgrad.ensemble.execution import Layout
+from vgrad.ensemble.layout import Layout
 from vgrad.ensemble.optimizer import of_members
 from vgrad.generators import RNG_LOCK, Tag, secret_key, set_seed, torch_seed
 from vgrad.optim.base import GradientTransformation, check_transformation

@@ -16,8 +16,9 @@ from vgrad import batches, optim
 from vgrad.checks import Patterns
 from vgrad.conditions import checks_collected
 from vgrad.dp.plan import Plan, as_digest, check_spent
-from vgrad.ensemble.execution import Call, InDims, run_eager, shared_names
+from vgrad.ensemble.execution import run_eager
 from vgrad.ensemble.gradients import EnsembleGradFn, ensemble_grad, returning_buffers
+from vgrad.ensemble.layout import InDims, shared_names
 from vgrad.ensemble.optimizer import MembersState, of_members
 from vgrad.functional.losses import SampleLoss, check_loss, gradient
 from vgrad.generators import Tag
@@ -382,13 +383,12 @@ class MemberSource(Source):
                 f"loss_scale): expected one of the two, got both: each member has a "
                 f"scale of its own. Compute in bfloat16, which needs no scale."
             )
-        arguments, weights = (state.params, state.buffers, *batch), scale.loss_scale
+        gradient, weights = self.gradient, scale.loss_scale
+        arguments = state.params, state.buffers, *batch
         if shares:
-            arguments, weights = self._of_active(state, batch), active
-        result: Any = self.gradient(*arguments, loss_scale=weights)
-        (grads, losses, buffers), aux = (
-            result if self.gradient.has_aux else (result, None)
-        )
+            (gradient, arguments), weights = self._with_active(state, batch), active
+        result: Any = gradient(*arguments, loss_scale=weights)
+        (grads, losses, buffers), aux = result if gradient.has_aux else (result, None)
         if self.donate:  # they may be parameters, which the step writes into
             losses, aux = map_tensors(Tensor.clone, (losses, aux))
         if scaled:
@@ -411,7 +411,7 @@ class MemberSource(Source):
         changes = {"loss_scale": scale}
         return Gradients(grads, widened(losses), buffers, aux, masks, metrics, changes)
 
-    def shared_names(self, state: EnsembleState) -> set[str]:
+    def shared_names(self, state: EnsembleState) -> frozenset[str]:
         """Return the names of the entries without a member axis."""
         patterns = self.gradient.shared
         names = {**state.params, **state.buffers} if patterns else {}
@@ -443,17 +443,21 @@ class MemberSource(Source):
         )
         return of(params, old.params), of(buffers, old.buffers), optimizer
 
-    def _of_active(self, state: EnsembleState, batch: tuple) -> tuple:
-        """Return the arguments with an active member's values for each inactive one.
+    def _with_active(
+        self, state: EnsembleState, batch: tuple
+    ) -> tuple[EnsembleGradFn, tuple]:
+        """Return a gradient, and arguments with active members for the others.
 
         Weighing by zero is not enough: zero times the NaN of a member is a NaN.
         """
-        arguments = state.params, state.buffers, batch
-        patterns = self.gradient.shared
-        call = Call(self.name, *arguments, in_dims=self.in_dims, shared=patterns)
-        rows = torch.arange(call.members, device=state.active.device)
-        rows = torch.where(state.active, rows, state.active.int().argmax())
-        return call.rows(rows).args
+        active, gradient = state.active, self.gradient
+        if active.is_cpu and not checks_collected() and bool(active.all()):
+            return gradient, (state.params, state.buffers, *batch)
+        rows = torch.arange(len(active), device=active.device)
+        rows = torch.where(active, rows, active.int().argmax())
+        call = gradient.options.on(state.params, state.buffers, batch).take(rows)
+        options = replace(gradient.options, in_dims=call.dims)
+        return replace(gradient, options=options), call.args
 
 
 def _kept_dtypes(buffers: Buffers, old: Buffers) -> Buffers:

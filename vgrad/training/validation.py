@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from vgrad import batches, checks, files, tree
-from vgrad.ensemble.execution import EnsembleExecutor
+from vgrad.ensemble import execution
+from vgrad.ensemble.layout import Call
 from vgrad.ensemble.resampling import fold_indices
 from vgrad.ensemble.stacking import made, member_seed, stack
 from vgrad.functional.losses import Criterion, batch_loss
@@ -317,7 +318,7 @@ class _Evaluation:
         self._fmodel = fmodel.eval()
         self._job = job
         self._function = with_policy(job.policy, self._loss_and_output)
-        self._executor = EnsembleExecutor("cross_validate", **job.options)
+        self._options = Call("cross_validate", **job.options)
 
     def __call__(self, state: EnsembleState, rows: Tensor) -> Figures:
         """Return mean `losses` and `scores` on samples, `[E]`, float64 on the CPU.
@@ -327,8 +328,8 @@ class _Evaluation:
         total, outputs = torch.zeros(()), []
         with torch.no_grad(), seeded_from(state):
             for size, batch in self._job.batches(rows, device_of(state.params)):
-                call = self._executor.call(state.params, state.buffers, batch)
-                (losses, output), _ = self._executor(self._function, call)
+                call = self._options.on(state.params, state.buffers, batch)
+                (losses, output), _ = execution.run(self._function, call)
                 total = total + losses.double() * size
                 outputs.append((output, batch[-1]) if output else ())
             figures = {"losses": (total / rows.shape[1]).cpu()}

@@ -1,0 +1,302 @@
+"""The member axis: the tensors that have one, and the arguments of all members.
+
+E members. A stacked entry is a tensor `[E, *shape]`, a shared one `[*shape]`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial
+from typing import Any, NamedTuple, TypedDict, get_args
+
+import torch
+from torch import Tensor
+
+from vgrad import checks
+from vgrad.checks import Patterns
+from vgrad.conditions import checks_collected
+from vgrad.functional.guards import Protected
+from vgrad.loss.randomness import Draws
+from vgrad.persample.engine.guard import Fallbacks
+from vgrad.torch_private import modes
+from vgrad.tree import map_tensors, tensors, tree_map
+from vgrad.typing import Buffers, EnsembleStrategy, Params, Randomness, Tree
+
+InDims = int | None | Sequence[int | None]
+
+
+class EnsembleOptions(TypedDict, total=False):
+    """The options of every function of an ensemble; `ensemble_grad` explains them."""
+
+    in_dims: InDims
+    randomness: Randomness
+    strategy: EnsembleStrategy
+    shared: Patterns
+
+
+def shared_names(
+    function: str, names: Iterable[str], patterns: Patterns
+) -> frozenset[str]:
+    """Return the names of the entries without a member axis, which match a pattern."""
+    checks.patterns(function, shared=patterns)
+    if not patterns:
+        return frozenset()
+    return _matched(function, tuple(names), tuple(patterns))
+
+
+@lru_cache
+def _matched(function: str, names: tuple, patterns: tuple) -> frozenset[str]:
+    kind = "parameter or buffer"
+    return frozenset(checks.all_matched(function, names, patterns, kind=kind))
+
+
+class Layout(NamedTuple):
+    """The member axis of parameters and buffers.
+
+    Attributes:
+        members: E.
+        shared: the names of the entries without that axis.
+    """
+
+    members: int
+    shared: frozenset[str]
+
+    @classmethod
+    def of(
+        cls, function: str, params: Params, buffers: Buffers, patterns: Patterns = ()
+    ) -> "Layout":
+        """Read the layout of entries, which have to agree on E."""
+        checks.dictionaries(function, params=params, buffers=buffers)
+        entries, where = {**params, **buffers}, f"{function}(params, buffers)"
+        shared = shared_names(function, entries, patterns)
+        first, count = None, torch.Size()
+        for name, value in entries.items():
+            if name in shared:
+                continue
+            shape = value.shape
+            if first is None:
+                first, count = name, shape[:1]
+            if shape[:1] != count or not shape:
+                expected = f"{count[0]} members as in {first!r}" if count else "members"
+                raise ValueError(
+                    f"{where}: expected {expected} on the first axis of {name!r}, got "
+                    f"shape {tuple(shape)}. If the members share one of them, name it "
+                    f"in shared=."
+                )
+        if first is None:
+            raise ValueError(
+                f"{where}: expected an entry with a member axis, got none."
+            )
+        if not count[0]:
+            raise ValueError(f"{where}: expected at least one member, got none.")
+        return cls(count[0], shared)
+
+    def member(self, entries: Params, i: int) -> Params:
+        """Return the entries of one member, as views."""
+        return {n: x if n in self.shared else x[i] for n, x in entries.items()}
+
+
+_NO_MEMBERS = Layout(0, frozenset())
+
+
+@dataclass(frozen=True)
+class Call:
+    """The options of a function of an ensemble; `on` adds the tensors of one call.
+
+    Attributes:
+        function: its name, for errors.
+        shared: patterns of the entries without a member axis.
+        fallbacks: the memory of all calls: warnings, and whether a loss has drawn.
+        known: the strategies of the shapes so far, and the reasons.
+        unreached: sets of parameters that receive no gradient, as one member confirmed.
+        args: parameters, buffers and the items of the batch, with the member axis in
+            front.
+        dims: the member axis of each item of the batch, 0 or None.
+        draws: the random numbers of the members.
+    """
+
+    function: str
+    in_dims: InDims = None
+    randomness: Randomness = "different"
+    strategy: EnsembleStrategy = "auto"
+    shared: Patterns = ()
+    fallbacks: Fallbacks = field(default_factory=Fallbacks)
+    known: dict[Any, tuple[str, str]] = field(default_factory=dict)
+    unreached: set[frozenset[str]] = field(default_factory=set)
+    layout: Layout = _NO_MEMBERS
+    args: tuple = ()
+    dims: tuple[int | None, ...] = ()
+    draws: Draws = field(default_factory=Draws)
+
+    def __post_init__(self) -> None:
+        if self.args:
+            return
+        name = self.function
+        checks.choice(name, get_args(EnsembleStrategy), strategy=self.strategy)
+        checks.choice(name, get_args(Randomness), randomness=self.randomness)
+        checks.patterns(name, shared=self.shared)
+
+    def on(
+        self,
+        params: Params,
+        buffers: Buffers,
+        batch: tuple[Tree, ...],
+        keys: Tensor | None = None,
+    ) -> "Call":
+        """Check the tensors of a call; `keys` are of the members, int64 `[E]`."""
+        layout = Layout.of(self.function, params, buffers, self.shared)
+        dims = self._dims(batch, layout.members)
+        items = [
+            map_tensors(partial(torch.movedim, source=dim, destination=0), item)
+            if dim
+            else item
+            for dim, item in zip(dims, batch, strict=True)
+        ]
+        return replace(
+            self,
+            layout=layout,
+            args=(dict(params), dict(buffers), *items),
+            dims=tuple(None if dim is None else 0 for dim in dims),
+            draws=Draws() if keys is None else self._draws(keys, layout.members),
+        )
+
+    def _dims(self, batch: tuple[Tree, ...], count: int) -> Sequence[int | None]:
+        """Return the member axis of each item of a batch."""
+        dims = self.in_dims
+        if dims is None or isinstance(dims, int):
+            dims = (dims,) * len(batch)
+        if len(dims) != len(batch):
+            raise ValueError(
+                f"{self.function}(in_dims={tuple(dims)}): expected one axis for each "
+                f"of the {len(batch)} items of the batch. None stands for one that all "
+                f"members share."
+            )
+        for number, (dim, item) in enumerate(zip(dims, batch, strict=True)):
+            if dim is None:
+                continue
+            for leaf in tensors(item):
+                if not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] != count:
+                    raise ValueError(
+                        f"{self.function}(in_dims={tuple(dims)}): expected {count} "
+                        f"members along axis {dim} of item {number} of the batch, got "
+                        f"shape {tuple(leaf.shape)}. in_dims=None gives all members "
+                        f"the same."
+                    )
+        return dims
+
+    def _draws(self, keys: Tensor, count: int) -> Draws:
+        """Return random numbers that follow from keys, if members draw their own."""
+        if self.randomness != "different":
+            return Draws()
+        if len(keys) != count:
+            raise ValueError(
+                f"{self.function}(params): expected the {len(keys)} members of this "
+                f"rank, got {count}."
+            )
+        if modes.inside_transform():
+            raise ValueError(
+                f"{self.function}(params): expected a call outside of transforms of "
+                f"torch.func, where members have keys, got one inside."
+            )
+        return Draws(keys=keys)
+
+    def of(self, member: int) -> tuple:
+        """Return the arguments of one member."""
+        return self.map(lambda value: value[member])
+
+    def take(self, rows: Tensor) -> "Call":
+        """Return the call of these members, in this order."""
+        return replace(
+            self,
+            layout=Layout(len(rows), self.layout.shared),
+            args=self.map(lambda x: x.index_select(0, rows.to(x.device))),
+            draws=self.draws.of(rows),
+        )
+
+    def with_params(self, params: Params) -> "Call":
+        """Return the same call with other parameters, of the same shapes."""
+        return replace(self, args=(dict(params), *self.args[1:]))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> tuple:
+        """Apply a function to all tensors with a member axis, in new containers."""
+        shared, (params, buffers, *items) = self.layout.shared, self.args
+        return (
+            {n: x if n in shared else function(x) for n, x in params.items()},
+            {n: x if n in shared else function(x) for n, x in buffers.items()},
+            *[
+                map_tensors(_itself if dim is None else function, item)
+                for dim, item in zip(self.dims, items, strict=True)
+            ],
+        )
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the caller."""
+        params, buffers, *batch = self.args
+        return [*params.values(), *buffers.values(), *tensors(batch)]
+
+    @property
+    def may_loop(self) -> bool:
+        """Whether members run one after the other where nothing else is possible."""
+        bound = modes.inside_transform() or checks_collected()
+        return self.strategy == "auto" and not bound
+
+    def protected(self) -> Protected:
+        """Return the tensors as ones that must not change."""
+        params, buffers, *batch = self.args
+        items = {f"tensor {n} of the batch": x for n, x in enumerate(tensors(batch))}
+        expected = "ensemble: expected a function that changes nothing it is given"
+        return Protected({**items, **buffers, **params}, expected, "Copy it first.")
+
+    def joined(
+        self,
+        results: Sequence[tuple[Any, Buffers]],
+        join: Callable[..., Tensor],
+        one_value: Callable[[Sequence[Tensor]], bool] | None = None,
+    ) -> tuple[Any, Buffers]:
+        """Join the leaves of values, and the new buffers beside each.
+
+        Shared buffers need `one_value` and are not joined.
+        """
+        values, buffers = zip(*results, strict=True)
+        joined = {}
+        for name, first in buffers[0].items():
+            left = [new[name] for new in buffers]
+            if name not in self.layout.shared:
+                joined[name] = join(*left)
+            elif (one_value or _same)(left):
+                joined[name] = first
+            else:
+                raise ValueError(
+                    f"ensemble(shared=...): expected members that leave one value in "
+                    f"the buffer {name!r}, which they share, got one of each. Give "
+                    f"each member its own."
+                )
+        single = isinstance(values[0], Tensor)
+        return join(*values) if single else tree_map(join, *values), joined
+
+
+def _same(values: Sequence[Tensor]) -> bool:
+    return all(checks.same_values(value, values[0]) for value in values)
+
+
+def _itself(value: Tensor) -> Tensor:
+    return value
+
+
+Change = Callable[[Tensor], Tensor]
+
+
+@contextmanager
+def vmapped(members: int, randomness: str = "error") -> Iterator[tuple[Change, Change]]:
+    """Run a block under a vmap; yield functions that put tensors into it, and back.
+
+    As `torch.vmap`, which treats trees in general, but that costs as much as a small
+    model.
+    """
+    modes.load_decompositions()
+    with modes.vmap_level(members, randomness) as level:
+        yield (
+            lambda x: modes.add_batch_axis(x, 0, level),
+            lambda x: modes.remove_batch_axis(x, level, members, 0),
+        )
