@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from vgrad import checks, tree
+from vgrad import checks, memory, tree
 from vgrad.optim import methods
 from vgrad.optim.base import GradientTransformation, State, check_transformation, step
-from vgrad.optim.fused import sharing
 from vgrad.optim.transforms import HyperparamsState, Key, partition, with_hyperparams
 from vgrad.tree import check_fit, state_dict, tree_leaves, tree_map
 from vgrad.typing import Params, Tree
@@ -294,7 +293,7 @@ def as_torch(
     named: Params = dict(pairs)
     if len(named) < len(pairs):
         raise ValueError("as_torch(params): expected names, got one name for several.")
-    for pair in sharing(named):
+    for pair in memory.sharing(named):
         names = " and ".join(map(repr, dict.fromkeys(pair)))
         raise ValueError(
             f"as_torch(params): expected parameters with memory of their own, got "
