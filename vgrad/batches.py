@@ -5,6 +5,7 @@ B is the number of samples; every tensor of a batch is `[B, ...]`.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -26,7 +27,7 @@ class Batch:
     leaves: list[Any]
     spec: TreeSpec
 
-    @property
+    @cached_property
     def tensors(self) -> list[Tensor]:
         """The tensors among the leaves."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]

@@ -28,7 +28,7 @@ from vgrad.compiled.functions import (
 )
 from vgrad.ensemble.gradients import EnsembleGradFn
 from vgrad.ensemble.prediction import EnsembleForward
-from vgrad.persample.engine import Transform, eager, local
+from vgrad.persample.engine import Transform, eager
 from vgrad.renamed import raising
 from vgrad.training.steps import PrivateSource, TrainingStep
 from vgrad.typing import Arguments, Found, Same
@@ -135,7 +135,7 @@ def compile(
     function: Any = transform
 
     def as_graphs(transform: Transform) -> Transform:
-        plain = replace(transform, execute=eager, reduce=local, keys=None)
+        plain = replace(transform, execute=eager, reduce=None, keys=None)
         return replace(transform, execute=Captured(plain, captures, sizes))
 
     if isinstance(function, Transform):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from vgrad.conditions import checks_collected, rare
+from vgrad.conditions import checks_collected
 from vgrad.factors import costs, reductions
 from vgrad.torch_private.tensors import memory
 from vgrad.tree import double, wide
@@ -269,10 +269,6 @@ class Pair(Factor):
         return replace(self, inputs=inputs, outputs=outputs)
 
 
-_APART = 1e8
-"""Size up to which float32 holds the product of four numbers."""
-
-
 @dataclass(frozen=True)
 class Outer(Pair):
     """Sums over positions of outer products, `sum_t out_t x in_t` in every group.
@@ -333,10 +329,6 @@ class Outer(Pair):
             return super().gram(other)
         if not costs.cross_by_gram(self.inputs.shape, self.outputs.shape, other.size):
             return super().gram(other)
-        if self.inputs.dtype not in (torch.float64, torch.complex128):
-            far = [reductions.reach(each.sides) > _APART for each in (self, other)]
-            if rare(torch.cat(far)):
-                return self.double().gram(other.double())
         sizes = (self.size, self.inputs.shape[2], other.size, other.inputs.shape[2])
         k = reductions.inner(self.inputs.flatten(0, 2), other.inputs.flatten(0, 2))
         k *= reductions.inner(self.outputs.flatten(0, 2), other.outputs.flatten(0, 2))

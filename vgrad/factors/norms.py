@@ -12,14 +12,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vgrad.factors.base import Norm, Norms, Products
-from vgrad.factors.reductions import HIGH, LOW, row_norms, together
+from vgrad.conditions import rare
+from vgrad.factors.base import Factor, Norm, Norms, Products
+from vgrad.factors.reductions import HIGH, LOW, reach, row_norms, together
 
 FORMED_AT_ONCE = 2**24
 """Numbers of gradients formed at once where products cannot be trusted."""
 
 _DOUBTFUL = 1e-4
 """Cancellation below which a norm from products is computed again, from gradients."""
+
+_APART = 1e8
+"""Size up to which float32 holds the product of four numbers."""
 
 
 def settled(norms: Mapping[str, Norms]) -> dict[str, list[Norm]]:
@@ -57,9 +61,9 @@ def _from_products(products: Sequence[Products]) -> Iterator[Norm]:
     uppers, lost = (squares + slack).sqrt(), number.eps * largest.sqrt()
     columns = squares.sqrt(), sizes.sqrt(), uppers, doubtful, lost
     rows = zip(products, *map(torch.unbind, columns), strict=True)
-    for each, value, reach, upper, doubtful, lost in rows:
+    for each, value, size, upper, doubtful, lost in rows:
         others = doubtful, lost, each.factor, each.scale
-        yield Norm(value, (reach,), upper, *others)
+        yield Norm(value, (size,), upper, *others)
 
 
 def in_doubt(squares: Tensor, largest: Tensor) -> Tensor:
@@ -114,18 +118,31 @@ def joint(
     values, reaches, uppers, scales = [], [], [], [None]
     for names in groups:
         parts = itertools.chain(*map(norms.__getitem__, names))
-        value, reach, upper, *_, scales = zip(*parts, strict=True)
+        value, sizes, upper, *_, scales = zip(*parts, strict=True)
         values.append(value)
-        reaches.append([*itertools.chain(*reach)])
+        reaches.append([*itertools.chain(*sizes)])
         uppers.append(upper)
-    value, reach = together(_stacked(values)), _stacked(reaches).amax(2)
+    value, most = together(_stacked(values)), _stacked(reaches).amax(2)
     exact = all(map(operator.is_, itertools.chain(*values), itertools.chain(*uppers)))
     upper = value if exact else together(_stacked(uppers))
     if (scale := scales[0]) is not None:  # all factors of a call have the same
         # One over the scale is multiplied as well, by the sum and by its error.
-        reach = torch.maximum(reach, reach.clamp(min=1) / scale)
+        most = torch.maximum(most, most.clamp(min=1) / scale)
         value, upper = value / scale, upper / scale
-    return Joint(value, reach, upper)
+    return Joint(value, most, upper)
+
+
+def far(factors: Mapping[str, Sequence[Factor]]) -> set[str]:
+    """Return the parameters whose inner products may leave the range of float32."""
+    sided = {name: [x for x in some if x.sides] for name, some in factors.items()}
+    masks = {
+        name: torch.cat([reach(each.sides) for each in some]) > _APART
+        for name, some in sided.items()
+        if some
+    }
+    if not masks or not rare(torch.cat([*masks.values()])):
+        return set()
+    return {name for name, mask in masks.items() if bool(mask.any())}
 
 
 def _stacked(groups: Sequence[Sequence[Tensor]]) -> Tensor:

@@ -423,17 +423,16 @@ class ClippedSum(Quantity):
 
     def partial(self, collector: _ClipCollector, call: Call) -> tuple:
         """Return the sums of a chunk, its norms, and which are above a bound."""
-        with no_autocast(call.device):
-            clip = collector.weigh()
-            if isinstance(collector, _TwoPassCollector) and collector.sums:
-                sums = collector.sums
-            elif modes.inside_transform():
-                sums = collector.summed(clip, clip.finite)
-            elif not collector.careful(clip.direct):
-                sums = collector.summed(clip, None, call.reducer)
-            else:
-                sums, clip = collector.summed_with_care()
-                sums = {n: call.reducer.settled(n, each) for n, each in sums.items()}
+        clip = collector.weigh()
+        if isinstance(collector, _TwoPassCollector) and collector.sums:
+            sums = collector.sums
+        elif modes.inside_transform():
+            sums = collector.summed(clip, clip.finite)
+        elif not collector.careful(clip.direct):
+            sums = collector.summed(clip, None, call.reducer)
+        else:
+            sums, clip = collector.summed_with_care()
+            sums = {n: call.reducer.settled(n, each) for n, each in sums.items()}
         return sums, clip.norms, clip.clipped
 
     def total(self, partials: Iterator[tuple], run: Evaluation) -> ClippedGrad:

@@ -1,7 +1,7 @@
 """The gradient of every sample, its norm, and weighted sums of gradients."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any, Literal, Unpack, overload
 
@@ -15,14 +15,13 @@ from vgrad.factors.norms import doubts, joint, recomputed, settled
 from vgrad.factors.reductions import ordinary, reach, total
 from vgrad.persample.engine import (
     Call,
-    Collector,
     Evaluation,
     Grouping,
     Groups,
+    Holding,
     Mapped,
     Options,
     Quantity,
-    Reducer,
     Transform,
     check_groups,
     gradients,
@@ -31,11 +30,8 @@ from vgrad.persample.engine import (
     members,
     slices,
 )
-from vgrad.tree import no_autocast, wide
+from vgrad.tree import wide
 from vgrad.typing import Buffers, LossFn, Params, Result, Tree
-
-_HELD = 2**28
-"""Bytes of factors that are held until doubtful norms are computed again."""
 
 
 @overload
@@ -156,32 +152,20 @@ def per_sample_norm(
     return Transform(call, _Norms(groups))
 
 
-@dataclass
-class _NormCollector(Collector):
-    """Computes the norms of all parameters.
+class _NormCollector(Holding):
+    """Computes the norms of all parameters, and doubtful ones again."""
 
-    Factors of norms that may have to be computed again are held, up to `most` bytes.
-    """
-
-    most: int
-    norms: dict[str, list[Norm]] = field(default_factory=dict)
-    _held: dict[str, Norms] = field(default_factory=dict)
-    _bytes: int = 0
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.norms: dict[str, list[Norm]] = {}
 
     def take(self, name: str, factor: Factor) -> None:
-        self._held[name] = factor.settled()[1]
-        self._bytes += factor.bytes
-        if self._bytes > self.most:
-            self.settle()
+        self.hold(name, factor.settled()[1], factor.bytes)
 
-    def settle(self) -> None:
-        """Compute doubtful norms again, and drop all factors."""
-        norms = settled(self._held)
+    def settle(self, held: dict[str, Norms]) -> None:
+        norms = settled(held)
         masks = doubts(norms)
-        if masks and rare(torch.cat(masks)):
-            norms = recomputed(norms)
-        self.norms |= norms
-        self._held, self._bytes = {}, 0
+        self.norms |= recomputed(norms) if masks and rare(torch.cat(masks)) else norms
 
 
 @dataclass(frozen=True)
@@ -189,12 +173,10 @@ class _Norms(Quantity):
     groups: Groups
 
     def collector(self, call: Call) -> _NormCollector:
-        # Reading a value takes no time on the host; elsewhere, it is done once.
-        return _NormCollector(0 if call.device.type == "cpu" else _HELD)
+        return _NormCollector(call.device)
 
     def partial(self, collector: _NormCollector, call: Call) -> dict[str, Tensor]:
-        with no_autocast(call.device):
-            collector.settle()
+        collector.flush()
         dtype = reductions.norm_dtype(call.params)
         grouped = members(call.function, self.groups, call.params)
         norms = joint(collector.norms, grouped.values()).value.unbind(1)
@@ -262,33 +244,45 @@ def weighted_grad(
     return WeightedGradFn(call, WeightedSum())
 
 
-@dataclass
-class _Weighted(Collector):
+class _Weighted(Holding):
     """Sums with weights `[B]` that are known beforehand."""
 
-    weights: Tensor
-    mask: Tensor | None
-    reducer: Reducer
-    sums: Params = field(default_factory=dict)
+    def __init__(self, call: Call) -> None:
+        super().__init__(call.device)
+        self.sums: Params = {}
+        self._reducer, self._mask = call.reducer, call.mask
+        self._weights: Any = call.weights
+        if self._mask is not None:
+            self._weights = torch.where(self._mask, self._weights, 0)
 
     def take(self, name: str, factor: Factor) -> None:
-        self.sums[name] = self.reducer.summed(name, self._sum(factor))
+        if factor.sides:
+            self.hold(name, factor, factor.bytes)
+            return
+        counted = factor if self._mask is None else masked(factor, self._mask)
+        self._keep(name, counted.weighted(self._weights))
 
-    def _sum(self, factor: Factor) -> Tensor:
-        weights, counts = self.weights, self.mask
-        if counts is not None:
-            weights = torch.where(counts, weights, 0)
-        if not factor.sides:
-            counted = factor if counts is None else masked(factor, counts)
-            return counted.weighted(weights)
-        safe = ordinary(reach(factor.sides), weights)
-        if not rare(~safe):
-            return factor.weighted(weights)
-        counts = torch.ones_like(safe) if counts is None else counts
+    def settle(self, held: dict[str, Factor]) -> None:
+        sizes = torch.stack([reach(factor.sides) for factor in held.values()])
+        safe = ordinary(sizes, self._weights)
+        careful = rare(~safe)
+        for name, own in zip(list(held), safe.unbind(), strict=True):
+            factor = held.pop(name)
+            if careful and rare(~own):
+                self._keep(name, self._summed_with_care(factor, own))
+            else:
+                self._keep(name, factor.weighted(self._weights))
+
+    def _keep(self, name: str, value: Tensor) -> None:
+        self.sums[name] = self._reducer.summed(name, value)
+
+    def _summed_with_care(self, factor: Factor, safe: Tensor) -> Tensor:
+        """Sum gradients in float64 where a product may leave the range of float32."""
+        counts = torch.ones_like(safe) if self._mask is None else self._mask
         rows = (safe & counts).nonzero().flatten()
-        parts = [factor.take(rows).weighted(weights[rows])]
+        parts = [factor.take(rows).weighted(self._weights[rows])]
         for rows in slices(~safe & counts, factor.shape):
-            parts.append(gradients(factor, rows).weighted(weights[rows]))
+            parts.append(gradients(factor, rows).weighted(self._weights[rows]))
         return total(parts)
 
 
@@ -296,13 +290,13 @@ class WeightedSum(Quantity):
     """The sum of gradients with the weights of a call."""
 
     def collector(self, call: Call) -> _Weighted:
-        """Return a collector that sums factors as they come."""
+        """Return a collector that sums factors."""
         check_weights(call.weights, call.batch.size)
-        assert call.weights is not None
-        return _Weighted(call.weights, call.mask, call.reducer)
+        return _Weighted(call)
 
     def partial(self, collector: _Weighted, call: Call) -> Params:
         """Return the sums of a chunk."""
+        collector.flush()
         return collector.sums
 
     def total(self, partials: Iterator[Params], run: Evaluation) -> Params:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vgrad import batches, tree
 from vgrad.factors import Dense, Factor
+from vgrad.factors.norms import far
 from vgrad.generators import RNG_LOCK, random_state, set_random_state
 from vgrad.persample.engine import (
     Call,
@@ -166,13 +167,8 @@ class Products(Quantity):
         second = Evaluation(replace(call, batch=other, mask=None, cross=None))
         transform = Transform(call, self)
         for columns in second.parts(transform.measured):
-
-            def product(name: str, columns: dict[str, Factor] = columns) -> Tensor:
-                column = columns.pop(name)
-                return torch.cat([row.gram(column) for row in factors[name]])
-
             with no_autocast(call.device):
-                strips.append(_summed(names, product))
+                strips.append(_strip(factors, columns, names))
         products = {
             group: torch.cat([strip[group] for strip in strips], dim=1)
             for group in names
@@ -183,6 +179,19 @@ class Products(Quantity):
         return {group: value[:, places] for group, value in products.items()}
 
 
+def _strip(
+    rows: dict[str, list[Factor]], columns: dict[str, Factor], names: _Names
+) -> dict[str, Tensor]:
+    """Inner products with one chunk of a second batch for every group, [B, b]."""
+    wide = far({name: [*some, columns[name]] for name, some in rows.items()})
+
+    def product(name: str) -> Tensor:
+        column, *some = _widened([columns.pop(name), *rows[name]], name in wide)
+        return torch.cat([row.gram(column) for row in some])
+
+    return _summed(names, product)
+
+
 def _within(
     partials: Iterator[dict[str, Factor]], run: Evaluation, names: _Names
 ) -> dict[str, Tensor]:
@@ -191,7 +200,10 @@ def _within(
     if not run.done:
         return _zeros(run, names, 0, 0)
     with no_autocast(run.call.device):
-        return _summed(names, lambda name: _symmetric(factors.pop(name)))
+        wide = far(factors)
+        return _summed(
+            names, lambda name: _symmetric(_widened(factors.pop(name), name in wide))
+        )
 
 
 def _zeros(run: Evaluation, names: _Names, *sizes: int) -> dict[str, Tensor]:
@@ -221,6 +233,10 @@ def _summed(names: _Names, product: Callable[[str], Tensor]) -> dict[str, Tensor
             part = double(product(name)).real
             sums[group] = sums[group] + part if group in sums else part
     return sums
+
+
+def _widened(factors: Sequence[Factor], wide: bool) -> Sequence[Factor]:
+    return [factor.double() for factor in factors] if wide else factors
 
 
 def _symmetric(factors: Sequence[Factor]) -> Tensor:

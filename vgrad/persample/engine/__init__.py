@@ -9,6 +9,7 @@ from vgrad.persample.engine.call import check_options as check_options
 from vgrad.persample.engine.collectors import Collector as Collector
 from vgrad.persample.engine.collectors import Grouping as Grouping
 from vgrad.persample.engine.collectors import Groups as Groups
+from vgrad.persample.engine.collectors import Holding as Holding
 from vgrad.persample.engine.collectors import Mapped as Mapped
 from vgrad.persample.engine.collectors import check_groups as check_groups
 from vgrad.persample.engine.collectors import gradients as gradients
@@ -31,4 +32,3 @@ from vgrad.persample.engine.transform import at_a_time as at_a_time
 from vgrad.persample.engine.transform import constant as constant
 from vgrad.persample.engine.transform import eager as eager
 from vgrad.persample.engine.transform import joined as joined
-from vgrad.persample.engine.transform import local as local

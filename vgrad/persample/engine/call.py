@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypedDict, get_args
 
 import torch
@@ -11,15 +11,16 @@ from torch import Tensor
 
 from vgrad import batches, checks
 from vgrad.factors.base import Factor, Scaled
+from vgrad.functional.guards import Protected
 from vgrad.functional.losses import check_loss, returned
-from vgrad.loss.mode import LossMode
+from vgrad.loss.mode import LossMode, unchanged
 from vgrad.loss.randomness import Draws
 from vgrad.persample.engine.guard import Fallbacks
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import with_attributes
-from vgrad.tree import map_tensors, map_values, tensors, tree_leaves
+from vgrad.tree import map_tensors, tensors, tree_leaves
 from vgrad.typing import Buffers, ChunkSize, LossFn, Params, Randomness, Strategy, Tree
 
 
@@ -90,29 +91,21 @@ def check_loss_scale(function: str, loss_scale: Any) -> None:
 
 
 class Inputs(NamedTuple):
-    """The arguments of one call of a transform, as the caller passes them.
-
-    Attributes:
-        mask: which samples count, bool `[B]`.
-        weights: of the samples, `[B]`.
-        cross: a second batch.
-        keys: of the samples, int64 `[B]`: random numbers that differ from sample to
-            sample follow from them.
-    """
+    """The arguments of one call of a transform, as the caller passes them."""
 
     params: Params
     buffers: Buffers
     batch: Tree
-    mask: Tensor | None = None
-    weights: Tensor | None = None
-    cross: Tree = None
+    mask: Tensor | None = None  # which samples count, bool [B]
+    weights: Tensor | None = None  # of the samples, [B]
+    cross: Tree = None  # a second batch
     loss_scale: LossScale | None = None
-    keys: Tensor | None = None
+    keys: Tensor | None = None  # int64 [B]: of random numbers that differ by sample
 
     def padded(self, size: int, total: int) -> "Inputs":
-        """Fill a batch up with copies of its first sample, or zeros, that do not count.
+        """Fill a batch of any `size` up to the shapes of one of `total` samples.
 
-        So a batch of any `size` has the shapes of one of `total` samples.
+        The others are copies of its first sample, or zeros, and do not count.
         """
 
         def fill(values: Tensor) -> Tensor:
@@ -152,34 +145,23 @@ LOCAL = Reducer()
 
 @dataclass(frozen=True)
 class Call:
-    """The options of a transform; `on` adds the tensors of one batch.
+    """The options of a transform; `on` adds the tensors of one batch."""
 
-    Attributes:
-        function: the transform's name, for errors.
-        fallbacks: the memory of all calls: warnings, and why a loss was not recorded.
-        unreached: sets of parameters that receive no gradient, confirmed by plain
-            autograd on one sample.
-        fixed: parameters and buffers, which the loss must not change.
-        mask: which samples count, `[B]`; None for all.
-        weights: of the samples, `[B]`, where the caller passes them.
-        cross: a second batch, where the caller passes one.
-        draws: the random numbers of the samples.
-    """
-
-    function: str
+    function: str  # the transform's name, for errors
     loss: LossFn
     strategy: Strategy = "auto"
     chunk_size: ChunkSize = None
     randomness: Randomness = "error"
     has_aux: bool = False
     loss_scale: LossScale | None = None
+    # Of all calls: warnings, why a loss was not recorded, and the parameters that
+    # receive no gradient, as plain autograd on one sample has confirmed.
     fallbacks: Fallbacks = field(default_factory=Fallbacks)
     unreached: set[frozenset[str]] = field(default_factory=set)
     params: Params = field(default_factory=dict)
     buffers: Buffers = field(default_factory=dict)
-    fixed: Params = field(default_factory=dict)
     batch: batches.Batch = batches.NONE
-    mask: Tensor | None = None
+    mask: Tensor | None = None  # as of `Inputs`
     weights: Tensor | None = None
     cross: Tree = None
     draws: Draws = field(default_factory=Draws)
@@ -211,13 +193,10 @@ class Call:
         if keys is not None:
             _check_keys(self.function, keys, read.size)
             keys = keys if self.randomness == "different" else None
-        params = map_values(usable, params)
-        buffers = map_values(_constant, map_values(usable, buffers))
         return replace(
             self,
-            params=params,
-            buffers=buffers,
-            fixed={**params, **buffers},
+            params={name: usable(value) for name, value in params.items()},
+            buffers={name: _constant(usable(each)) for name, each in buffers.items()},
             batch=read,
             mask=mask,
             weights=weights,
@@ -228,20 +207,20 @@ class Call:
 
     def take(self, rows: slice | Tensor) -> "Call":
         """Return the call on these samples, in this order: a chunk or a part."""
-        batch = self.batch.take(rows)
-        if isinstance(rows, slice) and batch.size == self.batch.size:
+        size = self.batch.size
+        if isinstance(rows, slice) and rows.indices(size) == (0, size, 1):
             return self
         mask, weights = self.mask, self.weights
         return replace(
             self,
-            batch=batch,
+            batch=self.batch.take(rows),
             mask=None if mask is None else batches.taken(mask, rows),
             weights=None if weights is None else batches.taken(weights, rows),
             draws=self.draws.of(rows),
             reducer=self.reducer.of_part(),
         )
 
-    @property
+    @cached_property
     def tensors(self) -> list[Tensor]:
         """All tensors of the call."""
         weights = () if self.weights is None else (self.weights,)
@@ -259,6 +238,12 @@ class Call:
         wanted = any(tensor.requires_grad for tensor in self.tensors)
         return torch.is_grad_enabled() and wanted
 
+    def mode(self, *protected: Protected, **options: Any) -> LossMode:
+        """Make the function mode of the loss, which must leave its arguments alone."""
+        fixed, looped = {**self.params, **self.buffers}, self.fallbacks.looped
+        protected = unchanged(fixed), *protected
+        return LossMode(*protected, draws=self.draws, looped=looped, **options)
+
     def cotangent(self, losses: Tensor) -> Tensor:
         """Return the loss scale, or one, for each loss."""
         ones = torch.ones_like(losses)
@@ -271,11 +256,11 @@ class Call:
         return Scaled(factor, self._scale(torch.float32))
 
     def _scale(self, dtype: torch.dtype) -> Tensor:
-        scale = self.loss_scale.loss_scale if self.loss_scale else 1.0
+        scale: Any = self.loss_scale
+        scale = torch.as_tensor(scale.loss_scale, device=self.device).detach()
         # A loss of any dtype can be multiplied by it without rounding. The gradients
         # are divided by the same number, so results do not depend on it.
-        scale = torch.as_tensor(scale, device=self.device).detach().to(torch.bfloat16)
-        return scale.to(dtype)
+        return scale.to(torch.bfloat16).to(dtype)
 
     def run_loss(
         self,
@@ -297,7 +282,7 @@ class Call:
             # Dictionaries of its own, in which the loss may rebind names.
             result = self.loss(dict(params), dict(self.buffers), *sample)
         value, aux = returned(self.function, result, has_aux=self.has_aux)
-        for leaf in tree_leaves(aux):
+        for leaf in tree_leaves(aux) if self.has_aux else ():
             if not isinstance(leaf, Tensor):
                 raise TypeError(
                     f"{self.function}(loss, has_aux=True): expected tensors in aux, "
@@ -345,17 +330,17 @@ def _check_tensors(
                 f"{function}(params, buffers, ...): expected a tensor in {name!r}, got "
                 f"a {type(value).__name__}."
             )
-    real = next((tensor for tensor in inputs if not tensor.is_meta), None)
     for name, value in params.items():
         if not (value.is_floating_point() or value.is_complex()):
             raise ValueError(
                 f"{function}(params, ...): expected floating-point parameters, got "
                 f"{value.dtype} in {name!r}. Move it to the buffers."
             )
-        if value.is_meta and real is not None:
+        real = [x.device for x in inputs if not x.is_meta] if value.is_meta else []
+        if real:
             raise ValueError(
                 f"{function}(params, buffers, *batch): expected parameters with "
-                f"values, got {name!r} on the device meta and a batch on "
-                f"{real.device}. Pass others, or give the model values before it is "
-                f"made functional: model.load_state_dict(values, assign=True)."
+                f"values, got {name!r} on the device meta and a batch on {real[0]}. "
+                f"Pass others, or give the model values before it is made functional: "
+                f"model.load_state_dict(values, assign=True)."
             )

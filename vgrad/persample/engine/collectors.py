@@ -21,17 +21,14 @@ from vgrad.typing import Params
 
 
 class Collector(Protocol):
-    """Takes the factors of all parameters.
+    """Takes the factors of all parameters."""
 
-    Attributes:
-        callback: optional, called once per use while a loss is recorded.
-        first_pass: optional, takes the factors of a recorded backward pass after which
-            a second one passes all of them to `take`. `between_passes` is called in
-            between, and `single_pass` at the end.
-    """
-
-    callback: Callable[[Use], None] | None = None
+    callback: Callable[[Use], None] | None = None  # once per use of a recorded loss
     first_pass: Callable[[str, Factor], None] | None = None
+    """Takes the factors of a first backward pass, before a second one for `take`.
+
+    `between_passes` is called in between, and `single_pass` at the end.
+    """
 
     def take(self, name: str, factor: Factor) -> None:
         """Accept the factor of one parameter."""
@@ -52,6 +49,33 @@ class Mapped(Collector):
 
     def take(self, name: str, factor: Factor) -> None:
         self.values[name] = self.function(factor)
+
+
+class Holding(Collector):
+    """Holds values of many parameters, to read one condition for all of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        # On the host a read takes no time, and there may be less memory.
+        self._most = 2**22 if device.type == "cpu" else 2**28
+        self._held: dict[str, Any] = {}
+        self._bytes = 0
+
+    def hold(self, name: str, value: Any, size: int) -> None:
+        """Hold a value that refers to so many bytes of factors."""
+        self._held[name] = value
+        self._bytes += size
+        if self._bytes > self._most:
+            self.flush()
+
+    def flush(self) -> None:
+        """Settle all values that are held, if there are some."""
+        held, self._held, self._bytes = self._held, {}, 0
+        if held:
+            self.settle(held)
+
+    def settle(self, held: dict[str, Any]) -> None:
+        """Read a condition for these values."""
+        raise NotImplementedError
 
 
 def slices(keep: Tensor, *shapes: torch.Size) -> Sequence[Tensor]:

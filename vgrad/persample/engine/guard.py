@@ -6,10 +6,10 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from traceback import walk_tb
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,14 +86,11 @@ class Failure(NamedTuple):
 
 
 class Fallbacks:
-    """The memory of one transform: each warning is shown once.
-
-    torch's warnings about missing batching rules become one that names the ops. They
-    are caught only while there is something new: catching warnings makes Python forget
-    which ones it has shown.
-    """
+    """The memory of one transform: each warning is shown once."""
 
     def __init__(self) -> None:
+        # Ops without a batching rule, of which torch warns. Its warnings are caught
+        # only while there may be new ones: then Python forgets those it has shown.
         self._known: set[str] | None = None
         self._told: set[str] = set()
         self.failure: Failure | None = None  # why the last loss was not recorded
@@ -125,29 +122,18 @@ class Fallbacks:
 
     @contextmanager
     def reported(self, function: str) -> Iterator[None]:
-        """Run a block, then warn about functions that ran sample by sample."""
+        """Run a block, then warn about ops and functions that ran sample by sample."""
         self.looped.clear()
-        with self._ops_reported(function):
-            yield
-        for name in self.looped.keys() - self._told:
-            self._told.add(name)
-            self.warn(
-                f"{function}: vmap cannot run {name}.apply, which runs sample by "
-                f"sample at {self.looped[name]}; the numbers are right, but slow."
-            )
-
-    @contextmanager
-    def _ops_reported(self, function: str) -> Iterator[None]:
-        if self._known == set():
-            yield
-            return
-        caught: list[warnings.WarningMessage] = []
+        caught: Any = ()
+        ops: set[str] = set()
         try:
-            with RNG_LOCK, warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+            with ExitStack() as stack:
+                if self._known is None or self._known:  # there may be something new
+                    stack.enter_context(RNG_LOCK)
+                    caught = stack.enter_context(warnings.catch_warnings(record=True))
+                    warnings.simplefilter("always")
                 yield
         finally:
-            ops: set[str] = set()
             for each in caught:
                 if op := modes.op_without_rule(str(each.message)):
                     ops.add(op)
@@ -155,14 +141,18 @@ class Fallbacks:
                     warnings.warn_explicit(
                         each.message, each.category, each.filename, each.lineno
                     )
-        new = ops - (self._known or set())
-        self._known = (self._known or set()) | ops
-        if new:
-            warnings.warn(
+        known = self._known or set()
+        self._known = known | ops
+        if new := ops - known:
+            self.warn(
                 f"{function}: torch has no batching rule for {', '.join(sorted(new))} "
-                f"and loops over the samples there; the numbers are right, but slow.",
-                FallbackWarning,
-                stacklevel=_frames_here() + 1,
+                f"and loops over the samples there; the numbers are right, but slow."
+            )
+        for name in self.looped.keys() - self._told:
+            self._told.add(name)
+            self.warn(
+                f"{function}: vmap cannot run {name}.apply, which runs sample by "
+                f"sample at {self.looped[name]}; the numbers are right, but slow."
             )
 
 

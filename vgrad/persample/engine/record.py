@@ -1,56 +1,82 @@
 """Run the loss of one sample under vmap, keeping a factor of each use of a parameter.
 
-An op with a rule runs on the physical tensors `[B, ...]`, and a hook on the node
-that autograd makes for it sees the gradient at its output during the one backward pass:
-with the op's input that is the factor. A parameter that reaches any other op is
-expanded over the samples there, so that autograd's gradient of the expansion is the
-per-sample gradient.
+An op with a rule runs on the physical tensors `[B, ...]`, and a hook on the node that
+autograd makes for it sees the gradient at its output during the one backward pass: with
+the op's input that is the factor. A value computed from parameters alone (a transpose,
+a cast, a weight norm) is computed once; its factors are taken back to the parameters. A
+parameter that reaches any other op is expanded over the samples there, so that
+autograd's gradient of the expansion is the per-sample gradient.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from vgrad import checks, tree
-from vgrad.factors.base import Factor
+from vgrad.factors.base import Dense, Factor, Outer, Zero, owned
+from vgrad.factors.combined import Moved, disjoint, merged
 from vgrad.functional.guards import Protected
 from vgrad.loss.functions import once
 from vgrad.loss.grad_flags import (
+    GRAPH,
+    HOOKS,
+    MEMORY,
     WATCHED_READS,
     GradFlags,
     UnsupportedOp,
     among,
     only_reads,
+    own_backward_pass,
 )
-from vgrad.loss.mode import SAMPLES, LossMode, is_ordinary, run_op, unchanged
-from vgrad.ops.record import OPS, Maker, Op, Rule
+from vgrad.loss.mode import SAMPLES, LossMode, is_ordinary, run_op
+from vgrad.ops.record import OPS, Maker, Op
 from vgrad.persample.engine.call import Call
 from vgrad.persample.engine.proxies import (
-    ParamProxies,
     ParamProxy,
-    Take,
-    Taps,
+    Stamp,
     Use,
+    check_unchanged,
+    copy_on_arrival,
+    describe_view,
+    place,
     replaced,
+    stamped,
 )
 from vgrad.torch_private import autograd, modes
-from vgrad.torch_private.autograd import Hooks, foreign_nodes, is_foreign_op
-from vgrad.torch_private.tensors import leaf
+from vgrad.torch_private.autograd import (
+    Hooks,
+    foreign_nodes,
+    graph_nodes,
+    is_foreign_op,
+)
+from vgrad.torch_private.modes import op_name
+from vgrad.torch_private.tensors import leaf, version_of, viewed
 from vgrad.tree import tree_map_only
-from vgrad.typing import Tree
+from vgrad.typing import Params, Tree
+
+Take = Callable[[str, Factor], None]
+
+_SHOWN = GRAPH | MEMORY
+"""Reads that would show the graph or memory of a value computed from parameters."""
+
+_OF_THE_OBJECT = {"__set__", "set_"}
+"""Functions that act on the very tensor inside a loss, and not on its values."""
 
 
-class Plan(NamedTuple):
-    """How one call of an op runs by its rule."""
+@dataclass(eq=False)
+class _Parameter:
+    """One parameter: its own proxy, and the factors that arrived and are expected."""
 
-    arguments: dict[str, Any]  # of the op, physical where it is batched
-    weights: dict[str, ParamProxy]  # the parameters among them
-    makers: dict[str, Maker]  # from the gradient at the output to their factors
-    kept: dict[str, Any]  # the tensors that the makers refer to
-    batched: bool  # the output differs from sample to sample
-    follows: bool  # an input leads on to other parameters
+    root: ParamProxy
+    arrived: dict[ParamProxy, list[Factor]] = field(default_factory=dict)
+    stamps: list[Stamp] = field(default_factory=list)
+    expected: int = 0
+    pending: int = 0
+    late: bool = False  # some are known only after the whole backward pass
 
 
 class Recorder:
@@ -58,39 +84,67 @@ class Recorder:
 
     `take(name, factor)` is called once for each parameter, during the backward pass
     where possible, so that factors are freed before the next one comes. `callback` is
-    optional, called once per use.
+    optional, called once per use. In the end `unreached` names the parameters that
+    received no gradient.
     """
 
     def __init__(
         self, call: Call, take: Take, callback: Callable[[Use], None] | None = None
     ) -> None:
-        self._call = call
+        self._call, self._take, self._callback = call, take, callback
         self.size, self.randomness = call.batch.size, call.randomness
-        self._proxies = ParamProxies(call.params, self.size, take, callback)
+        self.params: Params = {}
+        self.unreached: set[str] = set()
+        self._known: dict[int, ParamProxy] = {}
+        self._waiting: dict[str, _Parameter] = {}
+        self._ends: dict[int, Tensor] = {}  # where the backward pass ends, too
+        self._stamps: list[Stamp] = []
+        self._hooked: dict[int, list] = {}  # makers of nodes that wait for gradients
+        self._open = self._last = False  # whether a backward pass runs, and the last
         self._op: Callable | None = None  # of the recorded form that runs
-        self._repeats = False  # whether a checkpoint runs again
-        self._taps = Taps(self._proxies)
+        self._checkpoints = False  # whether ops run again in the backward pass
+        self._repeats = False  # whether a checkpoint runs again now
+        self._owns = False  # whether a node may write into any tensor it reaches
         self._foreign: dict[str, None] = {}  # ops of libraries
-        self._ends: dict[int, Tensor] = {}
         self._mode: Any = None
         self._level = 0
-        self.params = self._proxies.params
-        self.unreached = self._proxies.unreached
+        for name, value in call.params.items():
+            proxy = leaf(value)
+            root = ParamProxy((name,), proxy, proxy.detach(), proxy, lambda root: root)
+            self.params[name] = proxy
+            self._known[id(proxy)] = root
+            self._waiting[name] = _Parameter(root)
 
     def mode(self) -> LossMode:
         """Make the function mode of the loss, under the vmap over samples."""
         self._level = modes.current_level()
         flags = GradFlags(self._level, "sample", 'strategy="vmap" or "loop"')
-        self._mode = LossMode(
-            unchanged(self._call.fixed),
+        self._mode = self._call.mode(
             Protected({}, "", "", self._checkpoint),
             handlers=(*SAMPLES[:-1], self._handle),
             flags=flags,
-            draws=self._call.draws,
-            looped=self._call.fallbacks.looped,
             is_parameter=self.is_parameter,
         )
         return self._mode
+
+    def checked(self, result: tuple[Tensor, Tree]) -> tuple[Tensor, Tree]:
+        """Return results, one for each sample; refuse others than a loop has."""
+        flags = self._mode.flags
+        flags.end(tree.tensors(result))
+        self._mode.flags = flags.afresh()  # nor does it keep their memory
+        value, aux = result
+        known = self._known.get(id(value))
+        return (value if known is None else self._expanded(known, Tensor.expand)), aux
+
+    def close(self) -> None:
+        """Break cycles, and free tensors that no backward pass reached."""
+        for left in self._hooked.values():
+            left.clear()
+        if self._mode is not None:
+            self._mode.close()
+            self._mode = None
+
+    # Checkpoints.
 
     def _checkpoint(self) -> Callable[[], AbstractContextManager]:
         """Have a checkpoint inside of the loss run again as it ran first."""
@@ -101,67 +155,54 @@ class Recorder:
                 "are, by an activation checkpoint or by save_on_cpu, got other hooks "
                 'on saved tensors, which would see all samples. Use strategy="loop".'
             )
-        self._proxies.repeats = True
+        self._checkpoints = True
         return self._repeating
 
     @contextmanager
     def _repeating(self) -> Iterator[None]:
-        """Run a checkpoint again for its values alone.
-
-        They are not differentiated, so no use of a parameter counts twice.
-        """
+        # For values alone: nothing is differentiated, so no use counts twice.
         self._repeats = True
         try:
             yield
         finally:
             self._repeats = False
 
-    def close(self) -> None:
-        """Break cycles, and free tensors that no backward pass reached."""
-        self._taps.close()
-        if self._mode is not None:
-            self._mode.close()
-            self._mode = None
+    def _original(self, tensor: Tensor) -> Tensor:
+        """Return the proxy itself for a copy that was saved with its data."""
+        if id(tensor) in self._known or not tensor.requires_grad or not tensor.is_leaf:
+            return tensor
+        if modes.is_wrapped(tensor):
+            return tensor
+        here = place(tensor)
+        for known in self._known.values():
+            if place(known.proxy) == here:
+                return known.proxy
+        return tensor
 
-    def check_result(self, result: Tree) -> None:
-        """Refuse results of other samples."""
-        flags = self._mode.flags
-        flags.end(tree.tensors(result))
-        self._mode.flags = flags.afresh()  # nor does it keep their memory
-
-    def foreign(self, losses: Tensor) -> list[str]:
-        """Name the nodes and ops, not torch's own, that run in a backward pass.
-
-        They may write into all tensors that they reach, also in ways that move no
-        version. So factors hold copies from here on.
-        """
-        nodes = foreign_nodes([losses, *self._proxies.origins])
-        names = list(dict.fromkeys([*nodes, *self._foreign]))
-        self._proxies.owns = bool(names)
-        return names
-
-    def backward(self, losses: Tensor, scales: Tensor, *, last: bool = True) -> None:
-        """Run a backward pass, and pass on the factors of every parameter.
-
-        Losses are multiplied by `scales`. Nothing is freed before the `last` pass; as a
-        rule there is one.
-        """
-        ends = list(self._ends.values())
-        with self._taps.open(last=last):
-            self._proxies.differentiate(losses, scales, ends, last=last)
-        if last:
-            self._taps.check_reached(losses)
+    # Calls of the loss.
 
     def _handle(self, mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a call for all samples, and keep the uses of parameters."""
         if self._repeats:
-            args, kwargs = tree_map_only(Tensor, self._proxies.original, (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, self._original, (args, kwargs))
         ordinary = is_ordinary(func)
         reads = not ordinary and only_reads(func)
         if reads and func not in WATCHED_READS:
             return func(*args, **kwargs)
-        tensors, flags = among(args, kwargs), self._mode.flags
-        proxies, batched = self._seen(tensors)
+        flags, tensors = self._mode.flags, among(args, kwargs)
+        proxies: list[ParamProxy] = []
+        batched = False  # some differ between samples
+        for tensor in tensors:
+            if flags.sync(tensor):
+                batched = True
+            elif (known := self._known.get(id(tensor))) is not None:
+                if known not in proxies:
+                    proxies.append(known)
+            elif tensor.requires_grad:
+                # The loss closes over it. The backward pass must visit the ops between
+                # it and the loss, which may use parameters.
+                if not modes.is_wrapped(tensor) and not self._repeats:
+                    self._ends[id(tensor)] = tensor
         if not ordinary:
             if func is Tensor.requires_grad_ and all((*args[1:], *kwargs.values())):
                 if modes.current_level() == self._level:  # not a transform inside
@@ -170,30 +211,17 @@ class Recorder:
                 self._foreign[str(func)] = None
             flags.refuse(func, tensors)
         if reads:
-            self._proxies.check_read(func, proxies)
+            for known in proxies if func in _SHOWN else ():
+                if known.origin is not known.proxy:
+                    raise UnsupportedOp(
+                        f"{op_name(func)}: expected a loss that does not ask for the "
+                        f"graph of a value computed from {', '.join(known.names)} "
+                        f'alone. Use strategy="vmap" or "loop".'
+                    )
             return func(*args, **kwargs)
         output = self._run(func, args, kwargs, proxies, batched)
         flags.after(func, tensors, output)
         return output
-
-    def _seen(self, tensors: Sequence[Tensor]) -> tuple[list[ParamProxy], bool]:
-        """Return proxies among arguments, and whether some differ between samples.
-
-        Tensors that the loss closes over may require grad for the caller. The backward
-        pass must visit the ops between them and the loss, which may use parameters.
-        """
-        flags = self._mode.flags
-        proxies, batched = [], False
-        for tensor in tensors:
-            if flags.sync(tensor):
-                batched = True
-            elif (known := self._proxies.find(tensor)) is not None:
-                if known not in proxies:
-                    proxies.append(known)
-            elif tensor.requires_grad:
-                if not modes.is_wrapped(tensor) and not self._repeats:
-                    self._ends[id(tensor)] = tensor
-        return proxies, batched
 
     def _run(
         self,
@@ -222,11 +250,9 @@ class Recorder:
         if not proxies:
             return run_op(self._mode, func, args, kwargs)
         if here and not batched:
-            if func is modes.custom_function_call:
-                func = self._function
             # The graph is kept: factors are taken back through it in the end.
             with autograd.plain():
-                return self._proxies.derive(func, args, kwargs, proxies)
+                return self._derived(func, args, kwargs, proxies)
         user = args[0] if func is modes.custom_function_call else func
         copies = {id(known.proxy): self._expanded(known, user) for known in proxies}
         return run_op(self._mode, func, *replaced((args, kwargs), copies))
@@ -240,8 +266,199 @@ class Recorder:
             self._mode.flags.sync(tensor)
         return tensor
 
-    def _function(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        return once(function, args, kwargs, self.is_parameter)
+    def _by_form(self, form: Callable, func: Callable, args: tuple, kwargs: dict):
+        around, self._op = self._op, self._op or func
+        try:
+            return form(self, *args, **kwargs)
+        finally:
+            self._op = around
+
+    def _by_rule(self, op: Op, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run an op on physical tensors; None where its rule does not fit this call."""
+        rule: Any = op.rule
+        if (bound := rule.bind(args, kwargs)) is None:
+            return None
+        weights: dict[str, ParamProxy] = {}
+        batched = follows = False  # whether an input leads on to other parameters
+        physical = dict(bound)
+        for name, value in bound.items():
+            if not isinstance(value, Tensor):
+                continue
+            known = self._known.get(id(value))
+            if name in rule.weights:
+                if modes.is_batched(value) or value.is_complex():
+                    return None
+                if known is not None:
+                    weights[name] = known
+                follows |= known is None and value.requires_grad
+                continue
+            if known is not None:
+                value = self._expanded(known, func)
+            batched |= modes.is_batched(value)
+            physical[name] = self.physical(value)
+            follows |= physical[name].requires_grad
+        if not batched and (follows or not weights):
+            return None
+        if not weights and not op.fused:
+            return None
+        for name, known in weights.items():
+            # Only where no input leads on to other parameters does a weight have to
+            # require grad, for the pass to come here at all.
+            physical[name] = known.value if follows else self.anchor(known.value)
+        # The kept tensors must not keep the graph alive.
+        kept = {
+            name: value.detach() if isinstance(value, Tensor) else value
+            for name, value in physical.items()
+        }
+        if (makers := rule.factors(**kept)) is None:
+            return None
+        if missing := weights.keys() - makers.keys():
+            raise TypeError(
+                f"rule({op_name(func)}): expected a function for each weight that got "
+                f"a parameter, got none for {checks.listed(missing)}."
+            )
+        if not batched:  # the same for all samples: computed once
+            physical = {**bound, **{name: physical[name] for name in weights}}
+        with self.below():
+            output = (rule.run or func)(*physical.values())
+            if not batched:
+                output = output.expand(self.size, *output.shape)
+            if output.requires_grad and weights:  # not under no_grad
+                hooks = autograd.hooks()
+                if hooks is not None:
+                    makers = _packed(rule.factors, kept, weights, hooks)
+                if not self._repeats:
+                    uses = [(known, makers[name]) for name, known in weights.items()]
+                    name, ends = op_name(self._op or func), not follows
+                    output = self._tapped(name, output, uses, ends, hooks is None)
+            return self.logical(output)
+
+    def _tapped(
+        self,
+        op: str,
+        output: Tensor,
+        uses: list[tuple[ParamProxy, Maker]],
+        ends: bool,
+        kept: bool,
+    ) -> Tensor:
+        """Hook the node of an op's output, so that its factors are made there.
+
+        With `ends` the backward pass ends there; `kept` says that the makers refer to
+        the tensors they need.
+        """
+        whole, output = _with_node(output)
+        number, shape = whole.output_nr, output.shape
+        left = []
+        for known, maker in uses:
+            left.append((known, maker, stamped(op, maker) if kept else []))
+            self._expect(known)
+
+        def hook(grads: tuple[Tensor | None, ...]) -> Any:
+            self._check_open()
+            g = grads[number]
+            if g is not None:
+                g = g.reshape(shape)
+                g = g.clone() if self._owns else g
+            again = [] if self._last else left.copy()
+            while left:
+                known, maker, stamps = left.pop()
+                check_unchanged(stamps)
+                factor = None if g is None else maker(g)
+                del maker, stamps  # so that inputs are freed as early as possible
+                self._arrived(known, factor, op, g)
+                del factor
+            left.extend(again)
+            return (None,) * len(grads) if ends else None
+
+        node: Any = whole.grad_fn
+        node.register_prehook(hook)
+        self._hooked[node._sequence_nr()] = left
+        return output
+
+    def _derived(
+        self, func: Callable, args: tuple, kwargs: dict, proxies: list[ParamProxy]
+    ) -> Any:
+        """Run a function of parameters alone, once; its tensors are new proxies."""
+        names = tuple(dict.fromkeys(name for known in proxies for name in known.names))
+        if func in HOOKS or getattr(func, "__name__", "") in _OF_THE_OBJECT:
+            raise UnsupportedOp(
+                f"{op_name(func)}: expected a loss that leaves {', '.join(names)} as "
+                f"it is, got one that writes to its data or puts a hook on it. Compute "
+                f'a new tensor from it instead, or use strategy="loop".'
+            )
+        origins = {id(known.proxy): known.origin for known in proxies}
+        args, kwargs = replaced((args, kwargs), origins)
+        versions = [version_of(known.origin) for known in proxies]
+        if func is modes.custom_function_call:
+            output = once(args[0], args[1:], kwargs, self.is_parameter)
+        else:
+            output = func(*args, **kwargs)
+        if versions != [version_of(known.origin) for known in proxies]:
+            raise UnsupportedOp(
+                f"{op_name(func)}: expected a loss that computes new tensors from "
+                f"{', '.join(names)}, got one that changes such a tensor in place. Use "
+                f'an op that does not, or strategy="vmap".'
+            )
+
+        def proxy_of(value: Any, number: int | None) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            for known in proxies:
+                if value is known.origin:
+                    return known.proxy
+            if modes.is_batched(value) and modes.unwrapped(value).requires_grad:
+                raise UnsupportedOp(
+                    f"{op_name(func)}: expected values computed from "
+                    f"{', '.join(names)} alone to be the same for all samples, got "
+                    f'random numbers of each sample. Use strategy="vmap", or '
+                    f'randomness="same".'
+                )
+            if value.grad_fn is None:  # views made under no_grad still require grad
+                return value
+            proxy = leaf(value)
+            derived = ParamProxy(names, proxy, proxy.detach(), value)
+            parent = proxies[0]
+            if len(proxies) == 1 and (replay := parent.replay) is not None:
+                view = describe_view(func, args, kwargs, parent.origin, value, number)
+                if view is not None:
+                    move = view.replay
+                    derived.replay = lambda tensor: move(replay(tensor))
+                    if view.same_numbers or view.transposes:
+                        derived.parent, derived.transposed = parent, view.transposes
+            self._wait_for_the_end(derived)
+            self._known[id(proxy)] = derived
+            return proxy
+
+        if isinstance(output, tuple | list):
+            return type(output)(proxy_of(each, n) for n, each in enumerate(output))
+        return proxy_of(output, None)
+
+    def _expanded(self, known: ParamProxy, op: Callable) -> Tensor:
+        copies = self._copies(known, op, ruled=op is self._op)
+        tensor = self.logical(copies)
+        self._mode.flags.sync(tensor)
+        return tensor
+
+    def _copies(self, known: ParamProxy, op: Callable | None, *, ruled: bool) -> Tensor:
+        """Return one copy for each sample, [B, *shape], for `op`."""
+        if self._callback is not None:
+            known.copied_by[op_name(op)] = ruled
+        if known.copies is None:
+            with modes.exit_all():  # the loss may be inside a transform of its own
+                copies = known.value.expand(self.size, *known.value.shape)
+                known.copies = leaf(copies)
+            self._wait_for_the_end(known)
+        return known.copies
+
+    def _wait_for_the_end(self, known: ParamProxy) -> None:
+        for name in known.names:
+            self._waiting[name].late = True
+
+    def _expect(self, known: ParamProxy) -> None:
+        for name in known.names:
+            self._waiting[name].expected += 1
+
+    # The methods of `Recording`.
 
     def physical(self, tensor: Tensor) -> Tensor:
         if not modes.is_batched(tensor):
@@ -263,19 +480,19 @@ class Recorder:
         return self._mode
 
     def is_parameter(self, tensor: Tensor) -> bool:
-        return self._proxies.find(tensor) is not None
+        return id(tensor) in self._known
 
     def is_batched(self, tensor: Tensor) -> bool:
         return modes.is_batched(tensor)
 
     def copies(self, tensor: Tensor) -> Tensor:
-        known = self._proxies.find(tensor)
+        known = self._known.get(id(tensor))
         if known is None:
             return self.physical(tensor)
-        return self._proxies.expand(known, self._op, ruled=True)
+        return self._copies(known, self._op, ruled=True)
 
     def plain(self, tensor: Tensor) -> Tensor:
-        known = self._proxies.find(tensor)
+        known = self._known.get(id(tensor))
         return tensor if known is None else known.value
 
     def anchor(self, value: Tensor) -> Tensor:
@@ -285,105 +502,215 @@ class Recorder:
         return anchor
 
     def use(self, tensor: Tensor) -> Callable[[Factor], None] | None:
-        known = self._proxies.find(tensor)
+        known = self._known.get(id(tensor))
         if known is None:
             return None
         if self._repeats:
             return lambda _: None
-        name = modes.op_name(self._op)
-        self._proxies.expect(known)
+        name = op_name(self._op)
+        self._expect(known)
 
         def arrived(factor: Factor) -> None:
-            self._taps.check_open()
-            self._proxies.arrived(known, factor, name)
+            self._check_open()
+            self._arrived(known, factor, name)
 
         return arrived
 
-    def _by_form(self, form: Callable, func: Callable, args: tuple, kwargs: dict):
-        around, self._op = self._op, self._op or func
+    # The backward pass.
+
+    def foreign(self, losses: Tensor) -> list[str]:
+        """Name the nodes and ops, not torch's own, that run in a backward pass.
+
+        They may write into all tensors that they reach, also in ways that move no
+        version. So factors hold copies from here on.
+        """
+        known = self._known.values()
+        origins = [each.origin for each in known if each.replay is None]
+        nodes = foreign_nodes([losses, *origins])
+        names = list(dict.fromkeys([*nodes, *self._foreign]))
+        self._owns = bool(names)
+        return names
+
+    def backward(self, losses: Tensor, scales: Tensor, *, last: bool = True) -> None:
+        """Run a backward pass, and pass on the factors of every parameter.
+
+        Losses are multiplied by `scales`. Nothing is freed before the `last` pass; as a
+        rule there is one.
+        """
+        self._last = last
+        parameters = dict(self._waiting)
+        for parameter in parameters.values():
+            parameter.pending = parameter.expected
+        proxies = list(self._known.values())
+        expanded = [known for known in proxies if known.copies is not None]
+        copies: list[Any] = [known.copies for known in expanded]
+        for each in copies if self._owns else ():
+            copy_on_arrival(each)
+        self._open = True
         try:
-            return form(self, *args, **kwargs)
+            if losses.requires_grad:
+                grads = torch.autograd.grad(
+                    losses,
+                    [
+                        *copies,
+                        *(known.proxy for known in proxies),
+                        *self._ends.values(),
+                    ],
+                    grad_outputs=scales,
+                    allow_unused=True,
+                    retain_graph=not last,
+                )
+                # None may reach the proxies themselves, past all hooks and copies.
+                unseen: set[str] = set()
+                for known, grad in zip(proxies, grads[len(copies) :], strict=False):
+                    unseen.update(known.names if grad is not None else ())
+                if unseen:
+                    raise UnsupportedOp(
+                        f"loss: expected ops that a function mode sees, got "
+                        f"{', '.join(sorted(unseen))} in one that it does not, such as "
+                        f"a transform of torch.func over it, or compiled code. Use "
+                        f'strategy="vmap" or "loop".'
+                    )
+                for known, grad in zip(expanded, grads, strict=False):
+                    if grad is not None:
+                        self._keep(known, Dense(grad), known.copied_by)
+            if self._owns:
+                self._pull_back_once()
+            for name in list(self._waiting):
+                self._complete(name)
         finally:
-            self._op = around
-
-    def _by_rule(self, op: Op, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run an op with a rule; None where the rule does not fit this call."""
-        rule: Any = op.rule
-        bound = rule.bind(args, kwargs)
-        plan = None if bound is None else self._planned(op, func, bound)
-        if plan is None:
-            return None
-        with self.below():
-            output = (rule.run or func)(*plan.arguments.values())
-            if not plan.batched:  # the same for all samples: computed once
-                output = output.expand(self.size, *output.shape)
-            if output.requires_grad and plan.weights:  # not under no_grad
-                output = self._tapped(rule, func, plan, output)
-            return self.logical(output)
-
-    def _planned(self, op: Op, func: Callable, bound: dict[str, Any]) -> Plan | None:
-        """Plan an op with these arguments; None where its rule does not fit."""
-        rule: Any = op.rule
-        weights: dict[str, ParamProxy] = {}
-        batched = follows = False
-        physical = dict(bound)
-        for name, value in bound.items():
-            if not isinstance(value, Tensor):
-                continue
-            known = self._proxies.find(value)
-            if name in rule.weights:
-                if modes.is_batched(value) or value.is_complex():
-                    return None
-                if known is not None:
-                    weights[name] = known
-                follows |= known is None and value.requires_grad
-                continue
-            if known is not None:
-                value = self._expanded(known, func)
-            batched |= modes.is_batched(value)
-            physical[name] = self.physical(value)
-            follows |= physical[name].requires_grad
-        if not batched and follows:
-            return None
-        if not weights and not (batched and op.fused):
-            return None
-        for name, known in weights.items():
-            # Only where no input leads on to other parameters does a weight have to
-            # require grad, for the pass to come here at all.
-            physical[name] = known.value if follows else self.anchor(known.value)
-        # The kept tensors must not keep the graph alive.
-        kept = {
-            name: value.detach() if isinstance(value, Tensor) else value
-            for name, value in physical.items()
-        }
-        makers = rule.factors(**kept)
-        if makers is None:
-            return None
-        if missing := weights.keys() - makers.keys():
-            raise TypeError(
-                f"rule({modes.op_name(func)}): expected a function for each weight "
-                f"that got a parameter, got none for {checks.listed(missing)}."
+            self._open = False
+        check_unchanged(self._stamps)
+        if not last:
+            self._waiting = parameters
+            return
+        waiting = {number for number, left in self._hooked.items() if left}
+        if waiting and not waiting.isdisjoint(
+            node._sequence_nr() for node in graph_nodes([losses])
+        ):
+            raise UnsupportedOp(
+                "loss: expected ops that a function mode sees, got one that it does "
+                "not, whose result requires grad through something else than "
+                'parameters, as compiled code may. Use strategy="vmap" or "loop".'
             )
-        if not batched:
-            physical = {**bound, **{name: physical[name] for name in weights}}
-        return Plan(physical, weights, makers, kept, batched, follows)
 
-    def _tapped(self, rule: Rule, func: Callable, plan: Plan, output: Tensor) -> Tensor:
-        makers, hooks = plan.makers, autograd.hooks()
-        if hooks is not None:
-            makers = _packed(rule.factors, plan.kept, plan.weights, hooks)
-        if self._repeats:
-            return output
-        uses = [(known, makers[name]) for name, known in plan.weights.items()]
-        name = modes.op_name(self._op or func)
-        kept = hooks is None
-        return self._taps.tap(name, output, uses, ends=not plan.follows, kept=kept)
+    def _check_open(self) -> None:
+        """Refuse a gradient of another backward pass, inside the loss."""
+        if not self._open:
+            raise own_backward_pass("loss")
 
-    def _expanded(self, known: ParamProxy, op: Callable) -> Tensor:
-        copies = self._proxies.expand(known, op, ruled=op is self._op)
-        tensor = self.logical(copies)
-        self._mode.flags.sync(tensor)
-        return tensor
+    def _arrived(
+        self, known: ParamProxy, factor: Factor | None, op: str, g: Tensor | None = None
+    ) -> None:
+        """Accept an expected factor, to which the memory of `g` belongs."""
+        if factor is not None:
+            factor = owned(factor, g) if self._owns else factor
+            self._keep(known, factor, {op: True})
+        for name in known.names:
+            parameter = self._waiting[name]
+            parameter.pending -= 1
+            if not parameter.pending and not parameter.late:
+                self._complete(name)
+
+    def _keep(self, known: ParamProxy, factor: Factor, ops: Mapping[str, bool]) -> None:
+        """Note a factor, at the parameter itself where the way there is short."""
+        if self._callback is not None:
+            ruled, computed = all(ops.values()), known.replay is None
+            copied = factor.bytes if self._owns else 0
+            self._callback(
+                Use(known.names, tuple(ops), factor, ruled, computed, copied)
+            )
+        stamps = []
+        if self._checkpoints and not self._owns:
+            stamps = stamped(", ".join(ops), factor)
+            self._stamps += stamps
+        while known.parent is not None:
+            if known.transposed:
+                if not isinstance(factor, Outer) or not factor.is_matrix:
+                    break
+                shape = known.parent.value.shape
+                factor = Outer(factor.outputs, factor.inputs, shape)
+            known = known.parent
+        for name in known.names:
+            parameter = self._waiting[name]
+            parameter.arrived.setdefault(known, []).append(factor)
+            parameter.stamps += stamps
+
+    def _complete(self, name: str) -> None:
+        """Pass on the factor of one parameter."""
+        parameter = self._waiting.pop(name)
+        root, arrived, stamps = parameter.root, parameter.arrived, parameter.stamps
+        parameter.arrived, parameter.stamps = {}, []
+        check_unchanged(stamps)
+        whole = {known: merged(factors) for known, factors in arrived.items()}
+        for known in [known for known in whole if known.replay is None]:
+            dense = self._pulled_back(known, root, whole.pop(known))
+            whole[root] = merged([whole[root], dense]) if root in whole else dense
+        if not whole:
+            self.unreached.add(name)
+            self._take(name, Zero(self.size, root.value))
+        elif list(whole) == [root]:
+            self._take(name, whole[root])
+        else:
+            replays: Any = tuple(known.replay for known in whole)
+            moved = Moved(tuple(whole.values()), replays, root.value.shape)
+            apart = disjoint(replays, root.value)
+            self._take(name, moved if apart else Dense(moved.grad()))
+
+    def _pull_back_once(self) -> None:
+        """Run one backward pass through all values computed from parameters.
+
+        Its nodes may write into their saved tensors, so none runs twice.
+        """
+        late: dict[ParamProxy, list[Factor]] = {}
+        for parameter in self._waiting.values():
+            for known in [each for each in parameter.arrived if each.replay is None]:
+                late[known] = parameter.arrived.pop(known)  # the same for all its names
+        if not late:
+            return
+        names = {name for known in late for name in known.names}
+        roots = [self._waiting[name].root for name in names]
+        grads = [
+            merged(factors).grad().to(known.origin.dtype, copy=True)
+            for known, factors in late.items()
+        ]
+
+        def back(*grads: Tensor) -> tuple[Tensor, ...]:
+            origins = [known.origin for known in late], [root.origin for root in roots]
+            return torch.autograd.grad(*origins, grads, materialize_grads=True)
+
+        # Unlike is_grads_batched, which ends the process where such a node reads .data.
+        for root, grad in zip(roots, torch.vmap(back)(*grads), strict=True):
+            arrived = self._waiting[root.names[0]].arrived
+            arrived.setdefault(root, []).append(Dense(grad))
+
+    def _pulled_back(self, known: ParamProxy, root: ParamProxy, factor: Factor):
+        """Differentiate a value computed from a parameter, for every sample."""
+        (grads,) = torch.autograd.grad(
+            known.origin,
+            root.origin,
+            factor.grad().to(known.origin.dtype),
+            is_grads_batched=True,
+            retain_graph=True,
+            allow_unused=True,
+        )
+        return Zero(self.size, root.value) if grads is None else Dense(grads)
+
+
+def _with_node(output: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tensor that has the node to hook, and the output, copied if need be.
+
+    An op that writes into a view replaces the view's node, never its base's.
+    """
+    base = viewed(output)
+    if base is None or base.grad_fn is None:
+        return output, output
+    same = base.shape == output.shape and base.stride() == output.stride()
+    contiguous = base.is_contiguous() and output.is_contiguous()
+    if same or (contiguous and base.numel() == output.numel()):
+        return base, output  # which holds all numbers of its base in their order
+    copy = output.clone()
+    return copy, copy
 
 
 def _packed(

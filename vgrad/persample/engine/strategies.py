@@ -1,8 +1,7 @@
 """The ways to compute per-sample gradients: same numbers, different cost.
 
 A strategy runs the loss on the samples of one chunk and passes one factor for each
-parameter to a collector, so that sums are reduced inside the chunk and memory does not
-grow with the batch. Recording is the cheapest; a loop runs everything that plain
+parameter to a collector. Recording is the cheapest; a loop runs everything that plain
 autograd runs.
 """
 
@@ -33,7 +32,7 @@ from vgrad.generators import (
 )
 from vgrad.loss.functions import refused, undrawn
 from vgrad.loss.grad_flags import GradFlags, raise_clearly
-from vgrad.loss.mode import SAMPLES, SINGLE, LossMode, unchanged
+from vgrad.loss.mode import SAMPLES, SINGLE
 from vgrad.loss.values import Partition, SplitBatch
 from vgrad.persample.engine.call import Call
 from vgrad.persample.engine.collectors import Collector
@@ -92,10 +91,7 @@ def recorded(call: Call, collect: Collect) -> Chunk:
 def _recorded(
     call: Call, collector: Collector, state: RandomState | None = None
 ) -> Chunk:
-    """Record the loss, and pass on the factors of one backward pass or two.
-
-    `state` is the generators' state now, if random numbers may be drawn.
-    """
+    # `state` is the generators' state now, if random numbers may be drawn.
     accept = collector.first_pass or collector.take
     # Of the caller's grad mode. Inside the loss a sample keeps `requires_grad=True`,
     # but it is detached from the caller's graph.
@@ -111,15 +107,15 @@ def _recorded(
 
         def one(tensors: tuple[Tensor, ...]) -> tuple:
             result = call.run_loss(recorder.params, tensors, recorder.mode())
-            recorder.check_result(result)
-            return result
+            return recorder.checked(result)
 
-        tensors = tuple(
-            recorder.anchor(each)
-            if differentiable and each.requires_grad
-            else each.detach()
-            for each in inputs
-        )
+        tensors = tuple(each.detach() for each in inputs)
+        if differentiable:
+            pairs = zip(inputs, tensors, strict=True)
+            tensors = tuple(
+                recorder.anchor(each) if each.requires_grad else tensor
+                for each, tensor in pairs
+            )
         losses, aux = torch.vmap(one, randomness=call.randomness)(tensors)
         return recorder, losses, aux
 
@@ -164,7 +160,8 @@ def vmap(call: Call, collect: Collect) -> Chunk:
         flags = GradFlags(modes.current_level(), "sample", 'strategy="loop"')
 
         def of_params(params: Params) -> tuple[Tensor, Tree]:
-            result = call.run_loss(params, tensors, _mode(call, flags))
+            mode = call.mode(handlers=SAMPLES, flags=flags)
+            result = call.run_loss(params, tensors, mode)
             flags.end(tree.tensors(result))
             return result
 
@@ -245,17 +242,13 @@ _ADVICE = re.compile(r'[,.]? (or )?(use )?strategy="loop".*', re.IGNORECASE)
 
 
 def _restore_rng(call: Call, state: RandomState | None) -> None:
-    """Restore the generators as they were at the start of a chunk that failed.
-
-    Raises:
-        SplitBatch: the loss has read values, perhaps random ones. So the next strategy
-            has to draw the same ones.
-    """
+    """Restore the generators as they were at the start of a chunk that failed."""
     draws = call.draws
     if state is None or draws.known is not None:
         return  # the numbers are known, and drawn again
     if not drawn_since(state, call.tensors):
         return
+    # The loss may have read random values, which the next strategy has to draw again.
     if draws.values_read and call.randomness == "different":
         raise SplitBatch(Partition([torch.arange(call.batch.size)], ""))
     set_random_state(state)
@@ -269,7 +262,7 @@ def _alone(call: Call) -> tuple[Params, Tensor, Tree]:
     tensors = call.batch.one(0)
 
     def of_params(params: Params) -> tuple[Tensor, Tree]:
-        return call.run_loss(params, tensors, _mode(call), alone=True)
+        return call.run_loss(params, tensors, call.mode(handlers=SINGLE), alone=True)
 
     with _no_weight_cache():
         result = gradient(of_params, call)
@@ -284,10 +277,7 @@ def _alone(call: Call) -> tuple[Params, Tensor, Tree]:
 
 
 def saved_bytes(call: Call) -> int:
-    """Return how many bytes autograd keeps for the backward pass of one sample.
-
-    Factors hold as much again where a node is not torch's own: see `Recorder.foreign`.
-    """
+    """Return how many bytes autograd keeps for the backward pass of one sample."""
     seen: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:
@@ -299,25 +289,13 @@ def saved_bytes(call: Call) -> int:
     hooks = torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor)
     with hooks, _trial(call):
         loss = _first(call, _leaves(call))
+    # Factors hold as much again where a node is not torch's own.
     return sum(seen.values()) * (2 if foreign_nodes([loss]) else 1)
 
 
 def _first(call: Call, params: Params, *, seen: bool = False) -> Tensor:
-    mode = _mode(call, seen=seen)
+    mode = call.mode(handlers=SINGLE, seen=seen)
     return call.run_loss(params, call.batch.one(0), mode, alone=True)[0]
-
-
-def _mode(
-    call: Call, flags: GradFlags | None = None, *, seen: bool = False
-) -> LossMode:
-    return LossMode(
-        unchanged(call.fixed),
-        handlers=SINGLE if flags is None else SAMPLES,
-        flags=flags,
-        draws=call.draws,
-        looped=call.fallbacks.looped,
-        seen=seen,
-    )
 
 
 def _check_unreached(call: Call, names: frozenset[str]) -> None:
@@ -360,14 +338,13 @@ def _collected(
 
 
 def _leaves(call: Call) -> Params:
-    """Return the tensors to differentiate: views of the parameters, or new leaves.
-
-    Where a caller can differentiate the result they are views, and not the parameters
-    themselves, which the loss may also reach by another route.
-    """
+    """Return the tensors to differentiate: views of the parameters, or new leaves."""
+    # Where a caller can differentiate the result they are views, and not the parameters
+    # themselves, which the loss may also reach by another route.
+    differentiable = call.differentiable
     return {
         name: value.view_as(value)
-        if call.differentiable and value.requires_grad
+        if differentiable and value.requires_grad
         else value.detach().requires_grad_()
         for name, value in call.params.items()
     }
@@ -408,8 +385,6 @@ def _plain_gradient(of_params: Callable, call: Call) -> tuple:
 
 
 def _functional_gradient(of_params: Callable, call: Call) -> tuple:
-    """Differentiate by torch.func, which works inside its other transforms."""
-
     def watched(params: Params) -> tuple[Tensor, Tree]:
         value, aux = of_params(params)
         _copied_on_arrival(value, params)
@@ -424,7 +399,6 @@ def _functional_gradient(of_params: Callable, call: Call) -> tuple:
 
 
 def _copied_on_arrival(value: Tensor, params: Params) -> None:
-    """Copy gradients as they come to parameters, before another node writes there."""
     if foreign_nodes([value]):
         for param in params.values():
             copy_on_arrival(param)
@@ -456,11 +430,8 @@ def _clear_errors(call: Call) -> Iterator[None]:
 
 @contextmanager
 def _no_weight_cache() -> Iterator[None]:
-    """Switch off autocast's cache of cast weights.
-
-    A cast that was cached at one level of a transform is a constant for the next one,
-    whose gradient then is zero, without an error.
-    """
+    # A cast that was cached at one level of a transform is a constant for the next one,
+    # whose gradient then is zero, without an error.
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

@@ -23,7 +23,7 @@ from vgrad.persample.engine.strategies import STRATEGIES, Chunk, saved_bytes
 from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import version_of
-from vgrad.tree import tensors, tree_map, tree_map_only
+from vgrad.tree import map_tensors, no_autocast, tensors, tree_map, tree_map_only
 from vgrad.typing import Buffers, Params, Result, Tree
 
 Reduce = Callable[[Params], Params]
@@ -33,20 +33,14 @@ class Evaluation:
     """One run of a call, chunk after chunk.
 
     With `reduce`, which sums tensors over ranks, other ranks run samples of their own.
-
-    Attributes:
-        dtype: the dtype of norms over all parameters.
-        done: how many samples have run.
-        chunks_run: the chunks so far, without the values that were collected.
     """
 
     def __init__(self, call: Call, reduce: Reduce | None = None) -> None:
-        self.reduce = reduce
-        self.call = call
+        self.call, self.reduce = call, reduce
         self.params = call.params
-        self.dtype = reductions.norm_dtype(call.params)
-        self.done = 0
-        self.chunks_run: list[Chunk] = []
+        self.dtype = reductions.norm_dtype(call.params)  # of norms over all parameters
+        self.done = 0  # samples
+        self.chunks_run: list[Chunk] = []  # without the values that were collected
         self._rows: list[Sequence[int]] = []
         self._split = False
 
@@ -63,7 +57,8 @@ class Evaluation:
         call = self.call
         if call.batch.size == 0:
             return
-        versions = {name: version_of(value) for name, value in call.fixed.items()}
+        fixed = [*call.params.items(), *call.buffers.items()]
+        versions = [version_of(value) for _, value in fixed]
         # Only a loop checks the generators for a loss that must not draw.
         draws = call.randomness != "error" or call.strategy == "loop"
         lock = RNG_LOCK if draws else nullcontext()
@@ -93,8 +88,8 @@ class Evaluation:
                 self._rows.append(rows)
                 self.chunks_run.append(chunk._replace(collected=None))
                 yield chunk.collected
-        for name, version in versions.items():
-            if version_of(call.fixed[name]) != version:
+        for (name, value), version in zip(fixed, versions, strict=True):
+            if version_of(value) != version:
                 raise RuntimeError(
                     f"{call.function}(loss): expected a loss that changes nothing it "
                     f"is given, but it wrote into {name!r} in place. Copy it first."
@@ -130,7 +125,7 @@ class Evaluation:
             trees = [chunk.aux for chunk in self.chunks_run]
             joint = trees and tree_map(lambda *leaves: torch.cat(leaves), *trees)
             value = value, joint if trees else None
-        recorded = any(chunk.strategy == "recorded" for chunk in self.chunks_run)
+        recorded = "recorded" in {chunk.strategy for chunk in self.chunks_run}
         if not recorded or not torch.is_grad_enabled():
             return value
         inputs = [*self.call.tensors, *tensors(self.call.cross)]
@@ -201,18 +196,16 @@ def attempt(
     These are calls and their rows in this one. `note` gets the partition first.
     """
 
-    def with_draws(run: Callable[[Any], Any]) -> Callable[[Draws], Any]:
-        return lambda draws: run(
-            part if draws is part.draws else replace(part, draws=draws)
-        )
+    def with_draws(run: Callable[[Any], Any], draws: Draws) -> Any:
+        return run(part if draws is part.draws else replace(part, draws=draws))
 
     runs = run_or_split if part.draws.keys is None else partial(_keyed, part.fallbacks)
     result, draws = runs(
-        with_draws(run),
+        partial(with_draws, run),
         part.draws,
         part.tensors,
         differ=part.randomness == "different",
-        again=with_draws(again),
+        again=partial(with_draws, again),
     )
     if not isinstance(result, Partition):
         return result
@@ -243,17 +236,12 @@ def _keyed(
     differ: bool,
     again: Callable[[Draws], Any],
 ) -> tuple[Any, Draws]:
-    """Run samples that have keys.
-
-    Random ops are not looked for in a loss that had none so far, unless it draws now.
-
-    Raises:
-        Unkeyed: numbers were drawn elsewhere than in the loss.
-    """
+    """Run samples that have keys; refuse numbers that are drawn outside of the loss."""
     if checks_collected():  # a capture must not miss a random op
         return run_or_split(run, draws, tensors, differ=differ)
     before = random_state(tensors)
     if fallbacks.draws is False:
+        # None is looked for in a loss that had none so far, unless it draws now.
         draws.idle = True
         chunk, _ = run_or_split(run, draws, tensors, differ=differ)
         draws.idle = False
@@ -268,13 +256,9 @@ def _keyed(
 
 
 class Quantity:
-    """A quantity of the gradients of samples, which is computed chunk by chunk.
+    """A quantity of the gradients of samples, which is computed chunk by chunk."""
 
-    Attributes:
-        chunked: partial values are trees of tensors, so that a graph can return them.
-    """
-
-    chunked = True
+    chunked = True  # partial values are trees of tensors, which a graph can return
 
     def collector(self, call: Call) -> Collector:
         """Return the collector of the factors of one chunk."""
@@ -308,28 +292,15 @@ def eager(
     return transform.selected(value, inputs.mask, inputs)
 
 
-def local(transform: "Transform", inputs: Inputs) -> Any:
-    """Compute a quantity of the samples of this process alone."""
-    return transform.execute(transform, inputs)
-
-
 @dataclass(frozen=True, eq=False)
 class Transform(Generic[Result]):
-    """A per-sample transform of a loss: a function of `(params, buffers, *batch)`.
+    """A per-sample transform of a loss: a function of `(params, buffers, *batch)`."""
 
-    Attributes:
-        options: a call without tensors.
-        quantity: the quantity of the samples' gradients.
-        execute: computes the quantity in this process: in eager mode or as graphs.
-        reduce: computes it over all processes, by `execute` in each.
-        keys: of the samples, from which their random numbers follow.
-    """
-
-    options: Call
+    options: Call  # without tensors
     quantity: Quantity
-    execute: Callable[..., Any] = eager
-    reduce: Callable[["Transform", Inputs], Any] = local
-    keys: Tensor | None = None
+    execute: Callable[..., Any] = eager  # in this process: op by op or as graphs
+    reduce: Callable[..., Any] | None = None  # over processes, by `execute` in each
+    keys: Tensor | None = None  # of the samples, for their random numbers
 
     def keyed(self, keys: Tensor | None) -> Self:
         """Return the same function of one batch, with keys of its samples."""
@@ -359,20 +330,11 @@ class Transform(Generic[Result]):
         """
         return self.on(params, buffers, batch, mask)
 
-    def on(
-        self,
-        params: Params,
-        buffers: Buffers,
-        batch: Tree,
-        mask: Tensor | None,
-        weights: Tensor | None = None,
-        cross: Tree = None,
-    ) -> Any:
-        """Compute the quantity; `weights` and `cross` as in `Inputs`."""
+    def on(self, *given: Any, **more: Any) -> Any:
+        """Compute the quantity of `Inputs` but for their loss scale and keys."""
         scale = self.options.loss_scale
-        return self.reduce(
-            self, Inputs(params, buffers, batch, mask, weights, cross, scale, self.keys)
-        )
+        inputs = Inputs(*given, **more, loss_scale=scale, keys=self.keys)
+        return (self.reduce or self.execute)(self, inputs)
 
     def run(
         self, inputs: Inputs, evaluate: Callable[[Call], Evaluation] = Evaluation
@@ -398,22 +360,20 @@ class Transform(Generic[Result]):
         """Compute the values of a chunk from its factors."""
         quantity = self.quantity
         chunk = STRATEGIES[call.strategy](call, lambda: quantity.collector(call))
-        return chunk._replace(collected=quantity.partial(chunk.collected, call))
+        constant = chunk.strategy == "recorded"
+        with torch.no_grad() if constant else nullcontext(), no_autocast(call.device):
+            return chunk._replace(collected=quantity.partial(chunk.collected, call))
 
     def selected(self, value: Any, rows: Any, inputs: Inputs | Call) -> Any:
         """Keep the entries of some samples in a result; None keeps all."""
         if rows is None:
             return value
-        if not self.options.has_aux:
-            return self.quantity.selected(value, rows, inputs)
-        value, aux = value
-        aux = None if aux is None else tree_map(lambda leaf: leaf[rows], aux)
-        return self.quantity.selected(value, rows, inputs), aux
+        value, *aux = value if self.options.has_aux else (value,)
+        value = self.quantity.selected(value, rows, inputs)
+        return (value, *map_tensors(lambda leaf: leaf[rows], aux)) if aux else value
 
     def mapped(self, function: Callable[[Tensor], Tensor], value: Any) -> Any:
         """Apply a function to all tensors of a result that are `[B, ...]`."""
-        if not self.options.has_aux:
-            return self.quantity.mapped(function, value)
-        value, aux = value
-        aux = None if aux is None else tree_map(function, aux)
-        return self.quantity.mapped(function, value), aux
+        value, *aux = value if self.options.has_aux else (value,)
+        value = self.quantity.mapped(function, value)
+        return (value, *map_tensors(function, aux)) if aux else value
