@@ -157,11 +157,6 @@ def to_device(tree: T, device: torch.device | str) -> T:
 def state_dict(tree: Tree) -> dict[str, Tensor]:
     """Name every tensor of a tree by its place, as a file of tensors needs it.
 
-    Nothing is copied. Two trees of the same structure have the same names.
-
-    Raises:
-        TypeError: a leaf is not a tensor.
-
     Example:
         >>> state_dict({"moments": (torch.ones(2), torch.zeros(2))})
         {"['moments'][0]": tensor([1., 1.]), "['moments'][1]": tensor([0., 0.])}
@@ -177,14 +172,9 @@ def state_dict(tree: Tree) -> dict[str, Tensor]:
 
 
 def load_state_dict(template: T, tensors: Mapping[str, Tensor]) -> T:
-    """Build a tree like `template` from tensors named by `state_dict`.
+    """Build a tree like `template`, on its devices, from tensors by `state_dict`.
 
-    Each tensor goes to the device of the one it replaces, those already there are not
-    copied: a donated step would write to them. The template stays as it is; for an
-    optimizer it is `tx.init(params)`.
-
-    Raises:
-        ValueError: names, shapes or dtypes are others.
+    Tensors that are there already are not copied: a donated step writes to them.
 
     Example:
         >>> saved = state_dict((torch.ones(2), torch.tensor(3)))
