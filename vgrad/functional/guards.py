@@ -5,14 +5,13 @@ DLPack or compiled code. It also sees a checkpoint begin, which is re-run in the
 backward pass, with the values of the call.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import lru_cache
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from vgrad import checks
 from vgrad.functional.slots import named_tensors
+from vgrad.memory import Bytes, overlaps
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private import tensors as private
 from vgrad.tree import tree_leaves
@@ -265,39 +265,16 @@ def _check_apart(function: str, model: nn.Module) -> None:
         if (where := private.memory(tensor)) is not None:
             groups.setdefault(where, {}).setdefault(id(tensor), (name, tensor))
     for group in groups.values():
-        names, tensors = zip(*group.values(), strict=True)
-        if len(tensors) > 1 and _overlap(tensors):
+        blocks = {
+            name: Bytes(tensor, int(tensor.storage_offset()) * tensor.element_size())
+            for name, tensor in group.values()
+            if tensor.numel()
+        }
+        if any(overlaps(blocks)):
+            names = ", ".join(repr(name) for name, _ in group.values())
             raise TypeError(
                 f"{function}({type(model).__name__}): expected parameters and buffers "
                 f"with memory of their own, or one tensor under several names, got "
-                f"several on one memory: {', '.join(map(repr, names))}. Tie them by "
+                f"several on one memory: {names}. Tie them by "
                 f"assigning the tensor itself (b.weight = a.weight), or clone one."
             )
-
-
-def _overlap(tensors: Iterable[Tensor]) -> bool:
-    """Return whether any two tensors on one memory have numbers in common."""
-    views = sorted(map(_bytes, filter(Tensor.numel, tensors)), key=lambda each: each[0])
-    most: Any = 10**6  # steps, far more than ordinary views need
-    for number, (_, stop, view) in enumerate(views):
-        for start, _, other in views[number + 1 :]:
-            if start >= stop:
-                break
-            try:
-                if np.shares_memory(view, other, most):
-                    return True
-            except RuntimeError:  # too hard
-                return True
-    return False
-
-
-def _bytes(tensor: Tensor) -> tuple[int, int, np.ndarray]:
-    """Return the first byte and the end of a tensor, and an array that reads none."""
-    size = tensor.element_size()
-    start = 1 + int(tensor.storage_offset()) * size
-    steps = [size * step for step in tensor.stride()]
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, steps, strict=True))
-    interface = {"version": 3, "shape": tuple(tensor.shape), "strides": tuple(steps)}
-    interface |= {"typestr": f"|V{size}", "data": (start, True)}
-    view = np.asarray(SimpleNamespace(__array_interface__=interface))
-    return start, start + last + size, view
