@@ -284,8 +284,7 @@ class PrivateGradients:
 
         Raises:
             ValueError: the state is not complete, or of a run with another plan. Plans
-            with
-                more steps, or made by `Plan.after`, may continue it.
+                with more steps, or made by `Plan.after`, may continue it.
         """
         function = "PrivateGradients.load_state_dict(state)"
         if set(state) != {"key", "step", "plan"}:
