@@ -86,8 +86,7 @@ class PrivateGradients:
 
     Args:
         check_collate: check once, on some of the first 64 samples, whether a loss
-        changes
-            if `collate_fn` pads a sample to the length of another one.
+            changes if `collate_fn` pads a sample to the length of another one.
 
     Attributes:
         plan: the numbers that sampling, noise and accounting share.
