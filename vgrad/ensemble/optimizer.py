@@ -9,6 +9,7 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.checks import Patterns
 from vgrad.ensemble.layout import vmapped
+from vgrad.memory import disjoint
 from vgrad.optim.base import (
     Donated,
     GradientTransformation,
@@ -18,7 +19,7 @@ from vgrad.optim.base import (
     apply_updates,
     check_transformation,
 )
-from vgrad.optim.fused import check_parts, disjoint
+from vgrad.optim.fused import check_parts
 from vgrad.torch_private import modes
 from vgrad.tree import (
     map_tensors,

@@ -278,16 +278,13 @@ def _exchange_plans(
             },
         }
         try:
-            text = bytearray(json.dumps(plan, allow_nan=False).encode())
+            text = json.dumps(plan, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{function}(settings): expected values of JSON, got another one "
                 f"({error}). Give a number that is not finite as text."
             ) from error
-    sent = torch.frombuffer(text, dtype=torch.uint8).to(ranks.device)
-    sizes = [note["size"] for note in ranks.agree(function, size=len(sent))]
-    texts = ranks.joined(sent, sizes).cpu().split(sizes)
-    plans = [json.loads(bytes(text.numpy())) for text in texts]
+    plans = ranks.exchanged(function, text)
     for rank, plan in enumerate(plans):
         for kind in ("setting", "tensor"):
             for name in plans[0][kind] | plan[kind]:

@@ -22,8 +22,8 @@ from vgrad.ensemble.layout import InDims, shared_names
 from vgrad.ensemble.optimizer import MembersState, of_members
 from vgrad.functional.losses import SampleLoss, check_loss, gradient
 from vgrad.generators import Tag
+from vgrad.memory import disjoint
 from vgrad.optim.base import GradientTransformation, check_transformation
-from vgrad.optim.fused import disjoint
 from vgrad.persample.clipped import clipped_grad
 from vgrad.persample.grad import weighted_grad
 from vgrad.precision import (
