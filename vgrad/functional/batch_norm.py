@@ -1,8 +1,7 @@
 """Batch normalisation has no per-sample gradient; GroupNorm replaces it.
 
-With batch statistics the output for one sample depends on all the others, so the loss
-is not a sum over samples. On a batch of one the layer still runs, with wrong numbers.
-In evaluation mode the statistics are constants.
+With batch statistics the output for one sample depends on all the others. On a batch of
+one the layer still runs, with wrong numbers.
 """
 
 import copy

@@ -256,10 +256,7 @@ def check_plain(function: str, model: Any) -> None:
 
 
 def _check_apart(function: str, model: nn.Module) -> None:
-    """Refuse two registered tensors that hold the same numbers in memory.
-
-    In eager mode a step on one of them changes the other.
-    """
+    """Refuse two registered tensors on one memory: a step on one changes the other."""
     groups: dict[int, dict[int, tuple[str, Tensor]]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if (where := private.memory(tensor)) is not None:

@@ -1,8 +1,7 @@
 """A module of the user's own as a function of its parameters, without a copy.
 
-For each call the values of the caller take the place of parameters and buffers. They
-stay there until the next call, or `restore`: a backward pass may run code of the module
-again, or read what its forward pass has left.
+The values of a call stay in the module until the next call, or `restore`: a backward
+pass may run code of the module again, or read what its forward pass has left.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,15 +18,9 @@ from vgrad.torch_private import tensors as private
 
 
 class LiveModel(FunctionalModel):
-    """A functional model that runs the module itself; `restore` ends its calls.
+    """A functional model that runs the module itself; `restore` ends its calls."""
 
-    Other code must not run the module between a call and `restore`. `function` is named
-    in errors.
-
-    Raises:
-        TypeError: the module is wrapped, scripted or lazy, or holds parameters where
-            they cannot be exchanged.
-    """
+    # Other code must not run the module between a call and `restore`.
 
     _slots: "LiveSlots"
 

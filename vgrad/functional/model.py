@@ -43,6 +43,12 @@ class FunctionalModel:
     the two. A whole `state_dict()` with `{}` for `buffers` will do. A call costs one
     copy of the buffers and of the inputs.
 
+    Raises:
+        ValueError: an entry is missing, unexpected, of the wrong shape or in both
+            dictionaries, or tied names have different values.
+        RuntimeError: the forward pass changes a parameter in place, or uses a view of
+            one that the module keeps.
+
     Attributes:
         names: all entries, tied tensors under their first name only.
         buffer_names: the names of the module's buffers.
@@ -94,14 +100,7 @@ class FunctionalModel:
     def __call__(
         self, params: Params, buffers: Buffers, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run the module with these values.
-
-        Raises:
-            ValueError: an entry is missing, unexpected, of the wrong shape or in both
-                dictionaries, or tied names have different values.
-            RuntimeError: the forward pass changes a parameter in place, or uses a view
-                of one that the module keeps.
-        """
+        """Run the module with these values."""
         return self._run(self._merged(params, buffers), args, kwargs)[0]
 
     def call_and_update(

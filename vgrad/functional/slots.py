@@ -1,8 +1,7 @@
 """Where a module holds tensors, and how a call exchanges them and puts them back.
 
-In eager mode a view of a parameter follows it, in memory and in gradients, and so does
-a tensor that was computed from it. A copy of either would be a constant, so using one
-raises until the forward pass computes it.
+In eager mode a view of a parameter follows it, and so does a tensor that was computed
+from it. A copy of either would be a constant: it raises until it is computed again.
 """
 
 import copy
@@ -284,20 +283,14 @@ class Slots:
     """The places of tensors in all that a module leads to, and what else is there.
 
     `fill` exchanges the tensors for the values of a call, and `end` restores all.
-
-    Attributes:
-        names: the first name of each registered tensor, by its id.
-        registered: these names, each with a registry and a key that hold the tensor.
-        detached: by id, tensors that are neither registered nor come from those.
-        stale: by id, placeholders for views and results of registered tensors.
-        state: containers that a call may change, and their contents before it.
-        marks: the attributes of a call's values, and their contents before it.
     """
 
     def __init__(self, model: nn.Module, names: dict[int, str]) -> None:
-        self.names, self.state, self.marks = names, State(), State()
-        self.detached: dict[int, Tensor] = {}
-        self.stale: dict[int, Tensor] = {}
+        self.names = names  # of the registered tensors, by id
+        self.detached: dict[int, Tensor] = {}  # tensors that do not come from those
+        self.stale: dict[int, Tensor] = {}  # placeholders for tensors that do
+        self.state: State = []  # what a call may change, as it is before
+        self.marks: State = []  # attributes of a call's values, as they were before
         self._model, self._origins = model, Origins(model)
         self._modules = set(map(id, model.modules()))
         self._empty: list[Any] = []
@@ -577,7 +570,7 @@ class Rerun:
         self._slots, self._lock = slots, lock
         self._written = set(map(id, written))
         self._wanted = False
-        self._left = State()
+        self._left: State = []
 
     def again(self) -> Callable[[], AbstractContextManager]:
         """Return a block for a re-run, in which the call's last values are there."""

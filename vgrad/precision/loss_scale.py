@@ -6,7 +6,7 @@ one scale per member of an ensemble, and never syncs a device.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -24,65 +24,22 @@ from vgrad.tree import (
 from vgrad.typing import Tree
 
 
-class LossScale(Protocol):
-    """The interface of loss scales that steps use; the three classes below have it."""
-
-    @property
-    def loss_scale(self) -> Tensor | float:
-        """The factor of the loss."""
-        ...
-
-    def scale(self, tree: Tree) -> Tree:
-        """Multiply floating tensors by the scale."""
-        ...
-
-    def unscale(self, tree: Tree) -> Tree:
-        """Divide floating tensors by the scale."""
-        ...
-
-    def adjust(self, finite: Tensor) -> "LossScale":
-        """Return the scale of the next step."""
-        ...
-
-
-class _Constant:
-    """A scale that stays as it is."""
-
-    def adjust(self, finite: Tensor) -> Self:
-        return self
-
-
-@dataclass(frozen=True, eq=False)
-class NoOpLossScale(_Constant):
-    """No scaling: trees come back as they are.
-
-    Example:
-        >>> NoOpLossScale().loss_scale
-        1.0
-    """
-
-    @property
-    def loss_scale(self) -> float:
-        """One."""
-        return 1.0
-
-    def scale(self, tree: Tree) -> Tree:
-        """Return the tree."""
-        return tree
-
-    unscale = scale
-
-
-class _Scaling:
-    """Scaling by a tensor, in float32 or wider."""
+class LossScale:
+    """The base of loss scales, whose methods are what a step uses of them."""
 
     loss_scale: Any
 
     def scale(self, tree: Tree) -> Tree:
+        """Multiply floating tensors by the scale."""
         return self._applied(torch.mul, tree)
 
     def unscale(self, tree: Tree) -> Tree:
+        """Divide floating tensors by the scale."""
         return self._applied(torch.div, tree)
+
+    def adjust(self, finite: Tensor) -> Self:
+        """Return the scale of the next step, the same unless a class changes it."""
+        return self
 
     def _applied(self, operation: Callable[..., Tensor], tree: Tree) -> Tree:
         scale = _single(self.loss_scale)
@@ -96,7 +53,25 @@ class _Scaling:
 
 
 @dataclass(frozen=True, eq=False)
-class StaticLossScale(_Constant, _Scaling):
+class NoOpLossScale(LossScale):
+    """No scaling: trees come back as they are.
+
+    Example:
+        >>> NoOpLossScale().loss_scale
+        1.0
+    """
+
+    loss_scale = 1.0
+
+    def scale(self, tree: Tree) -> Tree:
+        """Return the tree."""
+        return tree
+
+    unscale = scale
+
+
+@dataclass(frozen=True, eq=False)
+class StaticLossScale(LossScale):
     """A constant scale, kept as a float32 tensor.
 
     `scale` and `unscale` compute in and return `promote_types(dtype, float32)`, and
@@ -121,7 +96,7 @@ class StaticLossScale(_Constant, _Scaling):
 
 
 @dataclass(frozen=True, eq=False)
-class DynamicLossScale(_Scaling):
+class DynamicLossScale(LossScale):
     """A scale that shrinks after a step that was not finite, and grows after many.
 
     `adjust(finite)` returns the next one: on the `period`-th finite step in a row
@@ -178,7 +153,7 @@ class DynamicLossScale(_Scaling):
         counter = torch.zeros_like(scale, dtype=torch.int64)
         self.__dict__.update(period=period, loss_scale=scale, counter=counter)
 
-    def adjust(self, finite: Tensor) -> "DynamicLossScale":
+    def adjust(self, finite: Tensor) -> Self:
         """Return the scale after a step, `finite` if all its gradients were."""
         _check_predicate("DynamicLossScale.adjust(finite)", finite)
         scale = _single(self.loss_scale).to(finite.device)
@@ -189,7 +164,7 @@ class DynamicLossScale(_Scaling):
         scale = torch.where(finite, torch.where(full, grown, scale), shrunk)
         counter = torch.where(finite & ~full, counter + 1, 0)
         fields = {**self.__dict__, "loss_scale": scale, "counter": counter}
-        return _from_fields(DynamicLossScale, fields)
+        return _from_fields(type(self), fields)
 
 
 def _float32(value: Tensor | float) -> Tensor:
