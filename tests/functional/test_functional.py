@@ -3,10 +3,10 @@ import copy
 import itertools
 import pickle
 import random
-import threading
 import types
 import weakref
 from collections import OrderedDict, deque
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
@@ -529,22 +529,14 @@ def test_a_functional_model_can_be_copied_and_pickled():
 def test_threads_can_share_a_functional_model():
     fmodel, params, buffers = split(nn.Linear(20, 20))
     x = torch.randn(8, 20)
-    results = {}
 
     def work(factor):
         scaled = {name: (factor * value).detach() for name, value in params.items()}
-        outputs = [fmodel(scaled, buffers, x) for _ in range(50)]
-        results[factor] = (outputs, scaled)
-
-    threads = [threading.Thread(target=work, args=(factor,)) for factor in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 4
-    for outputs, scaled in results.values():
         expected = F.linear(x, scaled["weight"], scaled["bias"])
-        assert all(torch.equal(output, expected) for output in outputs)
+        return all(torch.equal(fmodel(scaled, buffers, x), expected) for _ in range(50))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(1, 5)))
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "tied", "weight_norm"])

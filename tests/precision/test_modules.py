@@ -4,6 +4,7 @@ import copy
 import pickle
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -444,21 +445,18 @@ def test_copies_pickles_and_threads_compute_the_same_bits():
         assert isinstance(other, modules.PolicyModel)
         assert other.policies == mixed.policies
         assert torch.equal(other(params, buffers, x), expected[mixed])
-    start, right = threading.Barrier(2), []
+    start = threading.Barrier(2)
 
     def work(models):
         start.wait()
-        for model in models * 30:
-            right.append(torch.equal(model(params, buffers, x), expected[model]))
-        right.append(nothing_is_left_on())
+        right = [
+            torch.equal(model(params, buffers, x), expected[model])
+            for model in models * 30
+        ]
+        return all(right) and nothing_is_left_on()
 
-    orders = (mixed, pure), (pure, mixed)
-    threads = [threading.Thread(target=work, args=(order,)) for order in orders]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert right == [True] * 122
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(work, [(mixed, pure), (pure, mixed)]))
 
 
 def test_modes_are_changed_in_a_new_function_with_the_same_policies():
