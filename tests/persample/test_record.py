@@ -220,6 +220,8 @@ USES = {
     "F.embedding(x.abs().mul(3).long().clamp(max=6), w.t())": {"w": (4, 7)},
     "F.linear(F.embedding(x.abs().long().clamp(max=2), w[1:5]), w)": {"w": (7, 4)},
     "F.linear(w, v) * x.sum()": WV,
+    "w.square()": W,
+    "torch.addmm(b, x, w, beta=0)": {"w": (4, 5), "b": (5,)},
     "F.linear(x, w) + b.square()": WB,
     # What is the same for all samples: constants, positions, buffers.
     "F.linear(fixed(3, 4), w) + x.sum()": W,
