@@ -422,7 +422,7 @@ class Scaled(Compound):
 
 
 def owned(factor: Factor, but: Tensor | None = None) -> Factor:
-    """Return the same gradients, in memory of their own or on that of `but`."""
+    """Return the same gradients, in memory of their own or in the memory of `but`."""
     if isinstance(factor, Zero):  # whose tensor has no values that count
         return factor
     spared = None if but is None else memory(but)

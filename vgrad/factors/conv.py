@@ -143,7 +143,7 @@ class Conv(Pair):
 
     def _patch_products(self) -> Tensor:
         """Inner products of the patches seen at two positions, [B * G, T, T]."""
-        # A sum, over the kernel, of shifted inner products of pixels; those of patches
+        # A sum, over the kernel, of shifted products of pixels; products of patches
         # would take K times as many operations, since each pixel is in K of them.
         inputs = self._split(reductions.products(self._padded())[0])
         space, count = inputs.shape[2:], len(inputs)
