@@ -12,7 +12,7 @@ from torch import nn
 from tests.examples import examples
 from tests.losses import Net, randn
 from tests.oracle import assert_exact
-from vgrad import UnsupportedOp, make_functional_with_buffers, stack
+from vgrad import make_functional_with_buffers, stack
 from vgrad.ensemble import EnsemblePrediction, ValuePrediction, predict
 
 WIDTH = 3
@@ -276,20 +276,6 @@ def test_several_inputs_are_cut_together():
     found = values(*stack(models), x, {"scale": scale}, chunk_size=2)
     expected = torch.stack([model(x, {"scale": scale}) for model in models]).mean(0)
     assert_exact(found.mean, expected.detach(), 1e-12)
-
-
-def selecting(y):
-    return y.index_put((y > 0).nonzero(as_tuple=True), y.sum())
-
-
-@every_kind
-def test_members_that_cannot_run_at_once_run_in_a_loop(predict):
-    fmodel, params, buffers = changed(selecting)
-    x = randn(4, WIDTH).float()
-    with pytest.raises(UnsupportedOp, match="all members at once"):
-        predict(fmodel, params, buffers, x, strategy="vmap")
-    found = predict(fmodel, params, buffers, x, strategy="loop")
-    assert found.mean.shape == (4, 2)
 
 
 REFUSED = {  # name: (outputs of the model, options, the message)

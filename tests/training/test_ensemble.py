@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 import vgrad
 from tests import losses
+from tests.ensemble.test_contract import normed
 from tests.examples import examples
 from tests.optim.optimizers import each_list, every
 from tests.optim.problems import double, member, random_gradients, stacked
@@ -41,19 +42,6 @@ def mlp(p=0.0):
     ).double()
 
 
-def normed():
-    """No bias in front of a norm: its gradient is rounding, which Adam amplifies."""
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1, bias=False),
-        nn.BatchNorm2d(4),
-        nn.Tanh(),
-        nn.Conv2d(4, 4, 3, stride=2, groups=2, bias=False),
-        nn.BatchNorm2d(4),
-        nn.Flatten(),
-        nn.Linear(4 * 2 * 2, 3),
-    ).double()
-
-
 def encoder():
     """A transformer that reads tokens."""
     body = losses.CASES["transformer"].model()
@@ -63,7 +51,7 @@ def encoder():
 randn = partial(torch.randn, dtype=torch.float64)
 MODELS = {
     "mlp": (mlp, lambda size: randn(*size, 4)),
-    "normed": (normed, lambda size: randn(*size, 2, 6, 6)),
+    "normed": (lambda: normed().double(), lambda size: randn(*size, 2, 6, 6)),
     "encoder": (encoder, lambda size: torch.randint(9, (*size, 5))),
 }
 
@@ -374,8 +362,8 @@ def positions():
 def test_shared_buffers_and_frozen_trunks_stay_without_a_member_axis(strategy, scale):
     models, _, _, data = begun(SGD, make=positions)
     patterns, tx = ["trunk.*", "shift"], optim.adam(0.01)
-    fmodel, *stacked = stack(models)
-    params, buffers = vgrad.freeze(*share(*stacked, patterns), ["trunk.*"])
+    fmodel, *entries = stack(models)
+    params, buffers = vgrad.freeze(*share(*entries, patterns), ["trunk.*"])
     options = {"strategy": strategy, "shared": patterns, "loss_scale": scale}
     step = ensemble_train_step(vgrad.batch_loss(fmodel, F.cross_entropy), tx, **options)
     state = EnsembleState.create(tx, params, buffers, shared=patterns)
