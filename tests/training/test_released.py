@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import vgrad
+from tests.optim.problems import stacked
 from tests.oracle import assert_exact
 from vgrad import distributed, files, optim
 from vgrad.dp import Plan, PrivateGradients, secret_key
@@ -172,11 +173,6 @@ def plain():
     return train_step(loss, optim.adam(0.1))(private(0)[0])[0]
 
 
-def stacked():
-    state = private(1)[0]
-    return vgrad.tree.tree_map(lambda *x: torch.stack(x), state, state.fork())
-
-
 MEMBERS = EnsembleState.create(optim.sgd(0.1), {"w": torch.zeros(2, 3)}, {})
 SILENT = dataclasses.replace(PLAN, noise_multiplier=0.0)
 LOUD, SHORT = (
@@ -187,7 +183,11 @@ REFUSED = [
     (lambda: private(1)[0], 3.0, "the dp.Plan under which .* got a float"),
     (lambda: MEMBERS, PLAN, "the TrainState of a private run, .* EnsembleState"),
     (dict, PLAN, "expected the TrainState of .* got a dict"),
-    (stacked, PLAN, r"got several that are stacked, \(2,\)"),
+    (
+        lambda: stacked([private(1)[0]] * 2),
+        PLAN,
+        r"got several that are stacked, \(2,\)",
+    ),
     (lambda: private(1)[0], LOUD, "has spent under another"),
     (lambda: private(0)[0], PLAN, "has taken none, of which there is nothing"),
     (plain, PLAN, "has taken none, of which there is nothing"),
