@@ -15,7 +15,7 @@ PACKAGE = ROOT / "vgrad"
 LAYERS = [
     {"torch_private"},
     {"renamed", "typing", "checks", "tree", "batches"}
-    | {"conditions", "files", "generators", "ranks", "report"},
+    | {"conditions", "files", "generators", "memory", "ranks", "report"},
     {"functional", "optim"},
     {"factors"},
     {"ops"},

@@ -19,6 +19,7 @@ LOSS = vgrad.sample_loss(FMODEL, F.mse_loss)
 BATCH_LOSS = vgrad.batch_loss(FMODEL, F.mse_loss)
 TX = optim.sgd(0.1)
 PLAN = dp.Plan(10, 0.5, 1.0, 1.0, 10, 1e-5)
+SENSITIVITY = vgrad.Sensitivity(0.2)
 SGD = torch.optim.SGD(MODEL.parameters())
 
 OF_A_SAMPLE = {
@@ -71,6 +72,8 @@ def test_a_loss_takes_a_model_that_has_been_split(make):
         make(MODEL, F.mse_loss)
 
 
+DATA = torch.ones(4, 2), torch.ones(4, 1)
+FOLDS = dict(folds=2, epochs=1, batch_size=2, seed=0)
 TAKE_TX = {
     "train_step": partial(training.train_step, BATCH_LOSS),
     "private_step": lambda tx: training.private_step(LOSS, tx, PLAN),
@@ -78,14 +81,7 @@ TAKE_TX = {
     "TrainState.create": lambda tx: training.TrainState.create(tx, PARAMS, BUFFERS),
     "EnsembleState.create": lambda tx: training.EnsembleState.create(tx, PARAMS, {}),
     "cross_validate": lambda tx: training.cross_validate(
-        *(
-            lambda fold: nn.Linear(2, 1),
-            F.mse_loss,
-            tx,
-            torch.ones(4, 2),
-            torch.ones(4, 1),
-        ),
-        **dict(folds=2, epochs=1, batch_size=2, seed=0),
+        lambda fold: nn.Linear(2, 1), F.mse_loss, tx, *DATA, **FOLDS
     ),
     "step": lambda tx: optim.step(tx, PARAMS, {}, PARAMS),
     "as_torch": lambda tx: optim.as_torch(tx, PARAMS),
@@ -111,16 +107,32 @@ def test_what_is_no_transformation_is_refused(function, tx, message):
         TAKE_TX[function](tx)
 
 
-def test_members_run_a_transformation_or_what_makes_one():
-    message = r"for_members\(tx\): .* got an optimizer of torch, SGD. Read it"
-    with pytest.raises(TypeError, match=message):
-        vgrad.for_members(SGD)
+SUMS = r"add_gaussian_noise\(sums\): expected a dictionary of tensors by name"
+STATE = r"Plan.sampler\(state\): expected a state with a key and a step"
+KEY = dp.secret_key()
+RUN = {"noise_multiplier": 1.0, "key": KEY, "step": 0}
+REFUSED = [
+    (
+        lambda: vgrad.for_members(SGD),
+        r"for_members\(tx\): .* got an optimizer of torch, SGD. Read it",
+    ),
+    (
+        lambda: training.private_step(LOSS, TX, None),
+        r"private_step\(plan\): expected a dp.Plan, got a NoneType. Make one with",
+    ),
+    (lambda: PLAN.sampler(KEY), STATE),
+    (lambda: PLAN.sampler({"key": 1, "step": 2}), STATE),
+    (lambda: PLAN.sampler(["key", "step"]), STATE),
+    (lambda: dp.add_gaussian_noise(torch.zeros(3), SENSITIVITY, **RUN), SUMS),
+    (lambda: dp.add_gaussian_noise([torch.zeros(3)], SENSITIVITY, **RUN), SUMS),
+    (lambda: PLAN.add_noise([torch.zeros(3)], SENSITIVITY, key=KEY, step=0), SUMS),
+]
 
 
-def test_a_private_step_takes_a_plan():
-    message = r"private_step\(plan\): expected a dp.Plan, got a NoneType. Make one with"
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_arguments_of_privacy_and_members_are_refused(call, message):
     with pytest.raises(TypeError, match=message):
-        training.private_step(LOSS, TX, None)
+        call()
 
 
 def test_a_scheduler_is_told_why_there_is_no_rate_also_after_loading():
@@ -200,25 +212,6 @@ def test_steps_of_ranks_without_a_state_are_refused():
         step = distributed.data_parallel(training.private_step(LOSS, TX, PLAN), mesh)
         with pytest.raises(TypeError, match=r"data_parallel.* expected a TrainState, "):
             step(x, y)
-
-
-def test_a_sampler_needs_a_state():
-    message = r"Plan.sampler\(state\): expected a state with a key and a step"
-    for given in (dp.secret_key(), x := {"key": 1, "step": 2}, [*x]):
-        with pytest.raises(TypeError, match=message):
-            PLAN.sampler(given)
-
-
-def test_sums_are_a_dictionary():
-    run = {"noise_multiplier": 1.0, "key": dp.secret_key(), "step": 0}
-    for given in (torch.zeros(3), [torch.zeros(3)]):
-        message = (
-            r"add_gaussian_noise\(sums\): expected a dictionary of tensors by name"
-        )
-        with pytest.raises(TypeError, match=message):
-            dp.add_gaussian_noise(given, vgrad.Sensitivity(1.0), **run)
-        with pytest.raises(TypeError, match=message):
-            PLAN.add_noise(given, vgrad.Sensitivity(0.2), key=run["key"], step=0)
 
 
 @pytest.mark.parametrize(

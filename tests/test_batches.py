@@ -1,4 +1,5 @@
 from collections import UserDict
+from functools import partial
 from types import MappingProxyType
 
 import pytest
@@ -7,7 +8,6 @@ from torch.nn import functional as F
 
 import vgrad
 from vgrad import batches, training
-from vgrad.persample.engine import Call, Inputs, saved_bytes
 
 PARAMS = {"w": torch.ones(1000)}
 
@@ -16,36 +16,20 @@ def loss(params, buffers, x):
     return (params["w"] * x).exp().sum()
 
 
-def test_a_chunk_takes_what_fits_into_half_of_the_free_memory(monkeypatch):
-    monkeypatch.setattr(
-        batches, "_free_bytes", lambda device: 2 * 100 * (12_000 + 2_000)
-    )
-    assert batches.fitting(PARAMS, 1_000, torch.device("cpu")) == 100
-    monkeypatch.setattr(batches, "_free_bytes", lambda device: 0)
-    assert batches.fitting(PARAMS, 1_000, torch.device("cpu")) == 1
-
-
-def test_the_free_memory_of_this_machine_is_plausible():
-    assert 2**24 < batches._free_bytes(torch.device("cpu")) < 2**50
-
-
-def test_automatic_chunks_follow_the_memory(monkeypatch):
-    x = torch.zeros(10, 1)
-    per_sample = 3 * 4_000 + 2 * 4_004
-    monkeypatch.setattr(batches, "_free_bytes", lambda device: 2 * 4 * per_sample)
-    seen = []
-    original = batches.chunks
-    monkeypatch.setattr(
-        batches, "chunks", lambda size, step: seen.append(step) or original(size, step)
-    )
-    vgrad.clipped_grad(loss, max_norm=1.0, chunk_size="auto")(PARAMS, {}, x)
-    assert seen == [4]
-
-
-def test_the_bytes_kept_for_the_backward_pass_are_counted():
-    problem = Call("test", loss).on(Inputs(PARAMS, {}, (torch.zeros(3, 1),)))
+def test_automatic_chunks_fit_into_half_of_the_free_memory(monkeypatch):
+    seen, free, whole = [], batches._free_bytes, batches.chunks
+    assert 2**24 < free(torch.device("cpu")) < 2**50
     # exp keeps its result, and the product keeps x for the gradient of w.
-    assert saved_bytes(problem) == 4_000 + 4
+    per_sample = 3 * 4_000 + 2 * (4_000 + 4)
+    monkeypatch.setattr(
+        batches, "chunks", lambda size, step: seen.append(step) or whole(size, step)
+    )
+    for number in (4, 0):
+        memory = 2 * number * per_sample
+        monkeypatch.setattr(batches, "_free_bytes", lambda device, m=memory: m)
+        compute = vgrad.clipped_grad(loss, max_norm=1.0, chunk_size="auto")
+        compute(PARAMS, {}, torch.zeros(10, 1))
+    assert seen == [4, 1]
 
 
 def test_measuring_memory_draws_no_random_numbers():
@@ -82,32 +66,21 @@ TX = vgrad.optim.sgd(0.1)
 STATE = training.TrainState.create(TX, WEIGHTS, BUFFERS)
 
 
-def weighted(batch):
-    return vgrad.weighted_grad(ONE)(torch.ones(4), WEIGHTS, BUFFERS, *batch)
-
-
-def ensemble(batch):
-    members = vgrad.batch_loss(STACKED, F.cross_entropy)
-    return vgrad.ensemble_grad(members)(MEMBERS, SHARED, *batch).grads
-
-
+OF_MEMBERS = vgrad.batch_loss(STACKED, F.cross_entropy)
+CLIP = vgrad.compile(vgrad.clipped_grad(ONE, max_norm=1.0), backend="replay")
+GIVEN = WEIGHTS, BUFFERS
 READERS = {
-    **{
-        strategy: lambda batch, s=strategy: vgrad.per_sample_grad(ONE, strategy=s)(
-            WEIGHTS, BUFFERS, *batch
-        )
-        for strategy in ("recorded", "vmap", "loop")
-    },
-    "weighted_grad": weighted,
-    "ensemble_grad": ensemble,
-    "step of a batch": lambda batch: training.train_step(ALL, TX)(STATE, *batch)[0][0],
-    "step of samples": lambda batch: training.train_step(ONE, TX)(STATE, *batch)[0][0],
-    "batch loss": lambda batch: {"value": ALL(WEIGHTS, BUFFERS, *batch)},
-    "compiled": lambda batch: (
-        vgrad.compile(vgrad.clipped_grad(ONE, max_norm=1.0), backend="replay")(
-            WEIGHTS, BUFFERS, *batch
-        ).grads
+    "recorded": vgrad.per_sample_grad(ONE, strategy="recorded"),
+    "vmap": vgrad.per_sample_grad(ONE, strategy="vmap"),
+    "loop": vgrad.per_sample_grad(ONE, strategy="loop"),
+    "weighted_grad": partial(vgrad.weighted_grad(ONE), torch.ones(4)),
+    "ensemble_grad": lambda p, b, *batch: (
+        vgrad.ensemble_grad(OF_MEMBERS)(MEMBERS, SHARED, *batch).grads
     ),
+    "step of a batch": lambda p, b, *x: training.train_step(ALL, TX)(STATE, *x)[0][0],
+    "step of samples": lambda p, b, *x: training.train_step(ONE, TX)(STATE, *x)[0][0],
+    "batch loss": lambda *given: {"value": ALL(*given)},
+    "compiled": lambda *given: CLIP(*given).grads,
 }
 
 
@@ -117,8 +90,8 @@ def test_any_mapping_is_read_as_a_dictionary(reader, kind):
     torch.manual_seed(0)
     inputs = {"x": torch.randn(4, 3), "scale": torch.rand(4)}
     target = torch.randint(0, 2, (4,))
-    expected = READERS[reader]((inputs, target))
-    found = READERS[reader]((kind(inputs), target))
+    expected = READERS[reader](*GIVEN, inputs, target)
+    found = READERS[reader](*GIVEN, kind(inputs), target)
     assert {n: v.tolist() for n, v in found.items()} == {
         name: value.tolist() for name, value in expected.items()
     }

@@ -1,11 +1,11 @@
 """What a GPU computes, against the float64 loop."""
 
-import numpy as np
 import pytest
 import torch
 
 import vgrad.cli
 from tests import losses, oracle
+from tests.cli import runs
 from vgrad.__main__ import main
 from vgrad.training import TrainState, private_step
 from vgrad.tree import tensors
@@ -187,16 +187,8 @@ def test_a_captured_step_replays_with_the_numbers_of_a_called_one(name):
 
 def test_a_private_run_stays_on_the_device_and_repeats_from_its_state():
     case, _, (fmodel, params, buffers), (x, y) = build("cnn", torch.float32)
-    plan = vgrad.dp.Plan(
-        dataset_size=50,
-        sampling_rate=0.1,
-        noise_multiplier=1.0,
-        max_norm=1.0,
-        steps=3,
-        delta=1e-5,
-    )
     tx = vgrad.optim.adam(0.01)
-    step = private_step(vgrad.sample_loss(fmodel, case.criterion), tx, plan)
+    step = private_step(vgrad.sample_loss(fmodel, case.criterion), tx, losses.plan())
     state = TrainState.create(tx, params, buffers)
     first, _ = step(state, x, y)
     again, _ = step(state, x, y)
@@ -208,21 +200,10 @@ def test_a_private_run_stays_on_the_device_and_repeats_from_its_state():
 
 
 def test_the_main_job_runs_on_the_device(tmp_path):
-    source = np.random.default_rng(0)
-    arrays = {
-        f"{kind}_{split}": values
-        for split, size in (("train", 60), ("test", 20))
-        for kind, values in (
-            ("x", source.random((size, 4, 4), dtype=np.float32)),
-            ("y", np.arange(size) % 3),
-        )
-    }
-    np.savez(tmp_path / "data.npz", **arrays)
-    data = ["--data", str(tmp_path / "data.npz"), "--device", "cuda"]
-    options = ["--model", "mlp", "--epochs", "2", "--batch-size", "20"]
-    assert main(["train", "--out", str(tmp_path / "run"), *data, *options]) == 0
-    assert main(["evaluate", str(tmp_path / "run"), *data]) == 0
-    assert vgrad.cli.load(tmp_path / "run")(torch.zeros(1, 1, 4, 4)).shape == (1, 3)
+    images, out = runs.write_data(tmp_path / "data.npz"), tmp_path / "run"
+    assert runs.train(images, out, "--device", "cuda") == 0
+    assert main(["evaluate", str(out), "--data", str(images), "--device", "cuda"]) == 0
+    assert vgrad.cli.load(out)(torch.zeros(1, 1, 1, 6)).shape == (1, 3)
 
 
 def test_ensembles_stop_early_and_scale_their_losses_on_the_device():
@@ -254,19 +235,12 @@ def test_folds_are_trained_where_the_models_are(tmp_path):
             model = torch.nn.Sequential(*layers, torch.nn.Linear(6, 2))
             return model.double().to(device)
 
-        return vgrad.training.cross_validate(
-            factory,
-            torch.nn.functional.cross_entropy,
-            vgrad.optim.sgd(0.1, momentum=0.9),
-            x,
-            y,
-            folds=3,
-            epochs=2,
-            batch_size=5,
-            seed=0,
-            metric=lambda output, target: (output.argmax(1) == target).double().mean(),
-            **options,
-        )
+        def metric(output, target):
+            return (output.argmax(1) == target).double().mean()
+
+        tx, loss = vgrad.optim.sgd(0.1, momentum=0.9), torch.nn.functional.cross_entropy
+        options |= dict(folds=3, epochs=2, batch_size=5, seed=0, metric=metric)
+        return vgrad.training.cross_validate(factory, loss, tx, x, y, **options)
 
     expected = run("cpu")
     for options in ({"at_once": 1}, {"folder": tmp_path}, {"folder": tmp_path}):

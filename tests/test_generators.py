@@ -30,20 +30,8 @@ def test_a_seed_that_is_not_whole_is_refused(name, value):
         secret_key(**{name: value})
 
 
-PLACES = [
-    (),
-    ("a",),
-    ("a", 1),
-    ("a", "1"),
-    ("a1",),
-    ("a", 1.0),
-    (1, "a"),
-    ('a", "b',),
-    ("a", "b"),
-    ("a", "b", ""),
-    ("\U0001f600",),
-    ("\ud83d\ude00",),
-]
+PLACES = [(), ("a",), ("a", 1), ("a", "1"), ("a1",), ("a", 1.0), (1, "a"), ('a", "b',)]
+PLACES += [("a", "b"), ("a", "b", ""), ("\U0001f600",), ("\ud83d\ude00",)]
 
 
 def test_no_two_places_share_a_stream():

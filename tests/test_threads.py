@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -38,34 +39,28 @@ def plain(seed):
     return step, TrainState.create(tx, params, buffers, seed=seed)
 
 
-def private(strategy):
-    def make(seed):
-        fmodel, params, buffers = vgrad.make_functional_with_buffers(Slow())
-        tx, options = optim.sgd(0.1), {"strategy": strategy, "randomness": "different"}
-        loss = vgrad.sample_loss(fmodel, F.mse_loss)
-        step = private_step(loss, tx, plan(), chunk_size=2, **options)
-        return step, TrainState.create(tx, params, buffers, seed=seed)
-
-    return make
+def private(strategy, seed):
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(Slow())
+    tx, options = optim.sgd(0.1), {"strategy": strategy, "randomness": "different"}
+    loss = vgrad.sample_loss(fmodel, F.mse_loss)
+    step = private_step(loss, tx, plan(), chunk_size=2, **options)
+    return step, TrainState.create(tx, params, buffers, seed=seed)
 
 
-def ensemble(strategy):
-    def make(seed):
-        fmodel, params, buffers = vgrad.stack([Slow() for _ in range(2)])
-        tx = vgrad.for_members(optim.sgd(0.1))
-        loss = vgrad.batch_loss(fmodel, F.mse_loss)
-        step = vgrad.training.ensemble_train_step(loss, tx, strategy=strategy)
-        return step, EnsembleState.create(tx, params, buffers, seed=seed)
-
-    return make
+def ensemble(strategy, seed):
+    fmodel, params, buffers = vgrad.stack([Slow() for _ in range(2)])
+    tx = vgrad.for_members(optim.sgd(0.1))
+    loss = vgrad.batch_loss(fmodel, F.mse_loss)
+    step = vgrad.training.ensemble_train_step(loss, tx, strategy=strategy)
+    return step, EnsembleState.create(tx, params, buffers, seed=seed)
 
 
 STEPS = {
     "plain": plain,
-    "private, recorded": private("recorded"),
-    "private, loop": private("loop"),
-    "ensemble, hybrid": ensemble("hybrid"),
-    "ensemble, loop": ensemble("loop"),
+    "private, recorded": partial(private, "recorded"),
+    "private, loop": partial(private, "loop"),
+    "ensemble, hybrid": partial(ensemble, "hybrid"),
+    "ensemble, loop": partial(ensemble, "loop"),
 }
 
 

@@ -15,22 +15,17 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from tests import losses
 from vgrad.torch_private import autograd, kernels, modes, shards, tensors, tracing
-from vgrad.tree import keystr, tree_flatten_with_path
 
 X = torch.arange(6.0).reshape(3, 2)
 
 
-class Old(torch.autograd.Function):
-    """In the old style, without setup_context."""
+def old(ctx, g):
+    return g * 2
 
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
 
-    @staticmethod
-    def backward(ctx, g):
-        return g * 2
+Old = losses.old_function(lambda ctx, x: x * 2, old)
 
 
 class Listing(TorchFunctionMode):
@@ -164,22 +159,8 @@ def test_batch_axes_go_on_and_off():
 
 
 def test_a_mode_sees_an_autograd_function_as_one_call_under_vmap():
-    class Double(torch.autograd.Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(x):
-            return x * 2
-
-        @staticmethod
-        def setup_context(ctx, inputs, output): ...
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * 2
-
     mode = Listing()
-    torch.vmap(lambda x: in_block(mode, Double.apply, x))(X)
+    torch.vmap(lambda x: in_block(mode, losses.Noisy.apply, x))(X)
     assert modes.custom_function_call in mode.seen
 
 
@@ -204,14 +185,6 @@ def test_one_in_the_old_style_is_seen_in_a_block_and_raises_outside():
         mapped(X)
 
 
-def test_the_version_counts_writes():
-    x = torch.zeros(2)
-    before = tensors.version_of(x)
-    x[0] = 1
-    x.view(2).add_(1)
-    assert tensors.version_of(x) == before + 2
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -229,13 +202,15 @@ def test_tensors_of_another_kind_are_not_alike(other):
     assert not like(torch.ones(2), torch.ones(3, 2))
 
 
-@pytest.mark.parametrize(
-    "register", ["register_hook", "register_post_accumulate_grad_hook"]
-)
-def test_hooks_on_tensors_are_seen(register):
-    x = torch.zeros(2, requires_grad=True)
-    assert not tensors.has_hooks(x)
-    getattr(x, register)(lambda *_: None)
+@pytest.mark.parametrize("kind", ["hook", "post_accumulate_grad_hook"])
+def test_writes_are_counted_and_hooks_on_tensors_seen(kind):
+    x = torch.zeros(2)
+    before = tensors.version_of(x)
+    x[0] = 1
+    x.view(2).add_(1)
+    assert tensors.version_of(x) == before + 2
+    assert not tensors.has_hooks(x.requires_grad_())
+    getattr(x, f"register_{kind}")(lambda *_: None)
     assert tensors.has_hooks(x)
 
 
@@ -296,17 +271,16 @@ def test_an_opened_function_shows_its_calls():
 
 def test_opened_attention_projects_as_it_should():
     layer, given = torch.nn.MultiheadAttention(2, 1), []
+    own = layer.in_proj_weight, layer.in_proj_bias
 
     def projections(*args):
         given.extend(args)
         return [args[0] * factor for factor in (1, 0, 3)]
 
-    out, weights = modes.opened_attention(projections)(
-        X, X, X, 2, 1, layer.in_proj_weight, layer.in_proj_bias, None, None, False,
-        0.0, torch.eye(2), None,
-    )  # fmt: skip
-    same = (X, X, X, layer.in_proj_weight, layer.in_proj_bias)
-    assert all(a is b for a, b in zip(given[3:], same[3:], strict=True))
+    more = None, None, False, 0.0, torch.eye(2), None
+    attention = modes.opened_attention(projections)
+    out, weights = attention(X, X, X, 2, 1, *own, *more)
+    assert all(a is b for a, b in zip(given[3:], own, strict=True))
     assert torch.equal(weights, torch.full((3, 3), 1 / 3))
     torch.testing.assert_close(out, 3 * X.mean(0).expand(3, 2))
 
@@ -317,7 +291,6 @@ def test_saved_arguments_are_those_of_the_call():
     assert saved.grad_fn is saved
     found = saved.get_args(saved.saved_tensors)
     assert found == [{"y": 1}, x, None]
-    assert found[1] is x
     x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         saved.get_args(())
@@ -360,11 +333,10 @@ def test_an_exception_leaves_no_hooks_of_checkpoints():
     ],
 )
 def test_fused_steps_are_those_of_torch(kernel, reference, options):
-    start, grad = torch.randn(5), torch.randn(5)
-    leaf = start.clone().requires_grad_()
+    own, grad, zeros = torch.randn(5), torch.randn(5), torch.zeros(5)
+    leaf = own.clone().requires_grad_()
     leaf.grad = grad.clone()
     reference([leaf], lr=0.1, weight_decay=0.01, **options).step()
-    own, zeros = start.clone(), torch.zeros(5)
     common = dict(lr=torch.tensor(0.1), weight_decay=0.01, maximize=False)
     if options:
         more = dict(dampening=0.0, nesterov=False, is_first_step=False)
@@ -436,10 +408,9 @@ def test_torch_refuses_in_the_words_that_are_matched(text, function, options):
     assert text in str(caught.value)
 
 
-def test_every_text_that_is_matched_has_a_case():
-    texts = [*modes.VMAP_ERRORS, *modes.BACKWARD_ERRORS, *modes.SAVED_HOOKS_ERRORS]
-    texts += [modes.RANDOM_ERROR, modes.SAME_RANDOM_ERROR, modes.SETUP_CONTEXT_ERROR]
-    assert {*texts} == {text for text, *_ in REFUSED}
+def test_every_text_about_an_op_has_a_case():
+    texts = {*modes.VMAP_ERRORS, *modes.BACKWARD_ERRORS, *modes.SAVED_HOOKS_ERRORS}
+    assert texts <= {text for text, *_ in REFUSED}
 
 
 def test_a_warning_of_a_missing_rule_names_the_op():
@@ -448,13 +419,6 @@ def test_a_warning_of_a_missing_rule_names_the_op():
         torch.vmap(lambda x: F.bilinear(x[None], x[None], torch.ones(1, 2, 2)))(X)
     found = {modes.op_without_rule(str(each.message)) for each in caught}
     assert found == {"aten::bilinear"}
-
-
-def test_trees_have_places_with_names():
-    tree = {"moments": (X, [X])}
-    leaves, _ = tree_flatten_with_path(tree)
-    names = [keystr(path) for path, _ in leaves]
-    assert names == ["['moments'][0]", "['moments'][1][0]"]
 
 
 def test_a_trace_has_all_ops_but_those_that_are_left_untraced():
@@ -471,9 +435,6 @@ def test_a_trace_has_all_ops_but_those_that_are_left_untraced():
     sizes = [tuple(n.meta["val"].shape) for n in graph.graph.nodes if "val" in n.meta]
     assert set(sizes) == {(3, 2)}
     assert tracing.dispatch_modes() == 0
-
-
-def test_a_trace_refuses_to_hand_out_values():
     with pytest.raises(RuntimeError, match="get value out of a tracing tensor"):
         tracing.traced(lambda x: x if x.sum() > 0 else -x, X)
 
@@ -512,12 +473,10 @@ def test_random_ops_are_tagged_and_their_calls_can_be_read():
     assert [*map(id, tensors.shown_results(op, (x,), {}, x))] == [id(x)]
     out = aten.rand.out
     assert tensors.shown_results(out, ([3],), {"out": x}, x)[0] is x
-    noise = torch.empty(3)
-    shown = tensors.shown_results(
-        aten.rrelu_with_noise.default, (x, noise, 0.1, 0.3, True), {}, x.clone()
-    )
-    assert len(shown) == 2
-    assert shown[0] is noise
+    op, given = aten.rrelu_with_noise.default, (x, out := torch.empty(3), 0.1, 0.3)
+    shown, more = tensors.shown_results(op, (*given, True), {}, result := x.clone())
+    assert shown is out
+    assert more is result
 
 
 def test_shards_know_their_place():

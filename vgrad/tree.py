@@ -65,9 +65,10 @@ def tensors(tree: Tree) -> list[Tensor]:
     # Dictionaries and sequences go without pytree, which is slower than small kernels.
     if isinstance(tree, Tensor):
         return [tree]
-    if type(tree) is dict:
+    kind = type(tree)
+    if kind is dict:
         tree = tree.values()
-    elif not _is_sequence(tree):
+    elif not (kind is tuple or kind is list or _is_named(kind)):
         return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
     found = []
     for branch in tree:
@@ -82,17 +83,24 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
     """Apply `function` to the tensors of a tree; everything else stays as it is."""
     if isinstance(tree, Tensor):
         return function(tree)
-    if type(tree) is dict:
+    kind = type(tree)
+    if kind is dict:
         return {
             key: function(value)
             if isinstance(value, Tensor)
             else map_tensors(function, value)
             for key, value in tree.items()
         }
-    if not _is_sequence(tree):
+    plain = kind is tuple or kind is list
+    if not (plain or _is_named(kind)):
         return tree_map(lambda leaf: _map_leaf(function, leaf), tree)
-    mapped = [map_tensors(function, branch) for branch in tree]
-    return type(tree)(mapped) if type(tree) in (list, tuple) else type(tree)(*mapped)
+    mapped = [
+        function(branch)
+        if isinstance(branch, Tensor)
+        else map_tensors(function, branch)
+        for branch in tree
+    ]
+    return kind(mapped) if plain else kind(*mapped)
 
 
 def _map_leaf(function: Callable[[Tensor], Any], leaf: Any) -> Any:
@@ -126,11 +134,6 @@ def copied(tree: Tree) -> Tree:
     return map_once(lambda tensor: with_attributes(tensor.clone(), tensor), tree)
 
 
-def _is_sequence(tree: Tree) -> bool:
-    kind = type(tree)
-    return kind is tuple or kind is list or _is_named(kind)
-
-
 def _is_named(kind: type) -> bool:
     return tuple in kind.__bases__ and hasattr(kind, "_fields")
 
@@ -157,11 +160,6 @@ def to_device(tree: T, device: torch.device | str) -> T:
 def state_dict(tree: Tree) -> dict[str, Tensor]:
     """Name every tensor of a tree by its place, as a file of tensors needs it.
 
-    Nothing is copied. Two trees of the same structure have the same names.
-
-    Raises:
-        TypeError: a leaf is not a tensor.
-
     Example:
         >>> state_dict({"moments": (torch.ones(2), torch.zeros(2))})
         {"['moments'][0]": tensor([1., 1.]), "['moments'][1]": tensor([0., 0.])}
@@ -177,14 +175,9 @@ def state_dict(tree: Tree) -> dict[str, Tensor]:
 
 
 def load_state_dict(template: T, tensors: Mapping[str, Tensor]) -> T:
-    """Build a tree like `template` from tensors named by `state_dict`.
+    """Build a tree like `template`, on its devices, from tensors by `state_dict`.
 
-    Each tensor goes to the device of the one it replaces, those already there are not
-    copied: a donated step would write to them. The template stays as it is; for an
-    optimizer it is `tx.init(params)`.
-
-    Raises:
-        ValueError: names, shapes or dtypes are others.
+    Tensors that are there already are not copied: a donated step writes to them.
 
     Example:
         >>> saved = state_dict((torch.ones(2), torch.tensor(3)))

@@ -5,24 +5,8 @@ import shutil
 import pytest
 import torch
 
-from tests.cli.runs import (
-    FIXED,
-    PLAIN,
-    SLOW,
-    THREE,
-    contents,
-    error,
-    forge,
-    killed,
-    lines,
-    reference,
-    results,
-    resume,
-    said,
-    spent,
-    train,
-    watched,
-)
+from tests.cli import runs
+from tests.cli.runs import FIXED, contents, error, killed, lines, results, resume, said
 from vgrad import dp
 from vgrad.cli import checkpoint, report
 
@@ -65,17 +49,17 @@ def test_the_longer_run_has_the_noise_of_the_shorter_and_its_figures(
         assert whole.startswith(first)
         assert [each["step"] for each in lines(longer / name)] == [4, 8, 12, 16]
     epsilons = [each["epsilon"] for each in lines(longer / "metrics.jsonl")]
-    assert epsilons == [spent(ended, steps) for steps in (4, 8, 12, 16)]
+    assert epsilons == [runs.spent(ended, steps) for steps in (4, 8, 12, 16)]
     assert epsilons[1] <= 3 < epsilons[3]
     # Private SGD is the one of plain torch, plain SGD that of a run of four epochs.
     tensors, description = checkpoint.read_state(longer)
     key = tensors[".private.key"].tolist()
     assert checkpoint.read_state(ended)[0][".private.key"].tolist() == key
-    expected = reference(images, key, description["plan"], True, steps=16)
+    expected = runs.reference(images, key, description["plan"], True, steps=16)
     for name, value in expected.items():
         param = tensors[f".private.params['{name}']"]
         torch.testing.assert_close(param, value, rtol=1e-4, atol=1e-5)
-    assert train(images, tmp_path / "run", FIXED, *NORM, epochs=4) == 0
+    assert runs.train(images, tmp_path / "run", FIXED, *NORM, epochs=4) == 0
     one, other = (results(out) for out in (longer, tmp_path / "run"))
     assert one["plain.jsonl"] == other["plain.jsonl"]
     assert one["metrics.jsonl"] != other["metrics.jsonl"]  # which has more noise
@@ -85,8 +69,8 @@ def test_epsilon_is_printed_before_a_step_and_stands_in_the_report(
     images, tmp_path, monkeypatch, capsys
 ):
     out, shown, pages = tmp_path / "run", [], []
-    assert train(images, out) == 0
-    old = f"For release: {out}/model.safetensors, with epsilon {spent(out, 8):.3f}"
+    assert runs.train(images, out) == 0
+    old = f"For release: {out}/model.safetensors, with epsilon {runs.spent(out, 8):.3f}"
     assert old in (out / "report.html").read_text()
     capsys.readouterr()
 
@@ -96,22 +80,22 @@ def test_epsilon_is_printed_before_a_step_and_stands_in_the_report(
         pages.append((out / "report.html").exists())
 
     with monkeypatch.context() as patch:
-        watched(patch, dp.Plan, "sample", seen)
+        runs.watched(patch, dp.Plan, "sample", seen)
         assert extend(out, 4) == 0
     rises = (
         f"Extended from 2 to 4 epochs with noise multiplier "
         f"{said(out)['plan']['noise_multiplier']:.4g} as before: epsilon rises from "
-        f"{spent(out, 8):.3f} to {spent(out, 16):.3f} at delta 1e-05."
+        f"{runs.spent(out, 8):.3f} to {runs.spent(out, 16):.3f} at delta 1e-05."
     )
     assert rises in shown[0]
     assert not any(pages)
     page = " ".join((out / "report.html").read_text().split())
     assert f"<p>{rises}</p>" in page
-    assert f"with epsilon {spent(out, 16):.3f} at delta 1e-05. The other" in page
-    assert f"mlp, epsilon {spent(out, 16):.3f} at delta 1e-05, seed 0</h1>" in page
+    assert f"with epsilon {runs.spent(out, 16):.3f} at delta 1e-05. The other" in page
+    assert f"mlp, epsilon {runs.spent(out, 16):.3f} at delta 1e-05, seed 0</h1>" in page
     assert old not in page
     *_, model = checkpoint.read_model(out)
-    assert (model["epsilon"], model["step"]) == (spent(out, 16), 16)
+    assert (model["epsilon"], model["step"]) == (runs.spent(out, 16), 16)
 
 
 PLACES = [
@@ -152,7 +136,7 @@ def test_a_run_is_extended_twice(run, longer):
     assert first == second
     page = (run / "report.html").read_text()
     for start, end in ((2, 3), (3, 4)):
-        prices = f"{spent(run, 4 * start):.3f} to {spent(run, 4 * end):.3f}"
+        prices = f"{runs.spent(run, 4 * start):.3f} to {runs.spent(run, 4 * end):.3f}"
         assert f"from {start} to {end} epochs" in page
         assert f"epsilon rises from {prices}" in page
 
@@ -161,7 +145,7 @@ def test_a_run_is_extended_twice(run, longer):
 def test_a_run_that_has_not_ended_is_extended(images, tmp_path, longer, after):
     out = tmp_path / "run"
     with killed(checkpoint, "save_model", after):
-        train(images, out, FIXED, *NORM)
+        runs.train(images, out, FIXED, *NORM)
     assert said(out)["step"] == 4 * after
     assert extend(out, 4) == 0
     assert results(out) == results(longer)
@@ -177,9 +161,9 @@ REFUSED = [
     ([*MORE, "4", "--lr", "0.7"], "expected --lr 0.5, which the run was started with"),
     ([*MORE, "4", "--epsilon", "4"], "expected --epsilon 3.0, which"),
     ([*MORE, "4", "--model", "cnn"], "expected --model mlp, which"),
-    (THREE, "expected --members 1, which"),
+    (runs.THREE, "expected --members 1, which"),
     (["--seed", "1"], "expected --seed 0, which"),
-    ([PLAIN], "--without-privacy False, which"),
+    ([runs.PLAIN], "--without-privacy False, which"),
     (["--precision", "float16"], "float32, which the run was started with, got fl"),
 ]
 """Arguments given again with another value, or a run that gets no longer."""
@@ -204,7 +188,8 @@ def test_a_run_that_was_extended_gets_no_shorter(longer, capsys):
 
 def test_another_plan_is_refused(images, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
-    assert train(images, out, "--delta", "1e-15", "--batch-size", "48", epochs=1) == 0
+    more = "--delta", "1e-15", "--batch-size", "48"
+    assert runs.train(images, out, *more, epochs=1) == 0
     before, command = contents(out), ["train", "--resume", out]
     message = error(capsys, *command, *MORE, "6")
     assert "--extend: expected fewer epochs than 6, for which no epsilon can" in message
@@ -220,11 +205,13 @@ def test_another_plan_is_refused(images, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "more", [pytest.param([FIXED], marks=SLOW), [PLAIN]], ids=["private", "plain"]
+    "more",
+    [pytest.param([FIXED], marks=runs.SLOW), [runs.PLAIN]],
+    ids=["private", "plain"],
 )
 def test_an_ensemble_is_extended(images, tmp_path, capsys, more):
     out = tmp_path / "run"
-    assert train(images, out, *THREE, *more, epochs=1) == 0
+    assert runs.train(images, out, *runs.THREE, *more, epochs=1) == 0
     before = (out / "plain.jsonl").read_bytes()
     capsys.readouterr()
     assert extend(out, 2) == 0
@@ -233,10 +220,10 @@ def test_an_ensemble_is_extended(images, tmp_path, capsys, more):
     assert said(out, "ensemble.json")["step"] == 8
     assert "Extended from 1 to 2 epochs" in page
     prices = ""
-    if more != [PLAIN]:
-        prices = f"from {spent(out, 12):.3f} to {spent(out, 24):.3f} at delta"
+    if more != [runs.PLAIN]:
+        prices = f"from {runs.spent(out, 12):.3f} to {runs.spent(out, 24):.3f} at delta"
         assert said(out)["plan"]["steps"] == 24
-        assert lines(out / "metrics.jsonl")[-1]["epsilon"] == spent(out, 24)
+        assert lines(out / "metrics.jsonl")[-1]["epsilon"] == runs.spent(out, 24)
     for text in (shown, page):
         assert ("epsilon rises" in text) == bool(prices)
         assert prices in text
@@ -246,7 +233,7 @@ def test_an_ensemble_is_extended(images, tmp_path, capsys, more):
     "value", [[4], [2], [5, 4], [4, 4], [True], [4.5], "4", [10**9], {"4": 4}, [[4]]]
 )
 def test_a_history_that_cannot_be_is_refused(run, capsys, value):
-    forge(run, lambda description: description.update(extended=value))
+    runs.forge(run, lambda description: description.update(extended=value))
     before = contents(run)
     known = "expected steps in plan to be 8"  # which the plan does not have
     for more in ([], [*MORE, "6"]):
@@ -256,7 +243,7 @@ def test_a_history_that_cannot_be_is_refused(run, capsys, value):
 
 
 def test_a_state_of_an_earlier_version_has_no_history(run, longer):
-    forge(run, lambda description: description.pop("extended"))
+    runs.forge(run, lambda description: description.pop("extended"))
     (run / "report.html").unlink()
     assert resume(run) == 0
     assert extend(run, 4) == 0

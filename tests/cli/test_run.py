@@ -13,23 +13,7 @@ import torch
 from rich.console import Console
 
 from tests.cli import runs
-from tests.cli.runs import (
-    FIXED,
-    PLAIN,
-    SLOW,
-    THREE,
-    arguments,
-    error,
-    killed,
-    lines,
-    net,
-    private,
-    results,
-    resume,
-    said,
-    train,
-    write_data,
-)
+from tests.cli.runs import FIXED, PLAIN, THREE, arguments, error, lines, results, train
 from vgrad import dp
 from vgrad.__main__ import main
 from vgrad.cli import checkpoint, data, models, report, settings
@@ -58,7 +42,7 @@ def test_the_files_of_a_run_and_its_lines(finished, kind):
         pictures |= {"reliability.png", "uncertain.png"}
     secret = {"state.json", "state.safetensors", "report.html", *figures, *pictures}
     assert set(os.listdir(out)) == released | secret
-    assert private(out) == secret
+    assert runs.private(out) == secret
     for name in figures:
         records = lines(out / name)
         keys = runs.KEYS if one else [*runs.KEYS, "member_accuracies"]
@@ -81,7 +65,7 @@ def test_the_files_of_a_run_and_its_lines(finished, kind):
 @pytest.mark.parametrize(("kind", "count"), [("one", 1), ("three", 3)])
 def test_the_budget_is_spent_by_all_members_together(finished, kind, count):
     out, shown = finished(kind)
-    assert said(out)["plan"]["steps"] == 8 * count
+    assert runs.said(out)["plan"]["steps"] == 8 * count
     epsilons = [record["epsilon"] for record in lines(out / "metrics.jsonl")]
     assert epsilons == [runs.spent(out, count * steps) for steps in (4, 8)]
     assert 1.98 < epsilons[-1] <= 2
@@ -90,7 +74,7 @@ def test_the_budget_is_spent_by_all_members_together(finished, kind, count):
     assert description.get("members", 1) == count
     assert f"with epsilon {epsilons[-1]:.3f} at delta 1e-05" in shown
     assert ("24 steps on the same data" in shown) == (count == 3)
-    plans = [said(finished(kind)[0])["plan"] for kind in ("one", "three")]
+    plans = [runs.said(finished(kind)[0])["plan"] for kind in ("one", "three")]
     assert plans[0]["noise_multiplier"] < plans[1]["noise_multiplier"]
 
 
@@ -102,7 +86,7 @@ def test_without_privacy_nothing_claims_any(finished):
     _, params, _ = checkpoint.load(out)
     for name, value in params.items():
         assert torch.equal(value, state[f".plain.params['{name}']"])
-    model = said(out, "ensemble.json")
+    model = runs.said(out, "ensemble.json")
     assert (model["epsilon"], model["delta"], model["plan"]) == (None, None, None)
     assert "trained without privacy" in shown
     assert "For release" not in shown
@@ -140,12 +124,12 @@ def test_evaluate_refuses_data_that_the_model_was_not_made_for(
     command = ["evaluate", finished("one")[0], "--data"]
     wide = {"x_train": np.zeros((runs.SIZE, 7)), "x_test": np.zeros((30, 7))}
     labels = {"y_train": np.arange(runs.SIZE) % 2, "y_test": np.arange(30) % 2}
-    wide = write_data(tmp_path / "wide.npz", **wide)
+    wide = runs.write_data(tmp_path / "wide.npz", **wide)
     message = error(capsys, *command, wide)
     assert "expected images of 1 x 1 x 6 in 3 classes" in message
-    more = write_data(tmp_path / "more.npz", classes=np.array(4))
+    more = runs.write_data(tmp_path / "more.npz", classes=np.array(4))
     assert "in 4 classes" in error(capsys, *command, more)
-    fewer = write_data(tmp_path / "fewer.npz", **labels, classes=np.array(2))
+    fewer = runs.write_data(tmp_path / "fewer.npz", **labels, classes=np.array(2))
     assert main([*map(str, command), str(fewer)]) == 0
 
 
@@ -154,7 +138,7 @@ def test_a_finished_run_stays_as_it_is_and_its_folder_is_taken(
 ):
     out, _ = finished("one")
     before = {path: (path.read_bytes(), path.stat()) for path in out.iterdir()}
-    assert resume(out) == 0
+    assert runs.resume(out) == 0
     assert "is finished; nothing was changed" in capsys.readouterr().out
     command = ["train", "--out", out, *arguments(images)]
     assert "expected a folder without a run" in error(capsys, *command)
@@ -224,7 +208,8 @@ def test_every_member_has_noise_and_batches_of_its_own(
 
 
 MODELS = pytest.mark.parametrize(
-    "kind", [pytest.param([], id="one"), pytest.param(THREE, id="three", marks=SLOW)]
+    "kind",
+    [pytest.param([], id="one"), pytest.param(THREE, id="three", marks=runs.SLOW)],
 )
 
 
@@ -257,7 +242,7 @@ def test_reproducible_noise_repeats_the_run_and_claims_nothing(
     assert "no claim of privacy" in capsys.readouterr().out
 
 
-@SLOW
+@runs.SLOW
 @pytest.mark.parametrize(
     ("more", "every"),
     [([FIXED], 1), ([*THREE, FIXED], 4), ([*THREE, PLAIN], 4)],
@@ -277,7 +262,7 @@ def test_killed_at_any_write_a_run_goes_on_with_the_same_numbers(
     assert len(writes) > 20
     for number in range(0, len(writes), every):
         out = tmp_path / f"killed{number}"
-        with killed(os, "fsync", after=number):
+        with runs.killed(os, "fsync", after=number):
             train(images, out, *more)
         # No model may come from steps that are lost and taken again.
         if (out / "model.safetensors").exists():
@@ -285,9 +270,9 @@ def test_killed_at_any_write_a_run_goes_on_with_the_same_numbers(
             assert model[-1]["step"] <= state[-1]["step"]
         if (out / "ensemble.safetensors").exists():
             step = checkpoint.read_state(out)[1]["step"]
-            assert said(out, "ensemble.json")["step"] <= step
+            assert runs.said(out, "ensemble.json")["step"] <= step
         if (out / "state.safetensors").exists():
-            assert resume(out) == 0
+            assert runs.resume(out) == 0
         else:
             assert train(images, out, *more) == 0
         assert results(out) == expected
@@ -312,16 +297,16 @@ LONG = [pytest.mark.slow, pytest.mark.compiled]
 def test_killed_after_an_epoch_a_run_goes_on_with_the_same_numbers(
     images, tmp_path, module, name
 ):
-    module("dropping", net("torch.nn.Dropout(), " + LAST))
+    module("dropping", runs.net("torch.nn.Dropout(), " + LAST))
     more, out = GOING_ON[name], tmp_path / "killed"
     assert train(images, tmp_path / "whole", FIXED, *more) == 0
-    with killed(checkpoint, "save_model", after=1):
+    with runs.killed(checkpoint, "save_model", after=1):
         train(images, out, FIXED, *more)
-    assert said(out)["step"] == 4
-    assert resume(out, *more) == 0
+    assert runs.said(out)["step"] == 4
+    assert runs.resume(out, *more) == 0
     whole = results(tmp_path / "whole")
     assert results(out) == whole
-    assert said(out)["arguments"][more[-2][2:]] == more[-1]
+    assert runs.said(out)["arguments"][more[-2][2:]] == more[-1]
     assert all(record["loss"] < 2 for record in whole["plain.jsonl"])
     scaled = ["loss_scale" in record for record in whole["plain.jsonl"]]
     assert scaled == [more[-1] == "float16"] * 2
@@ -332,7 +317,7 @@ def test_noise_is_drawn_again_for_the_same_step_only(images, tmp_path, monkeypat
     with pytest.raises(runs.Killed):
         train(images, tmp_path / "run", epochs=3)
     before = seen[:7]
-    assert resume(tmp_path / "run") == 0
+    assert runs.resume(tmp_path / "run") == 0
     after = seen[7:]
     assert after[:3] == before[4:]
     assert len(set(before[:4] + after)) == len(before[:4] + after) == 12
@@ -343,13 +328,13 @@ def test_the_figures_of_lost_steps_are_cut_off(finished, copied):
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "loss": 0.1')
     (out / "report.html").unlink()
-    assert resume(out) == 0
+    assert runs.resume(out) == 0
     assert results(out) == results(finished("fixed")[0])
 
 
 def test_changes_of_the_numbers_are_refused(tmp_path, monkeypatch, capsys, module):
-    images, out = write_data(tmp_path / "images.npz"), tmp_path / "run"
-    spec = ["--model", module("own_model", net()), "--precision", "bfloat16"]
+    images, out = runs.write_data(tmp_path / "images.npz"), tmp_path / "run"
+    spec = ["--model", module("own_model", runs.net()), "--precision", "bfloat16"]
     monkeypatch.setattr(models, "warn_if_slow", lambda *given: None)
     assert train(images, out, *spec) == 0
     before, command = runs.contents(out), ["train", "--resume", out, *spec]
@@ -362,11 +347,11 @@ def test_changes_of_the_numbers_are_refused(tmp_path, monkeypatch, capsys, modul
         with monkeypatch.context() as patch:
             patch.setattr(place, value)
             assert f"expected {message}" in error(capsys, *command)
-    write_data(images, seed=1)
+    runs.write_data(images, seed=1)
     assert "expected sha256 in data to be" in error(capsys, *command)
-    write_data(images)
+    runs.write_data(images)
     sys.modules.pop("own_model")
-    module("own_model", net() + "# changed\n")
+    module("own_model", runs.net() + "# changed\n")
     assert "expected source_sha256 in model" in error(capsys, *command)
     assert runs.contents(out) == before
 
@@ -415,17 +400,17 @@ def test_the_choice_is_recorded_and_may_be_given_again(images, tmp_path, capsys)
     out, more = tmp_path / "run", ["--model", "mlp", "--epochs", "1"]
     out.mkdir()
     (out / "notes.txt").write_text("mine")
-    with killed(report, "write_page"):
+    with runs.killed(report, "write_page"):
         main(["train", "--out", str(out), "--data", str(images), *more])
-    chosen = said(out)["arguments"]
+    chosen = runs.said(out)["arguments"]
     assert (chosen["batch_size"], chosen["lr"]) == (24, 0.0083)
     message = error(capsys, "train", "--resume", out, "--batch-size", "720")
     assert "expected --batch-size 24, which the run was started with" in message
-    assert resume(out, "--batch-size", "24", "--lr", "0.0083") == 0
+    assert runs.resume(out, "--batch-size", "24", "--lr", "0.0083") == 0
     assert (out / "notes.txt").read_text() == "mine"
 
 
-@SLOW
+@runs.SLOW
 @pytest.mark.parametrize("model", ["cnn", "mlp", "resnet"])
 def test_no_model_diverges_as_it_is_by_default(tmp_path, model):
     few = [values[:300].numpy() for values in data.load("digits", seed=0)[:4]]
@@ -466,16 +451,16 @@ def test_a_run_that_cannot_be_leaves_no_trace(
 ):
     more = wrong if isinstance(wrong, list) else []
     if isinstance(wrong, dict):
-        images = write_data(tmp_path / "bad.npz", **wrong)
+        images = runs.write_data(tmp_path / "bad.npz", **wrong)
     if isinstance(wrong, str):
-        more = ["--model", module("bad_model", net(wrong))]
+        more = ["--model", module("bad_model", runs.net(wrong))]
     out = tmp_path / "run"
     assert message in error(capsys, "train", "--out", out, *arguments(images, *more))
     assert not out.exists()
 
 
 def test_a_folder_has_a_name_and_is_no_file(tmp_path, monkeypatch, capsys):
-    images = write_data(tmp_path / "images.npz")
+    images = runs.write_data(tmp_path / "images.npz")
     monkeypatch.chdir(tmp_path)
     os.symlink(tmp_path / "nowhere", tmp_path / "link")
     before = sorted(os.listdir(tmp_path))
@@ -501,7 +486,7 @@ def make(*, channels, height, width, classes):
 
 
 @pytest.mark.parametrize(
-    ("source", "strategy"), [(net(NORMED), "auto"), (IN_NUMPY, "loop")]
+    ("source", "strategy"), [(runs.net(NORMED), "auto"), (IN_NUMPY, "loop")]
 )
 def test_without_privacy_models_need_no_per_sample_gradients(
     images, tmp_path, capsys, module, source, strategy
@@ -528,7 +513,7 @@ def test_without_privacy_models_need_no_per_sample_gradients(
         ([], ["private SGD", "plain SGD", "epsilon"], "member"),
         pytest.param(
             *([*THREE, PLAIN], ["plain SGD", "member 0", "member 2"], "private SGD"),
-            marks=SLOW,
+            marks=runs.SLOW,
         ),
     ],
 )
@@ -546,7 +531,7 @@ def test_on_a_terminal_there_is_a_bar_and_a_table(
     assert absent not in shown
 
 
-@SLOW
+@runs.SLOW
 def test_the_digits_train_in_silence_but_for_a_line_an_epoch(tmp_path, capfd):
     out = tmp_path / "run"
     command = [sys.executable, "-m", "vgrad", "train", "--out", out]

@@ -262,7 +262,8 @@ def test_shared_entries_have_no_member_axis():
     fmodel, params, x, _ = linear(3, 5, 4)
     one = {**params, "bias": params["bias"][0]}
     copies = {**params, "bias": params["bias"][:1].expand(3, -1)}
-    found = predict(fmodel, one, {}, x, shared=["bias"], chunk_size=2)
+    options = {"shared": ["bias"], "chunk_size": 2, "strategy": "loop"}
+    found = predict(fmodel, one, {}, x, **options)
     assert_exact(found, predict(fmodel, copies, {}, x), 1e-13)
 
 

@@ -2,8 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -39,22 +38,13 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True)
 class Exact:
-    """As plain autograd, to the tolerance.
+    """As plain autograd, to the tolerance."""
 
-    Attributes:
-        strategy: the one that answers under `auto`.
-        why: a part of what `explain` says, where it is not the recorder.
-        op: what this begins with.
-        loops: the ops that run sample by sample, of which one warning tells.
-        splits: whether samples answer questions of Python differently, so that they
-            are recorded in several parts.
-    """
-
-    strategy: str = "recorded"
-    why: str = ""
-    op: str = ""
-    loops: tuple[str, ...] = ()
-    splits: bool = False
+    strategy: str = "recorded"  # under `auto`
+    why: str = ""  # a part of the text of `explain`, where it is another one
+    op: str = ""  # the beginning of this text
+    loops: tuple[str, ...] = ()  # ops that run sample by sample, with one warning
+    splits: bool = False  # samples take different branches: recorded in parts
 
 
 @dataclass(frozen=True)
@@ -93,46 +83,25 @@ BACKWARD = "expected a loss that runs no backward pass of its own"
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        name: what it is, for readers.
-        build: makes the model and its batch, after the generator is seeded.
-        today: what comes of it.
-        tolerance: of gradients, norms and clipped sums, each relative.
-        options: of the transforms.
-        through: what is done with a transform before it is called.
-        twice: whether plain autograd runs two copies of each sample, for the mean of
-            their losses: with one, torch 2.13's evaluated batch norm has a backward
-            pass that is wrong where the gradient comes transposed.
-        slow: whether it takes more than two seconds.
-    """
-
-    name: str
-    build: Callable[[], Use]
-    today: Exact | Refused | Impossible
-    tolerance: float
-    options: Mapping[str, Any]
-    through: Callable[[Any], Any]
-    twice: bool
-    slow: bool
+    name: str  # what it is, for readers
+    build: Callable[[], Use]  # after the generator is seeded
+    today: Exact | Refused | Impossible = Exact()
+    tolerance: float = 1e-9  # of gradients, norms and clipped sums, each relative
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the transforms
+    through: Callable[[Any], Any] = lambda transform: transform  # before its call
+    # Plain autograd runs two copies of each sample, for the mean of their losses: with
+    # one, torch 2.13's evaluated batch norm has a backward pass that is wrong where the
+    # gradient comes transposed.
+    twice: bool = False
+    slow: bool = False  # takes more than two seconds
 
 
-def entry(
-    name: str,
-    build: Callable[..., Use],
-    *arguments: Any,
-    today: Exact | Refused | Impossible = Exact(),
-    tolerance: float = 1e-9,
-    options: Mapping[str, Any] = MappingProxyType({}),
-    through: Callable[[Any], Any] = lambda transform: transform,
-    twice: bool = False,
-    slow: bool = False,
-    **more: Any,
-) -> Entry:
-    """Make an entry, whose builder gets the other arguments."""
-    build = functools.partial(build, *arguments, **more)
-    return Entry(name, build, today, tolerance, options, through, twice, slow)
+def entry(name: str, build: Callable[..., Use], *arguments: Any, **more: Any) -> Entry:
+    """Make an entry, whose builder gets the arguments that are not of the entry."""
+    own = {key: more.pop(key) for key in [*more] if key in Entry.__annotations__}
+    return Entry(name, functools.partial(build, *arguments, **more), **own)
 
 
 def total(output: Tensor, target: Tensor) -> Tensor:

@@ -141,24 +141,19 @@ def scripted(*, whole: bool) -> Use:
     return Use(body, (noise(D), classes()))
 
 
-def scripted_in_a_sequence() -> Use:
+def jitted(make) -> Use:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        body = torch.jit.script(nn.Sequential(nn.Linear(D, 4), nn.Tanh()).double())
-    model = Net(
-        lambda self, x: self.head(self.body(x)), body=body, head=nn.Linear(4, 3)
-    )
-    return Use(model, (noise(D), classes()))
+        body = make()
+    return Use(nn.Sequential(body, nn.Linear(4, 3)), (noise(D), classes()))
 
 
-def traced() -> Use:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        body = torch.jit.trace(Gated().double(), torch.zeros(2, D).double())
-    model = Net(
-        lambda self, x: self.head(self.body(x)), body=body, head=nn.Linear(4, 3)
-    )
-    return Use(model, (noise(D), classes()))
+def in_a_sequence() -> torch.jit.ScriptModule:
+    return torch.jit.script(nn.Sequential(nn.Linear(D, 4), nn.Tanh()).double())
+
+
+def traced() -> torch.jit.ScriptModule:
+    return torch.jit.trace(Gated().double(), torch.zeros(2, D).double())
 
 
 class OldSquare(Function):
@@ -167,10 +162,12 @@ class OldSquare(Function):
         ctx.save_for_backward(x)
         return x * x
 
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return 2 * x * grad
+    backward = staticmethod(lambda ctx, grad: 2 * ctx.saved_tensors[0] * grad)
+
+
+def linear_backward(ctx, grad):
+    x, weight = ctx.saved_tensors
+    return grad @ weight, grad.t() @ x, grad.sum(0)
 
 
 class OldLinear(Function):
@@ -179,10 +176,7 @@ class OldLinear(Function):
         ctx.save_for_backward(x, weight)
         return x @ weight.t() + bias
 
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.t() @ x, grad.sum(0)
+    backward = staticmethod(linear_backward)
 
 
 class NewLinear(Function):
@@ -198,10 +192,7 @@ class NewLinear(Function):
     def setup_context(ctx, inputs, output):
         ctx.save_for_backward(*inputs[:2])
 
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.t() @ x, grad.sum(0)
+    backward = staticmethod(linear_backward)
 
 
 class Unmapped(NewLinear):
@@ -476,9 +467,9 @@ ENTRIES = [
         ),
     ),
     entry("scripted submodule", scripted, whole=False, today=JITTED),
-    entry("scripted submodule beside others", scripted_in_a_sequence, today=JITTED),
+    entry("scripted submodule beside others", jitted, in_a_sequence, today=JITTED),
     entry("scripted model", scripted, whole=True, today=PLAIN),
-    entry("traced submodule", traced, today=JITTED),
+    entry("traced submodule", jitted, traced, today=JITTED),
     entry(
         "autograd.Function, old style, an activation",
         own_activation,

@@ -6,14 +6,13 @@ begins, whose function is run again in the backward pass, and restores the value
 call for that run.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
 from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from vgrad import checks
 from vgrad.functional.slots import named_tensors
+from vgrad.memory import Bytes, overlaps
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private import tensors as private
 from vgrad.tree import tree_leaves
@@ -275,44 +275,16 @@ def _check_apart(function: str, model: nn.Module) -> None:
         if (where := private.memory(tensor)) is not None:
             groups.setdefault(where, {}).setdefault(id(tensor), (name, tensor))
     for group in groups.values():
-        names, tensors = zip(*group.values(), strict=True)
-        if len(tensors) > 1 and _overlap(tensors):
+        blocks = {
+            name: Bytes(tensor, int(tensor.storage_offset()) * tensor.element_size())
+            for name, tensor in group.values()
+            if tensor.numel()
+        }
+        if any(overlaps(blocks)):
+            names = ", ".join(repr(name) for name, _ in group.values())
             raise TypeError(
                 f"{function}({type(model).__name__}): expected parameters and buffers "
                 f"with memory of their own, or one tensor under several names, got "
-                f"several on one memory: {', '.join(map(repr, names))}. Tie them by "
+                f"several on one memory: {names}. Tie them by "
                 f"assigning the tensor itself (b.weight = a.weight), or clone one."
             )
-
-
-def _overlap(tensors: Iterable[Tensor]) -> bool:
-    """Return whether any two tensors on one memory have numbers in common."""
-    views = sorted((_View(x) for x in tensors if x.numel()), key=lambda x: x.start)
-    most: Any = 10**6  # steps, far more than ordinary views need
-    for number, view in enumerate(views):
-        for other in views[number + 1 :]:
-            if other.start >= view.stop:
-                break
-            try:
-                if np.shares_memory(np.asarray(view), np.asarray(other), most):
-                    return True
-            except RuntimeError:  # too hard
-                return True
-    return False
-
-
-class _View:
-    """The bytes of a tensor for numpy, which counts strides and reads no number."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        size = tensor.element_size()
-        sides = [*zip(tensor.shape, tensor.stride(), strict=True)]
-        self.start = tensor.storage_offset() * size
-        self.stop = self.start + size * (1 + sum((n - 1) * step for n, step in sides))
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": tuple(tensor.shape),
-            "strides": tuple(step * size for _, step in sides),
-            "typestr": f"|V{size}",
-            "data": (1 + self.start, True),
-        }

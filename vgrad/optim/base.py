@@ -70,10 +70,6 @@ class State(NamedTuple):
 
     A slot, such as `exp_avg`, has one tensor for each parameter, by name, or is one
     tensor for all of them.
-
-    Example:
-        >>> vgrad.optim.trace(0.9).init({"w": torch.ones(2)})
-        State(count=tensor(0), slots={'momentum_buffer': {'w': tensor([0., 0.])}})
     """
 
     count: Tensor
@@ -189,8 +185,7 @@ def apply_updates(params: Params, updates: Grads) -> Params:
     """Add updates to parameters: `{name: shape}, {name: shape} -> {name: shape}`.
 
     The sum is taken in `promote_types(dtype, float32)` and rounded once to the dtype of
-    the parameter: less than half a unit in the last place of a bfloat16 is lost.
-    Parameters whose update is `None` are returned as they are.
+    the parameter. Parameters whose update is `None` are returned as they are.
 
     Example:
         >>> apply_updates({"w": torch.ones(2)}, {"w": torch.tensor([0.5, -1.0])})

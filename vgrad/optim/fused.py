@@ -1,17 +1,16 @@
 """Steps in place by torch's kernels, for callers that donate parameters and state."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
-from operator import add, attrgetter, le
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vgrad import checks
+from vgrad import checks, memory
 from vgrad.optim.base import Donated, Grads, Number, Rate, State, is_schedule, is_zero
-from vgrad.torch_private import kernels, modes, shards
+from vgrad.torch_private import kernels, modes
 from vgrad.torch_private.tensors import like
 from vgrad.typing import Params
 
@@ -177,7 +176,7 @@ class _Checks:
             tensors = [*itertools.chain(*columns), *idle]
         if not layout or (layout.requires_grad and torch.is_grad_enabled()):
             return None
-        if not _apart(list(map(Tensor.data_ptr, tensors)), layout.sizes):
+        if not memory.apart(list(map(Tensor.data_ptr, tensors)), layout.sizes):
             check_parts(params)
             return None
         if layout.groups is None:
@@ -205,56 +204,9 @@ def _dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or tensor.is_contiguous(memory_format=channels_last)
 
 
-# Memory that tensors share; of a DTensor it is the part of this process.
-
-
-def _apart(places: Sequence[int], sizes: Sequence[int]) -> bool:
-    starts, ends = sorted(places), sorted(map(add, places, sizes))
-    return all(map(le, ends, starts[1:]))
-
-
-def disjoint(tensors: Sequence[Tensor]) -> bool:
-    """Return whether no two tensors overlap, by their first and last entries."""
-    local = list(map(_local, tensors))
-    return _apart([x.data_ptr() for x in local], list(map(_extent, local)))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return shards.local(tensor) if shards.is_distributed(tensor) else tensor
-
-
-def _extent(tensor: Tensor) -> int:
-    # The bytes from the first entry to the end of the last one.
-    if tensor.is_contiguous():
-        return tensor.nbytes
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in steps)
-    return (1 + last) * tensor.element_size() if tensor.numel() else 0
-
-
-def sharing(params: Params) -> Iterator[tuple[str, str]]:
-    """Yield each two names, or one twice, with entries in the same place in memory."""
-    params = {name: _local(param) for name, param in params.items()}
-    blocks: list[tuple[int, int, str]] = []
-    for name, param in params.items():
-        if param.numel() and not param.is_meta:
-            start = param.data_ptr()
-            blocks.append((start, start + _extent(param), name))
-            if not _nested(param) and _overlap(param):
-                yield name, name
-    blocks.sort(key=lambda block: block[:2])
-    for number, (_, end, name) in enumerate(blocks, 1):
-        later = takewhile(lambda block, end=end: block[0] < end, blocks[number:])
-        for _, _, other in later:
-            pair = params[name], params[other]
-            # Blocks without gaps have entries wherever they overlap.
-            if all(map(Tensor.is_contiguous, pair)) or _overlap(*pair):
-                yield name, other
-
-
 def check_parts(params: Params) -> None:
     """Refuse, in a step that may write in place, parameters that overlap in part."""
-    for first, second in sharing(params):
+    for first, second in memory.sharing(params):
         one, two = params[first], params[second]
         same = one.data_ptr() == two.data_ptr() and one.stride() == two.stride()
         if not same or one.shape != two.shape:
@@ -263,29 +215,3 @@ def check_parts(params: Params) -> None:
                 f"own, got {first!r} and {second!r}, which overlap. Pass clones, or "
                 f"leave donate out."
             )
-
-
-def _overlap(*tensors: Tensor) -> bool:
-    # Whether two entries are in the same place.
-    if len({tensor.element_size() for tensor in tensors}) > 1:
-        return True  # an entry of one may lie between the places of two of the other
-    addresses = []
-    for tensor in tensors:
-        places = torch.tensor([tensor.data_ptr()])
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            steps = torch.arange(size) * (stride * tensor.element_size())
-            places = (places[:, None] + steps).flatten()
-        addresses.append(places)
-    places = torch.cat(addresses)
-    return len(places.unique()) < len(places)
-
-
-def _nested(tensor: Tensor) -> bool:
-    # Whether each stride reaches beyond all entries of smaller strides.
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return False
-            reach += (size - 1) * stride
-    return True

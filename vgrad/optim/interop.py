@@ -3,16 +3,16 @@
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from vgrad import checks, tree
+from vgrad import checks, memory, tree
 from vgrad.optim import methods
 from vgrad.optim.base import GradientTransformation, State, check_transformation, step
-from vgrad.optim.fused import sharing
 from vgrad.optim.transforms import HyperparamsState, Key, partition, with_hyperparams
 from vgrad.tree import check_fit, state_dict, tree_leaves, tree_map
 from vgrad.typing import Params, Tree
@@ -26,9 +26,6 @@ OPTIMIZERS: dict[type[Optimizer], Callable[..., GradientTransformation]] = {
     for name in [*_NAMES.split(), "Adafactor", "Muon"]
 }
 """The optimizers that exist on both sides."""
-
-_WITHOUT_STEP = (torch.optim.SGD, torch.optim.Muon)
-"""Optimizers that do not count their steps in torch."""
 
 
 class _Group(NamedTuple):
@@ -50,8 +47,7 @@ def from_torch(
     with, from `model.named_parameters()`, or the keys of `params`.
 
     Example:
-        >>> model = torch.nn.Linear(2, 1)
-        >>> optimizer = torch.optim.Adam(model.named_parameters(), lr=0.1)
+        >>> optimizer = torch.optim.Adam(torch.nn.Linear(2, 1).named_parameters())
         >>> tx, state = from_torch(optimizer)
         >>> state[1].slots["exp_avg"]["bias"]
         tensor([0.])
@@ -94,8 +90,8 @@ def _read(optimizer: Optimizer, group: _Group) -> Tree:
         entry = group.entries[name]
         if not entry:
             return old
-        if slot not in entry or entry[slot].shape != old.shape:
-            got = "none" if slot not in entry else f"{tuple(entry[slot].shape)}"
+        got = tuple(entry[slot].shape) if slot in entry else "none"
+        if got != tuple(old.shape):
             raise ValueError(
                 f"from_torch(optimizer): expected {slot!r} of shape {tuple(old.shape)} "
                 f"in the state of {name!r}, got {got}. Was an option changed?"
@@ -105,12 +101,12 @@ def _read(optimizer: Optimizer, group: _Group) -> Tree:
     def read(state):
         if not isinstance(state, State):
             return state
-        slots: dict[str, Any] = {}
-        for slot, old in state.slots.items():
-            if isinstance(old, dict):
-                slots[slot] = {name: tensor(name, slot, x) for name, x in old.items()}
-            else:
-                slots[slot] = tensor(next(iter(group.entries)), slot, old)
+        slots: dict[str, Any] = {
+            slot: {name: tensor(name, slot, x) for name, x in old.items()}
+            if isinstance(old, dict)
+            else tensor(next(iter(group.entries)), slot, old)
+            for slot, old in state.slots.items()
+        }
         return State(torch.full_like(state.count, int(most)), slots)
 
     return tuple(map(read, template))
@@ -126,12 +122,9 @@ def to_torch(
     values into the module. After an error nothing has changed.
 
     Example:
-        >>> model = torch.nn.Linear(2, 1)
-        >>> optimizer = torch.optim.Adam(model.named_parameters(), lr=0.1)
-        >>> _, state = from_torch(optimizer)
+        >>> optimizer = torch.optim.Adam(torch.nn.Linear(2, 1).named_parameters())
+        >>> tx, state = from_torch(optimizer)
         >>> to_torch(state, optimizer)
-        >>> optimizer.state[model.bias]["exp_avg"]
-        tensor([0.])
     """
     groups = _groups("to_torch", optimizer, params)
     with torch.no_grad():
@@ -148,17 +141,17 @@ def to_torch(
 def _written(optimizer: Optimizer, group: _Group, state: Tree) -> dict[Tensor, Entry]:
     parts = [part for part in state if isinstance(part, State)]
     count = int(parts[0].count) if parts else 0
+    uncounted = isinstance(optimizer, (torch.optim.SGD, torch.optim.Muon))
     asgd = isinstance(optimizer, torch.optim.ASGD)
     fused = group.settings.get("fused")
     wide = torch.get_default_dtype() == torch.float64 and not fused
+    dtype = torch.float64 if wide else torch.float32
     on_device = fused or group.settings.get("capturable") or asgd
 
     def entry(name, param):
-        numbers: dict[str, Any] = {"step": count}
-        if isinstance(optimizer, _WITHOUT_STEP):
-            if count == 0:
-                return {}
-            numbers = {}
+        if uncounted and count == 0:
+            return {}
+        numbers: dict[str, Any] = {} if uncounted else {"step": count}
         new = {}
         for slot, tensors in (pair for part in parts for pair in part.slots.items()):
             if isinstance(tensors, Tensor):
@@ -170,12 +163,9 @@ def _written(optimizer: Optimizer, group: _Group, state: Tree) -> dict[Tensor, E
             numbers["eta"] = _asgd_rate(group.options, count)
             numbers["mu"] = 1 / max(1, count - group.options["t0"])
         # In the dtype and on the device in which torch keeps them.
-        as_torch = {
-            "dtype": torch.float64 if wide else torch.float32,
-            "device": param.device if on_device else None,
-        }
-        made = {key: torch.tensor(n, **as_torch) for key, n in numbers.items()}
-        return {**made, **new}
+        device = param.device if on_device else None
+        kept = partial(torch.tensor, dtype=dtype, device=device)
+        return {key: kept(number) for key, number in numbers.items()} | new
 
     return {param: entry(name, param) for name, param in group.params.items()}
 
@@ -294,7 +284,7 @@ def as_torch(
     named: Params = dict(pairs)
     if len(named) < len(pairs):
         raise ValueError("as_torch(params): expected names, got one name for several.")
-    for pair in sharing(named):
+    for pair in memory.sharing(named):
         names = " and ".join(map(repr, dict.fromkeys(pair)))
         raise ValueError(
             f"as_torch(params): expected parameters with memory of their own, got "

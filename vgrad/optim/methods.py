@@ -184,9 +184,9 @@ def lion(
     """Descend by the sign of a mix of the gradient and the mean of those before.
 
     `p -= lr * (sign(beta1 * m + (1 - beta1) * g) + weight_decay * p)`, and then
-    `m = beta2 * m + (1 - beta2) * g`. No gradient flows through a sign. The paper takes
-    a third to a tenth of the rate of AdamW, and a decay larger by that factor. State:
-    one tensor per parameter. Reference: Chen et al., arXiv 2302.06675.
+    `m = beta2 * m + (1 - beta2) * g`. The paper takes a third to a tenth of the rate of
+    AdamW, and a decay larger by that factor. State: one tensor per parameter.
+    Reference: Chen et al., arXiv 2302.06675.
     """
     check_numbers("lion", lr, betas, weight_decay=weight_decay)
     beta1, beta2 = betas
@@ -266,9 +266,9 @@ def lars(
     """Descend with momentum, by a share of the norm of each parameter.
 
     `b = momentum * b + lr * u; p -= b` with the update `u` of `scale_by_trust_ratio`.
-    The rate is inside the momentum. Biases and the scales of norms usually go to
-    another optimizer, see `partition`. State: with momentum, one tensor per parameter.
-    Reference: You et al., arXiv 1708.03888, algorithm 1.
+    Biases and the scales of norms usually go to another optimizer, see `partition`.
+    State: with momentum, one tensor per parameter. Reference: You et al., arXiv
+    1708.03888.
     """
     decays = {"momentum": momentum, "weight_decay": weight_decay}
     check_numbers("lars", lr, **decays, trust_coefficient=trust_coefficient)
@@ -324,11 +324,6 @@ def adam(
     entrywise maximum of all `v` so far. State: two tensors per parameter, three with
     `amsgrad`. Reference: Kingma and Ba, arXiv 1412.6980; Reddi et al., arXiv
     1904.09237.
-
-    Example:
-        >>> tx, params = adam(0.1), {"w": torch.ones(2)}
-        >>> tx.update({"w": torch.ones(2)}, tx.init(params), params)[0]
-        {'w': tensor([-0.1000, -0.1000])}
     """
     return _adam("adam", lr, betas, eps, weight_decay, amsgrad, maximize)
 
@@ -623,11 +618,10 @@ def rmsprop(
 
     `g += weight_decay * p`, then `p -= lr * g / (sqrt(v) + eps)` with the mean `v` of
     `g * g` of decay `alpha`, without correction, less the square of the mean of `g` if
-    `centered`. A negative variance counts as zero, where torch gives NaN. With
-    momentum, the quotients add up as
-    `b = momentum * b + g / (sqrt(v) + eps); p -= lr * b`. State: one tensor per
-    parameter, and one more for each of both options. Reference: Tieleman and Hinton,
-    lecture 6.5, 2012; Graves, arXiv 1308.0850.
+    `centered`; a negative variance counts as zero, where torch gives NaN. With
+    momentum, `b = momentum * b + g / (sqrt(v) + eps); p -= lr * b`. State: one tensor
+    per parameter, and one more for each of both options. Reference: Tieleman and
+    Hinton, lecture 6.5, 2012; Graves, arXiv 1308.0850.
     """
     check_numbers("rmsprop", lr, eps=eps, weight_decay=weight_decay, momentum=momentum)
     check_range("rmsprop", "0 <= {} <= 1", lambda a: 0 <= a <= 1, alpha=alpha)
@@ -660,10 +654,8 @@ def adafactor(
     `b = 1 - t ** beta2_decay`, both `row = b * row + (1 - b) * mean(g * g, -1)` and
     `column`, over dimension -2, are moving averages, and
     `v = row * column / max(mean(row), eps[0])`. Tensors of fewer than two dimensions
-    keep `v` whole. `eps[0]=None` is the resolution of their dtype. Parameters of many
-    members go through `torch.vmap`. State: n + m numbers for a matrix of n by m.
-    Reference: Shazeer and Stern, arXiv 1804.04235, as in
-    `torch.optim.Adafactor`.
+    keep `v` whole. `eps[0]=None` is the resolution of their dtype. State: n + m numbers
+    for a matrix of n by m. Reference: Shazeer and Stern, arXiv 1804.04235.
     """
     floors = {"eps[0]": 0.0 if eps[0] is None else eps[0], "eps[1]": eps[1]}
     check_numbers("adafactor", lr, **floors, weight_decay=weight_decay)
@@ -941,16 +933,14 @@ def muon(
 ) -> GradientTransformation:
     """Descend along the mean gradient of each matrix, made orthogonal.
 
-    `m = momentum * m + (1 - momentum) * g`, and then
+    `m = momentum * m + (1 - momentum) * g`, then
     `p -= lr * (weight_decay * p + s * o)`, with the result `o` of `orthogonalize` for
     `m`, or for `momentum * m + (1 - momentum) * g` again with `nesterov`. For a matrix
     of n by m, `s` is `sqrt(max(1, n / m))`, also with `adjust_lr_fn="original"`, and
     `0.2 * sqrt(max(n, m))` with `"match_rms_adamw"`, for the rates of AdamW. State: one
-    tensor per parameter.
-
-    It takes the matrices of hidden layers. Biases, embeddings, kernels of convolutions
-    and the last layer go to another optimizer, see `partition`. Reference: Jordan et
-    al., Muon, 2024; Liu et al., arXiv 2502.16982.
+    tensor per parameter. Biases, embeddings, kernels of convolutions and the last layer
+    go to another optimizer, see `partition`. Reference: Jordan et al., Muon, 2024; Liu
+    et al., arXiv 2502.16982.
     """
     check_numbers("muon", lr, weight_decay=weight_decay, momentum=momentum, eps=eps)
     choices = (None, *get_args(Adjustment))
