@@ -203,27 +203,28 @@ def set_to_zero(selection: Selection = ("*",)) -> GradientTransformation:
 def _of_part(function, inner, selection: Any, before=()) -> GradientTransformation:
     """Apply a transformation to the names selected, but for those selected before."""
 
-    def part(tree):
+    def chosen(tree):
         taken = {name for each in before for name in _selected(tree, each)}
-        names = _selected(tree, selection)
-        return {name: tree[name] for name in names if name not in taken}
+        return [name for name in _selected(tree, selection) if name not in taken]
 
     def init(params):
-        chosen = _selected(params, selection)
+        names = _selected(params, selection)
         if params and not callable(selection):
             checks.all_matched(function, params, selection)
-        elif params and not chosen:
+        elif params and not names:
             raise ValueError(
                 f"{function}({selection!r}): expected a function that selects a "
                 f"parameter, got none. The names are {checks.listed(params)}."
             )
-        return inner.init(part(params))
+        return inner.init({name: params[name] for name in chosen(params)})
 
     def update(grads, state, params=None):
+        names = chosen(grads)
         if params is not None:
             checks.names(f"{function}(grads)", params, grads)
-            params = part(params)
-        updates, state = inner.update(part(grads), state, params)
+            params = {name: params[name] for name in names}
+        part = {name: grads[name] for name in names}
+        updates, state = inner.update(part, state, params)
         return {**grads, **updates}, state
 
     return GradientTransformation(init, update, counted=inner.counted)
