@@ -51,6 +51,7 @@ class _Fields(NamedTuple):
     update: UpdateFn
     donated: Donated | None
     counted: bool
+    settable: tuple[str, ...]
     shared: tuple[str, ...]
 
 
@@ -102,9 +103,8 @@ def for_members(
     run = _Members(make, hyperparams, tuple(shared), shared_tx)
     # Shared parameters would need a step of their own.
     donated = None if shared else run.in_place
-    return MembersTransformation(
-        run.init, run.update, donated, run.counted, run.patterns
-    )
+    fields = run.init, run.update, donated, run.counted, ()
+    return MembersTransformation(*fields, run.patterns)
 
 
 def of_members(

@@ -26,6 +26,7 @@ from vgrad.optim.base import (
     check_range,
     check_real,
     counter,
+    counting,
     filled,
     is_schedule,
     is_zero,
@@ -108,13 +109,7 @@ def _multiplied(factor: Rate, *, negate: bool = False) -> GradientTransformation
 
     if not is_schedule(factor):
         return stateless(lambda grads, _: scaled(grads, factor))
-    return GradientTransformation(
-        lambda params: State(counter(params), {}),
-        lambda grads, state, params=None: (
-            scaled(grads, factor(state.count)),
-            State(state.count + 1, {}),
-        ),
-    )
+    return counting(lambda grads, _, count: scaled(grads, factor(count)))
 
 
 def descent(
@@ -881,6 +876,11 @@ def inject_hyperparams(
     unchecked = torch.zeros(())  # instead of a schedule
     numbers = tree_map(lambda v: unchecked if is_schedule(v) else v, hyperparams)
     counted = make(**numbers).counted
+    settable = tuple(
+        name
+        for name, value in hyperparams.items()
+        if not any(map(is_schedule, tree_leaves(value)))
+    )
 
     def in_state(value, count):
         value = rate_at(value, count)
@@ -904,7 +904,7 @@ def inject_hyperparams(
         updates, inner = make(**values).update(grads, inner, params)
         return updates, HyperparamsState(count + 1, values, inner)
 
-    return GradientTransformation(init, update, counted=counted)
+    return GradientTransformation(init, update, counted=counted, settable=settable)
 
 
 def _check_hyperparam(name: str, value: Any) -> None:
