@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -149,12 +150,7 @@ class Ranks(NamedTuple):
         return found
 
     def _refuse(self, what: str, options: Options) -> NoReturn:
-        text = json.dumps(options.facts()).encode()
-        notes = self.agree(f"{what}, options", length=len(text))
-        sizes = [note["length"] for note in notes]
-        own = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
-        texts = self.joined(own, sizes).cpu().split(sizes)
-        facts = [json.loads(bytes(each.tolist())) for each in texts]
+        facts = self.exchanged(f"{what}, options", json.dumps(options.facts()))
         raise RankError(
             f"{what}: expected the same options, loss and optimizer on all ranks, got "
             f"{differences(facts)} on ranks 0 to {self.size - 1}. Make it of the same "
@@ -162,15 +158,15 @@ class Ranks(NamedTuple):
         )
 
     @contextmanager
-    def together(self, what: str) -> Iterator[dict[str, Any]]:
-        """Run a block; if it fails on a rank, or its facts differ, all ranks raise."""
-        facts: dict[str, Any] = {}
+    def together(self, what: str) -> Iterator["Facts"]:
+        """Run a block; if it fails on a rank, or same facts differ, all ranks raise."""
+        facts = Facts()
         try:
             yield facts
         except BaseException as error:
             self.agree(what, error=error)
             raise
-        self.check_same(what, **facts)
+        facts.notes = self.check_same(what, facts.own, **facts.same)
 
     def summed(self, what: str, tensors: Params) -> Params:
         """Sum over the ranks, which all get the same bits. {name: shape}."""
@@ -188,24 +184,43 @@ class Ranks(NamedTuple):
         """Concatenate `[size of this rank, ...]` over the ranks, in their order."""
         if self.size == 1:
             return tensor
-        padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
-        padded[: len(tensor)] = tensor.detach()
-        own = padded.view(-1).view(torch.uint8)  # collectives do not know all dtypes
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        bytes_of_parts = [part.view(-1).view(torch.uint8) for part in parts]
-        distributed.all_gather(bytes_of_parts, own, group=self.group)
+        parts = self.padded(tensor, max(sizes)).chunk(self.size)
         pairs = zip(parts, sizes, strict=True)
         return torch.cat([part[:size] for part, size in pairs])
 
+    def padded(self, tensor: Tensor, rows: int) -> Tensor:
+        """Concatenate over the ranks, each part filled up to `rows` with zeros."""
+        own = tensor.detach().contiguous()
+        if len(own) < rows:
+            own = own.new_zeros((rows, *own.shape[1:]))
+            own[: len(tensor)] = tensor.detach()
+        found = own.new_empty((rows * self.size, *own.shape[1:]))
+        if own.numel():  # collectives do not know all dtypes
+            parts = found.view(-1).view(torch.uint8).split(own.nbytes)
+            own = own.view(-1).view(torch.uint8)
+            distributed.all_gather(list(parts), own, group=self.group)
+        return found
+
+    def exchanged(self, what: str, text: str) -> list[Any]:
+        """Return the JSON values of all ranks, whose texts may be of any length."""
+        own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        sizes = [note["size"] for note in self.agree(what, size=len(own))]
+        texts = self.joined(own.to(self.device), sizes).cpu().split(sizes)
+        return [json.loads(bytes(each.numpy())) for each in texts]
+
     def _told(self, note: Mapping[str, Any]) -> list[dict[str, Any]]:
-        text = _encoded(note)
-        own = torch.zeros(_NOTE, dtype=torch.uint8)
-        own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        own = own.to(self.device)
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        distributed.all_gather(found, own, group=self.group)
-        texts = [bytes(each.tolist()).rstrip(b"\0") for each in found]
-        return [json.loads(text) for text in texts]
+        text = torch.frombuffer(bytearray(_encoded(note)), dtype=torch.uint8)
+        texts = self.padded(text.to(self.device), _NOTE).split(_NOTE)
+        return [json.loads(bytes(each.tolist()).rstrip(b"\0")) for each in texts]
+
+
+@dataclass
+class Facts:
+    """Facts of this rank, facts that all must have, and after a block all of them."""
+
+    own: dict[str, Any] = field(default_factory=dict)
+    same: dict[str, Any] = field(default_factory=dict)
+    notes: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Summing:

@@ -4,7 +4,6 @@ import cProfile
 import functools
 import gc
 import math
-import random
 import re
 import shutil
 import sys
@@ -342,22 +341,12 @@ def read(op):
     return rf"{op} hands values to Python {HERE}:\d+: .*lambda"
 
 
-DRAWS = "it draws random numbers from Python or numpy"
 REASONS = {
     "item": (read("item"), lambda p, b, x: total(p, x) * x[0, 0].item()),
-    "tolist": (read("tolist"), lambda p, b, x: total(p, x) * x[0].tolist()[0]),
     "bool": (read("__bool__"), lambda p, b, x: total(p, x if x.sum() > 0 else -x)),
-    "float": (read("__float__"), lambda p, b, x: total(p, x) * float(x[0, 0])),
-    "int": (read("__int__"), lambda p, b, x: total(p, x) * int(x[0, 0] * 5)),
     "equal": (read("equal"), lambda p, b, x: total(p, x) * (1 + torch.equal(x, x))),
-    "random": (DRAWS, lambda p, b, x: total(p, x) * random.random()),
-    "numpy's random": (DRAWS, lambda p, b, x: total(p, x) * float(np.random.rand())),
     "nonzero": ("depends on values", lambda p, b, x: total(p, x[x.sum(1).nonzero()])),
     "a mask": ("depends on values", lambda p, b, x: total(p, x[x[:, 0] > 0])),
-    "seeds": (
-        "manual_seed sets or reads the seed or the state of a generator",
-        lambda p, b, x: (torch.manual_seed(3), total(p, x * torch.rand(3)))[1],
-    ),
 }
 
 
@@ -366,48 +355,35 @@ def test_a_loss_that_reads_values_runs_in_eager_mode_with_one_warning(name):
     reason, loss = REASONS[name]
     step, state = train_step(loss, SGD), TrainState.create(SGD, PARAMS, {}, seed=1)
     compiled, strict = vgrad.compile(step), vgrad.compile(step, fallback="error")
-
-    def seeded(run):
-        def of(seed):
-            random.seed(0)
-            np.random.seed(0)
-            torch.manual_seed(0)
-            return run(state, batch(seed=seed))
-
-        return of
-
+    calls = [(state, batch(seed=seed)) for seed in range(3)]
     text = f"eager mode, since .*{reason}"
     with pytest.warns(vgrad.CompileWarning, match=text) as caught:
-        check_all((seeded(step), seeded(compiled)), [(0,), (1,), (2,)])
+        check_all((step, compiled), calls)
     assert len(caught) == 1
     first, second = compiled.reports()  # the optimizer is captured nevertheless
     assert (first.backend, first.calls) == ("eager", 0)
     assert re.search(reason, first.why)
     assert second.backend == "replay"
     with pytest.raises(RuntimeError, match=f"{text}.* or pass fallback=.eager."):
-        seeded(strict)(0)
+        strict(*calls[0])
 
 
 class Looks(torch.nn.Module):
     """Hands its input to numpy, which runs where no transform is on."""
 
-    def __init__(self, look):
+    def __init__(self):
         super().__init__()
-        self.look = look
         self.weight = torch.nn.Parameter(torch.ones(3))
 
     def forward(self, x):
-        return (x * self.weight).sum(1) * float(self.look(x)[0, 0])
+        return (x * self.weight).sum(1) * float(np.asarray(x)[0, 0])
 
 
-@pytest.mark.parametrize(
-    ("op", "look"), [("numpy", torch.Tensor.numpy), ("__array__", np.asarray)]
-)
-def test_a_model_that_hands_its_input_to_numpy_is_not_captured(op, look):
-    fmodel, params, buffers = vgrad.stack([Looks(look), Looks(look)])
+def test_a_model_that_hands_its_input_to_numpy_is_not_captured():
+    fmodel, params, buffers = vgrad.stack([Looks(), Looks()])
     eager = vgrad.ensemble_forward(fmodel, strategy="loop")
     compiled = vgrad.compile(eager)
-    text = rf"runs in eager mode, since {op} hands values to Python {HERE}:\d+: "
+    text = rf"runs in eager mode, since __array__ hands values to Python {HERE}:\d+: "
     calls = [(params, buffers, batch(seed=seed)) for seed in range(3)]
     with pytest.warns(vgrad.CompileWarning, match=text):
         check_all((eager, compiled), calls)

@@ -224,17 +224,6 @@ def test_train_step_of_single_samples_on_buckets():
     assert sum(each.calls for each in compiled.reports()) > 1
 
 
-def test_train_step_with_aux():
-    loss, params, buffers = batch_loss()
-    with_aux = lambda p, b, x, y: (loss(p, b, x, y), {"x": x + 1})  # noqa: E731
-    tx, draw = optim.sgd(0.1), losses.vectors(5)
-    same_steps(
-        lambda: train_step(with_aux, tx, has_aux=True),
-        lambda: TrainState.create(tx, params, buffers, seed=1),
-        [draw(6) for _ in range(3)],
-    )
-
-
 def test_a_write_into_a_result_stays_with_the_caller():
     def loss(params, buffers, x):
         aux = {"two": torch.scalar_tensor(2.0), "three": torch.tensor(3.0)}
@@ -314,6 +303,8 @@ def test_sizes_follow_from_the_plan():
 ENSEMBLES = {
     "plain": {},
     "donated": {"donate": True},
+    "all active": {},
+    "all active, donated": {"donate": True},
     "shared": {"shared": ("0.*",)},
     "bfloat16": {"policy": "bfloat16"},
     "float16": {"policy": "float16"},
@@ -322,7 +313,11 @@ ENSEMBLES = {
 
 
 @pytest.mark.parametrize(
-    "name", [n if n == "float16" else pytest.param(n, marks=slow) for n in ENSEMBLES]
+    "name",
+    [
+        n if n in ("float16", "all active") else pytest.param(n, marks=slow)
+        for n in ENSEMBLES
+    ],
 )
 def test_ensemble_train_step(name):
     options = ENSEMBLES[name]
@@ -333,31 +328,20 @@ def test_ensemble_train_step(name):
     tx = optim.adam(1e-2) if shared else vgrad.for_members(optim.adam, lr=rates)
     draw = losses.vectors(5)
     batches = [[x.expand(3, *x.shape).clone() for x in draw(6)] for _ in range(5)]
-    batches[3][0][1] = 1e30  # whose gradients overflow, for the second member alone
+    active = torch.tensor([True, True, "all active" in name])
+    if not active.all():
+        batches[3][0][1] = 1e30  # gradients overflow, for the second member alone
 
     def start():
         own = cloned(params, buffers)
         state = EnsembleState.create(tx, *own, shared=shared, seed=1)
-        return state._replace(active=torch.tensor([True, True, False]))
+        return state._replace(active=active)
 
     compiled, metrics = same_steps(
         lambda: ensemble_train_step(loss, tx, in_dims=0, **options), start, batches
     )
     ran(compiled, calls=4)
     assert float(metrics[3]["skipped"][0]) == float(metrics[3]["skipped"][2]) == 0
-
-
-@pytest.mark.parametrize("donate", [False, True])
-def test_an_ensemble_of_active_members_is_captured(donate):
-    fmodel, params, buffers = members()
-    loss, tx = vgrad.batch_loss(fmodel, F.cross_entropy), optim.adam(1e-2)
-    draw = losses.vectors(5)
-    compiled, _ = same_steps(
-        lambda: ensemble_train_step(loss, tx, donate=donate),
-        lambda: EnsembleState.create(tx, *cloned(params, buffers), seed=1),
-        [draw(6) for _ in range(3)],
-    )
-    ran(compiled, calls=2)
 
 
 # Functions of ensembles.

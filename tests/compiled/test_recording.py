@@ -126,17 +126,6 @@ def test_random_numbers_go_on_from_launch_to_launch(device, randomness):
     is_recorded(compiled)
 
 
-def test_doubtful_samples_are_computed_again(device):
-    eager = vgrad.clipped_grad(problems.sites, max_norm=0.7)
-    compiled = recorded(eager)
-    params = tree.to_device(problems.sites_params(), device)
-    for number, kind in enumerate([None, None, "nan", None]):
-        batch = problems.sites_batch(6, *([kind] if kind else []), seed=number)
-        given = params, {}, *tree.to_device(batch, device)
-        oracle.assert_exact(compiled(*given), eager(*given), 0)
-    assert [(each.calls, each.redos) for each in is_recorded(compiled)] == [(3, 1)]
-
-
 def test_a_private_step_is_recorded_as_a_whole(device):
     loss, params, buffers, draw = built("mlp", device, p=0.3)
     plan = problems.plan(dataset_size=64, sampling_rate=0.2, steps=12)

@@ -4,20 +4,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import vgrad
-
-
-class Tagger(nn.Module):
-    """An LSTM that reads tokens."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.lstm = nn.LSTM(6, 5, batch_first=True)
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, tokens):
-        return self.head(self.lstm(self.embedding(tokens))[0][:, -1])
+from tests import losses
+from tests.compiled.problems import Reader
 
 
 class Language(nn.Module):
@@ -66,37 +54,20 @@ def mlp():
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def cnn():
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1),
-        nn.GroupNorm(2, 4),
-        nn.ReLU(),
-        nn.Conv2d(4, 4, 3, stride=2),
-        nn.Flatten(),
-        nn.Linear(16, 3),
-    )
-
-
+WORDS = losses.tokens(11, 5)
 MODELS = {
-    "mlp": mlp,
-    "cnn": cnn,
-    "lstm": Tagger,
-    "language": Language,
-    "lora": lora,
+    "mlp": (mlp, losses.vectors(4)),
+    "cnn": (losses.CASES["cnn"].model, losses.CASES["cnn"].batch),
+    "lstm": (Reader, losses.tokens(9, 5)),
+    "language": (Language, WORDS),
+    "lora": (lora, WORDS),
 }
-
-SIZES = {"mlp": (4,), "cnn": (1, 6, 6)}
 
 
 def problem(name, dtype=torch.float32, samples=7):
     """Return loss, params, buffers and batch, the same on every rank."""
     torch.manual_seed(3)
-    model = MODELS[name]().to(dtype)
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
-    params = {name: value.detach() for name, value in params.items()}
-    if name in SIZES:
-        x = torch.randn(samples, *SIZES[name], dtype=dtype)
-    else:
-        x = torch.randint(11, (samples, 5))
-    y = torch.randint(3, (samples,))
-    return vgrad.sample_loss(fmodel, F.cross_entropy), params, buffers, (x, y)
+    make, batch = MODELS[name]
+    loss, params, buffers = losses.of_model(make(), F.cross_entropy, dtype)
+    x, y = batch(samples)
+    return loss, params, buffers, (x.to(dtype) if x.is_floating_point() else x, y)

@@ -224,20 +224,6 @@ def test_optimizers_make_the_steps_of_one_process(ranks, name):
     ranks(4).run(_trained, 4, name)
 
 
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm, self.last = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
-        self.inner = nn.Linear(width, 4 * width)
-        self.outer = nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        y = self.norm(x)
-        x = x + self.attention(y, y, y, need_weights=False)[0]
-        return x + self.outer(F.gelu(self.inner(self.last(x))))
-
-
 class Language(nn.Module):
     """In the proportions of GPT-2: the table is a third of all parameters."""
 
@@ -245,7 +231,13 @@ class Language(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.places = nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*[Block(width) for _ in range(depth)])
+        sizes = {"d_model": width, "nhead": 4, "dim_feedforward": 4 * width}
+        options = {"dropout": 0.0, "activation": "gelu", "norm_first": True}
+        layers = [
+            nn.TransformerEncoderLayer(**sizes, **options, batch_first=True)
+            for _ in range(depth)
+        ]
+        self.blocks = nn.Sequential(*layers)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight

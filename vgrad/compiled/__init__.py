@@ -69,23 +69,21 @@ def compile(
 
     * `"replay"` calls the same ops one by one, without the Python between them. Its
       numbers have the bits of eager mode, and a capture takes seconds;
-    * `"inductor"` compiles the graph, as `torch.compile` does, in half a minute to
-      several minutes for each capture. It takes a C++ compiler; without one there is a
-      warning, and replay. Sums are rounded in another order than in eager mode;
-    * `"cudagraph"` records the ops of a replay as one CUDA graph: their numbers,
-      without the time that their launches take. Arguments, parameters included, are
-      copied into memory of the recording, and results out of it. Where the tensors are
-      not all on one GPU there is a warning, and replay;
+    * `"inductor"` compiles the graph, as `torch.compile` does, in up to minutes. It
+      takes a C++ compiler, and sums are rounded in another order than in eager mode;
+    * `"cudagraph"` records a replay as one CUDA graph. Arguments, parameters included,
+      are copied into its memory, and results out of it; all are on one GPU;
     * `"auto"` times all of these once for each capture and keeps the fastest (CUDA
       graphs on a GPU alone). Timings differ from run to run: a resumed run that has to
       repeat its numbers passes the `choices` of the first run's reports.
 
+    Where one of them is missing, or is not verified, there is a warning, and replay.
+
     A graph holds for shapes, strides, dtypes and devices of all arguments, for torch's
-    switches (autocast, precision of float32, threads, determinism), and for everything
-    that the loss can reach: plain values in closures, default arguments, attributes and
-    globals are compared at every call. Where one has changed, there is a new capture.
-    Tensors that the loss closes over are read at every call. Values, learning rates in
-    the optimizer's state and loss scales are inputs.
+    switches, and for everything that the loss can reach: plain values in closures,
+    default arguments, attributes and globals are compared at every call. Where one has
+    changed, there is a new capture. Tensors that the loss closes over are read at every
+    call; learning rates in the optimizer's state and loss scales are inputs.
 
     Code that a graph cannot repeat runs in eager mode, with one warning that says why,
     or raises with `fallback="error"`: Python that reads values of tensors, draws from
@@ -93,10 +91,9 @@ def compile(
     value of a tensor for a number, such as an index; the strategy `"loop"`; a call
     inside a transform of torch.func or under a mode; more than 16 captures.
 
-    Samples whose norms rounding may have spoiled, or that are not finite, are computed
-    by other code in eager mode. The graph only raises a flag: then its result is
-    dropped, and the call is repeated in eager mode with the same random numbers. After
-    three such calls in a row a capture is given up, with a warning.
+    Samples whose norms rounding may have spoiled, or that are not finite, raise a flag:
+    the result is dropped, and the call repeated in eager mode with the same random
+    numbers. After three such calls in a row a capture is given up, with a warning.
 
     With `batch_sizes`, for per-sample transforms and steps with a loss of one sample, a
     batch is filled up to the next of these sizes by copies of its first sample, which
@@ -106,11 +103,9 @@ def compile(
 
     With `verify=True` the first result of each capture is compared with eager mode: all
     bits of a replay must be equal; the error of compiled code against the function in
-    float64 must be at most four times the error of eager mode. If not, there is a
-    warning: compiled code makes room for a replay, a replay for eager mode.
+    float64 must be at most four times the error of eager mode.
 
-    Results are constants: to differentiate them again raises. A capture holds the
-    memory of its graph alone.
+    Results are constants: to differentiate them again raises.
 
     Raises:
         TypeError: `transform` is none of these.

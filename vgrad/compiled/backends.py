@@ -22,12 +22,7 @@ DEVICE = "cuda"
 """The devices that record graphs."""
 
 _SMALL = 2**15
-"""Numbers in a tensor that a kernel goes through in microseconds, as Python calls it.
-
-Calls from C++ take a third off the time of a graph of such tensors: 64-64-10 at a batch
-of 32 takes 51 microseconds in place of 80. On larger ones nothing was gained. With one
-thread for each kernel a call takes 2 to 4 percent less than with two.
-"""
+"""Numbers in tensors so small that calls from C++ take a third off a graph's time."""
 
 
 def outputs(run: Run, graph: Graph, tensors: list[Tensor]) -> Sequence[Tensor]:
@@ -82,12 +77,7 @@ def compiled(graph: Graph, tensors: list[Tensor]) -> Run:
 
 
 def recorded(run: Run, graph: Graph, tensors: Sequence[Tensor]) -> Run:
-    """Record a replay as a CUDA graph, a function of arguments anywhere in memory.
-
-    The graph reads and writes the same memory each time, so one call runs behind the
-    one before it, which may be on another stream. `Unrepeatable` if a recording would
-    not repeat something, or the device fails.
-    """
+    """Record a replay as a CUDA graph, a function of arguments anywhere in memory."""
     inputs = [*tensors, *graph.closed]
     check_recordable(graph.module, inputs)
     layouts = [(each.shape, each.stride()) for each in inputs]
@@ -107,6 +97,7 @@ def recorded(run: Run, graph: Graph, tensors: Sequence[Tensor]) -> Run:
         raise Unrepeatable(f"recording it fails: {line}") from error
 
     def launched(*inputs: Tensor) -> Sequence[Tensor]:
+        # The memory is the same each time: a call waits for the one before it.
         with lock, torch.cuda.device(place):
             stream = torch.cuda.current_stream()
             stream.wait_event(done)
@@ -132,11 +123,7 @@ def _copy(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 
 
 def check_recordable(module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
-    """Refuse graphs of which a recording would repeat a part alone.
-
-    Ops of the CPU would run once. That is right if they always compute the same, as of
-    numbers that the function writes out.
-    """
+    """Refuse graphs of which a recording would repeat a part alone."""
     places = {each.device for each in inputs}
     if {each.type for each in places} != {DEVICE} or len(places) > 1:
         where = sorted(map(str, places)) or "none"
@@ -146,7 +133,7 @@ def check_recordable(module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
         )
     if any(each.is_conj() or each.is_neg() for each in inputs):
         raise Unrepeatable("an argument is a conjugate or negative view")
-    fixed: set[fx.Node] = set()
+    fixed: set[fx.Node] = set()  # ops that always compute the same may run once
     for node in module.graph.nodes:
         if node.op == "get_attr" or (
             node.op == "call_function"
@@ -163,10 +150,7 @@ def check_recordable(module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """Return all numbers from the first of a tensor to its last, as they lie.
-
-    A number that several entries share is there once.
-    """
+    """Return all numbers from the first of a tensor to its last, as they lie."""
     axes = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in axes)
     extent = 1 + last if tensor.numel() else 0

@@ -96,15 +96,11 @@ class CompiledExplanation(Report):
         return text if self.eager is None else f"{text}\n\n{self.eager}"
 
 
-_SHOWN = 3
-"""Tensors of a key in a table: the last ones, which are the batch."""
-
-
 def _shortened(key: str) -> str:
     tensors, *switches = key.split("; ")
-    each = tensors.split("], ")
-    if len(each) > _SHOWN:
-        tensors = f"{len(each) - _SHOWN} others, {'], '.join(each[-_SHOWN:])}"
+    shown = tensors.split("], ")
+    if len(shown) > 3:  # the last ones are the batch
+        tensors = f"{len(shown) - 3} others, {'], '.join(shown[-3:])}"
     return "; ".join([tensors, *switches])
 
 
@@ -116,22 +112,14 @@ _LAYOUT = operator.attrgetter("layout")
 
 
 class Signature(NamedTuple):
-    """The arguments and surroundings of a call that decide on its graph.
+    """The arguments and surroundings of a call that decide on its graph."""
 
-    Attributes:
-        key: the structure of the arguments, without shapes, and torch's switches.
-        distinct: the tensors, each of them once.
-    """
-
-    key: tuple[list, tuple]
-    distinct: list[Tensor]
+    key: tuple[list, tuple]  # structure without shapes, and torch's switches
+    distinct: list[Tensor]  # each of them once
 
 
 def signature(arguments: Any, tensors: list[Tensor]) -> Signature:
-    """Describe arguments, and append their tensors in the order of their leaves.
-
-    A tensor of another class than torch's own, or not strided, raises `Unrepeatable`.
-    """
+    """Describe arguments, and append their tensors in the order of their leaves."""
     key: list[Any] = []
     _describe(arguments, tensors, key)
     if [*map(_LAYOUT, tensors)].count(torch.strided) < len(tensors):
@@ -228,12 +216,7 @@ _ROUNDING = ("cuda",) * 3 + ("mkldnn",) * 3, ("matmul", "conv", "rnn") * 2
 
 
 def in_words(distinct: Sequence[Tensor]) -> str:
-    """Describe a capture: tensors in the order of arguments, torch's switches.
-
-    Example:
-        >>> in_words([torch.ones(2, 3), torch.tensor(1)]).partition(";")[0]
-        'float32 [2, 3], int64 []'
-    """
+    """Describe a capture: tensors in the order of arguments, torch's switches."""
 
     def short(dtype: torch.dtype) -> str:
         return str(dtype).removeprefix("torch.")
@@ -254,10 +237,8 @@ def in_words(distinct: Sequence[Tensor]) -> str:
 
 
 def _transformed() -> bool:
-    """Return whether transforms or modes are on, of which a graph would run nothing.
-
-    The mode of `torch.set_default_device` only matters to ops that make tensors.
-    """
+    """Return whether transforms or modes are on, of which a graph would run nothing."""
+    # The mode of `torch.set_default_device` only matters to ops that make tensors.
     return bool(
         modes.inside_transform()
         or tracing.dispatch_modes()
@@ -271,17 +252,12 @@ def _transformed() -> bool:
 
 @dataclasses.dataclass(eq=False)
 class _Capture:
-    """One graph and the code that runs it; None if there is none, or it was given up.
-
-    A graph without `run` was not verified yet, for samples that were in doubt.
-    """
-
     function: Callable
     signature: tuple
     matches: Callable[..., bool]  # whether tensors are like the first ones
     report: dict[str, Any]  # entries of it
-    graph: Graph | None = None
-    run: Callable[..., Sequence[Tensor]] | None = None
+    graph: Graph | None = None  # None if there is none, or it was given up
+    run: backends.Run | None = None  # None if samples were in doubt: verify it later
     differentiable: bool = False  # in eager mode, so that a derivative must raise
     calls: int = 0
     redos: int = 0
@@ -411,10 +387,7 @@ class Captures:
         arguments: tuple,
         tensors: list[Tensor],
     ) -> Any:
-        """Run a function in eager mode, and capture it for the next call.
-
-        A capture that is there already was in doubt when it was made.
-        """
+        """Run a function in eager mode, and capture it for the next call."""
         before, matches = random_state(tensors), like(call.distinct)
         described = repr((call.key[0], [*map(description, call.distinct)]))
         with code_that_runs() as ran:
@@ -463,8 +436,7 @@ class Captures:
     ) -> Any:
         """Choose the backend of a graph, and return its result.
 
-        So the first call has the numbers of later ones. In doubt, eager mode has them,
-        and the next call chooses.
+        In doubt that is the result of eager mode, and the next call chooses.
         """
 
         def result_of(run: Callable, *given: Any) -> Any:

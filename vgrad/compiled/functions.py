@@ -1,8 +1,7 @@
-"""The functions that `compile` returns: per-sample transforms, steps, ensembles.
+"""Per-sample transforms as graphs, of batches that are filled up to a few sizes.
 
-A batch of a transform may be filled up to one of a few sizes, the buckets, since each
-size is a capture of its own and a Poisson batch has another one at every step. A mask
-leaves the copies of the first sample out, which fill it up.
+Each size is a capture of its own, and a Poisson batch has another one at every step. A
+mask leaves the copies of the first sample out, which fill it up.
 """
 
 import math
@@ -29,14 +28,9 @@ from vgrad.persample.grad import check_weights
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """The execution of a per-sample transform as graphs, of whole batches or of chunks.
+    """The execution of a per-sample transform as graphs, of batches or of chunks."""
 
-    Attributes:
-        plain: the transform in eager mode.
-        batch_sizes: the sizes that batches are filled up to.
-    """
-
-    plain: Transform
+    plain: Transform  # in eager mode
     captures: Captures
     batch_sizes: tuple[int, ...] | None
 
@@ -55,11 +49,9 @@ class Captured:
         evaluate: Callable[[Call], Evaluation] | None = None,
         ranks: int = 1,
     ) -> Any:
-        """Compute the quantity of a batch.
-
-        With `evaluate` other processes take part, outside of the graphs: a graph is of
-        one chunk. Batches are one of so many parts, one for each of the `ranks`.
-        """
+        """Compute the quantity of a batch."""
+        # With `evaluate` other processes take part, outside of the graphs: a graph is
+        # of one chunk, and the batch the part of one of the ranks.
         options, batch, mask = self.plain.options, inputs.batch, inputs.mask
         plain = self.batch_sizes is None and mask is None and evaluate is None
         if plain and options.chunk_size is None and options.strategy != "loop":
@@ -126,11 +118,8 @@ def checked_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def sizes_of_plan(plan: Plan) -> tuple[int, ...]:
-    """Return sizes that hold all but one in about 10^4 batches of a plan.
-
-    One and a half deviations apart, from one below the mean to four above it, so that
-    padding costs less than a deviation on average.
-    """
+    """Return sizes that hold all but one in about 10^4 batches of a plan."""
+    # One and a half deviations apart: padding costs less than one on average.
     mean = plan.expected_batch_size
     deviation = math.sqrt(mean * (1 - plan.sampling_rate))
     sizes = [mean + place * deviation for place in (-1.0, 0.5, 2.0, 4.0)]
@@ -140,10 +129,7 @@ def sizes_of_plan(plan: Plan) -> tuple[int, ...]:
 
 
 def padded_size(size: int, buckets: Sequence[int]) -> int:
-    """Return the size that a batch is filled up to.
-
-    Beyond the largest bucket the batch is split; its rest is filled up.
-    """
+    """Return the size that a batch, or the rest beyond whole parts, is filled up to."""
     whole, rest = divmod(size, buckets[-1])
     if rest == 0:
         return size

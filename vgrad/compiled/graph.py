@@ -1,7 +1,4 @@
-"""A function of tensors as a graph of the ops that it called, and its replay.
-
-The replay is plain Python, without ops that take time and compute nothing.
-"""
+"""A function of tensors as a graph of the ops that it called, and its replay."""
 
 import operator
 import random
@@ -61,11 +58,8 @@ class Graph(NamedTuple):
 def captured(function: Callable, arguments: tuple, ran: Iterable[Code] = ()) -> Graph:
     """Run a function, and keep its ops and the values that it closes over.
 
-    `ran` is the code that ran when the function was called in eager mode.
-
     The last output of the graph is a flag: whether one of the conditions holds that
-    were taken not to. Then its other outputs are not to be used. `Unrepeatable` is
-    raised if the function does something that a graph cannot repeat.
+    were taken not to. Then its other outputs are not to be used.
     """
     leaves, spec = tree.tree_flatten(arguments)
     places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -134,11 +128,8 @@ def _traced(run: Callable, tensors: list[Tensor]) -> fx.GraphModule:
 
 
 def _stand_ins(tensors: list[Tensor]) -> list[Tensor]:
-    """Return other objects for tensors, one that is there twice stays one.
-
-    The function may close over an argument, as a loss does that pulls parameters to
-    the first ones: that one must not become the graph's argument.
-    """
+    """Return other objects for tensors, one that is there twice stays one."""
+    # An argument that is closed over too must not become the graph's argument.
     stand_ins: dict[int, Tensor] = {}
     for each in tensors:
         other = each.detach().requires_grad_(each.requires_grad)
@@ -149,10 +140,7 @@ def _stand_ins(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class _NoValues(TorchFunctionMode):
-    """Refuses reads of tensors whose results a graph would bake in.
-
-    These are values, and a tensor's memory and history, which this package reads too.
-    """
+    """Refuses reads of values, and code of users reads of memory and history."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -231,10 +219,7 @@ def _is_read_by_users(func: Callable) -> bool:
 
 
 def _lifted(module: fx.GraphModule, closed: Closure) -> list[Tensor]:
-    """Make inputs of the tensors that the function closes over.
-
-    Tensors made of plain numbers are constants.
-    """
+    """Make inputs of the tensors that the function closes over, but for literals."""
     lifted: list[Tensor] = []
     graph = module.graph
     last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
@@ -327,11 +312,7 @@ def replayed(module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
 
 
 def _simplify(module: fx.GraphModule) -> None:
-    """Take out ops that compute nothing; the numbers stay, bit by bit.
-
-    A chain of views becomes one, of the tensor that has the memory. Numbers are made
-    once, unless callers get them, who may write into them.
-    """
+    """Take out ops that compute nothing; a chain of views becomes one of the memory."""
     graph = module.graph
     results = {*graph.output_node().all_input_nodes}
     changed = written_to(graph) | _in_memory_of([*results])
@@ -344,7 +325,7 @@ def _simplify(module: fx.GraphModule) -> None:
             continue  # an argument may require grad where a view of it does not
         if node.target in _SAME:
             node.replace_all_uses_with(node.args[0])
-        elif node.target is _NUMBER and node not in changed:
+        elif node.target is _NUMBER and node not in changed:  # no caller writes to it
             name = f"_number_{node.name}"
             module.register_buffer(name, node.target(*node.args, **node.kwargs))
             node.op, node.target, node.args, node.kwargs = "get_attr", name, (), {}
@@ -368,11 +349,8 @@ def _simplify(module: fx.GraphModule) -> None:
 
 
 def _as_function(module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
-    """Return a graph as a function of Python that calls the kernels directly.
-
-    The code that torch makes looks up each op by four names and calls it by way of two
-    functions, which takes as long as a small kernel.
-    """
+    """Return a graph as a function of Python that calls the kernels directly."""
+    # Torch's own code looks up an op by four names and calls two functions around it.
     code = module.graph.python_code(root_module="self")
     names = dict(code.globals)
     ops: dict[str, str] = {}

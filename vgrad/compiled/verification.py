@@ -43,16 +43,12 @@ def close(
 ) -> None:
     """Refuse compiled code whose error is many times the error of eager mode.
 
-    Both are compared with the function in float64. With random numbers, which are
-    others in float64, they are compared with each other.
-
-    Where a slope jumps, as of ReLU at zero, rounding decides on which side a
-    number falls. Compiled code and eager mode may fall on different sides: both are
-    right then, and one is thousands of times farther from float64 than the other. Of
-    the millions of activations of a batch, one often is that close to zero. At another
-    point close by it is another one, or none, but wrong code is wrong there too. So
-    the smallest errors of each tensor count, at as many points as are needed.
+    Both are compared with the function in float64, or with each other if it draws.
     """
+    # Where a slope jumps, as of ReLU at zero, rounding decides on which side a number
+    # falls, and one of both may be thousands of times farther from float64. Of millions
+    # of activations one often is that close to zero; at a point close by it is another
+    # one, or none, but wrong code is wrong there too. So the smallest errors count.
     smallest: list[tuple[float, ...]] = []
     for number in range(_POINTS):
         point = _moved(arguments, number) if number else arguments
@@ -113,10 +109,7 @@ def _errors(
 
 
 def _moved(arguments: tuple, number: int) -> tuple:
-    """Make all numbers a little smaller, by random parts; zeros stay zeros.
-
-    Numbers in [0, 1] stay there.
-    """
+    """Make all numbers a little smaller, by random parts; zeros stay zeros."""
     generator = torch.Generator().manual_seed(number)
 
     def move(tensor: Tensor) -> Tensor:

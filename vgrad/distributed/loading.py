@@ -49,16 +49,16 @@ def local_batches(
         ...     return local_batches(sampler, mesh)
     """
     ranks = Ranks.of("local_batches", mesh, data)
-    with ranks.together("local_batches"):
+    with ranks.together("local_batches") as facts:
         if own is not None and (not isinstance(own, range) or own.step != 1):
             raise ValueError(
                 f"local_batches(own={checks.shown(own)}): expected the range of "
                 f"indices that this rank has, such as range(0, 1000)."
             )
-    ends = None if own is None else [own.start, own.stop]
-    same = {"batches": len(sampler), "draws": getattr(sampler, "digest", None)}
-    notes = ranks.check_same("local_batches", {"own": ends}, **same)
-    _check_ranges([note["own"] for note in notes], sampler)
+        facts.own["own"] = None if own is None else [own.start, own.stop]
+        facts.same["batches"] = len(sampler)
+        facts.same["draws"] = getattr(sampler, "digest", None)
+    _check_ranges([note["own"] for note in facts.notes], sampler)
     return LocalBatches(sampler, ranks.rank, ranks.size, own)
 
 

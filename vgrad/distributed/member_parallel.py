@@ -1,7 +1,6 @@
 """Steps and functions of an ensemble whose members are cut among ranks.
 
-Every rank calls them with its own members, as if these were all, but for two things:
-random numbers of a member follow from its number among all members, and gradients of
+Random numbers of a member follow from its number among all members, and gradients of
 shared entries are summed over all of them.
 """
 
@@ -47,9 +46,6 @@ from vgrad.tree import map_tensors, tensors, tree_flatten, tree_unflatten, widen
 from vgrad.typing import Arguments, Buffers, Params, Result, Same, T, Tree
 
 Change = Callable[[Tensor], Any]
-
-_BUCKET = 2**25
-"""Bytes of small tensors that are gathered in one collective."""
 
 
 def member_range(count: int, mesh: DeviceMesh, *, axis: str = "members") -> range:
@@ -114,7 +110,7 @@ def shard_members(
     function = "shard_members"
     ranks = Ranks.of(function, mesh, axis)
     with ranks.together(function) as facts:
-        facts["members"] = count = _count(function, tree, shared)
+        facts.same["members"] = count = _count(function, tree, shared)
         which = _range_of(count, ranks)
 
     def copied(value: Tensor, rows: slice | None = None) -> Tensor:
@@ -148,33 +144,17 @@ def gather_members(
         count = _count(function, tree, shared)
         own, common = _split(tree, shared)
         kinds = str([(value.dtype, value.shape[1:]) for value in own])
-        facts["tensors"] = hashlib.sha256(kinds.encode()).hexdigest()
-        facts["shared"] = files.digest({str(n): x for n, x in enumerate(common)})
-    sizes = [note["members"] for note in ranks.agree(function, members=count)]
-    whole = _joined(ranks, own, sizes)
-    return _mapped(tree, shared, lambda value: next(whole), lambda value: value)
+        facts.same["tensors"] = hashlib.sha256(kinds.encode()).hexdigest()
+        facts.same["shared"] = files.digest({str(n): x for n, x in enumerate(common)})
+        facts.own["members"] = count
+    sizes = [note["members"] for note in facts.notes]
 
+    def joined(value: Tensor) -> Tensor:
+        copy = value.detach().clone(memory_format=torch.contiguous_format)
+        whole = ranks.joined(copy.to(ranks.device), sizes).to(value.device)
+        return whole.requires_grad_(value.requires_grad)
 
-def _joined(
-    ranks: Ranks, tensors: Sequence[Tensor], sizes: Sequence[int]
-) -> Iterator[Tensor]:
-    """Yield tensors of all ranks; small ones travel together."""
-    rest = list(tensors)
-    while rest:
-        bucket, rows = [], 0
-        while rest and (not bucket or rows * max(sizes) < _BUCKET):
-            bucket.append(rest.pop(0))
-            rows += bucket[-1][0].numel() * bucket[-1].element_size()
-        flat = [x.detach().reshape(len(x), x[0].numel()) for x in bucket]
-        flat = [x.to(ranks.device).contiguous().view(torch.uint8) for x in flat]
-        joined = ranks.joined(torch.cat(flat, 1), sizes)
-        pieces = joined.split([x.shape[1] for x in flat], 1)
-        for value, piece in zip(bucket, pieces, strict=True):
-            # Copied, since a part of other bytes may begin anywhere.
-            whole = piece.clone(memory_format=torch.contiguous_format)
-            whole = whole.view(-1).view(value.dtype)
-            whole = whole.view(len(joined), *value.shape[1:])
-            yield whole.to(value.device).requires_grad_(value.requires_grad)
+    return _mapped(tree, shared, joined, lambda value: value)
 
 
 def _mapped(tree: Tree, shared: Patterns, own: Change, common: Change) -> Tree:
@@ -266,24 +246,21 @@ def member_parallel(
     the members of this rank: a state, parameters and batches of their own, cut by
     `shard_members`, and batches of all members as they are. Results are of these
     members: losses, skipped steps and loss scales. `members` is the number of members
-    on all ranks. `vgrad.compile` takes the resulting step.
+    on all ranks. `vgrad.compile` may come before or after.
 
     A member is trained as if all members were in one place. Its random numbers with
     `randomness="different"` follow from the state's key, the step and its number among
-    all members, so that they are the same for any number of ranks
-    (`single_process_mesh` makes a mesh of one). A plain step draws other numbers, for
-    all members from one stream; so does a compiled one here, for the members of a rank.
-    Functions that have no state take their seed from torch's generator on the first
-    rank.
+    all members, so that they are the same for any number of ranks. A plain step draws
+    other numbers, for all members from one stream; so does a compiled one here, for the
+    members of a rank. Functions without a state take their seed from torch's generator
+    on the first rank.
 
     Gradients of parameters that match `shared` are summed over all ranks, and a step
     is skipped on all of them if the sum is not finite. Ranks that share nothing do not
     wait for each other in a step, nor do they notice when one of them fails.
 
     Cost: without `shared` nothing is sent in a step. With it two messages and a sum of
-    those gradients; new values of shared buffers are compared by a hash. Of members
-    that draw random numbers together, most ops draw for all in one pass; ops of other
-    distributions than uniform, normal and dropout run once for each member.
+    those gradients; new values of shared buffers are compared by a hash.
 
     Raises:
         ValueError: there are fewer members than ranks; when called, if there are not as
@@ -315,8 +292,8 @@ def member_parallel(
     source = getattr(step, "source", None)
     if isinstance(source, MemberSource):
         facts: dict[str, Any] = {"tx": step.tx, "donate": step.donate}
-        facts |= {"in_dims": source.in_dims, "loss_scale": step.first_scale}
         inner = source.gradient
+        facts |= {"in_dims": inner.options.in_dims, "loss_scale": step.first_scale}
     else:
         facts, inner = {"kind": type(step).__name__}, step
     for name in ("randomness", "shared", "has_aux", "fmodel"):
@@ -338,15 +315,10 @@ def member_parallel(
 
 @dataclass(frozen=True, eq=False)
 class MemberReducer(StepReducer):
-    """Sums over the members on all ranks.
-
-    Attributes:
-        numbers: the numbers of this rank's members.
-        options: options of the step or the function.
-    """
+    """Sums over the members on all ranks."""
 
     ranks: Ranks
-    numbers: range
+    numbers: range  # of this rank's members
     options: Options
 
     def check(self, count: int) -> None:
@@ -386,9 +358,9 @@ class MemberReducer(StepReducer):
         with self.ranks.together("ensemble_train_step") as facts:
             self.check(len(state.active))
             found = compute()
-            facts["options"] = self.options
-            facts["step"] = int(state.step)
-            facts["buffers"] = _digest(found.buffers, [*shared])
+            facts.same["options"] = self.options
+            facts.same["step"] = int(state.step)
+            facts.same["buffers"] = _digest(found.buffers, [*shared])
         any_active = state.active.any()
         grads = {
             # Without an active member here, inactive ones have been evaluated.
@@ -431,17 +403,17 @@ class MembersOfRank:
         sums = isinstance(function, EnsembleGradFn)
         key = reducer.key(what) if function.randomness != "error" else None
         meets = function.shared and (sums or method.__name__ == "outputs_and_buffers")
-        with reducer.ranks.together(what) if meets else nullcontext({}) as facts:
+        with reducer.ranks.together(what) if meets else nullcontext() as facts:
             count, whole = Layout.of(what, params, buffers, function.shared)
             reducer.check(count)
             result: Any = self._drawn(method, key, params, buffers, *rest)
-            if meets:
+            if facts is not None:
                 first, *others = (
                     (result,) if isinstance(result, EnsembleGrads) else result
                 )
-                facts["options"] = reducer.options
+                facts.same["options"] = reducer.options
                 left: Any = first.buffers if sums else others[0]
-                facts["buffers"] = _digest(left, [*whole])
+                facts.same["buffers"] = _digest(left, [*whole])
         if not sums or not meets:
             return result
         shared = {name: x for name, x in first.grads.items() if name in whole}
@@ -458,20 +430,22 @@ class MembersOfRank:
         *rest: Any,
     ) -> Any:
         """Run the members of this rank, from a key if they draw random numbers."""
-        if key is None:
-            return local(method, params, buffers, *rest)
-        numbers, tag = self.reducer.numbers, 0
-        if method.__self__.randomness == "different":
-            if method.__self__.execute is run_eager:
+        function, numbers = method.__self__.of_one_process, self.reducer.numbers
+        tags: tuple[Tag, ...] = ("all",)
+        if key is not None and function.randomness == "different":
+            if function.execute is run_eager:
                 seed = torch_seed(key, "members")
                 keys = sample_keys(seed, numbers.start, len(numbers))
-                method = getattr(method.__self__.keyed(keys), method.__name__)
-            else:  # a graph draws for all members at once
-                tag = numbers.start
+                function = function.keyed(keys)
+            elif numbers.start:  # a graph draws for all members at once
+                tags = "all", numbers.start
+        compute = partial(local, getattr(function, method.__name__))
+        if key is None:
+            return compute(params, buffers, *rest)
         seeded = tensors((params, buffers))
         with kept_random_state(seeded):
-            set_seed(torch_seed(key, "all", *([tag] if tag else [])), seeded)
-            return local(method, params, buffers, *rest)
+            set_seed(torch_seed(key, *tags), seeded)
+            return compute(params, buffers, *rest)
 
 
 def _digest(buffers: Buffers, shared: Sequence[str]) -> str:

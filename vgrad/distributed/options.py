@@ -1,25 +1,16 @@
 """Options that ranks must have in common, and the plain values of their losses.
 
 A sum over ranks with other clipping bounds or other losses is meaningless. Numbers,
-text and booleans are compared: the options of a transform or a step, and everything
-that its loss and its optimizer reach in closures, default arguments, constants and
-names of code, `functools.partial`, attributes of objects and modules, lists and
-dictionaries; of a bound method's object the attributes that its code names. Tensors,
-arrays, devices and generators may differ, as may `chunk_size`, `strategy` and the loss
-scale of a transform, on which results do not depend.
-
-All of it is read once, where a function of all ranks is made. Values in the cells of a
-loss and in attributes of the loss and its criterion are read at every call as well: a
-number, text or a boolean there may have changed.
+text and booleans are compared; tensors, arrays, devices and generators may differ, as
+may `chunk_size`, `strategy` and loss scales, on which results do not depend.
 """
 
-import functools
 import hashlib
 import json
 import re
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from enum import Enum
 from typing import Any
 
@@ -27,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vgrad.compiled.parts import INNER, parts
 from vgrad.functional.model import FunctionalModel
 from vgrad.persample.clipped import ClipRule
 from vgrad.persample.engine import Transform
@@ -34,7 +26,9 @@ from vgrad.persample.engine import Transform
 _DEVICE = re.compile(r"(cpu|cuda|hpu|meta|mps|mtia|xla|xpu)(:\d+)?")
 
 _UNCOMPARED = (Tensor, np.ndarray, torch.Generator, torch.device, str)
-"""Values that may differ between ranks."""
+"""Values that may differ between ranks; text that is left is the name of a device."""
+
+_PLAIN = bool | int | float | complex | str | bytes | range | slice
 
 _CACHING = ("vgrad.compiled", "vgrad.ensemble.", "vgrad.functional.model")
 _CACHING += ("vgrad.ops", "vgrad.loss", "vgrad.persample.engine", "vgrad.torch_private")
@@ -45,19 +39,42 @@ _LIBRARIES = {"torch", "numpy"} | sys.stdlib_module_names
 _LONGEST = 1000
 """Entries of a list or a dictionary above which only their number is compared."""
 
-_MODULE = frozenset(vars(nn.Module()))
+_CONTAINERS = Mapping | Sequence | Set
+
+_OF_MODULES = vars(nn.Module()).keys() - {"training"}
+"""Attributes that every module has."""
 
 
 class Options:
-    """The options of a function, and the plain values that it reaches."""
+    """The options of a function, and the plain values that it reaches.
 
-    def __init__(self, loss: Any = None, **parts: Any) -> None:
+    All are read once; parts of functions and objects in the loss at every call as well,
+    which may have changed.
+    """
+
+    def __init__(self, loss: Any = None, **options: Any) -> None:
         self._holders: list[tuple[str, Any, Set[str] | None]] = []
         self._facts: dict[str, str] = {}
-        self._seen: dict[int, Any] = {}
-        self._read({"loss": loss}, live=True)
-        self._read(parts, live=False)
-        self._seen = {}
+        left: list[tuple[str, Any, bool, Set[str] | None]]
+        left = [(name, value, False, None) for name, value in options.items()]
+        left.append(("loss", loss, True, None))
+        seen: dict[int, Any] = {}
+        while left:
+            path, value, live, named = left.pop()
+            if (text := _text(value)) is not None:
+                self._facts[path] = text
+                continue
+            if id(value) in seen or isinstance(value, _UNCOMPARED):
+                continue
+            seen[id(value)] = value
+            self._facts[path] = _name(value)
+            live = live and not isinstance(value, FunctionalModel)
+            if live and not isinstance(value, _CONTAINERS | types.CodeType):
+                self._holders.append((path, value, named))
+            found = [*_parts(value, named)]
+            if isinstance(value, types.MethodType):
+                named = _names_in(value.__func__)
+            left += [(f"{path}.{name}", part, live, named) for name, part in found]
         now = self._now()
         fixed = {path: text for path, text in self._facts.items() if path not in now}
         self._fixed = json.dumps(fixed, sort_keys=True)
@@ -72,44 +89,12 @@ class Options:
         return {**self._facts, **self._now()}
 
     def _now(self) -> dict[str, str]:
-        """Return the plain values that closures and attributes of the loss hold."""
-        texts = {}
-        for path, holder, spelled in self._holders:
-            if isinstance(holder, types.CellType):
-                values = [(path, each) for each in _content(holder)]
-            else:
-                values = [(f"{path}.{n}", x) for n, x in _attributes(holder, spelled)]
-            for place, value in values:
-                if (text := _plain(value)) is not None:
-                    texts[place] = text
-        return texts
-
-    def _read(self, parts: Mapping[str, Any], *, live: bool) -> None:
-        stack: list[tuple[str, Any, bool, Set[str] | None]]
-        stack = [(path, value, live, None) for path, value in parts.items()]
-        while stack:
-            path, value, live, spelled = stack.pop()
-            if (text := _plain(value)) is not None:
-                self._facts[path] = text
-                continue
-            # Text here is the name of a device.
-            if id(value) in self._seen or isinstance(value, _UNCOMPARED):
-                continue
-            self._seen[id(value)] = value
-            self._facts[path] = _name(value)
-            if live and _is_object(value):
-                self._holders.append((path, value, spelled))
-            live = live and not isinstance(value, FunctionalModel)
-            for name, inner in _parts(value, spelled):
-                place, names = f"{path}.{name}", spelled
-                if isinstance(value, types.MethodType):
-                    names = _spelled(value.__func__)
-                if not isinstance(inner, types.CellType):
-                    stack.append((place, inner, live, names))
-                    continue
-                if live:
-                    self._holders.append((place, inner, None))
-                stack += [(place, each, live, names) for each in _content(inner)]
+        return {
+            f"{path}.{name}": text
+            for path, holder, named in self._holders
+            for name, part in _parts(holder, named)
+            if (text := _text(part)) is not None
+        }
 
 
 def of_transform(transform: Transform) -> dict[str, Any]:
@@ -129,7 +114,7 @@ def of_transform(transform: Transform) -> dict[str, Any]:
     return facts
 
 
-def _plain(value: Any) -> str | None:
+def _text(value: Any) -> str | None:
     """Return the text of a plain value; None of any other, and of a device's name."""
     if isinstance(value, np.generic):
         value = value.item()
@@ -137,9 +122,7 @@ def _plain(value: Any) -> str | None:
         return None
     if isinstance(value, Enum | torch.dtype):
         return str(value)
-    if value is not None and not isinstance(
-        value, bool | int | float | complex | str | bytes
-    ):
+    if value is not None and not isinstance(value, _PLAIN):
         return None
     text = repr(value)
     if len(text) > 100:
@@ -148,62 +131,36 @@ def _plain(value: Any) -> str | None:
     return text
 
 
-def _parts(value: Any, spelled: Set[str] | None) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, functools.partial):
-        yield "function", value.func
-        yield from _numbered(value.args)
-        yield from value.keywords.items()
-    elif isinstance(value, types.MethodType):
-        yield "function", value.__func__
-        yield "self", value.__self__
-    elif isinstance(value, types.FunctionType):
-        if not _is_library(value.__module__):
-            names = value.__code__.co_freevars
-            yield from zip(names, value.__closure__ or (), strict=True)
-            yield "defaults", value.__defaults__
-            yield "keyword defaults", value.__kwdefaults__
-            yield "code", value.__code__
-    elif isinstance(value, types.CodeType):
+def _parts(value: Any, named: Set[str] | None) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a value that ranks must have in common.
+
+    Of an object whose method is the loss, these are the attributes that its code names.
+    """
+    if isinstance(value, types.CodeType):
         yield "constants", value.co_consts
         yield "names", value.co_names
     elif isinstance(value, Transform):
         yield from of_transform(value).items()
-    elif isinstance(value, FunctionalModel):
-        yield from value.named_modules()
-    elif isinstance(value, Mapping | Sequence | Set):
-        if len(value) > _LONGEST:
-            return
-        if isinstance(value, Mapping):
-            for number, (key, each) in enumerate(value.items()):
-                yield _plain(key) or str(number), each
-        elif isinstance(value, Sequence):
-            names = getattr(value, "_fields", None)
-            yield from (
-                _numbered(value) if names is None else zip(names, value, strict=True)
-            )
-        else:
-            plain = (each for each in value if _plain(each) is not None)
-            yield from _numbered(sorted(plain, key=repr))
-    elif _is_object(value):
-        yield from _attributes(value, spelled)
-        if isinstance(value, nn.Module) and spelled is None:
+    elif isinstance(value, _CONTAINERS) and len(value) > _LONGEST:
+        return
+    elif isinstance(value, Mapping):
+        for number, (key, part) in enumerate(value.items()):
+            yield _text(key) or str(number), part
+    elif isinstance(value, Set):
+        plain = sorted((each for each in value if _text(each) is not None), key=repr)
+        yield from ((str(number), each) for number, each in enumerate(plain))
+    elif isinstance(value, FunctionalModel | Sequence) or type(value) in INNER:
+        if not (type(value) is types.FunctionType and _is_library(value.__module__)):
+            yield from parts(value)
+    elif _is_followed(value):
+        for name, part in parts(value):
+            if name not in _OF_MODULES and (named is None or name in named):
+                yield name, part
+        if isinstance(value, nn.Module) and named is None:
             yield from value.named_children()
 
 
-def _numbered(values: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    return ((str(number), each) for number, each in enumerate(values))
-
-
-def _attributes(value: Any, spelled: Set[str] | None) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an object, without the ones that every module has."""
-    for name, each in vars(value).items():
-        if (spelled is None or name in spelled) and (
-            name not in _MODULE or name == "training"
-        ):
-            yield name, each
-
-
-def _spelled(function: Any) -> Set[str] | None:
+def _names_in(function: Any) -> Set[str] | None:
     """Return the names in the code of a function and of those within it."""
     if not isinstance(function, types.FunctionType):
         return None
@@ -216,27 +173,20 @@ def _spelled(function: Any) -> Set[str] | None:
 
 
 def _is_library(module: str | None) -> bool:
-    """Return whether a module belongs to torch, numpy or Python itself."""
     return (module or "").split(".")[0] in _LIBRARIES
 
 
-def _is_object(value: Any) -> bool:
+def _is_followed(value: Any) -> bool:
     """Return whether the attributes of an object count: it is no library's own."""
-    if isinstance(
-        value, type | types.ModuleType | types.FunctionType | FunctionalModel
-    ):
-        return False
-    if isinstance(value, Transform | functools.partial | Mapping | Sequence | Set):
-        return False
     if isinstance(value, nn.Module | types.SimpleNamespace):
         return True
     kind = type(value).__module__
     caches = kind.startswith(_CACHING) and kind != "vgrad.ensemble.optimizer"
-    return hasattr(value, "__dict__") and not _is_library(kind) and not caches
+    return not isinstance(value, type) and not _is_library(kind) and not caches
 
 
 def _name(value: Any) -> str:
-    if isinstance(value, Mapping | Sequence | Set) and len(value) > _LONGEST:
+    if isinstance(value, _CONTAINERS) and len(value) > _LONGEST:
         return f"{type(value).__qualname__} of {len(value)}"
     if isinstance(value, types.CodeType):
         return value.co_name
@@ -244,10 +194,3 @@ def _name(value: Any) -> str:
     # Where processes are spawned, the main module has another name in them.
     module = str(getattr(named, "__module__", "")).replace("__mp_main__", "__main__")
     return f"{module}.{named.__qualname__}"
-
-
-def _content(cell: types.CellType) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # it is empty
-        return []

@@ -65,10 +65,9 @@ def data_parallel(
       gradients.
 
     With `randomness="different"` the random numbers of a sample follow from a seed,
-    drawn by the first rank, and from the sample's place in the whole batch. So no two
-    samples share a mask, on two ranks neither, and any number of ranks draws the same.
-    No graph repeats such numbers: a compiled function whose loss draws runs in eager
-    mode.
+    drawn by the first rank, and from the sample's place in the whole batch: any number
+    of ranks draws the same. No graph repeats such numbers: a compiled function whose
+    loss draws runs in eager mode.
 
     A private step is one release by one mechanism: the plan covers the whole batch, and
     each rank adds the same noise to the same sum, so that all states stay the same.
@@ -79,8 +78,8 @@ def data_parallel(
     change, and aux is of this rank's part.
 
     An error on one rank raises on all: there its own error, on the others a `RankError`
-    that quotes it. Ranks that call different functions, or whose states, plans or keys
-    differ, raise too. Compiled functions run their graphs on each rank, with
+    that quotes it. Ranks that call different functions, or whose states, plans, keys or
+    options differ, raise too. Compiled functions run their graphs on each rank, with
     collectives between them, and the optimizer by replay, so that no rank rounds
     otherwise; `batch_sizes` are of whole batches, of which each rank takes its share.
     Results are constants: to differentiate them again raises, and so does a call within
@@ -106,11 +105,12 @@ def data_parallel(
     if isinstance(step, TrainingStep) and step.source.kind is TrainState:
         reduce, source = _AveragedOverRanks(step, ranks), step.source
         if source.transform is not None:
-            source = replace(source, transform=_parallel(source.transform, ranks))
+            sums = _AcrossRanks(source.transform, ranks)
+            source = replace(source, transform=replace(source.transform, reduce=sums))
         execute = reduce.execution(step.execute)
         parallel: Any = replace(step, source=source, execute=execute, reduce=reduce)
     elif isinstance(step, Transform):
-        parallel = _parallel(step, ranks)
+        parallel = replace(step, reduce=_AcrossRanks(step, ranks))
     else:
         raise TypeError(
             f"data_parallel(transform): expected the result of a per-sample transform, "
@@ -175,12 +175,10 @@ def single_process_mesh(
 
 
 class _SameOnAll:
-    """Runs gradients by captures, and the optimizer with the bits of eager mode.
-
-    Compiled code may be other code on another rank, or missing there.
-    """
+    """Runs gradients by captures, and the optimizer with the bits of eager mode."""
 
     def __init__(self, captures: Captures) -> None:
+        # Compiled code may be other code on another rank, or missing there.
         self._replayed = Captures("replay", "eager", verify=True)
         self._captures = captures
         self.reports, self.explanation = captures.reports, captures.explanation
@@ -192,10 +190,7 @@ class _SameOnAll:
 
 
 class _AveragedOverRanks(StepReducer):
-    """A step of all ranks: `(state, *batch) -> (state, metrics)`.
-
-    The batch is this rank's part; state and metrics are the same on all ranks.
-    """
+    """A step of all ranks, each with its part of a batch."""
 
     def __init__(self, step: TrainingStep, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -214,23 +209,18 @@ class _AveragedOverRanks(StepReducer):
     ) -> Iterator[tuple[TrainingStep, tuple[Tag, ...]]]:
         """Check that all ranks take the same step."""
         what, plan = f"data_parallel({step.name})", getattr(step.source, "plan", None)
-        try:
+        with self._ranks.together(what) as facts:
             check_state(what, state, TrainState)
-            size = batches.read(step.name, batch).size
-        except BaseException as error:
-            self._ranks.agree(what, error=error)
-            raise
-        taken, key = int(state.step), _digest([state.key])
-        facts = {"step": taken, "key": key, "state": None, "options": self._options}
-        if plan is not None:
-            facts["plan"] = repr(plan)
-        if self._expected != (taken, key):  # it is not where the last step ended
-            facts["state"] = _digest(
-                x for x in tensors(state) if not isinstance(x, DTensor)
-            )
+            facts.own["samples"] = batches.read(step.name, batch).size
+            taken, key = int(state.step), _digest([state.key])
+            facts.same |= {"step": taken, "key": key, "options": self._options}
+            facts.same |= {"plan": repr(plan), "state": None}
+            if self._expected != (taken, key):  # it is not where the last step ended
+                facts.same["state"] = _digest(
+                    x for x in tensors(state) if not isinstance(x, DTensor)
+                )
         self._expected = None
-        notes = self._ranks.check_same(what, {"samples": size}, **facts)
-        sizes = [note["samples"] for note in notes]
+        sizes = [note["samples"] for note in facts.notes]
         if plan is not None and sum(sizes) > plan.dataset_size:
             raise ValueError(
                 f"data_parallel(private_step(plan))(state, *batch): expected at most "
@@ -301,26 +291,19 @@ def _check_means(sizes: list[int], state: TrainState) -> None:
 # Transforms.
 
 
-def _parallel(transform: Transform, ranks: Ranks) -> Transform:
-    if isinstance(transform.quantity, Products):
-        raise TypeError(
-            "data_parallel(per_sample_gram(loss)): expected a sum or a list over "
-            "samples, got products of pairs, whose samples may be on two ranks. Take "
-            "per_sample_projection(loss): inner products of its rows estimate them."
-        )
-    options = Options(**of_transform(transform))
-    return replace(transform, reduce=_AcrossRanks(ranks, options))
-
-
 class _AcrossRanks:
-    """The reduction of a per-sample transform over ranks.
+    """The reduction of a per-sample transform over ranks."""
 
-    Each of them has a part of the batch.
-    """
-
-    def __init__(self, ranks: Ranks, options: Options) -> None:
+    def __init__(self, transform: Transform, ranks: Ranks) -> None:
+        if isinstance(transform.quantity, Products):
+            raise TypeError(
+                "data_parallel(per_sample_gram(loss)): expected a sum or a list over "
+                "samples, got products of pairs, whose samples may be on two ranks. "
+                "Take per_sample_projection(loss): inner products of its rows estimate "
+                "them."
+            )
         self._ranks = ranks
-        self._options = options
+        self._options = Options(**of_transform(transform))
 
     def __call__(self, transform: Transform, inputs: Inputs) -> Any:
         """Compute the quantity of the whole batch, of which this rank has a part."""
@@ -390,25 +373,21 @@ class _AcrossRanks:
         ranks, lists = self._ranks, list[Tensor]()
         transform.mapped(lambda leaf: lists.append(leaf) or leaf, result)
         kinds = [(str(leaf.dtype)[6:], *leaf.shape[1:]) for leaf in lists]
-        text = json.dumps(kinds).encode()
-        digest = hashlib.blake2b(text, digest_size=16).hexdigest()
-        notes = call.exchange("lists", {"kinds": digest, "length": len(text)})
+        text, place = json.dumps(kinds), f"{call.what}, kinds of lists"
+        digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        notes = [note["kinds"] for note in call.exchange("lists", {"kinds": digest})]
         with call.known():
             filled = [rank for rank, size in enumerate(sizes) if size] or [0]
             first = notes[filled[0]]
-            if any(notes[rank]["kinds"] != first["kinds"] for rank in filled):
+            if any(notes[rank] != first for rank in filled):
                 raise RankError(
                     f"{call.what}: expected lists of samples of the same dtypes and "
                     f"trailing shapes on all ranks, got others. Pad samples to the "
                     f"same shape on every rank."
                 )
-            if any(note["kinds"] != first["kinds"] for note in notes):
+            if any(note != first for note in notes):
                 # Without samples a rank does not have the dtypes of the others.
-                sent = torch.zeros(first["length"], dtype=torch.uint8)
-                if ranks.rank == filled[0]:
-                    sent = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-                sent = ranks.of_first(sent.to(ranks.device), filled[0])
-                kinds = json.loads(bytes(sent.tolist()))
+                kinds = ranks.exchanged(place, text)[filled[0]]
             known = iter(kinds)
 
             def joined(leaf: Tensor) -> Tensor:
@@ -436,10 +415,7 @@ class _Summed(RankCall):
         return Evaluation(call, reduce=self.summed)
 
     def give(self, like: Params, name: str, value: Tensor) -> None:
-        """Send one of some sums off, whose shapes and dtypes are these.
-
-        An error waits until the sums are needed.
-        """
+        """Send one of some sums off; an error waits until they are needed."""
         if self._error is None:
             try:
                 self._begin(like).give(name, value)

@@ -1,9 +1,7 @@
 """Parameters of which each rank holds a part, and per-sample transforms of them.
 
-W ranks. A tensor is cut along its first dimension into parts of `ceil(N / W)` rows, so
-that the last ranks may hold fewer rows, or none; or every rank holds all of it. So does
-`torch.distributed.fsdp.fully_shard` cut parameters, whose dictionaries these are. Each
-rank has its own part of a batch, which may be empty.
+W ranks. A tensor is cut along its first dimension into parts of `ceil(N / W)` rows, as
+`torch.distributed.fsdp.fully_shard` does; the last ranks may hold fewer rows, or none.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -60,14 +58,14 @@ def shard(params: Params, mesh: DeviceMesh, *, data: str = "dp") -> Params:
         ...     return shard(params, mesh)
     """
     ranks = Ranks.of("shard", mesh, data)
-    with ranks.together("shard"):
+    with ranks.together("shard") as facts:
         for name, value in params.items():
             if not isinstance(value, Tensor) or isinstance(value, DTensor):
                 raise TypeError(
                     f"shard(params): expected ordinary tensors, got a "
                     f"{type(value).__name__} in {name!r}."
                 )
-    ranks.check_same("shard", tensors=files.digest(params))
+        facts.same["tensors"] = files.digest(params)
     mesh = mesh if mesh.ndim == 1 else mesh[data]
     parts = {}
     for name, value in params.items():
@@ -95,9 +93,8 @@ def gather(state: T, mesh: DeviceMesh | None) -> T:
         {'w': tensor([1., 1.])}
     """
     ranks = Ranks.of_all("gather", mesh)
-    with ranks.together("gather"):
-        tensors = tree.state_dict(state)
-    ranks.check_same("gather", tensors=layout(tensors))
+    with ranks.together("gather") as facts:
+        facts.same["tensors"] = layout(tree.state_dict(state))
     with torch.no_grad():
         return tree.map_tensors(
             lambda x: x.full_tensor() if isinstance(x, DTensor) else x, state
@@ -132,24 +129,11 @@ def _rows_of(ranks: Ranks, size: int, rank: int | None = None) -> slice:
 def _gathered(ranks: Ranks, local: Tensor, size: int) -> Tensor:
     if ranks.size == 1:
         return local.clone()
-    rows = _rows_of(ranks, size, 0).stop
-    padded = local.contiguous()
-    if len(local) < rows:
-        padded = local.new_zeros((rows, *local.shape[1:]))
-        padded[: len(local)] = local
-    own = padded.view(-1).view(torch.uint8)  # of any dtype
-    gathered = local.new_empty((rows * ranks.size, *local.shape[1:]))
-    if own.numel():
-        parts = gathered.view(-1).view(torch.uint8).split(own.numel())
-        distributed.all_gather(list(parts), own, group=ranks.group)
-    return gathered[:size]
+    return ranks.padded(local, _rows_of(ranks, size, 0).stop)[:size]
 
 
 def _reduced(ranks: Ranks, value: Tensor, like: DTensor) -> Tensor:
-    """Sum over the ranks, and keep this rank's part of a tensor cut as `like`.
-
-    Writes into `value`: no more memory is needed than for the part.
-    """
+    """Sum over the ranks in place, and keep this rank's part, cut as `like`."""
     value = value.detach().contiguous()
     numbers = torch.view_as_real(value) if value.is_complex() else value
     if not _is_cut(like):
@@ -163,51 +147,16 @@ def _reduced(ranks: Ranks, value: Tensor, like: DTensor) -> Tensor:
     return value[_rows_of(ranks, len(value))].clone()
 
 
-def _ranks_of(function: str, params: Mapping[str, Tensor]) -> Ranks | None:
-    """Return the ranks that hold the parts; None where all tensors are ordinary.
-
-    Raises:
-        ValueError: tensors are cut in another way than by `shard`.
-    """
-    sharded = {n: x for n, x in params.items() if isinstance(x, DTensor)}
-    if not sharded:
-        return None
-    first = next(iter(sharded.values())).device_mesh
-    for name, value in sharded.items():
-        mesh, placements = value.device_mesh, tuple(value.placements)
-        if mesh.ndim != 1 or mesh != first:
-            raise ValueError(
-                f"{function}(params): expected tensors on one mesh with one axis, got "
-                f"{name!r} on {mesh}."
-            )
-        if placements not in ((Shard(0),), (Replicate(),)):
-            raise ValueError(
-                f"{function}(params): expected tensors cut along their first "
-                f"dimension, or whole on every rank, got {name!r} placed as "
-                f"{placements}. Use value.redistribute(placements=[Shard(0)])."
-            )
-    if first.mesh_dim_names is None:
-        raise ValueError(
-            f"{function}(params): expected a mesh whose axis has a name. Pass "
-            f"mesh_dim_names to init_device_mesh."
-        )
-    return Ranks.of(function, first, first.mesh_dim_names[0])
-
-
 # Calls of all ranks.
 
 
 class RankCall:
-    """One call of all ranks, which either come through together or raise together.
-
-    Attributes:
-        failed: the error that ended the call on this rank, if one did.
-    """
+    """One call of all ranks, which either come through together or raise together."""
 
     def __init__(self, what: str, ranks: Ranks) -> None:
         self.what = what
         self.ranks = ranks
-        self.failed: BaseException | None = None
+        self.failed: BaseException | None = None  # the error that ended it here
 
     def exchange(
         self, place: str, own: Mapping[str, Any] | None = None, **same: Any
@@ -229,10 +178,7 @@ class RankCall:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Run a block; if it fails on a rank, all ranks raise.
-
-        There its own error, on the others a `RankError` that quotes it.
-        """
+        """Run a block; if it fails on a rank, all ranks raise."""
         try:
             yield
         except BaseException as error:
@@ -282,11 +228,8 @@ class _Gathering(RankCall, Reducer):
         return whole
 
     def summed(self, name: str, value: Tensor) -> Tensor:
-        """Add up the sums of all ranks, and return the part of this one.
-
-        No parameter is held beside a sum.
-        """
-        self._whole.clear()
+        """Add up the sums of all ranks, and return the part of this one."""
+        self._whole.clear()  # no parameter is held beside a sum
         self.exchange(f"sum of {name}")
         like = self._sharded[name]
         return _reduced(self.ranks, cast(value, wide(like.dtype)), like)
@@ -313,34 +256,28 @@ class _Gathering(RankCall, Reducer):
 
 
 def sharded_call(transform: Transform, ranks: Ranks, inputs: Inputs) -> Any:
-    """Call a transform with this rank's part of the parameters and of a batch.
-
-    Sums and counts are over the samples of all ranks, sums cut as the parameters are.
-    Lists are of this rank's samples. Results are constants.
-
-    A loss that is recorded gathers a parameter where an op uses it, forward and
-    backward, and frees it after. Each sum is scattered before the next one is formed.
-    For other strategies all parameters are gathered before the call; so they are if the
-    strategy is `"auto"` and a rank cannot record, or ranks use other parameters.
-
-    Raises:
-        TypeError: the quantity is neither a sum nor a list over samples.
-        RankError: another rank has failed, or does something else.
-    """
+    """Return sums over all ranks, cut as parameters are, and lists of this rank's."""
     options, (params, buffers, batch, *_) = transform.options, inputs
     what = f"sharded({options.function})"
-    with ranks.together(what), torch.inference_mode(False), torch.no_grad():
+    with (
+        ranks.together(what) as facts,
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
         _check(what, transform, ranks, params, buffers)
         size = batches.read(options.function, batch).size
-    facts = {"strategy": options.strategy, "layout": layout({**params, **buffers})}
-    own = {"size": size, "mapped": options.fallbacks.failure is not None}
-    notes = ranks.check_same(what, own, **facts)
+        facts.own |= {"size": size, "mapped": options.fallbacks.failure is not None}
+        facts.same["strategy"] = options.strategy
+        facts.same["layout"] = layout({**params, **buffers})
+    notes = facts.notes
     sizes = [note["size"] for note in notes]
     with torch.inference_mode(False), torch.no_grad():
         recorded = options.strategy == "recorded"
         if not any(note["mapped"] for note in notes):
             recorded |= options.strategy == "auto"
         if recorded and any(sizes):
+            # A parameter is gathered where an op uses it, forward and backward, and
+            # each sum is scattered before the next one is formed.
             try:
                 gathering = _Gathering(what, ranks)
                 with gathering.together():
@@ -372,22 +309,44 @@ def sharded_call(transform: Transform, ranks: Ranks, inputs: Inputs) -> Any:
 def _check(
     what: str, transform: Transform, ranks: Ranks, params: Params, buffers: Buffers
 ) -> None:
-    for name, value in params.items():
+    """Refuse parameters that are cut in another way than by `shard`."""
+    meshes = []
+    for name, value in {**params, **buffers}.items():
         if not isinstance(value, DTensor):
+            if name not in params:
+                continue
             raise TypeError(
                 f"{what}(params): expected a DTensor in {name!r}, got a "
                 f"{type(value).__name__}. Make all of them by shard(params, mesh)."
             )
-    holders = _ranks_of(what, {**params, **buffers})
-    if holders is not None and holders.members != ranks.members:
-        raise ValueError(
-            f"{what}(params): expected parameters cut among the ranks that share the "
-            f"batch, {ranks.members}, got {holders.members}."
-        )
+        meshes.append(value.device_mesh)
+        if meshes[-1].ndim != 1 or meshes[-1] != meshes[0]:
+            raise ValueError(
+                f"{what}(params): expected tensors on one mesh with one axis, got "
+                f"{name!r} on {meshes[-1]}."
+            )
+        if tuple(value.placements) not in ((Shard(0),), (Replicate(),)):
+            raise ValueError(
+                f"{what}(params): expected tensors cut along their first dimension, or "
+                f"whole on every rank, got {name!r} placed as {value.placements}. Use "
+                f"value.redistribute(placements=[Shard(0)])."
+            )
+    for mesh in meshes[:1]:
+        if mesh.mesh_dim_names is None:
+            raise ValueError(
+                f"{what}(params): expected a mesh whose axis has a name. Pass "
+                f"mesh_dim_names to init_device_mesh."
+            )
+        holders = Ranks.of(what, mesh, mesh.mesh_dim_names[0])
+        if holders.members != ranks.members:
+            raise ValueError(
+                f"{what}(params): expected parameters cut among the ranks that share "
+                f"the batch, {ranks.members}, got {holders.members}."
+            )
     if isinstance(transform.quantity, Products | MomentsOfGrads):
         raise TypeError(
-            f"{what}: expected a sum over samples or a "
-            f"list of them, got another quantity. Call it with gather(params, mesh)."
+            f"{what}: expected a sum over samples or a list of them, got another "
+            f"quantity. Call it with gather(params, mesh)."
         )
 
 
@@ -411,11 +370,8 @@ def _check_fallback(transform: Transform, ranks: Ranks, error: Exception) -> Non
 def _where_used(
     transform: Transform, gathering: _Gathering, own: int, size: int, inputs: Inputs
 ) -> Any:
-    """Record, and gather each parameter where it is used.
-
-    There are `own` samples here. Which ops run may depend on sizes. So all ranks run
-    chunks of the same sizes, filled up with samples that do not count.
-    """
+    """Record, and gather each parameter where it is used; `own` samples are here."""
+    # Which ops run may depend on sizes. So all ranks run chunks of the same sizes.
     if size > own:
         inputs = inputs.padded(own, size)
     inputs = inputs._replace(
