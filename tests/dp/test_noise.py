@@ -43,12 +43,6 @@ def test_noise_is_gaussian_with_its_standard_deviation_and_no_other(count, size,
     assert not is_gaussian(noise, SIGMA / 0.9)
 
 
-def test_the_variance_is_within_three_sigma_for_a_million_draws():
-    noise = noised({"a": torch.zeros(1000, 1000)})["a"].double() / SIGMA
-    assert abs(float(noise.mean())) < 3 / 1000
-    assert abs(float((noise**2).mean()) - 1) < 3 * math.sqrt(2 / 1e6)
-
-
 @pytest.mark.slow
 def test_the_tails_are_those_of_a_normal_number():
     count, found = 4_000_000, dict.fromkeys([3.0, 3.5, 4.0, 4.5, 5.0], 0)
