@@ -207,7 +207,6 @@ def _spots(replay: Replay, shape: torch.Size) -> _Spots | None:
 
 @functools.cache
 def _apart(count: int, views: tuple[_Spots, ...]) -> bool:
-    """Return whether views of `count` numbers have none in common."""
     counts = torch.zeros(count, dtype=torch.uint8)
     for view in views:
         counts.as_strided(*view).add_(1)

@@ -88,7 +88,6 @@ class Conv(Pair):
         return (seen * (left @ positions)).sum(2)
 
     def _by_groups(self) -> Tensor:
-        """Let every sample be a group of one convolution's weight gradient."""
         pair = reductions.products(self.inputs, self.outputs)
         inputs, outputs = (each.flatten(0, 1)[None] for each in pair)
         found = self._weight_gradient(inputs, outputs, self.size)
@@ -117,7 +116,6 @@ class Conv(Pair):
         return found.movedim(0, 2).to(self.inputs.dtype)
 
     def _convolved(self, inputs: Tensor, outputs: Tensor) -> Tensor:
-        """Convolve with the outputs, up to the kernel's size."""
         op: Callable = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]
         swapped = {"stride": self.dilation, "dilation": self.stride}
         found = op(inputs, outputs, groups=inputs.shape[1], **swapped)
@@ -182,7 +180,6 @@ class Conv(Pair):
         return F.pad(self.inputs, self.pads) if any(self.pads) else self.inputs
 
     def _weight_gradient(self, inputs: Tensor, outputs: Tensor, samples: int) -> Tensor:
-        """Weight gradient of a convolution of samples x groups groups."""
         # Only the sizes of the weight are read, so it need not exist.
         sizes = (samples * self.shape[0], *self.shape[1:])
         padding = self.pads[::-2]

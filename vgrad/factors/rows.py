@@ -39,7 +39,6 @@ class Rows(Factor):
         return self.index + start[:, None]
 
     def grad(self) -> Tensor:
-        """Add the rows up in tables of zeros."""
         rows = self.outputs.flatten(0, 1).to(wide(self.outputs.dtype))
         table = rows.new_zeros((self.size * self.shape[0], self.shape[1]))
         table.index_add_(0, self.keys.flatten(), rows)
@@ -99,7 +98,6 @@ class Rows(Factor):
         return (left * (rows @ right.T)).sum(1)
 
     def _scaled(self, weights: Tensor) -> Tensor:
-        """Weighted rows [B * T, O] in float64."""
         return (double(self.outputs) * weights.double().view(-1, 1, 1)).flatten(0, 1)
 
     def _spoils(self) -> Tensor:
@@ -115,7 +113,6 @@ class Rows(Factor):
         return self._lengths(norms.view(self.index.shape) / equal.sum(2).real.sqrt())
 
     def _norms_by_sorting(self) -> Tensor:
-        """Norms of sums of sorted rows."""
         rows = double(self.outputs.flatten(0, 1))
         _, sums, place, first = _summed(self.keys.flatten(), rows)
         # Keys of one sample stay side by side when they are sorted.

@@ -147,7 +147,7 @@ class _Weigher:
 
 @dataclass
 class _ClipCollector(Collector):
-    """Computes norms, and keeps the factors of a sum that is weighted by them."""
+    """Keeps the factors of a sum that is weighted by norms."""
 
     weigher: _Weigher
     factors: dict[str, Factor] = field(default_factory=dict)

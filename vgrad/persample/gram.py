@@ -209,7 +209,6 @@ def _zeros(run: Evaluation, names: _Names, *sizes: int) -> dict[str, Tensor]:
 def _collected(
     partials: Iterator[dict[str, Factor]], names: _Names
 ) -> dict[str, list[Factor]]:
-    """Run the batch, and keep all factors of each parameter that is in a group."""
     factors: dict[str, list[Factor]] = {n: [] for some in names.values() for n in some}
     for chunk in partials:
         for name, collected in factors.items():

@@ -239,8 +239,6 @@ def _squared(tensor: Tensor) -> Tensor:
 
 
 def _undefined(params: Params) -> Params:
-    """NaN in float64 for every number of the parameters."""
-
     def undefined(value: Tensor) -> Tensor:
         dtype = torch.promote_types(value.dtype, torch.float64)
         return torch.full_like(value, torch.nan, dtype=dtype, requires_grad=False)

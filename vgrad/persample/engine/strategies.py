@@ -247,7 +247,6 @@ def _restore_rng(call: Call, state: RandomState | None) -> None:
 
 
 def _alone(call: Call) -> tuple[Params, Tensor, Tree]:
-    """Return gradient, loss and aux of the first sample."""
     inside = modes.inside_transform()
     gradient = _functional_gradient if inside else _plain_gradient
     before = random_state(call.tensors)
@@ -398,7 +397,6 @@ def _copied_on_arrival(value: Tensor, params: Params) -> None:
 
 @contextmanager
 def _trial(call: Call) -> Iterator[None]:
-    """Run the loss on one sample, and restore the generators."""
     with kept_random_state(call.tensors), torch.enable_grad(), _no_weight_cache():
         yield
 

@@ -204,7 +204,6 @@ def attempt(
 
 
 def _note(part: Call, parts: Partition) -> None:
-    """Remember samples that run in parts, and warn of slow ones."""
     fallbacks = part.fallbacks
     if parts.strategy is None:
         fallbacks.tell(parts, part.function)
