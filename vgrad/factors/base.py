@@ -319,7 +319,7 @@ class Outer(Pair):
         return reductions.total([*parts]).reshape(self.shape)
 
     def gram(self, other: Factor) -> Tensor:
-        """Inner products of factors where that is cheaper than of gradients."""
+        """Inner products of factors, none of them `far`, where gradients cost more."""
         if not isinstance(other, Outer) or self.inputs.shape[1] != 1:
             return super().gram(other)
         if not costs.cross_by_gram(self.inputs.shape, self.outputs.shape, other.size):

@@ -348,8 +348,8 @@ class Transform(Generic[Result]):
         """Compute the values of a chunk from its factors."""
         quantity = self.quantity
         chunk = STRATEGIES[call.strategy](call, lambda: quantity.collector(call))
-        constant = chunk.strategy == "recorded"
-        with torch.no_grad() if constant else nullcontext(), no_autocast(call.device):
+        recorded = chunk.strategy == "recorded"  # a constant for the caller
+        with torch.no_grad() if recorded else nullcontext(), no_autocast(call.device):
             return chunk._replace(collected=quantity.partial(chunk.collected, call))
 
     def selected(self, value: Any, rows: Any, inputs: Inputs | Call) -> Any:
