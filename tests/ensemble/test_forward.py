@@ -288,15 +288,6 @@ def test_an_explanation_is_a_table():
         assert len(str(forward.explain(params, buffers, X)).splitlines()) == 1
 
 
-@every_strategy
-def test_inside_of_a_transform_members_run_at_once(strategy):
-    models, fmodel, params, buffers = build(MLP, E)
-    forward = ensemble_forward(fmodel, strategy=strategy)
-    outputs = torch.vmap(lambda x: forward(params, buffers, x))(OWN)
-    expected = [of_members(models, [x] * E) for x in OWN]
-    assert_exact(outputs, torch.stack(expected), 1e-12)
-
-
 NORM = stack([nn.BatchNorm1d(5).double() for _ in range(E)])
 _, FMODEL, PARAMS, BUFFERS = build(MLP, E)
 LESS = PARAMS | {"0.bias": PARAMS["0.bias"][:2]}

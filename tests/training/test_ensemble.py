@@ -283,21 +283,6 @@ def test_a_parameter_without_entries_trains_and_is_skipped():
     assert state.params["w"].isfinite().all()
 
 
-@every_strategy
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-def test_a_policy_computes_as_each_member_alone(policy, strategy):
-    options = {"policy": policy, "strategy": strategy}
-    models, step, state, data = begun(SGD, make=lambda: mlp().float(), **options)
-    data = [(x.float(), y) for x, y in data]
-    state, losses = train(step, state, data, 10)
-    states, expected = alone(models, [SGD] * E, data, 10, policy=policy)
-    exact, _ = alone(models, [SGD] * E, data, 10)
-    assert_exact(losses, expected, 2e-2)
-    assert_members_are(state, states, 2e-2)
-    for name, value in state.params.items():
-        assert not torch.equal(value[0], exact[0].params[name])
-
-
 @given(
     values=st.lists(
         st.tuples(*[st.sampled_from([0.0, 0.5, 1.0, float("nan"), float("inf")])] * 3),
@@ -320,19 +305,6 @@ def test_early_stopping_counts_values_that_are_no_better(values, patience, min_d
         assert stopping.active.tolist() == [each < patience for each in waited]
         assert stopping.best.tolist() == best
     assert all(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(stopping))
-
-
-def test_early_stopping_stops_members_one_by_one():
-    rates = [0.1, 0.0, 0.2]
-    models, step, state, data = begun(for_members(optim.sgd, lr=double(rates)))
-    stopping = EarlyStopping.create(E, patience=2)
-    for _ in range(6):
-        state, metrics = step(state, *data[0])
-        stopping = stopping.update(metrics["loss"])
-        state = state._replace(active=stopping.active)
-    assert state.active.tolist() == [True, False, True]
-    states, _ = alone(models, [optim.sgd(rate) for rate in rates], data[:1], 6)
-    assert_members_are(state, states)
 
 
 # Shared entries.
@@ -468,28 +440,6 @@ def test_all_parameters_may_be_shared_where_buffers_are_not():
 
 
 # Random numbers, and optimizers of members.
-
-
-@pytest.mark.parametrize("strategy", ["loop", "hybrid"])
-def test_random_numbers_differ_between_members_and_come_from_the_state(strategy):
-    options = {"make": lambda: mlp(0.5), "strategy": strategy}
-    _, step, state, data = begun(SGD, seed=1, **options)
-    _, first = step(state, *data[0])
-    _, again = step(state, *data[0])
-    _, other = step(state.fork(), *data[0])
-    assert torch.equal(first["loss"], again["loss"])
-    assert not torch.equal(first["loss"], other["loss"])
-    same = state._replace(params=of(state.params, [0] * E))
-    assert len(step(same, *data[0])[1]["loss"].unique()) == E
-
-
-def test_a_loop_with_the_same_randomness_draws_what_each_member_draws_alone():
-    tx, options = optim.adam(0.01), {"strategy": "loop", "randomness": "same"}
-    models, step, state, data = begun(tx, make=lambda: mlp(0.5), seed=5, **options)
-    state, losses = train(step, state, data, 10)
-    states, expected = alone(models, [tx] * E, data, 10, seed=5)
-    assert_exact(losses, expected)
-    assert_members_are(state, states)
 
 
 COPIES = [copy.copy, copy.deepcopy, lambda tx: tx._replace(donated=None)]
