@@ -14,8 +14,10 @@ sample. `help` of a name says more; help of a room lists its names.
 
 Computed from `(params, buffers, *batch)`, for every sample or from all of them:
 
-* `per_sample_grad`, `per_sample_norm`: gradients, norms of gradients
-* `per_sample_gram`, `per_sample_projection`: their inner products, projections
+* `per_sample_grad`: the gradient of every sample
+* `per_sample_norm`: its norm
+* `per_sample_gram`: inner products of all pairs of gradients
+* `per_sample_projection`: a random projection of every gradient
 * `clipped_grad`, `weighted_grad`: the sum of clipped gradients, a weighted sum
 * `gradient_moments`: mean, variance and noise of gradients
 * `explain`: how one of these runs a model and a batch, a `Report`
@@ -26,7 +28,8 @@ Computed from `(params, buffers, *batch)`, for every sample or from all of them:
 For ensembles, and for speed:
 
 * `stack`, `combine_state_for_ensemble`: stack models that are alike
-* `ensemble_forward`, `ensemble_grad`: run, differentiate all members
+* `ensemble_forward`: run all members
+* `ensemble_grad`: differentiate every member's loss
 * `for_members`: run an optimizer for every member by itself
 * `compile`: capture a transform or a step as graphs
 * `autocast`: `torch.autocast` that also holds under the transforms of `torch.func`
@@ -34,9 +37,10 @@ For ensembles, and for speed:
 * `UnsupportedOp`: the error for an op of the loss that a strategy cannot run
 * `functional_call`, `grad`, `grad_and_value`, `vmap`: the functions of `torch.func`
 
-Rooms; `vgrad.distributed` (many ranks) and `vgrad.cli` are imported by name:
+Rooms; `vgrad.distributed`, of many ranks, and `vgrad.cli` are imported by name:
 
-* `persample`, `dp`, `training`: options of per-sample transforms, privacy, steps
+* `persample`: the options that all per-sample transforms share
+* `dp`, `training`: private training, and the steps of any training
 * `optim`, `precision`: optimizers as pairs of pure functions, policies
 * `ensemble`, `compiled`: predictions and calibration, reports of `compile`
 * `ops`, `testing`, `typing`: rules for own ops, their test, types of annotations

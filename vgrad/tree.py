@@ -65,9 +65,10 @@ def tensors(tree: Tree) -> list[Tensor]:
     # Dictionaries and sequences go without pytree, which is slower than small kernels.
     if isinstance(tree, Tensor):
         return [tree]
-    if type(tree) is dict:
+    kind = type(tree)
+    if kind is dict:
         tree = tree.values()
-    elif not _is_sequence(tree):
+    elif not (kind is tuple or kind is list or _is_named(kind)):
         return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
     found = []
     for branch in tree:
@@ -82,17 +83,24 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
     """Apply `function` to the tensors of a tree; everything else stays as it is."""
     if isinstance(tree, Tensor):
         return function(tree)
-    if type(tree) is dict:
+    kind = type(tree)
+    if kind is dict:
         return {
             key: function(value)
             if isinstance(value, Tensor)
             else map_tensors(function, value)
             for key, value in tree.items()
         }
-    if not _is_sequence(tree):
+    plain = kind is tuple or kind is list
+    if not (plain or _is_named(kind)):
         return tree_map(lambda leaf: _map_leaf(function, leaf), tree)
-    mapped = [map_tensors(function, branch) for branch in tree]
-    return type(tree)(mapped) if type(tree) in (list, tuple) else type(tree)(*mapped)
+    mapped = [
+        function(branch)
+        if isinstance(branch, Tensor)
+        else map_tensors(function, branch)
+        for branch in tree
+    ]
+    return kind(mapped) if plain else kind(*mapped)
 
 
 def _map_leaf(function: Callable[[Tensor], Any], leaf: Any) -> Any:
@@ -124,11 +132,6 @@ def map_once(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
 def copied(tree: Tree) -> Tree:
     """Copy the tensors of a tree; one that is there twice stays one."""
     return map_once(lambda tensor: with_attributes(tensor.clone(), tensor), tree)
-
-
-def _is_sequence(tree: Tree) -> bool:
-    kind = type(tree)
-    return kind is tuple or kind is list or _is_named(kind)
 
 
 def _is_named(kind: type) -> bool:

@@ -430,6 +430,7 @@ BAD = [
     (["--model", "cnn"], "Use --model mlp"),
     (["--batch-size", "49"], "the 48 training samples that there are. Leave it out"),
     (["--device", "teapot"], "--device teapot: expected cpu"),
+    (["--device", "meta"], "--device meta: expected cpu"),
     (["--device", "cuda:99"], "--device cuda:99: expected cpu"),
     ([PLAIN], "--without-privacy: expected --members 2 or more"),
     ([*THREE, PLAIN, "--epsilon", "3"], "training, got --epsilon."),

@@ -319,11 +319,22 @@ def _compiled(size):
     first, last = ("compiled", "parallel"), ("parallel", "compiled")
     for order in (first, last):
         same(trained(mesh, 0.0, SHARED, options, steps=3, order=order), plain)
+    fmodel, *entries = ensemble(shared=SHARED)
+    loss, (x, y) = vgrad.batch_loss(fmodel, F.mse_loss), batch()
+    gradient = ensemble_grad(loss, in_dims=(0, None), shared=SHARED, **options)
+    compiled = partial(vgrad.compile, fallback="error")
+    parallel = partial(member_parallel, mesh=mesh, members=E)
+    entries, x = shard_members((*entries,), mesh, shared=SHARED), shard_members(x, mesh)
+    expected = parallel(gradient)(*entries, x, y)
+    for function in (compiled(parallel(gradient)), parallel(compiled(gradient))):
+        for _ in range(2):
+            same(function(*entries, x, y), expected)
+        assert [report.calls for report in function.reports()] == [1]
     drawn = trained(mesh, 0.5, (), options, steps=1, order=last)
     return drawn["loss"]
 
 
-def test_compiled_steps_are_those_of_eager_mode(ranks):
+def test_compiled_steps_and_functions_are_those_of_eager_mode(ranks):
     first, second = ranks(2).run(_compiled, 2)
     assert torch.equal(first, second)
 

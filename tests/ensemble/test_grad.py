@@ -80,9 +80,11 @@ def by_hand(params, buffers, x):
 @every_strategy
 def test_a_loss_on_dictionaries_needs_no_buffers_to_return(strategy):
     params = PARAMS | {"unused": torch.ones(3, 2, dtype=torch.float64)}
-    result = ensemble_grad(quadratic, strategy=strategy)(params, BUFFERS, X)
+    compute = ensemble_grad(quadratic, strategy=strategy)
     expected = {"w": by_hand(PARAMS, BUFFERS, X), "unused": 0 * params["unused"]}
-    assert_exact(result.grads, expected)
+    for _ in range(2):  # the second time it is known which gradients are zero
+        result = compute(params, BUFFERS, X)
+        assert_exact(result.grads, expected)
     assert isinstance(result, EnsembleGrads)
     assert_exact(result.buffers, BUFFERS, 0)
     shared = {"target": BUFFERS["target"][0]}
@@ -96,35 +98,8 @@ def test_a_loss_on_dictionaries_needs_no_buffers_to_return(strategy):
 
 
 @every_strategy
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_numbers_that_are_not_finite_stay_with_their_member(strategy, bad):
-    models, loss, params, buffers, batch = prepared(NORMED)
-    params["5.weight"] = params["5.weight"].clone()
-    params["5.weight"][1] = bad
-    result = ensemble_grad(loss, strategy=strategy)(params, buffers, *batch)
-    grads, losses = gradients(models, NORMED.run, [batch] * MEMBERS)
-    others = [0, 2, 3]
-    assert result.losses.isfinite().tolist() == [True, False, True, True]
-    assert_exact(result.losses[others], losses[others])
-    for name, grad in grads.items():
-        assert_exact(result.grads[name][others], grad[others], EXACT)
-    assert not result.grads["5.bias"][1].isfinite().any()
-
-
-@every_strategy
-def test_gradients_can_be_differentiated_and_mapped(strategy):
-    """A loss after a step, differentiated by what came before it; a sweep."""
+def test_gradients_can_be_mapped(strategy):
     compute = ensemble_grad(quadratic, strategy=strategy)
-
-    def after(start):
-        grads = compute(start, BUFFERS, X).grads
-        return (start["w"] - 0.1 * grads["w"]).pow(3).sum()
-
-    def expected(start):
-        return (start["w"] - 0.1 * by_hand(start, BUFFERS, X)).pow(3).sum()
-
-    grads = torch.func.grad(after)(PARAMS)["w"]
-    assert_exact(grads, torch.func.grad(expected)(PARAMS)["w"])
     sweep = torch.stack([PARAMS["w"], 2 * PARAMS["w"]])
     grads = torch.vmap(lambda w: compute({"w": w}, BUFFERS, X).grads["w"])(sweep)
     for w, grad in zip(sweep, grads, strict=True):
@@ -188,21 +163,6 @@ def test_a_loss_that_calls_autograd_runs_in_a_loop_and_is_refused_elsewhere():
     with pytest.warns(vgrad.FallbackWarning, match=message):
         result = ensemble_grad(penalty)(PARAMS, BUFFERS, X)
     assert_exact(result.grads["w"], expected)
-
-
-@pytest.mark.parametrize("strategy", ["vmap", "loop", "hybrid"])
-def test_members_draw_their_own_random_numbers(strategy):
-    def loss(params, buffers, x):
-        return (params["w"] * F.dropout(x, 0.5)).sum()
-
-    def grads(**options):
-        compute = ensemble_grad(loss, strategy=strategy, **options)
-        return compute(PARAMS, {}, torch.ones(20, 4, dtype=torch.float64)).grads["w"]
-
-    assert len({tuple(each.tolist()) for each in grads()}) == 3
-    assert len({tuple(each.tolist()) for each in grads(randomness="same")}) == 1
-    with pytest.raises(RuntimeError, match='randomness="error"'):
-        grads(randomness="error")
 
 
 @every_strategy
@@ -297,7 +257,6 @@ REFUSED = [
     ("f('no')", "loss='no'.*expected a function loss"),
     ("f(quadratic, strategy='fast')", "strategy='fast'.*one of"),
     ("f(quadratic, randomness='x')", "randomness='x'.*one of"),
-    ("f(quadratic, shared='w')", "shared='w'.*list or tuple"),
     ("f(quadratic, in_dims=0)(*ALL)", r"in_dims=\(0,\).*3 members along axis 0"),
     ("f(quadratic)(*ALL, loss_scale=torch.ones(2))", "shape .2,.*of the 3 mem"),
     ("f(quadratic)(*ALL, loss_scale=torch.ones(3, 2))", "shape .3, 2."),

@@ -12,7 +12,7 @@ from torch import nn
 from tests.examples import examples
 from tests.losses import Net, randn
 from tests.oracle import assert_exact
-from vgrad import UnsupportedOp, make_functional_with_buffers, stack
+from vgrad import make_functional_with_buffers, stack
 from vgrad.ensemble import EnsemblePrediction, ValuePrediction, predict
 
 WIDTH = 3
@@ -262,7 +262,8 @@ def test_shared_entries_have_no_member_axis():
     fmodel, params, x, _ = linear(3, 5, 4)
     one = {**params, "bias": params["bias"][0]}
     copies = {**params, "bias": params["bias"][:1].expand(3, -1)}
-    found = predict(fmodel, one, {}, x, shared=["bias"], chunk_size=2)
+    options = {"shared": ["bias"], "chunk_size": 2, "strategy": "loop"}
+    found = predict(fmodel, one, {}, x, **options)
     assert_exact(found, predict(fmodel, copies, {}, x), 1e-13)
 
 
@@ -276,20 +277,6 @@ def test_several_inputs_are_cut_together():
     found = values(*stack(models), x, {"scale": scale}, chunk_size=2)
     expected = torch.stack([model(x, {"scale": scale}) for model in models]).mean(0)
     assert_exact(found.mean, expected.detach(), 1e-12)
-
-
-def selecting(y):
-    return y.index_put((y > 0).nonzero(as_tuple=True), y.sum())
-
-
-@every_kind
-def test_members_that_cannot_run_at_once_run_in_a_loop(predict):
-    fmodel, params, buffers = changed(selecting)
-    x = randn(4, WIDTH).float()
-    with pytest.raises(UnsupportedOp, match="all members at once"):
-        predict(fmodel, params, buffers, x, strategy="vmap")
-    found = predict(fmodel, params, buffers, x, strategy="loop")
-    assert found.mean.shape == (4, 2)
 
 
 REFUSED = {  # name: (outputs of the model, options, the message)

@@ -246,7 +246,7 @@ def member_parallel(
     the members of this rank: a state, parameters and batches of their own, cut by
     `shard_members`, and batches of all members as they are. Results are of these
     members: losses, skipped steps and loss scales. `members` is the number of members
-    on all ranks. `vgrad.compile` takes the resulting step.
+    on all ranks. `vgrad.compile` may come before or after.
 
     A member is trained as if all members were in one place. Its random numbers with
     `randomness="different"` follow from the state's key, the step and its number among
@@ -292,11 +292,14 @@ def member_parallel(
     source = getattr(step, "source", None)
     if isinstance(source, MemberSource):
         facts: dict[str, Any] = {"tx": step.tx, "donate": step.donate}
-        facts |= {"in_dims": source.in_dims, "loss_scale": step.first_scale}
         inner = source.gradient
+        facts |= {"in_dims": inner.options.in_dims, "loss_scale": step.first_scale}
     else:
         facts, inner = {"kind": type(step).__name__}, step
-    for name in ("randomness", "shared", "has_aux", "fmodel"):
+    call = getattr(inner, "options", None)
+    for name in ("randomness", "shared"):
+        facts[name] = getattr(call, name, None)
+    for name in ("has_aux", "fmodel"):
         facts[name] = getattr(inner, name, None)
     options = Options(getattr(inner, "loss", None), **facts)
     reducer = MemberReducer(ranks, _range_of(members, ranks), options)
@@ -345,7 +348,7 @@ class MemberReducer(StepReducer):
             seed = torch_seed(state.key, "loss", int(state.step), "members")
             keys = sample_keys(seed, start, len(self.numbers))
             step = replace(step, source=replace(source, gradient=gradient.keyed(keys)))
-        elif gradient.randomness == "different" and start:
+        elif gradient.options.randomness == "different" and start:
             tags = "members", start  # a graph draws for all members at once
         yield step, tags
 
@@ -400,11 +403,12 @@ class MembersOfRank:
     ) -> Any:
         """Run the members of this rank; sum gradients of shared entries."""
         function, what, reducer = method.__self__, "member_parallel", self.reducer
+        options = function.options
         sums = isinstance(function, EnsembleGradFn)
-        key = reducer.key(what) if function.randomness != "error" else None
-        meets = function.shared and (sums or method.__name__ == "outputs_and_buffers")
+        key = reducer.key(what) if options.randomness != "error" else None
+        meets = options.shared and (sums or method.__name__ == "outputs_and_buffers")
         with reducer.ranks.together(what) if meets else nullcontext() as facts:
-            count, whole = Layout.of(what, params, buffers, function.shared)
+            count, whole = Layout.of(what, params, buffers, options.shared)
             reducer.check(count)
             result: Any = self._drawn(method, key, params, buffers, *rest)
             if facts is not None:
@@ -430,20 +434,22 @@ class MembersOfRank:
         *rest: Any,
     ) -> Any:
         """Run the members of this rank, from a key if they draw random numbers."""
-        if key is None:
-            return local(method, params, buffers, *rest)
-        numbers, tag = self.reducer.numbers, 0
-        if method.__self__.randomness == "different":
-            if method.__self__.execute is run_eager:
+        function, numbers = method.__self__.of_one_process, self.reducer.numbers
+        tags: tuple[Tag, ...] = ("all",)
+        if key is not None and function.options.randomness == "different":
+            if function.execute is run_eager:
                 seed = torch_seed(key, "members")
                 keys = sample_keys(seed, numbers.start, len(numbers))
-                method = getattr(method.__self__.keyed(keys), method.__name__)
-            else:  # a graph draws for all members at once
-                tag = numbers.start
+                function = function.keyed(keys)
+            elif numbers.start:  # a graph draws for all members at once
+                tags = "all", numbers.start
+        compute = partial(local, getattr(function, method.__name__))
+        if key is None:
+            return compute(params, buffers, *rest)
         seeded = tensors((params, buffers))
         with kept_random_state(seeded):
-            set_seed(torch_seed(key, "all", *([tag] if tag else [])), seeded)
-            return local(method, params, buffers, *rest)
+            set_seed(torch_seed(key, *tags), seeded)
+            return compute(params, buffers, *rest)
 
 
 def _digest(buffers: Buffers, shared: Sequence[str]) -> str:

@@ -102,7 +102,6 @@ def reliability(
 
 
 def _in_bins(probabilities: Tensor, targets: Tensor, bins: int) -> Reliability:
-    """Compute a `Reliability` of checked arguments."""
     confidence, predicted = probabilities.detach().double().max(1)
     edges = torch.linspace(0, 1, bins + 1, device=confidence.device)
     below_one = confidence.clamp(max=_BELOW_ONE).float()

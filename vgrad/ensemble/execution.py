@@ -6,16 +6,15 @@ its caches, and convolutions have no batched kernel there. E members.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from vgrad.checks import Patterns
 from vgrad.ensemble.layout import Call, vmapped
 from vgrad.functional.guards import protect
 from vgrad.generators import (
@@ -26,7 +25,7 @@ from vgrad.generators import (
     set_random_state,
 )
 from vgrad.loss.grad_flags import GradFlags, UnsupportedOp, raise_clearly
-from vgrad.loss.mode import LossMode, of_members, run_member
+from vgrad.loss.mode import LossMode, of_members
 from vgrad.loss.randomness import Draws
 from vgrad.loss.values import Partition, SplitBatch
 from vgrad.persample.engine.guard import NON_RETRYABLE, Failure
@@ -47,30 +46,31 @@ Forms = list[tuple[str, str]]
 """Ops and their forms, in order."""
 
 
-def autocasting(function: Callable, draws: Iterable[Draws] = ()) -> Callable:
-    """Cast each weight of a member once; members come in the order of their `draws`."""
-    turns = iter(draws)
-
-    def run(params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
-        casts = partial(AutocastMode, [*params.values()])
-        one = partial(function, params, buffers, *batch)
-        return run_member(one, casts, next(turns, None))
-
-    return run
+def run_member(
+    function: Callable, draws: Draws, params: Params, buffers: Buffers, *batch: Tree
+) -> Any:
+    """Run a function for a member by itself; each weight is cast once."""
+    casts = partial(AutocastMode, [*params.values()])
+    if draws.keys is None:
+        inside: Any = draws.watched(1, alone=True)
+        with inside, casts():
+            return function(params, buffers, *batch)
+    with LossMode(draws=draws).inside(1, "different", casts, alone=True):
+        return function(params, buffers, *batch)
 
 
 def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
-    """Run a function, made by `autocasting`, for one member after the other."""
+    """Run `function(member, params, buffers, *batch)` for one member after another."""
     # Each member draws from where the one before it stopped, unless told otherwise.
     given = () if randomness == "different" else call.tensors
     results = []
-    arguments = [*map(call.of, range(call.layout.members))]
+    arguments = [*map(call.member, range(call.layout.members))]
     with RNG_LOCK, protect(call.protected()):
         before = random_state(given)
-        for member in arguments:
+        for member, own in enumerate(arguments):
             if randomness == "same":
                 set_random_state(before)
-            results.append(function(*member))
+            results.append(function(member, *own))
             if randomness == "error" and drawn_since(before, given):
                 set_random_state(before)
                 raise RuntimeError(
@@ -145,9 +145,11 @@ def run(
 
     def one_part(part: Any) -> Any:
         if part.strategy == "loop":
-            single = part.layout.members == 1
-            turns = [part.draws] if single else part.draws.each()
-            results = looped(autocasting(function, turns), part, part.randomness)
+
+            def of_member(member: int, *own: Any) -> Any:
+                return run_member(function, part.draws_of(member), *own)
+
+            results = looped(of_member, part, part.randomness)
             return part.joined(results, stack_results)
         try:
             return at_once(function, part, forms)
@@ -223,12 +225,11 @@ def _signature(call: Call) -> tuple:
 
 
 def _by_work(function: Callable, call: Call) -> tuple[str, str]:
-    """Choose by the work of one member, counted in a forward pass of its own."""
     if call.tensors[0].device.type != "cpu":
         return "hybrid", "an accelerator has room for all members at once"
     counter = modes.flop_counter()
     with kept_random_state(call.tensors), counter, protect(call.protected()):
-        autocasting(function)(*call.of(0))
+        run_member(function, Draws(), *call.member(0))
     counts = counter.get_flop_counts().get("Global", {})  # absent if there are none
     total = sum(counts.values()) / 1e6
     convolved = sum(flops for op, flops in counts.items() if "conv" in str(op)) / 1e6
@@ -339,15 +340,10 @@ class EnsembleFn:
     reduce: Callable[..., Any] = local
     keys: Tensor | None = None
 
-    @property
-    def randomness(self) -> Randomness:
-        """Whether members draw random numbers, and whether each its own."""
-        return self.options.randomness
-
-    @property
-    def shared(self) -> Patterns:
-        """Patterns of the entries without a member axis."""
-        return self.options.shared
+    @cached_property
+    def of_one_process(self) -> Self:
+        """The function without other processes, one object for all its graphs."""
+        return replace(self, reduce=local)
 
     def keyed(self, keys: Tensor | None) -> Self:
         """Return the same function, drawing from keys of the members, int64 `[E]`."""

@@ -28,8 +28,8 @@ from vgrad.ensemble import execution
 from vgrad.ensemble.execution import (
     EnsembleExplanation,
     EnsembleFn,
-    autocasting,
     looped,
+    run_member,
     stack_results,
 )
 from vgrad.ensemble.layout import Call, EnsembleOptions, InDims
@@ -42,7 +42,7 @@ from vgrad.generators import (
     sample_keys,
     set_seed,
 )
-from vgrad.loss.randomness import check_drawn
+from vgrad.loss.randomness import Draws, check_drawn
 from vgrad.persample.clipped import ClippedGrad, clipped_grad
 from vgrad.persample.engine.call import Options, check_options, usable
 from vgrad.persample.engine.guard import UnsupportedOp
@@ -163,7 +163,6 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
     def _check_unreached(
         self, call: Call, names: frozenset[str], before: RandomState
     ) -> None:
-        """Refuse a missing gradient where a single member has one."""
         # A graph is captured after a call in eager mode, which has checked.
         branches = call.draws.values_read and not checks_collected()
         if names in call.unreached and not branches:
@@ -171,13 +170,13 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         if branches and drawn_since(before, call.tensors):
             return  # other numbers may lead to other branches
         for member in range(call.layout.members if branches else 1):
-            params, *rest = call.of(member)
-            run = autocasting(self.run, [call.draws.of(torch.tensor([member]))])
+            params, *rest = call.member(member)
+            draws = call.draws.of(torch.tensor([member]))
 
             def of_params(
-                params: Params, run: Callable = run, rest: Any = rest
+                params: Params, draws: Draws = draws, rest: Any = rest
             ) -> tuple[Tensor, tuple]:
-                value, _ = run(params, *rest)
+                value, _ = run_member(self.run, draws, params, *rest)
                 return value[0] if self.has_aux else value, ()
 
             with kept_random_state(call.tensors):
@@ -203,16 +202,13 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
             else torch.empty_like(value, memory_format=torch.contiguous_format)
             for name, value in call.args[0].items()
         }
-        turns = enumerate(loss_scale.expand(call.layout.members).unbind(0))
-        run = autocasting(self.run, call.draws.each())
+        scales = loss_scale.expand(call.layout.members).unbind(0)
 
-        def one(params: Params, buffers: Buffers, /, *batch: Tree) -> tuple:
-            member, scale = next(turns)
-
+        def one(member: int, params: Params, *rest: Any) -> tuple:
             def scaled(params: Params) -> tuple[Tensor, tuple[Any, Buffers]]:
-                pair = run(params, buffers, *batch)
+                pair = run_member(self.run, call.draws_of(member), params, *rest)
                 loss = pair[0][0] if self.has_aux else pair[0]
-                return loss * scale.to(loss.device, loss.dtype), pair
+                return loss * scales[member].to(loss.device, loss.dtype), pair
 
             member_grads, pair, _ = gradient(scaled, params)
             with modes.without_modes():  # which watch the loss
@@ -304,7 +300,7 @@ def ensemble_grad(
         >>> result.grads["weight"].shape, result.losses.shape
         (torch.Size([4, 2, 3]), torch.Size([4]))
     """
-    options = Call(
+    options = Call.of(
         "ensemble_grad",
         in_dims=in_dims,
         randomness=randomness,
@@ -334,7 +330,9 @@ class EnsemblePerSampleFn(EnsembleFn, Generic[Result]):
     def of(cls, function: str, transforms: Sequence[Transform], **options: Any) -> Any:
         """Make the function; members draw their own numbers if samples draw any."""
         draws = any(x.options.randomness != "error" for x in transforms)
-        call = Call(function, randomness="different" if draws else "error", **options)
+        call = Call.of(
+            function, randomness="different" if draws else "error", **options
+        )
         return cls(options=call, transforms=tuple(transforms))
 
     def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Result:
@@ -349,20 +347,16 @@ class EnsemblePerSampleFn(EnsembleFn, Generic[Result]):
                 f"ensemble_clipped_grad(max_norm of {len(turns)} members): expected "
                 f"one number or one for each of the {members} members."
             )
-        turns = turns * members if len(turns) == 1 else turns
-        numbers = [None] * members if keys is None else keys.tolist()
-        pairs = zip(turns, numbers, strict=True)
 
-        def one(params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
-            transform, key = next(pairs)
-            if key is not None:
-                size = batches.read(call.function, batch).size
+        def one(member: int, params: Params, buffers: Buffers, *batch: Tree) -> Any:
+            transform = turns[member if len(turns) > 1 else 0]
+            if keys is not None:
+                key, size = int(keys[member]), batches.read(call.function, batch).size
                 set_seed(key, call.tensors)  # where all samples draw the same
                 transform = transform.keyed(sample_keys(key, 0, size))
-            return transform(params, buffers, *batch)
+            return run_member(transform, Draws(), params, buffers, *batch)
 
-        results = looped(autocasting(one), call, "different")
-        return tree_map(stack_results, *results)
+        return tree_map(stack_results, *looped(one, call, "different"))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

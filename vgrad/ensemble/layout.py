@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from typing import Any, NamedTuple, TypedDict, get_args
+from typing import Any, NamedTuple, TypedDict, Unpack, get_args
 
 import torch
 from torch import Tensor
@@ -128,13 +128,14 @@ class Call:
     dims: tuple[int | None, ...] = ()
     draws: Draws = field(default_factory=Draws)
 
-    def __post_init__(self) -> None:
-        if self.args:
-            return
-        name = self.function
-        checks.choice(name, get_args(EnsembleStrategy), strategy=self.strategy)
-        checks.choice(name, get_args(Randomness), randomness=self.randomness)
-        checks.patterns(name, shared=self.shared)
+    @classmethod
+    def of(cls, function: str, **options: Unpack[EnsembleOptions]) -> "Call":
+        """Check the options of a function."""
+        call = cls(function, **options)
+        checks.choice(function, get_args(EnsembleStrategy), strategy=call.strategy)
+        checks.choice(function, get_args(Randomness), randomness=call.randomness)
+        checks.patterns(function, shared=call.shared)
+        return call
 
     def on(
         self,
@@ -156,12 +157,11 @@ class Call:
             self,
             layout=layout,
             args=(dict(params), dict(buffers), *items),
-            dims=tuple(None if dim is None else 0 for dim in dims),
+            dims=tuple([None if dim is None else 0 for dim in dims]),
             draws=Draws() if keys is None else self._draws(keys, layout.members),
         )
 
     def _dims(self, batch: tuple[Tree, ...], count: int) -> Sequence[int | None]:
-        """Return the member axis of each item of a batch."""
         dims = self.in_dims
         if dims is None or isinstance(dims, int):
             dims = (dims,) * len(batch)
@@ -185,7 +185,6 @@ class Call:
         return dims
 
     def _draws(self, keys: Tensor, count: int) -> Draws:
-        """Return random numbers that follow from keys, if members draw their own."""
         if self.randomness != "different":
             return Draws()
         if len(keys) != count:
@@ -200,9 +199,15 @@ class Call:
             )
         return Draws(keys=keys)
 
-    def of(self, member: int) -> tuple:
+    def member(self, i: int) -> tuple:
         """Return the arguments of one member."""
-        return self.map(lambda value: value[member])
+        return self.map(lambda value: value[i])
+
+    def draws_of(self, member: int) -> Draws:
+        """Return the random numbers of one member."""
+        if self.draws.keys is None and self.layout.members > 1:
+            return Draws()  # of the generators, in turn
+        return self.draws.of(torch.tensor([member]))
 
     def take(self, rows: Tensor) -> "Call":
         """Return the call of these members, in this order."""

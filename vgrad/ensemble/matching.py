@@ -1,8 +1,7 @@
 """Whether two models run the same code, so that one can run with the other's values.
 
-An ensemble runs the module of its first member. So everything that a copy of a module
-keeps is compared: classes, modes, plain attributes, functions and their closures,
-hooks, and of registered tensors all but their values.
+Everything that a copy of a module keeps is compared: classes, modes, plain attributes,
+functions and their closures, hooks, and of registered tensors all but their values.
 """
 
 import reprlib
@@ -38,12 +37,7 @@ class Difference(NamedTuple):
 
 
 def difference(first: nn.Module, other: nn.Module) -> Difference | None:
-    """Return the first thing that keeps one model from running with another's values.
-
-    Example:
-        >>> difference(nn.Dropout(0.1), nn.Dropout(0.5))
-        Difference(path='p', first='0.1', other='0.5')
-    """
+    """Return the first thing that keeps one model from taking the other's values."""
     return next(_Comparison(first, other).values("", first, other, entry=True), None)
 
 
@@ -82,11 +76,23 @@ class _Comparison:
         if _kind(first) is not _kind(other):
             yield _differ(path, first, other)
         elif isinstance(first, Tensor):
-            yield from self._tensors(path, first, other, entry)
+            for fact, another in zip(self._form(first), self._form(other), strict=True):
+                if fact != another:
+                    yield Difference(path, fact, another)
+            if entry:
+                pair = [
+                    {f".{k}": v for k, v in vars(x).items()} for x in (first, other)
+                ]
+                yield from self._parts(path, *pair)
+            elif not checks.same_values(first.detach(), other.detach()):
+                yield Difference(path, "the values", "others")
         elif isinstance(first, nn.Module):
-            entries, others = _entries(first), _entries(other)
-            yield from self._parts(f"{path}.", entries, others, entry=entry)
-            yield from self._order(path, entries, others)
+            pair = [
+                {k: v for named in registered(x) for k, v in named.items()}
+                for x in (first, other)
+            ]
+            yield from self._parts(f"{path}.", *pair, entry=entry)
+            yield from _order(path, *pair)
             yield from self._parts(path, _attributes(first), _attributes(other))
         elif (inside := _parts(first)) is None or (others := _parts(other)) is None:
             if first != other and not (first != first and other != other):
@@ -94,7 +100,7 @@ class _Comparison:
         else:
             yield from self._parts(path, inside, others)
             if type(first) is dict:
-                yield from self._order(path, first, other)
+                yield from _order(path, first, other)
 
     def _parts(
         self, path: str, first: dict, other: dict, *, entry: bool = False
@@ -108,24 +114,6 @@ class _Comparison:
             else:
                 yield from self.values(inner, first[label], other[label], entry=entry)
 
-    def _order(self, path: str, first: dict, other: dict) -> Iterator[Difference]:
-        if list(first) != list(other):
-            yield Difference(path, f"the order {list(first)}", f"{list(other)}")
-
-    def _tensors(
-        self, path: str, first: Tensor, other: Tensor, entry: bool
-    ) -> Iterator[Difference]:
-        for fact, another in zip(self._form(first), self._form(other), strict=True):
-            if fact != another:
-                yield Difference(path, fact, another)
-        if not entry and not checks.same_values(first.detach(), other.detach()):
-            yield Difference(path, "the values", "others")
-        if entry:
-            attributes = [
-                {f".{k}": v for k, v in vars(x).items()} for x in (first, other)
-            ]
-            yield from self._parts(path, *attributes)
-
     def _form(self, tensor: Tensor) -> tuple[str, ...]:
         """Return all facts of a tensor except its values."""
         return (
@@ -137,8 +125,9 @@ class _Comparison:
         )
 
 
-def _entries(module: nn.Module) -> dict[str, Any]:
-    return {k: v for named in registered(module) for k, v in named.items()}
+def _order(path: str, first: dict, other: dict) -> Iterator[Difference]:
+    if list(first) != list(other):
+        yield Difference(path, f"the order {list(first)}", f"{list(other)}")
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
@@ -149,24 +138,24 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
         for hook in variables[HOOKS[0]].values()
         if isinstance(hook, WeightNorm | SpectralNorm | BasePruningMethod)
     }
-    attributes: dict[str, Any] = {".training": module.training}
-    for key, value in variables.items():
-        is_computed = key in computed and isinstance(value, Tensor)
-        if key not in _OF_EVERY_MODULE and not is_computed:
-            attributes[f".{key}"] = value
-    # The keys of hooks are numbers counted over all modules.
-    for key in HOOKS:
+    attributes = {
+        f".{key}": value
+        for key, value in variables.items()
+        if key not in _OF_EVERY_MODULE
+        and not (key in computed and isinstance(value, Tensor))
+    }
+    attributes |= {
+        ".training": module.training,
+        ".full_backward_hook": variables["_is_full_backward_hook"],
+    }
+    for key in HOOKS:  # whose keys are numbers counted over all modules
         flagged, hooks = variables.get(f"{key}_with_kwargs", {}), variables[key]
         attributes[f".{key}"] = [(hook, at in flagged) for at, hook in hooks.items()]
-    return attributes | {".full_backward_hook": variables["_is_full_backward_hook"]}
+    return attributes
 
 
 def _parts(value: Any) -> dict[str, Any] | None:
-    """Return the parts of an object, by labels; None for one without parts.
-
-    An object is taken apart as `copy` would do it, so that nothing is missed that the
-    copy in an ensemble has.
-    """
+    """Return the parts of an object, by labels; None for one without parts."""
     if isinstance(value, _WHOLE):
         return None
     if isinstance(value, types.FunctionType):

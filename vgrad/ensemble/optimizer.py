@@ -11,10 +11,8 @@ from vgrad.checks import Patterns
 from vgrad.ensemble.layout import vmapped
 from vgrad.memory import disjoint
 from vgrad.optim.base import (
-    Donated,
     GradientTransformation,
     Grads,
-    UpdateFn,
     Updates,
     apply_updates,
     check_transformation,
@@ -44,20 +42,14 @@ class MembersState(NamedTuple):
     shared: Tree
 
 
-class _Fields(NamedTuple):
-    """The fields of a transformation, and one more that copies keep."""
+class MembersTransformation(GradientTransformation):
+    """The transformation that `for_members` returns, of all members."""
 
-    init: Callable[[Params], Tree]
-    update: UpdateFn
-    donated: Donated | None
-    counted: bool
-    shared: tuple[str, ...]
-
-
-class MembersTransformation(  # pyright: ignore[reportGeneralTypeIssues]  # it is longer
-    _Fields, GradientTransformation
-):
-    """The transformation that `for_members` returns, with its `shared` patterns."""
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Patterns of the parameters without a member axis."""
+        members: Any = self.init
+        return members.__self__.patterns
 
 
 def for_members(
@@ -102,9 +94,7 @@ def for_members(
     run = _Members(make, hyperparams, tuple(shared), shared_tx)
     # Shared parameters would need a step of their own.
     donated = None if shared else run.in_place
-    return MembersTransformation(
-        run.init, run.update, donated, run.counted, run.patterns
-    )
+    return MembersTransformation(run.init, run.update, donated, run.counted)
 
 
 def of_members(
@@ -124,11 +114,7 @@ def of_members(
 
 
 class _Members:
-    """The arguments of `for_members`, and the functions of its transformation.
-
-    All members step under one vmap. In place they step as one if they are alike, else
-    one by one.
-    """
+    """The arguments of `for_members`, and the functions of its transformation."""
 
     def __init__(
         self,
@@ -256,7 +242,6 @@ class _Members:
         return new
 
     def _of(self, values: Any) -> GradientTransformation:
-        """Return the transformation of a member that has these values."""
         if isinstance(self._make, GradientTransformation):
             return self._make
         leaves = list(self._leaves)

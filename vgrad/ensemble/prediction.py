@@ -157,7 +157,7 @@ def ensemble_forward(
         >>> ensemble_forward(fmodel)(params, buffers, torch.ones(5, 3)).shape
         torch.Size([4, 5, 2])
     """
-    call = Call("ensemble_forward", **options)
+    call = Call.of("ensemble_forward", **options)
     if chunk_size is not None:
         [chunk_size] = checks.whole("ensemble_forward", least=1, chunk_size=chunk_size)
     return EnsembleForward(options=call, fmodel=fmodel, chunk_size=chunk_size)
@@ -199,7 +199,7 @@ class EnsemblePrediction(NamedTuple):
             >>> EnsemblePrediction.from_logits(logits).disagreement
             tensor([0.3333])
         """
-        return _of_logits("EnsemblePrediction.from_logits", logits, _LocalMembers())
+        return _of_logits("EnsemblePrediction.from_logits", logits, _Members())
 
 
 class ValuePrediction(NamedTuple):
@@ -228,7 +228,7 @@ class ValuePrediction(NamedTuple):
             (tensor([1.]), tensor([[1.5000]]))
         """
         function = "ValuePrediction.from_outputs"
-        return _of_values(function, outputs, quantiles, _LocalMembers())
+        return _of_values(function, outputs, quantiles, _Members())
 
 
 class _Options(TypedDict, total=False):
@@ -345,19 +345,19 @@ def predict(
             expected = samples.stop - (samples.start or 0)
             if outputs.shape[1] != expected:
                 raise ValueError(
-                    f"predict(fmodel): expected an output for each of the "
-                    f"{expected} samples, [members, samples, ...], got shape "
+                    f"predict(fmodel): expected an output for each of the {expected} "
+                    f"samples, [members, samples, ...], got shape "
                     f"{tuple(outputs.shape)}."
                 )
             yield outputs
 
-    def summary(outputs: Tensor, members: _LocalMembers) -> tuple[Tensor, ...]:
+    def summary(outputs: Tensor, members: _Members) -> tuple[Tensor, ...]:
         if kind == "class":
             return _of_logits("predict", outputs, members)
         return _of_values("predict", outputs, quantiles, members)
 
     if ranks is None:
-        parts = [summary(outputs, _LocalMembers()) for outputs in chunks()]
+        parts = [summary(outputs, _Members()) for outputs in chunks()]
     else:
         facts = _facts(fmodel, kind=kind, quantiles=[*quantiles], shared=[*shared])
         parts = _over_ranks(ranks, facts, chunks(), summary)
@@ -369,47 +369,39 @@ def predict(
     )
 
 
-class _LocalMembers:
-    """Members in one process; the methods take tensors `[E, ...]`."""
+class _Members:
+    """Members of one process, or of all ranks; the methods take tensors `[E, ...]`."""
 
-    def first(self, *values: Tensor) -> list[Tensor]:
-        return [value[0] for value in values]
-
-    def mean(self, *values: Tensor) -> list[Tensor]:
-        return [value.mean(0) for value in values]
-
-    def gather(self, value: Tensor) -> Tensor:
-        return value
-
-
-class _RankMembers(_LocalMembers):
-    """Members on several ranks, of which this one has some."""
-
-    def __init__(self, ranks: Ranks, counts: Sequence[int]) -> None:
+    def __init__(self, ranks: Ranks | None = None, counts: Sequence[int] = ()) -> None:
         self._ranks = ranks
         self._counts = counts
 
     def first(self, *values: Tensor) -> list[Tensor]:
-        first = [value[0] for value in values]
-        if self._ranks.rank:
-            first = [torch.zeros_like(value) for value in first]
-        return self._sum(first)
+        firsts = [value[0] for value in values]
+        if self._ranks is None:
+            return firsts
+        return self._sum(
+            [torch.zeros_like(x) if self._ranks.rank else x for x in firsts]
+        )
 
     def mean(self, *values: Tensor) -> list[Tensor]:
+        if self._ranks is None:
+            return [value.mean(0) for value in values]
         sums = self._sum([value.sum(0) for value in values])
         return [value / sum(self._counts) for value in sums]
 
     def gather(self, value: Tensor) -> Tensor:
+        if self._ranks is None:
+            return value
         return self._ranks.joined(value.contiguous(), self._counts)
 
     def _sum(self, values: Sequence[Tensor]) -> list[Tensor]:
+        assert self._ranks is not None
         named = {str(number): value for number, value in enumerate(values)}
         return [*self._ranks.summed("predict", named).values()]
 
 
 class _Facts(dict[str, str]):
-    """Options and a model's plain attributes, which ranks have in common."""
-
     def digest(self) -> str:
         text = json.dumps(self, sort_keys=True).encode()
         return hashlib.blake2b(text, digest_size=16).hexdigest()
@@ -430,7 +422,6 @@ def _facts(fmodel: Any, **options: Any) -> _Facts:
 
 
 def _text(value: Any) -> str:
-    """Return the text of a plain value, or the name of a function or a class."""
     if isinstance(value, tuple | list):
         return repr([*map(_text, value)])
     if isinstance(value, bool | int | float):
@@ -451,7 +442,7 @@ def _over_ranks(
         try:
             outputs = next(chunks, None)
             if outputs is not None:
-                summary(outputs[:, :0], _LocalMembers())  # raises before the exchange
+                summary(outputs[:, :0], _Members())  # raises before the exchange
         except BaseException as error:
             ranks.agree("predict", error=error)
             raise
@@ -468,12 +459,10 @@ def _over_ranks(
         if outputs is None:
             return parts
         counts = [note["members"] for note in notes]
-        parts.append(summary(outputs, _RankMembers(ranks, counts)))
+        parts.append(summary(outputs, _Members(ranks, counts)))
 
 
-def _of_logits(
-    function: str, logits: Tensor, members: _LocalMembers
-) -> EnsemblePrediction:
+def _of_logits(function: str, logits: Tensor, members: _Members) -> EnsemblePrediction:
     _check_outputs(function, logits)
     if logits.ndim != 3 or logits.shape[2] < 2:
         raise ValueError(
@@ -502,7 +491,7 @@ def _of_logits(
 
 
 def _of_values(
-    function: str, outputs: Tensor, levels: Sequence[float], members: _LocalMembers
+    function: str, outputs: Tensor, levels: Sequence[float], members: _Members
 ) -> ValuePrediction:
     _check_outputs(function, outputs)
     _check_quantiles(function, levels)
@@ -515,14 +504,10 @@ def _of_values(
     return ValuePrediction(*(x.to(dtype) for x in (mean, variance, quantiles)))
 
 
-def _means(
-    members: _LocalMembers, *values: Tensor
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return means over members `[E, ...]`, and the deviations from them.
-
-    Differences from the first member are exactly zero where all members agree, so that
-    no rounding of a sum makes members disagree with their own mean.
-    """
+def _means(members: _Members, *values: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Return means over members `[E, ...]`, and the deviations from them."""
+    # Differences from the first member are exactly zero where all members agree: no
+    # rounding of a sum makes members disagree with their own mean.
     firsts = members.first(*values)
     apart = [value - first for value, first in zip(values, firsts, strict=True)]
     means = members.mean(*apart, *values)
@@ -563,10 +548,7 @@ def _entropy(probabilities: Tensor) -> Tensor:
 
 
 def _quantiles(values: Tensor, levels: Sequence[float]) -> Tensor:
-    """Quantiles over members `[E, ...]`.
-
-    `torch.quantile` refuses empty tensors, and in some versions 2^24 numbers.
-    """
+    # `torch.quantile` refuses empty tensors, and in some versions 2^24 numbers.
     ordered = values.sort(0).values
     missing = ordered[-1].isnan()  # NaN is sorted to the end
     quantiles = values.new_empty((len(levels), *values.shape[1:]))

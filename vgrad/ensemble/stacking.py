@@ -100,7 +100,6 @@ combine_state_for_ensemble = stack
 
 
 def _listed(function: str, models: Any) -> list[nn.Module]:
-    """Return models as a list of at least one module, each of which can be copied."""
     if isinstance(models, nn.Module) and not isinstance(models, nn.ModuleList):
         raise TypeError(
             f"{function}(models): expected several models, got a single "
@@ -266,17 +265,32 @@ class ModelGroups:
         in that axis only. Returned is the same tree of tensors `[E, ...]`, in the order
         of the models. The groups run one after the other; gradients flow through.
         """
+        where = "ModelGroups.map(function)"
         groups = zip(self.fmodels, self.params, self.buffers, strict=True)
         results = [tree_flatten(function(*arguments)) for arguments in groups]
         first, structure = results[0]
         for number, (leaves, other) in enumerate(results):
             if other != structure:
                 raise ValueError(
-                    f"ModelGroups.map(function): expected results of one structure, "
-                    f"got {structure} from group 0 and {other} from group {number}."
+                    f"{where}: expected results of one structure, got {structure} from "
+                    f"group 0 and {other} from group {number}."
                 )
-            for leaf, expected in zip(leaves, first, strict=True):
-                _check_leaf(leaf, expected, number, len(self.positions[number]))
+            count = len(self.positions[number])
+            for leaf, like in zip(leaves, first, strict=True):
+                if not isinstance(leaf, Tensor):
+                    raise TypeError(
+                        f"{where}: expected tensors, got a {type(leaf).__name__} from "
+                        f"group {number}."
+                    )
+                expected = (count, *like.shape[1:]), like.dtype, like.device
+                if (leaf.shape, leaf.dtype, leaf.device) != expected:
+                    raise ValueError(
+                        f"{where}: expected a first axis of {count} members from group "
+                        f"{number}, and results that differ between groups in that "
+                        f"axis only, got {tuple(leaf.shape)}, {leaf.dtype}, "
+                        f"{leaf.device} and {tuple(like.shape)}, {like.dtype}, "
+                        f"{like.device} from group 0."
+                    )
         # The places of the models in the joined tensors.
         order = torch.tensor([i for group in self.positions for i in group]).argsort()
         joined = [
@@ -315,26 +329,3 @@ def group(models: Iterable[nn.Module]) -> ModelGroups:
     stacked = [stack(models[index] for index in positions) for positions in groups]
     fmodels, params, buffers = zip(*stacked, strict=True)
     return ModelGroups(fmodels, params, buffers, tuple(map(tuple, groups)))
-
-
-def _check_leaf(leaf: Tensor, first: Tensor, number: int, count: int) -> None:
-    """Refuse a result of one group that cannot be joined with the first one's."""
-    where = "ModelGroups.map(function)"
-    if not isinstance(leaf, Tensor):
-        raise TypeError(
-            f"{where}: expected tensors, got a {type(leaf).__name__} from group "
-            f"{number}."
-        )
-    if leaf.ndim == 0 or len(leaf) != count:
-        raise ValueError(
-            f"{where}: expected a first axis of {count} members from group {number}, "
-            f"got shape {tuple(leaf.shape)}."
-        )
-    kinds = [(tuple(x.shape[1:]), x.dtype, x.device) for x in (first, leaf)]
-    if kinds[0] != kinds[1]:
-        raise ValueError(
-            f"{where}: expected results that differ between groups in the first axis "
-            f"only, got {(count, *kinds[1][0])}, {kinds[1][1]}, {kinds[1][2]} from "
-            f"group {number} and {tuple(first.shape)}, {first.dtype}, {first.device} "
-            f"from group 0."
-        )

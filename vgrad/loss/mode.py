@@ -442,20 +442,6 @@ def of_members(
     return reads, at_once(run)
 
 
-def run_member(
-    run: Callable[[], Any],
-    casts: Callable[[], AbstractContextManager],
-    draws: Draws | None,
-) -> Any:
-    """Run one member with its draws; `casts` makes the mode for autocast."""
-    if draws is None or draws.keys is None:
-        known = nullcontext() if draws is None else draws.watched(1, alone=True)
-        with known, casts():
-            return run()
-    with LossMode(draws=draws).inside(1, "different", casts, alone=True):
-        return run()
-
-
 def unchanged(tensors: Mapping[str, Tensor]) -> Protected:
     """Protect the arguments of a loss."""
     expected = "loss: expected one that changes nothing it is given"

@@ -118,11 +118,6 @@ class Draws:
         known = [replace(each, rows=each.rows[rows]) for each in self.known]
         return Draws(known=known)
 
-    def each(self) -> Iterator["Draws"]:
-        """Yield the draws of one sample after another, where there are keys."""
-        for row in range(0 if self.keys is None else len(self.keys)):
-            yield self.of(torch.tensor([row]))
-
     def watched(
         self, size: int, *, alone: bool = False, repeated: bool = False
     ) -> AbstractContextManager:

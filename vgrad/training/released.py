@@ -101,7 +101,6 @@ def release(
 
 
 def _claim(state: TrainState | PrivateGradients, plan: Plan) -> dict[str, Any]:
-    """Return the claim of a plan for a state, as JSON."""
     function = "release(folder, state, plan)"
     if isinstance(state.step, Tensor) and state.step.ndim:
         raise TypeError(

@@ -1,14 +1,12 @@
 """States in folders: each rank writes its shards, any number of ranks reads.
 
-A folder has files of safetensors and `meta.json`, which is written last and as a whole.
-A piece is a box of a tensor. Each is in one file, whose name belongs to one checkpoint,
-and `meta.json` lists the pieces: until the new one is there, the checkpoint before is
-complete.
-
-`torch.distributed.checkpoint` is not used, since its storage of safetensors reads
-every file in the folder, leaves memory as it was where one is missing, seals nothing,
-lets everybody read, and its ranks send each other pickles.
+A folder has files of pieces, which are boxes of tensors, and `meta.json`, which lists
+them. It is written last and as a whole: until then the checkpoint before is complete.
 """
+
+# The storage of safetensors of `torch.distributed.checkpoint` reads every file of the
+# folder, leaves memory as it was where one is missing, seals nothing, lets everybody
+# read, and its ranks send each other pickles.
 
 import hashlib
 import json
@@ -261,13 +259,7 @@ def _exchange_plans(
     *,
     sealed: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return settings, names, shapes, dtypes and pieces of all ranks.
-
-    Pieces that several ranks have are `sealed` by a hash.
-
-    Raises:
-        RankError: settings, names, shapes or dtypes differ between ranks.
-    """
+    """Return settings, names, shapes, dtypes and pieces of all ranks."""
     with ranks.together(function):
         plan = {
             "setting": dict(settings or {}),
@@ -315,11 +307,7 @@ def _seal(name: str, tensor: Tensor, piece: Tensor, ranks: Ranks) -> str:
 def _holders(
     function: str, plans: Sequence[Mapping[str, Any]]
 ) -> dict[str, dict[Box, dict[int, str]]]:
-    """Return the ranks that hold each piece of each tensor, and their seals.
-
-    Raises:
-        ValueError: pieces do not make up a tensor.
-    """
+    """Return the ranks that hold each piece of each tensor, and their seals."""
     holders: dict[str, dict[Box, dict[int, str]]] = {}
     for name, (_, shape) in plans[0]["tensor"].items():
         holders[name] = defaultdict(dict)
@@ -339,10 +327,7 @@ def _holders(
 def _writers(
     function: str, plans: Sequence[Mapping[str, Any]]
 ) -> dict[str, tuple[str, list[int], list[tuple[int, Box]]]]:
-    """Return dtype and shape of each tensor, and the rank that writes each piece of it.
-
-    Of the ranks that hold a piece it is one that has the least to write so far.
-    """
+    """Return dtype and shape of each tensor, and the rank that writes each piece."""
     writers, loads = {}, [0] * len(plans)
     for name, holders in _holders(function, plans).items():
         dtype, shape = plans[0]["tensor"][name]
@@ -403,12 +388,7 @@ def _parsed(folder: Path, description: Mapping[str, Any]) -> Meta:
 
 
 def _read_meta(folder: Path) -> Meta:
-    """Read `meta.json`.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is damaged, or something else.
-    """
+    """Read `meta.json`."""
     path = folder / META
     if not path.is_file():
         if folder.is_file() or (folder / "index.safetensors").is_file():
@@ -430,11 +410,7 @@ def _read_meta(folder: Path) -> Meta:
 
 
 def _fill(folder: Path, meta: Meta, targets: Pieces) -> None:
-    """Copy pieces of files to pieces in memory, one file after the other.
-
-    Raises:
-        ValueError: a file is missing, damaged, or belongs to another checkpoint.
-    """
+    """Copy pieces of files to pieces in memory, one file after the other."""
     boxes_of: dict[int, list[tuple[str, Box, Box]]] = defaultdict(list)
     for name, (target, _) in targets.items():
         for box, number in meta.pieces[name].items():
@@ -463,7 +439,6 @@ def _fill(folder: Path, meta: Meta, targets: Pieces) -> None:
 
 
 def _remove_other_files(folder: Path) -> None:
-    """Remove files of checkpoints that were replaced, or never completed."""
     try:
         kept = _read_meta(folder).files()
     except FileNotFoundError:

@@ -155,7 +155,8 @@ class TrainingStep(Generic[State]):
             inputs = old._replace(loss_scale=scale)
             if isinstance(old, EnsembleState):
                 active = old.active.to(device)  # early stopping may count on the CPU
-                scale = for_each(scale, len(active))
+                if is_scaled(scale):
+                    scale = for_each(scale, len(active))
                 inputs = old._replace(loss_scale=scale, active=active)
             # A graph can neither write into the state nor reach other processes.
             one_graph = step.source.in_one_graph and not step.donate
@@ -177,7 +178,7 @@ class TrainingStep(Generic[State]):
         found = self.reduce.reduced(self, compute, state)
         # Looking at values costs nothing on a CPU, and choosing a pass over all.
         looks = not checks_collected()
-        all_taken = all(looks and x.is_cpu and bool(x.all()) for x in found.masks)
+        all_taken = all([looks and x.is_cpu and bool(x.all()) for x in found.masks])
         donate = self.donate and all_taken and self.tx.donated is not None
         arguments = self.tx, found.grads, state.optimizer, state.params
         if donate and _may_write(state.params, found.buffers):
@@ -365,7 +366,6 @@ class MemberSource(Source):
     """Gradients of every member's loss."""
 
     gradient: EnsembleGradFn
-    in_dims: InDims
     donate: bool
     name: ClassVar = "ensemble_train_step"
     kind: ClassVar = EnsembleState
@@ -379,7 +379,7 @@ class MemberSource(Source):
         shares = not shared.isdisjoint(state.params)
         if scaled and shares:
             raise ValueError(
-                f"ensemble_train_step(shared={list(self.gradient.shared)!r}, "
+                f"ensemble_train_step(shared={list(self.gradient.options.shared)!r}, "
                 f"loss_scale): expected one of the two, got both: each member has a "
                 f"scale of its own. Compute in bfloat16, which needs no scale."
             )
@@ -413,7 +413,7 @@ class MemberSource(Source):
 
     def shared_names(self, state: EnsembleState) -> frozenset[str]:
         """Return the names of the entries without a member axis."""
-        patterns = self.gradient.shared
+        patterns = self.gradient.options.shared
         names = {**state.params, **state.buffers} if patterns else {}
         return shared_names(self.name, names, patterns)
 
@@ -484,7 +484,7 @@ def _members_finite(grads: list[Tensor], like: Tensor) -> Tensor:
     finite = torch.ones_like(like)
     if like.device.type == "cpu" and not checks_collected():
         # A finite sum has finite terms, and takes a fraction of the time.
-        if all(bool(grad.sum().isfinite()) for grad in grads):
+        if all([bool(grad.sum().isfinite()) for grad in grads]):
             return finite
     for grad in grads:
         finite = finite & grad.isfinite().reshape(len(finite), grad[0].numel()).all(1)
@@ -708,5 +708,5 @@ def ensemble_train_step(
         shared=shared,
         has_aux=has_aux,
     )
-    source = MemberSource(gradient=gradient, in_dims=in_dims, donate=donate)
+    source = MemberSource(gradient=gradient, donate=donate)
     return TrainingStep(function, source, tx, scale, donate, has_aux)

@@ -164,8 +164,7 @@ def cross_validate(
             f"output and a target as the metric does, got a model that returns its "
             f"loss. Leave out the metric."
         )
-    policy = Policy.parse(policy) if isinstance(policy, str) else policy
-    job = _Job(
+    run = _Run(
         factory,
         criterion,
         tx,
@@ -177,15 +176,14 @@ def cross_validate(
         at_once=at_once,
         metric=metric,
         options={"in_dims": 0, "randomness": randomness, "strategy": strategy},
-        policy=policy,
+        policy=Policy.parse(policy) if isinstance(policy, str) else policy,
         scale=initial_loss_scale(function, loss_scale, policy, DynamicLossScale()),
         folder=None if folder is None else Path(folder),
         callback=callback,
     )
     results: list[_Trained] = []
     for start in range(0, folds, at_once):
-        which = range(folds)[start : start + at_once]
-        results.append(_train(job, which, results))
+        results.append(run.train(range(folds)[start : start + at_once], results))
     params, buffers, figures = tree.tree_map(lambda *x: torch.cat(x), *results)
     return CrossValidation(params, buffers, **figures)
 
@@ -194,15 +192,15 @@ _Trained = tuple[Params, Buffers, Figures]
 
 
 @dataclass(frozen=True)
-class _Job:
+class _Run:
     """The arguments, the same for all folds, with the indices `[K, ...]` of samples."""
 
     factory: Callable[[int], nn.Module]
     criterion: Criterion
     tx: GradientTransformation
     data: tuple[Tree, ...]
-    train: Tensor
-    validation: Tensor
+    rows: Tensor  # of training
+    held_out: Tensor
     epochs: int
     batch_size: int
     seed: int
@@ -214,12 +212,58 @@ class _Job:
     folder: Path | None
     callback: Callable[[FoldEpoch], None] | None
 
+    def train(self, which: range, before: Sequence[_Trained]) -> _Trained:
+        """Train some folds at once, after others."""
+        fmodel, state = self._start(which)
+        if before:
+            shapes, first = (
+                {name: value[0] for name, value in params.items()}
+                for params in (before[0][0], state.params)
+            )
+            tree.check_fit("cross_validate(factory)", shapes, first)
+        device = device_of(state.params)
+        loss = batch_loss(fmodel, self.criterion)
+        own = {"policy": self.policy, "loss_scale": self.scale, **self.options}
+        step = ensemble_train_step(loss, self.tx, donate=True, **own)
+        evaluated, options = fmodel.eval(), Call.of("cross_validate", **self.options)
+        names = ["train_losses", "skipped", "losses"]
+        names += [] if self.metric is None else ["scores"]
+        blank = torch.full((len(which), self.epochs), torch.nan, dtype=torch.float64)
+        history, done = {name: blank.clone() for name in names}, torch.tensor(0)
+        path = self.folder and self.folder / f"folds-{which.start}"
+        if path is not None:
+            start, old = (state, history, done), path.with_suffix(".safetensors")
+            with suppress(FileNotFoundError):  # one of an older version is refused
+                state, history, done = load(
+                    old if old.exists() else path, start, settings=self._settings
+                )
+        for epoch in range(int(done), self.epochs):
+            total, skipped = torch.zeros(()), torch.zeros(())
+            rows = self._shuffled(which, epoch)
+            for size, batch in self._batches(rows, device):
+                state, metrics = step(state, *batch)
+                total = total + metrics["loss"].double() * size
+                skipped = skipped + metrics["skipped"].double()
+            losses = (total / rows.shape[1]).cpu()
+            figures = {"train_losses": losses, "skipped": skipped.cpu()}
+            rows = self.held_out[which.start : which.stop]
+            figures |= self._evaluate(evaluated, options, state, rows)
+            for name, values in figures.items():
+                history[name][:, epoch] = values
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                reached = state, history, torch.tensor(epoch + 1)
+                save(path, reached, settings=self._settings)
+            if self.callback is not None:
+                self.callback(FoldEpoch(which, epoch, **figures))
+        return tree.to_device((state.params, state.buffers, history), "cpu")
+
     @cached_property
-    def settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         """Settings that have to be the same when the run goes on; hashes the data."""
         data = {str(i): x for i, x in enumerate(tree.tensors(self.data))}
         return {
-            "folds": len(self.train),
+            "folds": len(self.rows),
             "batch_size": self.batch_size,
             "seed": self.seed,
             "data": [f"{x.dtype} {tuple(x.shape)}" for x in data.values()],
@@ -231,26 +275,25 @@ class _Job:
             **self.options,
         }
 
-    def start(self, which: range) -> tuple[FunctionalModel, EnsembleState]:
+    def _start(self, which: range) -> tuple[FunctionalModel, EnsembleState]:
         """Make the models of some folds, and their state before the first step."""
         makes = [partial(self.factory, fold) for fold in which]
         seeds = [member_seed(self.seed, fold) for fold in which]
-        models = made("cross_validate(factory)", makes, seeds)
-        fmodel, *entries = stack(models)
+        fmodel, *entries = stack(made("cross_validate(factory)", makes, seeds))
         state = EnsembleState.create(self.tx, *entries, loss_scale=self.scale)
         key = secret_key(seed=self.seed, member=which.start)
         return fmodel, state._replace(key=key)
 
-    def training(self, which: range, epoch: int) -> Tensor:
+    def _shuffled(self, which: range, epoch: int) -> Tensor:
         """Return the samples of an epoch, `[E, samples]`, shuffled for each fold."""
         orders = []
         for fold in which:
             seed = torch_seed(secret_key(seed=self.seed, member=fold), "epoch", epoch)
             source = torch.Generator().manual_seed(seed)
-            orders.append(torch.randperm(self.train.shape[1], generator=source))
-        return self.train[which.start : which.stop].gather(1, torch.stack(orders))
+            orders.append(torch.randperm(self.rows.shape[1], generator=source))
+        return self.rows[which.start : which.stop].gather(1, torch.stack(orders))
 
-    def batches(
+    def _batches(
         self, rows: Tensor, device: torch.device
     ) -> Iterator[tuple[int, tuple]]:
         """Yield B and the batches `[E, B, ...]` of these samples."""
@@ -260,115 +303,45 @@ class _Job:
             )
             yield part.shape[1], batch
 
+    def _evaluate(
+        self, fmodel: FunctionalModel, options: Call, state: EnsembleState, rows: Tensor
+    ) -> Figures:
+        """Return mean `losses` and `scores` on samples, `[E]`, float64 on the CPU."""
 
-def _train(job: _Job, which: range, before: Sequence[_Trained]) -> _Trained:
-    fmodel, state = job.start(which)
-    if before:
-        shapes, first = (
-            {name: value[0] for name, value in params.items()}
-            for params in (before[0][0], state.params)
-        )
-        tree.check_fit("cross_validate(factory)", shapes, first)
-    device = device_of(state.params)
-    step = ensemble_train_step(
-        batch_loss(fmodel, job.criterion),
-        job.tx,
-        policy=job.policy,
-        loss_scale=job.scale,
-        donate=True,
-        **job.options,
-    )
-    evaluate = _Evaluation(fmodel, job)
-    names = ["train_losses", "skipped", "losses"]
-    names += [] if job.metric is None else ["scores"]
-    blank = torch.full((len(which), job.epochs), torch.nan, dtype=torch.float64)
-    history, done = {name: blank.clone() for name in names}, torch.tensor(0)
-    path = job.folder and job.folder / f"folds-{which.start}"
-    if path is not None:
-        start, old = (state, history, done), path.with_suffix(".safetensors")
-        with suppress(FileNotFoundError):  # one of an older version is refused
-            state, history, done = load(
-                old if old.exists() else path, start, settings=job.settings
-            )
-    for epoch in range(int(done), job.epochs):
-        total, skipped = torch.zeros(()), torch.zeros(())
-        rows = job.training(which, epoch)
-        for size, batch in job.batches(rows, device):
-            state, metrics = step(state, *batch)
-            total = total + metrics["loss"].double() * size
-            skipped = skipped + metrics["skipped"].double()
-        losses = (total / rows.shape[1]).cpu()
-        figures = {"train_losses": losses, "skipped": skipped.cpu()}
-        figures |= evaluate(state, job.validation[which.start : which.stop])
-        for name, values in figures.items():
-            history[name][:, epoch] = values
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            reached = state, history, torch.tensor(epoch + 1)
-            save(path, reached, settings=job.settings)
-        if job.callback is not None:
-            job.callback(FoldEpoch(which, epoch, **figures))
-    return tree.to_device((state.params, state.buffers, history), "cpu")
+        def of_member(params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
+            outputs: list[Tree] = []  # none without a metric
 
+            def noted(output: Any, target: Any) -> Tensor:
+                outputs.append(output)
+                return self.criterion(output, target)  # pyright: ignore[reportOptionalCall]
 
-class _Evaluation:
-    """Evaluates the members of an ensemble, each on its own samples."""
+            loss = batch_loss(fmodel, noted if self.metric else self.criterion)
+            return (loss(params, buffers, *batch), outputs), {}
 
-    def __init__(self, fmodel: FunctionalModel, job: _Job) -> None:
-        self._fmodel = fmodel.eval()
-        self._job = job
-        self._function = with_policy(job.policy, self._loss_and_output)
-        self._options = Call("cross_validate", **job.options)
-
-    def __call__(self, state: EnsembleState, rows: Tensor) -> Figures:
-        """Return mean `losses` and `scores` on samples, `[E]`, float64 on the CPU.
-
-        Random numbers of the model follow from the state.
-        """
-        total, outputs = torch.zeros(()), []
+        function = with_policy(self.policy, of_member)
+        total, outputs, scores = torch.zeros(()), [], []
         with torch.no_grad(), seeded_from(state):
-            for size, batch in self._job.batches(rows, device_of(state.params)):
-                call = self._options.on(state.params, state.buffers, batch)
-                (losses, output), _ = execution.run(self._function, call)
+            for size, batch in self._batches(rows, device_of(state.params)):
+                call = options.on(state.params, state.buffers, batch)
+                (losses, output), _ = execution.run(function, call)
                 total = total + losses.double() * size
                 outputs.append((output, batch[-1]) if output else ())
             figures = {"losses": (total / rows.shape[1]).cpu()}
-            if self._job.metric is not None:
-                whole = tree.tree_map(lambda *parts: torch.cat(parts, 1), *outputs)
-                figures["scores"] = self._scores(self._job.metric, whole)
-        return figures
-
-    def _loss_and_output(
-        self, params: Params, buffers: Buffers, /, *batch: Tree
-    ) -> tuple[tuple[Tensor, list[Tree]], Buffers]:
-        """Return the loss of a batch, with a metric also the output, in a list."""
-        criterion, outputs = self._job.criterion, []
-
-        def noted(output: Any, target: Any) -> Tensor:
-            outputs.append(output)
-            return criterion(output, target)  # pyright: ignore[reportOptionalCall]
-
-        loss = batch_loss(
-            self._fmodel, criterion if self._job.metric is None else noted
-        )
-        return (loss(params, buffers, *batch), outputs), {}
-
-    def _scores(self, metric: Metric, whole: tuple[list[Tree], Tree]) -> Tensor:
-        """Apply the metric to each member's output and target, `[E]`."""
-        (output,), target = whole
-        if self._job.policy is not None:
-            output = self._job.policy.cast(output, to="output")
-        scores = []
-        for member in range(len(tree.tensors(target)[0])):
-            one = tree.map_tensors(lambda x, i=member: x[i], (output, target))
-            score = torch.as_tensor(metric(*one), dtype=torch.float64).detach().cpu()
-            if score.numel() != 1:
-                raise ValueError(
-                    f"metric(output, target): expected one number for all samples, got "
-                    f"shape {tuple(score.shape)}. Reduce it in the metric."
-                )
-            scores.append(score.reshape(()))
-        return torch.stack(scores)
+            if self.metric is None:
+                return figures
+            (output,), target = tree.tree_map(lambda *x: torch.cat(x, 1), *outputs)
+            if self.policy is not None:
+                output = self.policy.cast(output, to="output")
+            for member in range(len(rows)):
+                one = tree.map_tensors(lambda x, i=member: x[i], (output, target))
+                score = torch.as_tensor(self.metric(*one), dtype=torch.float64)
+                if score.numel() != 1:
+                    raise ValueError(
+                        f"metric(output, target): expected one number for all samples, "
+                        f"got shape {tuple(score.shape)}. Reduce it in the metric."
+                    )
+                scores.append(score.detach().cpu().reshape(()))
+        return {**figures, "scores": torch.stack(scores)}
 
 
 class EarlyStopping(NamedTuple):
