@@ -120,35 +120,18 @@ def threes():
 
 namespace, partial = types.SimpleNamespace, functools.partial
 LATE = {
-    "namespace":
-        (lambda: namespace(factor=1.0), lambda c, h, x: h * c.factor, attribute),
-    "callable": (Factor, lambda c, h, x: c(h), attribute),
     "method":
         (lambda: Factor().times, lambda c, h, x: c(h), lambda c: attribute(c.__self__)),
-    "partial": (lambda: partial(Factor.times, Factor()), lambda c, h, x: c(h),
-                lambda c: attribute(c.args[0])),
-    "slots": (Slotted, lambda c, h, x: h * c.factor, attribute),
     "nested": (lambda: {"a": [(namespace(b=Factor()),)]},
                lambda c, h, x: c["a"][0][0].b(h), lambda c: attribute(c["a"][0][0].b)),
-    "set": (lambda: {1}, lambda c, h, x: h * len(c), lambda c: c.update({2, 3})),
     "array":
         (lambda: np.ones(1), lambda c, h, x: h * float(c[0]), lambda c: c.fill(6.0)),
-    "bytes": (lambda: bytearray(b"\1"), lambda c, h, x: h * c[0],
-              lambda c: c.extend(b"") or c.__setitem__(0, 3)),
-    "deque": (lambda: collections.deque([1.0], maxlen=1), lambda c, h, x: h * c[0],
-              lambda c: c.append(4.0)),
     "closure": (closure, lambda c, h, x: c(h), lambda c: c.change(4.0)),
-    "attribute of a function": (lambda: marked(lambda h: h, "factor"),
-                                lambda c, h, x: h * c.factor, attribute),
     "tensor by data": (threes, lambda c, h, x: h * c, lambda c: c.data.mul_(5)),
     "tensor in a set": (lambda: {threes()}, lambda c, h, x: h * next(iter(c)),
                         lambda c: next(iter(c)).data.mul_(5)),
-    "tensor in a tuple":
-        (lambda: (threes(),), lambda c, h, x: h * c[0], lambda c: c[0].mul_(5)),
     "attribute of a tensor": (lambda: marked(threes(), "factor"),
                               lambda c, h, x: h * c * c.factor, attribute),
-    "teacher":
-        (lambda: [teacher()], lambda c, h, x: h + c[0](x), lambda c: ema(c[0])),
     "teacher in an object": (lambda: namespace(net=teacher()),
                              lambda c, h, x: h + c.net(x), lambda c: ema(c.net)),
 }  # fmt: skip

@@ -35,7 +35,14 @@ def in_a_cell(layer):
     return lambda: weight.exp()
 
 
+def tied(layer):
+    other = nn.Linear(4, 3, bias=False)
+    other.weight = layer.weight
+    return other
+
+
 HELD = {
+    "module": (lambda layer: [tied(layer)], lambda held: held[0].weight),
     "tuple": (lambda layer: (layer.weight, 1), lambda held: held[0]),
     "list": (lambda layer: [(layer.weight,)], lambda held: held[0][0]),
     "set": (lambda layer: {layer.weight}, lambda held: next(iter(held))),

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 import vgrad
 from tests import oracle
+from tests.losses import Net
 
 B = 3
 # Torch says that it will not use nested tensors.
@@ -103,49 +104,34 @@ def others(call, *sample, **options):
     return case(make, *sample, call=call)
 
 
-class Biased(nn.Module):
-    """Attention whose mask is a parameter, or is computed from the sample."""
-
-    def __init__(self, *shape: int, need_weights: bool, **options: Any) -> None:
-        super().__init__()
-        self.attend = nn.MultiheadAttention(8, 2, batch_first=True, **options)
-        self.bias = nn.Parameter(torch.randn(shape))
-        self.need_weights = need_weights
+def biased(*shape: int, need_weights: bool, **options: Any) -> Net:
+    """Attend with a mask that is a parameter, or is computed from the sample."""
 
     def forward(self, x: Tensor, by: Tensor | None = None) -> tuple:
         mask = self.bias if by is None else self.bias * by
-        return self.attend(x, x, x, attn_mask=mask, need_weights=self.need_weights)
+        return self.attend(x, x, x, attn_mask=mask, need_weights=need_weights)
+
+    attend = nn.MultiheadAttention(8, 2, batch_first=True, **options)
+    return Net(forward, attend=attend, bias=torch.randn(shape))
 
 
-class Heads(nn.Module):
-    """Attention by the function alone, as models of today write it."""
-
-    def __init__(self, heads: int = 2, groups: int = 2, **options: Any) -> None:
-        super().__init__()
-        self.q = nn.Linear(8, heads * 4)
-        self.kv = nn.Linear(8, groups * 8, bias=False)
-        self.out = nn.Linear(heads * 4, 8)
-        self.options = options
+def heads(
+    heads: int = 2, groups: int = 2, *, table: bool = False, **options: Any
+) -> Net:
+    """Attend by the function alone, with a bias of relative positions as in T5."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if table:
+            place = torch.arange(5)
+            mask = self.table(place[:, None] - place + 4).permute(2, 0, 1)
         q = self.q(x).unflatten(-1, (-1, 4)).transpose(-3, -2)
         k, v = self.kv(x).unflatten(-1, (-1, 8)).transpose(-3, -2).chunk(2, -1)
-        found = F.scaled_dot_product_attention(q, k, v, mask, **self.options)
+        found = F.scaled_dot_product_attention(q, k, v, mask, **options)
         return self.out(found.transpose(-3, -2).flatten(-2))
 
-
-class MaskedHeads(nn.Module):
-    """Attention with a relative position bias, as in T5 and Swin."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = Heads()
-        self.table = nn.Embedding(9, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        place = torch.arange(5)
-        bias = self.table(place[:, None] - place + 4).permute(2, 0, 1)
-        return self.heads(x, bias)
+    parts = {"q": nn.Linear(8, heads * 4), "out": nn.Linear(heads * 4, 8)}
+    parts |= {"table": nn.Embedding(9, 2)} if table else {}
+    return Net(forward, kv=nn.Linear(8, groups * 8, bias=False), **parts)
 
 
 TOKENS, TIME, PADDED = (1, 5, 8), (5, 1, 8), padding(1, 5)
@@ -186,26 +172,26 @@ ATTENTION = {
     "bias, no weights": itself(TIME, attn_mask=BIAS, **UNWEIGHTED),
     "bias of every head": itself(TIME, attn_mask=PER_HEAD),
     "bias of every head, no batch": itself((5, 8), attn_mask=PER_HEAD, **UNWEIGHTED),
-    "bias is a parameter": case(partial(Biased, 5, 5, need_weights=False), TOKENS),
+    "bias is a parameter": case(partial(biased, 5, 5, need_weights=False), TOKENS),
     "bias is a parameter, weights": case(
-        partial(Biased, 2, 5, 5, need_weights=True), TOKENS, expanded=["bias"]
+        partial(biased, 2, 5, 5, need_weights=True), TOKENS, expanded=["bias"]
     ),
     "bias is computed": case(
-        partial(Biased, 2, 5, 5, need_weights=False), TOKENS, (5, 5), expanded=["bias"]
+        partial(biased, 2, 5, 5, need_weights=False), TOKENS, (5, 5), expanded=["bias"]
     ),
     "dropout in evaluation": case(
-        lambda: Biased(5, 5, need_weights=False, dropout=0.5).eval(), TOKENS
+        lambda: biased(5, 5, need_weights=False, dropout=0.5).eval(), TOKENS
     ),
-    "function": case(Heads, TOKENS),
-    "function, no batch": case(Heads, (5, 8)),
-    "function, causal": case(partial(Heads, is_causal=True), TOKENS),
-    "function, scaled": case(partial(Heads, scale=0.3), TOKENS),
-    "function, groups": case(partial(Heads, 4, 2, enable_gqa=True), TOKENS),
-    "function, one group": case(partial(Heads, 4, 1, **GROUPED), (2, 5, 8)),
-    "function, padding": case(Heads, TOKENS, ~PADDED),
-    "function, shared mask": case(Heads, TOKENS, call=lambda m, x: m(x, ~CAUSAL)),
-    "function, mask with a gradient": case(Heads, TOKENS, (1, 2, 5, 5)),
-    "function, positions": case(MaskedHeads, TOKENS),
+    "function": case(heads, TOKENS),
+    "function, no batch": case(heads, (5, 8)),
+    "function, causal": case(partial(heads, is_causal=True), TOKENS),
+    "function, scaled": case(partial(heads, scale=0.3), TOKENS),
+    "function, groups": case(partial(heads, 4, 2, enable_gqa=True), TOKENS),
+    "function, one group": case(partial(heads, 4, 1, **GROUPED), (2, 5, 8)),
+    "function, padding": case(heads, TOKENS, ~PADDED),
+    "function, shared mask": case(heads, TOKENS, call=lambda m, x: m(x, ~CAUSAL)),
+    "function, mask with a gradient": case(heads, TOKENS, (1, 2, 5, 5)),
+    "function, positions": case(partial(heads, table=True), TOKENS),
 }
 
 
@@ -293,41 +279,18 @@ TRANSFORMERS = {
 # Recurrent nets, as parts of small models.
 
 
-class Tagger(nn.Module):
-    """Reads symbols both ways, and scores each place and the whole."""
-
-    def __init__(self, kind: Callable[..., nn.Module], **options: Any) -> None:
-        super().__init__()
-        self.table = nn.Embedding(11, 4, padding_idx=0)
-        self.norm = nn.LayerNorm(4)
-        self.net = kind(4, 6, batch_first=True, **options)
-        width = (2 if self.net.bidirectional else 1) * (self.net.proj_size or 6)
-        self.head = nn.Linear(width, 3)
-
-    def forward(self, x: Tensor) -> tuple:
-        output, state = self.net(self.norm(self.table(x)))
-        return self.head(output), state
-
-
-class Started(nn.Module):
-    """Starts from a state that another part computes."""
-
-    def __init__(self, kind: Callable[..., nn.Module]) -> None:
-        super().__init__()
-        self.state = nn.Linear(3, 8)
-        self.net = kind(3, 4, num_layers=2)
+def started(kind: Callable[..., nn.Module]) -> Net:
+    """Start from a state that another part computes."""
 
     def forward(self, x: Tensor, start: Tensor) -> tuple:
         h = self.state(start).view(2, -1, 4)
         return self.net(x, (h, h.tanh()) if self.net.mode == "LSTM" else h)
 
+    return Net(forward, state=nn.Linear(3, 8), net=kind(3, 4, num_layers=2))
 
-class Unrolled(nn.Module):
-    """Runs a cell over time, with a residual connection and another cell above."""
 
-    def __init__(self, below: nn.Module, above: nn.Module) -> None:
-        super().__init__()
-        self.below, self.above = below, above
+def unrolled(below: nn.Module, above: nn.Module) -> Net:
+    """Run a cell over time, with a residual connection and another cell above."""
 
     def forward(self, x: Tensor) -> tuple:
         one = two = None
@@ -337,24 +300,26 @@ class Unrolled(nn.Module):
             two = self.above(each + h, two)
         return one, two
 
+    return Net(forward, below=below, above=above)
 
-TWICE = {"num_layers": 2, "bidirectional": True}
-SYMBOLS = symbols(11, 1, 5)
+
+TWICE = {"num_layers": 2, "bidirectional": True, "batch_first": True}
+WORDS = (1, 5, 4)
 RECURRENT = {
-    "lstm": case(partial(Tagger, nn.LSTM, num_layers=2), SYMBOLS),
-    "lstm, both ways": case(partial(Tagger, nn.LSTM, **TWICE), SYMBOLS),
-    "lstm, projected": case(partial(Tagger, nn.LSTM, proj_size=2, **TWICE), SYMBOLS),
-    "gru": case(partial(Tagger, nn.GRU, **TWICE), SYMBOLS),
-    "rnn": case(partial(Tagger, nn.RNN, bias=False), SYMBOLS),
-    "rnn, relu": case(partial(Tagger, nn.RNN, nonlinearity="relu", **TWICE), SYMBOLS),
-    "lstm with a state": case(partial(Started, nn.LSTM), (5, 1, 3), (1, 3)),
-    "gru with a state": case(partial(Started, nn.GRU), (5, 1, 3), (1, 3)),
+    "lstm": case(partial(nn.LSTM, 4, 6, num_layers=2, batch_first=True), WORDS),
+    "lstm, both ways": case(partial(nn.LSTM, 4, 6, **TWICE), WORDS),
+    "lstm, projected": case(partial(nn.LSTM, 4, 6, proj_size=2, **TWICE), WORDS),
+    "gru": case(partial(nn.GRU, 4, 6, **TWICE), WORDS),
+    "rnn": case(partial(nn.RNN, 4, 6, bias=False), WORDS),
+    "rnn, relu": case(partial(nn.RNN, 4, 6, nonlinearity="relu", **TWICE), WORDS),
+    "lstm with a state": case(partial(started, nn.LSTM), (5, 1, 3), (1, 3)),
+    "gru with a state": case(partial(started, nn.GRU), (5, 1, 3), (1, 3)),
     "lstm, dropout": case(lambda: nn.LSTM(3, 4, 2, dropout=0.5).eval(), (5, 1, 3)),
     "cells of lstm and gru": case(
-        lambda: Unrolled(nn.LSTMCell(4, 4), nn.GRUCell(4, 4)), (5, 1, 4)
+        lambda: unrolled(nn.LSTMCell(4, 4), nn.GRUCell(4, 4)), (5, 1, 4)
     ),
     "cells of rnn, no batch": case(
-        lambda: Unrolled(nn.RNNCell(4, 4), nn.RNNCell(4, 3, True, "relu")), (5, 4)
+        lambda: unrolled(nn.RNNCell(4, 4), nn.RNNCell(4, 3, True, "relu")), (5, 4)
     ),
 }
 
@@ -424,25 +389,17 @@ CONVOLUTIONS = {
 # Other layers.
 
 
-class LoRA(nn.Module):
-    """Adds a product of two thin matrices to a frozen layer, on a way of its own."""
-
-    def __init__(self, base: nn.Linear, rank: int) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Parameter(torch.randn(rank, base.in_features))
-        self.up = nn.Parameter(torch.randn(base.out_features, rank))
+def lora(*, merged: bool) -> Net:
+    """Add a product of two thin matrices to a frozen layer, or to its weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + 0.5 * (x @ self.down.mT) @ self.up.mT
-
-
-class Merged(LoRA):
-    """Adds it to the weight instead."""
-
-    def forward(self, x: Tensor) -> Tensor:
+        if not merged:
+            return self.base(x) + 0.5 * (x @ self.down.mT) @ self.up.mT
         weight = self.base.weight + 0.5 * self.up @ self.down
         return F.linear(x, weight, self.base.bias)
+
+    base = nn.Linear(4, 3).requires_grad_(False)
+    return Net(forward, base=base, down=torch.randn(2, 4), up=torch.randn(3, 2))
 
 
 class Symmetric(nn.Module):
@@ -461,34 +418,30 @@ def wrapped(wrap: Callable, module: Callable, *sizes: int, **options: Any) -> Ca
     return lambda: nn.Sequential(wrap(module(*sizes), **options), nn.Tanh()).eval()
 
 
-class Tabular(nn.Module):
-    """Bags of symbols beside numbers, compared by a bilinear form."""
+def tabular() -> Net:
+    """Compare bags of symbols with numbers by a bilinear form."""
+    return Net(
+        lambda self, bag, x: self.compare(
+            self.bag(bag), self.slope(self.norm(self.numbers(x)))
+        ),
+        bag=nn.EmbeddingBag(9, 4, mode="sum", padding_idx=0),
+        numbers=nn.Linear(3, 5),
+        norm=nn.RMSNorm(5),
+        slope=nn.PReLU(5),
+        compare=nn.Bilinear(4, 5, 3),
+    )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(9, 4, mode="sum", padding_idx=0)
-        self.numbers = nn.Linear(3, 5)
-        self.norm = nn.RMSNorm(5)
-        self.slope = nn.PReLU(5)
-        self.compare = nn.Bilinear(4, 5, 3)
 
-    def forward(self, bag: Tensor, x: Tensor) -> Tensor:
-        return self.compare(self.bag(bag), self.slope(self.norm(self.numbers(x))))
-
-
-class Mixture(nn.Module):
-    """Weighs the outputs of experts, whose weights are one tensor each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(4, 3)
-        self.inner = nn.Parameter(torch.randn(3, 4, 6))
-        self.outer = nn.Parameter(torch.randn(3, 6, 4))
+def mixture() -> Net:
+    """Weigh the outputs of experts, whose weights are one tensor each."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.gelu(torch.einsum("bti,eih->beth", x, self.inner))
         found = torch.einsum("beth,eho->beto", hidden, self.outer)
         return torch.einsum("beto,bte->bto", found, self.gate(x).softmax(-1))
+
+    inner, outer = torch.randn(3, 4, 6), torch.randn(3, 6, 4)
+    return Net(forward, gate=nn.Linear(4, 3), inner=inner, outer=outer)
 
 
 LAYERS = {
@@ -497,7 +450,7 @@ LAYERS = {
     "prelu": case(nn.PReLU, (1, 9), expanded=["weight"]),
     "bags": case(partial(nn.EmbeddingBag, 9, 4), symbols(9, 1, 5)),
     "bags, maximum": case(partial(nn.EmbeddingBag, 9, 4, mode="max"), symbols(9, 2, 5)),
-    "tabular": case(Tabular, symbols(9, 1, 4), (1, 3), expanded=["slope.weight"]),
+    "tabular": case(tabular, symbols(9, 1, 4), (1, 3), expanded=["slope.weight"]),
     "norms": case(
         "nn.RMSNorm(4), nn.Linear(4, 6), nn.LayerNorm((5, 6)), nn.RMSNorm((5, 6)), "
         "nn.LayerNorm(6, bias=False)",
@@ -520,9 +473,9 @@ LAYERS = {
         wrapped(orthogonal, nn.Linear, 3, 4, orthogonal_map="householder"), (1, 3)
     ),
     "symmetric": case(wrapped(symmetric, nn.Linear, 4, 4), (1, 5, 4)),
-    "lora": case(lambda: LoRA(nn.Linear(4, 3), 2), (1, 5, 4)),
-    "lora, merged": case(lambda: Merged(nn.Linear(4, 3), 2), (1, 5, 4)),
-    "mixture": case(Mixture, (1, 5, 4)),
+    "lora": case(partial(lora, merged=False), (1, 5, 4)),
+    "lora, merged": case(partial(lora, merged=True), (1, 5, 4)),
+    "mixture": case(mixture, (1, 5, 4)),
 }
 
 CASES = [ATTENTION, TRANSFORMERS, RECURRENT, CONVOLUTIONS, LAYERS]

@@ -314,32 +314,21 @@ UNFAKED = """
 """What needs a real GPU, or has no batching rule."""
 
 PYTHON = {
-    **spelled(
-        """celu elu glu hardsigmoid hardswish hardtanh leaky_relu mish relu relu6 selu
-        sigmoid silu softsign tanh tanhshrink normalize""",
-        F, (2, 4)),
-    **spelled("softmax softmin log_softmax", F, MATRIX, options=(-1,)),
-    **spelled("dropout dropout2d alpha_dropout feature_alpha_dropout", F, sides(2),
-              options=(0.5, False)),
-    **spelled("dropout1d", F, sides(1), options=(0.5, False)),
-    **spelled("dropout3d", F, sides(3), options=(0.5, False)),
-    **spelled("threshold", F, MATRIX, options=(0.1, 0.2)),
-    "affine_grid": GRIDS["affine_grid_generator"],
+    **spelled("celu normalize silu tanhshrink", F, (2, 4)),
+    **spelled("softmax log_softmax", F, MATRIX, options=(-1,)),
+    **spelled("dropout alpha_dropout", F, sides(2), options=(0.5, False)),
     "grid_sample":
         (sides(2), lambda x: grid(x, F.grid_sample, "bilinear", "zeros", False)),
     "cross_entropy": LOSSES["cross_entropy_loss"],
     **spelled("gaussian_nll_loss", F, *PAIR, options=(1.0,)),
-    **spelled("multilabel_soft_margin_loss", F, MATRIX, options=(halves,)),
     **spelled("triplet_margin_with_distance_loss", F, MATRIX, *PAIR),
     **{name: UNLISTED[name] for name in ("embedding", "embedding_bag", "pad")},
     "interpolate": UNLISTED["interpolate"],
-    **{name: (sides(2), lambda x, op=op: op(x, scale_factor=2)) for name, op in (
-        ("upsample", F.upsample), ("upsample_bilinear", F.upsample_bilinear),
-        ("upsample_nearest", F.upsample_nearest))},
     "fold": ((1, 8, 9), lambda x: F.fold(x, (4, 4), 2)),
     **spelled("unfold local_response_norm", F, sides(2), options=(2,)),
-    "max_unpool1d":
-        ((1, 1, 2), lambda x: F.max_unpool1d(x, torch.tensor([[[0, 2]]]), 2)),
+    **spelled("max_pool3d_with_indices adaptive_avg_pool3d", F, sides(3), options=(2,)),
+    **spelled("lp_pool2d", F, sides(2), options=(2.0, 2)),
+    "fractional_max_pool2d_with_indices": fractional(2, "_with_indices"),
     "multi_head_attention_forward": (
         (3, 1, 4), (12, 4), (12,), (4, 4), (4,),
         lambda x, w_in, b_in, w_out, b_out: F.multi_head_attention_forward(
@@ -347,18 +336,9 @@ PYTHON = {
         ),
     ),
 }  # fmt: skip
-for n in (1, 2, 3):
-    kinds = f"max_pool{n}d_with_indices adaptive_max_pool{n}d_with_indices"
-    PYTHON |= spelled(kinds, F, sides(n), options=(2,))
-    PYTHON |= spelled(f"lp_pool{n}d", F, sides(n), options=(2.0, 2))
-for n in (2, 3):
-    PYTHON |= spelled(f"adaptive_avg_pool{n}d", F, sides(n), options=(2,))
-    name = f"fractional_max_pool{n}d_with_indices"
-    PYTHON[name] = fractional(n, "_with_indices")
 if hasattr(F, "linear_cross_entropy"):  # from torch 2.13 on
     PYTHON["linear_cross_entropy"] = (
         *(MATRIX, (4, 3)),
         lambda x, w: F.linear_cross_entropy(x, w.to(x.dtype), labels(x)),
     )
-PYTHON |= {name: CPU[name] for name in CPU if hasattr(F, name) and name not in PYTHON}
-"""Functions that `torch.nn.functional` defines in Python, among others."""
+"""Functions that `torch.nn.functional` defines in Python."""

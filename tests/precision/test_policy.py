@@ -22,13 +22,7 @@ FIELDS = ("param_dtype", "compute_dtype", "output_dtype")
 F16, BF16, F32, F64 = SPELLINGS
 
 dtypes = st.sampled_from(list(SPELLINGS))
-policies = st.builds(Policy, dtypes, dtypes, dtypes)
 spaces = st.sampled_from(["", " ", "\t", "  "])
-
-
-@given(policies)
-def test_a_policy_is_what_its_text_says(policy):
-    assert Policy.parse(str(policy)) == policy
 
 
 @given(st.data(), st.lists(dtypes, min_size=3, max_size=3))
@@ -44,7 +38,7 @@ def test_keys_come_in_any_order_and_number_long_or_short(data, values):
     params = params or torch.float32
     compute = compute or params
     expected = Policy(params, compute, output or compute)
-    assert Policy.parse(",".join(parts)) == expected
+    assert Policy.parse(",".join(parts)) == Policy.parse(str(expected)) == expected
 
 
 @pytest.mark.parametrize(
@@ -59,9 +53,6 @@ def test_keys_come_in_any_order_and_number_long_or_short(data, values):
 )
 def test_texts_and_their_policies(text, expected):
     assert Policy.parse(text) == Policy(*expected)
-    assert str(Policy(F32, BF16, F64)) == (
-        "params=float32,compute=bfloat16,output=float64"
-    )
 
 
 ONCE = "each of params, compute and output .* once at most"
@@ -113,6 +104,7 @@ def test_dtypes_that_do_not_float_are_refused(wrong, name):
 def test_policies_compare_and_hash_by_their_dtypes_and_are_frozen():
     a, b = Policy(F32, F16, F32), Policy.parse("mixed_float16")
     assert a == b
+    assert str(a) == "params=float32,compute=float16,output=float32"
     assert len({a, b, Policy(F32, BF16, F32), Policy(F16, F32, F32)}) == 3
     assert a.with_output_dtype(torch.float64) == Policy(F32, F16, F64) != a
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -164,16 +156,3 @@ def test_other_casts_are_refused():
     message = "Policy.cast\\(to='half'\\): expected one of 'compute', 'param', 'output'"
     with pytest.raises(ValueError, match=message):
         Policy(F32, F16, F32).cast(torch.ones(1), to="half")
-
-
-def test_gradients_and_members_pass_through_a_cast():
-    policy = Policy.parse("mixed_bfloat16")
-    params = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "ids": torch.arange(2)}
-
-    def loss(w, ids):
-        low = policy.cast({"w": w, "ids": ids}, to="compute")
-        assert (low["w"].dtype, low["ids"].dtype) == (torch.bfloat16, torch.int64)
-        return policy.cast((low["w"] ** 2).sum() * low["ids"], to="output")
-
-    grads = torch.vmap(torch.func.grad(loss))(params["w"], params["ids"])
-    torch.testing.assert_close(grads, 2 * params["w"] * params["ids"][:, None])

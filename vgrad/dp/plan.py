@@ -258,8 +258,7 @@ class Plan:
 
         Raises:
             ValueError: the state has taken more steps than the plan has, or has spent
-            under
-                another plan.
+                under another plan.
         """
         if not (hasattr(state, "key") and hasattr(state, "step")):
             raise TypeError(

@@ -86,8 +86,7 @@ class PrivateGradients:
 
     Args:
         check_collate: check once, on some of the first 64 samples, whether a loss
-        changes
-            if `collate_fn` pads a sample to the length of another one.
+            changes if `collate_fn` pads a sample to the length of another one.
 
     Attributes:
         plan: the numbers that sampling, noise and accounting share.
@@ -284,8 +283,7 @@ class PrivateGradients:
 
         Raises:
             ValueError: the state is not complete, or of a run with another plan. Plans
-            with
-                more steps, or made by `Plan.after`, may continue it.
+                with more steps, or made by `Plan.after`, may continue it.
         """
         function = "PrivateGradients.load_state_dict(state)"
         if set(state) != {"key", "step", "plan"}:

@@ -59,11 +59,9 @@ def refuse_batch_statistics(
 
 
 def mended(function: Callable, output: Any) -> Any:
-    """Make the gradient of a normalisation's output contiguous.
-
-    The kernel of torch 2.13 for fixed statistics on a CPU reads a transposed gradient
-    of a batch of one as a contiguous one: wrong numbers, in plain autograd too.
-    """
+    """Make the gradient of a normalisation's output contiguous."""
+    # The kernel of torch 2.13 for fixed statistics on a CPU reads a transposed gradient
+    # of a batch of one as a contiguous one: wrong numbers, in plain autograd too.
     if function in _MENDED and output.requires_grad and not modes.is_wrapped(output):
         output.register_hook(Tensor.contiguous)
     return output

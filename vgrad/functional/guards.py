@@ -1,13 +1,12 @@
 """Refusals: writes into protected tensors, and models that cannot be functional.
 
-A function mode sees every call of torch, custom ops included. It cannot see NumPy,
-DLPack or compiled code write into the same memory. It also sees where a checkpoint
-begins, whose function is run again in the backward pass, and restores the values of the
-call for that run.
+A function mode sees every call of torch, custom ops included, but no write by NumPy,
+DLPack or compiled code. It also sees a checkpoint begin, which is re-run in the
+backward pass, with the values of the call.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import lru_cache
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -27,19 +26,12 @@ from vgrad.tree import tree_leaves
 
 
 class Protected(NamedTuple):
-    """Tensors that stay as they are, and the error for a call that writes into one.
-
-    Attributes:
-        tensors: the tensors, by name.
-        expected: the first words of the error, `function(argument): expected ...`.
-        advice: the last words.
-        again: called where a checkpoint begins; returns a block that restores the
-            values of the call for a re-run.
-    """
+    """Tensors that stay as they are, and the error for a call that writes into one."""
 
     tensors: Mapping[str, Tensor]
-    expected: str
+    expected: str  # `function(argument): expected ...`
     advice: str
+    # Called where a checkpoint begins; returns a block with the values of the call.
     again: Callable[[], Callable[[], AbstractContextManager]] | None = None
 
 
@@ -139,8 +131,6 @@ class WriteGuard(TorchFunctionMode):
 
 def protect(protected: Protected) -> AbstractContextManager:
     """Protect tensors in a block, by the current mode or a new one."""
-    if not protected.tensors and protected.again is None:
-        return nullcontext()
     for mode in reversed(modes.function_modes()):
         if isinstance(mode, WriteGuard):
             return mode.protecting(protected)

@@ -139,16 +139,14 @@ def check_loss(function: str, loss: Any, *, of_batch: bool = False) -> None:
 
 
 def returned(function: str, result: Any, *, has_aux: bool) -> tuple[Tensor, Any]:
-    """Return the scalar and aux, or `()`, of a loss's result; check both.
-
-    Whole numbers are refused, as by plain autograd: a gradient of zero would be silent.
-    """
+    """Return the scalar and aux, or `()`, of a loss's result; check both."""
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise ValueError(
             f"{function}(loss, has_aux=True): expected a loss that returns "
             f"(scalar, aux), got a {type(result).__name__}."
         )
     value, aux = result if has_aux else (result, ())
+    # Whole numbers are refused, as by plain autograd: zero gradients would be silent.
     if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
         tensor = isinstance(value, Tensor)
         got = f"{value.dtype} {tuple(value.shape)}" if tensor else type(value).__name__
@@ -251,19 +249,15 @@ def _value(function: str, output: Any, target: Any, criterion: Criterion) -> Ten
 
 
 def gradient(function: Callable, params: Params) -> tuple[Params, Any, set[str]]:
-    """Differentiate `params -> (scalar, rest)`; return gradients and the rest.
-
-    Last come the names of parameters to which no graph leads, as far as that is known.
-    """
+    """Differentiate `params -> (scalar, rest)`: gradients, rest, unreached names."""
+    of_torch = torch.func.grad(function, has_aux=True)
     if torch.is_inference_mode_enabled():
         # Plain autograd saves no tensor that was made there, and before torch 2.12
         # gradients of torch.func are zero inside.
         with torch.inference_mode(False), torch.no_grad():
-            grads, rest = torch.func.grad(function, has_aux=True)(params)
-        return grads, rest, set()
+            return *of_torch(params), set()
     if modes.inside_transform():
-        grads, rest = torch.func.grad(function, has_aux=True)(params)
-        return grads, rest, set()
+        return *of_torch(params), set()
     with torch.enable_grad():
         leaves = {
             name: with_attributes(p.detach().requires_grad_(), p)

@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -76,7 +76,8 @@ class FunctionalModel:
             if isinstance(module, nn.Embedding | nn.EmbeddingBag)
             and module.max_norm is not None
         }
-        self._copied = {*self.buffer_names} | tables
+        own = {*self.buffer_names} | tables
+        self._copied = {name: None for name in self.names if name in own}
         self._hooked = [
             name or type(module).__name__
             for name, module in modules.items()
@@ -88,7 +89,7 @@ class FunctionalModel:
         self._only_torch = all(map(_is_of_torch, modules.values()))
         in_place = any(getattr(each, "inplace", False) for each in modules.values())
         self._writes = in_place or not self._only_torch
-        self._watched = () if self._only_torch else {*self.names} - self._copied
+        self._watched = () if self._only_torch else {*self.names} - own
 
     def __call__(
         self, params: Params, buffers: Buffers, /, *args: Any, **kwargs: Any
@@ -171,8 +172,33 @@ class FunctionalModel:
         Raises:
             ValueError: the module lacks a name, has one more, or another shape.
         """
-        values, aliases = self._merged(params, buffers), self._aliases
-        _write_values_(model, {n: values[key] for key in values for n in aliases[key]})
+        function = "copy_to_(model, params, buffers)"
+        merged = self._merged(params, buffers)
+        values = {n: merged[key] for key in merged for n in self._aliases[key]}
+        with RNG_LOCK:  # no other thread computes on the module
+            targets = dict(slots.named_tensors(model))
+        checks.names(function, targets, values)
+        shapes = {name: target.shape for name, target in targets.items()}
+        checks.shapes(function, shapes, values)
+        first_values: dict[int, Tensor] = {}
+        for name, target in targets.items():
+            sides = zip(target.stride(), target.shape, strict=True)
+            repeated = any(step == 0 and size > 1 for step, size in sides)
+            if target.is_meta or target.is_inference() or repeated:
+                raise ValueError(
+                    f"{function}: expected tensors with memory of their own, got one "
+                    f"in {name!r} that is on the device meta, expanded, or made in "
+                    f"inference mode."
+                )
+            first = first_values.setdefault(id(target), values[name])
+            if not checks.same_values(first, values[name]):
+                raise ValueError(
+                    f"{function}: expected one value for {name!r} and the names that "
+                    f"the module ties to it, got two."
+                )
+        with torch.no_grad():
+            for name, target in targets.items():
+                target.copy_(values[name])
 
     def __reduce__(self) -> tuple:
         return FunctionalModel, (self._skeleton, self._defaults)
@@ -243,20 +269,17 @@ class FunctionalModel:
         for name in self._copied:
             tensors[name] = with_attributes(values[name].clone(), values[name])
         watched = {name: tensors[name] for name in self._watched}
-        copies = self._writes
         with modes.without_modes():  # which would see each attribute that is read
             versions = versions_of(watched.values())
             # Autograd saves no tensor of inference mode, but copies of them.
-            copies = copies or any(
-                x.is_inference() for x in tree.tensors((args, kwargs))
-            )
-        if copies:
+            inputs = () if self._writes else tree.tensors((args, kwargs))
+            inference = any(each.is_inference() for each in inputs)
+        if self._writes or inference:
             args, kwargs = tree.copied((args, kwargs))
         guard: AbstractContextManager = nullcontext()
         if not self._only_torch:
-            rerun = Rerun(
-                self._slots, (tensors[name] for name in self._copied), self._lock
-            )
+            own = [tensors[name] for name in self._copied]
+            rerun = Rerun(self._slots, own, self._lock)
             guard = protect(Protected(watched, _EXPECTED, _ADVICE, rerun.again))
         with self._lock:
             if self._running:
@@ -276,15 +299,11 @@ class FunctionalModel:
                     rerun.keep()
                 self._slots.end()
                 self._running = False
-        changed = [
-            n for n in left if left[n] is not tensors[n] and n not in self._copied
-        ]
-        if watched:
-            with modes.without_modes():
-                pairs = zip(
-                    watched, versions, versions_of(watched.values()), strict=True
-                )
-            changed += [name for name, before, after in pairs if before != after]
+        changed = [name for name in left if left[name] is not tensors[name]]
+        changed = [name for name in changed if name not in self._copied]
+        with modes.without_modes():
+            after = zip(watched, versions, versions_of(watched.values()), strict=True)
+        changed += [name for name, one, other in after if one != other]
         if changed:
             raise RuntimeError(f"{_EXPECTED}, but it changed {changed[0]!r}. {_ADVICE}")
         return output, left
@@ -353,32 +372,26 @@ def make_functional_with_buffers(
         (['weight', 'bias'], [])
     """
     with RNG_LOCK:  # a call of PrivateGradients may run the module in another thread
-        return _split(model, disable_autograd_tracking)
-
-
-def _split(
-    model: nn.Module, disable_autograd_tracking: bool
-) -> tuple[FunctionalModel, Params, Buffers]:
-    guards.check_plain("make_functional_with_buffers", model)
-    own_buffers = slots.own_buffers(model)
-    constant = own_buffers - slots.persistent(model)
-    placeholders: dict[int, slots.Placeholder] = {}
-    params: Params = {}
-    buffers: Buffers = {}
-    constants: dict[str, Tensor] = {}
-    for name, tensor in slots.named_tensors(model):
-        if id(tensor) in placeholders:
-            continue
-        value = tensor.detach().clone()
-        if id(tensor) not in own_buffers and tensor.requires_grad:
-            params[name] = value.requires_grad_(not disable_autograd_tracking)
-        else:
-            buffers[name] = value
-        if id(tensor) in constant:
-            constants[name] = value.clone()
-        placeholders[id(tensor)] = slots.placeholder(tensor)
-    skeleton = slots.duplicate(model, placeholders)
-    return FunctionalModel(skeleton, constants), params, buffers
+        guards.check_plain("make_functional_with_buffers", model)
+        own_buffers = slots.own_buffers(model)
+        constant = own_buffers - slots.persistent(model)
+        placeholders: dict[int, slots.Placeholder] = {}
+        params: Params = {}
+        buffers: Buffers = {}
+        defaults: dict[str, Tensor] = {}
+        for name, tensor in slots.named_tensors(model):
+            if id(tensor) in placeholders:
+                continue
+            value = tensor.detach().clone()
+            if id(tensor) not in own_buffers and tensor.requires_grad:
+                params[name] = value.requires_grad_(not disable_autograd_tracking)
+            else:
+                buffers[name] = value
+            if id(tensor) in constant:
+                defaults[name] = value.clone()
+            placeholders[id(tensor)] = slots.placeholder(tensor)
+        skeleton = slots.duplicate(model, placeholders)
+    return FunctionalModel(skeleton, defaults), params, buffers
 
 
 def make_functional(
@@ -411,28 +424,6 @@ _EXPECTED = (
     "fmodel(params, buffers): expected a forward pass that leaves parameters alone"
 )
 _ADVICE = "Keep what changes in a buffer (register_buffer) and use call_and_update."
-
-
-def _write_values_(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Write a value into every tensor of a module, under each of its names."""
-    function = "copy_to_(model, params, buffers)"
-    with RNG_LOCK:  # no other thread computes on the module
-        targets = dict(slots.named_tensors(model))
-    checks.names(function, targets, values)
-    shapes = {name: target.shape for name, target in targets.items()}
-    checks.shapes(function, shapes, values)
-    first_values: dict[int, Tensor] = {}
-    for name, target in targets.items():
-        _check_writable(function, name, target)
-        first = first_values.setdefault(id(target), values[name])
-        if not checks.same_values(first, values[name]):
-            raise ValueError(
-                f"{function}: expected one value for {name!r} and the names that the "
-                f"module ties to it, got two."
-            )
-    with torch.no_grad():
-        for name, target in targets.items():
-            target.copy_(values[name])
 
 
 def write_grads_(model: nn.Module, grads: Params) -> None:
@@ -469,19 +460,6 @@ def write_grads_(model: nn.Module, grads: Params) -> None:
         target.grad = None
     for name, grad in grads.items():
         targets[name].grad = grad.detach().to(targets[name], copy=True)
-
-
-def _check_writable(function: str, name: str, target: Tensor) -> None:
-    """Refuse a tensor that cannot be written into as a whole."""
-    repeated = any(
-        step == 0 and size > 1
-        for step, size in zip(target.stride(), target.shape, strict=True)
-    )
-    if target.is_meta or target.is_inference() or repeated:
-        raise ValueError(
-            f"{function}: expected tensors with memory of their own, got one in "
-            f"{name!r} that is on the device meta, expanded, or made in inference mode."
-        )
 
 
 def freeze(

@@ -139,11 +139,9 @@ def persistent(model: nn.Module) -> set[int]:
 
 
 def duplicate(model: nn.Module, placeholders: dict[int, Any]) -> nn.Module:
-    """Copy a module with its tensors, by id, replaced wherever they are held.
-
-    Views and results of them are placeholders until the forward pass computes them, as
-    the old `torch.nn.utils.weight_norm` does.
-    """
+    """Copy a module with its tensors, by id, replaced wherever they are held."""
+    # Views and results of them are placeholders until the forward pass computes them,
+    # as the old `torch.nn.utils.weight_norm` does.
     slots = Slots(model, dict.fromkeys(placeholders, ""))
     memo = {**placeholders, **slots.stale}
     # Torch copies leaves only; other results are constants here.

@@ -50,7 +50,7 @@ class GradientTransformation(NamedTuple):
 
     `donated` is a faster whole step, for `step` with `donate=True`; a chain does not
     inherit it. `counted` is whether updates depend on steps that `torch.optim` counts
-    for each parameter.
+    for each parameter, and `settable` names numbers of `inject_hyperparams`.
 
     Example:
         >>> negate = GradientTransformation(
@@ -63,6 +63,7 @@ class GradientTransformation(NamedTuple):
     update: UpdateFn
     donated: Donated | None = None
     counted: bool = False
+    settable: tuple[str, ...] = ()
 
 
 class State(NamedTuple):
@@ -135,8 +136,19 @@ def stateless(update: Callable[[Grads, Any], Updates]) -> GradientTransformation
     )
 
 
+def counting(update: Callable[[Grads, Any, Tensor], Updates]) -> GradientTransformation:
+    """Do the same of `(grads, params, steps taken so far) -> updates`."""
+    return GradientTransformation(
+        lambda params: State(counter(params), {}),
+        lambda grads, state, params=None: (
+            update(grads, params, state.count),
+            State(state.count + 1, {}),
+        ),
+    )
+
+
 def of_gradient(function: Callable[[Tensor], Tensor]) -> GradientTransformation:
-    """Do the same with a function of one gradient, widened."""
+    """Make a transformation without state of a function of one gradient, widened."""
     return stateless(lambda grads, _: map_grads(lambda g: function(widened(g)), grads))
 
 

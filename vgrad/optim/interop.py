@@ -14,7 +14,7 @@ from vgrad import checks, memory, tree
 from vgrad.optim import methods
 from vgrad.optim.base import GradientTransformation, State, check_transformation, step
 from vgrad.optim.transforms import HyperparamsState, Key, partition, with_hyperparams
-from vgrad.tree import check_fit, state_dict, tree_leaves, tree_map
+from vgrad.tree import check_fit, state_dict, tree_map
 from vgrad.typing import Params, Tree
 
 Entry = dict[str, Any]
@@ -310,19 +310,9 @@ class _Adapter(Optimizer):
         self._names = tuple(params)
         # Made at the first step, as in torch: until then parameters may be moved.
         self._tree: Tree | None = None
-        state, shown = transformation.init(params), {}
+        state, self._shown = transformation.init(params), transformation.settable
         hyperparams = state.hyperparams if isinstance(state, HyperparamsState) else {}
-        if hyperparams:
-            # A step without gradients: schedules overwrite the marks.
-            marks = tree_map(lambda x: torch.full_like(x, math.nan), hyperparams)
-            marked = state._replace(hyperparams=marks)
-            _, after = transformation.update(dict.fromkeys(params), marked, params)
-            shown = {
-                name: tree_map(Tensor.item, hyperparams[name])
-                for name, kept in after.hyperparams.items()
-                if all(leaf.isnan() for leaf in tree_leaves(kept))
-            }
-        self._shown = tuple(shown)
+        shown = {n: tree_map(Tensor.item, hyperparams[n]) for n in self._shown}
         self._unread = {"lr", *hyperparams} - set(shown)
         super().__init__([_Settings(params=list(params.items()), behind=[])], shown)
 

@@ -20,7 +20,7 @@ from vgrad.optim.base import (
     check_numbers,
     check_range,
     check_real,
-    counter,
+    counting,
     filled,
     is_zero,
     length,
@@ -694,11 +694,10 @@ def adafactor(
 
         return rule
 
-    def by_size(grads, state, params=None):
+    def by_size(grads, params, count):
         params = required("adafactor", params, grads)
-        count = state.count + 1
-        rate = rate_at(lr, state.count)
-        bound = count.double().rsqrt()
+        rate = rate_at(lr, count)
+        bound = (count + 1).double().rsqrt()
         bound = bound.clamp_max(scalar(rate, bound))
 
         def descend(grad, param):
@@ -708,14 +707,14 @@ def adafactor(
             decay = scalar(rate, param) * scalar(weight_decay, param)
             return -(size * grad + decay * param)
 
-        return map_grads(descend, grads, params), State(count, {})
+        return map_grads(descend, grads, params)
 
     slots = {"row_var": start(-1), "col_var": start(-2), "variance": variance}
     return chain(
         *ascent(maximize),
         per_parameter("adafactor", slots, at, counted=True),
         clip_by_block_rms(d),
-        GradientTransformation(lambda params: State(counter(params), {}), by_size),
+        counting(by_size),
     )
 
 

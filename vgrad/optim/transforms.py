@@ -26,6 +26,7 @@ from vgrad.optim.base import (
     check_range,
     check_real,
     counter,
+    counting,
     filled,
     is_schedule,
     is_zero,
@@ -108,13 +109,7 @@ def _multiplied(factor: Rate, *, negate: bool = False) -> GradientTransformation
 
     if not is_schedule(factor):
         return stateless(lambda grads, _: scaled(grads, factor))
-    return GradientTransformation(
-        lambda params: State(counter(params), {}),
-        lambda grads, state, params=None: (
-            scaled(grads, factor(state.count)),
-            State(state.count + 1, {}),
-        ),
-    )
+    return counting(lambda grads, _, count: scaled(grads, factor(count)))
 
 
 def descent(
@@ -203,27 +198,28 @@ def set_to_zero(selection: Selection = ("*",)) -> GradientTransformation:
 def _of_part(function, inner, selection: Any, before=()) -> GradientTransformation:
     """Apply a transformation to the names selected, but for those selected before."""
 
-    def part(tree):
+    def chosen(tree):
         taken = {name for each in before for name in _selected(tree, each)}
-        names = _selected(tree, selection)
-        return {name: tree[name] for name in names if name not in taken}
+        return [name for name in _selected(tree, selection) if name not in taken]
 
     def init(params):
-        chosen = _selected(params, selection)
+        names = _selected(params, selection)
         if params and not callable(selection):
             checks.all_matched(function, params, selection)
-        elif params and not chosen:
+        elif params and not names:
             raise ValueError(
                 f"{function}({selection!r}): expected a function that selects a "
                 f"parameter, got none. The names are {checks.listed(params)}."
             )
-        return inner.init(part(params))
+        return inner.init({name: params[name] for name in chosen(params)})
 
     def update(grads, state, params=None):
+        names = chosen(grads)
         if params is not None:
             checks.names(f"{function}(grads)", params, grads)
-            params = part(params)
-        updates, state = inner.update(part(grads), state, params)
+            params = {name: params[name] for name in names}
+        part = {name: grads[name] for name in names}
+        updates, state = inner.update(part, state, params)
         return {**grads, **updates}, state
 
     return GradientTransformation(init, update, counted=inner.counted)
@@ -880,6 +876,11 @@ def inject_hyperparams(
     unchecked = torch.zeros(())  # instead of a schedule
     numbers = tree_map(lambda v: unchecked if is_schedule(v) else v, hyperparams)
     counted = make(**numbers).counted
+    settable = tuple(
+        name
+        for name, value in hyperparams.items()
+        if not any(map(is_schedule, tree_leaves(value)))
+    )
 
     def in_state(value, count):
         value = rate_at(value, count)
@@ -903,7 +904,7 @@ def inject_hyperparams(
         updates, inner = make(**values).update(grads, inner, params)
         return updates, HyperparamsState(count + 1, values, inner)
 
-    return GradientTransformation(init, update, counted=counted)
+    return GradientTransformation(init, update, counted=counted, settable=settable)
 
 
 def _check_hyperparam(name: str, value: Any) -> None:

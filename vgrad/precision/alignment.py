@@ -1,9 +1,7 @@
 """A report of the matrix products of a model whose sizes slow tensor cores down.
 
-Tensor cores multiply small blocks: sizes should be multiples of 8 for 16-bit floats and
-of 16 for 8-bit types. Every product is described as a GEMM, `[M, K] @ [K, N]`. All
-products of torch end in a few ops below autograd and its transforms, where a dispatch
-mode counts them, as torch's own `FlopCounterMode` does.
+All products of torch end in a few ops below autograd and its transforms, where a
+dispatch mode counts them, as torch's own `FlopCounterMode` does.
 """
 
 import math
@@ -28,28 +26,18 @@ from vgrad.typing import Buffers, Params
 
 
 class Row(NamedTuple):
-    """One distinct product `[M, K] @ [K, N]`.
+    """One distinct product `[M, K] @ [K, N]`."""
 
-    Attributes:
-        names: the parameters and buffers that are operands.
-        op: the op of aten that computes it: `addmm` in a linear layer.
-        count: calls, times the matrices of a batch, the groups or the time steps.
-        flops: floating-point operations of all of them, `2 * m * n * k * count`.
-        share: `flops` over the sum of all rows.
-        pad: the size to pad to, by the misaligned of `"M"`, `"N"` and `"K"`.
-        advice: the same in words, per parameter if there is one.
-    """
-
-    names: tuple[str, ...]
-    op: str
+    names: tuple[str, ...]  # of the parameters and buffers that are operands
+    op: str  # of aten, such as `addmm` in a linear layer
     m: int
     n: int
     k: int
-    count: int
-    flops: int
-    share: float
-    pad: dict[str, int]
-    advice: tuple[str, ...]
+    count: int  # calls, times the matrices of a batch, the groups or the time steps
+    flops: int  # of all of them, 2 * m * n * k * count
+    share: float  # of the flops of all rows
+    pad: dict[str, int]  # the size to pad to, by the misaligned of "M", "N" and "K"
+    advice: tuple[str, ...]  # the same in words, per parameter if there is one
 
 
 _HEAD = ["parameter", "op", "M", "N", "K", "count", "flops", "share", "pad to"]
@@ -146,30 +134,22 @@ def alignment_report(
 
 
 class _Operand(NamedTuple):
-    """A parameter's name and shape, and the parameter itself or a cast of it."""
-
     name: str
     shape: torch.Size
-    tensor: Tensor
+    tensor: Tensor  # the parameter itself or a cast of it
 
 
 class _Gemm(NamedTuple):
-    """As many products `[M, K] @ [K, N]` of the same sizes as `count`.
-
-    Attributes:
-        left, right: the operands that may be parameters.
-        batch: the size that is a batch dimension if neither is one, or `""`.
-        units: for N and K, the number and the name of the units in them (such as
-            channels), if the right operand is no matrix.
-    """
+    """As many products `[M, K] @ [K, N]` of the same sizes as `count`."""
 
     m: int
     n: int
     k: int
     count: int = 1
-    left: Tensor | None = None
+    left: Tensor | None = None  # operands that may be parameters
     right: Tensor | None = None
-    batch: str = ""
+    batch: str = ""  # the size that is a batch dimension if neither is one
+    # Number and name of units in N and K, such as channels, if right is no matrix.
     units: Mapping[str, tuple[int, str]] = {}
 
 
@@ -214,7 +194,6 @@ class _Recorder(DispatchMode):
             yield Row(names, op, m, n, k, count, flops[key], share, dict(pad), advice)
 
     def _operands_of(self, tensor: Tensor | None) -> list[_Operand]:
-        """Return the parameters that a tensor is a view or a cast of."""
         if tensor is None or not (storage := memory(tensor)):
             return []
         at = tensor.storage_offset()
@@ -283,7 +262,6 @@ _GATES |= {f"{op}_cell": gates for op, gates in _GATES.items()}
 
 
 def _sides(shape: torch.Size, size: int) -> Iterator[str]:
-    """Yield the sides of a matrix that have this size, transposed or not."""
     if len(shape) == 2:
         names = zip(("rows", "columns"), shape, strict=True)
         yield from (name for name, length in names if length == size)
@@ -295,7 +273,6 @@ _MATRICES |= {"addmm": 1, "baddbmm": 1, "addmv": 1}
 
 
 def _gemms(op: str, args: tuple, output: Any) -> list[_Gemm]:
-    """Return the products of a call of an op."""
     if op in _MATRICES:
         left, right = args[_MATRICES[op] :][:2]
         count, batch = (len(left), "") if left.dim() == 3 else (1, "M")

@@ -1,13 +1,9 @@
 """Autocast that works under `vmap`, `grad` and every other transform of `torch.func`.
 
-Torch chooses dtypes below the transforms, where an op may have become another one:
-under `torch.vmap` a convolution on a CPU stays in float32, `nn.Linear` returns float32,
-and a layer norm of its output raises. Here a function mode chooses above them, for each
-op as the model calls it, from torch's own state and by torch's own lists.
-
-Ops are listed by the name of the function that a model calls, such as `linear` for
-`F.linear`; `x @ y` is `__matmul__`. The list contains composite ops too, which have no
-autocast kernel of their own.
+Torch chooses dtypes below the transforms, where an op may have become another one: a
+layer norm after an `nn.Linear` raises under `torch.vmap`. Here a function mode chooses
+above them, from torch's state and lists, by the name of the function that a model calls
+(`linear` for `F.linear`, `__matmul__` for `x @ y`), composite ops included.
 """
 
 import warnings
@@ -195,12 +191,10 @@ class autocast(torch.autocast):
 
 
 class AutocastMode(TorchFunctionMode):
-    """The function mode that casts the arguments of ops while torch's autocast is on.
+    """Casts the arguments of ops while torch's autocast is on."""
 
-    Each of `weights` is cast once, at the level where the mode was made. The caller
-    keeps them alive.
-    """
-
+    # Each of `weights`, which the caller keeps alive, is cast once, at the level where
+    # the mode was made.
     def __init__(self, weights: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._weights = {id(weight) for weight in weights}
@@ -271,8 +265,6 @@ class AutocastMode(TorchFunctionMode):
         return output.to(dtypes[0]) if kind is Kind.NORM and dtypes else output
 
     def _cast(self, tree: Any, dtype: torch.dtype) -> Any:
-        """Cast the tensors of a tree that autocast may cast."""
-
         def cast(leaf: Tensor) -> Tensor:
             if not _may_cast(leaf) or leaf.dtype == dtype:
                 return leaf
@@ -295,7 +287,6 @@ _WHOLE |= {"embedding", "embedding_bag"}
 
 
 def _kind(device: str, name: str, args: tuple, kwargs: dict) -> Kind | None:
-    """Return the kind of an op; of some it depends on their arguments."""
     table = KINDS[device]
     if kwargs.get("out") is not None:
         return None  # torch has no kernels of autocast for these
@@ -311,22 +302,16 @@ def _kind(device: str, name: str, args: tuple, kwargs: dict) -> Kind | None:
 
 
 def _clashes(name: str, args: tuple, kwargs: dict) -> bool:
-    """Return whether a batch norm has low weights and float32 statistics.
-
-    A policy with low parameters makes such calls, which torch refuses.
-    """
+    # Low weights and float32 statistics of a batch norm, which torch refuses.
     if name != "batch_norm":
         return False
     return len({x.dtype for x in _eligible(args, kwargs)[1:]}) > 1
 
 
 def _mixes(func: Callable, args: tuple, kwargs: dict) -> bool:
-    """Return whether a batch norm runs on its inputs as they are, as in eager mode.
-
-    A low input with float32 statistics is computed in float32 without a float32 copy of
-    the input for the backward pass. Under `torch.vmap` the kernel needs one dtype. If
-    all inputs have one dtype, the kernel updates running statistics in place.
-    """
+    # A batch norm runs on inputs of several dtypes as in eager mode, in float32 without
+    # a float32 copy of the input for the backward pass; under `torch.vmap` the kernel
+    # needs one dtype. With one dtype it updates running statistics in place.
     if getattr(func, "__name__", "") != "batch_norm":
         return False
     dtypes = [x.dtype for x in _eligible(args, kwargs)]  # float64 is none of them

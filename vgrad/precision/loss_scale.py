@@ -1,9 +1,7 @@
 """Loss scales keep gradients of low precision within the range of their dtype.
 
-A loss is multiplied by a scale before its backward pass and gradients are divided by it
-afterwards, so that small gradients do not underflow. A step whose gradients overflow is
-skipped by `select_tree`. Everything is a tensor operation that reads no value: it runs
-under `torch.vmap`, with one scale per member of an ensemble, and never syncs a device.
+Everything is a tensor operation that reads no value: it runs under `torch.vmap`, with
+one scale per member of an ensemble, and never syncs a device.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -230,6 +228,7 @@ def _from_fields(kind: Any, fields: Mapping[str, Any]) -> Any:
 
 def _register(kind: type, *names: str) -> None:
     """Register a class: the fields `names` are leaves, the others its structure."""
+    keys = [GetAttrKey(name) for name in names]
 
     def flatten(scale: Any) -> tuple[list[Any], dict[str, Any]]:
         fixed = {k: v for k, v in vars(scale).items() if k not in names}
@@ -237,10 +236,10 @@ def _register(kind: type, *names: str) -> None:
 
     def flatten_with_keys(scale: Any) -> tuple[list[Any], dict[str, Any]]:
         leaves, fixed = flatten(scale)
-        return [*zip(map(GetAttrKey, names), leaves, strict=True)], fixed
+        return [*zip(keys, leaves, strict=True)], fixed
 
     def unflatten(leaves: Iterable[Any], fixed: dict[str, Any]) -> Any:
-        return _from_fields(kind, {**fixed, **dict(zip(names, leaves, strict=True))})
+        return _from_fields(kind, fixed | dict(zip(names, leaves, strict=True)))
 
     register_pytree_node(
         kind, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys

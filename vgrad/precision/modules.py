@@ -147,17 +147,15 @@ class PolicyModel(FunctionalModel):
 
 
 class _Regions:
-    """The running modules, their policies and contexts, the innermost last.
+    """The running modules, their policies and contexts, the innermost last."""
 
-    Which module runs inside which is known only then: a `ModuleList` never runs, and
-    some models call the children of their children.
-    """
+    # Which module runs inside which is known only then: a `ModuleList` never runs, and
+    # some models call the children of their children.
 
     def __init__(self) -> None:
         self._entered: list[Any] = [(None, None, ExitStack())]
 
     def watch(self, module: nn.Module, policy: Policy) -> None:
-        """Enter before the module's forward pass and leave after it, always."""
         before = functools.partial(self._before, policy)
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(self._after, prepend=True, always_call=True)
@@ -232,11 +230,8 @@ def _parsed(policy: Policy | str) -> Policy:
 
 
 def _owner(module: nn.Module, policy: Policy | None) -> Policy | None:
-    """Return the policy for a module's own parameters and buffers.
-
-    Torch normalises low activations only by parameters in the dtype of the running
-    statistics, which stay in float32.
-    """
+    # Torch normalises low activations only by parameters in the dtype of the running
+    # statistics, which stay in float32.
     running = isinstance(module, NormBase) and module.track_running_stats
     if policy is None or not running or policy.compute_dtype not in _LOW:
         return policy
@@ -255,18 +250,17 @@ def _check_tied(aliases: list[str], policies: list[Policy | None]) -> None:
 
 
 def _cast_buffer(policy: Policy, buffer: Tensor) -> Tensor:
-    """Cast a buffer to float32 or float64 only: sums need the digits."""
+    # To float32 or float64 only: sums need the digits.
     low = policy.compute_dtype in _LOW
     return buffer if low else policy.cast(buffer, to="compute")
 
 
 def _cast_param(policy: Policy, param: Tensor) -> Tensor:
-    """Cast a parameter to its own dtype, and on if no autocast will do that."""
+    # To its own dtype, and on if no autocast will do that.
     return _cast_buffer(policy, policy.cast(param, to="param"))
 
 
 def _computing(dtype: torch.dtype, device: str) -> autocast:
-    """Switch autocast on for a low dtype, and off for another."""
     if dtype not in _LOW:
         return autocast(device, enabled=False)
     # Torch keeps the casts of weights for all threads and both low dtypes together.
