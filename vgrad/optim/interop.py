@@ -81,8 +81,8 @@ def _read(optimizer: Optimizer, group: _Group) -> Tree:
         rates = [float(entry["eta"]) for entry in group.entries.values() if entry]
         if not all(math.isclose(rate, expected, rel_tol=1e-6) for rate in rates):
             raise ValueError(
-                f"from_torch(ASGD, lr={group.settings['lr']}): expected the rate of the "
-                f"last step, got one that was changed since. Make one more step before."
+                f"from_torch(ASGD, lr={group.settings['lr']}): expected the rate of "
+                f"the last step, got one changed since. Make one more step before."
             )
 
     def tensor(name, slot, old):
