@@ -155,6 +155,7 @@ def test_noise_of_anything_else_is_independent(other):
 def test_the_same_call_draws_the_same_noise_in_any_order_on_any_sum():
     sums = {name: torch.randn(1000, dtype=torch.float64) for name in "ab"}
     found = noised(sums)
+    assert list(found) == list(sums)
     oracle.assert_exact(noised({name: sums[name] for name in "ba"}), found, 0)
     plain = noised({name: torch.zeros_like(each) for name, each in sums.items()})
     for name, each in sums.items():
@@ -266,24 +267,14 @@ def test_noise_on_a_gpu_has_its_standard_deviation_and_repeats():
 # Pairs of normal numbers, by the formula of Box and Muller.
 
 
-def pairs(count):
-    """Draw the first and the second numbers of pairs, from so many blocks."""
-    blocks = [gaussian.draw(1, step, 2**16, 1.0) for step in range(count)]
-    return torch.from_numpy(np.concatenate([x.reshape(2, -1) for x in blocks], 1))
-
-
-def test_moments_up_to_the_fourth_are_those_of_a_normal_number():
-    noise = pairs(16)
+def test_the_two_numbers_of_a_pair_are_normal_and_independent():
+    blocks = [gaussian.draw(1, step, 2**16, 1.0).reshape(2, -1) for step in range(16)]
+    first, second = noise = torch.from_numpy(np.concatenate(blocks, 1))
+    size = noise.shape[1]
     # The mean and the variance of the first powers of a normal number.
     for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
-        for each in noise:
-            bound = 4 * math.sqrt(variance / noise.shape[1])
-            assert abs(float((each**power).mean()) - mean) < bound
-
-
-def test_the_two_numbers_of_a_pair_are_independent():
-    first, second = noise = pairs(16)
-    size = noise.shape[1]
+        gaps = (noise**power).mean(1) - mean
+        assert float(gaps.abs().max()) < 4 * math.sqrt(variance / size)
     for a in (first, first**2, first.abs() > 2):
         for b in (second, second**2, second.abs() > 2):
             assert abs(correlation(a.double(), b.double())) < 5 / math.sqrt(size)

@@ -101,11 +101,9 @@ class Conv(Pair):
         return torch.stack(found).to(self.inputs.dtype)
 
     def _by_swapping(self) -> Tensor:
-        """Convolve every input channel with the outputs, which are its kernels.
-
-        Stride and dilation change places too. Some rows of the outputs at a time, as
-        one convolution sums over all positions in float32.
-        """
+        """Convolve every input channel with the outputs, which are its kernels."""
+        # Stride and dilation change places too. Some rows of the outputs at a time, as
+        # one convolution sums over all positions in float32.
         inputs, outputs = reductions.products(self._padded(), self.outputs)
         step = max(1, costs.FEW_POSITIONS // math.prod(outputs.shape[3:]))
         inputs = inputs.unflatten(1, (self.groups, -1)).flatten(0, 1).transpose(0, 1)
@@ -144,11 +142,9 @@ class Conv(Pair):
         return found.movedim(1, -1).unflatten(-1, kernel)
 
     def _patch_products(self) -> Tensor:
-        """Inner products of the patches seen at two positions, [B * G, T, T].
-
-        A sum, over the kernel, of shifted inner products of pixels. Products of patches
-        would take K times as many operations, since each pixel is in K of them.
-        """
+        """Inner products of the patches seen at two positions, [B * G, T, T]."""
+        # A sum, over the kernel, of shifted products of pixels; products of patches
+        # would take K times as many operations, since each pixel is in K of them.
         inputs = self._split(reductions.products(self._padded())[0])
         space, count = inputs.shape[2:], len(inputs)
         pixels = reductions.self_products(inputs.flatten(2).mT)

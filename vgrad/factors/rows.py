@@ -107,10 +107,8 @@ class Rows(Factor):
         return (self.outputs * 0).sum((1, 2))
 
     def _norms_by_mask(self) -> Tensor:
-        """Norms by a product with a mask of equal indices.
-
-        Rows of one index are added at each of their positions, which share the norm.
-        """
+        """Norms by a product with a mask of equal indices."""
+        # Rows of one index are added at each of their positions, which share the norm.
         rows = double(self.outputs)
         equal = (self.index[:, :, None] == self.index[:, None, :]).to(rows.dtype)
         norms = self._lengths(torch.bmm(equal, rows).flatten(0, 1))
@@ -133,12 +131,8 @@ class Rows(Factor):
 
 
 def _summed(keys: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Add up rows of one key, where there are N of them.
-
-    Returns the N or fewer different keys and their sums, filled up with zeros, and for
-    the sorted keys of the rows, the place of each among these and which is its first.
-    Many equal rows drift in float32 by more than a clip bound allows: rows are wider.
-    """
+    """Add up the rows of each key; return keys, sums, places of sorted rows, firsts."""
+    # Many equal rows drift in float32 by more than a clip bound allows: rows are wider.
     keys, order = keys.sort()
     first = torch.ones_like(keys, dtype=torch.bool)
     first[1:] = keys[1:] != keys[:-1]

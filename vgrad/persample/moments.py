@@ -165,15 +165,12 @@ class MomentsOfGrads(Quantity):
     """Means and sums of squared deviations, merged over chunks."""
 
     def collector(self, call: Call) -> _Moments:
-        """Return a collector of moments."""
         return _Moments(call.batch.size, call.mask)
 
     def partial(self, collector: _Moments, call: Call) -> tuple:
-        """Return the moments of a chunk."""
         return collector.count, collector.means, collector.squares
 
     def total(self, partials: Iterator[tuple], run: Evaluation) -> GradientMoments:
-        """Return the moments of the batch."""
         running = _Running()
         for part in partials:
             running.add(*part)
@@ -182,7 +179,6 @@ class MomentsOfGrads(Quantity):
         return running.result(run)
 
     def mapped(self, function: Any, value: GradientMoments) -> GradientMoments:
-        """Apply a function to the losses."""
         return value._replace(losses=function(value.losses))
 
 
@@ -247,7 +243,6 @@ class _Running:
 
 
 def _squared(tensor: Tensor) -> Tensor:
-    """Square of the absolute value."""
     return (tensor * tensor.conj()).real
 
 

@@ -1,9 +1,4 @@
-"""The ways to compute per-sample gradients: same numbers, different cost.
-
-A strategy runs the loss on the samples of one chunk and passes one factor for each
-parameter to a collector. Recording is the cheapest; a loop runs everything that plain
-autograd runs.
-"""
+"""The ways to compute per-sample gradients: same numbers, different cost."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -181,10 +176,7 @@ def loop(call: Call, collect: Collect) -> Chunk:
 
 
 def auto(call: Call, collect: Collect) -> Chunk:
-    """Record; else differentiate under `torch.vmap`; else one sample after another.
-
-    If the loss cannot be recorded, the reason is left in `call.fallbacks.failure`.
-    """
+    """Record; else differentiate under `torch.vmap`; else one sample after another."""
     fallbacks = call.fallbacks
     if modes.inside_transform():
         return vmap(call, collect)
