@@ -7,7 +7,6 @@ import collections
 import copy
 import functools
 import sys
-import threading
 import types
 import weakref
 
@@ -25,6 +24,7 @@ from tests.dp import runs
 from tests.dp.runs import KEY, first, grads
 from tests.functional.held import HELD, Holder, Slotted
 from tests.losses import Net
+from tests.test_threads import together
 from vgrad import make_functional_with_buffers
 
 PLAN = runs.plan(24, 0.3, 0.5, steps=8)
@@ -493,40 +493,26 @@ def test_runs_that_share_a_module_take_turns_in_threads():
     trunk.requires_grad_(False)
     models = [nn.Sequential(trunk, linear(3)) for _ in range(2)]
     rights = [expected(model, 0) for model in models]
-    values, failures = trunk(X), []
-    trunk.function = counted
+    values, trunk.function = trunk(X), counted
     private_runs = [private(model, strategy="loop") for model in models]
     drawn = [first(each) for each in private_runs]
-    begin = threading.Barrier(3)
-
-    def work(task):
-        try:
-            begin.wait()
-            for _ in range(5):
-                task()
-        except BaseException as error:
-            failures.append(error)
 
     def step(number):
         run, model = private_runs[number], models[number]
-        state, pending = run.state_dict(), run.loader.pending
-        run.backward(*drawn[number])
-        oracle.assert_exact(grads(model), rights[number])
-        model.zero_grad()
-        run.load_state_dict(state)
-        run.loader.pending = pending
+        for _ in range(5):
+            state, pending = run.state_dict(), run.loader.pending
+            run.backward(*drawn[number])
+            oracle.assert_exact(grads(model), rights[number])
+            model.zero_grad()
+            run.load_state_dict(state)
+            run.loader.pending = pending
 
     def split():
-        fmodel, params, buffers = make_functional_with_buffers(trunk)
-        torch.testing.assert_close(fmodel(params, buffers, X), values)
+        for _ in range(5):
+            fmodel, params, buffers = make_functional_with_buffers(trunk)
+            torch.testing.assert_close(fmodel(params, buffers, X), values)
 
-    tasks = [partial(step, 0), partial(step, 1), split]
-    threads = [threading.Thread(target=work, args=(task,)) for task in tasks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    together(partial(step, 0), partial(step, 1), split)
     assert trunk.held.calls == 0
 
 

@@ -80,9 +80,11 @@ def by_hand(params, buffers, x):
 @every_strategy
 def test_a_loss_on_dictionaries_needs_no_buffers_to_return(strategy):
     params = PARAMS | {"unused": torch.ones(3, 2, dtype=torch.float64)}
-    result = ensemble_grad(quadratic, strategy=strategy)(params, BUFFERS, X)
+    compute = ensemble_grad(quadratic, strategy=strategy)
     expected = {"w": by_hand(PARAMS, BUFFERS, X), "unused": 0 * params["unused"]}
-    assert_exact(result.grads, expected)
+    for _ in range(2):  # the second time it is known which gradients are zero
+        result = compute(params, BUFFERS, X)
+        assert_exact(result.grads, expected)
     assert isinstance(result, EnsembleGrads)
     assert_exact(result.buffers, BUFFERS, 0)
     shared = {"target": BUFFERS["target"][0]}

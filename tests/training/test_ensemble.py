@@ -380,15 +380,6 @@ def test_shared_buffers_and_frozen_trunks_stay_without_a_member_axis(strategy, s
 # Random numbers, and optimizers of members.
 
 
-def test_a_loop_with_the_same_randomness_draws_what_each_member_draws_alone():
-    tx, options = optim.adam(0.01), {"strategy": "loop", "randomness": "same"}
-    models, step, state, data = begun(tx, make=lambda: mlp(0.5), seed=5, **options)
-    state, losses = train(step, state, data, 10)
-    states, expected = alone(models, [tx] * E, data, 10, seed=5)
-    assert_exact(losses, expected)
-    assert_members_are(state, states)
-
-
 COPIES = [copy.copy, copy.deepcopy, lambda tx: tx._replace(donated=None)]
 COPIES += [lambda tx: type(tx)(*tx), lambda tx: tx._make(tx)]
 

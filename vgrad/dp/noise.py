@@ -250,9 +250,7 @@ class _Normals:
         generators.on_threads(self.tasks(name, part, keep), noise.size)
         return torch.from_numpy(noise).view(like.shape)
 
-    def tasks(
-        self, name: str, part: Part, use: Callable[[BlockPart, np.ndarray], None]
-    ) -> Iterator[Callable[[], None]]:
+    def tasks(self, name: str, part: Part, use: Callable) -> Iterator[Callable]:
         """Yield tasks, each of which draws a block on the CPU and uses it."""
         stream = generators.stream(self.key, self.member, name, *part.shape)
 
@@ -322,13 +320,7 @@ def draw(stream: int, number: int, count: int, deviation: float) -> np.ndarray:
     return normals.reshape(-1)[:count]
 
 
-def _add_block(
-    plain: np.ndarray,
-    noisy: np.ndarray,
-    rounding: float,
-    block: BlockPart,
-    normals: np.ndarray,
-) -> None:
+def _add_block(plain, noisy, rounding: float, block: BlockPart, normals) -> None:
     noise = normals[block.places]
     noise += plain[block.entries]
     noise += rounding

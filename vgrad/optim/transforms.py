@@ -113,11 +113,7 @@ def _multiplied(factor: Rate, *, negate: bool = False) -> GradientTransformation
 
 
 def descent(
-    lr: Rate,
-    weight_decay: Number,
-    maximize: bool,
-    *direction: GradientTransformation,
-    decoupled: bool = False,
+    lr: Rate, weight_decay: Number, maximize: bool, *direction: Any, decoupled=False
 ) -> GradientTransformation:
     """Make the chain that most optimizers are; `decoupled` decay is not in moments."""
     decay = add_decayed_weights(weight_decay)
@@ -499,9 +495,6 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor
     return c0, c1, c2, c3
 
 
-# Averages of parameters.
-
-
 def _advance(function: Callable, old: Params, new: Grads, *others: Params) -> Params:
     # Where `new` is None, the entry of `old` stays.
     def apply(before, value, *rest):
@@ -518,9 +511,7 @@ def _states_of(state: Tree, is_one: Callable[[Any], bool]) -> list[Any]:
     return [node for node in tree_leaves(state, is_leaf=is_one) if is_one(node)]
 
 
-def average_after(
-    function: str, share: Callable[[Tensor], Tensor]
-) -> GradientTransformation:
+def average_after(function: str, share: Callable) -> GradientTransformation:
     """Move an average by a share of the way to the parameters after each step."""
 
     def update(grads, state, params=None):
