@@ -167,6 +167,13 @@ def error(capsys, *command):
     return line
 
 
+def refuse(capsys, out, message, *more):
+    """Go on with a run, which has to fail and to change nothing."""
+    before = contents(out)
+    assert message in error(capsys, "train", "--resume", out, *more)
+    assert contents(out) == before
+
+
 def held_out(images):
     """Return the held-out images, [30, 1, 1, 6], and their labels."""
     held = np.load(images)

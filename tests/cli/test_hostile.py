@@ -14,7 +14,7 @@ import torch
 
 import vgrad.cli
 from tests import oracle
-from tests.cli.runs import contents, error, forge, net, resume, said
+from tests.cli.runs import error, forge, net, refuse, resume, said
 from vgrad import files
 from vgrad.__main__ import main
 from vgrad.cli import checkpoint, report
@@ -51,9 +51,7 @@ def test_nothing_is_cut_before_all_is_checked(one, capsys):
     with (one / "metrics.jsonl").open("a") as file:
         file.write("of a lost step")
     (one / "plain.jsonl").write_bytes((one / "plain.jsonl").read_bytes()[:-1])
-    before = contents(one)
-    assert "bytes of the saved state" in error(capsys, "train", "--resume", one)
-    assert contents(one) == before
+    refuse(capsys, one, "bytes of the saved state")
 
 
 @pytest.mark.parametrize(
@@ -258,9 +256,7 @@ FORGED = [
 @pytest.mark.parametrize(("change", "message"), FORGED)
 def test_a_state_that_cannot_be_changes_nothing(either, capsys, change, message):
     forge(either, change)
-    before = contents(either)
-    assert message in error(capsys, "train", "--resume", either)
-    assert contents(either) == before
+    refuse(capsys, either, message)
 
 
 MEMBER = ".private.members[1]"
@@ -284,9 +280,7 @@ TENSORS = [
 def test_tensors_that_cannot_be_change_nothing(copied, capsys, kind, tensors, message):
     out = copied(kind)
     forge(out, tensors=tensors)
-    before = contents(out)
-    assert message in error(capsys, "train", "--resume", out)
-    assert contents(out) == before
+    refuse(capsys, out, message)
 
 
 FIGURES = '{"step": 8, "test_accuracy": 0.5, "samples_per_second": '
@@ -311,4 +305,4 @@ def test_figures_that_are_none_are_refused(either, capsys, line, message):
     first = path.read_text().splitlines()[0]
     path.write_text(f"{first}\n{line}\n")
     forge(either, length(path.stat().st_size))
-    assert message in error(capsys, "train", "--resume", either)
+    refuse(capsys, either, message)

@@ -188,12 +188,9 @@ def test_grad_mode():
 
 
 SWITCHES = {
-    torch.set_default_dtype: (torch.float64, torch.float32),
     torch.set_num_threads: (2, 1),
-    torch.use_deterministic_algorithms: (True, False),
     torch.backends.mha.set_fastpath_enabled: (False, True),
     torch.backends.cuda.enable_flash_sdp: (False, True),
-    torch.set_float32_matmul_precision: ("medium", "highest"),
     torch.set_default_device: ("cpu", None),
     functools.partial(torch.set_autocast_enabled, "cpu"): (True, False),
 }

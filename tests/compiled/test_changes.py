@@ -318,6 +318,9 @@ a module that the loss imports beside many names
   held = installed(beta=2.0); many = "; ".join(f"'a'.a{n}" for n in range(300))
   code = f"def f():\\n if not f: {many}\\n import state_b\\n return state_b.beta"
   names = {}; exec(code, names) => names["f"]() => held.beta = 3.0
+an import that would fail, and does not run: same capture
+  names = {}; exec("def f():\\n if not f: from . import b\\n return 2.0", names)
+  => names["f"]() => pass
 a module in a package
   held = installed("state_c.state_b", beta=2.0); installed("state_c", state_b=held)
   => imports_from_a_package() => held.beta = 3.0

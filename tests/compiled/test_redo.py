@@ -11,6 +11,8 @@ from tests import losses, oracle
 from tests.compiled import problems
 from tests.compiled.problems import same_calls, same_quantities, sites_batch
 from vgrad import optim
+from vgrad.compiled import graph
+from vgrad.conditions import rare
 from vgrad.precision import StaticLossScale
 from vgrad.training import TrainState, private_step, train_step
 
@@ -61,6 +63,15 @@ def test_bad_samples_in_later_calls_have_the_results_of_eager_mode(chunk_size, n
         problems.ran(compiled, len(calls) - 1, len(REDONE[name]))
     else:
         assert bool(redos) == bool(REDONE[name])
+
+
+def test_one_condition_of_several_drops_a_result():
+    def function(x):
+        return [x + 1 for bound in (1, 2) if not rare(x > bound)]
+
+    module = graph.captured(function, (torch.zeros(2),)).module
+    flags = [bool(module(torch.full((2,), x))[-1]) for x in (0.0, 1.5, 3.0)]
+    assert flags == [False, True, True]
 
 
 @pytest.mark.parametrize("name", problems.CLIPPED)

@@ -7,7 +7,6 @@ import collections
 import copy
 import functools
 import sys
-import threading
 import types
 import weakref
 
@@ -25,6 +24,7 @@ from tests.dp import runs
 from tests.dp.runs import KEY, first, grads
 from tests.functional.held import HELD, Holder, Slotted
 from tests.losses import Net
+from tests.test_threads import together
 from vgrad import make_functional_with_buffers
 
 PLAN = runs.plan(24, 0.3, 0.5, steps=8)
@@ -120,35 +120,18 @@ def threes():
 
 namespace, partial = types.SimpleNamespace, functools.partial
 LATE = {
-    "namespace":
-        (lambda: namespace(factor=1.0), lambda c, h, x: h * c.factor, attribute),
-    "callable": (Factor, lambda c, h, x: c(h), attribute),
     "method":
         (lambda: Factor().times, lambda c, h, x: c(h), lambda c: attribute(c.__self__)),
-    "partial": (lambda: partial(Factor.times, Factor()), lambda c, h, x: c(h),
-                lambda c: attribute(c.args[0])),
-    "slots": (Slotted, lambda c, h, x: h * c.factor, attribute),
     "nested": (lambda: {"a": [(namespace(b=Factor()),)]},
                lambda c, h, x: c["a"][0][0].b(h), lambda c: attribute(c["a"][0][0].b)),
-    "set": (lambda: {1}, lambda c, h, x: h * len(c), lambda c: c.update({2, 3})),
     "array":
         (lambda: np.ones(1), lambda c, h, x: h * float(c[0]), lambda c: c.fill(6.0)),
-    "bytes": (lambda: bytearray(b"\1"), lambda c, h, x: h * c[0],
-              lambda c: c.extend(b"") or c.__setitem__(0, 3)),
-    "deque": (lambda: collections.deque([1.0], maxlen=1), lambda c, h, x: h * c[0],
-              lambda c: c.append(4.0)),
     "closure": (closure, lambda c, h, x: c(h), lambda c: c.change(4.0)),
-    "attribute of a function": (lambda: marked(lambda h: h, "factor"),
-                                lambda c, h, x: h * c.factor, attribute),
     "tensor by data": (threes, lambda c, h, x: h * c, lambda c: c.data.mul_(5)),
     "tensor in a set": (lambda: {threes()}, lambda c, h, x: h * next(iter(c)),
                         lambda c: next(iter(c)).data.mul_(5)),
-    "tensor in a tuple":
-        (lambda: (threes(),), lambda c, h, x: h * c[0], lambda c: c[0].mul_(5)),
     "attribute of a tensor": (lambda: marked(threes(), "factor"),
                               lambda c, h, x: h * c * c.factor, attribute),
-    "teacher":
-        (lambda: [teacher()], lambda c, h, x: h + c[0](x), lambda c: ema(c[0])),
     "teacher in an object": (lambda: namespace(net=teacher()),
                              lambda c, h, x: h + c.net(x), lambda c: ema(c.net)),
 }  # fmt: skip
@@ -510,40 +493,26 @@ def test_runs_that_share_a_module_take_turns_in_threads():
     trunk.requires_grad_(False)
     models = [nn.Sequential(trunk, linear(3)) for _ in range(2)]
     rights = [expected(model, 0) for model in models]
-    values, failures = trunk(X), []
-    trunk.function = counted
+    values, trunk.function = trunk(X), counted
     private_runs = [private(model, strategy="loop") for model in models]
     drawn = [first(each) for each in private_runs]
-    begin = threading.Barrier(3)
-
-    def work(task):
-        try:
-            begin.wait()
-            for _ in range(5):
-                task()
-        except BaseException as error:
-            failures.append(error)
 
     def step(number):
         run, model = private_runs[number], models[number]
-        state, pending = run.state_dict(), run.loader.pending
-        run.backward(*drawn[number])
-        oracle.assert_exact(grads(model), rights[number])
-        model.zero_grad()
-        run.load_state_dict(state)
-        run.loader.pending = pending
+        for _ in range(5):
+            state, pending = run.state_dict(), run.loader.pending
+            run.backward(*drawn[number])
+            oracle.assert_exact(grads(model), rights[number])
+            model.zero_grad()
+            run.load_state_dict(state)
+            run.loader.pending = pending
 
     def split():
-        fmodel, params, buffers = make_functional_with_buffers(trunk)
-        torch.testing.assert_close(fmodel(params, buffers, X), values)
+        for _ in range(5):
+            fmodel, params, buffers = make_functional_with_buffers(trunk)
+            torch.testing.assert_close(fmodel(params, buffers, X), values)
 
-    tasks = [partial(step, 0), partial(step, 1), split]
-    threads = [threading.Thread(target=work, args=(task,)) for task in tasks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    together(partial(step, 0), partial(step, 1), split)
     assert trunk.held.calls == 0
 
 

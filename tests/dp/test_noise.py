@@ -43,12 +43,6 @@ def test_noise_is_gaussian_with_its_standard_deviation_and_no_other(count, size,
     assert not is_gaussian(noise, SIGMA / 0.9)
 
 
-def test_the_variance_is_within_three_sigma_for_a_million_draws():
-    noise = noised({"a": torch.zeros(1000, 1000)})["a"].double() / SIGMA
-    assert abs(float(noise.mean())) < 3 / 1000
-    assert abs(float((noise**2).mean()) - 1) < 3 * math.sqrt(2 / 1e6)
-
-
 @pytest.mark.slow
 def test_the_tails_are_those_of_a_normal_number():
     count, found = 4_000_000, dict.fromkeys([3.0, 3.5, 4.0, 4.5, 5.0], 0)
@@ -161,26 +155,11 @@ def test_noise_of_anything_else_is_independent(other):
 def test_the_same_call_draws_the_same_noise_in_any_order_on_any_sum():
     sums = {name: torch.randn(1000, dtype=torch.float64) for name in "ab"}
     found = noised(sums)
+    assert list(found) == list(sums)
     oracle.assert_exact(noised({name: sums[name] for name in "ba"}), found, 0)
     plain = noised({name: torch.zeros_like(each) for name, each in sums.items()})
     for name, each in sums.items():
         assert float((found[name] - (each + plain[name])).abs().max()) <= GRID
-
-
-SHAPES = st.lists(st.integers(0, 20), max_size=3)
-
-
-@pytest.mark.slow
-@given(shapes=st.lists(SHAPES, max_size=4), seed=st.integers(0, 2**32 - 1))
-def test_every_entry_of_any_shape_gets_its_own_noise(shapes, seed):
-    sums = {f"{9 - index}": torch.zeros(shape) for index, shape in enumerate(shapes)}
-    noise = noised(sums, seed)
-    assert list(noise) == list(sums)
-    assert [list(value.shape) for value in noise.values()] == shapes
-    drawn = torch.cat([torch.zeros(0), *(value.flatten() for value in noise.values())])
-    # Among n float32 numbers some pairs agree by chance, far fewer than one in 10.
-    assert len(drawn.unique()) >= 0.9 * len(drawn)
-    assert bool((drawn.abs() < 8 * SIGMA).all())
 
 
 def test_nothing_changes():
@@ -285,33 +264,17 @@ def test_noise_on_a_gpu_has_its_standard_deviation_and_repeats():
     assert torch.equal(found, whole[BLOCK - 5 :][: 2 * BLOCK])
 
 
-def test_noise_of_a_key_of_the_system_is_gaussian():
-    noise = noised({"a": torch.zeros(20_000)}, key=secret_key())["a"]
-    # The key is not fixed here.
-    assert stats.kstest(noise.double().numpy() / SIGMA, "norm").pvalue > 1e-9
-
-
 # Pairs of normal numbers, by the formula of Box and Muller.
 
 
-def pairs(count):
-    """Draw the first and the second numbers of pairs, from so many blocks."""
-    blocks = [gaussian.draw(1, step, 2**16, 1.0) for step in range(count)]
-    return torch.from_numpy(np.concatenate([x.reshape(2, -1) for x in blocks], 1))
-
-
-def test_moments_up_to_the_fourth_are_those_of_a_normal_number():
-    noise = pairs(16)
+def test_the_two_numbers_of_a_pair_are_normal_and_independent():
+    blocks = [gaussian.draw(1, step, 2**16, 1.0).reshape(2, -1) for step in range(16)]
+    first, second = noise = torch.from_numpy(np.concatenate(blocks, 1))
+    size = noise.shape[1]
     # The mean and the variance of the first powers of a normal number.
     for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
-        for each in noise:
-            bound = 4 * math.sqrt(variance / noise.shape[1])
-            assert abs(float((each**power).mean()) - mean) < bound
-
-
-def test_the_two_numbers_of_a_pair_are_independent():
-    first, second = noise = pairs(16)
-    size = noise.shape[1]
+        gaps = (noise**power).mean(1) - mean
+        assert float(gaps.abs().max()) < 4 * math.sqrt(variance / size)
     for a in (first, first**2, first.abs() > 2):
         for b in (second, second**2, second.abs() > 2):
             assert abs(correlation(a.double(), b.double())) < 5 / math.sqrt(size)

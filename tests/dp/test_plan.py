@@ -8,13 +8,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from scipy import optimize, special
+from scipy import optimize
 from torch.utils.data import TensorDataset
 
 import vgrad
 from tests import streams
 from tests.dp import runs
 from tests.dp.runs import KEY
+from tests.dp.test_accounting import gaussian_epsilon
+from tests.losses import product
 from vgrad import Sensitivity, clipped_grad, optim
 from vgrad.dp import Plan, epsilon, noise_multiplier_for
 from vgrad.precision import StaticLossScale
@@ -86,14 +88,10 @@ def test_noise_has_the_planned_standard_deviation():
     assert abs(relative - 1) < 3 * math.sqrt(2 / drawn.numel())
 
 
-def loss(params, buffers, x):
-    return (params["w"] * x).sum()
-
-
 @pytest.mark.parametrize("samples", [0, 1, 7])
 def test_a_clipped_sum_made_by_the_plan_fits_it(samples):
     bound = {"max_norm": 3.0, "normalize_by": PLAN.expected_batch_size}
-    clipped = clipped_grad(loss, **bound)
+    clipped = clipped_grad(product, **bound)
     sums = clipped({"w": torch.ones(4)}, {}, 100 * torch.randn(samples, 4)).grads
     drawn = {"key": KEY, "step": 1}
     noisy = PLAN.add_noise(sums, clipped.sensitivity, **drawn)
@@ -124,7 +122,7 @@ def begun(**options):
 
 def trained(state, plan, steps, **options):
     """Take so many steps under a plan, on its own batches."""
-    step = private_step(loss, TX, plan, **options)
+    step = private_step(product, TX, plan, **options)
     for rows, _ in zip(plan.sampler(state), range(steps), strict=False):
         state, _ = step(state, DATA[rows])
     return state
@@ -156,9 +154,7 @@ def test_plans_that_differ_share_neither_batches_nor_noise():
 
 def test_a_state_has_the_identity_of_the_plan_after_its_first_private_step(tmp_path):
     state = begun()
-    plain, _ = train_step(lambda params, buffers, x: loss(params, {}, x).sum(), TX)(
-        state, DATA
-    )
+    plain, _ = train_step(product, TX)(state, DATA)
     for each in (state, plain):
         assert each.plan_digest.dtype == torch.uint8
         assert each.plan_digest.tolist() == [0] * 32
@@ -197,7 +193,7 @@ def test_another_plan_is_refused_before_anything_is_drawn(other):
         other.sampler(state)
     for each in (state, state.fork()):
         with refused(rf"private_step\(plan\)\(state\): {OTHER_PLAN}"):
-            private_step(loss, TX, other)(each, DATA[:3])
+            private_step(product, TX, other)(each, DATA[:3])
     assert int(trained(state, other.after(FIRST, 2), 1).step) == 3
 
 
@@ -210,16 +206,16 @@ def test_a_plan_after_another_takes_its_state_and_counts_on(options):
     assert int(state.step) == THREE.steps == 3 + 7 + 5
     for plan in (FIRST, SECOND, BOTH):
         with refused(OTHER_PLAN):
-            private_step(loss, TX, plan)(state, DATA[:3])
+            private_step(product, TX, plan)(state, DATA[:3])
     with pytest.raises(RuntimeError, match="fewer than the 15 steps that the plan"):
-        private_step(loss, TX, THREE)(state, DATA[:3])
+        private_step(product, TX, THREE)(state, DATA[:3])
 
 
 @pytest.mark.slow
 def test_compiled_steps_and_scaled_ones_look_at_the_plan():
     state, how = begun(loss_scale=StaticLossScale(2.0**4)), {"batch_sizes": [3]}
     first, second, both = (
-        vgrad.compile(private_step(loss, TX, plan), backend="replay", **how)
+        vgrad.compile(private_step(product, TX, plan), backend="replay", **how)
         for plan in (FIRST, SECOND, BOTH)
     )
     for _ in range(3):
@@ -239,7 +235,7 @@ def test_a_number_of_steps_that_were_not_taken_is_refused(steps):
     with refused(message):
         BOTH.sampler(state)
     with refused(message):
-        private_step(loss, TX, BOTH)(state, DATA[:3])
+        private_step(product, TX, BOTH)(state, DATA[:3])
 
 
 def test_steps_that_were_not_private_are_no_plan_before():
@@ -264,19 +260,9 @@ def test_a_plan_is_made_again_from_plain_numbers():
         assert torch.equal(again.digest, plan.digest)
 
 
-def exact(kinds, delta):
-    """Epsilon at rate 1, where Gaussian mechanisms compose to one, in closed form."""
-    mean = math.sqrt(sum(steps / noise**2 for noise, steps in kinds))
-
-    def excess(found):
-        first = special.ndtr(mean / 2 - found / mean)
-        return first - math.exp(found) * special.ndtr(-mean / 2 - found / mean) - delta
-
-    return optimize.brentq(excess, 0, 200)
-
-
 @every_accountant
 def test_epsilon_is_that_of_all_steps_in_one_account(accountant):
+    """At rate 1, where Gaussian mechanisms compose to one."""
     run = {"steps": 9, "delta": 1e-5, "accountant": accountant}
     plans = [runs.plan(60, 1.0, noise=s, **run) for s in (3.0, 20.0, 7.0)]
     both = plans[1].after(plans[0], 4)
@@ -288,7 +274,8 @@ def test_epsilon_is_that_of_all_steps_in_one_account(accountant):
         (10, [(3.0, 4), (20.0, 6)]),
         (15, [(3.0, 4), (20.0, 6), (7.0, 5)]),
     ]:
-        expected = exact(kinds, 1e-5)
+        mean = math.sqrt(sum(steps / noise**2 for noise, steps in kinds))
+        expected = gaussian_epsilon(1 / mean, 1, 1e-5)
         assert expected <= three.epsilon(steps) <= expected * room
     assert three.epsilon() == three.epsilon(19) > three.epsilon(18)
     assert three.epsilon(2) == plans[0].epsilon(2)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 
 import vgrad
 from tests.dp import runs
+from tests.losses import product
 from vgrad import Sensitivity, optim
 from vgrad.dp import (
     Plan,
@@ -103,14 +104,10 @@ def loaded(**changed):
     run.load_state_dict(run.state_dict() | changed)
 
 
-def stacked(params, buffers, x):
-    return (params["w"] * x).sum()
-
-
 def step_of_stacked():
     state = TrainState.create(optim.sgd(0.1), {"w": torch.zeros(8)}, {}, seed=1)
     state = state._replace(plan_digest=torch.stack([state.plan_digest] * 2))
-    private_step(stacked, optim.sgd(0.1), BEFORE)(state, torch.ones(3, 8))
+    private_step(product, optim.sgd(0.1), BEFORE)(state, torch.ones(3, 8))
 
 
 QUOTIENT = r"max_norm / expected_batch_size = 0\.2857.*, got "

@@ -49,14 +49,6 @@ def test_batch_sizes_are_binomial_and_not_fixed(table):
     assert stats.binomtest(empty, DRAWS, 0.9**10).pvalue > 0.001
 
 
-@pytest.mark.slow
-def test_a_rate_far_below_the_steps_of_float32_is_honoured():
-    # In float32 the smallest number drawn has probability 2^-24, 60 times this rate,
-    # which would give 6 samples here; in float64 it is 0.1.
-    drawn = [sample(10**7, 1e-9, step) for step in range(10)]
-    assert sum(len(batch) for batch in drawn) <= 1
-
-
 def test_a_small_rate_gives_its_share_of_samples():
     low, high = stats.poisson(200).interval(0.999)
     assert low < len(sample(10**7, 2e-5)) < high

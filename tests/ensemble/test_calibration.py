@@ -56,11 +56,7 @@ def test_reliability_equals_counting_by_hand(samples, classes, bins, seed):
 )
 def test_edges_belong_to_the_bin_above(rows, bins, count):
     probabilities, targets = torch.tensor(rows), torch.ones(len(rows)).long()
-    found = reliability(probabilities, targets, bins=bins)
-    assert found.count.tolist() == count
-    gaps = (found.accuracy - found.confidence).abs() * found.count / len(rows)
-    error = calibration(probabilities, targets, bins=bins).expected_calibration_error
-    assert error.item() == pytest.approx(gaps.nansum().item(), abs=1e-6)
+    assert reliability(probabilities, targets, bins=bins).count.tolist() == count
 
 
 @pytest.mark.parametrize("bins", [1, 2, 5, 15, 40])

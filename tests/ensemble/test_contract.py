@@ -23,19 +23,8 @@ STRATEGIES = ["vmap", "loop", "hybrid", "auto"]
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
-def numbers(*shape):
-    return lambda size: (torch.randn(size, *shape), torch.randn(size, 2))
-
-
-def classes(*shape, values=None):
-    """Batches of numbers, or of tokens if there is a number of `values`."""
-
-    def batch(size):
-        x = torch.randn(size, *shape) if values is None else None
-        x = torch.randint(values, (size, *shape)) if x is None else x
-        return x, torch.randint(3, (size,))
-
-    return batch
+def numbers(size):
+    return torch.randn(size, 4), torch.randn(size, 2)
 
 
 def normed():
@@ -113,26 +102,25 @@ def recomputes(self, x):
     return self.last(checkpoint(inner, self.first(x), use_reentrant=False))
 
 
-class Counts(nn.Module):
+def counts():
     """Leaves in its buffers which way it went."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 3), nn.Linear(3, 2)
-        self.register_buffer("ways", torch.zeros(2))
 
     def forward(self, x):
         way = int(self.first.bias.sum() > 0)
         self.ways = self.ways + F.one_hot(torch.tensor(way), 2)
         return self.last(self.first(x) * (1 + way))
 
+    model = layers(forward)()
+    model.register_buffer("ways", torch.zeros(2))
+    return model
+
 
 FORWARDS = (asks_once, asks_twice, repeats, weighs, by_lists, catches, recomputes)
 CASES = losses.CASES | {
-    "normed": Case(normed, classes(2, 6, 6)),
-    "pairs": Case(pairs, classes(5, values=7)),
-    "counts": Case(Counts, numbers(4), F.mse_loss),
-    **{f.__name__: Case(layers(f), numbers(4), F.mse_loss) for f in FORWARDS},
+    "normed": Case(normed, losses.images(2, 6)),
+    "pairs": Case(pairs, losses.tokens(7, 5)),
+    "counts": Case(counts, numbers, F.mse_loss),
+    **{f.__name__: Case(layers(f), numbers, F.mse_loss) for f in FORWARDS},
 }
 
 

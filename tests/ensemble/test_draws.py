@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import vgrad
-from tests.losses import Dropping, Noisy
+from tests.losses import Dropping, Noisy, rows
 from tests.oracle import assert_exact
 from vgrad.ensemble import (
     ensemble_clipped_grad,
@@ -62,10 +62,6 @@ def problem(op):
     ones = torch.ones(E, 4, 4)  # as many members as anything else
     x = torch.rand(E, 4, 4, generator=torch.Generator().manual_seed(1)) + 0.1
     return loss, {"w": ones, "v": ones, "b": torch.ones(E)}, x
-
-
-def rows(tree, part):
-    return {name: value[part] for name, value in tree.items()}
 
 
 @pytest.mark.filterwarnings("ignore:.*(member after another|in groups)")

@@ -80,9 +80,11 @@ def by_hand(params, buffers, x):
 @every_strategy
 def test_a_loss_on_dictionaries_needs_no_buffers_to_return(strategy):
     params = PARAMS | {"unused": torch.ones(3, 2, dtype=torch.float64)}
-    result = ensemble_grad(quadratic, strategy=strategy)(params, BUFFERS, X)
+    compute = ensemble_grad(quadratic, strategy=strategy)
     expected = {"w": by_hand(PARAMS, BUFFERS, X), "unused": 0 * params["unused"]}
-    assert_exact(result.grads, expected)
+    for _ in range(2):  # the second time it is known which gradients are zero
+        result = compute(params, BUFFERS, X)
+        assert_exact(result.grads, expected)
     assert isinstance(result, EnsembleGrads)
     assert_exact(result.buffers, BUFFERS, 0)
     shared = {"target": BUFFERS["target"][0]}
@@ -93,22 +95,6 @@ def test_a_loss_on_dictionaries_needs_no_buffers_to_return(strategy):
     expanded = {"target": shared["target"].expand(3)}
     assert_exact(result.grads["w"], by_hand(frozen, expanded, X))
     assert result.grads["w"].is_contiguous()
-
-
-@every_strategy
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_numbers_that_are_not_finite_stay_with_their_member(strategy, bad):
-    models, loss, params, buffers, batch = prepared(NORMED)
-    params["5.weight"] = params["5.weight"].clone()
-    params["5.weight"][1] = bad
-    result = ensemble_grad(loss, strategy=strategy)(params, buffers, *batch)
-    grads, losses = gradients(models, NORMED.run, [batch] * MEMBERS)
-    others = [0, 2, 3]
-    assert result.losses.isfinite().tolist() == [True, False, True, True]
-    assert_exact(result.losses[others], losses[others])
-    for name, grad in grads.items():
-        assert_exact(result.grads[name][others], grad[others], EXACT)
-    assert not result.grads["5.bias"][1].isfinite().any()
 
 
 @every_strategy
@@ -271,7 +257,6 @@ REFUSED = [
     ("f('no')", "loss='no'.*expected a function loss"),
     ("f(quadratic, strategy='fast')", "strategy='fast'.*one of"),
     ("f(quadratic, randomness='x')", "randomness='x'.*one of"),
-    ("f(quadratic, shared='w')", "shared='w'.*list or tuple"),
     ("f(quadratic, in_dims=0)(*ALL)", r"in_dims=\(0,\).*3 members along axis 0"),
     ("f(quadratic)(*ALL, loss_scale=torch.ones(2))", "shape .2,.*of the 3 mem"),
     ("f(quadratic)(*ALL, loss_scale=torch.ones(3, 2))", "shape .3, 2."),

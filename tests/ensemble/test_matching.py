@@ -13,6 +13,7 @@ from torch.nn import functional as F  # noqa: F401
 from torch.nn.utils import parametrizations, prune
 
 from tests.ensemble.test_stacking import Tied, mlp, models  # noqa: F401
+from tests.functional.held import Slotted  # noqa: F401
 from tests.oracle import assert_exact
 from vgrad import stack
 from vgrad.ensemble import matching, member
@@ -50,27 +51,26 @@ CHANGES = [  # of a model `m`: what was expected where, and what was got
     ("m[1].eval()", "True", "1.training", "False"),
     ("m.append(nn.ReLU())", "nothing", "4", "a .*activation.ReLU"),
     ("m[2] = nn.Dropout1d(0.1)", "a .*Dropout", "2", "a .*Dropout1d"),
-    (
-        "m._modules = dict(reversed(m._modules.items()))",
-        r"the order \['0', .*",
-        None,
-        r".*\['3', '2'",
-    ),
+    ("m._modules = dict(reversed(m._modules.items()))", "the order .*'0', .*", None,
+     ".*'3', '2'"),
     ("m[2].p = 0.5", "0.1", "2.p", "0.5"),
-    ("m[1].eps = 1e-3", "1e-05", "1.eps", "0.001"),
     ("m[1].scale = 2.0", "nothing", "1.scale", "2.0"),
     ("del m[2].inplace", "False", "2.inplace", "nothing"),
     ("m[2].inplace = 0", "False", "2.inplace", "0"),
     ("m[0].weight.tag = 3", "nothing", "0.weight.tag", "3"),
-    (
-        "m[3].register_forward_hook(lambda module, args, output: output * 2)",
-        "nothing",
-        r"3._forward_hooks\[0\]",
-        "a tuple",
-    ),
+    ("m[3].register_forward_hook(double)", "nothing", r"3._forward_hooks\[0\]", "a tu"),
     ("parametrizations.orthogonal(m[0])", ".*Parameter", "0.weight", "nothing"),
     ("m[2].forward = F.relu", "nothing", "2.forward", "relu"),
-]
+]  # fmt: skip
+
+
+def double(module, args, output):
+    return output * 2
+
+
+def hooked(module):
+    module.register_forward_hook(double)
+    return module
 
 
 def buffer_instead(layer):
@@ -155,31 +155,14 @@ class Config:
         self.me = self
 
 
-class Slotted:
-    """An object without a dictionary."""
-
-    __slots__ = ("size",)
-
-    def __init__(self, size):
-        self.size = size
-
-
 def scaled(factor):
     return lambda x: x * factor
 
 
-def with_default(factor):
-    return lambda x, factor=factor: x * factor
-
-
-def seeded(seed):
-    return torch.Generator().manual_seed(seed)
-
-
 BODY = nn.Linear(2, 2)
+SEED = "torch.Generator().manual_seed({})"
 LEAKY = "functools.partial(F.leaky_relu, negative_slope={})"
 ATTRIBUTES = [  # of two models: what was expected where, and what was got
-    ("3", "4", "", "3", "4"),
     ("1", "1.0", "", "1", "1.0"),
     ("None", "'a'", "", "None", "'a'"),
     ("float('nan')", "1.0", "", "nan", "1.0"),
@@ -190,7 +173,7 @@ ATTRIBUTES = [  # of two models: what was expected where, and what was got
     ("{(1, 2): 1}", "{(1, 3): 1}", r"\[0\]\[0\]\[1\]", "2", "3"),
     ("{1, 2}", "{1, 3}", r"\[2\]", "2", "nothing"),
     ("Config(1)", "Config(2)", ".size", "1", "2"),
-    ("Slotted(1)", "Slotted(2)", r".__state__\[1\]\['size'\]", "1", "2"),
+    ("Slotted(1)", "Slotted(2)", r".__state__\[1\]\['factor'\]", "1", "2"),
     ("torch.ones(2).numpy()", "torch.zeros(2).numpy()", ".__state__.*", ".*", ".*"),
     ("torch.ones(2)", "torch.zeros(2)", "", "the values", "others"),
     ("torch.ones(2)", "torch.ones(2).half()", "", "dtype .*32", "dtype .*16"),
@@ -198,17 +181,11 @@ ATTRIBUTES = [  # of two models: what was expected where, and what was got
     ("F.relu", "F.gelu", ".*", ".*relu.*", ".*gelu"),
     ("F.relu", "F.elu", ".__code__", "the code of 'relu'", "the code of 'elu'"),
     ("scaled(1)", "scaled(2)", r".__closure__\[0\]", "1", "2"),
-    ("with_default(1)", "with_default(2)", r".__defaults__\[0\]", "1", "2"),
+    ("lambda x, n=1: x * n", "lambda x, n=2: x * n", r".__defaults__.*", "1", "2"),
     (LEAKY.format(0.1), LEAKY.format(0.2), r".*\['negative_slope'\]", "0.1", "0.2"),
     ("[nn.Dropout(0.1)]", "[nn.Dropout(0.2)]", r"\[0\].p", "0.1", "0.2"),
-    (
-        "[copy.deepcopy(BODY)]",
-        "[nn.Linear(2, 2)]",
-        r"\[0\].weight",
-        "the values",
-        "others",
-    ),
-    ("seeded(1)", "seeded(2)", ".__state__.*", ".*", ".*"),
+    ("[copy.deepcopy(BODY)]", "[nn.Linear(2, 2)]", ".*weight", "the values", "others"),
+    (SEED.format(1), SEED.format(2), ".__state__.*", ".*", ".*"),
     ("random.Random(1)", "random.Random(2)", ".__state__.*", ".*", ".*"),
 ]
 
@@ -221,15 +198,6 @@ def test_attributes_that_differ_are_named(first, other, place, expected, got):
     assert difference(first, again) is None
     message = f"expected {expected} in 'held{place}' of member 1 .*, got {got}"
     refused([first, other], message)
-
-
-def hooked(module):
-    module.register_forward_hook(double)
-    return module
-
-
-def double(module, args, output):
-    return output * 2
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

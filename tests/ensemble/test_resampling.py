@@ -1,4 +1,4 @@
-"""Bootstrap draws and folds: what is in them, and what members make of them."""
+"""Bootstrap draws and folds: samples in them, seeds and bad numbers."""
 
 from collections import Counter
 
@@ -6,14 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn import functional as F
 
-import vgrad
-from tests.losses import randn
-from tests.oracle import assert_exact
-from vgrad import optim, stack
 from vgrad.ensemble import bootstrap_indices, fold_indices
-from vgrad.training import EnsembleState, ensemble_train_step
 
 SEEDS = st.integers(0, 2**32)
 
@@ -68,27 +62,6 @@ def test_the_seed_alone_fixes_the_indices(draw):
     torch.manual_seed(2)
     assert torch.equal(indices, draw(3))
     assert not torch.equal(indices, draw(4))
-
-
-@pytest.mark.parametrize(
-    "indices",
-    [bootstrap_indices(3, 17, size=12, seed=5), fold_indices(3, 17, seed=5)[0]],
-    ids=["bootstrap", "folds"],
-)
-def test_members_trained_on_rows_are_models_trained_on_their_samples(indices):
-    x, y = randn(17, 3), randn(17, 2, seed=1)
-    models = [torch.nn.Linear(3, 2).double() for _ in range(3)]
-    fmodel, params, buffers = stack(models)
-    tx = optim.sgd(0.1)
-    step = ensemble_train_step(vgrad.batch_loss(fmodel, F.mse_loss), tx, in_dims=0)
-    state = EnsembleState.create(tx, params, buffers, seed=0)
-    state, metrics = step(state, x[indices], y[indices])
-    for i, (model, rows) in enumerate(zip(models, indices.tolist(), strict=True)):
-        loss = F.mse_loss(model(x[rows]), y[rows])
-        loss.backward()
-        expected = model.weight.detach() - 0.1 * model.weight.grad
-        found = metrics["loss"][i], state.params["weight"][i]
-        assert_exact(found, (loss.detach(), expected))
 
 
 @pytest.mark.parametrize(

@@ -339,23 +339,6 @@ def test_slopes_are_finite_where_there_are_zeros(case, zero):
     assert all(leaf.isfinite().all() for leaf in leaves((slopes, trained)))
 
 
-@each(smooth=True, problem=perceptron)
-def test_second_slopes_are_finite_where_gradients_are_zero(case):
-    numbers = tensors(case)
-
-    def outcome(size):
-        params, tx = zeros(case.problem()[0]), case.make(**numbers)
-        state = tx.init(params)
-        for _ in range(2):
-            grads = {key: size * p for key, p in params.items()}
-            params, state = step(tx, grads, state, params)
-        return sum(p.sum() for p in case.outcome(params, state).values())
-
-    slope = torch.func.grad(outcome)
-    assert slope(double(0.9)).isfinite()
-    assert torch.func.grad(slope)(double(0.9)).isfinite()
-
-
 # Chains and states.
 
 

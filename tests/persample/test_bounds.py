@@ -449,6 +449,18 @@ def test_a_private_step_moves_no_further_for_a_sample_of_any_size(strategy):
         assert distance == pytest.approx(1e-4 / 2, rel=1e-5)
 
 
+@every_strategy
+def test_a_number_that_its_dtype_cannot_hold_is_not_finite_in_any_form(strategy):
+    x, params = torch.tensor([[3e38, 1.0], [1.0, 2.0]]), {"w": torch.ones(2, 2)}
+    for factor, nonfinite in ((1.0, 0), (10.0, 1)):  # the norm, the gradient itself
+        loss = lambda p, b, x: F.linear(x, p["w"]).sum() * factor  # noqa: B023, E731
+        found = clipped(loss, 1.0, params, x, strategy=strategy)
+        rest = clipped(loss, 1.0, params, x[nonfinite:], strategy=strategy)
+        assert int(found.nonfinite) == nonfinite
+        assert found.norms.isinf().tolist() == [True, False]
+        oracle.assert_exact(found.grads, rest.grads, 1e-6)
+
+
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 @every_strategy
 def test_an_infinite_bound_clips_nothing(strategy, clipping):

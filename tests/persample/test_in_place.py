@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint  # noqa: F401, in texts
 
 import vgrad
 from tests import losses, oracle
-from tests.compiled import problems
 from tests.losses import length, old_function, randn
-from tests.persample.test_quantities import assert_expected, clipped_sum
+from tests.persample.test_quantities import clipped_sum
 
 pytestmark = pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
 
@@ -263,17 +262,6 @@ def test_clipped_sums_keep_their_bound(net, name, options):
     oracle.assert_exact(found.norms, oracle.norms(grads), 1e-6)
     oracle.assert_exact(found.grads, expected, 1e-6)
     assert length(clip(params(), {}, X[:1]).grads) <= 0.5 * (1 + 1e-6)
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("net", ["residual", "regions"])
-def test_other_quantities_follow_from_the_same_gradients(net, name):
-    loss, keep = of(net, FUNCTIONS[name]), torch.ones(3, dtype=torch.bool)
-    grads = reference(loss)
-    for quantity in ("weighted", "gram", "moments", "projection"):
-        compute = problems.TRANSFORMS[quantity](loss, chunk_size=2)
-        found = problems.call(quantity, compute, (params(), {}, X))
-        assert_expected(quantity, found, grads, keep, 1e-9)
 
 
 @pytest.mark.parametrize("passes", [1, 2])

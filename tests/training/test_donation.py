@@ -6,16 +6,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import vgrad
+from tests.optim.problems import double
 from tests.oracle import assert_exact
 from vgrad import optim
 from vgrad.ensemble import for_members
 from vgrad.training import EnsembleState, ensemble_train_step
 
 E, B = 3, 4
-
-
-def double(values):
-    return torch.tensor(values, dtype=torch.float64)
 
 
 OPTIMIZERS = {

@@ -12,11 +12,13 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import vgrad
+from tests import losses
+from tests.ensemble.test_contract import normed
 from tests.examples import examples
 from tests.optim.optimizers import each_list, every
-from tests.optim.problems import double, random_gradients
+from tests.optim.problems import double, member, random_gradients, stacked
 from tests.optim.problems import train as train_one
-from tests.oracle import EXACT, assert_exact
+from tests.oracle import assert_exact
 from vgrad import optim
 from vgrad.ensemble import for_members, share, stack
 from vgrad.precision import DynamicLossScale, StaticLossScale
@@ -40,38 +42,17 @@ def mlp(p=0.0):
     ).double()
 
 
-def normed():
-    """No bias in front of a norm: its gradient is rounding, which Adam amplifies."""
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1, bias=False),
-        nn.BatchNorm2d(4),
-        nn.Tanh(),
-        nn.Conv2d(4, 4, 3, stride=2, groups=2, bias=False),
-        nn.BatchNorm2d(4),
-        nn.Flatten(),
-        nn.Linear(4 * 2 * 2, 3),
-    ).double()
-
-
-class Encoder(nn.Module):
+def encoder():
     """A transformer that reads tokens."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(9, 8)
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.body = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, tokens):
-        return self.head(self.body(self.embed(tokens)).mean(1))
+    body = losses.CASES["transformer"].model()
+    return nn.Sequential(nn.Embedding(9, 8), *body).double()
 
 
 randn = partial(torch.randn, dtype=torch.float64)
 MODELS = {
     "mlp": (mlp, lambda size: randn(*size, 4)),
-    "normed": (normed, lambda size: randn(*size, 2, 6, 6)),
-    "encoder": (lambda: Encoder().double(), lambda size: torch.randint(9, (*size, 5))),
+    "normed": (lambda: normed().double(), lambda size: randn(*size, 2, 6, 6)),
+    "encoder": (encoder, lambda size: torch.randint(9, (*size, 5))),
 }
 
 
@@ -98,11 +79,11 @@ def without_one(state):
 
 def train(step, state, data, steps):
     """Run steps over the batches in turn; return the state and all losses `[T, E]`."""
-    losses = []
+    values = []
     for number in range(steps):
         state, metrics = step(state, *data[number % len(data)])
-        losses.append(metrics["loss"])
-    return state, torch.stack(losses)
+        values.append(metrics["loss"])
+    return state, torch.stack(values)
 
 
 def alone(models, txs, data, steps, seed=None, **options):
@@ -116,21 +97,13 @@ def alone(models, txs, data, steps, seed=None, **options):
     return [state for state, _ in runs], torch.stack([x for _, x in runs], 1)
 
 
-def joined(trees):
-    return pytree.tree_map(lambda *each: torch.stack(each), *trees)
+def entries(models):
+    """The state of modules, stacked."""
+    return stacked([dict(model.state_dict()) for model in models])
 
 
-def of(tree, member):
-    return pytree.tree_map(lambda leaf: leaf[member], tree)
-
-
-def entries(model):
-    return {name: value.detach() for name, value in model.state_dict().items()}
-
-
-def assert_members_are(state, states, tolerance=EXACT):
-    expected = joined([tuple(each[:2]) for each in states])
-    assert_exact(tuple(state[:2]), expected, tolerance)
+def assert_members_are(state, states):
+    assert_exact(tuple(state[:2]), stacked([tuple(each[:2]) for each in states]))
 
 
 RATES = [0.003, 0.01, 0.03]
@@ -143,25 +116,25 @@ ADAMS = for_members(optim.adam, lr=double(RATES))
 def trained_by_torch(name, own, steps):
     """Each model in a loop with an optimizer of torch's own: modules and losses."""
     models, _, _, data = begun(SGD, name, own)
-    losses = []
-    for member, model in enumerate(models):
+    values = []
+    for i, model in enumerate(models):
         optimizer = torch.optim.AdamW(
             model.parameters(),
-            lr=RATES[member],
-            betas=BETAS[member],
-            weight_decay=DECAYS[member],
+            lr=RATES[i],
+            betas=BETAS[i],
+            weight_decay=DECAYS[i],
             eps=1e-5,  # the gradient of a bias of keys is rounding, to be kept small
         )
-        losses.append([])
+        values.append([])
         for number in range(steps):
             x, y = data[number % len(data)]
-            x, y = (x[member], y[member]) if own else (x, y)
+            x, y = (x[i], y[i]) if own else (x, y)
             optimizer.zero_grad()
             loss = F.cross_entropy(model(x), y)
             loss.backward()
             optimizer.step()
-            losses[-1].append(loss.detach())
-    return models, torch.tensor(losses, dtype=torch.float64).T
+            values[-1].append(loss.detach())
+    return models, torch.tensor(values, dtype=torch.float64).T
 
 
 @pytest.mark.parametrize(
@@ -178,7 +151,7 @@ def test_fifty_steps_together_are_fifty_steps_of_torch_alone(name, strategy):
     models, expected = trained_by_torch(name, own, 50)
     assert_exact(losses, expected)
     assert losses[-5:].mean() < losses[:5].mean()
-    assert_exact({**state.params, **state.buffers}, joined(map(entries, models)))
+    assert_exact({**state.params, **state.buffers}, entries(models))
     assert int(state.step) == 50
 
 
@@ -189,14 +162,14 @@ def test_every_optimizer_runs_for_each_member_by_itself(case):
     starts = [random_gradients(start, seed=seed) for seed in range(E)]
     tx = for_members(case.make, **each_list(double, case.numbers))
     step = ensemble_train_step(lambda params, buffers: loss(params), tx)
-    state = EnsembleState.create(tx, joined(starts), {})
+    state = EnsembleState.create(tx, stacked(starts), {})
     for _ in range(8):
         state, _ = step(state)
-    for member in range(E):
-        expected, last = train_one(case.tx(member), starts[member], loss, 8)
-        assert_exact(of(state.params, member), expected)
-        if all(pytree.tree_leaves(case.of(member))):  # the number zero needs no state
-            assert_exact(of(state.optimizer.members, member), last, 1e-9)
+    for i in range(E):
+        expected, last = train_one(case.tx(i), starts[i], loss, 8)
+        assert_exact(member(state.params, i), expected)
+        if all(pytree.tree_leaves(case.of(i))):  # the number zero needs no state
+            assert_exact(member(state.optimizer.members, i), last, 1e-9)
 
 
 @pytest.mark.parametrize("wrap", [lambda tx: tx, for_members])
@@ -209,39 +182,20 @@ def test_a_transformation_of_one_member_serves_all(wrap):
     assert_members_are(state, states)
 
 
-def clipped(lr, max_norm):
-    return optim.chain(optim.clip_by_global_norm(max_norm), optim.sgd(lr, momentum=0.9))
-
-
-@given(
-    members=st.integers(1, 4),
-    shapes=st.lists(st.lists(st.integers(1, 3), max_size=3), min_size=1, max_size=3),
-    missing=st.booleans(),
-)
-@examples(25)
-def test_updates_of_any_shapes_are_those_of_one_member(members, shapes, missing):
-    random = partial(randn, generator=torch.Generator().manual_seed(0))
-    params = {str(i): random(members, *shape) for i, shape in enumerate(shapes)}
-    grads = {name: random(*value.shape) for name, value in params.items()}
-    if missing:
-        params["none"], grads["none"] = random(members, 2), None
-    rates = torch.linspace(0.1, 1.0, members, dtype=torch.float64)
-    tx = for_members(clipped, lr=rates, max_norm=2 * rates)
-    state = tx.init(params)
-    for _ in range(2):
-        updates, state = tx.update(grads, state, params)
+def test_members_of_scalars_and_gradients_that_are_none():
+    make = lambda lr: optim.chain(optim.clip_by_global_norm(lr), optim.sgd(lr))  # noqa: E731
+    shapes = {"scalar": (E,), "cube": (E, 1, 2, 3), "none": (E, 2)}
+    params = {name: randn(*shape) for name, shape in shapes.items()}
+    grads = {name: randn(*shape) for name, shape in shapes.items()} | {"none": None}
+    tx = for_members(make, lr=double(RATES))
+    updates, _ = tx.update(grads, tx.init(params), params)
     assert list(updates) == list(grads)
-    for i, rate in enumerate(rates.tolist()):
-        one = clipped(rate, 2 * rate)
-        mine = {name: g if g is None else g[i] for name, g in grads.items()}
-        own = one.init(of(params, i))
-        for _ in range(2):
-            expected, own = one.update(mine, own)
-        for name, value in expected.items():
-            if value is None:
-                assert updates[name] is None
-            else:
-                assert_exact(updates[name][i], value, 1e-12)
+    assert updates.pop("none") is None
+    del grads["none"]
+    for i, rate in enumerate(RATES):
+        one, mine = make(rate), member(grads, i)
+        expected, _ = one.update(mine, one.init(mine))
+        assert_exact(member(updates, i), expected, 1e-12)
 
 
 # Members that rest, or whose gradients are not finite.
@@ -255,7 +209,7 @@ def test_members_that_are_not_active_stay_as_they_are():
     states, _ = alone(models, txs, data, 10)
     states[1] = alone(models, txs, data, 5)[0][1]
     assert_members_are(state, states)
-    assert_exact(of(tuple(state[:3]), 1), of(tuple(before[:3]), 1), 0)
+    assert_exact(member(tuple(state[:3]), 1), member(tuple(before[:3]), 1), 0)
     assert state.active.tolist() == [True, False, True]
     assert int(state.step) == 10
 
@@ -283,21 +237,6 @@ def test_a_parameter_without_entries_trains_and_is_skipped():
     assert state.params["w"].isfinite().all()
 
 
-@every_strategy
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-def test_a_policy_computes_as_each_member_alone(policy, strategy):
-    options = {"policy": policy, "strategy": strategy}
-    models, step, state, data = begun(SGD, make=lambda: mlp().float(), **options)
-    data = [(x.float(), y) for x, y in data]
-    state, losses = train(step, state, data, 10)
-    states, expected = alone(models, [SGD] * E, data, 10, policy=policy)
-    exact, _ = alone(models, [SGD] * E, data, 10)
-    assert_exact(losses, expected, 2e-2)
-    assert_members_are(state, states, 2e-2)
-    for name, value in state.params.items():
-        assert not torch.equal(value[0], exact[0].params[name])
-
-
 @given(
     values=st.lists(
         st.tuples(*[st.sampled_from([0.0, 0.5, 1.0, float("nan"), float("inf")])] * 3),
@@ -322,19 +261,6 @@ def test_early_stopping_counts_values_that_are_no_better(values, patience, min_d
     assert all(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(stopping))
 
 
-def test_early_stopping_stops_members_one_by_one():
-    rates = [0.1, 0.0, 0.2]
-    models, step, state, data = begun(for_members(optim.sgd, lr=double(rates)))
-    stopping = EarlyStopping.create(E, patience=2)
-    for _ in range(6):
-        state, metrics = step(state, *data[0])
-        stopping = stopping.update(metrics["loss"])
-        state = state._replace(active=stopping.active)
-    assert state.active.tolist() == [True, False, True]
-    states, _ = alone(models, [optim.sgd(rate) for rate in rates], data[:1], 6)
-    assert_members_are(state, states)
-
-
 # Shared entries.
 
 
@@ -349,7 +275,7 @@ def shared_by_torch(models, data, steps, make, active=(0, 1, 2)):
         optimizer.zero_grad()
         sum(F.cross_entropy(models[i](x), y) for i in active).backward()
         optimizer.step()
-    found = joined(map(entries, models))
+    found = entries(models)
     return {n: v[0] if n.startswith("0.") else v for n, v in found.items()}
 
 
@@ -420,76 +346,38 @@ def test_a_shared_gradient_that_is_not_finite_is_left_out():
             assert moved.tolist() == [True, False, True]
 
 
-class Positions(nn.Module):
+def positions():
     """A constant that all members share, and a trunk that is frozen."""
-
-    def __init__(self):
-        super().__init__()
-        self.trunk = nn.Linear(4, 4, dtype=torch.float64)
-        self.head = nn.Linear(4, 3, dtype=torch.float64)
-        self.register_buffer("shift", torch.arange(4.0, dtype=torch.float64))
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.trunk(x)) + self.shift)
+    model = losses.Net(
+        lambda self, x: self.head(torch.tanh(self.trunk(x)) + self.shift),
+        trunk=nn.Linear(4, 4),
+        head=nn.Linear(4, 3),
+    )
+    model.register_buffer("shift", torch.arange(4.0))
+    return model.double()
 
 
 @every_strategy
 @pytest.mark.parametrize("scale", [None, StaticLossScale(4.0)])
 def test_shared_buffers_and_frozen_trunks_stay_without_a_member_axis(strategy, scale):
-    models, _, _, data = begun(SGD, make=Positions)
+    models, _, _, data = begun(SGD, make=positions)
     patterns, tx = ["trunk.*", "shift"], optim.adam(0.01)
-    fmodel, *stacked = stack(models)
-    params, buffers = vgrad.freeze(*share(*stacked, patterns), ["trunk.*"])
+    fmodel, *entries = stack(models)
+    params, buffers = vgrad.freeze(*share(*entries, patterns), ["trunk.*"])
     options = {"strategy": strategy, "shared": patterns, "loss_scale": scale}
     step = ensemble_train_step(vgrad.batch_loss(fmodel, F.cross_entropy), tx, **options)
     state = EnsembleState.create(tx, params, buffers, shared=patterns)
-    state, losses = train(step, state, data, 5)
+    state, found = train(step, state, data, 5)
     assert_exact(state.buffers, buffers, 0)
     for model in models:
         model.trunk = models[0].trunk
         model.trunk.requires_grad_(False)
     states, expected = alone(models, [tx] * E, data, 5)
-    assert_exact(losses, expected)
-    assert_exact(state.params, joined([each.params for each in states]))
-
-
-def test_all_parameters_may_be_shared_where_buffers_are_not():
-    make = lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()  # noqa: E731
-    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
-    tx = optim.sgd(0.1, momentum=0.9)
-    _, step, start, data = begun(tx, own=True, make=make, shared=names)
-    state, metrics = step(start, *data[0])
-    assert metrics["loss"].shape == (E,)
-    assert state.params["0.weight"].shape == (3, 4)
-    assert not torch.equal(state.params["0.weight"], start.params["0.weight"])
-    means = state.buffers["1.running_mean"]
-    assert means.shape == (E, 3)
-    assert not torch.equal(means[0], means[1])
+    assert_exact(found, expected)
+    assert_exact(state.params, stacked([each.params for each in states]))
 
 
 # Random numbers, and optimizers of members.
-
-
-@pytest.mark.parametrize("strategy", ["loop", "hybrid"])
-def test_random_numbers_differ_between_members_and_come_from_the_state(strategy):
-    options = {"make": lambda: mlp(0.5), "strategy": strategy}
-    _, step, state, data = begun(SGD, seed=1, **options)
-    _, first = step(state, *data[0])
-    _, again = step(state, *data[0])
-    _, other = step(state.fork(), *data[0])
-    assert torch.equal(first["loss"], again["loss"])
-    assert not torch.equal(first["loss"], other["loss"])
-    same = state._replace(params=of(state.params, [0] * E))
-    assert len(step(same, *data[0])[1]["loss"].unique()) == E
-
-
-def test_a_loop_with_the_same_randomness_draws_what_each_member_draws_alone():
-    tx, options = optim.adam(0.01), {"strategy": "loop", "randomness": "same"}
-    models, step, state, data = begun(tx, make=lambda: mlp(0.5), seed=5, **options)
-    state, losses = train(step, state, data, 10)
-    states, expected = alone(models, [tx] * E, data, 10, seed=5)
-    assert_exact(losses, expected)
-    assert_members_are(state, states)
 
 
 COPIES = [copy.copy, copy.deepcopy, lambda tx: tx._replace(donated=None)]
@@ -498,10 +386,7 @@ COPIES += [lambda tx: type(tx)(*tx), lambda tx: tx._make(tx)]
 
 @pytest.mark.parametrize("again", COPIES)
 def test_an_optimizer_of_members_stays_one_however_it_is_copied(again):
-    tx = for_members(SGD, shared=FIRST)
-    copied = again(tx)
-    assert (copied.init, copied.update) == (tx.init, tx.update) == tx[:2] == copied[:2]
-    assert copied.shared == ("0.*",)
+    copied = again(for_members(SGD, shared=FIRST))
     _, step, start, data = begun(copied, shared=FIRST)
     state, _ = step(start, *data[0])
     assert state.params["0.weight"].shape == start.params["0.weight"].shape

@@ -91,12 +91,14 @@ def test_other_content_is_refused(tmp_path):
         save(path, {"steps": 3})
 
 
-def test_a_meta_file_whose_checksum_is_wrong_is_refused(tmp_path):
+def test_a_damaged_meta_file_is_refused(tmp_path):
     save(tmp_path / "run", begun(), settings=SETTINGS)
     path = tmp_path / "run" / "meta.json"
-    path.write_text(path.read_text().replace('"lr": 0.1', '"lr": 0.2'))
-    with pytest.raises(ValueError, match="got a damaged file .its checksum does not"):
-        load(tmp_path / "run", begun(), settings={"lr": 0.2})
+    text = path.read_text()
+    for changed in (text[:-100], text.replace('"lr": 0.1', '"lr": 0.2')):
+        path.write_text(changed)
+        with pytest.raises(ValueError, match="got a damaged file"):
+            load(tmp_path / "run", begun(), settings={"lr": 0.2})
 
 
 @pytest.mark.parametrize("name", ["weight", "a/b", "../../c", "/d", "a.b", "ä", ""])
@@ -120,5 +122,3 @@ def test_an_ensemble_comes_back_with_parameters_that_require_grad(tmp_path):
     assert_exact(loaded, (params, buffers), 0)
     assert all(x.is_leaf and x.requires_grad for x in loaded[0].values())
     assert not any(x.requires_grad for x in loaded[1].values())
-    with pytest.raises(ValueError, match=r"expected shape \(2, 4, 3\) in "):
-        load(tmp_path / "ensemble", vgrad.stack(models[:2])[1:])

@@ -19,6 +19,7 @@ from tests.zoo.entries import (
     net,
     noise,
     ragged,
+    two_layers,
 )
 
 LENGTHS = torch.tensor([5, 4, 2])
@@ -89,8 +90,7 @@ def depth_of_each() -> Use:
             x = torch.tanh(self.layer(x))
         return self.head(x)
 
-    model = Net(forward, layer=nn.Linear(D, D), head=nn.Linear(D, 3))
-    return Use(model, (noise(D), torch.tensor([1, 3, 1]), classes()))
+    return Use(two_layers(forward), (noise(D), torch.tensor([1, 3, 1]), classes()))
 
 
 def cut_to_length() -> Use:
@@ -98,8 +98,7 @@ def cut_to_length() -> Use:
         x = x[:, : int(length.max())]
         return self.head(torch.relu(self.layer(x)).mean(1))
 
-    model = Net(forward, layer=nn.Linear(D, D), head=nn.Linear(D, 3))
-    return Use(model, (noise(5, D), LENGTHS, classes()))
+    return Use(two_layers(forward), (noise(5, D), LENGTHS, classes()))
 
 
 def cut_by_tensors() -> Use:
@@ -108,16 +107,14 @@ def cut_by_tensors() -> Use:
         x = self.layer(x[:, :last]) + torch.arange(last)[:, None]
         return self.head(torch.cat([x, x.new_zeros(1, count, D)], 1).sin().sum(1))
 
-    model = Net(forward, layer=nn.Linear(D, D), head=nn.Linear(D, 3))
-    return Use(model, (noise(5, D), LENGTHS, classes()))
+    return Use(two_layers(forward), (noise(5, D), LENGTHS, classes()))
 
 
 def boolean_index() -> Use:
     def forward(self, x, mask):
         return self.head(torch.relu(self.layer(x[mask])).mean(0, keepdim=True))
 
-    model = Net(forward, layer=nn.Linear(D, D), head=nn.Linear(D, 3))
-    return Use(model, (noise(5, D), ragged(5), classes()))
+    return Use(two_layers(forward), (noise(5, D), ragged(5), classes()))
 
 
 def masked_language_model() -> Use:
@@ -181,9 +178,8 @@ def length_regulator() -> Use:
         x = torch.repeat_interleave(self.layer(x)[0], times[0], dim=0)
         return self.head(torch.tanh(x).mean(0, keepdim=True))
 
-    model = Net(forward, layer=nn.Linear(D, D), head=nn.Linear(D, 3))
     times = torch.tensor([[1, 2, 3], [2, 0, 1], [0, 3, 3]])
-    return Use(model, (noise(3, D), times, classes()))
+    return Use(two_layers(forward), (noise(3, D), times, classes()))
 
 
 def pooled_by_unique() -> Use:
@@ -192,9 +188,8 @@ def pooled_by_unique() -> Use:
         sums = torch.zeros(len(names), D).index_add(0, group[0], self.layer(x)[0])
         return self.head(sums.tanh().amax(0, keepdim=True))
 
-    model = Net(forward, layer=nn.Linear(D, D), head=nn.Linear(D, 3))
     groups = torch.tensor([[4, 4, 7, 1], [2, 2, 2, 2], [0, 1, 0, 1]])
-    return Use(model, (noise(4, D), groups, classes()))
+    return Use(two_layers(forward), (noise(4, D), groups, classes()))
 
 
 def packed(kind) -> Use:
@@ -336,8 +331,7 @@ def nested() -> Use:
         ragged_rows = torch.nested.nested_tensor(rows, layout=torch.jagged)
         return self.head(self.layer(ragged_rows).to_padded_tensor(0.0).sum(1))
 
-    model = Net(forward, layer=nn.Linear(D, D), head=nn.Linear(D, 3))
-    return Use(model, (noise(5, D), LENGTHS, classes()))
+    return Use(two_layers(forward), (noise(5, D), LENGTHS, classes()))
 
 
 def dates() -> Use:

@@ -126,3 +126,11 @@ def noise(*shape: int) -> Tensor:
 def net(function, *shape: int, output: tuple[int, ...] = (3,), **parts) -> Use:
     """A net on normal numbers, whose outputs are weighed at random."""
     return Use(Net(function, **parts), (noise(*shape), noise(*output)), total)
+
+
+def two_layers(function) -> Net:
+    return Net(function, layer=nn.Linear(D, D), head=nn.Linear(D, 3))
+
+
+def mlp(output: int = 3) -> nn.Module:
+    return nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, output))

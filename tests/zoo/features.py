@@ -22,6 +22,7 @@ from tests.zoo.entries import (
     classes,
     entry,
     loops,
+    mlp,
     net,
     noise,
     total,
@@ -81,8 +82,7 @@ def selectively_checkpointed() -> Use:
             self.body, x, use_reentrant=False, context_fn=contexts
         )
 
-    body = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, 3))
-    return net(forward, D, body=body)
+    return net(forward, D, body=mlp())
 
 
 def saved_elsewhere() -> Use:
@@ -92,8 +92,7 @@ def saved_elsewhere() -> Use:
         with torch.autograd.graph.save_on_cpu():
             return self.body(x)
 
-    body = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, 3))
-    return net(forward, D, body=body)
+    return net(forward, D, body=mlp())
 
 
 def sparse_matrix(layout: str) -> Use:
@@ -364,8 +363,7 @@ def in_mixed_precision() -> Use:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
             return self.body(x)
 
-    body = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, 3))
-    return net(forward, D, body=body)
+    return net(forward, D, body=mlp())
 
 
 class Labelled(torch.Tensor):

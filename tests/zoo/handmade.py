@@ -13,6 +13,7 @@ from tests.zoo.entries import (
     classes,
     entry,
     loops,
+    mlp,
     net,
     noise,
     ragged,
@@ -164,8 +165,7 @@ def ordinary_differential_equation() -> Use:
             x = x + step / 6 * (a + 2 * b + 2 * c + d)
         return self.head(x)
 
-    field = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, D))
-    return net(forward, D, field=field, head=nn.Linear(D, 3))
+    return net(forward, D, field=mlp(D), head=nn.Linear(D, 3))
 
 
 def equilibrium() -> Use:

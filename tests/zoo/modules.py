@@ -21,6 +21,7 @@ from tests.zoo.entries import (
     entry,
     looks,
     loops,
+    mlp,
     net,
     noise,
     ragged,
@@ -367,8 +368,7 @@ def differentiates_itself() -> Use:
         (slope,) = torch.autograd.grad(self.body(x).sum(), x, create_graph=True)
         return (slope + self.body(x)).square().sum()
 
-    body = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, 1))
-    return Use(Net(forward, body=body), (noise(D),), None)
+    return Use(Net(forward, body=mlp(1)), (noise(D),), None)
 
 
 def differentiates_by_function() -> Use:
@@ -376,8 +376,7 @@ def differentiates_by_function() -> Use:
         slope = torch.func.jacrev(lambda y: self.body(y)[0])(x[0])
         return (slope + self.body(x[0])).square().sum()
 
-    body = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, 1))
-    return Use(Net(forward, body=body), (noise(D),), None)
+    return Use(Net(forward, body=mlp(1)), (noise(D),), None)
 
 
 def maps_by_function() -> Use:
@@ -398,9 +397,8 @@ def meta_learning() -> Use:
     return Use(Net(forward, weight=torch.randn(3, D)), (noise(2, D), noise(2, 3)), None)
 
 
-def mlp() -> Use:
-    model = nn.Sequential(nn.Linear(D, 8), nn.ReLU(), nn.Linear(8, 3))
-    return Use(model, (noise(D), classes()))
+def plain() -> Use:
+    return Use(mlp(), (noise(D), classes()))
 
 
 def pickled(transform):
@@ -488,6 +486,6 @@ ENTRIES = [
         meta_learning,
         today=Exact("vmap", "expected ops that a function mode sees"),
     ),
-    entry("MLP, transforms pickled", mlp, through=pickled),
-    entry("MLP, transforms copied", mlp, through=copy.deepcopy),
+    entry("MLP, transforms pickled", plain, through=pickled),
+    entry("MLP, transforms copied", plain, through=copy.deepcopy),
 ]

@@ -74,9 +74,11 @@ class Code(NamedTuple):
             if step.opname.endswith(_GLOBAL):
                 variables[name] = None
             elif step.opname == "IMPORT_NAME":
-                name = "." * level + name
                 package = self.variables.get("__package__")
-                modules[resolve_name(name, package) if level else name] = None
+                if level and package:
+                    name = resolve_name("." * level + name, package)
+                if package or not level:  # others fail
+                    modules[name] = None
             elif step.opname.startswith("LOAD_") and type(name) is int:
                 level = name
         return [*variables], [*modules]

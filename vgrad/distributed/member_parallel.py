@@ -296,7 +296,10 @@ def member_parallel(
         facts |= {"in_dims": inner.options.in_dims, "loss_scale": step.first_scale}
     else:
         facts, inner = {"kind": type(step).__name__}, step
-    for name in ("randomness", "shared", "has_aux", "fmodel"):
+    call = getattr(inner, "options", None)
+    for name in ("randomness", "shared"):
+        facts[name] = getattr(call, name, None)
+    for name in ("has_aux", "fmodel"):
         facts[name] = getattr(inner, name, None)
     options = Options(getattr(inner, "loss", None), **facts)
     reducer = MemberReducer(ranks, _range_of(members, ranks), options)
@@ -345,7 +348,7 @@ class MemberReducer(StepReducer):
             seed = torch_seed(state.key, "loss", int(state.step), "members")
             keys = sample_keys(seed, start, len(self.numbers))
             step = replace(step, source=replace(source, gradient=gradient.keyed(keys)))
-        elif gradient.randomness == "different" and start:
+        elif gradient.options.randomness == "different" and start:
             tags = "members", start  # a graph draws for all members at once
         yield step, tags
 
@@ -400,11 +403,12 @@ class MembersOfRank:
     ) -> Any:
         """Run the members of this rank; sum gradients of shared entries."""
         function, what, reducer = method.__self__, "member_parallel", self.reducer
+        options = function.options
         sums = isinstance(function, EnsembleGradFn)
-        key = reducer.key(what) if function.randomness != "error" else None
-        meets = function.shared and (sums or method.__name__ == "outputs_and_buffers")
+        key = reducer.key(what) if options.randomness != "error" else None
+        meets = options.shared and (sums or method.__name__ == "outputs_and_buffers")
         with reducer.ranks.together(what) if meets else nullcontext() as facts:
-            count, whole = Layout.of(what, params, buffers, function.shared)
+            count, whole = Layout.of(what, params, buffers, options.shared)
             reducer.check(count)
             result: Any = self._drawn(method, key, params, buffers, *rest)
             if facts is not None:
@@ -432,7 +436,7 @@ class MembersOfRank:
         """Run the members of this rank, from a key if they draw random numbers."""
         function, numbers = method.__self__.of_one_process, self.reducer.numbers
         tags: tuple[Tag, ...] = ("all",)
-        if key is not None and function.randomness == "different":
+        if key is not None and function.options.randomness == "different":
             if function.execute is run_eager:
                 seed = torch_seed(key, "members")
                 keys = sample_keys(seed, numbers.start, len(numbers))

@@ -71,9 +71,7 @@ def epsilon(
     return composed([Steps(sampling_rate, noise_multiplier, steps)], delta, accountant)
 
 
-def composed(
-    account: Sequence[Steps], delta: float, accountant: Accountant = "pld"
-) -> float:
+def composed(account: Sequence[Steps], delta: float, accountant: Accountant) -> float:
     """Bound the epsilon of steps of several kinds on one data set, all checked."""
     counts: dict[tuple[float, float], int] = {}
     for rate, noise, steps in account:
@@ -172,11 +170,9 @@ def noise_multiplier_for(
     return math.exp(root)
 
 
-def check(
-    function: str, sampling_rate: float, steps: int, delta: float, accountant: str
-) -> None:
+def check(function: str, rate: float, steps: int, delta: float, accountant: str):
     """Refuse numbers of a run that are out of range."""
-    check_rate(function, sampling_rate)
+    check_rate(function, rate)
     checks.between(function, 0, 1, delta=delta)
     checks.between(function, -1, 2**63, steps=steps)
     checks.choice(function, ACCOUNTANTS, accountant=accountant)

@@ -40,6 +40,7 @@ them a new key.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -200,7 +201,8 @@ def block_parts(part: Part, size: int) -> Iterator[BlockPart]:
     first, last = (_places(part, entry) // size for entry in (0, count - 1))
     for number in range(first, last + 1):
         start, stop = number * size, min((number + 1) * size, total)
-        high = _before(part, stop)
+        # Places grow with entries.
+        high = bisect_left(range(count), stop, low, key=partial(_places, part))
         if low < high:
             begin, end = _places(part, low), _places(part, high - 1) + 1
             places: slice | np.ndarray = slice(begin - start, end - start)
@@ -217,17 +219,6 @@ def _places(part: Part, entries: _Index) -> _Index:
         entries = entries // size
         stride *= length
     return places
-
-
-def _before(part: Part, place: int) -> int:
-    count, stride, rest = 0, math.prod(part.shape), math.prod(part.sizes)
-    for length, offset, size in zip(*part, strict=True):
-        stride, rest = stride // length, rest // size
-        index, place = divmod(place, stride)
-        count += min(max(index - offset, 0), size) * rest
-        if not offset <= index < offset + size:
-            return count
-    return count
 
 
 def _local_part(total: Tensor) -> tuple[Tensor, Part]:
@@ -259,9 +250,7 @@ class _Normals:
         generators.on_threads(self.tasks(name, part, keep), noise.size)
         return torch.from_numpy(noise).view(like.shape)
 
-    def tasks(
-        self, name: str, part: Part, use: Callable[[BlockPart, np.ndarray], None]
-    ) -> Iterator[Callable[[], None]]:
+    def tasks(self, name: str, part: Part, use: Callable) -> Iterator[Callable]:
         """Yield tasks, each of which draws a block on the CPU and uses it."""
         stream = generators.stream(self.key, self.member, name, *part.shape)
 
@@ -331,13 +320,7 @@ def draw(stream: int, number: int, count: int, deviation: float) -> np.ndarray:
     return normals.reshape(-1)[:count]
 
 
-def _add_block(
-    plain: np.ndarray,
-    noisy: np.ndarray,
-    rounding: float,
-    block: BlockPart,
-    normals: np.ndarray,
-) -> None:
+def _add_block(plain, noisy, rounding: float, block: BlockPart, normals) -> None:
     noise = normals[block.places]
     noise += plain[block.entries]
     noise += rounding

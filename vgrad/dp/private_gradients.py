@@ -422,10 +422,7 @@ class LiveModule:
         self._identity = _identity(model)
 
     def follow(self, *, within: bool) -> LiveModel:
-        """Return the module as a function, a new one if the module has changed.
-
-        `within` a logical batch it may not be moved, switched or frozen.
-        """
+        """Return the module as a function; `within` a logical batch it is the same."""
         if self.function.is_current():
             return self.function
         if _identity(self.model) != self._identity:
@@ -601,14 +598,12 @@ def _bits(grad: Tensor) -> Tensor:
     return raw[:words].view(torch.int64).sum() + raw[words:].sum()
 
 
-def _find_padding(
-    dataset: Any, collate_fn: Callable[[list[Any]], Tree] | None
-) -> tuple[Tree, Tree, Tree] | None:
+def _find_padding(dataset: Any, collate_fn: Any) -> tuple[Tree, Tree, Tree] | None:
     """Collate a short sample, a long one, and both; None if that changes no shape."""
     if collate_fn in (None, default_collate):
         return None
 
-    def collated(*samples: Any) -> Tree:
+    def collated(*samples):
         return collate_fn([copy.deepcopy(sample) for sample in samples])
 
     def shapes(batch: Tree) -> list[torch.Size]:
@@ -635,9 +630,7 @@ def _find_padding(
     return singles[short], singles[long], pair
 
 
-def _check_padding(
-    model: nn.Module, criterion: Criterion, short: Tree, long: Tree, pair: Tree
-) -> None:
+def _check_padding(model, criterion, short: Tree, long: Tree, pair: Tree) -> None:
     # Clipping bounds the gradient of one sample. If the model sees the padding to the
     # longest sample, one sample changes the gradients of the others.
     modes = [(module, module.training) for module in model.modules()]

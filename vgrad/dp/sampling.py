@@ -151,9 +151,8 @@ def collate(
     one = collate_fn([dataset[0]])
     for leaf in tree_leaves(one):
         if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != 1:
-            # Without its value, which is private.
             got = f"a {type(leaf).__name__}"
-            if isinstance(leaf, Tensor):
+            if isinstance(leaf, Tensor):  # without its value, which is private
                 got = f"a tensor of {leaf.dtype} {tuple(leaf.shape)}"
             raise TypeError(
                 f"collate(collate_fn): expected tensors with one row for one sample, "
@@ -165,9 +164,7 @@ def collate(
     return partial(_collate, collate_fn, empty)
 
 
-def _collate(
-    collate_fn: Callable[[list[Any]], Tree], empty: Tree, samples: list[Any]
-) -> Tree:
+def _collate(collate_fn: Callable, empty: Tree, samples: list[Any]) -> Tree:
     return collate_fn(samples) if samples else map_tensors(torch.clone, empty)
 
 
@@ -246,9 +243,7 @@ class PoissonLoader:
         keeps_yielded: whether `yielded` holds the tensors of that batch.
     """
 
-    def __init__(
-        self, run: Run, dataset: Dataset[Any], options: dict[str, Any]
-    ) -> None:
+    def __init__(self, run: Run, dataset: Dataset[Any], options: dict) -> None:
         for name in "shuffle sampler batch_sampler drop_last in_order".split():
             if name in options:
                 raise ValueError(

@@ -15,7 +15,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from vgrad.checks import Patterns
 from vgrad.ensemble.layout import Call, vmapped
 from vgrad.functional.guards import protect
 from vgrad.generators import (
@@ -340,16 +339,6 @@ class EnsembleFn:
     execute: Any = run_eager
     reduce: Callable[..., Any] = local
     keys: Tensor | None = None
-
-    @property
-    def randomness(self) -> Randomness:
-        """Whether members draw random numbers, and whether each its own."""
-        return self.options.randomness
-
-    @property
-    def shared(self) -> Patterns:
-        """Patterns of the entries without a member axis."""
-        return self.options.shared
 
     @cached_property
     def of_one_process(self) -> Self:

@@ -1,10 +1,8 @@
 """Compact forms of per-sample gradients, and the quantities computed from them.
 
 B samples, P numbers in a parameter, O of them along its first axis; in products of
-matrices G groups, T positions of one sample, I inputs and O outputs. Every use of a
-parameter in the loss leaves a factor; quantities are computed from it, without the
-gradients where that is cheaper. Products of matrices run in
-`promote_types(dtype, float32)`, or wider where torch may round their factors.
+matrices G groups, T positions of one sample, I inputs and O outputs. Products of
+matrices run in `promote_types(dtype, float32)`, or wider where torch may round.
 """
 
 import copy
@@ -147,10 +145,7 @@ class Positions:
 
 @dataclass(frozen=True)
 class Dense(Factor):
-    """The gradients themselves, `g [B, *shape]`.
-
-    `shared` are the same numbers, in one group, if another parameter has them too.
-    """
+    """The gradients themselves, `g [B, *shape]`."""
 
     g: Tensor
     shared: Positions | None = None
@@ -324,7 +319,7 @@ class Outer(Pair):
         return reductions.total([*parts]).reshape(self.shape)
 
     def gram(self, other: Factor) -> Tensor:
-        """Inner products of factors where that is cheaper than of gradients."""
+        """Inner products of factors, none of them `far`, where gradients cost more."""
         if not isinstance(other, Outer) or self.inputs.shape[1] != 1:
             return super().gram(other)
         if not costs.cross_by_gram(self.inputs.shape, self.outputs.shape, other.size):
@@ -427,10 +422,7 @@ class Scaled(Compound):
 
 
 def owned(factor: Factor, but: Tensor | None = None) -> Factor:
-    """Return the same gradients, in memory that only the factor refers to.
-
-    Tensors on the memory of `but` are kept as they are.
-    """
+    """Return the same gradients, in memory of their own or in the memory of `but`."""
     if isinstance(factor, Zero):  # whose tensor has no values that count
         return factor
     spared = None if but is None else memory(but)

@@ -1,9 +1,8 @@
 """One factor for a parameter that was used several times, or through a function.
 
 The squared norm of a sum is a double sum of inner products, so uses may not be taken
-one by one. Uses of one kind become one factor with more positions; a table whose rows
-are looked up and that also multiplies (tied embeddings) has its cross term; all others
-are added up as gradients.
+one by one: uses of one kind become one factor with more positions, tied embeddings have
+a cross term, and all others are added up as gradients.
 """
 
 import functools
@@ -91,10 +90,7 @@ class Tied(Compound):
         return self.outer.grad() + self.rows.grad()
 
     def settled(self) -> tuple[Factor, Norms]:
-        """Add the cross term, `sum_ts outer_out_s[index_t] <row_t, in_s>`, to squares.
-
-        Gradients are kept where the norms of the product need them.
-        """
+        """Add the cross term `sum_ts outer_out_s[index_t] <row_t, in_s>` to squares."""
         if not self.outer.by_gram:
             return Dense(self.grad()).settled()
         parts = {"outer": self.outer.settled()[1], "rows": self.rows.settled()[1]}
@@ -139,8 +135,7 @@ class Tied(Compound):
 class Moved(Compound):
     """Gradients of parts or views of a parameter, each with the way to it.
 
-    `replays` are the functions from the parameter to the parts. They only move numbers,
-    no two of them the same one, so norms are kept and add up.
+    The ways only move numbers, no two of them the same one, so squares of norms add up.
     """
 
     parts: tuple[Factor, ...]
@@ -212,7 +207,6 @@ def _spots(replay: Replay, shape: torch.Size) -> _Spots | None:
 
 @functools.cache
 def _apart(count: int, views: tuple[_Spots, ...]) -> bool:
-    """Return whether views of `count` numbers have none in common."""
     counts = torch.zeros(count, dtype=torch.uint8)
     for view in views:
         counts.as_strided(*view).add_(1)

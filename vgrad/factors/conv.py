@@ -88,7 +88,6 @@ class Conv(Pair):
         return (seen * (left @ positions)).sum(2)
 
     def _by_groups(self) -> Tensor:
-        """Let every sample be a group of one convolution's weight gradient."""
         pair = reductions.products(self.inputs, self.outputs)
         inputs, outputs = (each.flatten(0, 1)[None] for each in pair)
         found = self._weight_gradient(inputs, outputs, self.size)
@@ -101,11 +100,9 @@ class Conv(Pair):
         return torch.stack(found).to(self.inputs.dtype)
 
     def _by_swapping(self) -> Tensor:
-        """Convolve every input channel with the outputs, which are its kernels.
-
-        Stride and dilation change places too. Some rows of the outputs at a time, as
-        one convolution sums over all positions in float32.
-        """
+        """Convolve every input channel with the outputs, which are its kernels."""
+        # Stride and dilation change places too. Some rows of the outputs at a time, as
+        # one convolution sums over all positions in float32.
         inputs, outputs = reductions.products(self._padded(), self.outputs)
         step = max(1, costs.FEW_POSITIONS // math.prod(outputs.shape[3:]))
         inputs = inputs.unflatten(1, (self.groups, -1)).flatten(0, 1).transpose(0, 1)
@@ -119,7 +116,6 @@ class Conv(Pair):
         return found.movedim(0, 2).to(self.inputs.dtype)
 
     def _convolved(self, inputs: Tensor, outputs: Tensor) -> Tensor:
-        """Convolve with the outputs, up to the kernel's size."""
         op: Callable = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]
         swapped = {"stride": self.dilation, "dilation": self.stride}
         found = op(inputs, outputs, groups=inputs.shape[1], **swapped)
@@ -144,11 +140,9 @@ class Conv(Pair):
         return found.movedim(1, -1).unflatten(-1, kernel)
 
     def _patch_products(self) -> Tensor:
-        """Inner products of the patches seen at two positions, [B * G, T, T].
-
-        A sum, over the kernel, of shifted inner products of pixels. Products of patches
-        would take K times as many operations, since each pixel is in K of them.
-        """
+        """Inner products of the patches seen at two positions, [B * G, T, T]."""
+        # A sum, over the kernel, of shifted products of pixels; products of patches
+        # would take K times as many operations, since each pixel is in K of them.
         inputs = self._split(reductions.products(self._padded())[0])
         space, count = inputs.shape[2:], len(inputs)
         pixels = reductions.self_products(inputs.flatten(2).mT)
@@ -186,7 +180,6 @@ class Conv(Pair):
         return F.pad(self.inputs, self.pads) if any(self.pads) else self.inputs
 
     def _weight_gradient(self, inputs: Tensor, outputs: Tensor, samples: int) -> Tensor:
-        """Weight gradient of a convolution of samples x groups groups."""
         # Only the sizes of the weight are read, so it need not exist.
         sizes = (samples * self.shape[0], *self.shape[1:])
         padding = self.pads[::-2]

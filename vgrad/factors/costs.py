@@ -46,11 +46,9 @@ _SMALL_TABLE = 2**17
 
 
 def outer_by_gram(positions: int, inputs: int, outputs: int) -> bool:
-    """Return whether norms from products of positions beat forming the gradients.
-
-    Gradients take no operations of their own, since they are the summands of the
-    weighted sum; they take three passes over their memory, unless it is in a cache.
-    """
+    """Return whether norms from products of positions beat forming the gradients."""
+    # Gradients take no operations of their own, since they are the summands of the
+    # weighted sum; they take three passes over their memory, unless it is in a cache.
     numbers = inputs * outputs
     traffic = 1 if numbers <= _SMALL_MATRIX else 12
     products = 2 * positions**2 * (inputs + outputs)
@@ -60,13 +58,10 @@ def outer_by_gram(positions: int, inputs: int, outputs: int) -> bool:
 def conv_form(
     pixels: int, positions: int, weight: Sequence[int], groups: int, device: str
 ) -> ConvForm:
-    """Choose how the norms of a convolution's gradients are computed.
-
-    On a CPU one grouped convolution wins but for many channels of small maps, and for
-    groups of few channels; it has a good kernel for small windows of single channels.
-    For the few channels of a large image it takes longer than an ordinary convolution
-    for each sample, up to eight times.
-    """
+    """Choose how the norms of a convolution's gradients are computed."""
+    # On a CPU one grouped convolution wins but for many channels of small maps, and for
+    # groups of few channels; it has a good kernel for small windows of single channels.
+    # For few channels of a large image an ordinary one for each sample takes less.
     outputs, inputs, *kernel = weight
     products = 2 * pixels**2 * inputs * groups + 2 * positions**2 * outputs
     sums = OPERATIONS_PER_BYTE * 4 * positions**2 * math.prod(kernel) * groups
@@ -98,10 +93,7 @@ def wide_table(rows: int, width: int, lookups: int) -> bool:
 
 
 def cross_by_gram(inputs: Sequence[int], outputs: Sequence[int], other: int) -> bool:
-    """Return whether inner products between samples are cheaper from factors.
-
-    Shapes [B, G, T, I] and [B, G, T, O], and how many samples are on the other side.
-    """
+    """Return whether factors [B, G, T, I], [B, G, T, O] give cheaper inner products."""
     size, _, positions, i = inputs
     o = outputs[3]
     gram = 2 * size * other * positions**2 * (i + o)

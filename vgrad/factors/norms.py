@@ -1,7 +1,6 @@
 """Norms of all parameters at once: range, cancellation and rounding, decided once.
 
-B samples, G groups of a matrix product, T positions. Factors leave raw numbers, which
-are stacked here; one mask then says which samples are to be computed again.
+B samples, G groups of a matrix product, T positions.
 """
 
 import itertools
@@ -67,10 +66,7 @@ def _from_products(products: Sequence[Products]) -> Iterator[Norm]:
 
 
 def in_doubt(squares: Tensor, largest: Tensor) -> Tensor:
-    """Mark squares that are mostly rounding, or of which terms have left the range.
-
-    `largest` are the squares of the sums of the sizes of their terms.
-    """
+    """Mark squares that are mostly rounding, or of which terms have left the range."""
     fine = squares > _DOUBTFUL * largest
     return ~(fine & (largest > LOW**2) & (largest < HIGH**2))
 

@@ -44,16 +44,13 @@ def no_norms(params: Params, dtype: torch.dtype) -> Tensor:
 
 
 def together(numbers: Tensor) -> Tensor:
-    """Root of the sum of squares, [..., K] -> [...] in float64.
-
-    It neither overflows nor underflows. The root has no slope at zero; zero is taken,
-    as torch does for its norms.
-    """
+    """Root of the sum of squares, [..., K] -> [...] in float64, of any size."""
     numbers = double(numbers)
     if numbers.shape[-1] == 0:
         return numbers.sum(-1)
     if numbers.shape[-1] == 1:
         return numbers.abs()[..., 0]
+    # The root has no slope at zero; zero is taken, as torch does for its norms.
     tiny = torch.finfo(torch.float64).tiny
     scale = numbers.detach().abs().amax(-1).clamp(min=tiny)
     squares = (numbers / scale[..., None]).square().sum(-1)
@@ -86,11 +83,9 @@ def row_norms(grad: Tensor) -> Tensor:
 
 
 def products(*factors: Tensor) -> list[Tensor]:
-    """Bring the factors of a matrix product to the dtype in which it is exact.
-
-    That is float32 or wider; float64 where torch may round float32 factors to TF32 or
-    bfloat16, which would break the bound on clipped gradients.
-    """
+    """Bring the factors of a matrix product to the dtype in which it is exact."""
+    # Float64 where torch may round float32 to TF32 or bfloat16, which would break the
+    # bound on clipped gradients.
     dtype = torch.float32
     for factor in factors:
         dtype = torch.promote_types(dtype, factor.dtype)
@@ -168,14 +163,7 @@ _LARGE = 1e15
 
 
 class Sums:
-    """Sums over samples for each parameter, added up chunk by chunk.
-
-    One chunk is left as it is; more are added in float64 and rounded once at the end,
-    so that the sum does not drift as the batch grows.
-
-    Attributes:
-        totals: the sums so far.
-    """
+    """Sums over samples for each parameter, added up chunk by chunk in float64."""
 
     def __init__(self) -> None:
         self.totals: Params = {}
@@ -222,11 +210,9 @@ def reach(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def ordinary(reach: Tensor, weights: Tensor) -> Tensor:
-    """Mark samples whose weighted sums of products stay far from float32's ends.
-
-    Numbers are at most `reach` [B]. For others a weight may take one side of a product
-    past the end, or to where there are few digits, before it meets the other side.
-    """
+    """Mark samples, by `reach`, whose weighted sums stay far from float32's ends."""
+    # For others a weight may take one side of a product past the end, or to where there
+    # are few digits, before it meets the other side.
     sizes = weights.double().abs()
     fine = (reach <= _LARGE) & (sizes * reach.square() <= _LARGE**2)
     return fine & ((sizes >= 1 / _LARGE**2) | (sizes == 0))

@@ -39,7 +39,6 @@ class Rows(Factor):
         return self.index + start[:, None]
 
     def grad(self) -> Tensor:
-        """Add the rows up in tables of zeros."""
         rows = self.outputs.flatten(0, 1).to(wide(self.outputs.dtype))
         table = rows.new_zeros((self.size * self.shape[0], self.shape[1]))
         table.index_add_(0, self.keys.flatten(), rows)
@@ -99,7 +98,6 @@ class Rows(Factor):
         return (left * (rows @ right.T)).sum(1)
 
     def _scaled(self, weights: Tensor) -> Tensor:
-        """Weighted rows [B * T, O] in float64."""
         return (double(self.outputs) * weights.double().view(-1, 1, 1)).flatten(0, 1)
 
     def _spoils(self) -> Tensor:
@@ -107,17 +105,14 @@ class Rows(Factor):
         return (self.outputs * 0).sum((1, 2))
 
     def _norms_by_mask(self) -> Tensor:
-        """Norms by a product with a mask of equal indices.
-
-        Rows of one index are added at each of their positions, which share the norm.
-        """
+        """Norms by a product with a mask of equal indices."""
+        # Rows of one index are added at each of their positions, which share the norm.
         rows = double(self.outputs)
         equal = (self.index[:, :, None] == self.index[:, None, :]).to(rows.dtype)
         norms = self._lengths(torch.bmm(equal, rows).flatten(0, 1))
         return self._lengths(norms.view(self.index.shape) / equal.sum(2).real.sqrt())
 
     def _norms_by_sorting(self) -> Tensor:
-        """Norms of sums of sorted rows."""
         rows = double(self.outputs.flatten(0, 1))
         _, sums, place, first = _summed(self.keys.flatten(), rows)
         # Keys of one sample stay side by side when they are sorted.
@@ -133,12 +128,8 @@ class Rows(Factor):
 
 
 def _summed(keys: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Add up rows of one key, where there are N of them.
-
-    Returns the N or fewer different keys and their sums, filled up with zeros, and for
-    the sorted keys of the rows, the place of each among these and which is its first.
-    Many equal rows drift in float32 by more than a clip bound allows: rows are wider.
-    """
+    """Add up the rows of each key; return keys, sums, places of sorted rows, firsts."""
+    # Many equal rows drift in float32 by more than a clip bound allows: rows are wider.
     keys, order = keys.sort()
     first = torch.ones_like(keys, dtype=torch.bool)
     first[1:] = keys[1:] != keys[:-1]

@@ -101,9 +101,11 @@ def _addmm(
     with record.watching():
         output = torch.matmul(left, right)
         output = output if alpha == 1 else alpha * output
-        if beta == 0:  # whatever the shift holds
+        if beta == 0 and not record.is_parameter(shift):
             return output
-        return output + (shift if beta == 1 else beta * shift)
+        if beta == 0:  # whatever the shift holds, its gradient is zero
+            shift = shift.masked_fill(torch.ones_like(shift, dtype=torch.bool), 0)
+        return output + (shift if beta in (0, 1) else beta * shift)
 
 
 def _einsum(record: Recording, equation: Any, *operands: Any) -> Tensor | None:

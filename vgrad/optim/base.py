@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vgrad import checks
-from vgrad.tree import cast, map_values, wide, widened
+from vgrad.tree import cast, map_values, tensors, wide, widened
 from vgrad.typing import Params, Schedule, Tree
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class GradientTransformation(NamedTuple):
 
     `donated` is a faster whole step, for `step` with `donate=True`; a chain does not
     inherit it. `counted` is whether updates depend on steps that `torch.optim` counts
-    for each parameter.
+    for each parameter, and `settable` names numbers of `inject_hyperparams`.
 
     Example:
         >>> negate = GradientTransformation(
@@ -63,6 +63,7 @@ class GradientTransformation(NamedTuple):
     update: UpdateFn
     donated: Donated | None = None
     counted: bool = False
+    settable: tuple[str, ...] = ()
 
 
 class State(NamedTuple):
@@ -77,29 +78,23 @@ class State(NamedTuple):
 
 
 def per_parameter(
-    function: str,
-    slots: Mapping[str, Any],
-    at: Callable,
-    *,
-    real: bool = True,
-    counted: bool = False,
+    function: str, slots: Mapping[str, Any], at: Callable, *, real=True, counted=False
 ) -> GradientTransformation:
-    """Make a transformation of a rule `(gradient, *slots) -> (update, *slots)`.
+    """Make a transformation of rules `at(step)(grad, *slots) -> (update, *slots)`.
 
-    `at(step)` returns the rule. A slot starts with one value everywhere, or as a
-    function of the parameter returns it, which may be None.
+    A slot starts with one value, or as a function of the parameter, maybe as None.
     """
 
     def init(params):
         if real:
             check_real(function, params)
-        tensors = {slot: {} for slot in slots}
+        first = {slot: {} for slot in slots}
         for slot, start in slots.items():
             for name, param in params.items():
-                first = start(param) if callable(start) else filled(param, start)
-                if first is not None:
-                    tensors[slot][name] = first
-        return State(counter(params), tensors)
+                value = start(param) if callable(start) else filled(param, start)
+                if value is not None:
+                    first[slot][name] = value
+        return State(counter(params), first)
 
     def update(grads, state, params=None):
         if not isinstance(state, State):
@@ -111,7 +106,7 @@ def per_parameter(
         checks.names(f"{function}(grads)", set().union(*old), grads)
         count = state.count + 1
         rule = at(count)
-        columns = [map(tensors.get, grads) for tensors in old]
+        columns = [map(column.get, grads) for column in old]
         rows = zip(grads, grads.values(), *columns, strict=True)
         results = {
             name: (grad, *before) if grad is None else rule(grad, *before)
@@ -119,8 +114,8 @@ def per_parameter(
         }
         updates = {name: result[0] for name, result in results.items()}
         new = {
-            slot: {name: results[name][place] for name in tensors}
-            for place, (slot, tensors) in enumerate(zip(slots, old, strict=True), 1)
+            slot: {name: results[name][place] for name in column}
+            for place, (slot, column) in enumerate(zip(slots, old, strict=True), 1)
         }
         return updates, State(count, new)
 
@@ -135,8 +130,19 @@ def stateless(update: Callable[[Grads, Any], Updates]) -> GradientTransformation
     )
 
 
+def counting(update: Callable[[Grads, Any, Tensor], Updates]) -> GradientTransformation:
+    """Do the same of `(grads, params, steps taken so far) -> updates`."""
+    return GradientTransformation(
+        lambda params: State(counter(params), {}),
+        lambda grads, state, params=None: (
+            update(grads, params, state.count),
+            State(state.count + 1, {}),
+        ),
+    )
+
+
 def of_gradient(function: Callable[[Tensor], Tensor]) -> GradientTransformation:
-    """Do the same with a function of one gradient, widened."""
+    """Make a transformation without state of a function of one gradient, widened."""
     return stateless(lambda grads, _: map_grads(lambda g: function(widened(g)), grads))
 
 
@@ -156,8 +162,7 @@ def chain(*transformations: GradientTransformation) -> GradientTransformation:
     `chain()` of nothing is the identity.
 
     Example:
-        >>> from vgrad.optim import scale_by_learning_rate, trace
-        >>> heavy_ball = chain(trace(0.9), scale_by_learning_rate(0.5))
+        >>> heavy_ball = chain(vgrad.optim.trace(0.9), vgrad.optim.scale(-0.5))
     """
     for tx in transformations:
         check_transformation("chain", tx)
@@ -223,8 +228,7 @@ def step(
     one.
 
     Example:
-        >>> from vgrad.optim import sgd
-        >>> tx, params = sgd(0.5), {"w": torch.ones(2)}
+        >>> tx, params = vgrad.optim.sgd(0.5), {"w": torch.ones(2)}
         >>> step(tx, {"w": torch.ones(2)}, tx.init(params), params)[0]
         {'w': tensor([0.5000, 0.5000])}
     """
@@ -234,10 +238,10 @@ def step(
         updates, new_state = tx.update(grads, state, params)
         done = apply_updates(params, updates), new_state
     if donate:
-        kept = {id(tensors) for tensors in _dictionaries(done)}
-        for tensors in _dictionaries((params, state)):
-            if id(tensors) not in kept:
-                tensors.clear()
+        kept = {id(entries) for entries in _dictionaries(done)}
+        for entries in _dictionaries((params, state)):
+            if id(entries) not in kept:
+                entries.clear()
     return done
 
 
@@ -250,9 +254,6 @@ def _dictionaries(tree: Tree) -> list[dict]:
         elif isinstance(node, list | tuple):
             nodes += node
     return dictionaries
-
-
-# Arithmetic.
 
 
 def is_zero(value: Number) -> bool:
@@ -339,13 +340,7 @@ def placed(value: Tensor, like: Tensor) -> Tensor:
 
 def plain(**values: Any) -> dict[str, Any]:
     """Return the values that are no tensors, and no tuples of some."""
-    return {name: value for name, value in values.items() if not _holds_one(value)}
-
-
-def _holds_one(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return any(map(_holds_one, value))
-    return isinstance(value, Tensor)
+    return {name: value for name, value in values.items() if not tensors(value)}
 
 
 def check_scalars(function: str, advice: str, /, **values: Any) -> None:
@@ -359,9 +354,7 @@ def check_scalars(function: str, advice: str, /, **values: Any) -> None:
             )
 
 
-def check_numbers(
-    function: str, lr: Rate, betas: tuple[Number, ...] = (), /, **values: Number
-) -> None:
+def check_numbers(function: str, lr: Rate, betas: tuple = (), /, **values: Number):
     """Each number is zero or more, and a beta below one; tensors and schedules pass."""
     named = values if is_schedule(lr) else {"lr": lr, **values}
     checks.non_negative(function, **plain(**named))
@@ -406,9 +399,7 @@ def check_transformation(function: str, tx: Any) -> None:
     )
 
 
-def required(
-    function: str, params: Params | None, grads: Grads, names: Params | None = None
-) -> Params:
+def required(function: str, params: Any, grads: Grads, names: Any = None) -> Params:
     """Return the parameters, unless they are missing or gradients have other names."""
     if params is None:
         raise ValueError(

@@ -9,21 +9,20 @@ import torch
 from torch import Tensor
 
 from vgrad import checks, memory
-from vgrad.optim.base import Donated, Grads, Number, Rate, State, is_schedule, is_zero
+from vgrad.optim.base import Donated, Grads, Rate, State, is_schedule, is_zero
 from vgrad.torch_private import kernels, modes
 from vgrad.torch_private.tensors import like
+from vgrad.tree import tensors
 from vgrad.typing import Params
 
 _DEVICE, _DTYPE, _SHAPE = map(attrgetter, ("device", "dtype", "shape"))
 _BYTES, _REQUIRES_GRAD = map(attrgetter, ("nbytes", "requires_grad"))
 
 
-def donated_sgd(
-    lr: Rate, *, momentum: Number, dampening: Number, **options: Any
-) -> Donated | None:
+def donated_sgd(lr: Rate, *, momentum, dampening, **options: Any) -> Donated | None:
     """Make the step in place of `sgd`; None if there is none."""
     # The first step of dampened momentum differs: its number would have to be read.
-    if not is_zero(dampening) or not _numbers(momentum, options["weight_decay"]):
+    if not is_zero(dampening) or tensors((momentum, options["weight_decay"])):
         return None
 
     def launch(rate, count, params, grads, *sums):
@@ -35,13 +34,11 @@ def donated_sgd(
     return _donated(lr, launch, () if is_zero(momentum) else ("momentum_buffer",))
 
 
-def donated_adam(
-    lr: Rate, *, betas: tuple[Number, Number], decoupled: bool, **options: Any
-) -> Donated | None:
+def donated_adam(lr: Rate, *, betas, decoupled, **options: Any) -> Donated | None:
     """Make the step in place of `adam` or `adamw`; None if there is none."""
     # Without eps the kernel divides zero by zero where scale_by_adam does not.
     eps = options["eps"]
-    if is_zero(eps) or not _numbers(*betas, eps, options["weight_decay"]):
+    if is_zero(eps) or tensors((*betas, eps, options["weight_decay"])):
         return None
     kernel = kernels.fused_adamw_ if decoupled else kernels.fused_adam_
 
@@ -52,10 +49,6 @@ def donated_adam(
 
     slots = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     return _donated(lr, launch, slots if options["amsgrad"] else slots[:2])
-
-
-def _numbers(*values: Number) -> bool:
-    return not any(isinstance(value, Tensor) for value in values)
 
 
 def _donated(lr: Rate, launch: Callable, slots: tuple[str, ...]) -> Donated:
@@ -69,8 +62,8 @@ def _donated(lr: Rate, launch: Callable, slots: tuple[str, ...]) -> Donated:
         moments = [state[i] for i in with_slots]
         if [tuple(part.slots) for part in moments] != ([slots] if slots else []):
             return None  # a state of other transformations, chained with the rate
-        tensors = [part.slots[slot] for part in moments for slot in slots]
-        groups = checked.groups(params, grads, tensors)
+        columns = [part.slots[slot] for part in moments for slot in slots]
+        groups = checked.groups(params, grads, columns)
         if groups is None:
             return None
         rate: Any = lr
@@ -91,7 +84,7 @@ def _donated(lr: Rate, launch: Callable, slots: tuple[str, ...]) -> Donated:
             launch(number, count, *group)
         new = [*state[:-1], last]
         for index in with_slots:
-            new[index] = State(count, dict(zip(slots, map(dict, tensors), strict=True)))
+            new[index] = State(count, dict(zip(slots, map(dict, columns), strict=True)))
         return dict(params), tuple(new)
 
     return step
@@ -103,7 +96,6 @@ class _Layout(NamedTuple):
     """The places of the parameters of each device and dtype; None without a kernel."""
     requires_grad: bool
     is_same: Callable[..., bool]
-    """Compares other tensors with these."""
 
 
 def _layout(columns: list[list[Tensor]], idle: list[Tensor]) -> _Layout | None:
@@ -130,12 +122,12 @@ def _layout(columns: list[list[Tensor]], idle: list[Tensor]) -> _Layout | None:
     for place, param in enumerate(stepped):
         groups.setdefault((param.device, param.dtype), []).append(place)
     known = {dtype for _, dtype in groups} <= {torch.float32, torch.float64}
-    tensors = [*itertools.chain(*columns), *idle]
+    present = [*itertools.chain(*columns), *idle]
     return _Layout(
-        list(map(_BYTES, tensors)),
+        list(map(_BYTES, present)),
         [*groups.values()] if known else None,
         any(map(_REQUIRES_GRAD, itertools.chain(*columns))),
-        like(tensors),
+        like(present),
     )
 
 
@@ -152,9 +144,7 @@ class _Checks:
     def __reduce__(self) -> tuple:
         return _Checks, ()  # the test of torch cannot be pickled
 
-    def groups(
-        self, params: Params, grads: Grads, moments: list[Params]
-    ) -> list[list[list[Tensor]]] | None:
+    def groups(self, params: Params, grads: Grads, moments: list) -> list | None:
         """Make the columns of each device and dtype, if all tensors suit a kernel."""
         if modes.inside_transform() or torch.compiler.is_compiling():
             return None
@@ -169,14 +159,14 @@ class _Checks:
         names = [name for name, grad in grads.items() if grad is not None]
         columns = [list(map(tree.__getitem__, names)) for tree in trees]
         idle = [params[name] for name, grad in grads.items() if grad is None]
-        tensors, layout = [*itertools.chain(*columns), *idle], self._last
-        same = layout and len(tensors) == len(layout.sizes) and layout.is_same(*tensors)
+        present, layout = [*itertools.chain(*columns), *idle], self._last
+        same = layout and len(present) == len(layout.sizes) and layout.is_same(*present)
         if not same:
             self._last = layout = _layout(columns, idle)
-            tensors = [*itertools.chain(*columns), *idle]
+            present = [*itertools.chain(*columns), *idle]
         if not layout or (layout.requires_grad and torch.is_grad_enabled()):
             return None
-        if not memory.apart(list(map(Tensor.data_ptr, tensors)), layout.sizes):
+        if not memory.apart(list(map(Tensor.data_ptr, present)), layout.sizes):
             check_parts(params)
             return None
         if layout.groups is None:

@@ -14,7 +14,7 @@ from vgrad import checks, memory, tree
 from vgrad.optim import methods
 from vgrad.optim.base import GradientTransformation, State, check_transformation, step
 from vgrad.optim.transforms import HyperparamsState, Key, partition, with_hyperparams
-from vgrad.tree import check_fit, state_dict, tree_leaves, tree_map
+from vgrad.tree import check_fit, state_dict, tree_map, tree_map_only
 from vgrad.typing import Params, Tree
 
 Entry = dict[str, Any]
@@ -30,7 +30,6 @@ OPTIMIZERS: dict[type[Optimizer], Callable[..., GradientTransformation]] = {
 
 class _Group(NamedTuple):
     tx: GradientTransformation
-    options: dict[str, Any]
     params: Params
     entries: dict[str, Entry]
     settings: dict[str, Any]
@@ -78,12 +77,12 @@ def _read(optimizer: Optimizer, group: _Group) -> Tree:
         )
     if isinstance(optimizer, torch.optim.ASGD):
         # torch keeps the rate of the next step, in its default dtype.
-        expected = _asgd_rate(group.options, most)
+        expected = _asgd_rate(group.settings, most)
         rates = [float(entry["eta"]) for entry in group.entries.values() if entry]
         if not all(math.isclose(rate, expected, rel_tol=1e-6) for rate in rates):
             raise ValueError(
-                f"from_torch(ASGD, lr={group.options['lr']}): expected the rate of the "
-                f"last step, got one that was changed since. Make one more step before."
+                f"from_torch(ASGD, lr={group.settings['lr']}): expected the rate of "
+                f"the last step, got one changed since. Make one more step before."
             )
 
     def tensor(name, slot, old):
@@ -160,8 +159,8 @@ def _written(optimizer: Optimizer, group: _Group, state: Tree) -> dict[Tensor, E
                 value = tensors[name].detach()
                 new[slot] = value.to(param.device, param.dtype, copy=True)
         if asgd:
-            numbers["eta"] = _asgd_rate(group.options, count)
-            numbers["mu"] = 1 / max(1, count - group.options["t0"])
+            numbers["eta"] = _asgd_rate(group.settings, count)
+            numbers["mu"] = 1 / max(1, count - group.settings["t0"])
         # In the dtype and on the device in which torch keeps them.
         device = param.device if on_device else None
         kept = partial(torch.tensor, dtype=dtype, device=device)
@@ -170,9 +169,7 @@ def _written(optimizer: Optimizer, group: _Group, state: Tree) -> dict[Tensor, E
     return {param: entry(name, param) for name, param in group.params.items()}
 
 
-def _groups(
-    function: str, optimizer: Optimizer, params: Mapping[str, Tensor] | None
-) -> list[_Group]:
+def _groups(function: str, optimizer: Optimizer, params: Any) -> list[_Group]:
     if type(optimizer) not in OPTIMIZERS:
         known = ", ".join(kind.__name__ for kind in OPTIMIZERS)
         raise TypeError(
@@ -182,8 +179,7 @@ def _groups(
     names_by_id: dict[int, str] = {}
     if params is not None:
         checks.dictionaries(function, params=params)
-        for name, param in params.items():
-            names_by_id.setdefault(id(param), name)
+        names_by_id = {id(p): name for name, p in reversed([*params.items()])}
     seen: set[str] = set()
     groups = []
     for number, settings in enumerate(optimizer.param_groups):
@@ -220,8 +216,9 @@ def _groups(
         if make is methods.adam and settings["decoupled_weight_decay"]:
             make = methods.adamw
         known = inspect.signature(make).parameters
-        options = {key: _plain(settings[key]) for key in known if key in settings}
-        groups.append(_Group(make(**options), options, trained, entries, settings))
+        options = {key: settings[key] for key in known if key in settings}
+        options = tree_map_only(Tensor, lambda x: x.detach().item(), options)
+        groups.append(_Group(make(**options), trained, entries, settings))
     if not groups:
         expected = "expected parameters that require gradients, got none"
         raise ValueError(f"{function}(optimizer): {expected}.")
@@ -233,15 +230,9 @@ def _steps_of(entry: Entry) -> float:
     return float(entry["step"]) if "step" in entry else float(bool(entry))
 
 
-def _asgd_rate(options: dict[str, Any], steps: float) -> float:
-    lr = options["lr"]
-    return lr / ((1 + options["lambd"] * lr * steps) ** options["alpha"])
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_plain, value))
-    return value.detach().item() if isinstance(value, Tensor) else value
+def _asgd_rate(settings: dict[str, Any], steps: float) -> float:
+    lr = float(settings["lr"])
+    return lr / ((1 + settings["lambd"] * lr * steps) ** settings["alpha"])
 
 
 def as_torch(
@@ -310,19 +301,9 @@ class _Adapter(Optimizer):
         self._names = tuple(params)
         # Made at the first step, as in torch: until then parameters may be moved.
         self._tree: Tree | None = None
-        state, shown = transformation.init(params), {}
+        state, self._shown = transformation.init(params), transformation.settable
         hyperparams = state.hyperparams if isinstance(state, HyperparamsState) else {}
-        if hyperparams:
-            # A step without gradients: schedules overwrite the marks.
-            marks = tree_map(lambda x: torch.full_like(x, math.nan), hyperparams)
-            marked = state._replace(hyperparams=marks)
-            _, after = transformation.update(dict.fromkeys(params), marked, params)
-            shown = {
-                name: tree_map(Tensor.item, hyperparams[name])
-                for name, kept in after.hyperparams.items()
-                if all(leaf.isnan() for leaf in tree_leaves(kept))
-            }
-        self._shown = tuple(shown)
+        shown = {n: tree_map(Tensor.item, hyperparams[n]) for n in self._shown}
         self._unread = {"lr", *hyperparams} - set(shown)
         super().__init__([_Settings(params=list(params.items()), behind=[])], shown)
 

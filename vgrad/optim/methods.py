@@ -20,7 +20,7 @@ from vgrad.optim.base import (
     check_numbers,
     check_range,
     check_real,
-    counter,
+    counting,
     filled,
     is_zero,
     length,
@@ -102,9 +102,8 @@ def trace(
 
         return rule
 
-    counted = not is_zero(dampening)
-    slots = {"momentum_buffer": 0}
-    return per_parameter("trace", slots, at, real=False, counted=counted)
+    options = {"real": False, "counted": not is_zero(dampening)}
+    return per_parameter("trace", {"momentum_buffer": 0}, at, **options)
 
 
 def sgd(
@@ -432,8 +431,7 @@ def nadam(
         return updates, State(new.count, {"mu_product": product, **new.slots})
 
     tx = GradientTransformation(init, update, counted=True)
-    decoupled = decoupled_weight_decay
-    return descent(lr, weight_decay, maximize, tx, decoupled=decoupled)
+    return descent(lr, weight_decay, maximize, tx, decoupled=decoupled_weight_decay)
 
 
 def radam(
@@ -478,8 +476,7 @@ def radam(
         return rule
 
     tx = per_parameter("radam", _MOMENTS, at, counted=True)
-    decoupled = decoupled_weight_decay
-    return descent(lr, weight_decay, maximize, tx, decoupled=decoupled)
+    return descent(lr, weight_decay, maximize, tx, decoupled=decoupled_weight_decay)
 
 
 def adamax(
@@ -512,8 +509,7 @@ def adamax(
 
         return rule
 
-    slots = {"exp_avg": 0, "exp_inf": 0}
-    moments = per_parameter("adamax", slots, at, counted=True)
+    moments = per_parameter("adamax", {"exp_avg": 0, "exp_inf": 0}, at, counted=True)
     return descent(lr, weight_decay, maximize, moments)
 
 
@@ -570,10 +566,8 @@ def adagrad(
 
     slots = {"sum": initial_accumulator_value}
     sums = per_parameter("adagrad", slots, lambda count: rule)
-    if is_zero(lr_decay):
-        return descent(lr, weight_decay, maximize, sums)
-    tx = descent(decaying, weight_decay, maximize, sums)
-    return tx._replace(counted=True)
+    rate, counted = (lr, False) if is_zero(lr_decay) else (decaying, True)
+    return descent(rate, weight_decay, maximize, sums)._replace(counted=counted)
 
 
 def adadelta(
@@ -694,11 +688,10 @@ def adafactor(
 
         return rule
 
-    def by_size(grads, state, params=None):
+    def by_size(grads, params, count):
         params = required("adafactor", params, grads)
-        count = state.count + 1
-        rate = rate_at(lr, state.count)
-        bound = count.double().rsqrt()
+        rate = rate_at(lr, count)
+        bound = (count + 1).double().rsqrt()
         bound = bound.clamp_max(scalar(rate, bound))
 
         def descend(grad, param):
@@ -708,14 +701,14 @@ def adafactor(
             decay = scalar(rate, param) * scalar(weight_decay, param)
             return -(size * grad + decay * param)
 
-        return map_grads(descend, grads, params), State(count, {})
+        return map_grads(descend, grads, params)
 
     slots = {"row_var": start(-1), "col_var": start(-2), "variance": variance}
     return chain(
         *ascent(maximize),
         per_parameter("adafactor", slots, at, counted=True),
         clip_by_block_rms(d),
-        GradientTransformation(lambda params: State(counter(params), {}), by_size),
+        counting(by_size),
     )
 
 
@@ -943,8 +936,7 @@ def muon(
     et al., arXiv 2502.16982.
     """
     check_numbers("muon", lr, weight_decay=weight_decay, momentum=momentum, eps=eps)
-    choices = (None, *get_args(Adjustment))
-    checks.choice("muon", choices, adjust_lr_fn=adjust_lr_fn)
+    checks.choice("muon", (None, *get_args(Adjustment)), adjust_lr_fn=adjust_lr_fn)
     options = {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps}
 
     def average(g, mean):

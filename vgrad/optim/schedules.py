@@ -98,8 +98,7 @@ def exponential(lr: Number, gamma: Number) -> Curve:
         >>> exponential(1.0, 0.5)(torch.arange(4)).tolist()
         [1.0, 0.5, 0.25, 0.125]
     """
-    rates = {"lr": lr, "gamma": gamma}
-    return _curve("exponential", lambda t, lr, gamma: lr * gamma**t, rates)
+    return _curve("exponential", lambda t, lr, g: lr * g**t, {"lr": lr, "gamma": gamma})
 
 
 def step(lr: Number, step_size: Length, *, gamma: Number = 0.1) -> Curve:
@@ -394,9 +393,7 @@ def _check_schedule(function: str, name: str, schedule: Any) -> None:
         )
 
 
-def _check_boundaries(
-    function: str, name: str, pieces: Sequence[Any], boundaries: Sequence[Length]
-) -> None:
+def _check_boundaries(function, name, pieces, boundaries) -> None:
     """There is one more piece than boundaries; boundaries that are numbers increase."""
     if len(pieces) != len(boundaries) + 1:
         got = f"{len(pieces)} {name}, {len(boundaries)} boundaries"

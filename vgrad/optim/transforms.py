@@ -26,6 +26,7 @@ from vgrad.optim.base import (
     check_range,
     check_real,
     counter,
+    counting,
     filled,
     is_schedule,
     is_zero,
@@ -108,21 +109,11 @@ def _multiplied(factor: Rate, *, negate: bool = False) -> GradientTransformation
 
     if not is_schedule(factor):
         return stateless(lambda grads, _: scaled(grads, factor))
-    return GradientTransformation(
-        lambda params: State(counter(params), {}),
-        lambda grads, state, params=None: (
-            scaled(grads, factor(state.count)),
-            State(state.count + 1, {}),
-        ),
-    )
+    return counting(lambda grads, _, count: scaled(grads, factor(count)))
 
 
 def descent(
-    lr: Rate,
-    weight_decay: Number,
-    maximize: bool,
-    *direction: GradientTransformation,
-    decoupled: bool = False,
+    lr: Rate, weight_decay: Number, maximize: bool, *direction: Any, decoupled=False
 ) -> GradientTransformation:
     """Make the chain that most optimizers are; `decoupled` decay is not in moments."""
     decay = add_decayed_weights(weight_decay)
@@ -203,27 +194,28 @@ def set_to_zero(selection: Selection = ("*",)) -> GradientTransformation:
 def _of_part(function, inner, selection: Any, before=()) -> GradientTransformation:
     """Apply a transformation to the names selected, but for those selected before."""
 
-    def part(tree):
+    def chosen(tree):
         taken = {name for each in before for name in _selected(tree, each)}
-        names = _selected(tree, selection)
-        return {name: tree[name] for name in names if name not in taken}
+        return [name for name in _selected(tree, selection) if name not in taken]
 
     def init(params):
-        chosen = _selected(params, selection)
+        names = _selected(params, selection)
         if params and not callable(selection):
             checks.all_matched(function, params, selection)
-        elif params and not chosen:
+        elif params and not names:
             raise ValueError(
                 f"{function}({selection!r}): expected a function that selects a "
                 f"parameter, got none. The names are {checks.listed(params)}."
             )
-        return inner.init(part(params))
+        return inner.init({name: params[name] for name in chosen(params)})
 
     def update(grads, state, params=None):
+        names = chosen(grads)
         if params is not None:
             checks.names(f"{function}(grads)", params, grads)
-            params = part(params)
-        updates, state = inner.update(part(grads), state, params)
+            params = {name: params[name] for name in names}
+        part = {name: grads[name] for name in names}
+        updates, state = inner.update(part, state, params)
         return {**grads, **updates}, state
 
     return GradientTransformation(init, update, counted=inner.counted)
@@ -503,9 +495,6 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor
     return c0, c1, c2, c3
 
 
-# Averages of parameters.
-
-
 def _advance(function: Callable, old: Params, new: Grads, *others: Params) -> Params:
     # Where `new` is None, the entry of `old` stays.
     def apply(before, value, *rest):
@@ -522,9 +511,7 @@ def _states_of(state: Tree, is_one: Callable[[Any], bool]) -> list[Any]:
     return [node for node in tree_leaves(state, is_leaf=is_one) if is_one(node)]
 
 
-def average_after(
-    function: str, share: Callable[[Tensor], Tensor]
-) -> GradientTransformation:
+def average_after(function: str, share: Callable) -> GradientTransformation:
     """Move an average by a share of the way to the parameters after each step."""
 
     def update(grads, state, params=None):
@@ -880,6 +867,11 @@ def inject_hyperparams(
     unchecked = torch.zeros(())  # instead of a schedule
     numbers = tree_map(lambda v: unchecked if is_schedule(v) else v, hyperparams)
     counted = make(**numbers).counted
+    settable = tuple(
+        name
+        for name, value in hyperparams.items()
+        if not any(map(is_schedule, tree_leaves(value)))
+    )
 
     def in_state(value, count):
         value = rate_at(value, count)
@@ -903,7 +895,7 @@ def inject_hyperparams(
         updates, inner = make(**values).update(grads, inner, params)
         return updates, HyperparamsState(count + 1, values, inner)
 
-    return GradientTransformation(init, update, counted=counted)
+    return GradientTransformation(init, update, counted=counted, settable=settable)
 
 
 def _check_hyperparam(name: str, value: Any) -> None:

@@ -2,11 +2,7 @@
 
 Each transform takes a loss of one sample, `loss(params, buffers, *sample) -> scalar`,
 and returns a function of `(params, buffers, *batch)`. B samples; every tensor of the
-batch is `[B, ...]`.
-
-The transforms are names of `vgrad` itself: `per_sample_grad`, `per_sample_norm`,
-`per_sample_gram`, `per_sample_projection`, `clipped_grad`, `weighted_grad` and
-`gradient_moments`.
+batch is `[B, ...]`. The transforms are names of `vgrad` itself.
 
 * `Options`: the options that the transforms share
 * `EXPANDED`: the beginning of a reason in `vgrad.explain` if no rule fits an op
@@ -21,20 +17,17 @@ detected.
 
 The loss runs under the autocast of the caller; everything else is float32 or wider.
 Recorded results are constants: where an argument requires grad (and grad mode is on),
-differentiating one raises, and `.numpy()` needs a `.detach()` first. Parameters made
-with `disable_autograd_tracking=True` require none. Results of `"vmap"` and `"loop"` can
-be differentiated; for `"loop"` a tensor that the loss closes over is a constant then,
-so pass it in `params` or `buffers`.
+differentiating one raises, and `.numpy()` needs a `.detach()` first. Results of
+`"vmap"` and `"loop"` can be differentiated; for `"loop"` a tensor that the loss closes
+over is a constant then, so pass it in `params` or `buffers`.
 
 Under vmap one tensor stands for all samples. Code of the loss that reads its
-`requires_grad`, version or address gets the answer of `"loop"` or an `UnsupportedOp`;
-the same holds for the members of an ensemble. Three things differ from a loop without
-an error. Code that looks for transforms of `torch.func` finds some. Strides and
-contiguity of the output of an op may differ: a copy made only where they do has the
-same numbers, and writes in place with another result are refused. And `Tensor.set_`,
-which no function mode sees, changes nothing. If a parameter receives no gradient, one
-sample is re-run with plain autograd (once for a transform and such parameters) to
-confirm that its gradient is really zero.
+`requires_grad`, version or address gets the answer of `"loop"` or an `UnsupportedOp`.
+Three things differ from a loop without an error: code that looks for transforms of
+`torch.func` finds some; strides and contiguity of the output of an op may differ; and
+`Tensor.set_`, which no function mode sees, changes nothing. If a parameter receives no
+gradient, one sample is re-run with plain autograd (once for a transform and such
+parameters) to confirm that its gradient is really zero.
 """
 
 from vgrad.persample.clipped import ClippedGrad as ClippedGrad

@@ -14,7 +14,7 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.batches import Sensitivity
 from vgrad.conditions import rare
-from vgrad.factors import Factor, Norm, Sums, reductions
+from vgrad.factors import Dense, Factor, Norm, Sums, reductions
 from vgrad.factors.norms import doubts, joint, recomputed, settled
 from vgrad.factors.reductions import ordinary, rounded_down, together
 from vgrad.persample.engine import (
@@ -119,7 +119,6 @@ class _Weigher:
 
     @classmethod
     def of(cls, rule: ClipRule, call: Call) -> "_Weigher":
-        """Return the weigher of one call."""
         parts, bounds = rule.parts(call.params)
         bound: Any = bounds[0]
         if len(set(bounds)) > 1:
@@ -148,7 +147,7 @@ class _Weigher:
 
 @dataclass
 class _ClipCollector(Collector):
-    """Computes norms, and keeps the factors of a sum that is weighted by them."""
+    """Keeps the factors of a sum that is weighted by norms."""
 
     weigher: _Weigher
     factors: dict[str, Factor] = field(default_factory=dict)
@@ -169,10 +168,7 @@ class _ClipCollector(Collector):
     def summed(
         self, clip: ClipWeights, keep: Tensor | None, reducer: Reducer = LOCAL
     ) -> Params:
-        """Sum samples, and drop each factor after its sum.
-
-        Samples not to keep add exactly zero, even if their gradients are not finite.
-        """
+        """Sum samples; those not to keep add exactly zero, whatever they hold."""
         rows = None
         if keep is not None and not modes.inside_transform():
             rows, keep = keep.nonzero().flatten(), None
@@ -197,24 +193,27 @@ class _ClipCollector(Collector):
             keep, hard = keep & self.weigher.mask, hard & self.weigher.mask
         # The norms of the very numbers that are summed, in float64.
         wide = replace(self.weigher, dtype=torch.float64, mask=None)
+        most = torch.finfo(self.weigher.dtype).max
         for rows in slices(hard, *(factor.shape for factor in self.factors.values())):
             some = _ClipCollector(wide)
             for name, factor in self.factors.items():
-                some.take(name, gradients(factor, rows))
+                g = gradients(factor, rows).g
+                # Where gradients are stored, such a number is infinite.
+                some.take(name, Dense(torch.where(g.abs() <= most, g, torch.inf)))
             again = some.weigh()
             sums.add(some.summed(again, again.finite))
+            clip.norms[rows] = torch.where(again.finite, again.norms, torch.inf)
+            clip.clipped[rows] &= again.finite
         sums.add(self.summed(clip, keep))
         return sums.totals, clip
 
 
 @dataclass
 class _TwoPassCollector(_ClipCollector):
-    """A collector of two backward passes, which keeps nothing in between.
+    """Computes norms in a first pass and sums in a second; factors are not kept.
 
-    The first is for the norms, from which the weights follow. The second sums, unless
-    some samples need care: then factors are kept after all. It measures the norms of
-    the very factors that it sums, with which the weights must agree: a loss that runs
-    again in a backward pass may have other values.
+    The second pass measures the norms of the very factors that it sums, with which the
+    weights must agree: a loss that runs again in it may have other values.
     """
 
     reducer: Reducer = LOCAL
@@ -410,19 +409,16 @@ class ClippedSum(Quantity):
     def mapped(
         self, function: Callable[[Tensor], Tensor], value: ClippedGrad
     ) -> ClippedGrad:
-        """Apply a function to norms and losses."""
         norms, losses = function(value.norms), function(value.losses)
         return value._replace(norms=norms, losses=losses)
 
     def collector(self, call: Call) -> _ClipCollector:
-        """Return a collector of norms, and of factors or of sums in a second pass."""
         weigher = _Weigher.of(self.rule, call)
         if self.passes == 1:
             return _ClipCollector(weigher)
         return _TwoPassCollector(weigher, reducer=call.reducer)
 
     def partial(self, collector: _ClipCollector, call: Call) -> tuple:
-        """Return the sums of a chunk, its norms, and which are above a bound."""
         clip = collector.weigh()
         if isinstance(collector, _TwoPassCollector) and collector.sums:
             sums = collector.sums
@@ -436,7 +432,6 @@ class ClippedSum(Quantity):
         return sums, clip.norms, clip.clipped
 
     def total(self, partials: Iterator[tuple], run: Evaluation) -> ClippedGrad:
-        """Return the sum of the batch, its norms and counts."""
         sums, found = Sums(), []
         for some, *of_samples in partials:
             sums.add(some)

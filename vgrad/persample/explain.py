@@ -33,55 +33,32 @@ from vgrad.typing import Buffers, Found, Params, Strategy, Tree
 
 
 class Row(NamedTuple):
-    """One use of parameters, or the sum of several.
-
-    Attributes:
-        names: the parameters.
-        op: the op, or all ops that took copies of the parameter, one a sample.
-        factor: the kind of factor that holds the gradients.
-        form: how norms are computed: from norms of `"both sides"` of one outer
-            product, from inner products of positions (`"gram"`), from the `"rows"` of a
-            table or from the `"gradients"` themselves. Transforms that need no norms
-            have `"gradients"`, or a `"weighted sum"` without them.
-        bytes: memory that this form takes for the samples that were run.
-        why: how the factor came about.
-    """
+    """One use of parameters, or the sum of several."""
 
     names: tuple[str, ...]
-    op: str
-    factor: str
+    op: str  # or all ops that took copies of the parameter, one a sample
+    factor: str  # the kind of factor that holds the gradients
+    # How norms are computed: from norms of "both sides" of one outer product, from
+    # inner products of positions ("gram"), from "rows" of a table or from "gradients".
+    # Other transforms have "gradients", or a "weighted sum" without them.
     form: str
-    bytes: int
-    why: str
+    bytes: int  # that this form takes for the samples that were run
+    why: str  # how the factor came about
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation(Report):
-    """The report of `explain` for a per-sample transform.
-
-    Attributes:
-        function: the transform's name.
-        strategy: the strategy that ran.
-        why: the reason for it.
-        samples: how many samples the rows are for: the first chunk or, if it splits,
-            its largest part.
-        rows: the uses of each parameter.
-        parts: the sizes of the parts of the first chunk; one, if it does not split.
-        splits: the lines at which samples take different branches, and how often.
-        foreign: the nodes and ops that are not torch's own and may write into any
-            tensor.
-        copied: bytes that factors hold as copies for that reason.
-    """
+    """The report of `explain` for a per-sample transform."""
 
     function: str
-    strategy: Strategy
-    why: str
-    samples: int
-    rows: tuple[Row, ...]
-    parts: tuple[int, ...] = ()
-    splits: tuple[tuple[str, int], ...] = ()
-    foreign: tuple[str, ...] = ()
-    copied: int = 0
+    strategy: Strategy  # the one that ran
+    why: str  # the reason for it
+    samples: int  # of the first chunk or, if it splits, of its largest part
+    rows: tuple[Row, ...]  # the uses of each parameter
+    parts: tuple[int, ...] = ()  # sizes of the parts of the first chunk
+    splits: tuple[tuple[str, int], ...] = ()  # lines with branches, and how often
+    foreign: tuple[str, ...] = ()  # nodes and ops of others, which may write anywhere
+    copied: int = 0  # bytes that factors hold as copies for that reason
 
     def __str__(self) -> str:
         samples = f"{self.samples} sample{'s' * (self.samples != 1)}"

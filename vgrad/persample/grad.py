@@ -290,17 +290,14 @@ class WeightedSum(Quantity):
     """The sum of gradients with the weights of a call."""
 
     def collector(self, call: Call) -> _Weighted:
-        """Return a collector that sums factors."""
         check_weights(call.weights, call.batch.size)
         return _Weighted(call)
 
     def partial(self, collector: _Weighted, call: Call) -> Params:
-        """Return the sums of a chunk."""
         collector.flush()
         return collector.sums
 
     def total(self, partials: Iterator[Params], run: Evaluation) -> Params:
-        """Return the sums of the batch."""
         check_weights(run.call.weights, run.call.batch.size)
         sums = Sums()
         for part in partials:
@@ -309,7 +306,6 @@ class WeightedSum(Quantity):
         return sums.rounded(run.params)
 
     def mapped(self, function: Any, value: Params) -> Params:
-        """Return the sums, which have no entry for a sample."""
         return value
 
 

@@ -121,15 +121,12 @@ class Products(Quantity):
     chunked = False
 
     def collector(self, call: Call) -> Mapped:
-        """Return a collector that keeps factors as they are."""
         return Mapped(lambda factor: factor)
 
     def partial(self, collector: Mapped, call: Call) -> dict[str, Factor]:
-        """Return the factors of a chunk."""
         return collector.values
 
     def total(self, partials: Iterator[dict[str, Factor]], run: Evaluation) -> Any:
-        """Return the products within a batch, or with a second one."""
         names = members("per_sample_gram", self.groups, run.params)
         with RNG_LOCK if run.call.randomness == "same" else nullcontext():
             products = (
@@ -141,7 +138,6 @@ class Products(Quantity):
         return products[""] if self.groups is None else products
 
     def selected(self, value: Any, rows: Any, inputs: Inputs | Call) -> Any:
-        """Keep the rows of some samples, and within a batch their columns."""
         columns = rows if inputs.cross is None else slice(None)
         return tree.tree_map(lambda products: products[rows][:, columns], value)
 
@@ -195,7 +191,6 @@ def _strip(
 def _within(
     partials: Iterator[dict[str, Factor]], run: Evaluation, names: _Names
 ) -> dict[str, Tensor]:
-    """Inner products of a batch's gradients for every group, [B, B]."""
     factors = _collected(partials, names)
     if not run.done:
         return _zeros(run, names, 0, 0)
@@ -214,7 +209,6 @@ def _zeros(run: Evaluation, names: _Names, *sizes: int) -> dict[str, Tensor]:
 def _collected(
     partials: Iterator[dict[str, Factor]], names: _Names
 ) -> dict[str, list[Factor]]:
-    """Run the batch, and keep all factors of each parameter that is in a group."""
     factors: dict[str, list[Factor]] = {n: [] for some in names.values() for n in some}
     for chunk in partials:
         for name, collected in factors.items():

@@ -165,95 +165,80 @@ class MomentsOfGrads(Quantity):
     """Means and sums of squared deviations, merged over chunks."""
 
     def collector(self, call: Call) -> _Moments:
-        """Return a collector of moments."""
         return _Moments(call.batch.size, call.mask)
 
     def partial(self, collector: _Moments, call: Call) -> tuple:
-        """Return the moments of a chunk."""
         return collector.count, collector.means, collector.squares
 
     def total(self, partials: Iterator[tuple], run: Evaluation) -> GradientMoments:
-        """Return the moments of the batch."""
-        running = _Running()
-        for part in partials:
-            running.add(*part)
+        size, means, squares = 0, {}, {}
+        for chunk in partials:
+            size, means, squares = _joined(size, means, squares, *chunk)
+        params, losses = run.params, run.losses
         if run.reduce is not None:
-            running.merge(run.params, run.reduce)
-        return running.result(run)
-
-    def mapped(self, function: Any, value: GradientMoments) -> GradientMoments:
-        """Apply a function to the losses."""
-        return value._replace(losses=function(value.losses))
-
-
-class _Running:
-    """Means and sums of squared deviations over the chunks so far, in float64."""
-
-    def __init__(self) -> None:
-        self._size: Tensor | int = 0
-        self._means: Params = {}
-        self._squares: Params = {}
-
-    def add(self, size: Tensor | int, means: Params, squares: Params) -> None:
-        """Merge the moments of a chunk by the formula of Chan, Golub and LeVeque."""
-        if not self._means:
-            self._size, self._means, self._squares = size, means, squares
-            return
-        total = self._size + size
-        some = total.clamp(min=1) if isinstance(total, Tensor) else total
-        for name in self._means:
-            shift = means.pop(name) - self._means[name]
-            between = _squared(shift) * (self._size * size / some)
-            self._squares[name] = self._squares[name] + squares.pop(name) + between
-            self._means[name] = self._means[name] + shift * (size / some)
-        self._size = total
-
-    def merge(self, params: Params, reduce: Reduce) -> None:
-        """Merge with the moments of other ranks, by sums over all of them."""
-        device = next(iter(params.values())).device
-        size = torch.as_tensor(self._size, dtype=torch.float64, device=device)
-        means = self._means or map_values(torch.zeros_like, _undefined(params))
-        squares = self._squares or map_values(_squared, means)
-        self._size = total = reduce({"": size})[""]
-        self._means = reduce(map_values(lambda mean: mean * (size / total), means))
-        shifts = map_values(torch.sub, means, self._means)
-        between = map_values(lambda shift: size * _squared(shift), shifts)
-        self._squares = reduce(map_values(torch.add, squares, between))
-
-    def result(self, run: Evaluation) -> GradientMoments:
-        """Return the moments; 0 / 0 is NaN where there are too few samples."""
-        size, params, losses = self._size, run.params, run.losses
-        if not self._means:
-            self._means = _undefined(params)
-            self._squares = map_values(_squared, self._means)
+            means = means or map_values(torch.zeros_like, _undefined(params))
+            squares = squares or map_values(_squared, means)
+            size = torch.as_tensor(size, dtype=torch.float64, device=run.call.device)
+            size, means, squares = _of_all_ranks(size, means, squares, run.reduce)
+        if not means:
+            means = _undefined(params)
+            squares = map_values(_squared, means)
+        # 0 / 0 is NaN where there are too few samples.
         rest = torch.as_tensor(size - 1, dtype=torch.float64).clamp(min=0)
         trace = square = losses.new_zeros((), dtype=torch.float64)
         moments = GradientMoments({}, {}, {}, trace, {}, losses, trace, square)
         for name, value in params.items():
-            mean, squares = self._means.pop(name), self._squares.pop(name)
+            mean, deviations = means.pop(name), squares.pop(name)
             if isinstance(size, Tensor):  # of a mask, which may leave none
                 mean = torch.where(size > 0, mean, torch.nan)
-            signal, variance = _squared(mean), squares / rest
+            signal, variance = _squared(mean), deviations / rest
             trace, square = trace + variance.sum(), square + signal.sum()
             dtype = wide(value.dtype)
             real = dtype.to_real()
             moments.mean[name] = mean.to(dtype)
             moments.variance[name] = variance.to(real)
-            moments.second_moment[name] = (signal + squares / size).to(real)
+            moments.second_moment[name] = (signal + deviations / size).to(real)
             moments.signal_to_noise[name] = (signal / variance).to(real)
         square = square - trace / size
         scale = (trace / square).to(run.dtype)
         return moments._replace(noise_scale=scale, trace=trace, squared_norm=square)
 
+    def mapped(self, function: Any, value: GradientMoments) -> GradientMoments:
+        return value._replace(losses=function(value.losses))
+
+
+def _joined(
+    size: Any, means: Params, squares: Params, more: Any, others: Params, added: Params
+) -> tuple[Any, Params, Params]:
+    """Join the moments of two parts by the formula of Chan, Golub and LeVeque."""
+    if not means:
+        return more, others, added
+    total = size + more
+    some = total.clamp(min=1) if isinstance(total, Tensor) else total
+    for name in means:
+        shift = others.pop(name) - means[name]
+        between = _squared(shift) * (size * more / some)
+        squares[name] = squares[name] + added.pop(name) + between
+        means[name] = means[name] + shift * (more / some)
+    return total, means, squares
+
+
+def _of_all_ranks(
+    size: Tensor, means: Params, squares: Params, reduce: Reduce
+) -> tuple[Tensor, Params, Params]:
+    """Join the moments of all ranks, by sums over them."""
+    total = reduce({"": size})[""]
+    joint = reduce(map_values(lambda mean: mean * (size / total), means))
+    shifts = map_values(torch.sub, means, joint)
+    between = map_values(lambda shift: size * _squared(shift), shifts)
+    return total, joint, reduce(map_values(torch.add, squares, between))
+
 
 def _squared(tensor: Tensor) -> Tensor:
-    """Square of the absolute value."""
     return (tensor * tensor.conj()).real
 
 
 def _undefined(params: Params) -> Params:
-    """NaN in float64 for every number of the parameters."""
-
     def undefined(value: Tensor) -> Tensor:
         dtype = torch.promote_types(value.dtype, torch.float64)
         return torch.full_like(value, torch.nan, dtype=dtype, requires_grad=False)

@@ -379,7 +379,7 @@ class MemberSource(Source):
         shares = not shared.isdisjoint(state.params)
         if scaled and shares:
             raise ValueError(
-                f"ensemble_train_step(shared={list(self.gradient.shared)!r}, "
+                f"ensemble_train_step(shared={list(self.gradient.options.shared)!r}, "
                 f"loss_scale): expected one of the two, got both: each member has a "
                 f"scale of its own. Compute in bfloat16, which needs no scale."
             )
@@ -413,7 +413,7 @@ class MemberSource(Source):
 
     def shared_names(self, state: EnsembleState) -> frozenset[str]:
         """Return the names of the entries without a member axis."""
-        patterns = self.gradient.shared
+        patterns = self.gradient.options.shared
         names = {**state.params, **state.buffers} if patterns else {}
         return shared_names(self.name, names, patterns)
 

@@ -103,10 +103,7 @@ class Inputs(NamedTuple):
     keys: Tensor | None = None  # int64 [B]: of random numbers that differ by sample
 
     def padded(self, size: int, total: int) -> "Inputs":
-        """Fill a batch of any `size` up to the shapes of one of `total` samples.
-
-        The others are copies of its first sample, or zeros, and do not count.
-        """
+        """Fill a batch up to `total` samples with some that do not count."""
 
         def fill(values: Tensor) -> Tensor:
             first = values[:1] if size else values.new_zeros((1, *values.shape[1:]))
@@ -222,14 +219,12 @@ class Call:
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        """All tensors of the call."""
         weights = () if self.weights is None else (self.weights,)
         fixed = *self.params.values(), *self.buffers.values()
         return [*fixed, *self.batch.tensors, *weights]
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters."""
         return next(iter(self.params.values())).device
 
     @property
@@ -250,7 +245,6 @@ class Call:
         return ones if self.loss_scale is None else ones * self._scale(losses.dtype)
 
     def unscaled(self, factor: Factor) -> Factor:
-        """Divide gradients by the loss scale."""
         if self.loss_scale is None:
             return factor
         return Scaled(factor, self._scale(torch.float32))
@@ -270,10 +264,7 @@ class Call:
         *,
         alone: bool = False,
     ) -> tuple[Tensor, Tree]:
-        """Return `(scalar, aux)` of a copy of one sample, which the loss may change.
-
-        Under vmap it is any sample; with `alone` there is no other one.
-        """
+        """Return `(scalar, aux)` of a copy of a sample, one of many or `alone`."""
         sample = self.batch.sample(tuple(tensor.clone() for tensor in tensors))
         for name, value in params.items():
             with_attributes(value, self.params[name])

@@ -1,8 +1,4 @@
-"""Collectors: the use that a quantity makes of the factor of each parameter.
-
-A collector is made for every chunk of samples; its `take` is called once for every
-parameter, as early as the backward pass allows. Parameters may be grouped by name.
-"""
+"""Collectors: the use that a quantity makes of the factor of each parameter."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -74,7 +70,6 @@ class Holding(Collector):
             self.settle(held)
 
     def settle(self, held: dict[str, Any]) -> None:
-        """Read a condition for these values."""
         raise NotImplementedError
 
 
@@ -109,13 +104,7 @@ Groups = Grouping | None
 
 
 def check_groups(function: str, groups: Groups) -> None:
-    """Refuse other kinds of grouping.
-
-    Raises:
-        TypeError: the patterns of a group are no list or tuple of strings.
-        ValueError: a string is neither `"parameter"` nor `"layer"`; there is no group,
-            or one without patterns.
-    """
+    """Refuse other kinds of grouping."""
     if isinstance(groups, Mapping):
         if not groups or not all(len(patterns) for patterns in groups.values()):
             raise ValueError(
@@ -129,17 +118,7 @@ def check_groups(function: str, groups: Groups) -> None:
 
 
 def members(function: str, groups: Groups, params: Params) -> dict[str, list[str]]:
-    """Return the names in each group, each in one; all are in "" for None.
-
-    Raises:
-        ValueError: a pattern matches nothing, or two groups match one parameter.
-
-    Example:
-        >>> import torch
-        >>> params = {"0.weight": torch.ones(1), "0.bias": torch.ones(1)}
-        >>> members("per_sample_norm", "layer", params)
-        {'0': ['0.weight', '0.bias']}
-    """
+    """Return the names in each group, each in one; all are in "" for None."""
     names: dict[str, list[str]] = {}
     if not isinstance(groups, Mapping):
         for name in params:

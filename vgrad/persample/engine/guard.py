@@ -25,10 +25,7 @@ from vgrad.torch_private.tensors import version_of
 
 @contextmanager
 def own_backward_passes(params: Collection[Tensor]) -> Iterator[None]:
-    """Explain errors of an autograd.Function, and refuse backward passes inside it.
-
-    `params` may be differentiated by the caller.
-    """
+    """Explain errors of an autograd.Function; refuse backward passes inside it."""
     before = _accumulated(params)
     try:
         yield
@@ -78,7 +75,6 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: Exception) -> "Failure":
-        """Describe an error."""
         refused = isinstance(error, UnsupportedOp)
         why = str(error).partition("\n")[0]
         why = why if refused else f"{type(error).__name__}: {why}"
@@ -115,7 +111,6 @@ class Fallbacks:
         self.warn(text)
 
     def warn(self, text: str) -> None:
-        """Warn once."""
         if text not in self._told:
             self._told.add(text)
             warnings.warn(text, FallbackWarning, stacklevel=_frames_here() + 1)

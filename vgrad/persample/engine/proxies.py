@@ -126,10 +126,7 @@ def describe_view(
     output: Tensor,
     number: int | None,
 ) -> View | None:
-    """Describe a call that only moved numbers of `source`; None for any other.
-
-    `number` is the place of `output` among several results.
-    """
+    """Describe a call that only moved numbers of `source`; None for any other."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
         name = getattr(getattr(func, "__self__", None), "__name__", "")

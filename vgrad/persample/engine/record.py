@@ -69,8 +69,6 @@ _OF_THE_OBJECT = {"__set__", "set_"}
 
 @dataclass(eq=False)
 class _Parameter:
-    """One parameter: its own proxy, and the factors that arrived and are expected."""
-
     root: ParamProxy
     arrived: dict[ParamProxy, list[Factor]] = field(default_factory=dict)
     stamps: list[Stamp] = field(default_factory=list)
@@ -82,10 +80,9 @@ class _Parameter:
 class Recorder:
     """One run of the loss for all samples of a call, and its backward pass.
 
-    `take(name, factor)` is called once for each parameter, during the backward pass
-    where possible, so that factors are freed before the next one comes. `callback` is
-    optional, called once per use. In the end `unreached` names the parameters that
-    received no gradient.
+    `take(name, factor)` is called once for each parameter, as early as the backward
+    pass allows, and `callback` once per use. In the end `unreached` names the
+    parameters that received no gradient.
     """
 
     def __init__(
@@ -341,11 +338,7 @@ class Recorder:
         ends: bool,
         kept: bool,
     ) -> Tensor:
-        """Hook the node of an op's output, so that its factors are made there.
-
-        With `ends` the backward pass ends there; `kept` says that the makers refer to
-        the tensors they need.
-        """
+        """Hook the node of an op, at which the backward pass `ends` or goes on."""
         whole, output = _with_node(output)
         number, shape = whole.output_nr, output.shape
         left = []
@@ -519,11 +512,8 @@ class Recorder:
     # The backward pass.
 
     def foreign(self, losses: Tensor) -> list[str]:
-        """Name the nodes and ops, not torch's own, that run in a backward pass.
-
-        They may write into all tensors that they reach, also in ways that move no
-        version. So factors hold copies from here on.
-        """
+        """Name the nodes and ops of others, which may write into what they reach."""
+        # So factors hold copies from here on: such writes may move no version.
         known = self._known.values()
         origins = [each.origin for each in known if each.replay is None]
         nodes = foreign_nodes([losses, *origins])
@@ -532,11 +522,7 @@ class Recorder:
         return names
 
     def backward(self, losses: Tensor, scales: Tensor, *, last: bool = True) -> None:
-        """Run a backward pass, and pass on the factors of every parameter.
-
-        Losses are multiplied by `scales`. Nothing is freed before the `last` pass; as a
-        rule there is one.
-        """
+        """Run a backward pass, of several that keep the graph until the `last`."""
         self._last = last
         parameters = dict(self._waiting)
         for parameter in parameters.values():
@@ -595,7 +581,6 @@ class Recorder:
             )
 
     def _check_open(self) -> None:
-        """Refuse a gradient of another backward pass, inside the loss."""
         if not self._open:
             raise own_backward_pass("loss")
 
@@ -637,7 +622,6 @@ class Recorder:
             parameter.stamps += stamps
 
     def _complete(self, name: str) -> None:
-        """Pass on the factor of one parameter."""
         parameter = self._waiting.pop(name)
         root, arrived, stamps = parameter.root, parameter.arrived, parameter.stamps
         parameter.arrived, parameter.stamps = {}, []
@@ -658,10 +642,8 @@ class Recorder:
             self._take(name, moved if apart else Dense(moved.grad()))
 
     def _pull_back_once(self) -> None:
-        """Run one backward pass through all values computed from parameters.
-
-        Its nodes may write into their saved tensors, so none runs twice.
-        """
+        """Run one backward pass through all values computed from parameters."""
+        # Its nodes may write into their saved tensors, so none runs twice.
         late: dict[ParamProxy, list[Factor]] = {}
         for parameter in self._waiting.values():
             for known in [each for each in parameter.arrived if each.replay is None]:
@@ -698,10 +680,8 @@ class Recorder:
 
 
 def _with_node(output: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tensor that has the node to hook, and the output, copied if need be.
-
-    An op that writes into a view replaces the view's node, never its base's.
-    """
+    """Return the tensor whose node to hook, and the output, copied if need be."""
+    # An op that writes into a view replaces the view's node, never its base's.
     base = viewed(output)
     if base is None or base.grad_fn is None:
         return output, output
@@ -719,11 +699,8 @@ def _packed(
     weights: Collection[str],
     hooks: Hooks,
 ) -> dict[str, Maker]:
-    """Pack the kept tensors as autograd packs saved tensors; return their makers.
-
-    Only when the first of them runs are the tensors unpacked, all of them, once in a
-    backward pass.
-    """
+    """Pack the kept tensors as autograd packs saved tensors; return their makers."""
+    # Only when the first of these runs are all tensors unpacked, once in a pass.
     pack, unpack = hooks
     handles = {
         name: pack(value)

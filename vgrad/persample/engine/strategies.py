@@ -1,9 +1,4 @@
-"""The ways to compute per-sample gradients: same numbers, different cost.
-
-A strategy runs the loss on the samples of one chunk and passes one factor for each
-parameter to a collector. Recording is the cheapest; a loop runs everything that plain
-autograd runs.
-"""
+"""The ways to compute per-sample gradients: same numbers, different cost."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -181,10 +176,7 @@ def loop(call: Call, collect: Collect) -> Chunk:
 
 
 def auto(call: Call, collect: Collect) -> Chunk:
-    """Record; else differentiate under `torch.vmap`; else one sample after another.
-
-    If the loss cannot be recorded, the reason is left in `call.fallbacks.failure`.
-    """
+    """Record; else differentiate under `torch.vmap`; else one sample after another."""
     fallbacks = call.fallbacks
     if modes.inside_transform():
         return vmap(call, collect)
@@ -255,7 +247,6 @@ def _restore_rng(call: Call, state: RandomState | None) -> None:
 
 
 def _alone(call: Call) -> tuple[Params, Tensor, Tree]:
-    """Return gradient, loss and aux of the first sample."""
     inside = modes.inside_transform()
     gradient = _functional_gradient if inside else _plain_gradient
     before = random_state(call.tensors)
@@ -406,7 +397,6 @@ def _copied_on_arrival(value: Tensor, params: Params) -> None:
 
 @contextmanager
 def _trial(call: Call) -> Iterator[None]:
-    """Run the loss on one sample, and restore the generators."""
     with kept_random_state(call.tensors), torch.enable_grad(), _no_weight_cache():
         yield
 

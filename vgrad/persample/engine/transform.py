@@ -30,10 +30,7 @@ Reduce = Callable[[Params], Params]
 
 
 class Evaluation:
-    """One run of a call, chunk after chunk.
-
-    With `reduce`, which sums tensors over ranks, other ranks run samples of their own.
-    """
+    """One run of a call, chunk after chunk; `reduce` sums tensors over ranks."""
 
     def __init__(self, call: Call, reduce: Reduce | None = None) -> None:
         self.call, self.reduce = call, reduce
@@ -49,11 +46,7 @@ class Evaluation:
         execute: Callable[[Call], Chunk],
         whole: Callable[[Call], Chunk] | None = None,
     ) -> Iterator[Any]:
-        """Run chunk after chunk, and yield the value that was collected of each.
-
-        After the last one, check that the loss left its inputs as they were. `whole`
-        runs a chunk that has not been split.
-        """
+        """Run chunk after chunk, unsplit ones by `whole`, and yield their values."""
         call = self.call
         if call.batch.size == 0:
             return
@@ -115,7 +108,6 @@ class Evaluation:
 
     @property
     def losses(self) -> Tensor:
-        """The losses of all samples that were run."""
         empty = reductions.no_norms(self.params, self.dtype)
         return joined(empty, [chunk.losses for chunk in self.chunks_run])
 
@@ -191,10 +183,7 @@ def attempt(
     again: Callable[[Any], Any],
     note: Callable[[Any, Partition], None],
 ) -> Any:
-    """Run a call, of samples or of members; return the result, or a list of parts.
-
-    These are calls and their rows in this one. `note` gets the partition first.
-    """
+    """Run a call of samples or members; return the result, or parts and their rows."""
 
     def with_draws(run: Callable[[Any], Any], draws: Draws) -> Any:
         return run(part if draws is part.draws else replace(part, draws=draws))
@@ -215,7 +204,6 @@ def attempt(
 
 
 def _note(part: Call, parts: Partition) -> None:
-    """Remember samples that run in parts, and warn of slow ones."""
     fallbacks = part.fallbacks
     if parts.strategy is None:
         fallbacks.tell(parts, part.function)
@@ -360,8 +348,8 @@ class Transform(Generic[Result]):
         """Compute the values of a chunk from its factors."""
         quantity = self.quantity
         chunk = STRATEGIES[call.strategy](call, lambda: quantity.collector(call))
-        constant = chunk.strategy == "recorded"
-        with torch.no_grad() if constant else nullcontext(), no_autocast(call.device):
+        recorded = chunk.strategy == "recorded"  # a constant for the caller
+        with torch.no_grad() if recorded else nullcontext(), no_autocast(call.device):
             return chunk._replace(collected=quantity.partial(chunk.collected, call))
 
     def selected(self, value: Any, rows: Any, inputs: Inputs | Call) -> Any:
