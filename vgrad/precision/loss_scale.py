@@ -25,7 +25,7 @@ from vgrad.typing import Tree
 
 
 class LossScale:
-    """The base of loss scales, whose methods are what a step uses of them."""
+    """The base of loss scales, with the methods that a step uses."""
 
     loss_scale: Any
 
