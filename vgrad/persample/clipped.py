@@ -14,7 +14,7 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.batches import Sensitivity
 from vgrad.conditions import rare
-from vgrad.factors import Dense, Factor, Norm, Sums, reductions
+from vgrad.factors import Dense, Factor, Norm, Scaled, Sums, reductions
 from vgrad.factors.norms import doubts, joint, recomputed, settled
 from vgrad.factors.reductions import ordinary, rounded_down, together
 from vgrad.persample.engine import (
@@ -199,7 +199,10 @@ class _ClipCollector(Collector):
             for name, factor in self.factors.items():
                 g = gradients(factor, rows).g
                 # Where gradients are stored, such a number is infinite.
-                some.take(name, Dense(torch.where(g.abs() <= most, g, torch.inf)))
+                limit = (
+                    most / double(factor.scale) if isinstance(factor, Scaled) else most
+                )
+                some.take(name, Dense(torch.where(g.abs() <= limit, g, torch.inf)))
             again = some.weigh()
             sums.add(some.summed(again, again.finite))
             clip.norms[rows] = torch.where(again.finite, again.norms, torch.inf)
