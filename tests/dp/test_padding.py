@@ -171,7 +171,7 @@ def test_random_numbers_go_on_as_if_nothing_was_looked_at():
     expected = states()
     seeded()
     private = made(model, masked, Reading(augmented))
-    assert private.loader.keeps_yielded
+    assert private._padding
     assert states() == expected
     batch = first(private)
     before = states()
@@ -201,7 +201,7 @@ def test_samples_are_collated_once_more_as_they_are():
         Pool(), popping, Reading(lambda n: dataset[n] if n else {**dataset[n]})
     )
     assert all(each.keys() == {"x", "y"} for each in dataset)
-    assert private.loader.keeps_yielded
+    assert private._padding
 
 
 def test_only_the_first_samples_are_looked_at_and_none_without_a_collate_function():
@@ -211,4 +211,4 @@ def test_only_the_first_samples_are_looked_at_and_none_without_a_collate_functio
     made(Pool(), together, dataset)
     assert dataset.read == [0, 0, *range(64)]
     private = made(Pool(), None, TensorDataset(torch.zeros(4, 3, 4), torch.arange(4)))
-    assert not private.loader.keeps_yielded
+    assert not private._padding

@@ -201,7 +201,7 @@ def test_bfloat16_states_come_in_float32_and_go_back_as_they_were():
 def test_a_round_trip_is_exact(kind, options, steps):
     optimizer, leaves, loss = begun(kind, options, steps)
     before = entries(optimizer, leaves)
-    tx, state = from_torch(optimizer)
+    _, state = from_torch(optimizer)
     twins = leaves_of(leaves)
     other = kind(list(twins.values()), **options)
     to_torch(state, other, twins)

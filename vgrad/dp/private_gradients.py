@@ -147,7 +147,6 @@ class PrivateGradients:
         self.loader = PoissonLoader(self._run, dataset, loading)
         collate_fn = loading.get("collate_fn")
         self._padding = _find_padding(dataset, collate_fn) if check_collate else None
-        self.loader.keeps_yielded = self._padding is not None
         with RNG_LOCK:
             self._live = LiveModule(model)
         self._guard = GradGuard(self._live)
@@ -213,11 +212,10 @@ class PrivateGradients:
                 self._clipped, self._function = self._clip(), function
             self._guard.check(first=pending.number == 0)
             if self._padding is not None and pending.rows:
-                yielded = self.loader.yielded
-                collated = [_arguments(x, yielded, batch) for x in self._padding]
+                loaded = pending.loaded
+                collated = [_arguments(x, loaded, batch) for x in self._padding]
                 _check_padding(self.model, self._criterion, *collated)
-                self._padding = self.loader.yielded = None
-                self.loader.keeps_yielded = False
+                self._padding = None
             params, buffers = self._live.values()
             with torch.no_grad(), kept_random_state(params.values()):
                 set_seed(seed, params.values())
@@ -670,10 +668,10 @@ def _check_padding(model, criterion, short: Tree, long: Tree, pair: Tree) -> Non
         )
 
 
-def _arguments(collated: Tree, yielded: Tree, batch: Tree) -> Tree:
+def _arguments(collated: Tree, loaded: Tree, batch: Tree) -> Tree:
     """Make arguments of a collated batch as the loop made its own of the loader's."""
     leaves, spec = tree_flatten(batch)
-    sources, tensors = tree_leaves(yielded), tree_leaves(collated)
+    sources, tensors = tree_leaves(loaded), tree_leaves(collated)
     unused, places = [*range(len(sources))], range(len(sources))
     arguments = []
     for leaf in leaves:
@@ -706,9 +704,7 @@ def _restored_generators(*tensors: Tensor) -> Iterator[Callable[[], bool]]:
     """Restore all generators, and yield a test of draws since the last one."""
 
     def states() -> tuple[Any, ...]:
-        name, words, *rest = np.random.get_state(legacy=True)
-        numpy = [name, *map(int, words), *rest]
-        return random.getstate(), numpy, random_state(tensors)
+        return random.getstate(), str(np.random.get_state()), random_state(tensors)
 
     def drawn() -> bool:
         nonlocal before
