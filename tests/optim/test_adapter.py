@@ -9,26 +9,11 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from tests.optim.optimizers import COUNTED, TORCH, UNCOUNTED
+from tests.optim.optimizers import COUNTED, TORCH, UNCOUNTED, every
 from tests.optim.problems import go_on, leaves_of, perceptron, train, values
 from tests.oracle import assert_exact
 from vgrad import optim
-from vgrad.optim import adam, adamw, as_torch, chain, lion, sgd
-
-TRANSFORMATIONS = {
-    "sgd": sgd(1e-3, momentum=0.9, nesterov=True),
-    "adam": adam(1e-2, weight_decay=0.1),
-    "amsgrad": adamw(1e-2, amsgrad=True),
-    "scheduled": adamw(lambda count: 0.01 / (1 + count.double())),
-    "lion": lion(1e-3),
-    "clipped": chain(optim.clip_by_global_norm(0.1), adam(1e-2)),
-    "injected": optim.inject_hyperparams(adamw, lr=1e-2, betas=(0.8, 0.9)),
-    "partition": optim.partition({"*.bias": sgd(0.1), "*": adam(1e-2)}),
-    "lookahead": optim.lookahead(sgd(1e-2), sync_period=2),
-    "averaged": chain(adam(1e-2), optim.ema_parameters(0.9)),
-    "asgd": optim.asgd(1e-3, t0=0.0),
-    "schedule_free": optim.schedule_free_adamw(1e-2),
-}
+from vgrad.optim import adam, as_torch, chain, lion, sgd
 
 
 def saved(optimizer):
@@ -43,9 +28,9 @@ def one(value=1.0):
     return {"w": nn.Parameter(torch.full((2,), value))}
 
 
-@pytest.mark.parametrize("tx", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
-def test_a_transformation_steps_and_resumes_as_an_optimizer_of_torch(tx):
-    start, loss = perceptron()
+@every
+def test_a_transformation_steps_and_resumes_as_an_optimizer_of_torch(case):
+    (start, loss), tx = case.problem(), case.tx()
     leaves = leaves_of(start)
     optimizer = as_torch(tx, leaves.items())
     assert optimizer.state_dict()["state"] == {}

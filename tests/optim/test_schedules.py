@@ -264,25 +264,23 @@ def test_counts_of_every_shape_give_the_whole_curve_and_no_value_is_read(make, o
 
 @every
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_tensors_give_the_numbers_of_numbers(make, options, dtype):
-    tensors, counts = as_tensors(options, dtype), torch.arange(24)
-    numbers = {key: value.item() for key, value in tensors.items()}
-    assert torch.equal(make(**tensors)(counts), make(**numbers)(counts))
-
-
-@every
-def test_members_under_vmap_have_their_own_rates_and_lengths(make, options):
+def test_members_under_vmap_have_their_own_rates_and_lengths(make, options, dtype):
     members = [
-        {key: v + i if type(v) is int else v / (1 + i) for key, v in options.items()}
+        as_tensors(
+            {k: v + i if type(v) is int else v / (1 + i) for k, v in options.items()},
+            dtype,
+        )
         for i in range(3)
     ]
-    many, counts = stacked([*map(as_tensors, members)]), torch.arange(24)
+    many, counts = stacked(members), torch.arange(24)
     found = torch.vmap(lambda values: make(**values)(counts))(many)
     own_count = torch.vmap(lambda values, count: make(**values)(count))
     last = own_count(many, torch.tensor([4, 5, 6]))
-    for index, alone in enumerate(members):
-        exact(member(found, index), make(**alone)(counts))
-        exact(last[index], make(**alone)(torch.tensor(4 + index)))
+    for index, tensors in enumerate(members):
+        alone = make(**{key: value.item() for key, value in tensors.items()})
+        assert torch.equal(make(**tensors)(counts), alone(counts))
+        exact(member(found, index), alone(counts))
+        exact(last[index], alone(torch.tensor(4 + index)))
 
 
 @every

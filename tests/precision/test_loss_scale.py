@@ -275,18 +275,6 @@ def test_trees_without_floating_tensors_are_finite(tree):
     assert (finite.dtype, finite.shape, finite.item()) == (torch.bool, (), True)
 
 
-def test_all_finite_per_member():
-    tree = {
-        "batched": torch.tensor([[1.0, 2.0], [math.nan, 0.0], [1.0, 1.0]]),
-        "complex": torch.tensor([1.0, 1.0, complex(0.0, math.inf)]),
-        "ids": torch.arange(3),
-    }
-    shared = torch.ones(2)
-    result = torch.vmap(lambda tree: all_finite([tree, shared]))(tree)
-    assert result.tolist() == [True, False, False]
-    assert torch.vmap(lambda x: all_finite({}), out_dims=None)(shared).item()
-
-
 @pytest.mark.parametrize("pred", [YES, NO])
 def test_one_tree_or_the_other_is_selected_bit_by_bit(pred):
     new = {"w": torch.tensor([1.0, math.nan]), "n": (torch.tensor(2), None, 3, "text")}
@@ -300,15 +288,21 @@ def test_one_tree_or_the_other_is_selected_bit_by_bit(pred):
     assert_same(select_tree(pred, *scales), scales[0 if pred else 1])
 
 
-def test_members_are_selected_one_by_one():
-    pred, shared = torch.tensor([True, False, True]), torch.ones(())
-    new, old = {"w": torch.ones(3, 2), "n": torch.arange(3)}, {"w": torch.zeros(3, 2)}
-    old["n"] = -torch.arange(3)
-    select = torch.vmap(lambda p, a, b: select_tree(p, (a, shared), (b, -shared)))
-    found, chosen = select(pred, new, old)
-    assert found["w"].tolist() == [[1, 1], [0, 0], [1, 1]]
-    assert found["n"].tolist() == [0, -1, 2]
+def test_members_are_checked_and_selected_one_by_one():
+    values = torch.tensor([[1.0, 2.0], [math.nan, 0.0], [1.0, 1.0]])
+    tree = {"values": values, "ids": torch.arange(3)}
+    old, shared = {"values": torch.zeros(3, 2), "ids": -torch.arange(3)}, torch.ones(())
+
+    def checked(new, old):
+        pred = all_finite([new, shared])
+        return pred, *select_tree(pred, (new, shared), (old, -shared))
+
+    pred, found, chosen = torch.vmap(checked)(tree, old)
+    assert pred.tolist() == [True, False, True]
+    assert found["values"].tolist() == [[1, 2], [0, 0], [1, 1]]
+    assert found["ids"].tolist() == [0, -1, 2]
     assert chosen.tolist() == [1, -1, 1]
+    assert torch.vmap(lambda x: all_finite({}), out_dims=None)(values).item()
 
 
 # Refusals.
