@@ -13,6 +13,7 @@ import torch
 from torch import fft, linalg, special  # noqa: F401
 from torch.nn import functional as F
 
+from tests.tables import rows
 from vgrad.precision import KINDS
 
 
@@ -27,8 +28,7 @@ class Call(NamedTuple):
 def calls(text):
     """Read the lines of a table."""
     found = {}
-    for line in filter(None, map(str.strip, text.splitlines())):
-        names, shapes, call = line.split(" | ")
+    for names, shapes, call in rows(text):
         sizes = [[*map(int, shape.split(","))] for shape in shapes.split()]
         letters = ", ".join("xabcde"[: len(sizes)])
         for name in names.split():
