@@ -489,21 +489,20 @@ class GradGuard:
     def reset(self) -> None:
         """Start as before the first release."""
         self.released: dict[str, tuple[Any, Any]] = {}
-        self._stepped: WeakSet[Optimizer] = WeakSet()
-        self._used = False  # by an optimizer that may be gone
+        self._stepped: list[Optimizer] = []
         self._partial = False
 
     def check(self, *, first: bool) -> None:
         """Refuse gradients of other code, and unused ones before a logical batch."""
         for name, parameter in self._live.parameters.items():
             grad = parameter.grad
-            if grad is not None and grad is not self._of(name)[0]:
+            if grad is not None and grad is not self.released.get(name, (None,))[0]:
                 raise RuntimeError(
                     f"PrivateGradients.backward(*batch): expected no gradient that it "
                     f"did not write, got one in {name!r}. Remove loss.backward(), and "
                     f"clear its gradients with model.zero_grad()."
                 )
-        if first and self.released and self._optimizers and not self._used:
+        if first and self.released and self._optimizers and not self._stepped:
             raise RuntimeError(
                 "PrivateGradients.backward(*batch): expected optimizer.step() after "
                 "the last logical batch, got another batch. Switch gradient "
@@ -550,14 +549,10 @@ class GradGuard:
 
         def after(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
             if not self._partial:
-                self._stepped.add(optimizer)
-                self._used = True
+                self._stepped.append(optimizer)
 
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
-
-    def _of(self, name: str) -> tuple[Any, Any]:
-        return self.released.get(name, (None, None))
 
     def _check(self, optimizer: Optimizer) -> None:
         fresh = self.released and optimizer not in self._stepped
@@ -572,7 +567,8 @@ class GradGuard:
         for name, parameter in self._live.parameters.items():
             if id(parameter) not in trained:
                 continue
-            grad, (released, bits) = parameter.grad, self._of(name)
+            grad = parameter.grad
+            released, bits = self.released.get(name, (None, None))
             # Version counters are no help: trainers that log norms multiply by one,
             # and torch does not count the writes of a loss scaler.
             same = grad is released and (grad is None or _bits(grad).equal(bits))
