@@ -96,7 +96,7 @@ SHARED = st.sampled_from(
 @examples(100)
 def test_linear_takes_all_shapes(members, rows, width, outputs, shared, last, chosen):
     shapes = (*rows, width), (outputs, width), (outputs,)
-    dims = [None if dim is None else -1 if last else 0 for dim in shared]
+    dims = tuple(None if dim is None else -1 if last else 0 for dim in shared)
     tensors = [
         random(*shape) if dim is None else random(members, *shape).movedim(0, dim)
         for shape, dim in zip(shapes, dims, strict=False)
