@@ -51,7 +51,7 @@ def _scatter_(input: Tensor, *args: Any, **options: Any) -> Tensor:
 
 
 def _squeeze_(input: Tensor, *dims: Any, **options: Any) -> Tensor:
-    """Remove axes in place; torch's rule of vmap removes a single sample's axis, too."""
+    """Remove axes in place; torch's rule removes the axis of a single sample, too."""
     if not dims and not options:
         dims = (tuple(axis for axis, size in enumerate(input.shape) if size == 1),)
     return input.squeeze_(*dims, **options)
