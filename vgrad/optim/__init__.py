@@ -35,7 +35,7 @@ from vgrad.optim.base import GradientTransformation, State, apply_updates, chain
 from vgrad.optim.interop import as_torch, from_torch, to_torch
 from vgrad.optim.methods import *  # noqa: F403
 from vgrad.optim.transforms import *  # noqa: F403
-from vgrad.renamed import raising
+from vgrad.renamed import attributes
 from vgrad.tree import load_state_dict, state_dict
 
 __all__ = [
@@ -55,8 +55,4 @@ __all__ += methods.__all__
 __all__ += transforms.__all__
 
 if not TYPE_CHECKING:  # which sees no other names
-    __getattr__ = raising(__name__)
-
-
-def __dir__() -> list[str]:
-    return __all__
+    __getattr__, __dir__ = attributes(__name__)
