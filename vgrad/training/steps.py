@@ -171,8 +171,10 @@ class TrainingStep(Generic[State]):
         looks = not checks_collected()
         all_taken = all([looks and x.is_cpu and bool(x.all()) for x in found.masks])
         donate = self.donate and all_taken and self.tx.donated is not None
+        loss, aux = found.loss, found.aux
         arguments = self.tx, found.grads, state.optimizer, state.params
         if donate and _may_write(state.params, found.buffers):
+            loss, aux = map_tensors(Tensor.clone, (loss, aux))  # they may be parameters
             params, optimizer = optim.step(*arguments, donate=True)
         else:
             params, optimizer = execute(optim.step, *arguments)
@@ -180,9 +182,9 @@ class TrainingStep(Generic[State]):
         if not all_taken:
             new = self.source.selected(found.masks, new, state)
         fields = dict(zip(("params", "buffers", "optimizer"), new, strict=True))
-        metrics = {"loss": found.loss, **found.metrics}
+        metrics = {"loss": loss, **found.metrics}
         if self.has_aux:
-            metrics["aux"] = found.aux
+            metrics["aux"] = aux
         return state._replace(**fields, **found.changes), metrics
 
 
@@ -238,7 +240,6 @@ class BatchSource(Source):
     """Gradients of the loss of a batch, in a forward and a backward pass."""
 
     loss: Callable[..., Any]  # returns (loss, aux) and new buffers
-    donate: bool
     name: ClassVar = "train_step"
 
     def __call__(self, state: TrainState, batch: tuple) -> Gradients:
@@ -252,9 +253,7 @@ class BatchSource(Source):
 
         with torch.no_grad():
             grads, (value, aux, new), _ = gradient(of_params, state.params)
-            # Either may be a parameter, which a donated step writes into.
-            kept = Tensor.clone if self.donate else Tensor.detach
-            aux, value = map_tensors(kept, (aux, value))
+            aux, value = map_tensors(Tensor.detach, (aux, value))
             new = _kept_dtypes(new, state.buffers)
             return mean_gradients(state, scale.unscale(grads), value, new, aux)
 
@@ -330,7 +329,6 @@ class MemberSource(Source):
     """Gradients of every member's loss; those of members that rest count nowhere."""
 
     gradient: EnsembleGradFn
-    donate: bool
     name: ClassVar = "ensemble_train_step"
     kind: ClassVar = EnsembleState
     in_one_graph: ClassVar = True
@@ -351,8 +349,6 @@ class MemberSource(Source):
             (gradient, arguments), weights = self._with_active(state, batch), active
         result: Any = gradient(*arguments, loss_scale=weights)
         (grads, losses, buffers), aux = result if gradient.has_aux else (result, None)
-        if self.donate:  # they may be parameters, which the step writes into
-            losses, aux = map_tensors(Tensor.clone, (losses, aux))
         if scaled:
             grads = torch.vmap(lambda scale, grads: scale.unscale(grads))(scale, grads)
         if shares:
@@ -526,7 +522,7 @@ def train_step(
         check_loss(function, loss, of_batch=True)
         run = with_policy(policy, loss)
         run = returning_buffers(function, run, has_aux=has_aux)
-        source = BatchSource(loss=run, donate=donate)
+        source = BatchSource(loss=run)
     return TrainingStep(function, source, tx, scale, donate, has_aux)
 
 
@@ -669,5 +665,5 @@ def ensemble_train_step(
         shared=shared,
         has_aux=has_aux,
     )
-    source = MemberSource(gradient=gradient, donate=donate)
+    source = MemberSource(gradient=gradient)
     return TrainingStep(function, source, tx, scale, donate, has_aux)
