@@ -1,10 +1,10 @@
 """Training steps: `step(state, *batch) -> (new state, metrics)`.
 
-A step is a source of gradients and an optimizer: `BatchSource` and `SampleSource` are
-those of `train_step`, `PrivateSource` of `private_step`, `MemberSource` of
-`ensemble_train_step`. Members that rest (`EnsembleState.active` is false for them) and
-members whose gradients are not finite keep their old values, running statistics of
-batch norm included, which are buffers of each member. E members.
+A step is a source of gradients and an optimizer: `train_step` has `BatchSource` or
+`SampleSource`, `private_step` has `PrivateSource`, `ensemble_train_step` has
+`MemberSource`. Members that rest (`EnsembleState.active` is false) and members whose
+gradients are not finite keep their old values, running statistics of batch norm
+included, which are buffers of each member. E members.
 """
 
 from collections.abc import Callable, Iterator
