@@ -326,7 +326,7 @@ class PrivateSource(Source):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MemberSource(Source):
-    """Gradients of every member's loss; those of members that rest count nowhere."""
+    """Gradients of every member's loss; members that rest count nowhere."""
 
     gradient: EnsembleGradFn
     name: ClassVar = "ensemble_train_step"
@@ -403,7 +403,7 @@ class MemberSource(Source):
     def _with_active(
         self, state: EnsembleState, batch: tuple
     ) -> tuple[EnsembleGradFn, tuple]:
-        """Return a gradient, and arguments with active members for those that rest.
+        """Return a gradient, and arguments with active members for resting ones.
 
         Weighing by zero is not enough: zero times the NaN of a member is a NaN.
         """
