@@ -407,8 +407,9 @@ def _placed(
     first: Any = node.args[0] if node.args else None
     source, whole = places.get(first, (node, None))
     parts = node.target is operator.getitem and isinstance(whole, list | tuple)
-    if whole is not None and (parts or node.target in _VIEWS | _SAME):
-        return source, node.target(whole, *node.args[1:], **node.kwargs)
+    view: Any = node.target
+    if whole is not None and (parts or view in _VIEWS | _SAME):
+        return source, view(whole, *node.args[1:], **node.kwargs)
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.is_conj() or value.is_neg():
         return node, None
