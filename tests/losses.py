@@ -553,7 +553,10 @@ def new_function(name: str, forward: Callable, backward: Callable, **more: Any) 
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.save_for_backward(*inputs)
 
-    methods = {"forward": forward, "setup_context": setup_context}
+    methods = {
+        "forward": lambda *inputs: forward(*inputs),
+        "setup_context": setup_context,
+    }
     methods |= {"backward": backward, **more}  # also `vmap`, or that torch makes one
     made = {n: staticmethod(x) if callable(x) else x for n, x in methods.items()}
     return type(name, (torch.autograd.Function,), made)

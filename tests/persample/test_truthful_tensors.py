@@ -33,6 +33,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:There is a performance drop:UserWarning",
 )
 
+batched = functorch.is_batchedtensor
 X, Y = ROWS[next(iter(OF_MEMBERS))].batch
 PARAMS = {"w": randn(5, 4, seed=1), "v": randn(5, 5, seed=2)}
 
@@ -204,7 +205,6 @@ differentiates_a_parameter = written(
     "grad = torch.autograd.grad(w.square().sum(), w, create_graph=True)[0];"
     "value = F.cross_entropy(F.linear(x, grad), y)"
 )
-batched = functorch.is_batchedtensor
 
 
 @pytest.mark.parametrize("loss", [loses_all, loses_some])

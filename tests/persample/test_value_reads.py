@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import oracle
-from tests.losses import assert_gradients, randn, written
+from tests.losses import assert_gradients, randn
 from tests.persample.test_losses import BATCH, D, T, net, of_rows, placed, put
 
 EXACT = 1e-12
@@ -66,73 +66,6 @@ def test_a_warning_names_the_line_where_parts_are_small(read):
     oracle.assert_exact(found, oracle.loss_gradients(loss, PARAMS, {}, (x,)), EXACT)
     compute(PARAMS, {}, x)  # without a second warning
     vgrad.per_sample_grad(loss)(PARAMS, {}, x[:15])  # nor for so few
-
-
-BY_DATA = [
-    "h * torch.bernoulli(h.detach().sigmoid())",
-    "h * torch.normal(h.detach(), 1.0)",
-]
-DRAWS = [
-    *BY_DATA,
-    "F.dropout(h, 0.5)",
-    "F.dropout(h * 1, 0.5, inplace=True)",
-    "F.dropout1d(h[None, :, None], 0.5).flatten()",
-    "F.alpha_dropout(h, 0.5, True)",
-    "F.feature_alpha_dropout(h[None], 0.5, True)[0]",
-    "h * torch.rand(3, dtype=h.dtype)",
-    "h + torch.randn(3, dtype=h.dtype)",
-    "h * torch.rand_like(h)",
-    "h + torch.randn_like(h)",
-    "h * torch.randint(3, (3,))",
-    "h * (0.5 + torch.empty_like(h).bernoulli_(0.3))",
-    "h * torch.empty_like(h).uniform_(-1, 2)",
-    "h * torch.empty_like(h).normal_()",
-    "h * torch.empty_like(h).exponential_()",
-    "(h.outer(h).t() * torch.rand_like(h.outer(h).t())).sum(0)",  # another layout
-    "h * torch.rand((), dtype=h.dtype)",
-    "F.gumbel_softmax(h)",
-]
-
-
-@pytest.mark.filterwarnings("ignore:.*no batching rule:vgrad.FallbackWarning")
-@by_vmap
-@pytest.mark.parametrize("randomness", ["different", "same"])
-@pytest.mark.parametrize("draw", DRAWS)
-def test_parts_see_the_numbers_that_the_chunk_drew(draw, randomness, strategy):
-    if randomness == "same" and draw in BY_DATA:
-        pytest.skip("samples cannot share what depends on them")
-    reads = "h = h + 0 if x.sum() > 0 else 0 + h; h = h + 0 if x[0] > x[1] else 0 + h;"
-    found = []
-    for read in (reads, ""):
-        text = f"h = w @ x; h = {draw}; {read} value = (h * v).square().sum()"
-        options = {"strategy": strategy, "randomness": randomness}
-        compute = vgrad.per_sample_grad(written(text, globals()), **options)
-        torch.manual_seed(0)
-        found.append(compute(PARAMS, {}, X))
-    oracle.assert_exact(*found, 1e-14)
-    assert found[0]["w"].any()
-
-
-@by_vmap
-def test_no_number_is_drawn_twice(strategy):
-    drawn = []
-
-    def loss(params, buffers, x):
-        torch.rand(2)
-        if x.sum() > 0:
-            torch.rand(3)
-        value = torch.rand((), dtype=torch.float64)
-        return net(params, x) * value, value
-
-    compute = vgrad.per_sample_grad(
-        loss, strategy=strategy, randomness="different", has_aux=True, chunk_size=4
-    )
-    torch.manual_seed(0)
-    for _ in range(2):
-        drawn.append(compute(PARAMS, {}, X)[1])
-    drawn.append(torch.rand(24, dtype=torch.float64))
-    everything = torch.cat(drawn)
-    assert len(everything.unique()) == len(everything)
 
 
 @pytest.mark.parametrize(
