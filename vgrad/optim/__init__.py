@@ -30,129 +30,29 @@ that hold for all of them.
 
 from typing import TYPE_CHECKING
 
-from vgrad.optim import schedules
+from vgrad.optim import methods, schedules, transforms
 from vgrad.optim.base import GradientTransformation, State, apply_updates, chain, step
 from vgrad.optim.interop import as_torch, from_torch, to_torch
-from vgrad.optim.methods import (
-    adadelta,
-    adafactor,
-    adagrad,
-    adam,
-    adamax,
-    adamw,
-    asgd,
-    lamb,
-    lars,
-    lion,
-    muon,
-    nadam,
-    orthogonalize,
-    radam,
-    rmsprop,
-    rprop,
-    scale_by_adam,
-    scale_by_trust_ratio,
-    schedule_free_adamw,
-    schedule_free_sgd,
-    sgd,
-    trace,
-)
-from vgrad.optim.transforms import (
-    adaptive_grad_clip,
-    add_decayed_weights,
-    add_noise,
-    apply_if_finite,
-    averaged_parameters,
-    centralize,
-    clip_by_block_rms,
-    clip_by_global_norm,
-    clip_by_value,
-    ema,
-    ema_parameters,
-    evaluation_parameters,
-    global_norm,
-    inject_hyperparams,
-    lookahead,
-    masked,
-    multi_steps,
-    partition,
-    polyak_average,
-    reduce_on_plateau,
-    scale,
-    scale_by_learning_rate,
-    schedule_free,
-    set_to_zero,
-    with_hyperparams,
-    zero_nans,
-)
-from vgrad.renamed import raising
+from vgrad.optim.methods import *  # noqa: F403
+from vgrad.optim.transforms import *  # noqa: F403
+from vgrad.renamed import attributes
 from vgrad.tree import load_state_dict, state_dict
 
 __all__ = [
     "GradientTransformation",
     "State",
-    "adadelta",
-    "adafactor",
-    "adagrad",
-    "adam",
-    "adamax",
-    "adamw",
-    "adaptive_grad_clip",
-    "add_decayed_weights",
-    "add_noise",
-    "apply_if_finite",
     "apply_updates",
     "as_torch",
-    "asgd",
-    "averaged_parameters",
-    "centralize",
     "chain",
-    "clip_by_block_rms",
-    "clip_by_global_norm",
-    "clip_by_value",
-    "ema",
-    "ema_parameters",
-    "evaluation_parameters",
     "from_torch",
-    "global_norm",
-    "inject_hyperparams",
-    "lamb",
-    "lars",
-    "lion",
     "load_state_dict",
-    "lookahead",
-    "masked",
-    "multi_steps",
-    "muon",
-    "nadam",
-    "orthogonalize",
-    "partition",
-    "polyak_average",
-    "radam",
-    "reduce_on_plateau",
-    "rmsprop",
-    "rprop",
-    "scale",
-    "scale_by_adam",
-    "scale_by_learning_rate",
-    "scale_by_trust_ratio",
-    "schedule_free",
-    "schedule_free_adamw",
-    "schedule_free_sgd",
     "schedules",
-    "set_to_zero",
-    "sgd",
     "state_dict",
     "step",
     "to_torch",
-    "trace",
-    "with_hyperparams",
-    "zero_nans",
 ]
+__all__ += methods.__all__
+__all__ += transforms.__all__
 
 if not TYPE_CHECKING:  # which sees no other names
-    __getattr__ = raising(__name__)
-
-
-def __dir__() -> list[str]:
-    return __all__
+    __getattr__, __dir__ = attributes(__name__)
