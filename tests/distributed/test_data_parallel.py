@@ -12,6 +12,7 @@ from torch.overrides import wrap_torch_function
 from torch.utils.checkpoint import checkpoint
 
 import vgrad
+from tests import oracle
 from tests.distributed.nets import MODELS, problem
 from tests.distributed.processes import mesh_of
 from vgrad import distributed
@@ -60,17 +61,10 @@ def own(rank, sizes):
 
 
 def errors(result, expected):
-    """Return the largest error in units of the largest number of each tensor."""
-    worst = 0.0
-    for one, other in zip(tree_leaves(result), tree_leaves(expected), strict=True):
-        assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        if one.numel() and not torch.equal(one.isnan(), other.isnan()):
-            return float("inf")
-        one, other = one.nan_to_num(), other.nan_to_num()
-        if one.numel():
-            scale = other.abs().max().clamp(min=1e-30)
-            worst = max(worst, ((one - other).abs().max() / scale).item())
-    return worst
+    """Return the largest error in units of the largest number of a tensor."""
+    kinds = ([leaf.dtype for leaf in tree_leaves(each)] for each in (result, expected))
+    assert next(kinds) == next(kinds)
+    return oracle.error(result, expected)
 
 
 def sharded(params, mesh):
@@ -140,7 +134,7 @@ def test_every_transform_is_that_of_the_whole_batch(some, name):
     (_, first), *_ = results = some.run(_of_all, some.size, name)
     for worst, grads in results:
         assert worst == {}
-        assert all(torch.equal(first[name], grads[name]) for name in first)
+        oracle.assert_exact(grads, first, 0)
 
 
 def _masked(size):
