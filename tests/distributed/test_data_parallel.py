@@ -1,6 +1,7 @@
 """Transforms of all ranks give the result of one process for the whole batch."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -33,16 +34,15 @@ CUTS = {
 }
 """How many samples each rank has."""
 
+CLIPPED = partial(vgrad.clipped_grad, max_norm=0.5)
 TRANSFORMS = {
-    "clipped": lambda loss: vgrad.clipped_grad(loss, max_norm=0.5, normalize_by=3.0),
-    "layers": lambda loss: vgrad.clipped_grad(
-        loss, max_norm=0.5, clipping="per_layer", chunk_size=3
-    ),
-    "twice": lambda loss: vgrad.clipped_grad(loss, max_norm=0.5, passes=2),
+    "clipped": partial(CLIPPED, normalize_by=3.0),
+    "layers": partial(CLIPPED, clipping="per_layer", chunk_size=3),
+    "twice": partial(CLIPPED, passes=2),
     "norms": vgrad.per_sample_norm,
-    "grads": lambda loss: vgrad.per_sample_grad(loss, strategy="vmap"),
-    "projection": lambda loss: vgrad.per_sample_projection(loss, dim=8, seed=1),
-    "moments": lambda loss: vgrad.gradient_moments(loss, chunk_size=3),
+    "grads": partial(vgrad.per_sample_grad, strategy="vmap"),
+    "projection": partial(vgrad.per_sample_projection, dim=8, seed=1),
+    "moments": partial(vgrad.gradient_moments, chunk_size=3),
 }
 SHARDED = (
     {"strategy": "recorded"},
