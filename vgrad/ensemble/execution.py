@@ -6,7 +6,7 @@ its caches, and convolutions have no batched kernel there. E members.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -141,7 +141,7 @@ def run(
     branches run in groups; these are remembered, unless they are added to `splits`.
     """
     found: list[Partition] = [] if splits is None else splits
-    may_loop = call.may_loop
+    may_loop, way = call.may_loop, strategy or choose(function, call)[0]
 
     def one_part(part: Any) -> Any:
         if part.strategy == "loop":
@@ -170,26 +170,25 @@ def run(
             )
         found.append(parts)
 
-    way: Any = strategy or choose(function, call)[0]
-    left: list[tuple[Any, Tensor]]
-    left = [(replace(call, strategy=way), torch.arange(call.layout.members))]
-    results, order = [], []
+    def in_groups(part: Any, rows: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        if state is not None and found:
+            set_random_state(state)
+        result = attempt(part, one_part, one_part, note)
+        if not isinstance(result, list):
+            yield result, rows
+            return
+        for group, places in result:
+            yield from in_groups(group, rows[places])
+
+    whole: Any = replace(call, strategy=way)
     with RNG_LOCK if call.randomness != "error" else nullcontext():
         same = call.randomness == "same" and way != "loop"
         state = random_state(call.tensors) if same else None
-        while left:
-            part, rows = left.pop(0)
-            if state is not None and found:
-                set_random_state(state)
-            result = attempt(part, one_part, one_part, note)
-            if isinstance(result, list):
-                left[:0] = [(group, rows[places]) for group, places in result]
-            else:
-                results.append(result)
-                order.append(rows)
-    if len(results) == 1:
-        return results[0]
-    places = torch.cat(order).argsort()
+        groups = [*in_groups(whole, torch.arange(call.layout.members))]
+    if len(groups) == 1:
+        return groups[0][0]
+    results, rows = zip(*groups, strict=True)
+    places = torch.cat(rows).argsort()
     joined = call.joined(
         results,
         lambda *leaves: torch.cat(leaves).index_select(0, places.to(leaves[0].device)),
@@ -272,8 +271,8 @@ class EnsembleExplanation(Report):
     why: str
     members: int
     forms: tuple[tuple[str, str], ...]
-    groups: int = 1
-    splits: tuple[tuple[str, int], ...] = ()
+    groups: int
+    splits: tuple[tuple[str, int], ...]
 
     def __str__(self) -> str:
         title = (
@@ -326,19 +325,14 @@ def local(method: Any, *arguments: Any) -> Any:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EnsembleFn:
-    """A function of an ensemble.
+    """A function of an ensemble."""
 
-    Attributes:
-        options: a call without tensors.
-        execute: runs its methods in this process: in eager mode or as graphs.
-        reduce: runs them over all processes, by `execute` in each.
-        keys: of the members, int64 `[E]`, from which their random numbers follow.
-    """
-
-    options: Call
-    execute: Any = run_eager
-    reduce: Callable[..., Any] = local
-    keys: Tensor | None = None
+    options: Call  # without tensors
+    execute: Any = run_eager  # runs methods in this process, or captures of them
+    reduce: Callable[..., Any] = (
+        local  # runs them over all processes, each by `execute`
+    )
+    keys: Tensor | None = None  # of the members, int64 [E], for their random numbers
 
     @cached_property
     def of_one_process(self) -> Self:
