@@ -310,13 +310,15 @@ RECURRENT = {
     "lstm, both ways": case(partial(nn.LSTM, 4, 6, **TWICE), WORDS),
     "lstm, projected": case(partial(nn.LSTM, 4, 6, proj_size=2, **TWICE), WORDS),
     "gru": case(partial(nn.GRU, 4, 6, **TWICE), WORDS),
+    "gru, no batch": case(partial(nn.GRU, 4, 6, 2, bias=False), (5, 4)),
+    "lstm, a batch": case(partial(nn.LSTM, 4, 6, 2, bias=False), (5, 2, 4)),
     "rnn": case(partial(nn.RNN, 4, 6, bias=False), WORDS),
     "rnn, relu": case(partial(nn.RNN, 4, 6, nonlinearity="relu", **TWICE), WORDS),
     "lstm with a state": case(partial(started, nn.LSTM), (5, 1, 3), (1, 3)),
     "gru with a state": case(partial(started, nn.GRU), (5, 1, 3), (1, 3)),
     "lstm, dropout": case(lambda: nn.LSTM(3, 4, 2, dropout=0.5).eval(), (5, 1, 3)),
     "cells of lstm and gru": case(
-        lambda: unrolled(nn.LSTMCell(4, 4), nn.GRUCell(4, 4)), (5, 1, 4)
+        lambda: unrolled(nn.LSTMCell(4, 4), nn.GRUCell(4, 4, bias=False)), (5, 1, 4)
     ),
     "cells of rnn, no batch": case(
         lambda: unrolled(nn.RNNCell(4, 4), nn.RNNCell(4, 3, True, "relu")), (5, 4)

@@ -358,7 +358,7 @@ class Keyed(DispatchMode):
         sources = args, kwargs
         if writes(func):  # it may read the tensor that it writes
             copied = {id(each): each.clone() for each in among(args, kwargs)}
-            sources = _replaced(args, kwargs, lambda each: copied[id(each)])
+            sources = tree_map_only(Tensor, lambda x: copied[id(x)], sources)
         found = func(*args, **kwargs)
         results = shown_results(func, args, kwargs, found)
         if name in _UNIFORM | _NORMAL and results[0].is_floating_point():
@@ -414,7 +414,7 @@ class Keyed(DispatchMode):
                 each = self._samples(each)[row]
                 return each.clone(memory_format=torch.contiguous_format)
 
-            args, kwargs = _replaced(*sources, own)
+            args, kwargs = tree_map_only(Tensor, own, sources)
             args, kwargs = self._sized(func, args, kwargs)
             _seed(results[0].device, seed)
             found = func(*args, **kwargs)
@@ -476,13 +476,6 @@ def _apart(size: int) -> SplitBatch:
     rows = torch.arange(size).split(1)
     why = "a random op that draws for all at once in an order of its own"
     return SplitBatch(Partition(rows, where(sys._getframe(1)), "loop", why))
-
-
-def _replaced(
-    args: tuple, kwargs: dict, by: Callable[[Tensor], Tensor]
-) -> tuple[tuple, dict]:
-    """Put others in the place of the tensors of a call."""
-    return tree_map_only(Tensor, by, (args, kwargs))
 
 
 _UNIFORM = {"uniform", "rand", "rand_like"}
