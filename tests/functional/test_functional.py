@@ -649,20 +649,18 @@ def test_parameters_of_two_kinds_stay_trainable():
     assert all(each.requires_grad for each in module.parameters())
 
 
-class Keeps(nn.Module):
-    """A forward pass that multiplies by what it holds beside its weight."""
-
-    def __init__(self, keep, use=lambda held: held, anew=None):
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(4, 4))
-        self.register_buffer("b", torch.randn(4, 4))
-        self.anew, self.use = anew, use
-        self.held = keep(self)
+def keeping(keep, use="held", anew="self.held"):
+    """Make a model that multiplies by an object beside its weight, in three texts."""
 
     def forward(self, x):
-        if self.anew is not None:
-            self.held = self.anew(self)
-        return x @ self.use(self.held) + (x @ self.w + self.b[0]).sin()
+        self.held = eval(anew, {"self": self})
+        held = eval(use, globals() | {"held": self.held})
+        return x @ held + (x @ self.w + self.b[0]).sin()
+
+    model = losses.Net(forward, w=torch.randn(4, 4))
+    model.register_buffer("b", torch.randn(4, 4))
+    model.held = eval(keep, globals() | {"m": model})
+    return model
 
 
 def unregistered(weight):
@@ -693,10 +691,7 @@ EXACT = {"strategy": "loop"}, {"strategy": "vmap"}, {"strategy": "recorded"}
 
 @pytest.mark.parametrize(("keep", "use"), KEPT)
 def test_what_would_not_follow_a_parameter_cannot_be_used(keep, use):
-    model = Keeps(
-        lambda m: eval(keep, globals() | {"m": m}),
-        lambda held: eval(use, globals() | {"held": held}),
-    )
+    model = keeping(keep, use)
     fmodel, params, buffers = split(model)
     x = torch.randn(3, 4)
     for each in (fmodel, copy.deepcopy(fmodel), fmodel.eval()):
@@ -714,11 +709,8 @@ def test_what_would_not_follow_a_parameter_cannot_be_used(keep, use):
 
 @pytest.mark.parametrize("keep", ["m.w.t()", "m.w.detach().t()", "(m.w * 2,)", "None"])
 def test_what_each_forward_pass_computes_anew_follows(keep):
-    anew = {"use": lambda held: held[0], "anew": lambda m: [m.w.t()]}
-    model = Keeps(lambda m: eval(keep, globals() | {"m": m}), **anew)
-    x = torch.randn(3, 4)
+    model, x = keeping(keep, "held[0]", "[self.w.t()]"), torch.randn(3, 4)
     model(x)
-    model.anew(model)
     fmodel, params, buffers = split(model)
     doubled = {"w": (2 * params["w"]).detach()}
     expected = x @ doubled["w"].t() + (x @ doubled["w"] + buffers["b"][0]).sin()
@@ -743,14 +735,10 @@ OTHER = torch.ones(4, 4, requires_grad=True)
 
 
 @pytest.mark.parametrize(
-    "model",
-    [
-        Keeps(lambda m: m.w.detach().clone()),
-        Keeps(lambda m: (OTHER * 2,), lambda held: held[0]),
-    ],
+    ("keep", "use"), [("m.w.detach().clone()", "held"), ("(OTHER * 2,)", "held[0]")]
 )
-def test_constants_stay_constants(model):
-    x = torch.randn(3, 4)
+def test_constants_stay_constants(keep, use):
+    model, x = keeping(keep, use), torch.randn(3, 4)
     fmodel, params, buffers = split(model)
     output, expected = fmodel(params, buffers, x), model(x)
     torch.testing.assert_close(output, expected)
@@ -800,68 +788,38 @@ def test_views_overlap_where_brute_force_says_so():
     assert seen == {False, True}
 
 
-def masked(weight):
-    mask = torch.eye(4)
-    weight.register_hook(lambda grad: grad * mask)
-
-
-class Masked(nn.Module):
-    """What a hook that masks the gradient does, as a parametrization."""
-
-    def forward(self, weight):
-        mask = torch.eye(4)
-        return weight * mask + (weight - weight * mask).detach()
-
-
-def sum_of_gradients(model, options):
-    fmodel, params, buffers = split(model)
-    loss = vgrad.sample_loss(fmodel, lambda output, target: output.sin().sum())
-    grads = vgrad.per_sample_grad(loss, **options)(params, buffers, X, X)
-    return {name: grad.sum(0) for name, grad in grads.items()}
-
-
 @pytest.mark.parametrize("options", EXACT)
 def test_a_parametrization_does_what_a_hook_did(options):
-    hooked, model = nn.Linear(4, 4), nn.Linear(4, 4)
-    hooked.load_state_dict(model.state_dict())
-    masked(hooked.weight)
-    hooked(X).sin().sum().backward()
-    nn.utils.parametrize.register_parametrization(model, "weight", Masked())
-    found = sum_of_gradients(model, options)["parametrizations.weight.original"]
+    """It masks the gradient."""
+    model, x, mask = nn.Linear(4, 4).double(), losses.randn(3, 4), torch.eye(4).double()
+    hooked = copy.deepcopy(model)
+    hooked.weight.register_hook(lambda grad: grad * mask)
+    hooked(x).sin().sum().backward()
+    masked = losses.Pick(lambda w: w * mask + (w - w * mask).detach())
+    nn.utils.parametrize.register_parametrization(model, "weight", masked)
+    loss, *values = losses.of_model(model, lambda output, target: output.sin().sum())
+    found = vgrad.per_sample_grad(loss, **options)(*values, x, x)
+    found = found["parametrizations.weight.original"].sum(0)
     torch.testing.assert_close(found, hooked.weight.grad)
 
 
-X = torch.randn(3, 4)
-
-
-class HookedOnce(nn.Module):
-    """Registers a hook at its first call, as libraries do that record outputs."""
-
-    def __init__(self, register):
-        super().__init__()
-        self.body = nn.Linear(2, 2)
-        self.register = register
-        self.ready = False
+@pytest.mark.parametrize("kind", ["hook", "pre_hook"])
+def test_hooks_of_the_forward_pass_end_with_it(kind):
+    """Libraries that record outputs register a hook at the first call."""
 
     def forward(self, x):
-        if not self.ready:
-            getattr(self.body, self.register)(lambda *given: 2 * given[-1][0])
-            self.ready = True
+        register = getattr(self.body, f"register_forward_{kind}")
+        self.hook = self.hook or register(lambda *given: 2 * given[-1][0])
         return self.body(x)
 
-
-@pytest.mark.parametrize(
-    "register", ["register_forward_hook", "register_forward_pre_hook"]
-)
-def test_hooks_of_the_forward_pass_end_with_it(register):
-    model = HookedOnce(register)
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    model = losses.Net(forward, body=nn.Linear(2, 2), hook=None)
+    fmodel, params, buffers = split(model)
     x = torch.randn(3, 2)
     found = [fmodel(params, buffers, x) for _ in range(3)]
     expected = model(x)
+    again = split(model)  # with the hook from the start
+    found += [again[0](*again[1:], x) for _ in range(2)]
     assert all(torch.equal(each, expected) for each in found)
-    again = vgrad.make_functional_with_buffers(model)  # with the hook from the start
-    assert all(torch.equal(again[0](*again[1:], x), expected) for _ in range(2))
 
 
 class Frozen(OrderedDict):

@@ -295,11 +295,7 @@ def refusals(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def one_sample(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run a call for one sample by itself, if it is not refused."""
-    if func is modes.custom_function_call:
-        if (output := checkpoints(mode, func, args, kwargs)) is not NONE:
-            return output
-    refuse_batch_statistics(func, args, kwargs, mode.is_shared)
+    """Run a call for one sample by itself."""
     if func is Tensor.requires_grad_ and not modes.is_wrapped(args[0]):
         with modes.exit_all():  # inside of transforms it raises
             return func(*args, **kwargs)
@@ -317,13 +313,11 @@ def reads(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
     return value
 
 
-def values(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run a call whose shapes depend on values, if all samples agree; or `reads`."""
+def selections(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Run a call whose shapes depend on values, if all samples agree."""
     op = OPS.get(func)
-    if op is None:
+    if op is None or op.selected is None:
         return NONE
-    if op.selected is None:
-        return NONE if op.read is None else reads(mode, func, args, kwargs)
     if (form := op.selected(mode, *args, **kwargs)) is None:
         return NONE
     mode.draws.values_read = True
@@ -368,10 +362,10 @@ def run_op(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
     return output
 
 
-SINGLE = (one_sample,)
+SINGLE = refusals, one_sample
 """The handlers for one sample by itself."""
 
-SAMPLES = refusals, values, at_once(run_op)
+SAMPLES = refusals, reads, selections, at_once(run_op)
 """The handlers for all samples under vmap."""
 
 
