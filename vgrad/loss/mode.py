@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vgrad.conditions import Unrepeatable, checks_collected
 from vgrad.functional.batch_norm import mended, normalises, refuse_batch_statistics
-from vgrad.functional.guards import Protected, WriteGuard, may_write, written
+from vgrad.functional.guards import Again, Protected, WriteGuard, may_write, written
 from vgrad.generators import drawn_since, random_state, set_random_state
 from vgrad.loss.functions import custom_function, for_samples
 from vgrad.loss.grad_flags import (
@@ -27,6 +27,7 @@ from vgrad.loss.grad_flags import (
     among,
     is_refused,
     only_reads,
+    own_backward_pass,
     raise_clearly,
 )
 from vgrad.loss.randomness import Draws, Undrawn
@@ -76,6 +77,7 @@ class LossMode(WriteGuard):
         self._stopped: BaseException | None = None
         self._watched: Callable[..., AbstractContextManager] = nullcontext
         self._casts: Callable[[], AbstractContextManager] = nullcontext
+        self._later: list[list[Again]] = []
         # The mode that casts for autocast, entered where the loss turns that on.
         self.waiting: AbstractContextManager | None = None
 
@@ -201,6 +203,23 @@ class LossMode(WriteGuard):
                 yield
             finally:
                 self.flags = flags
+
+    def held(self, again: Again) -> Again:
+        """Return a function that refers to nothing after `close`."""
+        later = [again]
+        self._later.append(later)
+
+        def held() -> AbstractContextManager:
+            if not later:
+                raise own_backward_pass("loss")
+            return later[0]()
+
+        return held
+
+    def close(self) -> None:
+        """Let go of checkpoints that never ran again, in cycles Python cannot see."""
+        for later in self._later:
+            later.clear()
 
     def is_shared(self, tensor: Tensor) -> bool:
         """Return whether a tensor is the same for all samples, as far as is known."""

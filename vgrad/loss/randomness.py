@@ -355,7 +355,7 @@ class Keyed(DispatchMode):
     def _others(self, name: str, func: Any, args: tuple, kwargs: dict) -> Any:
         """Let torch make the result, and write other numbers over its own."""
         self._keep(args, kwargs)
-        sources = args, kwargs
+        sources: Any = args, kwargs
         if writes(func):  # it may read the tensor that it writes
             copied = {id(each): each.clone() for each in among(args, kwargs)}
             sources = tree_map_only(Tensor, lambda x: copied[id(x)], sources)
