@@ -803,25 +803,6 @@ def test_a_parametrization_does_what_a_hook_did(options):
     torch.testing.assert_close(found, hooked.weight.grad)
 
 
-@pytest.mark.parametrize("kind", ["hook", "pre_hook"])
-def test_hooks_of_the_forward_pass_end_with_it(kind):
-    """Libraries that record outputs register a hook at the first call."""
-
-    def forward(self, x):
-        register = getattr(self.body, f"register_forward_{kind}")
-        self.hook = self.hook or register(lambda *given: 2 * given[-1][0])
-        return self.body(x)
-
-    model = losses.Net(forward, body=nn.Linear(2, 2), hook=None)
-    fmodel, params, buffers = split(model)
-    x = torch.randn(3, 2)
-    found = [fmodel(params, buffers, x) for _ in range(3)]
-    expected = model(x)
-    again = split(model)  # with the hook from the start
-    found += [again[0](*again[1:], x) for _ in range(2)]
-    assert all(torch.equal(each, expected) for each in found)
-
-
 class Frozen(OrderedDict):
     """A dictionary that does not change, as far as its methods go."""
 
