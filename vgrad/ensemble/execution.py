@@ -61,23 +61,31 @@ def run_member(
 
 def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
     """Run `function(member, params, buffers, *batch)` for one member after another."""
-    # Each member draws from where the one before it stopped, unless told otherwise.
-    given = () if randomness == "different" else call.tensors
+    differ = randomness == "different"  # each draws from where the last one stopped
     results = []
     arguments = [*map(call.member, range(call.layout.members))]
     with RNG_LOCK, protect(call.protected()):
-        before = random_state(given)
+        before = None if differ else random_state(call.tensors)
         for member, own in enumerate(arguments):
             if randomness == "same":
                 set_random_state(before)
             results.append(function(member, *own))
-            if randomness == "error" and drawn_since(before, given):
+            if randomness == "error" and drawn_since(before, call.tensors):
                 set_random_state(before)
                 raise RuntimeError(
                     'ensemble: expected no random numbers, since randomness="error". '
                     'Pass randomness="different" (each member draws its own) or "same".'
                 )
     return results
+
+
+def in_turn(function: Callable, call: Call) -> tuple[Any, Buffers]:
+    """Run a function for one member after another; tensors gain the axis 0."""
+
+    def of_member(member: int, *own: Any) -> Any:
+        return run_member(function, call.draws_of(member), *own)
+
+    return call.joined(looped(of_member, call, call.randomness), stack_results)
 
 
 def stack_results(*leaves: Any) -> Tensor:
@@ -140,17 +148,15 @@ def run(
     It returns a pair, any tree of tensors and new buffers. Members that take different
     branches run in groups; these are remembered, unless they are added to `splits`.
     """
+    way: Any = strategy or choose(function, call)[0]
+    if way == "loop" and call.draws.keys is None:
+        return in_turn(function, call)
     found: list[Partition] = [] if splits is None else splits
     may_loop = call.may_loop
 
     def one_part(part: Any) -> Any:
         if part.strategy == "loop":
-
-            def of_member(member: int, *own: Any) -> Any:
-                return run_member(function, part.draws_of(member), *own)
-
-            results = looped(of_member, part, part.randomness)
-            return part.joined(results, stack_results)
+            return in_turn(function, part)
         try:
             return at_once(function, part, forms)
         except NON_RETRYABLE:
@@ -170,9 +176,7 @@ def run(
             )
         found.append(parts)
 
-    way: Any = strategy or choose(function, call)[0]
-    left: list[tuple[Any, Tensor]]
-    left = [(replace(call, strategy=way), torch.arange(call.layout.members))]
+    left: list[tuple[Any, Tensor | None]] = [(replace(call, strategy=way), None)]
     results, order = [], []
     with RNG_LOCK if call.randomness != "error" else nullcontext():
         same = call.randomness == "same" and way != "loop"
@@ -182,12 +186,14 @@ def run(
             if state is not None and found:
                 set_random_state(state)
             result = attempt(part, one_part, one_part, note)
-            if isinstance(result, list):
-                left[:0] = [(group, rows[places]) for group, places in result]
-            else:
+            if not isinstance(result, list):
                 results.append(result)
                 order.append(rows)
-    if len(results) == 1:
+            elif rows is None:
+                left = [*result]
+            else:
+                left[:0] = [(group, rows[places]) for group, places in result]
+    if order[0] is None:
         return results[0]
     places = torch.cat(order).argsort()
     joined = call.joined(
