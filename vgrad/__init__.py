@@ -100,7 +100,7 @@ from vgrad.persample import (
 from vgrad.persample.engine import FallbackWarning, UnsupportedOp
 from vgrad.persample.explain import explain
 from vgrad.precision import autocast
-from vgrad.renamed import raising
+from vgrad.renamed import attributes
 from vgrad.report import Report
 from vgrad.tree import to_device
 
@@ -154,8 +154,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # which sees no other names
-    __getattr__ = raising(__name__)
-
-
-def __dir__() -> list[str]:
-    return __all__
+    __getattr__, __dir__ = attributes(__name__)

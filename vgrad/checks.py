@@ -57,13 +57,17 @@ def whole(function: str, *, least: int, **values: Any) -> list[int]:
     """Each value is a whole number of at least `least`; all of them as ints."""
     numbers = []
     for name, value in values.items():
-        whole_number = _index(value)
-        if whole_number is None or whole_number < least:
+        array = isinstance(value, Tensor) and (value.ndim or value.dtype == torch.bool)
+        try:  # whole numbers of numpy and of tensors without dimensions are among them
+            number = None if array or isinstance(value, bool) else operator.index(value)
+        except TypeError:
+            number = None
+        if number is None or number < least:
             raise ValueError(
                 f"{function}({name}={shown(value)}): expected a whole number >= "
                 f"{least}."
             )
-        numbers.append(whole_number)
+        numbers.append(number)
     return numbers
 
 
@@ -85,17 +89,6 @@ def shown(value: Any) -> str:
 
 _MOST = 8
 """Items of a list that a message shows."""
-
-
-def _index(value: Any) -> int | None:
-    if isinstance(value, Tensor) and (value.ndim or value.dtype == torch.bool):
-        return None
-    if isinstance(value, bool):
-        return None
-    try:  # whole numbers of numpy and of tensors without dimensions are among them
-        return operator.index(value)
-    except TypeError:
-        return None
 
 
 def choice(function: str, allowed: Collection[Any], **values: Any) -> None:

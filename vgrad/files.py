@@ -138,37 +138,28 @@ def read_tensors(
             # Copied, because torch aligns its own memory and a file does not, and the
             # numbers that a kernel computes may depend on that.
             tensors = {key: file.get_tensor(key).clone() for key in file.keys()}
-    except (safetensors.SafetensorError, OSError, TypeError) as error:
-        # TypeError: torch got a size beyond 64 bits.
+        text = metadata.get("vgrad", _FOREIGN)
+        if text != _FOREIGN and metadata.get("sha256") != _seal(text, tensors):
+            raise ValueError("its checksum does not match")
+        description = from_json(text)
+        found = description["kind"]
+    except _DAMAGE as error:
         raise ValueError(
             f"{path}: expected {called}, got a damaged file ({error})."
         ) from error
-    if "vgrad" not in metadata:
-        raise ValueError(f"{path}: expected {called}, got a file not made by vgrad.")
-    text = metadata["vgrad"]
-    description = _description(text)
-    if description is not None and description["kind"] != kind:
-        raise ValueError(f"{path}: expected {called}, got a {description['kind']}.")
-    if description is None or metadata.get("sha256") != _seal(text, tensors):
-        raise ValueError(
-            f"{path}: expected {called}, got a damaged file (its checksum does not "
-            f"match)."
-        )
+    if found != kind:
+        raise ValueError(f"{path}: expected {called}, got a {found}.")
     return tensors, description
+
+
+_FOREIGN = '{"kind": "file not made by vgrad"}'
+_DAMAGE = (safetensors.SafetensorError, OSError, ValueError, LookupError, TypeError)
+"""TypeErrors are of descriptions and of torch, for a size beyond 64 bits."""
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """Hash tensors by name, SHA-256 in hexadecimal; on the CPU nothing is copied."""
     return _seal("", {n: t.detach().cpu().contiguous() for n, t in tensors.items()})
-
-
-def _description(text: str) -> Description | None:
-    try:
-        description = from_json(text)
-    except ValueError:
-        return None
-    known = isinstance(description, dict) and isinstance(description.get("kind"), str)
-    return description if known else None
 
 
 def plain(tensor: Tensor) -> Tensor:

@@ -104,17 +104,11 @@ def drawn(draw: Callable[..., object], stream: int, count: int) -> np.ndarray:
     """Fill an array, float64 `[count]`, by a method of numpy's generators."""
     numbers = np.empty(count)
     works = (
-        partial(draw, block(stream, number), out=numbers[part])
-        for number, part in blocks(count)
+        partial(draw, block(stream, start // BLOCK), out=numbers[start : start + BLOCK])
+        for start in range(0, count, BLOCK)
     )
     on_threads(works, count)
     return numbers
-
-
-def blocks(count: int) -> Iterator[tuple[int, slice]]:
-    """Number the blocks of a stream, and say where in an array each has its place."""
-    for number, start in enumerate(range(0, count, BLOCK)):
-        yield number, slice(start, start + BLOCK)
 
 
 def on_threads(works: Iterable[Callable[[], object]], count: int) -> None:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, distributed
@@ -115,7 +115,9 @@ class Ranks(NamedTuple):
         stopped = None if error is None else f"{type(error).__name__}: {error}"
         notes = [{"what": what, "error": stopped, **facts}]
         if self.size > 1:
-            notes = self._told(notes[0])
+            own = torch.frombuffer(bytearray(_encoded(notes[0])), dtype=torch.uint8)
+            texts = self.padded(own.to(self.device), _NOTE).split(_NOTE)
+            notes = [json.loads(bytes(each.tolist()).rstrip(b"\0")) for each in texts]
         if error is not None:
             return notes  # it is raised by the caller
         for rank, note in enumerate(notes):
@@ -139,7 +141,12 @@ class Ranks(NamedTuple):
             facts["options"] = options.digest()
         found = self.agree(what, **(own or {}), **facts)
         if options is not None and len({note["options"] for note in found}) > 1:
-            self._refuse(what, options)
+            values = self.exchanged(f"{what}, options", json.dumps(options.facts()))
+            raise RankError(
+                f"{what}: expected the same options, loss and optimizer on all ranks, "
+                f"got {differences(values)} on ranks 0 to {self.size - 1}. Make it of "
+                f"the same values on every rank; values that may differ are tensors."
+            )
         for name in facts:
             values = [note[name] for note in found]
             if any(value != values[0] for value in values):
@@ -148,14 +155,6 @@ class Ranks(NamedTuple):
                     f"ranks 0 to {self.size - 1}."
                 )
         return found
-
-    def _refuse(self, what: str, options: Options) -> NoReturn:
-        facts = self.exchanged(f"{what}, options", json.dumps(options.facts()))
-        raise RankError(
-            f"{what}: expected the same options, loss and optimizer on all ranks, got "
-            f"{differences(facts)} on ranks 0 to {self.size - 1}. Make it of the same "
-            f"values on every rank; values that may differ are tensors."
-        )
 
     @contextmanager
     def together(self, what: str) -> Iterator["Facts"]:
@@ -207,11 +206,6 @@ class Ranks(NamedTuple):
         sizes = [note["size"] for note in self.agree(what, size=len(own))]
         texts = self.joined(own.to(self.device), sizes).cpu().split(sizes)
         return [json.loads(bytes(each.numpy())) for each in texts]
-
-    def _told(self, note: Mapping[str, Any]) -> list[dict[str, Any]]:
-        text = torch.frombuffer(bytearray(_encoded(note)), dtype=torch.uint8)
-        texts = self.padded(text.to(self.device), _NOTE).split(_NOTE)
-        return [json.loads(bytes(each.tolist()).rstrip(b"\0")) for each in texts]
 
 
 @dataclass

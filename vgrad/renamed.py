@@ -1,5 +1,6 @@
 """Public names of the release before this one: each raises, with the new name."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -73,8 +74,8 @@ RENAMED = {
 """Old name to new name, as in the last table of docs/migration.md."""
 
 
-def raising(module: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module whose old names raise."""
+def attributes(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` of a module, whose old names raise, and its `__dir__`."""
 
     def __getattr__(name: str) -> Any:
         old = f"{module}.{name}"
@@ -82,4 +83,4 @@ def raising(module: str) -> Callable[[str], Any]:
             raise AttributeError(f"{old}: expected a name of this release. Use {new}.")
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
-    return __getattr__
+    return __getattr__, lambda: sys.modules[module].__all__

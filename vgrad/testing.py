@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vgrad import batches
 from vgrad.persample.clipped import clipped_grad
-from vgrad.persample.explain import EXPANDED, Row, explain
+from vgrad.persample.explain import EXPANDED, explain
 from vgrad.persample.grad import per_sample_grad, per_sample_norm, weighted_grad
 from vgrad.tree import map_tensors
 from vgrad.typing import Buffers, Clipping, LossFn, Params, Tree
@@ -25,7 +25,6 @@ def __dir__() -> list[str]:
     return __all__
 
 
-_KINDS: tuple[Clipping, ...] = get_args(Clipping)
 _GAMMA = 0.01
 """The constant that automatic clipping adds to a norm."""
 
@@ -72,8 +71,15 @@ def check_rule(
     params, buffers, samples = _in_double((params, buffers, batch))
     given = (params, buffers, *samples)
     recorded: dict[str, Any] = {"strategy": "recorded"}
-    if not expanded:
-        _check_ruled(explain(per_sample_norm(loss, **recorded))(*given).rows)
+    plan = explain(per_sample_norm(loss, **recorded))
+    for row in () if expanded else plan(*given).rows:
+        if row.why.startswith(EXPANDED):
+            names = ", ".join(map(repr, row.names))
+            raise AssertionError(
+                f"check_rule(loss): expected a rule for each op that takes a "
+                f"parameter, but none fits the use of {names} by {row.op}. Register "
+                f"one, or pass expanded=True if another op is meant."
+            )
     losses, grads = _reference(loss, params, buffers, samples, size)
     norms = {name: grad.flatten(1).norm(dim=1) for name, grad in grads.items()}
 
@@ -88,23 +94,12 @@ def check_rule(
     sums = weighted_grad(loss, **recorded)(weights, *given)
     check("weighted sum", sums, _weighted(grads, dict.fromkeys(grads, weights)))
     bound = 0.9 * float(_joint(norms, norms).mean())  # clips some samples
-    for kind in _KINDS:
+    for kind in get_args(Clipping):
         compute = clipped_grad(loss, max_norm=bound, clipping=kind, **recorded)
         result = compute(*given)
         expected = _weighted(grads, _factors(kind, norms, bound))
         check(f"sum with clipping={kind!r}", result.grads, expected)
         _check_equal("losses", result.losses, losses, tolerance)
-
-
-def _check_ruled(rows: Iterable[Row]) -> None:
-    for row in rows:
-        if row.why.startswith(EXPANDED):
-            names = ", ".join(map(repr, row.names))
-            raise AssertionError(
-                f"check_rule(loss): expected a rule for each op that takes a "
-                f"parameter, but none fits the use of {names} by {row.op}. Register "
-                f"one, or pass expanded=True if another op is meant."
-            )
 
 
 def _check_equal(what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -126,8 +121,8 @@ def _check_equal(what: str, found: Tensor, expected: Tensor, tolerance: float) -
 
 def _in_double(tree: Tree) -> Any:
     def widen(leaf: Tensor) -> Tensor:
-        kept = leaf.detach().clone()
-        return kept.double() if leaf.is_floating_point() else kept
+        dtype = torch.float64 if leaf.is_floating_point() else leaf.dtype
+        return leaf.detach().to(dtype, copy=True)
 
     return map_tensors(widen, tree)
 
@@ -142,12 +137,11 @@ def _reference(
         with torch.enable_grad():
             value = loss(leaves, _in_double(buffers), *_in_double(sample))
             grads = torch.autograd.grad(
-                value, list(leaves.values()), allow_unused=True, materialize_grads=True
+                value, [*leaves.values()], materialize_grads=True
             )
         values.append(value.detach())
-        rows.append(grads)
-    columns = zip(params, zip(*rows, strict=True), strict=True)
-    stacked = {name: torch.stack(column) for name, column in columns}
+        rows.append(dict(zip(leaves, grads, strict=True)))
+    stacked = {name: torch.stack([row[name] for row in rows]) for name in params}
     finite = all(bool(grad.isfinite().all()) for grad in stacked.values())
     if not finite or not any(bool(grad.any()) for grad in stacked.values()):
         raise ValueError(

@@ -31,7 +31,7 @@ from vgrad.typing import T, Tree
 def tree_flatten(tree: Tree) -> tuple[list[Any], TreeSpec]:
     """Flatten a tree; a mapping of a class that torch does not know is a dictionary."""
     leaves, spec = pytree.tree_flatten(tree)
-    if any([_is_mapping(leaf) for leaf in leaves if not isinstance(leaf, Tensor)]):
+    if _has_mappings(leaves):
         return tree_flatten(_dictionaries(tree))
     return leaves, spec
 
@@ -39,19 +39,18 @@ def tree_flatten(tree: Tree) -> tuple[list[Any], TreeSpec]:
 def tree_leaves(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
     """Return the leaves of a tree, in the order of `tree_flatten`."""
     leaves = pytree.tree_leaves(tree, is_leaf)
-    if is_leaf is None and any(
-        [_is_mapping(leaf) for leaf in leaves if not isinstance(leaf, Tensor)]
-    ):
+    if is_leaf is None and _has_mappings(leaves):
         return tree_leaves(_dictionaries(tree))
     return leaves
 
 
-def _is_mapping(leaf: Any) -> bool:
-    return not isinstance(leaf, Tensor) and isinstance(leaf, Mapping)
+def _has_mappings(leaves: list[Any]) -> bool:
+    others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+    return any([isinstance(leaf, Mapping) for leaf in others])
 
 
 def _dictionaries(tree: Tree) -> Tree:
-    return tree_map(lambda leaf: dict(leaf) if _is_mapping(leaf) else leaf, tree)
+    return tree_map_only(Mapping, dict, tree)
 
 
 def map_values(function: Callable[..., Any], *trees: Mapping[str, Any]) -> dict:
@@ -174,7 +173,9 @@ def state_dict(tree: Tree) -> dict[str, Tensor]:
     return named
 
 
-def load_state_dict(template: T, tensors: Mapping[str, Tensor]) -> T:
+def load_state_dict(
+    template: T, tensors: Mapping[str, Tensor], *, where: str = "load_state_dict"
+) -> T:
     """Build a tree like `template`, on its devices, from tensors by `state_dict`.
 
     Tensors that are there already are not copied: a donated step writes to them.
@@ -185,7 +186,7 @@ def load_state_dict(template: T, tensors: Mapping[str, Tensor]) -> T:
         (tensor([1., 1.]), tensor(3))
     """
     expected = state_dict(template)
-    check_fit("load_state_dict", expected, tensors)
+    check_fit(where, expected, tensors)
     leaves = [tensors[name].to(leaf.device) for name, leaf in expected.items()]
     return tree_unflatten(leaves, tree_structure(template))
 

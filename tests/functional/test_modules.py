@@ -17,7 +17,7 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_no
 from torch.utils import _pytree as pytree
 
 import vgrad
-from tests import oracle
+from tests import losses, oracle
 from tests.losses import Net
 
 B = 3
@@ -497,7 +497,7 @@ ALONE += ["lora", "mixture", "weight norm"]
     ids=[*CASES, *(f"{name}, alone" for name in ALONE)],
 )
 def test_modules_are_recorded_with_the_numbers_of_a_loop(name, first):
-    """Gradients, norms and the clipped sum; few parameters have copies for samples."""
+    """Every quantity; few parameters have copies for samples."""
     module, sample, call, copied = CASES[name]
     model = Loss(module(), call, first=first).double()
     generator = torch.Generator().manual_seed(1)
@@ -506,21 +506,15 @@ def test_modules_are_recorded_with_the_numbers_of_a_loop(name, first):
     expected = oracle.model_gradients(
         model, lambda model, *one: model(*(leaf[0] for leaf in one)), batch, B
     )
-    exact = oracle.norms(expected)
-    assert bool((exact > 1e-3).all())
+    assert bool((oracle.norms(expected) > 1e-3).all())
 
     fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
     loss = lambda *given: fmodel(*given)  # noqa: E731
     params = {name: value.detach() for name, value in params.items()}
-    inputs, options = (params, buffers, *batch), {"strategy": "recorded"}
-    oracle.assert_exact(vgrad.per_sample_grad(loss, **options)(*inputs), expected)
-    norms = vgrad.per_sample_norm(loss, **options)(*inputs)
-    torch.testing.assert_close(norms, exact, rtol=oracle.EXACT, atol=0)
-    bound = 0.9 * float(exact.mean())
-    clipped = vgrad.clipped_grad(loss, max_norm=bound, **options)(*inputs).grads
-    oracle.assert_exact(clipped, oracle.clipped(expected, bound))
+    options = {"buffers": buffers, "expected": expected, "strategy": "recorded"}
+    losses.assert_quantities(loss, params, batch, **options)
 
-    found = vgrad.explain(vgrad.per_sample_norm(loss))(*inputs)
+    found = vgrad.explain(vgrad.per_sample_norm(loss))(params, buffers, *batch)
     assert found.strategy == "recorded"
     rows = [row for row in found.rows if "expanded over the samples" in row.why]
     names = {name for row in rows for name in row.names}

@@ -108,6 +108,20 @@ def test_a_sum_in_place_writes_where_it_is_told():
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("shape", [(1, 3), (1, 1, 3), (2, 1, 3), (1, 1)])
+@pytest.mark.parametrize("strategy", ["recorded", "vmap"])
+def test_axes_are_removed_in_place_from_samples_alone(shape, strategy):
+    def loss(params, buffers, x):
+        h = x.clone()
+        h.squeeze_()
+        return (h * params["w"]).sum() * h.ndim
+
+    params, x = {"w": losses.randn()}, losses.randn(*shape)
+    found = vgrad.per_sample_grad(loss, strategy=strategy)(params, {}, x)
+    assert found["w"].shape == (len(x),)
+    oracle.assert_exact(found["w"], x.flatten(1).sum(1) * x[0].squeeze().ndim)
+
+
 class Graph(nn.Module):
     """Sends messages along the edges of a graph, which each sample has of its own."""
 

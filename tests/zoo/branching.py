@@ -11,10 +11,10 @@ from tests.zoo.entries import (
     SIZE,
     SPLITS,
     D,
+    Entries,
     Net,
     Use,
     classes,
-    entry,
     looks,
     net,
     noise,
@@ -22,9 +22,13 @@ from tests.zoo.entries import (
     two_layers,
 )
 
+ENTRIES = Entries()
+row = ENTRIES.row
+
 LENGTHS = torch.tensor([5, 4, 2])
 
 
+@row("early exit", today=SPLITS)
 def early_exit() -> Use:
     def forward(self, x):
         x = torch.tanh(self.first(x))
@@ -39,6 +43,7 @@ def early_exit() -> Use:
     return use._replace(batch=(x * torch.tensor([[1.0], [-1.0], [1.0]]), target))
 
 
+@row("adaptive computation time", today=SPLITS)
 def adaptive_computation() -> Use:
     def forward(self, x):
         halted = torch.zeros(x.shape[0])
@@ -51,6 +56,7 @@ def adaptive_computation() -> Use:
     return net(forward, D, **parts)
 
 
+@row("assertions about values")
 def checked_for_nan() -> Use:
     def forward(self, x):
         assert not torch.isnan(x).any()
@@ -64,6 +70,7 @@ def checked_for_nan() -> Use:
     return net(forward, D, layer=nn.Linear(D, 3))
 
 
+@row("item, float and int", today=SPLITS)
 def scale_by_item() -> Use:
     def forward(self, x):
         x = x / x.abs().max().item()
@@ -72,6 +79,7 @@ def scale_by_item() -> Use:
     return net(forward, D, layer=nn.Linear(D, 3))
 
 
+@row("modules chosen by tolist", today=SPLITS)
 def routed_by_list() -> Use:
     def forward(self, words, x):
         for word in words[0].tolist():
@@ -84,6 +92,7 @@ def routed_by_list() -> Use:
     return Use(model, (words, noise(D), classes()))
 
 
+@row("depth of each sample", today=SPLITS)
 def depth_of_each() -> Use:
     def forward(self, x, depth):
         for _ in range(int(depth)):
@@ -93,6 +102,7 @@ def depth_of_each() -> Use:
     return Use(two_layers(forward), (noise(D), torch.tensor([1, 3, 1]), classes()))
 
 
+@row("cut to the sample's length", today=SPLITS)
 def cut_to_length() -> Use:
     def forward(self, x, length):
         x = x[:, : int(length.max())]
@@ -101,6 +111,7 @@ def cut_to_length() -> Use:
     return Use(two_layers(forward), (noise(5, D), LENGTHS, classes()))
 
 
+@row("sizes and slices by tensors", today=SPLITS)
 def cut_by_tensors() -> Use:
     def forward(self, x, length):
         last, count = length.max(), length.sum()
@@ -110,6 +121,7 @@ def cut_by_tensors() -> Use:
     return Use(two_layers(forward), (noise(5, D), LENGTHS, classes()))
 
 
+@row("boolean index", today=SPLITS)
 def boolean_index() -> Use:
     def forward(self, x, mask):
         return self.head(torch.relu(self.layer(x[mask])).mean(0, keepdim=True))
@@ -117,6 +129,7 @@ def boolean_index() -> Use:
     return Use(two_layers(forward), (noise(5, D), ragged(5), classes()))
 
 
+@row("masked language model by boolean index", today=SPLITS)
 def masked_language_model() -> Use:
     def forward(self, words, labels):
         hidden = torch.tanh(self.table(words))
@@ -130,6 +143,7 @@ def masked_language_model() -> Use:
     return Use(model, (torch.randint(9, (SIZE, 5)), labels), None)
 
 
+@row("masked_select and where", today=SPLITS)
 def masked_select() -> Use:
     def forward(self, x):
         y = self.layer(x)
@@ -138,6 +152,12 @@ def masked_select() -> Use:
     return Use(Net(forward, layer=nn.Linear(D, 3)), (noise(D),), None)
 
 
+def experts() -> dict[str, nn.Module]:
+    layers = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
+    return dict(router=nn.Linear(D, 4), experts=layers, head=nn.Linear(D, 3))
+
+
+@row("mixture of experts in a loop", today=SPLITS)
 def experts_in_a_loop() -> Use:
     def forward(self, x):
         x = x.flatten(0, 1)
@@ -150,11 +170,10 @@ def experts_in_a_loop() -> Use:
             out.index_add_(0, token, expert(x[token]) * gates[token, place, None])
         return self.head(out.mean(0, keepdim=True))
 
-    experts = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
-    parts = dict(router=nn.Linear(D, 4), experts=experts, head=nn.Linear(D, 3))
-    return net(forward, 5, D, **parts)
+    return net(forward, 5, D, **experts())
 
 
+@row("mixture of experts that are hit", today=SPLITS)
 def experts_that_are_hit() -> Use:
     def forward(self, x):
         x = x.flatten(0, 1)
@@ -166,11 +185,10 @@ def experts_that_are_hit() -> Use:
             out = out.index_add(0, token, self.experts[int(number)](x[token]))
         return self.head(out.mean(0, keepdim=True))
 
-    experts = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
-    parts = dict(router=nn.Linear(D, 4), experts=experts, head=nn.Linear(D, 3))
-    return net(forward, 5, D, **parts)
+    return net(forward, 5, D, **experts())
 
 
+@row("length regulator by repeat_interleave", today=SPLITS)
 def length_regulator() -> Use:
     """Each word is repeated as often as its duration says, as in FastSpeech."""
 
@@ -182,6 +200,7 @@ def length_regulator() -> Use:
     return Use(two_layers(forward), (noise(3, D), times, classes()))
 
 
+@row("pooling by unique", today=SPLITS)
 def pooled_by_unique() -> Use:
     def forward(self, x, group):
         names, group = group.unique(return_inverse=True)
@@ -192,6 +211,8 @@ def pooled_by_unique() -> Use:
     return Use(two_layers(forward), (noise(4, D), groups, classes()))
 
 
+@row("packed GRU", nn.GRU, today=SPLITS)
+@row("packed LSTM", nn.LSTM, today=SPLITS)
 def packed(kind) -> Use:
     def forward(self, x, lengths):
         words = rnn.pack_padded_sequence(
@@ -204,6 +225,8 @@ def packed(kind) -> Use:
     return Use(model, (noise(5, D), LENGTHS, classes()))
 
 
+@row("nn.Transformer, evaluated", train=False)
+@row("nn.Transformer, src_key_padding_mask", train=True)
 def padded_transformer(*, train: bool) -> Use:
     def forward(self, source, target, mask):
         hidden = self.body(
@@ -216,6 +239,8 @@ def padded_transformer(*, train: bool) -> Use:
     return Use(model, (noise(5, 8), noise(4, 8), ~ragged(5), classes()))
 
 
+@row("nn.TransformerEncoder, evaluated", train=False)
+@row("nn.TransformerEncoder, padding mask", train=True)
 def padded_encoder(*, train: bool) -> Use:
     def forward(self, x, mask):
         return self.head(self.body(x, src_key_padding_mask=mask)[:, 0])
@@ -226,6 +251,13 @@ def padded_encoder(*, train: bool) -> Use:
     return Use(model, (noise(5, 8), ~ragged(5), classes()))
 
 
+@row(
+    "dropout, and a mask left out where it hides nothing",
+    drop=0.3,
+    options=DIFFERENT,
+    today=SPLITS,
+)
+@row("a mask left out where it hides nothing", today=SPLITS)
 def skips_a_mask(*, drop: float = 0.0) -> Use:
     def forward(self, x, mask):
         x = F.dropout(x, p=drop) if drop else x
@@ -238,6 +270,8 @@ def skips_a_mask(*, drop: float = 0.0) -> Use:
     return Use(model, (noise(5, 8), ragged(5), classes()))
 
 
+@row("LayerDrop by hand, each sample its own", options=DIFFERENT, today=SPLITS)
+@row("LayerDrop by hand", options=SAME)
 def dropped_layers() -> Use:
     def forward(self, x):
         for layer in self.layers:
@@ -250,6 +284,7 @@ def dropped_layers() -> Use:
     return net(forward, D, layers=layers, head=nn.Linear(D, 3))
 
 
+@row("Newton steps until convergence", today=SPLITS)
 def newton() -> Use:
     def forward(self, x):
         target = F.softplus(self.layer(x)) + 0.5
@@ -261,6 +296,7 @@ def newton() -> Use:
     return net(forward, D, layer=nn.Linear(D, 3))
 
 
+@row("Huber loss by an if", today=SPLITS)
 def huber_by_hand() -> Use:
     def forward(self, x, y):
         error = (self.layer(x) - y).norm()
@@ -270,6 +306,7 @@ def huber_by_hand() -> Use:
     return Use(model, (noise(D), noise(3) * torch.tensor([[0.1], [3.0], [9.0]])), None)
 
 
+@row("max and sorted of Python", today=SPLITS)
 def largest_by_python() -> Use:
     def forward(self, x):
         values = list(self.layer(x)[0])
@@ -278,6 +315,7 @@ def largest_by_python() -> Use:
     return Use(Net(forward, layer=nn.Linear(D, 4)), (noise(D),), None)
 
 
+@row("statistics by numpy", today=looks("numpy"))
 def through_numpy() -> Use:
     def forward(self, x):
         scale = x.detach().cpu().numpy().std(axis=-1, keepdims=True)
@@ -286,6 +324,7 @@ def through_numpy() -> Use:
     return net(forward, D, layer=nn.Linear(D, 3))
 
 
+@row("values in a log line", today=SPLITS)
 def printed() -> Use:
     def forward(self, x):
         self.lines.append(f"{x.shape} {x.dtype}")
@@ -295,6 +334,7 @@ def printed() -> Use:
     return net(forward, D, layer=nn.Linear(D, 3), lines=[])
 
 
+@row("greedy decoding until the end", today=SPLITS)
 def decoded_greedily() -> Use:
     def forward(self, x):
         loss, word = 0, torch.zeros(x.shape[0], dtype=torch.long)
@@ -311,6 +351,7 @@ def decoded_greedily() -> Use:
     return Use(Net(forward, **parts), (noise(D),), None)
 
 
+@row("outputs matched by scipy", today=looks("numpy"))
 def matched() -> Use:
     """A set loss: outputs are matched with targets by scipy, as DETR does."""
 
@@ -325,6 +366,7 @@ def matched() -> Use:
     return Use(Net(forward, layer=nn.Linear(D, 2)), (noise(4, D), noise(4, 2)), None)
 
 
+@row("nested tensor of ragged rows", today=looks("_nested_view_from_jagged"))
 def nested() -> Use:
     def forward(self, x, length):
         rows = [each[: int(n)] for each, n in zip(x, length, strict=True)]
@@ -334,6 +376,7 @@ def nested() -> Use:
     return Use(two_layers(forward), (noise(5, D), LENGTHS, classes()))
 
 
+@row("module chosen by a dictionary", today=SPLITS)
 def dates() -> Use:
     def forward(self, x, key):
         choices = {0: self.a, 1: self.b}
@@ -341,56 +384,3 @@ def dates() -> Use:
 
     model = Net(forward, a=nn.Linear(D, 3), b=nn.Linear(D, 3))
     return Use(model, (noise(D), torch.tensor([0, 1, 2]), classes()))
-
-
-ENTRIES = [
-    entry("early exit", early_exit, today=SPLITS),
-    entry("adaptive computation time", adaptive_computation, today=SPLITS),
-    entry("assertions about values", checked_for_nan),
-    entry("item, float and int", scale_by_item, today=SPLITS),
-    entry("modules chosen by tolist", routed_by_list, today=SPLITS),
-    entry("depth of each sample", depth_of_each, today=SPLITS),
-    entry("cut to the sample's length", cut_to_length, today=SPLITS),
-    entry("sizes and slices by tensors", cut_by_tensors, today=SPLITS),
-    entry("boolean index", boolean_index, today=SPLITS),
-    entry(
-        "masked language model by boolean index", masked_language_model, today=SPLITS
-    ),
-    entry("masked_select and where", masked_select, today=SPLITS),
-    entry("mixture of experts in a loop", experts_in_a_loop, today=SPLITS),
-    entry("mixture of experts that are hit", experts_that_are_hit, today=SPLITS),
-    entry("length regulator by repeat_interleave", length_regulator, today=SPLITS),
-    entry("pooling by unique", pooled_by_unique, today=SPLITS),
-    entry("packed LSTM", packed, nn.LSTM, today=SPLITS),
-    entry("packed GRU", packed, nn.GRU, today=SPLITS),
-    entry("nn.Transformer, src_key_padding_mask", padded_transformer, train=True),
-    entry("nn.Transformer, evaluated", padded_transformer, train=False),
-    entry("nn.TransformerEncoder, padding mask", padded_encoder, train=True),
-    entry("nn.TransformerEncoder, evaluated", padded_encoder, train=False),
-    entry("a mask left out where it hides nothing", skips_a_mask, today=SPLITS),
-    entry("LayerDrop by hand", dropped_layers, options=SAME),
-    entry(
-        "LayerDrop by hand, each sample its own",
-        dropped_layers,
-        options=DIFFERENT,
-        today=SPLITS,
-    ),
-    entry(
-        "dropout, and a mask left out where it hides nothing",
-        skips_a_mask,
-        drop=0.3,
-        options=DIFFERENT,
-        today=SPLITS,
-    ),
-    entry("Newton steps until convergence", newton, today=SPLITS),
-    entry("Huber loss by an if", huber_by_hand, today=SPLITS),
-    entry("max and sorted of Python", largest_by_python, today=SPLITS),
-    entry("statistics by numpy", through_numpy, today=looks("numpy")),
-    entry("values in a log line", printed, today=SPLITS),
-    entry("greedy decoding until the end", decoded_greedily, today=SPLITS),
-    entry("outputs matched by scipy", matched, today=looks("numpy")),
-    entry(
-        "nested tensor of ragged rows", nested, today=looks("_nested_view_from_jagged")
-    ),
-    entry("module chosen by a dictionary", dates, today=SPLITS),
-]

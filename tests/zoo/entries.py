@@ -104,6 +104,19 @@ def entry(name: str, build: Callable[..., Use], *arguments: Any, **more: Any) ->
     return Entry(name, functools.partial(build, *arguments, **more), **own)
 
 
+class Entries(list[Entry]):
+    """The entries of a section of the table."""
+
+    def row(self, name: str, *arguments: Any, **more: Any) -> Callable:
+        """Add an entry whose builder is the function below."""
+
+        def add(build: Callable[..., Use]) -> Callable[..., Use]:
+            self.append(entry(name, build, *arguments, **more))
+            return build
+
+        return add
+
+
 def total(output: Tensor, target: Tensor) -> Tensor:
     """A criterion for outputs of any shape: the target weighs them."""
     return (output * target).sum()

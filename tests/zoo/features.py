@@ -13,6 +13,7 @@ from tests.zoo.entries import (
     SAME,
     SIZE,
     D,
+    Entries,
     Exact,
     Impossible,
     Net,
@@ -20,7 +21,6 @@ from tests.zoo.entries import (
     Use,
     alone,
     classes,
-    entry,
     loops,
     mlp,
     net,
@@ -28,7 +28,23 @@ from tests.zoo.entries import (
     total,
 )
 
+ENTRIES = Entries()
+row = ENTRIES.row
 
+JITTED = Refused("expected modules whose tensors can be exchanged")
+SPARSE = Refused("expected dense tensors, got sparse ones")
+PLAIN = Refused("expected a plain torch.nn.Module")
+UNTRACED = Exact("loop", "True != False")
+NO_FLEX = Impossible("FlexAttention does not support backward on CPU")
+ON_META = "expected parameters with values"
+AVERAGE, MAXIMUM = nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d
+
+
+@row("checkpoint with dropout", drop=0.5, options=SAME)
+@row(
+    "checkpoint, re-entrant", reentrant=True, today=Refused("Pass use_reentrant=False")
+)
+@row("checkpoint")
 def checkpointed(*, reentrant: bool = False, drop: float = 0.0) -> Use:
     """Blocks whose activations are computed again; one of them is used twice."""
 
@@ -49,6 +65,7 @@ def checkpointed(*, reentrant: bool = False, drop: float = 0.0) -> Use:
     )
 
 
+@row("checkpoint_sequential")
 def checkpointed_in_parts() -> Use:
     def forward(self, x):
         return checkpointing.checkpoint_sequential(self.body, 2, x, use_reentrant=False)
@@ -57,6 +74,10 @@ def checkpointed_in_parts() -> Use:
     return net(forward, D, body=body)
 
 
+@row(
+    "checkpoint inside a checkpoint",
+    today=Exact("loop", "expected a region that runs again by itself", "checkpoint"),
+)
 def checkpointed_twice() -> Use:
     def forward(self, x):
         def inner(y):
@@ -70,6 +91,7 @@ def checkpointed_twice() -> Use:
     return net(forward, D, first=nn.Linear(D, 5), second=nn.Linear(5, 3))
 
 
+@row("selective checkpoint")
 def selectively_checkpointed() -> Use:
     """Results of matrix products are kept, all else is computed again."""
 
@@ -85,6 +107,7 @@ def selectively_checkpointed() -> Use:
     return net(forward, D, body=mlp())
 
 
+@row("save_on_cpu")
 def saved_elsewhere() -> Use:
     """What autograd saves goes through hooks, as with `save_on_cpu`."""
 
@@ -95,6 +118,8 @@ def saved_elsewhere() -> Use:
     return net(forward, D, body=mlp())
 
 
+@row("sparse COO matrix in a buffer", "coo", today=SPARSE)
+@row("sparse CSR matrix in a buffer", "csr", today=SPARSE)
 def sparse_matrix(layout: str) -> Use:
     def forward(self, x):
         spread = self.graph @ self.layer(x[0])
@@ -109,6 +134,13 @@ def sparse_matrix(layout: str) -> Use:
     return use
 
 
+@row(
+    "sparse matrix of a sample's edges",
+    today=Exact(
+        "loop",
+        "Could not run 'aten::view' with arguments from the 'SparseCPU' backend",
+    ),
+)
 def sparse_sample() -> Use:
     def forward(self, x, edges):
         ones = torch.ones(edges.shape[-1])
@@ -130,6 +162,8 @@ class Gated(nn.Module):
         return a * torch.sigmoid(b) * self.scale
 
 
+@row("scripted model", whole=True, today=PLAIN)
+@row("scripted submodule", whole=False, today=JITTED)
 def scripted(*, whole: bool) -> Use:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -140,19 +174,21 @@ def scripted(*, whole: bool) -> Use:
     return Use(body, (noise(D), classes()))
 
 
-def jitted(make) -> Use:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        body = make()
-    return Use(nn.Sequential(body, nn.Linear(4, 3)), (noise(D), classes()))
-
-
 def in_a_sequence() -> torch.jit.ScriptModule:
     return torch.jit.script(nn.Sequential(nn.Linear(D, 4), nn.Tanh()).double())
 
 
 def traced() -> torch.jit.ScriptModule:
     return torch.jit.trace(Gated().double(), torch.zeros(2, D).double())
+
+
+@row("traced submodule", traced, today=JITTED)
+@row("scripted submodule beside others", in_a_sequence, today=JITTED)
+def jitted(make) -> Use:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        body = make()
+    return Use(nn.Sequential(body, nn.Linear(4, 3)), (noise(D), classes()))
 
 
 class OldSquare(Function):
@@ -220,6 +256,15 @@ class SharedWeight(Function):
         return SharedWeight.apply(x.movedim(in_dims[0], 0), weight), 0
 
 
+@row(
+    "autograd.Function whose vmap rule shares the weight",
+    SharedWeight,
+    bias=False,
+    today=alone("SharedWeight"),
+)
+@row("autograd.Function, no vmap rule", Unmapped, today=alone("Unmapped"))
+@row("autograd.Function, generated vmap rule", NewLinear)
+@row("autograd.Function, old style, a layer", OldLinear, today=alone("OldLinear"))
 def own_function(function: type[Function], *, bias: bool = True) -> Use:
     def forward(self, x):
         parts = (self.first.weight, self.first.bias)[: 1 + bias]
@@ -228,6 +273,7 @@ def own_function(function: type[Function], *, bias: bool = True) -> Use:
     return net(forward, D, first=nn.Linear(D, 5, bias=bias), head=nn.Linear(5, 3))
 
 
+@row("autograd.Function, old style, an activation", today=alone("OldSquare"))
 def own_activation() -> Use:
     def forward(self, x):
         return self.head(OldSquare.apply(self.first(x)))
@@ -245,6 +291,8 @@ def compiled_norm(x):
     return x / (1 + x.square().mean(-1, keepdim=True))
 
 
+@row("compiled function of an activation", of_parameter=False, today=UNTRACED)
+@row("compiled function of a parameter", of_parameter=True, today=UNTRACED)
 def compiled_function(*, of_parameter: bool) -> Use:
     def forward(self, x):
         x = self.layer(x)
@@ -254,16 +302,19 @@ def compiled_function(*, of_parameter: bool) -> Use:
     return net(forward, D, layer=nn.Linear(D, 3), **parts)
 
 
+@row("torch.compile of a model", today=PLAIN)
 def compiled_model() -> Use:
     return Use(torch.compile(Gated(), backend="eager"), (noise(D), noise(4)), total)
 
 
+@row("module.compile()")
 def compiled_in_place() -> Use:
     model = Gated()
     model.compile(backend="eager")
     return Use(model, (noise(D), noise(4)), total)
 
 
+@row("module.compile() of a layer")
 def compiled_layer() -> Use:
     def forward(self, x):
         return self.head(self.body(x))
@@ -273,6 +324,10 @@ def compiled_layer() -> Use:
     return use
 
 
+@row(
+    "torch.cond",
+    today=Exact("loop", "operator doesn't work unless it is captured completely"),
+)
 def conditional() -> Use:
     def forward(self, x):
         def yes(y):
@@ -286,6 +341,8 @@ def conditional() -> Use:
     return net(forward, D, a=nn.Linear(D, 3), b=nn.Linear(D, 3))
 
 
+@row("flex_attention with a captured parameter", learned=True, today=NO_FLEX)
+@row("flex_attention", learned=False, today=NO_FLEX)
 def flexible_attention(*, learned: bool) -> Use:
     def forward(self, x):
         from torch.nn.attention.flex_attention import flex_attention
@@ -303,6 +360,8 @@ def flexible_attention(*, learned: bool) -> Use:
     return net(forward, 5, 8, **parts)
 
 
+@row("model on meta, no values", filled=False, today=Refused(ON_META))
+@row("model on meta, values given", filled=True)
 def hidden_in_meta(*, filled: bool) -> Use:
     """Built on the device `meta`, as large models are before they are loaded."""
     values = nn.Sequential(nn.Linear(D, 4), nn.Tanh(), nn.Linear(4, 3)).state_dict()
@@ -311,6 +370,9 @@ def hidden_in_meta(*, filled: bool) -> Use:
     return Use(model, (noise(D), classes()), values=values if filled else None)
 
 
+@row("adaptive max pooling to 3", MAXIMUM, 3)
+@row("adaptive average pooling to 3", AVERAGE, 3)
+@row("adaptive average pooling to 1", AVERAGE, 1)
 def adaptive_pooling(kind, size) -> Use:
     def forward(self, x):
         return self.head(self.pool(self.conv(x)).flatten(1))
@@ -321,6 +383,7 @@ def adaptive_pooling(kind, size) -> Use:
     return net(forward, 2, 7, 7, **parts, head=nn.Linear(width, 3))
 
 
+@row("max pooling and unpooling by indices", today=loops("aten::max_unpool2d"))
 def with_indices() -> Use:
     def forward(self, x):
         x, indices = F.max_pool2d(self.conv(x), 2, return_indices=True)
@@ -329,6 +392,7 @@ def with_indices() -> Use:
     return net(forward, 1, 4, 4, output=(2, 4, 4), conv=nn.Conv2d(1, 2, 3, padding=1))
 
 
+@row("fractional max pooling", options=SAME, today=loops("aten::fractional_max_pool2d"))
 def fractional_pooling() -> Use:
     def forward(self, x):
         return self.pool(self.conv(x))
@@ -337,6 +401,18 @@ def fractional_pooling() -> Use:
     return net(forward, 1, 7, 7, output=(2, 3, 3), **parts)
 
 
+@row(
+    "evaluated batch norm before tokens, by the loop",
+    twice=True,
+    options={"strategy": "loop"},
+    today=Exact("loop", 'strategy="loop"'),
+)
+@row(
+    "evaluated batch norm before tokens, chunks of one",
+    twice=True,
+    options={"chunk_size": 1},
+)
+@row("evaluated batch norm before tokens", twice=True)
 def normed_and_transposed() -> Use:
     """Evaluated batch norm before tokens, whose gradient comes transposed."""
 
@@ -349,6 +425,7 @@ def normed_and_transposed() -> Use:
     return Use(model, (noise(2, 2, 2), classes()))
 
 
+@row("interpolation", today=loops("aten::_upsample_nearest_exact2d.vec"))
 def resized() -> Use:
     def forward(self, x):
         x = self.conv(x)
@@ -358,6 +435,7 @@ def resized() -> Use:
     return net(forward, 1, 5, 5, output=(2, 6, 5), conv=nn.Conv2d(1, 2, 3))
 
 
+@row("autocast switched off inside")
 def in_mixed_precision() -> Use:
     def forward(self, x):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
@@ -370,6 +448,7 @@ class Labelled(torch.Tensor):
     """A subclass of tensors, which keeps its class."""
 
 
+@row("subclass of tensors")
 def of_a_subclass() -> Use:
     def forward(self, x):
         return self.layer(x.as_subclass(Labelled)).as_subclass(torch.Tensor)
@@ -377,6 +456,7 @@ def of_a_subclass() -> Use:
     return net(forward, D, layer=nn.Linear(D, 3))
 
 
+@row("functional_call inside the model")
 def called_functionally() -> Use:
     def forward(self, x):
         weights = {"weight": self.maker(self.code).view(3, D), "bias": self.shift}
@@ -388,6 +468,7 @@ def called_functionally() -> Use:
     return net(forward, D, **parts, held=held)
 
 
+@row("associative_scan")
 def scanned() -> Use:
     def forward(self, x):
         from torch._higher_order_ops import associative_scan
@@ -398,6 +479,7 @@ def scanned() -> Use:
     return net(forward, 5, D, layer=nn.Linear(D, 3))
 
 
+@row("a weight read through .data")
 def read_through_data() -> Use:
     def forward(self, x):
         scale = self.layer.weight.data.abs().mean()
@@ -406,6 +488,7 @@ def read_through_data() -> Use:
     return net(forward, D, layer=nn.Linear(D, 3))
 
 
+@row("questions about requires_grad")
 def asks_for_gradients() -> Use:
     def forward(self, x):
         y = self.layer(x)
@@ -415,6 +498,7 @@ def asks_for_gradients() -> Use:
     return net(forward, D, layer=nn.Linear(D, 3))
 
 
+@row("no_grad and enable_grad inside")
 def quiet_gradient() -> Use:
     def forward(self, x):
         with torch.no_grad():
@@ -424,140 +508,3 @@ def quiet_gradient() -> Use:
         return first + second + self.a(x)
 
     return net(forward, D, a=nn.Linear(D, 3), b=nn.Linear(D, 3))
-
-
-JITTED = Refused("expected modules whose tensors can be exchanged")
-SPARSE = Refused("expected dense tensors, got sparse ones")
-PLAIN = Refused("expected a plain torch.nn.Module")
-UNTRACED = Exact("loop", "True != False")
-NO_FLEX = Impossible("FlexAttention does not support backward on CPU")
-ON_META = "expected parameters with values"
-AVERAGE, MAXIMUM = nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d
-checkpoint_again = functools.partial(checkpointed, drop=0.5)
-
-ENTRIES = [
-    entry("checkpoint", checkpointed),
-    entry(
-        "checkpoint, re-entrant",
-        checkpointed,
-        reentrant=True,
-        today=Refused("Pass use_reentrant=False"),
-    ),
-    entry("checkpoint with dropout", checkpoint_again, options=SAME),
-    entry("checkpoint_sequential", checkpointed_in_parts),
-    entry(
-        "checkpoint inside a checkpoint",
-        checkpointed_twice,
-        today=Exact(
-            "loop", "expected a region that runs again by itself", "checkpoint"
-        ),
-    ),
-    entry("selective checkpoint", selectively_checkpointed),
-    entry("save_on_cpu", saved_elsewhere),
-    entry("sparse CSR matrix in a buffer", sparse_matrix, "csr", today=SPARSE),
-    entry("sparse COO matrix in a buffer", sparse_matrix, "coo", today=SPARSE),
-    entry(
-        "sparse matrix of a sample's edges",
-        sparse_sample,
-        today=Exact(
-            "loop",
-            "Could not run 'aten::view' with arguments from the 'SparseCPU' backend",
-        ),
-    ),
-    entry("scripted submodule", scripted, whole=False, today=JITTED),
-    entry("scripted submodule beside others", jitted, in_a_sequence, today=JITTED),
-    entry("scripted model", scripted, whole=True, today=PLAIN),
-    entry("traced submodule", jitted, traced, today=JITTED),
-    entry(
-        "autograd.Function, old style, an activation",
-        own_activation,
-        today=alone("OldSquare"),
-    ),
-    entry(
-        "autograd.Function, old style, a layer",
-        own_function,
-        OldLinear,
-        today=alone("OldLinear"),
-    ),
-    entry("autograd.Function, generated vmap rule", own_function, NewLinear),
-    entry(
-        "autograd.Function, no vmap rule",
-        own_function,
-        Unmapped,
-        today=alone("Unmapped"),
-    ),
-    entry(
-        "autograd.Function whose vmap rule shares the weight",
-        own_function,
-        SharedWeight,
-        bias=False,
-        today=alone("SharedWeight"),
-    ),
-    entry(
-        "compiled function of a parameter",
-        compiled_function,
-        of_parameter=True,
-        today=UNTRACED,
-    ),
-    entry(
-        "compiled function of an activation",
-        compiled_function,
-        of_parameter=False,
-        today=UNTRACED,
-    ),
-    entry("torch.compile of a model", compiled_model, today=PLAIN),
-    entry("module.compile()", compiled_in_place),
-    entry("module.compile() of a layer", compiled_layer),
-    entry(
-        "torch.cond",
-        conditional,
-        today=Exact("loop", "operator doesn't work unless it is captured completely"),
-    ),
-    entry("flex_attention", flexible_attention, learned=False, today=NO_FLEX),
-    entry(
-        "flex_attention with a captured parameter",
-        flexible_attention,
-        learned=True,
-        today=NO_FLEX,
-    ),
-    entry("associative_scan", scanned),
-    entry("model on meta, values given", hidden_in_meta, filled=True),
-    entry(
-        "model on meta, no values", hidden_in_meta, filled=False, today=Refused(ON_META)
-    ),
-    entry("adaptive average pooling to 1", adaptive_pooling, AVERAGE, 1),
-    entry("adaptive average pooling to 3", adaptive_pooling, AVERAGE, 3),
-    entry("adaptive max pooling to 3", adaptive_pooling, MAXIMUM, 3),
-    entry(
-        "max pooling and unpooling by indices",
-        with_indices,
-        today=loops("aten::max_unpool2d"),
-    ),
-    entry(
-        "fractional max pooling",
-        fractional_pooling,
-        options=SAME,
-        today=loops("aten::fractional_max_pool2d"),
-    ),
-    entry("evaluated batch norm before tokens", normed_and_transposed, twice=True),
-    entry(
-        "evaluated batch norm before tokens, chunks of one",
-        normed_and_transposed,
-        twice=True,
-        options={"chunk_size": 1},
-    ),
-    entry(
-        "evaluated batch norm before tokens, by the loop",
-        normed_and_transposed,
-        twice=True,
-        options={"strategy": "loop"},
-        today=Exact("loop", 'strategy="loop"'),
-    ),
-    entry("interpolation", resized, today=loops("aten::_upsample_nearest_exact2d.vec")),
-    entry("autocast switched off inside", in_mixed_precision),
-    entry("subclass of tensors", of_a_subclass),
-    entry("functional_call inside the model", called_functionally),
-    entry("a weight read through .data", read_through_data),
-    entry("questions about requires_grad", asks_for_gradients),
-    entry("no_grad and enable_grad inside", quiet_gradient),
-]

@@ -8,10 +8,10 @@ from tests import losses
 from tests.zoo.entries import (
     SIZE,
     D,
+    Entries,
     Net,
     Use,
     classes,
-    entry,
     loops,
     mlp,
     net,
@@ -20,7 +20,11 @@ from tests.zoo.entries import (
     total,
 )
 
+ENTRIES = Entries()
+row = ENTRIES.row
 
+
+@row("autoencoder with tied weights")
 def tied_autoencoder() -> Use:
     def forward(self, x):
         code = torch.tanh(F.linear(x, self.weight, self.bias))
@@ -30,11 +34,13 @@ def tied_autoencoder() -> Use:
     return net(forward, D, output=(D,), **parts)
 
 
+@row("language model with tied embedding")
 def tied_language_model() -> Use:
     words = torch.randint(11, (SIZE, 5)), torch.randint(11, (SIZE, 5))
     return Use(losses.TiedLanguageModel(), words, losses.next_token)
 
 
+@row("one transformer layer six times")
 def recursion() -> Use:
     def forward(self, x):
         for _ in range(6):
@@ -45,6 +51,7 @@ def recursion() -> Use:
     return net(forward, 4, 8, layer=layer, head=nn.Linear(8, 3))
 
 
+@row("recursive net over halves of a sentence")
 def tree_of_sentences() -> Use:
     """A recursive net: one cell joins the halves of a sentence, down to its words."""
 
@@ -61,6 +68,7 @@ def tree_of_sentences() -> Use:
     return net(forward, 5, D, cell=nn.Linear(2 * D, D), head=nn.Linear(D, 3))
 
 
+@row("attention by einsum")
 def einsum_attention() -> Use:
     def forward(self, x):
         q = torch.einsum("bti,hij->bhtj", x, self.query)
@@ -74,6 +82,7 @@ def einsum_attention() -> Use:
     return net(forward, 5, D, **parts, out=torch.randn(2, 4, 3))
 
 
+@row("graph net by index_add")
 def graph_by_index_add() -> Use:
     def forward(self, x, edges):
         for layer in self.layers:
@@ -87,6 +96,7 @@ def graph_by_index_add() -> Use:
     return Use(model, (noise(5, D), torch.randint(5, (SIZE, 2, 9)), classes()))
 
 
+@row("graph net by adjacency matrix")
 def graph_by_matrix() -> Use:
     def forward(self, x, adjacency):
         degree = adjacency.sum(-1, keepdim=True).clamp(min=1)
@@ -97,6 +107,7 @@ def graph_by_matrix() -> Use:
     return Use(model, (noise(5, D), torch.rand(SIZE, 5, 5).round(), classes()))
 
 
+@row("U-Net")
 def u_net() -> Use:
     def forward(self, x):
         top = F.silu(self.norm(self.down(x)))
@@ -117,6 +128,7 @@ def u_net() -> Use:
     )
 
 
+@row("deep sets with a mask")
 def deep_sets() -> Use:
     def forward(self, x, mask):
         each = self.each(x).masked_fill(~mask[..., None], 0)
@@ -127,6 +139,7 @@ def deep_sets() -> Use:
     return Use(model, (noise(5, D), ragged(5), classes()))
 
 
+@row("hypernetwork: the sample makes the kernel")
 def hypernetwork() -> Use:
     def forward(self, x, z):
         kernels = self.maker(z).view(4, 2, 3, 3)
@@ -136,6 +149,7 @@ def hypernetwork() -> Use:
     return Use(model, (noise(2, 6, 6), noise(5), classes()))
 
 
+@row("parameters that make parameters")
 def generated_weights() -> Use:
     def forward(self, x):
         weight = self.maker(self.code).view(3, D)
@@ -144,6 +158,7 @@ def generated_weights() -> Use:
     return net(forward, D, code=torch.randn(4), maker=nn.Linear(4, 3 * D))
 
 
+@row("Fourier layer with complex weights")
 def fourier_layer() -> Use:
     def forward(self, x):
         modes = torch.fft.rfft(x)[..., :4]
@@ -154,6 +169,7 @@ def fourier_layer() -> Use:
     return net(forward, 2, 12, spectrum=spectrum, head=nn.Linear(36, 3))
 
 
+@row("neural ODE by Runge-Kutta steps")
 def ordinary_differential_equation() -> Use:
     def forward(self, x):
         step = 0.25
@@ -168,6 +184,7 @@ def ordinary_differential_equation() -> Use:
     return net(forward, D, field=mlp(D), head=nn.Linear(D, 3))
 
 
+@row("deep equilibrium, one step with a graph")
 def equilibrium() -> Use:
     """A fixed point, solved without a graph and attached by one more step."""
 
@@ -181,6 +198,7 @@ def equilibrium() -> Use:
     return net(forward, D, inner=nn.Linear(D, D), head=nn.Linear(D, 3))
 
 
+@row("mixture of experts by masks")
 def experts_by_mask() -> Use:
     def forward(self, x):
         gates = self.router(x).softmax(-1)
@@ -193,6 +211,7 @@ def experts_by_mask() -> Use:
     return net(forward, 5, D, router=nn.Linear(D, 4), experts=experts)
 
 
+@row("expert weights looked up by index")
 def experts_by_rows() -> Use:
     def forward(self, x, which):
         return torch.einsum("bi,bio->bo", x, self.weight[which]) + self.bias[which]
@@ -201,6 +220,7 @@ def experts_by_rows() -> Use:
     return Use(model, (noise(D), torch.tensor([0, 2, 2]), classes()))
 
 
+@row("Kolmogorov-Arnold layer")
 def splines() -> Use:
     """A Kolmogorov-Arnold layer: each weight is a function with coefficients."""
 
@@ -212,6 +232,7 @@ def splines() -> Use:
     return net(forward, D, **parts, base=nn.Linear(D, 3))
 
 
+@row("radiance field")
 def radiance_field() -> Use:
     def forward(self, x):
         turns = x[..., None] * 2.0 ** torch.arange(3, device=x.device)
@@ -227,6 +248,7 @@ def radiance_field() -> Use:
     return net(forward, 7, 3, mlp=mlp)
 
 
+@row("normalising flow")
 def flow() -> Use:
     def forward(self, x):
         logdet = torch.zeros(x.shape[0])
@@ -242,6 +264,7 @@ def flow() -> Use:
     return net(forward, 4, output=(), layers=layers, mix=torch.randn(4, 4))
 
 
+@row("Gaussian process: Cholesky factor and solve")
 def linear_algebra() -> Use:
     def forward(self, x, y, query):
         x, query = self.features(x), self.features(query)
@@ -253,6 +276,7 @@ def linear_algebra() -> Use:
     return Use(model, (noise(5, D), noise(5, 1), noise(2, D), noise(2, 1)), total)
 
 
+@row("eigenvalues and singular values")
 def eigenvalues() -> Use:
     def forward(self, x):
         matrix = self.layer(x).view(-1, 4, 4)
@@ -262,6 +286,7 @@ def eigenvalues() -> Use:
     return net(forward, D, output=(8,), layer=nn.Linear(D, 16))
 
 
+@row("state-space layer by FFT")
 def state_space() -> Use:
     def forward(self, x):
         poles = torch.complex(-self.decay.exp(), self.turn)
@@ -277,6 +302,7 @@ def state_space() -> Use:
     return net(forward, 4, 10, **parts, head=nn.Linear(4, 3))
 
 
+@row("gated scan, step by step")
 def selective_scan() -> Use:
     def forward(self, x):
         state, outputs = torch.zeros(x.shape[0], 4), []
@@ -290,6 +316,7 @@ def selective_scan() -> Use:
     return net(forward, 5, D, **parts, head=nn.Linear(4, 3))
 
 
+@row("linear attention by cumulative sums")
 def linear_attention() -> Use:
     def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, -1)
@@ -301,6 +328,7 @@ def linear_attention() -> Use:
     return net(forward, 5, D, qkv=nn.Linear(D, 12), out=nn.Linear(4, 3))
 
 
+@row("rotary positions by complex numbers")
 def rotary() -> Use:
     def forward(self, x):
         q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
@@ -318,6 +346,7 @@ def rotary() -> Use:
     return net(forward, 5, 8, **parts)
 
 
+@row("spatial transformer", today=loops("aten::affine_grid_generator"))
 def spatial_transformer() -> Use:
     def forward(self, x):
         theta = self.where(x.flatten(1)).view(-1, 2, 3)
@@ -327,6 +356,7 @@ def spatial_transformer() -> Use:
     return net(forward, 1, 5, 5, where=nn.Linear(25, 6), head=nn.Linear(25, 3))
 
 
+@row("capsules, routing by agreement")
 def capsules() -> Use:
     def forward(self, x):
         votes = torch.einsum("bci,cdio->bcdo", x, self.weight)
@@ -341,6 +371,7 @@ def capsules() -> Use:
     return net(forward, 4, D, weight=torch.randn(4, 3, D, 5))
 
 
+@row("convolutions of all kinds")
 def convolutions() -> Use:
     def forward(self, x):
         x = F.pixel_shuffle(F.mish(self.depth(self.circular(x))), 2)
@@ -355,6 +386,7 @@ def convolutions() -> Use:
     return net(forward, 2, 4, 4, **parts, body=nn.Conv3d(4, 3, (3, 2, 1)))
 
 
+@row("unfold and fold")
 def unfolded() -> Use:
     def forward(self, x):
         patches = F.unfold(x, 3, padding=1)
@@ -364,6 +396,7 @@ def unfolded() -> Use:
     return net(forward, 2, 4, 4, output=(1, 4, 4), layer=nn.Linear(18, 9))
 
 
+@row("contrastive, negatives inside a sample")
 def contrastive() -> Use:
     def forward(self, anchor, others):
         a, o = (F.normalize(self.body(each), dim=-1) for each in (anchor, others))
@@ -374,6 +407,7 @@ def contrastive() -> Use:
     return Use(model, (noise(D), noise(5, D), torch.zeros(SIZE, dtype=torch.long)))
 
 
+@row("own loss: ignored labels, learned temperature")
 def weights_in_the_loss() -> Use:
     def forward(self, x, labels):
         logits = self.head(F.gelu(x)).flatten(0, 1)
@@ -386,6 +420,7 @@ def weights_in_the_loss() -> Use:
     return Use(Net(forward, head=nn.Linear(D, 4), **parts), (noise(5, D), labels), None)
 
 
+@row("GRU with CTC loss", today=loops("aten::ctc_loss.Tensor"))
 def connectionist() -> Use:
     def forward(self, x, labels, frames, letters):
         logits = self.head(self.body(x)[0]).log_softmax(-1).transpose(0, 1)
@@ -397,6 +432,7 @@ def connectionist() -> Use:
     return Use(Net(forward, **parts), (noise(8, D), labels, *lengths), None)
 
 
+@row("channel and spatial attention")
 def channel_attention() -> Use:
     def forward(self, x):
         x = self.conv(x)
@@ -410,6 +446,7 @@ def channel_attention() -> Use:
     return net(forward, 2, 6, 6, output=(4,), **parts, where=where)
 
 
+@row("pointer network by scatter_add")
 def pointer() -> Use:
     """Words are copied: attention is scattered into the vocabulary."""
 
@@ -429,6 +466,7 @@ def pointer() -> Use:
     return Use(model, (torch.randint(9, (SIZE, 5)), noise(D), classes(9)), F.nll_loss)
 
 
+@row("distances, sorting and quantiles", today=loops("aten::quantile.scalar"))
 def rooted_distance() -> Use:
     def forward(self, x):
         x = self.layer(x)
@@ -441,6 +479,7 @@ def rooted_distance() -> Use:
     return net(forward, 5, D, output=(11,), **parts)
 
 
+@row("dilated causal convolutions")
 def causal_mixer() -> Use:
     def forward(self, x):
         skips = 0
@@ -454,6 +493,7 @@ def causal_mixer() -> Use:
     return net(forward, 4, 9, layers=layers, head=nn.Conv1d(4, 3, 1))
 
 
+@row("MLP-Mixer")
 def mixer() -> Use:
     def forward(self, x):
         x = x + self.tokens(self.norm(x).mT).mT
@@ -465,6 +505,7 @@ def mixer() -> Use:
     return net(forward, 5, D, **parts, head=nn.Linear(D, 3))
 
 
+@row("update of low rank by hand")
 def low_rank() -> Use:
     def forward(self, x):
         return self.base(x) + 2 * self.up(self.down(x))
@@ -473,53 +514,3 @@ def low_rank() -> Use:
     use = net(forward, D, base=nn.Linear(D, 3), **parts)
     use.model.base.requires_grad_(False)
     return use
-
-
-ENTRIES = [
-    entry("autoencoder with tied weights", tied_autoencoder),
-    entry("language model with tied embedding", tied_language_model),
-    entry("one transformer layer six times", recursion),
-    entry("recursive net over halves of a sentence", tree_of_sentences),
-    entry("attention by einsum", einsum_attention),
-    entry("graph net by index_add", graph_by_index_add),
-    entry("graph net by adjacency matrix", graph_by_matrix),
-    entry("U-Net", u_net),
-    entry("deep sets with a mask", deep_sets),
-    entry("hypernetwork: the sample makes the kernel", hypernetwork),
-    entry("parameters that make parameters", generated_weights),
-    entry("Fourier layer with complex weights", fourier_layer),
-    entry("neural ODE by Runge-Kutta steps", ordinary_differential_equation),
-    entry("deep equilibrium, one step with a graph", equilibrium),
-    entry("mixture of experts by masks", experts_by_mask),
-    entry("expert weights looked up by index", experts_by_rows),
-    entry("Kolmogorov-Arnold layer", splines),
-    entry("radiance field", radiance_field),
-    entry("normalising flow", flow),
-    entry("Gaussian process: Cholesky factor and solve", linear_algebra),
-    entry("eigenvalues and singular values", eigenvalues),
-    entry("state-space layer by FFT", state_space),
-    entry("gated scan, step by step", selective_scan),
-    entry("linear attention by cumulative sums", linear_attention),
-    entry("rotary positions by complex numbers", rotary),
-    entry(
-        "spatial transformer",
-        spatial_transformer,
-        today=loops("aten::affine_grid_generator"),
-    ),
-    entry("capsules, routing by agreement", capsules),
-    entry("convolutions of all kinds", convolutions),
-    entry("unfold and fold", unfolded),
-    entry("contrastive, negatives inside a sample", contrastive),
-    entry("own loss: ignored labels, learned temperature", weights_in_the_loss),
-    entry("GRU with CTC loss", connectionist, today=loops("aten::ctc_loss.Tensor")),
-    entry("channel and spatial attention", channel_attention),
-    entry("pointer network by scatter_add", pointer),
-    entry(
-        "distances, sorting and quantiles",
-        rooted_distance,
-        today=loops("aten::quantile.scalar"),
-    ),
-    entry("dilated causal convolutions", causal_mixer),
-    entry("MLP-Mixer", mixer),
-    entry("update of low rank by hand", low_rank),
-]

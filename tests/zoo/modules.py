@@ -13,12 +13,12 @@ from tests.zoo.entries import (
     SAME,
     SIZE,
     D,
+    Entries,
     Exact,
     Net,
     Refused,
     Use,
     classes,
-    entry,
     looks,
     loops,
     mlp,
@@ -29,12 +29,17 @@ from tests.zoo.entries import (
     writes,
 )
 
+ENTRIES = Entries()
+row = ENTRIES.row
 
+
+@row("nn.Bilinear")
 def bilinear() -> Use:
     model = Net(lambda self, x, y: self.join(x, y), join=nn.Bilinear(4, 5, 3))
     return Use(model, (noise(4), noise(5), classes()))
 
 
+@row("nn.EmbeddingBag, mean and weighted sum")
 def bag_of_words() -> Use:
     def forward(self, ids, weights):
         sums = self.sums(ids, per_sample_weights=weights)
@@ -47,11 +52,6 @@ def bag_of_words() -> Use:
         head=nn.Linear(8, 3),
     )
     return Use(model, (torch.randint(9, (SIZE, 5)), noise(5), classes()))
-
-
-def parametrized(which) -> Use:
-    model = nn.Sequential(which(nn.Linear(5, 5)), nn.Tanh(), which(nn.Linear(5, 3)))
-    return Use(model.eval(), (noise(5), classes()))
 
 
 class Symmetric(nn.Module):
@@ -69,6 +69,19 @@ def pruned(layer: nn.Module) -> nn.Module:
     return prune.l1_unstructured(layer, "weight", amount=0.4)
 
 
+@row("pruned weights", pruned)
+@row("a parametrization of one's own", symmetric)
+@row("orthogonal weights", parametrizations.orthogonal)
+@row("spectral norm, old style", torch.nn.utils.spectral_norm)
+@row("spectral norm", parametrizations.spectral_norm)
+@row("weight norm, old style", torch.nn.utils.weight_norm)
+@row("weight norm", parametrizations.weight_norm)
+def parametrized(which) -> Use:
+    model = nn.Sequential(which(nn.Linear(5, 5)), nn.Tanh(), which(nn.Linear(5, 3)))
+    return Use(model.eval(), (noise(5), classes()))
+
+
+@row("norms, evaluated")
 def norms() -> Use:
     def forward(self, x):
         x = self.instance(x) + self.group(x) + F.local_response_norm(x, 2)
@@ -88,11 +101,13 @@ def norms() -> Use:
     return model._replace(model=model.model.eval())
 
 
+@row("batch statistics", today=Refused("batch normalisation with batch statistics"))
 def batch_statistics() -> Use:
     model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.Flatten())
     return Use(model, (noise(2, 5), classes()))
 
 
+@row("weight standardisation by F.batch_norm")
 def standardised_weights() -> Use:
     """The weight passes through batch normalisation, on its own."""
 
@@ -105,6 +120,7 @@ def standardised_weights() -> Use:
     return net(forward, 2, 5, 5, output=(4,), **parts)
 
 
+@row("activations with parameters")
 def activations() -> Use:
     def forward(self, x):
         x = self.prelu(self.first(x)) * torch.sigmoid(self.beta * x)
@@ -114,11 +130,13 @@ def activations() -> Use:
     return net(forward, D, **parts, second=nn.Linear(D, 6))
 
 
+@row("nn.RReLU, evaluated", today=looks("rrelu"))
 def leaky() -> Use:
     model = nn.Sequential(nn.Linear(D, 5), nn.RReLU(), nn.Linear(5, 3))
     return Use(model.eval(), (noise(D), classes()))
 
 
+@row("results written into a new tensor", today=writes("__setitem__"))
 def written_into() -> Use:
     def forward(self, x):
         out = torch.empty(x.shape[0], 4, 8)
@@ -132,6 +150,7 @@ def written_into() -> Use:
     return net(forward, 4, D, **parts)
 
 
+@row("attributes that the forward pass sets")
 def state_kept() -> Use:
     """A running mean in a buffer, a mask that is made once and a counter."""
 
@@ -148,6 +167,7 @@ def state_kept() -> Use:
     return Use(model, (noise(D), classes()))
 
 
+@row("buffer updated in place", today=writes("add_"))
 def written_buffer() -> Use:
     def forward(self, x):
         output = self.layer(x)
@@ -160,6 +180,7 @@ def written_buffer() -> Use:
     return Use(model, (noise(D), classes()))
 
 
+@row("parameters held in a list and a dictionary")
 def unregistered() -> Use:
     def forward(self, x):
         return self.layers["b"](x) + F.linear(x, self.held[0], self.by_name["bias"])
@@ -170,6 +191,7 @@ def unregistered() -> Use:
     return Use(model, (noise(D), classes()))
 
 
+@row("parameter held in a tuple")
 def in_a_tuple() -> Use:
     def forward(self, x):
         return self.layer(x) + F.linear(x, self.held[0])
@@ -178,12 +200,14 @@ def in_a_tuple() -> Use:
     return Use(Net(forward, layer=layer, held=(layer.weight,)), (noise(D), classes()))
 
 
+@row("lazy modules")
 def lazy() -> Use:
     model = nn.Sequential(nn.LazyConv1d(4, 3), nn.Flatten(), nn.LazyLinear(3))
     model(torch.zeros(1, 2, 6))
     return Use(model, (noise(2, 6), classes()))
 
 
+@row("forward hooks")
 def hooked() -> Use:
     def keep(module, args, output):
         module.kept = output
@@ -198,6 +222,7 @@ def hooked() -> Use:
     return use
 
 
+@row("forward hook registered at the first call")
 def hooked_at_first() -> Use:
     def forward(self, x):
         if not self.ready:
@@ -208,6 +233,10 @@ def hooked_at_first() -> Use:
     return Use(Net(forward, body=nn.Linear(D, 3), ready=False), (noise(D), classes()))
 
 
+@row(
+    "forward hook that holds the model",
+    today=Refused("whose closure holds a part of the model"),
+)
 def closed_over() -> Use:
     def forward(self, x):
         return self.head(self.body(x))
@@ -221,6 +250,12 @@ def closed_over() -> Use:
     return use
 
 
+@row(
+    "hook on an activation's gradient",
+    today=Exact(
+        "vmap", "leaves the graph, the hooks and the memory of its tensors alone"
+    ),
+)
 def gradient_hook() -> Use:
     """A hook on an activation, which reverses its gradient."""
 
@@ -232,12 +267,16 @@ def gradient_hook() -> Use:
     return net(forward, D, body=nn.Linear(D, 4), head=nn.Linear(4, 3))
 
 
+@row(
+    "full backward hook", today=Exact("loop", "expected a model without backward hooks")
+)
 def backward_hook() -> Use:
     model = nn.Sequential(nn.Linear(D, 4), nn.Linear(4, 3))
     model[1].register_full_backward_hook(lambda module, into, out: (into[0] * 2,))
     return Use(model, (noise(D), classes()))
 
 
+@row("straight-through rounding")
 def straight_through() -> Use:
     def forward(self, x):
         x = self.first(x)
@@ -249,6 +288,7 @@ def straight_through() -> Use:
     return net(forward, D, first=nn.Linear(D, 5), second=nn.Linear(5, 3))
 
 
+@row("fake quantisation", today=loops("aten::fake_quantize_per_tensor_affine"))
 def quantised() -> Use:
     def forward(self, x):
         q = torch.fake_quantize_per_tensor_affine(self.first(x), 0.1, 0, -8, 7)
@@ -257,6 +297,7 @@ def quantised() -> Use:
     return net(forward, D, first=nn.Linear(D, 5), second=nn.Linear(5, 3))
 
 
+@row("target network without a gradient")
 def target_network() -> Use:
     def forward(self, a, b):
         with torch.no_grad():
@@ -269,6 +310,7 @@ def target_network() -> Use:
     return Use(model, (noise(D), noise(D), noise(4)), total)
 
 
+@row("variational autoencoder", options=SAME)
 def variational() -> Use:
     def forward(self, x):
         mean, spread = self.encoder(x).chunk(2, -1)
@@ -280,6 +322,7 @@ def variational() -> Use:
     return Use(model, (noise(D),), None)
 
 
+@row("Gumbel softmax", options=SAME)
 def gumbel() -> Use:
     def forward(self, x):
         return F.gumbel_softmax(self.first(x), tau=0.7) @ self.table
@@ -287,6 +330,7 @@ def gumbel() -> Use:
     return net(forward, D, first=nn.Linear(D, 5), table=torch.randn(5, 3))
 
 
+@row("dropout of three kinds", options=SAME)
 def dropouts() -> Use:
     model = nn.Sequential(
         nn.Conv1d(2, 4, 3),
@@ -300,6 +344,7 @@ def dropouts() -> Use:
     return Use(model, (noise(2, 6), classes()))
 
 
+@row("stochastic depth", options=SAME)
 def stochastic_depth() -> Use:
     def forward(self, x):
         for layer in self.layers:
@@ -311,6 +356,10 @@ def stochastic_depth() -> Use:
     return net(forward, D, layers=layers, head=nn.Linear(D, 3))
 
 
+@row("nn.RNN, two layers, both directions", nn.RNN)
+@row("nn.GRU, two layers, both directions", nn.GRU)
+@row("nn.LSTM with projections", nn.LSTM, proj_size=3)
+@row("nn.LSTM, two layers, both directions", nn.LSTM)
 def recurrent(kind, **options) -> Use:
     def forward(self, x):
         return self.head(self.body(x)[0].mean(1))
@@ -320,6 +369,7 @@ def recurrent(kind, **options) -> Use:
     return net(forward, 5, D, body=body, head=nn.Linear(width, 3))
 
 
+@row("recurrent cells in a loop")
 def cells() -> Use:
     def forward(self, x):
         h, (g, c), e = torch.zeros(1, 4), (torch.zeros(1, 4),) * 2, torch.zeros(1, 4)
@@ -333,6 +383,7 @@ def cells() -> Use:
     return net(forward, 5, D, **parts, head=nn.Linear(4, 3))
 
 
+@row("nn.MultiheadAttention, padding mask")
 def attention_with_masks() -> Use:
     def forward(self, x, mask):
         y, _ = self.layer(x, x, x, key_padding_mask=~mask, need_weights=False)
@@ -343,23 +394,17 @@ def attention_with_masks() -> Use:
     return Use(model, (noise(5, 8), ragged(5), classes()))
 
 
-def renormalised_table() -> Use:
+@row("nn.Embedding with sparse gradients", sparse=True)
+@row("nn.Embedding with max_norm", max_norm=1.0, today=loops("aten::embedding_renorm_"))
+def looked_up(**options) -> Use:
     def forward(self, ids):
         return self.head(self.table(ids).sum(1))
 
-    table = nn.Embedding(9, 4, max_norm=1.0)
-    model = Net(forward, table=table, head=nn.Linear(4, 3))
-    return Use(model, (torch.randint(9, (SIZE, 5)), classes()))
+    parts = dict(table=nn.Embedding(9, 4, **options), head=nn.Linear(4, 3))
+    return Use(Net(forward, **parts), (torch.randint(9, (SIZE, 5)), classes()))
 
 
-def sparse_table() -> Use:
-    def forward(self, ids):
-        return self.head(self.table(ids).sum(1))
-
-    model = Net(forward, table=nn.Embedding(9, 4, sparse=True), head=nn.Linear(4, 3))
-    return Use(model, (torch.randint(9, (SIZE, 5)), classes()))
-
-
+@row("derivative in the loss, by torch.autograd", today=Exact("loop", BACKWARD, "grad"))
 def differentiates_itself() -> Use:
     """Physics-informed: the derivative of the net is a part of the loss."""
 
@@ -371,6 +416,7 @@ def differentiates_itself() -> Use:
     return Use(Net(forward, body=mlp(1)), (noise(D),), None)
 
 
+@row("derivative in the loss, by torch.func")
 def differentiates_by_function() -> Use:
     def forward(self, x):
         slope = torch.func.jacrev(lambda y: self.body(y)[0])(x[0])
@@ -379,6 +425,7 @@ def differentiates_by_function() -> Use:
     return Use(Net(forward, body=mlp(1)), (noise(D),), None)
 
 
+@row("torch.func.vmap in the loss")
 def maps_by_function() -> Use:
     def forward(self, x):
         return torch.func.vmap(self.body, in_dims=1, out_dims=1)(x).mean(1)
@@ -386,6 +433,10 @@ def maps_by_function() -> Use:
     return net(forward, 5, D, body=nn.Linear(D, 3))
 
 
+@row(
+    "one inner step of SGD",
+    today=Exact("vmap", "expected ops that a function mode sees"),
+)
 def meta_learning() -> Use:
     def forward(self, x, y):
         def inner(weight):
@@ -397,95 +448,11 @@ def meta_learning() -> Use:
     return Use(Net(forward, weight=torch.randn(3, D)), (noise(2, D), noise(2, 3)), None)
 
 
-def plain() -> Use:
-    return Use(mlp(), (noise(D), classes()))
-
-
 def pickled(transform):
     return pickle.loads(pickle.dumps(transform))
 
 
-ENTRIES = [
-    entry("nn.Bilinear", bilinear),
-    entry("nn.EmbeddingBag, mean and weighted sum", bag_of_words),
-    entry("weight norm", parametrized, parametrizations.weight_norm),
-    entry("weight norm, old style", parametrized, torch.nn.utils.weight_norm),
-    entry("spectral norm", parametrized, parametrizations.spectral_norm),
-    entry("spectral norm, old style", parametrized, torch.nn.utils.spectral_norm),
-    entry("orthogonal weights", parametrized, parametrizations.orthogonal),
-    entry("a parametrization of one's own", parametrized, symmetric),
-    entry("pruned weights", parametrized, pruned),
-    entry("norms, evaluated", norms),
-    entry(
-        "batch statistics",
-        batch_statistics,
-        today=Refused("batch normalisation with batch statistics"),
-    ),
-    entry("weight standardisation by F.batch_norm", standardised_weights),
-    entry("activations with parameters", activations),
-    entry("nn.RReLU, evaluated", leaky, today=looks("rrelu")),
-    entry(
-        "results written into a new tensor", written_into, today=writes("__setitem__")
-    ),
-    entry("attributes that the forward pass sets", state_kept),
-    entry("buffer updated in place", written_buffer, today=writes("add_")),
-    entry("parameters held in a list and a dictionary", unregistered),
-    entry("parameter held in a tuple", in_a_tuple),
-    entry("lazy modules", lazy),
-    entry("forward hooks", hooked),
-    entry("forward hook registered at the first call", hooked_at_first),
-    entry(
-        "forward hook that holds the model",
-        closed_over,
-        today=Refused("whose closure holds a part of the model"),
-    ),
-    entry(
-        "hook on an activation's gradient",
-        gradient_hook,
-        today=Exact(
-            "vmap", "leaves the graph, the hooks and the memory of its tensors alone"
-        ),
-    ),
-    entry(
-        "full backward hook",
-        backward_hook,
-        today=Exact("loop", "expected a model without backward hooks"),
-    ),
-    entry("straight-through rounding", straight_through),
-    entry(
-        "fake quantisation",
-        quantised,
-        today=loops("aten::fake_quantize_per_tensor_affine"),
-    ),
-    entry("target network without a gradient", target_network),
-    entry("variational autoencoder", variational, options=SAME),
-    entry("Gumbel softmax", gumbel, options=SAME),
-    entry("dropout of three kinds", dropouts, options=SAME),
-    entry("stochastic depth", stochastic_depth, options=SAME),
-    entry("nn.LSTM, two layers, both directions", recurrent, nn.LSTM),
-    entry("nn.LSTM with projections", recurrent, nn.LSTM, proj_size=3),
-    entry("nn.GRU, two layers, both directions", recurrent, nn.GRU),
-    entry("nn.RNN, two layers, both directions", recurrent, nn.RNN),
-    entry("recurrent cells in a loop", cells),
-    entry("nn.MultiheadAttention, padding mask", attention_with_masks),
-    entry(
-        "nn.Embedding with max_norm",
-        renormalised_table,
-        today=loops("aten::embedding_renorm_"),
-    ),
-    entry("nn.Embedding with sparse gradients", sparse_table),
-    entry(
-        "derivative in the loss, by torch.autograd",
-        differentiates_itself,
-        today=Exact("loop", BACKWARD, "grad"),
-    ),
-    entry("derivative in the loss, by torch.func", differentiates_by_function),
-    entry("torch.func.vmap in the loss", maps_by_function),
-    entry(
-        "one inner step of SGD",
-        meta_learning,
-        today=Exact("vmap", "expected ops that a function mode sees"),
-    ),
-    entry("MLP, transforms pickled", plain, through=pickled),
-    entry("MLP, transforms copied", plain, through=copy.deepcopy),
-]
+@row("MLP, transforms copied", through=copy.deepcopy)
+@row("MLP, transforms pickled", through=pickled)
+def plain() -> Use:
+    return Use(mlp(), (noise(D), classes()))

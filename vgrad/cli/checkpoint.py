@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vgrad import checks, files, tree
 from vgrad.cli import models
-from vgrad.cli.settings import TABLE, check, optional, several, shape_of
+from vgrad.cli.settings import TABLE, check, optional, parsed, several, shape_of
 from vgrad.files import Description
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
 from vgrad.typing import Buffers, Params, Tree
@@ -68,8 +68,7 @@ def check_entries(before: Description) -> None:
 
 def restored(template: Tree, tensors: dict[str, Tensor]) -> Tree:
     """Return a template with the tensors read; a ValueError if they do not fit."""
-    tree.check_fit(STATE, tree.state_dict(template), tensors)
-    return tree.load_state_dict(template, tensors)
+    return tree.load_state_dict(template, tensors, where=STATE)
 
 
 def check_same(before: Description, now: Description) -> None:
@@ -146,10 +145,8 @@ def append(path: Path, record: Record) -> int:
         if value is not None or name not in Record._field_defaults
     }
 
-    def private(name: str, flags: int) -> int:
-        return os.open(name, flags, 0o600)
-
-    with open(path, "a", encoding="ascii", opener=private) as file:
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    with open(descriptor, "a", encoding="ascii") as file:
         file.write(json.dumps(entries, allow_nan=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
@@ -174,13 +171,7 @@ def read(path: Path, length: int) -> list[Record]:
         )
     records = []
     for i, line in enumerate(content.splitlines(), start=1):
-        where = f"{path}, line {i}"
-        try:
-            entries = files.from_json(line)
-        except ValueError as error:
-            message = f"{where}: expected JSON, got an error: {error}"
-            raise ValueError(message) from error
-        check(where, entries, _KINDS)
+        entries = parsed(f"{path}, line {i}", line, _KINDS)
         records.append(Record(**{name: entries.get(name) for name in Record._fields}))
     return records
 
@@ -208,19 +199,12 @@ def read_model(
 
     `named` is the model as the caller names it, which a factory of the user's needs.
     """
+    path, text = folder / MODEL, folder / MODEL
     if holds_ensemble(folder):
-        path, called = folder / ENSEMBLE_TEXT, "expected the description of an ensemble"
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: {called}, got no file.")
-        try:
-            description = files.from_json(path.read_bytes())
-        except ValueError as error:
-            damaged = f"{path}: {called}, got a damaged file ({error})."
-            raise ValueError(damaged) from error
-        check(str(path), description, {"members": whole(1)})
-        fmodel, params, buffers = _template(path, description, named)
-        path, count = folder / ENSEMBLE, description["members"]
+        path, text = folder / ENSEMBLE, folder / ENSEMBLE_TEXT
+        description = parsed(str(text), text.read_bytes(), {"members": whole(1)})
         tensors, _ = files.read_tensors(path, "ensemble")
+        count = description["members"]
         if any(tensor.shape[:1] != (count,) for tensor in tensors.values()):
             raise ValueError(f"{path}: expected {count} members, got another number.")
         if member is not None and member >= count:
@@ -229,10 +213,13 @@ def read_model(
             )
         one = {name: tensor[0] for name, tensor in tensors.items()}
     else:
-        path = folder / MODEL
         tensors, description = files.read_tensors(path, "model")
         one = tensors
-        fmodel, params, buffers = _template(path, description, named)
+    check(str(text), description, {"model": TEXT, "shape": TABLE})
+    spec, shape = description["model"], shape_of(str(text), description["shape"])
+    models.check_named(str(text), spec, named)
+    model = models.build(spec, shape, seed=0)
+    fmodel, params, buffers = make_functional_with_buffers(model)
     tree.check_fit(str(path), {**params, **buffers}, one)
     rows = ... if member is None else member
     params, buffers = (
@@ -242,18 +229,7 @@ def read_model(
         }
         for entries in (params, buffers)
     )
-    return fmodel, params, buffers, description
-
-
-def _template(
-    path: Path, description: Description, named: str | None
-) -> tuple[FunctionalModel, Params, Buffers]:
-    check(str(path), description, {"model": TEXT, "shape": TABLE})
-    spec, shape = description["model"], shape_of(str(path), description["shape"])
-    models.check_named(str(path), spec, named)
-    model = models.build(spec, shape, seed=0)
-    fmodel, params, buffers = make_functional_with_buffers(model)
-    return fmodel.eval(), params, buffers
+    return fmodel.eval(), params, buffers, description
 
 
 def _text(description: Description) -> bytes:

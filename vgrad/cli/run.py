@@ -28,7 +28,7 @@ from vgrad.cli import checkpoint, models, report, setup
 from vgrad.cli.checkpoint import FIGURES, Record, States
 from vgrad.cli.evaluate import judge
 from vgrad.cli.settings import Settings, folder_of
-from vgrad.cli.setup import Job, Trainer, stacked, states_of
+from vgrad.cli.setup import Job, Taken, Trainer, stacked, states_of
 from vgrad.distributed import RankError, Ranks, replicated
 from vgrad.dp.plan import check_spent
 from vgrad.precision import NoOpLossScale
@@ -208,15 +208,14 @@ def _epoch(
     end: int,
     show: Callable[[int], None] | None,
 ) -> tuple[Any, Record]:
-    total, samples, started = torch.zeros(()), 0, time.perf_counter()
-    skipped = torch.zeros(())
+    total, started = Taken(torch.zeros(()), 0, torch.zeros(())), time.perf_counter()
     while (step := int(states_of(state)[0].step)) < end:
         state, taken = trainer.advance(state, job.data)
-        total, skipped = total + taken.loss, skipped + taken.skipped
-        samples += taken.samples
+        total = total.plus(taken)
         if show is not None:
             show(step + 1)
-    loss = total.item() / max(1, samples)
+    samples = total.samples
+    loss = total.loss.item() / max(1, samples)
     seconds = time.perf_counter() - started  # after item(), which waits for a GPU
     whole = stacked(state)
     share, members = judge(
@@ -233,7 +232,7 @@ def _epoch(
         epsilon=trainer.epsilon(end),
         samples_per_second=samples / seconds,
         loss_scale=float(loss_scale.loss_scale.min()) if scaled else None,
-        skipped=int(skipped) if scaled else None,
+        skipped=int(total.skipped) if scaled else None,
         member_accuracies=members,
     )
 
@@ -245,18 +244,17 @@ def _save(
     progress = {"step": step, "lengths": lengths, "extended": list(job.extended)}
     checkpoint.save_state(folder, States(**states), {**job.description, **progress})
     run = next(iter(job.trainers))
+    claimed = not job.settings.reproducible_noise
     description = {
         "model": job.settings.model,
         "precision": job.settings.precision,
         "shape": job.data.shape._asdict(),
         "seed": job.settings.seed,
         "step": step,
-        "epsilon": job.trainers[run].epsilon(step),
+        "epsilon": job.trainers[run].epsilon(step) if claimed else None,
         "delta": job.plan.delta if job.plan else None,
         "plan": asdict(job.plan) if job.plan else None,
     }
-    if job.settings.reproducible_noise:
-        description["epsilon"] = None
     if job.settings.members > 1:
         description["members"] = job.settings.members
     released = stacked(states[run])

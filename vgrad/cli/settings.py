@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import vgrad_command
-from vgrad import checks
+from vgrad import checks, files
 from vgrad.cli import models
 from vgrad.cli.models import MOST_CLASSES, Shape
 from vgrad_command import BATCH, KINDS, Kind, spelled, whole
@@ -53,6 +53,17 @@ def check(where: str, entries: Any, kinds: Mapping[str, Kind]) -> None:
                 f"{shown if name in entries else 'no such entry'}. It was not written "
                 f"by this version of vgrad, or was changed."
             )
+
+
+def parsed(where: str, text: bytes, kinds: Mapping[str, Kind]) -> Any:
+    """Read a dictionary from JSON; a ValueError as of `check`."""
+    try:
+        entries = files.from_json(text)
+    except ValueError as error:
+        message = f"{where}: expected JSON, got an error: {error}"
+        raise ValueError(message) from error
+    check(where, entries, kinds)
+    return entries
 
 
 def shape_of(where: str, entries: Any) -> Shape:

@@ -12,10 +12,12 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from vgrad import dp, optim, tree
@@ -44,9 +46,6 @@ from vgrad.training import (
 )
 from vgrad.typing import Buffers, EnsembleStrategy, Params
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 STRATEGY = "auto"
 _GRADIENT_BYTES = 2**28
 _MOST_ROWS = 512
@@ -61,6 +60,11 @@ class Taken(NamedTuple):
     loss: Tensor  # summed over the samples
     samples: int
     skipped: Tensor
+
+    def plus(self, other: "Taken") -> "Taken":
+        """Return the figures of both steps, whose tensors may be on two devices."""
+        loss, samples = self.loss + other.loss, self.samples + other.samples
+        return Taken(loss, samples, self.skipped + other.skipped)
 
 
 Advance = Callable[[Any, Dataset], tuple[Any, Taken]]
@@ -109,7 +113,7 @@ class Job(NamedTuple):
 def prepare(
     settings: Settings,
     extended: Sequence[int] = (),
-    mesh: "DeviceMesh | None" = None,
+    mesh: DeviceMesh | None = None,
 ) -> Job:
     """Read the data, make the model or the members, plan the noise; write nothing."""
     dataset = data.load(settings.data, seed=settings.seed)
@@ -237,7 +241,7 @@ def _private(
     model: Model,
     plan: dp.Plan,
     rows: int,
-    mesh: "DeviceMesh | None",
+    mesh: DeviceMesh | None,
 ) -> Trainer:
     count, tx = settings.members, optim.sgd(settings.lr)
     of_member = dataclasses.replace(plan, steps=plan.steps // count)
@@ -257,13 +261,7 @@ def _private(
     def in_turn(state: PrivateMembers, data: Dataset) -> tuple[PrivateMembers, Taken]:
         results = [advance(each, data) for each in state.members]
         states, taken = zip(*results, strict=True)
-        losses, samples, skipped = zip(*taken, strict=True)
-        return PrivateMembers(states), Taken(
-            # One by one: the count of an empty batch is on the CPU.
-            sum((loss.double() for loss in losses), torch.zeros(())),
-            sum(samples),
-            sum(skipped, torch.zeros(())),
-        )
+        return PrivateMembers(states), reduce(Taken.plus, taken)
 
     def start(i: int, *entries: dict[str, Tensor]) -> TrainState:
         key = dp.secret_key(seed=seed, member=i)
@@ -289,7 +287,7 @@ def _plain(
     dataset: Dataset,
     model: Model,
     strategy: EnsembleStrategy | None,
-    mesh: "DeviceMesh | None",
+    mesh: DeviceMesh | None,
 ) -> Trainer:
     fmodel, params, buffers = model
     tx, policy = optim.sgd(settings.lr), models.POLICIES[settings.precision]
@@ -321,7 +319,7 @@ def _advance(
     settings: Settings,
     step: Callable,
     draw: Callable[[Any], Tensor],
-    mesh: "DeviceMesh | None",
+    mesh: DeviceMesh | None,
 ) -> Advance:
     if settings.compile != "eager":
         backend: Any = settings.compile

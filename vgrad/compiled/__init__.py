@@ -29,19 +29,14 @@ from vgrad.compiled.functions import (
 from vgrad.ensemble.gradients import EnsembleGradFn
 from vgrad.ensemble.prediction import EnsembleForward
 from vgrad.persample.engine import Transform, eager
-from vgrad.renamed import raising
+from vgrad.renamed import attributes
 from vgrad.training.steps import PrivateSource, TrainingStep
 from vgrad.typing import Arguments, Found, Same
 
 __all__ = ["Compiled", "choices"]
 
-
 if not TYPE_CHECKING:  # which sees no other names
-    __getattr__ = raising(__name__)
-
-
-def __dir__() -> list[str]:
-    return __all__
+    __getattr__, __dir__ = attributes(__name__)
 
 
 class Compiled(Same[Arguments, Found], Protocol):

@@ -26,7 +26,7 @@ from vgrad.distributed.parallel import data_parallel, replicated, single_process
 from vgrad.distributed.sharding import gather, shard
 from vgrad.ranks import RankError
 from vgrad.ranks import Ranks as Ranks
-from vgrad.renamed import raising
+from vgrad.renamed import attributes
 
 __all__ = [
     "RankError",
@@ -43,8 +43,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # which sees no other names
-    __getattr__ = raising(__name__)
-
-
-def __dir__() -> list[str]:
-    return __all__
+    __getattr__, __dir__ = attributes(__name__)

@@ -18,7 +18,7 @@ from vgrad.dp.plan import Plan
 from vgrad.dp.private_gradients import PrivateGradients
 from vgrad.dp.sampling import PoissonBatchSampler, collate
 from vgrad.generators import secret_key
-from vgrad.renamed import raising
+from vgrad.renamed import attributes
 
 __all__ = [
     "Plan",
@@ -31,10 +31,5 @@ __all__ = [
     "secret_key",
 ]
 
-
 if not TYPE_CHECKING:  # which sees no other names
-    __getattr__ = raising(__name__)
-
-
-def __dir__() -> list[str]:
-    return __all__
+    __getattr__, __dir__ = attributes(__name__)

@@ -45,7 +45,7 @@ from vgrad.ensemble.stacking import (
 )
 from vgrad.ensemble.stacking import group, member, member_seed, share, unstack
 from vgrad.ensemble.stacking import stack as stack
-from vgrad.renamed import raising
+from vgrad.renamed import attributes
 
 __all__ = [
     "EnsembleGrads",
@@ -66,8 +66,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # which sees no other names
-    __getattr__ = raising(__name__)
-
-
-def __dir__() -> list[str]:
-    return __all__
+    __getattr__, __dir__ = attributes(__name__)

@@ -74,8 +74,13 @@ class _Drawn:
         """Write the numbers of the samples that run now over others."""
         if (op, len(results)) != (self.op, len(self.results)):
             raise Undrawn(f"{self.op} the first time and {op} the second")
+        one = replace(self, rows=self.rows[:1])
         for result, known in zip(results, self.results, strict=True):
-            own = _alone(self, known, result) if alone else _own(self, known, result)
+            own = _own(one if alone else self, known, result)
+            for axis in range(result.ndim + 1) if alone and own is None else ():
+                if (own := _own(one, known, result.unsqueeze(axis))) is not None:
+                    own = own.squeeze(axis)
+                    break
             if own is None:
                 raise Undrawn(
                     f"{op} of shape {tuple(known.shape)} the first time, for "
@@ -87,27 +92,16 @@ class _Drawn:
 
 @dataclass(eq=False)
 class Draws:
-    """The state of the random numbers of samples that run together.
-
-    Attributes:
-        values_read: whether a value was read.
-        own: whether numbers came from a `torch.Generator`, too.
-        known: the results of random ops, in order; None if they are not noted.
-        keys: keys from which the random numbers follow, int64 `[B]`.
-        place: how many random ops of the loss ran before, where there are keys.
-        axis: the axis of samples in the numbers of an op; None if that is unclear.
-        drew: whether there were random ops, where there are keys.
-        idle: whether random ops are left alone.
-    """
+    """The state of the random numbers of samples that run together."""
 
     values_read: bool = False
-    own: bool = False
-    known: list[_Drawn] | None = None
-    keys: Tensor | None = None
-    place: int = 0
-    axis: int | None = 0
-    drew: bool = False
-    idle: bool = False
+    own: bool = False  # whether numbers came from a `torch.Generator`, too
+    known: list[_Drawn] | None = None  # in order; None if they are not noted
+    keys: Tensor | None = None  # from which the numbers follow, int64 [B]
+    place: int = 0  # how many random ops of the loss ran before, where there are keys
+    axis: int | None = 0  # of samples in the numbers of an op; None if it is unclear
+    drew: bool = False  # whether there were random ops, where there are keys
+    idle: bool = False  # whether random ops are left alone
 
     def of(self, rows: slice | Tensor) -> "Draws":
         """Return the same for some of the samples."""
@@ -223,19 +217,6 @@ def _own(drawn: _Drawn, known: Tensor, like: Tensor) -> Tensor | None:
     each = known.unflatten(axis, (drawn.size, count))
     rows = drawn.rows.to(known.device)
     return each.index_select(axis, rows).flatten(axis, axis + 1)
-
-
-def _alone(drawn: _Drawn, known: Tensor, like: Tensor) -> Tensor | None:
-    """Return the numbers of the first sample that runs now, without the axis."""
-    for axis, size in enumerate(known.shape):
-        if size % drawn.size == 0 and (not axis or size == drawn.size):
-            each = known.unflatten(axis, (drawn.size, -1))
-            own = each.select(axis, int(drawn.rows[0]))
-            if own.shape == like.shape:
-                return own
-            if size == drawn.size and own.squeeze(axis).shape == like.shape:
-                return own.squeeze(axis)
-    return None
 
 
 # By keys of samples.

@@ -50,6 +50,13 @@ def _scatter_(input: Tensor, *args: Any, **options: Any) -> Tensor:
     return input.copy_(torch.scatter(input, *args, **options))
 
 
+def _squeeze_(input: Tensor, *dims: Any, **options: Any) -> Tensor:
+    """Remove axes in place; torch's rule removes the axis of a single sample, too."""
+    if not dims and not options:
+        dims = (tuple(axis for axis, size in enumerate(input.shape) if size == 1),)
+    return input.squeeze_(*dims, **options)
+
+
 class _IndexAdd(Function):
     """The sum along an axis, which the samples of a vmap join."""
 
@@ -351,6 +358,7 @@ def _one(samples: Samples, counts: Tensor) -> int:
 register(torch.index_add, Tensor.index_add, mapped=_index_add)
 register(Tensor.index_add_, mapped=_index_add_)
 register(Tensor.scatter_, mapped=_scatter_)
+register(Tensor.squeeze_, mapped=_squeeze_)
 register(Tensor.__getitem__, selected=_getitem)
 register(Tensor.__setitem__, selected=_setitem)
 register(torch.masked_select, Tensor.masked_select, selected=_masked_select)

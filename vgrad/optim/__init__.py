@@ -85,7 +85,7 @@ from vgrad.optim.transforms import (
     with_hyperparams,
     zero_nans,
 )
-from vgrad.renamed import raising
+from vgrad.renamed import attributes
 from vgrad.tree import load_state_dict, state_dict
 
 __all__ = [
@@ -151,8 +151,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # which sees no other names
-    __getattr__ = raising(__name__)
-
-
-def __dir__() -> list[str]:
-    return __all__
+    __getattr__, __dir__ = attributes(__name__)

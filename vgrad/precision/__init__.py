@@ -31,7 +31,7 @@ from vgrad.precision.loss_scale import (
 )
 from vgrad.precision.modules import loss_under, policy_for
 from vgrad.precision.policy import Policy
-from vgrad.renamed import raising
+from vgrad.renamed import attributes
 
 __all__ = [
     "KINDS",
@@ -48,8 +48,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # which sees no other names
-    __getattr__ = raising(__name__)
-
-
-def __dir__() -> list[str]:
-    return __all__
+    __getattr__, __dir__ = attributes(__name__)

@@ -13,7 +13,7 @@
 
 from typing import TYPE_CHECKING
 
-from vgrad.renamed import raising
+from vgrad.renamed import attributes
 from vgrad.training.released import release
 from vgrad.training.saved import load, save
 from vgrad.training.state import EnsembleState, TrainState
@@ -35,8 +35,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # which sees no other names
-    __getattr__ = raising(__name__)
-
-
-def __dir__() -> list[str]:
-    return __all__
+    __getattr__, __dir__ = attributes(__name__)
