@@ -61,16 +61,17 @@ def run_member(
 
 def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
     """Run `function(member, params, buffers, *batch)` for one member after another."""
-    differ = randomness == "different"  # each draws from where the last one stopped
+    # Each member draws from where the one before it stopped, unless told otherwise.
+    given = () if randomness == "different" else call.tensors
     results = []
     arguments = [*map(call.member, range(call.layout.members))]
     with RNG_LOCK, protect(call.protected()):
-        before = None if differ else random_state(call.tensors)
+        before = random_state(given)
         for member, own in enumerate(arguments):
             if randomness == "same":
                 set_random_state(before)
             results.append(function(member, *own))
-            if randomness == "error" and drawn_since(before, call.tensors):
+            if randomness == "error" and drawn_since(before, given):
                 set_random_state(before)
                 raise RuntimeError(
                     'ensemble: expected no random numbers, since randomness="error". '
