@@ -6,7 +6,7 @@ its caches, and convolutions have no batched kernel there. E members.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -177,26 +177,25 @@ def run(
             )
         found.append(parts)
 
-    left: list[tuple[Any, Tensor | None]] = [(replace(call, strategy=way), None)]
-    results, order = [], []
+    def in_groups(part: Any, rows: Any) -> Iterator[tuple[Any, Any]]:
+        if state is not None and found:
+            set_random_state(state)
+        result = attempt(part, one_part, one_part, note)
+        if not isinstance(result, list):
+            yield result, rows
+            return
+        for group, places in result:
+            yield from in_groups(group, places if rows is None else rows[places])
+
+    whole: Any = replace(call, strategy=way)
     with RNG_LOCK if call.randomness != "error" else nullcontext():
         same = call.randomness == "same" and way != "loop"
         state = random_state(call.tensors) if same else None
-        while left:
-            part, rows = left.pop(0)
-            if state is not None and found:
-                set_random_state(state)
-            result = attempt(part, one_part, one_part, note)
-            if not isinstance(result, list):
-                results.append(result)
-                order.append(rows)
-            elif rows is None:
-                left = [*result]
-            else:
-                left[:0] = [(group, rows[places]) for group, places in result]
-    if order[0] is None:
-        return results[0]
-    places = torch.cat(order).argsort()
+        groups = [*in_groups(whole, None)]
+    if len(groups) == 1:
+        return groups[0][0]
+    results, rows = zip(*groups, strict=True)
+    places = torch.cat(rows).argsort()
     joined = call.joined(
         results,
         lambda *leaves: torch.cat(leaves).index_select(0, places.to(leaves[0].device)),
@@ -279,8 +278,8 @@ class EnsembleExplanation(Report):
     why: str
     members: int
     forms: tuple[tuple[str, str], ...]
-    groups: int = 1
-    splits: tuple[tuple[str, int], ...] = ()
+    groups: int
+    splits: tuple[tuple[str, int], ...]
 
     def __str__(self) -> str:
         title = (
@@ -333,19 +332,14 @@ def local(method: Any, *arguments: Any) -> Any:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EnsembleFn:
-    """A function of an ensemble.
+    """A function of an ensemble."""
 
-    Attributes:
-        options: a call without tensors.
-        execute: runs its methods in this process: in eager mode or as graphs.
-        reduce: runs them over all processes, by `execute` in each.
-        keys: of the members, int64 `[E]`, from which their random numbers follow.
-    """
-
-    options: Call
-    execute: Any = run_eager
-    reduce: Callable[..., Any] = local
-    keys: Tensor | None = None
+    options: Call  # without tensors
+    execute: Any = run_eager  # runs methods in this process, or captures of them
+    reduce: Callable[..., Any] = (
+        local  # runs them over all processes, each by `execute`
+    )
+    keys: Tensor | None = None  # of the members, int64 [E], for their random numbers
 
     @cached_property
     def of_one_process(self) -> Self:
