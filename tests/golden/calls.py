@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import vgrad
-from tests.distributed.processes import Processes
+from tests.distributed.processes import Processes, mesh_of
 from tests.optim import optimizers
 from vgrad.training import EnsembleState, TrainState, private_step, train_step
 
@@ -134,9 +134,7 @@ OF_RANKS = [case for case in CALLS if case[2] == "two ranks"]
 
 def rank_calls():
     """Return the results of calls on the ranks of this process group."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh, _ = mesh_of(2)
     return [call(*case, mesh) for case in OF_RANKS]
 
 
