@@ -75,7 +75,7 @@ def evaluate(arguments: Namespace) -> None:
         )
     params, buffers = tree.to_device((params, buffers), where)
     run = models.under(description.get("precision") or "float32", fmodel)
-    if checkpoint.holds_ensemble(path):
+    if "members" in description:
         run = ensemble_forward(run, strategy="loop")
     share, of_members = judge(
         lambda x: run(params, buffers, x), dataset.x_test, dataset.y_test
