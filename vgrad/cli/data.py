@@ -41,12 +41,6 @@ class Dataset(NamedTuple):
         channels, height, width = self.x_train.shape[1:]
         return Shape(channels, height, width, self.classes)
 
-    def to(self, device: torch.device) -> "Dataset":
-        """Move the tensors to a device."""
-        return Dataset(
-            *(tensor.to(device) for tensor in self[:4]), classes=self.classes
-        )
-
 
 def load(source: str, *, seed: int) -> Dataset:
     """Read the data set that `source` names: a key of `SOURCES` or an .npz file.

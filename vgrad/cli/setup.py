@@ -151,7 +151,7 @@ def prepare(
         trainers = {"private": private, **trainers}
     return Job(
         settings,
-        dataset.to(device),
+        tree.to_device(dataset, device),
         plan,
         extended,
         ends,
