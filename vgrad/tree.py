@@ -153,12 +153,7 @@ def to_device(tree: T, device: torch.device | str) -> T:
 
 
 def state_dict(tree: Tree) -> dict[str, Tensor]:
-    """Name every tensor of a tree by its place, as a file of tensors needs it.
-
-    Example:
-        >>> state_dict({"moments": (torch.ones(2), torch.zeros(2))})
-        {"['moments'][0]": tensor([1., 1.]), "['moments'][1]": tensor([0., 0.])}
-    """
+    """Name every tensor of a tree by its place, such as "['moments'][0]"."""
     leaves, _ = tree_flatten_with_path(tree)
     named = {keystr(path): leaf for path, leaf in leaves}
     for name, leaf in named.items():
@@ -175,11 +170,6 @@ def load_state_dict(
     """Build a tree like `template`, on its devices, from tensors by `state_dict`.
 
     Tensors that are there already are not copied: a donated step writes to them.
-
-    Example:
-        >>> saved = state_dict((torch.ones(2), torch.tensor(3)))
-        >>> load_state_dict((torch.zeros(2), torch.tensor(0)), saved)
-        (tensor([1., 1.]), tensor(3))
     """
     expected = state_dict(template)
     check_fit(where, expected, tensors)

@@ -45,11 +45,8 @@ class Dataset(NamedTuple):
 def load(source: str, *, seed: int) -> Dataset:
     """Read the data set that `source` names: a key of `SOURCES` or an .npz file.
 
-    A file holds `x_train` and `x_test`, `[N, H, W]`, `[N, C, H, W]` or `[N, features]`
-    (which become images of one row), and the labels `y_train` and `y_test`, whole
-    numbers `[N]` from 0 on. Bytes are divided by 255, other numbers taken as they are.
-    The number of classes is the file's `classes`, or else the largest label plus one
-    over both splits. `seed` fixes how scikit-learn's digits are split.
+    Bytes are divided by 255, other numbers taken as they are; features become images
+    of one row. `seed` fixes how scikit-learn's digits are split.
     """
     try:
         if source in SOURCES:
