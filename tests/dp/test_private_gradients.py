@@ -1,8 +1,8 @@
 """Private gradients in a loop of torch, against a loop of plain autograd."""
 
-import copy
 import dataclasses
 import io
+import math
 from itertools import chain, islice
 
 import numpy as np
@@ -80,42 +80,32 @@ def clipped(model, plan, step):
     return {name: each / plan.expected_batch_size for name, each in total.items()}
 
 
+@pytest.mark.parametrize("plan", [PLAN, NOISY])
 @pytest.mark.parametrize("physical", [None, 1, 4])
-def test_a_run_is_that_of_a_loop_over_samples(physical):
-    model, private, optimizer = start(physical_batch_size=physical)
-    reference = copy.deepcopy(model)
-    plain = torch.optim.SGD(reference.parameters(), lr=0.5, momentum=0.9)
-    for _ in range(2):
-        epoch(private, optimizer)
-    for step in range(PLAN.steps):
-        expected = clipped(reference, PLAN, step)
-        for name, each in reference.named_parameters():
-            each.grad = expected.get(name)
-        plain.step()
-    oracle.assert_exact(values(model), values(reference))
-    assert private.step == PLAN.steps
-
-
-def test_the_noise_is_that_of_the_key_and_comes_once_for_a_logical_batch():
-    sensitivity = NOISY.max_norm / NOISY.expected_batch_size
-    model, private, optimizer = start(plan=NOISY, physical_batch_size=2)
-    batches = iter(private.loader)
-    for step in range(5):
-        own, drawn = rows(NOISY, step)
-        expected, before = clipped(model, NOISY, step), values(model)
-        for part in range(0, len(drawn), 2):
+def test_steps_are_those_of_a_loop_over_samples_with_the_noise_of_the_key(
+    physical, plan
+):
+    sizes = {"multiplier": plan.noise_multiplier}
+    sizes["sensitivity"] = plan.max_norm / plan.expected_batch_size
+    # The sum is rounded to a grid of at most 2^-16 deviations.
+    most = 2.0**-17 * math.prod(sizes.values()) + 1e-12
+    model, private, optimizer = start(plan=plan, physical_batch_size=physical)
+    batches = chain(*(private.loader for _ in range(2)))
+    for step in range(plan.steps):
+        own, drawn = rows(plan, step)
+        expected, before = clipped(model, plan, step), values(model)
+        size = physical or len(drawn)
+        for part in range(0, len(drawn), size):
             assert private.step == step
             private.backward(*next(batches))
-            assert private.ready is bool(grads(model)) is (part + 2 >= len(drawn))
+            assert private.ready is bool(grads(model)) is (part + size >= len(drawn))
             oracle.assert_exact(values(model), before, tolerance=0)
             optimizer.step()
+        assert grads(model).keys() == expected.keys()
         for name, grad in grads(model).items():
-            noise = streams.noise(
-                own, step, name, grad.shape, multiplier=1.5, sensitivity=sensitivity
-            )
-            # The sum is rounded to a grid of at most 2^-16 deviations.
-            gap = (grad - noise - expected[name]).abs().max()
-            assert gap <= 2.0**-17 * 1.5 * sensitivity * (1 + 1e-9)
+            noise = streams.noise(own, step, name, grad.shape, **sizes)
+            assert (grad - noise - expected[name]).abs().max() <= most
+    assert private.step == plan.steps
 
 
 def test_the_releases_are_those_of_private_step():

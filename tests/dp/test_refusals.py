@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 import vgrad
 from tests.dp import runs
 from tests.losses import product
+from tests.tables import rows
 from vgrad import Sensitivity, optim
 from vgrad.dp import (
     Plan,
@@ -37,7 +39,10 @@ SPENT = {"sampling_rate": 0.01, "noise_multiplier": 1.0, "steps": 1000, "delta":
 BUDGET = {"epsilon": 3.0, "delta": 1e-5, "sampling_rate": 0.5, "steps": 20}
 NOISE = {"sums": {}, "sensitivity": Sensitivity(1.0), "noise_multiplier": 1.0}
 NOISE |= {"key": KEY, "step": 0}
+LINEAR, FROZEN = nn.Linear(2, 1), nn.Linear(2, 1).requires_grad_(False)
+OTHER = torch.optim.SGD(LINEAR.parameters())
 DRAW = {"dataset_size": 10, "sampling_rate": 0.5, "key": KEY}
+DRAW_7 = DRAW | {"key": 7}
 RATES = (0.0, -0.1, 1.1, math.nan)
 RANGES = [
     (Plan, vars(PLAN), {
@@ -110,142 +115,103 @@ def step_of_stacked():
     private_step(product, optim.sgd(0.1), BEFORE)(state, torch.ones(3, 8))
 
 
-QUOTIENT = r"max_norm / expected_batch_size = 0\.2857.*, got "
-KEYS = r"key\): expected a key as vgrad\.dp\.secret_key\(\) draws one, or .*, got a "
-REAL = r"sums\['a'\]\): expected a tensor of real floating-point numbers, got torch\."
-BOTH = "expected either sampling_rate and steps or batch_size and epochs"
-LOAD = r"load_state_dict\(state\)"
-VALUES = {
-    r"steps=None, batch_size=None, epochs=None\): " + BOTH: of_epsilon,
-    r"steps=None, batch_size=None, epochs=3\): " + BOTH:
-        lambda: of_epsilon(sampling_rate=0.1, epochs=3),
-    r"steps=3, batch_size=10, epochs=3\): " + BOTH:
-        lambda: of_epsilon(batch_size=10, epochs=3, steps=3),
-    r"\(batch_size=106\): expected at most the 105":
-        lambda: of_epsilon(batch_size=106, epochs=3),
-    r"\(batch_size=10.0\): expected a whole":
-        lambda: of_epsilon(batch_size=10.0, epochs=3),
-    r"\(epochs=0\): expected a whole number >= 1":
-        lambda: of_epsilon(batch_size=10, epochs=0),
-    # Sums that were not divided, or by another size.
-    QUOTIENT + "3.0": lambda: noised(3.0),
-    QUOTIENT + "0.27": lambda: noised(3.0 / 11),
-    QUOTIENT + "0.28571428857": lambda: noised(3.0 / 10.5 * (1 + 1e-8)),
-    r"Plan.add_noise.*expected a finite sensitivity": lambda: noised(math.inf),
-    r"add_gaussian_noise.*expected a finite sensitivity":
-        lambda: added(sensitivity=Sensitivity(math.inf)),
-    r"expected a standard deviation between .*got 1e-290":
-        lambda: added(sensitivity=Sensitivity(1e-290)),
-    r"expected a standard deviation between .*got 1e\+290":
-        lambda: added(sensitivity=Sensitivity(1e290)),
-    r"steps=6\): expected at most the 5 steps of": lambda: AFTER.after(BEFORE, 6),
-    "got one that follows another already":
-        lambda: AFTER.after(BEFORE, 3).after(BEFORE, 3),
-    r"Plan\(steps=3, .*more than the 3 steps":
-        lambda: dataclasses.replace(AFTER.after(BEFORE, 3), steps=3),
-    r"plan_digest of uint8 \(32,\), got .*\(2, 32": step_of_stacked,
-    r"start=4, steps=3\): expected a start of at most":
-        lambda: PoissonBatchSampler(100, 0.5, 3, key=KEY, start=4),
-    r"noise_multiplier_for\(epsilon=1.0, delta=1e-17, sampling_rate=0.5, steps=10, .*"
-    "some noise multiplier": lambda: noise_multiplier_for(
-        epsilon=1.0, delta=1e-17, sampling_rate=0.5, steps=10),
-    "delta=0.05, .*expected delta below 0.0199, the probability":
-        lambda: noise_multiplier_for(
-            epsilon=1.0, delta=0.05, sampling_rate=0.01, steps=2),
-    r'epsilon\(steps=1000000000000, accountant="pld"\): .*accountant="rdp"':
-        lambda: epsilon(
-            sampling_rate=0.01, noise_multiplier=1e5, steps=10**12, delta=1e-3),
-    "for the 29 samples": lambda: private(dataset=list(range(29))),
-    **{
-        rf"\({name}=True\): expected options": partial(private, **{name: True})
-        for name in ("shuffle", "sampler", "batch_sampler", "drop_last", "in_order")
-    },
-    "physical_batch_size=0": lambda: private(physical_batch_size=0),
-    "strategy='quick'": lambda: private(strategy="quick"),
-    "expected a parameter that requires grad, got none":
-        lambda: private(model=nn.Linear(2, 2).requires_grad_(False)),
-    "a plan in their place, got both": lambda: private(epsilon=3.0),
-    "a plan in their place, got no epochs": lambda: private(
-        plan=None, epsilon=2.0, delta=1e-3, max_norm=1.0, batch_size=7),
-    rf"{LOAD}: .* spent under another, .* noise_multiplier=1\.0": lambda: loaded(
-        step=2, plan=vars(runs.plan(30, 0.2, noise=1.0))),
-    rf"{LOAD}: expected at most the 4 steps of the plan": lambda: loaded(
-        step=5, plan=vars(runs.plan(30, 0.2, steps=5))),
-    rf"{LOAD}\(step=-1\): expected a whole number": lambda: loaded(step=-1),
-    rf"{LOAD}: expected the plan of a run in 'plan', got":
-        lambda: loaded(plan={"steps": 3}),
-    r"'key', 'step' and 'plan', as state_dict\(\) returns them, got 'key', 'more'":
-        lambda: loaded(more=1),
-    "got 'bias', 'weight'. The state of a module":
-        lambda: private().load_state_dict(nn.Linear(2, 1).state_dict()),
-    "expected one of the module's own parameters": lambda: private().watch(
-        torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=0.1)),
-}  # fmt: skip
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(data())
 
 
-ADVICE = r"clipped_grad\(\.\.\.\)\.sensitivity"
-ROWS = "expected tensors with one row for one sample, got a "
-WHOLE = TensorDataset(torch.ones(4))
+WHOLE, LOADER = TensorDataset(torch.ones(4)), DataLoader(data())
 BYTES = bytes(range(32))
-TYPES = {
-    r"Plan\(max_norm='1'\): expected a number":
-        lambda: dataclasses.replace(PLAN, max_norm="1"),
-    r"Plan\(before\): expected a Plan, got a float":
-        lambda: dataclasses.replace(AFTER, before=2.0),
-    r"Plan.after\(other\): .*got a Tensor": lambda: AFTER.after(BEFORE.digest, 3),
-    r"Plan.sampler\(state\): expected a state with a key .*got a Tensor":
-        lambda: PLAN.sampler(KEY),
-    rf"Plan.add_noise\(sensitivity=0.2857.*{ADVICE}":
-        lambda: PLAN.add_noise({}, 3.0 / 10.5, key=KEY, step=0),
-    rf"sensitivity=1.0\).*{ADVICE}": lambda: added(sensitivity=1.0),
-    REAL + "int64": lambda: added(sums={"a": torch.zeros(2, dtype=torch.int64)}),
-    REAL + "complex64":
-        lambda: added(sums={"a": torch.zeros(2, dtype=torch.complex64)}),
-    # No message shows a key in another form.
-    KEYS + r"tensor of torch\.float32 \(32,\)\.$": lambda: added(key=torch.zeros(32)),
-    KEYS + r"tensor of torch\.uint8 \(16,\)\.$":
-        lambda: added(key=torch.zeros(16).byte()),
-    KEYS + r"bytes\.$": lambda: added(key=BYTES),
-    KEYS + r"tensor of torch\.int64 \(32,\)\.$":
-        lambda: added(key=torch.tensor(list(BYTES))),
-    "poisson_sample.*" + KEYS + "int":
-        lambda: sampling.poisson_sample(**DRAW | {"key": 7}, step=0),
-    "PoissonBatchSampler.*" + KEYS + "int":
-        lambda: PoissonBatchSampler(**DRAW | {"key": 7}, steps=1),
-    "PrivateGradients.*" + KEYS + "int": lambda: private(key=3),
-    ROWS + "str": lambda: collate(WHOLE, lambda samples: ["name"] * len(samples)),
-    ROWS + r"tensor of torch.float32 \(\)":
-        lambda: collate(WHOLE, lambda samples: torch.tensor(1.0)),
-    ROWS + r"tensor of torch.float32 \(7,\)":
-        lambda: collate(WHOLE, lambda samples: torch.ones(7)),
-    "expected a data set with a length .*got a Stream":
-        lambda: private(dataset=Stream()),
-    "got a DataLoader. Of a DataLoader pass its `.dataset`":
-        lambda: private(dataset=DataLoader(data())),
-    "expected a function of output and tar": lambda: private(criterion=3),
-    "expected a Plan, got a int": lambda: private(plan=3),
-    "expected a plain torch.nn.Mod": lambda: private(model=torch.tanh),
-    rf"{LOAD}\(plan\): expected a dictionary": lambda: loaded(plan=3),
-    "expected a torch.optim.Optimizer, got a Line":
-        lambda: private().watch(nn.Linear(1, 1)),
-}  # fmt: skip
+FAR = BEFORE, 3
+KEYS = r"key\): expected a key as vgrad\.dp\.secret_key\(\) draws one, or .*, got a "
+# A call, and a pattern of what is said.
+VALUES = r"""
+    of_epsilon() | steps=None, batch_size=None, epochs=None\): expected either sampling_
+    of_epsilon(sampling_rate=0.1, epochs=3) | steps=None, batch_size=None, epochs=3\): e
+    of_epsilon(batch_size=10, epochs=3, steps=3) | steps=3, batch_size=10, epochs=3\): e
+    of_epsilon(batch_size=106, epochs=3) | \(batch_size=106\): expected at most the 105
+    of_epsilon(batch_size=10.0, epochs=3) | \(batch_size=10.0\): expected a whole
+    of_epsilon(batch_size=10, epochs=0) | \(epochs=0\): expected a whole number >= 1
+    noised(3.0) | max_norm / expected_batch_size = 0\.2857.*, got 3.0. Clip with
+    noised(3.0 / 11) | max_norm / expected_batch_size = 0\.2857.*, got 0.27
+    noised(3.0 / 10.5 * (1 + 1e-8)) | expected_batch_size = 0\.2857.*, got 0.28571428857
+    noised(math.inf) | Plan.add_noise.*expected a finite sensitivity
+    added(sensitivity=Sensitivity(math.inf)) | add_gaussian_noise.*expected a finite sen
+    added(sensitivity=Sensitivity(1e-290)) | expected a standard deviation .*got 1e-290
+    added(sensitivity=Sensitivity(1e290)) | expected a standard deviation .*got 1e\+290
+    AFTER.after(BEFORE, 6) | steps=6\): expected at most the 5 steps of
+    AFTER.after(*FAR).after(*FAR) | got one that follows another already
+    replace(AFTER.after(*FAR), steps=3) | Plan\(steps=3, .*more than the 3 steps
+    step_of_stacked() | plan_digest of uint8 \(32,\), got .*\(2, 32
+    PoissonBatchSampler(100, 0.5, 3, key=KEY, start=4) | start=4, steps=3\): expected a
+    noise_multiplier_for(epsilon=1.0, delta=1e-17, sampling_rate=0.5, steps=10) \
+        | \(epsilon=1.0, delta=1e-17, sampling_rate=0.5, steps=10, .*some noise multipli
+    noise_multiplier_for(epsilon=1.0, delta=0.05, sampling_rate=0.01, steps=2) \
+        | delta=0.05, .*expected delta below 0.0199, the probability
+    epsilon(sampling_rate=0.01, noise_multiplier=1e5, steps=10**12, delta=1e-3) \
+        | epsilon\(steps=1000000000000, accountant="pld"\): .*accountant="rdp"
+    private(dataset=list(range(29))) | for the 29 samples
+    private(shuffle=True) | \(shuffle=True\): expected options of a DataLoader that do
+    private(sampler=True) | \(sampler=True\): expected options
+    private(batch_sampler=True) | \(batch_sampler=True\): expected options
+    private(drop_last=True) | \(drop_last=True\): expected options
+    private(in_order=True) | \(in_order=True\): expected options
+    private(physical_batch_size=0) | physical_batch_size=0
+    private(strategy="quick") | strategy='quick'
+    private(model=FROZEN) | expected a parameter that requires grad, got none
+    private(epsilon=3.0) | a plan in their place, got both
+    private(plan=None, epsilon=2.0, delta=1e-3, max_norm=1.0, batch_size=7) \
+        | a plan in their place, got no epochs
+    loaded(step=2, plan=vars(runs.plan(30, 0.2, noise=1.0))) \
+        | load_state_dict\(state\): .* spent under another, .* noise_multiplier=1\.0
+    loaded(step=5, plan=vars(runs.plan(30, 0.2, steps=5))) | at most the 4 steps of the
+    loaded(step=-1) | load_state_dict\(state\)\(step=-1\): expected a whole number
+    loaded(plan={"steps": 3}) | load_state_dict\(state\): expected the plan of a run in
+    loaded(more=1) | 'key', 'step' and 'plan', as state_dict\(\) .*, got 'key', 'more'
+    private().load_state_dict(LINEAR.state_dict()) | got 'bias', 'weight'. The state of
+    private().watch(OTHER) | expected one of the module's own parameters
+"""
+TYPES = r"""
+    replace(PLAN, max_norm="1") | Plan\(max_norm='1'\): expected a number
+    replace(AFTER, before=2.0) | Plan\(before\): expected a Plan, got a float
+    AFTER.after(BEFORE.digest, 3) | Plan.after\(other\): .*got a Tensor
+    PLAN.sampler(KEY) | Plan.sampler\(state\): expected a state with a key .*a Tensor
+    PLAN.add_noise({}, 3.0 / 10.5, key=KEY, step=0) \
+        | Plan.add_noise\(sensitivity=0.2857.*clipped_grad\(\.\.\.\)\.sensitivity
+    added(sensitivity=1.0) | sensitivity=1.0\).*clipped_grad\(\.\.\.\)\.sensitivity
+    added(sums={"a": torch.zeros(2).long()}) | sums\['a'\]\): expected .* torch.int64
+    added(sums={"a": torch.zeros(2) + 0j}) | sums\['a'\]\): expected .* torch.complex64
+    collate(WHOLE, lambda samples: ["name"] * len(samples)) \
+        | expected tensors with one row for one sample, got a str
+    collate(WHOLE, lambda samples: torch.tensor(1.0)) | sample, got a .*float32 \(\)
+    collate(WHOLE, lambda samples: torch.ones(7)) | sample, got a .*float32 \(7,\)
+    private(dataset=Stream()) | expected a data set with a length .*got a Stream
+    private(dataset=LOADER) | got a DataLoader. Of a DataLoader pass its `.dataset`
+    private(criterion=3) | expected a function of output and tar
+    private(plan=3) | expected a Plan, got a int
+    private(model=torch.tanh) | expected a plain torch.nn.Mod
+    loaded(plan=3) | load_state_dict\(state\)\(plan\): expected a dictionary
+    private().watch(LINEAR) | expected a torch.optim.Optimizer, got a Line
+"""
+# No message shows a key in another form.
+SECRET_KEYS = r"""
+    added(key=torch.zeros(32)) | tensor of torch\.float32 \(32,\)\.$
+    added(key=torch.zeros(16).byte()) | tensor of torch\.uint8 \(16,\)\.$
+    added(key=BYTES) | bytes\.$
+    added(key=torch.tensor(list(BYTES))) | tensor of torch\.int64 \(32,\)\.$
+    sampling.poisson_sample(**DRAW_7, step=0) | int
+    PoissonBatchSampler(**DRAW_7, steps=1) | int
+    private(key=3) | int
+"""
+REFUSED = [(ValueError, *row) for row in rows(VALUES)]
+REFUSED += [(TypeError, *row) for row in rows(TYPES)]
+REFUSED += [(TypeError, call, KEYS + kind) for call, kind in rows(SECRET_KEYS)]
 
 
-@pytest.mark.parametrize("message", VALUES)
-def test_values_that_do_not_fit_are_refused(message):
-    with pytest.raises(ValueError, match=message):
-        VALUES[message]()
-
-
-@pytest.mark.parametrize("message", TYPES)
-def test_objects_of_other_kinds_are_refused(message):
-    with pytest.raises(TypeError, match=message):
-        TYPES[message]()
+@pytest.mark.parametrize(("error", "call", "message"), REFUSED)
+def test_bad_calls_are_refused(error, call, message):
+    with pytest.raises(error, match=message):
+        eval(call, globals())
 
 
 OPTIONS = {
@@ -320,8 +286,8 @@ def test_a_missing_library_says_how_to_get_it(monkeypatch):
 
 def test_a_delta_above_one_over_the_samples_warns():
     with pytest.warns(UserWarning, match="at most 1 / dataset_size = 0.00952, got mor"):
-        dataclasses.replace(PLAN, delta=0.01)
-    dataclasses.replace(PLAN, delta=1 / 105)
+        replace(PLAN, delta=0.01)
+    replace(PLAN, delta=1 / 105)
 
 
 def test_a_plan_cannot_be_changed_and_no_key_is_shown():

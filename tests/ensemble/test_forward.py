@@ -30,19 +30,6 @@ def of_members(models, rows=None):
 
 
 @every_strategy
-@pytest.mark.parametrize("chunk_size", [None, 4])
-@pytest.mark.parametrize("axis", [0, 1, 2, -1])
-def test_members_have_their_own_batches_on_any_axis(strategy, axis, chunk_size):
-    if chunk_size and axis in (2, -1):
-        axis = 1
-    models, fmodel, params, buffers = build(MLP, E)
-    options = {"strategy": strategy, "chunk_size": chunk_size}
-    forward = ensemble_forward(fmodel, in_dims=axis, **options)
-    outputs = forward(params, buffers, OWN.movedim(0, axis))
-    assert_exact(outputs, of_members(models, OWN), 1e-12)
-
-
-@every_strategy
 @pytest.mark.parametrize("chunk_size", [None, 2])
 def test_items_and_results_may_be_trees_with_axes_of_their_own(strategy, chunk_size):
     def run(self, x, other, scale=None, twice=False):
@@ -72,20 +59,22 @@ def test_items_and_results_may_be_trees_with_axes_of_their_own(strategy, chunk_s
             assert_exact(own, expected, 1e-12)
 
 
-@examples(40)
+@examples(80)
 @given(
     size=st.integers(0, 7),
-    chunk_size=st.integers(1, 9),
-    own=st.booleans(),
+    chunk_size=st.none() | st.integers(1, 9),
+    axis=st.sampled_from([None, 0, 1, 2, -1]),
     strategy=st.sampled_from(STRATEGIES),
 )
-def test_chunks_change_nothing(size, chunk_size, own, strategy):
+def test_batches_are_of_all_or_along_any_axis_and_in_chunks(
+    size, chunk_size, axis, strategy
+):
     models, fmodel, params, buffers = build(MLP, E)
-    x = randn(*([E] if own else []), size, 5)
-    options = {"in_dims": 0 if own else None, "strategy": strategy}
-    forward = ensemble_forward(fmodel, chunk_size=chunk_size, **options)
-    expected = of_members(models, x if own else [x] * E)
-    assert_exact(forward(params, buffers, x), expected, 1e-12)
+    x = randn(size, 5) if axis is None else randn(E, size, 5)
+    options = {"in_dims": axis, "strategy": strategy, "chunk_size": chunk_size}
+    given = x if axis is None else x.movedim(0, axis)
+    outputs = ensemble_forward(fmodel, **options)(params, buffers, given)
+    assert_exact(outputs, of_members(models, [x] * E if axis is None else x), 1e-12)
 
 
 def offset():
@@ -236,14 +225,6 @@ def test_shapes_that_depend_on_values_run_in_a_loop():
             ensemble_forward(fmodel, strategy=strategy)(params, buffers, X)
     forward = ensemble_forward(fmodel, strategy="loop")
     assert_exact(forward(params, buffers, X), expected, 1e-12)
-    forward = ensemble_forward(fmodel)
-    message = r"one member after another.*test_forward.py:\d+: "
-    with pytest.warns(vgrad.FallbackWarning, match=message):
-        assert_exact(forward(params, buffers, X), expected, 1e-12)
-    assert_exact(forward(params, buffers, X), expected, 1e-12)  # and no warning
-    explained = forward.explain(params, buffers, X)
-    assert explained.strategy == "loop"
-    assert f"{__file__}:" in explained.why
 
 
 def chosen(models, x):

@@ -16,7 +16,7 @@ from tests.ensemble.test_contract import (
 )
 from tests.losses import Case, randn, vectors
 from tests.oracle import assert_exact
-from tests.persample.test_record import Rounded
+from tests.persample.test_losses import Rounded
 from vgrad.ensemble import EnsembleGrads, ensemble_grad, share
 
 EXACT, NORMED, MLP = 1e-10, CASES["normed"], CASES["mlp"]
@@ -26,42 +26,31 @@ at_once = pytest.mark.parametrize("strategy", ["vmap", "hybrid"])
 def prepared(case):
     models, fmodel, params, buffers = build(case)
     params = {name: value.detach() for name, value in params.items()}
-    loss = vgrad.batch_loss(fmodel, F.cross_entropy)
+    loss = vgrad.batch_loss(fmodel, case.criterion)
     return models, loss, params, buffers, batch_of(case)
 
 
-@every_strategy
-def test_shared_gradients_are_sums_over_the_members(strategy):
-    models, loss, params, buffers, batch = prepared(NORMED)
-    patterns = ["0.*", "5.weight"]
-    given = share(params, buffers, patterns)
-    for model in models[1:]:
-        model[0].load_state_dict(models[0][0].state_dict())
-        model[5].weight.data.copy_(models[0][5].weight)
-    compute = ensemble_grad(loss, strategy=strategy, shared=patterns)
-    weights = torch.tensor([0.5, 1.0, 3.0, 2.0], dtype=torch.float64)
-    result = compute(*given, *batch, loss_scale=weights)
-    expected, _ = gradients(models, NORMED.run, [batch] * MEMBERS, weights)
-    for name in ("0.weight", "5.weight"):
-        expected[name] = expected[name].sum(0)
-    assert_exact(result.grads, expected, EXACT)
-    given = share(params, buffers, list(params))  # all, where buffers are not
-    result = ensemble_grad(loss, strategy=strategy, shared=list(params))(*given, *batch)
-    expected, _ = gradients(models[:1], NORMED.run, [batch])
-    expected = {name: MEMBERS * grad[0] for name, grad in expected.items()}
-    assert_exact(result.grads, expected, EXACT)
+PATTERNS = {"normed": ["0.*", "5.weight"], "counts": ["last.*"]}
 
 
 @every_strategy
-def test_the_loss_scale_is_in_the_gradients_and_not_in_the_losses(strategy):
-    models, loss, params, buffers, batch = prepared(MLP)
-    compute = ensemble_grad(loss, strategy=strategy)
-    for scale in (0.1, torch.tensor(8.0), torch.tensor([0.0, 1.0, 2.0**15, 3.0])):
-        weights = torch.as_tensor(scale, dtype=torch.float64).expand(MEMBERS)
-        result = compute(params, buffers, *batch, loss_scale=scale)
-        expected = gradients(models, MLP.run, [batch] * MEMBERS, weights)
-        assert_exact((result.grads, result.losses), expected, EXACT)
-        assert {grad.dtype for grad in result.grads.values()} == {torch.float64}
+@pytest.mark.parametrize("name", PATTERNS)
+def test_shared_gradients_are_sums_over_the_members(name, strategy):
+    case = CASES[name]
+    models, loss, params, buffers, batch = prepared(case)
+    whole, weights = set(), torch.tensor([0.5, 1.0, 3.0, 2.0], dtype=torch.float64)
+    for patterns in (PATTERNS[name], list(params)):  # all, where buffers are not
+        given = share(params, buffers, patterns)
+        whole |= {n for n, value in given[0].items() if value is not params[n]}
+        first = dict(models[0].named_parameters())
+        for model in models[1:]:
+            for key in whole:
+                model.get_parameter(key).data.copy_(first[key])
+        compute = ensemble_grad(loss, strategy=strategy, shared=patterns)
+        result = compute(*given, *batch, loss_scale=weights)
+        expected, _ = gradients(models, case.run, [batch] * MEMBERS, weights)
+        expected |= {n: expected[n].sum(0) for n in whole}
+        assert_exact(result.grads, expected, EXACT)
 
 
 def quadratic(params, buffers, x):

@@ -55,19 +55,6 @@ def test_aux_and_scales_keep_the_order_of_members(strategy):
 
 
 @every_strategy
-def test_shared_entries_are_shared_by_groups(strategy):
-    models, fmodel, params, buffers = built(ONCE)
-    for model in models[1:]:
-        model.last.load_state_dict(models[0].last.state_dict())
-    given = share(params, buffers, ["last.*"])
-    loss = vgrad.batch_loss(fmodel, F.mse_loss)
-    compute = ensemble_grad(loss, strategy=strategy, shared=["last.*"])
-    expected, _ = gradients(models, ONCE.run, [(X, Y)] * MEMBERS)
-    expected |= {n: g.sum(0) for n, g in expected.items() if n.startswith("last")}
-    assert_exact(compute(*given, X, Y).grads, expected, EXACT)
-
-
-@every_strategy
 def test_groups_may_not_leave_several_values_in_a_shared_buffer(strategy):
     _, fmodel, params, buffers = built(COUNTS)
     params, buffers = share(params, buffers, ["ways"])

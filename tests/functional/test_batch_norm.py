@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -6,45 +8,33 @@ from torch.nn import functional as F
 import vgrad
 from tests import losses, oracle
 
-STRATEGIES = ("vmap", "loop")
+D = torch.float64
+FMODEL, PARAMS, BUFFERS = vgrad.make_functional_with_buffers(nn.BatchNorm1d(2))
+TEXTS = [
+    "FMODEL(PARAMS, BUFFERS, x)",
+    "nn.BatchNorm1d(2, track_running_stats=False)(x)",
+    "F.batch_norm(x, None, None, training=True)",
+    "torch.batch_norm(x, *(None,) * 4, True, 0.1, 1e-5, False)",
+    "torch.native_batch_norm(x, *(None,) * 4, True, 0.1, 1e-5)[0]",
+    "torch.ops.aten.native_batch_norm(x, *(None,) * 4, True, 0.1, 1e-5)[0]",
+]
 
 
 def batch(size=3):
-    return torch.randn(size, 2, 6, 6), torch.randint(3, (size,))
+    return torch.randn(size, 2, 6, 6, dtype=D), torch.randint(3, (size,))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("track", [True, False])
-def test_batch_statistics_are_refused_at_the_op(strategy, track):
-    model = nn.Sequential(nn.BatchNorm2d(2, track_running_stats=track), nn.Flatten())
-    model.append(nn.Linear(72, 3))
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
-    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
-    for transform in (vgrad.per_sample_grad, vgrad.per_sample_norm):
-        with pytest.raises(
-            ValueError, match=r"no per-sample gradient.*replace_batch_norm"
-        ):
-            transform(loss, strategy=strategy)(params, buffers, *batch())
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    "text",
-    [
-        "F.batch_norm(x, None, None, training=True)",
-        "torch.batch_norm(x, *(None,) * 4, True, 0.1, 1e-5, False)",
-        "torch.native_batch_norm(x, *(None,) * 4, True, 0.1, 1e-5)[0]",
-        "torch.ops.aten.native_batch_norm(x, *(None,) * 4, True, 0.1, 1e-5)[0]",
-    ],
-)
-def test_batch_statistics_are_refused_in_losses_written_by_hand(strategy, text):
+@pytest.mark.parametrize("strategy", ["vmap", "loop"])
+@pytest.mark.parametrize("text", TEXTS)
+def test_batch_statistics_are_refused_at_the_op(strategy, text):
     def loss(params, buffers, x):
         x = x[None] * params["scale"]
         return eval(text, globals() | {"x": x}).square().sum()
 
-    compute = vgrad.clipped_grad(loss, max_norm=1.0, strategy=strategy)
-    with pytest.raises(ValueError, match="batch statistics"):
-        compute({"scale": torch.ones(())}, {}, torch.randn(3, 2, 4))
+    for transform in (vgrad.per_sample_norm, partial(vgrad.clipped_grad, max_norm=1.0)):
+        compute = transform(loss, strategy=strategy)
+        with pytest.raises(ValueError, match=r"no per-sample gradient.*replace_batch"):
+            compute({"scale": torch.ones(())}, {}, torch.randn(3, 2, 4))
 
 
 class Standardised(nn.Conv2d):
@@ -58,24 +48,19 @@ class Standardised(nn.Conv2d):
 
 @pytest.mark.parametrize("strategy", ["auto", "recorded", "vmap"])
 def test_statistics_of_a_weight_are_none_of_the_batch(strategy):
-    model = nn.Sequential(Standardised(2, 3, 3), nn.Flatten()).double()
-    model.append(nn.Linear(48, 3, dtype=torch.float64))
-    model.register_parameter("unused", nn.Parameter(torch.ones(2).double()))
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
-    x, y = batch()
-    given = x.double(), y
-    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
-    found = vgrad.per_sample_grad(loss, strategy=strategy)(params, buffers, *given)
-    expected = oracle.model_gradients(
-        model, lambda m, x, y: F.cross_entropy(m(x), y), given, 3
-    )
-    oracle.assert_exact(found, expected, 1e-12)
+    model = nn.Sequential(Standardised(2, 3, 3), nn.Flatten(), nn.Linear(48, 3)).to(D)
+    model.register_parameter("unused", nn.Parameter(torch.ones(2, dtype=D)))
+    loss, *values = losses.of_model(model)
+    given = batch()
+    found = vgrad.per_sample_grad(loss, strategy=strategy)(*values, *given)
+    run = lambda m, x, y: F.cross_entropy(m(x), y)  # noqa: E731
+    oracle.assert_exact(found, oracle.model_gradients(model, run, given, 3), 1e-12)
     with pytest.raises(ValueError, match="batch statistics"):
-        vgrad.per_sample_grad(loss, strategy="loop")(params, buffers, *given)
+        vgrad.per_sample_grad(loss, strategy="loop")(*values, *given)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, None])
-@pytest.mark.parametrize("strategy", ["recorded", "vmap", "loop"])
+@pytest.mark.parametrize("strategy", losses.STRATEGIES)
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
 def test_the_gradient_of_one_evaluated_sample_is_right(norm, strategy, chunk_size):
     """Plain autograd has it wrong on a CPU, but right for two copies of a sample."""
@@ -85,8 +70,8 @@ def test_the_gradient_of_one_evaluated_sample_is_right(norm, strategy, chunk_siz
         return tokens.mean(1).pow(3).sum(1).mean()
 
     norm = norm(4, affine=True, track_running_stats=True)
-    model = nn.Sequential(nn.Conv2d(2, 4, 3), norm).double().eval()
-    x = batch()[0].double()
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), norm).to(D).eval()
+    x = batch()[0]
     copies = torch.stack([x, x], 1)
     expected = oracle.model_gradients(
         model, lambda m, x: means(m, x.squeeze(0)), (copies,), 3
@@ -101,8 +86,7 @@ def test_the_gradient_of_one_evaluated_sample_is_right(norm, strategy, chunk_siz
 
 
 def test_replace_batch_norm_gives_a_copy_that_works():
-    torch.manual_seed(0)
-    shared = nn.BatchNorm2d(4)
+    shared = nn.BatchNorm2d(4, dtype=D)
     model = nn.Sequential(
         nn.Conv2d(2, 4, 3), shared, nn.ReLU(), nn.Conv2d(4, 4, 1), shared, nn.Flatten()
     )
@@ -113,39 +97,21 @@ def test_replace_batch_norm_gives_a_copy_that_works():
     assert isinstance(replaced[1], nn.GroupNorm)
     assert replaced[4] is replaced[1]
     assert torch.equal(replaced[1].weight, shared.weight)
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(replaced)
-    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
-    x, y = batch()
-    found = vgrad.per_sample_grad(loss)(params, buffers, x, y)
-    expected = vgrad.per_sample_grad(loss, strategy="loop")(params, buffers, x, y)
-    for name, grad in found.items():
-        torch.testing.assert_close(grad, expected[name], atol=1e-5, rtol=1e-4)
-    assert bool(found["7.weight"].any())
+    loss, params, buffers = losses.of_model(replaced)
+    losses.assert_quantities(loss, params, batch(), buffers=buffers, tolerance=1e-9)
 
 
-def test_no_group_is_left_with_a_single_number():
+def test_settings_of_the_layer_are_kept_and_no_group_has_a_single_number():
     for channels in (1, 2, 3, 16, 32, 48, 64):
         norm = vgrad.replace_batch_norm(nn.BatchNorm2d(channels))
         assert channels == 1 or channels // norm.num_groups >= 2
     assert vgrad.replace_batch_norm(nn.BatchNorm1d(16)).num_groups == 1
-
-
-def test_settings_of_the_layer_are_kept():
-    layer = nn.BatchNorm2d(8, eps=0.1, affine=False, dtype=torch.float64).eval()
+    layer = nn.BatchNorm2d(8, eps=0.1, affine=False).eval()
     norm = vgrad.replace_batch_norm(layer)
     assert (norm.eps, norm.affine, norm.training) == (0.1, False, False)
-    layer = nn.BatchNorm2d(8, dtype=torch.float64)
-    layer.weight.requires_grad_(False)
-    norm = vgrad.replace_batch_norm(layer)
-    assert norm.weight.dtype == torch.float64
-    assert not norm.weight.requires_grad
-
-
-def test_evaluation_mode_is_not_refused():
-    model = losses.batch_norm_evaluated()
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
-    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
-    assert vgrad.per_sample_norm(loss)(params, buffers, *batch()).shape == (3,)
+    layer = nn.BatchNorm2d(8, dtype=D).requires_grad_(False)
+    weight = vgrad.replace_batch_norm(layer).weight
+    assert (weight.dtype, weight.requires_grad) == (D, False)
 
 
 def test_layers_that_do_more_are_refused():

@@ -4,7 +4,7 @@ import itertools
 import pickle
 import random
 import types
-import weakref
+import weakref  # noqa: F401, in a text below
 from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -152,23 +152,16 @@ def test_a_call_changes_nothing_it_is_given(model, x):
 
 
 def test_an_input_is_copied_only_for_modules_that_might_write_into_it():
-    class Writes(nn.Module):
-        def forward(self, x):
-            return x.add_(1)
-
-    def writes(a, b):
-        return a.add_(1).norm(dim=-1)
-
+    distance = lambda a, b: a.add_(1).norm(dim=-1)  # noqa: E731
     x = torch.zeros(3)
-    for model, same in (
-        (nn.Sequential(nn.Identity()), True),
-        (nn.Sequential(nn.Identity(), nn.ReLU(inplace=True)), False),
-        (Writes(), False),
-        (nn.TripletMarginWithDistanceLoss(distance_function=writes), False),
+    for model, inputs, same in (
+        (nn.Sequential(nn.Identity()), 1, True),
+        (nn.Sequential(nn.Identity(), nn.ReLU(inplace=True)), 1, False),
+        (losses.Pick(lambda x: x.add_(1)), 1, False),
+        (nn.TripletMarginWithDistanceLoss(distance_function=distance), 3, False),
     ):
         fmodel, params, buffers = split(model)
-        inputs = [x] * (3 if isinstance(model, nn.TripletMarginWithDistanceLoss) else 1)
-        assert (fmodel(params, buffers, *inputs) is x) == same
+        assert (fmodel(params, buffers, *[x] * inputs) is x) == same
         assert not x.any()
 
 
@@ -183,13 +176,14 @@ def test_call_and_update_returns_buffers_changed_in_place_and_bound_anew():
         assert buffers["added"].tolist() == buffers["bound"].tolist() == [0, 0]
 
 
-def test_a_failing_call_leaves_nothing_behind():
-    class Fails(Counter):
-        def forward(self, x):
-            super().forward(x)
-            self.extra = nn.Parameter(x)
-            raise RuntimeError("halfway")
+class Fails(Counter):
+    def forward(self, x):
+        super().forward(x)
+        self.extra = nn.Parameter(x)
+        raise RuntimeError("halfway")
 
+
+def test_a_failing_call_leaves_nothing_behind():
     fmodel, params, buffers = split(Fails())
     before = bits(buffers)
     for _ in range(2):
@@ -297,19 +291,19 @@ def test_a_forward_pass_that_writes_into_a_parameter_has_not_done_so(
 
 
 def test_a_forward_pass_may_write_into_what_is_its_own():
-    class Writes(nn.Linear):
-        def forward(self, x):
-            own = self.weight.clone()
-            own.clamp_(0, 1).detach().requires_grad_()
-            with torch.no_grad():
-                x.add_(self.weight[0])
-                torch.add(x, self.bias, out=x)
-                x.addmm_(x, self.weight)
-                F.batch_norm(x, *self.weight, training=False)
-            self.calls.add_(1)
-            return F.linear(x, own, self.bias)
+    def forward(self, x):
+        own = self.weight.clone()
+        own.clamp_(0, 1).detach().requires_grad_()
+        with torch.no_grad():
+            x.add_(self.weight[0])
+            torch.add(x, self.bias, out=x)
+            x.addmm_(x, self.weight)
+            F.batch_norm(x, *self.weight, training=False)
+        self.calls.add_(1)
+        return F.linear(x, own, self.bias)
 
-    model = Writes(2, 2)
+    parts = {"weight": torch.randn(2, 2), "bias": torch.randn(2)}
+    model = losses.Net(forward, **parts)
     model.register_buffer("calls", torch.zeros(()))
     fmodel, params, buffers = split(model)
     x = torch.randn(3, 2)
@@ -469,52 +463,59 @@ def test_to_module_returns_an_independent_module_with_new_values():
     rebuilt = fmodel.to_module(doubled, buffers)
     x = torch.randn(5, 2, 3)
     torch.testing.assert_close(rebuilt(x), fmodel(doubled, buffers, x))
-    assert not torch.allclose(rebuilt(x), model(x))
     assert all(parameter.requires_grad for parameter in rebuilt.parameters())
     with torch.no_grad():
         rebuilt[2].weight.zero_()
     assert bool(doubled["2.weight"].any())
 
 
-def test_copy_to_writes_all_or_nothing():
-    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+def replacing(name, value):
+    def change(model):
+        setattr(model, name, value(model))
+
+    return change
+
+
+MEMORY = "memory of their own, got one in 'bias'"
+TARGETS = [
+    (replacing("bias", lambda m: None), "copy_to_.*unexpected: 'bias'"),
+    (replacing("bias", lambda m: nn.Parameter(torch.zeros(1).expand(2))), MEMORY),
+    (replacing("bias", lambda m: nn.Parameter(m.bias.to("meta"))), MEMORY),
+    (replacing("other", lambda m: m.weight), "one value for 'other'"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), TARGETS)
+def test_copy_to_writes_all_or_nothing(change, message):
+    model = nn.Linear(2, 2)
+    model.other = nn.Parameter(torch.ones(2, 2))
     fmodel, params, buffers = split(model)
-    new = {name: torch.full_like(value, 5) for name, value in params.items()}
-    other = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2, affine=False))
-    before = bits(other.state_dict())
-    with pytest.raises(ValueError, match=r"copy_to_.*unexpected: '1.bias', '1.weight'"):
-        fmodel.copy_to_(other, new, buffers)
-    assert unchanged(other.state_dict(), before)
+    new = {n: torch.rand_like(value) for n, value in params.items()}
     fmodel.copy_to_(model, new, buffers)
-    assert all(bool((parameter == 5).all()) for parameter in model.parameters())
+    assert unchanged(dict(model.named_parameters()), new)
+    change(model)
+    with pytest.raises(ValueError, match=message):
+        fmodel.copy_to_(model, params, buffers)
+    assert torch.equal(model.weight, new["weight"])
 
 
-def test_write_grads_drives_a_torch_optimizer():
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    fmodel, params, buffers = split(model)
-    x, y = torch.randn(4, 3), torch.randint(2, (4,))
-    loss = vgrad.batch_loss(fmodel, F.cross_entropy)
-    grads = vgrad.grad(loss)(params, buffers, x, y)
-    expected = copy.deepcopy(model)
-    F.cross_entropy(expected(x), y).backward()
+def test_write_grads_copies_forgets_old_ones_and_names_strangers():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].bias = nn.Parameter(torch.ones(2, 2))
+    model[1].bias.grad = torch.ones(2)
+    grads = {"0.weight": torch.ones(2, 3, dtype=torch.float64)}
     vgrad.write_grads_(model, grads)
-    for each in (model, expected):
-        torch.optim.SGD(each.parameters(), lr=0.1).step()
-    torch.testing.assert_close(model.state_dict(), expected.state_dict())
-    model.weight.grad.zero_()
-    assert bool(grads["weight"].any())
-
-
-def test_write_grads_forgets_old_ones_and_names_strangers():
-    model = nn.Linear(3, 2)
-    model(torch.ones(1, 3)).sum().backward()
-    vgrad.write_grads_(model, {"weight": torch.ones(2, 3)})
-    assert model.bias.grad is None
-    with pytest.raises(ValueError, match="'other'"):
-        vgrad.write_grads_(model, {"other": torch.ones(2, 3)})
-    with pytest.raises(ValueError, match=r"\(2, 3\) in 'weight', got \(3,\)"):
-        vgrad.write_grads_(model, {"weight": torch.ones(3)})
+    assert model[1].bias.grad is None
+    assert torch.equal(model[0].weight.grad.mul_(2), torch.full((2, 3), 2.0))
+    assert torch.equal(grads["0.weight"], torch.ones(2, 3).double())
+    tied = dict.fromkeys(("0.bias", "1.weight"), torch.ones(2, 2))
+    for wrong, message in (
+        ({"other": torch.ones(2, 3)}, "'other'"),
+        ({"0.weight": torch.ones(3)}, r"\(2, 3\) in '0.weight', got \(3,\)"),
+        (tied, "one gradient for each parameter"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            vgrad.write_grads_(model, wrong)
 
 
 def test_a_functional_model_can_be_copied_and_pickled():
@@ -598,27 +599,6 @@ def test_placeholders_raise_instead_of_computing(name):
         fmodel(params, buffers, torch.ones(1, 4).double())
 
 
-def holding(held):
-    return lambda module, args, out: out @ held["w"]
-
-
-@pytest.mark.parametrize(
-    "holds",
-    [
-        lambda m, part: lambda module, args, out: out @ part,
-        lambda m, part: lambda module, args, out, held=[part]: out @ held[0],
-        lambda m, part: lambda module, args, out, *, held=(part,): out @ held[0],
-        lambda m, part: holding({"w": part}),
-    ],
-)
-@pytest.mark.parametrize("part", [lambda w: w, lambda w: w[:], lambda w: w.data.t()])
-def test_functions_that_close_over_a_part_of_a_weight_are_refused(holds, part):
-    model = nn.Linear(2, 2)
-    model.register_forward_hook(holds(model, part(model.weight)))
-    with pytest.raises(TypeError, match="'_forward_hooks' whose closure holds a part"):
-        split(model)
-
-
 @pytest.mark.parametrize(
     "hook",
     [
@@ -669,43 +649,18 @@ def test_parameters_of_two_kinds_stay_trainable():
     assert all(each.requires_grad for each in module.parameters())
 
 
-def test_copy_to_refuses_what_it_cannot_write():
-    model = nn.Linear(2, 2)
-    fmodel, params, buffers = split(model)
-    before = model.weight.detach().clone()
-    for bias in (torch.zeros(1).expand(2), torch.zeros(2, device="meta")):
-        model.bias = nn.Parameter(bias)
-        with pytest.raises(ValueError, match="memory of their own, got one in 'bias'"):
-            fmodel.copy_to_(model, {n: p + 1 for n, p in params.items()}, buffers)
-        assert torch.equal(model.weight, before)
-
-
-def test_copy_to_refuses_two_values_for_what_the_target_ties():
-    source = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    target = copy.deepcopy(source)
-    target[1].weight = target[0].weight
-    fmodel, params, buffers = split(source)
-    with pytest.raises(ValueError, match="one value for '1.weight'"):
-        fmodel.copy_to_(target, params, buffers)
-    grads = {"0.weight": torch.ones(2, 2), "1.weight": torch.ones(2, 2)}
-    with pytest.raises(ValueError, match="one gradient for each parameter"):
-        vgrad.write_grads_(target, grads)
-
-
-class Keeps(nn.Module):
-    """A forward pass that multiplies by what it holds beside its weight."""
-
-    def __init__(self, keep, use=lambda held: held, anew=None):
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(4, 4))
-        self.register_buffer("b", torch.randn(4, 4))
-        self.anew, self.use = anew, use
-        self.held = keep(self)
+def keeping(keep, use="held", anew="self.held"):
+    """Make a model that multiplies by an object beside its weight, in three texts."""
 
     def forward(self, x):
-        if self.anew is not None:
-            self.held = self.anew(self)
-        return x @ self.use(self.held) + (x @ self.w + self.b[0]).sin()
+        self.held = eval(anew, {"self": self})
+        held = eval(use, globals() | {"held": self.held})
+        return x @ held + (x @ self.w + self.b[0]).sin()
+
+    model = losses.Net(forward, w=torch.randn(4, 4))
+    model.register_buffer("b", torch.randn(4, 4))
+    model.held = eval(keep, globals() | {"m": model})
+    return model
 
 
 def unregistered(weight):
@@ -736,10 +691,7 @@ EXACT = {"strategy": "loop"}, {"strategy": "vmap"}, {"strategy": "recorded"}
 
 @pytest.mark.parametrize(("keep", "use"), KEPT)
 def test_what_would_not_follow_a_parameter_cannot_be_used(keep, use):
-    model = Keeps(
-        lambda m: eval(keep, globals() | {"m": m}),
-        lambda held: eval(use, globals() | {"held": held}),
-    )
+    model = keeping(keep, use)
     fmodel, params, buffers = split(model)
     x = torch.randn(3, 4)
     for each in (fmodel, copy.deepcopy(fmodel), fmodel.eval()):
@@ -757,11 +709,8 @@ def test_what_would_not_follow_a_parameter_cannot_be_used(keep, use):
 
 @pytest.mark.parametrize("keep", ["m.w.t()", "m.w.detach().t()", "(m.w * 2,)", "None"])
 def test_what_each_forward_pass_computes_anew_follows(keep):
-    anew = {"use": lambda held: held[0], "anew": lambda m: [m.w.t()]}
-    model = Keeps(lambda m: eval(keep, globals() | {"m": m}), **anew)
-    x = torch.randn(3, 4)
+    model, x = keeping(keep, "held[0]", "[self.w.t()]"), torch.randn(3, 4)
     model(x)
-    model.anew(model)
     fmodel, params, buffers = split(model)
     doubled = {"w": (2 * params["w"]).detach()}
     expected = x @ doubled["w"].t() + (x @ doubled["w"] + buffers["b"][0]).sin()
@@ -786,46 +735,16 @@ OTHER = torch.ones(4, 4, requires_grad=True)
 
 
 @pytest.mark.parametrize(
-    "model",
-    [
-        Keeps(lambda m: m.w.detach().clone()),
-        Keeps(lambda m: (OTHER * 2,), lambda held: held[0]),
-    ],
+    ("keep", "use"), [("m.w.detach().clone()", "held"), ("(OTHER * 2,)", "held[0]")]
 )
-def test_constants_stay_constants(model):
-    x = torch.randn(3, 4)
+def test_constants_stay_constants(keep, use):
+    model, x = keeping(keep, use), torch.randn(3, 4)
     fmodel, params, buffers = split(model)
     output, expected = fmodel(params, buffers, x), model(x)
     torch.testing.assert_close(output, expected)
     output.sum().backward(retain_graph=True)
     expected.sum().backward()
     torch.testing.assert_close(params["w"].grad, model.w.grad)
-
-
-def stacked(model):
-    return vgrad.stack([nn.Linear(4, model.out_features), model])
-
-
-MAKE = [split, vgrad.make_functional, stacked]
-
-
-def twice(model):
-    """Two parameters on one memory."""
-    model.other = nn.Parameter(model.weight)
-
-
-def overlapping(model):
-    """A buffer that sees every second column of the weight."""
-    model.register_buffer("columns", model.weight.detach()[:, ::2])
-
-
-@pytest.mark.parametrize("tie", [twice, overlapping])
-@pytest.mark.parametrize("function", MAKE)
-def test_tensors_on_one_memory_are_refused(function, tie):
-    model = nn.Linear(4, 4)
-    tie(model)
-    with pytest.raises(TypeError, match="memory of their own.*'weight', '"):
-        function(model)
 
 
 def test_whether_views_overlap_is_counted_without_memory():
@@ -869,83 +788,19 @@ def test_views_overlap_where_brute_force_says_so():
     assert seen == {False, True}
 
 
-def masked(weight):
-    mask = torch.eye(4)
-    weight.register_hook(lambda grad: grad * mask)
-
-
-class Masked(nn.Module):
-    """What a hook that masks the gradient does, as a parametrization."""
-
-    def forward(self, weight):
-        mask = torch.eye(4)
-        return weight * mask + (weight - weight * mask).detach()
-
-
-@pytest.mark.parametrize(
-    "hook",
-    [masked, lambda weight: weight.register_post_accumulate_grad_hook(lambda p: None)],
-)
-@pytest.mark.parametrize("function", [*MAKE, vgrad.replace_batch_norm])
-def test_hooks_of_parameters_are_refused(function, hook):
-    model = nn.Linear(4, 2)
-    handle = hook(model.weight)
-    with pytest.raises(TypeError, match=r"hooks.* on 'weight'.*handle.remove\(\)"):
-        function(model)
-    if handle is not None:
-        handle.remove()
-        function(model)
-
-
-def sum_of_gradients(model, options):
-    fmodel, params, buffers = split(model)
-    loss = vgrad.sample_loss(fmodel, lambda output, target: output.sin().sum())
-    grads = vgrad.per_sample_grad(loss, **options)(params, buffers, X, X)
-    return {name: grad.sum(0) for name, grad in grads.items()}
-
-
 @pytest.mark.parametrize("options", EXACT)
 def test_a_parametrization_does_what_a_hook_did(options):
-    hooked, model = nn.Linear(4, 4), nn.Linear(4, 4)
-    hooked.load_state_dict(model.state_dict())
-    masked(hooked.weight)
-    hooked(X).sin().sum().backward()
-    nn.utils.parametrize.register_parametrization(model, "weight", Masked())
-    found = sum_of_gradients(model, options)["parametrizations.weight.original"]
+    """It masks the gradient."""
+    model, x, mask = nn.Linear(4, 4).double(), losses.randn(3, 4), torch.eye(4).double()
+    hooked = copy.deepcopy(model)
+    hooked.weight.register_hook(lambda grad: grad * mask)
+    hooked(x).sin().sum().backward()
+    masked = losses.Pick(lambda w: w * mask + (w - w * mask).detach())
+    nn.utils.parametrize.register_parametrization(model, "weight", masked)
+    loss, *values = losses.of_model(model, lambda output, target: output.sin().sum())
+    found = vgrad.per_sample_grad(loss, **options)(*values, x, x)
+    found = found["parametrizations.weight.original"].sum(0)
     torch.testing.assert_close(found, hooked.weight.grad)
-
-
-X = torch.randn(3, 4)
-
-
-class HookedOnce(nn.Module):
-    """Registers a hook at its first call, as libraries do that record outputs."""
-
-    def __init__(self, register):
-        super().__init__()
-        self.body = nn.Linear(2, 2)
-        self.register = register
-        self.ready = False
-
-    def forward(self, x):
-        if not self.ready:
-            getattr(self.body, self.register)(lambda *given: 2 * given[-1][0])
-            self.ready = True
-        return self.body(x)
-
-
-@pytest.mark.parametrize(
-    "register", ["register_forward_hook", "register_forward_pre_hook"]
-)
-def test_hooks_of_the_forward_pass_end_with_it(register):
-    model = HookedOnce(register)
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
-    x = torch.randn(3, 2)
-    found = [fmodel(params, buffers, x) for _ in range(3)]
-    expected = model(x)
-    assert all(torch.equal(each, expected) for each in found)
-    again = vgrad.make_functional_with_buffers(model)  # with the hook from the start
-    assert all(torch.equal(again[0](*again[1:], x), expected) for _ in range(2))
 
 
 class Frozen(OrderedDict):
@@ -975,56 +830,61 @@ def test_compiled_code_of_a_module_is_left_out():
     assert torch.equal(fmodel(params, buffers, x), model.forward(x))
 
 
-def with_sparse_buffer():
-    model = nn.Linear(2, 2)
-    model.register_buffer("graph", torch.eye(2).to_sparse())
-    return model
-
-
-def bound(kind):
-    model = nn.Linear(2, 2)
-    model.held = kind(model.weight)
-    return model
-
-
-def closing_over_itself():
-    model = nn.Linear(2, 2)
-    original = model.forward
-    model.forward = lambda x: original(x) * 2
-    return model
-
-
-def closing_over_another():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[0].register_forward_hook(lambda module, args, out: out @ model[1].weight)
-    return model
-
-
-def scripted():
-    return nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
-
-
-def traced():
-    return nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), nn.ReLU())
-
-
-REFUSED = [
-    (lambda: "text", "plain"),
-    (lambda: nn.LazyLinear(3), "lazy ones in 'bias', 'weight'"),
-    (lambda: nn.DataParallel(nn.Linear(2, 2)), "wrapped"),
-    (lambda: torch.compile(nn.Linear(2, 2)), "before it was scripted, compiled or"),
-    (lambda: bound(lambda weight: weight.exp), "one in 'held' that holds a part"),
-    (lambda: bound(weakref.ref), "one in 'held' that holds a part"),
-    (with_sparse_buffer, "dense tensors, got sparse ones in 'graph'. Register"),
-    (scripted, "can be exchanged, got modules of torch.jit in '0'. Use them as they"),
-    (traced, "got modules of torch.jit in '0'"),
-    (closing_over_itself, "'forward' whose closure holds a part"),
-    (closing_over_another, r"'0._forward_hooks' whose closure"),
+SCRIPT = "can be exchanged, got modules of torch.jit in '0'. Use them as they"
+MODELS = [
+    ("'text'", "plain"),
+    ("nn.LazyLinear(3)", "lazy ones in 'bias', 'weight'"),
+    ("nn.DataParallel(nn.Linear(2, 2))", "wrapped"),
+    ("torch.compile(nn.Linear(2, 2))", "before it was scripted, compiled or"),
+    ("nn.Sequential(torch.jit.script(nn.Linear(2, 2)))", SCRIPT),
+    ("nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)))", SCRIPT),
 ]
+MEMORY = "memory of their own.*'weight', '"
+HOOKS = r"hooks.* on 'weight'.*handle.remove\(\)"
+CHANGES = [  # of a layer `m`
+    ("setattr(m, 'held', m.weight.exp)", "one in 'held' that holds a part"),
+    ("setattr(m, 'held', weakref.ref(m.weight))", "one in 'held' that holds a part"),
+    ("m.register_buffer('a', torch.eye(2).to_sparse())", "got sparse ones in 'a'. Reg"),
+    ("setattr(m, 'other', nn.Parameter(m.weight))", MEMORY),
+    ("m.register_buffer('a', m.weight.detach()[:, ::2])", MEMORY),
+    ("m.weight.register_hook(torch.neg)", HOOKS),
+    ("m.weight.register_post_accumulate_grad_hook(torch.neg)", HOOKS),
+    (
+        "(lambda f: setattr(m, 'forward', lambda x: f(x) * 2))(m.forward)",
+        "'forward' whose closure holds a part",
+    ),
+    (
+        "(lambda w: setattr(w, 'total', lambda: w.sum()))(m.weight)",
+        r"'weight\.total' whose closure holds",
+    ),
+    *[
+        (
+            f"m.register_forward_hook((lambda part: {hook})({part}))",
+            "'_forward_hooks' whose closure holds a part",
+        )
+        for part in ("m.weight", "m.weight[:]", "m.weight.data.t()", "m")
+        for hook in (
+            "lambda module, args, out: out @ part",
+            "lambda module, args, out, held=[part]: out @ held[0]",
+            "lambda module, args, out, *, held=(part,): out @ held[0]",
+            "(lambda held: lambda module, args, out: out @ held['w'])({'w': part})",
+        )
+    ],
+]
+MAKE = [split, vgrad.make_functional, lambda model: vgrad.stack([model, model])]
+MAKE += [vgrad.replace_batch_norm]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize(("make", "message"), REFUSED)
-def test_models_that_cannot_be_split_are_refused(make, message):
-    with pytest.raises(TypeError, match=message):
-        split(make())
+@pytest.mark.parametrize(("text", "message"), MODELS + CHANGES)
+def test_models_that_cannot_be_split_are_refused(text, message):
+    layer = nn.Linear(2, 2)
+    made = eval(text, globals() | {"m": layer})
+    model = made if (text, message) in MODELS else layer
+    for function in MAKE if message in (MEMORY, HOOKS) else MAKE[:1]:
+        with pytest.raises(TypeError, match=message):
+            function(model)
+    if "register_hook" in text:
+        made.remove()
+        for function in MAKE:
+            function(model)

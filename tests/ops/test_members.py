@@ -79,12 +79,9 @@ def forms(function, dims, *tensors, **options):
     return told
 
 
-@pytest.mark.parametrize(
-    "dims", [d for n in (3, 2) for d in product((0, None), repeat=n) if 0 in d]
+SHARED = st.sampled_from(
+    [d for n in (3, 2) for d in product((0, None), repeat=n) if 0 in d]
 )
-@by_choice
-def test_linear_equals_the_loop_whatever_members_share(dims, chosen):
-    check(F.linear, dims, *own(*LINEAR, dims=dims), chosen=chosen)
 
 
 @given(
@@ -92,18 +89,19 @@ def test_linear_equals_the_loop_whatever_members_share(dims, chosen):
     rows=st.lists(st.integers(0, 3), max_size=3),
     width=st.integers(0, 3),
     outputs=st.integers(0, 3),
-    shared=st.booleans(),
-    dim=st.integers(0, 1),
+    shared=SHARED,
+    last=st.booleans(),
+    chosen=st.booleans(),
 )
-@examples(60)
-def test_linear_takes_all_shapes(members, rows, width, outputs, shared, dim):
-    x = random(*rows, width) if shared else random(members, *rows, width)
-    weight = random(members, outputs, width).movedim(0, dim)
-    dims = (None if shared else 0, dim, -1)
-    bias = random(members, outputs).mT
-    found = mapped(F.linear, dims, x, weight, bias)
-    expected = looped(F.linear, dims, x, weight, bias)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+@examples(100)
+def test_linear_takes_all_shapes(members, rows, width, outputs, shared, last, chosen):
+    shapes = (*rows, width), (outputs, width), (outputs,)
+    dims = tuple(None if dim is None else -1 if last else 0 for dim in shared)
+    tensors = [
+        random(*shape) if dim is None else random(members, *shape).movedim(0, dim)
+        for shape, dim in zip(shapes, dims, strict=False)
+    ]
+    check(F.linear, dims, *tensors, chosen=chosen)
 
 
 def test_a_bias_of_one_number_is_added_everywhere():
@@ -121,30 +119,6 @@ def test_arguments_may_have_names():
     assert forms(named, (0, 0, 0), *own(*LINEAR)) == [("linear", "baddbmm")]
 
 
-OPTIONS = {
-    "plain": {},
-    "strided": {"stride": 2},
-    "padded": {"padding": 1},
-    "dilated": {"dilation": 2},
-    "same": {"padding": "same"},
-    "same, even and dilated": {"padding": "same", "dilation": 2},
-    "valid": {"padding": "valid"},
-    "groups": {"groups": 2},
-    "all": {"stride": 2, "padding": 2, "dilation": 2, "groups": 2},
-}
-
-
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@pytest.mark.parametrize("name", OPTIONS)
-@by_space
-def test_convolutions_take_every_option(space, name):
-    channels = 4 // OPTIONS[name].get("groups", 1)
-    tensors = own((2, 4, *[5] * space), (6, channels, *[2] * space), (6,))
-    convolve = partial(CONVOLUTIONS[space - 1], **OPTIONS[name])
-    check(convolve, (0, 0, 0), *tensors)
-    check(convolve, (0, 0), *tensors[:2])
-
-
 @by_space
 @by_choice
 def test_convolutions_equal_the_loop_whatever_members_share(space, chosen):
@@ -159,24 +133,35 @@ def test_convolutions_equal_the_loop_whatever_members_share(space, chosen):
         check(plain, dims, *own(*single, dims=dims), chosen=chosen)
 
 
+sizes = lambda low, high: st.tuples(*[st.integers(low, high)] * 3)  # noqa: E731
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @given(
     members=st.integers(1, 3),
     batch=st.integers(1, 3),
     groups=st.integers(1, 2),
-    kernel=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    stride=st.tuples(st.integers(1, 2), st.integers(1, 3)),
-    padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    space=st.integers(1, 3),
+    kernel=sizes(1, 3),
+    stride=sizes(1, 3),
+    padding=st.one_of(sizes(0, 2), st.sampled_from(["same", "valid"])),
     dilation=st.integers(1, 2),
-    dim=st.integers(0, 3),
+    dim=st.integers(0, 2),
+    biased=st.booleans(),
 )
-@examples(30)
+@examples(60)
 def test_convolutions_take_all_sizes(
-    members, batch, groups, kernel, stride, padding, dilation, dim
+    members, batch, groups, space, kernel, stride, padding, dilation, dim, biased
 ):
-    x = random(members, batch, 2 * groups, 5, 6).movedim(0, dim)
-    weight = random(members, 3 * groups, 2, *kernel).movedim(0, dim)
-    options = None, stride, padding, dilation, groups
-    check(lambda x, w: F.conv2d(x, w, *options), (dim, dim), x, weight)
+    x = random(members, batch, 2 * groups, 5, 6, 5)[..., *[0] * (3 - space)]
+    weight = random(members, 3 * groups, 2, *kernel[:space])
+    bias = [random(members, 3 * groups)] * biased
+    options = {"dilation": dilation, "groups": groups}
+    options["padding"] = padding if isinstance(padding, str) else padding[:space]
+    options["stride"] = 1 if padding == "same" else stride[:space]
+    convolve = partial(CONVOLUTIONS[space - 1], **options)
+    tensors = x.movedim(0, dim), weight.movedim(0, dim), *bias
+    check(convolve, (dim, dim, 0)[: len(tensors)], *tensors)
 
 
 @by_choice

@@ -259,46 +259,23 @@ def test_cells_have_the_numbers_and_gradients_of_torch(mode, bias):
         OPS[op].mapped(x, states if mode == "lstm" else states[0], *weights)
 
 
-# One layer.
-
-
-def one_layer(mode, *, seen=None, reverse=False, low_state=False, **sizes):
-    """Run `recurrent_layer`; `seen` gets its reports."""
-    x, hidden, weights, _ = problem(mode, **sizes)
-    x, *hidden = leaves([x, *(each[0] for each in hidden)])
-    if low_state:
-        hidden[1] = hidden[1].detach().float().requires_grad_()
-    arguments = x, tuple(hidden), (*weights, None, None)[:4]
-    report = (lambda *_: None) if seen is None else lambda *each: seen.append(each)
-    options = {"anchor": torch.zeros((), requires_grad=True), "reverse": reverse}
-    return *recurrent.recurrent_layer(mode, *arguments, report, **options), *arguments
-
-
-def backward_of(output, final, seen):
-    """Differentiate some function of everything, and return the reports."""
-    value = output.sin().sum() + sum(each.cos().sum() for each in final)
-    value.backward(retain_graph=True)
-    return seen
-
-
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("why", ["autocast", "mixed dtypes"])
-def test_an_lstm_by_the_kernel_is_one_in_steps(why, reverse, bias):
+def test_an_lstm_by_the_kernel_is_one_in_steps(why, bias):
     """In float64, which autocast leaves alone, so that results can be compared."""
-    kept, again, options = [], [], {"reverse": reverse, "bias": bias}
-    own = one_layer("lstm", seen=kept, **options)
-    backward_of(*own[:2], kept)
-    options["low_state"] = why == "mixed dtypes"
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=why == "autocast"):
-        output, final, x, (h, c), _ = one_layer("lstm", seen=again, **options)
-    backward_of(output, final, again)
+    x, hidden, *rest = problem("lstm", bidirectional=True, bias=bias)
+    found = []
+    for low in (False, True):
+        state = hidden[1].float() if low and why == "mixed dtypes" else hidden[1]
+        own, reports = leaves([x, hidden[0], state]), []
+        with torch.autocast("cpu", torch.bfloat16, enabled=low and why == "autocast"):
+            report = lambda *each, to=reports: to.append(each)  # noqa: E731
+            outputs = by_kernels("lstm", own[0], own[1:], *rest, report)
+        sum(each.sin().sum() for each in outputs).backward()
+        assert own[2].grad.dtype == state.dtype
+        found.append([*outputs, *(each.grad.double() for each in own), reports])
     tolerance = 1e-11 if why == "autocast" else 1e-6  # of the state in float32
-    assert_equal([output, *final], [own[0], *own[1]], tolerance=tolerance)
-    assert_equal(again, kept, tolerance=tolerance)
-    grads = [own[2].grad, *(each.grad for each in own[3])]
-    assert_equal([x.grad, h.grad, c.grad.double()], grads, tolerance=tolerance)
-    assert c.grad.dtype == c.dtype
+    assert_equal(*found, tolerance=tolerance)
 
 
 @every_mode
@@ -346,7 +323,9 @@ def test_writes_in_place_raise_for_the_output_and_not_for_final_states(mode):
 
 @every_mode
 def test_steps_have_second_derivatives_and_kernels_raise(mode):
-    output, _, x, *_ = one_layer(mode)
+    x, *rest = problem(mode)
+    (x,) = leaves([x])
+    output = by_kernels(mode, x, *rest)[0]
     (d_x,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         d_x.sum().backward()
@@ -398,56 +377,23 @@ def test_refused(run):
 # Recorded nets.
 
 
-class Cell(nn.Module):
-    """Makes a net of a cell, which starts from zeros."""
-
-    def __init__(self, cell):
-        super().__init__()
-        self.cell = cell
-
-    def forward(self, x):
-        state = None
-        for each in x:
-            state = self.cell(each, state)
-        return state if isinstance(state, tuple) else (state,)
-
-
-NETS = {
-    "lstm": lambda: nn.LSTM(3, 4),
-    "gru": lambda: nn.GRU(3, 4),
-    "rnn": lambda: nn.RNN(3, 4),
-    "relu": lambda: nn.RNN(3, 4, nonlinearity="relu"),
-    "lstm, two layers": lambda: nn.LSTM(3, 4, 2, bidirectional=True, bias=False),
-    "gru, two layers": lambda: nn.GRU(3, 4, 2, bidirectional=True, bias=False),
-    "lstm, projected": lambda: nn.LSTM(3, 4, 2, proj_size=2, bidirectional=True),
-    "rnn, batch first": lambda: nn.RNN(3, 4, 2, batch_first=True),
-    "lstm cell": lambda: Cell(nn.LSTMCell(3, 4)),
-    "gru cell": lambda: Cell(nn.GRUCell(3, 4, bias=False)),
-    "rnn cell": lambda: Cell(nn.RNNCell(3, 4)),
-    "relu cell": lambda: Cell(nn.RNNCell(3, 4, nonlinearity="relu")),
-}
-COMPUTED = [(name, (5, 3), lambda x: 0.5 * x + x.tanh()) for name in list(NETS)[:3]]
-RECORDED = [(name, shape, None) for name in NETS for shape in ((5, 3), (5, 2, 3))]
-
-
-@pytest.mark.parametrize(("name", "shape", "computed"), RECORDED + COMPUTED)
-def test_recorded_nets_have_every_quantity_of_a_loop(name, shape, computed):
-    """Behind a layer of its own; the weights may be `computed` from others."""
-    torch.manual_seed(0)
-    net = NETS[name]().double()
-    fmodel, params, _ = vgrad.make_functional_with_buffers(net)
+@pytest.mark.parametrize("net", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("computed", [False, True])
+def test_recorded_nets_have_every_quantity_of_a_loop(net, computed):
+    """Behind a layer of its own; the weights may be computed from others."""
+    fmodel, params, _ = vgrad.make_functional_with_buffers(net(3, 4).double())
     params = {name: value.detach() for name, value in params.items()}
     params["first"] = randn(3, 3, seed=7)
 
     def loss(params, buffers, x):
         if computed:
-            params = {name: computed(value) for name, value in params.items()}
+            params = {name: 0.5 * w + w.tanh() for name, w in params.items()}
         rest = {name: value for name, value in params.items() if name != "first"}
         outputs = fmodel(rest, {}, F.linear(x, params["first"]).sin())
         found = pytree.tree_leaves(outputs)
         return sum((n * each).sin().sum() for n, each in enumerate(found, 1))
 
-    check_rule(loss, params, {}, randn(3, *shape), expanded=bool(computed))
+    check_rule(loss, params, {}, randn(3, 5, 3), expanded=computed)
 
 
 @pytest.mark.parametrize("mode", ["lstm", "gru", "rnn_tanh"])

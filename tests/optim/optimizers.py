@@ -10,8 +10,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from tests.optim.problems import matrices, perceptron
+from tests.tables import rows
 from vgrad import optim
-from vgrad.optim import GradientTransformation, adam, adamw, chain, sgd
+from vgrad.optim import GradientTransformation, adam, adamw, sgd
 
 
 @dataclass(frozen=True)
@@ -114,54 +115,38 @@ OPTIMIZERS = {
     ),
 }  # fmt: skip
 
-# Transformations around others, made from one number, about one.
-AROUND = {
-    "clip_by_value": lambda h: chain(optim.clip_by_value(0.1 * h), sgd(0.1)),
-    "clip_by_global_norm": lambda h: chain(
-        optim.clip_by_global_norm(0.2 * h), sgd(0.1)
-    ),
-    "clip_by_block_rms": lambda h: chain(optim.clip_by_block_rms(0.1 * h), sgd(0.1)),
-    "adaptive_grad_clip": lambda h: chain(optim.adaptive_grad_clip(0.1 * h), sgd(0.1)),
-    "centralize": lambda h: chain(optim.centralize(), sgd(0.1 * h)),
-    "zero_nans": lambda h: chain(optim.zero_nans(), sgd(0.1 * h)),
-    "scale": lambda h: optim.scale(-0.1 * h),
-    "scale, scheduled": lambda h: optim.scale(lambda t: -h * 0.1 / (t.double() + 1)),
-    "masked": lambda h: chain(
-        optim.masked(optim.trace(0.5 * h), ["*.weight"]), sgd(0.1)
-    ),
-    "masked, decay": lambda h: chain(
-        optim.add_decayed_weights(0.1 * h, mask=["*.weight"]), sgd(0.1)
-    ),
-    "partition": lambda h: optim.partition(
-        {"*.bias": sgd(0.1 * h), "*": adamw(0.1 * h)}
-    ),
-    "set_to_zero": lambda h: chain(optim.set_to_zero(["*.bias"]), adam(0.1 * h)),
-    "apply_if_finite": lambda h: optim.apply_if_finite(
-        adam(0.1 * h), max_consecutive_errors=3
-    ),
-    "multi_steps": lambda h: optim.multi_steps(adam(0.1 * h), 2),
-    "ema": lambda h: chain(optim.ema(0.5 * h), sgd(0.1)),
-    "ema_parameters": lambda h: chain(sgd(0.1), optim.ema_parameters(0.5 * h)),
-    "polyak_average": lambda h: chain(sgd(0.1 * h), optim.polyak_average(start=1)),
-    "lookahead": lambda h: optim.lookahead(
-        adam(0.1), sync_period=2, slow_step_size=0.5 * h
-    ),
-    "inject_hyperparams": lambda h: optim.inject_hyperparams(
-        adamw,
-        lr=0.1 * h,
-        betas=(0.5 * h, 0.9),
-        weight_decay=lambda t: h / (t.double() + 1),
-    ),
-    "reduce_on_plateau": lambda h: optim.reduce_on_plateau(adam, 0.1 * h)[0],
-    "add_noise": lambda h: chain(
-        optim.add_noise(0.1 * h, 0.55 * h, seed=7), sgd(0.1)
-    ),
-}  # fmt: skip
+AROUND = r"""
+    clip_by_value | chain(clip_by_value(0.1 * h), sgd(0.1))
+    clip_by_global_norm | chain(clip_by_global_norm(0.2 * h), sgd(0.1))
+    clip_by_block_rms | chain(clip_by_block_rms(0.1 * h), sgd(0.1))
+    adaptive_grad_clip | chain(adaptive_grad_clip(0.1 * h), sgd(0.1))
+    centralize | chain(centralize(), sgd(0.1 * h))
+    zero_nans | chain(zero_nans(), sgd(0.1 * h))
+    scale | scale(-0.1 * h)
+    scale, scheduled | scale(lambda t: -h * 0.1 / (t.double() + 1))
+    masked | chain(masked(trace(0.5 * h), ["*.weight"]), sgd(0.1))
+    masked, decay | chain(add_decayed_weights(0.1 * h, mask=["*.weight"]), sgd(0.1))
+    partition | partition({"*.bias": sgd(0.1 * h), "*": adamw(0.1 * h)})
+    set_to_zero | chain(set_to_zero(["*.bias"]), adam(0.1 * h))
+    apply_if_finite | apply_if_finite(adam(0.1 * h), max_consecutive_errors=3)
+    multi_steps | multi_steps(adam(0.1 * h), 2)
+    ema | chain(ema(0.5 * h), sgd(0.1))
+    ema_parameters | chain(sgd(0.1), ema_parameters(0.5 * h))
+    polyak_average | chain(sgd(0.1 * h), polyak_average(start=1))
+    lookahead | lookahead(adam(0.1), sync_period=2, slow_step_size=0.5 * h)
+    inject_hyperparams | inject_hyperparams(adamw, lr=0.1 * h, betas=(0.5 * h, 0.9), \
+        weight_decay=lambda t: h / (t.double() + 1))
+    reduce_on_plateau | reduce_on_plateau(adam, 0.1 * h)[0]
+    add_noise | chain(add_noise(0.1 * h, 0.55 * h, seed=7), sgd(0.1))
+"""
+"""Transformations around others, made from one number, about one."""
+
 AVERAGED = dict(
     averages=True, outcome=lambda params, state: optim.averaged_parameters(state)
 )
-for _name, _make in AROUND.items():
+for _name, _text in rows(AROUND):
     _averaged = _name in ("ema_parameters", "polyak_average")
+    _make = eval(f"lambda h: {_text}", vars(optim))
     OPTIMIZERS[_name] = Case(
         _make, dict(h=[1.0, 0.5, 1.5]), **AVERAGED if _averaged else {}
     )

@@ -9,26 +9,11 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from tests.optim.optimizers import COUNTED, TORCH, UNCOUNTED
+from tests.optim.optimizers import COUNTED, TORCH, UNCOUNTED, every
 from tests.optim.problems import go_on, leaves_of, perceptron, train, values
 from tests.oracle import assert_exact
 from vgrad import optim
-from vgrad.optim import adam, adamw, as_torch, chain, lion, sgd
-
-TRANSFORMATIONS = {
-    "sgd": sgd(1e-3, momentum=0.9, nesterov=True),
-    "adam": adam(1e-2, weight_decay=0.1),
-    "amsgrad": adamw(1e-2, amsgrad=True),
-    "scheduled": adamw(lambda count: 0.01 / (1 + count.double())),
-    "lion": lion(1e-3),
-    "clipped": chain(optim.clip_by_global_norm(0.1), adam(1e-2)),
-    "injected": optim.inject_hyperparams(adamw, lr=1e-2, betas=(0.8, 0.9)),
-    "partition": optim.partition({"*.bias": sgd(0.1), "*": adam(1e-2)}),
-    "lookahead": optim.lookahead(sgd(1e-2), sync_period=2),
-    "averaged": chain(adam(1e-2), optim.ema_parameters(0.9)),
-    "asgd": optim.asgd(1e-3, t0=0.0),
-    "schedule_free": optim.schedule_free_adamw(1e-2),
-}
+from vgrad.optim import adam, as_torch, chain, lion, sgd
 
 
 def saved(optimizer):
@@ -43,43 +28,31 @@ def one(value=1.0):
     return {"w": nn.Parameter(torch.full((2,), value))}
 
 
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_a_transformation_steps_as_an_optimizer_of_torch(name):
-    start, loss = perceptron()
+@every
+def test_a_transformation_steps_and_resumes_as_an_optimizer_of_torch(case):
+    (start, loss), tx = case.problem(), case.tx()
     leaves = leaves_of(start)
-    optimizer = as_torch(TRANSFORMATIONS[name], leaves)
-    go_on(optimizer, leaves, loss, 20)
+    optimizer = as_torch(tx, leaves.items())
+    assert optimizer.state_dict()["state"] == {}
+    # As accelerate does when it prepares an optimizer.
+    optimizer.load_state_dict(saved(optimizer))
+    go_on(optimizer, leaves, loss, 10)
     # The parameters have been written in place: they are still the optimizer's own.
     held = optimizer.param_groups[0]["params"]
     assert all(a is b for a, b in zip(held, leaves.values(), strict=True))
     assert all(leaf.is_leaf and leaf.requires_grad for leaf in held)
-    expected, state = train(TRANSFORMATIONS[name], start, loss, 20)
-    assert_exact(values(leaves), expected, 1e-12)
-    found = optimizer.state_dict()["state"]
-    assert found.keys() == optim.state_dict(state).keys()
-    for key, value in optim.state_dict(state).items():
-        torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_an_adapted_optimizer_resumes_bit_for_bit_from_a_file(name):
-    start, loss = perceptron()
-    leaves = leaves_of(start)
-    optimizer = as_torch(TRANSFORMATIONS[name], leaves.items())
-    assert optimizer.state_dict()["state"] == {}
-    # As accelerate does when it prepares an optimizer.
-    optimizer.load_state_dict(saved(optimizer))
-    go_on(optimizer, leaves, loss, 5)
-    twins, kept = leaves_of(leaves), saved(optimizer)
-    alive = optimizer.state_dict()
-    other = as_torch(TRANSFORMATIONS[name], twins)
+    twins, kept, alive = leaves_of(leaves), saved(optimizer), optimizer.state_dict()
+    other = as_torch(tx, twins)
     other.load_state_dict(alive)
-    go_on(optimizer, leaves, loss, 5)
-    go_on(other, twins, loss, 5)
+    go_on(optimizer, leaves, loss, 10)
+    go_on(other, twins, loss, 10)
     # Later steps have not changed the dictionary that was returned before.
     assert_exact(alive, kept, 0)
     assert_exact(values(twins), values(leaves), 0)
     assert_exact(other.state_dict(), optimizer.state_dict(), 0)
+    expected, state = train(tx, start, loss, 20)
+    assert_exact(values(leaves), expected, 1e-12)
+    assert_exact(optimizer.state_dict()["state"], optim.state_dict(state), 1e-9)
 
 
 def test_the_state_is_made_of_the_parameters_of_the_first_step():
@@ -289,7 +262,6 @@ PLANS = {
     "back": [{"a", "b"}, {"a"}, {"a", "b"}, {"b"}],
     "never": [{"a"}, {"a"}, set(), {"a"}, {"a"}],
 }
-counted = pytest.mark.parametrize(("name", "options"), COUNTED)
 MESSAGE = r"step: expected gradients .* of 'b': torch counts the steps of each param"
 
 
@@ -305,7 +277,14 @@ def stepped(optimizer, leaves, plan):
         optimizer.step()
 
 
-def assert_as_torch(name, options, plan, tolerance):
+@pytest.mark.parametrize(("name", "options", "plan", "tolerance"), [
+    *((*row, plan, 1e-12) for row in UNCOUNTED for plan in PLANS),
+    # NAdam and ASGD of torch keep numbers in float32.
+    *((*row, plan, 1e-6) for row in COUNTED for plan in ("gone", "never")),
+])  # fmt: skip
+def test_parameters_stay_behind_or_come_and_go_where_steps_are_not_counted(
+    name, options, plan, tolerance
+):
     make, kind = TORCH[name]
     mine, theirs = pair(), pair()
     stepped(as_torch(make(0.1, **options), mine), mine, PLANS[plan])
@@ -313,20 +292,7 @@ def assert_as_torch(name, options, plan, tolerance):
     assert_exact(values(mine), values(theirs), tolerance)
 
 
-@counted
-@pytest.mark.parametrize("plan", ["gone", "never"])
-def test_parameters_that_stay_behind_stay(name, options, plan):
-    # NAdam and ASGD of torch keep numbers in float32.
-    assert_as_torch(name, options, plan, 1e-6)
-
-
-@pytest.mark.parametrize(("name", "options"), UNCOUNTED)
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_parameter_may_come_and_go_where_steps_are_not_counted(name, options, plan):
-    assert_as_torch(name, options, plan, 1e-12)
-
-
-@counted
+@pytest.mark.parametrize(("name", "options"), COUNTED)
 @pytest.mark.parametrize("plan", ["later", "back"])
 def test_counts_that_torch_has_for_each_parameter_are_refused(name, options, plan):
     leaves = pair()

@@ -21,13 +21,7 @@ KNOWN = [
     optim.adamw(torch.tensor(0.01, dtype=torch.float64)),
     optim.adamw(0.01, amsgrad=True),
 ]
-OTHERS = [
-    optim.sgd(0.1, momentum=0.9, dampening=0.5),
-    optim.adam(0.1, eps=0.0),
-    optim.adam(0.1, weight_decay=torch.tensor(0.1)),
-    optim.lion(0.1),
-    optim.chain(optim.clip_by_global_norm(1.0), optim.adam(0.1)),
-]
+OTHERS = [optim.adam(0.1, eps=0.0), optim.adam(0.1, weight_decay=torch.tensor(0.1))]
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -259,19 +253,15 @@ def test_parameters_that_overlap_in_part_are_refused_before_a_kernel_writes(
 
 @fused
 def test_parameters_side_by_side_in_one_memory_are_stepped_there(name):
+    """But for columns, through which the kernel would not walk."""
     flat = torch.arange(12.0)
     params = {"a": flat[4:8], "b": flat[:4], "none": flat[4:4], "c": flat[8:]}
-    grads = {n: torch.ones_like(param) for n, param in params.items()}
-    places = [param.data_ptr() for param in params.values()]
-    pure, donated = both(FUSED[name], grads, params)
-    assert_exact(donated, pure, 1e-6)
-    assert [param.data_ptr() for param in donated.values()] == places
-
-
-@fused
-def test_columns_of_one_matrix_are_not_handed_to_the_kernel(name):
-    whole = torch.arange(12.0).reshape(3, 4)
-    params = {"left": whole[:, :2], "right": whole[:, 2:]}
-    pure, donated = both(FUSED[name], {n: torch.ones(3, 2) for n in params}, params)
-    assert_exact(donated, pure, 0)
-    assert torch.equal(whole, torch.arange(12.0).reshape(3, 4))
+    columns = {"left": flat.view(3, 4)[:, :2], "right": flat.view(3, 4)[:, 2:]}
+    for named, in_place in ((columns, False), (params, True)):
+        grads = {n: torch.ones_like(param) for n, param in named.items()}
+        places = [param.data_ptr() for param in named.values()]
+        pure, donated = both(FUSED[name], grads, named)
+        assert_exact(donated, pure, 1e-6 if in_place else 0)
+        found = [param.data_ptr() for param in donated.values()]
+        assert (found == places) is in_place
+        assert torch.equal(flat, torch.arange(12.0)) is not in_place

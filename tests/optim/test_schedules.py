@@ -10,11 +10,7 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
 from tests.examples import examples
-from tests.optim.problems import (
-    double,
-    member,
-    stacked,
-)
+from tests.optim.problems import double, member, stacked
 from tests.oracle import assert_exact
 from vgrad.optim import schedules
 
@@ -185,25 +181,6 @@ def test_joined_schedules_may_return_numbers_and_be_joined_again():
 
 # Every schedule with arguments by name, so that each may become a tensor.
 
-
-def of_milestones(lr, first, second, gamma):
-    return schedules.multi_step(lr, [second, first], gamma=gamma)
-
-
-def of_pieces(a, b, c, first, second):
-    return schedules.piecewise_constant([a, b, c], [first, second])
-
-
-def of_parts(lr, gamma, steps, start_factor, first):
-    rising = schedules.linear(lr, steps, start_factor=start_factor)
-    return join([exponential(lr, gamma), rising], [first])
-
-
-def of_warmup(lr, first, steps, start_factor, eta_min):
-    main = schedules.cosine(lr, steps, eta_min=eta_min)
-    return schedules.warmup(main, first, start_factor=start_factor)
-
-
 COSINE = dict(lr=0.5, steps=3, eta_min=0.01)
 CYCLE = dict(base_lr=0.1, max_lr=0.9, step_size_up=3, step_size_down=2)
 ONCE = dict(max_lr=0.5, steps=9, pct_start=0.37, div_factor=5.0, final_div_factor=9.0)
@@ -214,7 +191,9 @@ EVERY = {
     "polynomial": (schedules.polynomial, dict(lr=0.5, steps=5, power=0.5)),
     "exponential": (exponential, dict(lr=0.5, gamma=0.7)),
     "step": (schedules.step, dict(lr=0.5, step_size=3, gamma=0.5)),
-    "multi_step": (of_milestones, dict(lr=0.5, first=2, second=5, gamma=0.5)),
+    "multi_step": (
+        lambda lr, a, b, gamma: schedules.multi_step(lr, [b, a], gamma=gamma),
+        dict(lr=0.5, a=2, b=5, gamma=0.5)),
     "cosine": (schedules.cosine, COSINE),
     "cosine_with_restarts": (schedules.cosine_with_restarts, COSINE),
     "cosine_with_restarts, longer": (
@@ -226,10 +205,17 @@ EVERY = {
     "one_cycle": (schedules.one_cycle, ONCE),
     "one_cycle, of lines": (
         partial(schedules.one_cycle, anneal_strategy="linear", three_phase=True), ONCE),
-    "piecewise_constant": (of_pieces, dict(a=0.5, b=0.1, c=0.3, first=2, second=5)),
-    "join": (of_parts, dict(lr=0.5, gamma=0.6, steps=4, start_factor=0.2, first=3)),
+    "piecewise_constant": (
+        lambda a, b, c, at, then: schedules.piecewise_constant([a, b, c], [at, then]),
+        dict(a=0.5, b=0.1, c=0.3, at=2, then=5)),
+    "join": (
+        lambda gamma, at, **line: join(
+            [exponential(line["lr"], gamma), schedules.linear(**line)], [at]),
+        dict(lr=0.5, gamma=0.6, steps=4, start_factor=0.2, at=3)),
     "warmup": (
-        of_warmup, dict(lr=0.5, first=3, steps=5, start_factor=0.2, eta_min=0.01)),
+        lambda first, start_factor, **curve: schedules.warmup(
+            schedules.cosine(**curve), first, start_factor=start_factor),
+        dict(lr=0.5, first=3, steps=5, start_factor=0.2, eta_min=0.01)),
 }  # fmt: skip
 every = pytest.mark.parametrize(("make", "options"), EVERY.values(), ids=EVERY)
 
@@ -264,25 +250,23 @@ def test_counts_of_every_shape_give_the_whole_curve_and_no_value_is_read(make, o
 
 @every
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_tensors_give_the_numbers_of_numbers(make, options, dtype):
-    tensors, counts = as_tensors(options, dtype), torch.arange(24)
-    numbers = {key: value.item() for key, value in tensors.items()}
-    assert torch.equal(make(**tensors)(counts), make(**numbers)(counts))
-
-
-@every
-def test_members_under_vmap_have_their_own_rates_and_lengths(make, options):
+def test_members_under_vmap_have_their_own_rates_and_lengths(make, options, dtype):
     members = [
-        {key: v + i if type(v) is int else v / (1 + i) for key, v in options.items()}
+        as_tensors(
+            {k: v + i if type(v) is int else v / (1 + i) for k, v in options.items()},
+            dtype,
+        )
         for i in range(3)
     ]
-    many, counts = stacked([*map(as_tensors, members)]), torch.arange(24)
+    many, counts = stacked(members), torch.arange(24)
     found = torch.vmap(lambda values: make(**values)(counts))(many)
     own_count = torch.vmap(lambda values, count: make(**values)(count))
     last = own_count(many, torch.tensor([4, 5, 6]))
-    for index, alone in enumerate(members):
-        exact(member(found, index), make(**alone)(counts))
-        exact(last[index], make(**alone)(torch.tensor(4 + index)))
+    for index, tensors in enumerate(members):
+        alone = make(**{key: value.item() for key, value in tensors.items()})
+        assert torch.equal(make(**tensors)(counts), alone(counts))
+        exact(member(found, index), alone(counts))
+        exact(last[index], alone(torch.tensor(4 + index)))
 
 
 @every

@@ -107,7 +107,7 @@ REFUSED = [
     (lambda: init(for_members(optim.sgd, lr=-1.0)), "lr=-1.0"),
     (lambda: init(for_members(SGD), ()), "member axis in 'w', got a scalar"),
     (lambda: init(for_members(NESTED), (3, 3, 2)), "a single member.*Wrap the whole"),
-    (lambda: continued(1), r"as many members, got .* \[\[1\], \[3\]\]"),
+    (lambda: continued(1), r"one number of members in .* state': \[1, 3\]"),
     (counted_in_python, "expected tensors in .* and state, got a int"),
     # Early stopping.
     (lambda: STOPPING(patience=0), "patience=0.*whole number >= 1"),

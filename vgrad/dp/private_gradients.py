@@ -147,7 +147,6 @@ class PrivateGradients:
         self.loader = PoissonLoader(self._run, dataset, loading)
         collate_fn = loading.get("collate_fn")
         self._padding = _find_padding(dataset, collate_fn) if check_collate else None
-        self.loader.keeps_yielded = self._padding is not None
         with RNG_LOCK:
             self._live = LiveModule(model)
         self._guard = GradGuard(self._live)
@@ -213,11 +212,10 @@ class PrivateGradients:
                 self._clipped, self._function = self._clip(), function
             self._guard.check(first=pending.number == 0)
             if self._padding is not None and pending.rows:
-                yielded = self.loader.yielded
-                collated = [_arguments(x, yielded, batch) for x in self._padding]
+                loaded = pending.loaded
+                collated = [_arguments(x, loaded, batch) for x in self._padding]
                 _check_padding(self.model, self._criterion, *collated)
-                self._padding = self.loader.yielded = None
-                self.loader.keeps_yielded = False
+                self._padding = None
             params, buffers = self._live.values()
             with torch.no_grad(), kept_random_state(params.values()):
                 set_seed(seed, params.values())
@@ -491,21 +489,20 @@ class GradGuard:
     def reset(self) -> None:
         """Start as before the first release."""
         self.released: dict[str, tuple[Any, Any]] = {}
-        self._stepped: WeakSet[Optimizer] = WeakSet()
-        self._used = False  # by an optimizer that may be gone
+        self._stepped: list[Optimizer] = []
         self._partial = False
 
     def check(self, *, first: bool) -> None:
         """Refuse gradients of other code, and unused ones before a logical batch."""
         for name, parameter in self._live.parameters.items():
             grad = parameter.grad
-            if grad is not None and grad is not self._of(name)[0]:
+            if grad is not None and grad is not self.released.get(name, (None,))[0]:
                 raise RuntimeError(
                     f"PrivateGradients.backward(*batch): expected no gradient that it "
                     f"did not write, got one in {name!r}. Remove loss.backward(), and "
                     f"clear its gradients with model.zero_grad()."
                 )
-        if first and self.released and self._optimizers and not self._used:
+        if first and self.released and self._optimizers and not self._stepped:
             raise RuntimeError(
                 "PrivateGradients.backward(*batch): expected optimizer.step() after "
                 "the last logical batch, got another batch. Switch gradient "
@@ -552,14 +549,10 @@ class GradGuard:
 
         def after(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
             if not self._partial:
-                self._stepped.add(optimizer)
-                self._used = True
+                self._stepped.append(optimizer)
 
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
-
-    def _of(self, name: str) -> tuple[Any, Any]:
-        return self.released.get(name, (None, None))
 
     def _check(self, optimizer: Optimizer) -> None:
         fresh = self.released and optimizer not in self._stepped
@@ -574,7 +567,8 @@ class GradGuard:
         for name, parameter in self._live.parameters.items():
             if id(parameter) not in trained:
                 continue
-            grad, (released, bits) = parameter.grad, self._of(name)
+            grad = parameter.grad
+            released, bits = self.released.get(name, (None, None))
             # Version counters are no help: trainers that log norms multiply by one,
             # and torch does not count the writes of a loss scaler.
             same = grad is released and (grad is None or _bits(grad).equal(bits))
@@ -670,10 +664,10 @@ def _check_padding(model, criterion, short: Tree, long: Tree, pair: Tree) -> Non
         )
 
 
-def _arguments(collated: Tree, yielded: Tree, batch: Tree) -> Tree:
+def _arguments(collated: Tree, loaded: Tree, batch: Tree) -> Tree:
     """Make arguments of a collated batch as the loop made its own of the loader's."""
     leaves, spec = tree_flatten(batch)
-    sources, tensors = tree_leaves(yielded), tree_leaves(collated)
+    sources, tensors = tree_leaves(loaded), tree_leaves(collated)
     unused, places = [*range(len(sources))], range(len(sources))
     arguments = []
     for leaf in leaves:
@@ -706,9 +700,7 @@ def _restored_generators(*tensors: Tensor) -> Iterator[Callable[[], bool]]:
     """Restore all generators, and yield a test of draws since the last one."""
 
     def states() -> tuple[Any, ...]:
-        name, words, *rest = np.random.get_state(legacy=True)
-        numpy = [name, *map(int, words), *rest]
-        return random.getstate(), numpy, random_state(tensors)
+        return random.getstate(), str(np.random.get_state()), random_state(tensors)
 
     def drawn() -> bool:
         nonlocal before

@@ -184,6 +184,7 @@ class PhysicalBatch(NamedTuple):
     number: int
     last: bool
     rows: list[int]
+    loaded: Tree = None  # as the loader yields it
 
 
 class Run:
@@ -240,7 +241,6 @@ class PoissonLoader:
 
     Attributes:
         pending: the batch that was yielded last, until it is used.
-        keeps_yielded: whether `yielded` holds the tensors of that batch.
     """
 
     def __init__(self, run: Run, dataset: Dataset[Any], options: dict) -> None:
@@ -253,7 +253,6 @@ class PoissonLoader:
                 )
         self.dataset, self._run, self._passes = dataset, run, 0
         self.pending: PhysicalBatch | None = None
-        self.keeps_yielded, self.yielded = False, None
         collate_fn = collate(dataset, options.get("collate_fn") or default_collate)
         options = {**options, "collate_fn": collate_fn}
         self._loader = DataLoader(dataset, batch_sampler=run, **options)
@@ -277,8 +276,7 @@ class PoissonLoader:
         self.restart()
         number, drawn = self._passes, self._run.drawn
         for batch in self._loader:
-            self.pending = drawn.popleft()
-            self.yielded = batch if self.keeps_yielded else None
+            self.pending = drawn.popleft()._replace(loaded=batch)
             yield batch
             if number != self._passes:
                 raise RuntimeError(

@@ -6,7 +6,7 @@ its caches, and convolutions have no batched kernel there. E members.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -80,6 +80,15 @@ def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
     return results
 
 
+def in_turn(function: Callable, call: Call) -> tuple[Any, Buffers]:
+    """Run a function for one member after another; tensors gain the axis 0."""
+
+    def of_member(member: int, *own: Any) -> Any:
+        return run_member(function, call.draws_of(member), *own)
+
+    return call.joined(looped(of_member, call, call.randomness), stack_results)
+
+
 def stack_results(*leaves: Any) -> Tensor:
     """Stack a leaf of every member's result."""
     return torch.stack([*map(_tensor, leaves)])
@@ -140,17 +149,15 @@ def run(
     It returns a pair, any tree of tensors and new buffers. Members that take different
     branches run in groups; these are remembered, unless they are added to `splits`.
     """
+    way: Any = strategy or choose(function, call)[0]
+    if way == "loop" and call.draws.keys is None:
+        return in_turn(function, call)
     found: list[Partition] = [] if splits is None else splits
     may_loop = call.may_loop
 
     def one_part(part: Any) -> Any:
         if part.strategy == "loop":
-
-            def of_member(member: int, *own: Any) -> Any:
-                return run_member(function, part.draws_of(member), *own)
-
-            results = looped(of_member, part, part.randomness)
-            return part.joined(results, stack_results)
+            return in_turn(function, part)
         try:
             return at_once(function, part, forms)
         except NON_RETRYABLE:
@@ -170,26 +177,25 @@ def run(
             )
         found.append(parts)
 
-    way: Any = strategy or choose(function, call)[0]
-    left: list[tuple[Any, Tensor]]
-    left = [(replace(call, strategy=way), torch.arange(call.layout.members))]
-    results, order = [], []
+    def in_groups(part: Any, rows: Any) -> Iterator[tuple[Any, Any]]:
+        if state is not None and found:
+            set_random_state(state)
+        result = attempt(part, one_part, one_part, note)
+        if not isinstance(result, list):
+            yield result, rows
+            return
+        for group, places in result:
+            yield from in_groups(group, places if rows is None else rows[places])
+
+    whole: Any = replace(call, strategy=way)
     with RNG_LOCK if call.randomness != "error" else nullcontext():
         same = call.randomness == "same" and way != "loop"
         state = random_state(call.tensors) if same else None
-        while left:
-            part, rows = left.pop(0)
-            if state is not None and found:
-                set_random_state(state)
-            result = attempt(part, one_part, one_part, note)
-            if isinstance(result, list):
-                left[:0] = [(group, rows[places]) for group, places in result]
-            else:
-                results.append(result)
-                order.append(rows)
-    if len(results) == 1:
-        return results[0]
-    places = torch.cat(order).argsort()
+        groups = [*in_groups(whole, None)]
+    if len(groups) == 1:
+        return groups[0][0]
+    results, rows = zip(*groups, strict=True)
+    places = torch.cat(rows).argsort()
     joined = call.joined(
         results,
         lambda *leaves: torch.cat(leaves).index_select(0, places.to(leaves[0].device)),
@@ -272,8 +278,8 @@ class EnsembleExplanation(Report):
     why: str
     members: int
     forms: tuple[tuple[str, str], ...]
-    groups: int = 1
-    splits: tuple[tuple[str, int], ...] = ()
+    groups: int
+    splits: tuple[tuple[str, int], ...]
 
     def __str__(self) -> str:
         title = (
@@ -326,19 +332,14 @@ def local(method: Any, *arguments: Any) -> Any:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EnsembleFn:
-    """A function of an ensemble.
+    """A function of an ensemble."""
 
-    Attributes:
-        options: a call without tensors.
-        execute: runs its methods in this process: in eager mode or as graphs.
-        reduce: runs them over all processes, by `execute` in each.
-        keys: of the members, int64 `[E]`, from which their random numbers follow.
-    """
-
-    options: Call
-    execute: Any = run_eager
-    reduce: Callable[..., Any] = local
-    keys: Tensor | None = None
+    options: Call  # without tensors
+    execute: Any = run_eager  # runs methods in this process, or captures of them
+    reduce: Callable[..., Any] = (
+        local  # runs them over all processes, each by `execute`
+    )
+    keys: Tensor | None = None  # of the members, int64 [E], for their random numbers
 
     @cached_property
     def of_one_process(self) -> Self:

@@ -1,10 +1,11 @@
 """The gradient of every member's loss, of a batch and of single samples.
 
-E members, B samples.
+New buffers, such as running statistics of batch norm, have the member axis of the old
+ones. E members, B samples.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import (
     Any,
     ClassVar,
@@ -83,7 +84,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
 
     name: ClassVar = "ensemble_grad"
     loss: BatchLossFn | LossFn
-    run: Callable[..., tuple[Any, Buffers]]  # the loss, with buffers
+    run: Callable[..., Any]  # the loss: returns (loss, aux) and new buffers
     has_aux: bool
 
     def __call__(
@@ -109,8 +110,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
                 return self._differentiated(params, buffers, batch, loss_scale)
         call = self.options.on(params, buffers, batch, self.keys)
         if any(map(Tensor.is_inference, call.tensors)):
-            params, buffers, batch = map_tensors(usable, (params, buffers, batch))
-            return self._differentiated(params, buffers, batch, loss_scale)
+            call = replace(call, args=map_tensors(usable, call.args))
         sizes = ((), (call.layout.members,))
         if isinstance(loss_scale, Tensor) and loss_scale.shape not in sizes:
             raise ValueError(
@@ -127,9 +127,8 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
             found = self._of_sum(call, strategy, loss_scale, before)
         if call.draws.keys is not None:
             check_drawn(before, call.tensors)
-        grads, value, new = found
-        loss, aux = value if self.has_aux else (value, ())
-        result = EnsembleGrads(grads, loss, new)
+        grads, (losses, aux), new = found
+        result = EnsembleGrads(grads, losses, new)
         return (result, aux) if self.has_aux else result
 
     def explain(
@@ -144,9 +143,9 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         """Differentiate the sum of all losses: no member's depends on another's."""
 
         def total(params: Params) -> tuple[Tensor, tuple[Any, Buffers]]:
-            pair = execution.run(self.run, call.with_params(params), strategy)
-            loss = pair[0][0] if self.has_aux else pair[0]
-            return (loss * loss_scale).sum(), pair
+            own = replace(call, args=(params, *call.args[1:]))
+            (losses, aux), new = execution.run(self.run, own, strategy)
+            return (losses * loss_scale).sum(), ((losses, aux), new)
 
         grads, (value, new), unreached = gradient(total, call.args[0])
         if unreached and strategy != "loop":
@@ -170,17 +169,9 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         if branches and drawn_since(before, call.tensors):
             return  # other numbers may lead to other branches
         for member in range(call.layout.members if branches else 1):
-            params, *rest = call.member(member)
-            draws = call.draws.of(torch.tensor([member]))
-
-            def of_params(
-                params: Params, draws: Draws = draws, rest: Any = rest
-            ) -> tuple[Tensor, tuple]:
-                value, _ = run_member(self.run, draws, params, *rest)
-                return value[0] if self.has_aux else value, ()
-
+            draws, scale = call.draws.of(torch.tensor([member])), torch.ones(())
             with kept_random_state(call.tensors):
-                *_, unreached = gradient(of_params, params)
+                *_, unreached = self._of_member(draws, scale, *call.member(member))
             if reached := names - unreached:
                 raise UnsupportedOp(
                     f"ensemble_grad(loss): expected gradients of all members wherever "
@@ -188,6 +179,17 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
                     f'hides its graph from vmap. Use strategy="loop".'
                 )
         call.unreached.add(names)
+
+    def _of_member(
+        self, draws: Draws, scale: Tensor, params: Params, *rest: Any
+    ) -> tuple[Params, Any, set[str]]:
+        """Differentiate the loss of a member by itself, as `gradient` does."""
+
+        def scaled(params: Params) -> tuple[Tensor, tuple[Any, Buffers]]:
+            (loss, aux), new = run_member(self.run, draws, params, *rest)
+            return loss * scale.to(loss.device, loss.dtype), ((loss, aux), new)
+
+        return gradient(scaled, params)
 
     def _by_members(
         self, call: Call, loss_scale: Tensor | float
@@ -204,13 +206,9 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         }
         scales = loss_scale.expand(call.layout.members).unbind(0)
 
-        def one(member: int, params: Params, *rest: Any) -> tuple:
-            def scaled(params: Params) -> tuple[Tensor, tuple[Any, Buffers]]:
-                pair = run_member(self.run, call.draws_of(member), params, *rest)
-                loss = pair[0][0] if self.has_aux else pair[0]
-                return loss * scales[member].to(loss.device, loss.dtype), pair
-
-            member_grads, pair, _ = gradient(scaled, params)
+        def one(member: int, *own: Any) -> tuple:
+            draws = call.draws_of(member)
+            member_grads, pair, _ = self._of_member(draws, scales[member], *own)
             with modes.without_modes():  # which watch the loss
                 for name, grad in member_grads.items():
                     if name in shared:
@@ -224,7 +222,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
 
 
 def returning_buffers(function: str, loss: Any, *, has_aux: bool) -> Callable:
-    """Let a loss return its value and new buffers; a plain function changes none."""
+    """Let a loss return `(value, aux)` and buffers, which a plain function leaves."""
     with_buffers = getattr(loss, "with_buffers", None)
 
     def run(params: Params, buffers: Buffers, /, *batch: Tree) -> tuple[Any, Buffers]:
@@ -232,8 +230,7 @@ def returning_buffers(function: str, loss: Any, *, has_aux: bool) -> Callable:
             value = loss(params, buffers, *batch)
         else:
             value, buffers = with_buffers(params, buffers, *batch)
-        returned(function, value, has_aux=has_aux)
-        return value, buffers
+        return returned(function, value, has_aux=has_aux), buffers
 
     return run
 
@@ -318,13 +315,9 @@ def ensemble_grad(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EnsemblePerSampleFn(EnsembleFn, Generic[Result]):
-    """The function that `ensemble_per_sample_grad` returns.
+    """The function that `ensemble_per_sample_grad` returns."""
 
-    Attributes:
-        transforms: one for all members, or one for each.
-    """
-
-    transforms: tuple[Any, ...]
+    transforms: tuple[Any, ...]  # one for all members, or one for each
 
     @classmethod
     def of(cls, function: str, transforms: Sequence[Transform], **options: Any) -> Any:

@@ -101,31 +101,21 @@ _NO_MEMBERS = Layout(0, frozenset())
 
 @dataclass(frozen=True)
 class Call:
-    """The options of a function of an ensemble; `on` adds the tensors of one call.
+    """The options of a function of an ensemble; `on` adds the tensors of one call."""
 
-    Attributes:
-        function: its name, for errors.
-        shared: patterns of the entries without a member axis.
-        fallbacks: the memory of all calls: warnings, and whether a loss has drawn.
-        known: the strategies of the shapes so far, and the reasons.
-        unreached: sets of parameters that receive no gradient, as one member confirmed.
-        args: parameters, buffers and the items of the batch, with the member axis in
-            front.
-        dims: the member axis of each item of the batch, 0 or None.
-        draws: the random numbers of the members.
-    """
-
-    function: str
+    function: str  # its name, for errors
     in_dims: InDims = None
     randomness: Randomness = "different"
     strategy: EnsembleStrategy = "auto"
     shared: Patterns = ()
+    # Of all calls: warnings, the strategies of the shapes so far with the reasons, and
+    # sets of parameters that receive no gradient, as one member has confirmed.
     fallbacks: Fallbacks = field(default_factory=Fallbacks)
     known: dict[Any, tuple[str, str]] = field(default_factory=dict)
     unreached: set[frozenset[str]] = field(default_factory=set)
     layout: Layout = _NO_MEMBERS
-    args: tuple = ()
-    dims: tuple[int | None, ...] = ()
+    args: tuple = ()  # parameters, buffers and items of the batch, members in front
+    dims: tuple[int | None, ...] = ()  # the member axis of each item, 0 or None
     draws: Draws = field(default_factory=Draws)
 
     @classmethod
@@ -207,7 +197,7 @@ class Call:
         """Return the random numbers of one member."""
         if self.draws.keys is None and self.layout.members > 1:
             return Draws()  # of the generators, in turn
-        return self.draws.of(torch.tensor([member]))
+        return self.draws.of(slice(member, member + 1))
 
     def take(self, rows: Tensor) -> "Call":
         """Return the call of these members, in this order."""
@@ -217,10 +207,6 @@ class Call:
             args=self.map(lambda x: x.index_select(0, rows.to(x.device))),
             draws=self.draws.of(rows),
         )
-
-    def with_params(self, params: Params) -> "Call":
-        """Return the same call with other parameters, of the same shapes."""
-        return replace(self, args=(dict(params), *self.args[1:]))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> tuple:
         """Apply a function to all tensors with a member axis, in new containers."""

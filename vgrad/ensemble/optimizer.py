@@ -251,28 +251,26 @@ class _Members:
 
     def _count(self, params: Params, *rest: Tree) -> int:
         """Return the number of members, on which all tensors agree."""
+        places = {f"hyperparameter {n}": x for n, x in enumerate(self._values)}
+        named = {**params, **places, "gradients and state": tensors(rest)}
+        axes = {x.shape[:1] for x in tensors(named)}
+        if len(axes) == 1 and all(axes):
+            return axes.pop()[0]
         for name, value in params.items():
             if value.ndim == 0:
                 raise ValueError(
                     f"for_members(params): expected a member axis in {name!r}, got a "
                     f"scalar. If the members share it, name it in shared=."
                 )
-        sizes = {name: len(value) for name, value in params.items()}
-        for place, value in enumerate(self._values):
-            sizes[f"hyperparameter {place}"] = len(value)
-        if len({*sizes.values()}) > 1:
-            raise ValueError(
-                f"for_members(hyperparameters): expected one number of members, got "
-                f"{sizes}."
-            )
-        axes = {x.shape[:1] for x in (*params.values(), *self._values, *tensors(rest))}
-        if len(axes) != 1 or not all(axes):
-            raise ValueError(
-                f"for_members(transformation): expected parameters and a state of as "
-                f"many members, got tensors whose first axes are "
-                f"{sorted(map(list, axes))}. Make the state with init(params)."
-            )
-        return axes.pop()[0]
+        found = {
+            name: sorted({len(x) if x.ndim else 0 for x in tensors(part)})
+            for name, part in named.items()
+        }
+        raise ValueError(
+            f"for_members(transformation): expected one number of members in "
+            f"parameters, hyperparameters and state, got {found}. Make the state with "
+            f"init(params)."
+        )
 
     def _split(self, tree: Grads) -> tuple[Any, dict]:
         """Return stacked and shared entries; a pattern may match buffers alone."""

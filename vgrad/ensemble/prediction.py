@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from itertools import repeat
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -34,7 +33,7 @@ from vgrad.generators import fold_in
 from vgrad.loss.mode import SINGLE, LossMode
 from vgrad.loss.randomness import Draws
 from vgrad.ranks import RankError, Ranks
-from vgrad.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten, wide
+from vgrad.tree import map_tensors, tensors, tree_map, wide
 from vgrad.typing import Buffers, EnsembleStrategy, Params, Tree
 
 if TYPE_CHECKING:
@@ -102,28 +101,29 @@ class EnsembleForward(EnsembleFn):
 def _chunks(call: Call, chunk_size: int) -> list[Call]:
     """Split the batch along the axis of samples, behind the member axis."""
     params, buffers, *batch = call.args
-    leaves, structure = tree_flatten(batch)
-    items = zip(call.dims, batch, strict=True)
-    axes = [int(dim is not None) for dim, item in items for _ in tree_leaves(item)]
-    splits = [
-        (leaf, axis if isinstance(leaf, Tensor) and leaf.ndim > axis else None)
-        for leaf, axis in zip(leaves, axes, strict=True)
+    items = [
+        (item, int(dim is not None)) for item, dim in zip(batch, call.dims, strict=True)
     ]
-    sizes = {leaf.shape[axis] for leaf, axis in splits if axis is not None}
+    cut = [(x, axis) for item, axis in items for x in tensors(item) if x.ndim > axis]
+    sizes = {leaf.shape[axis] for leaf, axis in cut}
     if len(sizes) != 1:
         raise ValueError(
             f"ensemble_forward(chunk_size={chunk_size}): expected batches of one size, "
             f"got {sorted(sizes)}."
         )
-    pieces = [
-        repeat(leaf) if axis is None else leaf.split(chunk_size, axis)
-        for leaf, axis in splits
-    ]
-    rows = zip(*pieces, strict=False)  # leaves that are not split repeat without end
-    return [
-        replace(call, args=(params, buffers, *tree_unflatten(row, structure)))
-        for row in rows
-    ]
+
+    def chunk(start: int) -> Call:
+        rows = slice(start, start + chunk_size)
+
+        def part(item: Tree, axis: int) -> Tree:
+            index = (slice(None), rows) if axis else rows
+            return map_tensors(lambda x: x[index] if x.ndim > axis else x, item)
+
+        parts = [part(item, axis) for item, axis in items]
+        return replace(call, args=(params, buffers, *parts))
+
+    # An empty batch is one chunk.
+    return [chunk(start) for start in range(0, max(*sizes, 1), chunk_size)]
 
 
 def ensemble_forward(
@@ -369,36 +369,31 @@ def predict(
     )
 
 
-class _Members:
-    """Members of one process, or of all ranks; the methods take tensors `[E, ...]`."""
+class _Members(NamedTuple):
+    """The members of one process, or of all ranks: sums of tensors `[E, ...]`."""
 
-    def __init__(self, ranks: Ranks | None = None, counts: Sequence[int] = ()) -> None:
-        self._ranks = ranks
-        self._counts = counts
+    ranks: Ranks | None = None
+    counts: Sequence[int] = ()  # of each rank
 
-    def first(self, *values: Tensor) -> list[Tensor]:
-        firsts = [value[0] for value in values]
-        if self._ranks is None:
-            return firsts
-        return self._sum(
-            [torch.zeros_like(x) if self._ranks.rank else x for x in firsts]
-        )
+    def sum(self, *values: Tensor) -> list[Tensor]:
+        sums = [value.sum(0) for value in values]
+        if self.ranks is None:
+            return sums
+        named = {str(number): value for number, value in enumerate(sums)}
+        return [*self.ranks.summed("predict", named).values()]
 
     def mean(self, *values: Tensor) -> list[Tensor]:
-        if self._ranks is None:
-            return [value.mean(0) for value in values]
-        sums = self._sum([value.sum(0) for value in values])
-        return [value / sum(self._counts) for value in sums]
+        count = sum(self.counts) or len(values[0])
+        return [value / count for value in self.sum(*values)]
+
+    def first(self, *values: Tensor) -> list[Tensor]:
+        count = 0 if self.ranks is not None and self.ranks.rank else 1
+        return self.sum(*[value[:count] for value in values])
 
     def gather(self, value: Tensor) -> Tensor:
-        if self._ranks is None:
+        if self.ranks is None:
             return value
-        return self._ranks.joined(value.contiguous(), self._counts)
-
-    def _sum(self, values: Sequence[Tensor]) -> list[Tensor]:
-        assert self._ranks is not None
-        named = {str(number): value for number, value in enumerate(values)}
-        return [*self._ranks.summed("predict", named).values()]
+        return self.ranks.joined(value.contiguous(), self.counts)
 
 
 class _Facts(dict[str, str]):
@@ -439,18 +434,16 @@ def _over_ranks(
     """Summarise chunks of outputs `[E of the rank, chunk, ...]` one by one."""
     parts = []
     while True:
-        try:
+        with ranks.together("predict") as note:
             outputs = next(chunks, None)
+            kind = None
             if outputs is not None:
                 summary(outputs[:, :0], _Members())  # raises before the exchange
-        except BaseException as error:
-            ranks.agree("predict", error=error)
-            raise
-        kind = None if outputs is None else [str(outputs.dtype), *outputs.shape[1:]]
-        count = 0 if outputs is None else len(outputs)
-        note = {"outputs": kind, "members": count}
-        notes = ranks.check_same("predict", note, options=facts)
-        kinds = [note["outputs"] for note in notes]
+                kind = [str(outputs.dtype), *outputs.shape[1:]]
+            note.same["options"] = facts
+            count = 0 if outputs is None else len(outputs)
+            note.own |= {"outputs": kind, "members": count}
+        kinds = [each["outputs"] for each in note.notes]
         if any(other != kind for other in kinds):
             raise RankError(
                 f"predict: expected the same samples on all ranks, and outputs of one "
@@ -458,7 +451,7 @@ def _over_ranks(
             )
         if outputs is None:
             return parts
-        counts = [note["members"] for note in notes]
+        counts = [each["members"] for each in note.notes]
         parts.append(summary(outputs, _Members(ranks, counts)))
 
 

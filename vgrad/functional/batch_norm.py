@@ -9,9 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from vgrad.functional import guards
 from vgrad.generators import RNG_LOCK
@@ -30,7 +28,7 @@ _ALWAYS_REFUSED = {"batch_norm_stats", "_batch_norm_with_update"}
 def normalises(function: Callable) -> bool:
     """Return whether a function of torch may normalise by statistics of its batch."""
     name = getattr(function, "__name__", "").partition(".")[0]
-    return name in _REFUSED | _ALWAYS_REFUSED or function in _MENDED
+    return name in _REFUSED | _ALWAYS_REFUSED or function in guards.STATISTICS
 
 
 def refuse_batch_statistics(
@@ -61,12 +59,13 @@ def mended(function: Callable, output: Any) -> Any:
     """Make the gradient of a normalisation's output contiguous."""
     # The kernel of torch 2.13 for fixed statistics on a CPU reads a transposed gradient
     # of a batch of one as a contiguous one: wrong numbers, in plain autograd too.
-    if function in _MENDED and output.requires_grad and not modes.is_wrapped(output):
+    if (
+        function in guards.STATISTICS
+        and output.requires_grad
+        and not modes.is_wrapped(output)
+    ):
         output.register_hook(Tensor.contiguous)
     return output
-
-
-_MENDED = {F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm}
 
 
 def replace_batch_norm(model: nn.Module) -> nn.Module:

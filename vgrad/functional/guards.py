@@ -24,6 +24,9 @@ from vgrad.torch_private import autograd, modes
 from vgrad.torch_private import tensors as private
 from vgrad.tree import tree_leaves
 
+Again = Callable[[], AbstractContextManager]
+"""Returns a block around the re-run of a checkpoint."""
+
 
 class Protected(NamedTuple):
     """Tensors that stay as they are, and the error for a call that writes into one."""
@@ -32,7 +35,7 @@ class Protected(NamedTuple):
     expected: str  # `function(argument): expected ...`
     advice: str
     # Called where a checkpoint begins; returns a block with the values of the call.
-    again: Callable[[], Callable[[], AbstractContextManager]] | None = None
+    again: Callable[[], Again] | None = None
 
 
 class WriteGuard(TorchFunctionMode):
@@ -62,31 +65,25 @@ class WriteGuard(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def look_at_hooks(self) -> None:
-        """Notice a checkpoint that has begun."""
+        """Have a checkpoint that has begun re-run under this mode as it is now."""
         active = autograd.hooks()
-        if active is not None and active[0] not in self._saved:
-            self._saved.add(active[0])
-            self.saves(active[0])
-
-    def saves(self, pack: Callable) -> None:
-        """Have a checkpoint re-run under this mode, with the values of now."""
+        if active is None or active[0] in self._saved:
+            return
+        self._saved.add(active[0])
         protected = tuple(self._protected)
         blocks = [each.again() for each in protected if each.again is not None]
-        autograd.repeats(
-            pack, self.until_later(lambda: self.repeating(protected, blocks))
-        )
+        again = self.held(lambda: self.repeating(protected, blocks))
+        autograd.repeats(active[0], again)
 
-    def until_later(
-        self, around: Callable[[], AbstractContextManager]
-    ) -> Callable[[], AbstractContextManager]:
-        """Return the block that a checkpoint keeps for its re-run."""
-        return around
+    def held(self, again: Again) -> Again:
+        """Return the function that a checkpoint holds for its re-run."""
+        return again
 
     @contextmanager
     def repeating(
         self,
         protected: Sequence[Protected],
-        blocks: Sequence[Callable[[], AbstractContextManager]],
+        blocks: Sequence[Again],
     ) -> Iterator[None]:
         """Run the mode as it was when it protected these."""
         before, self._protected = self._protected, [*protected]
@@ -103,13 +100,13 @@ class WriteGuard(TorchFunctionMode):
         """Raise a RuntimeError if a call writes into one of the tensors."""
         if not may_write(func) and kwargs.get("out") is None:
             return
-        written = _written(func, args, kwargs)
-        if not written:
+        targets = written(func, args, kwargs)
+        if not targets:
             return
         name = getattr(func, "__name__", "").partition(".")[0]
         # A call that changes the object alone does not write into its memory.
         key = id if name in _OF_THE_OBJECT else _where
-        places = {key(tensor) for tensor in written} - {None}
+        places = {key(tensor) for tensor in targets} - {None}
         for protected in self._protected:
             for entry, tensor in protected.tensors.items():
                 if key(tensor) in places:
@@ -142,8 +139,8 @@ _OF_THE_OBJECT |= {"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_"}
 _OF_THE_OBJECT |= {"unsqueeze_", "as_strided_"}
 """Calls that leave the numbers in memory as they are."""
 
-_STATISTICS = {F.batch_norm: 1, F.instance_norm: 1}
-_STATISTICS |= {torch.batch_norm: 3, torch.instance_norm: 3}
+STATISTICS = {F.batch_norm: 1, F.instance_norm: 1}
+STATISTICS |= {torch.batch_norm: 3, torch.instance_norm: 3}
 """The place of the first of two running statistics, which training writes into."""
 
 _TABLES = {F.embedding, F.embedding_bag}
@@ -157,11 +154,11 @@ def may_write(func: Callable) -> bool:
     if isinstance(func, private.OPS):
         return private.writes(func)
     in_place = name.endswith("_") and not name.endswith("__")
-    tables = (_INPLACE, _STATISTICS, _TABLES)
+    tables = (_INPLACE, STATISTICS, _TABLES)
     return in_place or name in _BY_SIGN or any(func in table for table in tables)
 
 
-def _written(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
+def written(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
     """Return the tensors that a call writes into."""
     arguments: list[Any] = [kwargs.get("out"), *updated_statistics(func, args, kwargs)]
     if isinstance(func, private.OPS):
@@ -172,20 +169,20 @@ def _written(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
     elif (place := _INPLACE.get(func)) is not None:
         if args[place] if len(args) > place else kwargs.get("inplace"):
             arguments += args[:1] or [kwargs["input"]]
-    elif func not in _STATISTICS and may_write(func):
+    elif func not in STATISTICS and may_write(func):
         arguments += args[:1] or list(kwargs.values())[:1]
     return [each for each in tree_leaves(arguments) if isinstance(each, Tensor)]
 
 
 def updated_statistics(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
     """Return the running statistics that a norm updates in place."""
-    if func not in _STATISTICS:
+    if func not in STATISTICS:
         return []
     by_default = func is F.instance_norm
     training = kwargs.get("training", kwargs.get("use_input_stats", by_default))
     if not (args[5] if len(args) > 5 else training):
         return []
-    first = _STATISTICS[func]
+    first = STATISTICS[func]
     running = [kwargs.get("running_mean"), kwargs.get("running_var")]
     running += args[first : first + 2]
     return [tensor for tensor in running if isinstance(tensor, Tensor)]

@@ -120,7 +120,7 @@ class LiveSlots(Slots):
         """Refuse parameters where they cannot be exchanged."""
         for value in values:
             for tensor in tensors_of(value):
-                if id(tensor) in self.names or self._origins.lead_to(tensor):
+                if id(tensor) in self.names or self._follows(tensor):
                     raise TypeError(
                         f"{self._function}({type(self._model).__name__}): expected "
                         f"parameters in modules, containers or attributes, got one, or "

@@ -55,9 +55,9 @@ class SampleLoss(LossFn):
     def __call__(self, params: Params, buffers: Buffers, /, *sample: Tree) -> Tensor:
         """Return the loss of one sample."""
         batch = map_tensors(lambda leaf: leaf.unsqueeze(0), sample)
-        inputs, target = _split("sample_loss", batch, self._criterion)
+        args, kwargs, target = _read("sample_loss", batch, self._criterion)
         _check_weights(self._criterion, target)
-        output = _call(self._fmodel, params, buffers, inputs)
+        output = self._fmodel(params, buffers, *args, **kwargs)
         return _value("sample_loss", output, target, self._criterion)
 
 
@@ -96,17 +96,17 @@ class BatchLoss(BatchLossFn):
 
     def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Tensor:
         """Return the loss of the batch."""
-        inputs, target = _split("batch_loss", batch, self._criterion)
-        output = _call(self._fmodel, params, buffers, inputs)
+        args, kwargs, target = _read("batch_loss", batch, self._criterion)
+        output = self._fmodel(params, buffers, *args, **kwargs)
         return _value("batch_loss", output, target, self._criterion)
 
     def with_buffers(
         self, params: Params, buffers: Buffers, /, *batch: Tree
     ) -> tuple[Tensor, Buffers]:
         """Return the loss of the batch and the new buffers."""
-        inputs, target = _split("batch_loss", batch, self._criterion)
+        args, kwargs, target = _read("batch_loss", batch, self._criterion)
         update = self._fmodel.call_and_update
-        output, new_buffers = _call(update, params, buffers, inputs)
+        output, new_buffers = update(params, buffers, *args, **kwargs)
         return _value("batch_loss", output, target, self._criterion), new_buffers
 
 
@@ -181,23 +181,22 @@ def check_criterion(function: str, criterion: Any) -> None:
         )
 
 
-def _split(function: str, items: Tree, criterion: Criterion) -> tuple[tuple, Any]:
-    """Separate the model's inputs from a copy of the target, for the criterion."""
-    if criterion is None:
-        return items, None
-    if len(items) < 2:
-        raise ValueError(
-            f"{function}(fmodel, criterion): expected the model's inputs and then the "
-            f"target, got {len(items)} items. A model that returns its own loss takes "
-            f"criterion=None."
-        )
-    return items[:-1], copied(items[-1])
-
-
-def _call(function: Callable, params: Params, buffers: Buffers, inputs: tuple) -> Any:
-    """Call with the dictionaries among the inputs as keyword arguments."""
+def _read(
+    function: str, items: Tree, criterion: Criterion
+) -> tuple[list[Any], dict[str, Any], Any]:
+    """Return arguments and keyword arguments of the model, and a copy of the target."""
+    target = None
+    if criterion is not None:
+        if len(items) < 2:
+            raise ValueError(
+                f"{function}(fmodel, criterion): expected the model's inputs and then "
+                f"the target, got {len(items)} items. A model that returns its own "
+                f"loss takes criterion=None."
+            )
+        *items, target = items
+        target = copied(target)
     args, kwargs = [], {}
-    for item in inputs:
+    for item in items:
         if not isinstance(item, Mapping):
             args.append(item)
         elif twice := kwargs.keys() & item.keys():
@@ -207,7 +206,7 @@ def _call(function: Callable, params: Params, buffers: Buffers, inputs: tuple) -
             )
         else:
             kwargs.update(item)
-    return function(params, buffers, *args, **kwargs)
+    return args, kwargs, target
 
 
 def _check_weights(criterion: Criterion, target: Any) -> None:

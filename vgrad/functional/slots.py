@@ -37,27 +37,6 @@ from vgrad.torch_private.autograd import graph_nodes
 from vgrad.torch_private.tensors import memory, with_attributes
 
 
-class Origins:
-    """The registered tensors of a module, as the origins of others."""
-
-    def __init__(self, model: nn.Module) -> None:
-        both = (*model.parameters(), *model.buffers())
-        tensors = [each for each in both if not isinstance(each, Placeholder)]
-        self._ids = {id(tensor) for tensor in tensors}
-        self._memory = {memory(tensor) for tensor in tensors} - {None}
-
-    def hold(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is one of them, or shares memory with one."""
-        return id(tensor) in self._ids or memory(tensor) in self._memory
-
-    def lead_to(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is, shares or was computed from one of them."""
-        return self.hold(tensor) or any(
-            id(getattr(node, "variable", None)) in self._ids
-            for node in graph_nodes([tensor])
-        )
-
-
 class Placeholder(nn.Parameter):
     """A placeholder of a value, on the device `meta`; reading a value raises."""
 
@@ -195,20 +174,17 @@ def taken(container: Any) -> Any:
 
 def _same(container: Any, before: Any) -> bool:
     """Return whether a container holds the objects, or the numbers, of before."""
-    if isinstance(container, dict):
-        return (
-            len(container) == len(before)
-            and all(map(is_, container.values(), before.values()))
-            and all(map(is_, container, before))
-        )
-    if isinstance(container, list | deque):
-        return len(container) == len(before) and all(map(is_, container, before))
-    if isinstance(container, Fields):
-        return _same(container.contents(), before)
     if isinstance(container, np.ndarray):
         same_kind = (container.dtype, container.shape) == (before.dtype, before.shape)
         return same_kind and container.tobytes() == before.tobytes()
-    return container == before
+    if isinstance(container, Fields):
+        container = container.contents()
+    if not isinstance(container, dict | list | deque):
+        return container == before
+    if isinstance(container, dict):
+        container = [*container, *container.values()]
+        before = [*before, *before.values()]
+    return len(container) == len(before) and all(map(is_, container, before))
 
 
 def _put(container: Any, key: Any, value: Any) -> None:
@@ -291,7 +267,11 @@ class Slots:
         self.stale: dict[int, Tensor] = {}  # placeholders for tensors that do
         self.state: State = []  # what a call may change, as it is before
         self.marks: State = []  # attributes of a call's values, as they were before
-        self._model, self._origins = model, Origins(model)
+        both = (*model.parameters(), *model.buffers())
+        tensors = [each for each in both if not isinstance(each, Placeholder)]
+        self._ids = {id(tensor) for tensor in tensors}
+        self._memory = {memory(tensor) for tensor in tensors} - {None}
+        self._model = model
         self._modules = set(map(id, model.modules()))
         self._empty: list[Any] = []
         self._marked: list[tuple[int, dict[str, Any]]] = []
@@ -468,6 +448,17 @@ class Slots:
                 named = type(key) is str and key not in private.REGISTRIES
                 yield f"{path}.{key}".lstrip(".") if named else path, value
 
+    def _shares(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is registered, or shares memory with one that is."""
+        return id(tensor) in self._ids or memory(tensor) in self._memory
+
+    def _follows(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is, shares or was computed from a registered one."""
+        return self._shares(tensor) or any(
+            id(getattr(node, "variable", None)) in self._ids
+            for node in graph_nodes([tensor])
+        )
+
     def _note(self, tensor: Tensor) -> None:
         """Choose a stand-in for a tensor."""
         key = id(tensor)
@@ -475,7 +466,7 @@ class Slots:
             return
         if isinstance(tensor, StaleParam):
             self.stale[key] = tensor
-        elif self._origins.lead_to(tensor):
+        elif self._follows(tensor):
             self.stale[key] = placeholder(tensor, StaleParam)
         else:
             self.detached[key] = tensor
@@ -487,7 +478,7 @@ class Slots:
             reaches = self._reaches(value)
         else:
             held = value() if isinstance(value, ref) else value.__self__
-            reaches = isinstance(held, Tensor) and self._origins.lead_to(held)
+            reaches = isinstance(held, Tensor) and self._follows(held)
         if reaches:
             raise TypeError(
                 f"make_functional_with_buffers(model): expected functions that get the "
@@ -514,9 +505,9 @@ class Slots:
         held += [each.__self__ for each in held if isinstance(each, MethodType)]
         return (
             any(id(each) in self._modules for each in held)
-            or any(isinstance(x, Tensor) and self._origins.lead_to(x) for x in values)
+            or any(isinstance(x, Tensor) and self._follows(x) for x in values)
             # Computed tensors do not count: hooks collect results that they do not use.
-            or any(isinstance(x, Tensor) and self._origins.hold(x) for x in inside)
+            or any(isinstance(x, Tensor) and self._shares(x) for x in inside)
         )
 
     def _numbers(self, path: str, value: Any) -> Iterable[tuple[str, Any]]:

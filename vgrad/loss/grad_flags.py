@@ -12,7 +12,7 @@ either gives other numbers.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -23,61 +23,10 @@ from vgrad.torch_private import tensors as private
 from vgrad.torch_private.tensors import storage, version_of
 from vgrad.tree import tree_leaves
 
-# Layouts.
-
-
 RESHAPES = {torch.reshape, torch.flatten, torch.ravel}
 RESHAPES |= {Tensor.reshape, Tensor.reshape_as, Tensor.flatten, Tensor.ravel}
 RESHAPES |= {Tensor.contiguous}
 """Functions that may return a view or a copy."""
-
-
-class Layouts:
-    """The memory of one run of a function under vmap."""
-
-    def __init__(self) -> None:
-        self._odd: set[Any] = set()
-        self._doubtful: list[tuple[Tensor, int]] = []
-
-    def after(self, func: Callable, tensors: Sequence[Tensor], output: Any) -> None:
-        """Note results that are not contiguous, and copies of them.
-
-        A view has the layout of its base; a result with the layout of an operand would
-        have it for one sample, too.
-        """
-        if func in RESHAPES:
-            if not tensors[0].is_contiguous() and self.is_odd(tensors[0]):
-                for each in (tensors[0], output):
-                    below = modes.unwrap_all(each)
-                    self._doubtful.append((below, version_of(below)))
-            return
-        for each in output if isinstance(output, tuple | list) else (output,):
-            if not isinstance(each, Tensor) or not modes.is_wrapped(each):
-                continue
-            if not each.is_contiguous() and not any(
-                _memory(each) == _memory(tensor)
-                or (
-                    (each.shape, each.stride()) == (tensor.shape, tensor.stride())
-                    and not self.is_odd(tensor)
-                )
-                for tensor in tensors
-            ):
-                self._odd.add(_memory(each))
-
-    def is_odd(self, tensor: Tensor) -> bool:
-        """Return whether a tensor may have another layout than for one sample."""
-        return bool(self._odd) and _memory(tensor) in self._odd
-
-    def disturbed(self) -> bool:
-        """Return whether there was a write that may have two meanings."""
-        return any(version_of(each) != version for each, version in self._doubtful)
-
-
-def _memory(tensor: Tensor) -> Any:
-    return storage(modes.unwrap_all(tensor))
-
-
-# Flags.
 
 
 class UnsupportedOp(NotImplementedError):
@@ -157,28 +106,22 @@ _REFUSED: dict[Callable, Callable[[Tensor], bool]] = {
 
 def is_refused(func: Callable) -> bool:
     """Return whether some calls of a function depend on more than values and flags."""
-    return func in _REFUSED or func in STRIDES or func in WATCHED_READS
+    return func in _REFUSED or func in STRIDES or func == REQUIRES_GRAD
 
 
 @dataclass(frozen=True)
 class GradFlags:
-    """The flags of the tensors of one vmap.
+    """The flags, and the memory, of the tensors in one run of a loss under vmap."""
 
-    Attributes:
-        level: the level of the vmap.
-        one: a sample or a member, in a word.
-        otherwise: the strategy for a function that reads more of the graph.
-        layouts: the memory of tensors.
-    """
-
-    level: int
-    one: str
-    otherwise: str
-    layouts: Layouts = field(default_factory=Layouts)
+    level: int  # of the vmap
+    one: str  # a sample or a member
+    otherwise: str  # the strategy for a function that reads more of the graph
+    _odd: set[Any] = field(default_factory=set)  # memory not laid out as for one sample
+    _doubtful: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def afresh(self) -> "GradFlags":
         """Return the same for another run, without tensors."""
-        return replace(self, layouts=Layouts())
+        return GradFlags(self.level, self.one, self.otherwise)
 
     def before(self, func: Callable, tensors: Sequence[Tensor]) -> None:
         """Prepare the tensors among the arguments of a call, or refuse the call."""
@@ -193,7 +136,7 @@ class GradFlags:
             return
         first = tensors[0]
         if refused is None:
-            if not self.layouts.is_odd(first):
+            if not self._is_odd(first):
                 return
         elif modes.level_of(first) != self.level or not refused(modes.unwrapped(first)):
             return
@@ -211,18 +154,42 @@ class GradFlags:
 
     def after(self, func: Callable, tensors: Sequence[Tensor], output: Any) -> None:
         """Set the flags of the results of a call, for code that no mode sees."""
-        for each in output if isinstance(output, tuple | list) else (output,):
-            if isinstance(each, Tensor):
-                self.sync(each)
-        self.layouts.after(func, tensors, output)
+        outputs = output if isinstance(output, tuple | list) else (output,)
+        outputs = [each for each in outputs if isinstance(each, Tensor)]
+        for each in outputs:
+            self.sync(each)
+        if func in RESHAPES:
+            if not tensors[0].is_contiguous() and self._is_odd(tensors[0]):
+                for each in (tensors[0], *outputs):
+                    below = modes.unwrap_all(each)
+                    self._doubtful.append((below, version_of(below)))
+            return
+        for each in outputs:
+            if not modes.is_wrapped(each) or each.is_contiguous():
+                continue
+            # A view has the layout of its base; a result with the layout of an operand
+            # would have it for one sample, too.
+            if not any(
+                _memory(each) == _memory(tensor)
+                or (
+                    (each.shape, each.stride()) == (tensor.shape, tensor.stride())
+                    and not self._is_odd(tensor)
+                )
+                for tensor in tensors
+            ):
+                self._odd.add(_memory(each))
+
+    def _is_odd(self, tensor: Tensor) -> bool:
+        """Return whether a tensor may have another layout than for one sample."""
+        return bool(self._odd) and _memory(tensor) in self._odd
 
     def end(self, results: Iterable[Tensor]) -> None:
         """Refuse results that would be others for one sample."""
         with modes.without_modes():
             for tensor in results:
                 self.sync(tensor)
-            disturbed = self.layouts.disturbed()
-        if disturbed:
+            written = any(version_of(each) != was for each, was in self._doubtful)
+        if written:
             raise UnsupportedOp(
                 f"loss: expected writes in place whose target is the same for one "
                 f"{self.one} and for all, got one behind a reshape, flatten or "
@@ -266,6 +233,10 @@ class GradFlags:
         return False
 
 
+def _memory(tensor: Tensor) -> Any:
+    return storage(modes.unwrap_all(tensor))
+
+
 def among(args: tuple, kwargs: dict) -> list[Tensor]:
     """Return the tensors among the arguments of a call."""
     found = []
@@ -299,36 +270,25 @@ def raise_clearly(
     """
     if isinstance(error, torch.OutOfMemoryError | UnsupportedOp):
         raise error
-    if modes.RANDOM_ERROR in str(error):
+    kind = modes.limit_of(str(error))
+    differentiable = "expected ops that transforms of torch.func can differentiate, got"
+    if kind == "random numbers":
         raise RuntimeError(
             f'{op}: expected a loss without random numbers, since randomness="error". '
             f'Pass randomness="different" (each {one} draws its own) or "same".'
         ) from error
-    if (limit := _limit(str(error), op, in_place=in_place, one=one)) is not None:
-        raise limit from error
-    if not getattr(error, "__notes__", ()):  # of the op, if this is around it
-        error.add_note(
-            f"This happened in {op} while one {one} stood for all {one}s at once. If "
-            f'it works for a single {one}, strategy="loop" can run it.'
-        )
-    raise error
-
-
-def _limit(message: str, op: str, *, in_place: bool, one: str) -> UnsupportedOp | None:
-    """Return the error for the limit of vmap that a message is about, if any."""
-    differentiable = "expected ops that transforms of torch.func can differentiate, got"
-    if modes.SAME_RANDOM_ERROR in message:
+    if kind == "same random numbers":
         limit = (
             f"expected random numbers that all {one}s can share, since "
             f'randomness="same", got some whose distribution depends on the {one}. '
             f'Pass randomness="different", or use strategy="loop".'
         )
-    elif any(each in message for each in modes.SAVED_HOOKS_ERRORS):
+    elif kind == "saved tensors":
         limit = (
             f"{differentiable} activation checkpointing (or other hooks on saved "
             f'tensors). Use strategy="auto" or "loop".'
         )
-    elif modes.SETUP_CONTEXT_ERROR in message or modes.HIDDEN_FUNCTION_ERROR in message:
+    elif kind == "setup_context":
         limit = (
             f"{differentiable} an autograd.Function without setup_context. Give it "
             f'setup_context and a vmap rule, or use strategy="loop".'
@@ -339,9 +299,9 @@ def _limit(message: str, op: str, *, in_place: bool, one: str) -> UnsupportedOp 
             f"on a tensor that stands for all {one}s. Leave it out, or use "
             f'strategy="loop".'
         )
-    elif op in _AUTOGRAD or any(each in message for each in modes.BACKWARD_ERRORS):
-        return own_backward_pass(op)
-    elif in_place or any(each in message for each in modes.VMAP_ERRORS):
+    elif kind == "backward pass" or op in map(modes.op_name, AUTOGRAD):
+        raise own_backward_pass(op) from error
+    elif kind == "vmap" or in_place:
         shared = f"writes in place into a tensor that all {one}s share, or is too small"
         values = "looks at values or has shapes that depend on them"
         limit = (
@@ -350,16 +310,10 @@ def _limit(message: str, op: str, *, in_place: bool, one: str) -> UnsupportedOp 
             f"{one} by {one}."
         )
     else:
-        return None
-    return UnsupportedOp(f"{op}: {limit}")
-
-
-_AUTOGRAD = {"grad", "backward", "requires_grad_", "requires_grad"}
-"""Calls of a loss that differentiates on its own."""
-
-
-def in_place(func: Callable, kwargs: dict) -> bool:
-    """Return whether a call writes into one of its arguments."""
-    name = getattr(func, "__name__", "")
-    ends = name.endswith("_") and not name.endswith("__")
-    return ends or name == "__setitem__" or kwargs.get("out") is not None
+        if not getattr(error, "__notes__", ()):  # of the op, if this is around it
+            error.add_note(
+                f"This happened in {op} while one {one} stood for all {one}s at once. "
+                f'If it works for a single {one}, strategy="loop" can run it.'
+            )
+        raise error
+    raise UnsupportedOp(f"{op}: {limit}") from error

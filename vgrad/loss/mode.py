@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vgrad.conditions import Unrepeatable, checks_collected
 from vgrad.functional.batch_norm import mended, normalises, refuse_batch_statistics
-from vgrad.functional.guards import Protected, WriteGuard, may_write
+from vgrad.functional.guards import Again, Protected, WriteGuard, may_write, written
 from vgrad.generators import drawn_since, random_state, set_random_state
 from vgrad.loss.functions import custom_function, for_samples
 from vgrad.loss.grad_flags import (
@@ -25,7 +25,6 @@ from vgrad.loss.grad_flags import (
     GradFlags,
     UnsupportedOp,
     among,
-    in_place,
     is_refused,
     only_reads,
     own_backward_pass,
@@ -52,19 +51,7 @@ Handler = Callable[["LossMode", Callable, tuple, dict], Any]
 
 
 class LossMode(WriteGuard):
-    """The function mode under which a loss runs.
-
-    Attributes:
-        flags: of the tensors of a vmap; None for one sample or member by itself.
-        draws: reads and random numbers of the loss.
-        size: how many samples or members run at once.
-        randomness: as of `torch.vmap`.
-        looped: autograd.Functions that no vmap runs, and their lines.
-        is_parameter: returns whether a tensor stands for a parameter.
-        seen: whether the loss has run under vmap before, where batch statistics were
-            checked.
-        waiting: the mode that casts for autocast, entered where the loss turns that on.
-    """
+    """The function mode under which a loss runs."""
 
     def __init__(
         self,
@@ -81,17 +68,18 @@ class LossMode(WriteGuard):
             protected += (Protected({}, "", "", draws.again),)
         super().__init__(*protected)
         self._handlers = handlers
-        self.flags = flags
-        self.looped = {} if looped is None else looped
+        self.flags = flags  # of a vmap; None for one sample or member by itself
+        self.looped = {} if looped is None else looped  # autograd.Functions, and lines
         self.is_parameter = is_parameter
-        self.seen = seen
-        self.size = 1
-        self.randomness = "error"
+        self.seen = seen  # whether it has run under vmap, where batch norms are refused
+        self.size = 1  # how many samples or members run at once
+        self.randomness = "error"  # as of `torch.vmap`
         self._stopped: BaseException | None = None
         self._watched: Callable[..., AbstractContextManager] = nullcontext
         self._casts: Callable[[], AbstractContextManager] = nullcontext
+        self._later: list[list[Again]] = []
+        # The mode that casts for autocast, entered where the loss turns that on.
         self.waiting: AbstractContextManager | None = None
-        self._later: list[list[Callable[[], AbstractContextManager]]] = []
 
     @contextmanager
     def inside(
@@ -158,12 +146,16 @@ class LossMode(WriteGuard):
             if modes.ITEM_ERROR in str(error):
                 arguments = with_numbers(func, args, kwargs, self.flags.level)
             if arguments is None:
-                self._stop(error, func, kwargs)
+                self._stop(error, func, args, kwargs)
         self.draws.values_read = True
         return self.__torch_function__(func, types, *arguments)
 
     def _stop(
-        self, error: SplitBatch | RuntimeError, func: Callable, kwargs: dict
+        self,
+        error: SplitBatch | RuntimeError,
+        func: Callable,
+        args: tuple,
+        kwargs: dict,
     ) -> NoReturn:
         """Raise an error of the loss in words that say what to do, and remember it."""
         assert self.flags is not None
@@ -171,7 +163,7 @@ class LossMode(WriteGuard):
             if isinstance(error, SplitBatch):
                 self.draws.values_read = True
                 raise error
-            writes, one = in_place(func, kwargs), self.flags.one
+            writes, one = bool(written(func, args, kwargs)), self.flags.one
             raise_clearly(error, modes.op_name(func), in_place=writes, one=one)
         except (SplitBatch, UnsupportedOp) as stopped:
             self._stopped = stopped
@@ -212,19 +204,17 @@ class LossMode(WriteGuard):
             finally:
                 self.flags = flags
 
-    def until_later(
-        self, around: Callable[[], AbstractContextManager]
-    ) -> Callable[[], AbstractContextManager]:
-        """Return a function for a checkpoint; it refers to nothing after `close`."""
-        later = [around]
+    def held(self, again: Again) -> Again:
+        """Return a function that refers to nothing after `close`."""
+        later = [again]
         self._later.append(later)
 
-        def again() -> AbstractContextManager:
+        def held() -> AbstractContextManager:
             if not later:
                 raise own_backward_pass("loss")
             return later[0]()
 
-        return again
+        return held
 
     def close(self) -> None:
         """Let go of checkpoints that never ran again, in cycles Python cannot see."""
@@ -324,11 +314,7 @@ def refusals(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def one_sample(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run a call for one sample by itself, if it is not refused."""
-    if func is modes.custom_function_call:
-        if (output := checkpoints(mode, func, args, kwargs)) is not NONE:
-            return output
-    refuse_batch_statistics(func, args, kwargs, mode.is_shared)
+    """Run a call for one sample by itself."""
     if func is Tensor.requires_grad_ and not modes.is_wrapped(args[0]):
         with modes.exit_all():  # inside of transforms it raises
             return func(*args, **kwargs)
@@ -346,13 +332,11 @@ def reads(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
     return value
 
 
-def values(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run a call whose shapes depend on values, if all samples agree; or `reads`."""
+def selections(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Run a call whose shapes depend on values, if all samples agree."""
     op = OPS.get(func)
-    if op is None:
+    if op is None or op.selected is None:
         return NONE
-    if op.selected is None:
-        return NONE if op.read is None else reads(mode, func, args, kwargs)
     if (form := op.selected(mode, *args, **kwargs)) is None:
         return NONE
     mode.draws.values_read = True
@@ -397,10 +381,10 @@ def run_op(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
     return output
 
 
-SINGLE = (one_sample,)
+SINGLE = refusals, one_sample
 """The handlers for one sample by itself."""
 
-SAMPLES = refusals, values, at_once(run_op)
+SAMPLES = refusals, reads, selections, at_once(run_op)
 """The handlers for all samples under vmap."""
 
 

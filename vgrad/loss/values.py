@@ -28,35 +28,23 @@ NONE = object()
 
 
 class Partition(NamedTuple):
-    """The parts of a chunk that run again.
+    """The parts of a chunk that run again."""
 
-    Attributes:
-        rows: the samples of each part.
-        where: the line that reads a value.
-        strategy: the strategy for the parts; None for the one that ran.
-        why: the error of that one, if the strategy is another.
-    """
-
-    rows: Sequence[Tensor]
-    where: str
-    strategy: Strategy | None = None
-    why: str = ""
+    rows: Sequence[Tensor]  # the samples of each part
+    where: str  # the line that reads a value
+    strategy: Strategy | None = None  # of the parts; None for the one that ran
+    why: str = ""  # the error of that one, if the strategy is another
 
 
 class SplitBatch(BaseException):
-    """The samples of a chunk cannot go on together; they must run in several parts.
+    """The samples of a chunk cannot go on together; they must run in several parts."""
 
-    Not an `Exception`, which a loss could catch.
-
-    Attributes:
-        parts: the parts.
-        level: the level of the vmap over the samples; None for the innermost call.
-    """
+    # Not an `Exception`, which a loss could catch.
 
     def __init__(self, parts: Partition, level: int | None = None) -> None:
         super().__init__(parts.where)
         self.parts = parts
-        self.level = level
+        self.level = level  # of the vmap over the samples; None for the innermost call
 
 
 def read_value(

@@ -16,12 +16,10 @@ pass. Other forms of an op go into the same record by `register`.
 
 from vgrad.factors import Conv, Dense, Factor, Norm, Outer, Probes, Rows
 from vgrad.ops import attention as attention
-from vgrad.ops import contraction as contraction
 from vgrad.ops import conv as conv
 from vgrad.ops import embedding as embedding
 from vgrad.ops import indexing as indexing
 from vgrad.ops import norm as norm
-from vgrad.ops import reads as reads
 from vgrad.ops import recurrent as recurrent
 from vgrad.ops.linear import over_positions, positions
 from vgrad.ops.record import OPS, Op, Read, Rule, register, rule

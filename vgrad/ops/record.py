@@ -1,4 +1,4 @@
-"""The record of an op, which the file of its family fills.
+"""The record of an op, which the file of its family fills; and ops that read values.
 
 B samples, E members
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.factors.base import Factor
-from vgrad.torch_private import modes
+from vgrad.torch_private import kernels, modes
 
 Maker = Callable[[Tensor], Factor]
 
@@ -25,37 +25,23 @@ Form = Callable[[], Any]
 
 
 class Samples(Protocol):
-    """The mode under which samples run at once, as a form of an op uses it.
+    """The mode under which samples run at once, as a form of an op uses it."""
 
-    A tensor of the loss has no samples; a physical one has them in front.
-    """
+    # A tensor of the loss has no samples; a physical one has them in front: `values`
+    # returns [B, ...] of the first, None if all samples share one, and `logical` the
+    # tensor of the loss of the second. `outside` is a block for physical tensors.
+    def values(self, tensor: Tensor) -> Tensor | None: ...
+    def logical(self, tensor: Tensor) -> Tensor: ...
+    def outside(self) -> AbstractContextManager: ...
 
-    def values(self, tensor: Tensor) -> Tensor | None:
-        """Return the values of all samples, [B, ...]; None if all share one."""
-        ...
+    # The value that all samples have in a tensor of the loss; otherwise `SplitBatch`.
+    def agreed(self, tensor: Tensor, read: Callable = Tensor.item) -> Any: ...
 
-    def logical(self, tensor: Tensor) -> Tensor:
-        """Return the loss's tensor of a physical one."""
-        ...
+    # A block where random numbers have the samples at this axis, None for no axis.
+    def drawing(self, axis: int | None) -> AbstractContextManager: ...
 
-    def outside(self) -> AbstractContextManager:
-        """Compute with values of all samples in a block."""
-        ...
-
-    def agreed(self, tensor: Tensor, read: Callable = Tensor.item) -> Any:
-        """Return the value that all samples have in a tensor of the loss.
-
-        Raises `SplitBatch` where samples have different ones.
-        """
-        ...
-
-    def drawing(self, axis: int | None) -> AbstractContextManager:
-        """Draw numbers in a block with the samples at this axis, None for none."""
-        ...
-
-    def stacked(self, func: Callable, args: tuple, kwargs: dict) -> Form | None:
-        """Run a function without a derivative for one sample after another."""
-        ...
+    # The form of a function without a derivative: one sample after another.
+    def stacked(self, func: Callable, args: tuple, kwargs: dict) -> Form | None: ...
 
 
 class Recording(Protocol):
@@ -64,49 +50,27 @@ class Recording(Protocol):
     size: int
     randomness: str
 
-    def logical(self, tensor: Tensor) -> Tensor:
-        """Return the loss's tensor of a physical one."""
-        ...
+    def is_parameter(self, tensor: Tensor) -> bool: ...
+    def is_batched(self, tensor: Tensor) -> bool: ...
 
-    def is_parameter(self, tensor: Tensor) -> bool:
-        """Return whether a tensor stands for a parameter."""
-        ...
+    # The physical tensor of one of the loss, and back. The `copies` of a parameter lead
+    # to its gradients; its `plain` values are for an op that needs none of them.
+    def physical(self, tensor: Tensor) -> Tensor: ...
+    def copies(self, tensor: Tensor) -> Tensor: ...
+    def plain(self, tensor: Tensor) -> Tensor: ...
+    def logical(self, tensor: Tensor) -> Tensor: ...
 
-    def is_batched(self, tensor: Tensor) -> bool:
-        """Return whether a tensor differs from sample to sample."""
-        ...
+    # A leaf of these values at which the backward pass ends.
+    def anchor(self, value: Tensor) -> Tensor: ...
 
-    def physical(self, tensor: Tensor) -> Tensor:
-        """Return the physical tensor of one of the loss."""
-        ...
+    # The function for the factor of this use of a parameter; None for other tensors.
+    def use(self, tensor: Tensor) -> Callable[[Factor], None] | None: ...
 
-    def copies(self, tensor: Tensor) -> Tensor:
-        """Return the same as `physical`; a parameter's copies lead to its gradients."""
-        ...
-
-    def plain(self, tensor: Tensor) -> Tensor:
-        """Return the values of a parameter, for an op that needs no gradient of it."""
-        ...
-
-    def anchor(self, value: Tensor) -> Tensor:
-        """Return a leaf of these values at which the backward pass ends."""
-        ...
-
-    def use(self, tensor: Tensor) -> Callable[[Factor], None] | None:
-        """Return a function for the factor of this use; None for other tensors."""
-        ...
-
-    def below(self) -> AbstractContextManager:
-        """Compute with physical tensors in a block."""
-        ...
-
-    def drawing(self, axis: int) -> AbstractContextManager:
-        """Draw numbers in a block with the samples at this axis, not in front."""
-        ...
-
-    def watching(self) -> AbstractContextManager:
-        """Run ops in a block as if the loss had called them, each by its own record."""
-        ...
+    # A block for physical tensors; one where random numbers have the samples at this
+    # axis; and one where each op runs by its own record, as if the loss had called it.
+    def below(self) -> AbstractContextManager: ...
+    def drawing(self, axis: int) -> AbstractContextManager: ...
+    def watching(self) -> AbstractContextManager: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -336,3 +300,18 @@ def _check_parameters(
             f"rule(weights={weights!r}): expected names of the rule's parameters, "
             f"{checks.listed(parameters)}, got {', '.join(missing) or 'none'}."
         )
+
+
+register(
+    *(Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero),
+    read=Read(compared=torch.bool, convert=bool),
+)
+register(Tensor.__int__, Tensor.__index__, read=Read(compared=torch.int64))
+register(Tensor.__float__, read=Read(compared=torch.float64, convert=float))
+register(Tensor.item, read=Read(compared=ITSELF, convert=lambda value: value))
+register(
+    *(Tensor.__complex__, Tensor.tolist, Tensor.__contains__, Tensor.__format__),
+    *(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose),
+    kernels.is_left_aligned,
+    read=Read(),
+)

@@ -212,61 +212,35 @@ _NEXT = {
 # By torch's kernels.
 
 
-Report = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""Takes `d_ih, d_hh [T, N, G * H]`, `x [T, N, I]` and `h_prev [T, N, H]`."""
+Report = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
+"""Takes the place of a layer's `w_ih`, `d_ih, d_hh [T, N, G * H]`, `x`, `h_prev`."""
 
 
-def reporting(
-    net: Net,
-    report: Callable[[int, Tensor, Tensor, Tensor, Tensor], None],
-    anchor: Tensor,
-) -> tuple[Tensor, ...]:
+def reporting(net: Net, report: Report, anchor: Tensor) -> tuple[Tensor, ...]:
     """Run a net without projections by torch's kernels, with the results of `steps`.
 
-    The backward pass calls `report` for each layer and direction, with the place of its
-    `w_ih` in the list of weights, and then as `recurrent_layer` does.
-    """
-
-    def layer(
-        first: int, x: Tensor, state: State, own: Sequence[Any], reverse: bool
-    ) -> tuple[Tensor, State]:
-        options = {"anchor": anchor, "reverse": reverse}
-        own_report = partial(report, first)
-        return recurrent_layer(net.mode, x, state, own[:4], own_report, **options)
-
-    return _over_layers(net, layer)
-
-
-def recurrent_layer(
-    mode: str,
-    x: Tensor,
-    hidden: State,
-    weights: Sequence[Any],
-    report: Report,
-    *,
-    anchor: Tensor,
-    reverse: bool = False,
-) -> tuple[Tensor, State]:
-    """Run one layer in one direction, reporting both sides of the weights' gradients.
-
-    `x [T, N, I]` and `hidden = (h0,)` or `(h0, c0)`, each `[N, H]`, with detached
-    weights `w_ih [G * H, I], w_hh [G * H, H], b_ih, b_hh`, the biases possibly None,
-    give `output [T, N, H]` and `(h_n,)` or `(h_n, c_n)`.
-
-    The backward pass calls `report(d_ih, d_hh, x, h_prev)` once: the gradients before
-    the gates at inputs and states, the inputs, and the states before every step, all in
-    the order of time of `x`. The gradients of the weights are the sums over t of
+    The backward pass calls `report(first, d_ih, d_hh, x, h_prev)` once for each layer
+    and direction: the place of `w_ih` among the weights, the gradients before the gates
+    at inputs and states, the inputs, and the states before every step, all in the order
+    of time of `x`. The gradients of the weights are the sums over t of
 
         w_ih: d_ih[t, n] x x[t, n]        b_ih: d_ih[t, n]
         w_hh: d_hh[t, n] x h_prev[t, n]   b_hh: d_hh[t, n]
 
     `d_ih` and `d_hh` are one tensor except for a GRU, in the widest dtype of inputs,
     states and weights, float32 at least. `anchor` is a scalar leaf that requires grad,
-    which puts the layer into the graph where nothing else does.
+    which puts the net into the graph where nothing else does.
     """
-    padded = hidden if mode == "lstm" else (*hidden, None)
-    results = _Layer.apply(mode, report, reverse, anchor, x, *padded, *weights)
-    return results[0], tuple(results[1 : 1 + len(hidden)])
+
+    def layer(
+        first: int, x: Tensor, state: State, own: Sequence[Any], reverse: bool
+    ) -> tuple[Tensor, State]:
+        padded = state if net.mode == "lstm" else (*state, None)
+        tensors = (anchor, x, *padded, *own[:4])
+        results = _Layer.apply(net.mode, partial(report, first), reverse, *tensors)
+        return results[0], tuple(results[1 : 1 + len(state)])
+
+    return _over_layers(net, layer)
 
 
 class _Layer(Function):
@@ -275,7 +249,7 @@ class _Layer(Function):
     @staticmethod
     def forward(
         mode: str,
-        report: Report,
+        report: Callable,
         reverse: bool,
         anchor: Tensor,
         x: Tensor,
@@ -571,13 +545,8 @@ def _recorded(
         return tuple(record.logical(tensor) for tensor in (output, *final))
 
 
-def _reported(record: Recording, net: Net) -> Callable:
-    """Expect the uses of the weights, and return the function that gives factors.
-
-    It is called for each layer, with the place of its first weight, the gradients at
-    the gates to which inputs and states lead, and the inputs and states themselves,
-    `[T, B * n, K]` each.
-    """
+def _reported(record: Recording, net: Net) -> Report:
+    """Expect the uses of the weights, and return the function that gives factors."""
     uses = [record.use(weight) for weight in net.weights]
     shapes, size = [weight.shape for weight in net.weights], record.size
     has_biases = len(shapes) > 2 * net.places

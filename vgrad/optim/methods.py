@@ -50,6 +50,31 @@ from vgrad.optim.transforms import (
 from vgrad.torch_private import shards
 from vgrad.tree import cast, no_autocast, widened
 
+__all__ = [
+    "adadelta",
+    "adafactor",
+    "adagrad",
+    "adam",
+    "adamax",
+    "adamw",
+    "asgd",
+    "lamb",
+    "lars",
+    "lion",
+    "muon",
+    "nadam",
+    "orthogonalize",
+    "radam",
+    "rmsprop",
+    "rprop",
+    "scale_by_adam",
+    "scale_by_trust_ratio",
+    "schedule_free_adamw",
+    "schedule_free_sgd",
+    "sgd",
+    "trace",
+]
+
 Betas = tuple[Number, Number]
 
 

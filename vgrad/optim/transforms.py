@@ -48,6 +48,35 @@ from vgrad.torch_private import shards
 from vgrad.tree import cast, map_values, tree_leaves, tree_map, widened
 from vgrad.typing import Params, Schedule, Tree
 
+__all__ = [
+    "adaptive_grad_clip",
+    "add_decayed_weights",
+    "add_noise",
+    "apply_if_finite",
+    "averaged_parameters",
+    "centralize",
+    "clip_by_block_rms",
+    "clip_by_global_norm",
+    "clip_by_value",
+    "ema",
+    "ema_parameters",
+    "evaluation_parameters",
+    "global_norm",
+    "inject_hyperparams",
+    "lookahead",
+    "masked",
+    "multi_steps",
+    "partition",
+    "polyak_average",
+    "reduce_on_plateau",
+    "scale",
+    "scale_by_learning_rate",
+    "schedule_free",
+    "set_to_zero",
+    "with_hyperparams",
+    "zero_nans",
+]
+
 Selection = checks.Patterns | Callable[[str], bool]
 """The names that match one of the patterns, or for which a function is true."""
 

@@ -51,17 +51,11 @@ def graph_nodes(
 
 def foreign_nodes(tensors: Iterable[Tensor]) -> list[str]:
     """Name the nodes of these graphs whose backward passes are not torch's own."""
-    return [
-        node.name()
-        for node in graph_nodes(tensors)
-        if type(node) not in _OWN and not _is_own(type(node))
-    ]
-
-
-def _is_own(kind: type) -> bool:
+    others = [node for node in graph_nodes(tensors) if type(node) not in _OWN]
+    functions = [getattr(type(node), "_forward_cls", None) for node in others]
     # Functions of vgrad write into memory of their own alone.
-    function = getattr(kind, "_forward_cls", None)
-    return getattr(function, "__module__", "").startswith("vgrad.")
+    own = [getattr(each, "__module__", "").startswith("vgrad.") for each in functions]
+    return [node.name() for node, ours in zip(others, own, strict=True) if not ours]
 
 
 def is_foreign_op(func: Callable) -> bool:

@@ -181,42 +181,41 @@ def unoptimized_scripts() -> AbstractContextManager:
 # about vmap come from torch/_functorch and aten/src/ATen/functorch, about autograd from
 # torch/autograd/__init__.py and torch/_functorch/eager_transforms.py.
 
-RANDOM_ERROR = "randomness error mode"
-"""A random op under `randomness="error"`."""
+LIMITS = {
+    "random numbers": ("randomness error mode",),  # under `randomness="error"`
+    # A draw from a mapped distribution, under `randomness="same"`.
+    "same random numbers": ("does not currently support same randomness",),
+    "saved tensors": ("saved tensor hooks",),  # of checkpoints, or other hooks on them
+    # An autograd.Function in the old style; the second in a custom op of torch's own,
+    # where no function mode sees it.
+    "setup_context": ("setup_context", "HigherOrderOperator custom_function_call"),
+    "backward pass": (
+        "backward() called inside",
+        "attempting to call Tensor.requires_grad_()",
+    ),
+    "vmap": (
+        "vmap:",
+        "Batching rule not implemented",
+        "vmap over",
+        "under vmap",
+        "inside of vmap",
+        "doesn't have storage",
+        "Cannot access storage",
+        "mutating directly with `.data`",
+        "view size is not compatible",
+    ),
+}
+"""Texts of errors, by the limit of the transforms that they are about."""
 
-SAME_RANDOM_ERROR = "does not currently support same randomness"
-"""A draw from a mapped distribution, under `randomness="same"`."""
 
-SAVED_HOOKS_ERRORS = ("saved tensor hooks",)
-"""Activation checkpointing, or another use of hooks on saved tensors."""
+def limit_of(message: str) -> str | None:
+    """Return the limit that an error is about, None if it is about none."""
+    found = (kind for kind, texts in LIMITS.items() if any(t in message for t in texts))
+    return next(found, None)
 
-SETUP_CONTEXT_ERROR = "setup_context"
-"""An autograd.Function in the old style, which transforms cannot run."""
-
-HIDDEN_FUNCTION_ERROR = "HigherOrderOperator custom_function_call"
-"""The same in a custom op of torch's own, where no function mode sees it."""
-
-BACKWARD_ERRORS = (
-    "backward() called inside",
-    "attempting to call Tensor.requires_grad_()",
-)
-"""A backward pass inside a transform."""
 
 ITEM_ERROR = "calling .item() on a Tensor"
 """A call that takes a number of Python and got a tensor."""
-
-VMAP_ERRORS = (
-    "vmap:",
-    "Batching rule not implemented",
-    "vmap over",
-    "under vmap",
-    "inside of vmap",
-    "doesn't have storage",
-    "Cannot access storage",
-    "mutating directly with `.data`",
-    "view size is not compatible",
-)
-"""An op that vmap cannot run, or not for tensors that are mapped over."""
 
 _NO_RULE = "batching rule for"
 

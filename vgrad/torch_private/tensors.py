@@ -87,7 +87,12 @@ class Lazy(Tensor):
             return func(memory, *args[1:], **kwargs)
         if _moves(func, args, kwargs):
             return _put_off(func, args, kwargs)
-        _check_read_only(func, args, kwargs)
+        for written_to in pytree.tree_leaves([*arguments_written(func, args, kwargs)]):
+            if isinstance(written_to, Lazy):
+                raise RuntimeError(
+                    f"{func}: expected a parameter that is only read, got one that is "
+                    f"written to, of which this process has a part. Copy it first."
+                )
         args, kwargs = pytree.tree_map_only(Lazy, Lazy.value, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -138,15 +143,6 @@ def _put_off(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         if func is not _CAST:
             lazy._of = source.root
     return pytree.tree_unflatten(parts, structure)
-
-
-def _check_read_only(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> None:
-    for argument in arguments_written(func, args, kwargs):
-        if any(isinstance(leaf, Lazy) for leaf in pytree.tree_leaves(argument)):
-            raise RuntimeError(
-                f"{func}: expected a parameter that is only read, got one that is "
-                f"written to, of which this process has a part. Copy it first."
-            )
 
 
 GRAPH = ("_grad_fn", "_backward_hooks", "_post_accumulate_grad_hooks")

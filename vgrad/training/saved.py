@@ -133,12 +133,9 @@ def save(
     """
     function, folder = "save", Path(folder)
     ranks = Ranks.of_all(function, mesh)
-    with ranks.together(function):
-        tensors = tree.state_dict(state)
-        pieces = _local_pieces(function, tensors)
-    plans = _exchange_plans(function, ranks, settings, tensors, pieces, sealed=True)
+    pieces, plans = _planned(function, ranks, state, settings, sealed=True)
     description = {
-        "checkpoint": ranks.agree(function, name=secrets.token_hex(8))[0]["name"],
+        "checkpoint": plans[0]["name"],
         "settings": plans[0]["setting"],
         "tensors": _writers(function, plans),
     }
@@ -197,14 +194,20 @@ def load(
     """
     function, folder = "load", Path(folder)
     ranks = Ranks.of_all(function, mesh)
-    with ranks.together(function):
-        tensors = tree.state_dict(like)
-        pieces = _local_pieces(function, tensors)
-    _holders(function, _exchange_plans(function, ranks, settings, tensors, pieces))
+    _, plans = _planned(function, ranks, like, settings)
+    _writers(function, plans)
     with _all_refuse(function, ranks):
         meta = _read_meta(folder)
-        _check_settings(folder, meta.settings, settings)
-        tree.check_fit(str(folder), tensors, meta.tensors)
+        for name, value in plans[0]["setting"].items():
+            if name not in meta.settings or meta.settings[name] != value:
+                saved = meta.settings
+                before = repr(saved[name]) if name in saved else "no such setting"
+                raise ValueError(
+                    f"{folder}: expected a state saved with {name} = {value!r}, got "
+                    f"one with {before}. Its run would go on with other numbers: keep "
+                    f"the setting, or save to another place."
+                )
+        tree.check_fit(str(folder), tree.state_dict(like), meta.tensors)
     ranks.check_same(function, checkpoint=meta.checkpoint)
     with _all_refuse(function, ranks), torch.no_grad():
         loaded = tree.tree_map(
@@ -250,18 +253,20 @@ def _local_pieces(function: str, tensors: Mapping[str, Tensor]) -> Pieces:
     return pieces
 
 
-def _exchange_plans(
+def _planned(
     function: str,
     ranks: Ranks,
+    state: Tree,
     settings: Mapping[str, Any] | None,
-    tensors: Mapping[str, Tensor],
-    pieces: Pieces,
     *,
     sealed: bool = False,
-) -> list[dict[str, Any]]:
-    """Return settings, names, shapes, dtypes and pieces of all ranks."""
+) -> tuple[Pieces, list[dict[str, Any]]]:
+    """Return own pieces, and settings, names, shapes and pieces of all ranks."""
     with ranks.together(function):
+        tensors = tree.state_dict(state)
+        pieces = _local_pieces(function, tensors)
         plan = {
+            "name": secrets.token_hex(8),
             "setting": dict(settings or {}),
             "tensor": {n: [str(t.dtype), list(t.shape)] for n, t in tensors.items()},
             "pieces": {
@@ -289,7 +294,7 @@ def _exchange_plans(
                         f"{function}: expected the same {kind} {name!r} on all ranks, "
                         f"got {first} on rank 0 and {other} on rank {rank}."
                     )
-    return plans
+    return pieces, plans
 
 
 def _seal(name: str, tensor: Tensor, piece: Tensor, ranks: Ranks) -> str:
@@ -304,33 +309,23 @@ def _seal(name: str, tensor: Tensor, piece: Tensor, ranks: Ranks) -> str:
     return files.digest({name: piece})
 
 
-def _holders(
-    function: str, plans: Sequence[Mapping[str, Any]]
-) -> dict[str, dict[Box, dict[int, str]]]:
-    """Return the ranks that hold each piece of each tensor, and their seals."""
-    holders: dict[str, dict[Box, dict[int, str]]] = {}
-    for name, (_, shape) in plans[0]["tensor"].items():
-        holders[name] = defaultdict(dict)
-        for rank, plan in enumerate(plans):
-            if name in plan["pieces"]:
-                box, seal = plan["pieces"][name]
-                holders[name][Box.of(*box)][rank] = seal
-        if not _is_whole(shape, holders[name]):
-            raise ValueError(
-                f"{function}(mesh): expected all pieces of {name!r}, got shapes "
-                f"{[list(box.sizes) for box in holders[name]]} of {shape}. Pass the "
-                f"mesh that the state is sharded over."
-            )
-    return holders
-
-
 def _writers(
     function: str, plans: Sequence[Mapping[str, Any]]
 ) -> dict[str, tuple[str, list[int], list[tuple[int, Box]]]]:
     """Return dtype and shape of each tensor, and the rank that writes each piece."""
     writers, loads = {}, [0] * len(plans)
-    for name, holders in _holders(function, plans).items():
-        dtype, shape = plans[0]["tensor"][name]
+    for name, (dtype, shape) in plans[0]["tensor"].items():
+        holders: dict[Box, dict[int, str]] = defaultdict(dict)
+        for rank, plan in enumerate(plans):
+            if name in plan["pieces"]:
+                box, seal = plan["pieces"][name]
+                holders[Box.of(*box)][rank] = seal
+        if not _is_whole(shape, holders):
+            raise ValueError(
+                f"{function}(mesh): expected all pieces of {name!r}, got shapes "
+                f"{[list(box.sizes) for box in holders]} of {shape}. Pass the mesh "
+                f"that the state is sharded over."
+            )
         boxes = []
         for box, seals in holders.items():
             first, *others = seals
@@ -448,16 +443,3 @@ def _remove_other_files(folder: Path) -> None:
     for path in folder.iterdir():
         if _OWN_FILE.fullmatch(path.name) and path.name not in kept | {META}:
             path.unlink(missing_ok=True)
-
-
-def _check_settings(
-    path: Path, saved: Mapping[str, Any], settings: Mapping[str, Any] | None
-) -> None:
-    for name, value in json.loads(json.dumps(dict(settings or {}))).items():
-        if name not in saved or saved[name] != value:
-            before = repr(saved[name]) if name in saved else "no such setting"
-            raise ValueError(
-                f"{path}: expected a state saved with {name} = {value!r}, got one with "
-                f"{before}. Its run would go on with other numbers: keep the setting, "
-                f"or save to another place."
-            )

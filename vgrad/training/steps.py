@@ -1,6 +1,10 @@
 """Training steps: `step(state, *batch) -> (new state, metrics)`.
 
-A step is a source of gradients and an optimizer. E members.
+A step is a source of gradients and an optimizer: `train_step` has `BatchSource` or
+`SampleSource`, `private_step` has `PrivateSource`, `ensemble_train_step` has
+`MemberSource`. Members that rest (`EnsembleState.active` is false) and members whose
+gradients are not finite keep their old values, running statistics of batch norm
+included, which are buffers of each member. E members.
 """
 
 from collections.abc import Callable, Iterator
@@ -66,24 +70,17 @@ from vgrad.typing import (
 
 
 class Gradients(NamedTuple):
-    """The result of a source of gradients.
-
-    Attributes:
-        loss: `[]`, or of each member `[E]`.
-        buffers: the buffers of the next state.
-        masks: whether the step is taken, `[]`, or by each member `[E]` and then by the
-            entries that they share; empty where no step is skipped.
-        metrics: all but the loss and aux.
-        changes: other fields of the next state.
-    """
+    """The result of a source of gradients."""
 
     grads: Params
-    loss: Tensor
-    buffers: Buffers
+    loss: Tensor  # [], or of each member [E]
+    buffers: Buffers  # of the next state
     aux: Tree
+    # Whether the step is taken, [], or by each member [E] and then by the entries that
+    # they share; empty where no step is skipped.
     masks: tuple[Tensor, ...]
-    metrics: Metrics
-    changes: dict[str, Any]
+    metrics: Metrics  # all but the loss and aux
+    changes: dict[str, Any]  # other fields of the next state
 
 
 class StepReducer:
@@ -113,21 +110,15 @@ ONE_PROCESS = StepReducer()
 
 @dataclass(frozen=True, eq=False)
 class TrainingStep(Generic[State]):
-    """A step: gradients, an optimizer, and the old values where a step is skipped.
-
-    Attributes:
-        first_scale: the loss scale of a state that has none yet.
-        execute: how functions of tensors run, with the captures of a compiled step.
-        reduce: the processes that take the step.
-    """
+    """A step: gradients, an optimizer, and the old values where a step is skipped."""
 
     name: str
     source: "Source"
     tx: GradientTransformation
-    first_scale: LossScale | None
+    first_scale: LossScale | None  # the loss scale of a state that has none yet
     donate: bool
     has_aux: bool
-    execute: Any = run_eager
+    execute: Any = run_eager  # runs functions of tensors, or captures of them
     reduce: StepReducer = ONE_PROCESS
 
     def reports(self) -> tuple[Any, ...]:
@@ -154,10 +145,10 @@ class TrainingStep(Generic[State]):
                 scale = to_device(self.first_scale, device)
             inputs = old._replace(loss_scale=scale)
             if isinstance(old, EnsembleState):
-                active = old.active.to(device)  # early stopping may count on the CPU
-                if is_scaled(scale):
-                    scale = for_each(scale, len(active))
-                inputs = old._replace(loss_scale=scale, active=active)
+                inputs = old._replace(
+                    loss_scale=for_each(scale, len(old.active)),
+                    active=old.active.to(device),  # early stopping may count on the CPU
+                )
             # A graph can neither write into the state nor reach other processes.
             one_graph = step.source.in_one_graph and not step.donate
             with torch.no_grad(), seeded_from(old, *tags):
@@ -172,7 +163,7 @@ class TrainingStep(Generic[State]):
         self, execute: Callable, state: Any, batch: tuple
     ) -> tuple[Any, Metrics]:
         compute = partial(self.source, state, batch)
-        if self.source.is_of_tensors:
+        if self.source.transform is None:  # it is a function of tensors
             inputs = _without_key(state)._replace(optimizer=())
             compute = partial(execute, self.source, inputs, batch)
         found = self.reduce.reduced(self, compute, state)
@@ -180,8 +171,10 @@ class TrainingStep(Generic[State]):
         looks = not checks_collected()
         all_taken = all([looks and x.is_cpu and bool(x.all()) for x in found.masks])
         donate = self.donate and all_taken and self.tx.donated is not None
+        loss, aux = found.loss, found.aux
         arguments = self.tx, found.grads, state.optimizer, state.params
         if donate and _may_write(state.params, found.buffers):
+            loss, aux = map_tensors(Tensor.clone, (loss, aux))  # they may be parameters
             params, optimizer = optim.step(*arguments, donate=True)
         else:
             params, optimizer = execute(optim.step, *arguments)
@@ -189,9 +182,9 @@ class TrainingStep(Generic[State]):
         if not all_taken:
             new = self.source.selected(found.masks, new, state)
         fields = dict(zip(("params", "buffers", "optimizer"), new, strict=True))
-        metrics = {"loss": found.loss, **found.metrics}
+        metrics = {"loss": loss, **found.metrics}
         if self.has_aux:
-            metrics["aux"] = found.aux
+            metrics["aux"] = aux
         return state._replace(**fields, **found.changes), metrics
 
 
@@ -213,19 +206,11 @@ def _may_write(params: Params, buffers: Buffers) -> bool:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Source:
-    """How a step computes gradients.
-
-    Attributes:
-        kind: the class of states.
-        transform: a per-sample transform, if that computes them.
-        is_of_tensors: whether it is a function of tensors, which a graph can repeat.
-        in_one_graph: whether the optimizer and the choice of members are in that graph.
-    """
+    """How a step computes gradients."""
 
     kind: ClassVar[type] = TrainState
-    transform: Any = None
-    is_of_tensors: ClassVar = False
-    in_one_graph: ClassVar = False
+    in_one_graph: ClassVar = False  # together with the optimizer, where there is one
+    transform: Any = None  # a per-sample transform, if that computes them
 
     def __call__(self, state: Any, batch: tuple) -> Gradients:
         """Compute gradients."""
@@ -241,31 +226,21 @@ def mean_gradients(
     state: TrainState, grads: Params, loss: Tensor, buffers: Buffers, aux: Tree = ()
 ) -> Gradients:
     """Return gradients of a plain step, which is skipped if a scaled one overflows."""
-    scale = state.loss_scale
-    found = Gradients(grads, widened(loss), buffers, aux, (), {}, {"loss_scale": scale})
+    scale, loss = state.loss_scale, widened(loss)
     if not is_scaled(scale):
-        return found
+        return Gradients(grads, loss, buffers, aux, (), {}, {})
     finite, factor = all_finite(grads), torch.as_tensor(scale.loss_scale)
-    return found._replace(
-        masks=(finite,),
-        metrics={"loss_scale": factor, "skipped": (~finite).float()},
-        changes={"loss_scale": scale.adjust(finite)},
-    )
+    metrics = {"loss_scale": factor, "skipped": (~finite).float()}
+    changes = {"loss_scale": scale.adjust(finite)}
+    return Gradients(grads, loss, buffers, aux, (finite,), metrics, changes)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class BatchSource(Source):
-    """Gradients of the loss of a batch, in a forward and a backward pass.
+    """Gradients of the loss of a batch, in a forward and a backward pass."""
 
-    Attributes:
-        loss: returns a loss, with aux if there is one, and new buffers.
-    """
-
-    loss: Callable[..., tuple[Any, Buffers]]
-    donate: bool
-    has_aux: bool
+    loss: Callable[..., Any]  # returns (loss, aux) and new buffers
     name: ClassVar = "train_step"
-    is_of_tensors: ClassVar = True
 
     def __call__(self, state: TrainState, batch: tuple) -> Gradients:
         """Compute the gradients of a batch."""
@@ -273,15 +248,12 @@ class BatchSource(Source):
 
         def of_params(params: Params) -> tuple[Tensor, tuple]:
             with AutocastMode(params.values()):
-                output, new = self.loss(params, state.buffers, *batch)
-            value, aux = output if self.has_aux else (output, ())
+                (value, aux), new = self.loss(params, state.buffers, *batch)
             return scale.scale(value), (value, aux, new)
 
         with torch.no_grad():
             grads, (value, aux, new), _ = gradient(of_params, state.params)
-            # Either may be a parameter, which a donated step writes into.
-            kept = Tensor.clone if self.donate else Tensor.detach
-            aux, value = map_tensors(kept, (aux, value))
+            aux, value = map_tensors(Tensor.detach, (aux, value))
             new = _kept_dtypes(new, state.buffers)
             return mean_gradients(state, scale.unscale(grads), value, new, aux)
 
@@ -311,10 +283,7 @@ class SampleSource(Source):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PrivateSource(Source):
-    """Sums of clipped gradients with noise; nothing that depends on data skips a step.
-
-    `transform` clips and sums.
-    """
+    """Clipped sums, by `transform`, with noise; no step is skipped, by no data."""
 
     plan: Plan
     has_aux: bool
@@ -350,50 +319,38 @@ class PrivateSource(Source):
             "plan_digest": as_digest(identity).to(state.plan_digest.device),
             "loss_scale": scale.adjust(result.nonfinite == 0),
         }
-        return Gradients(
-            plan.add_noise(result.grads, compute.sensitivity, **noise),
-            widened(result.losses).mean(),
-            state.buffers,
-            aux,
-            (),
-            metrics,
-            changes,
-        )
+        grads = plan.add_noise(result.grads, compute.sensitivity, **noise)
+        loss = widened(result.losses).mean()
+        return Gradients(grads, loss, state.buffers, aux, (), metrics, changes)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MemberSource(Source):
-    """Gradients of every member's loss."""
+    """Gradients of every member's loss; members that rest count nowhere."""
 
     gradient: EnsembleGradFn
-    donate: bool
     name: ClassVar = "ensemble_train_step"
     kind: ClassVar = EnsembleState
-    is_of_tensors: ClassVar = True
     in_one_graph: ClassVar = True
 
     def __call__(self, state: EnsembleState, batch: tuple) -> Gradients:
         """Compute the gradients of all members."""
-        scale, active = state.loss_scale, state.active
+        scale, active, gradient = state.loss_scale, state.active, self.gradient
         shared, scaled = self.shared_names(state), is_scaled(scale)
         shares = not shared.isdisjoint(state.params)
         if scaled and shares:
             raise ValueError(
-                f"ensemble_train_step(shared={list(self.gradient.options.shared)!r}, "
+                f"ensemble_train_step(shared={list(gradient.options.shared)!r}, "
                 f"loss_scale): expected one of the two, got both: each member has a "
                 f"scale of its own. Compute in bfloat16, which needs no scale."
             )
-        gradient, weights = self.gradient, scale.loss_scale
-        arguments = state.params, state.buffers, *batch
+        arguments, weights = (state.params, state.buffers, *batch), scale.loss_scale
         if shares:
             (gradient, arguments), weights = self._with_active(state, batch), active
         result: Any = gradient(*arguments, loss_scale=weights)
         (grads, losses, buffers), aux = result if gradient.has_aux else (result, None)
-        if self.donate:  # they may be parameters, which the step writes into
-            losses, aux = map_tensors(Tensor.clone, (losses, aux))
         if scaled:
-            unscaled = torch.vmap(lambda scale, grads: scale.unscale(grads))
-            grads = unscaled(scale, grads)
+            grads = torch.vmap(lambda scale, grads: scale.unscale(grads))(scale, grads)
         if shares:
             losses = losses.masked_fill(~active, torch.nan)
         with torch.no_grad():
@@ -404,11 +361,11 @@ class MemberSource(Source):
             if shared:
                 masks += (self.together(state, grads, active.any()),)
             metrics: Metrics = {"skipped": (active & ~finite).float()}
+            changes = {}
             if scaled:
                 metrics["loss_scale"] = torch.as_tensor(scale.loss_scale).clone()
                 adjusted = torch.vmap(lambda scale, ok: scale.adjust(ok))(scale, finite)
-                scale = _select_members(active, adjusted, scale)
-        changes = {"loss_scale": scale}
+                changes["loss_scale"] = _select_members(active, adjusted, scale)
         return Gradients(grads, widened(losses), buffers, aux, masks, metrics, changes)
 
     def shared_names(self, state: EnsembleState) -> frozenset[str]:
@@ -446,7 +403,7 @@ class MemberSource(Source):
     def _with_active(
         self, state: EnsembleState, batch: tuple
     ) -> tuple[EnsembleGradFn, tuple]:
-        """Return a gradient, and arguments with active members for the others.
+        """Return a gradient, and arguments with active members for resting ones.
 
         Weighing by zero is not enough: zero times the NaN of a member is a NaN.
         """
@@ -565,7 +522,7 @@ def train_step(
         check_loss(function, loss, of_batch=True)
         run = with_policy(policy, loss)
         run = returning_buffers(function, run, has_aux=has_aux)
-        source = BatchSource(loss=run, donate=donate, has_aux=has_aux)
+        source = BatchSource(loss=run)
     return TrainingStep(function, source, tx, scale, donate, has_aux)
 
 
@@ -708,5 +665,5 @@ def ensemble_train_step(
         shared=shared,
         has_aux=has_aux,
     )
-    source = MemberSource(gradient=gradient, donate=donate)
+    source = MemberSource(gradient=gradient)
     return TrainingStep(function, source, tx, scale, donate, has_aux)

@@ -3,10 +3,9 @@
 K folds, E of them at once, n samples.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from vgrad import batches, checks, files, tree
 from vgrad.ensemble import execution
-from vgrad.ensemble.layout import Call
+from vgrad.ensemble.layout import Call, EnsembleOptions
 from vgrad.ensemble.resampling import fold_indices
 from vgrad.ensemble.stacking import made, member_seed, stack
 from vgrad.functional.losses import Criterion, batch_loss
@@ -153,7 +152,7 @@ def cross_validate(
     function = "cross_validate"
     check_transformation(function, tx)
     size = batches.read(function, data).size
-    rows = fold_indices(folds, size, seed=seed)
+    trained, held_out = fold_indices(folds, size, seed=seed)
     at_once = folds if at_once is None else at_once
     epochs, batch_size, at_once = checks.whole(
         function, least=1, epochs=epochs, batch_size=batch_size, at_once=at_once
@@ -164,147 +163,48 @@ def cross_validate(
             f"output and a target as the metric does, got a model that returns its "
             f"loss. Leave out the metric."
         )
-    run = _Run(
-        factory,
-        criterion,
-        tx,
-        data,
-        *rows,
-        epochs=epochs,
-        batch_size=batch_size,
-        seed=seed,
-        at_once=at_once,
-        metric=metric,
-        options={"in_dims": 0, "randomness": randomness, "strategy": strategy},
-        policy=Policy.parse(policy) if isinstance(policy, str) else policy,
-        scale=initial_loss_scale(function, loss_scale, policy, DynamicLossScale()),
-        folder=None if folder is None else Path(folder),
-        callback=callback,
-    )
-    results: list[_Trained] = []
-    for start in range(0, folds, at_once):
-        results.append(run.train(range(folds)[start : start + at_once], results))
-    params, buffers, figures = tree.tree_map(lambda *x: torch.cat(x), *results)
-    return CrossValidation(params, buffers, **figures)
-
-
-_Trained = tuple[Params, Buffers, Figures]
-
-
-@dataclass(frozen=True)
-class _Run:
-    """The arguments, the same for all folds, with the indices `[K, ...]` of samples."""
-
-    factory: Callable[[int], nn.Module]
-    criterion: Criterion
-    tx: GradientTransformation
-    data: tuple[Tree, ...]
-    rows: Tensor  # of training
-    held_out: Tensor
-    epochs: int
-    batch_size: int
-    seed: int
-    at_once: int
-    metric: Metric | None
-    options: dict[str, Any]
-    policy: Policy | None
-    scale: LossScale | None
-    folder: Path | None
-    callback: Callable[[FoldEpoch], None] | None
-
-    def train(self, which: range, before: Sequence[_Trained]) -> _Trained:
-        """Train some folds at once, after others."""
-        fmodel, state = self._start(which)
-        if before:
-            shapes, first = (
-                {name: value[0] for name, value in params.items()}
-                for params in (before[0][0], state.params)
-            )
-            tree.check_fit("cross_validate(factory)", shapes, first)
-        device = device_of(state.params)
-        loss = batch_loss(fmodel, self.criterion)
-        own = {"policy": self.policy, "loss_scale": self.scale, **self.options}
-        step = ensemble_train_step(loss, self.tx, donate=True, **own)
-        evaluated, options = fmodel.eval(), Call.of("cross_validate", **self.options)
-        names = ["train_losses", "skipped", "losses"]
-        names += [] if self.metric is None else ["scores"]
-        blank = torch.full((len(which), self.epochs), torch.nan, dtype=torch.float64)
-        history, done = {name: blank.clone() for name in names}, torch.tensor(0)
-        path = self.folder and self.folder / f"folds-{which.start}"
-        if path is not None:
-            start, old = (state, history, done), path.with_suffix(".safetensors")
-            with suppress(FileNotFoundError):  # one of an older version is refused
-                state, history, done = load(
-                    old if old.exists() else path, start, settings=self._settings
-                )
-        for epoch in range(int(done), self.epochs):
-            total, skipped = torch.zeros(()), torch.zeros(())
-            rows = self._shuffled(which, epoch)
-            for size, batch in self._batches(rows, device):
-                state, metrics = step(state, *batch)
-                total = total + metrics["loss"].double() * size
-                skipped = skipped + metrics["skipped"].double()
-            losses = (total / rows.shape[1]).cpu()
-            figures = {"train_losses": losses, "skipped": skipped.cpu()}
-            rows = self.held_out[which.start : which.stop]
-            figures |= self._evaluate(evaluated, options, state, rows)
-            for name, values in figures.items():
-                history[name][:, epoch] = values
-            if path is not None:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                reached = state, history, torch.tensor(epoch + 1)
-                save(path, reached, settings=self._settings)
-            if self.callback is not None:
-                self.callback(FoldEpoch(which, epoch, **figures))
-        return tree.to_device((state.params, state.buffers, history), "cpu")
-
-    @cached_property
-    def _settings(self) -> dict[str, Any]:
-        """Settings that have to be the same when the run goes on; hashes the data."""
-        data = {str(i): x for i, x in enumerate(tree.tensors(self.data))}
-        return {
-            "folds": len(self.rows),
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "data": [f"{x.dtype} {tuple(x.shape)}" for x in data.values()],
-            "sha256 of data": files.digest(data),
-            "epochs": self.epochs,
-            "at_once": self.at_once,
-            "metric": self.metric is not None,
-            "policy": str(self.policy),
-            **self.options,
+    policy = Policy.parse(policy) if isinstance(policy, str) else policy
+    scale = initial_loss_scale(function, loss_scale, policy, DynamicLossScale())
+    options: EnsembleOptions
+    options = {"in_dims": 0, "randomness": randomness, "strategy": strategy}
+    call = Call.of(function, **options)
+    settings: dict[str, Any] = {}
+    if folder is not None:  # settings that have to be the same when the run goes on
+        named = {str(i): x for i, x in enumerate(tree.tensors(data))}
+        settings = {
+            "folds": folds,
+            "batch_size": batch_size,
+            "seed": seed,
+            "data": [f"{x.dtype} {tuple(x.shape)}" for x in named.values()],
+            "sha256 of data": files.digest(named),
+            "epochs": epochs,
+            "at_once": at_once,
+            "metric": metric is not None,
+            "policy": str(policy),
+            **options,
         }
 
-    def _start(self, which: range) -> tuple[FunctionalModel, EnsembleState]:
-        """Make the models of some folds, and their state before the first step."""
-        makes = [partial(self.factory, fold) for fold in which]
-        seeds = [member_seed(self.seed, fold) for fold in which]
-        fmodel, *entries = stack(made("cross_validate(factory)", makes, seeds))
-        state = EnsembleState.create(self.tx, *entries, loss_scale=self.scale)
-        key = secret_key(seed=self.seed, member=which.start)
-        return fmodel, state._replace(key=key)
-
-    def _shuffled(self, which: range, epoch: int) -> Tensor:
+    def shuffled(which: range, epoch: int) -> Tensor:
         """Return the samples of an epoch, `[E, samples]`, shuffled for each fold."""
         orders = []
         for fold in which:
-            seed = torch_seed(secret_key(seed=self.seed, member=fold), "epoch", epoch)
-            source = torch.Generator().manual_seed(seed)
-            orders.append(torch.randperm(self.rows.shape[1], generator=source))
-        return self.rows[which.start : which.stop].gather(1, torch.stack(orders))
+            key = torch_seed(secret_key(seed=seed, member=fold), "epoch", epoch)
+            source = torch.Generator().manual_seed(key)
+            orders.append(torch.randperm(trained.shape[1], generator=source))
+        return trained[which.start : which.stop].gather(1, torch.stack(orders))
 
-    def _batches(
-        self, rows: Tensor, device: torch.device
-    ) -> Iterator[tuple[int, tuple]]:
+    def batches_of(rows: Tensor, device: torch.device) -> Iterator[tuple[int, tuple]]:
         """Yield B and the batches `[E, B, ...]` of these samples."""
-        for part in rows.split(self.batch_size, 1):
-            batch = tree.map_tensors(
-                lambda x, part=part: x[part.to(x.device)].to(device), self.data
+        for part in rows.split(batch_size, 1):
+            yield (
+                part.shape[1],
+                tree.map_tensors(
+                    lambda x, part=part: x[part.to(x.device)].to(device), data
+                ),
             )
-            yield part.shape[1], batch
 
-    def _evaluate(
-        self, fmodel: FunctionalModel, options: Call, state: EnsembleState, rows: Tensor
+    def evaluated(
+        fmodel: FunctionalModel, state: EnsembleState, rows: Tensor
     ) -> Figures:
         """Return mean `losses` and `scores` on samples, `[E]`, float64 on the CPU."""
 
@@ -313,28 +213,28 @@ class _Run:
 
             def noted(output: Any, target: Any) -> Tensor:
                 outputs.append(output)
-                return self.criterion(output, target)  # pyright: ignore[reportOptionalCall]
+                return criterion(output, target)  # pyright: ignore[reportOptionalCall]
 
-            loss = batch_loss(fmodel, noted if self.metric else self.criterion)
+            loss = batch_loss(fmodel, noted if metric else criterion)
             return (loss(params, buffers, *batch), outputs), {}
 
-        function = with_policy(self.policy, of_member)
+        run = with_policy(policy, of_member)
         total, outputs, scores = torch.zeros(()), [], []
         with torch.no_grad(), seeded_from(state):
-            for size, batch in self._batches(rows, device_of(state.params)):
-                call = options.on(state.params, state.buffers, batch)
-                (losses, output), _ = execution.run(function, call)
-                total = total + losses.double() * size
+            for count, batch in batches_of(rows, device_of(state.params)):
+                part = call.on(state.params, state.buffers, batch)
+                (losses, output), _ = execution.run(run, part)
+                total = total + losses.double() * count
                 outputs.append((output, batch[-1]) if output else ())
             figures = {"losses": (total / rows.shape[1]).cpu()}
-            if self.metric is None:
+            if metric is None:
                 return figures
             (output,), target = tree.tree_map(lambda *x: torch.cat(x, 1), *outputs)
-            if self.policy is not None:
-                output = self.policy.cast(output, to="output")
+            if policy is not None:
+                output = policy.cast(output, to="output")
             for member in range(len(rows)):
                 one = tree.map_tensors(lambda x, i=member: x[i], (output, target))
-                score = torch.as_tensor(self.metric(*one), dtype=torch.float64)
+                score = torch.as_tensor(metric(*one), dtype=torch.float64)
                 if score.numel() != 1:
                     raise ValueError(
                         f"metric(output, target): expected one number for all samples, "
@@ -342,6 +242,58 @@ class _Run:
                     )
                 scores.append(score.detach().cpu().reshape(()))
         return {**figures, "scores": torch.stack(scores)}
+
+    results: list[tuple[Params, Buffers, Figures]] = []
+    for first in range(0, folds, at_once):
+        which = range(folds)[first : first + at_once]
+        makes = [partial(factory, fold) for fold in which]
+        seeds = [member_seed(seed, fold) for fold in which]
+        fmodel, *entries = stack(made(f"{function}(factory)", makes, seeds))
+        state = EnsembleState.create(tx, *entries, loss_scale=scale)
+        state = state._replace(key=secret_key(seed=seed, member=first))
+        if results:
+            shapes, own = (
+                {name: value[0] for name, value in params.items()}
+                for params in (results[0][0], state.params)
+            )
+            tree.check_fit(f"{function}(factory)", shapes, own)
+        loss, in_evaluation = batch_loss(fmodel, criterion), fmodel.eval()
+        common = {"policy": policy, "loss_scale": scale, **options}
+        step = ensemble_train_step(loss, tx, donate=True, **common)
+        names = ["train_losses", "skipped", "losses"]
+        names += [] if metric is None else ["scores"]
+        blank = torch.full((len(which), epochs), torch.nan, dtype=torch.float64)
+        history, done = {name: blank.clone() for name in names}, torch.tensor(0)
+        path = folder and Path(folder) / f"folds-{first}"
+        if path:
+            start, old = (state, history, done), path.with_suffix(".safetensors")
+            with suppress(FileNotFoundError):  # one of an older version is refused
+                state, history, done = load(
+                    old if old.exists() else path, start, settings=settings
+                )
+        for epoch in range(int(done), epochs):
+            total, skipped = torch.zeros(()), torch.zeros(())
+            rows = shuffled(which, epoch)
+            for count, batch in batches_of(rows, device_of(state.params)):
+                state, metrics = step(state, *batch)
+                total = total + metrics["loss"].double() * count
+                skipped = skipped + metrics["skipped"].double()
+            losses = (total / rows.shape[1]).cpu()
+            figures = {"train_losses": losses, "skipped": skipped.cpu()}
+            rows = held_out[which.start : which.stop]
+            figures |= evaluated(in_evaluation, state, rows)
+            for name, values in figures.items():
+                history[name][:, epoch] = values
+            if path:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                reached = state, history, torch.tensor(epoch + 1)
+                save(path, reached, settings=settings)
+            if callback is not None:
+                callback(FoldEpoch(which, epoch, **figures))
+        ended = state.params, state.buffers, history
+        results.append(tree.to_device(ended, "cpu"))
+    params, buffers, figures = tree.tree_map(lambda *x: torch.cat(x), *results)
+    return CrossValidation(params, buffers, **figures)
 
 
 class EarlyStopping(NamedTuple):
