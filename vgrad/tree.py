@@ -153,7 +153,12 @@ def to_device(tree: T, device: torch.device | str) -> T:
 
 
 def state_dict(tree: Tree) -> dict[str, Tensor]:
-    """Name every tensor of a tree by its place, such as "['moments'][0]"."""
+    """Name every tensor of a tree by its place, as a file of tensors needs it.
+
+    Example:
+        >>> state_dict({"moments": (torch.ones(2), torch.zeros(2))})
+        {"['moments'][0]": tensor([1., 1.]), "['moments'][1]": tensor([0., 0.])}
+    """
     leaves, _ = tree_flatten_with_path(tree)
     named = {keystr(path): leaf for path, leaf in leaves}
     for name, leaf in named.items():
@@ -164,15 +169,18 @@ def state_dict(tree: Tree) -> dict[str, Tensor]:
     return named
 
 
-def load_state_dict(
-    template: T, tensors: Mapping[str, Tensor], *, where: str = "load_state_dict"
-) -> T:
+def load_state_dict(template: T, tensors: Mapping[str, Tensor]) -> T:
     """Build a tree like `template`, on its devices, from tensors by `state_dict`.
 
     Tensors that are there already are not copied: a donated step writes to them.
+
+    Example:
+        >>> saved = state_dict((torch.ones(2), torch.tensor(3)))
+        >>> load_state_dict((torch.zeros(2), torch.tensor(0)), saved)
+        (tensor([1., 1.]), tensor(3))
     """
     expected = state_dict(template)
-    check_fit(where, expected, tensors)
+    check_fit("load_state_dict", expected, tensors)
     leaves = [tensors[name].to(leaf.device) for name, leaf in expected.items()]
     return tree_unflatten(leaves, tree_structure(template))
 

@@ -68,7 +68,8 @@ def check_entries(before: Description) -> None:
 
 def restored(template: Tree, tensors: dict[str, Tensor]) -> Tree:
     """Return a template with the tensors read; a ValueError if they do not fit."""
-    return tree.load_state_dict(template, tensors, where=STATE)
+    tree.check_fit(STATE, tree.state_dict(template), tensors)
+    return tree.load_state_dict(template, tensors)
 
 
 def check_same(before: Description, now: Description) -> None:
