@@ -38,9 +38,9 @@ def shared_names(
     function: str, names: Iterable[str], patterns: Patterns
 ) -> frozenset[str]:
     """Return the names of the entries without a member axis, which match a pattern."""
-    checks.patterns(function, shared=patterns)
-    if not patterns:
+    if patterns in ((), []):
         return frozenset()
+    checks.patterns(function, shared=patterns)
     return _matched(function, tuple(names), tuple(patterns))
 
 
