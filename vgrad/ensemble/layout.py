@@ -262,7 +262,7 @@ class Call:
 
 
 def _joint(join: Callable[..., Tensor], trees: Sequence[Any]) -> Tree:
-    """Join trees leaf by leaf; pairs go without pytree, which is slower than kernels."""
+    """Join trees leaf by leaf; pairs go without pytree, which takes longer."""
     if isinstance(trees[0], Tensor):
         return join(*trees)
     if type(trees[0]) is tuple:
