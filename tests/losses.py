@@ -411,11 +411,11 @@ def assert_quantities(
     return expected
 
 
-def written(text: str, scope: dict[str, Any]) -> Callable:
+def written(text: str, scope: dict[str, Any], letters: str = "xy") -> Callable:
     """Make a loss of an expression, or of statements that set `value`.
 
-    It has the names of a scope, of parameters and buffers (`a_w` for "a.w"), and of
-    samples `x` and `y`.
+    It has the names of a scope, of parameters and buffers (`a_w` for "a.w"), `p` for
+    all parameters, and the letters of a sample.
     """
     try:
         code = compile(text, text, "eval")
@@ -424,7 +424,8 @@ def written(text: str, scope: dict[str, Any]) -> Callable:
 
     def loss(params: dict, buffers: dict, *sample: Any) -> Any:
         named = {n.replace(".", "_"): v for n, v in (params | buffers).items()}
-        names = {**scope, **named, **dict(zip("xy", sample, strict=False))}
+        given = dict(zip(letters, sample, strict=False))
+        names = {**scope, "p": params, **named, **given}
         found = eval(code, names)
         return names["value"] if found is None else found
 
@@ -546,37 +547,25 @@ def old_function(forward: Callable, backward: Callable) -> type:
     return type(name, (torch.autograd.Function,), methods)
 
 
-class Dropping(torch.autograd.Function):
-    """A function of autograd that draws random numbers."""
+def new_function(name: str, forward: Callable, backward: Callable, **more: Any) -> type:
+    """Make one in the new style, which saves its inputs: `forward(*inputs)`."""
 
-    generate_vmap_rule = True
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
 
-    @staticmethod
-    def forward(x):
-        return F.dropout(x, 0.5)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
+    methods = {
+        "forward": lambda *inputs: forward(*inputs),
+        "setup_context": setup_context,
+    }
+    methods |= {"backward": backward, **more}  # also `vmap`, or that torch makes one
+    made = {n: staticmethod(x) if callable(x) else x for n, x in methods.items()}
+    return type(name, (torch.autograd.Function,), made)
 
 
-class Unruled(Dropping):
-    """A function without a vmap rule that draws random numbers."""
-
-    generate_vmap_rule = False
-
-
-class Noisy(Dropping):
-    """A function of autograd that draws random numbers in its backward pass."""
-
-    @staticmethod
-    def forward(x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad + torch.rand_like(grad)
+RULED = {"generate_vmap_rule": True}
+DROPS = (lambda x: F.dropout(x, 0.5), lambda ctx, grad: grad)
+Dropping = new_function("Dropping", *DROPS, **RULED)
+Unruled = new_function("Unruled", *DROPS)
+DRAWS = (torch.clone, lambda ctx, grad: grad + torch.rand_like(grad))
+Noisy = new_function("Noisy", *DRAWS, **RULED)
+NoisyAndUnruled = new_function("NoisyAndUnruled", *DRAWS)

@@ -110,12 +110,6 @@ def sites(params: dict, buffers: dict, x: Tensor, g: Tensor) -> Tensor:
     return whole + (params["b.weight"] * g[0]).sum()
 
 
-def sites_batch_loss(params: dict, buffers: dict, x: Tensor, g: Tensor) -> Tensor:
-    """The mean of that loss over a batch, for steps that need no single samples."""
-    whole = ((x @ params["a.weight"].T) * g).sum()
-    return (whole + (params["b.weight"] * g[:, 0]).sum()) / len(x)
-
-
 def sites_params(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     return {
         "a.weight": losses.randn(16, 12, dtype=dtype),

@@ -201,6 +201,7 @@ def test_train_step(name):
         batches,
     )
     assert any(each.calls == 4 for each in compiled.reports())
+    assert not any(each.redos for each in compiled.reports())
     if "loss_scale" in options:
         skipped = [float(each["skipped"]) for each in metrics]
         assert 0.0 in skipped

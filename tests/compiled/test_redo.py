@@ -13,8 +13,7 @@ from tests.compiled.problems import same_calls, same_quantities, sites_batch
 from vgrad import optim
 from vgrad.compiled import graph
 from vgrad.conditions import rare
-from vgrad.precision import StaticLossScale
-from vgrad.training import TrainState, private_step, train_step
+from vgrad.training import TrainState, private_step
 
 pytestmark = pytest.mark.compiled
 slow = pytest.mark.slow
@@ -234,17 +233,3 @@ def test_an_empty_batch_runs_no_loss(batch_sizes, name):
     found = problems.call(name, compiled, given)
     oracle.assert_exact(found, problems.call(name, compute, given), 0)
     assert compiled.reports() == ()
-
-
-def test_a_skipped_train_step_is_no_redo():
-    tx = optim.sgd(0.1)
-    scale = StaticLossScale(4.0)
-    step = train_step(problems.sites_batch_loss, tx, loss_scale=scale)
-    compiled = vgrad.compile(step, fallback="error")
-    state = TrainState.create(tx, PARAMS, {}, seed=1)
-    calls = [
-        sites_batch(4, *kinds, seed=n) for n, kinds in enumerate([[], ["nan"], []])
-    ]
-    found, expected = (problems.taken(each, state, calls) for each in (compiled, step))
-    oracle.assert_exact(found, expected, 0)
-    assert [each.redos for each in compiled.reports()] == [0, 0]

@@ -335,15 +335,15 @@ def _drawn(mesh, sizes):
     return results
 
 
-def _of_seeds(size):
-    return [_drawn(mesh_of(size)[0], sizes) for sizes in CUTS[size]]
+def _of_seeds(mesh):
+    return [_drawn(mesh, sizes) for sizes in CUTS[mesh.size()]]
 
 
 @pytest.mark.filterwarnings("ignore:.*runs in eager mode")
 def test_a_sample_draws_the_same_on_any_rank(some):
     with single_process_mesh("dp") as mesh:
         expected = {total: _drawn(mesh, (total,)) for total in (7, 0)}
-    for ranks in some.run(_of_seeds, some.size):
+    for ranks in some.on_mesh(_of_seeds):
         for sizes, results in zip(CUTS[some.size], ranks, strict=True):
             for name, (value, masks) in results.items():
                 one, known = expected[sum(sizes)][name]

@@ -67,32 +67,33 @@ def equal(states):
     return all(torch.equal(first[n], other[n]) for other in others for n in first)
 
 
-FORMS = [{}, {"shards": True}]
+PLAIN, SHARDS, COMPILED = {}, {"shards": True}, {"compiled": True}
+FORMS = [(torch.float32, PLAIN), (torch.float64, PLAIN), (torch.float64, SHARDS)]
 
 
 def _forms(size, name):
-    cases = [(torch.float32, {}), *((torch.float64, form) for form in FORMS)]
-    return [private(size, name, dtype, plan_of(6), **form) for dtype, form in cases]
+    forms = [*FORMS, (torch.float32, COMPILED)] if name == "mlp" else FORMS
+    return [(x, private(size, name, x, plan_of(6), **form)) for x, form in forms]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_private_steps_are_those_of_one_process(some, name):
-    """Parameters on all ranks, and in shards."""
-    dtypes = torch.float32, torch.float64, torch.float64
-    results = list(zip(*some.run(_forms, some.size, name), strict=True))
-    for number, dtype in enumerate(dtypes):
+    """Parameters on all ranks, and in shards; compiled."""
+    for results in zip(*some.run(_forms, some.size, name), strict=True):
+        dtype, _ = results[0]
         expected, metrics = private(0, name, dtype, plan_of(6))
-        limit = 1e-12 if number else 2e-6
-        for state, found in results[number]:
-            assert distance(state, expected) < limit
+        for _, (state, found) in results:
+            assert distance(state, expected) < (
+                1e-12 if dtype == torch.float64 else 2e-6
+            )
             assert found["samples"] == metrics["samples"]
             assert found["clipped"] == metrics["clipped"]
             torch.testing.assert_close(found["loss"], metrics["loss"])
-        assert equal(state for state, _ in results[number])
+        assert equal(state for _, (state, _) in results)
 
 
 def _dropping(size):
-    cases = [*FORMS, {"compiled": True}]
+    cases = PLAIN, SHARDS, COMPILED
     plan = plan_of(4)
     return [private(size, "mlp", torch.float64, plan, drop=0.5, **c)[0] for c in cases]
 
@@ -104,15 +105,6 @@ def test_private_steps_with_dropout_are_those_of_one_rank(some):
     for states in some.run(_dropping, some.size):
         for state in states:
             assert distance(state, expected) < 1e-12
-
-
-@pytest.mark.compiled
-def test_compiled_steps_keep_parameters_alike(ranks):
-    expected, _ = private(0, "mlp", torch.float32, plan_of(12))
-    run = partial(private, compiled=True)
-    states = [x for x, _ in ranks(2).run(run, 2, "mlp", torch.float32, plan_of(12))]
-    assert distance(states[0], expected) < 2e-6
-    assert equal(states)
 
 
 ORDERS = {

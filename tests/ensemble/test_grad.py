@@ -16,7 +16,7 @@ from tests.ensemble.test_contract import (
 )
 from tests.losses import Case, randn, vectors
 from tests.oracle import assert_exact
-from tests.persample.test_record import Rounded
+from tests.persample.test_losses import Rounded
 from vgrad.ensemble import EnsembleGrads, ensemble_grad, share
 
 EXACT, NORMED, MLP = 1e-10, CASES["normed"], CASES["mlp"]

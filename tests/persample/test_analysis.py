@@ -24,26 +24,6 @@ def products(grads):
     return gram(grads, grads)
 
 
-def projected(grads):
-    return sum(g.flatten(1) @ directions(n, g.shape[1:]).T for n, g in grads.items())
-
-
-@pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize("by_factors", [True, False])
-@pytest.mark.parametrize("name", ["cnn", "circular_conv", "flattened", "tied"])
-def test_both_forms_of_products_and_projections_are_right(
-    name, by_factors, size, monkeypatch
-):
-    for choice in ("cross_by_gram", "project_factors"):
-        monkeypatch.setattr(f"vgrad.factors.costs.{choice}", lambda *_: by_factors)
-    loss, params, buffers, batch, expected = build(name, size)
-    found = per_sample_gram(loss, strategy="recorded")(params, buffers, *batch)
-    oracle.assert_exact(found, products(expected))
-    assert torch.equal(found, found.T)
-    project = per_sample_projection(loss, 5, seed=3, strategy="recorded")
-    oracle.assert_exact(project(params, buffers, *batch), projected(expected))
-
-
 @pytest.mark.slow
 @examples(40)
 @given(

@@ -1,6 +1,5 @@
 """Factors alone, norms and sums in float32, and how often a step reads values."""
 
-import math
 from unittest import mock
 
 import pytest
@@ -20,9 +19,7 @@ from vgrad.factors import (
     Conv,
     Dense,
     Outer,
-    Probes,
     Rows,
-    Tied,
     base,
     combined,
     costs,
@@ -49,38 +46,6 @@ def joint(factor):
     return norms.joint(found, [[""]])
 
 
-def check_factor(make, reference):
-    """Compare a factor of 4 samples, and one of 3, with the gradients themselves."""
-    factor, other = make(4, seed=0), make(3, seed=1)
-    dense, other_dense = Dense(reference(factor)), Dense(reference(other))
-    weights = torch.tensor([1.0, -2.0, 0.0, 0.5], dtype=torch.float64)
-    rows = torch.tensor([2, 0])
-
-    assert (factor.size, factor.shape) == (4, dense.shape)
-    assert_exact(factor.grad(), dense.g)
-    settled, norm = factor.settled()[0], joint(factor)
-    assert_exact(norm.value, joint(dense).value)
-    assert bool((norm.upper >= norm.value * (1 - 1e-12)).all())
-    assert_exact(norm.upper, joint(dense).value)
-    for each in (factor, settled):
-        assert_exact(each.grad(), dense.g)
-        assert_exact(each.weighted(weights), dense.weighted(weights))
-        taken, exact = each.take(rows), dense.take(rows)
-        assert_exact(taken.grad(), dense.g[rows])
-        assert_exact(taken.weighted(weights[:2]), exact.weighted(weights[:2]))
-    assert_exact(factor.gram(other), dense.gram(other_dense))
-    assert_exact(factor.gram(other_dense), dense.gram(other_dense))
-    assert_exact(dense.gram(other), dense.gram(other_dense))
-    first, *rest = dense.shape
-    probes = Probes(normal(7, first, seed=2), normal(7, math.prod(rest), seed=3))
-    assert_exact(factor.project(probes), dense.project(probes))
-
-
-def outer_gradients(factor):
-    grads = torch.einsum("bgto,bgti->bgoi", factor.outputs, factor.inputs)
-    return grads.reshape(factor.size, *factor.shape)
-
-
 def rows_gradients(factor):
     grads = factor.outputs.new_zeros(factor.size, *factor.shape)
     for sample in range(factor.size):
@@ -89,53 +54,6 @@ def rows_gradients(factor):
         ):
             grads[sample, index] += row
     return grads
-
-
-def conv_gradients(factor):
-    op = (F.conv1d, F.conv2d, F.conv3d)[len(factor.stride) - 1]
-    options = factor.stride, 0, factor.dilation, factor.groups
-    grads = []
-    for x, g in zip(factor.inputs, factor.outputs, strict=True):
-        weight = g.new_zeros(factor.shape, requires_grad=True)
-        out = op(F.pad(x, factor.pads)[None], weight, None, *options)
-        grads += torch.autograd.grad(out, weight, g[None])
-    return torch.stack(grads)
-
-
-@pytest.mark.parametrize("by_gram", [True, False])
-@SHORT
-@given(
-    groups=st.integers(1, 3),
-    positions=st.integers(0, 6),
-    inputs=st.integers(1, 5),
-    outputs=st.integers(1, 5),
-)
-def test_both_forms_of_an_outer_factor(by_gram, groups, positions, inputs, outputs):
-    shape = torch.Size([outputs, inputs] if groups == 1 else [groups, outputs, inputs])
-
-    def make(size, seed):
-        a = normal(size, groups, positions, inputs, seed=seed)
-        return Outer(a, normal(size, groups, positions, outputs, seed=seed + 9), shape)
-
-    with mock.patch.object(Outer, "by_gram", by_gram or positions == 1):
-        check_factor(make, outer_gradients)
-
-
-@pytest.mark.parametrize("few", [128, 1])
-@pytest.mark.parametrize("wide", [True, False])
-@SHORT
-@given(positions=st.integers(0, 9), high=st.integers(1, 6), width=st.integers(1, 4))
-def test_all_forms_of_a_factor_of_rows(wide, few, positions, high, width):
-    def make(size, seed):
-        index = numbers(high, size, positions, seed=seed)
-        outputs = normal(size, positions, width, seed=seed)
-        return Rows(index, outputs, torch.Size([high, width]))
-
-    with (
-        mock.patch.object(costs, "wide_table", return_value=wide),
-        mock.patch.object(costs, "FEW_LOOKUPS", few),
-    ):
-        check_factor(make, rows_gradients)
 
 
 @pytest.mark.parametrize("few", [128, 1])
@@ -175,25 +93,6 @@ def test_many_equal_rows_do_not_drift(wide):
         assert_exact(factor.weighted(weights), exact, 1e-7)
 
 
-@pytest.mark.parametrize("by_gram", [True, False])
-@SHORT
-@given(positions=st.integers(1, 6), lookups=st.integers(0, 6), high=st.integers(1, 5))
-def test_both_forms_of_a_tied_factor(by_gram, positions, lookups, high):
-    shape = torch.Size([high, 3])
-
-    def make(size, seed):
-        a = normal(size, 1, positions, 3, seed=seed)
-        outer = Outer(a, normal(size, 1, positions, high, seed=seed + 9), shape)
-        index = numbers(high, size, lookups, seed=seed)
-        return Tied(outer, Rows(index, normal(size, lookups, 3, seed=seed), shape))
-
-    def gradients(factor):
-        return outer_gradients(factor.outer) + rows_gradients(factor.rows)
-
-    with mock.patch.object(Outer, "by_gram", by_gram or positions == 1):
-        check_factor(make, gradients)
-
-
 APART = {  # two views of a matrix [4, 3], and whether they have no number in common
     "rows": (lambda w: w[:2], lambda w: w[2:], True),
     "common rows": (lambda w: w[:3], lambda w: w[2:], False),
@@ -213,61 +112,6 @@ APART = {  # two views of a matrix [4, 3], and whether they have no number in co
 def test_views_of_one_parameter_are_apart_or_not(name):
     *views, apart = APART[name]
     assert combined.disjoint(views, torch.zeros(4, 3)) is apart
-
-
-@pytest.mark.parametrize("name", [name for name in APART if APART[name][2]])
-def test_a_factor_of_moved_parts(name):
-    *views, _ = APART[name]
-    shapes = [view(torch.zeros(4, 3)).shape for view in views]
-
-    def make(size, seed):
-        grads = [normal(size, *shape, seed=seed + n) for n, shape in enumerate(shapes)]
-        return combined.Moved(
-            tuple(map(Dense, grads)), tuple(views), torch.Size([4, 3])
-        )
-
-    def gradients(factor):
-        whole = normal(factor.size, 4, 3).requires_grad_()
-        taken = [torch.stack([view(each) for each in whole]) for view in views]
-        parts = [part.g for part in factor.parts]
-        return torch.autograd.grad(taken, whole, parts)[0]
-
-    check_factor(make, gradients)
-
-
-@pytest.mark.parametrize("form", ["alone", "gram", "groups", "offsets", "swapped"])
-@examples(8)
-@given(data=st.data())
-def test_all_forms_of_a_convolution(form, data):
-    dims = data.draw(st.integers(1, 3))
-
-    def each(low, high):
-        return data.draw(st.tuples(*[st.integers(low, high)] * dims))
-
-    kernel, stride, dilation, more = each(1, 3), each(1, 3), each(1, 2), each(0, 4)
-    pads = tuple(data.draw(st.tuples(*[st.integers(0, 2)] * 2 * dims)))
-    groups = data.draw(st.integers(1, 3))
-    around = [sum(pads[at : at + 2]) for at in range(2 * dims - 2, -1, -2)]
-    seen = [gap * (k - 1) + 1 for gap, k in zip(dilation, kernel, strict=True)]
-    sides = list(zip(seen, around, more, strict=True))
-    space = [max(1, size + extra - pad) for size, pad, extra in sides]
-    count = [
-        (n + pad - size) // step + 1
-        for n, (size, pad, _), step in zip(space, sides, stride, strict=True)
-    ]
-    shape = torch.Size([2 * groups, 2, *kernel])
-
-    def make(size, seed):
-        inputs = normal(size, 2 * groups, *space, seed=seed)
-        outputs = normal(size, 2 * groups, *count, seed=seed + 9)
-        return Conv(inputs, outputs, shape, stride, pads, dilation, groups)
-
-    few = data.draw(st.sampled_from([3, 256]))
-    with (
-        mock.patch.object(Conv, "form", form),
-        mock.patch.object(costs, "FEW_POSITIONS", few),
-    ):
-        check_factor(make, conv_gradients)
 
 
 @pytest.mark.parametrize(

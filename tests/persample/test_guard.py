@@ -12,7 +12,6 @@ import torch
 from torch.nn import functional as F
 
 import vgrad
-from tests.losses import assert_gradients, written
 
 PARAMS = {"w": torch.tensor([0.5, -1.0, 2.0])}
 X = torch.tensor([[1.0, 2.0, 3.0], [-1.0, 0.5, 0.0]])
@@ -20,28 +19,6 @@ X = torch.tensor([[1.0, 2.0, 3.0], [-1.0, 0.5, 0.0]])
 
 def product(p, b, x):
     return (p["w"] * x).sum()
-
-
-REFUSED = {
-    "numpy": "(w * x).sum() * x.numpy().item(0)",
-    "add_": "torch.zeros(3).add_(w * x).sum()",
-    "__setitem__": "h = torch.zeros(3); h[1] = (w * x).sum(); value = h.square().sum()",
-    "retain_grad": "h = x * w; h.retain_grad(); value = h.sin().sum()",
-}
-
-
-@pytest.mark.parametrize("op", REFUSED)
-def test_what_vmap_cannot_run_names_the_op_and_a_loop_runs_it(op):
-    loss = written(REFUSED[op], globals())
-    for strategy in ("recorded", "vmap"):
-        with pytest.raises(vgrad.UnsupportedOp, match=f'^{op}: .*"loop"'):
-            vgrad.per_sample_grad(loss, strategy=strategy)(PARAMS, {}, X)
-    assert_gradients(loss, PARAMS, (X,), tolerance=1e-6, strategy="loop")
-    with pytest.warns(
-        vgrad.FallbackWarning, match=f"one sample after.*: {op}:"
-    ) as seen:
-        assert_gradients(loss, PARAMS, (X,), tolerance=1e-6, chunk_size=1)
-    assert len(seen) == 1  # for both chunks
 
 
 def leaves_torch_in_the_end(p, b, x):

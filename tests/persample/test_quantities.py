@@ -66,8 +66,16 @@ def product_of_all(params, buffers, sample):
     return sum((params[name] * value).sum() for name, value in sample.items())
 
 
+def flat(grad):
+    return grad.reshape(len(grad), math.prod(grad.shape[1:]))
+
+
 def gram(grads, others):
-    return sum(g.flatten(1) @ others[n].flatten(1).T for n, g in grads.items())
+    return sum(flat(g) @ flat(others[n]).T for n, g in grads.items())
+
+
+def projected(grads):
+    return sum(flat(g) @ directions(n, g.shape[1:]).T for n, g in grads.items())
 
 
 def clipped_sum(grads, kind, bound=0.7):
@@ -101,9 +109,7 @@ def expected(name, grads, keep):
         "norm of parameters": lambda: {n: oracle.norms({n: grads[n]}) for n in grads},
         "gram": lambda: gram(grads, grads),
         "gram, cross": lambda: gram(grads, {n: g[:3] for n, g in whole.items()}),
-        "projection": lambda: sum(
-            g.flatten(1) @ directions(n, g.shape[1:]).T for n, g in grads.items()
-        ),
+        "projection": lambda: projected(grads),
         "weighted": lambda: oracle.weighted(grads, weights),
         "moments": lambda: {
             "mean": {n: g.mean(0) for n, g in grads.items()},

@@ -1,8 +1,10 @@
-"""Every op of the table: recorded as its rule says, with the numbers of a loop.
+"""Every op of the table: recorded as its rule says, with the numbers of a loop,
+in every form that a factor has.
 
 The reference is the loop over samples in float64 of `oracle`.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from functools import partial
@@ -18,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 import vgrad
 from tests import oracle
 from tests.examples import examples
-from tests.losses import assert_gradients
-from tests.persample.test_quantities import clipped_sum
+from tests.losses import assert_gradients, assert_quantities
+from tests.persample.test_quantities import clipped_sum, gram, projected
+from vgrad.factors import costs
 from vgrad.ops import OPS
 from vgrad.persample import EXPANDED
 
@@ -97,6 +100,13 @@ PRODUCTS = {
     "F.linear(x, w[:2]).sum() + F.linear(x, w[2:])": ([(5, 4)], [(3, 4)]),
     "sum(F.linear(x, each) for each in w.chunk(2))": ([(6, 4)], [(3, 4)]),
     "F.linear(x, w[:3]) + F.linear(x, w[2:])": ([(5, 4)], [(3, 4)]),
+    "F.linear(x, w[:0]).sum() + F.linear(x, w)": ([(5, 4)], [(3, 4)]),
+    "F.linear(x, w[:, ::2]) + F.linear(x, w[:, 1::2])": ([(5, 4)], [(3, 2)]),
+    "F.linear(x, w.t()[:2]).sum() + F.linear(y, w[:, 2:])": ([(4, 3)], [(2, 4), (1,)]),
+    "F.linear(x, w.t().reshape(-1)[:4]).sum() + F.linear(y, w[:, 1:])": (
+        [(4, 3)],
+        [(3, 4), (5, 2)],
+    ),
     "F.linear(F.linear(x, w, b).tanh(), w, b)": ([(4, 4), (4,)], [(3, 4)]),
     "F.linear(x, w).tanh() @ w": ([(5, 4)], [(3, 4)]),
     "F.linear(x, fixed(x, 5, 4), w)  # one": ([(1,)], [(3, 4)], "expanded"),
@@ -337,46 +347,71 @@ BAGGED = [name for name in CASES if name.startswith(("bag(", "scaled("))]
 """Torch's own vmap lacks these."""
 
 
-def check_gradients(case, size, strategy="recorded", dtype=torch.float64, **tolerance):
+def check_quantities(case, size, strategy="recorded", dtype=torch.float64, **tolerance):
+    """Compare all quantities; inner products are of the batch and its first sample."""
     params, batch = case.data(size, dtype)
     given, options = (params, {}, *batch), {"strategy": strategy}
-    grads = assert_gradients(case.loss, params, batch, **options, **tolerance)
+    grads = assert_quantities(case.loss, params, batch, **options, **tolerance)
     norms = {"parameter": {n: oracle.norms({n: grad}) for n, grad in grads.items()}}
-    norms |= {"layer": {"layer": oracle.norms(grads)}, None: oracle.norms(grads)}
+    norms["layer"] = {"layer": oracle.norms(grads)}
     for groups, expected in norms.items():
         found = vgrad.per_sample_norm(case.loss, groups=groups, **options)(*given)
         oracle.assert_exact(found, expected, **tolerance)
-    return given, grads
-
-
-def check_quantities(case, size, strategy="recorded", dtype=torch.float64, **tolerance):
-    given, grads = check_gradients(case, size, strategy, dtype, **tolerance)
-    weights = torch.linspace(-1, 2, size)
-    found = vgrad.weighted_grad(case.loss, strategy=strategy)(weights, *given)
-    oracle.assert_exact(found, oracle.weighted(grads, weights), **tolerance)
     bound = max(1e-3, 0.8 * float(oracle.norms(grads).mean()))
-    for clipping in ("flat", "per_layer", "automatic"):
-        options = {"max_norm": bound, "clipping": clipping, "strategy": strategy}
-        found = vgrad.clipped_grad(case.loss, **options)(*given).grads
+    for clipping in ("per_layer", "automatic"):
+        clip = vgrad.clipped_grad(
+            case.loss, max_norm=bound, clipping=clipping, **options
+        )
         expected, _ = clipped_sum(grads, clipping, bound)
-        oracle.assert_exact(found, expected, **tolerance)
+        oracle.assert_exact(clip(*given).grads, expected, **tolerance)
+    compute = vgrad.per_sample_gram(case.loss, **options)
+    oracle.assert_exact(compute(*given), gram(grads, grads), **tolerance)
+    first = tuple(each[:1] for each in batch)
+    one = {name: grad[:1] for name, grad in grads.items()}
+    oracle.assert_exact(compute(*given, cross=first), gram(grads, one), **tolerance)
+    compute = vgrad.per_sample_projection(case.loss, 5, seed=3, **options)
+    oracle.assert_exact(compute(*given), projected(grads), **tolerance)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_quantity_of_an_op_equals_that_of_a_loop(name):
-    check_quantities(CASES[name], 2)
+@contextlib.contextmanager
+def forced(form):
+    """Let costs choose a form wherever there is more than one; None leaves them."""
+    choices = {
+        "gram": {"outer_by_gram": True, "cross_by_gram": True, "wide_table": True},
+        "gradients": {"outer_by_gram": False, "cross_by_gram": False},
+        "alone": {"project_factors": True, "wide_table": False},
+        "swapped": {"project_factors": False},
+    }.get(form, {})
+    if form not in (None, "gradients"):
+        choices["conv_form"] = form
+    with pytest.MonkeyPatch.context() as patch:
+        for name, choice in choices.items():
+            patch.setattr(costs, name, lambda *_, choice=choice: choice)
+        patch.setattr(costs, "FEW_LOOKUPS", 1 if form == "alone" else 128)
+        patch.setattr(costs, "FEW_POSITIONS", 3 if form == "swapped" else 256)
+        yield
+
+
+FORMS = ("gradients", "gram", "alone", "groups", "offsets", "swapped")
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "form"),
+    [
+        *((name, 2, None) for name in CASES),
+        *((name, size, None) for name in FEW for size in (1, 5)),
+        *((name, 3, form) for name in FEW for form in FORMS),
+    ],
+)
+def test_every_quantity_of_an_op_equals_that_of_a_loop(name, size, form):
+    with forced(form):
+        check_quantities(CASES[name], size)
 
 
 @pytest.mark.parametrize("strategy", ["vmap", "loop"])
 @pytest.mark.parametrize("name", dict.fromkeys(FEW + BAGGED))
 def test_the_other_strategies_have_the_same_numbers(name, strategy):
     check_quantities(CASES[name], 2, strategy)
-
-
-@pytest.mark.parametrize("size", [1, 5])
-@pytest.mark.parametrize("name", FEW)
-def test_quantities_are_right_for_any_number_of_samples(name, size):
-    check_quantities(CASES[name], size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -489,18 +524,20 @@ def test_a_wrong_equation_raises_the_error_of_torch(equation, message):
 
 
 SIZES = st.sampled_from([1, 2, 5])
+MADE = st.sampled_from([None, *FORMS])
 SHORT = examples(15)
 
 
 @SHORT
 @given(
+    form=MADE,
     size=SIZES,
     lead=st.lists(st.integers(0, 4), max_size=3),
     widths=st.tuples(st.integers(1, 6), st.integers(1, 6)),
     bias=st.booleans(),
     by_matmul=st.booleans(),
 )
-def test_linear_maps_of_any_shape(size, lead, widths, bias, by_matmul):
+def test_linear_maps_of_any_shape(form, size, lead, widths, bias, by_matmul):
     inputs, outputs = widths
     weight = (inputs, outputs) if by_matmul else (outputs, inputs)
 
@@ -509,7 +546,8 @@ def test_linear_maps_of_any_shape(size, lead, widths, bias, by_matmul):
         return x @ w + sum(bias) if by_matmul else F.linear(x, w, *bias)
 
     shifts = [(outputs,)] * bias
-    check_gradients(case(op, [weight, *shifts], [(*lead, inputs)]), size)
+    with forced(form):
+        check_quantities(case(op, [weight, *shifts], [(*lead, inputs)]), size)
 
 
 @st.composite
@@ -530,10 +568,11 @@ def einsums(draw):
 
 
 @SHORT
-@given(drawn=einsums(), size=SIZES)
-def test_einsums_of_any_axes(drawn, size):
+@given(drawn=einsums(), size=SIZES, form=MADE)
+def test_einsums_of_any_axes(drawn, size, form):
     made, ruled = drawn
-    check_gradients(made, size)
+    with forced(form):
+        check_quantities(made, size)
     assert kinds_of(made, size)["layer.w"].isdisjoint({"expanded"}) is ruled
 
 
@@ -562,20 +601,22 @@ def convolutions(draw):
 
 
 @examples(30)
-@given(made=convolutions(), size=SIZES)
-def test_convolutions_of_any_shape(made, size):
-    check_gradients(made, size)
+@given(made=convolutions(), size=SIZES, form=MADE)
+def test_convolutions_of_any_shape(made, size, form):
+    with forced(form):
+        check_quantities(made, size)
 
 
 @SHORT
 @given(
+    form=MADE,
     size=SIZES,
     high=st.integers(1, 9),
     shape=st.lists(st.integers(0, 5), max_size=3),
     padding=st.integers(-9, 8),
     by_frequency=st.booleans(),
 )
-def test_lookups_of_any_shape(size, high, shape, padding, by_frequency):
+def test_lookups_of_any_shape(form, size, high, shape, padding, by_frequency):
     padding_idx = padding if -high <= padding < high else None
 
     def op(w, i):
@@ -584,7 +625,8 @@ def test_lookups_of_any_shape(size, high, shape, padding, by_frequency):
         )
 
     made = case(op, [(high, 3)], [Index(high, tuple(shape))], "Rows")
-    check_gradients(made, size)
+    with forced(form):
+        check_quantities(made, size)
 
 
 USES = {
@@ -633,4 +675,4 @@ def test_bags_of_any_lengths(size, mode, starts, padding, last):
     def op(w, i):
         return bag(i, w, offsets, mode=mode, **options)
 
-    check_gradients(case(op, TABLE, LOOKUPS, "Rows"), size)
+    check_quantities(case(op, TABLE, LOOKUPS, "Rows"), size)

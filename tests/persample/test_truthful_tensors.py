@@ -17,13 +17,13 @@ import pytest
 import torch
 from torch import nn
 from torch._C import _functorch as functorch
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 import vgrad
-from tests import oracle
-from tests.losses import assert_quantities, randn
+from tests import losses, oracle
+from tests.losses import randn
+from tests.persample.test_losses import OF_MEMBERS, ROWS, hidden, of_classes, out
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::vgrad.FallbackWarning",
@@ -33,164 +33,21 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:There is a performance drop:UserWarning",
 )
 
-B, EXACT = 3, 1e-12
-
-
-X, Y = randn(B, 4), torch.tensor([0, 3, 2])
+batched = functorch.is_batchedtensor
+X, Y = ROWS[next(iter(OF_MEMBERS))].batch
 PARAMS = {"w": randn(5, 4, seed=1), "v": randn(5, 5, seed=2)}
-TABLE_OF_ROWS = randn(7, 3, seed=3)
-
-
-def hidden(p, x):
-    return F.linear(x, p["w"])
-
-
-def out(p, h, y):
-    return F.cross_entropy(F.linear(h, p["v"]), y)
 
 
 def written(text, **more):
     """Make a loss of statements that change `h`, or set `value`."""
-
-    def loss(p, b, x, y):
-        given = {"p": p, "w": p["w"], "x": x, "y": y, "h": hidden(p, x)}
-        scope = globals() | given | more
-        exec(text, scope)
-        return scope["value"] if "value" in scope else out(p, scope["h"], y)
-
-    return loss
-
-
-def columns(p, x):
-    return p["w"] @ (x[:, None] * torch.arange(1.0, 4))  # [5, 3]
-
-
-def marked(h):
-    return (h * torch.arange(1.0 * h.numel()).reshape(h.shape)).sum().square()
-
-
-ENCODER = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-ATTENTION = nn.MultiheadAttention(4, 2, batch_first=True)
-for each in (ENCODER, ATTENTION):
-    each.double().eval().requires_grad_(False)
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-
-def compiled(x):
-    """Differentiate as functions of C++ do: on the tensor that they are given."""
-    with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, Doubled).apply(x)
-
-
-def fused(batched):
-    def loss(p, b, x, y):
-        h, y = (hidden(p, x)[None], y[None]) if batched else (hidden(p, x), y)
-        options = nn.LinearCrossEntropyOptions()
-        return F.linear_cross_entropy(h, p["v"], y, options=options)
-
-    return loss
-
-
-BRANCHES = "h = F.relu(h) if h.requires_grad else h.detach().relu_()"
-BOTH = ("recorded", "members")
-FROZEN = "f = (x * w).sin()[None]; "
-OF_COLUMNS = "h = columns(p, x); {}; value = marked(h)"
-TEXTS = {  # who refuses; all others are exact
-    (): [
-        BRANCHES,
-        "w = w * 2; h = F.linear(x, w.sin() if w.requires_grad else w.detach())",
-        """
-with torch.no_grad(): scale = h.square(); assert not scale.requires_grad
-h = h * scale""",
-        """
-f = torch.zeros_like(x * w[0].detach()); assert not f.requires_grad
-f += x * w[0]; value = (f.sin() if f.requires_grad else f.detach()).sum()""",
-        """
-h = (x[:, None] * w.t()).T  # lies as that of one sample does
-for each in (h.contiguous(), (h * 2).flatten(), h.sin().reshape(-1)):
-    h = h + each.mul_(2).sum() * h
-h = columns(p, x).clone(); h += 1; value = marked(h)""",
-        FROZEN + "value = (ENCODER(f) * torch.arange(4.0)).square().sum()",
-        FROZEN + "f = ATTENTION(f, f, f, need_weights=False)[0]; value = marked(f)",
-        "bag = F.embedding_bag(torch.tensor([[0, 1, 2, 3, 1]]), TABLE_OF_ROWS, "
-        "mode='sum', per_sample_weights=h.sigmoid()[None]); value = bag.square().sum()",
-    ],
-    BOTH: [
-        "h = h.sin() if h.is_leaf else h.cos(); w = w.t();"
-        "h = h + (x.sin() if w.is_leaf else x.cos()) @ w",
-        "w = w * 2; h = F.linear(x, w); w.detach_(); h = h * F.linear(x, w)",
-        "value = compiled(out(p, h, y))",
-        "h = torch.vmap(lambda k: compiled(h) + k)(x[:2]).sum(0)",
-        "if h.requires_grad: h.register_hook(lambda grad: 10 * grad)",
-        "if h.grad_fn: h.grad_fn.register_prehook(lambda grads: (10 * grads[0],))",
-        "h = h.sin() if h.grad_fn is None else h.cos()",
-        "h.mul_(2); h = h.cos() if h._version else h.sin()",
-        "h = h.detach_()",
-        "h = h.detach(); h.requires_grad = True",
-        "h = torch.autograd.grad(h.square().sum(), h, create_graph=True)[0]",
-        "if h.requires_grad: h = h * (1 + torch.autograd.grad(h, h, h.new_ones(5))[0])",
-        "h = compiled(h)",
-    ],
-    ("members",): [
-        "h = F.conv1d(torch.stack([x, x.sin()])[:, None], w[:, None, :2]);"  # [2, 5, 3]
-        "h.flatten().mul_(2); value = marked(h)"
-    ],
-    ("recorded",): [
-        OF_COLUMNS.format("h = h.as_strided((4,), (1,))"),
-        OF_COLUMNS.format("h = h.view(-1)"),
-        OF_COLUMNS.format("h.reshape(-1).mul_(2)"),
-        OF_COLUMNS.format("flat = h.flatten(); F.relu(h, True); h = flat"),
-        OF_COLUMNS.format(
-            "h.T.contiguous().T.contiguous()[0] = 0; h.contiguous()[0] = 0"
-        ),
-    ],
-}
-LOSSES = {text: (who, written(text)) for who, texts in TEXTS.items() for text in texts}
-LOSSES |= {
-    f"fused, {batched}": (("vmap",), fused(batched)) for batched in (True, False)
-}
-
-FUSED = pytest.mark.skipif(
-    not hasattr(F, "linear_cross_entropy"), reason="torch has no linear_cross_entropy"
-)
-every_loss = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=FUSED) if name.startswith("fused") else name
-        for name in LOSSES
-    ],
-)
-
-
-@every_loss
-@pytest.mark.parametrize("strategy", ["recorded", "vmap", "loop", "auto"])
-def test_who_asks_gets_exact_gradients_or_an_error(name, strategy):
-    refused, loss = LOSSES[name]
-    if strategy in refused or (
-        strategy == "auto" and {"recorded", "vmap"} <= {*refused}
-    ):
-        with pytest.raises(vgrad.UnsupportedOp, match='strategy="(vmap|loop)"'):
-            by_samples(loss, strategy)
-        return
-    options = {"tolerance": EXACT, "strategy": strategy}
-    expected = assert_quantities(loss, PARAMS, (X, Y), **options)
-    assert any(grad.any() for grad in expected.values())
+    return losses.written(of_classes(text), globals() | more)
 
 
 STACKED = {name: torch.stack([p, 2 * p, p + 1]) for name, p in PARAMS.items()}
 
 
 def of_samples(loss):
-    return oracle.loss_gradients(loss, PARAMS, {}, (X, Y), B)
+    return oracle.loss_gradients(loss, PARAMS, {}, (X, Y))
 
 
 def of_members(loss):
@@ -216,15 +73,15 @@ def by_members(loss, strategy):
 MEMBERS = ["vmap", "hybrid", "loop"]
 
 
-@every_loss
 @pytest.mark.parametrize("strategy", MEMBERS)
+@pytest.mark.parametrize("name", OF_MEMBERS)
 def test_members_that_ask_get_exact_gradients_or_an_error(name, strategy):
-    refused, loss = LOSSES[name]
-    if strategy != "loop" and "members" in refused:
+    loss, *_ = ROWS[name].given()
+    if strategy != "loop" and OF_MEMBERS[name]:
         with pytest.raises(vgrad.UnsupportedOp, match='strategy="loop"'):
             by_members(loss, strategy)
         return
-    oracle.assert_exact(by_members(loss, strategy), of_members(loss), EXACT)
+    oracle.assert_exact(by_members(loss, strategy), of_members(loss))
 
 
 SCRIPTED = [  # a function of TorchScript, and how a loss calls it
@@ -254,8 +111,8 @@ def test_functions_of_torchscript_are_right_or_refused(script, order, optimized)
     for strategy in 5 * order.split():
         refused = strategy == "recorded" or (strategy == "vmap" and optimized)
         with contextlib.suppress(*[vgrad.UnsupportedOp] * refused):
-            oracle.assert_exact(by_samples(loss, strategy), expected, EXACT)
-    oracle.assert_exact(of_samples(loss), expected, EXACT)
+            oracle.assert_exact(by_samples(loss, strategy), expected)
+    oracle.assert_exact(of_samples(loss), expected)
 
 
 @scripted
@@ -263,7 +120,7 @@ def test_functions_of_torchscript_are_right_or_refused(script, order, optimized)
 def test_members_may_call_functions_of_torchscript(script, strategy):
     loss, expected = of_script(script), of_members(of_script(script))
     for _ in range(5):
-        oracle.assert_exact(by_members(loss, strategy), expected, EXACT)
+        oracle.assert_exact(by_members(loss, strategy), expected)
 
 
 OUTER = randn(4).requires_grad_()
@@ -315,7 +172,7 @@ def test_what_else_requires_grad_changes_no_gradient(name, strategy, grad_mode):
             assert compute(PARAMS, *detached)["w"].any()
             return
         found = compute(PARAMS, {"s": s}, x, Y)
-    oracle.assert_exact(found, expected, EXACT)
+    oracle.assert_exact(found, expected)
     assert x.grad is s.grad is OUTER.grad is BACKBONE.weight.grad is None
 
 
@@ -332,7 +189,7 @@ def test_what_requires_grad_unseen_is_refused_unless_it_leads_nowhere(leads_on):
         with pytest.raises(vgrad.UnsupportedOp, match=message):
             by_samples(loss, "recorded")
     found = by_samples(loss, "auto" if leads_on else "recorded")
-    oracle.assert_exact(found, of_samples(loss), EXACT)
+    oracle.assert_exact(found, of_samples(loss))
 
 
 # Code that hides from vmap what it does.
@@ -348,7 +205,6 @@ differentiates_a_parameter = written(
     "grad = torch.autograd.grad(w.square().sum(), w, create_graph=True)[0];"
     "value = F.cross_entropy(F.linear(x, grad), y)"
 )
-batched = functorch.is_batchedtensor
 
 
 @pytest.mark.parametrize("loss", [loses_all, loses_some])
@@ -360,10 +216,10 @@ def test_gradients_that_never_arrive_are_not_taken_for_zero(loss):
             compute(PARAMS, {}, X, Y)
         with pytest.raises(vgrad.UnsupportedOp, match='got none of .*strategy="loop"'):
             members(STACKED, {}, X, Y)
-    oracle.assert_exact(by_samples(loss, "auto"), of_samples(loss), EXACT)
-    oracle.assert_exact(by_members(loss, "loop"), of_members(loss), EXACT)
+    oracle.assert_exact(by_samples(loss, "auto"), of_samples(loss))
+    oracle.assert_exact(by_members(loss, "loop"), of_members(loss))
     with pytest.warns(vgrad.FallbackWarning, match="one member .*hides its graph"):
-        oracle.assert_exact(by_members(loss, "auto"), of_members(loss), EXACT)
+        oracle.assert_exact(by_members(loss, "auto"), of_members(loss))
 
 
 @pytest.mark.parametrize(
@@ -384,7 +240,7 @@ def test_what_is_truly_zero_stays_zero(loss, compute, strategy):
         assert not found["v"].any()
         return
     expected = of_samples(loss) if compute is by_samples else of_members(loss)
-    oracle.assert_exact(found, expected, EXACT)
+    oracle.assert_exact(found, expected)
 
 
 def saved(t):

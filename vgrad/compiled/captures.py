@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from vgrad import checks, tree
 from vgrad.compiled import backends, verification
-from vgrad.compiled.closures import code_that_runs
+from vgrad.compiled.captured_values import code_that_runs
 from vgrad.compiled.graph import Graph, captured, replayed
-from vgrad.compiled.guards import description
-from vgrad.compiled.parts import is_plain
+from vgrad.compiled.guards import description, is_plain
 from vgrad.conditions import Unrepeatable
 from vgrad.generators import RNG_LOCK, RandomState, random_state, set_random_state
 from vgrad.ops.record import OPS

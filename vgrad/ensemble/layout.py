@@ -192,7 +192,7 @@ class Call:
         """Return the random numbers of one member."""
         if self.draws.keys is None and self.layout.members > 1:
             return Draws()  # of the generators, in turn
-        return self.draws.of(torch.tensor([member]))
+        return self.draws.of(slice(member, member + 1))
 
     def take(self, rows: Tensor) -> "Call":
         """Return the call of these members, in this order."""

@@ -38,16 +38,9 @@ def _index_add(
     return _IndexAdd.apply(input, dim % input.dim(), index, source)
 
 
-def _index_add_(
-    input: Tensor, dim: int, index: Tensor, source: Tensor, **options: Any
-) -> Tensor:
-    """Add rows in place."""
-    return input.copy_(_index_add(input, dim, index, source, **options))
-
-
-def _scatter_(input: Tensor, *args: Any, **options: Any) -> Tensor:
-    """Scatter in place; torch has a rule of vmap for `torch.scatter` alone."""
-    return input.copy_(torch.scatter(input, *args, **options))
+def _in_place(form: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Write the result of a form into its first argument."""
+    return lambda input, *args, **options: input.copy_(form(input, *args, **options))
 
 
 def _squeeze_(input: Tensor, *dims: Any, **options: Any) -> Tensor:
@@ -356,8 +349,8 @@ def _one(samples: Samples, counts: Tensor) -> int:
 
 
 register(torch.index_add, Tensor.index_add, mapped=_index_add)
-register(Tensor.index_add_, mapped=_index_add_)
-register(Tensor.scatter_, mapped=_scatter_)
+register(Tensor.index_add_, mapped=_in_place(_index_add))
+register(Tensor.scatter_, mapped=_in_place(torch.scatter))  # which has a rule
 register(Tensor.squeeze_, mapped=_squeeze_)
 register(Tensor.__getitem__, selected=_getitem)
 register(Tensor.__setitem__, selected=_setitem)

@@ -1,4 +1,4 @@
-"""Random numbers of a loss that follow from keys of samples."""
+"""Random numbers of a loss: shared, of each sample, and from keys of samples."""
 
 from functools import partial
 
@@ -10,7 +10,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import vgrad
-from tests import losses
+from tests import losses, oracle
+from tests.losses import STRATEGIES
 from vgrad import conditions
 from vgrad.generators import sample_keys
 from vgrad.persample.engine import FallbackWarning, UnsupportedOp
@@ -20,7 +21,7 @@ X = torch.rand(B, 4, 5, generator=torch.Generator().manual_seed(0)) + 0.1
 KEYS = sample_keys(11, 3, B)
 
 
-OPS = [
+SHARED = [
     "F.dropout(x, 0.5)",
     "F.dropout(x.clone(), 0.3, inplace=True)",
     "F.dropout(F.dropout(F.dropout(x, 0.0), 1.0) + x, 0.5)",
@@ -36,10 +37,7 @@ OPS = [
     "F.feature_alpha_dropout(x, 0.5, training=True)",
     "torch.native_dropout(x, 0.5, True)[0]",
     "F.dropout(torch.native_dropout(x, 0.5, False)[0])",
-    "torch.bernoulli(x.clamp(0, 1))",
-    "torch.bernoulli(x.detach(), 0.3)",
     "x.clone().bernoulli_(0.3)",
-    "(y := x.clamp(0, 1)).bernoulli_(y)",
     "x.clone().bernoulli_(torch.full((5,), 0.4))",
     "torch.rand(4, 5) + x",
     "torch.rand(4, 5, dtype=torch.bfloat16) + x",
@@ -49,12 +47,7 @@ OPS = [
     "torch.randn(4, 5, dtype=torch.complex64).abs() + x",
     "torch.randn_like(x) * torch.randn_like(x[0])",
     "x.clone().normal_(1.0, 2.0)",
-    "torch.normal(x, 1.0)",
-    "torch.normal(1.0, x)",
-    "torch.normal(x, x)",
     "torch.normal(0.0, 1.0, (4, 5)) + x",
-    "torch.normal(torch.arange(5.0), x)",
-    "torch.normal(x[:, :1].expand(4, 5), x)",
     "torch.randint(0, 9, (4, 5)) + x",
     "torch.randint_like(x, 9)",
     "x.clone().random_(0, 9)",
@@ -62,6 +55,29 @@ OPS = [
     "x.clone().cauchy_()",
     "x.clone().log_normal_()",
     "x.clone().geometric_(0.3)",
+    "torch.multinomial(torch.ones(5), 3).sum() + x",
+    "F.gumbel_softmax(x)",
+    "F.gumbel_softmax(x, hard=True)",
+    "F.fractional_max_pool2d(x[None], 2, (2, 2)).sum()",
+    "torch.vmap(F.dropout, randomness='different')(x)",
+    "torch.vmap(F.dropout, randomness='same')(x)",
+    "torch.vmap(by_column, 1, 1, randomness='different')(x)",
+    "F.dropout(x) * (2 if torch.rand(()) < 0.5 else torch.rand(4, 5))",
+    "F.dropout(x[x > 0.6].sum() * x)",
+    "(y := x.clone(), y[:, 1:3].normal_(), y[1:].cauchy_(), y)[3]",
+    "(torch.manual_seed(0), torch.randn(4, 5) + x)[1]",  # a seed of its own
+    "x + torch.zeros_like(x, dtype=torch.int).random_(0, 7)",
+    CHECKPOINT := "F.dropout(checkpoint(two, F.dropout(x), use_reentrant=False))",
+]
+BY_DATA = [  # no numbers that samples can share
+    "torch.bernoulli(x.clamp(0, 1))",
+    "torch.bernoulli(x.detach(), 0.3)",
+    "(y := x.clamp(0, 1)).bernoulli_(y)",
+    "torch.normal(x, 1.0)",
+    "torch.normal(1.0, x)",
+    "torch.normal(x, x)",
+    "torch.normal(torch.arange(5.0), x)",
+    "torch.normal(x[:, :1].expand(4, 5), x)",
     "torch.poisson(x * 5)",
     "torch.binomial((x.detach() * 9).round(), x.detach().clamp(0, 1))",
     "torch._standard_gamma(x)",
@@ -69,22 +85,10 @@ OPS = [
     "torch.multinomial(x, 3).sum() + x",
     "torch.multinomial(x, 9, True).sum(1)[:, None] + x",
     "torch.multinomial(x[0], 3).sum() + x",
-    "torch.multinomial(torch.ones(5), 3).sum() + x",
-    "F.gumbel_softmax(x)",
-    "F.gumbel_softmax(x, hard=True)",
-    "F.fractional_max_pool2d(x[None], 2, (2, 2)).sum()",
     "torch.distributions.Categorical(x).sample()[:, None] + x",
-    "torch.vmap(F.dropout, randomness='different')(x)",
-    "torch.vmap(F.dropout, randomness='same')(x)",
-    "torch.vmap(by_column, 1, 1, randomness='different')(x)",
-    "F.dropout(x) * (2 if torch.rand(()) < 0.5 else torch.rand(4, 5))",
-    "F.dropout(x[x > 0.6].sum() * x)",
-    "(y := x.clone(), y[:, 1:3].normal_(), y[1:].cauchy_(), y)[3]",
     "torch.poisson(torch.ones(2, 3, 4, 5).mT * x.T).sum() * x",
-    "(torch.manual_seed(0), torch.randn(4, 5) + x)[1]",  # a seed of its own
-    "x + torch.zeros_like(x, dtype=torch.int).random_(0, 7)",
-    CHECKPOINT := "F.dropout(checkpoint(two, F.dropout(x), use_reentrant=False))",
 ]
+OPS = SHARED + BY_DATA
 ATTENTION = [
     "F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5)",
     "F.multi_head_attention_forward(*[x[:, None]] * 3, 5, 1, torch.ones(15, 5) / 9, "
@@ -113,11 +117,16 @@ def two(x):
     return F.dropout(F.dropout(x.sin()).exp())
 
 
-def of(text):
+OF_WEIGHTS = ["x * F.dropout(w, 0.5)", "x * (w + torch.randn_like(w))"]
+
+
+def of(text, branches=0):
     """Make a loss whose gradient shows what an op drew, and what one after it did."""
 
     def loss(params, buffers, x):
-        first = eval(text, globals() | {"x": x * params["b"]})
+        first = eval(text, globals() | params | {"x": x * params["b"]})
+        for row in range(branches):
+            first = first + 0 if x[row].sum() > x[row + 1].sum() else 0 + first
         return (first * params["w"]).sum() + (F.dropout(x) * params["v"]).sum()
 
     ones = {"w": torch.ones(4, 5), "v": torch.ones(4, 5), "b": torch.tensor(1.0)}
@@ -214,6 +223,65 @@ def test_a_sample_draws_the_same_in_every_part_and_strategy(name):
     assert any(not torch.allclose(others[key], whole[key]) for key in whole)
     shown = next(iter(whole.values()))
     assert len({repr(row.tolist()) for row in shown}) == B or " if " in name
+
+
+def drawn_by(text, x=X, branches=0, **options):
+    loss, params, _, _ = of(text, branches)
+    torch.manual_seed(5)
+    return vgrad.per_sample_grad(loss, **options)(params, {}, x)["w"]
+
+
+LAYOUT = "F.dropout(x.T, 0.5).T"  # by memory, where samples lie side by side
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("chunk_size", [None, 4])
+@pytest.mark.parametrize("strategy", ["recorded", "vmap"])
+@pytest.mark.parametrize("text", [*OPS, *ATTENTION, *OF_WEIGHTS])
+def test_all_strategies_draw_the_same_shared_numbers(text, strategy, chunk_size):
+    options = {"randomness": "same", "chunk_size": chunk_size}
+    again = (text, strategy) == (CHECKPOINT, "vmap")
+    if text in BY_DATA or again:
+        message = "activation" if again else "numbers that all samples can share"
+        with pytest.raises(UnsupportedOp, match=message):
+            drawn_by(text, strategy=strategy, **options)
+        return
+    found = drawn_by(text, strategy=strategy, **options)
+    expected = drawn_by(text, strategy="loop", **options)
+    assert text == LAYOUT or oracle.error(found, expected) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("text", [*OPS, *ATTENTION, *OF_WEIGHTS])
+def test_random_numbers_are_refused_or_differ_between_equal_samples(text, strategy):
+    x = X[:1].expand(B, -1, -1)
+    with pytest.raises(RuntimeError, match='randomness="different"'):
+        drawn_by(text, x, strategy=strategy, randomness="error")
+    options = {"strategy": strategy, "randomness": "different"}
+    again = (text, strategy) == (CHECKPOINT, "vmap")
+    if again or (strategy == "recorded" and text == OF_WEIGHTS[0]):
+        own = "expected values computed from w alone to be the same"
+        with pytest.raises(UnsupportedOp, match="activation" if again else own):
+            drawn_by(text, x, **options)
+        return
+    found = drawn_by(text, x, **options)
+    alike = text.startswith(("F.fractional", "(torch.manual_seed"))
+    assert alike or len(found.flatten(1).unique(dim=0)) > 1
+    assert torch.equal(found, drawn_by(text, x, **options))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strategy", ["recorded", "vmap"])
+@pytest.mark.parametrize("randomness", ["different", "same"])
+@pytest.mark.parametrize("text", [*OPS, *ATTENTION])
+def test_parts_see_the_numbers_that_the_chunk_drew(text, randomness, strategy):
+    split = text == CHECKPOINT or "x[x > 0.6]" in text  # before numbers are drawn
+    if split or (randomness == "same" and text in BY_DATA):
+        pytest.skip("drawn anew, or refused")
+    options = {"strategy": strategy, "randomness": randomness}
+    found, expected = (drawn_by(text, branches=n, **options) for n in (2, 0))
+    oracle.assert_exact(found, expected, 1e-5)
 
 
 def keyed_grad(loss, params, x, keys=KEYS, **options):
@@ -379,3 +447,25 @@ def test_samples_that_run_alone_are_told_of():
     loss, params, _, batch = of("x[torch.randperm(4)]")
     with pytest.warns(FallbackWarning, match=r"a random op .* at <string>:1"):
         keyed_grad(loss, params, *batch)
+
+
+@pytest.mark.parametrize("strategy", ["recorded", "vmap"])
+def test_no_number_is_drawn_twice(strategy):
+    drawn = []
+
+    def loss(params, buffers, x):
+        torch.rand(2)
+        if x[0].sum() > x[1].sum():
+            torch.rand(3)
+        value = torch.rand((), dtype=torch.float64)
+        return (params["w"] * x).sum() * value, value
+
+    compute = vgrad.per_sample_grad(
+        loss, strategy=strategy, randomness="different", has_aux=True, chunk_size=4
+    )
+    torch.manual_seed(0)
+    for _ in range(2):
+        drawn.append(compute({"w": torch.ones(4, 5)}, {}, X.double())[1])
+    drawn.append(torch.rand(2 * B, dtype=torch.float64))
+    everything = torch.cat(drawn)
+    assert len(everything.unique()) == len(everything)

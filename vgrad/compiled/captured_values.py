@@ -36,8 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from vgrad import ops
-from vgrad.compiled.guards import Guards
-from vgrad.compiled.parts import CACHE, INNER, is_plain, parts
+from vgrad.compiled.guards import CACHE, INNER, Guards, is_plain, parts
 from vgrad.conditions import Unrepeatable
 from vgrad.functional.slots import Placeholder
 from vgrad.torch_private.tensors import GLOBAL_HOOKS, OPS, TensorGuards
@@ -251,14 +250,7 @@ class Closure:
 
     def _follow_parts(self, value: Any, path: str, strict: bool) -> None:
         kind, origin = type(value), _origin_of(value)
-        if kind.__module__.startswith("vgrad."):  # it changes nothing but its caches
-            if kind.__module__ != "vgrad.compiled.captures":
-                for name, part in parts(value):
-                    self._add(_frozen(part), f"{path}.{name}", strict)
-            return
-        if kind is types.FunctionType and origin == _SYSTEM:
-            for name, part in parts(value):
-                self._add(part, f"{path}.{name}", strict)
+        if kind.__module__ == "vgrad.compiled.captures":
             return
         if kind is types.BuiltinMethodType and value.__name__ in _COMPUTE_NAMES:
             self._computes_names = True
@@ -270,31 +262,34 @@ class Closure:
                     if type(each).__name__ != "_lru_list_elem":  # of a part beside
                         self._add(each, path, strict)
             return
-        if strict:
-            _check_views(value, path)
-        if origin == _USERS:
-            strict = True
-        elif kind.__module__.startswith("torch.") and not isinstance(value, nn.Module):
-            strict = False
-        self.guards.note(value)
+        own = kind.__module__.startswith("vgrad.")  # it changes nothing but its caches
+        if not own and not (kind is types.FunctionType and origin == _SYSTEM):
+            if strict:
+                _check_views(value, path)
+            in_torch = kind.__module__.startswith("torch.")
+            strict &= not in_torch or isinstance(value, nn.Module)
+            strict |= origin == _USERS
+            self.guards.note(value)
+            if _may_change(kind):
+                self.guards.note_attributes(value, "__class__")
+                self._follow_class(kind)
         for name, part in parts(value):
+            if own and isinstance(part, dict | list | set):  # which may come to grow
+                part = tuple(part.values() if isinstance(part, dict) else part)
             self._add(part, f"{path}.{name}", strict)
-        if _may_change(kind):
-            self.guards.note_attributes(value, "__class__")
-            self._follow_class(kind)
 
     def _follow_code(self, code: Code) -> None:
-        """Note the globals and builtins that code names, and the modules it imports."""
+        """Follow the globals and builtins that code names, and modules it imports."""
         strict, variables = code.origin == _USERS, code.variables
         named, modules = code.named()
         if code.origin == _SYSTEM:  # of which functions and modules can be replaced
             values = ((name, variables.get(name)) for name in named)
             named = [n for n, x in values if callable(x) or type(x) is types.ModuleType]
-        self.guards.note_entries(variables, named)
-        hidden = [name for name in named if name not in variables]
-        self.guards.note_entries(code.builtins, hidden)
         for name in named:
-            value = (code.builtins if name in hidden else variables).get(name)
+            holder = variables if name in variables else code.builtins
+            value = holder.get(name)
+            self.guards.note_entries(variables, [name])
+            self.guards.note_entries(holder, [name])
             if code.origin != _SYSTEM or _replaces(value):
                 self._add(value, f"the global {name!r}", strict)
             if strict and value is builtins.globals:
@@ -321,7 +316,7 @@ class Closure:
         self._follow_names(module, origin)
 
     def _follow_names(self, holder: type | types.ModuleType, origin: str) -> None:
-        """Note the parts of a module or a class of the system that code names."""
+        """Follow the parts of a module or a class of the system that code names."""
         found = vars(holder)
         names = found.keys() & self._names.keys()
         if holder is Tensor:  # whose operators have no names in code
@@ -340,7 +335,7 @@ class Closure:
                 _check(value, path)
 
     def _follow_variables(self, variables: dict[str, Any], path: str) -> None:
-        """Note all variables of a module, which code may name by any text."""
+        """Follow all variables of a module, which code may name by any text."""
         names = [name for name in variables if not name.startswith("__")]
         self.guards.note_entries(variables, names)
         for name in names:
@@ -408,13 +403,6 @@ def _is_open(kind: type) -> bool:
 def _may_change(kind: type) -> bool:
     """Return whether a class can get other attributes, as any written in Python can."""
     return kind.__flags__ & (_HEAP | _IMMUTABLE) == _HEAP
-
-
-def _frozen(value: Any) -> Any:
-    """Return the entries of a container that may come to have more."""
-    if isinstance(value, dict):
-        return tuple(value.values())
-    return tuple(value) if isinstance(value, list | set) else value
 
 
 def _check_views(value: Any, path: str) -> None:
