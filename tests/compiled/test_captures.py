@@ -23,7 +23,7 @@ from tests import losses, oracle
 from tests.compiled import problems
 from tests.compiled.problems import ran, same_calls, same_quantities
 from vgrad import optim
-from vgrad.compiled import CaptureReport, choices
+from vgrad.compiled import CaptureReport, choices, functions
 from vgrad.training import TrainState, ensemble_train_step, private_step, train_step
 
 slow = pytest.mark.slow
@@ -507,66 +507,58 @@ SIZES = [4, 6]
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("dataset_size", "sampling_rate", "sizes"),
     [
-        pytest.param(
-            n, marks=slow if n in ("flat", "gram, cross", "weighted") else aside
-        )
-        for n in problems.TRANSFORMS
+        (10_000, 0.01, (91, 105, 120, 140)),  # of mean 100 and deviation 9.95
+        (4, 0.5, (1, 3, 4)),  # no more than there are
+        (10, 0.05, (1, 2, 4)),  # one at least
     ],
 )
-def test_batches_of_any_size_are_filled_up_or_split(name):
+def test_sizes_are_deviations_around_the_mean(dataset_size, sampling_rate, sizes):
+    plan = problems.plan(dataset_size=dataset_size, sampling_rate=sampling_rate)
+    assert functions.sizes_of_plan(plan) == sizes
+
+
+def test_a_batch_is_filled_up_to_the_next_size_and_split_beyond_the_last():
+    assert functions.checked_sizes([6, 1, 6]) == (1, 6)
+    sizes = {1: 4, 4: 4, 5: 6, 6: 6, 7: 10, 11: 12, 12: 12, 13: 16, 17: 18}
+    assert {size: functions.padded_size(size, (4, 6)) for size in sizes} == sizes
+
+
+FILLED = {name: {} for name in problems.TRANSFORMS}
+FILLED |= {f"{name}, aux": {"has_aux": True} for name in ("weighted", "flat", "grad")}
+FILLED["flat, chunks"] = {"chunk_size": 3}
+MARKS = {"weighted, aux": (), "flat": slow, "gram, cross": slow, "weighted": slow}
+MARKS |= {"flat, chunks": slow}
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(n, marks=MARKS.get(n, aside)) for n in FILLED]
+)
+def test_batches_of_any_size_are_filled_up_or_split(row):
+    """Copies have no entry in lists, in aux, and where a mask leaves samples out."""
+    name, options = row.removesuffix(", aux").removesuffix(", chunks"), FILLED[row]
     loss, params, buffers, draw = problems.built("mlp", torch.float64)
-    make = problems.TRANSFORMS[name]
-    compiled = vgrad.compile(make(loss), batch_sizes=SIZES, fallback="error")
+    plain = loss
+    if "has_aux" in options:
+        loss = lambda p, b, x, y: (plain(p, b, x, y), {"x": x, "y": [y]})  # noqa: E731
+    eager = problems.TRANSFORMS[name](loss, **options)
+    compiled = vgrad.compile(eager, batch_sizes=SIZES, fallback="error")
     for size in (3, 4, 5, 6, 2, 7, 13, 12, 1, 16):
-        given = params, buffers, *draw(size)
+        given, mask = (params, buffers, *draw(size)), torch.arange(size) % 3 > 0
         if name == "gram, cross" and size == 1:
             continue
-        found = problems.call(name, compiled, given)
-        oracle.assert_exact(found, problems.call(name, make(loss), given))
+        for chosen in (None, mask):
+            found = problems.call(name, compiled, given, chosen)
+            oracle.assert_exact(found, problems.call(name, eager, given, chosen))
     if not name.startswith("gram"):
         # Each size may be that of a whole batch, and that of a part.
         assert len(compiled.reports()) <= 2 * len(SIZES)
     assert all(each.redos == 0 for each in compiled.reports())
-
-
-@slow
-@pytest.mark.parametrize("chunk_size", [None, 3])
-def test_masks_of_batches_that_are_filled_up(chunk_size):
-    loss, params, buffers, draw = problems.built("mlp", torch.float64)
-    eager = vgrad.clipped_grad(loss, max_norm=0.5, chunk_size=chunk_size)
-    compiled = vgrad.compile(eager, batch_sizes=SIZES, fallback="error")
-    for size in (3, 4, 5, 9, 13):
-        given, mask = (params, buffers, *draw(size)), torch.arange(size) % 3 > 0
-        oracle.assert_exact(compiled(*given, mask=mask), eager(*given, mask=mask))
-    assert len(compiled.reports()) <= 4
-
-
-@pytest.mark.parametrize(
-    "name", ["weighted", *(pytest.param(n, marks=aside) for n in ("flat", "grad"))]
-)
-def test_weights_and_aux_have_no_entry_for_a_copy(name):
-    def loss(params, buffers, sample):
-        value = problems.sites(params, buffers, *sample["xs"])
-        return value, {"first": sample["xs"][0], "loss": value}
-
-    params = problems.sites_params(torch.float64)
-    eager = problems.TRANSFORMS[name](loss, has_aux=True)
-    compiled = vgrad.compile(eager, batch_sizes=SIZES, fallback="error")
-    for size in (3, 5, 8):
-        sample = {"xs": list(problems.sites_batch(size, dtype=torch.float64))}
-        given = params, {}, sample
-        found = problems.call(name, compiled, given)
-        oracle.assert_exact(found, problems.call(name, eager, given))
-        assert len(found[1]["first"]) == size
-        mask = torch.arange(size) > 0
-        _, aux = problems.call(name, compiled, given, mask)
-        assert torch.equal(aux["first"], sample["xs"][0][mask])
     if name == "weighted":
         text = r"weighted_grad.*shape \(3,\), got \(2,\)"
         with pytest.raises(ValueError, match=text):
-            compiled(torch.ones(2), params, {}, {"xs": list(problems.sites_batch(3))})
+            compiled(torch.ones(2), params, buffers, *draw(3))
 
 
 def test_a_batch_is_filled_up_with_copies_that_count_nothing():
@@ -622,23 +614,24 @@ def test_inductor_counts_the_limit_of_a_private_step():
         compiled(found[-1][0], *batches[0])
 
 
-@slow
-@pytest.mark.compiled
-@needs_compiler
-def test_inductor_draws_the_dropout_of_eager_mode():
+def dropping():
     loss, params, buffers, draw = problems.built("dropout")
     eager = vgrad.clipped_grad(loss, max_norm=0.7, randomness="different")
-    compiled = vgrad.compile(eager, backend="inductor", fallback="error")
-    same_calls(compiled, eager, [(params, buffers, *draw(5))] * 3, tolerance=1e-5)
+    return eager, [(params, buffers, *draw(5))] * 3
+
+
+def members():
+    eager = vgrad.ensemble_grad(vgrad.batch_loss(FMODEL, F.mse_loss))
+    return eager, [(*MEMBERS, batch(seed=n), batch(seed=n)[:, :1]) for n in range(3)]
 
 
 @slow
 @pytest.mark.compiled
 @needs_compiler
-def test_inductor_runs_an_ensemble():
-    eager = vgrad.ensemble_grad(vgrad.batch_loss(FMODEL, F.mse_loss))
+@pytest.mark.parametrize("make", [dropping, members])
+def test_inductor_draws_dropout_and_runs_ensembles(make):
+    eager, calls = make()
     compiled = vgrad.compile(eager, backend="inductor", fallback="error")
-    calls = [(*MEMBERS, batch(seed=n), batch(seed=n)[:, :1]) for n in range(3)]
     same_calls(compiled, eager, calls, tolerance=1e-5)
     assert compiled.reports()[0].backend == "inductor"
 

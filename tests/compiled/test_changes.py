@@ -64,8 +64,6 @@ a tuple in a cell
   beta = 2.0, (1,) => len(repr(beta)) => beta = 2.0, (True,)
 the sign of zero
   beta = 0.0 => 2.0 + math.copysign(1.0, beta) => beta = -0.0
-the same number again: same capture
-  thing = Plain(0.5) => thing.beta => thing.beta = float("0.5")
 not a number: same capture
   thing = Plain(math.nan) => 1.0 + math.isnan(thing.beta) => thing.beta = float("nan")
 a member of an enum
@@ -74,8 +72,6 @@ a default
   f = lambda value=2.0: value => f() => f.__defaults__ = (3.0,)
 a default of a keyword
   f = lambda *, beta=2.0: beta => f() => f.__kwdefaults__.update(beta=3.0)
-other defaults of keywords
-  f = lambda *, beta=2.0: beta => f() => f.__kwdefaults__ = {"beta": 3.0}
 code
   f = lambda: 2.0 => f() => f.__code__ = (lambda: 3.0).__code__
 a partial
@@ -102,8 +98,6 @@ a function registered for a class
   => f.register(Plain, lambda thing: 7.0)
 a counter in a cell: changes values
   f = counter() => f()
-a counter in a global: changes values
-  => counts_globally()
 a count: count
   count = itertools.count() => next(count)
 a generator: generator
@@ -122,9 +116,6 @@ a property
 the closure of a property
   held = [2.0]; thing = kind(beta=property(lambda _: held[0]))() => thing.beta
   => held[0] = 3.0
-a static method
-  held = [2.0]; thing = kind(beta=staticmethod(lambda: held[0]))() => thing.beta()
-  => held[0] = 3.0
 a class method
   held = [2.0]; thing = kind(beta=classmethod(lambda _: held[0]))() => thing.beta()
   => held[0] = 3.0
@@ -136,13 +127,8 @@ objects with any attribute: same capture
   thing = AnyAttribute() => thing.beta => pass
 a class attribute
   own = kind(beta=2.0); thing = own() => thing.beta => own.beta = 3.0
-a class attribute that hides another
-  own = kind(kind(beta=2.0)); thing = own() => thing.beta => own.beta = 3.0
 a special attribute of a class
   held = [2.0]; thing = kind(__scale__=held)() => thing.__scale__[0] => held[0] = 3.0
-a method replaced
-  own = kind(beta=lambda _: 2.0); thing = own() => thing.beta()
-  => own.beta = lambda _: 3.0
 a special method replaced
   own = kind(__call__=lambda _: 2.0); thing = own() => thing()
   => own.__call__ = lambda _: 3.0
@@ -155,9 +141,6 @@ an attribute of a member of an enum
 an attribute of a member of numbers
   mode = enum.IntFlag("Mode", "A B"); mode.A.weight = 2.0
   => mode.A.weight * (mode.A | mode.B) => mode.A.weight = 3.0
-fields of a dataclass
-  held = dataclasses.fields(Data)[0].metadata["a"]
-  => dataclasses.fields(Data)[0].metadata["a"][0] => held[0] = 3.0
 slots
   thing = Slotted() => thing.beta => thing.beta = 3.0
 private slots
@@ -198,8 +181,6 @@ a key replaced
   held = {"a": None} => 2.0 + ("a" in held) => held.clear(); held.update(b=None)
 the order of keys
   held = {"a": 2.0, "bc": 3.0} => len(first(held)) => held.update(a=held.pop("a"))
-the order of an ordered dictionary
-  held = OrderedDict(a=2.0, bc=3.0) => len(first(held)) => held.move_to_end("a")
 the factory of a dictionary
   held = defaultdict(lambda: 2.0) => held.copy()["a"]
   => held.default_factory = lambda: 3.0
@@ -207,14 +188,10 @@ attributes of a dictionary
   held = kind(dict)() => perhaps(held) => held.beta = 3.0
 keys of a dictionary
   thing = Plain(); held = {thing: 1.0} => first(held).beta => thing.beta = 3.0
-a list in a list
-  inner = [2.0]; held = [inner] => held[0][0] => inner[0] = 3.0
 the sign of zero in a list
   held = [0.0] => 2.0 + math.copysign(1.0, held[0]) => held[0] = -0.0
 a set
   held = {2.0} => sum(held) => held.add(1.0)
-the kind of a number in a set
-  held = {1} => len(repr(held)) => held.clear(); held.add(True)
 a deque
   held = deque([2.0]) => held[0] => held[0] = 3.0
 a proxy of a dictionary
@@ -238,8 +215,6 @@ a dictionary with values of its own: a way of its own
 
 a global
   global BETA; BETA = 2.0 => BETA => BETA = 3.0
-a global dictionary
-  global HELD; HELD = {"beta": 2.0} => HELD["beta"] => HELD["beta"] = 3.0
 a global that appears
   global BETA => attempt(lambda: BETA) => BETA = 3.0
 a global that comes to hide a builtin
@@ -252,8 +227,6 @@ globals that cannot be compared: generator
   f = eval("lambda: globals()['beta']", names) => f() => names.update(beta=3.0)
 a global in evaluated text
   names = {"beta": 2.0} => eval("beta", names) => names["beta"] = 3.0
-a global in executed text
-  names = {"beta": 2.0} => executed(names) => names["beta"] = 3.0
 globals of a module named like one of Python
   names = {"__name__": "profile", "__file__": "/mine/profile.py", "beta": 2.0}
   f = eval("lambda: beta", names) => f() => names["beta"] = 3.0
@@ -276,14 +249,8 @@ builtins of a function
   => held["beta"] = 3.0
 an attribute of a module
   held = module(beta=2.0) => held.beta => held.beta = 3.0
-an attribute of a module in a module
-  inner = module(beta=2.0); outer = module(inner=inner) => outer.inner.beta
-  => inner.beta = 3.0
 an attribute of a module with a computed name
   held = module(beta=2.0); name = "be" + "ta" => getattr(held, name) => held.beta = 3.0
-an attribute of a module with a name made at each call
-  held = module(beta_1=2.0); number = 1 => getattr(held, f"beta_{number}")
-  => held.beta_1 = 3.0
 an attribute of a module by an attrgetter
   held = module(beta=2.0); get = operator.attrgetter("be" + "ta") => get(held)
   => held.beta = 3.0
@@ -495,7 +462,6 @@ ROWS = {
 INSTALLED = "/lib/site-packages/package.py"
 COUNT = itertools.count()
 HOOKS = []
-CALLS = 0
 
 
 def attempt(read):
@@ -541,12 +507,6 @@ def installed_function():
     return eval(code, {"beta": 2.0, "count": COUNT})
 
 
-def executed(names):
-    found = {}
-    exec("found = beta", names, found)
-    return found["found"]
-
-
 def imports():
     import state_b  # pyright: ignore[reportMissingImports]
 
@@ -576,12 +536,6 @@ def counter():
         return calls
 
     return count
-
-
-def counts_globally():
-    global CALLS
-    CALLS += 1
-    return CALLS
 
 
 def counts(thing):
@@ -624,11 +578,6 @@ class Named(NamedTuple):
 class Level(enum.Enum):
     LOW = 2.0
     HIGH = 3.0
-
-
-@dataclasses.dataclass
-class Data:
-    beta: float = dataclasses.field(default=2.0, metadata={"a": [2.0]})
 
 
 @dataclasses.dataclass(slots=True)

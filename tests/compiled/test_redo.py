@@ -13,8 +13,7 @@ from tests.compiled.problems import same_calls, same_quantities, sites_batch
 from vgrad import optim
 from vgrad.compiled import graph
 from vgrad.conditions import rare
-from vgrad.precision import StaticLossScale
-from vgrad.training import TrainState, private_step, train_step
+from vgrad.training import TrainState, private_step
 
 pytestmark = pytest.mark.compiled
 slow = pytest.mark.slow
@@ -192,16 +191,12 @@ def test_a_redo_draws_what_eager_mode_draws(randomness):
 @pytest.mark.parametrize("donate", [pytest.param(False, marks=slow), True])
 def test_a_private_step_releases_what_eager_mode_releases(donate, planted):
     tx = optim.adam(1e-2)
-    step = private_step(problems.sites, tx, problems.plan(), donate=donate)
-    compiled = vgrad.compile(step, batch_sizes=[6], fallback="error")
-    calls = [given[2:] for given in batches(None, None, planted, None, planted)]
-    found, expected = (
-        problems.taken(
-            each, TrainState.create(tx, problems.sites_params(), {}, seed=1), calls
-        )
-        for each in (compiled, step)
+    compiled, _ = problems.same_steps(
+        lambda: private_step(problems.sites, tx, problems.plan(), donate=donate),
+        lambda: TrainState.create(tx, problems.sites_params(), {}, seed=1),
+        [given[2:] for given in batches(None, None, planted, None, planted)],
+        batch_sizes=[6],
     )
-    oracle.assert_exact(found, expected, 0)
     report = compiled.reports()[0]
     assert (report.name, report.calls, report.redos) == ("clipped_grad", 4, 2)
 
@@ -234,17 +229,3 @@ def test_an_empty_batch_runs_no_loss(batch_sizes, name):
     found = problems.call(name, compiled, given)
     oracle.assert_exact(found, problems.call(name, compute, given), 0)
     assert compiled.reports() == ()
-
-
-def test_a_skipped_train_step_is_no_redo():
-    tx = optim.sgd(0.1)
-    scale = StaticLossScale(4.0)
-    step = train_step(problems.sites_batch_loss, tx, loss_scale=scale)
-    compiled = vgrad.compile(step, fallback="error")
-    state = TrainState.create(tx, PARAMS, {}, seed=1)
-    calls = [
-        sites_batch(4, *kinds, seed=n) for n, kinds in enumerate([[], ["nan"], []])
-    ]
-    found, expected = (problems.taken(each, state, calls) for each in (compiled, step))
-    oracle.assert_exact(found, expected, 0)
-    assert [each.redos for each in compiled.reports()] == [0, 0]

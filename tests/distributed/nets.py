@@ -9,25 +9,26 @@ from tests.compiled.problems import Reader
 
 
 class Language(nn.Module):
-    """A language model of one block, whose head is its table of tokens."""
+    """In the proportions of GPT-2: the table of tokens, its head too, is large."""
 
-    def __init__(self, dropout=0.0):
+    def __init__(self, vocabulary=13, width=8, depth=1, length=6, heads=2, dropout=0.0):
         super().__init__()
-        self.tokens = nn.Embedding(13, 8)
-        self.places = nn.Embedding(6, 8)
-        self.norm = nn.LayerNorm(8)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.inner, self.outer = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(8, 13, bias=False)
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.places = nn.Embedding(length, width)
+        sizes = {"d_model": width, "nhead": heads, "dim_feedforward": 4 * width}
+        options = {"dropout": dropout, "activation": "gelu", "norm_first": True}
+        layers = [
+            nn.TransformerEncoderLayer(**sizes, **options, batch_first=True)
+            for _ in range(depth)
+        ]
+        self.blocks = nn.Sequential(*layers)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens):
         x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
-        y = self.norm(x)
-        x = x + self.attention(y, y, y, need_weights=False)[0]
-        x = x + self.dropout(self.outer(F.gelu(self.inner(x))))
-        return self.head(x)[:, -1]
+        return self.head(self.norm(self.blocks(x)))
 
 
 class LoRA(nn.Module):
@@ -46,8 +47,13 @@ class LoRA(nn.Module):
 def lora():
     """Adapt a language model, whose own parameters are constant."""
     model = Language().requires_grad_(False)
-    model.inner, model.outer = LoRA(model.inner), LoRA(model.outer)
+    (block,) = model.blocks
+    block.linear1, block.linear2 = LoRA(block.linear1), LoRA(block.linear2)
     return model
+
+
+def last_token(logits, y):
+    return F.cross_entropy(logits[:, -1] if logits.ndim == 3 else logits, y)
 
 
 def mlp():
@@ -68,6 +74,6 @@ def problem(name, dtype=torch.float32, samples=7):
     """Return loss, params, buffers and batch, the same on every rank."""
     torch.manual_seed(3)
     make, batch = MODELS[name]
-    loss, params, buffers = losses.of_model(make(), F.cross_entropy, dtype)
+    loss, params, buffers = losses.of_model(make(), last_token, dtype)
     x, y = batch(samples)
     return loss, params, buffers, (x.to(dtype) if x.is_floating_point() else x, y)

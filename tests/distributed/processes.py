@@ -29,6 +29,10 @@ def mesh_of(size: int, axis: str = "dp") -> tuple[Any, int]:
     return mesh, mesh.get_local_rank(axis)
 
 
+def _on_mesh(function: Callable, size: int, axis: str, *arguments: Any) -> Any:
+    return function(mesh_of(size, axis)[0], *arguments)
+
+
 class Processes:
     """Some ranks of one process group, gloo on the CPU."""
 
@@ -61,6 +65,10 @@ class Processes:
         if failed:
             raise AssertionError("\n".join(failed))
         return [found for _, found in results]
+
+    def on_mesh(self, function: Callable, *arguments: Any, axis: str = "dp") -> list:
+        """Call a function of the mesh of all ranks, and of arguments, on every rank."""
+        return self.run(_on_mesh, function, self.size, axis, *arguments)
 
     def outcomes(self, function: Callable, *arguments: Any) -> list[tuple[bool, Any]]:
         """Return whether each rank came through, and its result or its traceback."""

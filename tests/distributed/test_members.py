@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import vgrad
-from tests.distributed.processes import mesh_of
 from vgrad.distributed import (
     gather_members,
     member_parallel,
@@ -29,10 +28,6 @@ from vgrad.training import EarlyStopping, EnsembleState, ensemble_train_step, lo
 from vgrad.tree import map_tensors, state_dict
 
 E, B = 5, 6
-
-
-def members_of(size):
-    return mesh_of(size, "members")[0]
 
 
 def net(drop=0.0):
@@ -64,10 +59,16 @@ def same(found, expected, tolerance=1e-12):
         )
 
 
-def _there_and_back(size):
-    mesh = members_of(size)
+def on_ranks(ranks, function, *arguments):
+    """Call a function of a mesh on all ranks; also return what one process does."""
+    with single_process_mesh("members") as mesh:
+        expected = function(mesh, *arguments)
+    return ranks.on_mesh(function, *arguments, axis="members"), expected
+
+
+def _there_and_back(mesh):
     source = torch.Generator().manual_seed(0)
-    for count in {size, 5}:
+    for count in {mesh.size(), 5}:
         tree = {
             "flags": torch.rand(count, generator=source) < 0.5,
             "half": torch.randn(count, 3, generator=source).bfloat16(),
@@ -85,10 +86,8 @@ def _there_and_back(size):
 
 
 def test_trees_are_cut_and_gathered(some):
-    found = some.run(_there_and_back, some.size)
-    assert [number for which in found for number in which] == list(range(5))
-    with single_process_mesh("members"):
-        assert _there_and_back(1) == range(5)
+    found, alone = on_ranks(some, _there_and_back)
+    assert [number for which in found for number in which] == [*alone] == [*range(5)]
 
 
 RATES = torch.linspace(0.01, 0.2, E, dtype=torch.float64)
@@ -133,22 +132,16 @@ CASES = {
 }
 
 
-def _trained(size, cases):
-    return {name: trained(members_of(size), *case) for name, (case, _) in cases.items()}
-
-
-def test_steps_are_those_of_one_process(some):
-    results = some.run(_trained, some.size, CASES)
-    for name, (case, place) in CASES.items():
-        if place == "alone":
-            with single_process_mesh("members") as mesh:
-                expected = trained(mesh, *case)
-        else:
-            expected = trained(None, *case)
-        for found in results:
-            same(found[name], expected)
-    masks = results[0]["masks"]["state"].params, trained(None, 0.5, (), {})["state"]
-    assert not torch.equal(masks[0]["0.weight"], masks[1].params["0.weight"])
+@pytest.mark.parametrize("name", CASES)
+def test_steps_are_those_of_one_process(some, name):
+    case, place = CASES[name]
+    results, alone = on_ranks(some, trained, *case)
+    plain = trained(None, *case)
+    for found in results:
+        same(found, alone if place == "alone" else plain)
+    if place == "alone":  # which draws other masks
+        weights = (each["state"].params["0.weight"] for each in (alone, plain))
+        assert not torch.equal(*weights)
 
 
 def _functions(mesh, drop):
@@ -187,17 +180,12 @@ def _functions(mesh, drop):
     return gather_members((lists, mine), mesh), common, drawn
 
 
-def _called(size):
-    return _functions(members_of(size), 0.5)
-
-
 def test_functions_are_those_of_one_process(some):
-    with single_process_mesh("members") as mesh:
-        expected = _functions(mesh, 0.5)
+    results, expected = on_ranks(some, _functions, 0.5)
     (first, second), *_ = expected[0][0]
     assert not torch.equal(first, second)
     assert not torch.equal(first[0], first[1])
-    for rank, found in enumerate(some.run(_called, some.size)):
+    for rank, found in enumerate(results):
         same(found[:2], expected[:2])
         assert rank or torch.equal(found[2], expected[2])
 
@@ -221,17 +209,13 @@ def _predicted(mesh, dtype, chunk_size):
     return found, numbers, values(fmodel, *given, inputs, **options), agreeing
 
 
-def _predictions(size, dtype, chunk_size):
-    return _predicted(members_of(size), dtype, chunk_size)
-
-
 @pytest.mark.parametrize(
     ("dtype", "chunk_size", "tolerance"),
     [(torch.float64, None, 1e-12), (torch.float32, 7, 1e-6)],
 )
 def test_predictions_are_those_of_one_process(some, dtype, chunk_size, tolerance):
     expected = _predicted(None, dtype, chunk_size)
-    for found in some.run(_predictions, some.size, dtype, chunk_size):
+    for found in some.on_mesh(_predicted, dtype, chunk_size, axis="members"):
         same(found, expected, tolerance)
         _, _, agreeing, classes = found
         assert not agreeing.variance.any()
@@ -260,21 +244,16 @@ def _run(mesh, path, ends):
     return gathered
 
 
-def _run_on_ranks(size, path, ends):
-    return _run(members_of(size), path, ends)
-
-
 def test_another_number_of_ranks_goes_on(ranks, tmp_path):
-    ranks(2).run(_run_on_ranks, 2, tmp_path / "state", 2)
+    ranks(2).on_mesh(_run, tmp_path / "state", 2, axis="members")
     with single_process_mesh("members") as mesh:
         expected = _run(mesh, tmp_path / "whole", 4)
-    for state in ranks(4).run(_run_on_ranks, 4, tmp_path / "state", 4):
+    for state in ranks(4).on_mesh(_run, tmp_path / "state", 4, axis="members"):
         same(state, expected)
 
 
-def _stopped(size):
+def _stopped(mesh):
     """Members stop one by one, until those of a rank are all stopped and not finite."""
-    mesh = members_of(size)
     fmodel, params, buffers = ensemble(shared=SHARED)
     tx = vgrad.optim.sgd(0.1)
     state = EnsembleState.create(tx, params, buffers, shared=SHARED, seed=2)
@@ -306,15 +285,14 @@ def _stopped(size):
 
 def test_members_that_stopped_move_nothing_that_is_shared(some):
     active = torch.tensor([False, True, True, True, False])
-    for moved, everyone, finite in some.run(_stopped, some.size):
+    for moved, everyone, finite in some.on_mesh(_stopped, axis="members"):
         assert (moved, finite) == ([True, False], True)
         assert everyone[0].tolist() == active.tolist()
         assert everyone[1].tolist() == [0, 1, 0, 0, 0]
 
 
-def _compiled(size):
+def _compiled(mesh):
     options = {"randomness": "different", "strategy": "hybrid"}
-    mesh = members_of(size)
     plain = trained(mesh, 0.0, SHARED, options, steps=3)
     first, last = ("compiled", "parallel"), ("parallel", "compiled")
     for order in (first, last):
@@ -335,7 +313,7 @@ def _compiled(size):
 
 
 def test_compiled_steps_and_functions_are_those_of_eager_mode(ranks):
-    first, second = ranks(2).run(_compiled, 2)
+    first, second = ranks(2).on_mesh(_compiled, axis="members")
     assert torch.equal(first, second)
 
 
@@ -366,8 +344,8 @@ REFUSED = [
 ]
 
 
-def _refused(size):
-    mesh, rank = mesh_of(size, "members")
+def _refused(mesh):
+    size, rank = mesh.size(), mesh.get_local_rank()
     fmodel, params, buffers = ensemble(shared=SHARED)
     loss, tx, (x, y) = (
         vgrad.batch_loss(fmodel, F.mse_loss),
@@ -419,7 +397,7 @@ def _refused(size):
 
 
 def test_what_does_not_fit_is_refused_on_all_ranks(ranks):
-    first, second = ranks(2).run(_refused, 2)
+    first, second = ranks(2).on_mesh(_refused, axis="members")
     assert len(second) == len(REFUSED)
     for pattern, text in zip(REFUSED, first, strict=True):
         assert re.match(pattern, text, re.DOTALL), text

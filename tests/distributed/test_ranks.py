@@ -93,15 +93,3 @@ def _lost(size):
 def test_ranks_that_are_at_different_places_raise(some):
     found = some.run(_lost, some.size)
     assert found == some.size * [list(range(some.size))]
-
-
-def _refused():
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    with pytest.raises(ValueError, match=r"names of the mesh's axes, \['dp'\]"):
-        Ranks.of("call", mesh, "tp")
-    with pytest.raises(TypeError, match="expected a DeviceMesh"):
-        Ranks.of("call", "cpu", "tp")
-
-
-def test_what_is_no_axis_is_refused(ranks):
-    ranks(2).run(_refused)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import oracle
+from tests.distributed.nets import Language
 from tests.distributed.processes import Processes, mesh_of
 from tests.losses import Peak
 from vgrad import optim
@@ -205,7 +206,7 @@ def _noised(size, dtype):
         found, own = tx.update(parts, own)
     assert all(found[name].placements == parts[name].placements for name in parts)
     found = gather(found, mesh)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    oracle.assert_exact(found, expected, 0)
     return found
 
 
@@ -216,35 +217,12 @@ def test_noise_has_the_same_bits_on_any_number_of_ranks(ranks, dtype):
         found for size in (2, 4) for found in ranks(size).run(_noised, size, dtype)
     )
     for found in others:
-        assert all(torch.equal(found[name], first[name]) for name in first)
+        oracle.assert_exact(found, first, 0)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_make_the_steps_of_one_process(ranks, name):
     ranks(4).run(_trained, 4, name)
-
-
-class Language(nn.Module):
-    """In the proportions of GPT-2: the table is a third of all parameters."""
-
-    def __init__(self, vocabulary, width, depth, length):
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.places = nn.Embedding(length, width)
-        sizes = {"d_model": width, "nhead": 4, "dim_feedforward": 4 * width}
-        options = {"dropout": 0.0, "activation": "gelu", "norm_first": True}
-        layers = [
-            nn.TransformerEncoderLayer(**sizes, **options, batch_first=True)
-            for _ in range(depth)
-        ]
-        self.blocks = nn.Sequential(*layers)
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, tokens):
-        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
-        return self.head(self.norm(self.blocks(x)))
 
 
 def next_tokens(logits, tokens):
@@ -254,7 +232,7 @@ def next_tokens(logits, tokens):
 def _bytes(size, sizes, passes):
     mesh, _ = mesh_of(size)
     torch.manual_seed(0)
-    fmodel, params, _ = vgrad.make_functional_with_buffers(Language(*sizes))
+    fmodel, params, _ = vgrad.make_functional_with_buffers(Language(*sizes, heads=4))
     loss = vgrad.sample_loss(fmodel, next_tokens)
     tokens = torch.randint(sizes[0], (1, sizes[-1]))
     clipped = vgrad.clipped_grad(loss, max_norm=1.0, strategy="recorded", passes=passes)

@@ -4,7 +4,7 @@ import itertools
 import pickle
 import random
 import types
-import weakref
+import weakref  # noqa: F401, in a text below
 from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -649,20 +649,18 @@ def test_parameters_of_two_kinds_stay_trainable():
     assert all(each.requires_grad for each in module.parameters())
 
 
-class Keeps(nn.Module):
-    """A forward pass that multiplies by what it holds beside its weight."""
-
-    def __init__(self, keep, use=lambda held: held, anew=None):
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(4, 4))
-        self.register_buffer("b", torch.randn(4, 4))
-        self.anew, self.use = anew, use
-        self.held = keep(self)
+def keeping(keep, use="held", anew="self.held"):
+    """Make a model that multiplies by an object beside its weight, in three texts."""
 
     def forward(self, x):
-        if self.anew is not None:
-            self.held = self.anew(self)
-        return x @ self.use(self.held) + (x @ self.w + self.b[0]).sin()
+        self.held = eval(anew, {"self": self})
+        held = eval(use, globals() | {"held": self.held})
+        return x @ held + (x @ self.w + self.b[0]).sin()
+
+    model = losses.Net(forward, w=torch.randn(4, 4))
+    model.register_buffer("b", torch.randn(4, 4))
+    model.held = eval(keep, globals() | {"m": model})
+    return model
 
 
 def unregistered(weight):
@@ -693,10 +691,7 @@ EXACT = {"strategy": "loop"}, {"strategy": "vmap"}, {"strategy": "recorded"}
 
 @pytest.mark.parametrize(("keep", "use"), KEPT)
 def test_what_would_not_follow_a_parameter_cannot_be_used(keep, use):
-    model = Keeps(
-        lambda m: eval(keep, globals() | {"m": m}),
-        lambda held: eval(use, globals() | {"held": held}),
-    )
+    model = keeping(keep, use)
     fmodel, params, buffers = split(model)
     x = torch.randn(3, 4)
     for each in (fmodel, copy.deepcopy(fmodel), fmodel.eval()):
@@ -714,11 +709,8 @@ def test_what_would_not_follow_a_parameter_cannot_be_used(keep, use):
 
 @pytest.mark.parametrize("keep", ["m.w.t()", "m.w.detach().t()", "(m.w * 2,)", "None"])
 def test_what_each_forward_pass_computes_anew_follows(keep):
-    anew = {"use": lambda held: held[0], "anew": lambda m: [m.w.t()]}
-    model = Keeps(lambda m: eval(keep, globals() | {"m": m}), **anew)
-    x = torch.randn(3, 4)
+    model, x = keeping(keep, "held[0]", "[self.w.t()]"), torch.randn(3, 4)
     model(x)
-    model.anew(model)
     fmodel, params, buffers = split(model)
     doubled = {"w": (2 * params["w"]).detach()}
     expected = x @ doubled["w"].t() + (x @ doubled["w"] + buffers["b"][0]).sin()
@@ -743,14 +735,10 @@ OTHER = torch.ones(4, 4, requires_grad=True)
 
 
 @pytest.mark.parametrize(
-    "model",
-    [
-        Keeps(lambda m: m.w.detach().clone()),
-        Keeps(lambda m: (OTHER * 2,), lambda held: held[0]),
-    ],
+    ("keep", "use"), [("m.w.detach().clone()", "held"), ("(OTHER * 2,)", "held[0]")]
 )
-def test_constants_stay_constants(model):
-    x = torch.randn(3, 4)
+def test_constants_stay_constants(keep, use):
+    model, x = keeping(keep, use), torch.randn(3, 4)
     fmodel, params, buffers = split(model)
     output, expected = fmodel(params, buffers, x), model(x)
     torch.testing.assert_close(output, expected)
@@ -800,68 +788,19 @@ def test_views_overlap_where_brute_force_says_so():
     assert seen == {False, True}
 
 
-def masked(weight):
-    mask = torch.eye(4)
-    weight.register_hook(lambda grad: grad * mask)
-
-
-class Masked(nn.Module):
-    """What a hook that masks the gradient does, as a parametrization."""
-
-    def forward(self, weight):
-        mask = torch.eye(4)
-        return weight * mask + (weight - weight * mask).detach()
-
-
-def sum_of_gradients(model, options):
-    fmodel, params, buffers = split(model)
-    loss = vgrad.sample_loss(fmodel, lambda output, target: output.sin().sum())
-    grads = vgrad.per_sample_grad(loss, **options)(params, buffers, X, X)
-    return {name: grad.sum(0) for name, grad in grads.items()}
-
-
 @pytest.mark.parametrize("options", EXACT)
 def test_a_parametrization_does_what_a_hook_did(options):
-    hooked, model = nn.Linear(4, 4), nn.Linear(4, 4)
-    hooked.load_state_dict(model.state_dict())
-    masked(hooked.weight)
-    hooked(X).sin().sum().backward()
-    nn.utils.parametrize.register_parametrization(model, "weight", Masked())
-    found = sum_of_gradients(model, options)["parametrizations.weight.original"]
+    """It masks the gradient."""
+    model, x, mask = nn.Linear(4, 4).double(), losses.randn(3, 4), torch.eye(4).double()
+    hooked = copy.deepcopy(model)
+    hooked.weight.register_hook(lambda grad: grad * mask)
+    hooked(x).sin().sum().backward()
+    masked = losses.Pick(lambda w: w * mask + (w - w * mask).detach())
+    nn.utils.parametrize.register_parametrization(model, "weight", masked)
+    loss, *values = losses.of_model(model, lambda output, target: output.sin().sum())
+    found = vgrad.per_sample_grad(loss, **options)(*values, x, x)
+    found = found["parametrizations.weight.original"].sum(0)
     torch.testing.assert_close(found, hooked.weight.grad)
-
-
-X = torch.randn(3, 4)
-
-
-class HookedOnce(nn.Module):
-    """Registers a hook at its first call, as libraries do that record outputs."""
-
-    def __init__(self, register):
-        super().__init__()
-        self.body = nn.Linear(2, 2)
-        self.register = register
-        self.ready = False
-
-    def forward(self, x):
-        if not self.ready:
-            getattr(self.body, self.register)(lambda *given: 2 * given[-1][0])
-            self.ready = True
-        return self.body(x)
-
-
-@pytest.mark.parametrize(
-    "register", ["register_forward_hook", "register_forward_pre_hook"]
-)
-def test_hooks_of_the_forward_pass_end_with_it(register):
-    model = HookedOnce(register)
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
-    x = torch.randn(3, 2)
-    found = [fmodel(params, buffers, x) for _ in range(3)]
-    expected = model(x)
-    assert all(torch.equal(each, expected) for each in found)
-    again = vgrad.make_functional_with_buffers(model)  # with the hook from the start
-    assert all(torch.equal(again[0](*again[1:], x), expected) for _ in range(2))
 
 
 class Frozen(OrderedDict):
@@ -891,102 +830,61 @@ def test_compiled_code_of_a_module_is_left_out():
     assert torch.equal(fmodel(params, buffers, x), model.forward(x))
 
 
-def hooked_by(hook):
-    return made(lambda m: m.register_forward_hook(hook(m)))
-
-
-def made(change, kind=lambda: nn.Linear(2, 2)):
-    """Make a model and change it."""
-    model = kind()
-    change(model)
-    return model
-
-
-def holding(hold):
-    return made(lambda m: setattr(m, "held", hold(m.weight)))
-
-
-def two(of=0):
-    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-
-
-def closing_over_itself(model):
-    original = model.forward
-    model.forward = lambda x: original(x) * 2
-
-
-def closing_over_another(model):
-    hook = lambda module, args, out: out @ model[1].weight  # noqa: E731
-    model[0].register_forward_hook(hook)
-
-
-CLOSURE = "'_forward_hooks' whose closure holds a part"
-CLOSING = [
-    lambda part: lambda module, args, out: out @ part,
-    lambda part: lambda module, args, out, held=[part]: out @ held[0],
-    lambda part: lambda module, args, out, *, held=(part,): out @ held[0],
-    lambda part: (lambda held: lambda module, args, out: out @ held["w"])({"w": part}),
+SCRIPT = "can be exchanged, got modules of torch.jit in '0'. Use them as they"
+MODELS = [
+    ("'text'", "plain"),
+    ("nn.LazyLinear(3)", "lazy ones in 'bias', 'weight'"),
+    ("nn.DataParallel(nn.Linear(2, 2))", "wrapped"),
+    ("torch.compile(nn.Linear(2, 2))", "before it was scripted, compiled or"),
+    ("nn.Sequential(torch.jit.script(nn.Linear(2, 2)))", SCRIPT),
+    ("nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)))", SCRIPT),
 ]
-PARTS = [lambda w: w, lambda w: w[:], lambda w: w.data.t()]
 MEMORY = "memory of their own.*'weight', '"
 HOOKS = r"hooks.* on 'weight'.*handle.remove\(\)"
-SCRIPT = "can be exchanged, got modules of torch.jit in '0'. Use them as they"
-POST = "register_post_accumulate_grad_hook"
-REFUSED = {
-    "text": (lambda: "text", "plain"),
-    "lazy": (lambda: nn.LazyLinear(3), "lazy ones in 'bias', 'weight'"),
-    "wrapped": (lambda: nn.DataParallel(nn.Linear(2, 2)), "wrapped"),
-    "compiled": (lambda: torch.compile(nn.Linear(2, 2)), "scripted, compiled or"),
-    "scripted": (lambda: nn.Sequential(torch.jit.script(nn.Linear(2, 2))), SCRIPT),
-    "traced": (
-        lambda: nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))),
-        SCRIPT,
+CHANGES = [  # of a layer `m`
+    ("setattr(m, 'held', m.weight.exp)", "one in 'held' that holds a part"),
+    ("setattr(m, 'held', weakref.ref(m.weight))", "one in 'held' that holds a part"),
+    ("m.register_buffer('a', torch.eye(2).to_sparse())", "got sparse ones in 'a'. Reg"),
+    ("setattr(m, 'other', nn.Parameter(m.weight))", MEMORY),
+    ("m.register_buffer('a', m.weight.detach()[:, ::2])", MEMORY),
+    ("m.weight.register_hook(torch.neg)", HOOKS),
+    ("m.weight.register_post_accumulate_grad_hook(torch.neg)", HOOKS),
+    (
+        "(lambda f: setattr(m, 'forward', lambda x: f(x) * 2))(m.forward)",
+        "'forward' whose closure holds a part",
     ),
-    "in an attribute": (
-        lambda: made(lambda m: setattr(m.weight, "total", lambda: m.weight.sum())),
+    (
+        "(lambda w: setattr(w, 'total', lambda: w.sum()))(m.weight)",
         r"'weight\.total' whose closure holds",
     ),
-    "a bound method": (lambda: holding(lambda w: w.exp), "'held' that holds a part"),
-    "a reference": (lambda: holding(weakref.ref), "one in 'held' that holds a part"),
-    "sparse": (
-        lambda: made(lambda m: m.register_buffer("a", torch.eye(2).to_sparse())),
-        "dense tensors, got sparse ones in 'a'. Register",
-    ),
-    "itself": (lambda: made(closing_over_itself), "'forward' whose closure holds a"),
-    "another": (lambda: made(closing_over_another, two), r"'0._forward_hooks' whose"),
-    "one memory": (
-        lambda: made(lambda m: setattr(m, "other", nn.Parameter(m.weight))),
-        MEMORY,
-    ),
-    "a column": (
-        lambda: made(lambda m: m.register_buffer("a", m.weight.detach()[:, ::2])),
-        MEMORY,
-    ),
-    "a hook": (lambda: made(lambda m: m.weight.register_hook(torch.neg)), HOOKS),
-    "a later hook": (
-        lambda: made(lambda m: getattr(m.weight, POST)(lambda p: None)),
-        HOOKS,
-    ),
-    **{
-        f"closure {n}": (lambda c=c, p=p: hooked_by(lambda m: c(p(m.weight))), CLOSURE)
-        for n, (c, p) in enumerate(itertools.product(CLOSING, PARTS))
-    },
-}
+    *[
+        (
+            f"m.register_forward_hook((lambda part: {hook})({part}))",
+            "'_forward_hooks' whose closure holds a part",
+        )
+        for part in ("m.weight", "m.weight[:]", "m.weight.data.t()", "m")
+        for hook in (
+            "lambda module, args, out: out @ part",
+            "lambda module, args, out, held=[part]: out @ held[0]",
+            "lambda module, args, out, *, held=(part,): out @ held[0]",
+            "(lambda held: lambda module, args, out: out @ held['w'])({'w': part})",
+        )
+    ],
+]
 MAKE = [split, vgrad.make_functional, lambda model: vgrad.stack([model, model])]
 MAKE += [vgrad.replace_batch_norm]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("name", REFUSED)
-def test_models_that_cannot_be_split_are_refused(name):
-    make, message = REFUSED[name]
+@pytest.mark.parametrize(("text", "message"), MODELS + CHANGES)
+def test_models_that_cannot_be_split_are_refused(text, message):
+    layer = nn.Linear(2, 2)
+    made = eval(text, globals() | {"m": layer})
+    model = made if (text, message) in MODELS else layer
     for function in MAKE if message in (MEMORY, HOOKS) else MAKE[:1]:
         with pytest.raises(TypeError, match=message):
-            function(make())
-
-
-def test_a_model_whose_hook_is_removed_is_taken():
-    model = nn.Linear(2, 2)
-    model.weight.register_hook(torch.neg).remove()
-    for function in MAKE:
-        function(model)
+            function(model)
+    if "register_hook" in text:
+        made.remove()
+        for function in MAKE:
+            function(model)

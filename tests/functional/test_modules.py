@@ -1,5 +1,7 @@
 """Modules of torch.nn as they are: recorded, with the numbers of a loop.
 
+Single ops are in `tests/persample/test_rules.py`, models with a state in `tests/zoo`.
+
 A sample has exactly the shapes that its case names, with or without batch dimensions.
 The reference runs the module itself in float64, one sample after another.
 """
@@ -12,8 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from torch.utils import _pytree as pytree
 
 import vgrad
@@ -276,7 +276,7 @@ TRANSFORMERS = {
 }
 
 
-# Recurrent nets, as parts of small models.
+# Recurrent nets.
 
 
 def started(kind: Callable[..., nn.Module]) -> Net:
@@ -289,42 +289,16 @@ def started(kind: Callable[..., nn.Module]) -> Net:
     return Net(forward, state=nn.Linear(3, 8), net=kind(3, 4, num_layers=2))
 
 
-def unrolled(below: nn.Module, above: nn.Module) -> Net:
-    """Run a cell over time, with a residual connection and another cell above."""
-
-    def forward(self, x: Tensor) -> tuple:
-        one = two = None
-        for each in x:
-            one = self.below(each, one)
-            h = one[0] if isinstance(one, tuple) else one
-            two = self.above(each + h, two)
-        return one, two
-
-    return Net(forward, below=below, above=above)
-
-
-TWICE = {"num_layers": 2, "bidirectional": True, "batch_first": True}
-WORDS = (1, 5, 4)
 RECURRENT = {
-    "lstm": case(partial(nn.LSTM, 4, 6, num_layers=2, batch_first=True), WORDS),
-    "lstm, both ways": case(partial(nn.LSTM, 4, 6, **TWICE), WORDS),
-    "lstm, projected": case(partial(nn.LSTM, 4, 6, proj_size=2, **TWICE), WORDS),
-    "gru": case(partial(nn.GRU, 4, 6, **TWICE), WORDS),
-    "rnn": case(partial(nn.RNN, 4, 6, bias=False), WORDS),
-    "rnn, relu": case(partial(nn.RNN, 4, 6, nonlinearity="relu", **TWICE), WORDS),
+    "gru, no batch": case(partial(nn.GRU, 4, 6, 2, bias=False), (5, 4)),
+    "lstm, a batch": case(partial(nn.LSTM, 4, 6, 2, bias=False), (5, 2, 4)),
     "lstm with a state": case(partial(started, nn.LSTM), (5, 1, 3), (1, 3)),
     "gru with a state": case(partial(started, nn.GRU), (5, 1, 3), (1, 3)),
     "lstm, dropout": case(lambda: nn.LSTM(3, 4, 2, dropout=0.5).eval(), (5, 1, 3)),
-    "cells of lstm and gru": case(
-        lambda: unrolled(nn.LSTMCell(4, 4), nn.GRUCell(4, 4)), (5, 1, 4)
-    ),
-    "cells of rnn, no batch": case(
-        lambda: unrolled(nn.RNNCell(4, 4), nn.RNNCell(4, 3, True, "relu")), (5, 4)
-    ),
 }
 
 
-# Convolutions and what stands between them.
+# Convolutions and norms.
 
 
 def evaluated(made: nn.Module) -> nn.Module:
@@ -337,14 +311,6 @@ def evaluated(made: nn.Module) -> nn.Module:
     return made.eval()
 
 
-CONVOLVED = (
-    "nn.Conv{0}d(2, 4, 3, stride=2, padding=1), nn.SiLU(), nn.Conv{0}d(4, 4, 2, "
-    "padding='same', groups=4, dilation=2), nn.Conv{0}d(4, 2, 1, bias=False)"
-)
-TRANSPOSED = (
-    "nn.ConvTranspose{0}d(2, 4, 3, stride=2, output_padding=1), nn.Tanh(), "
-    "nn.ConvTranspose{0}d(4, 2, 2, groups=2, padding=1, dilation=2, bias=False)"
-)
 CLASSIFIER = (
     "nn.Conv2d(2, 8, (3, 2), padding=(1, 0), stride=(1, 2)), nn.ReLU(inplace=True), "
     "nn.PixelShuffle(2), nn.Conv2d(2, 2, 3, padding=1, padding_mode='replicate'), "
@@ -362,13 +328,6 @@ NORMS = (  # a shift in front of the instance norm would have no gradient
 RUNNING = "evaluated(nn.InstanceNorm2d(3, affine=True, track_running_stats=True))"
 PIXELS = (1, 2, 4, 4)
 CONVOLUTIONS = {
-    "conv1d": case(CONVOLVED.format(1), (1, 2, 9)),
-    "conv2d": case(CONVOLVED.format(2), (1, 2, 6, 5)),
-    "conv3d": case(CONVOLVED.format(3), (1, 2, 4, 5, 3)),
-    "conv transposed 1d": case(TRANSPOSED.format(1), (1, 2, 4)),
-    "conv transposed 2d": case(TRANSPOSED.format(2), (1, 2, 3, 2)),
-    "conv transposed 3d": case(TRANSPOSED.format(3), (1, 2, 2, 3, 2)),
-    "conv2d, no batch": case("nn.Conv2d(2, 3, 3)", (2, 5, 5)),
     "conv transposed, output size": case(
         partial(nn.ConvTranspose2d, 2, 3, 3, stride=2, padding=1),
         (1, 2, 3, 3),
@@ -385,72 +344,7 @@ CONVOLUTIONS = {
     "instance norm, running statistics": case(RUNNING, (1, 3, 3, 3)),
 }
 
-
-# Other layers.
-
-
-def lora(*, merged: bool) -> Net:
-    """Add a product of two thin matrices to a frozen layer, or to its weight."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not merged:
-            return self.base(x) + 0.5 * (x @ self.down.mT) @ self.up.mT
-        weight = self.base.weight + 0.5 * self.up @ self.down
-        return F.linear(x, weight, self.base.bias)
-
-    base = nn.Linear(4, 3).requires_grad_(False)
-    return Net(forward, base=base, down=torch.randn(2, 4), up=torch.randn(3, 2))
-
-
-class Symmetric(nn.Module):
-    """A parametrization of one's own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.triu() + x.triu(1).mT
-
-
-def symmetric(module: nn.Module) -> nn.Module:
-    return parametrize.register_parametrization(module, "weight", Symmetric())
-
-
-def wrapped(wrap: Callable, module: Callable, *sizes: int, **options: Any) -> Callable:
-    """Wrap a module's weight; spectral norms stay as they are."""
-    return lambda: nn.Sequential(wrap(module(*sizes), **options), nn.Tanh()).eval()
-
-
-def tabular() -> Net:
-    """Compare bags of symbols with numbers by a bilinear form."""
-    return Net(
-        lambda self, bag, x: self.compare(
-            self.bag(bag), self.slope(self.norm(self.numbers(x)))
-        ),
-        bag=nn.EmbeddingBag(9, 4, mode="sum", padding_idx=0),
-        numbers=nn.Linear(3, 5),
-        norm=nn.RMSNorm(5),
-        slope=nn.PReLU(5),
-        compare=nn.Bilinear(4, 5, 3),
-    )
-
-
-def mixture() -> Net:
-    """Weigh the outputs of experts, whose weights are one tensor each."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.gelu(torch.einsum("bti,eih->beth", x, self.inner))
-        found = torch.einsum("beth,eho->beto", hidden, self.outer)
-        return torch.einsum("beto,bte->bto", found, self.gate(x).softmax(-1))
-
-    inner, outer = torch.randn(3, 4, 6), torch.randn(3, 6, 4)
-    return Net(forward, gate=nn.Linear(4, 3), inner=inner, outer=outer)
-
-
 LAYERS = {
-    "bilinear": case(partial(nn.Bilinear, 3, 4, 2), (1, 3), (1, 4)),
-    "bilinear of sequences": case(partial(nn.Bilinear, 3, 4, 2), (1, 5, 3), (1, 5, 4)),
-    "prelu": case(nn.PReLU, (1, 9), expanded=["weight"]),
-    "bags": case(partial(nn.EmbeddingBag, 9, 4), symbols(9, 1, 5)),
-    "bags, maximum": case(partial(nn.EmbeddingBag, 9, 4, mode="max"), symbols(9, 2, 5)),
-    "tabular": case(tabular, symbols(9, 1, 4), (1, 3), expanded=["slope.weight"]),
     "norms": case(
         "nn.RMSNorm(4), nn.Linear(4, 6), nn.LayerNorm((5, 6)), nn.RMSNorm((5, 6)), "
         "nn.LayerNorm(6, bias=False)",
@@ -462,20 +356,6 @@ LAYERS = {
         (1, 6),
         call=lambda m, x: m.log_prob(x),
     ),
-    "weight norm": case(wrapped(weight_norm, nn.Linear, 4, 3), (1, 5, 4)),
-    "weight norm of a kernel": case(wrapped(weight_norm, nn.Conv2d, 2, 3, 2), PIXELS),
-    "spectral norm": case(wrapped(spectral_norm, nn.Linear, 4, 3), (1, 4)),
-    "spectral norm of a kernel": case(
-        wrapped(spectral_norm, nn.Conv1d, 2, 4, 3), (2, 5)
-    ),
-    "orthogonal": case(wrapped(orthogonal, nn.Linear, 4, 3), (1, 4)),
-    "orthogonal, householder": case(
-        wrapped(orthogonal, nn.Linear, 3, 4, orthogonal_map="householder"), (1, 3)
-    ),
-    "symmetric": case(wrapped(symmetric, nn.Linear, 4, 4), (1, 5, 4)),
-    "lora": case(partial(lora, merged=False), (1, 5, 4)),
-    "lora, merged": case(partial(lora, merged=True), (1, 5, 4)),
-    "mixture": case(mixture, (1, 5, 4)),
 }
 
 CASES = [ATTENTION, TRANSFORMERS, RECURRENT, CONVOLUTIONS, LAYERS]
@@ -483,11 +363,9 @@ CASES = {name: each for cases in CASES for name, each in cases.items()}
 
 
 ALONE = ["itself", "itself, no weights", "bias_kv", "bias is a parameter", "function"]
-ALONE += ["function, positions", "encoder layer, train", "encoder layer, eval", "lstm"]
-ALONE += ["gru", "lstm with a state", "cells of lstm and gru", "conv1d", "conv2d"]
-ALONE += ["conv3d", "conv transposed 2d", "classifier", "group and instance norms"]
-ALONE += ["batch norm, evaluated", "bilinear", "prelu", "bags", "tabular", "norms"]
-ALONE += ["lora", "mixture", "weight norm"]
+ALONE += ["function, positions", "encoder layer, train", "encoder layer, eval"]
+ALONE += ["gru, no batch", "lstm with a state", "classifier"]
+ALONE += ["group and instance norms", "batch norm, evaluated", "norms"]
 """Cases that run without a layer in front, too: inputs then need no gradient."""
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from vgrad import conditions, tree
-from vgrad.compiled.closures import SYSTEM_PLACES, Closure, Code, is_code_of_users
+from vgrad.compiled.captured_values import SYSTEM, SYSTEM_PLACES, Closure, Code
 from vgrad.compiled.guards import Guards
 from vgrad.conditions import Unrepeatable
 from vgrad.torch_private import modes, tracing
@@ -215,7 +215,9 @@ def _is_read_by_users(func: Callable) -> bool:
         if handles and frame.f_locals.get("func") == func:
             caller = frame.f_back
         frame = frame.f_back
-    return caller is not None and is_code_of_users(caller.f_code, caller.f_globals)
+    if caller is None:
+        return False
+    return Code(caller.f_code, caller.f_globals, caller.f_builtins).origin != SYSTEM
 
 
 def _lifted(module: fx.GraphModule, closed: Closure) -> list[Tensor]:
@@ -284,21 +286,12 @@ _VIEWS = {
     *(_aten.squeeze.default, _aten.squeeze.dims, _aten.permute.default),
     *(_aten.t.default, _aten.transpose.int, _aten.expand.default),
     *(_aten.slice.Tensor, _aten.select.int, unsafe_view.default),
+    *(_aten.split.Tensor, _aten.unbind.int),
 }
-"""Ops that return the memory of their argument, in another shape."""
-
-_SEVERAL = {_aten.split.Tensor, _aten.unbind.int}
-"""Ops that return several such tensors, one after the other along an axis."""
+"""Ops that return the memory of their argument, in another shape or in parts."""
 
 _NUMBER = _aten.scalar_tensor.default
 """The op that makes a number a tensor."""
-
-
-class _Place(NamedTuple):
-    """The layout of a tensor in memory."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
 
 
 def replayed(module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
@@ -317,10 +310,12 @@ def _simplify(module: fx.GraphModule) -> None:
     results = {*graph.output_node().all_input_nodes}
     changed = written_to(graph) | _in_memory_of([*results])
     views: dict[Any, fx.Node] = {}
+    # The node in whose memory each one lies, and the same view of no memory at all.
+    places: dict[fx.Node, tuple[fx.Node, Any]] = {}
     for node in graph.nodes:
+        source, place = places[node] = _placed(node, places)
         if node.op != "call_function":
             continue
-        (source, start), place = _base(node), _place(node)
         if node in results and source.op == "placeholder":
             continue  # an argument may require grad where a view of it does not
         if node.target in _SAME:
@@ -329,8 +324,10 @@ def _simplify(module: fx.GraphModule) -> None:
             name = f"_number_{node.name}"
             module.register_buffer(name, node.target(*node.args, **node.kwargs))
             node.op, node.target, node.args, node.kwargs = "get_attr", name, (), {}
-        elif source is not node and place is not None:
-            if start == 0 and place == _place(source):
+        elif source is not node and isinstance(place, Tensor):
+            start, whole = place.storage_offset(), places[source][1]
+            layout = place.shape, place.stride()
+            if start == 0 and layout == (whole.shape, whole.stride()):
                 node.replace_all_uses_with(source)
                 continue
             # An input may begin anywhere in its memory.
@@ -339,7 +336,7 @@ def _simplify(module: fx.GraphModule) -> None:
                 several = source.args[0]
             if makes_memory(several.target):
                 node.target = _aten.as_strided.default
-                node.args, node.kwargs = (source, *map(list, place), start), {}
+                node.args, node.kwargs = (source, *map(list, layout), start), {}
             key = (node.target, repr(node.args), repr(node.kwargs))
             if key in views:
                 node.replace_all_uses_with(views[key])
@@ -400,45 +397,18 @@ def _argument(node: fx.Node, place: int, name: str) -> Any:
     return node.args[place] if place < len(node.args) else node.kwargs.get(name)
 
 
-def _base(node: fx.Node) -> tuple[fx.Node, int]:
-    """Return the node that a chain of views is of, and their first number in it."""
-    start = 0
-    while True:
-        several: Any = node.args[0] if node.args else None
-        if node.target is operator.getitem and several.target in _SEVERAL:
-            source = several.args[0]
-        elif node.target in _VIEWS | _SAME:
-            source = several
-        else:
-            return node, start
-        place = _place(source)
-        if place is None:
-            return node, start
-        start += _skipped(node, place)
-        node = source
-
-
-def _skipped(node: fx.Node, place: _Place) -> int:
-    """Return how many numbers a view leaves out in front, of a tensor there."""
-    if node.target is operator.getitem:
-        several: Any = node.args[0]
-        _, *rest = several.args
-        width = rest.pop(0) if several.target is _aten.split.Tensor else 1
-        number: Any = node.args[1]
-        return number * width * place.stride[rest[0] if rest else 0]
-    if node.target not in (_aten.slice.Tensor, _aten.select.int):
-        return 0
-    arguments: list[Any] = [*node.args[1:3], 0, 0]
-    axis, first = arguments[:2]
-    size = place.size[axis]
-    first = 0 if first is None else first
-    first = first + size if first < 0 else first
-    return min(max(first, 0), size) * place.stride[axis]
-
-
-def _place(node: fx.Node) -> _Place | None:
-    """Return the shape and strides of the result of a node."""
+def _placed(
+    node: fx.Node, places: dict[fx.Node, tuple[fx.Node, Any]]
+) -> tuple[fx.Node, Any]:
+    """Return the node in whose memory a node lies, and its view of no memory."""
+    first: Any = node.args[0] if node.args else None
+    source, whole = places.get(first, (node, None))
+    parts = node.target is operator.getitem and isinstance(whole, list | tuple)
+    view: Any = node.target
+    if whole is not None and (parts or view in _VIEWS | _SAME):
+        return source, view(whole, *node.args[1:], **node.kwargs)
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or value.is_conj() or value.is_neg():
-        return None
-    return _Place(tuple(value.shape), value.stride())
+        return node, None
+    kind = {"dtype": value.dtype, "device": "meta"}
+    return node, torch.empty_strided(value.shape, value.stride(), **kind)

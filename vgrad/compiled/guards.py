@@ -1,26 +1,123 @@
-"""Values as they were when a graph was captured, compared at every call.
+"""The parts of Python values, and all that a graph bakes in, compared at every call.
 
 A comparison takes tens of nanoseconds for each value: all of them are read by code in C
 and compared by identity. Python only compares values that are other objects.
 """
 
+import functools
 import operator
 import types
+import weakref
 from abc import get_cache_token
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, repeat
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, starmap
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vgrad.compiled.parts import GONE, INNER, attributes, contents, is_plain, slots
 from vgrad.conditions import Unrepeatable
-from vgrad.torch_private.tensors import like, version_of
+from vgrad.functional.model import FunctionalModel
+from vgrad.torch_private.tensors import like, versions_of
+from vgrad.tree import TreeSpec
 
-Holder = Mapping | list | set | deque
+# The parts of functions, containers and objects, which `data_parallel` compares too.
+
+CACHE = type(functools.cache(len))
+
+INNER: dict[type, tuple[str, ...]] = {
+    types.FunctionType: ("__code__", "__defaults__", "__kwdefaults__"),
+    types.MethodType: ("__self__", "__func__"),
+    types.BuiltinMethodType: ("__self__",),
+    types.MethodWrapperType: ("__self__",),
+    functools.partial: ("func", "args", "keywords"),
+    property: ("fget", "fset", "fdel"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    CACHE: ("__wrapped__",),
+}
+"""Parts of objects written in C that are no attributes of their own."""
+
+_PLAIN = {
+    *(bool, int, float, complex, str, bytes, range, slice, type(None), type(...)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+    *(TreeSpec, types.NotImplementedType),
+}
+
+GONE = ...
+"""The value of a name that is not there; it is as plain as others."""
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value cannot change, and can be compared."""
+    if type(value) is tuple:
+        return all(map(is_plain, value))
+    return type(value) in _PLAIN or isinstance(value, np.number | np.bool_)
+
+
+def parts(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a function, a container or an object, with their names."""
+    if isinstance(value, FunctionalModel):  # without what it caches
+        yield "constants", (*value.constants,)
+        yield from value.named_modules()
+        return
+    kind = type(value)
+    for name in INNER.get(kind, ()):
+        yield name.strip("_"), getattr(value, name)
+    if kind is types.FunctionType:
+        cells = _contents(value.__closure__ or ())
+        yield from zip(value.__code__.co_freevars, cells, strict=True)
+    elif isinstance(value, weakref.ref):
+        yield "object", value()
+    elif isinstance(value, dict | types.MappingProxyType):
+        for key, entry in value.items():
+            yield "key", key
+            yield repr(key), entry
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        names = getattr(value, "_fields", range(len(value)))
+        yield from zip(map(str, names), value, strict=True)
+    yield from _attributes(value).items()
+    for name in _slots(kind):
+        yield name, getattr(value, name, None)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object's own, without code of its class."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+
+
+def _slots(kind: type) -> list[str]:
+    """Name the attributes that objects of a class have outside of `__dict__`."""
+    names = ["default_factory"] if issubclass(kind, defaultdict) else []
+    for base in kind.__mro__:
+        if "__slots__" in vars(base):
+            members = types.MemberDescriptorType
+            names += [n for n, each in vars(base).items() if type(each) is members]
+    return names
+
+
+def _contents(cells: Collection[types.CellType]) -> list:
+    """Return the contents of a closure, `GONE` where a cell is empty."""
+    try:
+        return [*map(operator.attrgetter("cell_contents"), cells)]
+    except ValueError:
+        return [*map(_content, cells)]
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return GONE
+
+
+# Comparisons.
 
 _FALSE_IF_EMPTY = dict, OrderedDict, list, set, deque
 
@@ -28,44 +125,55 @@ _MOST_BYTES = 2**14
 """Of an array whose values are compared, which takes about a microsecond."""
 
 
+class _Reads:
+    """Values as they were, of places that code in C reads in one go."""
+
+    def __init__(self, read: Callable[[list], Iterable], same: Callable) -> None:
+        self._read = read
+        self._same = same
+        self._places: list[Any] = []
+        self._values: list[Any] = []
+
+    def note(self, *places: Any) -> None:
+        self._places += places
+        self._values += self._read([*places])
+
+    def hold(self) -> bool:
+        return self._same([*self._read(self._places)], self._values)
+
+
 class Guards:
     """All values that a function can reach, as they were."""
 
     def __init__(self) -> None:
-        self._empty: list[Holder] = []
-        self._holders: list[Holder] = []
-        self._sizes: list[int] = []
-        self._named: list[Iterable] = []
-        self._names: list[str] = []
-        self._views: list[Iterable] = []
-        self._items: list[Any] = []
-        self._entries = _Lookups(dict.get)
-        self._attributes = _Lookups(getattr)
-        self._cells: list[types.CellType] = []
-        self._contents: list[Any] = []
+        self._empty: list[Collection] = []  # as most containers of a module are
+        self._sizes = _Reads(partial(map, len), operator.eq)
+        self._keys = _Reads(chain.from_iterable, operator.eq)  # texts alone
+        self._items = _Reads(chain.from_iterable, _same)
+        self._cells = _Reads(_contents, _same)
+        self._entries = _Reads(partial(starmap, dict.get), _same)
+        self._attributes = _Reads(partial(starmap, getattr), _same)
+        self._results = _Reads(partial(starmap, operator.call), operator.eq)
+        self._named: set[tuple[int, int, Any]] = set()  # entries and attributes noted
         self._tensors: dict[int, Tensor] = {}
         self._described: list[tuple] = []
         self._alike: Callable[..., bool] | None = None
         self._versions: list[int] = []
         self._shared: list[int | None] = []
-        self._arrays: list[np.ndarray] = []
-        self._copies: list[tuple] = []
-        self._registrations: Any = None
 
     def hold(self, arguments: Sequence[Tensor] = ()) -> bool:
         """Return whether all values are as they were, for a call of these tensors."""
         shared = self._closed_over(arguments)
         return (
             not any(self._empty)
-            and [*map(len, self._holders)] == self._sizes
-            and [*chain.from_iterable(self._named)] == self._names
-            and _unchanged([*chain.from_iterable(self._views)], self._items)
+            and self._sizes.hold()
+            and self._keys.hold()
+            and self._items.hold()
+            and self._cells.hold()
             and self._entries.hold()
             and self._attributes.hold()
-            and _unchanged(contents(self._cells), self._contents)
+            and self._results.hold()
             and self._tensors_hold()
-            and [*map(_copy, self._arrays)] == self._copies
-            and self._registrations in (None, get_cache_token())
             # A graph is traced with other tensors in the place of arguments, so that it
             # is right where none is closed over.
             and (not any(shared) or shared == self._shared)
@@ -84,59 +192,58 @@ class Guards:
 
     def written(self) -> bool:
         """Return whether a tensor has been written to since it was noted."""
-        return [*map(_version, self._tensors.values())] != self._versions
+        return versions_of(self._tensors.values()) != self._versions
 
     def note(self, value: Any) -> None:
         """Note all parts of a function, a container or an object, and its class."""
         kind = type(value)
-        self.note_attributes(value, *INNER.get(kind, ()), *slots(kind))
+        self.note_attributes(value, *INNER.get(kind, ()), *_slots(kind))
         if kind is types.FunctionType:
-            cells = value.__closure__ or ()
-            self._cells += cells
-            self._contents += contents(cells)
+            self._cells.note(*(value.__closure__ or ()))
         elif isinstance(value, dict | types.MappingProxyType | list | set | deque):
             self.note_items(value)
         if kind.__dictoffset__:
-            self.note_items(attributes(value))
+            self.note_items(_attributes(value))
 
-    def note_items(self, holder: Holder) -> None:
+    def note_items(self, holder: Mapping | list | set | deque) -> None:
         """Note the entries of a container, and their order."""
         if not holder and type(holder) in _FALSE_IF_EMPTY:
             self._empty.append(holder)
             return
         self.note_size(holder)
-        views: list[Any] = [holder]
+        texts = isinstance(holder, Mapping) and {str}.issuperset(map(type, holder))
+        (self._keys if texts else self._items).note(holder)
         if isinstance(holder, Mapping):
-            views.append(holder.values())
-            if all(type(name) is str for name in holder):  # so equal ones are the same
-                self._named.append(views.pop(0))
-                self._names += holder
-        for view in views:
-            self._views.append(view)
-            self._items += view
+            self._items.note(holder.values())
 
-    def note_size(self, holder: Holder) -> None:
+    def note_size(self, holder: Collection) -> None:
         """Note the number of entries of a container."""
-        self._holders.append(holder)
-        self._sizes.append(len(holder))
+        self._sizes.note(holder)
 
     def note_entries(self, holder: dict[Any, Any], names: Iterable[Any]) -> None:
         """Note some entries of a dictionary, or that there are none of these names."""
-        self._entries.note(holder, names)
+        self._note_named(self._entries, holder, names)
 
     def note_attributes(self, owner: Any, *names: str) -> None:
         """Note some attributes, or that there are none of these names."""
-        self._attributes.note(owner, names)
+        self._note_named(self._attributes, owner, names)
+
+    def _note_named(self, reads: _Reads, owner: Any, names: Iterable[Any]) -> None:
+        for name in names:  # a dictionary may have an attribute and an entry of a name
+            place = id(reads), id(owner), name
+            if place not in self._named:
+                self._named.add(place)
+                reads.note((owner, name, GONE))
 
     def note_registrations(self) -> None:
         """Note which classes are registered with abstract ones, all over Python."""
-        self._registrations = self._registrations or get_cache_token()
+        self._results.note((get_cache_token,))
 
     def note_tensor(self, tensor: Tensor) -> None:
         """Note everything about a tensor but its values."""
         self._tensors[id(tensor)] = tensor
         self._described.append(description(tensor))
-        self._versions.append(_version(tensor))
+        self._versions += versions_of([tensor])
 
     def note_arguments(self, arguments: Sequence[Tensor]) -> None:
         """Note which arguments are closed over too, as their identity can be compared.
@@ -157,31 +264,11 @@ class Guards:
                 f"it closes over an array of numpy with {array.nbytes} bytes, which "
                 f"are too many to compare. Make it a tensor"
             )
-        self._arrays.append(array)
-        self._copies.append(_copy(array))
+        self._results.note((_copy, array))
 
 
-class _Lookups:
-    """Values by name, of dictionaries or of other objects; each is noted once."""
-
-    def __init__(self, read: Callable[[Any, Any, Any], Any]) -> None:
-        self._read = read
-        self._owners: list[Any] = []
-        self._names: list[Any] = []
-        self._values: list[Any] = []
-        self._noted: set[tuple[int, Any]] = set()
-
-    def note(self, owner: Any, names: Iterable[Any]) -> None:
-        for name in names:
-            if (id(owner), name) not in self._noted:
-                self._noted.add((id(owner), name))
-                self._owners.append(owner)
-                self._names.append(name)
-                self._values.append(self._read(owner, name, GONE))
-
-    def hold(self) -> bool:
-        places = self._owners, self._names, repeat(GONE)
-        return _unchanged([*map(self._read, *places)], self._values)
+def _copy(array: np.ndarray) -> tuple:
+    return array.shape, array.dtype, array.tobytes()
 
 
 def description(tensor: Tensor) -> tuple:
@@ -197,21 +284,13 @@ def description(tensor: Tensor) -> tuple:
     )
 
 
-def _unchanged(values: list, noted: list) -> bool:
+def _same(values: list, noted: list) -> bool:
     """Return whether these are the same objects, or equal where that is enough."""
-    return all(map(operator.is_, values, noted)) or all(map(_same, values, noted))
+    return all(map(operator.is_, values, noted)) or all(map(_is_same, values, noted))
 
 
-def _same(value: Any, noted: Any) -> bool:
+def _is_same(value: Any, noted: Any) -> bool:
     if value is noted:
         return True
     # Numbers that are equal may differ: 0.0 and -0.0, 1 and True.
     return type(value) is type(noted) and is_plain(value) and repr(value) == repr(noted)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else version_of(tensor)
-
-
-def _copy(array: np.ndarray) -> tuple:
-    return array.shape, array.dtype, array.tobytes()

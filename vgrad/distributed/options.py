@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vgrad.compiled.parts import INNER, parts
+from vgrad.compiled.guards import INNER, parts
 from vgrad.functional.model import FunctionalModel
 from vgrad.persample.clipped import ClipRule
 from vgrad.persample.engine import Transform

@@ -80,6 +80,15 @@ def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
     return results
 
 
+def in_turn(function: Callable, call: Call) -> tuple[Any, Buffers]:
+    """Run a function for one member after another; tensors gain the axis 0."""
+
+    def of_member(member: int, *own: Any) -> Any:
+        return run_member(function, call.draws_of(member), *own)
+
+    return call.joined(looped(of_member, call, call.randomness), stack_results)
+
+
 def stack_results(*leaves: Any) -> Tensor:
     """Stack a leaf of every member's result."""
     return torch.stack([*map(_tensor, leaves)])
@@ -104,7 +113,7 @@ def at_once(function: Callable, call: Call, forms: Forms | None) -> tuple[Any, B
             params, buffers, *batch = call.map(wrapped)
             flags = GradFlags(modes.current_level(), "member", 'strategy="loop"')
             with modes.without_modes():  # modes around it do not see this
-                for value in tensors((params, buffers, batch)):
+                for value in (*params.values(), *buffers.values(), *tensors(batch)):
                     flags.sync(value)
             handlers = of_members(note, chosen=call.strategy == "hybrid")
             mode = LossMode(
@@ -140,17 +149,15 @@ def run(
     It returns a pair, any tree of tensors and new buffers. Members that take different
     branches run in groups; these are remembered, unless they are added to `splits`.
     """
+    way: Any = strategy or choose(function, call)[0]
+    if way == "loop" and call.draws.keys is None:
+        return in_turn(function, call)
     found: list[Partition] = [] if splits is None else splits
-    may_loop, way = call.may_loop, strategy or choose(function, call)[0]
+    may_loop = call.may_loop
 
     def one_part(part: Any) -> Any:
         if part.strategy == "loop":
-
-            def of_member(member: int, *own: Any) -> Any:
-                return run_member(function, part.draws_of(member), *own)
-
-            results = looped(of_member, part, part.randomness)
-            return part.joined(results, stack_results)
+            return in_turn(function, part)
         try:
             return at_once(function, part, forms)
         except NON_RETRYABLE:
@@ -170,7 +177,7 @@ def run(
             )
         found.append(parts)
 
-    def in_groups(part: Any, rows: Tensor) -> Iterator[tuple[Any, Tensor]]:
+    def in_groups(part: Any, rows: Any) -> Iterator[tuple[Any, Any]]:
         if state is not None and found:
             set_random_state(state)
         result = attempt(part, one_part, one_part, note)
@@ -178,13 +185,13 @@ def run(
             yield result, rows
             return
         for group, places in result:
-            yield from in_groups(group, rows[places])
+            yield from in_groups(group, places if rows is None else rows[places])
 
     whole: Any = replace(call, strategy=way)
     with RNG_LOCK if call.randomness != "error" else nullcontext():
         same = call.randomness == "same" and way != "loop"
         state = random_state(call.tensors) if same else None
-        groups = [*in_groups(whole, torch.arange(call.layout.members))]
+        groups = [*in_groups(whole, None)]
     if len(groups) == 1:
         return groups[0][0]
     results, rows = zip(*groups, strict=True)

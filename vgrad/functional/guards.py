@@ -24,6 +24,9 @@ from vgrad.torch_private import autograd, modes
 from vgrad.torch_private import tensors as private
 from vgrad.tree import tree_leaves
 
+Again = Callable[[], AbstractContextManager]
+"""Returns a block around the re-run of a checkpoint."""
+
 
 class Protected(NamedTuple):
     """Tensors that stay as they are, and the error for a call that writes into one."""
@@ -32,7 +35,7 @@ class Protected(NamedTuple):
     expected: str  # `function(argument): expected ...`
     advice: str
     # Called where a checkpoint begins; returns a block with the values of the call.
-    again: Callable[[], Callable[[], AbstractContextManager]] | None = None
+    again: Callable[[], Again] | None = None
 
 
 class WriteGuard(TorchFunctionMode):
@@ -42,7 +45,6 @@ class WriteGuard(TorchFunctionMode):
         super().__init__()
         self._protected = [*protected]
         self._saved: WeakSet[Callable] = WeakSet()  # hooks that were seen
-        self._again: list[list[Callable[[], AbstractContextManager]]] = []
 
     def __enter__(self) -> "WriteGuard":
         if (active := autograd.hooks()) is not None:
@@ -70,25 +72,18 @@ class WriteGuard(TorchFunctionMode):
         self._saved.add(active[0])
         protected = tuple(self._protected)
         blocks = [each.again() for each in protected if each.again is not None]
-        again: list[Callable[[], AbstractContextManager]]
-        again = [lambda: self.repeating(protected, blocks)]
-        self._again.append(again)
-        autograd.repeats(active[0], lambda: again[0]())
+        again = self.held(lambda: self.repeating(protected, blocks))
+        autograd.repeats(active[0], again)
 
-    def close(self, error: Callable[[], Exception]) -> None:
-        """Have checkpoints raise an error where they re-run from now on."""
-
-        def closed() -> AbstractContextManager:
-            raise error()
-
-        for again in self._again:  # in cycles that Python cannot see
-            again[:] = [closed]
+    def held(self, again: Again) -> Again:
+        """Return the function that a checkpoint holds for its re-run."""
+        return again
 
     @contextmanager
     def repeating(
         self,
         protected: Sequence[Protected],
-        blocks: Sequence[Callable[[], AbstractContextManager]],
+        blocks: Sequence[Again],
     ) -> Iterator[None]:
         """Run the mode as it was when it protected these."""
         before, self._protected = self._protected, [*protected]

@@ -173,7 +173,7 @@ class _Call:
         if checks_collected():
             raise Unrepeatable(f"{function.__name__}.apply runs sample by sample")
         self._function = function
-        self._foreign = foreign
+        self.foreign = foreign
         self._leaves, self._spec = tree_flatten((args, kwargs))
         self.tensors = [each for each in self._leaves if isinstance(each, Tensor)]
         self._form: Any = None  # the output, with an ellipsis for each tensor
@@ -226,10 +226,6 @@ class _Call:
             raise self.refusal("outputs in memory of their own", "an argument's")
         return [each.clone() for each in found]  # so may the next call
 
-    def is_foreign(self, tensor: Tensor) -> bool:
-        """Return whether a tensor that was no argument belongs to the loss."""
-        return modes.is_wrapped(tensor) or self._foreign(tensor)
-
     def output(self, found: Iterable[Tensor]) -> Any:
         """Return the output of one call with other tensors in it."""
         own = iter(found)
@@ -252,7 +248,9 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         for each in among(args, kwargs):
-            if id(each) not in self._given and self._call.is_foreign(each):
+            if id(each) in self._given:
+                continue
+            if modes.is_wrapped(each) or self._call.foreign(each):
                 raise self._call.refusal("all tensors as arguments", "a captured one")
         return func(*args, **kwargs)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vgrad.conditions import Unrepeatable, checks_collected
 from vgrad.functional.batch_norm import mended, normalises, refuse_batch_statistics
-from vgrad.functional.guards import Protected, WriteGuard, may_write, written
+from vgrad.functional.guards import Again, Protected, WriteGuard, may_write, written
 from vgrad.generators import drawn_since, random_state, set_random_state
 from vgrad.loss.functions import custom_function, for_samples
 from vgrad.loss.grad_flags import (
@@ -27,6 +27,7 @@ from vgrad.loss.grad_flags import (
     among,
     is_refused,
     only_reads,
+    own_backward_pass,
     raise_clearly,
 )
 from vgrad.loss.randomness import Draws, Undrawn
@@ -76,6 +77,7 @@ class LossMode(WriteGuard):
         self._stopped: BaseException | None = None
         self._watched: Callable[..., AbstractContextManager] = nullcontext
         self._casts: Callable[[], AbstractContextManager] = nullcontext
+        self._later: list[list[Again]] = []
         # The mode that casts for autocast, entered where the loss turns that on.
         self.waiting: AbstractContextManager | None = None
 
@@ -202,6 +204,23 @@ class LossMode(WriteGuard):
             finally:
                 self.flags = flags
 
+    def held(self, again: Again) -> Again:
+        """Return a function that refers to nothing after `close`."""
+        later = [again]
+        self._later.append(later)
+
+        def held() -> AbstractContextManager:
+            if not later:
+                raise own_backward_pass("loss")
+            return later[0]()
+
+        return held
+
+    def close(self) -> None:
+        """Let go of checkpoints that never ran again, in cycles Python cannot see."""
+        for later in self._later:
+            later.clear()
+
     def is_shared(self, tensor: Tensor) -> bool:
         """Return whether a tensor is the same for all samples, as far as is known."""
         if self.flags is None:
@@ -295,11 +314,7 @@ def refusals(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def one_sample(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run a call for one sample by itself, if it is not refused."""
-    if func is modes.custom_function_call:
-        if (output := checkpoints(mode, func, args, kwargs)) is not NONE:
-            return output
-    refuse_batch_statistics(func, args, kwargs, mode.is_shared)
+    """Run a call for one sample by itself."""
     if func is Tensor.requires_grad_ and not modes.is_wrapped(args[0]):
         with modes.exit_all():  # inside of transforms it raises
             return func(*args, **kwargs)
@@ -317,13 +332,11 @@ def reads(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
     return value
 
 
-def values(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run a call whose shapes depend on values, if all samples agree; or `reads`."""
+def selections(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Run a call whose shapes depend on values, if all samples agree."""
     op = OPS.get(func)
-    if op is None:
+    if op is None or op.selected is None:
         return NONE
-    if op.selected is None:
-        return NONE if op.read is None else reads(mode, func, args, kwargs)
     if (form := op.selected(mode, *args, **kwargs)) is None:
         return NONE
     mode.draws.values_read = True
@@ -368,10 +381,10 @@ def run_op(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
     return output
 
 
-SINGLE = (one_sample,)
+SINGLE = refusals, one_sample
 """The handlers for one sample by itself."""
 
-SAMPLES = refusals, values, at_once(run_op)
+SAMPLES = refusals, reads, selections, at_once(run_op)
 """The handlers for all samples under vmap."""
 
 

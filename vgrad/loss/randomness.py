@@ -74,20 +74,39 @@ class _Drawn:
         """Write the numbers of the samples that run now over others."""
         if (op, len(results)) != (self.op, len(self.results)):
             raise Undrawn(f"{self.op} the first time and {op} the second")
-        one = replace(self, rows=self.rows[:1])
+        rows = self.rows[:1] if alone else self.rows
         for result, known in zip(results, self.results, strict=True):
-            own = _own(one if alone else self, known, result)
-            for axis in range(result.ndim + 1) if alone and own is None else ():
-                if (own := _own(one, known, result.unsqueeze(axis))) is not None:
-                    own = own.squeeze(axis)
-                    break
+            forms = [result]
+            if alone:  # without the axis of samples, wherever it was
+                forms += [result.unsqueeze(axis) for axis in range(result.ndim + 1)]
+            found = (self._own(rows, known, form) for form in forms)
+            own = next((each for each in found if each is not None), None)
             if own is None:
                 raise Undrawn(
                     f"{op} of shape {tuple(known.shape)} the first time, for "
                     f"{self.size} samples, and of shape {tuple(result.shape)} the "
-                    f"second, for {1 if alone else len(self.rows)}"
+                    f"second, for {len(rows)}"
                 )
-            result.copy_(own)
+            result.copy_(own.reshape(result.shape))
+
+    def _own(self, rows: Tensor, known: Tensor, like: Tensor) -> Tensor | None:
+        """Return the numbers of these samples; None if that is unclear."""
+        # Samples have one axis: [B, ...], or [B * k, ...] where a rule of vmap folds
+        # another into it. Forms of ops have it elsewhere, and fold nothing.
+        if len(rows) == self.size:
+            return known if known.shape == like.shape else None
+        if known.ndim != like.ndim:
+            return None
+        pairs = enumerate(zip(known.shape, like.shape, strict=True))
+        axes = [axis for axis, sizes in pairs if sizes[0] != sizes[1]]
+        if len(axes) != 1:
+            return None
+        (axis,) = axes
+        count, rest = divmod(known.shape[axis], self.size)
+        if rest or like.shape[axis] != count * len(rows) or (axis and count > 1):
+            return None
+        each = known.unflatten(axis, (self.size, count))
+        return each.index_select(axis, rows.to(known.device)).flatten(axis, axis + 1)
 
 
 @dataclass(eq=False)
@@ -194,29 +213,6 @@ class _Watch(DispatchMode):
             self._known.append(_Drawn(name, kept, self._size, rows))
         self._place += 1
         return result
-
-
-def _own(drawn: _Drawn, known: Tensor, like: Tensor) -> Tensor | None:
-    """Return the numbers of the samples that run now; None if that is unclear.
-
-    Samples have one axis: [B, ...], or [B * k, ...] where a rule of vmap folds another
-    into it. Lowerings have it elsewhere, and fold nothing.
-    """
-    if len(drawn.rows) == drawn.size:
-        return known if known.shape == like.shape else None
-    if known.ndim != like.ndim:
-        return None
-    pairs = enumerate(zip(known.shape, like.shape, strict=True))
-    axes = [axis for axis, sizes in pairs if sizes[0] != sizes[1]]
-    if len(axes) != 1:
-        return None
-    (axis,) = axes
-    count, rest = divmod(known.shape[axis], drawn.size)
-    if rest or like.shape[axis] != count * len(drawn.rows) or (axis and count > 1):
-        return None
-    each = known.unflatten(axis, (drawn.size, count))
-    rows = drawn.rows.to(known.device)
-    return each.index_select(axis, rows).flatten(axis, axis + 1)
 
 
 # By keys of samples.
@@ -355,10 +351,10 @@ class Keyed(DispatchMode):
     def _others(self, name: str, func: Any, args: tuple, kwargs: dict) -> Any:
         """Let torch make the result, and write other numbers over its own."""
         self._keep(args, kwargs)
-        sources = args, kwargs
+        sources: Any = args, kwargs
         if writes(func):  # it may read the tensor that it writes
             copied = {id(each): each.clone() for each in among(args, kwargs)}
-            sources = _replaced(args, kwargs, lambda each: copied[id(each)])
+            sources = tree_map_only(Tensor, lambda x: copied[id(x)], sources)
         found = func(*args, **kwargs)
         results = shown_results(func, args, kwargs, found)
         if name in _UNIFORM | _NORMAL and results[0].is_floating_point():
@@ -414,7 +410,7 @@ class Keyed(DispatchMode):
                 each = self._samples(each)[row]
                 return each.clone(memory_format=torch.contiguous_format)
 
-            args, kwargs = _replaced(*sources, own)
+            args, kwargs = tree_map_only(Tensor, own, sources)
             args, kwargs = self._sized(func, args, kwargs)
             _seed(results[0].device, seed)
             found = func(*args, **kwargs)
@@ -476,13 +472,6 @@ def _apart(size: int) -> SplitBatch:
     rows = torch.arange(size).split(1)
     why = "a random op that draws for all at once in an order of its own"
     return SplitBatch(Partition(rows, where(sys._getframe(1)), "loop", why))
-
-
-def _replaced(
-    args: tuple, kwargs: dict, by: Callable[[Tensor], Tensor]
-) -> tuple[tuple, dict]:
-    """Put others in the place of the tensors of a call."""
-    return tree_map_only(Tensor, by, (args, kwargs))
 
 
 _UNIFORM = {"uniform", "rand", "rand_like"}

@@ -36,8 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from vgrad import ops
-from vgrad.compiled.guards import Guards
-from vgrad.compiled.parts import CACHE, INNER, is_plain, parts
+from vgrad.compiled.guards import CACHE, INNER, Guards, is_plain, parts
 from vgrad.conditions import Unrepeatable
 from vgrad.functional.slots import Placeholder
 from vgrad.torch_private.tensors import GLOBAL_HOOKS, OPS, TensorGuards
@@ -120,7 +119,7 @@ def code_that_runs() -> Iterator[dict[Any, Code]]:
 
 # The authors of code and of classes.
 
-_USERS, _INSTALLED, _SYSTEM = "users", "installed", "system"
+_USERS, _INSTALLED, SYSTEM = "users", "installed", "system"
 
 SYSTEM_PLACES = (
     *(str(Path(torch.__file__).parent), str(Path(np.__file__).parent)),
@@ -136,9 +135,9 @@ def _origin(module: str, file: str | None) -> str:
     """Return the author of a module: others may have the names of Python's."""
     if module.partition(".")[0] in _SYSTEM_NAMES:
         if not os.path.isabs(file or "") or str(file).startswith(SYSTEM_PLACES):
-            return _SYSTEM
+            return SYSTEM
     if module.startswith("namedtuple_") and file is None:  # made by Python
-        return _SYSTEM
+        return SYSTEM
     return _INSTALLED if "site-packages" in str(file) else _USERS
 
 
@@ -152,18 +151,13 @@ def _origin_of(value: Any) -> str:
     return _origin(module, getattr(sys.modules.get(module), "__file__", None))
 
 
-def is_code_of_users(code: types.CodeType, variables: dict[str, Any]) -> bool:
-    """Return whether code is neither torch's, Python's nor this package's."""
-    return Code(code, variables, {}).origin != _SYSTEM
-
-
 def _replaces(value: Any) -> bool:
     """Return whether a part of torch or Python may be a replacement by users.
 
     Modules and classes are followed for the parts of theirs that code names.
     """
     shown = type | types.ModuleType | functools.partial
-    return isinstance(value, shown) or _origin_of(value) != _SYSTEM
+    return isinstance(value, shown) or _origin_of(value) != SYSTEM
 
 
 # The walk.
@@ -195,7 +189,7 @@ class Closure:
         ran = [
             each
             for each in ran
-            if each.origin != _SYSTEM or each.code.co_filename.startswith(_LAYERS)
+            if each.origin != SYSTEM or each.code.co_filename.startswith(_LAYERS)
         ]
         for each in ran:
             strict = each.origin == _USERS
@@ -251,14 +245,7 @@ class Closure:
 
     def _follow_parts(self, value: Any, path: str, strict: bool) -> None:
         kind, origin = type(value), _origin_of(value)
-        if kind.__module__.startswith("vgrad."):  # it changes nothing but its caches
-            if kind.__module__ != "vgrad.compiled.captures":
-                for name, part in parts(value):
-                    self._add(_frozen(part), f"{path}.{name}", strict)
-            return
-        if kind is types.FunctionType and origin == _SYSTEM:
-            for name, part in parts(value):
-                self._add(part, f"{path}.{name}", strict)
+        if kind.__module__ == "vgrad.compiled.captures":
             return
         if kind is types.BuiltinMethodType and value.__name__ in _COMPUTE_NAMES:
             self._computes_names = True
@@ -270,58 +257,65 @@ class Closure:
                     if type(each).__name__ != "_lru_list_elem":  # of a part beside
                         self._add(each, path, strict)
             return
-        if strict:
-            _check_views(value, path)
-        if origin == _USERS:
-            strict = True
-        elif kind.__module__.startswith("torch.") and not isinstance(value, nn.Module):
-            strict = False
-        self.guards.note(value)
+        own = kind.__module__.startswith("vgrad.")  # it changes nothing but its caches
+        if not own and not (kind is types.FunctionType and origin == SYSTEM):
+            if strict:
+                _check_views(value, path)
+            in_torch = kind.__module__.startswith("torch.")
+            strict &= not in_torch or isinstance(value, nn.Module)
+            strict |= origin == _USERS
+            self.guards.note(value)
+            if _may_change(kind):
+                self.guards.note_attributes(value, "__class__")
+                self._follow_class(kind)
         for name, part in parts(value):
+            if own and isinstance(part, dict | list | set):  # which may come to grow
+                part = tuple(part.values() if isinstance(part, dict) else part)
             self._add(part, f"{path}.{name}", strict)
-        if _may_change(kind):
-            self.guards.note_attributes(value, "__class__")
-            self._follow_class(kind)
 
     def _follow_code(self, code: Code) -> None:
-        """Note the globals and builtins that code names, and the modules it imports."""
+        """Follow the globals and builtins that code names, and modules it imports."""
         strict, variables = code.origin == _USERS, code.variables
         named, modules = code.named()
-        if code.origin == _SYSTEM:  # of which functions and modules can be replaced
+        if code.origin == SYSTEM:  # of which functions and modules can be replaced
             values = ((name, variables.get(name)) for name in named)
             named = [n for n, x in values if callable(x) or type(x) is types.ModuleType]
-        self.guards.note_entries(variables, named)
-        hidden = [name for name in named if name not in variables]
-        self.guards.note_entries(code.builtins, hidden)
         for name in named:
-            value = (code.builtins if name in hidden else variables).get(name)
-            if code.origin != _SYSTEM or _replaces(value):
+            holder = variables if name in variables else code.builtins
+            value = holder.get(name)
+            self.guards.note_entries(variables, [name])
+            self.guards.note_entries(holder, [name])
+            if code.origin != SYSTEM or _replaces(value):
                 self._add(value, f"the global {name!r}", strict)
             if strict and value is builtins.globals:
                 self._follow_variables(variables, "globals()")
         for module in modules:
             packages = module.split(".")
             for end in range(1, len(packages) + 1):
-                path = ".".join(packages[:end])
-                self.guards.note_entries(sys.modules, [path])
-                self._add(sys.modules.get(path), path, strict)
+                self._follow_entry(sys.modules, ".".join(packages[:end]), "", strict)
         if not code.names.isdisjoint(("environ", "getenv")):
             self._add(os.environ, "os.environ", strict)
         self._computes_names |= strict and not code.names.isdisjoint(_COMPUTE_NAMES)
 
+    def _follow_entry(
+        self, holder: dict[str, Any], name: str, path: str, strict: bool
+    ) -> None:
+        """Note and follow an entry of a dictionary, or note that there is none."""
+        self.guards.note_entries(holder, [name])
+        self._add(holder.get(name), f"{path}{name}", strict)
+
     def _follow_module(self, module: types.ModuleType) -> None:
         origin = _origin_of(module)
-        if origin != _SYSTEM:
-            self.guards.note_entries(vars(module), ["__getattr__"])
-            hook = vars(module).get("__getattr__")
-            self._add(hook, f"{module.__name__}.__getattr__", origin == _USERS)
+        if origin != SYSTEM:
+            path, strict = f"{module.__name__}.", origin == _USERS
+            self._follow_entry(vars(module), "__getattr__", path, strict)
         if origin == _USERS:
             self.guards.note_size(vars(module))
             self._modules.append(module)
         self._follow_names(module, origin)
 
     def _follow_names(self, holder: type | types.ModuleType, origin: str) -> None:
-        """Note the parts of a module or a class of the system that code names."""
+        """Follow the parts of a module or a class of the system that code names."""
         found = vars(holder)
         names = found.keys() & self._names.keys()
         if holder is Tensor:  # whose operators have no names in code
@@ -340,7 +334,7 @@ class Closure:
                 _check(value, path)
 
     def _follow_variables(self, variables: dict[str, Any], path: str) -> None:
-        """Note all variables of a module, which code may name by any text."""
+        """Follow all variables of a module, which code may name by any text."""
         names = [name for name in variables if not name.startswith("__")]
         self.guards.note_entries(variables, names)
         for name in names:
@@ -356,7 +350,7 @@ class Closure:
                 continue
             self._classes[id(each)] = each
             origin = _origin_of(each)
-            if origin == _SYSTEM:
+            if origin == SYSTEM:
                 if _may_change(each):
                     self.guards.note_size(vars(each))
                 self._follow_names(each, origin)
@@ -410,13 +404,6 @@ def _may_change(kind: type) -> bool:
     return kind.__flags__ & (_HEAP | _IMMUTABLE) == _HEAP
 
 
-def _frozen(value: Any) -> Any:
-    """Return the entries of a container that may come to have more."""
-    if isinstance(value, dict):
-        return tuple(value.values())
-    return tuple(value) if isinstance(value, list | set) else value
-
-
 def _check_views(value: Any, path: str) -> None:
     """Refuse a container that shows its entries in a way of its own."""
     kind = type(value)
@@ -447,24 +434,24 @@ _TODAY = [
     for read in (getattr, lambda owner, name: vars(owner).get(name))
     if name in vars(owner)
 ]
-_REASONS: dict[str, list[Any]] = {
-    "reads the time": [
-        *(getattr(time, name) for name in (*_CLOCKS, "strftime", "asctime")),
-        *_TODAY,
-    ],
-    "sets or reads the seed or the state of a generator of torch": [
-        getattr(module, name)
-        for module in (torch.random, torch.cuda.random)
-        for name in module.__all__
-    ],
-    "draws random numbers from the operating system": [os.urandom, random.SystemRandom],
-    "finds variables of any name": [
-        sys._getframe,
-        builtins.__import__,
-        importlib.import_module,
-    ],
+_REFUSED = {
+    **dict.fromkeys(
+        [getattr(time, name) for name in (*_CLOCKS, "strftime", "asctime")] + _TODAY,
+        "reads the time",
+    ),
+    **dict.fromkeys(
+        [getattr(x, n) for x in (torch.random, torch.cuda.random) for n in x.__all__],
+        "sets or reads the seed or the state of a generator of torch",
+    ),
+    **dict.fromkeys(
+        [os.urandom, random.SystemRandom],
+        "draws random numbers from the operating system",
+    ),
+    **dict.fromkeys(
+        [sys._getframe, builtins.__import__, importlib.import_module],
+        "finds variables of any name",
+    ),
 }
-_REFUSED = {each: why for why, functions in _REASONS.items() for each in functions}
 
 
 def _refusal(value: Any) -> str | None:
