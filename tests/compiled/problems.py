@@ -1,6 +1,7 @@
 """What tests of compiled functions share: small nets, all transforms, bad samples."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,25 +11,18 @@ from torch.nn import functional as F
 import vgrad
 from tests import losses, oracle
 
+clipped = partial(vgrad.clipped_grad, max_norm=0.7)
 TRANSFORMS: dict[str, Callable] = {
     "grad": vgrad.per_sample_grad,
     "norm": vgrad.per_sample_norm,
-    "norm of parameters": lambda loss, **options: vgrad.per_sample_norm(
-        loss, groups="parameter", **options
-    ),
+    "norm of parameters": partial(vgrad.per_sample_norm, groups="parameter"),
     "gram": vgrad.per_sample_gram,
     "gram, cross": vgrad.per_sample_gram,
-    "projection": lambda loss, **options: vgrad.per_sample_projection(
-        loss, 5, seed=3, **options
-    ),
+    "projection": partial(vgrad.per_sample_projection, dim=5, seed=3),
     "weighted": vgrad.weighted_grad,
-    "flat": lambda loss, **options: vgrad.clipped_grad(loss, max_norm=0.7, **options),
-    "per_layer": lambda loss, **options: vgrad.clipped_grad(
-        loss, max_norm=0.7, clipping="per_layer", normalize_by=3.0, **options
-    ),
-    "automatic": lambda loss, **options: vgrad.clipped_grad(
-        loss, max_norm=0.7, clipping="automatic", **options
-    ),
+    "flat": clipped,
+    "per_layer": partial(clipped, clipping="per_layer", normalize_by=3.0),
+    "automatic": partial(clipped, clipping="automatic"),
     "moments": vgrad.gradient_moments,
 }
 CLIPPED = ("flat", "per_layer", "automatic")
@@ -186,6 +180,14 @@ def taken(step: Callable, state: Any, batches: list) -> list[tuple]:
         # A donated state is written into by the next step.
         found.append(losses.pytree.tree_map(torch.clone, (state, metrics)))
     return found
+
+
+def same_steps(make: Callable, start: Callable, batches: list, **options: Any) -> tuple:
+    """Demand the bits of eager steps of all states and metrics; return the latter."""
+    compiled = vgrad.compile(make(), fallback="error", **options)
+    found, expected = (taken(step, start(), batches) for step in (compiled, make()))
+    oracle.assert_exact(found, expected, 0)
+    return compiled, [metrics for _, metrics in found]
 
 
 def same_quantities(

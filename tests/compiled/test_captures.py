@@ -24,7 +24,6 @@ from tests.compiled import problems
 from tests.compiled.problems import ran, same_calls, same_quantities
 from vgrad import optim
 from vgrad.compiled import CaptureReport, choices, functions
-from vgrad.persample.engine import Inputs
 from vgrad.training import TrainState, ensemble_train_step, private_step, train_step
 
 slow = pytest.mark.slow
@@ -524,22 +523,6 @@ def test_a_batch_is_filled_up_to_the_next_size_and_split_beyond_the_last():
     assert functions.checked_sizes([6, 1, 6]) == (1, 6)
     sizes = {1: 4, 4: 4, 5: 6, 6: 6, 7: 10, 11: 12, 12: 12, 13: 16, 17: 18}
     assert {size: functions.padded_size(size, (4, 6)) for size in sizes} == sizes
-
-
-def test_a_batch_is_filled_up_with_the_first_sample():
-    x = torch.arange(4.0).reshape(2, 2)
-    inputs = Inputs({}, {}, {"x": x, "n": torch.arange(2)}, weights=torch.ones(2))
-    found = inputs.padded(2, 4)
-    assert torch.equal(found.batch["x"], x[[0, 1, 0, 0]])
-    assert found.batch["n"].tolist() == [0, 1, 0, 0]
-    assert found.mask.tolist() == [True, True, False, False]
-    assert found.weights.shape == (4,)
-    masked = inputs._replace(mask=torch.tensor([False, True])).padded(2, 2)
-    assert masked.batch["x"] is x
-    assert masked.mask.tolist() == [False, True]
-    empty = Inputs({}, {}, (x[:0],)).padded(0, 1)
-    assert torch.equal(empty.batch[0], torch.zeros(1, 2))
-    assert not empty.mask
 
 
 FILLED = {name: {} for name in problems.TRANSFORMS}

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import vgrad
 from tests import losses, oracle
 from tests.compiled import problems
-from tests.compiled.problems import ran, same_calls
+from tests.compiled.problems import ran, same_calls, same_steps
 from vgrad import optim
 from vgrad.precision import DynamicLossScale, StaticLossScale
 from vgrad.training import (
@@ -162,16 +162,6 @@ def members(make=problems.mlp, shared=()):
 
 def cloned(*trees):
     return [{name: x.clone() for name, x in each.items()} for each in trees]
-
-
-def same_steps(make, start, batches, **options):
-    """Demand the same bits of all states and metrics of compiled and eager steps."""
-    compiled = vgrad.compile(make(), fallback="error", **options)
-    found, expected = (
-        problems.taken(step, start(), batches) for step in (compiled, make())
-    )
-    oracle.assert_exact(found, expected, 0)
-    return compiled, [metrics for _, metrics in found]
 
 
 FLOAT16 = {"policy": "float16", "loss_scale": DynamicLossScale(2.0**20, period=2)}

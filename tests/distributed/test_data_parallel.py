@@ -1,6 +1,7 @@
 """Transforms of all ranks give the result of one process for the whole batch."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.overrides import wrap_torch_function
 from torch.utils.checkpoint import checkpoint
 
 import vgrad
+from tests import oracle
 from tests.distributed.nets import MODELS, problem
 from tests.distributed.processes import mesh_of
 from vgrad import distributed
@@ -32,16 +34,15 @@ CUTS = {
 }
 """How many samples each rank has."""
 
+CLIPPED = partial(vgrad.clipped_grad, max_norm=0.5)
 TRANSFORMS = {
-    "clipped": lambda loss: vgrad.clipped_grad(loss, max_norm=0.5, normalize_by=3.0),
-    "layers": lambda loss: vgrad.clipped_grad(
-        loss, max_norm=0.5, clipping="per_layer", chunk_size=3
-    ),
-    "twice": lambda loss: vgrad.clipped_grad(loss, max_norm=0.5, passes=2),
+    "clipped": partial(CLIPPED, normalize_by=3.0),
+    "layers": partial(CLIPPED, clipping="per_layer", chunk_size=3),
+    "twice": partial(CLIPPED, passes=2),
     "norms": vgrad.per_sample_norm,
-    "grads": lambda loss: vgrad.per_sample_grad(loss, strategy="vmap"),
-    "projection": lambda loss: vgrad.per_sample_projection(loss, dim=8, seed=1),
-    "moments": lambda loss: vgrad.gradient_moments(loss, chunk_size=3),
+    "grads": partial(vgrad.per_sample_grad, strategy="vmap"),
+    "projection": partial(vgrad.per_sample_projection, dim=8, seed=1),
+    "moments": partial(vgrad.gradient_moments, chunk_size=3),
 }
 SHARDED = (
     {"strategy": "recorded"},
@@ -60,17 +61,10 @@ def own(rank, sizes):
 
 
 def errors(result, expected):
-    """Return the largest error in units of the largest number of each tensor."""
-    worst = 0.0
-    for one, other in zip(tree_leaves(result), tree_leaves(expected), strict=True):
-        assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        if one.numel() and not torch.equal(one.isnan(), other.isnan()):
-            return float("inf")
-        one, other = one.nan_to_num(), other.nan_to_num()
-        if one.numel():
-            scale = other.abs().max().clamp(min=1e-30)
-            worst = max(worst, ((one - other).abs().max() / scale).item())
-    return worst
+    """Return the largest error in units of the largest number of a tensor."""
+    kinds = ([leaf.dtype for leaf in tree_leaves(each)] for each in (result, expected))
+    assert next(kinds) == next(kinds)
+    return oracle.error(result, expected)
 
 
 def sharded(params, mesh):
@@ -140,7 +134,7 @@ def test_every_transform_is_that_of_the_whole_batch(some, name):
     (_, first), *_ = results = some.run(_of_all, some.size, name)
     for worst, grads in results:
         assert worst == {}
-        assert all(torch.equal(first[name], grads[name]) for name in first)
+        oracle.assert_exact(grads, first, 0)
 
 
 def _masked(size):

@@ -206,7 +206,7 @@ def _noised(size, dtype):
         found, own = tx.update(parts, own)
     assert all(found[name].placements == parts[name].placements for name in parts)
     found = gather(found, mesh)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    oracle.assert_exact(found, expected, 0)
     return found
 
 
@@ -217,7 +217,7 @@ def test_noise_has_the_same_bits_on_any_number_of_ranks(ranks, dtype):
         found for size in (2, 4) for found in ranks(size).run(_noised, size, dtype)
     )
     for found in others:
-        assert all(torch.equal(found[name], first[name]) for name in first)
+        oracle.assert_exact(found, first, 0)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

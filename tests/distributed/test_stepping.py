@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import vgrad
+from tests import oracle
 from tests.distributed.nets import MODELS, mlp, problem
 from tests.distributed.processes import mesh_of
 from vgrad import distributed, optim
@@ -55,13 +56,6 @@ def private(size, name, dtype, plan, *, compiled=False, shards=False, drop=0):
     return state, metrics
 
 
-def distance(state, other):
-    return max(
-        ((state.params[name] - each).abs().max() / each.abs().max()).item()
-        for name, each in other.params.items()
-    )
-
-
 def equal(states):
     first, *others = (state.params for state in states)
     return all(torch.equal(first[n], other[n]) for other in others for n in first)
@@ -83,9 +77,8 @@ def test_private_steps_are_those_of_one_process(some, name):
         dtype, _ = results[0]
         expected, metrics = private(0, name, dtype, plan_of(6))
         for _, (state, found) in results:
-            assert distance(state, expected) < (
-                1e-12 if dtype == torch.float64 else 2e-6
-            )
+            limit = 1e-12 if dtype == torch.float64 else 2e-6
+            oracle.assert_exact(state.params, expected.params, limit)
             assert found["samples"] == metrics["samples"]
             assert found["clipped"] == metrics["clipped"]
             torch.testing.assert_close(found["loss"], metrics["loss"])
@@ -104,7 +97,7 @@ def test_private_steps_with_dropout_are_those_of_one_rank(some):
         expected, _ = private(1, "mlp", torch.float64, plan_of(4), drop=0.5)
     for states in some.run(_dropping, some.size):
         for state in states:
-            assert distance(state, expected) < 1e-12
+            oracle.assert_exact(state.params, expected.params, 1e-12)
 
 
 ORDERS = {
@@ -153,7 +146,7 @@ def test_noise_is_one_draw_of_the_planned_size(some):
     plan = plan_of(1, 0.05, 2.0)
     expected, params = _one_step(0, plan)
     for found, _ in some.run(_one_step, some.size, plan):
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        oracle.assert_exact(found, expected, 0)
     moved = torch.cat([(expected[n] - params[n]).flatten() for n in params])
     planned = 2.0 * plan.max_norm / plan.expected_batch_size
     assert abs(moved.std().item() / planned - 1) < 0.1
@@ -181,7 +174,7 @@ def _of_batches(size):
         torch.testing.assert_close(metrics["loss"], one["loss"])
         with pytest.raises(ValueError, match=r"as many samples on every rank.*\[8, 7"):
             step(state, x[: 8 - rank], y[: 8 - rank])
-        ends.append((state, distance(state, expected)))
+        ends.append((state, oracle.error(state.params, expected.params)))
     return ends
 
 
@@ -209,7 +202,7 @@ def _of_samples(size):
         if form == "shards":
             params_of_all = gather(state.params, mesh)
             state = state._replace(params=params_of_all, optimizer=())
-        ends.append((state, distance(state, expected)))
+        ends.append((state, oracle.error(state.params, expected.params)))
     return ends
 
 

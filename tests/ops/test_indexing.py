@@ -108,18 +108,44 @@ def test_a_sum_in_place_writes_where_it_is_told():
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("shape", [(1, 3), (1, 1, 3), (2, 1, 3), (1, 1)])
-@pytest.mark.parametrize("strategy", ["recorded", "vmap"])
-def test_axes_are_removed_in_place_from_samples_alone(shape, strategy):
-    def loss(params, buffers, x):
-        h = x.clone()
-        h.squeeze_()
-        return (h * params["w"]).sum() * h.ndim
+WRONG = {
+    "squeeze_": ((1, 4), "h = x * w; h.squeeze_(); value = h * h.ndim"),
+    "squeeze_, of numbers alone": ((1,), "h = x.clone(); h.squeeze_(); value = h * w"),
+    "roll": ((), "value = (x * w.sum()).roll(1) * x"),
+    "roll, a method": ((), "value = w.sum().roll(shifts=2) * x"),
+    "select_scatter": ((5, 4), "value = x.select_scatter(w, -2, 1) * x"),
+    "select_scatter, of x": (
+        (4, 5),
+        "value = torch.select_scatter(x, x[:, 0] * w, 1, index=-2) * x",
+    ),
+} | {
+    f"cdist, p = {p}": (
+        (2, 3),
+        f"value = torch.cdist(w.view(2, 2), w.view(2, 2)[:, [0, 0]].mT.sin(), {p})"
+        "[:, [0, 1, 0]] * x",
+    )
+    for p in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, "float('inf')")
+}
+"""Ops that torch's rules of vmap, or their derivatives, get wrong, without an error."""
 
-    params, x = {"w": losses.randn()}, losses.randn(*shape)
-    found = vgrad.per_sample_grad(loss, strategy=strategy)(params, {}, x)
-    assert found["w"].shape == (len(x),)
-    oracle.assert_exact(found["w"], x.flatten(1).sum(1) * x[0].squeeze().ndim)
+
+@pytest.mark.parametrize("text", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("strategy", ["recorded", "vmap"])
+def test_ops_that_torch_maps_wrongly_are_right(strategy, size, text):
+    shape, text = text
+
+    def loss(params, buffers, x):
+        names = {"x": x, "w": params["w"], "torch": torch}
+        exec(text, names)
+        return names["value"].sum()
+
+    params, x = {"w": losses.randn(4)}, losses.randn(size, *shape, seed=1)
+    found, expected = (
+        vgrad.per_sample_grad(loss, strategy=each)(params, {}, x)
+        for each in (strategy, "loop")
+    )
+    oracle.assert_exact(found, expected)
 
 
 class Graph(nn.Module):

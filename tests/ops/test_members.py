@@ -288,6 +288,24 @@ def test_padding_of_an_embedding_holds_for_every_member(chosen):
 
 
 @by_choice
+@pytest.mark.parametrize("table", [0, None])
+def test_lookups_of_one_member_are_not_counted_for_another(table, chosen):
+    def scaled(table, tokens, weights):
+        rows = F.embedding(tokens, table, scale_grad_by_freq=True)
+        return rows.pow(2) * weights
+
+    tokens = torch.tensor([[0, 1, 1, 3], [3, 3, 3, 1], [2, 0, 1, 3]])[:E]
+    table_and_weights = own((5, 3), (4, 1), dims=(table, 0))
+
+    def gradient(run, **options):
+        leaves = [each.clone().requires_grad_() for each in table_and_weights]
+        found = run(scaled, (table, 0, 0), leaves[0], tokens, leaves[1], **options)
+        return torch.autograd.grad(found.sum(), leaves)
+
+    close(gradient(mapped, chosen=chosen), gradient(looped))
+
+
+@by_choice
 def test_ops_inside_of_torchs_python_functions_have_their_forms_too(chosen):
     """Multi-head attention is Python, and calls an attention that vmap loops over."""
     layers = [nn.MultiheadAttention(4, 2, dtype=torch.float64) for _ in range(E)]

@@ -403,6 +403,8 @@ UNRECORDED = {
         "torch.vmap(torch.func.grad(lambda x, w: total(w)(x)), (0, None))(x, w)",
         "torch.vmap(torch.vmap(torch.mul, (0, None)), (None, 0))(w[0], x[:, 0])",
         "torch.vmap(lambda w: F.linear(x, w[None]).sin())(w)",
+        "v = w * 2; value = torch.func.grad(lambda w: w.sin().sum())(v) * v * x[0]",
+        "torch.vmap(torch.sin)(w[:2]) * w.exp()[:2] * x[0]",
     ],
 }
 for message, texts in UNRECORDED.items():

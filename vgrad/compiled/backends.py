@@ -25,14 +25,16 @@ _SMALL = 2**15
 """Numbers in tensors so small that calls from C++ take a third off a graph's time."""
 
 
-def outputs(run: Run, graph: Graph, tensors: list[Tensor]) -> Sequence[Tensor]:
-    """Run a graph; casts of autocast are ops of it."""
+def result(run: Run, graph: Graph, tensors: list[Tensor]) -> Any:
+    """Run a graph, of which casts are ops; None where its flag is up."""
     inputs = (*tensors, *graph.closed)
     with torch.no_grad():
         if modes.autocast_is_on():
             with no_autocast(inputs[0].device):
-                return run(*inputs)
-        return run(*inputs)
+                *outputs, flag = run(*inputs)
+        else:
+            *outputs, flag = run(*inputs)
+    return None if bool(flag) else graph.result(outputs)
 
 
 def tried(backend: str, tensors: list[Tensor]) -> tuple[str, ...]:
@@ -55,7 +57,7 @@ def fastest(
     for _ in range(_ROUNDS):
         for name, run in runs.items():
             start = time.perf_counter()
-            bool(outputs(run, graph, tensors)[-1])  # waits for a device
+            result(run, graph, tensors)  # which waits for a device
             times[name].append(time.perf_counter() - start)
     taken = {name: statistics.median(each) * 1e3 for name, each in times.items()}
     best = min(taken, key=lambda name: taken[name])

@@ -119,7 +119,7 @@ def code_that_runs() -> Iterator[dict[Any, Code]]:
 
 # The authors of code and of classes.
 
-_USERS, _INSTALLED, _SYSTEM = "users", "installed", "system"
+_USERS, _INSTALLED, SYSTEM = "users", "installed", "system"
 
 SYSTEM_PLACES = (
     *(str(Path(torch.__file__).parent), str(Path(np.__file__).parent)),
@@ -135,9 +135,9 @@ def _origin(module: str, file: str | None) -> str:
     """Return the author of a module: others may have the names of Python's."""
     if module.partition(".")[0] in _SYSTEM_NAMES:
         if not os.path.isabs(file or "") or str(file).startswith(SYSTEM_PLACES):
-            return _SYSTEM
+            return SYSTEM
     if module.startswith("namedtuple_") and file is None:  # made by Python
-        return _SYSTEM
+        return SYSTEM
     return _INSTALLED if "site-packages" in str(file) else _USERS
 
 
@@ -151,18 +151,13 @@ def _origin_of(value: Any) -> str:
     return _origin(module, getattr(sys.modules.get(module), "__file__", None))
 
 
-def is_code_of_users(code: types.CodeType, variables: dict[str, Any]) -> bool:
-    """Return whether code is neither torch's, Python's nor this package's."""
-    return Code(code, variables, {}).origin != _SYSTEM
-
-
 def _replaces(value: Any) -> bool:
     """Return whether a part of torch or Python may be a replacement by users.
 
     Modules and classes are followed for the parts of theirs that code names.
     """
     shown = type | types.ModuleType | functools.partial
-    return isinstance(value, shown) or _origin_of(value) != _SYSTEM
+    return isinstance(value, shown) or _origin_of(value) != SYSTEM
 
 
 # The walk.
@@ -194,7 +189,7 @@ class Closure:
         ran = [
             each
             for each in ran
-            if each.origin != _SYSTEM or each.code.co_filename.startswith(_LAYERS)
+            if each.origin != SYSTEM or each.code.co_filename.startswith(_LAYERS)
         ]
         for each in ran:
             strict = each.origin == _USERS
@@ -263,7 +258,7 @@ class Closure:
                         self._add(each, path, strict)
             return
         own = kind.__module__.startswith("vgrad.")  # it changes nothing but its caches
-        if not own and not (kind is types.FunctionType and origin == _SYSTEM):
+        if not own and not (kind is types.FunctionType and origin == SYSTEM):
             if strict:
                 _check_views(value, path)
             in_torch = kind.__module__.startswith("torch.")
@@ -282,7 +277,7 @@ class Closure:
         """Follow the globals and builtins that code names, and modules it imports."""
         strict, variables = code.origin == _USERS, code.variables
         named, modules = code.named()
-        if code.origin == _SYSTEM:  # of which functions and modules can be replaced
+        if code.origin == SYSTEM:  # of which functions and modules can be replaced
             values = ((name, variables.get(name)) for name in named)
             named = [n for n, x in values if callable(x) or type(x) is types.ModuleType]
         for name in named:
@@ -290,26 +285,30 @@ class Closure:
             value = holder.get(name)
             self.guards.note_entries(variables, [name])
             self.guards.note_entries(holder, [name])
-            if code.origin != _SYSTEM or _replaces(value):
+            if code.origin != SYSTEM or _replaces(value):
                 self._add(value, f"the global {name!r}", strict)
             if strict and value is builtins.globals:
                 self._follow_variables(variables, "globals()")
         for module in modules:
             packages = module.split(".")
             for end in range(1, len(packages) + 1):
-                path = ".".join(packages[:end])
-                self.guards.note_entries(sys.modules, [path])
-                self._add(sys.modules.get(path), path, strict)
+                self._follow_entry(sys.modules, ".".join(packages[:end]), "", strict)
         if not code.names.isdisjoint(("environ", "getenv")):
             self._add(os.environ, "os.environ", strict)
         self._computes_names |= strict and not code.names.isdisjoint(_COMPUTE_NAMES)
 
+    def _follow_entry(
+        self, holder: dict[str, Any], name: str, path: str, strict: bool
+    ) -> None:
+        """Note and follow an entry of a dictionary, or note that there is none."""
+        self.guards.note_entries(holder, [name])
+        self._add(holder.get(name), f"{path}{name}", strict)
+
     def _follow_module(self, module: types.ModuleType) -> None:
         origin = _origin_of(module)
-        if origin != _SYSTEM:
-            self.guards.note_entries(vars(module), ["__getattr__"])
-            hook = vars(module).get("__getattr__")
-            self._add(hook, f"{module.__name__}.__getattr__", origin == _USERS)
+        if origin != SYSTEM:
+            path, strict = f"{module.__name__}.", origin == _USERS
+            self._follow_entry(vars(module), "__getattr__", path, strict)
         if origin == _USERS:
             self.guards.note_size(vars(module))
             self._modules.append(module)
@@ -351,7 +350,7 @@ class Closure:
                 continue
             self._classes[id(each)] = each
             origin = _origin_of(each)
-            if origin == _SYSTEM:
+            if origin == SYSTEM:
                 if _may_change(each):
                     self.guards.note_size(vars(each))
                 self._follow_names(each, origin)
@@ -435,24 +434,24 @@ _TODAY = [
     for read in (getattr, lambda owner, name: vars(owner).get(name))
     if name in vars(owner)
 ]
-_REASONS: dict[str, list[Any]] = {
-    "reads the time": [
-        *(getattr(time, name) for name in (*_CLOCKS, "strftime", "asctime")),
-        *_TODAY,
-    ],
-    "sets or reads the seed or the state of a generator of torch": [
-        getattr(module, name)
-        for module in (torch.random, torch.cuda.random)
-        for name in module.__all__
-    ],
-    "draws random numbers from the operating system": [os.urandom, random.SystemRandom],
-    "finds variables of any name": [
-        sys._getframe,
-        builtins.__import__,
-        importlib.import_module,
-    ],
+_REFUSED = {
+    **dict.fromkeys(
+        [getattr(time, name) for name in (*_CLOCKS, "strftime", "asctime")] + _TODAY,
+        "reads the time",
+    ),
+    **dict.fromkeys(
+        [getattr(x, n) for x in (torch.random, torch.cuda.random) for n in x.__all__],
+        "sets or reads the seed or the state of a generator of torch",
+    ),
+    **dict.fromkeys(
+        [os.urandom, random.SystemRandom],
+        "draws random numbers from the operating system",
+    ),
+    **dict.fromkeys(
+        [sys._getframe, builtins.__import__, importlib.import_module],
+        "finds variables of any name",
+    ),
 }
-_REFUSED = {each: why for why, functions in _REASONS.items() for each in functions}
 
 
 def _refusal(value: Any) -> str | None:

@@ -356,11 +356,11 @@ class Captures:
             return capture.function(*arguments)
         with RNG_LOCK if graph.draws else nullcontext():
             before = random_state(tensors) if graph.draws else None
-            *outputs, flag = backends.outputs(run, graph, tensors)
+            result = backends.result(run, graph, tensors)
             capture.calls += 1
-            if not bool(flag):
+            if result is not None:
                 capture.in_a_row = 0
-                return capture.marked(graph.result(outputs), tensors)
+                return capture.marked(result, tensors)
             if before is not None:
                 set_random_state(before)
             capture.redos += 1
@@ -440,8 +440,7 @@ class Captures:
 
         def result_of(run: Callable, *given: Any) -> Any:
             set_random_state(before)
-            *outputs, flag = backends.outputs(run, graph, tree.tensors(given))
-            return None if bool(flag) else graph.result(outputs)
+            return backends.result(run, graph, tree.tensors(given))
 
         def eager(*given: Any) -> Any:
             set_random_state(before)

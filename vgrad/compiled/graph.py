@@ -18,12 +18,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from vgrad import conditions, tree
-from vgrad.compiled.captured_values import (
-    SYSTEM_PLACES,
-    Closure,
-    Code,
-    is_code_of_users,
-)
+from vgrad.compiled.captured_values import SYSTEM, SYSTEM_PLACES, Closure, Code
 from vgrad.compiled.guards import Guards
 from vgrad.conditions import Unrepeatable
 from vgrad.torch_private import modes, tracing
@@ -220,7 +215,9 @@ def _is_read_by_users(func: Callable) -> bool:
         if handles and frame.f_locals.get("func") == func:
             caller = frame.f_back
         frame = frame.f_back
-    return caller is not None and is_code_of_users(caller.f_code, caller.f_globals)
+    if caller is None:
+        return False
+    return Code(caller.f_code, caller.f_globals, caller.f_builtins).origin != SYSTEM
 
 
 def _lifted(module: fx.GraphModule, closed: Closure) -> list[Tensor]:

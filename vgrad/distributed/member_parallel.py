@@ -5,7 +5,7 @@ shared entries are summed over all of them.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -361,9 +361,8 @@ class MemberReducer(StepReducer):
         with self.ranks.together("ensemble_train_step") as facts:
             self.check(len(state.active))
             found = compute()
-            facts.same["options"] = self.options
+            facts.same |= self.common(found.buffers, shared)
             facts.same["step"] = int(state.step)
-            facts.same["buffers"] = _digest(found.buffers, [*shared])
         any_active = state.active.any()
         grads = {
             # Without an active member here, inactive ones have been evaluated.
@@ -375,6 +374,11 @@ class MemberReducer(StepReducer):
         grads = {**found.grads, **grads}
         masks = found.masks[0], source.together(state, grads, any_active)
         return found._replace(grads=grads, masks=masks)
+
+    def common(self, buffers: Buffers, shared: Collection[str]) -> dict[str, Any]:
+        """Return facts that ranks have in common: options, new values of buffers."""
+        values = {name: x for name, x in buffers.items() if name in shared}
+        return {"options": self.options, "buffers": files.digest(values)}
 
     def key(self, what: str) -> Tensor:
         """Draw a key on the first rank, which advances the generators of all ranks."""
@@ -415,9 +419,8 @@ class MembersOfRank:
                 first, *others = (
                     (result,) if isinstance(result, EnsembleGrads) else result
                 )
-                facts.same["options"] = reducer.options
                 left: Any = first.buffers if sums else others[0]
-                facts.same["buffers"] = _digest(left, [*whole])
+                facts.same |= reducer.common(left, whole)
         if not sums or not meets:
             return result
         shared = {name: x for name, x in first.grads.items() if name in whole}
@@ -450,8 +453,3 @@ class MembersOfRank:
         with kept_random_state(seeded):
             set_seed(torch_seed(key, *tags), seeded)
             return compute(params, buffers, *rest)
-
-
-def _digest(buffers: Buffers, shared: Sequence[str]) -> str:
-    """Hash the buffers that are shared."""
-    return files.digest({name: x for name, x in buffers.items() if name in shared})

@@ -101,11 +101,20 @@ def _mapped(
     input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
-    *rest: Any,
-    **options: Any,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
 ) -> Tensor:
-    """Look up rows; torch's rule for one table a sample pads only the first table."""
-    rows = F.embedding(input, weight, None, *rest, **options)
+    """Look up rows; torch's rule for one table a sample pads only the first table.
+
+    For a table that all share it counts the lookups of all of them.
+    """
+    if scale_grad_by_freq:
+        weight = weight * input.new_ones((), dtype=weight.dtype)  # a table for each
+    rows = F.embedding(
+        input, weight, None, max_norm, norm_type, scale_grad_by_freq, sparse
+    )
     if padding_idx is None:
         return rows
     padding = (input == padding_idx % len(weight)).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Reads and writes by index, where torch's rules of vmap loop, fail or are missing.
+"""Reads and writes by index, where torch's rules of vmap loop, fail or miss axes.
 
 Some ops have results whose shapes depend on values. Samples that run together must
 have one number of results n, by which `x[mask]`, `nonzero` and the like have a known
@@ -48,6 +48,22 @@ def _squeeze_(input: Tensor, *dims: Any, **options: Any) -> Tensor:
     if not dims and not options:
         dims = (tuple(axis for axis, size in enumerate(input.shape) if size == 1),)
     return input.squeeze_(*dims, **options)
+
+
+def _roll(input: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Roll entries; torch's rule rolls samples that are single numbers."""
+    single = not input.ndim and len(args) + len(options) == 1
+    return input.clone() if single else torch.roll(input, *args, **options)
+
+
+def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
+    """Write a slice; torch's rule takes the gradients of another one."""
+    if input.select(dim, index).shape != src.shape:
+        return torch.select_scatter(input, src, dim, index)
+    start = index % input.shape[dim]
+    before, after = input.narrow(dim, 0, start), input.shape[dim] - start - 1
+    parts = before, src.unsqueeze(dim % input.ndim), input.narrow(dim, start + 1, after)
+    return torch.cat([each.to(input.dtype) for each in parts], dim)
 
 
 class _IndexAdd(Function):
@@ -351,6 +367,8 @@ register(torch.index_add, Tensor.index_add, mapped=_index_add)
 register(Tensor.index_add_, mapped=_in_place(_index_add))
 register(Tensor.scatter_, mapped=_in_place(torch.scatter))  # which has a rule
 register(Tensor.squeeze_, mapped=_squeeze_)
+register(torch.roll, Tensor.roll, mapped=_roll)
+register(torch.select_scatter, Tensor.select_scatter, mapped=_select_scatter)
 register(Tensor.__getitem__, selected=_getitem)
 register(Tensor.__setitem__, selected=_setitem)
 register(torch.masked_select, Tensor.masked_select, selected=_masked_select)

@@ -317,6 +317,25 @@ def _axes(equation: str, *dims: int) -> tuple[str, str, str] | None:
     return terms[0], terms[1], out.replace("...", free)
 
 
+def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
+    """Compute distances of rows; torch's rule differentiates shared rows wrongly."""
+    shared = modes.is_wrapped(x1) or modes.is_wrapped(x2)
+    if not shared or not x1.shape[-1] or any(map(_is_mapped, (x1, x2))):
+        return torch.cdist(x1, x2, p, *args, **kwargs)
+    gaps = (x1.unsqueeze(-2) - x2.unsqueeze(-3)).abs()
+    if p < math.inf:
+        return torch.linalg.vector_norm(gaps, p, -1)
+    most = gaps.detach().amax(-1, keepdim=True)  # whose gradient all gaps of it have
+    return most[..., 0] + torch.where(gaps == most, gaps - gaps.detach(), 0).sum(-1)
+
+
+def _is_mapped(tensor: Tensor) -> bool:
+    """Return whether any vmap maps over a tensor."""
+    while modes.is_wrapped(tensor) and not modes.is_batched(tensor):
+        tensor = modes.unwrapped(tensor)
+    return modes.is_batched(tensor)
+
+
 register(
     F.linear,
     rule=Rule(_linear, ("weight", "bias")),
@@ -326,6 +345,7 @@ register(
 register(F.bilinear, rule=Rule(_bilinear, ("weight", "bias")))
 register(product, rule=Rule(_product, ("weight", "bias")))
 register(contraction, rule=Rule(_contraction, ("weight",)))
+register(torch.cdist, mapped=_cdist)
 register(torch.einsum, recorded=_einsum)
 register(torch.matmul, torch.linalg.matmul, torch.mm, torch.mv, recorded=_matmul)
 register(torch.bmm, Tensor.matmul, Tensor.mm, Tensor.mv, Tensor.bmm, recorded=_matmul)

@@ -8,7 +8,7 @@ parameter that reaches any other op is expanded over the samples there, so that
 autograd's gradient of the expansion is the per-sample gradient.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -379,6 +379,10 @@ class Recorder:
                 f"it is, got one that writes to its data or puts a hook on it. Compute "
                 f'a new tensor from it instead, or use strategy="loop".'
             )
+        others = [each for each in among(args, kwargs) if id(each) not in self._known]
+        ends = [getattr(node, "variable", None) for node in graph_nodes(others)]
+        if hidden := [self._known[id(end)] for end in ends if id(end) in self._known]:
+            raise _unseen(name for known in hidden for name in known.names)
         origins = {id(known.proxy): known.origin for known in proxies}
         args, kwargs = replaced((args, kwargs), origins)
         versions = [version_of(known.origin) for known in proxies]
@@ -548,12 +552,7 @@ class Recorder:
                 for known, grad in zip(proxies, grads[len(copies) :], strict=False):
                     unseen.update(known.names if grad is not None else ())
                 if unseen:
-                    raise UnsupportedOp(
-                        f"loss: expected ops that a function mode sees, got "
-                        f"{', '.join(sorted(unseen))} in one that it does not, such as "
-                        f"a transform of torch.func over it, or compiled code. Use "
-                        f'strategy="vmap" or "loop".'
-                    )
+                    raise _unseen(unseen)
                 for known, grad in zip(expanded, grads, strict=False):
                     if grad is not None:
                         self._keep(known, Dense(grad), known.copied_by)
@@ -674,6 +673,14 @@ class Recorder:
             allow_unused=True,
         )
         return Zero(self.size, root.value) if grads is None else Dense(grads)
+
+
+def _unseen(names: Iterable[str]) -> UnsupportedOp:
+    return UnsupportedOp(
+        f"loss: expected ops that a function mode sees, got "
+        f"{', '.join(sorted(set(names)))} in one that it does not, such as a transform "
+        f'of torch.func over it, or compiled code. Use strategy="vmap" or "loop".'
+    )
 
 
 def _with_node(output: Tensor) -> tuple[Tensor, Tensor]:
