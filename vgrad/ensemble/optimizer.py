@@ -24,7 +24,6 @@ from vgrad.tree import (
     tensors,
     tree_flatten,
     tree_leaves,
-    tree_map,
     tree_unflatten,
 )
 from vgrad.typing import Params, Tree
@@ -226,7 +225,8 @@ class _Members:
                 return old
             return torch.stack(new if len(new) == count else new * count)
 
-        members = tree_map(counted, state.members, *states)
+        new = zip(*map(tensors, states), strict=True)
+        members = map_tensors(lambda old: counted(old, *next(new)), state.members)
         return dict(params), MembersState(members, state.shared)
 
     def _written(self, member: int, grads: Grads, state: Tree, params: Params) -> Tree:

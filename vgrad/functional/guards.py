@@ -22,7 +22,7 @@ from vgrad.functional.slots import named_tensors
 from vgrad.memory import Bytes, overlaps
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private import tensors as private
-from vgrad.tree import tree_leaves
+from vgrad.tree import tensors
 
 Again = Callable[[], AbstractContextManager]
 """Returns a block around the re-run of a checkpoint."""
@@ -171,7 +171,7 @@ def written(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
             arguments += args[:1] or [kwargs["input"]]
     elif func not in STATISTICS and may_write(func):
         arguments += args[:1] or list(kwargs.values())[:1]
-    return [each for each in tree_leaves(arguments) if isinstance(each, Tensor)]
+    return tensors(arguments)
 
 
 def updated_statistics(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
