@@ -1,4 +1,4 @@
-"""The Python of the README and of docs/ runs, each page after the first one.
+"""The Python of README, docs/ and docstrings runs, each page after the first one.
 
 A block `python raises` raises the error of the `text` block after it; after any other
 block that is its output. A row of a table with code and an error raises the error.
@@ -6,8 +6,11 @@ Three dots stand for anything.
 """
 
 import contextlib
+import doctest
+import importlib
 import io
 import json
+import pkgutil
 import re
 import tomllib
 from pathlib import Path
@@ -15,6 +18,8 @@ from statistics import geometric_mean
 
 import pytest
 import torch
+
+import vgrad
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -135,6 +140,17 @@ def test_a_page_runs(page, begun):
     if page == "ensembles.md":
         assert names["metrics"]["loss"].shape == (10,)
         assert names["found"].mean.shape == (32, 3)
+
+
+MODULES = pkgutil.walk_packages(vgrad.__path__, "vgrad.")
+
+
+@pytest.mark.parametrize("name", sorted({m.name for m in MODULES} - {"vgrad.__main__"}))
+def test_examples_of_docstrings_run(name):
+    torch.manual_seed(0)
+    module = importlib.import_module(name)
+    globs = {**vars(module), "torch": torch, "vgrad": vgrad}
+    assert doctest.testmod(module, globs=globs).failed == 0
 
 
 def test_the_index_lists_every_page():

@@ -124,6 +124,21 @@ def test_shared_options_are_explained_in_the_same_words():
     }
 
 
+@pytest.mark.parametrize(
+    "room", [vgrad, vgrad.optim, schedules, vgrad.dp, vgrad.ensemble]
+)
+def test_public_functions_have_an_example(room):
+    for function in (getattr(room, name) for name in room.__all__):
+        if inspect.isfunction(function) and function.__module__.startswith("vgrad"):
+            text = inspect.getdoc(function)
+            assert text.splitlines()[0].endswith((".", ":", "`")), function
+            # Optimizers are called alike, and so are their directions.
+            first = next(iter(inspect.signature(function).parameters), "")
+            alike = first == "lr" and room is not schedules
+            alike |= function.__name__.startswith("scale_by_")
+            assert ">>>" in text or alike, function
+
+
 def loss(params, buffers, x):
     return (params["w"] * x).sum()
 

@@ -10,8 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import vgrad
-from tests import oracle
-from tests.training.test_steps import plan
+from tests import losses, oracle
 from vgrad import optim
 from vgrad.training import EnsembleState, TrainState, private_step, train_step
 
@@ -41,9 +40,9 @@ def plain(seed):
 
 def private(strategy, seed):
     fmodel, params, buffers = vgrad.make_functional_with_buffers(Slow())
-    tx, options = optim.sgd(0.1), {"strategy": strategy, "randomness": "different"}
-    loss = vgrad.sample_loss(fmodel, F.mse_loss)
-    step = private_step(loss, tx, plan(), chunk_size=2, **options)
+    tx, loss = optim.sgd(0.1), vgrad.sample_loss(fmodel, F.mse_loss)
+    options = dict(strategy=strategy, randomness="different", chunk_size=2)
+    step = private_step(loss, tx, losses.plan(), **options)
     return step, TrainState.create(tx, params, buffers, seed=seed)
 
 
@@ -75,21 +74,34 @@ def together(*works):
         pool.shutdown(wait=False)
 
 
+def stepping(make=plain, seed=0, count=10):
+    step, state = make(seed)
+
+    def run():
+        now = state
+        for _ in range(count):
+            now, _ = step(now, X, Y)
+        return now
+
+    return run
+
+
+def assert_apart(*works):
+    """Works return in threads what they return one by one, with as many draws."""
+    torch.manual_seed(0)
+    expected, after = [work() for work in works], torch.get_rng_state()
+    torch.manual_seed(0)
+    oracle.assert_exact(together(*works), expected, 0)
+    assert torch.equal(torch.get_rng_state(), after)
+    return after
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_in_several_threads_are_what_they_are_one_by_one(name):
-    made = [STEPS[name](seed) for seed in range(THREADS)]
-
-    def run(step, state):
-        for _ in range(3):
-            state, _ = step(state, X, Y)
-        return state
-
+    works = [stepping(STEPS[name], seed, 3) for seed in range(THREADS)]
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    alone = [run(*each) for each in made]
-    found = together(*[lambda each=each: run(*each) for each in made])
-    oracle.assert_exact(found, alone, 0)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(assert_apart(*works), before)
 
 
 def of_samples(strategy, randomness, dropout=True):
@@ -106,51 +118,21 @@ def watched(params, buffers, x):
     return F.linear(F.linear(x, params["first.weight"]), params["second.weight"])
 
 
-def stepping():
-    step, state = plain(0)
-
-    def run():
-        now = state
-        for _ in range(10):
-            now, _ = step(now, X, Y)
-        return now
-
-    return run
-
-
 @pytest.mark.parametrize("strategy", ["recorded", "vmap", "loop"])
 def test_samples_share_their_numbers_whatever_other_threads_do(strategy):
-    work, other = of_samples(strategy, "same"), stepping()
-    torch.manual_seed(0)
-    alone, expected, after = work(), other(), torch.get_rng_state()
-    torch.manual_seed(0)
-    found = together(work, other)
-    oracle.assert_exact(found[0], alone, 0)
-    oracle.assert_exact(found[1], expected, 0)
-    assert torch.equal(torch.get_rng_state(), after)
+    assert_apart(of_samples(strategy, "same"), stepping())
 
 
 def test_a_loop_that_draws_nothing_does_not_mind_threads_that_do():
-    work, other = of_samples("loop", "error", dropout=False), stepping()
-    expected = work()
-    found = together(work, other, work)
-    oracle.assert_exact(found[0], expected, 0)
-    oracle.assert_exact(found[2], expected, 0)
+    work = of_samples("loop", "error", dropout=False)
+    assert_apart(work, stepping(), work)
 
 
 @pytest.mark.parametrize("strategy", ["vmap", "loop"])
 def test_outputs_of_members_do_not_change_the_numbers_of_a_step(strategy):
     fmodel, params, buffers = vgrad.stack([Slow() for _ in range(2)])
     forward = vgrad.ensemble_forward(fmodel, strategy=strategy)
-    other = stepping()
-    expected = other()
-    torch.manual_seed(0)
-    outputs, after = forward(params, buffers, X), torch.get_rng_state()
-    torch.manual_seed(0)
-    found = together(lambda: forward(params, buffers, X), other)
-    oracle.assert_exact(found[0], outputs, 0)
-    oracle.assert_exact(found[1], expected, 0)
-    assert torch.equal(torch.get_rng_state(), after)
+    assert_apart(lambda: forward(params, buffers, X), stepping())
 
 
 def test_members_are_made_with_their_own_numbers_in_any_thread():
@@ -163,10 +145,8 @@ def test_members_are_made_with_their_own_numbers_in_any_thread():
 
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    alone = [make(seed) for seed in range(THREADS)]
-    found = together(*[lambda seed=seed: make(seed) for seed in range(THREADS)])
-    oracle.assert_exact(found, alone, 0)
-    assert torch.equal(torch.get_rng_state(), before)
+    works = [lambda seed=seed: make(seed) for seed in range(THREADS)]
+    assert torch.equal(assert_apart(*works), before)
 
 
 def test_threads_that_measure_and_explain_put_the_generators_back():

@@ -48,12 +48,7 @@ Rooms; `vgrad.distributed`, of many ranks, and `vgrad.cli` are imported by name:
 
 from typing import TYPE_CHECKING
 
-from torch.func import (
-    functional_call,
-    grad,
-    grad_and_value,
-    vmap,
-)
+from torch.func import functional_call, grad, grad_and_value, vmap
 
 from vgrad import (
     compiled,

@@ -171,12 +171,12 @@ class Ranks(NamedTuple):
         """Sum over the ranks, which all get the same bits. {name: shape}."""
         return Summing(self, what, tensors).finished(tensors)
 
-    def of_first(self, tensor: Tensor, first: int = 0) -> Tensor:
+    def of_first(self, tensor: Tensor) -> Tensor:
         """Return the tensors of the first rank, bit by bit; shapes must be the same."""
         sent = tensor.detach().clone(memory_format=torch.contiguous_format)
         if self.size > 1:
             flat = sent.view(-1).view(torch.uint8)
-            distributed.broadcast(flat, group=self.group, group_src=first)
+            distributed.broadcast(flat, group=self.group, group_src=0)
         return sent
 
     def joined(self, tensor: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -14,13 +14,7 @@ class Report:
 
 
 def table(rows: Sequence[Sequence[str | int]], *, right: Collection[int] = ()) -> str:
-    """Align cells in columns, those numbered in `right` at their right edge.
-
-    Example:
-        >>> print(table([("op", "bytes"), ("linear", 8000)], right={1}))
-        op      bytes
-        linear  8,000
-    """
+    """Align cells in columns, those numbered in `right` at their right edge."""
     lines = [[f"{c:,}" if isinstance(c, int) else c for c in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(

@@ -13,11 +13,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._pytree import GetAttrKey as GetAttrKey
 from torch.utils._pytree import TreeSpec as TreeSpec
-from torch.utils._pytree import (
-    keystr,
-    tree_flatten_with_path,
-    tree_structure,
-)
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_structure
 from torch.utils._pytree import register_pytree_node as register_pytree_node
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
@@ -173,9 +169,7 @@ def state_dict(tree: Tree) -> dict[str, Tensor]:
     return named
 
 
-def load_state_dict(
-    template: T, tensors: Mapping[str, Tensor], *, where: str = "load_state_dict"
-) -> T:
+def load_state_dict(template: T, tensors: Mapping[str, Tensor]) -> T:
     """Build a tree like `template`, on its devices, from tensors by `state_dict`.
 
     Tensors that are there already are not copied: a donated step writes to them.
@@ -186,7 +180,7 @@ def load_state_dict(
         (tensor([1., 1.]), tensor(3))
     """
     expected = state_dict(template)
-    check_fit(where, expected, tensors)
+    check_fit("load_state_dict", expected, tensors)
     leaves = [tensors[name].to(leaf.device) for name, leaf in expected.items()]
     return tree_unflatten(leaves, tree_structure(template))
 

@@ -65,6 +65,8 @@ def test_memory_has_a_column_where_it_was_measured():
         (["bench", "--out", "."], "a file in an existing folder"),
         (["bench", "there is no"], "bench: expected a checkout"),
         (["experiment", "jmp"], "experiment: expected a checkout"),
+        (["experiment", "jmp", "--device", "teapot"], "--device teapot: expected"),
+        (["experiment", "jmp", "--out", __file__], f"--out {__file__}: expected a f"),
     ],
 )
 def test_refusals(monkeypatch, tmp_path, capsys, argv, message):

@@ -14,7 +14,7 @@ import pytest
 
 import vgrad_command
 from bench.experiments import __main__ as experiments
-from tests.cli.runs import arguments, error, resume, train
+from tests.cli.runs import error, resume, train
 from vgrad.__main__ import main
 from vgrad.cli import commands, models, report
 from vgrad_command import COMMANDS, EXPERIMENTS, KINDS, PRECISIONS, RATES
@@ -164,40 +164,6 @@ def test_the_largest_and_smallest_values_are_read(monkeypatch):
     main(["train", "--out", "none", *options])
     assert best.items() <= seen[0].items()
     assert not {"epsilon", "lr"} & seen[0].keys()
-
-
-LATER = [
-    (["evaluate", "{run}", "--device", "teapot"], "--device"),
-    (["evaluate", "{run}", "--data", "none.npz"], "--data"),
-    (["evaluate", "{run}", "--model", "cnn"], "expected the mod"),
-    (["evaluate", ""], "evaluate '': expected the name"),
-    (["bench", "clipped", "--out", "no/a.json"], "--out no/a.json"),
-    (["experiment", "jmp", "--device", "teapot"], "--device teapot"),
-    (["experiment", "jmp", "--out", "{data}"], "--out "),
-    (
-        ["train", "--delta", "1e-320", "--epsilon", "1.5"],
-        "--epsilon 1.5 --delta 1e-320: expected a budget that some noise multiplier",
-    ),
-    (
-        ["train", "--delta", "0.999", "--batch-size", "8"],
-        "--epsilon 3.0 --delta 0.999: expected delta below",
-    ),
-]
-
-
-@pytest.mark.filterwarnings("ignore:Plan.delta")
-@pytest.mark.parametrize(("argv", "message"), LATER)
-def test_a_value_that_does_not_fit_names_the_option_too(
-    argv, message, images, finished, tmp_path, capsys
-):
-    out = tmp_path / "run"
-    argv = [word.format(run=finished("one")[0], data=images) for word in argv]
-    if argv[0] == "train":
-        argv = ["train", "--out", out, *arguments(images, *argv[1:], epochs=1)]
-    text = error(capsys, *argv)
-    assert message in text
-    assert "(" not in text.partition(": expected")[0]
-    assert not out.exists()
 
 
 def test_warnings_are_lines_without_source_and_come_once(monkeypatch, capsys):

@@ -121,6 +121,13 @@ def test_evaluate_counts_right_answers_on_held_out_data(images, finished, capsys
 def test_evaluate_refuses_data_that_the_model_was_not_made_for(
     finished, tmp_path, capsys
 ):
+    for more, message in (
+        (["--device", "teapot"], "--device teapot: expected"),
+        (["--data", "none.npz"], "--data none.npz: expected"),
+        (["--model", "cnn"], "expected the mod"),
+    ):
+        assert message in error(capsys, "evaluate", finished("one")[0], *more)
+    assert "evaluate '': expected the name" in error(capsys, "evaluate", "")
     command = ["evaluate", finished("one")[0], "--data"]
     wide = {"x_train": np.zeros((runs.SIZE, 7)), "x_test": np.zeros((30, 7))}
     labels = {"y_train": np.arange(runs.SIZE) % 2, "y_test": np.arange(30) % 2}
@@ -422,8 +429,11 @@ def test_no_model_diverges_as_it_is_by_default(tmp_path, model):
         assert last["test_accuracy"] > 0.3
 
 
+BUDGET = "--epsilon 1.5 --delta 1e-320: expected a budget that some noise multiplier"
 BAD = [
     (["--data", "none.npz"], "none.npz: expected a file"),
+    (["--delta", "1e-320", "--epsilon", "1.5"], BUDGET),
+    (["--delta", "0.999"], "--epsilon 3.0 --delta 0.999: expected delta below"),
     (["--model", "lenet"], "expected one of cnn, mlp, resnet or a"),
     (["--model", "cnn"], "Use --model mlp"),
     (["--batch-size", "49"], "the 48 training samples that there are. Leave it out"),
@@ -444,6 +454,7 @@ BAD = [
 """Arguments, arrays of the data or layers of a factory."""
 
 
+@pytest.mark.filterwarnings("ignore:Plan.delta")
 @pytest.mark.parametrize(("wrong", "message"), BAD)
 def test_a_run_that_cannot_be_leaves_no_trace(
     images, tmp_path, capsys, module, wrong, message

@@ -266,33 +266,3 @@ def test_an_explanation_is_a_table():
     for strategy in ("loop", "vmap"):
         forward = ensemble_forward(fmodel, strategy=strategy)
         assert len(str(forward.explain(params, buffers, X)).splitlines()) == 1
-
-
-NORM = stack([nn.BatchNorm1d(5).double() for _ in range(E)])
-_, FMODEL, PARAMS, BUFFERS = build(MLP, E)
-LESS = PARAMS | {"0.bias": PARAMS["0.bias"][:2]}
-REFUSED = [
-    ("f(FMODEL, strategy='fast')", "strategy='fast'.*one of 'auto', 'vmap'"),
-    ("f(FMODEL, randomness='none')", "randomness='none'.*one of 'error'"),
-    ("f(FMODEL, chunk_size=0)", "chunk_size=0.*whole number >= 1"),
-    ("f(FMODEL, typo=1)", "unexpected keyword argument 'typo'"),
-    ("f(FMODEL, in_dims=(0, 0))(*ALL, X)", r"in_dims=\(0, 0\).*each of the 1 items"),
-    ("f(FMODEL, in_dims=0)(*ALL, X)", "3 members along axis 0 of item 0.*6, 5"),
-    ("f(FMODEL, in_dims=2)(*ALL, X)", "3 members along axis 2 of item 0"),
-    ("f(FMODEL, shared=['typo'])(*ALL, X)", "a parameter or buffer, got none"),
-    ("f(FMODEL)(LESS, {}, X)", r"3 members .* axis of '0.bias', got shape \(2, 8\)"),
-    ("f(FMODEL)([*PARAMS], {}, X)", "params.*dictionary"),
-    ("f(FMODEL, chunk_size=2).with_buffers(*ALL, X)", r"\).with_buffers.*None"),
-    ("f(lambda p, b, x, y: x, chunk_size=2)(*ALL, X, X[:4])", r"one size, got \[4, 6"),
-    ("f(lambda p, b, x: (x, None))(*ALL, X)", "NoneType"),
-    ("f(lambda p, b, x: (x, None), strategy='loop')(*ALL, X)", "NoneType"),
-    ("f(NORM[0], chunk_size=2)(*NORM[1:], X)", "batch statistics"),
-    ("f(NORM[0], chunk_size=2, strategy='loop')(*NORM[1:], X)", "batch statistics"),
-]
-
-
-@pytest.mark.parametrize(("call", "message"), REFUSED)
-def test_bad_calls_are_refused(call, message):
-    names = {"f": ensemble_forward, "ALL": (PARAMS, BUFFERS)}
-    with pytest.raises((ValueError, TypeError), match=message):
-        eval(call, globals() | names)

@@ -85,21 +85,3 @@ def test_noise_follows_from_the_key_and_the_member():
     options = {"noise_multiplier": 1.0, "key": KEY, "step": 5, "first": 2}
     again = last.add_noise({"w": SUMS["w"][:1]}, **options)["w"]
     assert_exact(again[0], noise[2], 0)
-
-
-GRAD = torch.ones(3, requires_grad=True)
-UNEVEN = {"a": torch.zeros(2, 3), "b": torch.zeros(3, 3)}
-REFUSED = [
-    ("f(LOSS, max_norm=[1.0, 2.0])(PARAMS, {}, X[0], Y)", "for each of the 3 members"),
-    ("f(LOSS, max_norm=GRAD)", "tensor that requires grad.*detach"),
-    ("f(LOSS, max_norm=1.0, typo=1)", r"ensemble_clipped_grad\(typo=...\): expected"),
-    ("f(LOSS, max_norm=1.0).add_noise(SUMS, noise_multiplier=[1.0], **AT)", "as many"),
-    ("f(LOSS, max_norm=1.0).add_noise(UNEVEN, noise_multiplier=1, **AT)", r"\[2, 3\]"),
-]
-
-
-@pytest.mark.parametrize(("call", "message"), REFUSED)
-def test_bad_calls_are_refused(call, message):
-    names = {"f": ensemble_clipped_grad, "AT": {"key": KEY, "step": 0}}
-    with pytest.raises((ValueError, TypeError), match=message):
-        eval(call, globals() | names)

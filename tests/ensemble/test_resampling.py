@@ -62,21 +62,3 @@ def test_the_seed_alone_fixes_the_indices(draw):
     torch.manual_seed(2)
     assert torch.equal(indices, draw(3))
     assert not torch.equal(indices, draw(4))
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ("bootstrap_indices(0, 5, seed=0)", r"members=0\): expected a whole"),
-        ("bootstrap_indices(2, 0, seed=0)", r"n=0\): expected a whole"),
-        ("bootstrap_indices(2, 5, size=0, seed=0)", r"size=0\): expected a"),
-        ("bootstrap_indices(2, 5, seed=-1)", r"bootstrap_indices\(seed=-1\)"),
-        ("fold_indices(1, 5, seed=0)", r"folds=1\): expected a whole number >= 2"),
-        ("fold_indices(2, 2.5, seed=0)", r"n=2\.5\): expected a whole number"),
-        ("fold_indices(2, 5, seed=-1)", r"fold_indices\(seed=-1\): expected"),
-        ("fold_indices(4, 3, seed=0)", "at least one sample a fold, got 3"),
-    ],
-)
-def test_bad_numbers_are_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        eval(call)

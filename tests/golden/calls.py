@@ -4,6 +4,7 @@ A change of public names changes these adapters, and never a number.
 """
 
 from functools import partial
+from itertools import product
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import vgrad
+from tests.distributed.processes import Processes, mesh_of
 from tests.optim import optimizers
 from vgrad.training import EnsembleState, TrainState, private_step, train_step
 
@@ -83,15 +85,6 @@ STRATEGIES = ("recorded", "vmap", "loop")
 VARIANTS = ("plain", "mask", "chunks", "keys", "compiled", "two ranks")
 
 
-def calls():
-    """Yield each call as a quantity, a strategy and a variant."""
-    for quantity in QUANTITIES:
-        for strategy in STRATEGIES:
-            for variant in VARIANTS:
-                if possible(quantity, strategy, variant):
-                    yield quantity, strategy, variant
-
-
 def possible(quantity, strategy, variant):
     """Return whether there is such a call: loops are not captured, for example."""
     if variant == "compiled" and strategy == "loop":
@@ -135,12 +128,24 @@ def call(quantity, strategy, variant, mesh=None):
     return result
 
 
-def rank_calls(cases):
-    """Return the results of calls on the ranks of this process group."""
-    from torch.distributed.device_mesh import init_device_mesh
+CALLS = [case for case in product(QUANTITIES, STRATEGIES, VARIANTS) if possible(*case)]
+OF_RANKS = [case for case in CALLS if case[2] == "two ranks"]
 
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    return [call(*case, mesh) for case in cases]
+
+def rank_calls():
+    """Return the results of calls on the ranks of this process group."""
+    mesh, _ = mesh_of(2)
+    return [call(*case, mesh) for case in OF_RANKS]
+
+
+def on_two_ranks():
+    """Return by name what calls on two ranks return on each."""
+    processes = Processes(2)
+    try:
+        results = zip(*processes.run(rank_calls), strict=True)
+    finally:
+        processes.stop()
+    return dict(zip(map("|".join, OF_RANKS), map(list, results), strict=True))
 
 
 RENAMED = {"set_to_zero": "keep"}
@@ -233,3 +238,8 @@ KINDS = {
     "ensemble, donated": partial(members, donate=True),
     "gradients of a module": gradients_of_a_module,
 }
+
+CASES = {"|".join(case): partial(call, *case) for case in CALLS if case not in OF_RANKS}
+CASES |= {f"optimizer|{name}": partial(optimizer, name) for name in OPTIMIZERS}
+CASES |= {f"step|{name}": run for name, run in KINDS.items()}
+"""All that one process computes, by name."""

@@ -49,14 +49,7 @@ def outcome(error, copy):
     environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     # Bytecode is taken for current where size and second of its source are the same.
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
-    arguments = [
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not large",
-    ]
+    arguments = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not large"]
     command = [sys.executable, "-m", "pytest", *arguments, *error["tests"]]
     try:
         run = subprocess.run(

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from tests.distributed.processes import Processes
 from tests.golden import calls
 
 FOLDER = Path(__file__).parent
@@ -79,30 +78,12 @@ def differences(result, case, values, tolerance):
     return wrong
 
 
-def everything():
-    """Yield every case of `calls` and its result."""
-    ranks = [case for case in calls.calls() if case[2] == "two ranks"]
-    for case in calls.calls():
-        if case not in ranks:
-            yield "|".join(case), calls.call(*case)
-    processes = Processes(2)
-    try:
-        pairs = zip(ranks, *processes.run(calls.rank_calls, ranks), strict=True)
-        for case, *results in pairs:
-            yield "|".join(case), results
-    finally:
-        processes.stop()
-    for name in calls.OPTIMIZERS:
-        yield f"optimizer|{name}", calls.optimizer(name)
-    for name, run in calls.KINDS.items():
-        yield f"step|{name}", run()
-
-
 def write():
     """Write both files, by one thread."""
     torch.set_num_threads(1)
     bits, values = {}, {}
-    for case, result in everything():
+    results = {name: run() for name, run in calls.CASES.items()}
+    for case, result in (results | calls.on_two_ranks()).items():
         bits[case] = hashed(result)
         values |= {f"{case}|{name}": each for name, each in compact(result).items()}
     save_file(values, VALUES)

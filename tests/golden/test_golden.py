@@ -9,7 +9,6 @@ import json
 import pytest
 from safetensors.torch import load_file
 
-from tests.distributed.processes import Processes
 from tests.golden import calls, recorded
 
 FACTS = json.loads(recorded.BITS.read_text())
@@ -30,50 +29,26 @@ def check(case, result, values, tolerance):
         assert recorded.hashed(result) == FACTS["bits"][case], f"{case}: other bits"
 
 
-def marks(variant):
-    return [pytest.mark.slow, pytest.mark.compiled] * (variant == "compiled")
+def marks(name):
+    return [pytest.mark.slow, pytest.mark.compiled] * name.endswith("compiled")
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=", ".join(case), marks=marks(case[2]))
-        for case in calls.calls()
-        if case[2] != "two ranks"
-    ],
+    "name", [pytest.param(name, marks=marks(name)) for name in calls.CASES]
 )
-def test_calls(case, values):
-    check("|".join(case), calls.call(*case), values, CALL)
+def test_results(name, values):
+    steps = name.startswith(("optimizer|", "step|"))
+    check(name, calls.CASES[name](), values, STEPS if steps else CALL)
 
 
-def test_calls_on_two_ranks(values):
-    cases = [case for case in calls.calls() if case[2] == "two ranks"]
-    processes = Processes(2)
-    try:
-        results = zip(*processes.run(calls.rank_calls, cases), strict=True)
-    finally:
-        processes.stop()
-    for case, found in zip(cases, results, strict=True):
-        check("|".join(case), list(found), values, CALL)
-
-
-@pytest.mark.parametrize("name", calls.OPTIMIZERS)
-def test_optimizers(name, values):
-    check(f"optimizer|{name}", calls.optimizer(name), values, STEPS)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=marks(each[-8:])) for each in calls.KINDS]
-)
-def test_steps(name, values):
-    check(f"step|{name}", calls.KINDS[name](), values, STEPS)
+def test_results_on_two_ranks(values):
+    for name, found in calls.on_two_ranks().items():
+        check(name, found, values, CALL)
 
 
 def test_every_recorded_case_is_compared():
-    cases = {"|".join(case) for case in calls.calls()}
-    cases |= {f"optimizer|{name}" for name in calls.OPTIMIZERS}
-    cases |= {f"step|{name}" for name in calls.KINDS}
-    assert cases == FACTS["bits"].keys()
+    ranks = map("|".join, calls.OF_RANKS)
+    assert {*calls.CASES, *ranks} == FACTS["bits"].keys()
 
 
 def test_a_number_that_moves_is_seen(values):

@@ -342,6 +342,31 @@ def test_a_chain_applies_its_transformations_in_order():
         assert updates["w"].item() == expected
 
 
+DIRECTIONS = {
+    "amsgrad": optim.adam(1.0, amsgrad=True, eps=0.0),
+    "centered": optim.rmsprop(1.0, centered=True, eps=0.0),
+    "rprop": optim.rprop(),
+    **{
+        name: getattr(optim, name)(1.0, eps=0.0)
+        for name in "nadam radam adamax adam adagrad rmsprop adadelta".split()
+    },
+}
+
+
+@pytest.mark.parametrize("tx", DIRECTIONS.values(), ids=DIRECTIONS)
+def test_entries_without_gradient_stay_for_any_eps_and_have_finite_slopes(tx):
+    def outcome(size):
+        state = tx.init({"w": torch.ones(2)})
+        for _ in range(7):
+            updates, state = tx.update({"w": size * torch.tensor([0.0, 1.0])}, state)
+        return updates["w"].sum(), updates["w"]
+
+    slope, update = torch.func.grad(outcome, has_aux=True)(torch.tensor(0.3))
+    assert update[0] == 0
+    assert update[1].isfinite()
+    assert slope.isfinite()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="Inductor needs a compiler")
 @pytest.mark.filterwarnings("ignore")

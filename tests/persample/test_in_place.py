@@ -8,14 +8,13 @@ after the write; factors of vgrad wait for the end of the backward pass.
 import pytest
 import torch
 from torch import nn
-from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint  # noqa: F401, in texts
 
 import vgrad
 from tests import losses, oracle
-from tests.losses import length, old_function, randn
+from tests.losses import length, new_function, old_function, randn
 from tests.persample.test_quantities import clipped_sum
 
 pytestmark = pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
@@ -46,25 +45,13 @@ def identity(ctx, x):
 Old = old_function(identity, writes)
 
 
-class Ruled(Function):
-    generate_vmap_rule = True
-    backward = staticmethod(writes)
-
-    @staticmethod
-    def forward(x):
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-
-class Mapped(Ruled):
-    generate_vmap_rule = False
-
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return Mapped.apply(x), in_dims[0]
+Ruled = new_function("Ruled", torch.clone, writes, generate_vmap_rule=True)
+Mapped = new_function(
+    "Mapped",
+    torch.clone,
+    writes,
+    vmap=lambda info, axes, x: (Mapped.apply(x), axes[0]),
+)
 
 
 def saving(write, *, output=False):

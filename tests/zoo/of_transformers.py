@@ -12,6 +12,7 @@ from tests.zoo.entries import (
     SAME,
     SIZE,
     SPLITS,
+    Entry,
     Exact,
     Refused,
     Use,
@@ -192,6 +193,10 @@ def of(name: str, config: dict[str, Any]) -> Callable[..., functools.partial[Use
     return functools.partial(functools.partial, model, name, config)
 
 
+def rows(builders: dict[str, Callable[[], Use]], **more: Any) -> list[Entry]:
+    return [entry(name, build, **more) for name, build in builders.items()]
+
+
 CLASSIFIER, IMAGES = "ForSequenceClassification", "ForImageClassification"
 BERT, LLAMA = of(f"Bert{CLASSIFIER}", READER), of("LlamaForCausalLM", WRITER)
 GPT_2, T_5 = of("GPT2LMHeadModel", GPT2), of("T5ForConditionalGeneration", T5)
@@ -222,6 +227,51 @@ DROPOUT = dict(hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.2, train=
 LAYERDROP = dict(encoder_layerdrop=0.5, decoder_layerdrop=0.5, train=True)
 AGAIN = dict(train=True, checkpointing={"use_reentrant": False})
 
+EXACT = {
+    "BERT": BERT(sentences, attention="sdpa"),
+    "GPT-2": GPT_2(text, attention="sdpa"),
+    "Llama": LLAMA(text, attention="sdpa"),
+    "T5": T_5(text),
+    "BART": BART_LM(text, attention="sdpa"),
+    "Llama, ignored labels": LLAMA(hidden_labels),
+    "ALBERT: one layer twice": of(f"Albert{CLASSIFIER}", ALBERT)(sentences),
+    "DeBERTa v2": DEBERTA_2(sentences),
+    "DeBERTa v2, ragged mask": DEBERTA_2(padded(sentences)),
+    "DeBERTa": of(f"Deberta{CLASSIFIER}", DEBERTA)(padded(sentences)),
+    "Longformer": LONG(sentences),
+    "Longformer, ragged mask": LONG(padded(sentences)),
+    "XLNet, ragged mask": of(f"XLNet{CLASSIFIER}", XLNET)(padded(sentences)),
+    "FNet": of(f"FNet{CLASSIFIER}", READER)(sentences),
+    "OPT, ragged mask": of("OPTForCausalLM", OPT)(padded(text)),
+    "Gemma": of("GemmaForCausalLM", GEMMA)(text, attention="sdpa"),
+    "Phi": of("PhiForCausalLM", PHI)(text, attention="sdpa"),
+    "GPT-NeoX, ragged mask": of("GPTNeoXForCausalLM", NEOX)(padded(text)),
+    "Falcon": of("FalconForCausalLM", FALCON)(text),
+    "Mixtral, batched experts": MIXTRAL(text, experts_implementation="batched_mm"),
+    "Whisper": of("WhisperForConditionalGeneration", WHISPER)(spectra),
+    "BERT, gradient checkpointing": BERT(sentences, **AGAIN),
+    "GPT-2, gradient checkpointing": GPT_2(text, **AGAIN),
+    "Llama, gradient checkpointing, ragged mask": LLAMA(padded(text), **AGAIN),
+    "ViT": of(f"ViT{IMAGES}", VIEWER)(pictures(8), attention="sdpa"),
+    "BEiT": of(f"Beit{IMAGES}", VIEWER)(pictures(8)),
+    "ConvNeXt": of(f"ConvNext{IMAGES}", CONVNEXT)(pictures(16)),
+    "ResNet, evaluated": of(f"ResNet{IMAGES}", RESNET)(pictures(16)),
+    "SegFormer, evaluated": SEGMENTS(segments),
+    "SegFormer, stages of one width": SEGMENTS(segments, hidden_sizes=[8, 8]),
+    "CLIP": clip,
+}
+IN_PARTS = {
+    "BERT, masked language model": of("BertForMaskedLM", READER)(hidden_labels),
+    "ELECTRA, ragged mask": of(f"Electra{CLASSIFIER}", ALBERT)(padded(sentences)),
+    "BigBird, ragged mask": of(f"BigBird{CLASSIFIER}", BIG_BIRD)(padded(sentences)),
+    "Qwen2, ragged mask": of("Qwen2ForCausalLM", WRITER)(
+        padded(text), attention="sdpa"
+    ),
+    "Mixtral, eager experts": MIXTRAL(text, experts_implementation="eager"),
+    "Mixtral, eager experts, ragged mask": MIXTRAL(
+        padded(text), experts_implementation="eager"
+    ),
+}
 ENTRIES = [
     *(
         entry(
@@ -232,60 +282,22 @@ ENTRIES = [
         for name, build in PADDED.items()
         for attention in ("eager", "sdpa")
     ),
-    entry("BERT", BERT(sentences, attention="sdpa")),
-    entry("GPT-2", GPT_2(text, attention="sdpa")),
-    entry("Llama", LLAMA(text, attention="sdpa")),
-    entry("T5", T_5(text)),
-    entry("BART", BART_LM(text, attention="sdpa")),
-    entry("Llama, ignored labels", LLAMA(hidden_labels)),
-    entry(
-        "BERT, masked language model",
-        of("BertForMaskedLM", READER)(hidden_labels),
-        today=SPLITS,
-    ),
-    entry("ALBERT: one layer twice", of(f"Albert{CLASSIFIER}", ALBERT)(sentences)),
-    entry(
-        "ELECTRA, ragged mask",
-        of(f"Electra{CLASSIFIER}", ALBERT)(padded(sentences)),
-        today=SPLITS,
-    ),
-    entry("DeBERTa v2", DEBERTA_2(sentences)),
-    entry("DeBERTa v2, ragged mask", DEBERTA_2(padded(sentences))),
-    entry("DeBERTa", of(f"Deberta{CLASSIFIER}", DEBERTA)(padded(sentences))),
-    entry("Longformer", LONG(sentences)),
-    entry("Longformer, ragged mask", LONG(padded(sentences))),
-    entry(
-        "BigBird, ragged mask",
-        of(f"BigBird{CLASSIFIER}", BIG_BIRD)(padded(sentences)),
+    *rows(EXACT),
+    *rows(IN_PARTS, today=SPLITS),
+    entry("BART, LayerDrop", BART_LM(text, **LAYERDROP), options=SAME),
+    entry("BERT, dropout", BERT(sentences, **DROPOUT), options=SAME),
+    *rows(
+        {
+            "BART, LayerDrop, each sample its own": BART_LM(text, **LAYERDROP),
+            "BERT, ragged mask and dropout, each sample its own": BERT(
+                padded(sentences), **DROPOUT
+            ),
+        },
+        options=DIFFERENT,
         today=SPLITS,
     ),
     entry("Bloom", BLOOMS(text), today=alone("GeLUFunction")),
     entry("Bloom, ragged mask", BLOOMS(padded(text)), today=alone("GeLUFunction")),
-    entry("XLNet, ragged mask", of(f"XLNet{CLASSIFIER}", XLNET)(padded(sentences))),
-    entry("FNet", of(f"FNet{CLASSIFIER}", READER)(sentences)),
-    entry("OPT, ragged mask", of("OPTForCausalLM", OPT)(padded(text))),
-    entry(
-        "Qwen2, ragged mask",
-        of("Qwen2ForCausalLM", WRITER)(padded(text), attention="sdpa"),
-        today=SPLITS,
-    ),
-    entry("Gemma", of("GemmaForCausalLM", GEMMA)(text, attention="sdpa")),
-    entry("Phi", of("PhiForCausalLM", PHI)(text, attention="sdpa")),
-    entry("GPT-NeoX, ragged mask", of("GPTNeoXForCausalLM", NEOX)(padded(text))),
-    entry("Falcon", of("FalconForCausalLM", FALCON)(text)),
-    entry(
-        "Mixtral, eager experts",
-        MIXTRAL(text, experts_implementation="eager"),
-        today=SPLITS,
-    ),
-    entry(
-        "Mixtral, batched experts", MIXTRAL(text, experts_implementation="batched_mm")
-    ),
-    entry(
-        "Mixtral, eager experts, ragged mask",
-        MIXTRAL(padded(text), experts_implementation="eager"),
-        today=SPLITS,
-    ),
     entry("Mamba", MAMBAS(text), tolerance=1e-6, today=writes("copy_")),
     entry("Mamba, no cache", MAMBAS(text, use_cache=False), tolerance=1e-6),
     entry(
@@ -306,44 +318,19 @@ ENTRIES = [
         today=Exact("vmap", BACKWARD, "requires_grad", loops=OPS),
     ),
     entry("HuBERT with CTC", of("HubertForCTC", SPEECH)(speech), today=CTC),
-    entry("Whisper", of("WhisperForConditionalGeneration", WHISPER)(spectra)),
-    entry("BART, LayerDrop", BART_LM(text, **LAYERDROP), options=SAME),
-    entry("BERT, dropout", BERT(sentences, **DROPOUT), options=SAME),
-    entry(
-        "BART, LayerDrop, each sample its own",
-        BART_LM(text, **LAYERDROP),
-        options=DIFFERENT,
-        today=SPLITS,
-    ),
-    entry(
-        "BERT, ragged mask and dropout, each sample its own",
-        BERT(padded(sentences), **DROPOUT),
-        options=DIFFERENT,
-        today=SPLITS,
-    ),
     entry(
         "Llama, ragged mask and dropout, each sample its own",
         LLAMA(padded(text), train=True, attention_dropout=0.2),
         options=DIFFERENT,
     ),
-    entry("BERT, gradient checkpointing", BERT(sentences, **AGAIN)),
     entry(
         "BERT, re-entrant gradient checkpointing",
         BERT(sentences, train=True, checkpointing={"use_reentrant": True}),
         today=Refused("Pass use_reentrant=False"),
     ),
-    entry("GPT-2, gradient checkpointing", GPT_2(text, **AGAIN)),
-    entry("Llama, gradient checkpointing, ragged mask", LLAMA(padded(text), **AGAIN)),
-    entry("ViT", of(f"ViT{IMAGES}", VIEWER)(pictures(8), attention="sdpa")),
-    entry("BEiT", of(f"Beit{IMAGES}", VIEWER)(pictures(8))),
     entry(
         "Swin",
         of(f"Swin{IMAGES}", SWIN)(pictures(16)),
         today=loops("aten::as_strided_"),
     ),
-    entry("ConvNeXt", of(f"ConvNext{IMAGES}", CONVNEXT)(pictures(16))),
-    entry("ResNet, evaluated", of(f"ResNet{IMAGES}", RESNET)(pictures(16))),
-    entry("SegFormer, evaluated", SEGMENTS(segments)),
-    entry("SegFormer, stages of one width", SEGMENTS(segments, hidden_sizes=[8, 8])),
-    entry("CLIP", clip),
 ]

@@ -31,7 +31,7 @@ SECTIONS: dict[str, tuple[str, list[Entry]]] = {
 
 KINDS = ["recorded", "recorded in parts", "vmap", "loop"]
 KINDS += ["refused", "not by autograd either"]
-"""What may come of an entry; the first four are exact."""
+"""The columns; the first four are exact."""
 
 HEAD = """\
 # Models that run
@@ -47,34 +47,28 @@ writes this page.
 """
 
 
-def told(entry: Entry) -> str:
-    """Say in a cell what comes of an entry."""
+def told(entry: Entry) -> tuple[str, str]:
+    """Return the column in which an entry counts, and what comes of it in words."""
     match entry.today:
         case Exact(strategy, why, op, loops, splits):
-            cell = f"exact, {strategy}" + " in parts" * splits
-            cell += ": " * bool(why) + f"`{op}` " * bool(op) + why
+            kind = strategy + " in parts" * splits
+            cell = f"exact, {kind}" + ": " * bool(why) + f"`{op}` " * bool(op) + why
             if entry.tolerance > 1e-9:
                 cell += f", to {entry.tolerance:.0e}"
             if loops:
                 cell += f"; sample by sample in {', '.join(f'`{op}`' for op in loops)}"
-            return cell
+            return kind, cell
         case Refused(why):
-            return f"refused: {why}"
+            return "refused", f"refused: {why}"
         case Impossible(why):
-            return f"not by plain autograd either: {why}"
-
-
-def kind(entry: Entry) -> str:
-    """Return the column in which an entry counts."""
-    match entry.today:
-        case Exact(strategy, splits=splits):
-            return strategy + " in parts" * splits
-        case other:
-            return KINDS[4 + [Refused, Impossible].index(type(other))]
+            return "not by autograd either", f"not by plain autograd either: {why}"
 
 
 def page() -> str:
-    counts = {title: Counter(map(kind, each)) for title, (_, each) in SECTIONS.items()}
+    counts = {
+        title: Counter(told(entry)[0] for entry in entries)
+        for title, (_, entries) in SECTIONS.items()
+    }
     every = sum(counts.values(), Counter())
     exact = sum(every[each] for each in KINDS[:4])
     able = every.total() - every[KINDS[-1]]
@@ -91,7 +85,7 @@ def page() -> str:
         lines.append(f"| {title} | {cells} |")
     for title, (_, entries) in SECTIONS.items():
         lines += ["", f"## {title}", "", "| model | today |", "|---|---|"]
-        lines += [f"| {entry.name} | {told(entry)} |" for entry in entries]
+        lines += [f"| {entry.name} | {told(entry)[1]} |" for entry in entries]
     return "\n".join(lines) + "\n"
 
 

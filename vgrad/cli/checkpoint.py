@@ -68,7 +68,8 @@ def check_entries(before: Description) -> None:
 
 def restored(template: Tree, tensors: dict[str, Tensor]) -> Tree:
     """Return a template with the tensors read; a ValueError if they do not fit."""
-    return tree.load_state_dict(template, tensors, where=STATE)
+    tree.check_fit(STATE, tree.state_dict(template), tensors)
+    return tree.load_state_dict(template, tensors)
 
 
 def check_same(before: Description, now: Description) -> None:
@@ -200,7 +201,11 @@ def read_model(
     `named` is the model as the caller names it, which a factory of the user's needs.
     """
     path, text = folder / MODEL, folder / MODEL
-    if holds_ensemble(folder):
+    if names := [n for n in (ENSEMBLE, ENSEMBLE_TEXT) if (folder / n).exists()]:
+        if path.exists():
+            raise ValueError(
+                f"{folder}: expected the folder of one run, got {MODEL} and {names[0]}."
+            )
         path, text = folder / ENSEMBLE, folder / ENSEMBLE_TEXT
         description = parsed(str(text), text.read_bytes(), {"members": whole(1)})
         tensors, _ = files.read_tensors(path, "ensemble")
@@ -214,6 +219,12 @@ def read_model(
         one = {name: tensor[0] for name, tensor in tensors.items()}
     else:
         tensors, description = files.read_tensors(path, "model")
+        description.pop("members", None)  # which an ensemble alone has
+        if member is not None:
+            raise ValueError(
+                f"load(member={member}): expected the folder of an ensemble, got "
+                f"{folder}, which holds one model. Leave member out."
+            )
         one = tensors
     check(str(text), description, {"model": TEXT, "shape": TABLE})
     spec, shape = description["model"], shape_of(str(text), description["shape"])
@@ -234,16 +245,6 @@ def read_model(
 
 def _text(description: Description) -> bytes:
     return (json.dumps(description, indent=2) + "\n").encode()
-
-
-def holds_ensemble(folder: Path) -> bool:
-    """Return whether a folder holds an ensemble; a ValueError if it has a model too."""
-    names = [name for name in (ENSEMBLE, ENSEMBLE_TEXT) if (folder / name).exists()]
-    if names and (folder / MODEL).exists():
-        raise ValueError(
-            f"{folder}: expected the folder of one run, got {MODEL} and {names[0]}."
-        )
-    return bool(names)
 
 
 @overload
@@ -284,16 +285,11 @@ def load(
         >>> model(torch.zeros(5, 1, 1, 4)).shape
         torch.Size([5, 3])
     """
-    path = Path(folder)
-    single = not holds_ensemble(path)
     if member is not None:
         [member] = checks.whole("load", least=0, member=member)
-        if single and (path / MODEL).exists():
-            raise ValueError(
-                f"load(member={member}): expected the folder of an ensemble, got "
-                f"{path}, which holds one model. Leave member out."
-            )
-    fmodel, params, buffers, _ = read_model(path, named=model, member=member)
-    if single or member is not None:
+    fmodel, params, buffers, description = read_model(
+        Path(folder), named=model, member=member
+    )
+    if member is not None or "members" not in description:
         return fmodel.to_module(params, buffers).eval()
     return fmodel, params, buffers

@@ -41,21 +41,12 @@ class Dataset(NamedTuple):
         channels, height, width = self.x_train.shape[1:]
         return Shape(channels, height, width, self.classes)
 
-    def to(self, device: torch.device) -> "Dataset":
-        """Move the tensors to a device."""
-        return Dataset(
-            *(tensor.to(device) for tensor in self[:4]), classes=self.classes
-        )
-
 
 def load(source: str, *, seed: int) -> Dataset:
     """Read the data set that `source` names: a key of `SOURCES` or an .npz file.
 
-    A file holds `x_train` and `x_test`, `[N, H, W]`, `[N, C, H, W]` or `[N, features]`
-    (which become images of one row), and the labels `y_train` and `y_test`, whole
-    numbers `[N]` from 0 on. Bytes are divided by 255, other numbers taken as they are.
-    The number of classes is the file's `classes`, or else the largest label plus one
-    over both splits. `seed` fixes how scikit-learn's digits are split.
+    Bytes are divided by 255, other numbers taken as they are; features become images
+    of one row. `seed` fixes how scikit-learn's digits are split.
     """
     try:
         if source in SOURCES:

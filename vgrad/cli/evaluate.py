@@ -65,7 +65,7 @@ def evaluate(arguments: Namespace) -> None:
         privacy = "no claim of privacy: the noise is reproducible"
         if epsilon is not None:
             privacy = f"epsilon {epsilon:.3f} at delta {description['delta']:g}"
-    dataset = data.load(arguments.data, seed=description["seed"]).to(where)
+    dataset = data.load(arguments.data, seed=description["seed"])
     expected, shape = shape_of(str(path), description["shape"]), dataset.shape
     # A file may happen to lack the last classes.
     if shape[:3] != expected[:3] or shape.classes > expected.classes:
@@ -73,9 +73,9 @@ def evaluate(arguments: Namespace) -> None:
             f"--data {arguments.data}: expected {_words(expected)}, as the model was "
             f"made for, got {_words(shape)}."
         )
-    params, buffers = tree.to_device((params, buffers), where)
+    params, buffers, dataset = tree.to_device((params, buffers, dataset), where)
     run = models.under(description.get("precision") or "float32", fmodel)
-    if checkpoint.holds_ensemble(path):
+    if "members" in description:
         run = ensemble_forward(run, strategy="loop")
     share, of_members = judge(
         lambda x: run(params, buffers, x), dataset.x_test, dataset.y_test

@@ -151,7 +151,7 @@ def prepare(
         trainers = {"private": private, **trainers}
     return Job(
         settings,
-        dataset.to(device),
+        tree.to_device(dataset, device),
         plan,
         extended,
         ends,
@@ -263,9 +263,10 @@ def _private(
         states, taken = zip(*results, strict=True)
         return PrivateMembers(states), reduce(Taken.plus, taken)
 
-    def start(i: int, *entries: dict[str, Tensor]) -> TrainState:
+    def start(i: int) -> TrainState:
+        one = [member(values, i) if count > 1 else values for values in entries]
         key = dp.secret_key(seed=seed, member=i)
-        return TrainState.create(tx, *entries, loss_scale=scale)._replace(key=key)
+        return TrainState.create(tx, *one, loss_scale=scale)._replace(key=key)
 
     def epsilon(steps: int) -> float:
         return plan.epsilon(steps * count)
@@ -276,10 +277,8 @@ def _private(
     scale = StaticLossScale(2.0**10) if settings.precision == "float16" else None
     _, *entries = model
     if count == 1:
-        return Trainer(start(0, *entries), advance, epsilon)
-    each = [[member(values, i) for values in entries] for i in range(count)]
-    states = tuple(start(i, *entries) for i, entries in enumerate(each))
-    return Trainer(PrivateMembers(states), in_turn, epsilon)
+        return Trainer(start(0), advance, epsilon)
+    return Trainer(PrivateMembers(tuple(map(start, range(count)))), in_turn, epsilon)
 
 
 def _plain(

@@ -1,7 +1,9 @@
 """Ensembles: many models trained and evaluated as one.
 
 `stack`, `combine_state_for_ensemble`, `ensemble_forward`, `ensemble_grad` and
-`for_members` are names of `vgrad` itself.
+`for_members` are names of `vgrad` itself. Running statistics of batch norm are buffers
+with a member axis, and members rest in a step of `vgrad.training` where
+`EnsembleState.active` is false.
 
 Making and taking apart:
 

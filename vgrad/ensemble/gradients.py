@@ -142,12 +142,12 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
     ) -> tuple[Params, Any, Buffers]:
         """Differentiate the sum of all losses: no member's depends on another's."""
 
-        def total(params: Params) -> tuple[Tensor, tuple[Any, Buffers]]:
+        def total(params: Params) -> tuple[Tensor, tuple[Tensor, Tree, Buffers]]:
             own = replace(call, args=(params, *call.args[1:]))
             (losses, aux), new = execution.run(self.run, own, strategy)
-            return (losses * loss_scale).sum(), ((losses, aux), new)
+            return (losses * loss_scale).sum(), (losses, aux, new)
 
-        grads, (value, new), unreached = gradient(total, call.args[0])
+        grads, (losses, aux, new), unreached = gradient(total, call.args[0])
         if unreached and strategy != "loop":
             try:
                 self._check_unreached(call, frozenset(unreached), before)
@@ -157,7 +157,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
                 found = self._by_members(call, loss_scale)
                 execution.fall_back(call, str(error))
                 return found
-        return grads, value, new
+        return grads, (losses, aux), new
 
     def _check_unreached(
         self, call: Call, names: frozenset[str], before: RandomState

@@ -38,9 +38,9 @@ def shared_names(
     function: str, names: Iterable[str], patterns: Patterns
 ) -> frozenset[str]:
     """Return the names of the entries without a member axis, which match a pattern."""
-    checks.patterns(function, shared=patterns)
-    if not patterns:
+    if patterns in ((), []):
         return frozenset()
+    checks.patterns(function, shared=patterns)
     return _matched(function, tuple(names), tuple(patterns))
 
 
@@ -51,15 +51,10 @@ def _matched(function: str, names: tuple, patterns: tuple) -> frozenset[str]:
 
 
 class Layout(NamedTuple):
-    """The member axis of parameters and buffers.
-
-    Attributes:
-        members: E.
-        shared: the names of the entries without that axis.
-    """
+    """The member axis of parameters and buffers."""
 
     members: int
-    shared: frozenset[str]
+    shared: frozenset[str]  # the names of the entries without that axis
 
     @classmethod
     def of(
@@ -263,8 +258,16 @@ class Call:
                     f"the buffer {name!r}, which they share, got one of each. Give "
                     f"each member its own."
                 )
-        single = isinstance(values[0], Tensor)
-        return join(*values) if single else tree_map(join, *values), joined
+        return _joint(join, values), joined
+
+
+def _joint(join: Callable[..., Tensor], trees: Sequence[Any]) -> Tree:
+    """Join trees leaf by leaf; pairs go without pytree, which takes longer."""
+    if isinstance(trees[0], Tensor):
+        return join(*trees)
+    if type(trees[0]) is tuple:
+        return tuple([_joint(join, parts) for parts in zip(*trees, strict=True)])
+    return tree_map(join, *trees)
 
 
 def _same(values: Sequence[Tensor]) -> bool:

@@ -101,7 +101,6 @@ def of_members(
     function: str, tx: GradientTransformation, shared: Patterns
 ) -> MembersTransformation:
     """Return a transformation for members, `tx` itself if it is one already."""
-    checks.patterns(function, shared=shared)
     check_transformation(function, tx)
     if not isinstance(tx, MembersTransformation):
         return for_members(tx, shared=shared)

@@ -6,7 +6,7 @@ B samples, G groups of a matrix product, T positions.
 import itertools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,18 +99,10 @@ def _recomputed(norm: Norm) -> Norm:
     return norm._replace(value=value, upper=upper, doubtful=None)
 
 
-class Joint(NamedTuple):
-    """Joint norms of P groups of parameters, with the fields of `Norm`, [B, P] each."""
-
-    value: Tensor
-    reach: Tensor
-    upper: Tensor
-
-
 def joint(
     norms: Mapping[str, Sequence[Norm]], groups: Iterable[Sequence[str]]
-) -> Joint:
-    """Return the joint norms of the parameters in each group."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `value`, `reach` and `upper` of P groups of parameters, [B, P] each."""
     values, reaches, uppers, scales = [], [], [], [None]
     for names in groups:
         parts = itertools.chain(*map(norms.__getitem__, names))
@@ -125,7 +117,7 @@ def joint(
         # One over the scale is multiplied as well, by the sum and by its error.
         most = torch.maximum(most, most.clamp(min=1) / scale)
         value, upper = value / scale, upper / scale
-    return Joint(value, most, upper)
+    return value, most, upper
 
 
 def far(factors: Mapping[str, Sequence[Factor]]) -> set[str]:

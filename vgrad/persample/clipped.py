@@ -5,7 +5,7 @@ B samples.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Required, Unpack, get_args, overload
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.batches import Sensitivity
 from vgrad.conditions import rare
-from vgrad.factors import Dense, Factor, Norm, Scaled, Sums, reductions
+from vgrad.factors import Dense, Factor, Scaled, Sums, reductions
 from vgrad.factors.norms import doubts, joint, recomputed, settled
 from vgrad.factors.reductions import ordinary, rounded_down, together
 from vgrad.persample.engine import (
@@ -107,27 +107,25 @@ class ClipWeights(NamedTuple):
     direct: Tensor  # which can be summed from factors, far from the ends of float32
 
 
-@dataclass(frozen=True)
-class _Weigher:
-    """Computes the weights of samples, in `dtype`."""
+@dataclass
+class _ClipCollector(Collector):
+    """Keeps the factors of a sum that is weighted by norms, with weights in `dtype`."""
 
     rule: ClipRule
     parts: Sequence[Sequence[str]]  # names of parameters that are clipped together
     bound: Any  # of the norms, a number for all parts or one for each, [P]
     dtype: torch.dtype
     mask: Tensor | None
+    factors: dict[str, Factor] = field(default_factory=dict)
+    norms: dict[str, Any] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, rule: ClipRule, call: Call) -> "_Weigher":
-        parts, bounds = rule.parts(call.params)
-        bound: Any = bounds[0]
-        if len(set(bounds)) > 1:
-            bound = torch.tensor(bounds, dtype=torch.float64, device=call.device)
-        dtype = reductions.norm_dtype(call.params)
-        return cls(rule, parts, bound, dtype, call.mask)
+    def take(self, name: str, factor: Factor) -> None:
+        self.factors[name], self.norms[name] = factor.settled()
 
-    def __call__(self, norms: Mapping[str, list[Norm]]) -> ClipWeights:
-        value, reach, upper = joint(norms, self.parts)
+    def weigh(self) -> ClipWeights:
+        """Return the weights; they are wrong where norms are doubtful."""
+        self.norms = settled(self.norms)
+        value, reach, upper = joint(self.norms, self.parts)
         finite = (upper < math.inf).all(1)
         # Samples that are not finite need some number.
         factors = self.rule.factors(upper.nan_to_num(1.0, 1.0), self.bound)
@@ -143,23 +141,6 @@ class _Weigher:
         weights = {name: column for names, column in columns for name in names}
         norm, direct = together(value), finite & safe.all(1)
         return ClipWeights(norm, upper, rounded, weights, finite, clipped, direct)
-
-
-@dataclass
-class _ClipCollector(Collector):
-    """Keeps the factors of a sum that is weighted by norms."""
-
-    weigher: _Weigher
-    factors: dict[str, Factor] = field(default_factory=dict)
-    norms: dict[str, Any] = field(default_factory=dict)
-
-    def take(self, name: str, factor: Factor) -> None:
-        self.factors[name], self.norms[name] = factor.settled()
-
-    def weigh(self) -> ClipWeights:
-        """Return the weights; they are wrong where norms are doubtful."""
-        self.norms = settled(self.norms)
-        return self.weigher(self.norms)
 
     def careful(self, *direct: Tensor) -> bool:
         """Return whether a sample is not `direct`, or has a doubtful norm."""
@@ -189,13 +170,13 @@ class _ClipCollector(Collector):
         if not rare(~clip.direct):
             return self.summed(clip, None), clip
         keep, hard = clip.direct, clip.finite & ~clip.direct
-        if self.weigher.mask is not None:
-            keep, hard = keep & self.weigher.mask, hard & self.weigher.mask
-        # The norms of the very numbers that are summed, in float64.
-        wide = replace(self.weigher, dtype=torch.float64, mask=None)
-        most = torch.finfo(self.weigher.dtype).max
+        if self.mask is not None:
+            keep, hard = keep & self.mask, hard & self.mask
+        most = torch.finfo(self.dtype).max
         for rows in slices(hard, *(factor.shape for factor in self.factors.values())):
-            some = _ClipCollector(wide)
+            # The norms of the very numbers that are summed, in float64.
+            wide = self.rule, self.parts, self.bound, torch.float64, None
+            some = _ClipCollector(*wide)
             for name, factor in self.factors.items():
                 g = gradients(factor, rows).g
                 # Where gradients are stored, such a number is infinite.
@@ -246,11 +227,13 @@ class _TwoPassCollector(_ClipCollector):
         factors = double(self._clip.factors)
         with no_autocast(factors.device):
             again = self.weigh()
-            bounds = self.weigher.bound * (1 + _ROUNDING)
+            bounds = self.bound * (1 + _ROUNDING)
             fits = factors * again.upper <= bounds
             fits &= factors >= again.factors * (1 - _OTHER)
             differs = self.careful(again.direct, fits.all(1))
-        return _ClipCollector(self.weigher) if self.reducer.any_rank(differs) else None
+        if not self.reducer.any_rank(differs):
+            return None
+        return _ClipCollector(self.rule, self.parts, self.bound, self.dtype, self.mask)
 
 
 class ClippedGrad(NamedTuple):
@@ -416,10 +399,15 @@ class ClippedSum(Quantity):
         return value._replace(norms=norms, losses=losses)
 
     def collector(self, call: Call) -> _ClipCollector:
-        weigher = _Weigher.of(self.rule, call)
+        parts, bounds = self.rule.parts(call.params)
+        bound: Any = bounds[0]
+        if len(set(bounds)) > 1:
+            bound = torch.tensor(bounds, dtype=torch.float64, device=call.device)
+        dtype = reductions.norm_dtype(call.params)
+        given = self.rule, parts, bound, dtype, call.mask
         if self.passes == 1:
-            return _ClipCollector(weigher)
-        return _TwoPassCollector(weigher, reducer=call.reducer)
+            return _ClipCollector(*given)
+        return _TwoPassCollector(*given, reducer=call.reducer)
 
     def partial(self, collector: _ClipCollector, call: Call) -> tuple:
         clip = collector.weigh()

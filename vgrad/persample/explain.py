@@ -143,8 +143,9 @@ def explain(transform: Any) -> Any:
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return explained(params, buffers, *batch)
-        # A memory of its own, so that the transform still warns.
-        options = replace(transform.options, fallbacks=_Silent())
+        # A memory of its own, so that the transform still warns; the report has the
+        # reason.
+        options = replace(transform.options, fallbacks=Fallbacks(silent=True))
         call = options.on(Inputs(params, buffers, batch))
         with kept_random_state(call.tensors):
             report = _explained(call)
@@ -152,11 +153,6 @@ def explain(transform: Any) -> Any:
         return report if captured is None else captured(report)
 
     return explained
-
-
-class _Silent(Fallbacks):
-    def fell_back(self, text: str) -> None:
-        pass  # the report has the reason
 
 
 def _explained(call: Call) -> Explanation:

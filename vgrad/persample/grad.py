@@ -179,8 +179,8 @@ class _Norms(Quantity):
         collector.flush()
         dtype = reductions.norm_dtype(call.params)
         grouped = members(call.function, self.groups, call.params)
-        norms = joint(collector.norms, grouped.values()).value.unbind(1)
-        own = [each.to(dtype, copy=True) for each in norms]
+        norms, *_ = joint(collector.norms, grouped.values())
+        own = [each.to(dtype, copy=True) for each in norms.unbind(1)]
         return dict(zip(grouped, own, strict=True))
 
     def total(self, partials: Iterator[dict[str, Tensor]], run: Evaluation) -> Any:

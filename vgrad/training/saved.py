@@ -70,19 +70,12 @@ Pieces = Mapping[str, tuple[Box, Tensor]]
 
 
 class Meta(NamedTuple):
-    """The content of `meta.json`.
+    """The content of `meta.json`."""
 
-    Attributes:
-        checkpoint: its name, which the names of its files contain.
-        settings: settings of the run.
-        tensors: their shapes and dtypes; they have no memory.
-        pieces: the number of the file that each piece is in.
-    """
-
-    checkpoint: str
+    checkpoint: str  # its name, which the names of its files contain
     settings: dict[str, Any]
-    tensors: dict[str, Tensor]
-    pieces: dict[str, dict[Box, int]]
+    tensors: dict[str, Tensor]  # shapes and dtypes, without memory
+    pieces: dict[str, dict[Box, int]]  # the number of the file that each is in
 
     def file(self, number: int) -> str:
         """Return the name of a file."""

@@ -227,6 +227,8 @@ def _check_scale(function: str, loss_scale: LossScale | None) -> None:
 
 def for_each(scale: LossScale, count: int) -> LossScale:
     """Return a scale with a number for every member."""
+    if not is_scaled(scale):
+        return scale
     return map_tensors(lambda x: x if x.ndim else x.expand(count).contiguous(), scale)
 
 

@@ -84,7 +84,8 @@ class Failure(NamedTuple):
 class Fallbacks:
     """The memory of one transform: each warning is shown once."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, silent: bool = False) -> None:
+        self._silent = silent  # about other strategies
         # Ops without a batching rule, of which torch warns. Its warnings are caught
         # only while there may be new ones: then Python forgets those it has shown.
         self._known: set[str] | None = None
@@ -108,7 +109,8 @@ class Fallbacks:
 
     def fell_back(self, text: str) -> None:
         """Warn of another strategy, whose reason is in `failure`."""
-        self.warn(text)
+        if not self._silent:
+            self.warn(text)
 
     def warn(self, text: str) -> None:
         if text not in self._told:

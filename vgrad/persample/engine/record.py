@@ -458,11 +458,8 @@ class Recorder:
     # The methods of `Recording`.
 
     def physical(self, tensor: Tensor) -> Tensor:
-        if not modes.is_batched(tensor):
-            return tensor.expand(self.size, *tensor.shape)
-        axis = modes.batch_axis(tensor)
-        tensor = modes.unwrapped(tensor)
-        return tensor.movedim(axis, 0) if axis else tensor
+        own = modes.in_front(tensor, self._level)
+        return tensor.expand(self.size, *tensor.shape) if own is None else own
 
     def logical(self, tensor: Tensor) -> Tensor:
         return modes.add_batch_axis(tensor, 0, self._level)

@@ -162,7 +162,7 @@ def joined(empty: Tensor, parts: list[Tensor]) -> Tensor:
 
 
 def at_a_time(call: Call) -> int | None:
-    """Return how many samples a chunk has; None for all."""
+    """Return how many samples a chunk has by `chunk_size`; None for all."""
     if call.strategy == "loop":
         return 1
     if call.chunk_size != "auto":
