@@ -178,8 +178,12 @@ def test_batch_axes_go_on_and_off():
     with modes.vmap_level(3, "error") as level:
         x = modes.add_batch_axis(X, 0, level)
         assert x.shape == (2,)
-        assert [*modes.split_batch_axis(x, level)][1] == 0
         assert modes.split_batch_axis(X, level) == (X, None)
+        assert modes.in_front(X, level) is None
+        last = modes.add_batch_axis(X.T, 1, level)
+        for each in (x, last):
+            assert modes.is_wrapped(each)
+            assert torch.equal(modes.in_front(each, level), X)
         out = modes.remove_batch_axis(x * 2, level, 3, 1)
     assert torch.equal(out, (X * 2).T)
     with pytest.raises(RuntimeError, match="No wrappers"):

@@ -67,7 +67,8 @@ the sign of zero
 not a number: same capture
   thing = Plain(math.nan) => 1.0 + math.isnan(thing.beta) => thing.beta = float("nan")
 a member of an enum
-  beta = Level.LOW => beta.value => beta = Level.HIGH
+  Level = enum.Enum("Level", {"LOW": 2.0, "HIGH": 3.0}); beta = Level.LOW
+  => beta.value => beta = Level.HIGH
 a default
   f = lambda value=2.0: value => f() => f.__defaults__ = (3.0,)
 a default of a keyword
@@ -124,7 +125,8 @@ a new attribute
 an attribute that hides getattr
   thing = kind(__getattr__=lambda *_: 2.0)() => thing.beta => thing.beta = 3.0
 objects with any attribute: same capture
-  thing = AnyAttribute() => thing.beta => pass
+  thing = kind(__getattr__=lambda self, name: vars(self)["held"][name])()
+  thing.held = {"beta": 2.0} => thing.beta => pass
 a class attribute
   own = kind(beta=2.0); thing = own() => thing.beta => own.beta = 3.0
 a special attribute of a class
@@ -133,9 +135,11 @@ a special method replaced
   own = kind(__call__=lambda _: 2.0); thing = own() => thing()
   => own.__call__ = lambda _: 3.0
 a descriptor
-  beta = Descriptor(); thing = kind(beta=beta)() => thing.beta => beta.beta = 3.0
+  beta = kind(__get__=lambda self, *_: self.beta, beta=2.0)()
+  thing = kind(beta=beta)() => thing.beta => beta.beta = 3.0
 another class
-  thing = Plain() => thing.value() => thing.__class__ = Other
+  other = kind(Plain, value=lambda self: 3 * self.beta); thing = Plain()
+  => thing.value() => thing.__class__ = other
 an attribute of a member of an enum
   A = enum.Enum("Mode", "A").A; A.weight = 2.0 => A.weight => A.weight = 3.0
 an attribute of a member of numbers
@@ -148,7 +152,7 @@ private slots
 a weak reference
   thing = Plain(); ref = weakref.ref(thing) => ref().beta => thing.beta = 3.0
 a cached property: same capture
-  thing = Cached() => thing.beta => pass
+  thing = kind(beta=functools.cached_property(lambda _: 2.0))() => thing.beta => pass
 a class registered with an abstract one
   own = abc.ABCMeta("Abstract", (), {}); thing = Plain()
   => 2.0 + isinstance(thing, own) => own.register(Plain)
@@ -156,7 +160,7 @@ a class registered with one of collections
   own = kind(); thing = own(); abstract = collections.abc.Sequence
   => 2.0 + isinstance(thing, abstract) => abstract.register(own)
 abstract classes: same capture
-  thing = Concrete() => thing.value() => pass
+  thing = kind(abc.ABC, value=lambda _: 2.0)() => thing.value() => pass
 unions and generics: same capture
   kinds = int | float, list[str] => 2.0 + isinstance(2, kinds[0]) => pass
 a counter of an object: changes values
@@ -566,18 +570,8 @@ class Plain:
         return 2 * self.beta
 
 
-class Other(Plain):
-    def value(self):
-        return 3 * self.beta
-
-
 class Named(NamedTuple):
     held: list
-
-
-class Level(enum.Enum):
-    LOW = 2.0
-    HIGH = 3.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -599,39 +593,6 @@ class Private:
 
     def beta(self):
         return self.__beta
-
-
-class Descriptor:
-    beta = 2.0
-
-    def __get__(self, instance, owner):
-        return self.beta
-
-
-class AnyAttribute:
-    def __init__(self):
-        self.held = {"beta": 2.0}
-
-    def __getattr__(self, name):
-        return vars(self)["held"][name]
-
-
-class Cached:
-    @functools.cached_property
-    def beta(self):
-        return 2.0
-
-
-class Abstract(abc.ABC):
-    beta = 2.0
-
-    @abc.abstractmethod
-    def value(self): ...
-
-
-class Concrete(Abstract):
-    def value(self):
-        return self.beta
 
 
 class Finalized:

@@ -47,8 +47,9 @@ def loop(tensors, in_dims, cotangents, **options):
     return torch.stack(outs), tuple(torch.stack(x) for x in zip(*grads, strict=True))
 
 
-def vjp_of(options, floats):
-    """Return a function of one cotangent and inputs: output and gradients."""
+def mapped(tensors, in_dims, cotangents, *, randomness="error", **options):
+    """The same at once, under vmap."""
+    floats = sum(x.is_floating_point() for x in tensors)
 
     def pulled(cotangent, *tensors):
         def attend(*chosen):
@@ -57,7 +58,8 @@ def vjp_of(options, floats):
         out, pull = vjp(attend, *tensors[:floats])
         return out, pull(cotangent)
 
-    return pulled
+    run = vmap(pulled, (0, *in_dims), randomness=randomness)
+    return run(cotangents, *tensors)
 
 
 def dropped(*tensors, p=0.5):
@@ -119,7 +121,7 @@ def test_outputs_and_gradients_equal_those_of_a_loop(problem, kind):
     close = {"atol": bound, "rtol": bound}
 
     # Each sample with its gradients.
-    found = vmap(vjp_of(options, floats), (0, *in_dims))(cotangents, *tensors)
+    found = mapped(tensors, in_dims, cotangents, **options)
     torch.testing.assert_close(found, (out, grads), **close)
 
     # All samples as one function: what samples share receives the sum.
@@ -152,7 +154,7 @@ def test_gradients_of_nested_vmaps_equal_those_of_a_loop(in_dims, dims):
                 shape.insert(place, size)
         tensors.append(normal(*shape, seed=seed))
     cotangents = normal(2, 3, 2, 5, 4, seed=9)
-    inner = vmap(vjp_of({}, 4), in_dims=(0, *in_dims, 0))
+    inner = lambda c, *x: mapped(x, (*in_dims, 0), c)  # noqa: E731
     out, grads = vmap(inner, in_dims=(0, *dims))(cotangents, *tensors)
     for sample in range(2):
         chosen = one(tensors, dims, sample)
@@ -217,7 +219,7 @@ def test_rows_masked_altogether_give_what_torch_gives(float_mask):
     tensors, cotangents = [*inputs(3, 2, 5, 4), mask], normal(3, 2, 5, 4, seed=8)
     out, grads = loop(tensors, (0,) * 4, cotangents)
     assert not out[1].any()
-    found = vmap(vjp_of({}, len(grads)))(cotangents, *tensors)
+    found = mapped(tensors, (0,) * 4, cotangents)
     torch.testing.assert_close(found, (out, grads))
 
 
@@ -229,7 +231,7 @@ def test_empty_axes_give_empty_or_zero_results(batch, heads, length, keys):
     tensors = inputs(batch, heads, length, 4, keys=keys)
     tensors.append(normal(batch, length, keys))
     cotangents = normal(batch, heads, length, 4)
-    out, grads = vmap(vjp_of({}, 4))(cotangents, *tensors)
+    out, grads = mapped(tensors, (0,) * 4, cotangents)
     assert out.shape == (batch, heads, length, 4)
     assert [x.shape for x in grads] == [x.shape for x in tensors]
     assert not any(x.any() for x in (out, *grads))
@@ -320,13 +322,9 @@ def test_gradients_see_the_dropout_of_the_forward_pass(device, randomness):
     tensors = inputs(3, 2, 5, 4, device=device)
     steps = [x.flip(0) for x in tensors]
     cotangents = normal(3, 2, 5, 4, seed=7, device=device)
-
-    def pulled(cotangent, *x):
-        out, pull = vjp(dropped, *x)
-        return out, pull(cotangent)
-
+    options = {"dropout_p": 0.5, "randomness": randomness}
     torch.manual_seed(1)
-    out, grads = vmap(pulled, randomness=randomness)(cotangents, *tensors)
+    out, grads = mapped(tensors, (0, 0, 0), cotangents, **options)
 
     def value(*x):
         torch.manual_seed(1)
@@ -415,7 +413,7 @@ def test_low_precision_agrees_with_a_loop_in_high_precision(device, dtype, bound
     cotangents = normal(3, 2, 40, 16, seed=5, **own)
     double = [x.double() if x.is_floating_point() else x for x in tensors]
     expected = loop(double, (0,) * len(tensors), cotangents.double(), **options)
-    found = vmap(vjp_of(options, len(expected[1])))(cotangents, *tensors)
+    found = mapped(tensors, (0,) * len(tensors), cotangents, **options)
     assert {x.dtype for x in (found[0], *found[1])} == {dtype}
     close = {"atol": bound, "rtol": bound, "check_dtype": False}
     torch.testing.assert_close(found, expected, **close)

@@ -123,11 +123,8 @@ def one_by_one(function: Any, args: tuple, kwargs: dict, foreign: Foreign) -> An
         )
     innermost: Any = modes.innermost()
     level, size = innermost.level(), innermost.batch_size()
-    given = [(each, False) for each in call.tensors]
-    for number, (each, _) in enumerate(given):
-        if modes.level_of(each) == level and modes.is_batched(each):
-            axis = modes.batch_axis(each)
-            given[number] = modes.unwrapped(each).movedim(axis, 0), True
+    pairs = [(each, modes.in_front(each, level)) for each in call.tensors]
+    given = [(each, False) if own is None else (own, True) for each, own in pairs]
     with modes.exit_all():
         found, mapped = call.run(given, size)
     if mapped:

@@ -123,12 +123,6 @@ class GradFlags:
         """Return the same for another run, without tensors."""
         return GradFlags(self.level, self.one, self.otherwise)
 
-    def before(self, func: Callable, tensors: Sequence[Tensor]) -> None:
-        """Prepare the tensors among the arguments of a call, or refuse the call."""
-        for tensor in tensors:
-            self.sync(tensor)
-        self.refuse(func, tensors)
-
     def refuse(self, func: Callable, tensors: Sequence[Tensor]) -> None:
         """Refuse a call whose result would be wrong for one sample."""
         refused = _REFUSED.get(func)

@@ -351,7 +351,9 @@ def at_once(run: Handler) -> Handler:
         flags, tensors = mode.flags, among(args, kwargs)
         assert flags is not None
         with modes.without_modes():  # a loss around this one has modes of its own
-            flags.before(func, tensors)
+            for tensor in tensors:
+                flags.sync(tensor)
+            flags.refuse(func, tensors)
         output = run(mode, func, args, kwargs)
         with modes.without_modes():
             flags.after(func, tensors, output)

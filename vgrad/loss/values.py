@@ -148,11 +148,11 @@ def physical(tensor: Tensor, level: int) -> Tensor | None:
                 'got one inside of it. Use strategy="loop".'
             )
         tensor = modes.unwrapped(tensor)
-    if modes.level_of(tensor) != level or not modes.is_batched(tensor):
+    if modes.level_of(tensor) != level:
         return None
-    axis = modes.batch_axis(tensor)
     with modes.exit_to(level):  # else the transforms inside wrap the result
-        return modes.unwrapped(tensor).movedim(axis, 0).detach()
+        found = modes.in_front(tensor, level)
+        return None if found is None else found.detach()
 
 
 def _values(

@@ -185,25 +185,22 @@ def _for_all_hits(x: Tensor, mask: _Mask, value: Any) -> Form | None:
     return write
 
 
-def _index_put(func: Callable) -> Callable[..., Form | None]:
-    """Make the form of a function that writes by index."""
-
-    def form(
-        samples: Samples,
-        x: Tensor,
-        indices: Any,
-        values: Tensor,
-        *more: Any,
-        **options: Any,
-    ) -> Form | None:
-        if any(each is None for each in indices):  # here a whole axis, there a new one
-            return None
-        places = _by_places(samples, indices, _masks(samples, x, indices))
-        if places is None:
-            return None
-        return partial(func, x, places, values, *more, **options)
-
-    return form
+def _index_put(
+    func: Callable,
+    samples: Samples,
+    x: Tensor,
+    indices: Any,
+    values: Tensor,
+    *more: Any,
+    **options: Any,
+) -> Form | None:
+    """Write by index, which has no masks then."""
+    if any(each is None for each in indices):  # here a whole axis, there a new one
+        return None
+    places = _by_places(samples, indices, _masks(samples, x, indices))
+    if places is None:
+        return None
+    return partial(func, x, places, values, *more, **options)
 
 
 def _masked_select(
@@ -292,9 +289,11 @@ def _one_hot(samples: Samples, tensor: Tensor, num_classes: int = -1) -> Form | 
     return lambda: (tensor.unsqueeze(-1) == classes).long()
 
 
-def _by_each(func: Callable) -> Callable[..., Form | None]:
-    """Make the form of a function without a derivative: sample by sample."""
-    return lambda samples, *args, **kwargs: samples.stacked(func, args, kwargs)
+def _by_each(
+    func: Callable, samples: Samples, *args: Any, **kwargs: Any
+) -> Form | None:
+    """Run a function without a derivative for one sample after another."""
+    return samples.stacked(func, args, kwargs)
 
 
 def _masks(samples: Samples, x: Tensor, items: Sequence[Any]) -> list[_Mask]:
@@ -380,8 +379,7 @@ register(torch.repeat_interleave, selected=_repeat_interleave)
 register(Tensor.repeat_interleave, selected=_repeat_interleave)
 register(F.one_hot, selected=_one_hot)
 for _op in (torch.index_put, torch.index_put_, Tensor.index_put, Tensor.index_put_):
-    register(_op, selected=_index_put(_op))
-for _op in (torch.bincount, torch.unique, torch.unique_consecutive):
-    register(_op, selected=_by_each(_op))
-for _op in (Tensor.bincount, Tensor.unique, Tensor.unique_consecutive):
-    register(_op, selected=_by_each(_op))
+    register(_op, selected=partial(_index_put, _op))
+for _name in ("bincount", "unique", "unique_consecutive"):
+    for _op in (getattr(torch, _name), getattr(Tensor, _name)):
+        register(_op, selected=partial(_by_each, _op))

@@ -175,14 +175,9 @@ def below_members(form: Callable[..., Tensor], *tensors: Tensor | None) -> Tenso
     """
     interpreter: Any = modes.innermost()
     level = interpreter.level()
-    given, stacked = [], []
-    for tensor in tensors:
-        dim = None
-        if tensor is not None:
-            tensor, dim = modes.split_batch_axis(tensor, level)
-            tensor = tensor.movedim(dim, 0) if dim else tensor
-        given.append(tensor)
-        stacked.append(dim is not None)
+    own = [None if each is None else modes.in_front(each, level) for each in tensors]
+    given = [x if each is None else each for x, each in zip(tensors, own, strict=True)]
+    stacked = [each is not None for each in own]
     with interpreter.lower():
         out = form(interpreter.batch_size(), stacked, *given)
     return modes.add_batch_axis(out, 0, level)

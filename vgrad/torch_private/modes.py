@@ -77,6 +77,12 @@ def is_mapped_here(tensor: Tensor) -> bool:
     return is_batched(tensor) and level_of(tensor) == current_level()
 
 
+def in_front(tensor: Tensor, level: int) -> Tensor | None:
+    """Return `[B, ...]` of a tensor that the vmap of a level maps over, else None."""
+    below, axis = split_batch_axis(tensor, level)
+    return below.movedim(axis, 0) if axis else None if axis is None else below
+
+
 def exit_to(level: int) -> AbstractContextManager[None]:
     """Leave the transform of a level, and those inside of it, in a block."""
     inside = (current_level() or 0) - level
