@@ -18,7 +18,6 @@ from vgrad.ensemble import EnsemblePrediction, ValuePrediction, predict
 WIDTH = 3
 of_logits, of_outputs = EnsemblePrediction.from_logits, ValuePrediction.from_outputs
 values = partial(predict, kind="value")
-every_kind = pytest.mark.parametrize("predict", [predict, values])
 
 
 def linear(members, samples, outputs, *, seed=0, dtype=torch.float64):
@@ -279,48 +278,40 @@ def test_several_inputs_are_cut_together():
     assert_exact(found.mean, expected.detach(), 1e-12)
 
 
-REFUSED = {  # name: (outputs of the model, options, the message)
-    "a chunk of none": (None, {"chunk_size": 0}, "chunk_size=0.* whole number >= 1"),
-    "a word": (None, {"chunk_size": "auto"}, "chunk_size='auto'.* whole number"),
-    "a dict": (lambda y: {"logits": y}, {}, "one tensor.*got a dict"),
-    "integers": (lambda y: (y * 0).long(), {}, "got torch.int64"),
-    "a mean": (lambda y: y.mean(0), {}, "each of the 4 samples.*shape .3, 2."),
-    "a scalar": (lambda y: y.sum(), {}, "members, samples, .*got shape .3,."),
-    "a kind": (None, {"kind": "other"}, "kind='other'.*one of 'class', 'value'"),
-}
-
-
-@every_kind
-@pytest.mark.parametrize("name", REFUSED)
-def test_bad_calls_are_refused(predict, name):
-    change, options, message = REFUSED[name]
-    call = *changed(change or (lambda y: y)), torch.ones(4, WIDTH)
-    with pytest.raises((ValueError, TypeError), match=f"^predict.*{message}"):
-        predict(*call, **options)
-
-
 OUTPUTS, ONES = torch.zeros(2, 3, 2), torch.ones(2, 3)
+OF_EITHER_KIND = [
+    ("{}(*MODEL, X, chunk_size=0)", "chunk_size=0.* whole number >= 1"),
+    ("{}(*MODEL, X, chunk_size='auto')", "chunk_size='auto'.* whole number"),
+    ("{}(*changed(lambda y: dict(logits=y)), X)", "one tensor.*got a dict"),
+    ("{}(*changed(lambda y: (y * 0).long()), X)", "got torch.int64"),
+    ("{}(*changed(lambda y: y.mean(0)), X)", "each of the 4 samples.*shape .3, 2."),
+    ("{}(*changed(lambda y: y.sum()), X)", "members, samples, .*got shape .3,."),
+    ("predict(*MODEL, X, kind='other')", "kind='other'.*one of 'class', 'value'"),
+]
+REFUSED = [
+    ("predict(*MODEL, X, quantiles=[0.5])", "predict.*quantiles of values.*kind="),
+    ("values(*MODEL, X, quantiles=[0.5, -0.1])", "predict.*to 1, got -0.1"),
+    ("of_outputs(OUTPUTS, quantiles=[1.5])", "from_outputs.*to 1, got 1.5"),
+    ("of_outputs(ONES, quantiles=[math.nan])", "quantiles=nan.*finite number"),
+    ("of_outputs(ONES, quantiles=['0.5'])", "quantiles='0.5'.*expected a number"),
+    ("of_logits(ONES)", "from_logits.*two classes or more"),
+    ("of_logits(ONES[:, :, None])", "two classes or more"),
+    ("of_logits(OUTPUTS[None])", "two classes or more"),
+    ("of_logits(OUTPUTS[:0])", "one member or more"),
+    ("of_outputs(OUTPUTS[:0])", "one member or more"),
+    ("predict(*MODEL, X, torch.ones(5))", "predict.*one batch size"),
+    ("predict(*NORM, X, chunk_size=2)", "batch statistics"),
+    ("values(*NORM, X, chunk_size=2)", "batch statistics"),
+]
+REFUSED += [
+    (call.format(kind), f"^predict.*{message}")
+    for call, message in OF_EITHER_KIND
+    for kind in ("predict", "values")
+]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ("predict(*MODEL, X, quantiles=[0.5])", "quantiles of values.*kind="),
-        ("values(*MODEL, X, quantiles=[0.5, -0.1])", "predict.*to 1, got -0.1"),
-        ("of_outputs(OUTPUTS, quantiles=[1.5])", "from_outputs.*to 1, got 1.5"),
-        ("of_outputs(ONES, quantiles=[math.nan])", "quantiles=nan.*finite number"),
-        ("of_outputs(ONES, quantiles=['0.5'])", "quantiles='0.5'.*expected a number"),
-        ("of_logits(ONES)", "from_logits.*two classes or more"),
-        ("of_logits(ONES[:, :, None])", "two classes or more"),
-        ("of_logits(OUTPUTS[None])", "two classes or more"),
-        ("of_logits(OUTPUTS[:0])", "one member or more"),
-        ("of_outputs(OUTPUTS[:0])", "one member or more"),
-        ("predict(*MODEL, X, torch.ones(5))", "predict.*one batch size"),
-        ("predict(*NORM, X, chunk_size=2)", "batch statistics"),
-        ("values(*NORM, X, chunk_size=2)", "batch statistics"),
-    ],
-)
-def test_bad_numbers_are_refused(call, message):
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_bad_calls_are_refused(call, message):
     norm = [nn.BatchNorm1d(WIDTH, track_running_stats=False) for _ in range(2)]
     models = {"MODEL": changed(lambda y: y), "NORM": stack(norm)}
     predict(*models["NORM"], torch.randn(4, WIDTH))

@@ -160,6 +160,7 @@ def test_noise_is_normal_and_its_variance_falls_as_in_the_paper(dtype):
         steps = torch.arange(size + 1, dtype=torch.float64) / size
         distance = torch.maximum(uniform - steps[:-1], steps[1:] - uniform).max()
         assert distance < 2.7 / math.sqrt(size)
+        assert draws.std().item() == pytest.approx(1.0, rel=0.01)
         assert (draws**4).mean().item() == pytest.approx(3.0, rel=0.1)
 
 

@@ -405,6 +405,7 @@ UNRECORDED = {
         "torch.vmap(lambda w: F.linear(x, w[None]).sin())(w)",
         "v = w * 2; value = torch.func.grad(lambda w: w.sin().sum())(v) * v * x[0]",
         "torch.vmap(torch.sin)(w[:2]) * w.exp()[:2] * x[0]",
+        "back = torch.func.vjp(torch.mul, w.sin(), w)[1]; value = back(w)[0] * x[0]",
     ],
 }
 for message, texts in UNRECORDED.items():

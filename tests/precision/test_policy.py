@@ -24,6 +24,8 @@ F16, BF16, F32, F64 = SPELLINGS
     [
         ("c=bf16", (F32, BF16, BF16)),
         ("output=f16", (F32, F32, F16)),
+        ("params=bf16", (BF16, BF16, BF16)),
+        ("p=f64,o=f16", (F64, F64, F16)),
         ("\to=bfloat16 , compute = float64,params=f16", (F16, F64, BF16)),
         ("mixed_float16", (F32, F16, F32)),
         (" \tmixed_bfloat16\n", (F32, BF16, F32)),

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -78,42 +78,30 @@ def reference(entry: Entry) -> oracle.Grads:
         use = built(entry)
         if use.values is not None:
             use.model.load_state_dict(use.values, assign=True)
-        with Redrawing([each[row] for each in drawn]) if drawn else nullcontext():
+        with Draws([each[row] for each in drawn]) if drawn else nullcontext():
             found.append(oracle.module_gradients(use.model, run, sample, 1))
     return {name: torch.cat([each[name] for each in found]) for name in found[0]}
 
 
-def drops(func: Callable, kwargs: dict | None) -> bool:
-    return func is F.dropout and (kwargs or {})["p"] > 0
+class Draws(TorchFunctionMode):
+    """Notes what is drawn, numbers and which entries dropout keeps, or gives it out."""
 
-
-class Noting(TorchFunctionMode):
-    """Notes what is drawn: numbers, and which entries dropout keeps."""
-
-    def __init__(self) -> None:
+    def __init__(self, given: list[Tensor] | None = None) -> None:
         super().__init__()
-        self.drawn: list[Tensor] = []
+        self.noted: list[Tensor] = []
+        self.given = None if given is None else iter(given)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if drops(func, kwargs):
-            self.drawn.append(result != 0)
-        elif func is torch.rand:
-            self.drawn.append(result)
+        kwargs = kwargs or {}
+        drops = func is F.dropout and kwargs["p"] > 0
+        if not drops and func is not torch.rand:
+            return func(*args, **kwargs)
+        if self.given is not None:
+            drawn = next(self.given)
+            return args[0] * drawn / (1 - kwargs["p"]) if drops else drawn
+        result = func(*args, **kwargs)
+        self.noted.append(result != 0 if drops else result)
         return result
-
-
-class Redrawing(TorchFunctionMode):
-    """Gives out what was noted."""
-
-    def __init__(self, drawn: list[Tensor]) -> None:
-        super().__init__()
-        self.drawn = iter(drawn)
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if drops(func, kwargs):
-            return args[0] * next(self.drawn) / (1 - (kwargs or {})["p"])
-        return next(self.drawn) if func is torch.rand else func(*args, **(kwargs or {}))
 
 
 @in_double()
@@ -124,8 +112,8 @@ def drawn_by(entry: Entry) -> list[Tensor]:
     loss = vgrad.sample_loss(fmodel, use.criterion)
 
     def noting(*args):
-        with Noting() as noted:
-            return loss(*args), noted.drawn
+        with Draws() as draws:
+            return loss(*args), draws.noted
 
     torch.manual_seed(0)
     compute = vgrad.per_sample_grad(noting, has_aux=True, **entry.options)

@@ -199,7 +199,9 @@ class EnsemblePrediction(NamedTuple):
             >>> EnsemblePrediction.from_logits(logits).disagreement
             tensor([0.3333])
         """
-        return _of_logits("EnsemblePrediction.from_logits", logits, _Members())
+        function = "EnsemblePrediction.from_logits"
+        _check_outputs(function, logits)
+        return _of_logits(function, logits, _Members())
 
 
 class ValuePrediction(NamedTuple):
@@ -228,7 +230,9 @@ class ValuePrediction(NamedTuple):
             (tensor([1.]), tensor([[1.5000]]))
         """
         function = "ValuePrediction.from_outputs"
-        return _of_values(function, outputs, quantiles, _Members())
+        _check_outputs(function, outputs)
+        _check_quantiles(function, quantiles)
+        return _of_values(outputs, quantiles, _Members())
 
 
 class _Options(TypedDict, total=False):
@@ -354,7 +358,7 @@ def predict(
     def summary(outputs: Tensor, members: _Members) -> tuple[Tensor, ...]:
         if kind == "class":
             return _of_logits("predict", outputs, members)
-        return _of_values("predict", outputs, quantiles, members)
+        return _of_values(outputs, quantiles, members)
 
     if ranks is None:
         parts = [summary(outputs, _Members()) for outputs in chunks()]
@@ -406,6 +410,7 @@ class _Facts(dict[str, str]):
 
 
 def _facts(fmodel: Any, **options: Any) -> _Facts:
+    """Return the options, and the plain values of all modules."""
     facts = _Facts({name: repr(value) for name, value in options.items()})
     if isinstance(fmodel, FunctionalModel):  # else it is refused later
         for path, module in fmodel.eval().named_modules():
@@ -419,13 +424,12 @@ def _facts(fmodel: Any, **options: Any) -> _Facts:
 def _text(value: Any) -> str:
     if isinstance(value, tuple | list):
         return repr([*map(_text, value)])
-    if isinstance(value, bool | int | float):
+    if isinstance(value, str):
+        with suppress(RuntimeError):  # devices may differ between ranks
+            return type(torch.device(value)).__qualname__
+    if isinstance(value, bool | int | float | str):
         return repr(value)
-    if not isinstance(value, str):
-        return getattr(value, "__qualname__", type(value).__qualname__)
-    with suppress(RuntimeError):  # devices may differ between ranks
-        return type(torch.device(value)).__qualname__
-    return value
+    return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def _over_ranks(
@@ -456,7 +460,6 @@ def _over_ranks(
 
 
 def _of_logits(function: str, logits: Tensor, members: _Members) -> EnsemblePrediction:
-    _check_outputs(function, logits)
     if logits.ndim != 3 or logits.shape[2] < 2:
         raise ValueError(
             f"{function}(logits): expected logits [members, samples, classes] of two "
@@ -484,10 +487,8 @@ def _of_logits(function: str, logits: Tensor, members: _Members) -> EnsemblePred
 
 
 def _of_values(
-    function: str, outputs: Tensor, levels: Sequence[float], members: _Members
+    outputs: Tensor, levels: Sequence[float], members: _Members
 ) -> ValuePrediction:
-    _check_outputs(function, outputs)
-    _check_quantiles(function, levels)
     values = outputs.detach().double()
     (mean,), (deviations,) = _means(members, values)
     (variance,) = members.mean(deviations.square())

@@ -379,13 +379,11 @@ class Recorder:
                 f"it is, got one that writes to its data or puts a hook on it. Compute "
                 f'a new tensor from it instead, or use strategy="loop".'
             )
-        others = [each for each in among(args, kwargs) if id(each) not in self._known]
-        ends = [getattr(node, "variable", None) for node in graph_nodes(others)]
-        if hidden := [self._known[id(end)] for end in ends if id(end) in self._known]:
-            raise _unseen(name for known in hidden for name in known.names)
         origins = {id(known.proxy): known.origin for known in proxies}
         args, kwargs = replaced((args, kwargs), origins)
         versions = [version_of(known.origin) for known in proxies]
+        before = {known.origin.grad_fn for known in proxies}
+        ends = {id(known.origin) for known in proxies}
         if func is modes.custom_function_call:
             output = once(args[0], args[1:], kwargs, self.is_parameter)
         else:
@@ -412,6 +410,10 @@ class Recorder:
                 )
             if value.grad_fn is None:  # views made under no_grad still require grad
                 return value
+            for node in graph_nodes([value], before.__contains__):
+                end = getattr(node, "variable", None)  # past all origins
+                if id(end) in self._known and id(end) not in ends:
+                    raise _unseen(self._known[id(end)].names)
             proxy = leaf(value)
             derived = ParamProxy(names, proxy, proxy.detach(), value)
             parent = proxies[0]
