@@ -22,6 +22,7 @@ from tests import oracle
 
 STRATEGIES = ("recorded", "vmap", "loop")
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+every_clipping = pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
 DEVICES = [
     "cpu",
     pytest.param(

@@ -255,6 +255,9 @@ an attribute of a module
   held = module(beta=2.0) => held.beta => held.beta = 3.0
 an attribute of a module with a computed name
   held = module(beta=2.0); name = "be" + "ta" => getattr(held, name) => held.beta = 3.0
+an attribute of a module by a builtin in a cell
+  held = module(beta=2.0); get = getattr; name = "be" + "ta" => get(held, name)
+  => held.beta = 3.0
 an attribute of a module by an attrgetter
   held = module(beta=2.0); get = operator.attrgetter("be" + "ta") => get(held)
   => held.beta = 3.0

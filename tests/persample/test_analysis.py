@@ -24,45 +24,6 @@ def products(grads):
     return gram(grads, grads)
 
 
-@pytest.mark.slow
-@examples(40)
-@given(
-    shapes=st.lists(
-        st.lists(st.integers(0, 3), max_size=3).map(tuple), min_size=1, max_size=3
-    ),
-    size=st.integers(1, 4),
-    others=st.integers(1, 4),
-    chunk_size=st.sampled_from([None, 1, 3]),
-    strategy=st.sampled_from(STRATEGIES),
-)
-def test_parameters_of_any_shape_have_products_and_projections(
-    shapes, size, others, chunk_size, strategy
-):
-    generator = torch.Generator().manual_seed(size)
-    params = {str(n): torch.zeros(shape).double() for n, shape in enumerate(shapes)}
-    batch, cross = (
-        {
-            name: torch.randn(count, *value.shape, generator=generator).double()
-            for name, value in params.items()
-        }
-        for count in (size, others)
-    )
-    options = {"strategy": strategy, "chunk_size": chunk_size}
-    compute = per_sample_gram(inner, **options)
-    one, two = (
-        {n: v.reshape(len(v), params[n].numel()) for n, v in each.items()}
-        for each in (batch, cross)
-    )
-    oracle.assert_exact(compute(params, {}, batch), gram(one, one))
-    oracle.assert_exact(compute(params, {}, batch, cross=(cross,)), gram(one, two))
-    found = per_sample_projection(inner, 5, seed=1, **options)(params, {}, batch)
-    alone = [
-        per_sample_projection(inner, 5, seed=1)({n: v}, {}, {n: batch[n]})
-        for n, v in params.items()
-    ]
-    oracle.assert_exact(found, sum(alone))
-
-
 @pytest.mark.parametrize(
     "groups", ["parameter", "layer", {"a": ["0.*"], "b": ["2.weight"]}]
 )

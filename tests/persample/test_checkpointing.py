@@ -15,7 +15,7 @@ from torch.utils import checkpoint as checkpointing
 
 import vgrad
 from tests import losses, oracle
-from tests.losses import randn
+from tests.losses import every_clipping, randn
 from vgrad.training import TrainState, private_step
 
 checkpoint = partial(checkpointing.checkpoint, use_reentrant=False)
@@ -261,7 +261,6 @@ def test_arguments_of_a_region_must_stay_as_they_are(text):
 
 PARAMS = {"w": randn(4, 3), "e": randn(5, 4, seed=1), "s": randn(4, seed=2)}
 TOKENS = torch.arange(24).reshape(8, 3) % 5
-every_clipping = pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
 
 
 def tokens(p, b, x):

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import vgrad
 from tests import losses, oracle
 from tests.examples import examples
+from tests.losses import every_clipping
 from tests.oracle import assert_exact
 from vgrad.factors import (
     Conv,
@@ -250,9 +251,6 @@ def language():
         table=nn.Embedding(11, 8),
         layers=nn.Sequential(*layers),
     )
-
-
-every_clipping = pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
 
 
 @pytest.mark.parametrize("loss_scale", [None, StaticLossScale(2.0**10)])

@@ -18,6 +18,7 @@ from tests.losses import (
     STRATEGIES,
     assert_gradients,
     assert_quantities,
+    every_clipping,
     every_strategy,
     product,
     squared,
@@ -562,7 +563,7 @@ def test_a_loop_draws_the_masks_that_the_loss_would_draw_by_itself():
     assert torch.equal(found, torch.stack(rows))
 
 
-@pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
+@every_clipping
 def test_a_rescaled_sum_is_the_sum_over_the_bound(clipping):
     params, x = {"w": torch.ones(2), "b": torch.zeros(())}, torch.randn(5, 2)
     options = {"max_norm": 0.25, "normalize_by": 8.0, "clipping": clipping}

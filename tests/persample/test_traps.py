@@ -21,6 +21,7 @@ from tests.losses import (
     assert_quantities,
     clipped,
     clipped_lengths,
+    every_clipping,
     every_strategy,
     length,
     norms,
@@ -29,6 +30,7 @@ from tests.losses import (
     randn,
     state_of_torch,
 )
+from tests.persample.test_rules import FORMS, forced
 from vgrad import explain
 from vgrad.factors import costs
 
@@ -149,23 +151,17 @@ TRAPS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "form", ["alone", "gram", "groups", "offsets", "swapped", "vmap", "loop"]
-)
+@pytest.mark.parametrize("form", [*FORMS, "vmap", "loop"])
 @pytest.mark.parametrize(("text", "shapes", "x"), TRAPS)
-def test_what_others_get_wrong_is_exact_in_every_form(
-    text, shapes, x, form, monkeypatch
-):
+def test_what_others_get_wrong_is_exact_in_every_form(text, shapes, x, form):
     def loss(params, buffers, x):
         return eval(text, globals() | params | {"x": x}).sin().sum()
 
     strategy = form if form in STRATEGIES else "recorded"
-    if strategy == "recorded":
-        monkeypatch.setattr(costs, "conv_form", lambda *sizes: form)
-        monkeypatch.setattr(costs, "outer_by_gram", lambda *sizes: form == "gram")
     named = enumerate(shapes.items())
     params = {name: randn(*shape, seed=n) for n, (name, shape) in named}
-    expected = assert_exact(loss, params, (x,), strategy)
+    with forced(form):
+        expected = assert_exact(loss, params, (x,), strategy)
     assert all(bool(grad.any()) for grad in expected.values())
 
 
@@ -242,7 +238,7 @@ def test_counts_and_norms_cover_every_chunk(strategy):
 
 
 @every_strategy
-@pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
+@every_clipping
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("counted", ["ordinary, bad and huge", "ordinary and huge"])
 def test_samples_that_are_not_finite_and_a_mask_count_together(
@@ -266,7 +262,7 @@ def test_samples_that_are_not_finite_and_a_mask_count_together(
 
 
 @every_strategy
-@pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
+@every_clipping
 @pytest.mark.parametrize("size", [0, 3])
 def test_no_batch_changes_a_flag_of_torch(size, clipping, strategy):
     # OP: an empty batch returned before `cudnn.deterministic` was put back, and it
@@ -366,7 +362,7 @@ LADDER = (1.0, 0.3, 1e-1, 3e-2, 1e-2, 1e-3, 1e-4, 1e-5)
 
 
 @pytest.mark.parametrize("eps", LADDER)
-@pytest.mark.parametrize("form", ["gram", "direct", "vmap", "loop"])
+@pytest.mark.parametrize("form", [*FORMS, "vmap", "loop"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms_of_cancelling_terms_are_right(dtype, form, eps, monkeypatch):
     # OP, FD, PT, BP: from products in the dtype of the model. With eps 1e-3 norms are
@@ -610,7 +606,7 @@ def test_no_epsilon_shortens_a_clipped_sample(value, strategy):
 
 
 @every_strategy
-@pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
+@every_clipping
 def test_a_sample_without_gradient_adds_zero(clipping, strategy):
     # Bound over norm without care is 0 * inf = NaN for a gradient of zero.
     options = {"clipping": clipping, "strategy": strategy}
@@ -678,7 +674,7 @@ def test_a_sample_that_is_not_finite_adds_exactly_zero(value, name):
 
 
 @every_strategy
-@pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
+@every_clipping
 def test_a_sample_that_is_not_finite_anywhere_adds_nothing_anywhere(clipping, strategy):
     # JX: zeros for what is not finite and the rest as it is; later the whole sample.
     def loss(params, buffers, x):
