@@ -129,11 +129,8 @@ WRONG = {
 """Ops that torch's rules of vmap, or their derivatives, get wrong, without an error."""
 
 
-@pytest.mark.parametrize("text", WRONG.values(), ids=WRONG)
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("strategy", ["recorded", "vmap"])
-def test_ops_that_torch_maps_wrongly_are_right(strategy, size, text):
-    shape, text = text
+def gradients(strategy, text, size, *shape):
+    """Return the gradients of a loss that is a text about `x` and `w`."""
 
     def loss(params, buffers, x):
         names = {"x": x, "w": params["w"], "torch": torch}
@@ -141,11 +138,39 @@ def test_ops_that_torch_maps_wrongly_are_right(strategy, size, text):
         return names["value"].sum()
 
     params, x = {"w": losses.randn(4)}, losses.randn(size, *shape, seed=1)
-    found, expected = (
-        vgrad.per_sample_grad(loss, strategy=each)(params, {}, x)
-        for each in (strategy, "loop")
+    return vgrad.per_sample_grad(loss, strategy=strategy)(params, {}, x)
+
+
+@pytest.mark.parametrize("text", WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("strategy", ["recorded", "vmap"])
+def test_ops_that_torch_maps_wrongly_are_right(strategy, size, text):
+    shape, text = text
+    oracle.assert_exact(
+        gradients(strategy, text, size, *shape), gradients("loop", text, size, *shape)
     )
-    oracle.assert_exact(found, expected)
+
+
+ODD = {
+    "addbmm_, enlarging": (
+        "h = x * w[:1]; h.addbmm_(x.expand(2, 3, 1), x.expand(2, 1, 3)); value = h * h"
+    ),
+    "as_strided_": (
+        "h = x * w; r = h.as_strided_((2, 2), (1, 2), 0); value = h * h + r.sum()"
+    ),
+}
+"""Ops in place that give a tensor another shape, which vmap does not see."""
+
+
+@pytest.mark.parametrize("text", ODD.values(), ids=ODD)
+@pytest.mark.filterwarnings("ignore:.*resized", "ignore::vgrad.FallbackWarning")
+def test_ops_that_change_a_shape_in_place_leave_the_vmap(text):
+    axes = (1,) if "addbmm" in text else (4,)
+    oracle.assert_exact(
+        gradients("auto", text, 3, *axes), gradients("loop", text, 3, *axes)
+    )
+    with pytest.raises(RuntimeError):
+        gradients("vmap", text, 3, *axes)
 
 
 class Graph(nn.Module):

@@ -59,15 +59,15 @@ HOOKS = {
 MEMORY = {
     *_attributes("data", *private.MEMORY),
     *_attributes("data grad_dtype", *private.GRAPH[1:2], method="__set__"),
-    *_methods("set_"),
+    torch.as_strided_,
+    *_methods("set_ as_strided_"),
     private.IS_VIEW,
 }
 """Calls whose result is never the same for one sample."""
 
 STRIDES = {
     torch.as_strided,
-    torch.as_strided_,
-    *_methods("as_strided as_strided_ as_strided_scatter"),
+    *_methods("as_strided as_strided_scatter"),
 }
 """Calls that read memory in an order of their own."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from vgrad.ops.record import Form, Samples, register
+from vgrad.ops.record import Form, Samples, in_place, register
 from vgrad.torch_private import modes
 
 
@@ -36,11 +36,6 @@ def _index_add(
     alpha = options.get("alpha", 1)
     source = source if alpha == 1 else alpha * source
     return _IndexAdd.apply(input, dim % input.dim(), index, source)
-
-
-def _in_place(form: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Write the result of a form into its first argument."""
-    return lambda input, *args, **options: input.copy_(form(input, *args, **options))
 
 
 def _squeeze_(input: Tensor, *dims: Any, **options: Any) -> Tensor:
@@ -364,8 +359,8 @@ def _one(samples: Samples, counts: Tensor) -> int:
 
 
 register(torch.index_add, Tensor.index_add, mapped=_index_add)
-register(Tensor.index_add_, mapped=_in_place(_index_add))
-register(Tensor.scatter_, mapped=_in_place(torch.scatter))  # which has a rule
+register(Tensor.index_add_, mapped=in_place(_index_add))
+register(Tensor.scatter_, mapped=in_place(torch.scatter))  # which has a rule
 register(Tensor.squeeze_, mapped=_squeeze_)
 register(torch.roll, Tensor.roll, mapped=_roll)
 register(torch.select_scatter, Tensor.select_scatter, mapped=_select_scatter)

@@ -17,7 +17,14 @@ from torch.nn import functional as F
 from torch.overrides import wrap_torch_function
 
 from vgrad.factors.base import Dense, Factor, Outer, Positions
-from vgrad.ops.record import Form, Recording, Rule, below_members, register
+from vgrad.ops.record import (
+    Form,
+    Recording,
+    Rule,
+    below_members,
+    in_place,
+    register,
+)
 from vgrad.torch_private import modes
 
 
@@ -346,6 +353,8 @@ register(F.bilinear, rule=Rule(_bilinear, ("weight", "bias")))
 register(product, rule=Rule(_product, ("weight", "bias")))
 register(contraction, rule=Rule(_contraction, ("weight",)))
 register(torch.cdist, mapped=_cdist)
+# Torch enlarges the tensor that it writes into, under vmap without its axis of samples.
+register(Tensor.addbmm_, mapped=in_place(torch.addbmm))
 register(torch.einsum, recorded=_einsum)
 register(torch.matmul, torch.linalg.matmul, torch.mm, torch.mv, recorded=_matmul)
 register(torch.bmm, Tensor.matmul, Tensor.mm, Tensor.mv, Tensor.bmm, recorded=_matmul)

@@ -166,6 +166,11 @@ def register(*functions: Callable, **fields: Any) -> None:
         OPS[function] = dataclasses.replace(OPS.get(function, Op()), **fields)
 
 
+def in_place(form: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Write the result of a form into its first argument."""
+    return lambda input, *args, **options: input.copy_(form(input, *args, **options))
+
+
 def below_members(form: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
     """Call a form with the tensors of all members, below the level of the vmap.
 
