@@ -187,7 +187,7 @@ def run(
         for group, places in result:
             yield from in_groups(group, places if rows is None else rows[places])
 
-    whole: Any = replace(call, strategy=way)
+    whole: Any = call.replaced(strategy=way)
     with RNG_LOCK if call.randomness != "error" else nullcontext():
         same = call.randomness == "same" and way != "loop"
         state = random_state(call.tensors) if same else None

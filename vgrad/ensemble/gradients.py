@@ -5,7 +5,7 @@ ones. E members, B samples.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import (
     Any,
     ClassVar,
@@ -110,7 +110,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
                 return self._differentiated(params, buffers, batch, loss_scale)
         call = self.options.on(params, buffers, batch, self.keys)
         if any(map(Tensor.is_inference, call.tensors)):
-            call = replace(call, args=map_tensors(usable, call.args))
+            call = call.replaced(args=map_tensors(usable, call.args))
         sizes = ((), (call.layout.members,))
         if isinstance(loss_scale, Tensor) and loss_scale.shape not in sizes:
             raise ValueError(
@@ -143,7 +143,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         """Differentiate the sum of all losses: no member's depends on another's."""
 
         def total(params: Params) -> tuple[Tensor, tuple[Tensor, Tree, Buffers]]:
-            own = replace(call, args=(params, *call.args[1:]))
+            own = call.replaced(args=(params, *call.args[1:]))
             (losses, aux), new = execution.run(self.run, own, strategy)
             return (losses * loss_scale).sum(), (losses, aux, new)
 

@@ -5,7 +5,7 @@ E members. A stacked entry is a tensor `[E, *shape]`, a shared one `[*shape]`.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple, TypedDict, Unpack, get_args
 
@@ -138,13 +138,21 @@ class Call:
             else item
             for dim, item in zip(dims, batch, strict=True)
         ]
-        return replace(
-            self,
+        return self.replaced(
             layout=layout,
             args=(dict(params), dict(buffers), *items),
             dims=tuple([None if dim is None else 0 for dim in dims]),
             draws=Draws() if keys is None else self._draws(keys, layout.members),
         )
+
+    def replaced(self, **fields: Any) -> "Call":
+        """Return a copy with other fields."""
+        # As `dataclasses.replace`, which takes as long as a small op.
+        copy = object.__new__(Call)
+        copy.__dict__.update(self.__dict__)
+        copy.__dict__.pop("tensors", None)  # those of the old fields
+        copy.__dict__.update(fields)
+        return copy
 
     def _dims(self, batch: tuple[Tree, ...], count: int) -> Sequence[int | None]:
         dims = self.in_dims
@@ -196,8 +204,7 @@ class Call:
 
     def take(self, rows: Tensor) -> "Call":
         """Return the call of these members, in this order."""
-        return replace(
-            self,
+        return self.replaced(
             layout=Layout(len(rows), self.layout.shared),
             args=self.map(lambda x: x.index_select(0, rows.to(x.device))),
             draws=self.draws.of(rows),

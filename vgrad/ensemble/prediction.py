@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -61,7 +61,7 @@ class EnsembleForward(EnsembleFn):
         with LossMode(handlers=SINGLE):  # statistics of a chunk are not the batch's
             for number, part in enumerate(_chunks(call, self.chunk_size)):
                 if (keys := part.draws.keys) is not None:
-                    part = replace(part, draws=Draws(keys=fold_in(keys, number)))
+                    part = part.replaced(draws=Draws(keys=fold_in(keys, number)))
                 parts.append(execution.run(self._of_member, part)[0])
         return tree_map(lambda *leaves: torch.cat(leaves, 1), *parts)
 
@@ -120,7 +120,7 @@ def _chunks(call: Call, chunk_size: int) -> list[Call]:
             return map_tensors(lambda x: x[index] if x.ndim > axis else x, item)
 
         parts = [part(item, axis) for item, axis in items]
-        return replace(call, args=(params, buffers, *parts))
+        return call.replaced(args=(params, buffers, *parts))
 
     # An empty batch is one chunk.
     return [chunk(start) for start in range(0, max(*sizes, 1), chunk_size)]
