@@ -150,7 +150,7 @@ class Call:
         # As `dataclasses.replace`, which takes as long as a small op.
         copy = object.__new__(Call)
         copy.__dict__.update(self.__dict__)
-        copy.__dict__.pop("tensors", None)  # those of the old fields
+        copy.__dict__.pop("tensors", None)  # cached, from the old fields
         copy.__dict__.update(fields)
         return copy
 
