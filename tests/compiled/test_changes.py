@@ -120,6 +120,9 @@ the closure of a property
 a class method
   held = [2.0]; thing = kind(beta=classmethod(lambda _: held[0]))() => thing.beta()
   => held[0] = 3.0
+a static method
+  held = [2.0]; thing = kind(beta=staticmethod(lambda: held[0]))() => thing.beta()
+  => held[0] = 3.0
 a new attribute
   thing = kind()() => perhaps(thing) => thing.beta = 3.0
 an attribute that hides getattr

@@ -113,6 +113,7 @@ WRONG = {
     "squeeze_, of numbers alone": ((1,), "h = x.clone(); h.squeeze_(); value = h * w"),
     "roll": ((), "value = (x * w.sum()).roll(1) * x"),
     "roll, a method": ((), "value = w.sum().roll(shifts=2) * x"),
+    "roll, along no axes": ((), "value = (x * w.sum()).roll(1, ()) * x"),
     "select_scatter": ((5, 4), "value = x.select_scatter(w, -2, 1) * x"),
     "select_scatter, of x": (
         (4, 5),

@@ -207,6 +207,10 @@ def read_model(
                 f"{folder}: expected the folder of one run, got {MODEL} and {names[0]}."
             )
         path, text = folder / ENSEMBLE, folder / ENSEMBLE_TEXT
+        if not text.is_file():
+            raise FileNotFoundError(
+                f"{text}: expected the description of an ensemble, got no file."
+            )
         description = parsed(str(text), text.read_bytes(), {"members": whole(1)})
         tensors, _ = files.read_tensors(path, "ensemble")
         count = description["members"]

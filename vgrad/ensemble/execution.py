@@ -336,9 +336,8 @@ class EnsembleFn:
 
     options: Call  # without tensors
     execute: Any = run_eager  # runs methods in this process, or captures of them
-    reduce: Callable[..., Any] = (
-        local  # runs them over all processes, each by `execute`
-    )
+    # Runs methods over all processes, each by `execute`.
+    reduce: Callable[..., Any] = local
     keys: Tensor | None = None  # of the members, int64 [E], for their random numbers
 
     @cached_property

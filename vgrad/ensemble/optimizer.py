@@ -100,6 +100,7 @@ def of_members(
     function: str, tx: GradientTransformation, shared: Patterns
 ) -> MembersTransformation:
     """Return a transformation for members, `tx` itself if it is one already."""
+    checks.patterns(function, shared=shared)
     check_transformation(function, tx)
     if not isinstance(tx, MembersTransformation):
         return for_members(tx, shared=shared)
@@ -225,8 +226,9 @@ class _Members:
                 return old
             return torch.stack(new if len(new) == count else new * count)
 
-        new = zip(*map(tensors, states), strict=True)
-        members = map_tensors(lambda old: counted(old, *next(new)), state.members)
+        rows = zip(tensors(state.members), *map(tensors, states), strict=True)
+        new = iter([counted(*row) for row in rows])
+        members = map_tensors(lambda _: next(new), state.members)
         return dict(params), MembersState(members, state.shared)
 
     def _written(self, member: int, grads: Grads, state: Tree, params: Params) -> Tree:

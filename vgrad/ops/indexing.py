@@ -45,10 +45,10 @@ def _squeeze_(input: Tensor, *dims: Any, **options: Any) -> Tensor:
     return input.squeeze_(*dims, **options)
 
 
-def _roll(input: Tensor, *args: Any, **options: Any) -> Tensor:
+def _roll(input: Tensor, shifts: Any, dims: Any = ()) -> Tensor:
     """Roll entries; torch's rule rolls samples that are single numbers."""
-    single = not input.ndim and len(args) + len(options) == 1
-    return input.clone() if single else torch.roll(input, *args, **options)
+    single = not input.ndim and dims == ()
+    return input.clone() if single else torch.roll(input, shifts, dims)
 
 
 def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:

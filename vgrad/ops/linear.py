@@ -333,7 +333,8 @@ def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, *args: Any, **kwargs: Any) ->
     if p < math.inf:
         return torch.linalg.vector_norm(gaps, p, -1)
     most = gaps.detach().amax(-1, keepdim=True)  # whose gradient all gaps of it have
-    return most[..., 0] + torch.where(gaps == most, gaps - gaps.detach(), 0).sum(-1)
+    reached = (gaps == most) & most.isfinite()
+    return most[..., 0] + torch.where(reached, gaps - gaps.detach(), 0).sum(-1)
 
 
 def _is_mapped(tensor: Tensor) -> bool:

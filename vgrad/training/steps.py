@@ -283,7 +283,7 @@ class SampleSource(Source):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PrivateSource(Source):
-    """Clipped sums, by `transform`, with noise; no step is skipped, by no data."""
+    """Clipped sums, by `transform`, with noise; data skip no step."""
 
     plan: Plan
     has_aux: bool

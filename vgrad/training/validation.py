@@ -188,8 +188,8 @@ def cross_validate(
         """Return the samples of an epoch, `[E, samples]`, shuffled for each fold."""
         orders = []
         for fold in which:
-            key = torch_seed(secret_key(seed=seed, member=fold), "epoch", epoch)
-            source = torch.Generator().manual_seed(key)
+            drawn = torch_seed(secret_key(seed=seed, member=fold), "epoch", epoch)
+            source = torch.Generator().manual_seed(drawn)
             orders.append(torch.randperm(trained.shape[1], generator=source))
         return trained[which.start : which.stop].gather(1, torch.stack(orders))
 
@@ -264,8 +264,8 @@ def cross_validate(
         names += [] if metric is None else ["scores"]
         blank = torch.full((len(which), epochs), torch.nan, dtype=torch.float64)
         history, done = {name: blank.clone() for name in names}, torch.tensor(0)
-        path = folder and Path(folder) / f"folds-{first}"
-        if path:
+        path = None if folder is None else Path(folder) / f"folds-{first}"
+        if path is not None:
             start, old = (state, history, done), path.with_suffix(".safetensors")
             with suppress(FileNotFoundError):  # one of an older version is refused
                 state, history, done = load(
@@ -284,7 +284,7 @@ def cross_validate(
             figures |= evaluated(in_evaluation, state, rows)
             for name, values in figures.items():
                 history[name][:, epoch] = values
-            if path:
+            if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 reached = state, history, torch.tensor(epoch + 1)
                 save(path, reached, settings=settings)
