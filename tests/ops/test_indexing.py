@@ -114,6 +114,7 @@ WRONG = {
     "roll": ((), "value = (x * w.sum()).roll(1) * x"),
     "roll, a method": ((), "value = w.sum().roll(shifts=2) * x"),
     "roll, along no axes": ((), "value = (x * w.sum()).roll(1, ()) * x"),
+    "roll, an empty list": ((), "value = torch.roll(x * w.sum(), 1, dims=[]) * x"),
     "select_scatter": ((5, 4), "value = x.select_scatter(w, -2, 1) * x"),
     "select_scatter, of x": (
         (4, 5),

@@ -47,7 +47,7 @@ def _squeeze_(input: Tensor, *dims: Any, **options: Any) -> Tensor:
 
 def _roll(input: Tensor, shifts: Any, dims: Any = ()) -> Tensor:
     """Roll entries; torch's rule rolls samples that are single numbers."""
-    single = not input.ndim and dims == ()
+    single = not input.ndim and dims in ((), [])
     return input.clone() if single else torch.roll(input, shifts, dims)
 
 
