@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-import vgrad.cli
+import vgrad
 from tests import losses, oracle
-from tests.cli import runs
-from vgrad.__main__ import main
 from vgrad.training import TrainState, private_step
 from vgrad.tree import tensors
 
@@ -200,6 +198,12 @@ def test_a_private_run_stays_on_the_device_and_repeats_from_its_state():
 
 
 def test_the_main_job_runs_on_the_device(tmp_path):
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    import vgrad.cli
+    from tests.cli import runs
+    from vgrad.__main__ import main
+
     images, out = runs.write_data(tmp_path / "data.npz"), tmp_path / "run"
     assert runs.train(images, out, "--device", "cuda") == 0
     assert main(["evaluate", str(out), "--data", str(images), "--device", "cuda"]) == 0
