@@ -105,8 +105,14 @@ c10::DataPtr device_pointer(const c10::Storage& storage) {
   return claim(storage.mutable_data(), kept, storage.nbytes());
 }
 
+void refuse(const Tensor& t, const std::string& name, const std::string& op) {
+  TORCH_CHECK(false, "Expected all tensors to be on the same device, but got ", name,
+              " is on ", t.device(), ", different from other tensors on ", HERE, " (", op, ")");
+}
+
 Tensor host(const Tensor& t) {
-  if (!t.defined() || !on_device(t)) return t;
+  if (!t.defined()) return t;
+  if (!on_device(t)) refuse(t, "an argument", "a kernel of the device");
   return as(t, host_storage(t.storage()), DispatchKey::CPU);
 }
 
@@ -276,10 +282,8 @@ struct Call {
       // CUDA takes numbers of the host along with the launch, and moves indices.
       bool number = t.dim() == 0 && !written;
       bool index = argument.name() == "indices" && argument.type()->str() == "Tensor?[]";
-      TORCH_CHECK(number || index || argument.name() == "scalars",
-                  "Expected all tensors to be on the same device, but got ",
-                  argument.name(), " is on ", t.device(), ", different from other ",
-                  "tensors on ", HERE, " (", schema.name(), ")");
+      if (!number && !index && argument.name() != "scalars")
+        refuse(t, argument.name(), schema.name());
       if (index && schema.name() != "aten::index")  // whose shapes moved them already
         note("to_device", schema.name(), {t}, {t});
       return t;
@@ -387,9 +391,9 @@ Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<ScalarT
 }
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool) {
-  host(to).copy_(host(from));
-  const char* way = !on_device(from) ? "to_device" : !on_device(to) ? "to_host" : "launch";
-  note(way, "aten::copy_", {from}, {to});
+  bool read = on_device(from), written = on_device(to);
+  (written ? host(to) : to).copy_(read ? host(from) : from);
+  note(!read ? "to_device" : !written ? "to_host" : "launch", "aten::copy_", {from}, {to});
   return to;
 }
 

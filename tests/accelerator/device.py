@@ -22,7 +22,7 @@ import threading
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,6 +52,7 @@ def register() -> None:
     module.device_count = lambda: 1
     module.current_device = lambda: 0
     module.set_device = lambda device: None
+    module.device = lambda device: nullcontext()
     module.synchronize = lambda device=None: torch.accelerator.synchronize()
     module.manual_seed = module.manual_seed_all = generator.manual_seed
     module.get_rng_state = lambda device=NAME: generator.get_state()
@@ -108,7 +109,8 @@ def _compile(folder: Path, library: Path) -> None:
     command = build_extension(Distribution({"ext_modules": [extension]}))
     command.build_lib = command.build_temp = str(folder / "build")
     command.ensure_finalized()
-    command.run()
+    with redirect_stdout(sys.stderr):
+        command.run()
     (built,) = (folder / "build").glob(f"{_LIBRARY}*.so")
     built.replace(library)
     shutil.rmtree(folder / "build")
