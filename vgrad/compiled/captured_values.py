@@ -440,7 +440,13 @@ _REFUSED = {
         "reads the time",
     ),
     **dict.fromkeys(
-        [getattr(x, n) for x in (torch.random, torch.cuda.random) for n in x.__all__],
+        [
+            getattr(torch.random, name)
+            for name in ("fork_rng", "get_rng_state", "initial_seed", "manual_seed")
+            + ("seed", "set_rng_state", "thread_safe_generator")
+            if hasattr(torch.random, name)  # the last from torch 2.12 on
+        ]
+        + [getattr(torch.cuda.random, name) for name in torch.cuda.random.__all__],
         "sets or reads the seed or the state of a generator of torch",
     ),
     **dict.fromkeys(
