@@ -434,6 +434,9 @@ _TODAY = [
     for read in (getattr, lambda owner, name: vars(owner).get(name))
     if name in vars(owner)
 ]
+_OF_GENERATORS = "fork_rng manual_seed seed initial_seed get_rng_state".split()
+_OF_GENERATORS += "set_rng_state thread_safe_generator".split()
+_OF_GENERATORS += [name for name in torch.cuda.random.__all__ if name.endswith("_all")]
 _REFUSED = {
     **dict.fromkeys(
         [getattr(time, name) for name in (*_CLOCKS, "strftime", "asctime")] + _TODAY,
@@ -441,12 +444,11 @@ _REFUSED = {
     ),
     **dict.fromkeys(
         [
-            getattr(torch.random, name)
-            for name in ("fork_rng", "get_rng_state", "initial_seed", "manual_seed")
-            + ("seed", "set_rng_state", "thread_safe_generator")
-            if hasattr(torch.random, name)  # the last from torch 2.12 on
-        ]
-        + [getattr(torch.cuda.random, name) for name in torch.cuda.random.__all__],
+            getattr(module, name)
+            for module in (torch.random, torch.cuda.random)
+            for name in _OF_GENERATORS
+            if hasattr(module, name)
+        ],
         "sets or reads the seed or the state of a generator of torch",
     ),
     **dict.fromkeys(
