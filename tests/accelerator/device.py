@@ -118,7 +118,8 @@ def _compile(folder: Path, library: Path) -> None:
 
 def _load(library: Path) -> Any:
     spec = importlib.util.spec_from_file_location(_LIBRARY, library)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -173,7 +174,7 @@ class Counts:
         return Counter(event.op for event in self.events if event.kind == kind)
 
     def lines(self, kind: str = "launch") -> dict[str, Counter[str]]:
-        """Return the lines with most events of a kind, first the most, and their ops."""
+        """Return the lines by their events of a kind, most first, with their ops."""
         found: dict[str, Counter[str]] = {}
         for event in self.events:
             if event.kind == kind:
