@@ -1,0 +1,235 @@
+"""What a GPU would have to do: `make launches`, `python -m bench.launches [NET ...]`.
+
+On the pretend accelerator of the tests every launch, wait and copy of a call is
+counted, for plain SGD, `vmap(grad)` with a plain clip, and vgrad, eager and replayed;
+clipped sums, and whole private steps over steps of SGD. From shapes and dtypes follow
+FLOPs and bytes, and from these the time on some GPUs (`modelled.py`). Of compiled calls
+the kernels are counted that Inductor makes (`kernels.py`).
+
+The counts are exact for the installed torch and do not depend on the machine. They are
+kept in `results/launches.json`, with tables and a picture beside it; nets that are not
+named keep their rows. `tests/accelerator/test_launches.py` compares later counts.
+
+An op is one launch. Attention is the sum of its parts, for all alike, where a GPU has
+one kernel.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import subprocess
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import modelled, steps
+from bench.compiling import COMPILED, PLAIN
+from bench.contenders import CLIPPED, plain
+from bench.kernels import kernels
+from bench.models import COUNTED, SETTINGS, STEP_BY_STEP
+
+ROOT = Path(__file__).parent.parent
+FILE = ROOT / "bench/results/launches.json"
+DEVICE = "pretend"
+
+PRECISIONS = ("float32", "float32, TF32", "bfloat16", "bfloat16, TF32")
+"""Float32 or autocast; TF32 for matmuls too, or as torch's default on CUDA for
+convolutions alone."""
+
+SGD, VMAP, EAGER, REPLAY = "sgd", "vmap", "vgrad", "vgrad replay"
+SGD_STEP, STEP, STEP_REPLAY = "sgd step", "private step", "private step replay"
+CALLS = {
+    SGD: plain,
+    VMAP: CLIPPED["vmap"].build,
+    EAGER: CLIPPED["vgrad"].build,
+    REPLAY: COMPILED["vgrad-replay"].build,
+}
+STEPS = {
+    SGD_STEP: steps.sgd,
+    STEP: steps.in_vgrad(None),
+    STEP_REPLAY: steps.in_vgrad("replay"),
+}
+
+PLAIN_TORCH = (SGD, VMAP, SGD_STEP)
+"""The calls that no change of vgrad can change."""
+
+
+@contextmanager
+def precision(name: str, device: str) -> Iterator[None]:
+    """Compute in a precision, with torch's switches as they are on CUDA.
+
+    The pretend device has those of the CPU.
+    """
+    matmul = "tf32" if name.endswith("TF32") else "ieee"
+    backends: Any = torch.backends
+    switches = (backends.mkldnn.conv, "tf32"), (backends.mkldnn.matmul, matmul)
+    before = [switch.fp32_precision for switch, _ in switches]
+    for switch, value in switches:
+        switch.fp32_precision = value
+    low = name.startswith("bfloat16")
+    try:
+        with torch.autocast(device, torch.bfloat16, enabled=low):
+            yield
+    finally:
+        for (switch, _), value in zip(switches, before, strict=True):
+            switch.fp32_precision = value
+
+
+def builds(net: str) -> Iterator[tuple[str, Callable[[], Callable[[], Any]]]]:
+    """Yield what is counted of a net, and what makes its run."""
+    setting = SETTINGS[net]
+
+    def call(build: Any) -> Callable[[], Any]:
+        problem = setting.problem(DEVICE, torch.float32, setting.samples)
+        run = build(problem)
+        return lambda: run(*problem.batch)
+
+    def step(build: Any) -> Callable[[], Any]:
+        task = steps.Task.of(setting, DEVICE, torch.float32, setting.samples)
+        stepper, batch = build(task), task.fixed
+        return lambda: stepper.step(*batch)
+
+    for name, build in CALLS.items():
+        yield name, lambda build=build: call(build)
+    for name, build in STEPS.items():
+        yield name, lambda build=build: step(build)
+
+
+def count(
+    net: str,
+    precisions: Sequence[str] = PRECISIONS,
+    names: Collection[str] = (*CALLS, *STEPS),
+) -> dict[str, Any]:
+    """Count the calls and steps of a net, {precision: {call: row}}.
+
+    The process must have the device, and enough memory of it.
+    """
+    from tests.accelerator import device
+
+    found: dict[str, Any] = {}
+    for kind in precisions:
+        rows = found[kind] = {}
+        for name, build in builds(net):
+            if name not in names:
+                continue
+            with precision(kind, DEVICE):
+                warm = 0 if name in PLAIN_TORCH else 1  # which captures, and caches
+                try:
+                    counts = device.count(build(), warm=warm)
+                except Exception as raised:
+                    first = (str(raised).splitlines() or [""])[0]
+                    rows[name] = {"refused": f"{type(raised).__name__}: {first[:160]}"}
+                    continue
+            events = [each for each in counts.events if each.kind == "launch"]
+            rows[name] = {
+                "launches": counts.launches,
+                "waits": counts.waits,
+                "to_host": counts.to_host,
+                "to_device": counts.to_device,
+                **modelled.modelled(events, tf32=kind.endswith("TF32")),
+            }
+    return found
+
+
+def count_kernels(net: str) -> dict[str, Any]:
+    """Count the kernels of the compiled sums of a net, {precision: {call: row}}."""
+    setting = SETTINGS[net]
+    problem = setting.problem("cpu", torch.float32, setting.samples)
+    found: dict[str, Any] = {}
+    for kind in PRECISIONS[::2]:
+        low = kind.startswith("bfloat16")
+        rows = found[kind] = {}
+        for name, contender in ((SGD, PLAIN), (EAGER, "vgrad-inductor")):
+            run = COMPILED[contender].build(problem)
+            with torch.autocast("cpu", torch.bfloat16, enabled=low):
+                rows[name] = kernels(lambda run=run: run(*problem.batch))._asdict()
+    return found
+
+
+def main() -> None:
+    """Count the named nets, or all, each in a process of its own."""
+    parser = argparse.ArgumentParser(prog="python -m bench.launches")
+    parser.add_argument("nets", nargs="*", metavar="NET")
+    parser.add_argument("--out", type=Path, default=FILE)
+    parser.add_argument(
+        "--vgrad",
+        action="store_true",
+        help="count vgrad's calls alone, and keep the rows of plain torch",
+    )
+    parser.add_argument("--no-kernels", action="store_true", help="of compiled calls")
+    given = parser.parse_args()
+    kept = json.loads(given.out.read_text()) if given.out.exists() else {}
+    counts, compiled = kept.get("counts", {}), kept.get("kernels", {})
+    for net in given.nets or COUNTED:
+        names = {*CALLS, *STEPS}.difference(PLAIN_TORCH if given.vgrad else ())
+        rows = in_a_process(_on_the_device, net, names)
+        before = counts.get(net, {}) if given.vgrad else {}
+        for kind, found in rows.items():
+            merged = before.get(kind, {}) | found
+            rows[kind] = {name: merged[name] for name in (*CALLS, *STEPS)}
+        counts[net] = rows
+        if net not in STEP_BY_STEP and not given.no_kernels:
+            compiled[net] = in_a_process(count_kernels, net)
+        write(given.out, counts, compiled)
+        print(net, flush=True)
+
+
+def write(path: Path, counts: dict[str, Any], compiled: dict[str, Any]) -> None:
+    """Write the file, the tables and the picture, whole at any moment."""
+    done = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    whole = {
+        "about": {
+            "torch": torch.__version__.partition("+")[0],
+            "commit": done.stdout.strip(),
+            "date": date.today().isoformat(),
+            "flops_per_second": modelled.GPUS,
+            "bytes_per_second": modelled.BYTES,
+            "share": modelled.SHARE,
+            "formula": "sum over ops of max(FLOPs / rate, bytes / bandwidth) / share",
+        },
+        "counts": {net: counts[net] for net in COUNTED if net in counts},
+        "kernels": {net: compiled[net] for net in COUNTED if net in compiled},
+    }
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(whole, indent=1) + "\n")
+    os.replace(part, path)
+    from bench import launch_tables
+
+    path.with_suffix(".md").write_text(launch_tables.markdown(whole))
+    if path == FILE:
+        for page in launch_tables.PAGES:
+            page.write_text(launch_tables.filled(page.read_text(), whole))
+    launch_tables.draw(whole).savefig(path.with_suffix(".png"), dpi=120)
+
+
+def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a function in a fresh process."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def _on_the_device(
+    net: str, names: Collection[str] = (*CALLS, *STEPS)
+) -> dict[str, Any]:
+    from tests.accelerator import device
+
+    warnings.simplefilter("ignore")  # of vmap's fallbacks
+    device.register()
+    with device.capacity(2**40):
+        return count(net, PRECISIONS, names)
+
+
+if __name__ == "__main__":
+    main()
