@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from matplotlib.figure import Figure
 
@@ -17,6 +17,7 @@ from bench.launches import (
     STEP,
     STEP_REPLAY,
     VMAP,
+    WITH_TF32,
 )
 from bench.models import MODELLED, SETTINGS
 
@@ -39,10 +40,15 @@ def ratios(
     found = {}
     for net in whole["counts"] if nets is None else nets:
         rows = whole["counts"].get(net, {}).get(precision, {})
-        above, below = (rows.get(name, {"refused": ""}) for name in over)
-        if "refused" not in above and "refused" not in below:
+        above, below = (rows.get(name) for name in over)
+        if ran(above) and ran(below):
             found[net] = value(above) / value(below)
     return found
+
+
+def ran(row: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
+    """Return whether a call was counted."""
+    return row is not None and "refused" not in row
 
 
 def launches(row: dict[str, Any]) -> float:
@@ -121,7 +127,7 @@ def _largest(whole: Whole, value: Callable[[dict[str, Any]], int]) -> dict[str, 
         for net, kinds in whole["counts"].items()
         for precision, rows in kinds.items()
         for name in (EAGER, REPLAY, STEP, STEP_REPLAY)
-        if "refused" not in rows[name]
+        if ran(rows.get(name))
     }
 
 
@@ -264,6 +270,8 @@ def _met(aim: Aim) -> tuple[str, str]:
 
 def _launches(whole: Whole, precision: str) -> list[str]:
     names = (SGD, VMAP, EAGER, REPLAY, SGD_STEP, STEP, STEP_REPLAY)
+    if precision.endswith("TF32"):
+        names = WITH_TF32
     head = ["net", *names, "sum / SGD", "sum / vmap", "step / SGD step"]
     head += ["waits", "copies"]
     body = []
@@ -272,22 +280,22 @@ def _launches(whole: Whole, precision: str) -> list[str]:
     for net, kinds in whole["counts"].items():
         rows = kinds[precision]
         cells = [
-            "refused" if "refused" in rows[name] else f"{rows[name]['launches']:,}"
+            f"{rows[name]['launches']:,}" if ran(rows[name]) else "refused"
             for name in names
         ]
         cells += [f"{each[net]:.2f}" if net in each else "" for each in over]
-        ran = [rows[name] for name in (EAGER, STEP) if "refused" not in rows[name]]
-        cells += [", ".join(str(_waits(row)) for row in ran)]
-        cells += [", ".join(str(_copies(row)) for row in ran)]
+        own = [rows[name] for name in (EAGER, STEP) if ran(rows.get(name))]
+        cells += [", ".join(str(_waits(row)) for row in own)]
+        cells += [", ".join(str(_copies(row)) for row in own)]
         body.append([SETTINGS[net].title, *cells])
-    means = [f"{mean(each.values()):.2f}" for each in over]
+    means = [f"{mean(each.values()):.2f}" if each else "" for each in over]
     body.append(["**mean**", *[""] * len(names), *means, "", ""])
     return _table(head, body)
 
 
 def _modelled(whole: Whole, precision: str) -> list[str]:
     gpus = tuple(whole["about"]["flops_per_second"])
-    names = (VMAP, EAGER, REPLAY)
+    names = (VMAP, EAGER) if precision.endswith("TF32") else (VMAP, EAGER, REPLAY)
     body = []
     for net in MODELLED:
         rows = whole["counts"].get(net, {}).get(precision)
@@ -296,9 +304,9 @@ def _modelled(whole: Whole, precision: str) -> list[str]:
         base = rows[SGD]["seconds"]
         cells = [f"{1e3 * base[GPU]:.3f}"]
         for name in names:
-            took = rows[name].get("seconds")
-            each = took and (f"{took[gpu] / base[gpu]:.2f}" for gpu in gpus)
-            cells.append(", ".join(each) if each else "refused")
+            took = rows[name]["seconds"] if ran(rows[name]) else {}
+            each = [f"{took[gpu] / base[gpu]:.2f}" for gpu in took]
+            cells.append(", ".join(each) or "refused")
         body.append([SETTINGS[net].title, *cells])
     means = []
     for name in names:

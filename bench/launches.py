@@ -59,6 +59,9 @@ STEPS = {
 PLAIN_TORCH = (SGD, VMAP, SGD_STEP)
 """The calls that no change of vgrad can change."""
 
+WITH_TF32 = (SGD, VMAP, EAGER)
+"""What is counted with TF32 for matmuls too; the others repeat it."""
+
 
 @contextmanager
 def precision(name: str, device: str) -> Iterator[None]:
@@ -110,31 +113,47 @@ def count(
 
     The process must have the device, and enough memory of it.
     """
-    from tests.accelerator import device
-
-    found: dict[str, Any] = {}
-    for kind in precisions:
-        rows = found[kind] = {}
-        for name, build in builds(net):
-            if name not in names:
+    found: dict[str, Any] = {kind: {} for kind in precisions}
+    for name, build in builds(net):
+        if name not in names:
+            continue
+        seen: dict[str, Any] = {}
+        for kind in precisions:
+            ops, tf32 = kind, kind.endswith("TF32")
+            if tf32 and name not in WITH_TF32:
                 continue
-            with precision(kind, DEVICE):
-                warm = 0 if name in PLAIN_TORCH else 1  # which captures, and caches
-                try:
-                    counts = device.count(build(), warm=warm)
-                except Exception as raised:
-                    first = (str(raised).splitlines() or [""])[0]
-                    rows[name] = {"refused": f"{type(raised).__name__}: {first[:160]}"}
-                    continue
+            if name in PLAIN_TORCH:  # of which the switch changes no op
+                ops = kind.removesuffix(", TF32")
+            if ops not in seen:
+                seen[ops] = _counts(build, ops, warm=name not in (SGD, VMAP))
+            counts = seen[ops]
+            if isinstance(counts, str):
+                found[kind][name] = {"refused": counts}
+                continue
             events = [each for each in counts.events if each.kind == "launch"]
-            rows[name] = {
+            found[kind][name] = {
                 "launches": counts.launches,
                 "waits": counts.waits,
                 "to_host": counts.to_host,
                 "to_device": counts.to_device,
-                **modelled.modelled(events, tf32=kind.endswith("TF32")),
+                **modelled.modelled(events, tf32=tf32),
             }
     return found
+
+
+def _counts(build: Callable[[], Callable[[], Any]], kind: str, *, warm: bool) -> Any:
+    """Return the counts of a call, or the reason why it is refused.
+
+    A call before it, where `warm`, captures a graph and fills caches.
+    """
+    from tests.accelerator import device
+
+    with precision(kind, DEVICE):
+        try:
+            return device.count(build(), warm=int(warm))
+        except Exception as raised:
+            first = (str(raised).splitlines() or [""])[0]
+            return f"{type(raised).__name__}: {first[:160]}"
 
 
 def count_kernels(net: str) -> dict[str, Any]:
@@ -172,7 +191,8 @@ def main() -> None:
         before = counts.get(net, {}) if given.vgrad else {}
         for kind, found in rows.items():
             merged = before.get(kind, {}) | found
-            rows[kind] = {name: merged[name] for name in (*CALLS, *STEPS)}
+            ordered = [name for name in (*CALLS, *STEPS) if name in merged]
+            rows[kind] = {name: merged[name] for name in ordered}
         counts[net] = rows
         if net not in STEP_BY_STEP and not given.no_kernels:
             compiled[net] = in_a_process(count_kernels, net)
