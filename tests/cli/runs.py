@@ -198,17 +198,16 @@ def watched(monkeypatch, owner, name, see):
 
 def watch_noise(monkeypatch, killed_at=None):
     """Keep the noise of each step of a run, as bytes, and kill it at one of them."""
-    seen, whole = [], dp.Plan.add_noise
+    seen, whole = [], Noise.added
 
-    def add_noise(plan, sums, sensitivity, **place):
+    def added(noise, sums):
         zeros = {name: torch.zeros_like(value) for name, value in sums.items()}
-        noise = whole(plan, zeros, sensitivity, **place)
-        seen.append(noise["1.weight"].numpy().tobytes())
+        seen.append(whole(noise, zeros)["1.weight"].numpy().tobytes())
         if len(seen) == killed_at:
             raise Killed
-        return whole(plan, sums, sensitivity, **place)
+        return whole(noise, sums)
 
-    monkeypatch.setattr(dp.Plan, "add_noise", add_noise)
+    monkeypatch.setattr(Noise, "added", added)
     return seen
 
 
