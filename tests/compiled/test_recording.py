@@ -4,6 +4,7 @@ On a CPU a recording stands in that runs the graph in the memory it was made in.
 same calls are repeated on a GPU, where there is one.
 """
 
+import operator
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
@@ -259,6 +260,22 @@ def check(monkeypatch):
         backends.check_recordable(module, tree.tensors(arguments))
 
     return check
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_seeds_of_attention_may_stay_on_the_host(monkeypatch, dropout):
+    """As its memory-efficient kernel leaves them, which runs on a GPU alone."""
+    monkeypatch.setattr(backends, "DEVICE", "meta")
+    module = torch.fx.Graph()
+    x = module.placeholder("x")
+    op = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    results = module.call_function(op, (x, x, x, None, True, dropout))
+    seed = module.call_function(operator.getitem, (results, 2))
+    seed.meta["val"] = torch.empty((), dtype=torch.int64)
+    module.output(seed)
+    where = "getitem.* computes on cpu"
+    with pytest.raises(Unrepeatable, match=where) if dropout else nullcontext():
+        backends.check_recordable(torch.fx.GraphModule({}, module), [META])
 
 
 def on_meta(arguments):
