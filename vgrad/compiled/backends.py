@@ -19,9 +19,6 @@ from vgrad.tree import no_autocast
 
 Run = Callable[..., Sequence[Tensor]]
 
-DEVICE = "cuda"
-"""The devices that record graphs."""
-
 _SMALL = 2**15
 """Numbers in tensors so small that calls from C++ take a third off a graph's time."""
 
@@ -39,11 +36,11 @@ def result(run: Run, graph: Graph, tensors: list[Tensor]) -> Any:
 
 
 def tried(backend: str, tensors: list[Tensor]) -> tuple[str, ...]:
-    """Return the backends to build beside a replay; `auto` records on a GPU alone."""
+    """Return the backends to build beside a replay; `auto` records where it can."""
     if backend != "auto":
         return () if backend == "replay" else (backend,)
-    on_gpu = any(each.device.type == DEVICE for each in tensors)
-    return ("inductor", "cudagraph") if on_gpu else ("inductor",)
+    records = any(map(records_graphs, {each.device for each in tensors}))
+    return ("inductor", "cudagraph") if records else ("inductor",)
 
 
 _ROUNDS = 5
@@ -79,30 +76,36 @@ def compiled(graph: Graph, tensors: list[Tensor]) -> Run:
 # CUDA graphs.
 
 
+def records_graphs(device: torch.device) -> bool:
+    """Return whether torch records the launches of a device."""
+    return hasattr(torch.get_device_module(device), "make_graphed_callables")
+
+
 def recorded(run: Run, graph: Graph, tensors: Sequence[Tensor]) -> Run:
     """Record a replay as a CUDA graph, a function of arguments anywhere in memory."""
     inputs = [*tensors, *graph.closed]
     check_recordable(graph.module, inputs)
     layouts = [(each.shape, each.stride()) for each in inputs]
     place = inputs[0].device
+    module = torch.get_device_module(place)
 
     def run_in(*memory: Tensor) -> Sequence[Tensor]:
         pairs = zip(memory, layouts, strict=True)
         return run(*(each.as_strided(*layout) for each, layout in pairs))
 
     try:
-        with torch.no_grad(), no_autocast(place), torch.cuda.device(place):
+        with torch.no_grad(), no_autocast(place), module.device(place):
             own = [memory_of(each).clone() for each in inputs]
-            launch: Any = torch.cuda.make_graphed_callables(run_in, tuple(own))
-            done, lock = torch.cuda.Event(), threading.Lock()
+            launch: Any = module.make_graphed_callables(run_in, tuple(own))
+            done, lock = module.Event(), threading.Lock()
     except RuntimeError as error:
         line = str(error).strip().partition("\n")[0]
         raise Unrepeatable(f"recording it fails: {line}") from error
 
     def launched(*inputs: Tensor) -> Sequence[Tensor]:
         # The memory is the same each time: a call waits for the one before it.
-        with lock, torch.cuda.device(place):
-            stream = torch.cuda.current_stream()
+        with lock, module.device(place):
+            stream = module.current_stream()
             stream.wait_event(done)
             _copy(own, [*map(memory_of, inputs)])
             outputs = launch(*own)
@@ -128,11 +131,11 @@ def _copy(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 def check_recordable(module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
     """Refuse graphs of which a recording would repeat a part alone."""
     places = {each.device for each in inputs}
-    if {each.type for each in places} != {DEVICE} or len(places) > 1:
+    if len(places) != 1 or not records_graphs(*places):
         where = sorted(map(str, places)) or "none"
         raise Unrepeatable(
-            f"recordings are of tensors that all are on one {DEVICE} device, and its "
-            f"tensors are on {where}"
+            f"recordings are of tensors that all are on one device that records "
+            f"graphs, as cuda does, and its tensors are on {where}"
         )
     if any(each.is_conj() or each.is_neg() for each in inputs):
         raise Unrepeatable("an argument is a conjugate or negative view")
