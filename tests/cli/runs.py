@@ -15,7 +15,7 @@ from tests import streams
 from vgrad import dp, files
 from vgrad.__main__ import main
 from vgrad.cli import checkpoint, data, models, report
-from vgrad.dp import accounting
+from vgrad.dp import accounting, noise
 
 KEYS = ["step", "loss", "test_accuracy", "epsilon", "samples_per_second"]
 SIZE, BATCH = 48, 12
@@ -198,16 +198,16 @@ def watched(monkeypatch, owner, name, see):
 
 def watch_noise(monkeypatch, killed_at=None):
     """Keep the noise of each step of a run, as bytes, and kill it at one of them."""
-    seen, whole = [], Noise.added
+    seen, whole = [], noise.Noise.added
 
-    def added(noise, sums):
+    def added(step, sums):
         zeros = {name: torch.zeros_like(value) for name, value in sums.items()}
-        seen.append(whole(noise, zeros)["1.weight"].numpy().tobytes())
+        seen.append(whole(step, zeros)["1.weight"].numpy().tobytes())
         if len(seen) == killed_at:
             raise Killed
-        return whole(noise, sums)
+        return whole(step, sums)
 
-    monkeypatch.setattr(Noise, "added", added)
+    monkeypatch.setattr(noise.Noise, "added", added)
     return seen
 
 

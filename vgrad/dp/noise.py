@@ -4,36 +4,45 @@ The guarantee of the accountant is about real numbers and a perfect source of
 randomness. This file comes close to them:
 
 * Noise is drawn and added in float64. The sum is then rounded to a grid of 2^-17 to
-  2^-16 deviations, and to its dtype last of all. Two uniform numbers u and v of 53 bits
-  give two normal ones (Box and Muller, 1958),
-  `sqrt(-2 log u) cos(2 pi v)` and `sqrt(-2 log u) sin(2 pi v)`, and u has 43
-  significant bits or more, however small it is. Every square of the grid then holds at
-  least 2^59 pairs: every value that one data set can release is also reachable from
-  each neighbouring one, jointly for both numbers of a pair. The probability is right to
-  about one part in 2^32, in the mean over releases, as long as the sum is within
-  sixteen deviations of zero (in general to 2^-36 of the sum in deviations). Over 10^9
-  numbers that adds about 1e-5 to epsilon if the errors are independent, and 0.2 if all
-  have one direction; a discrete Gaussian would replace the estimate by a proof, at a
-  multiple of the cost. In float32 some values are impossible without a given sample,
-  and with 10^9 numbers one of them shows with a probability of about 2e-4.
+  2^-16 deviations, and to its dtype last of all. Two uniform numbers, u of 74 bits and
+  v of 53, give two normal ones (Box and Muller, 1958), `sqrt(-2 log u) cos(2 pi v)` and
+  `sqrt(-2 log u) sin(2 pi v)`. Of the 2^127 pairs every square of the grid holds at
+  least 2^59 up to 6.5 deviations from zero, and 2^30 up to 9.1: every value that one
+  data set can release there is also reachable from each neighbouring one, jointly for
+  both numbers of a pair. Beyond, up to the largest radius of 10.1 deviations, there are
+  circles without a value between them. Of 10^9 numbers one lies there with a
+  probability of 4e-10.
+* The probability of a value is right to about one part in 2^32, in the mean over
+  releases, as long as the sum is within sixteen deviations of zero (in general to 2^-36
+  of the sum in deviations). Over 10^9 numbers that adds about 1e-5 to epsilon if the
+  errors are independent, and 0.2 if all have one direction; a discrete Gaussian would
+  replace the estimate by a proof, at a multiple of the cost. In float32 some values are
+  impossible without a given sample, and with 10^9 numbers one of them shows with a
+  probability of about 2e-4.
 * The sum adds float32 gradients that are computed for the batch as a whole. An added
   sample changes how the others are rounded, which the sensitivity does not count: by up
   to 4 B 2^-24 of the clip norm in batches of B samples (B 2^-24 in chunks of 64), and
   by twice the sensitivity where a gradient is nothing but rounding errors. With
   `chunk_size=1` or `strategy="loop"` no sample's gradient depends on another sample.
-* Keys of streams have 128 bits and come from a keyed hash (BLAKE2b) of a secret key of
-  256 bits. From there on numpy's Philox4x64-10 draws, which passes all statistical
-  tests but was not made to resist cryptanalysis. On a CUDA device torch's Philox4x32-10
-  draws, whose seed has 64 bits: a hash of the same key for each step.
+* Words come from ChaCha20 (RFC 8439), whose output nobody is known to tell from uniform
+  bits. Each stream has a key of 256 bits: a keyed hash (BLAKE2b) of a secret key of 256
+  bits, the member, name and shape of the sum, multiplier and deviation. The nonce is
+  the step, and the counter the block of 64 bytes. No key and nonce serve two sums,
+  counters never wrap (a sum of more than 2^35 numbers has several keys), and no graph
+  or file of code holds a key. The batches, which are not released, are drawn by numpy's
+  Philox4x64-10, which was not made to resist cryptanalysis.
 * Losses, gradient norms, the fraction of clipped samples and the time of a step are not
   private, however much noise the sum gets. Nor is the memory of the machine.
 
 One draw, one release. The noise of a step is a function of the key, the step, the
-member, the parameter's name and shape, and of the plan's numbers, in blocks of one
-stream for each tensor in row-major order; sharding and the number of threads do not
-change it. A step that is repeated from a checkpoint on the same batch is therefore the
-same release, as long as processor, device, torch and numpy are the same: else release
-the results of only one of the two attempts. Two runs that continue from copies of one
+member, the parameter's name and shape, and of the plan's numbers; sharding, threads,
+compilation and the device do not change its words. The logarithm and the tangent may
+differ in the last bit between libraries, and then about one number in 10^10 is rounded
+to the next value of the grid. A step that is repeated from a checkpoint on the same
+batch is therefore the same release, as far as the sums are the same numbers: processor,
+device and torch decide on their rounding. Where these differ, or noise of an earlier
+vgrad that had another generator, release the results of only one of the two attempts.
+Two runs that continue from copies of one
 state with other data, another loss or another optimizer would add the same noise to
 different sums, whose difference then reveals everything: `state.fork()` gives one of
 them a new key.
@@ -52,6 +61,7 @@ from torch import Tensor
 
 from vgrad import checks, generators
 from vgrad.batches import Sensitivity
+from vgrad.devices import HOST, is_host
 from vgrad.dp import chacha
 from vgrad.torch_private import kernels, shards
 from vgrad.typing import Params
@@ -91,13 +101,14 @@ def add_gaussian_noise(
     entry and both numbers. Never use a key and a step for two different sums.
 
     Noise is drawn and added in float64 and rounded to `promote_types(dtype, float32)`,
-    at 10 to 15 ns per number and thread on a CPU. Non-finite entries stay as they are.
-    A noise multiplier of zero adds nothing; epsilon is then infinite.
+    at 7 ns per number and thread on a CPU. On a device it is drawn there, from the same
+    words, or on the host if the device has no float64. Non-finite entries stay as they
+    are. A noise multiplier of zero adds nothing; epsilon is then infinite.
 
     A sum may be a DTensor with placements `Shard` and `Replicate`. Each rank adds to
-    its part the noise that the whole tensor would get there, bit for bit: all ranks
-    need the same key, and one type of machine. A rank draws every block of 2^16 numbers
-    (2^20 on CUDA devices) that overlaps its part.
+    its part the noise that the whole tensor would get there: all ranks need the same
+    key. A rank draws every block of 2^15 numbers (2^22 on a device) that overlaps its
+    part.
 
     Raises:
         TypeError: `sensitivity` is a number, or a sum is a DTensor with another
@@ -105,7 +116,7 @@ def add_gaussian_noise(
         ValueError: the sensitivity is infinite, or its product with the noise
             multiplier too small for float64.
 
-    Reference: Abadi et al., arXiv 1607.00133; Salmon et al., SC 2011.
+    Reference: Abadi et al., arXiv 1607.00133; Nir and Langley, RFC 8439.
 
     Example:
         >>> from vgrad.dp import secret_key
@@ -131,7 +142,7 @@ def gaussian_noise(
     step: int,
     streams: "Streams | None" = None,
 ) -> "Noise":
-    """Return the noise of a step; `streams` are those of its run, which are held."""
+    """Return the noise of a step, from streams that its run may hold."""
     check_sensitivity(function, sensitivity)
     checks.non_negative(function, noise_multiplier=noise_multiplier)
     checks.finite(function, noise_multiplier=noise_multiplier)
@@ -186,7 +197,7 @@ class Noise:
             local = _local(total).detach().to(device)
             flat[entry] = local.reshape(-1)
             noisy[entry] = torch.empty(local.shape, dtype=_wide(local), device=device)
-        on_host = device.type == "cpu"
+        on_host = is_host(device)
         size = _ON_HOST if on_host else _ON_DEVICE
         layout = self.streams.layout(self, parts, device, size)
         functions = _OF_NUMPY if on_host else ()
@@ -222,7 +233,7 @@ class Noise:
         [device] = devices
         parts = {entry: _part(total) for entry, total in entries.items()}
         layout = self.streams.layout(self, parts, device, chacha.TILES * TILE)
-        if device.type == "cpu":
+        if is_host(device):
             return Drawn(layout.words(0, self.step), None, self.deviation)
         nonce = chacha.nonces(torch.full((1,), self.step, device=device))
         return Drawn(None, (*layout.table(0), nonce), self.deviation)
@@ -301,10 +312,7 @@ class Streams:
     def layout(
         self, noise: Noise, parts: dict[Entry, "Part"], device: torch.device, size: int
     ) -> "_Layout":
-        """Return the tiles to draw for parts of tensors, in groups of so many numbers.
-
-        Those of the last call are held.
-        """
+        """Return the tiles of parts of tensors, in groups of so many numbers."""
         key = bytes(noise.key.cpu().numpy())
         kind = key, noise.multiplier, noise.deviation, tuple(parts.items())
         known = self._layouts.get((device, size))
@@ -322,7 +330,7 @@ class _Layout:
     ) -> None:
         self.groups: list[list[Piece]] = [[]]
         self._device = device
-        self._openssl = device.type == "cpu" and chacha.has_openssl()
+        self._openssl = is_host(device) and chacha.has_openssl()
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
         self._ahead = -1, torch.empty(0)  # words of steps from a first one
         whole, count = size == chacha.TILES * TILE, 0
@@ -460,7 +468,7 @@ class Piece(NamedTuple):
     start: int  # of the tiles, in numbers of the group
 
     def places(self, device: torch.device) -> slice | Tensor:
-        """Return the places of the numbers among those of the group."""
+        """Return the places of the numbers in the group."""
         places = places_of(self.part, self.block, self.size, device)
         if isinstance(places, slice):
             return slice(places.start + self.start, places.stop + self.start)
@@ -487,7 +495,7 @@ def _drawn_on(device: torch.device) -> torch.device:
     try:
         torch.empty((), dtype=torch.float64, device=device)
     except (RuntimeError, TypeError):
-        return torch.device("cpu")
+        return HOST
     return device
 
 
