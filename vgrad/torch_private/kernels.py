@@ -26,6 +26,11 @@ tanh_backward = torch.ops.aten.tanh_backward
 """The derivatives that autograd calls (tools/autograd/derivatives.yaml); for a
 convolution, of a choice of input, weight and bias."""
 
+cross_entropy = torch._C._nn.cross_entropy_loss
+nll_loss = torch._C._nn.nll_loss_nd
+"""The functions that `F.cross_entropy` and `F.nll_loss` call, and autocast casts for
+(torch/nn/functional.py)."""
+
 pack_padded_sequence = torch._VF._pack_padded_sequence
 pad_packed_sequence = torch._VF._pad_packed_sequence
 """The kernels of the functions of these names (torch/nn/utils/rnn.py)."""
