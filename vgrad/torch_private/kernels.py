@@ -27,8 +27,9 @@ tanh_backward = torch.ops.aten.tanh_backward
 """The derivatives that autograd calls (tools/autograd/derivatives.yaml); for a
 convolution, of a choice of input, weight and bias."""
 
-cross_entropy = torch._C._nn.cross_entropy_loss
-nll_loss = torch._C._nn.nll_loss_nd
+_losses: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
+cross_entropy = _losses.cross_entropy_loss
+nll_loss = _losses.nll_loss_nd
 """The functions that `F.cross_entropy` and `F.nll_loss` call, and autocast casts for
 (torch/nn/functional.py)."""
 
