@@ -273,3 +273,74 @@ def test_a_graph_holds_for_what_a_backward_pass_names(monkeypatch):
     monkeypatch.setattr(f"{__name__}.SLOPE", 4.0)
     assert torch.equal(compute(*given), 2 * before)
     assert len(compute.reports()) == 2
+
+
+class Attention(torch.nn.Module):
+    """Attention of two heads, by a kernel that keeps no weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.maps, self.out = torch.nn.Linear(16, 48), torch.nn.Linear(16, 3)
+
+    def forward(self, x):
+        q, k, v = self.maps(x).unflatten(-1, (6, 8)).transpose(1, 2).chunk(3, 1)
+        found = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(found.transpose(1, 2).flatten(2).mean(1))
+
+
+class Recurrent(torch.nn.Module):
+    """Two layers in both directions, each with a state of its own."""
+
+    def __init__(self, kind):
+        super().__init__()
+        options = {"num_layers": 2, "bidirectional": True, "batch_first": True}
+        self.net, self.out = kind(16, 8, **options), torch.nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.out(self.net(x)[0][:, -1])
+
+
+NETS = {
+    "attention": (Attention, (7, 16)),
+    "lstm": (lambda: Recurrent(torch.nn.LSTM), (7, 16)),
+    "gru": (lambda: Recurrent(torch.nn.GRU), (7, 16)),
+    "convolutions": (
+        lambda: torch.nn.Sequential(
+            torch.nn.Conv2d(3, 16, 3, padding=1),
+            torch.nn.GroupNorm(4, 16),
+            torch.nn.ReLU(),
+            torch.nn.Conv2d(16, 16, 3, stride=2, groups=2),
+            torch.nn.Flatten(),
+            torch.nn.Linear(784, 3),
+        ),
+        (3, 16, 16),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("error::vgrad.FallbackWarning", "ignore:RNN module weights")
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", NETS)
+def test_kernels_of_cuda_run_in_recorded_passes_and_graphs(name, autocast):
+    """Nets of cuDNN, fused attention and convolutions, which a CPU runs otherwise."""
+    make, shape = NETS[name]
+    model = make().cuda()
+    x = torch.randn(8, *shape, device="cuda")
+    y, criterion = (
+        torch.randint(3, (8,), device="cuda"),
+        torch.nn.functional.cross_entropy,
+    )
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(
+        model, disable_autograd_tracking=True
+    )
+    loss = vgrad.sample_loss(fmodel, criterion)
+    eager = vgrad.clipped_grad(loss, max_norm=0.5, strategy="recorded")
+    graphs = vgrad.compile(eager, backend="cudagraph", fallback="error")
+    exact = oracle.model_gradients(model, lambda m, x, y: criterion(m(x), y), (x, y), 8)
+    expected = oracle.clipped(exact, 0.5)
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        found = [eager(params, buffers, x, y).grads]
+        found += [graphs(params, buffers, x, y).grads for _ in range(2)]
+    for each in found:
+        assert oracle.error(each, expected) < (0.2 if autocast else 5e-3)
+    assert [each.backend for each in graphs.reports()] == ["cudagraph"]

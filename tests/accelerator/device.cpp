@@ -451,6 +451,16 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
   return {device(of_x), device(of_weight), device(of_bias)};
 }
 
+std::tuple<Tensor, Tensor> dropout(const Tensor& x, double p, std::optional<bool> train) {
+  auto keep = at::empty_like(host(x));
+  p = train.value_or(true) ? p : 0.0;
+  if (p == 0) keep.fill_(1);
+  else keep.bernoulli_(1 - p, default_generator().get<DeviceGenerator>()->inside);
+  auto mask = keep.to(kBool), out = host(x).mul(mask).mul_(p == 1 ? 0.0 : 1 / (1 - p));
+  note("launch", "aten::native_dropout", {x}, {out, mask});
+  return {device(out), device(mask)};
+}
+
 Tensor sum_of(const Tensor& gates, const std::optional<Tensor>& bias) {
   auto wide = host(gates).to(kFloat);
   if (gates.scalar_type() == kDouble) wide = host(gates);
@@ -535,6 +545,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", &set_tensor);
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolution_backward);
+  m.impl("native_dropout", &dropout);
   m.impl("_thnn_fused_lstm_cell", &lstm_cell);
   m.impl("_thnn_fused_lstm_cell_backward_impl", &lstm_cell_backward);
   m.impl("_thnn_fused_gru_cell", &gru_cell);

@@ -436,7 +436,7 @@ _TODAY = [
 ]
 _OF_GENERATORS = "fork_rng manual_seed seed initial_seed get_rng_state".split()
 _OF_GENERATORS += "set_rng_state thread_safe_generator".split()
-_OF_GENERATORS += [name for name in torch.cuda.random.__all__ if name.endswith("_all")]
+_OF_GENERATORS += [f"{name}_all" for name in _OF_GENERATORS]
 _REFUSED = {
     **dict.fromkeys(
         [getattr(time, name) for name in (*_CLOCKS, "strftime", "asctime")] + _TODAY,
@@ -445,7 +445,7 @@ _REFUSED = {
     **dict.fromkeys(
         [
             getattr(module, name)
-            for module in (torch.random, torch.cuda.random)
+            for module in (torch.random, torch.cuda, torch.xpu, torch.mps, torch.mtia)
             for name in _OF_GENERATORS
             if hasattr(module, name)
         ],

@@ -1,5 +1,6 @@
 """Kernels that torch calls itself: aten/src/ATen/native/native_functions.yaml."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,6 +26,12 @@ sigmoid_backward = torch.ops.aten.sigmoid_backward
 tanh_backward = torch.ops.aten.tanh_backward
 """The derivatives that autograd calls (tools/autograd/derivatives.yaml); for a
 convolution, of a choice of input, weight and bias."""
+
+_losses: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
+cross_entropy = _losses.cross_entropy_loss
+nll_loss = _losses.nll_loss_nd
+"""The functions that `F.cross_entropy` and `F.nll_loss` call, and autocast casts for
+(torch/nn/functional.py)."""
 
 pack_padded_sequence = torch._VF._pack_padded_sequence
 pad_packed_sequence = torch._VF._pad_packed_sequence
@@ -62,7 +69,20 @@ def cpu_multiplies(dtype: torch.dtype) -> bool:
     return getattr(torch.ops.mkldnn, name, lambda: True)()
 
 
-def has_autocast(op: str, device: str) -> bool:
-    """Return whether an op of aten has a kernel of autocast for a type of device."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has(f"aten::{op}", f"Autocast{device.upper()}")
+@cache
+def autocast_ops(device: str) -> set[str]:
+    """Return the ops of aten that autocast casts on a type of device."""
+    of_others = device == torch._C._get_privateuse1_backend_name()
+    key = "PrivateUse1" if of_others else device.upper()
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{key}")
+    return {name.removeprefix("aten::").partition(".")[0] for name in names}
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that ops on a device draw from by default."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    if not hasattr(module, "default_generators"):  # mps (torch/mps/__init__.py)
+        return module._get_default_mps_generator()
+    return module.default_generators[device.index or 0]
