@@ -212,7 +212,10 @@ def _counted(whole: Whole) -> list[str]:
     over = [ratios(whole, launches, pair, PRECISIONS[0]) for pair in pairs]
     for net, kinds in whole["counts"].items():
         rows = kinds[PRECISIONS[0]]
-        cells = [f"{rows[name].get('launches', 'refused')}" for name in names]
+        cells = [
+            f"{rows[name]['launches']:,}" if ran(rows.get(name)) else _why(rows, name)
+            for name in names
+        ]
         cells += [f"{each[net]:.2f}" if net in each else "" for each in over]
         body.append([SETTINGS[net].title, *cells])
     means = [f"{mean(each.values()):.2f}" for each in over]
@@ -280,7 +283,7 @@ def _launches(whole: Whole, precision: str) -> list[str]:
     for net, kinds in whole["counts"].items():
         rows = kinds[precision]
         cells = [
-            f"{rows[name]['launches']:,}" if ran(rows[name]) else "refused"
+            f"{rows[name]['launches']:,}" if ran(rows.get(name)) else _why(rows, name)
             for name in names
         ]
         cells += [f"{each[net]:.2f}" if net in each else "" for each in over]
@@ -291,6 +294,10 @@ def _launches(whole: Whole, precision: str) -> list[str]:
     means = [f"{mean(each.values()):.2f}" if each else "" for each in over]
     body.append(["**mean**", *[""] * len(names), *means, "", ""])
     return _table(head, body)
+
+
+def _why(rows: dict[str, Any], name: str) -> str:
+    return "refused" if name in rows else "not counted"
 
 
 def _modelled(whole: Whole, precision: str) -> list[str]:
@@ -304,9 +311,9 @@ def _modelled(whole: Whole, precision: str) -> list[str]:
         base = rows[SGD]["seconds"]
         cells = [f"{1e3 * base[GPU]:.3f}"]
         for name in names:
-            took = rows[name]["seconds"] if ran(rows[name]) else {}
+            took = rows[name]["seconds"] if ran(rows.get(name)) else {}
             each = [f"{took[gpu] / base[gpu]:.2f}" for gpu in took]
-            cells.append(", ".join(each) or "refused")
+            cells.append(", ".join(each) or _why(rows, name))
         body.append([SETTINGS[net].title, *cells])
     means = []
     for name in names:

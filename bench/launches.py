@@ -56,6 +56,9 @@ STEPS = {
     STEP_REPLAY: steps.in_vgrad("replay"),
 }
 
+KERNELS = "kernels"
+"""The kernels of compiled calls, beside the calls that are counted on the device."""
+
 PLAIN_TORCH = (SGD, VMAP, SGD_STEP)
 """The calls that no change of vgrad can change."""
 
@@ -172,32 +175,29 @@ def count_kernels(net: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Count the named nets, or all, each in a process of its own."""
+    """Count the named nets, or all; rows that are not counted again are kept."""
     parser = argparse.ArgumentParser(prog="python -m bench.launches")
-    parser.add_argument("nets", nargs="*", metavar="NET")
+    parser.add_argument("nets", nargs="*", metavar="NET", help="all by default")
     parser.add_argument("--out", type=Path, default=FILE)
-    parser.add_argument(
-        "--vgrad",
-        action="store_true",
-        help="count vgrad's calls alone, and keep the rows of plain torch",
-    )
-    parser.add_argument("--no-kernels", action="store_true", help="of compiled calls")
+    everything = (*CALLS, *STEPS, KERNELS)
+    parser.add_argument("--calls", nargs="+", choices=everything, default=everything)
     given = parser.parse_args()
     kept = json.loads(given.out.read_text()) if given.out.exists() else {}
     counts, compiled = kept.get("counts", {}), kept.get("kernels", {})
-    for net in given.nets or COUNTED:
-        names = {*CALLS, *STEPS}.difference(PLAIN_TORCH if given.vgrad else ())
-        rows = in_a_process(_on_the_device, net, names)
-        before = counts.get(net, {}) if given.vgrad else {}
-        for kind, found in rows.items():
-            merged = before.get(kind, {}) | found
-            ordered = [name for name in (*CALLS, *STEPS) if name in merged]
-            rows[kind] = {name: merged[name] for name in ordered}
-        counts[net] = rows
-        if net not in STEP_BY_STEP and not given.no_kernels:
-            compiled[net] = in_a_process(count_kernels, net)
-        write(given.out, counts, compiled)
-        print(net, flush=True)
+    names = [name for name in given.calls if name != KERNELS]
+    # The device changes torch for a whole process, which is not this one.
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as on_the_device, context.Pool(1) as on_the_cpu:
+        for net in given.nets or COUNTED:
+            found = on_the_device.apply(_on_the_device, (net, names)) if names else {}
+            rows = counts.setdefault(net, {})
+            for kind, of_kind in found.items():
+                merged = rows.get(kind, {}) | of_kind
+                rows[kind] = {n: merged[n] for n in (*CALLS, *STEPS) if n in merged}
+            if KERNELS in given.calls and net not in STEP_BY_STEP:
+                compiled[net] = on_the_cpu.apply(count_kernels, (net,))
+            write(given.out, counts, compiled)
+            print(net, flush=True)
 
 
 def write(path: Path, counts: dict[str, Any], compiled: dict[str, Any]) -> None:
@@ -233,16 +233,7 @@ def write(path: Path, counts: dict[str, Any], compiled: dict[str, Any]) -> None:
     launch_tables.draw(whole).savefig(path.with_suffix(".png"), dpi=120)
 
 
-def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a function in a fresh process."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as pool:
-        return pool.apply(function, arguments)
-
-
-def _on_the_device(
-    net: str, names: Collection[str] = (*CALLS, *STEPS)
-) -> dict[str, Any]:
+def _on_the_device(net: str, names: Collection[str]) -> dict[str, Any]:
     from tests.accelerator import device
 
     warnings.simplefilter("ignore")  # of vmap's fallbacks
