@@ -190,8 +190,8 @@ def main() -> None:
     with context.Pool(1) as on_the_device, context.Pool(1) as on_the_cpu:
         for net in given.nets or COUNTED:
             found = on_the_device.apply(_on_the_device, (net, names)) if names else {}
-            rows = counts.setdefault(net, {})
             for kind, of_kind in found.items():
+                rows = counts.setdefault(net, {})
                 merged = rows.get(kind, {}) | of_kind
                 rows[kind] = {n: merged[n] for n in (*CALLS, *STEPS) if n in merged}
             if KERNELS in given.calls and net not in STEP_BY_STEP:
