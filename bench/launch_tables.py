@@ -149,9 +149,13 @@ def markdown(whole: Whole) -> str:
     widths = ", ".join(
         f"{gpu} {each / 1e12:g}" for gpu, each in about["bytes_per_second"].items()
     )
+    commits: dict[str, list[str]] = {}
+    for net, commit in whole["commits"].items():
+        commits.setdefault(commit, []).append(net)
+    made = "; ".join(f"commit {each}: {', '.join(of)}" for each, of in commits.items())
     lines = [
-        f"Made by `make launches` on {about['date']}, commit {about['commit']}, torch "
-        f"{about['torch']}. Counts are exact; times are modelled: {about['formula']}. "
+        f"Made by `make launches` on {about['date']}, torch {about['torch']}, {made}. "
+        f"Counts are exact; times are modelled: {about['formula']}. "
         f"TFLOP/s in half precision / TF32 / float32 / float64: {rates}. TB/s: "
         f"{widths}. Of both, {about['share']:.0%} are assumed. Means are geometric.",
         "",

@@ -184,6 +184,7 @@ def main() -> None:
     given = parser.parse_args()
     kept = json.loads(given.out.read_text()) if given.out.exists() else {}
     counts, compiled = kept.get("counts", {}), kept.get("kernels", {})
+    commits = kept.get("commits", {})
     names = [name for name in given.calls if name != KERNELS]
     # The device changes torch for a whole process, which is not this one.
     context = multiprocessing.get_context("spawn")
@@ -196,28 +197,35 @@ def main() -> None:
                 rows[kind] = {n: merged[n] for n in (*CALLS, *STEPS) if n in merged}
             if KERNELS in given.calls and net not in STEP_BY_STEP:
                 compiled[net] = on_the_cpu.apply(count_kernels, (net,))
-            write(given.out, counts, compiled)
+            commits[net] = commit()
+            write(given.out, counts, compiled, commits)
             print(net, flush=True)
 
 
-def write(path: Path, counts: dict[str, Any], compiled: dict[str, Any]) -> None:
+def commit() -> str:
+    """Return the commit that is checked out."""
+    command = ["git", "rev-parse", "--short=12", "HEAD"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def write(
+    path: Path,
+    counts: dict[str, Any],
+    compiled: dict[str, Any],
+    commits: dict[str, str],
+) -> None:
     """Write the file, the tables and the picture, whole at any moment."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short=12", "HEAD"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
     whole = {
         "about": {
             "torch": torch.__version__.partition("+")[0],
-            "commit": done.stdout.strip(),
             "date": date.today().isoformat(),
             "flops_per_second": modelled.GPUS,
             "bytes_per_second": modelled.BYTES,
             "share": modelled.SHARE,
             "formula": "sum over ops of max(FLOPs / rate, bytes / bandwidth) / share",
         },
+        "commits": {net: commits[net] for net in COUNTED if net in commits},
         "counts": {net: counts[net] for net in COUNTED if net in counts},
         "kernels": {net: compiled[net] for net in COUNTED if net in compiled},
     }

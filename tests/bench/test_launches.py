@@ -21,6 +21,7 @@ def test_nets_are_named_once():
 def test_the_tables_are_of_the_counts():
     whole = json.loads(FILE.read_text())
     assert tuple(whole["counts"]) == COUNTED
+    assert tuple(whole["commits"]) == COUNTED
     text = FILE.with_suffix(".md").read_text()
     assert text == launch_tables.markdown(whole)
     rows = whole["counts"]["tiny-32"]["float32"]
