@@ -33,7 +33,12 @@ def moved(where, tree):
 def equal(run, tolerance=1e-9, on_host=()):
     """Run a case in both places, and compare."""
     torch.manual_seed(0)
-    expected = run(partial(moved, "cpu"))
+    try:
+        expected = run(partial(moved, "cpu"))
+    except vgrad.UnsupportedOp:
+        with pytest.raises(vgrad.UnsupportedOp):
+            run(partial(moved, HERE))
+        return
     torch.manual_seed(0)
     found = run(partial(moved, HERE))
     leaves, _ = pytree.tree_flatten_with_path(found)
@@ -125,8 +130,6 @@ def built(name, dtype=torch.float64, size=5):
 def test_quantities(name):
     loss, params, buffers, batch = built(name)
     for kind, strategy in table():
-        if name == "function" and strategy == "vmap":
-            continue  # which refuses functions of the old style
         run = quantity(kind, loss, strategy=strategy)
         equal(lambda place, run=run: run(place, params, buffers, *batch))
 
@@ -155,12 +158,10 @@ def test_quantities_of_a_net_with_dropout(variant):
         equal(lambda p, run=run: run(p, params, buffers, *calls.data(), **more))
 
 
-@pytest.mark.parametrize("kind", calls.QUANTITIES)
+@pytest.mark.parametrize("kind", ["clipped", "gram", "moments", "weighted"])
 def test_compiled_and_keyed_quantities(kind):
     fmodel, params, buffers = calls.functional()
     options = dict(randomness="different")
-    if kind == "clipped, two passes":
-        return
 
     def run(place, change):
         transform = change(calls.QUANTITIES[kind](calls.of_sample(fmodel), **options))
