@@ -318,7 +318,7 @@ NETS = {
 }
 
 
-@pytest.mark.filterwarnings("error::vgrad.FallbackWarning", "error::UserWarning")
+@pytest.mark.filterwarnings("error::vgrad.FallbackWarning", "ignore:RNN module weights")
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", NETS)
 def test_kernels_of_cuda_run_in_recorded_passes_and_graphs(name, autocast):

@@ -25,7 +25,7 @@ from vgrad.factors.base import (
     Probes,
     Zero,
 )
-from vgrad.factors.norms import in_doubt, settled
+from vgrad.factors.norms import cancelled, settled
 from vgrad.factors.rows import Rows
 from vgrad.torch_private.tensors import viewed
 from vgrad.tree import wide
@@ -109,12 +109,13 @@ class Tied(Compound):
         eps = torch.finfo(wide(self.outer.inputs.dtype)).eps
         lost = outer.upper - outer.value + rows.upper - rows.value
         lost = lost + eps * largest.sqrt()
+        doubt = cancelled(largest.sqrt(), norms)
         # Nothing is less than what both norms are sure of.
-        doubtful = in_doubt(squares, largest) & (largest != 0)
-        if outer.doubtful is not None:
-            doubtful = doubtful | outer.doubtful
+        doubt = doubt.masked_fill(largest == 0, 0.0)
+        if outer.doubt is not None:
+            doubt = doubt + outer.doubt
         reach = *outer.reach, *rows.reach
-        return self, [Norm(norms, reach, uppers, doubtful, lost, self)]
+        return self, [Norm(norms, reach, uppers, doubt, lost, 1.0, self)]
 
     def zeros(self) -> Tensor:
         """Mark samples with nothing but zeros in one of the tensors of the product."""

@@ -38,29 +38,15 @@ tanh_backward = torch.ops.aten.tanh_backward
 """The derivatives that autograd calls (tools/autograd/derivatives.yaml); for a
 convolution, of a choice of input, weight and bias."""
 
+_losses: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
+cross_entropy = _losses.cross_entropy_loss
+nll_loss = _losses.nll_loss_nd
+"""The functions that `F.cross_entropy` and `F.nll_loss` call, and autocast casts for
+(torch/nn/functional.py)."""
+
 pack_padded_sequence = torch._VF._pack_padded_sequence
 pad_packed_sequence = torch._VF._pad_packed_sequence
 """The kernels of the functions of these names (torch/nn/utils/rnn.py)."""
-
-_CUDNN_MODES = ("rnn_relu", "rnn_tanh", "lstm", "gru")
-"""In the order of their numbers (torch/backends/cudnn/rnn.py)."""
-
-
-def recurrent_layer(
-    mode: str, x: Tensor, state: list[Tensor], weights: list[Tensor]
-) -> tuple[Tensor, ...]:
-    """Run one layer of a net forward: its outputs, and the last `state`."""
-    if not torch.backends.cudnn.is_acceptable(x):
-        hidden = state[0] if len(state) == 1 else state
-        options = (len(weights) == 4, 1, 0.0, False, False, False)
-        return getattr(torch, mode)(x, hidden, weights, *options)
-    # As torch.lstm does, which warns of weights that are not in one block of memory
-    # (aten/src/ATen/native/cudnn/RNN.cpp).
-    h, c, number = state[0], (*state, None)[1], _CUDNN_MODES.index(mode)
-    sizes = (number, h.shape[2], 0, 1, False, 0.0, False, False, [], None)
-    results = torch._cudnn_rnn(x, weights, len(weights), None, h, c, *sizes)  # pyright: ignore[reportPrivateImportUsage]
-    return results[: 1 + len(state)]
-
 
 is_left_aligned = torch._nested_tensor_from_mask_left_aligned  # pyright: ignore[reportPrivateImportUsage]
 """Whether a mask hides nothing but the end, for which a TransformerEncoder has a
