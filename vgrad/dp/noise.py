@@ -200,14 +200,12 @@ class Noise:
         on_host = is_host(device)
         size = _ON_HOST if on_host else _ON_DEVICE
         layout = self.streams.layout(self, parts, device, size)
-        functions = _OF_NUMPY if on_host else ()
 
         def add(number: int) -> None:
-            group, words = layout.groups[number], layout.words(number, self.step)
-            noise = normals(words, *functions).view(-1)
+            group, noise = layout.groups[number], layout.noise(number, self.step)
             noise = _joined([noise[piece.places(device)] for piece in group])
             some = [flat[piece.entry][piece.entries] for piece in group]
-            noise.mul_(self.deviation).add_(_joined(some).double())
+            noise = (noise * self.deviation).add_(_joined(some).double())
             noise = _rounded(noise, self.deviation, some)
             into = [noisy[piece.entry].view(-1)[piece.entries] for piece in group]
             if len(dtypes := {each.dtype for each in into}) == 1:
@@ -322,6 +320,10 @@ class Streams:
         return known[1]
 
 
+_NOTHING = -1, torch.empty(0)
+"""The noise of no steps, from the first one on."""
+
+
 class _Layout:
     """Tiles of streams, in groups that are drawn at once."""
 
@@ -332,7 +334,7 @@ class _Layout:
         self._device = device
         self._openssl = is_host(device) and chacha.has_openssl()
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
-        self._ahead = -1, torch.empty(0)  # words of steps from a first one
+        self._ahead = _NOTHING
         whole, count = size == chacha.TILES * TILE, 0
         for (member, name), part in parts.items():
             place = "noise", member, name, str(list(part.shape))
@@ -351,22 +353,39 @@ class _Layout:
                 self.groups[-1].append(Piece(keys[number], tile, tiles, *of))
                 count += tiles * TILE
 
+    def noise(self, number: int, step: int) -> Tensor:
+        """Draw the normal numbers of a group at a step."""
+        if is_host(self._device):
+            return normals(self.words(number, step), *_OF_NUMPY).view(-1)
+        first, drawn = self._ahead if len(self.groups) == 1 else _NOTHING
+        if not first <= step < first + len(drawn):
+            keys, tiles = self.table(number)
+            # Each op draws for the next steps too, where one step has few numbers.
+            follows = step == first + len(drawn)
+            count = max(1, _ON_DEVICE // (TILE * len(keys))) if follows else 1
+            steps = torch.arange(count, device=self._device) + step
+            words = chacha.keystream(keys, chacha.nonces(steps), tiles)
+            first, drawn = self._ahead = step, normals(words).view(count, -1)
+        return drawn[step - first]
+
     def words(self, number: int, step: int) -> Tensor:
-        """Draw the words of a group at a step, int64 `[N, 2, TILE / 2]`."""
+        """Draw the words of a group at a step on the host, int64 `[N, 2, 256]`."""
         if not self._openssl:
-            return self._by_tensors(number, step)
+            keys, tiles = self.table(number)
+            return chacha.keystream(
+                keys, chacha.nonces(torch.tensor([step], device=HOST)), tiles
+            )[0]
         group = self.groups[number]
-        tiles = sum(piece.tiles for piece in group)
-        words = torch.empty((tiles, 2, TILE // 2), dtype=torch.int64, device="cpu")
+        count = sum(piece.tiles for piece in group)
+        words = torch.empty((count, 2, TILE // 2), dtype=torch.int64, device=HOST)
         works, at = [], 0
         for piece in group:
-            for first in range(0, piece.tiles, _ON_HOST // TILE):
-                count = min(piece.tiles - first, _ON_HOST // TILE)
-                own = words[at + first :][:count]
-                place = piece.key, step, piece.tile + first
+            for tile in range(0, piece.tiles, _ON_HOST // TILE):
+                own = words[at : at + piece.tiles][tile : tile + _ON_HOST // TILE]
+                place = piece.key, step, piece.tile + tile
                 works.append(partial(chacha.fill, own, *place))
             at += piece.tiles
-        generators.on_threads(works, tiles * TILE)
+        generators.on_threads(works, count * TILE)
         return words
 
     def table(self, number: int) -> tuple[Tensor, Tensor]:
@@ -377,22 +396,9 @@ class _Layout:
                 keys += piece.key * piece.tiles
                 tiles += range(piece.tile, piece.tile + piece.tiles)
             table = torch.frombuffer(keys, dtype=torch.int32).view(-1, 8)
-            numbers = torch.tensor(tiles, device="cpu").to(self._device)
+            numbers = torch.tensor(tiles, device=HOST).to(self._device)
             self._tables[number] = table.to(self._device), numbers
         return self._tables[number]
-
-    def _by_tensors(self, number: int, step: int) -> Tensor:
-        keys, tiles = self.table(number)
-        first, words = self._ahead if len(self.groups) == 1 else (-1, keys[:0])
-        if not first <= step < first + len(words):
-            # Each op draws for the next steps too, where it has few numbers for one.
-            count = 1
-            if step == first + len(words):
-                count = max(1, _ON_DEVICE // (TILE * len(keys)))
-            steps = torch.arange(count, device=self._device) + step
-            words = chacha.keystream(keys, chacha.nonces(steps), tiles)
-            first, self._ahead = step, (step, words)
-        return words[step - first]
 
 
 class Part(NamedTuple):
