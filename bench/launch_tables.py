@@ -19,7 +19,7 @@ from bench.launches import (
     VMAP,
     WITH_TF32,
 )
-from bench.models import MODELLED, SETTINGS
+from bench.models import COUNTED, MODELLED, SETTINGS
 
 Whole = dict[str, Any]
 GPU = "H100"
@@ -181,6 +181,9 @@ def markdown(whole: Whole) -> str:
         "",
         *_kernels(whole),
     ]
+    missing = [net for net in COUNTED if net not in whole["counts"]]
+    if missing:
+        lines += ["", f"Not counted yet: {', '.join(missing)}."]
     refused = [
         f"* {net}, {precision}, {name}: {row['refused']}"
         for net, kinds in whole["counts"].items()
