@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-ConvForm = Literal["alone", "gram", "groups", "offsets", "swapped"]
+ConvForm = Literal["alone", "gram", "groups", "offsets", "swapped", "windows"]
 
 OPERATIONS_PER_BYTE = 8
 """Floating-point operations that take as long as writing or reading one byte.
@@ -56,20 +56,24 @@ def outer_by_gram(positions: int, inputs: int, outputs: int) -> bool:
 
 
 def conv_form(
-    pixels: int, positions: int, weight: Sequence[int], groups: int, device: str
+    pixels: int, positions: int, weight: Sequence[int], groups: int, plain: bool
 ) -> ConvForm:
-    """Choose how the norms of a convolution's gradients are computed."""
+    """Choose how norms are computed, by `plain` convolutions of a host or by products.
+
+    Kernels of accelerators for grouped convolutions are fast or slow by accident.
+    """
     # On a CPU one grouped convolution wins but for many channels of small maps, and for
     # groups of few channels; it has a good kernel for small windows of single channels.
     # For few channels of a large image an ordinary one for each sample takes less.
     outputs, inputs, *kernel = weight
+    if not plain:
+        sizes = positions, inputs * math.prod(kernel), outputs // groups
+        return "gram" if positions == 1 or outer_by_gram(*sizes) else "windows"
     products = 2 * pixels**2 * inputs * groups + 2 * positions**2 * outputs
     sums = OPERATIONS_PER_BYTE * 4 * positions**2 * math.prod(kernel) * groups
     if products + sums < OPERATIONS_PER_BYTE * 8 * math.prod(weight):
         return "gram"
     few = positions <= FEW_POSITIONS
-    if device != "cpu":
-        return "offsets" if few else "groups"
     if inputs == 1 and _swaps(few, kernel, outputs // groups):
         return "swapped"
     operations = 2 * positions * math.prod(weight)

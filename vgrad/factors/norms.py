@@ -30,7 +30,8 @@ def settled(norms: Mapping[str, Norms]) -> dict[str, list[Norm]]:
     alike: dict[tuple, list[Products]] = {}
     for each in itertools.chain(*norms.values()):
         if isinstance(each, Products):
-            alike.setdefault((each.sizes.shape, each.sizes.dtype), []).append(each)
+            sizes = each.sizes.shape, each.sizes.dtype, each.rounding
+            alike.setdefault(sizes, []).append(each)
     taken: dict[int, Any] = {}
     for some in alike.values():
         taken |= zip(map(id, some), _from_products(some), strict=True)
@@ -58,6 +59,9 @@ def _from_products(products: Sequence[Products]) -> Iterator[Norm]:
     if zeros := [each.zero for each in products if each.zero is not None]:
         doubtful &= ~(torch.stack(zeros) & (largest == 0))
     uppers, lost = (squares + slack).sqrt(), number.eps * largest.sqrt()
+    if rounding := products[0].rounding:
+        lost = rounding * largest.sqrt()
+        uppers = uppers + lost
     columns = squares.sqrt(), sizes.sqrt(), uppers, doubtful, lost
     rows = zip(products, *map(torch.unbind, columns), strict=True)
     for each, value, size, upper, doubtful, lost in rows:

@@ -1,5 +1,6 @@
 """Kernels that torch calls itself: aten/src/ATen/native/native_functions.yaml."""
 
+import functools
 from typing import Any
 
 import torch
@@ -60,6 +61,21 @@ def cpu_multiplies(dtype: torch.dtype) -> bool:
     name = _ON_CPU.get(str(dtype).removeprefix("torch."), "")
     # Builds without oneDNN lack these ops (aten/src/ATen/native/mkldnn/Utils.cpp).
     return getattr(torch.ops.mkldnn, name, lambda: True)()
+
+
+@functools.cache
+def multiplies_halves(device: torch.device) -> bool:
+    """Return whether products of half precision have float32 results on a device."""
+    # `mm`, `bmm` and their like with `out_dtype`, from torch 2.8 on, on some backends.
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    if not has("aten::bmm.dtype", torch._C._dispatch_key_for_device(device.type)):
+        return False
+    one = torch.ones(1, 1, 1, dtype=torch.bfloat16, device=device)
+    try:  # which older devices refuse
+        torch.bmm(one, one, out_dtype=torch.float32)
+    except RuntimeError:
+        return False
+    return True
 
 
 def has_autocast(op: str, device: str) -> bool:
