@@ -74,7 +74,8 @@ class Products(NamedTuple):
         sizes = torch.stack((a.diagonal(0, 1, 2), b.diagonal(0, 1, 2)))
         zero = factor.zeros() if checks_collected() else None
         sizes = sizes.unflatten(1, (size, -1))
-        return cls(squares, sizes, length, factor, zero, factor.rounding)
+        rounding = factor.rounding if isinstance(factor, Outer) else 0.0
+        return cls(squares, sizes, length, factor, zero, rounding)
 
 
 Norms = Sequence[Norm | Products]
@@ -253,11 +254,6 @@ class Pair(Factor):
     def sides(self) -> tuple[Tensor, Tensor]:
         return self.inputs, self.outputs
 
-    @property
-    def rounding(self) -> float:
-        """What a weighted sum loses, relative to its terms."""
-        return products.rounding(self.inputs, self.outputs)
-
     def zeros(self) -> Tensor:
         """Mark samples with nothing but zeros in one of the tensors, [B]."""
         return reductions.zeros(self.inputs) | reductions.zeros(self.outputs)
@@ -283,6 +279,11 @@ class Outer(Pair):
     shared: Positions | None = None
 
     @property
+    def rounding(self) -> float:
+        """How much of its terms a weighted sum may lose."""
+        return products.rounding(self.inputs, self.outputs)
+
+    @property
     def is_matrix(self) -> bool:
         """Whether outputs and inputs are the two axes of the parameter."""
         sizes = (self.outputs.shape[3], self.inputs.shape[3])
@@ -293,7 +294,8 @@ class Outer(Pair):
         """Whether norms are computed without gradients."""
         _, _, positions, i = self.inputs.shape
         o = self.outputs.shape[3]
-        return positions == 1 or costs.outer_by_gram(positions, i, o)
+        halves = products.in_halves(self.inputs, self.outputs)
+        return positions == 1 or costs.outer_by_gram(positions, i, o, halves)
 
     def grad(self) -> Tensor:
         return self.formed().to(self.inputs.dtype)
@@ -326,11 +328,13 @@ class Outer(Pair):
     def weighted(self, weights: Tensor) -> Tensor:
         """Scale the smaller factor, then one product over samples and positions."""
         a, b = self.sides
-        product = products.by_terms if self.rounding else torch.matmul
-        if not self.rounding:
-            a, b = products.exact(a, b)
-        column = weights.to(wide(a.dtype)).view(-1, 1, 1, 1)
+        in_terms = self.rounding > 0
+        dtype = wide(a.dtype) if in_terms else products.exact_dtype(a, b)
+        column = weights.to(dtype).view(-1, 1, 1, 1)
         a, b = (a * column, b) if a.shape[3] <= b.shape[3] else (a, b * column)
+        if not in_terms:
+            a, b = a.to(dtype), b.to(dtype)
+        product = products.by_terms if in_terms else torch.matmul
         step = max(1, reductions.ROWS_AT_ONCE // max(1, a.shape[2]))
         pairs = zip(a.split(step), b.split(step), strict=True)
         parts = [product(*_as_matrices(*pair)) for pair in pairs]

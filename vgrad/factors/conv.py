@@ -41,7 +41,8 @@ class Conv(Pair):
         sizes = zip(self.inputs.shape[2:], before, after, strict=True)
         pixels = math.prod(map(sum, sizes))
         positions = math.prod(self.outputs.shape[2:])
-        return costs.conv_form(pixels, positions, self.shape, self.groups, self.plain)
+        kinds = self.plain, products.in_halves(self.inputs, self.outputs)
+        return costs.conv_form(pixels, positions, self.shape, self.groups, *kinds)
 
     @property
     def plain(self) -> bool:

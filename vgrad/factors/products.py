@@ -17,34 +17,49 @@ from vgrad.tree import wide
 
 _HALVES = (torch.bfloat16, torch.float16)
 
+_FEW = 2**28
+"""Products of a sum that float32 takes in the time of the launches of terms."""
+
 _LOST = 2**-16
 """What two bfloat16 terms leave of a number, relative to it, and their product too."""
 
 
-def exact(*factors: Tensor) -> list[Tensor]:
-    """Bring the factors of a matrix product to the dtype in which it is exact."""
+def exact_dtype(*factors: Tensor) -> torch.dtype:
+    """Return the dtype in which a product of these matrices is exact."""
     # Float64 where torch may round float32 to TF32 or bfloat16, which would break the
     # bound on clipped gradients.
     dtype = torch.float32
     for factor in factors:
         dtype = torch.promote_types(dtype, factor.dtype)
-    if dtype in (torch.float32, torch.complex64) and rounded(
-        factors[0].device, "matmul"
-    ):
+    single = dtype in (torch.float32, torch.complex64)
+    if single and rounded(factors[0].device, "matmul"):
         dtype = torch.promote_types(dtype, torch.float64)
+    return dtype
+
+
+def exact(*factors: Tensor) -> list[Tensor]:
+    """Bring the factors of a matrix product to the dtype in which it is exact."""
+    dtype = exact_dtype(*factors)
     return [factor.to(dtype) for factor in factors]
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:
     """Multiply matrices of factors, not scaled: `[..., M, K]`, `[..., K, N]`."""
-    if a.dtype == b.dtype and a.dtype in _HALVES and _multiplies_halves(a, b):
+    if in_halves(a, b):
         product = torch.mm if a.ndim == 2 else torch.bmm
         return product(a, b, out_dtype=torch.float32)
-    bits = 8 if a.dtype == b.dtype == torch.bfloat16 else 11
-    if {a.dtype, b.dtype} <= {*_HALVES} and bits <= _bits(a.device):
+    # Numbers of few bits stay as they are where float32 is rounded to so many.
+    bits = {torch.bfloat16: 8, torch.float16: 11}.get(a.dtype, 24)
+    if a.dtype == b.dtype and bits < 24 and bits <= _bits(a.device):
         return a.float() @ b.float()
     a, b = exact(a, b)
     return a @ b
+
+
+def in_halves(a: Tensor, b: Tensor) -> bool:
+    """Return whether a device multiplies these factors in half precision."""
+    halves = a.dtype == b.dtype and a.dtype in _HALVES
+    return halves and kernels.multiplies_halves(a.device) and _is_plain(a, b)
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
@@ -59,22 +74,20 @@ def self_products(rows: Tensor) -> Tensor:
     return times(rows, rows.transpose(1, 2))
 
 
-def in_terms(a: Tensor, b: Tensor) -> bool:
-    """Return whether weighted sums of these factors are products of bfloat16 terms."""
-    # Where torch may round float32, which takes one term of 11 bits.
-    dtype = torch.promote_types(a.dtype, b.dtype)
-    wanted = dtype in _HALVES or (
-        dtype == torch.float32 and rounded(a.device, "matmul")
-    )
-    return wanted and _multiplies_halves(a, b)
-
-
 def rounding(a: Tensor, b: Tensor) -> float:
-    """Return what a weighted sum of these factors may lose, relative to its terms."""
-    # As much again for how matrix units add up.
-    if not in_terms(a, b):
+    """Return how much of its terms a weighted sum `[..., I] x [..., O]` may lose.
+
+    Zero is for sums in `exact` dtypes, anything else for those `by_terms`.
+    """
+    if a.numel() * b.shape[-1] < _FEW or not kernels.multiplies_halves(a.device):
         return 0.0
-    return 2 * _LOST if a.dtype == b.dtype == torch.bfloat16 else 4 * _LOST
+    # Torch rounds float32 to 11 bits if it may, of which terms keep 16.
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    fits = dtype == torch.float32 and _bits(a.device) == 11
+    if not (fits or dtype in _HALVES) or not _is_plain(a, b):
+        return 0.0
+    # As much again for how matrix units add up.
+    return 2 * _LOST if dtype == torch.bfloat16 else 4 * _LOST
 
 
 def by_terms(a: Tensor, b: Tensor) -> Tensor:
@@ -86,11 +99,10 @@ def by_terms(a: Tensor, b: Tensor) -> Tensor:
     right = _terms(b)
     for i, left in enumerate(_terms(a)):
         for term in right[: 2 - i]:  # but for the product of the two small ones
-            total = (
-                product(left, term, out_dtype=torch.float32)
-                if total is None
-                else add(total, left, term, out_dtype=torch.float32)
-            )
+            if total is None:
+                total = product(left, term, out_dtype=torch.float32)
+            else:
+                total = add(total, left, term, out_dtype=torch.float32)
     return total
 
 
@@ -102,11 +114,9 @@ def _terms(numbers: Tensor) -> list[Tensor]:
     return [large, (numbers - large).bfloat16()]
 
 
-def _multiplies_halves(a: Tensor, b: Tensor) -> bool:
-    # The ops have no derivatives, and no rules of vmap.
-    if not kernels.multiplies_halves(a.device):
-        return False
-    return not (a.requires_grad or b.requires_grad or modes.inside_transform())
+def _is_plain(*factors: Tensor) -> bool:
+    """Return whether neither autograd nor vmap follows: `out_dtype` has no rules."""
+    return not (modes.inside_transform() or any(each.requires_grad for each in factors))
 
 
 _BITS = {"none": 24, "ieee": 24, "tf32": 11}
