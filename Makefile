@@ -5,7 +5,8 @@ RUN := .venv/bin
 FLOOR ?= python3.11
 NEWEST ?= python3.13
 
-.PHONY: demo test quick compiled large versions test-random zoo docs bench walk experiments clean
+.PHONY: demo test quick compiled large versions test-random zoo docs bench gpu walk \
+  experiments clean
 
 # One thread for each of several processes: the ops of tests are too small for two.
 XDIST := -m pytest -n auto --dist worksteal
@@ -53,6 +54,12 @@ docs: .venv/installed
 
 bench: .venv/installed
 	$(RUN)/python -m pytest --benchmark-only
+
+# Tests and timings of a GPU in three parts, each less than four minutes, to be called
+# again until it says that it is complete. Torch, numpy, safetensors and pytest are enough.
+PART ?= 1
+gpu:
+	PYTHONPATH=. $(PYTHON) -m bench.gpu $(PART)
 
 # Functions of vgrad that single calls pass through.
 walk: .venv/installed

@@ -1,4 +1,4 @@
-"""The clipped sum of per-sample gradients on seven models, against every peer there is.
+"""The clipped sum of per-sample gradients on eight models, against every peer there is.
 
 `clipped`: forward, backward, norms and the sum of clipped gradients, as a ratio to the
 forward and backward pass of plain SGD; the memory of both beside it, each taken in a
@@ -20,7 +20,7 @@ from bench import memory
 from bench.case import CLIPPED_SUM, STORED, Case, memory_of, timed
 from bench.contenders import CLIPPED, GRADIENTS, Contender
 from bench.measure import DEVICES
-from bench.models import SEVEN
+from bench.models import TIMED
 
 # Peers hook into modules whose inputs need no gradient, vmap falls back to loops.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -34,7 +34,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module", params=SEVEN)
+@pytest.fixture(scope="module", params=TIMED)
 def case(request: pytest.FixtureRequest, device: str) -> Case:
     return Case(request.param, device)
 

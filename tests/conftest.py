@@ -6,24 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, register_random, settings
-from hypothesis.internal.conjecture import providers
 
 ROOT = Path(__file__).parent.parent
-
-# How long an example takes says how busy the machine is.
-untimed = settings(
-    deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.register_profile(
-    "fixed", untimed, max_examples=100, derandomize=True, database=None
-)
-settings.register_profile("random", untimed, max_examples=1000)  # `make test-random`
-settings.load_profile("fixed")
-
-# Hypothesis also draws numbers that it finds in the modules loaded so far, which differ
-# with the tests selected: a failure would not come again when its test runs alone.
-pytest.MonkeyPatch().setattr(providers, "_get_local_constants", providers.Constants)
 
 
 class Generator:
@@ -34,7 +18,29 @@ class Generator:
     setstate = staticmethod(torch.set_rng_state)
 
 
-register_random(Generator)
+try:
+    from hypothesis import HealthCheck, register_random, settings
+    from hypothesis.internal.conjecture import providers
+except (
+    ModuleNotFoundError
+):  # tests of a GPU run where torch and pytest are all there is
+    pass
+else:
+    # How long an example takes says how busy the machine is.
+    untimed = settings(
+        deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.register_profile(
+        "fixed", untimed, max_examples=100, derandomize=True, database=None
+    )
+    # `make test-random`
+    settings.register_profile("random", untimed, max_examples=1000)
+    settings.load_profile("fixed")
+    register_random(Generator)
+    # Hypothesis also draws numbers that it finds in the modules loaded so far, which
+    # differ with the tests selected: a failure would not come again when its test runs
+    # alone.
+    pytest.MonkeyPatch().setattr(providers, "_get_local_constants", providers.Constants)
 
 # Ops of tests are so small that a second thread only makes them wait for it. What
 # depends on threads sets their number itself.

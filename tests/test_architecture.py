@@ -14,7 +14,7 @@ PACKAGE = ROOT / "vgrad"
 
 LAYERS = [
     {"torch_private"},
-    {"renamed", "typing", "checks", "tree", "batches"}
+    {"renamed", "typing", "checks", "devices", "tree", "batches"}
     | {"conditions", "files", "generators", "memory", "ranks", "report"},
     {"functional", "optim"},
     {"factors"},

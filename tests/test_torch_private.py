@@ -129,9 +129,10 @@ FACTS = [
     "== {'self': X, 'p': 0.5, 'generator': None}",
     # Kernels.
     "kernels.attention(*[torch.ones(3, 0, 5, 4)] * 3).shape == (3, 0, 5, 4)",
-    "kernels.has_autocast('mm', 'cuda') and not kernels.has_autocast('relu', 'cuda')",
-    "kernels.has_autocast('prod', 'cpu')",
-    "kernels.has_autocast('rms_norm', 'cuda') == (torch.__version__ >= (2, 12))",
+    "{'mm', 'pow', 'norm'} < kernels.autocast_ops('cuda')",
+    "'relu' not in kernels.autocast_ops('cuda')",
+    "'prod' in kernels.autocast_ops('cpu')",
+    "('rms_norm' in kernels.autocast_ops('cuda')) == (torch.__version__ >= (2, 12))",
     "tensors.viewed(kernels.unsafe_view(SINE, (3, 2))) is None",
     "{type(kernels.cpu_multiplies(d)) for d in (torch.bfloat16, torch.float16)} "
     "== {bool}",

@@ -6,13 +6,12 @@ B is the number of samples; every tensor of a batch is `[B, ...]`.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from vgrad import checks
+from vgrad import checks, devices
 from vgrad.tree import TreeSpec, tree_flatten, tree_unflatten
 from vgrad.typing import ChunkSize, Params, Tree
 
@@ -121,7 +120,9 @@ def fitting(params: Params, saved_bytes: int, device: torch.device) -> int:
     # A sample takes its activations twice (values and their gradients) and three times
     # its gradient (as computed, and two passes of arithmetic).
     gradient = sum(value.numel() * value.element_size() for value in params.values())
-    return max(1, _free_bytes(device) // 2 // max(1, 3 * gradient + 2 * saved_bytes))
+    return max(
+        1, devices.free_bytes(device) // 2 // max(1, 3 * gradient + 2 * saved_bytes)
+    )
 
 
 def checked_chunk_size(function: str, chunk_size: ChunkSize) -> ChunkSize:
@@ -133,18 +134,6 @@ def checked_chunk_size(function: str, chunk_size: ChunkSize) -> ChunkSize:
         return "auto"
     [number] = checks.whole(function, least=1, chunk_size=chunk_size)
     return number
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        reserved = torch.cuda.memory_reserved(device)
-        return free + reserved - torch.cuda.memory_allocated(device)
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
-        return 2**31  # no portable way to ask: assume two gibibytes
-    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 Neighbours = Literal["add_or_remove_one"]

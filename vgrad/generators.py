@@ -20,12 +20,13 @@ import torch
 from numpy.random.bit_generator import ISeedSequence
 from torch import Tensor
 
-from vgrad import checks, conditions
+from vgrad import checks, conditions, devices
+from vgrad.torch_private.kernels import default_generator
 
 Tag = str | int | float
 """A part of the purpose of a stream."""
 
-RandomState = tuple[Tensor, dict[int, Tensor]]
+RandomState = tuple[Tensor, dict[torch.device, Tensor]]
 
 KEY_BYTES = 32
 
@@ -192,8 +193,10 @@ def check_key(function: str, key: Tensor) -> None:
 
 def random_state(tensors: Iterable[Tensor]) -> RandomState:
     """Return the state of the generators that computing with `tensors` may use."""
-    devices = {tensor.device.index for tensor in tensors if tensor.is_cuda}
-    states = {index: torch.cuda.get_rng_state(index) for index in devices}
+    states = {
+        device: default_generator(device).get_state()
+        for device in devices.accelerators(tensors)
+    }
     return torch.get_rng_state(), states
 
 
@@ -202,8 +205,8 @@ def set_random_state(state: RandomState) -> None:
     if conditions.checks_collected():
         raise conditions.Unrepeatable("it puts torch's generators back")
     torch.set_rng_state(state[0])
-    for index, of_device in state[1].items():
-        torch.cuda.set_rng_state(of_device, index)
+    for device, of_device in state[1].items():
+        default_generator(device).set_state(of_device)
 
 
 def set_seed(seed: int, tensors: Iterable[Tensor]) -> None:
@@ -211,9 +214,8 @@ def set_seed(seed: int, tensors: Iterable[Tensor]) -> None:
     if conditions.checks_collected():
         raise conditions.Unrepeatable("it seeds torch's generators")
     torch.default_generator.manual_seed(seed)
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        generator = torch.Generator(device).manual_seed(seed)
-        torch.cuda.set_rng_state(generator.get_state(), device)
+    for device in devices.accelerators(tensors):
+        default_generator(device).manual_seed(seed)
 
 
 @contextmanager
@@ -231,7 +233,7 @@ def drawn_since(before: RandomState, tensors: Iterable[Tensor]) -> bool:
     """Return whether random numbers were drawn."""
     after = random_state(tensors)
     return not torch.equal(before[0], after[0]) or any(
-        not torch.equal(state, after[1][index]) for index, state in before[1].items()
+        not torch.equal(state, after[1][device]) for device, state in before[1].items()
     )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, distributed
 
-from vgrad import checks
+from vgrad import checks, devices
 from vgrad.torch_private import shards
 from vgrad.typing import Params
 
@@ -75,9 +75,7 @@ class Ranks(NamedTuple):
                 f"one of the ranks {mesh.mesh.flatten().tolist()} on rank "
                 f"{distributed.get_rank()}."
             )
-        device = torch.device(mesh.device_type)
-        if device.type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = devices.current(mesh.device_type)
         return cls(
             mesh.get_group(axis),
             mesh.get_local_rank(axis),
@@ -89,7 +87,7 @@ class Ranks(NamedTuple):
     def of_all(cls, function: str, mesh: "DeviceMesh | None") -> "Ranks":
         """Return all ranks of a mesh, along whatever axes; None is one process."""
         if mesh is None:
-            return cls(None, 0, 1, torch.device("cpu"))
+            return cls(None, 0, 1, devices.HOST)
         names = getattr(mesh, "mesh_dim_names", None) or ("",)
         ranks = cls.of(function, mesh, names[0])
         if mesh.ndim == 1:

@@ -2,7 +2,8 @@
 
 A setting is a model, a batch and a criterion. Everything is drawn from a fixed seed.
 `Setting.problem` puts it on a device; the scaled-down form has the same architecture
-and is what contenders are checked on in float64.
+and is what contenders are checked on in float64. At the end stand the names of the
+settings that are counted, modelled and timed.
 """
 
 from collections.abc import Callable
@@ -85,7 +86,7 @@ SMALL_VIT = (
     inputs.images(3, 16),
 )
 
-SEVEN = {
+SETTINGS = {
     "mlp": Setting(
         "MLP 784-1024-1024-10",
         256,
@@ -112,10 +113,6 @@ SEVEN = {
         inputs.text(50257, 128),
         small=SMALL_GPT,
     ),
-}
-"""The models on which all peers are compared."""
-
-NEW = {
     "tiny-32": Setting(
         "MLP 64-64-10, B=32", 32, vision.dense(64, 64, 10), inputs.vectors(64)
     ),
@@ -173,13 +170,6 @@ NEW = {
         inputs.images(3, 32),
         small=SMALL_VIT,
     ),
-}
-"""Smaller steps, and layers that the seven do not have."""
-
-STEP_BY_STEP = {"lstm", "bilstm"}
-"""Nets of thousands of ops."""
-
-FULL_SIZE = {
     "gpt2-small": Setting(
         "GPT-2 small, T=128",
         32,
@@ -202,6 +192,38 @@ FULL_SIZE = {
         small=(partial(vision.WideResNet, 1), inputs.images(3, 16)),
     ),
 }
+
+FULL_SIZE = ("gpt2-small", "vit-b", "wrn-16-4")
 """For a GPU alone."""
 
-SETTINGS = SEVEN | NEW | FULL_SIZE
+COUNTED = tuple(name for name in SETTINGS if name not in FULL_SIZE)
+"""The fifteen whose launches are counted (`bench.launches`)."""
+
+TIMED = (
+    "mlp",
+    "simple-cnn",
+    "cnn-128",
+    "wrn-16-2",
+    "transformer",
+    "lstm",
+    "gpt2",
+    "tiny-32",
+)
+"""The eight on which all peers are compared, on CPUs and on a GPU."""
+
+STEP_BY_STEP = ("lstm", "bilstm")
+"""Nets of thousands of ops."""
+
+MODELLED = (
+    "mlp",
+    "simple-cnn",
+    "cnn-128",
+    "wrn-16-2",
+    "transformer",
+    "gpt2",
+    "tied-lm",
+    "convnext",
+    "resnet-18",
+    "vit-tiny",
+)
+"""The ten whose arithmetic takes more time on a GPU than their launches might."""

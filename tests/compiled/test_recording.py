@@ -4,6 +4,7 @@ On a CPU a recording stands in that runs the graph in the memory it was made in.
 same calls are repeated on a GPU, where there is one.
 """
 
+import operator
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
@@ -40,11 +41,11 @@ def in_place(run, memory):
 
 def stand_in(monkeypatch, record=in_place):
     """Put another function in the place of torch's that records CUDA graphs."""
-    monkeypatch.setattr(backends, "DEVICE", "cpu")
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", record)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    stand_ins = {"make_graphed_callables": record, "device": lambda _: nullcontext()}
     for name in ("Event", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, Mock())
+        stand_ins[name] = Mock()
+    for name, value in stand_ins.items():
+        monkeypatch.setattr(torch.cpu, name, value, raising=False)
 
 
 @pytest.fixture(params=losses.DEVICES)
@@ -252,13 +253,29 @@ REFUSED = {
 
 @pytest.fixture
 def check(monkeypatch):
-    monkeypatch.setattr(backends, "DEVICE", "meta")
+    monkeypatch.setattr(backends, "records_graphs", lambda device: True)
 
     def check(function, *arguments):
         module = graph.captured(function, arguments).module
         backends.check_recordable(module, tree.tensors(arguments))
 
     return check
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_seeds_of_attention_may_stay_on_the_host(monkeypatch, dropout):
+    """As its memory-efficient kernel leaves them, which runs on a GPU alone."""
+    monkeypatch.setattr(backends, "DEVICE", "meta")
+    module = torch.fx.Graph()
+    x = module.placeholder("x")
+    op = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    results = module.call_function(op, (x, x, x, None, True, dropout))
+    seed = module.call_function(operator.getitem, (results, 2))
+    seed.meta["val"] = torch.empty((), dtype=torch.int64)
+    module.output(seed)
+    where = "getitem.* computes on cpu"
+    with pytest.raises(Unrepeatable, match=where) if dropout else nullcontext():
+        backends.check_recordable(torch.fx.GraphModule({}, module), [META])
 
 
 def on_meta(arguments):

@@ -42,6 +42,32 @@ def test_a_replay_repeats_all_numbers(found, expected, same):
         verification.same_bits(found, expected)
 
 
+@pytest.mark.parametrize("off", [1e-7, 1e-3])
+@pytest.mark.parametrize("strict", [False, True])
+def test_kernels_of_a_device_may_add_up_in_another_order(monkeypatch, off, strict):
+    """On the host, and where torch demands it, a replay has to have all bits."""
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda tensor: False))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: strict)
+    x = torch.tensor([1.0, 3.0])
+
+    def eager(x):
+        return x / 3
+
+    def replay(x):
+        return (x / 3) * (1 + off)
+
+    given = replay(x), eager(x), replay, eager, (x,)
+    fine = off < 1e-6 and not strict
+    with nullcontext() if fine else pytest.raises(Unrepeatable):
+        verification.replays(*given)
+
+
+def test_a_host_repeats_all_bits():
+    x = torch.tensor([1.0, 3.0])
+    with pytest.raises(Unrepeatable, match="does not repeat the numbers of eager"):
+        verification.replays(x * (1 + 1e-7), x, lambda x: x, lambda x: x, (x,))
+
+
 # Rounding, at one point.
 
 

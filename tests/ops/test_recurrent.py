@@ -446,3 +446,30 @@ def test_dropout_of_recorded_nets_draws_for_each_sample_or_once(mode):
     assert len(different.flatten(1).unique(dim=0)) == 6
     with pytest.raises(RuntimeError, match='randomness="different"'):
         grads("recorded")
+
+
+@pytest.mark.parametrize("strategy", ["recorded", "vmap"])
+def test_weights_are_not_moved_for_cudnn_where_they_have_no_address(
+    monkeypatch, strategy
+):
+    """A net moves weights that it has not seen, by addresses, where cuDNN is."""
+    lstm = nn.LSTM(3, 4, batch_first=True)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(lstm)
+
+    def loss(params, buffers, x):
+        return fmodel(params, buffers, x[None])[0].square().sum()
+
+    x = torch.randn(5, 6, 3)
+    norms = vgrad.per_sample_norm(loss, strategy=strategy)
+    expected = norms(params, buffers, x)
+
+    def moved(self):
+        raise AssertionError("weights were moved")
+
+    monkeypatch.setattr(nn.LSTM, "flatten_parameters", moved)
+    assert torch.equal(norms(params, buffers, x), expected)
+    with pytest.raises(AssertionError, match="were moved"):
+        fmodel(params, buffers, x)  # as torch does
+    compiled = vgrad.compile(norms, fallback="error")
+    for _ in range(2):
+        assert torch.equal(compiled(params, buffers, x), expected)

@@ -98,7 +98,8 @@ def compile(
 
     With `verify=True` the first result of each capture is compared with eager mode: all
     bits of a replay must be equal; the error of compiled code against the function in
-    float64 must be at most four times the error of eager mode.
+    float64 must be at most four times the error of eager mode. So must the error of a
+    replay on a device whose kernels may add up in another order each time.
 
     Results are constants: to differentiate them again raises.
 

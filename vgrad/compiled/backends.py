@@ -1,5 +1,6 @@
 """The code that runs a graph: compiled, a CUDA graph, and the fastest of them."""
 
+import operator
 import statistics
 import threading
 import time
@@ -13,13 +14,10 @@ from vgrad.compiled.graph import Graph, written_to
 from vgrad.conditions import Unrepeatable
 from vgrad.torch_private import modes, tracing
 from vgrad.torch_private.kernels import copy_all_
-from vgrad.torch_private.tensors import may_draw
+from vgrad.torch_private.tensors import may_draw, named
 from vgrad.tree import no_autocast
 
 Run = Callable[..., Sequence[Tensor]]
-
-DEVICE = "cuda"
-"""The devices that record graphs."""
 
 _SMALL = 2**15
 """Numbers in tensors so small that calls from C++ take a third off a graph's time."""
@@ -38,11 +36,11 @@ def result(run: Run, graph: Graph, tensors: list[Tensor]) -> Any:
 
 
 def tried(backend: str, tensors: list[Tensor]) -> tuple[str, ...]:
-    """Return the backends to build beside a replay; `auto` records on a GPU alone."""
+    """Return the backends to build beside a replay; `auto` records where it can."""
     if backend != "auto":
         return () if backend == "replay" else (backend,)
-    on_gpu = any(each.device.type == DEVICE for each in tensors)
-    return ("inductor", "cudagraph") if on_gpu else ("inductor",)
+    records = any(map(records_graphs, {each.device for each in tensors}))
+    return ("inductor", "cudagraph") if records else ("inductor",)
 
 
 _ROUNDS = 5
@@ -78,30 +76,36 @@ def compiled(graph: Graph, tensors: list[Tensor]) -> Run:
 # CUDA graphs.
 
 
+def records_graphs(device: torch.device) -> bool:
+    """Return whether torch records the launches of a device."""
+    return hasattr(torch.get_device_module(device), "make_graphed_callables")
+
+
 def recorded(run: Run, graph: Graph, tensors: Sequence[Tensor]) -> Run:
     """Record a replay as a CUDA graph, a function of arguments anywhere in memory."""
     inputs = [*tensors, *graph.closed]
     check_recordable(graph.module, inputs)
     layouts = [(each.shape, each.stride()) for each in inputs]
     place = inputs[0].device
+    module = torch.get_device_module(place)
 
     def run_in(*memory: Tensor) -> Sequence[Tensor]:
         pairs = zip(memory, layouts, strict=True)
         return run(*(each.as_strided(*layout) for each, layout in pairs))
 
     try:
-        with torch.no_grad(), no_autocast(place), torch.cuda.device(place):
+        with torch.no_grad(), no_autocast(place), module.device(place):
             own = [memory_of(each).clone() for each in inputs]
-            launch: Any = torch.cuda.make_graphed_callables(run_in, tuple(own))
-            done, lock = torch.cuda.Event(), threading.Lock()
+            launch: Any = module.make_graphed_callables(run_in, tuple(own))
+            done, lock = module.Event(), threading.Lock()
     except RuntimeError as error:
         line = str(error).strip().partition("\n")[0]
         raise Unrepeatable(f"recording it fails: {line}") from error
 
     def launched(*inputs: Tensor) -> Sequence[Tensor]:
         # The memory is the same each time: a call waits for the one before it.
-        with lock, torch.cuda.device(place):
-            stream = torch.cuda.current_stream()
+        with lock, module.device(place):
+            stream = module.current_stream()
             stream.wait_event(done)
             _copy(own, [*map(memory_of, inputs)])
             outputs = launch(*own)
@@ -127,11 +131,11 @@ def _copy(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 def check_recordable(module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
     """Refuse graphs of which a recording would repeat a part alone."""
     places = {each.device for each in inputs}
-    if {each.type for each in places} != {DEVICE} or len(places) > 1:
+    if len(places) != 1 or not records_graphs(*places):
         where = sorted(map(str, places)) or "none"
         raise Unrepeatable(
-            f"recordings are of tensors that all are on one {DEVICE} device, and its "
-            f"tensors are on {where}"
+            f"recordings are of tensors that all are on one device that records "
+            f"graphs, as cuda does, and its tensors are on {where}"
         )
     if any(each.is_conj() or each.is_neg() for each in inputs):
         raise Unrepeatable("an argument is a conjugate or negative view")
@@ -145,10 +149,20 @@ def check_recordable(module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
             fixed.add(node)
         value = node.meta.get("val")
         here = not isinstance(value, Tensor) or value.device in places
-        if not here and node not in fixed and node.op != "placeholder":
+        # Attention leaves its seeds on the host, which nothing reads without dropout.
+        fine = here or node in fixed or node.op == "placeholder" or _is_seed(node)
+        if not fine:
             raise Unrepeatable(f"{node.target} computes on {value.device}")
     if any(node.op == "placeholder" for node in written_to(module.graph)):
         raise Unrepeatable("it writes into an argument")
+
+
+def _is_seed(node: fx.Node) -> bool:
+    """Return whether a node is a result of attention without dropout."""
+    op: Any = node.args[0] if node.target is operator.getitem else node
+    if "scaled_dot_product" not in str(op.target):
+        return False
+    return named(op.target, op.args, op.kwargs).get("dropout_p") == 0
 
 
 def memory_of(tensor: Tensor) -> Tensor:

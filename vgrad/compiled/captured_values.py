@@ -434,13 +434,21 @@ _TODAY = [
     for read in (getattr, lambda owner, name: vars(owner).get(name))
     if name in vars(owner)
 ]
+_OF_GENERATORS = "fork_rng manual_seed seed initial_seed get_rng_state".split()
+_OF_GENERATORS += "set_rng_state thread_safe_generator".split()
+_OF_GENERATORS += [f"{name}_all" for name in _OF_GENERATORS]
 _REFUSED = {
     **dict.fromkeys(
         [getattr(time, name) for name in (*_CLOCKS, "strftime", "asctime")] + _TODAY,
         "reads the time",
     ),
     **dict.fromkeys(
-        [getattr(x, n) for x in (torch.random, torch.cuda.random) for n in x.__all__],
+        [
+            getattr(module, name)
+            for module in (torch.random, torch.cuda, torch.xpu, torch.mps, torch.mtia)
+            for name in _OF_GENERATORS
+            if hasattr(module, name)
+        ],
         "sets or reads the seed or the state of a generator of torch",
     ),
     **dict.fromkeys(

@@ -161,7 +161,7 @@ def single_process_mesh(
         1
     """
     device = torch.device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = distributed.get_default_backend_for_device(device)
     store = distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     try:

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from vgrad import checks
 from vgrad.checks import Patterns
+from vgrad.devices import all_accelerators
 from vgrad.ensemble.layout import Layout, shared_names
 from vgrad.ensemble.matching import difference
 from vgrad.functional import guards, slots
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
-from vgrad.generators import RNG_LOCK
+from vgrad.generators import kept_random_state
 from vgrad.tree import tree_flatten, tree_unflatten
 from vgrad.typing import Buffers, Params, Tree
 
@@ -122,9 +123,9 @@ def made(
     where: str, makes: Sequence[Callable[[], nn.Module]], seeds: Sequence[int]
 ) -> list[nn.Module]:
     """Make a model by each function, after seeding torch; generators are restored."""
-    devices = range(torch.cuda.device_count())
     models = []
-    with RNG_LOCK, torch.random.fork_rng(devices, device_type="cuda"):
+    places = [torch.empty(0, device=device) for device in all_accelerators()]
+    with kept_random_state(places):
         for make, seed in zip(makes, seeds, strict=True):
             torch.manual_seed(seed)
             models.append(make())

@@ -55,8 +55,8 @@ class Products(NamedTuple):
 
     The squares of the norms are `<a, b>`, [B]; the diagonals, [2, B, G, T], are squares
     of the sizes of positions. All are sums of up to `length` products. `zero` are
-    samples with only zeros on one side, if no value may be read. A weighted sum loses
-    up to `rounding` of the sizes of its terms.
+    samples with only zeros on one side, if no value may be read. Relative to the sizes
+    of their terms, squares lose up to `cut`, and a weighted sum up to `rounding`.
     """
 
     squares: Tensor
@@ -64,6 +64,7 @@ class Products(NamedTuple):
     length: int
     factor: Any
     zero: Tensor | None
+    cut: float
     rounding: float
     scale: Tensor | None = None
 
@@ -74,8 +75,11 @@ class Products(NamedTuple):
         sizes = torch.stack((a.diagonal(0, 1, 2), b.diagonal(0, 1, 2)))
         zero = factor.zeros() if checks_collected() else None
         sizes = sizes.unflatten(1, (size, -1))
-        rounding = factor.rounding if isinstance(factor, Outer) else 0.0
-        return cls(squares, sizes, length, factor, zero, rounding)
+        lost = 0.0, 0.0
+        if isinstance(factor, Outer):
+            cut = products.CUT if factor.in_halves else 0.0
+            lost = cut, factor.rounding
+        return cls(squares, sizes, length, factor, zero, *lost)
 
 
 Norms = Sequence[Norm | Products]
@@ -279,6 +283,11 @@ class Outer(Pair):
     shared: Positions | None = None
 
     @property
+    def in_halves(self) -> bool:
+        """Whether a device multiplies the factors in half precision."""
+        return products.in_halves(self.inputs, self.outputs)
+
+    @property
     def rounding(self) -> float:
         """How much of its terms a weighted sum may lose."""
         return products.rounding(self.inputs, self.outputs)
@@ -294,8 +303,8 @@ class Outer(Pair):
         """Whether norms are computed without gradients."""
         _, _, positions, i = self.inputs.shape
         o = self.outputs.shape[3]
-        halves = products.in_halves(self.inputs, self.outputs)
-        return positions == 1 or costs.outer_by_gram(positions, i, o, halves)
+        sizes = positions, i, o, self.in_halves
+        return positions == 1 or costs.outer_by_gram(*sizes)
 
     def grad(self) -> Tensor:
         return self.formed().to(self.inputs.dtype)
@@ -335,7 +344,8 @@ class Outer(Pair):
         if not in_terms:
             a, b = a.to(dtype), b.to(dtype)
         product = products.by_terms if in_terms else torch.matmul
-        step = max(1, reductions.ROWS_AT_ONCE // max(1, a.shape[2]))
+        rows = products.ROWS if in_terms else reductions.ROWS_AT_ONCE
+        step = max(1, rows // max(1, a.shape[2]))
         pairs = zip(a.split(step), b.split(step), strict=True)
         parts = [product(*_as_matrices(*pair)) for pair in pairs]
         return reductions.total(parts).reshape(self.shape)

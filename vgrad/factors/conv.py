@@ -55,10 +55,10 @@ class Conv(Pair):
     def grad(self) -> Tensor:
         """Gradients by the form that is cheapest, not by products of positions."""
         form = self.form
-        if not self.plain or form == "windows":
-            return self._by_windows().to(self.inputs.dtype)
         if form == "groups":
             return self._by_groups()
+        if not self.plain or form == "windows":
+            return self._by_windows().to(self.inputs.dtype)
         if form == "alone":
             return self._one_by_one()
         return self._by_swapping() if form == "swapped" else self._by_offsets()
@@ -79,6 +79,8 @@ class Conv(Pair):
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Weight gradient of an ordinary convolution, of scaled samples."""
+        if self.form == "groups" and not self.plain:
+            return Dense(self.grad()).weighted(weights)
         if not self.plain:
             pairs = zip(self._parts(), weights.split(self._step), strict=True)
             return reductions.total([part.weighted(some) for part, some in pairs])
@@ -140,7 +142,8 @@ class Conv(Pair):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _by_groups(self) -> Tensor:
-        pair = products.exact(self.inputs, self.outputs)
+        # On a device in the dtype at hand: norms are those of what is summed.
+        pair = products.exact(*self.sides) if self.plain else self.sides
         inputs, outputs = (each.flatten(0, 1)[None] for each in pair)
         found = self._weight_gradient(inputs, outputs, self.size)
         return found.view(self.size, *self.shape).to(self.inputs.dtype)

@@ -82,6 +82,8 @@ def conv_form(
     # groups of few channels; it has a good kernel for small windows of single channels.
     # For few channels of a large image an ordinary one for each sample takes less.
     outputs, inputs, *kernel = weight
+    if not plain and inputs == 1 and groups > 1:  # for which devices have a kernel
+        return "groups"
     if not plain:
         sizes = positions, inputs * math.prod(kernel), outputs // groups, halves
         return "gram" if positions == 1 or outer_by_gram(*sizes) else "windows"

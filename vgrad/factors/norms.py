@@ -30,8 +30,8 @@ def settled(norms: Mapping[str, Norms]) -> dict[str, list[Norm]]:
     alike: dict[tuple, list[Products]] = {}
     for each in itertools.chain(*norms.values()):
         if isinstance(each, Products):
-            sizes = each.sizes.shape, each.sizes.dtype, each.rounding
-            alike.setdefault(sizes, []).append(each)
+            kind = each.sizes.shape, each.sizes.dtype, each.cut, each.rounding
+            alike.setdefault(kind, []).append(each)
     taken: dict[int, Any] = {}
     for some in alike.values():
         taken |= zip(map(id, some), _from_products(some), strict=True)
@@ -49,7 +49,7 @@ def _from_products(products: Sequence[Products]) -> Iterator[Norm]:
     number, positions = torch.finfo(products[0].sizes.dtype), max(1, a.shape[3])
     # Twice the worst that was measured, over kinds of inputs of all sizes and dtypes;
     # where positions are equal, so are their errors, and do not average out.
-    slack = number.eps * max(4.0, 20 / positions) * largest
+    slack = (number.eps * max(4.0, 20 / positions) + products[0].cut) * largest
     # A square that may include products on the edge of zero is not used:
     # where denormal numbers are flushed, all of a sum may be gone.
     sizes, length = (a + b).sum((2, 3)), max(each.length for each in products)

@@ -199,7 +199,7 @@ def weighted_rows(grad: Tensor, weights: Tensor) -> Tensor:
     long = torch.promote_types(dtype, torch.float64)
     whole = len(rows) // _SAMPLES * _SAMPLES
     if dtype != long and products.rounded(rows.device, "matmul"):
-        found = (rows * row.mT).sum(0, dtype=long)
+        found = (rows * row.mT).sum(0)
     elif len(rows) <= _SAMPLES:
         found = row @ rows
     else:

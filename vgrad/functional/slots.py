@@ -273,6 +273,7 @@ class Slots:
         self._memory = {memory(tensor) for tensor in tensors} - {None}
         self._model = model
         self._modules = set(map(id, model.modules()))
+        self._recurrent = [x for x in model.modules() if isinstance(x, nn.RNNBase)]
         self._empty: list[Any] = []
         self._marked: list[tuple[int, dict[str, Any]]] = []
         self._places: list[tuple[Any, Any, Tensor]] = []
@@ -312,6 +313,13 @@ class Slots:
             own = vars(by_id[key])
             self.marks.append((own, dict(own)))
             own.update({**attributes, **own})
+        if self._recurrent and (modes.function_modes() or modes.inside_transform()):
+            for net in self._recurrent:
+                # Otherwise they move weights to one block of memory, for cuDNN, by
+                # addresses, which tensors of a recorded pass or a vmap have not.
+                weights: Any = net._flat_weights
+                refs = [None if each is None else ref(each) for each in weights]
+                vars(net)["_flat_weight_refs"] = refs
 
     def left(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors that a call with `values` has left, by name."""

@@ -39,6 +39,7 @@ from vgrad.generators import (
 )
 from vgrad.loss.grad_flags import among
 from vgrad.loss.values import Partition, SplitBatch, where
+from vgrad.torch_private.kernels import default_generator
 from vgrad.torch_private.tensors import (
     SHOWN,
     may_draw,
@@ -252,7 +253,7 @@ class Keyed(DispatchMode):
 
     def __enter__(self) -> "Keyed":
         self._before = random_state(())
-        if torch.cuda.is_initialized():
+        if torch.accelerator.is_available():
             self._kernels = sdpa_kernel(SDPBackend.MATH)
         self._kernels.__enter__()
         return super().__enter__()
@@ -459,12 +460,7 @@ def _does_not(name: str, given: dict[str, Any]) -> bool:
 
 def _seed(device: torch.device, seed: int) -> None:
     """Seed the generator that ops on a device draw from."""
-    if device.type not in ("cpu", "cuda"):
-        raise Unkeyed(f"some on the device {device.type}")
-    own = torch.default_generator
-    if device.type == "cuda":
-        own = torch.cuda.default_generators[device.index]
-    own.manual_seed(seed)
+    default_generator(device).manual_seed(seed)
 
 
 def _apart(size: int) -> SplitBatch:

@@ -259,9 +259,10 @@ class _Layer(Function):
     ) -> tuple[Tensor, ...]:
         if c is not None and _by_steps(x, h, c, *weights):
             return _lstm_forwards(reverse, x, h, c, *weights)
-        hidden = h.unsqueeze(0) if c is None else (h.unsqueeze(0), c.unsqueeze(0))
+        state = [each[None].contiguous() for each in (h, c) if each is not None]
         flat = [each for each in weights if each is not None]
         options = (len(flat) == 4, 1, 0.0, False, False, False)
+        hidden = state[0] if c is None else state
         kernel = getattr(torch, mode)
         output, *final = kernel(x.flip(0) if reverse else x, hidden, flat, *options)
         output = output.flip(0) if reverse else output

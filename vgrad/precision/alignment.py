@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from vgrad import checks
 from vgrad.functional.model import BufferlessModel
-from vgrad.generators import RNG_LOCK
+from vgrad.generators import kept_random_state
 from vgrad.ops.record import OPS
 from vgrad.report import Report, table
 from vgrad.torch_private.tensors import memory, op_name
@@ -125,9 +125,9 @@ def alignment_report(
     checks.dictionaries("alignment_report", params=params, buffers=buffers)
     [multiple] = checks.whole("alignment_report", least=1, multiple=multiple)
     leaves = tree_leaves((params, buffers, args, kwargs))
-    cuda = {x.device.index for x in leaves if isinstance(x, Tensor) and x.is_cuda}
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
     recorder = _Recorder({**params, **buffers}, multiple)
-    with RNG_LOCK, torch.random.fork_rng(devices=cuda), torch.no_grad():
+    with kept_random_state(tensors), torch.no_grad():
         with recorder, _StepByStep(recorder):
             fmodel(params, buffers, *args, **kwargs)
     return AlignmentReport(multiple, tuple(recorder.rows()))

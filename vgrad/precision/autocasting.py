@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from vgrad.functional.guards import updated_statistics
 from vgrad.ops.record import OPS
 from vgrad.torch_private import modes
-from vgrad.torch_private.kernels import has_autocast
+from vgrad.torch_private.kernels import autocast_ops
 from vgrad.torch_private.tensors import version_of
 from vgrad.tree import tree_leaves, tree_map_only
 
@@ -115,11 +115,20 @@ _CUDA = _table(
     REFUSED="binary_cross_entropy",
 )
 
-if not has_autocast("rms_norm", "cuda"):  # before torch 2.12
+if "rms_norm" not in autocast_ops("cuda"):  # before torch 2.12
     del _CUDA["rms_norm"]
 
 KINDS: dict[str, dict[str, Kind]] = {"cpu": _CPU, "cuda": _CUDA}
 """By device type and name; other ops run in the dtypes of their inputs."""
+
+
+@cache
+def kinds_of(device: str) -> dict[str, Kind]:
+    """Return the treatment of ops by name; other accelerators cast as cuda does."""
+    if device in KINDS:
+        return KINDS[device]
+    lacking = autocast_ops("cuda") - autocast_ops(device)
+    return {name: kind for name, kind in _CUDA.items() if name not in lacking}
 
 
 @cache
@@ -215,7 +224,11 @@ class AutocastMode(TorchFunctionMode):
         ):
             return func(*args, **kwargs)
         device = next((x.device.type for x in _tensors(args, kwargs)), None)
-        if device not in KINDS or not torch.is_autocast_enabled(device):
+        if (
+            device is None
+            or not torch.amp.is_autocast_available(device)
+            or not torch.is_autocast_enabled(device)
+        ):
             return func(*args, **kwargs)
         kind = _kind(device, name, args, kwargs)
         if kind is Kind.INSIDE:
@@ -287,7 +300,7 @@ _WHOLE |= {"embedding", "embedding_bag"}
 
 
 def _kind(device: str, name: str, args: tuple, kwargs: dict) -> Kind | None:
-    table = KINDS[device]
+    table = kinds_of(device)
     if kwargs.get("out") is not None:
         return None  # torch has no kernels of autocast for these
     if name == "pad":

@@ -1,6 +1,6 @@
 """Kernels that torch calls itself: aten/src/ATen/native/native_functions.yaml."""
 
-import functools
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ def cpu_multiplies(dtype: torch.dtype) -> bool:
     return getattr(torch.ops.mkldnn, name, lambda: True)()
 
 
-@functools.cache
+@cache
 def multiplies_halves(device: torch.device) -> bool:
     """Return whether products of half precision have float32 results on a device."""
     # `mm`, `bmm` and their like with `out_dtype`, from torch 2.8 on, on some backends.
@@ -78,7 +78,20 @@ def multiplies_halves(device: torch.device) -> bool:
     return True
 
 
-def has_autocast(op: str, device: str) -> bool:
-    """Return whether an op of aten has a kernel of autocast for a type of device."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has(f"aten::{op}", f"Autocast{device.upper()}")
+@cache
+def autocast_ops(device: str) -> set[str]:
+    """Return the ops of aten that autocast casts on a type of device."""
+    of_others = device == torch._C._get_privateuse1_backend_name()
+    key = "PrivateUse1" if of_others else device.upper()
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{key}")
+    return {name.removeprefix("aten::").partition(".")[0] for name in names}
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that ops on a device draw from by default."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    if not hasattr(module, "default_generators"):  # mps (torch/mps/__init__.py)
+        return module._get_default_mps_generator()
+    return module.default_generators[device.index or 0]

@@ -11,7 +11,7 @@ from vgrad import checks
 from vgrad.checks import Patterns
 from vgrad.ensemble.layout import Layout
 from vgrad.ensemble.optimizer import of_members
-from vgrad.generators import RNG_LOCK, Tag, secret_key, set_seed, torch_seed
+from vgrad.generators import Tag, kept_random_state, secret_key, set_seed, torch_seed
 from vgrad.optim.base import GradientTransformation, check_transformation
 from vgrad.precision import LossScale, NoOpLossScale, Policy
 from vgrad.precision.modules import loss_under
@@ -255,9 +255,7 @@ def seeded_from(state: Any, *tags: Tag) -> Iterator[None]:
     generators: steps in several threads wait for each other, and a thread that draws
     meanwhile changes the numbers of the step.
     """
-    device = device_of(state.params)
-    on_cuda = device.type == "cuda"
     seed = torch_seed(state.key, "loss", int(state.step), *tags)
-    with RNG_LOCK, torch.random.fork_rng([device] if on_cuda else []):
+    with kept_random_state(state.params.values()):
         set_seed(seed, state.params.values())
         yield
