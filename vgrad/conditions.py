@@ -23,9 +23,10 @@ _CHECKS: ContextVar[list[Tensor] | None] = ContextVar("checks", default=None)
 def rare(where: Tensor) -> bool:
     """Return whether a condition holds anywhere; False where it is only recorded."""
     checks = _CHECKS.get()
+    where = where.any() if where.ndim else where
     if checks is None:
-        return bool(where.any())
-    checks.append(where.detach().any())
+        return bool(where)
+    checks.append(where.detach())
     return False
 
 

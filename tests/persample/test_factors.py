@@ -45,7 +45,8 @@ def numbers(high, *shape, seed=0):
 
 def joint(factor):
     found = norms.recomputed(norms.settled({"": factor.settled()[1]}))
-    return norms.joint(found, [[""]])
+    made = norms.Joint(found, [[""]], factor.grad().dtype)
+    return made.value[0], made.reach[0], made.upper[0]
 
 
 def rows_gradients(factor):
@@ -67,12 +68,12 @@ def test_rows_that_cancel_leave_what_is_left(few):
     outputs = torch.stack([big, rest, -big, rest], dim=1)
     outputs[1, 3] = -outputs[1, 1]
     factor = Rows(index, outputs, torch.Size([9, 7]))
-    exact = joint(Dense(rows_gradients(factor.double())))[0][:, 0]
+    exact = joint(Dense(rows_gradients(factor.double())))[0]
     with mock.patch.object(costs, "FEW_LOOKUPS", few):
         value, _, upper = joint(factor)
     assert exact[1] == 0
-    assert_exact(value[:, 0], exact)
-    assert bool((upper[:, 0] >= exact).all())
+    assert_exact(value, exact)
+    assert bool((upper >= exact).all())
 
 
 @pytest.mark.parametrize("positions", [1, 4, 200])
@@ -333,3 +334,18 @@ def test_norms_of_zeros_form_no_gradients():
         found = compute(params, {}, x)
     assert not bool(found.any())
     assert peak.most < 300 * 300 * 8  # bytes of one in float64
+
+
+def test_weights_are_rounded_down_by_less_than_one_step():
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.rand(10_000, generator=generator, dtype=torch.float64) * 100
+    edges = [1.0, 2.0**-60, 2.0**-100, 1e-30, 1 + 2**-23, 1 - 2**-24, 1 - 2**-25]
+    edges += [torch.finfo(torch.float32).tiny, 1 - 2**-53, 0.0, torch.inf]
+    wide = torch.cat([2**-sizes, torch.tensor(edges, dtype=torch.float64)])
+    found = reductions.normal_rounded_down(wide, torch.float32)
+    assert found.dtype == torch.float32
+    assert bool((found.double() <= wide).all())
+    assert bool((torch.nextafter(found, found + torch.inf).double() > wide)[:-1].all())
+    assert torch.equal(found, reductions.rounded_down(wide, torch.float32))
+    assert found[-len(edges)] == 1
+    assert reductions.normal_rounded_down(wide, torch.float64) is wide

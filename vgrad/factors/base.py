@@ -37,15 +37,17 @@ class Norm(NamedTuple):
     """Norms of B gradients in float64, [B], all to be divided by `scale`.
 
     No number that is multiplied for a weighted sum is larger than all of `reach`, and
-    no norm larger than `upper`, despite rounding. `doubtful` norms are to be computed
-    again, from gradients of `factor`; a weighted sum loses up to `lost` of each.
+    no norm larger than `upper`, despite rounding. Norms whose `doubt` is above
+    `norms.SURE`, or NaN, are to be computed again, from gradients of `factor`; a
+    weighted sum loses up to `eps * most` of each.
     """
 
     value: Tensor
     reach: Sequence[Tensor]
     upper: Tensor
-    doubtful: Tensor | None = None
-    lost: Tensor | None = None
+    doubt: Tensor | None = None
+    most: Tensor | None = None
+    eps: float = 0.0
     factor: Any = None
     scale: Tensor | None = None
 
@@ -323,7 +325,7 @@ class Outer(Pair):
         outputs = self.shared or Positions(self.outputs)
         if self.inputs.shape[2] == 1:
             a, b = Positions(self.inputs).norms, outputs.norms
-            norms = reductions.together(a * b)
+            norms = reductions.root(a * b, 1, self.inputs.dtype)
             single = a.shape[1] == 1
             reach = (a[:, 0], b[:, 0]) if single else (a.amax(1), b.amax(1))
             lost = self.rounding

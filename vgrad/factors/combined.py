@@ -25,7 +25,7 @@ from vgrad.factors.base import (
     Probes,
     Zero,
 )
-from vgrad.factors.norms import in_doubt, settled
+from vgrad.factors.norms import cancelled, settled
 from vgrad.factors.rows import Rows
 from vgrad.torch_private.tensors import viewed
 from vgrad.tree import wide
@@ -96,9 +96,8 @@ class Tied(Compound):
         parts = {"outer": self.outer.settled()[1], "rows": self.rows.settled()[1]}
         (outer,), (rows,) = settled(parts).values()
         rounded: Any = 0.0  # of the outer products: added as it is, whatever cancels
-        if self.outer.rounding:
-            single = outer.lost is None
-            rounded = outer.upper - outer.value if single else outer.lost
+        if rounding := self.outer.rounding:
+            rounded = rounding * (outer.value if outer.most is None else outer.most)
             outer = outer._replace(upper=outer.upper - rounded)
         a, b = self.outer.inputs[:, 0].double(), self.outer.outputs[:, 0]
         index = self.rows.index[:, None, :].expand(-1, b.shape[1], -1)
@@ -115,12 +114,13 @@ class Tied(Compound):
         eps = torch.finfo(wide(self.outer.inputs.dtype)).eps
         lost = outer.upper - outer.value + rows.upper - rows.value
         lost = lost + eps * largest.sqrt() + rounded
+        doubt = cancelled(largest.sqrt(), norms)
         # Nothing is less than what both norms are sure of.
-        doubtful = in_doubt(squares, largest) & (largest != 0)
-        if outer.doubtful is not None:
-            doubtful = doubtful | outer.doubtful
+        doubt = doubt.masked_fill(largest == 0, 0.0)
+        if outer.doubt is not None:
+            doubt = doubt + outer.doubt
         reach = *outer.reach, *rows.reach
-        return self, [Norm(norms, reach, uppers, doubtful, lost, self)]
+        return self, [Norm(norms, reach, uppers, doubt, lost, 1.0, self)]
 
     def zeros(self) -> Tensor:
         """Mark samples with nothing but zeros in one of the tensors of the product."""

@@ -4,8 +4,8 @@ B samples, G groups of a matrix product, T positions.
 """
 
 import itertools
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,13 +13,22 @@ from torch import Tensor
 
 from vgrad.conditions import rare
 from vgrad.factors.base import Factor, Norm, Norms, Products
-from vgrad.factors.reductions import HIGH, LOW, reach, row_norms, together
+from vgrad.factors.reductions import reach, root, row_norms
 
 FORMED_AT_ONCE = 2**24
 """Numbers of gradients formed at once where products cannot be trusted."""
 
-_DOUBTFUL = 1e-4
-"""Cancellation below which a norm from products is computed again, from gradients."""
+SURE = 1e15
+"""Doubt up to which a norm is taken as it is.
+
+No square that matters has left float32's range for numbers of this size.
+"""
+
+_CANCELLED = 1e13
+"""The doubt of a norm from products as large as all of its terms.
+
+So a norm below a hundredth of them, which is mostly rounding, is computed again.
+"""
 
 _APART = 1e8
 """Size up to which float32 holds the product of four numbers."""
@@ -45,40 +54,41 @@ def _from_products(products: Sequence[Products]) -> Iterator[Norm]:
     squares = torch.stack([each.squares for each in products]).double()
     sizes = torch.stack([each.sizes for each in products]).double()
     a, b = sizes.unbind(1)  # [K, B, G, T]
-    largest = (a * b).sqrt_().sum(3).square_().sum(2)
+    most = torch.linalg.vector_norm((a * b).sqrt_().sum(3), dim=2)
     number, positions = torch.finfo(products[0].sizes.dtype), max(1, a.shape[3])
     # Twice the worst that was measured, over kinds of inputs of all sizes and dtypes;
     # where positions are equal, so are their errors, and do not average out.
-    slack = (number.eps * max(4.0, 20 / positions) + products[0].cut) * largest
+    slack = number.eps * max(4.0, 20 / positions) + products[0].cut
+    sizes, values = sizes.sum((1, 3, 4)), squares.sqrt()
     # A square that may include products on the edge of zero is not used:
     # where denormal numbers are flushed, all of a sum may be gone.
-    sizes, length = (a + b).sum((2, 3)), max(each.length for each in products)
-    edge = number.tiny * length * positions * sizes
-    squares = torch.where(edge < number.eps * squares, squares, 0.0)
-    doubtful = in_doubt(squares, largest)
+    length = max(each.length for each in products)
+    edge = number.tiny * length * positions / number.eps
+    doubts = torch.addcdiv(most, sizes, squares, value=SURE * edge)
+    doubts = torch.addcdiv(doubts, most, values, value=_CANCELLED)
     if zeros := [each.zero for each in products if each.zero is not None]:
-        doubtful &= ~(torch.stack(zeros) & (largest == 0))
-    uppers, lost = (squares + slack).sqrt(), number.eps * largest.sqrt()
+        doubts = doubts.masked_fill(torch.stack(zeros) & (most == 0), 0.0)
+    uppers = torch.addcmul(squares, most, most, value=slack).sqrt_()
+    eps = number.eps
     if rounding := products[0].rounding:
-        lost = rounding * largest.sqrt()
-        uppers = uppers + lost
-    columns = squares.sqrt(), sizes.sqrt(), uppers, doubtful, lost
+        eps, uppers = rounding, uppers.add_(most, alpha=rounding)
+    columns = values, sizes.sqrt_(), uppers, doubts, most
     rows = zip(products, *map(torch.unbind, columns), strict=True)
-    for each, value, size, upper, doubtful, lost in rows:
-        others = doubtful, lost, each.factor, each.scale
+    for each, value, size, upper, doubt, own in rows:
+        others = doubt, own, eps, each.factor, each.scale
         yield Norm(value, (size,), upper, *others)
 
 
-def in_doubt(squares: Tensor, largest: Tensor) -> Tensor:
-    """Mark squares that are mostly rounding, or of which terms have left the range."""
-    fine = squares > _DOUBTFUL * largest
-    return ~(fine & (largest > LOW**2) & (largest < HIGH**2))
+def cancelled(most: Tensor, norms: Tensor) -> Tensor:
+    """Return the doubt of norms of sums whose terms are as large as `most`."""
+    return _CANCELLED * most / norms
 
 
-def doubts(norms: Mapping[str, Sequence[Norm]]) -> list[Tensor]:
-    """Return the masks [B] of doubtful samples."""
+def doubtful(norms: Mapping[str, Sequence[Norm]]) -> Tensor | None:
+    """Mark doubtful norms, [N, B]; None where all are sure."""
     parts = itertools.chain(*norms.values())
-    return [norm.doubtful for norm in parts if norm.doubtful is not None]
+    doubts = [norm.doubt for norm in parts if norm.doubt is not None]
+    return ~(torch.stack(doubts) <= SURE) if doubts else None
 
 
 def recomputed(norms: Mapping[str, Sequence[Norm]]) -> dict[str, list[Norm]]:
@@ -87,10 +97,12 @@ def recomputed(norms: Mapping[str, Sequence[Norm]]) -> dict[str, list[Norm]]:
 
 
 def _recomputed(norm: Norm) -> Norm:
-    value, _, upper, doubtful, lost, factor, _ = norm
-    if doubtful is None or lost is None:
+    value, upper, factor, most = norm.value, norm.upper, norm.factor, norm.most
+    if norm.doubt is None or most is None:
         return norm
-    rows = (doubtful & ~((upper == 0) & factor.zeros())).nonzero().flatten()
+    lost = most * norm.eps
+    rows = ~(norm.doubt <= SURE) & ~((upper == 0) & factor.zeros())
+    rows = rows.nonzero().flatten()
     value, upper = value.clone(), upper.clone()
     step = 1  # the first one shows how many gradients are not too many
     while len(rows):
@@ -100,28 +112,80 @@ def _recomputed(norm: Norm) -> Norm:
         value[some] = exact = row_norms(grads)
         # If it is not finite, gradients will be summed in float64.
         upper[some] = exact + torch.where(lost[some].isfinite(), lost[some], 0)
-    return norm._replace(value=value, upper=upper, doubtful=None)
+    return norm._replace(value=value, upper=upper, doubt=None)
 
 
-def joint(
-    norms: Mapping[str, Sequence[Norm]], groups: Iterable[Sequence[str]]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `value`, `reach` and `upper` of P groups of parameters, [B, P] each."""
-    values, reaches, uppers, scales = [], [], [], [None]
-    for names in groups:
-        parts = itertools.chain(*map(norms.__getitem__, names))
-        value, sizes, upper, *_, scales = zip(*parts, strict=True)
-        values.append(value)
-        reaches.append([*itertools.chain(*sizes)])
-        uppers.append(upper)
-    value, most = together(_stacked(values)), _stacked(reaches).amax(2)
-    exact = all(map(operator.is_, itertools.chain(*values), itertools.chain(*uppers)))
-    upper = value if exact else together(_stacked(uppers))
-    if (scale := scales[0]) is not None:  # all factors of a call have the same
+class Joint:
+    """Norms of P groups of parameters of a dtype, [P, B], stacked once for all uses.
+
+    They are wrong where one of `norms` is doubtful.
+    """
+
+    def __init__(
+        self,
+        norms: Mapping[str, Sequence[Norm]],
+        groups: Iterable[Sequence[str]],
+        dtype: torch.dtype,
+    ) -> None:
+        self._dtype = dtype
+        found = [[*itertools.chain(*map(norms.__getitem__, own))] for own in groups]
+        parts = [*itertools.chain(*found)]
+        self._scale = parts[0].scale  # all factors of a call have the same
+        self._reach = [[size for one in own for size in one.reach] for own in found]
+        self._exact = all(one.value is one.upper for one in parts)
+        rows = values = _filled([[one.value for one in own] for own in found])
+        if not self._exact:
+            rows = values + _filled([[one.upper for one in own] for own in found])
+        known, self._count, self._groups = set(map(id, values)), len(values), len(found)
+        rest = [*itertools.chain(*self._reach), *(one.doubt for one in parts)]
+        rest = [each for each in rest if each is not None and id(each) not in known]
+        self._rows = torch.stack([*rows, *rest])
+
+    @cached_property
+    def value(self) -> Tensor:
+        """The norms."""
+        return self._root(self._rows[: self._count])
+
+    @cached_property
+    def upper(self) -> Tensor:
+        """Bounds of the norms, despite rounding."""
+        count = self._count
+        return self.value if self._exact else self._root(self._rows[count : 2 * count])
+
+    @cached_property
+    def total(self) -> Tensor:
+        """Norms over all groups, [B]."""
+        return root(self.value, 0, self._dtype)
+
+    @cached_property
+    def most(self) -> Tensor:
+        """The largest of all norms, numbers that are multiplied, and doubts; or NaN."""
+        return self._multiplied(self._rows.amax())
+
+    @cached_property
+    def reach(self) -> Tensor:
+        """No less than any number that is multiplied for a sum, [P, B]."""
+        sizes = torch.stack(_filled(self._reach))
+        return self._multiplied(sizes.unflatten(0, (self._groups, -1)).amax(1))
+
+    def _multiplied(self, reach: Tensor) -> Tensor:
         # One over the scale is multiplied as well, by the sum and by its error.
-        most = torch.maximum(most, most.clamp(min=1) / scale)
-        value, upper = value / scale, upper / scale
-    return value, most, upper
+        scale = self._scale
+        return reach if scale is None else reach.maximum(reach.clamp(min=1) / scale)
+
+    def _root(self, rows: Tensor) -> Tensor:
+        norms = root(rows.unflatten(0, (self._groups, -1)), 1, self._dtype)
+        return norms if self._scale is None else norms / self._scale
+
+
+def _filled(groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """List the vectors [B] of all groups, and zeros where a group has fewer."""
+    longest = max(map(len, groups))
+    if all(len(group) == longest for group in groups):
+        return [*itertools.chain(*groups)]
+    zero = torch.zeros_like(groups[0][0])
+    filled = ([*group, *[zero] * (longest - len(group))] for group in groups)
+    return [*itertools.chain(*filled)]
 
 
 def far(factors: Mapping[str, Sequence[Factor]]) -> set[str]:
@@ -135,11 +199,3 @@ def far(factors: Mapping[str, Sequence[Factor]]) -> set[str]:
     if not masks or not rare(torch.cat([*masks.values()])):
         return set()
     return {name for name, mask in masks.items() if bool(mask.any())}
-
-
-def _stacked(groups: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Stack vectors [B] of P groups, to which zeros are added, to [B, P, most]."""
-    even = len(set(map(len, groups))) == 1
-    zero = None if even else torch.zeros_like(groups[0][0])
-    filled = zip(*itertools.zip_longest(*groups, fillvalue=zero), strict=True)
-    return torch.stack([*itertools.chain(*filled)], 1).unflatten(1, (len(groups), -1))

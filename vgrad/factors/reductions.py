@@ -60,6 +60,17 @@ def together(numbers: Tensor) -> Tensor:
     return scale * torch.where(zero, 0.0, torch.where(zero, 1.0, squares).sqrt())
 
 
+def root(norms: Tensor, axis: int, dtype: torch.dtype) -> Tensor:
+    """Root of the sum of squares of norms in float64, of gradients of a dtype."""
+    if norms.shape[axis] == 1:
+        return norms.squeeze(axis)
+    wide = dtype in (torch.float64, torch.complex128)
+    if wide or norms.requires_grad or modes.inside_transform():
+        return together(norms.movedim(axis, -1))
+    # Squares of products of float32 have room in float64.
+    return torch.linalg.vector_norm(norms, dim=axis)
+
+
 def row_norms(grad: Tensor) -> Tensor:
     """L2 norm over all but the first dimension, [B, ...] -> [B] in float64."""
     real = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
@@ -187,6 +198,14 @@ def rounded_down(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     fixed = found.detach()  # nextafter has a derivative from torch 2.13 on
     step = fixed - torch.nextafter(fixed, torch.zeros_like(fixed))
     return torch.where(found > numbers, found - step, found)
+
+
+def normal_rounded_down(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Do the same, by fewer ops, to numbers in float64 that are normal in the dtype."""
+    if dtype != torch.float32 or numbers.requires_grad:
+        return rounded_down(numbers, dtype)
+    # Without the bits that float32 lacks, nothing is left to be rounded.
+    return (numbers.view(torch.int64) & -(2**29)).view(torch.float64).to(dtype)
 
 
 def weighted_rows(grad: Tensor, weights: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ pass. Other forms of an op go into the same record by `register`.
 from vgrad.factors import Conv, Dense, Factor, Norm, Outer, Probes, Rows
 from vgrad.ops import attention as attention
 from vgrad.ops import conv as conv
+from vgrad.ops import criteria as criteria
 from vgrad.ops import embedding as embedding
 from vgrad.ops import indexing as indexing
 from vgrad.ops import norm as norm

@@ -4,8 +4,10 @@ B samples.
 """
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, Literal, NamedTuple, Required, Unpack, get_args, overload
 
 import torch
@@ -15,8 +17,8 @@ from vgrad import checks
 from vgrad.batches import Sensitivity
 from vgrad.conditions import rare
 from vgrad.factors import Dense, Factor, Scaled, Sums, reductions
-from vgrad.factors.norms import doubts, joint, recomputed, settled
-from vgrad.factors.reductions import ordinary, rounded_down, together
+from vgrad.factors.norms import SURE, Joint, recomputed, settled
+from vgrad.factors.reductions import normal_rounded_down, ordinary, rounded_down
 from vgrad.persample.engine import (
     LOCAL,
     Call,
@@ -27,6 +29,7 @@ from vgrad.persample.engine import (
     Reducer,
     Transform,
     gradients,
+    joined,
     masked,
     members,
     slices,
@@ -87,24 +90,40 @@ class ClipRule:
         return [*layers.values()], [bound] * len(layers)
 
     def factors(self, norms: Tensor, bound: float | Tensor) -> Tensor:
-        """Factors in float64; numbers too small for all digits become zero."""
+        """Factors in float64."""
         if self.kind == "automatic":
-            exact = bound / (norms + _GAMMA)
-        else:
-            exact = (bound / norms).clamp(max=1)
-        return torch.where(exact < torch.finfo(exact.dtype).tiny, 0.0, exact)
+            return bound / (norms + _GAMMA)
+        return (bound / norms).clamp(max=1)
+
+    def limit(self, bounds: Sequence[float]) -> float:
+        """Return up to which size numbers and their products with factors are safe."""
+        # No factor is then below 1e-30, where float32 has all digits. Next to a bound,
+        # 1e25 times the smallest float32 are nothing, so no product's rounding counts.
+        least, most = min(bounds), max(bounds)
+        sizes = SURE, least * _FAR
+        if self.kind == "automatic" and most > _GAMMA:  # factors may be above one
+            sizes += (SURE * math.sqrt(_GAMMA / most),)
+        return min(sizes)
 
 
 class ClipWeights(NamedTuple):
     """The weights of B samples in P parts, and which samples they are right for."""
 
     norms: Tensor  # over all parameters, [B]
-    upper: Tensor  # bounds of the norms of each part, [B, P]
-    factors: Tensor  # by which gradients of each part are multiplied, [B, P]
+    upper: Tensor  # bounds of the norms of each part, [P, B]
+    factors: Tensor  # by which gradients of each part are multiplied, [P, B]
     weights: dict[str, Tensor]  # the same for each parameter, [B]
-    finite: Tensor  # which samples count, [B]
-    clipped: Tensor  # which of these have a norm above a bound
-    direct: Tensor  # which can be summed from factors, far from the ends of float32
+    clipped: Tensor  # which samples that count have a norm above a bound, [B]
+    far: Any = None  # whether one is close to the ends of float32, or has a doubt
+    finite: Any = None  # where that is not told, which samples count, [B]
+    direct: Any = None  # which of these can be summed far from the ends of float32
+
+    def nonfinite(self, mask: Tensor | None) -> Tensor:
+        """Count samples that are not finite among samples of a mask."""
+        if self.finite is None:
+            return self.norms.new_zeros((), dtype=torch.int64)
+        bad = ~(self.norms < math.inf)
+        return (bad if mask is None else bad & mask).sum()
 
 
 @dataclass
@@ -113,7 +132,7 @@ class _ClipCollector(Collector):
 
     rule: ClipRule
     parts: Sequence[Sequence[str]]  # names of parameters that are clipped together
-    bound: Any  # of the norms, a number for all parts or one for each, [P]
+    bounds: Sequence[float]  # of the norms of each part
     dtype: torch.dtype
     mask: Tensor | None
     factors: dict[str, Factor] = field(default_factory=dict)
@@ -122,29 +141,57 @@ class _ClipCollector(Collector):
     def take(self, name: str, factor: Factor) -> None:
         self.factors[name], self.norms[name] = factor.settled()
 
-    def weigh(self) -> ClipWeights:
-        """Return the weights; they are wrong where norms are doubtful."""
+    def joint(self) -> Joint:
+        """Return the norms of all parts."""
         self.norms = settled(self.norms)
-        value, reach, upper = joint(self.norms, self.parts)
-        finite = (upper < math.inf).all(1)
-        # Samples that are not finite need some number.
-        factors = self.rule.factors(upper.nan_to_num(1.0, 1.0), self.bound)
-        clipped = finite & (value > self.bound).any(1)
+        return Joint(self.norms, self.parts, self.dtype)
+
+    def bound(self, like: Tensor) -> float | Tensor:
+        """Return one bound for all parts, or bounds [P, 1]."""
+        first, *rest = self.bounds
+        if all(each == first for each in rest):
+            return first
+        # No copy from the host, for which a device would wait.
+        parts = [like.new_full((1,), each) for each in self.bounds]
+        return torch.stack(parts)
+
+    def weigh(self) -> ClipWeights:
+        """Return the weights; they are right unless they are `far`."""
+        norms = self.joint()
+        value, upper, bound = norms.value, norms.upper, self.bound(norms.value)
+        factors, clipped = self.rule.factors(upper, bound), value > bound
+        clipped = clipped.any(0) if len(clipped) > 1 else clipped[0]
+        factors = normal_rounded_down(factors, self.dtype)
         if self.mask is not None:
-            factors = torch.where(self.mask[:, None], factors, 0.0)
+            factors, clipped = factors * self.mask, clipped & self.mask
+        far = ~(norms.most <= self.rule.limit(self.bounds))
+        weights = self._columns(factors)
+        return ClipWeights(norms.total, upper, factors, weights, clipped, far)
+
+    def weigh_each(self) -> ClipWeights:
+        """Return weights, and which samples they are right for."""
+        norms = self.joint()
+        value, upper, bound = norms.value, norms.upper, self.bound(norms.value)
+        finite = (upper < math.inf).all(0)
+        # Samples that are not finite need some number.
+        factors = self.rule.factors(upper.nan_to_num(1.0, 1.0), bound)
+        # Numbers too small for all digits become zero.
+        factors = torch.where(factors < torch.finfo(factors.dtype).tiny, 0.0, factors)
+        clipped = finite & (value > bound).any(0)
+        if self.mask is not None:
+            factors = torch.where(self.mask, factors, 0.0)
             clipped &= self.mask
         # A product with a number on the edge of zero must not count either.
-        safe = ordinary(reach, factors) & (reach <= self.bound * _FAR)
+        safe = ordinary(norms.reach, factors) & (norms.reach <= bound * _FAR)
         # Rounded down, so that no product is above the bound.
         rounded = rounded_down(factors, self.dtype)
-        columns = zip(self.parts, rounded.T.contiguous().unbind(), strict=True)
-        weights = {name: column for names, column in columns for name in names}
-        norm, direct = together(value), finite & safe.all(1)
-        return ClipWeights(norm, upper, rounded, weights, finite, clipped, direct)
+        weights, direct = self._columns(rounded), finite & safe.all(0)
+        of_samples = norms.total, upper, rounded, weights, clipped
+        return ClipWeights(*of_samples, None, finite, direct)
 
-    def careful(self, *direct: Tensor) -> bool:
-        """Return whether a sample is not `direct`, or has a doubtful norm."""
-        return rare(torch.cat([*map(torch.logical_not, direct), *doubts(self.norms)]))
+    def _columns(self, factors: Tensor) -> dict[str, Tensor]:
+        columns = zip(self.parts, factors.unbind(), strict=True)
+        return {name: column for names, column in columns for name in names}
 
     def summed(
         self, clip: ClipWeights, keep: Tensor | None, reducer: Reducer = LOCAL
@@ -166,16 +213,17 @@ class _ClipCollector(Collector):
     def summed_with_care(self) -> tuple[Params, ClipWeights]:
         """Compute doubtful norms again, and sum gradients in float64 where needed."""
         self.norms = recomputed(self.norms)
-        clip, sums = self.weigh(), Sums()
+        clip, sums = self.weigh_each(), Sums()
         if not rare(~clip.direct):
             return self.summed(clip, None), clip
+        clip = clip._replace(norms=clip.norms.clone())
         keep, hard = clip.direct, clip.finite & ~clip.direct
         if self.mask is not None:
             keep, hard = keep & self.mask, hard & self.mask
         most = torch.finfo(self.dtype).max
         for rows in slices(hard, *(factor.shape for factor in self.factors.values())):
             # The norms of the very numbers that are summed, in float64.
-            wide = self.rule, self.parts, self.bound, torch.float64, None
+            wide = self.rule, self.parts, self.bounds, torch.float64, None
             some = _ClipCollector(*wide)
             for name, factor in self.factors.items():
                 g = gradients(factor, rows).g
@@ -184,7 +232,7 @@ class _ClipCollector(Collector):
                     most / double(factor.scale) if isinstance(factor, Scaled) else most
                 )
                 some.take(name, Dense(torch.where(g.abs() <= limit, g, torch.inf)))
-            again = some.weigh()
+            again = some.weigh_each()
             sums.add(some.summed(again, again.finite))
             clip.norms[rows] = torch.where(again.finite, again.norms, torch.inf)
             clip.clipped[rows] &= again.finite
@@ -210,7 +258,7 @@ class _TwoPassCollector(_ClipCollector):
 
     def between_passes(self) -> None:
         clip = self.weigh()
-        careful = self.reducer.any_rank(self.careful(clip.direct))
+        careful = self.reducer.any_rank(rare(clip.far))
         self._clip = None if careful else clip
 
     def take(self, name: str, factor: Factor) -> None:
@@ -227,13 +275,13 @@ class _TwoPassCollector(_ClipCollector):
         factors = double(self._clip.factors)
         with no_autocast(factors.device):
             again = self.weigh()
-            bounds = self.bound * (1 + _ROUNDING)
+            bounds = self.bound(factors) * (1 + _ROUNDING)
             fits = factors * again.upper <= bounds
             fits &= factors >= again.factors * (1 - _OTHER)
-            differs = self.careful(again.direct, fits.all(1))
+            differs = rare(again.far | ~fits.all())
         if not self.reducer.any_rank(differs):
             return None
-        return _ClipCollector(self.rule, self.parts, self.bound, self.dtype, self.mask)
+        return _ClipCollector(self.rule, self.parts, self.bounds, self.dtype, self.mask)
 
 
 class ClippedGrad(NamedTuple):
@@ -400,48 +448,42 @@ class ClippedSum(Quantity):
 
     def collector(self, call: Call) -> _ClipCollector:
         parts, bounds = self.rule.parts(call.params)
-        bound: Any = bounds[0]
-        if len(set(bounds)) > 1:
-            bound = torch.tensor(bounds, dtype=torch.float64, device=call.device)
         dtype = reductions.norm_dtype(call.params)
-        given = self.rule, parts, bound, dtype, call.mask
+        given = self.rule, parts, bounds, dtype, call.mask
         if self.passes == 1:
             return _ClipCollector(*given)
         return _TwoPassCollector(*given, reducer=call.reducer)
 
     def partial(self, collector: _ClipCollector, call: Call) -> tuple:
-        clip = collector.weigh()
+        clip: ClipWeights
         if isinstance(collector, _TwoPassCollector) and collector.sums:
-            sums = collector.sums
+            clip, sums = collector.weigh(), collector.sums
         elif modes.inside_transform():
+            clip = collector.weigh_each()
             sums = collector.summed(clip, clip.finite)
-        elif not collector.careful(clip.direct):
+        elif not rare((clip := collector.weigh()).far):
             sums = collector.summed(clip, None, call.reducer)
         else:
             sums, clip = collector.summed_with_care()
             sums = {n: call.reducer.settled(n, each) for n, each in sums.items()}
-        return sums, clip.norms, clip.clipped
+        return sums, clip.norms, clip.clipped.sum(), clip.nonfinite(call.mask)
 
     def total(self, partials: Iterator[tuple], run: Evaluation) -> ClippedGrad:
         sums, found = Sums(), []
-        for some, *of_samples in partials:
+        for some, *others in partials:
             sums.add(some)
-            found.append(of_samples)
+            found.append(others)
         if not found:
             self.rule.parts(run.params)  # which may not be as the bounds say
-            empty = reductions.no_norms(run.params, torch.float64)
-            found.append((empty, empty > 0))
-        norms, above = (
-            map(torch.cat, zip(*found, strict=True)) if found[1:] else found[0]
-        )
-        nonfinite, mask, places = ~(norms < math.inf), run.call.mask, run.places
-        if mask is not None:  # in the order of the batch
-            nonfinite = (nonfinite if places is None else nonfinite[places]) & mask
-        clipped, nonfinite = run.summed(sums, above.sum(), nonfinite.sum())
+            norms = reductions.no_norms(run.params, torch.float64)
+            found.append((norms, (norms > 0).sum(), (norms > 0).sum()))
+        norms, *counts = zip(*found, strict=True)
+        added = [reduce(operator.add, each) for each in counts]
+        clipped, nonfinite = run.summed(sums, *added)
         sums.divide(self.normalize_by)
         return ClippedGrad(
             grads=sums.rounded(run.params),
-            norms=norms.to(run.dtype),
+            norms=joined(norms[0], [*norms]).to(run.dtype),
             losses=run.losses,
             clipped=clipped,
             nonfinite=nonfinite,

@@ -11,7 +11,7 @@ from torch import Tensor
 from vgrad.conditions import rare
 from vgrad.factors import Factor, Norm, Sums, reductions
 from vgrad.factors.base import Norms
-from vgrad.factors.norms import doubts, joint, recomputed, settled
+from vgrad.factors.norms import Joint, doubtful, recomputed, settled
 from vgrad.factors.reductions import ordinary, reach, total
 from vgrad.persample.engine import (
     Call,
@@ -164,8 +164,9 @@ class _NormCollector(Holding):
 
     def settle(self, held: dict[str, Norms]) -> None:
         norms = settled(held)
-        masks = doubts(norms)
-        self.norms |= recomputed(norms) if masks and rare(torch.cat(masks)) else norms
+        where = doubtful(norms)
+        careful = where is not None and rare(where)
+        self.norms |= recomputed(norms) if careful else norms
 
 
 @dataclass(frozen=True)
@@ -179,8 +180,8 @@ class _Norms(Quantity):
         collector.flush()
         dtype = reductions.norm_dtype(call.params)
         grouped = members(call.function, self.groups, call.params)
-        norms, *_ = joint(collector.norms, grouped.values())
-        own = [each.to(dtype, copy=True) for each in norms.unbind(1)]
+        norms = Joint(collector.norms, grouped.values(), dtype).value
+        own = [each.to(dtype, copy=True) for each in norms]
         return dict(zip(grouped, own, strict=True))
 
     def total(self, partials: Iterator[dict[str, Tensor]], run: Evaluation) -> Any:

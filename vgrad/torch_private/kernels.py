@@ -27,6 +27,12 @@ tanh_backward = torch.ops.aten.tanh_backward
 """The derivatives that autograd calls (tools/autograd/derivatives.yaml); for a
 convolution, of a choice of input, weight and bias."""
 
+_losses: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
+cross_entropy = _losses.cross_entropy_loss
+nll_loss = _losses.nll_loss_nd
+"""The functions that `F.cross_entropy` and `F.nll_loss` call, and autocast casts for
+(torch/nn/functional.py)."""
+
 pack_padded_sequence = torch._VF._pack_padded_sequence
 pad_packed_sequence = torch._VF._pad_packed_sequence
 """The kernels of the functions of these names (torch/nn/utils/rnn.py)."""
