@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vgrad.devices import is_host
 from vgrad.factors import costs, products, reductions
 from vgrad.factors.base import Dense, Factor, Norms, Outer, Pair, Probes, Products
 from vgrad.torch_private import kernels
@@ -50,7 +51,7 @@ class Conv(Pair):
         # Elsewhere an algorithm may mix positions before it rounds, which no bound
         # covers, or round the sum over samples.
         device = self.inputs.device
-        return device.type == "cpu" and not products.rounded(device, "conv")
+        return is_host(device) and not products.rounded(device, "conv")
 
     def grad(self) -> Tensor:
         """Gradients by the form that is cheapest, not by products of positions."""
