@@ -2,7 +2,7 @@
 
 B samples, P numbers in a parameter, O of them along its first axis; in products of
 matrices G groups, T positions of one sample, I inputs and O outputs. Products of
-matrices are those of `factors/products.py`.
+matrices are in `factors/products.py`.
 """
 
 import copy

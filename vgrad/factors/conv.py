@@ -143,7 +143,7 @@ class Conv(Pair):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _by_groups(self) -> Tensor:
-        # On a device in the dtype at hand: norms are those of what is summed.
+        # On a device in the dtype at hand, since norms are taken of these numbers.
         pair = products.exact(*self.sides) if self.plain else self.sides
         inputs, outputs = (each.flatten(0, 1)[None] for each in pair)
         found = self._weight_gradient(inputs, outputs, self.size)

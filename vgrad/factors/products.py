@@ -1,4 +1,4 @@
-"""Products of matrices of factors: how a device multiplies, and what it rounds.
+"""Products of matrices of factors, and their rounding on each kind of device.
 
 Products of two bfloat16 or two float16 numbers are exact in float32. Where a device
 multiplies such numbers into float32 sums, factors go there as they are, and factors
@@ -26,7 +26,7 @@ _BLOCKS = 16
 """Blocks of a product of rows beyond which float32 takes fewer launches."""
 
 CUT = 2**-17
-"""What is lost, relative to their terms, of products of two such products."""
+"""Error of inner products of two such products, relative to the sizes of terms."""
 
 _FEW = 2**28
 """Products of a sum that float32 takes in the time of the launches of terms."""
@@ -35,7 +35,7 @@ ROWS = 8192
 """Rows of one product in terms: of a sum, units lose 1e-5 at most."""
 
 _LOST = 2**-16
-"""What two bfloat16 terms leave of a number, relative to it, and their product too."""
+"""Relative error of two bfloat16 terms, and of a product without its small terms."""
 
 
 def exact_dtype(*factors: Tensor) -> torch.dtype:
@@ -121,14 +121,14 @@ def by_terms(a: Tensor, b: Tensor) -> Tensor:
         return by_terms(a[None], b[None])[0]
     large, *small = _terms(a)
     other, *rest = _terms(b)
-    # All products but that of the two small ones.
+    # Only the product of the two small ones is left out.
     pairs = [(large, other), *((large, x) for x in rest), *((x, other) for x in small)]
     parts = (torch.bmm(*pair, out_dtype=torch.float32) for pair in pairs)
     return functools.reduce(torch.add, parts)
 
 
 def _terms(numbers: Tensor) -> list[Tensor]:
-    """Split numbers into a bfloat16 and what it leaves, if it leaves anything."""
+    """Split numbers into a bfloat16 and the rest as another, if there is a rest."""
     if numbers.dtype == torch.bfloat16:
         return [numbers]
     large = numbers.bfloat16()
