@@ -262,13 +262,15 @@ def _sentence(whole: Whole) -> list[str]:
     return [
         f"On a GPU launches count: a clipped sum launches {mean(own.values()):.1f} "
         "times the kernels",
-        f"of plain SGD's forward and backward pass (`vmap(grad)` with a plain clip "
-        f"{mean(vmap.values()):.1f}), a whole private",
-        f"step {mean(step.values()):.1f} times an SGD step's: geometric means of "
-        f"{len(own)} nets. Modelled on an {GPU}, it takes {took[0]:.1f}",
-        f"times SGD's time in float32 (vmap {took[1]:.1f}) and {took[2]:.1f} under "
-        f"autocast ({took[3]:.1f})",
-        "([On a GPU](docs/on_a_gpu.md)).",
+        "of plain SGD's forward and backward pass (`vmap(grad)` with a plain clip "
+        f"{mean(vmap.values()):.1f}, a",
+        f"net on which it loops among them), a whole private step "
+        f"{mean(step.values()):.1f} times an SGD step's in",
+        "eager mode, mostly for noise: geometric means of "
+        f"{len(own)} nets. Modelled on an {GPU}, the sum takes",
+        f"{took[0]:.1f} times SGD's time in float32 (vmap {took[1]:.1f}) and "
+        f"{took[2]:.1f} under autocast ({took[3]:.1f});",
+        "[On a GPU](docs/on_a_gpu.md) has the tables.",
     ]
 
 

@@ -40,12 +40,12 @@ def test_pages_have_the_numbers_of_the_counts():
 
 def test_an_aim_that_is_missed_is_said_so():
     whole = json.loads(FILE.read_text())
-    rows = whole["counts"]["mlp"]["float32"]
+    rows = whole["counts"]["transformer"]["float32"]
     rows[EAGER]["launches"] = 5 * rows[SGD]["launches"]
     rows[EAGER]["waits"] = 3
     text = launch_tables.markdown(whole)
     assert re.search(r"worst net \| 3.8 \| [\d.]+ \| missed", text)
-    assert "private step | 1 | 3 | missed | mlp, float32, vgrad |" in text
+    assert "private step | 1 | 3 | missed | transformer, float32, vgrad |" in text
 
 
 def test_the_picture_has_every_net():
