@@ -21,6 +21,9 @@ copy_all_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 """Copy a list of tensors into another one, on a GPU by few launches, as
 torch/optim/asgd.py does."""
 
+divide_all = torch._foreach_div  # pyright: ignore[reportPrivateImportUsage]
+"""Divide all tensors of a list by a number, likewise."""
+
 convolution_backward = torch.ops.aten.convolution_backward
 sigmoid_backward = torch.ops.aten.sigmoid_backward
 tanh_backward = torch.ops.aten.tanh_backward
