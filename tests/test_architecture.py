@@ -1,6 +1,7 @@
 """What holds for the package as a whole: layers, public names, the wheel."""
 
 import ast
+import re
 import subprocess
 import sys
 import zipfile
@@ -119,6 +120,24 @@ def test_torch_private_is_the_only_door_to_what_torch_does_not_promise():
     for parts, path in modules():
         if parts[0] != "torch_private" and parts != ("tree",):
             assert not list(private(path)), path
+
+
+NAMES_DEVICES = {
+    "precision/autocasting.py": "torch's lists of what autocast casts",
+    "compiled/captures.py": "torch's switches of rounding",
+    "compiled/captured_values.py": "torch's functions that seed",
+    "factors/reductions.py": "torch's switches of rounding",
+    "persample/engine/proxies.py": "methods of tensors",
+}
+
+
+def test_devices_are_asked_for_what_they_can_do_and_not_for_their_names():
+    """The command alone has a list of devices that it was written for."""
+    name = re.compile(r"""is_cuda|["'](cuda|xpu|mps)\b|torch\.(cuda|xpu|mps)\.""")
+    for parts, path in modules():
+        place = "/".join(parts) + ".py"
+        if parts[0] not in ("cli", "torch_private") and place not in NAMES_DEVICES:
+            assert not name.search(path.read_text()), path
 
 
 def test_tests_come_in_through_the_doors():

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import vgrad
-from tests import losses, oracle
+from tests import losses, oracle, streams
+from vgrad.dp import chacha, noise
 from vgrad.training import TrainState, private_step
 from vgrad.tree import tensors
 
@@ -344,3 +345,101 @@ def test_kernels_of_cuda_run_in_recorded_passes_and_graphs(name, autocast):
     for each in found:
         assert oracle.error(each, expected) < (0.2 if autocast else 5e-3)
     assert [each.backend for each in graphs.reports()] == ["cudagraph"]
+
+
+NOISE = {"noise_multiplier": 1.5, "key": vgrad.dp.secret_key(seed=0)}
+SIZE = vgrad.Sensitivity(0.4)
+
+
+@pytest.mark.parametrize("unrolled", [False, True])
+def test_words_of_noise_are_those_of_the_host(unrolled):
+    keys = torch.randint(-(2**31), 2**31, (5, 8), dtype=torch.int32)
+    steps = chacha.nonces(torch.tensor([0, 1, 2**40 + 7]))
+    tiles = torch.tensor([0, 1, 2**20, 2**25, 2**26 - 1])
+    theirs = chacha.keystream(keys, steps, tiles)
+    where = (each.to("cuda") for each in (keys, steps, tiles))
+    found = chacha.keystream(*where, unrolled=unrolled)
+    assert torch.equal(found.cpu(), theirs)
+    reference = streams.chacha20(
+        *(keys[4].numpy().tobytes(), steps[2].numpy().tobytes(), 2**32 - 64, 64)
+    )
+    assert found[2, 4].cpu().numpy().tobytes() == reference.tobytes()
+
+
+def noisy_sums(device, dtype, steps, compiled=False):
+    """Return sums with the noise of several steps of a run, in float64 and on a CPU."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a": (1000, 1003), "b": (7,), "c": (), "d": (3, 0), "e": (50, 3, 3)}
+    sums = {
+        name: torch.randn(shape, generator=generator).to(device, dtype)
+        for name, shape in shapes.items()
+    }
+    held, results = noise.Streams(), []
+    for step in steps:
+        own = noise.gaussian_noise("f", SIZE, step=step, streams=held, **NOISE)
+        if compiled:
+            added = torch.compile(noise.Drawn.added)(own.drawn(sums), sums)
+        else:
+            added = own.added(sums)
+        assert all(x.device == sums[name].device for name, x in added.items())
+        flat = [added[name].flatten().double().cpu() for name in sums]
+        results.append(torch.cat(flat))
+    return torch.stack(results)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own code
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_noise_is_that_of_the_host_on_the_grid(dtype, compiled):
+    """But for numbers at the edge of two values of the grid: one in 10^10 or so."""
+    steps = [0, 1, 2, 3, 900]
+    found = noisy_sums("cuda", dtype, steps, compiled)
+    expected = noisy_sums("cpu", dtype, steps)
+    grid = 2.0**-17  # of 0.6
+    if dtype == torch.float64:
+        assert torch.equal((found / grid).round() * grid, found)
+    assert int((found != expected).sum()) <= 1
+    assert float((found - expected).abs().max()) <= grid
+
+
+def test_held_noise_needs_the_host_neither_for_numbers_nor_to_wait():
+    sums = {
+        "a": torch.zeros(1000, device="cuda"),
+        "b": torch.zeros(3, 4, device="cuda"),
+    }
+    held, results = noise.Streams(), []
+
+    def step(number):
+        own = noise.gaussian_noise("f", SIZE, step=number, streams=held, **NOISE)
+        return own.added(sums)
+
+    step(0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results = [step(number) for number in range(1, 5)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for number, result in enumerate(results, start=1):
+        fresh = vgrad.dp.add_gaussian_noise(sums, SIZE, step=number, **NOISE)
+        assert all(torch.equal(result[name], fresh[name]) for name in sums)
+    torch.cuda.synchronize()
+    with torch.profiler.profile() as profile:
+        step(5)
+        torch.cuda.synchronize()
+    copies = [e.name for e in profile.events() if "DtoH" in e.name or "HtoD" in e.name]
+    assert not copies
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_noise_has_neither_key_nor_step_in_its_code():
+    from torch._inductor.utils import run_and_get_code
+
+    sums = {"a": torch.zeros(1000, device="cuda")}
+    step = 0x5EAF00D5EAF00D
+    own = noise.gaussian_noise("f", SIZE, step=step, **NOISE)
+    drawn = own.drawn(sums)
+    _, code = run_and_get_code(torch.compile(noise.Drawn.added), drawn, sums)
+    numbers = [step, step & 0xFFFFFFFF, step >> 32, *drawn.stream[0].unique().tolist()]
+    for number in numbers:
+        for text in (str(number), hex(number % 2**32)[2:]):
+            assert text not in "".join(code)

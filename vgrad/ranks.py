@@ -114,7 +114,7 @@ class Ranks(NamedTuple):
         notes = [{"what": what, "error": stopped, **facts}]
         if self.size > 1:
             own = torch.frombuffer(bytearray(_encoded(notes[0])), dtype=torch.uint8)
-            texts = self.padded(own.to(self.device), _NOTE).split(_NOTE)
+            texts = self.padded(own.to(self.device), _NOTE).cpu().split(_NOTE)
             notes = [json.loads(bytes(each.tolist()).rstrip(b"\0")) for each in texts]
         if error is not None:
             return notes  # it is raised by the caller

@@ -260,7 +260,8 @@ bool is_view(const FunctionSchema& schema) {
 bool waits(const FunctionSchema& schema, const std::vector<IValue>& arguments) {
   if (WAITING.count(schema.name())) return true;
   if (schema.name() == "aten::repeat_interleave") return arguments.back().isNone();
-  if (schema.name() != "aten::_index_put_impl_") return false;
+  if (schema.name() != "aten::_index_put_impl_" && schema.name() != "aten::index")
+    return false;
   for (const std::optional<Tensor>& index : arguments[1].toOptionalTensorVector())
     if (index && index->defined() && isIntegralType(index->scalar_type(), true) &&
         (index->scalar_type() == kBool || index->scalar_type() == kByte))
@@ -284,8 +285,7 @@ struct Call {
       bool index = argument.name() == "indices" && argument.type()->str() == "Tensor?[]";
       if (!number && !index && argument.name() != "scalars")
         refuse(t, argument.name(), schema.name());
-      if (index && schema.name() != "aten::index")  // whose shapes moved them already
-        note("to_device", schema.name(), {t}, {t});
+      if (index) note("to_device", schema.name(), {t}, {t});
       return t;
     }
     auto* impl = t.storage().unsafeGetStorageImpl();
@@ -407,6 +407,11 @@ const Tensor& resize(const Tensor& t, IntArrayRef size, std::optional<MemoryForm
   if (t.storage().nbytes() < bytes) hooks.resizePrivateUse1Bytes(t.storage(), bytes);
   t.unsafeGetTensorImpl()->set_sizes_contiguous(size);
   return t;
+}
+
+Tensor zeros(IntArrayRef size, std::optional<ScalarType> dtype, std::optional<Layout>,
+             std::optional<Device>, std::optional<bool>) {
+  return at::zeros(size, TensorOptions(HERE).dtype(dtype));
 }
 
 Tensor& set_storage(Tensor& t, c10::Storage storage, int64_t offset, IntArrayRef size,
@@ -537,6 +542,7 @@ TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
+  m.impl("_efficientzerotensor", &zeros);
   m.impl("_copy_from", &copy_from);
   m.impl("_local_scalar_dense", &local_scalar);
   m.impl("resize_", &resize);
@@ -581,9 +587,7 @@ void register_whole() {
     auto op = dispatcher.findOp(name);
     if (!op || op->hasKernelForDispatchKey(DispatchKey::PrivateUse1)) continue;
     bool on_lists = name.name.rfind("aten::_foreach_", 0) == 0 && name.name != "aten::_foreach_copy_";
-    bool whole = op->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) &&
-                 op->hasKernelForDispatchKey(DispatchKey::CPU);
-    if (!on_lists && !whole) continue;
+    if (!on_lists && !op->hasKernelForDispatchKey(DispatchKey::CPU)) continue;
     auto local = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
     library->impl(local.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }

@@ -57,6 +57,9 @@ def register() -> None:
     module.manual_seed = module.manual_seed_all = generator.manual_seed
     module.get_rng_state = lambda device=NAME: generator.get_state()
     module.set_rng_state = lambda state, device=NAME: generator.set_state(state)
+    for name in ("memory_allocated", "memory_reserved"):
+        setattr(module, name, getattr(torch.accelerator, name))
+    module.mem_get_info = torch.accelerator.get_memory_info
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     torch._register_device_module(NAME, module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)

@@ -13,6 +13,8 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
+import vgrad
+
 
 class Child:
     """Runs functions of modules by their names, one after another."""
@@ -60,6 +62,7 @@ def _outcome(module: str, function: str, arguments: dict) -> tuple[str, str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            warnings.simplefilter("ignore", vgrad.FallbackWarning)
             for text in ("autocast. float16 on a CPU is slow", "`torch.jit.script` is"):
                 warnings.filterwarnings("ignore", text)
             getattr(importlib.import_module(module), function)(**arguments)

@@ -15,7 +15,7 @@ from tests import streams
 from vgrad import dp, files
 from vgrad.__main__ import main
 from vgrad.cli import checkpoint, data, models, report
-from vgrad.dp import accounting
+from vgrad.dp import accounting, noise
 
 KEYS = ["step", "loss", "test_accuracy", "epsilon", "samples_per_second"]
 SIZE, BATCH = 48, 12
@@ -198,17 +198,16 @@ def watched(monkeypatch, owner, name, see):
 
 def watch_noise(monkeypatch, killed_at=None):
     """Keep the noise of each step of a run, as bytes, and kill it at one of them."""
-    seen, whole = [], dp.Plan.add_noise
+    seen, whole = [], noise.Noise.added
 
-    def add_noise(plan, sums, sensitivity, **place):
+    def added(step, sums):
         zeros = {name: torch.zeros_like(value) for name, value in sums.items()}
-        noise = whole(plan, zeros, sensitivity, **place)
-        seen.append(noise["1.weight"].numpy().tobytes())
+        seen.append(whole(step, zeros)["1.weight"].numpy().tobytes())
         if len(seen) == killed_at:
             raise Killed
-        return whole(plan, sums, sensitivity, **place)
+        return whole(step, sums)
 
-    monkeypatch.setattr(dp.Plan, "add_noise", add_noise)
+    monkeypatch.setattr(noise.Noise, "added", added)
     return seen
 
 

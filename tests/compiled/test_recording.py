@@ -265,7 +265,7 @@ def check(monkeypatch):
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_seeds_of_attention_may_stay_on_the_host(monkeypatch, dropout):
     """As its memory-efficient kernel leaves them, which runs on a GPU alone."""
-    monkeypatch.setattr(backends, "DEVICE", "meta")
+    monkeypatch.setattr(backends, "records_graphs", lambda device: True)
     module = torch.fx.Graph()
     x = module.placeholder("x")
     op = torch.ops.aten._scaled_dot_product_efficient_attention.default

@@ -277,11 +277,12 @@ class Captures:
         *,
         verify: bool,
     ) -> None:
-        names = backend.values() if isinstance(backend, Mapping) else [backend]
+        names = [*backend.values()] if isinstance(backend, Mapping) else [backend]
         for name in names:
             checks.choice("compile", get_args(Backend), backend=name)
         checks.choice("compile", get_args(Fallback), fallback=fallback)
         self._backend = backend
+        self.compiles = not {"inductor", "auto"}.isdisjoint(names)
         self._fallback = fallback
         self._verify = verify
         self._captures: list[_Capture] = []

@@ -4,36 +4,45 @@ The guarantee of the accountant is about real numbers and a perfect source of
 randomness. This file comes close to them:
 
 * Noise is drawn and added in float64. The sum is then rounded to a grid of 2^-17 to
-  2^-16 deviations, and to its dtype last of all. Two uniform numbers u and v of 53 bits
-  give two normal ones (Box and Muller, 1958),
-  `sqrt(-2 log u) cos(2 pi v)` and `sqrt(-2 log u) sin(2 pi v)`, and u has 43
-  significant bits or more, however small it is. Every square of the grid then holds at
-  least 2^59 pairs: every value that one data set can release is also reachable from
-  each neighbouring one, jointly for both numbers of a pair. The probability is right to
-  about one part in 2^32, in the mean over releases, as long as the sum is within
-  sixteen deviations of zero (in general to 2^-36 of the sum in deviations). Over 10^9
-  numbers that adds about 1e-5 to epsilon if the errors are independent, and 0.2 if all
-  have one direction; a discrete Gaussian would replace the estimate by a proof, at a
-  multiple of the cost. In float32 some values are impossible without a given sample,
-  and with 10^9 numbers one of them shows with a probability of about 2e-4.
+  2^-16 deviations, and to its dtype last of all. Two uniform numbers, u of 74 bits and
+  v of 53, give two normal ones (Box and Muller, 1958), `sqrt(-2 log u) cos(2 pi v)` and
+  `sqrt(-2 log u) sin(2 pi v)`. Of the 2^127 pairs every square of the grid holds at
+  least 2^59 up to 6.5 deviations from zero, and 2^30 up to 9.1: every value that one
+  data set can release there is also reachable from each neighbouring one, jointly for
+  both numbers of a pair. Beyond, up to the largest radius of 10.1 deviations, there are
+  circles without a value between them. Of 10^9 numbers one lies there with a
+  probability of 4e-10.
+* The probability of a value is right to about one part in 2^32, in the mean over
+  releases, as long as the sum is within sixteen deviations of zero (in general to 2^-36
+  of the sum in deviations). Over 10^9 numbers that adds about 1e-5 to epsilon if the
+  errors are independent, and 0.2 if all have one direction; a discrete Gaussian would
+  replace the estimate by a proof, at a multiple of the cost. In float32 some values are
+  impossible without a given sample, and with 10^9 numbers one of them shows with a
+  probability of about 2e-4.
 * The sum adds float32 gradients that are computed for the batch as a whole. An added
   sample changes how the others are rounded, which the sensitivity does not count: by up
   to 4 B 2^-24 of the clip norm in batches of B samples (B 2^-24 in chunks of 64), and
   by twice the sensitivity where a gradient is nothing but rounding errors. With
   `chunk_size=1` or `strategy="loop"` no sample's gradient depends on another sample.
-* Keys of streams have 128 bits and come from a keyed hash (BLAKE2b) of a secret key of
-  256 bits. From there on numpy's Philox4x64-10 draws, which passes all statistical
-  tests but was not made to resist cryptanalysis. On a CUDA device torch's Philox4x32-10
-  draws, whose seed has 64 bits: a hash of the same key for each step.
+* Words come from ChaCha20 (RFC 8439), whose output nobody is known to tell from uniform
+  bits. Each stream has a key of 256 bits: a keyed hash (BLAKE2b) of a secret key of 256
+  bits, the member, name and shape of the sum, multiplier and deviation. The nonce is
+  the step, and the counter the block of 64 bytes. No key and nonce serve two sums,
+  counters never wrap (a sum of more than 2^35 numbers has several keys), and no graph
+  or file of code holds a key. The batches, which are not released, are drawn by numpy's
+  Philox4x64-10, which was not made to resist cryptanalysis.
 * Losses, gradient norms, the fraction of clipped samples and the time of a step are not
   private, however much noise the sum gets. Nor is the memory of the machine.
 
 One draw, one release. The noise of a step is a function of the key, the step, the
-member, the parameter's name and shape, and of the plan's numbers, in blocks of one
-stream for each tensor in row-major order; sharding and the number of threads do not
-change it. A step that is repeated from a checkpoint on the same batch is therefore the
-same release, as long as processor, device, torch and numpy are the same: else release
-the results of only one of the two attempts. Two runs that continue from copies of one
+member, the parameter's name and shape, and of the plan's numbers; sharding, threads,
+compilation and the device do not change its words. The logarithm and the tangent may
+differ in the last bit between libraries, and then about one number in 10^10 is rounded
+to the next value of the grid. A step that is repeated from a checkpoint on the same
+batch is therefore the same release, as far as the sums are the same numbers: processor,
+device and torch decide on their rounding. Where these differ, or noise of an earlier
+vgrad that had another generator, release the results of only one of the two attempts.
+Two runs that continue from copies of one
 state with other data, another loss or another optimizer would add the same noise to
 different sums, whose difference then reveals everything: `state.fork()` gives one of
 them a new key.
@@ -43,7 +52,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -52,9 +61,13 @@ from torch import Tensor
 
 from vgrad import checks, generators
 from vgrad.batches import Sensitivity
-from vgrad.torch_private import modes, shards
-from vgrad.tree import map_values
+from vgrad.devices import HOST, is_host
+from vgrad.dp import chacha
+from vgrad.torch_private import kernels, shards
 from vgrad.typing import Params
+
+TILE = 8 * chacha.BLOCKS
+"""Numbers that are drawn together: half their words make radii, half make angles."""
 
 _GRID = 2.0**-16
 """Distance of the values that can be released, in deviations of the noise."""
@@ -62,13 +75,13 @@ _GRID = 2.0**-16
 _LEAST = 1e-280
 """Smallest deviation whose grid float64 can hold."""
 
-_CUDA_BLOCK = 2**20
-"""Numbers that are drawn at once on a CUDA device."""
+_ON_HOST = 2**15
+"""Numbers that a thread of a host draws at once."""
 
-_SMALL = 2.0**-10
-"""A uniform number below this one is drawn again, and multiplied by it."""
+_ON_DEVICE = 2**22
+"""Numbers that are drawn at once on a device, for several steps if they are fewer."""
 
-_Index = TypeVar("_Index", int, np.ndarray)
+_Index = TypeVar("_Index", int, np.ndarray, Tensor)
 
 
 def add_gaussian_noise(
@@ -88,13 +101,14 @@ def add_gaussian_noise(
     entry and both numbers. Never use a key and a step for two different sums.
 
     Noise is drawn and added in float64 and rounded to `promote_types(dtype, float32)`,
-    at 10 to 15 ns per number and thread on a CPU. Non-finite entries stay as they are.
-    A noise multiplier of zero adds nothing; epsilon is then infinite.
+    at 7 ns per number and thread on a CPU. On a device it is drawn there, from the same
+    words, or on the host if the device has no float64. Non-finite entries stay as they
+    are. A noise multiplier of zero adds nothing; epsilon is then infinite.
 
     A sum may be a DTensor with placements `Shard` and `Replicate`. Each rank adds to
-    its part the noise that the whole tensor would get there, bit for bit: all ranks
-    need the same key, and one type of machine. A rank draws every block of 2^16 numbers
-    (2^20 on CUDA devices) that overlaps its part.
+    its part the noise that the whole tensor would get there: all ranks need the same
+    key. A rank draws every block of 2^15 numbers (2^22 on a device) that overlaps its
+    part.
 
     Raises:
         TypeError: `sensitivity` is a number, or a sum is a DTensor with another
@@ -102,7 +116,7 @@ def add_gaussian_noise(
         ValueError: the sensitivity is infinite, or its product with the noise
             multiplier too small for float64.
 
-    Reference: Abadi et al., arXiv 1607.00133; Salmon et al., SC 2011.
+    Reference: Abadi et al., arXiv 1607.00133; Nir and Langley, RFC 8439.
 
     Example:
         >>> from vgrad.dp import secret_key
@@ -114,6 +128,21 @@ def add_gaussian_noise(
         torch.float32
     """
     function = "add_gaussian_noise"
+    checks.dictionaries(function, sums=sums)
+    numbers = {"noise_multiplier": noise_multiplier, "key": key, "step": step}
+    return gaussian_noise(function, sensitivity, **numbers).added(sums, member)
+
+
+def gaussian_noise(
+    function: str,
+    sensitivity: Sensitivity,
+    *,
+    noise_multiplier: float,
+    key: Tensor,
+    step: int,
+    streams: "Streams | None" = None,
+) -> "Noise":
+    """Return the noise of a step, from streams that its run may hold."""
     check_sensitivity(function, sensitivity)
     checks.non_negative(function, noise_multiplier=noise_multiplier)
     checks.finite(function, noise_multiplier=noise_multiplier)
@@ -124,50 +153,252 @@ def add_gaussian_noise(
             f"expected a standard deviation between {_LEAST} and {1 / _LEAST}, got "
             f"{deviation!r}. Clip to another norm."
         )
-    checks.dictionaries(function, sums=sums)
-    step, member = checks.whole(function, least=0, step=step, member=member)
+    [step] = checks.whole(function, least=0, step=step)
+    checks.between(function, -1, 2**63, step=step)
     generators.check_key(function, key)
-    for name, total in sums.items():
-        if not total.is_floating_point():
-            raise TypeError(
-                f"{function}(sums[{name!r}]): expected a tensor of real floating-point "
-                f"numbers, got {total.dtype}. Noise is for sums of gradients."
-            )
-        sharded = shards.is_distributed(total)
-        if sharded and (got := shards.unsupported_placements(total)):
-            raise TypeError(
-                f"{function}(sums[{name!r}]): expected a DTensor of Shard and "
-                f"Replicate alone, got {got}. Noise comes after the reduction: "
-                f"redistribute the sum first."
-            )
-    if noise_multiplier == 0:
-        return map_values(_released, sums, sums)
-    step_key = generators.fold_in(
-        key, "noise", step, float(noise_multiplier), deviation
-    )
-    normals = _Normals(step_key, sums, member, deviation)
-    # Adding and subtracting this number rounds a float64 to the grid.
-    rounding = 1.5 * 2.0 ** (52 + math.floor(math.log2(deviation * _GRID)))
+    return Noise(key, step, float(noise_multiplier), deviation, streams or Streams())
 
-    released, tasks, count = {}, [], 0
-    for name, total in sums.items():
-        local, part = _local_part(total)
-        count += local.numel()
-        if _is_plain(local):
-            dtype = torch.promote_types(total.dtype, torch.float32)
-            noisy = torch.empty(local.shape, dtype=dtype, device="cpu")
-            plain = local.detach().to(dtype).reshape(-1).numpy()
-            use = partial(_add_block, plain, noisy.view(-1).numpy(), rounding)
-            tasks += normals.tasks(name, part, use)
+
+@dataclass(frozen=True)
+class Noise:
+    """The noise of a step: normal numbers of a deviation, from streams of a key."""
+
+    key: Tensor
+    step: int
+    multiplier: float
+    deviation: float
+    streams: "Streams"
+
+    def added(self, sums: Params, member: int = 0) -> Params:
+        """Draw the noise of a member's sums, and add it."""
+        [member] = checks.whole("add_gaussian_noise", least=0, member=member)
+        entries = {(member, name): total for name, total in sums.items()}
+        return dict(zip(sums, self.added_to(entries).values(), strict=True))
+
+    def added_to(self, sums: dict["Entry", Tensor]) -> dict["Entry", Tensor]:
+        """Draw the noise of sums of several members, and add it."""
+        _check_sums(sums)
+        if not self.deviation:
+            return {entry: _released(total, total) for entry, total in sums.items()}
+        devices: dict[torch.device, dict[Entry, Tensor]] = {}
+        for entry, total in sums.items():
+            devices.setdefault(_drawn_on(total.device), {})[entry] = total
+        noisy: dict[Entry, Tensor] = {}
+        for device, some in devices.items():
+            noisy |= self._added_on(device, some)
+        return {entry: noisy[entry] for entry in sums}
+
+    def _added_on(
+        self, device: torch.device, sums: dict["Entry", Tensor]
+    ) -> dict["Entry", Tensor]:
+        parts = {entry: _part(total) for entry, total in sums.items()}
+        flat, noisy = {}, {}
+        for entry, total in sums.items():
+            local = _local(total).detach().to(device)
+            flat[entry] = local.reshape(-1)
+            noisy[entry] = torch.empty(local.shape, dtype=_wide(local), device=device)
+        on_host = is_host(device)
+        size = _ON_HOST if on_host else _ON_DEVICE
+        layout = self.streams.layout(self, parts, device, size)
+
+        def add(number: int) -> None:
+            group, noise = layout.groups[number], layout.noise(number, self.step)
+            noise = _joined([noise[piece.places(device)] for piece in group])
+            some = [flat[piece.entry][piece.entries] for piece in group]
+            noise = (noise * self.deviation).add_(_joined(some).double())
+            noise = _rounded(noise, self.deviation, some)
+            into = [noisy[piece.entry].view(-1)[piece.entries] for piece in group]
+            if len(dtypes := {each.dtype for each in into}) == 1:
+                noise = noise.to(*dtypes)
+            kernels.copy_all_(into, noise.split([*map(len, into)]))
+
+        works = [partial(add, number) for number in range(len(layout.groups))]
+        if on_host:
+            generators.on_threads(works, sum(map(len, flat.values())))
         else:
-            noise = normals.of(name, local, part)
-            noise.add_(local.to(noise.device)).add_(rounding).sub_(rounding)
-            noisy = _released(noise, local)
-        if shards.is_distributed(total):
-            noisy = shards.like(total, noisy)
-        released[name] = noisy
-    generators.on_threads(tasks, count)
-    return released
+            for work in works:
+                work()
+        return {entry: _finished(noisy[entry], sums[entry]) for entry in sums}
+
+    def drawn(self, sums: Params) -> "Drawn | None":
+        """Return the noise as an input of a graph; None where eager mode has to add."""
+        entries = {(0, name): total for name, total in sums.items()}
+        _check_sums(entries)
+        devices = {total.device for total in sums.values()}
+        sharded = any(map(shards.is_distributed, sums.values()))
+        if not self.deviation or sharded or {*map(_drawn_on, devices)} != devices:
+            return None
+        [device] = devices
+        parts = {entry: _part(total) for entry, total in entries.items()}
+        layout = self.streams.layout(self, parts, device, chacha.TILES * TILE)
+        if is_host(device):
+            return Drawn(layout.words(0, self.step), None, self.deviation)
+        nonce = chacha.nonces(torch.full((1,), self.step, device=device))
+        return Drawn(None, (*layout.table(0), nonce), self.deviation)
+
+
+class Drawn(NamedTuple):
+    """The noise of a step for a graph: words, or the keys and the nonce of them."""
+
+    words: Tensor | None
+    stream: tuple[Tensor, Tensor, Tensor] | None  # keys and numbers of tiles, a nonce
+    deviation: float
+
+    def added(self, sums: Params) -> Params:
+        """Add the noise, as a function of tensors."""
+        words: Any = self.words
+        if self.stream is not None:
+            keys, tiles, nonce = self.stream
+            words = chacha.keystream(keys, nonce, tiles, unrolled=True)
+        noise, noisy = normals(words).reshape(-1), {}
+        for name, total in sums.items():
+            own = noise[: total.numel()].view(total.shape)
+            value = own * self.deviation + total.double()
+            noisy[name] = _rounded(value, self.deviation, [total]).to(_wide(total))
+            noise = noise[TILE * math.ceil(total.numel() / TILE) :]
+        return noisy
+
+
+def normals(
+    words: Tensor,
+    log: Callable[[Tensor], Tensor] = torch.log,
+    sqrt: Callable[[Tensor], Tensor] = torch.sqrt,
+    tan: Callable[[Tensor], Tensor] = torch.tan,
+) -> Tensor:
+    """Make normal numbers of words, int64 `[..., 2, n]` -> float64 `[..., 2, n]`."""
+    first, second = words.unbind(-2)
+    # 63 bits of one word, then 11 of the other: above zero, at most 1. In float64 the
+    # last ones count where the number is small.
+    radius = (first & (2**63 - 1)).double()
+    radius.sub_((second | -(2**11)).double(), alpha=2.0**-11).mul_(2.0**-63)
+    radius = sqrt(log(radius).mul_(-2))
+    # The other 53 bits are half of an angle t, whose cosine is 2 / (1 + tan(t / 2)^2)
+    # - 1 and whose sine 2 tan(t / 2) / (1 + tan(t / 2)^2), which is faster than both.
+    tangent = tan((second >> 11).double().mul_(math.pi * 2.0**-53))
+    scale = radius.mul(2).div_(tangent.square().add_(1))
+    return torch.stack([scale - radius, tangent.mul_(scale)], -2)
+
+
+def _of_numpy(function: np.ufunc) -> Callable[[Tensor], Tensor]:
+    # MKL, which torch calls, starts threads in every thread that calls it.
+    def run(numbers: Tensor) -> Tensor:
+        function(numbers.numpy(), out=numbers.numpy())
+        return numbers
+
+    return run
+
+
+_OF_NUMPY = tuple(map(_of_numpy, (np.log, np.sqrt, np.tan)))
+
+
+# Streams, and the parts of tensors.
+
+
+Entry = tuple[int, str]
+"""The member and the name of a sum."""
+
+
+class Streams:
+    """The streams of a run, whose keys are made once and held where they are used."""
+
+    def __init__(self) -> None:
+        self._layouts: dict[tuple, tuple[tuple, _Layout]] = {}
+
+    def __reduce__(self) -> tuple:
+        return Streams, ()  # no file has the keys
+
+    def layout(
+        self, noise: Noise, parts: dict[Entry, "Part"], device: torch.device, size: int
+    ) -> "_Layout":
+        """Return the tiles of parts of tensors, in groups of so many numbers."""
+        key = bytes(noise.key.cpu().numpy())
+        kind = key, noise.multiplier, noise.deviation, tuple(parts.items())
+        known = self._layouts.get((device, size))
+        if known is None or known[0] != kind:
+            known = kind, _Layout(noise, parts, device, size)
+            self._layouts[device, size] = known
+        return known[1]
+
+
+_NOTHING = -1, torch.empty(0)
+"""The noise of no steps, from the first one on."""
+
+
+class _Layout:
+    """Tiles of streams, in groups that are drawn at once."""
+
+    def __init__(
+        self, noise: Noise, parts: dict[Entry, "Part"], device: torch.device, size: int
+    ) -> None:
+        self.groups: list[list[Piece]] = [[]]
+        self._device = device
+        self._openssl = is_host(device) and chacha.has_openssl()
+        self._tables: dict[int, tuple[Tensor, Tensor]] = {}
+        self._ahead = _NOTHING
+        whole, count = size == chacha.TILES * TILE, 0
+        for (member, name), part in parts.items():
+            place = "noise", member, name, str(list(part.shape))
+            keys: dict[int, bytes] = {}
+            for block in block_parts(part, size):
+                number, tile = divmod(block.number * (size // TILE), chacha.TILES)
+                if number not in keys:
+                    tags = *place, noise.multiplier, noise.deviation, number
+                    own = generators.fold_in(noise.key, *tags)
+                    keys[number] = own.numpy().tobytes()
+                tiles = math.ceil(block.count / TILE)
+                if count + tiles * TILE > size and not whole:
+                    self.groups.append([])
+                    count = 0
+                of = (member, name), part, block, size, count
+                self.groups[-1].append(Piece(keys[number], tile, tiles, *of))
+                count += tiles * TILE
+
+    def noise(self, number: int, step: int) -> Tensor:
+        """Draw the normal numbers of a group at a step."""
+        if is_host(self._device):
+            return normals(self.words(number, step), *_OF_NUMPY).view(-1)
+        first, drawn = self._ahead if len(self.groups) == 1 else _NOTHING
+        if not first <= step < first + len(drawn):
+            keys, tiles = self.table(number)
+            # Each op draws for the next steps too, where one step has few numbers.
+            follows = step == first + len(drawn)
+            count = max(1, _ON_DEVICE // (TILE * len(keys))) if follows else 1
+            steps = torch.arange(count, device=self._device) + step
+            words = chacha.keystream(keys, chacha.nonces(steps), tiles)
+            first, drawn = self._ahead = step, normals(words).view(count, -1)
+        return drawn[step - first]
+
+    def words(self, number: int, step: int) -> Tensor:
+        """Draw the words of a group at a step on the host, int64 `[N, 2, 256]`."""
+        if not self._openssl:
+            keys, tiles = self.table(number)
+            return chacha.keystream(
+                keys, chacha.nonces(torch.tensor([step], device=HOST)), tiles
+            )[0]
+        group = self.groups[number]
+        count = sum(piece.tiles for piece in group)
+        words = torch.empty((count, 2, TILE // 2), dtype=torch.int64, device=HOST)
+        works, at = [], 0
+        for piece in group:
+            for tile in range(0, piece.tiles, _ON_HOST // TILE):
+                own = words[at : at + piece.tiles][tile : tile + _ON_HOST // TILE]
+                place = piece.key, step, piece.tile + tile
+                works.append(partial(chacha.fill, own, *place))
+            at += piece.tiles
+        generators.on_threads(works, count * TILE)
+        return words
+
+    def table(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return key and number of each tile of a group, where they are drawn."""
+        if number not in self._tables:
+            keys, tiles = bytearray(), []
+            for piece in self.groups[number]:
+                keys += piece.key * piece.tiles
+                tiles += range(piece.tile, piece.tile + piece.tiles)
+            table = torch.frombuffer(keys, dtype=torch.int32).view(-1, 8)
+            numbers = torch.tensor(tiles, device=HOST).to(self._device)
+            self._tables[number] = table.to(self._device), numbers
+        return self._tables[number]
 
 
 class Part(NamedTuple):
@@ -179,11 +410,11 @@ class Part(NamedTuple):
 
 
 class BlockPart(NamedTuple):
-    """The overlap of a part and a block of a size: `part[entries] = block[places]`."""
+    """The overlap of a part and a block of numbers: `part[entries] = block[places]`."""
 
     number: int
     count: int
-    places: slice | np.ndarray
+    places: slice | None  # None where they are apart: `places_of` has them
     entries: slice
 
 
@@ -205,11 +436,20 @@ def block_parts(part: Part, size: int) -> Iterator[BlockPart]:
         high = bisect_left(range(count), stop, low, key=partial(_places, part))
         if low < high:
             begin, end = _places(part, low), _places(part, high - 1) + 1
-            places: slice | np.ndarray = slice(begin - start, end - start)
-            if end - begin > high - low:
-                places = _places(part, np.arange(low, high)) - start
+            together = end - begin == high - low
+            places = slice(begin - start, end - start) if together else None
             yield BlockPart(number, stop - start, places, slice(low, high))
         low = high
+
+
+def places_of(
+    part: Part, block: BlockPart, size: int, device: torch.device
+) -> slice | Tensor:
+    """Return the places of a part's entries in a block."""
+    if block.places is not None:
+        return block.places
+    entries = torch.arange(block.entries.start, block.entries.stop, device=device)
+    return _places(part, entries) - block.number * size
 
 
 def _places(part: Part, entries: _Index) -> _Index:
@@ -221,121 +461,99 @@ def _places(part: Part, entries: _Index) -> _Index:
     return places
 
 
-def _local_part(total: Tensor) -> tuple[Tensor, Part]:
-    shape = tuple(total.shape)
-    if not shards.is_distributed(total):
-        return total, Part(shape, (0,) * len(shape), shape)
-    local = shards.local(total)
-    return local, Part(shape, shards.offsets(total), tuple(local.shape))
+class Piece(NamedTuple):
+    """Tiles of a stream in a group, and the numbers among them that a sum needs."""
+
+    key: bytes
+    tile: int  # the first one
+    tiles: int
+    entry: Entry
+    part: Part
+    block: BlockPart
+    size: int  # of blocks
+    start: int  # of the tiles, in numbers of the group
+
+    def places(self, device: torch.device) -> slice | Tensor:
+        """Return the places of the numbers in the group."""
+        places = places_of(self.part, self.block, self.size, device)
+        if isinstance(places, slice):
+            return slice(places.start + self.start, places.stop + self.start)
+        return places + self.start
+
+    @property
+    def entries(self) -> slice:
+        """The numbers of the sum, in row-major order."""
+        return self.block.entries
 
 
-@dataclass
-class _Normals:
-    """Normal numbers, float64, from a key of one step."""
-
-    key: Tensor
-    sums: Params
-    member: int
-    deviation: float
-
-    def of(self, name: str, like: Tensor, part: Part) -> Tensor:
-        """Draw the numbers of a part, in its shape, on its CUDA device or the CPU."""
-        if like.is_cuda:
-            return self._on_cuda(self.starts[name], like, part)
-        noise = np.empty(like.numel())
-
-        def keep(block: BlockPart, normals: np.ndarray) -> None:
-            noise[block.entries] = normals[block.places]
-
-        generators.on_threads(self.tasks(name, part, keep), noise.size)
-        return torch.from_numpy(noise).view(like.shape)
-
-    def tasks(self, name: str, part: Part, use: Callable) -> Iterator[Callable]:
-        """Yield tasks, each of which draws a block on the CPU and uses it."""
-        stream = generators.stream(self.key, self.member, name, *part.shape)
-
-        def run(block: BlockPart) -> None:
-            with np.errstate(all="ignore"):  # overflow is infinite, as in torch
-                use(block, draw(stream, block.number, block.count, self.deviation))
-
-        for block in block_parts(part, generators.BLOCK):
-            yield partial(run, block)
-
-    @cached_property
-    def _seed(self) -> int:
-        layout = [f"{name} {tuple(total.shape)}" for name, total in self.sums.items()]
-        return generators.torch_seed(self.key, *layout)
-
-    @cached_property
-    def starts(self) -> dict[str, int]:
-        """The first block of each sum, on a CUDA device."""
-        sizes = [math.ceil(x.numel() / _CUDA_BLOCK) for x in self.sums.values()]
-        starts = np.cumsum([self.member * sum(sizes), *sizes]).tolist()
-        return dict(zip(self.sums, starts, strict=False))
-
-    def _on_cuda(self, start: int, like: Tensor, part: Part) -> Tensor:
-        # Blocks at offsets of one stream that are farther apart than they reach:
-        # 64-bit seeds for every block of every step would collide.
-        source = torch.Generator(like.device).manual_seed(self._seed)
-        noise = torch.empty(like.numel(), dtype=torch.float64, device=like.device)
-        for block in block_parts(part, _CUDA_BLOCK):
-            # A thread takes at most four words for each number that it draws.
-            source.set_offset(4 * _CUDA_BLOCK * (start + block.number))
-            normals = noise.new_empty(block.count).normal_(generator=source)
-            places = block.places
-            if not isinstance(places, slice):
-                places = torch.from_numpy(places).to(like.device)
-            noise[block.entries] = normals[places]
-        return noise.mul_(self.deviation).view(like.shape)
+def _local(total: Tensor) -> Tensor:
+    return shards.local(total) if shards.is_distributed(total) else total
 
 
-def draw(stream: int, number: int, count: int, deviation: float) -> np.ndarray:
-    """Draw a block of a stream, `[count]`: first the cosines, then the sines."""
-    source = generators.block(stream, number)
-    radius, normals = np.empty((count + 1) // 2), np.empty((2, (count + 1) // 2))
-    cosine, sine = normals
-    source.random(out=radius)
-    source.random(out=sine)
-    below = _SMALL
-    small = (radius < below).nonzero()[0]
-    while len(small):
-        radius[small] = below * source.random(len(small))
-        below *= _SMALL
-        small = small[radius[small] < below]
-    # Cosine and sine of 2 pi v from t = tan(pi v), 2 / (1 + t^2) - 1 and
-    # 2 t / (1 + t^2), are faster. torch's functions are faster still, but MKL's start
-    # threads in every thread that calls them. All in place: a block stays in a cache.
-    np.log(radius, out=radius)
-    radius *= -2
-    np.sqrt(radius, out=radius)
-    radius *= deviation
-    sine *= math.pi
-    tangent = np.tan(sine, out=sine)
-    np.multiply(tangent, tangent, out=cosine)
-    cosine += 1
-    np.divide(radius, cosine, out=cosine)
-    cosine *= 2
-    sine *= cosine
-    cosine -= radius
-    return normals.reshape(-1)[:count]
+def _part(total: Tensor) -> Part:
+    sharded = shards.is_distributed(total)
+    offsets = shards.offsets(total) if sharded else (0,) * total.ndim
+    return Part(tuple(total.shape), offsets, tuple(_local(total).shape))
 
 
-def _add_block(plain, noisy, rounding: float, block: BlockPart, normals) -> None:
-    noise = normals[block.places]
-    noise += plain[block.entries]
-    noise += rounding
-    noise -= rounding
-    noisy[block.entries] = noise
+def _drawn_on(device: torch.device) -> torch.device:
+    """Return where noise for a device is drawn: on the host, if it has no float64."""
+    try:
+        torch.empty((), dtype=torch.float64, device=device)
+    except (RuntimeError, TypeError):
+        return HOST
+    return device
 
 
-def _is_plain(total: Tensor) -> bool:
-    follows = total.requires_grad and torch.is_grad_enabled()
-    return total.is_cpu and not follows and not modes.inside_transform()
+def _wide(total: Tensor) -> torch.dtype:
+    return torch.promote_types(total.dtype, torch.float32)
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _rounded(values: Tensor, deviation: float, sums: list[Tensor]) -> Tensor:
+    """Round the noise of a deviation on some sums, in float64, to the grid."""
+    # Products with powers of two are exact. No compiler leaves out a function, as it
+    # may the addition and subtraction of a large number.
+    grid = 2.0 ** math.floor(math.log2(deviation * _GRID))
+    near = torch.round(values * (1 / grid)).mul_(grid).add_(0.0)  # without -0.0
+    largest = max(torch.finfo(each.dtype).max for each in sums)
+    if largest < torch.finfo(torch.float64).max * grid:
+        return near
+    # A product may overflow, where float64 has no finer numbers anyway.
+    return torch.where(values.abs() < 2.0**52 * grid, near, values)
+
+
+def _finished(noisy: Tensor, total: Tensor) -> Tensor:
+    """Bring the noise and a part's sum to its device, in a tensor like the whole."""
+    noisy = noisy.to(total.device)
+    if (local := _local(total)).requires_grad and torch.is_grad_enabled():
+        near = noisy - (local.detach() - local)  # a zero, that has the derivative
+        noisy = torch.where(local.isfinite(), near, local)
+    return shards.like(total, noisy) if shards.is_distributed(total) else noisy
 
 
 def _released(value: Tensor, total: Tensor) -> Tensor:
-    dtype = torch.promote_types(total.dtype, torch.float32)
-    return value.to(total.device, dtype, copy=True)
+    return value.to(total.device, _wide(total), copy=True)
+
+
+def _check_sums(sums: dict[Entry, Tensor]) -> None:
+    """Refuse sums that noise is not for."""
+    for (_, name), total in sums.items():
+        function = f"add_gaussian_noise(sums[{name!r}])"
+        if not total.is_floating_point():
+            raise TypeError(
+                f"{function}: expected a tensor of real floating-point numbers, got "
+                f"{total.dtype}. Noise is for sums of gradients."
+            )
+        sharded = shards.is_distributed(total)
+        if sharded and (got := shards.unsupported_placements(total)):
+            raise TypeError(
+                f"{function}: expected a DTensor of Shard and Replicate alone, got "
+                f"{got}. Noise comes after the reduction: redistribute the sum first."
+            )
 
 
 def check_sensitivity(function: str, sensitivity: Any) -> None:

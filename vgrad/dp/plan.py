@@ -14,11 +14,15 @@ from torch import Tensor
 from vgrad import checks, generators
 from vgrad.batches import Sensitivity
 from vgrad.dp import accounting
-from vgrad.dp.noise import add_gaussian_noise, check_sensitivity
+from vgrad.dp.noise import Noise, Streams, check_sensitivity, gaussian_noise
 from vgrad.dp.sampling import PoissonBatchSampler, poisson_sample
 from vgrad.typing import Params
 
 MECHANISM = "Gaussian noise on clipped sums of Poisson batches"
+
+_CIPHER = "ChaCha20"
+"""The cipher whose words noise is made of: the same key and step are another release
+under another one."""
 
 
 @dataclass(frozen=True)
@@ -196,17 +200,29 @@ class Plan:
     def digest(self) -> Tensor:
         """The identity of the plan, uint8 `[32]`, which a state carries.
 
-        It is a hash of all fields but steps, delta and accountant, and of the plans
-        before.
+        It is a hash of all fields but steps, delta and accountant, of the plans before,
+        and of the cipher that noise comes from.
         """
         return as_digest(self._identity)
 
     @property
     def _identity(self) -> bytes:
-        before = self.before and [self.before._identity.hex(), self.before.steps]
+        return self._identity_under(_CIPHER)
+
+    def _identity_under(self, *cipher: str) -> bytes:
+        other, before = self.before, None
+        if other is not None:
+            before = [other._identity_under(*cipher).hex(), other.steps]
         numbers = [self.sampling_rate, self.noise_multiplier, self.max_norm]
-        text = json.dumps([MECHANISM, self.dataset_size, *numbers, before])
+        text = json.dumps([MECHANISM, *cipher, self.dataset_size, *numbers, before])
         return hashlib.blake2b(text.encode(), digest_size=len(NO_PLAN)).digest()
+
+    def accounts_for(self, spent: bytes | None) -> bool:
+        """Return whether an identity is the plan's, or the one that it once had.
+
+        Until vgrad 0.1 noise came from no cipher: steps after these are other releases.
+        """
+        return spent in (self._identity, self._identity_under())
 
     @property
     def expected_batch_size(self) -> float:
@@ -290,6 +306,14 @@ class Plan:
             ValueError: the sensitivity is another one (relative tolerance 1e-9), or as
                 `add_gaussian_noise`.
         """
+        checks.dictionaries("add_gaussian_noise", sums=sums)
+        place = {"key": key, "step": step}
+        return self.noise(sensitivity, Streams(), **place).added(sums, member)
+
+    def noise(
+        self, sensitivity: Sensitivity, streams: Streams, *, key: Tensor, step: int
+    ) -> Noise:
+        """Return the noise of one step, from streams that the caller holds."""
         check_sensitivity("Plan.add_noise", sensitivity)
         expected = self.max_norm / self.expected_batch_size
         if not math.isclose(sensitivity.value, expected, rel_tol=1e-9):
@@ -299,9 +323,9 @@ class Plan:
                 f"{sensitivity.value!r}. Clip with clipped_grad(loss, "
                 f"max_norm=plan.max_norm, normalize_by=plan.expected_batch_size)."
             )
-        place: dict[str, Any] = {"step": step, "member": member}
-        place |= {"key": self._subkey(key), "noise_multiplier": self.noise_multiplier}
-        return add_gaussian_noise(sums, sensitivity, **place)
+        own: dict[str, Any] = {"key": self._subkey(key), "step": step}
+        own |= {"noise_multiplier": self.noise_multiplier, "streams": streams}
+        return gaussian_noise("add_gaussian_noise", sensitivity, **own)
 
     def _subkey(self, key: Tensor) -> Tensor:
         # So that two plans never share batches or noise.
@@ -337,7 +361,7 @@ def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) ->
                 f"the states of an ensemble one by one."
             )
         spent = digest.cpu().numpy().tobytes()
-    follows = before is not None and spent == before._identity
+    follows = before is not None and before.accounts_for(spent)
     early = before is not None and steps < before.steps
     if early or (follows and steps > plan.earlier_steps):
         raise ValueError(
@@ -345,7 +369,8 @@ def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) ->
             f"steps that plan.after(other, steps) counts, got one that has taken "
             f"{steps}. Pass the number of steps that were taken."
         )
-    if follows or spent in (None, identity) or (before is None and spent == NO_PLAN):
+    fresh = spent is None or (before is None and spent == NO_PLAN)
+    if follows or fresh or plan.accounts_for(spent):
         return identity
     if spent == NO_PLAN:
         raise ValueError(

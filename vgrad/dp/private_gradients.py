@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from vgrad import batches, checks
+from vgrad.dp.noise import Streams
 from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
 from vgrad.dp.sampling import PhysicalBatch, PoissonLoader, Run
 from vgrad.functional.live import LiveModel
@@ -155,6 +156,7 @@ class PrivateGradients:
         self._options |= {"randomness": randomness}
         self._clipped, self._function = self._clip(), self._live.function
         self._sums: Params = {}
+        self._streams = Streams()
 
     @property
     def model(self) -> nn.Module:
@@ -228,7 +230,8 @@ class PrivateGradients:
         if pending.last:
             total = {name: sums[name].to(x.dtype) for name, x in result.grads.items()}
             place = {"key": self.key, "step": self.step}
-            noisy = self.plan.add_noise(total, self._clipped.sensitivity, **place)
+            own = self._clipped.sensitivity, self._streams
+            noisy = self.plan.noise(*own, **place).added(total)
         self._commit(pending, sums, noisy)
         return {
             "loss": widened(result.losses).mean(),

@@ -24,7 +24,7 @@ from vgrad import batches, checks
 from vgrad.batches import Sensitivity
 from vgrad.checks import Patterns
 from vgrad.conditions import checks_collected
-from vgrad.dp.noise import add_gaussian_noise
+from vgrad.dp.noise import gaussian_noise
 from vgrad.ensemble import execution
 from vgrad.ensemble.execution import (
     EnsembleExplanation,
@@ -395,18 +395,23 @@ class EnsembleClippedGradFn(EnsemblePerSampleFn[Result]):
                 f"every entry, in noise_multiplier and in max_norm, got "
                 f"{sorted(sizes)}."
             )
-        noisy = [
-            add_gaussian_noise(
-                {name: value[member] for name, value in grads.items()},
-                sensitivities[member],
-                noise_multiplier=multipliers[member],
-                key=key,
-                step=step,
-                member=first + member,
+        # Members with the same numbers get their noise together.
+        alike: dict[tuple, list[int]] = {}
+        for member, numbers in enumerate(zip(sensitivities, multipliers, strict=True)):
+            alike.setdefault(numbers, []).append(member)
+        noisy: dict[tuple[int, str], Tensor] = {}
+        for (sensitivity, multiplier), members in alike.items():
+            numbers = {"noise_multiplier": multiplier, "key": key, "step": step}
+            noise = gaussian_noise("add_gaussian_noise", sensitivity, **numbers)
+            noisy |= noise.added_to(
+                {
+                    (first + member, name): value[member]
+                    for name, value in grads.items()
+                    for member in members
+                }
             )
-            for member in range(count)
-        ]
-        return {name: torch.stack([one[name] for one in noisy]) for name in grads}
+        places = range(first, first + count)
+        return {name: torch.stack([noisy[m, name] for m in places]) for name in grads}
 
 
 class _Options(Options, total=False):

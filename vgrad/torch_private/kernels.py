@@ -1,5 +1,6 @@
 """Kernels that torch calls itself: aten/src/ATen/native/native_functions.yaml."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -11,9 +12,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 unsafe_view = torch.ops.aten._unsafe_view
 """View a tensor that nobody else holds: autograd sees no view, so writes are free."""
 
-fused_sgd_ = torch.ops.aten._fused_sgd_
-fused_adam_ = torch.ops.aten._fused_adam_
-fused_adamw_ = torch.ops.aten._fused_adamw_
+
+def _by_rate(op: Any) -> Callable[..., None]:
+    # The choice among overloads would read a tensor on a device, to make it a float.
+    def launch(*tensors: Any, lr: float | Tensor, **options: Any) -> None:
+        overload = op.tensor_lr if isinstance(lr, Tensor) else op.default
+        overload(*tensors, lr=lr, **options)
+
+    return launch
+
+
+fused_sgd_ = _by_rate(torch.ops.aten._fused_sgd_)
+fused_adam_ = _by_rate(torch.ops.aten._fused_adam_)
+fused_adamw_ = _by_rate(torch.ops.aten._fused_adamw_)
 """Whole steps in place, on lists of tensors of one device and dtype, as
 `torch.optim.SGD(fused=True)` and its like take them (torch/optim/sgd.py, adam.py)."""
 

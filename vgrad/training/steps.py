@@ -9,7 +9,7 @@ included, which are buffers of each member. E members.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Generic, NamedTuple
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from vgrad import batches, optim
 from vgrad.checks import Patterns
 from vgrad.conditions import checks_collected
+from vgrad.dp.noise import Drawn, Noise, Streams
 from vgrad.dp.plan import Plan, as_digest, check_spent
 from vgrad.ensemble.execution import run_eager
 from vgrad.ensemble.gradients import EnsembleGradFn, ensemble_grad, returning_buffers
@@ -81,6 +82,7 @@ class Gradients(NamedTuple):
     masks: tuple[Tensor, ...]
     metrics: Metrics  # all but the loss and aux
     changes: dict[str, Any]  # other fields of the next state
+    noise: Noise | None = None  # to be added to the gradients
 
 
 class StepReducer:
@@ -171,11 +173,20 @@ class TrainingStep(Generic[State]):
         looks = not checks_collected()
         all_taken = all([looks and x.is_cpu and bool(x.all()) for x in found.masks])
         donate = self.donate and all_taken and self.tx.donated is not None
-        loss, aux = found.loss, found.aux
-        arguments = self.tx, found.grads, state.optimizer, state.params
-        if donate and _may_write(state.params, found.buffers):
+        loss, aux, grads, drawn = found.loss, found.aux, found.grads, None
+        donate = donate and _may_write(state.params, found.buffers)
+        if found.noise is not None:
+            # Other code than Inductor's draws faster outside of a graph.
+            if not donate and getattr(execute, "compiles", False):
+                drawn = found.noise.drawn(grads)
+            if drawn is None:
+                grads = found.noise.added(grads)
+        arguments = self.tx, grads, state.optimizer, state.params
+        if donate:
             loss, aux = map_tensors(Tensor.clone, (loss, aux))  # they may be parameters
             params, optimizer = optim.step(*arguments, donate=True)
+        elif drawn is not None:
+            params, optimizer = execute(noisy_step, drawn, *arguments)
         else:
             params, optimizer = execute(optim.step, *arguments)
         new = params, found.buffers, optimizer
@@ -186,6 +197,17 @@ class TrainingStep(Generic[State]):
         if self.has_aux:
             metrics["aux"] = aux
         return state._replace(**fields, **found.changes), metrics
+
+
+def noisy_step(
+    noise: Drawn,
+    tx: GradientTransformation,
+    grads: Params,
+    state: Tree,
+    params: Params,
+) -> tuple[Params, Tree]:
+    """Add noise to gradients, and take a step, as one function of tensors."""
+    return optim.step(tx, noise.added(grads), state, params)
 
 
 def _without_key(state: Any) -> Any:
@@ -287,9 +309,10 @@ class PrivateSource(Source):
 
     plan: Plan
     has_aux: bool
+    streams: Streams = field(default_factory=Streams)
 
     def __call__(self, state: TrainState, batch: tuple) -> Gradients:
-        """Compute the clipped sum of a batch, with noise."""
+        """Compute the clipped sum of a batch, and the noise for it."""
         function, plan, taken = "private_step(plan)(state)", self.plan, int(state.step)
         identity = check_spent(function, plan, state.plan_digest, taken)
         if not 0 <= taken < plan.steps:
@@ -309,7 +332,7 @@ class PrivateSource(Source):
             compute = compute.with_loss_scale(scale)
         result = compute(state.params, state.buffers, *batch)
         result, aux = result if self.has_aux else (result, None)
-        noise: dict[str, Any] = {"key": state.key, "step": taken}
+        place: dict[str, Any] = {"key": state.key, "step": taken}
         metrics = {
             "samples": torch.tensor(len(result.losses)),
             "clipped": result.clipped,
@@ -319,9 +342,10 @@ class PrivateSource(Source):
             "plan_digest": as_digest(identity).to(state.plan_digest.device),
             "loss_scale": scale.adjust(result.nonfinite == 0),
         }
-        grads = plan.add_noise(result.grads, compute.sensitivity, **noise)
+        noise = plan.noise(compute.sensitivity, self.streams, **place)
         loss = widened(result.losses).mean()
-        return Gradients(grads, loss, state.buffers, aux, (), metrics, changes)
+        found = result.grads, loss, state.buffers, aux, (), metrics, changes
+        return Gradients(*found, noise)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

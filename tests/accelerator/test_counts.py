@@ -1,0 +1,89 @@
+"""A steady call copies nothing between the memories, and waits at most once."""
+
+import pytest
+import torch
+
+import vgrad
+from tests.accelerator import device
+from tests.accelerator.test_equal import CASES, HERE, built, moved, table
+from tests.golden import calls
+from vgrad import training
+from vgrad.training import EnsembleState, TrainState
+
+READS_VALUES = {"branches"}
+WAITS = {"clipped, two passes": 2}
+"""Of quantities that take more than one."""
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n not in READS_VALUES])
+def test_quantities(name):
+    loss, params, buffers, batch = built(name, torch.float32)
+    given = moved(HERE, (params, buffers, *batch))
+    weights = torch.linspace(-1, 2, 5, device=HERE)
+    for kind, strategy in table(("recorded",)):
+        compute = calls.QUANTITIES[kind](loss, strategy=strategy)
+        arguments = (weights, *given) if kind == "weighted" else given
+        counts = device.count(lambda: compute(*arguments))  # noqa: B023
+        assert_steady(counts, WAITS.get(kind, 1))
+
+
+def assert_steady(counts, waits=1):
+    assert counts.waits <= waits, counts.table("wait")
+    assert not counts.to_host, counts.table("to_host")
+    assert not counts.to_device, counts.table("to_device")
+
+
+def functional(models=1):
+    made = [calls.net(seed).float() for seed in range(models)]
+    options = dict(disable_autograd_tracking=True)
+    if models == 1:
+        return vgrad.make_functional_with_buffers(made[0], **options)
+    return vgrad.stack(made, **options)
+
+
+def of_batches(tx, **options):
+    fmodel, *entries = functional()
+    step = training.train_step(calls.of_batch(fmodel), tx, **options)
+    return step, TrainState.create(tx, *moved(HERE, entries), seed=7)
+
+
+def of_samples(tx, **options):
+    fmodel, *entries = functional()
+    step = training.train_step(calls.of_sample(fmodel), tx, **options)
+    return step, TrainState.create(tx, *moved(HERE, entries), seed=7)
+
+
+def private(tx, **options):
+    fmodel, *entries = functional()
+    plan = vgrad.dp.Plan(**calls.PLAN)
+    loss = calls.of_sample(fmodel)
+    step = training.private_step(loss, tx, plan, randomness="different", **options)
+    return step, TrainState.create(tx, *moved(HERE, entries), seed=7)
+
+
+def members(tx, **options):
+    fmodel, *entries = functional(3)
+    step = training.ensemble_train_step(calls.of_batch(fmodel), tx, **options)
+    return step, EnsembleState.create(tx, *moved(HERE, entries), seed=7)
+
+
+OPTIMIZERS = {
+    "sgd": vgrad.optim.sgd(0.1, momentum=0.9),
+    "adamw": vgrad.optim.adamw(1e-2),
+    "scheduled": vgrad.optim.adam(vgrad.optim.schedules.cosine(0.1, 9)),
+    "lion": vgrad.optim.lion(1e-2),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"donate": True}, {"policy": "mixed_float16"}])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("make", [of_batches, of_samples, private, members])
+def test_steps(make, optimizer, options):
+    step, state = make(OPTIMIZERS[optimizer], **options)
+    x, y = calls.data()
+    batch = moved(HERE, (x.float(), y))
+    for _ in range(2):
+        state, _ = step(state, *batch)
+    with device.counted() as counts:
+        step(state, *batch)
+    assert_steady(counts)

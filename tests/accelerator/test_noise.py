@@ -1,0 +1,116 @@
+"""Noise where the gradients are: the words of the host, and nothing that is copied."""
+
+import pytest
+import torch
+
+import vgrad
+from tests import streams
+from tests.accelerator import device
+from tests.dp.runs import KEY
+from vgrad.dp import noise
+
+HERE = device.NAME
+SIZES = {"noise_multiplier": 1.5, "key": KEY}
+SHAPES = {"a": (700, 11), "b": (7,), "c": (), "d": (3, 0), "e": (50, 3, 3)}
+
+
+def sums(where, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(shape, generator=generator).to(where, dtype)
+        for name, shape in SHAPES.items()
+    }
+
+
+def at(step, held=None):
+    size = vgrad.Sensitivity(0.4)
+    return noise.gaussian_noise("f", size, step=step, streams=held, **SIZES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_noise_is_that_of_the_host(dtype):
+    held = noise.Streams()
+    for step in (0, 1, 2, 3, 900, 901, 5):
+        found = at(step, held).added(sums(HERE, dtype))
+        expected = at(step).added(sums("cpu", dtype))
+        alone = at(step).added(sums(HERE, dtype))
+        for name, value in expected.items():
+            assert found[name].device.type == HERE
+            assert found[name].dtype == value.dtype
+            assert torch.equal(found[name].cpu(), value)
+            assert torch.equal(alone[name].cpu(), value)
+
+
+def test_a_graph_draws_words_where_its_tensors_are():
+    drawn = at(7).drawn(sums(HERE))
+    assert drawn.words is None
+    assert {each.device.type for each in drawn.stream} == {HERE}
+    found = drawn.added(sums(HERE))
+    for name, value in at(7).added(sums("cpu")).items():
+        assert torch.equal(found[name].cpu(), value)
+
+
+def test_steps_in_a_row_copy_nothing_and_launch_little():
+    held, here = noise.Streams(), sums(HERE)
+    for step in range(2):
+        at(step, held).added(here)
+    with device.counted() as counts:
+        at(2, held).added(here)
+    assert counts.of("launch") < 24, counts.lines()
+    assert not counts.of("to_host")
+    assert not counts.of("to_device")
+    assert not counts.of("wait")
+
+
+def test_many_numbers_are_drawn_in_groups():
+    held = noise.Streams()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(noise, "_ON_DEVICE", 2**12)
+        for step in range(3):
+            found = at(step, held).added(sums(HERE))
+            for name, value in at(step).added(sums("cpu")).items():
+                assert torch.equal(found[name].cpu(), value)
+
+
+def test_a_device_without_float64_has_its_noise_from_the_host():
+    empty = torch.empty
+
+    def without(*sizes, dtype=None, device=None, **others):
+        if dtype == torch.float64 and torch.device(device).type == HERE:
+            raise TypeError("no float64")
+        return empty(*sizes, dtype=dtype, device=device, **others)
+
+    here = sums(HERE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", without)
+        assert at(0).drawn(here) is None
+        found = at(0).added(here)
+    for name, value in at(0).added(sums("cpu")).items():
+        assert found[name].device.type == HERE
+        assert torch.equal(found[name].cpu(), value)
+
+
+def test_noise_is_that_of_the_reference():
+    sizes = {"multiplier": 1.5, "sensitivity": 0.4}
+    found = at(3).added({"a": torch.zeros(2000, dtype=torch.float64, device=HERE)})["a"]
+    exact = streams.noise(KEY.tolist(), 3, "a", (2000,), **sizes)
+    assert torch.equal(found.cpu(), (exact * 2**17).round() / 2**17 + 0.0)
+
+
+def test_a_private_step_copies_nothing():
+    model = torch.nn.Linear(4, 3).to(HERE)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    loss = vgrad.sample_loss(fmodel, torch.nn.functional.cross_entropy)
+    plan = vgrad.dp.Plan(20, 0.25, 1.0, 1.0, 10, 1e-3)
+    tx = vgrad.optim.sgd(0.1)
+    step = vgrad.training.private_step(loss, tx, plan)
+    state = vgrad.training.TrainState.create(tx, params, buffers, seed=0)
+    x, y = torch.randn(5, 4).to(HERE), torch.zeros(5, dtype=torch.long, device=HERE)
+    for _ in range(2):
+        state, _ = step(state, x, y)
+    with device.counted() as counts:
+        step(state, x, y)
+    copies = [e for e in counts.events if e.kind in ("to_host", "to_device")]
+    assert not copies
+    noise_of = [ops.total() for line, ops in counts.lines().items() if "dp/" in line]
+    assert sum(noise_of) < 20
