@@ -203,21 +203,19 @@ class _ClipCollector(Collector):
         rows = None
         if keep is not None and not modes.inside_transform():
             rows, keep = keep.nonzero().flatten(), None
-        sums, small = {}, self.small if rows is keep is None else None
-        self.small = []
-        for some in small or ():
-            for name, value in some.weighted(
-                clip.weights[next(iter(some.shapes))]
-            ).items():
-                sums[name] = reducer.settled(name, value)
-                del self.factors[name]
+        small, self.small, sums = self.small or [], [], {}
+        known: Params = {}
+        for some in small if rows is None and keep is None else ():
+            known |= some.weighted(clip.weights[next(iter(some.shapes))])
+        # In one order on all ranks, whose gradients may be small on some of them.
         for name in list(self.factors):
             factor, weight = self.factors.pop(name), clip.weights[name]
             if rows is not None:
                 factor, weight = factor.take(rows), weight[rows]
             elif keep is not None:
                 factor = masked(factor, keep)
-            sums[name] = reducer.settled(name, factor.weighted(weight))
+            value = known[name] if name in known else factor.weighted(weight)
+            sums[name] = reducer.settled(name, value)
         return sums
 
     def summed_with_care(self) -> tuple[Params, ClipWeights]:
