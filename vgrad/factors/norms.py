@@ -45,7 +45,7 @@ def settled(norms: Mapping[str, Norms]) -> dict[str, list[Norm]]:
             taken[id(each)] = each.norm()
         elif isinstance(each, Products):
             some = each.pair or (each.sizes,)
-            key = len(some), some[0].shape, some[0].dtype
+            key = len(some), some[0].shape, some[0].dtype, each.cut, each.rounding
             alike.setdefault(key, []).append(each)
     for some in alike.values():
         taken |= zip(map(id, some), _from_products(some), strict=True)
@@ -121,7 +121,7 @@ def _from_products(products: Sequence[Products]) -> Iterator[Norm]:
     number, positions = torch.finfo(dtype), max(1, a.shape[3])
     # Twice the worst that was measured, over kinds of inputs of all sizes and dtypes;
     # where positions are equal, so are their errors, and do not average out.
-    slack = number.eps * max(4.0, 20 / positions)
+    slack = number.eps * max(4.0, 20 / positions) + products[0].cut
     sizes, values = sizes.sum((0, 3, 4)), squares.sqrt()
     # A square that may include products on the edge of zero is not used:
     # where denormal numbers are flushed, all of a sum may be gone.
@@ -132,10 +132,13 @@ def _from_products(products: Sequence[Products]) -> Iterator[Norm]:
     if zeros := [each.zero for each in products if each.zero is not None]:
         doubts = doubts.masked_fill(torch.stack(zeros) & (most == 0), 0.0)
     uppers = torch.addcmul(squares, most, most, value=slack).sqrt_()
+    eps = number.eps
+    if rounding := products[0].rounding:
+        eps, uppers = rounding, uppers.add_(most, alpha=rounding)
     columns = values, sizes.sqrt_(), uppers, doubts, most
     rows = zip(products, *map(torch.unbind, columns), strict=True)
     for each, value, size, upper, doubt, own in rows:
-        others = doubt, own, number.eps, each.factor, each.scale
+        others = doubt, own, eps, each.factor, each.scale
         yield Norm(value, (size,), upper, *others)
 
 
