@@ -528,7 +528,8 @@ void register_whole() {
     if (name.name.rfind("aten::", 0) != 0) continue;
     auto op = dispatcher.findOp(name);
     if (!op || op->hasKernelForDispatchKey(DispatchKey::PrivateUse1)) continue;
-    bool on_lists = name.name.rfind("aten::_foreach_", 0) == 0 && name.name != "aten::_foreach_copy_";
+    bool on_lists = name.name.rfind("aten::_foreach_", 0) == 0 &&
+                    name.name != "aten::_foreach_copy_";  // which may copy from the host
     if (!on_lists && !op->hasKernelForDispatchKey(DispatchKey::CPU)) continue;
     auto local = name.name.substr(6) + (name.overload_name.empty() ? "" : "." + name.overload_name);
     library->impl(local.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
