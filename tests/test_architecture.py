@@ -126,7 +126,7 @@ NAMES_DEVICES = {
     "precision/autocasting.py": "torch's lists of what autocast casts",
     "compiled/captures.py": "torch's switches of rounding",
     "compiled/captured_values.py": "torch's functions that seed",
-    "factors/reductions.py": "torch's switches of rounding",
+    "factors/products.py": "torch's switches of rounding",
     "persample/engine/proxies.py": "methods of tensors",
 }
 

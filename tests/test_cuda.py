@@ -1,11 +1,18 @@
 """What a GPU computes, against the float64 loop."""
 
+import contextlib
+import importlib.util
+
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 import vgrad
 from tests import losses, oracle, streams
 from vgrad.dp import chacha, noise
+from vgrad.factors import products
+from vgrad.precision import StaticLossScale
 from vgrad.training import TrainState, private_step
 from vgrad.tree import tensors
 
@@ -345,6 +352,189 @@ def test_kernels_of_cuda_run_in_recorded_passes_and_graphs(name, autocast):
     for each in found:
         assert oracle.error(each, expected) < (0.2 if autocast else 5e-3)
     assert [each.backend for each in graphs.reports()] == ["cudagraph"]
+
+
+# Products of half precision factors; tests/persample/test_half_products.py runs more.
+
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@contextlib.contextmanager
+def switched(matmul, few=0):
+    """Let torch round float32, or not, and products run in terms however few."""
+    backend, before = torch.backends.cuda.matmul, products._FEW
+    switch = backend.fp32_precision
+    backend.fp32_precision, products._FEW = matmul, few
+    try:
+        yield
+    finally:
+        backend.fp32_precision, products._FEW = switch, before
+
+
+def drawn(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("width", [64, 1000, 3000, 16000])
+def test_units_cut_no_more_of_inner_products_than_is_counted(width, dtype):
+    x = (drawn(2, 40, width).abs() + 0.5).to(dtype)
+    assert products.in_halves(x, x)
+    found = products.self_products(x)
+    assert found.dtype == torch.float32
+    exact = x.double() @ x.double().mT
+    gap = (found - exact) / exact
+    assert float(gap.abs().max()) <= products.CUT / 2
+    long = products.inner(x[0], x[1])
+    assert float((long / (x[0].double() @ x[1].double().T) - 1).abs().max()) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize("rows", [100, 8192])
+def test_sums_in_terms_lose_no_more_than_they_say(rows, dtype):
+    for scaled in (drawn(64, rows), drawn(64, rows).abs() + 0.5):
+        other = (drawn(rows, 48, seed=1).abs() + 0.5).to(dtype)
+        exact = scaled.double() @ other.double()
+        most = scaled.double().abs() @ other.double()
+        with switched("tf32"):
+            found = products.by_terms(scaled, other)
+            lost = products.rounding(scaled.to(dtype), other.mT)
+        assert lost > 0
+        assert float(((found - exact).abs() / most).max()) <= lost
+
+
+def of_linear(params, buffers, x, g):
+    return (F.linear(x, params["w"]) * g).sum()
+
+
+@pytest.mark.parametrize("clipping", ["flat", "automatic"])
+@pytest.mark.parametrize("positions", [1, 64])
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize("matmul", ["ieee", "tf32"])
+def test_no_sample_adds_more_than_its_bound(matmul, dtype, positions, clipping):
+    # Numbers that are all rounded alike; of many positions, most terms cancel.
+    if (matmul, dtype) == ("ieee", torch.float32) and positions > 1:
+        pytest.skip("sums of equal numbers in float32 are another thing")
+    sizes = 1 + drawn(12, 2, 1).abs()
+    signs = torch.ones(positions, 1, device="cuda")
+    signs[: positions // 2] *= -1 - 2**-6
+    x = (sizes[:, :1].expand(-1, positions, 1024)).to(dtype)
+    g = (sizes[:, 1:] * signs).expand(-1, -1, 512).to(dtype)
+    params = {"w": torch.zeros(512, 1024, device="cuda", dtype=dtype)}
+    compute = vgrad.clipped_grad(
+        of_linear, max_norm=0.7, clipping=clipping, strategy="recorded"
+    )
+    with switched(matmul):
+        for row in range(12):
+            one = slice(row, row + 1)
+            found = compute(params, {}, x[one], g[one]).grads["w"]
+            norm = float(found.double().norm())
+            assert 0.6 < norm <= 0.7 * (1 + 1e-6)
+
+
+IMAGES = {  # channels, outputs, side, kernel, options
+    "few channels": (3, 64, 64, 7, {"stride": 2, "padding": 3}),
+    "large maps": (64, 64, 32, 3, {"padding": 1}),
+    "small maps": (256, 256, 4, 3, {"padding": 1}),
+    "depthwise": (96, 96, 28, 7, {"groups": 96, "padding": 3}),
+    "groups": (64, 64, 16, 3, {"groups": 4, "padding": 1}),
+}
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize("name", IMAGES)
+def test_convolutions_are_clipped_as_they_are_summed(name, dtype):
+    """Torch's default lets convolutions round float32, by whatever algorithm."""
+    channels, outputs, side, kernel, options = IMAGES[name]
+
+    def loss(params, buffers, x, g):
+        return (F.conv2d(x, params["w"], **options) * g).sum()
+
+    width = channels // options.get("groups", 1)
+    weight = torch.zeros(outputs, width, kernel, kernel, device="cuda", dtype=dtype)
+    x = drawn(6, channels, side, side).to(dtype)
+    g = drawn(*F.conv2d(x, weight, **options).shape, seed=1).to(dtype)
+    exact = oracle.loss_gradients(loss, {"w": weight}, {}, (x, g))
+    norms = oracle.norms(exact)
+    bound = 0.5 * float(norms.min())
+    compute = vgrad.clipped_grad(loss, max_norm=bound, strategy="recorded")
+    for row in range(6):
+        one = slice(row, row + 1)
+        found = compute({"w": weight}, {}, x[one], g[one]).grads["w"]
+        norm = float(found.double().norm())
+        assert bound * 0.98 < norm <= bound * (1 + 1e-6)
+    found = compute({"w": weight}, {}, x, g)
+    half = dtype != torch.float32
+    torch.testing.assert_close(found.norms.double(), norms, rtol=1e-3, atol=0)
+    assert oracle.error(found.grads, oracle.clipped(exact, bound)) < (
+        2e-2 if half else 3e-3
+    )
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
+def test_clipped_sums_are_as_near_to_float64_as_gradients_of_the_batch(name, dtype):
+    torch.manual_seed(0)
+    nets = {
+        "mlp": (nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 10)), 2),
+        "cnn": (
+            nn.Sequential(
+                *(nn.Conv2d(3, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.ReLU()),
+                *(nn.Conv2d(32, 64, 3, 2), nn.Flatten(), nn.Linear(64 * 49, 10)),
+            ),
+            4,
+        ),
+        "transformer": (
+            nn.Sequential(
+                nn.TransformerEncoderLayer(256, 4, 1024, 0.0, batch_first=True),
+                nn.Flatten(),
+                nn.Linear(256 * 32, 10),
+            ),
+            3,
+        ),
+    }
+    net, axes = nets[name]
+    net = net.to("cuda")
+    x = drawn(*{2: (64, 512), 3: (64, 32, 256), 4: (64, 3, 16, 16)}[axes])
+    y = torch.arange(64, device="cuda") % 10
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(net)
+    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
+    exact = oracle.loss_gradients(loss, params, buffers, (x, y))
+    bound = 0.7 * float(oracle.norms(exact).mean())
+    expected = oracle.clipped(exact, bound)
+    factor = 2.0**10 if dtype == torch.float16 else 1.0
+    scale = StaticLossScale(factor)
+    compute = vgrad.clipped_grad(loss, max_norm=bound, loss_scale=scale)
+    with torch.autocast("cuda", dtype):
+        with switched("ieee"):
+            found = compute(params, buffers, x, y).grads
+        value = F.cross_entropy(net(x), y, reduction="sum") * factor
+    plain = torch.autograd.grad(value, [*net.parameters()])
+    plain = {n: g.float() / factor for n, g in zip(params, plain, strict=True)}
+    total = oracle.weighted(exact, torch.ones(64, device="cuda"))
+
+    def error(value, exact):
+        gaps = [(value[n].double() - exact[n]).norm() for n in exact]
+        whole = torch.stack([exact[n].norm() for n in exact])
+        return float(torch.stack(gaps).norm() / whole.norm())
+
+    assert error(found, expected) <= 1.2 * error(plain, total)
+
+
+@pytest.mark.parametrize("backend", ["replay", "inductor"])
+def test_products_of_halves_are_captured(backend):
+    if backend == "inductor" and importlib.util.find_spec("triton") is None:
+        pytest.skip("no triton here")
+    params = {"w": torch.zeros(512, 512, device="cuda")}
+    x, g = drawn(8, 16, 512), drawn(8, 16, 512, seed=1)
+    compute = vgrad.clipped_grad(of_linear, max_norm=0.7)
+    captured = vgrad.compile(compute, backend=backend)
+    with torch.autocast("cuda", torch.bfloat16), switched("ieee"):
+        expected = compute(params, {}, x, g).grads["w"]
+        for _ in range(3):
+            found = captured(params, {}, x, g).grads["w"]
+    assert oracle.error({"w": found}, {"w": expected}) < 1e-4
 
 
 NOISE = {"noise_multiplier": 1.5, "key": vgrad.dp.secret_key(seed=0)}

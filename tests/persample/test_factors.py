@@ -25,6 +25,7 @@ from vgrad.factors import (
     combined,
     costs,
     norms,
+    products,
     reductions,
 )
 from vgrad.precision import StaticLossScale
@@ -117,20 +118,20 @@ def test_views_of_one_parameter_are_apart_or_not(name):
 
 
 @pytest.mark.parametrize(
-    ("channels", "width", "kernel", "groups", "device", "form"),
+    ("channels", "width", "kernel", "groups", "plain", "form"),
     [
-        (3, 64, 7, 1, "cpu", "alone"),
-        (3, 64, 7, 1, "cuda", "groups"),
-        (8, 64, 7, 1, "cpu", "groups"),  # as many as a block of channels
-        (3, 64, 7, 3, "cpu", "groups"),
-        (3, 32, 3, 1, "cpu", "groups"),  # too little for a call of its own
+        (3, 64, 7, 1, True, "alone"),
+        (3, 64, 7, 1, False, "windows"),
+        (8, 64, 7, 1, True, "groups"),  # as many as a block of channels
+        (3, 64, 7, 3, True, "groups"),
+        (3, 32, 3, 1, True, "groups"),  # too little for a call of its own
     ],
 )
 def test_few_channels_of_large_images_take_a_convolution_each(
-    channels, width, kernel, groups, device, form
+    channels, width, kernel, groups, plain, form
 ):
     pixels, weight = (width + kernel - 1) ** 2, (48, channels // groups, kernel, kernel)
-    assert costs.conv_form(pixels, width**2, weight, groups, device) == form
+    assert costs.conv_form(pixels, width**2, weight, groups, plain) == form
 
 
 def test_gradients_of_large_depthwise_kernels_do_not_drift():
@@ -215,11 +216,23 @@ def test_sums_over_many_samples_are_float32_and_do_not_drift(size, dtype):
 
 def test_products_are_wider_where_torch_may_round_factors():
     a = torch.randn(4, 3)
-    assert reductions.products(a)[0].dtype == torch.float32
+    assert products.exact(a)[0].dtype == torch.float32
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("medium")
-        assert reductions.products(a)[0].dtype == torch.float64
+        assert products.exact(a)[0].dtype == torch.float64
+        # On a host it rounds to bfloat16, where numbers of bfloat16 stay as they are.
+        for dtype in (torch.bfloat16, torch.float16):
+            half = a.to(dtype)
+            found = products.times(half, half.T)
+            kept = torch.float32 if dtype == torch.bfloat16 else torch.float64
+            assert found.dtype == kept
+            assert_close(
+                found.double(), half.double() @ half.double().T, rtol=1e-6, atol=1e-6
+            )
+        weights = torch.rand(4) + 0.5
+        found = reductions.weighted_rows(a, weights)
+        assert_close(found, (weights.double() @ a.double()).float())
     finally:
         torch.set_float32_matmul_precision(before)
 

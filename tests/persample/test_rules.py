@@ -22,7 +22,7 @@ from tests import oracle
 from tests.examples import examples
 from tests.losses import assert_gradients, assert_quantities
 from tests.persample.test_quantities import clipped_sum, gram, projected
-from vgrad.factors import costs
+from vgrad.factors import Conv, conv, costs
 from vgrad.ops import OPS
 from vgrad.persample import EXPANDED
 
@@ -384,9 +384,13 @@ def forced(form):
         "alone": {"project_factors": True, "wide_table": False},
         "swapped": {"project_factors": False},
     }.get(form, {})
+    of_windows = form == "products of windows"
     if form not in (None, "gradients"):
-        choices["conv_form"] = form
+        choices["conv_form"] = "gram" if of_windows else form
     with pytest.MonkeyPatch.context() as patch:
+        if of_windows or form == "windows":
+            patch.setattr(Conv, "plain", False)
+            patch.setattr(conv, "_AT_ONCE", 100)
         for name, choice in choices.items():
             patch.setattr(costs, name, lambda *_, choice=choice: choice)
         patch.setattr(costs, "FEW_LOOKUPS", 1 if form == "alone" else 128)
@@ -395,6 +399,7 @@ def forced(form):
 
 
 FORMS = ("gradients", "gram", "alone", "groups", "offsets", "swapped")
+FORMS += ("windows", "products of windows")
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,10 @@ randomness. This file comes close to them:
   probability of about 2e-4.
 * The sum adds float32 gradients that are computed for the batch as a whole. An added
   sample changes how the others are rounded, which the sensitivity does not count: by up
-  to 4 B 2^-24 of the clip norm in batches of B samples (B 2^-24 in chunks of 64), and
-  by twice the sensitivity where a gradient is nothing but rounding errors. With
-  `chunk_size=1` or `strategy="loop"` no sample's gradient depends on another sample.
+  to 4 B 2^-24 of the clip norm in batches of B samples (B 2^-24 in chunks of 64; for
+  half precision on matrix units B 2^-16), and by twice the sensitivity where a gradient
+  is nothing but rounding errors. With `chunk_size=1` or `strategy="loop"` no sample's
+  gradient depends on another sample.
 * Words come from ChaCha20 (RFC 8439), whose output nobody is known to tell from uniform
   bits. Each stream has a key of 256 bits: a keyed hash (BLAKE2b) of a secret key of 256
   bits, the member, name and shape of the sum, multiplier and deviation. The nonce is
@@ -49,8 +50,9 @@ them a new key.
 """
 
 import math
+import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -75,7 +77,7 @@ _GRID = 2.0**-16
 _LEAST = 1e-280
 """Smallest deviation whose grid float64 can hold."""
 
-_ON_HOST = 2**15
+_ON_HOST = 2**16
 """Numbers that a thread of a host draws at once."""
 
 _ON_DEVICE = 2**22
@@ -101,13 +103,13 @@ def add_gaussian_noise(
     entry and both numbers. Never use a key and a step for two different sums.
 
     Noise is drawn and added in float64 and rounded to `promote_types(dtype, float32)`,
-    at 7 ns per number and thread on a CPU. On a device it is drawn there, from the same
-    words, or on the host if the device has no float64. Non-finite entries stay as they
-    are. A noise multiplier of zero adds nothing; epsilon is then infinite.
+    at 7 to 10 ns per number and thread on a CPU. On a device it is drawn there, from
+    the same words, or on the host if the device has no float64. Non-finite entries stay
+    as they are. A noise multiplier of zero adds nothing; epsilon is then infinite.
 
     A sum may be a DTensor with placements `Shard` and `Replicate`. Each rank adds to
     its part the noise that the whole tensor would get there: all ranks need the same
-    key. A rank draws every block of 2^15 numbers (2^22 on a device) that overlaps its
+    key. A rank draws every block of 2^16 numbers (2^22 on a device) that overlaps its
     part.
 
     Raises:
@@ -194,31 +196,59 @@ class Noise:
         parts = {entry: _part(total) for entry, total in sums.items()}
         flat, noisy = {}, {}
         for entry, total in sums.items():
-            local = _local(total).detach().to(device)
+            local = _local(total).detach().to(device, _wide(total))
             flat[entry] = local.reshape(-1)
-            noisy[entry] = torch.empty(local.shape, dtype=_wide(local), device=device)
-        on_host = is_host(device)
-        size = _ON_HOST if on_host else _ON_DEVICE
-        layout = self.streams.layout(self, parts, device, size)
+            noisy[entry] = local.new_empty(local.shape)  # row by row
+        add = self._add_on_host if is_host(device) else self._add_on_device
+        add(parts, flat, {entry: value.view(-1) for entry, value in noisy.items()})
+        return {entry: _finished(noisy[entry], sums[entry]) for entry in sums}
+
+    def _add_on_host(self, parts: dict["Entry", "Part"], sums: Any, noisy: Any) -> None:
+        """Add noise to flat sums, on all threads, each in a part of its cache."""
+        layout = self.streams.layout(self, parts, HOST, _ON_HOST)
+        memory, grid = threading.local(), _grid(self.deviation)
+        sums = {entry: total.numpy() for entry, total in sums.items()}
+        noisy = {entry: value.numpy() for entry, value in noisy.items()}
 
         def add(number: int) -> None:
-            group, noise = layout.groups[number], layout.noise(number, self.step)
-            noise = _joined([noise[piece.places(device)] for piece in group])
-            some = [flat[piece.entry][piece.entries] for piece in group]
-            noise = (noise * self.deviation).add_(_joined(some).double())
-            noise = _rounded(noise, self.deviation, some)
-            into = [noisy[piece.entry].view(-1)[piece.entries] for piece in group]
-            if len(dtypes := {each.dtype for each in into}) == 1:
-                noise = noise.to(*dtypes)
-            kernels.copy_all_(into, noise.split([*map(len, into)]))
+            if not hasattr(memory, "arrays"):
+                tiles, half = _ON_HOST // TILE, TILE // 2
+                memory.words = torch.from_numpy(np.empty((tiles, 2, half), np.int64))
+                memory.arrays = [np.empty((tiles, half)) for _ in range(3)]
+            words = layout.words(number, self.step, memory.words)
+            noise = normals_of_host(words, *memory.arrays).reshape(-1)
+            noise *= self.deviation
+            for piece in layout.groups[number]:
+                values = noise[piece.places()]
+                values += sums[piece.entry][piece.entries]
+                if _near_zero(values, grid):
+                    # Rounded to the grid, and without -0.0.
+                    values += 1.5 * 2.0**52 * grid
+                    values -= 1.5 * 2.0**52 * grid
+                else:
+                    values = _rounded(torch.from_numpy(values), grid).numpy()
+                with np.errstate(over="ignore"):  # it is infinite, as in torch
+                    noisy[piece.entry][piece.entries] = values
 
         works = [partial(add, number) for number in range(len(layout.groups))]
-        if on_host:
-            generators.on_threads(works, sum(map(len, flat.values())))
-        else:
-            for work in works:
-                work()
-        return {entry: _finished(noisy[entry], sums[entry]) for entry in sums}
+        generators.on_threads(works, sum(map(len, sums.values())))
+
+    def _add_on_device(
+        self, parts: dict["Entry", "Part"], sums: Any, noisy: Any
+    ) -> None:
+        """Add noise to flat sums, in few ops for all of them."""
+        [device] = {each.device for each in noisy.values()}
+        layout = self.streams.layout(self, parts, device, _ON_DEVICE)
+        for number, group in enumerate(layout.groups):
+            noise = layout.noise(number, self.step)
+            noise = _joined([noise[piece.places(device)] for piece in group])
+            some = _joined([sums[piece.entry][piece.entries] for piece in group])
+            values = (noise * self.deviation).add_(some.double())
+            values = _rounded(values, _grid(self.deviation))
+            into = [noisy[piece.entry][piece.entries] for piece in group]
+            if len(dtypes := {each.dtype for each in into}) == 1:
+                values = values.to(*dtypes)
+            kernels.copy_all_(into, values.split([*map(len, into)]))
 
     def drawn(self, sums: Params) -> "Drawn | None":
         """Return the noise as an input of a graph; None where eager mode has to add."""
@@ -254,41 +284,56 @@ class Drawn(NamedTuple):
         for name, total in sums.items():
             own = noise[: total.numel()].view(total.shape)
             value = own * self.deviation + total.double()
-            noisy[name] = _rounded(value, self.deviation, [total]).to(_wide(total))
+            noisy[name] = _rounded(value, _grid(self.deviation)).to(_wide(total))
             noise = noise[TILE * math.ceil(total.numel() / TILE) :]
         return noisy
 
 
-def normals(
-    words: Tensor,
-    log: Callable[[Tensor], Tensor] = torch.log,
-    sqrt: Callable[[Tensor], Tensor] = torch.sqrt,
-    tan: Callable[[Tensor], Tensor] = torch.tan,
-) -> Tensor:
+def normals(words: Tensor) -> Tensor:
     """Make normal numbers of words, int64 `[..., 2, n]` -> float64 `[..., 2, n]`."""
     first, second = words.unbind(-2)
     # 63 bits of one word, then 11 of the other: above zero, at most 1. In float64 the
     # last ones count where the number is small.
     radius = (first & (2**63 - 1)).double()
     radius.sub_((second | -(2**11)).double(), alpha=2.0**-11).mul_(2.0**-63)
-    radius = sqrt(log(radius).mul_(-2))
+    radius = radius.log().mul_(-2).sqrt()
     # The other 53 bits are half of an angle t, whose cosine is 2 / (1 + tan(t / 2)^2)
     # - 1 and whose sine 2 tan(t / 2) / (1 + tan(t / 2)^2), which is faster than both.
-    tangent = tan((second >> 11).double().mul_(math.pi * 2.0**-53))
-    scale = radius.mul(2).div_(tangent.square().add_(1))
+    tangent = (second >> 11).double().mul_(math.pi * 2.0**-53).tan()
+    scale = (radius / tangent.square().add_(1)).mul_(2)
     return torch.stack([scale - radius, tangent.mul_(scale)], -2)
 
 
-def _of_numpy(function: np.ufunc) -> Callable[[Tensor], Tensor]:
-    # MKL, which torch calls, starts threads in every thread that calls it.
-    def run(numbers: Tensor) -> Tensor:
-        function(numbers.numpy(), out=numbers.numpy())
-        return numbers
+def normals_of_host(
+    words: Tensor, radius: np.ndarray, tangent: np.ndarray, scale: np.ndarray
+) -> np.ndarray:
+    """Make the numbers of `normals` in the memory of the words, with some of its own.
 
-    return run
-
-
-_OF_NUMPY = tuple(map(_of_numpy, (np.log, np.sqrt, np.tan)))
+    MKL, which torch calls, would start threads in every thread that calls it.
+    """
+    radius, tangent, scale = (x[: len(words)] for x in (radius, tangent, scale))
+    bits = words.numpy()
+    first, second = bits[:, 0], bits[:, 1]
+    first &= 2**63 - 1
+    torch.from_numpy(radius).copy_(words[:, 0])
+    small = (radius < 2.0**54).nonzero()  # elsewhere float64 rounds the 11 bits away
+    radius[small] -= (second[small] | -(2**11)) * 2.0**-11
+    radius *= 2.0**-63
+    np.log(radius, out=radius)
+    radius *= -2
+    np.sqrt(radius, out=radius)
+    second >>= 11
+    torch.from_numpy(tangent).copy_(words[:, 1])
+    tangent *= math.pi * 2.0**-53
+    np.tan(tangent, out=tangent)
+    np.multiply(tangent, tangent, out=scale)
+    scale += 1
+    np.divide(radius, scale, out=scale)
+    scale *= 2
+    numbers = bits.view(np.float64)
+    np.subtract(scale, radius, out=numbers[:, 0])
+    np.multiply(tangent, scale, out=numbers[:, 1])
+    return numbers
 
 
 # Streams, and the parts of tensors.
@@ -354,9 +399,7 @@ class _Layout:
                 count += tiles * TILE
 
     def noise(self, number: int, step: int) -> Tensor:
-        """Draw the normal numbers of a group at a step."""
-        if is_host(self._device):
-            return normals(self.words(number, step), *_OF_NUMPY).view(-1)
+        """Draw the normal numbers of a group at a step, by ops of tensors."""
         first, drawn = self._ahead if len(self.groups) == 1 else _NOTHING
         if not first <= step < first + len(drawn):
             keys, tiles = self.table(number)
@@ -368,16 +411,17 @@ class _Layout:
             first, drawn = self._ahead = step, normals(words).view(count, -1)
         return drawn[step - first]
 
-    def words(self, number: int, step: int) -> Tensor:
+    def words(self, number: int, step: int, memory: Tensor | None = None) -> Tensor:
         """Draw the words of a group at a step on the host, int64 `[N, 2, 256]`."""
         if not self._openssl:
             keys, tiles = self.table(number)
-            return chacha.keystream(
-                keys, chacha.nonces(torch.tensor([step], device=HOST)), tiles
-            )[0]
+            nonces = chacha.nonces(torch.tensor([step], device=HOST))
+            return chacha.keystream(keys, nonces, tiles)[0]
         group = self.groups[number]
         count = sum(piece.tiles for piece in group)
-        words = torch.empty((count, 2, TILE // 2), dtype=torch.int64, device=HOST)
+        if memory is None:
+            memory = torch.empty((count, 2, TILE // 2), dtype=torch.int64, device=HOST)
+        words = memory[:count]
         works, at = [], 0
         for piece in group:
             for tile in range(0, piece.tiles, _ON_HOST // TILE):
@@ -473,7 +517,7 @@ class Piece(NamedTuple):
     size: int  # of blocks
     start: int  # of the tiles, in numbers of the group
 
-    def places(self, device: torch.device) -> slice | Tensor:
+    def places(self, device: torch.device = HOST) -> Any:
         """Return the places of the numbers in the group."""
         places = places_of(self.part, self.block, self.size, device)
         if isinstance(places, slice):
@@ -513,16 +557,22 @@ def _joined(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def _rounded(values: Tensor, deviation: float, sums: list[Tensor]) -> Tensor:
-    """Round the noise of a deviation on some sums, in float64, to the grid."""
+def _grid(deviation: float) -> float:
+    return 2.0 ** math.floor(math.log2(deviation * _GRID))
+
+
+def _near_zero(values: np.ndarray, grid: float) -> bool:
+    """Return whether all numbers are within 2^51 steps of the grid; NaN is not."""
+    most = 2.0**51 * grid
+    return not len(values) or bool(values.max() < most and values.min() > -most)
+
+
+def _rounded(values: Tensor, grid: float) -> Tensor:
+    """Round float64 numbers to a grid, without -0.0."""
     # Products with powers of two are exact. No compiler leaves out a function, as it
     # may the addition and subtraction of a large number.
-    grid = 2.0 ** math.floor(math.log2(deviation * _GRID))
-    near = torch.round(values * (1 / grid)).mul_(grid).add_(0.0)  # without -0.0
-    largest = max(torch.finfo(each.dtype).max for each in sums)
-    if largest < torch.finfo(torch.float64).max * grid:
-        return near
-    # A product may overflow, where float64 has no finer numbers anyway.
+    near = torch.round(values * (1 / grid)).mul_(grid).add_(0.0)
+    # Far from zero float64 has no finer numbers, and the product may overflow.
     return torch.where(values.abs() < 2.0**52 * grid, near, values)
 
 

@@ -2,7 +2,7 @@
 
 B samples, P numbers in a parameter, O of them along its first axis; in products of
 matrices G groups, T positions of one sample, I inputs and O outputs. Products of
-matrices run in `promote_types(dtype, float32)`, or wider where torch may round.
+matrices are in `factors/products.py`.
 """
 
 import copy
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vgrad.conditions import checks_collected
-from vgrad.factors import costs, reductions
+from vgrad.factors import costs, products, reductions
 from vgrad.torch_private.tensors import memory
 from vgrad.tree import double, wide
 
@@ -57,7 +57,8 @@ class Products(NamedTuple):
 
     The squares of the norms are `<a, b>`, [B]; the diagonals, [2, B, G, T], are squares
     of the sizes of positions. All are sums of up to `length` products. `zero` are
-    samples with only zeros on one side, if no value may be read.
+    samples with only zeros on one side, if no value may be read. Relative to the sizes
+    of their terms, squares lose up to `cut`, and a weighted sum up to `rounding`.
     """
 
     squares: Tensor
@@ -65,6 +66,8 @@ class Products(NamedTuple):
     length: int
     factor: Any
     zero: Tensor | None
+    cut: float
+    rounding: float
     scale: Tensor | None = None
 
     @classmethod
@@ -73,7 +76,12 @@ class Products(NamedTuple):
         squares = torch.linalg.vecdot(a.reshape(size, -1), b.reshape(size, -1))
         sizes = torch.stack((a.diagonal(0, 1, 2), b.diagonal(0, 1, 2)))
         zero = factor.zeros() if checks_collected() else None
-        return cls(squares, sizes.unflatten(1, (size, -1)), length, factor, zero)
+        sizes = sizes.unflatten(1, (size, -1))
+        lost = 0.0, 0.0
+        if isinstance(factor, Outer):
+            cut = products.CUT if factor.in_halves else 0.0
+            lost = cut, factor.rounding
+        return cls(squares, sizes, length, factor, zero, *lost)
 
 
 Norms = Sequence[Norm | Products]
@@ -120,7 +128,7 @@ class Factor(ABC):
     def gram(self, other: "Factor") -> Tensor:
         """Return all inner products with other samples' gradients, [B, B']."""
         grads = self.grad()
-        return reductions.inner(grads, grads if other is self else other.grad())
+        return products.inner(grads, grads if other is self else other.grad())
 
     def project(self, probes: Probes) -> Tensor:
         """Return the inner products with probes, [B, dim]."""
@@ -142,7 +150,7 @@ class Positions:
     @cached_property
     def products(self) -> Tensor:
         """Inner products between the positions of a sample, [B * G, T, T]."""
-        return reductions.self_products(self.tensor.flatten(0, 1))
+        return products.self_products(self.tensor.flatten(0, 1))
 
 
 @dataclass(frozen=True)
@@ -184,7 +192,7 @@ class Dense(Factor):
     def project(self, probes: Probes) -> Tensor:
         """Contract the longer side of the gradients, then the other."""
         g = torch.view_as_real(self.g) if self.g.is_complex() else self.g
-        g, right = reductions.products(g, probes.right)
+        g, right = products.exact(g, probes.right)
         if probes.left is None:
             return g.reshape(self.size, right.shape[1]) @ right.T
         g, left = g.reshape(*g.shape[:2], right.shape[1]), probes.left.to(g.dtype)
@@ -277,6 +285,16 @@ class Outer(Pair):
     shared: Positions | None = None
 
     @property
+    def in_halves(self) -> bool:
+        """Whether a device multiplies the factors in half precision."""
+        return products.in_halves(self.inputs, self.outputs)
+
+    @property
+    def rounding(self) -> float:
+        """How much of its terms a weighted sum may lose."""
+        return products.rounding(self.inputs, self.outputs)
+
+    @property
     def is_matrix(self) -> bool:
         """Whether outputs and inputs are the two axes of the parameter."""
         sizes = (self.outputs.shape[3], self.inputs.shape[3])
@@ -287,15 +305,21 @@ class Outer(Pair):
         """Whether norms are computed without gradients."""
         _, _, positions, i = self.inputs.shape
         o = self.outputs.shape[3]
-        return positions == 1 or costs.outer_by_gram(positions, i, o)
+        sizes = positions, i, o, self.in_halves
+        return positions == 1 or costs.outer_by_gram(*sizes)
 
     def grad(self) -> Tensor:
-        a, b = reductions.products(self.inputs, self.outputs)
+        return self.formed().to(self.inputs.dtype)
+
+    def formed(self) -> Tensor:
+        """Return the gradients in float32 or wider."""
+        a, b = self.inputs, self.outputs.transpose(2, 3)
         if a.shape[2] == 1:
-            found = b.transpose(2, 3) * a
+            a, b = products.exact(a, b)
+            found = b * a
         else:
-            found = torch.matmul(b.transpose(2, 3), a)
-        return found.to(self.inputs.dtype).reshape(self.size, *self.shape)
+            found = products.times(b.flatten(0, 1), a.flatten(0, 1))
+        return found.reshape(self.size, *self.shape)
 
     def settled(self) -> tuple[Factor, Norms]:
         outputs = self.shared or Positions(self.outputs)
@@ -304,21 +328,29 @@ class Outer(Pair):
             norms = reductions.root(a * b, 1, self.inputs.dtype)
             single = a.shape[1] == 1
             reach = (a[:, 0], b[:, 0]) if single else (a.amax(1), b.amax(1))
-            return self, [Norm(norms, reach, norms)]
+            lost = self.rounding
+            return self, [Norm(norms, reach, norms * (1 + lost) if lost else norms)]
         if not self.by_gram:
-            return super().settled()
-        a, b = reductions.self_products(self.inputs.flatten(0, 1)), outputs.products
+            return Dense(self.formed()).settled()
+        a, b = products.self_products(self.inputs.flatten(0, 1)), outputs.products
         length = max(self.inputs.shape[3], self.outputs.shape[3])
         return self, [Products.of(a, b, self, length)]
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Scale the smaller factor, then one product over samples and positions."""
-        a, b = reductions.products(self.inputs, self.outputs)
-        column = weights.to(a.dtype).view(-1, 1, 1, 1)
+        a, b = self.sides
+        in_terms = self.rounding > 0
+        dtype = wide(a.dtype) if in_terms else products.exact_dtype(a, b)
+        column = weights.to(dtype).view(-1, 1, 1, 1)
         a, b = (a * column, b) if a.shape[3] <= b.shape[3] else (a, b * column)
-        step = max(1, reductions.ROWS_AT_ONCE // max(1, a.shape[2]))
-        parts = map(_summed_outer, a.split(step), b.split(step))
-        return reductions.total([*parts]).reshape(self.shape)
+        if not in_terms:
+            a, b = a.to(dtype), b.to(dtype)
+        product = products.by_terms if in_terms else torch.matmul
+        rows = products.ROWS if in_terms else reductions.ROWS_AT_ONCE
+        step = max(1, rows // max(1, a.shape[2]))
+        pairs = zip(a.split(step), b.split(step), strict=True)
+        parts = [product(*_as_matrices(*pair)) for pair in pairs]
+        return reductions.total(parts).reshape(self.shape)
 
     def gram(self, other: Factor) -> Tensor:
         """Inner products of factors, none of them `far`, where gradients cost more."""
@@ -327,8 +359,8 @@ class Outer(Pair):
         if not costs.cross_by_gram(self.inputs.shape, self.outputs.shape, other.size):
             return super().gram(other)
         sizes = (self.size, self.inputs.shape[2], other.size, other.inputs.shape[2])
-        k = reductions.inner(self.inputs.flatten(0, 2), other.inputs.flatten(0, 2))
-        k *= reductions.inner(self.outputs.flatten(0, 2), other.outputs.flatten(0, 2))
+        k = products.inner(self.inputs.flatten(0, 2), other.inputs.flatten(0, 2))
+        k *= products.inner(self.outputs.flatten(0, 2), other.outputs.flatten(0, 2))
         return k.view(sizes).sum((1, 3))
 
     def project(self, probes: Probes) -> Tensor:
@@ -339,22 +371,23 @@ class Outer(Pair):
             return super().project(probes)
         if not costs.project_factors(positions, i, o, len(left)):
             return super().project(probes)
-        a, right = reductions.products(self.inputs[:, 0], probes.right)
-        b, left = reductions.products(self.outputs[:, 0], left)
+        a, right = products.exact(self.inputs[:, 0], probes.right)
+        b, left = products.exact(self.outputs[:, 0], left)
         return ((a @ right.T) * (b @ left.T)).sum(1)
 
     def _of(self, inputs: Tensor, outputs: Tensor) -> Self:
         return replace(self, inputs=inputs, outputs=outputs, shared=None)
 
 
-def _summed_outer(a: Tensor, b: Tensor) -> Tensor:
+def _as_matrices(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Join samples and positions, [B, G, T, I] and [B, G, T, O], for one product."""
     if a.shape[1] == 1:
         a, b = a.squeeze(1), b.squeeze(1)
         if a.stride(0) < a.stride(1):  # of recurrent nets: flattened without a copy
             a, b = a.transpose(0, 1), b.transpose(0, 1)
-        return (b.flatten(0, 1).T @ a.flatten(0, 1))[None]
+        return b.flatten(0, 1).T, a.flatten(0, 1)
     a, b = (each.transpose(0, 1).flatten(1, 2) for each in (a, b))
-    return torch.bmm(b.transpose(1, 2), a)
+    return b.transpose(1, 2), a
 
 
 class Compound(Factor):

@@ -95,6 +95,10 @@ class Tied(Compound):
             return Dense(self.grad()).settled()
         parts = {"outer": self.outer.settled()[1], "rows": self.rows.settled()[1]}
         (outer,), (rows,) = settled(parts).values()
+        rounded: Any = 0.0  # of the outer products: added as it is, whatever cancels
+        if rounding := self.outer.rounding:
+            rounded = rounding * (outer.value if outer.most is None else outer.most)
+            outer = outer._replace(upper=outer.upper - rounded)
         a, b = self.outer.inputs[:, 0].double(), self.outer.outputs[:, 0]
         index = self.rows.index[:, None, :].expand(-1, b.shape[1], -1)
         cross = torch.linalg.vecdot(
@@ -106,9 +110,10 @@ class Tied(Compound):
         uppers = outer.upper.square() + 2 * cross + rows.upper.square()
         uppers = uppers + 4 * torch.finfo(torch.float64).eps * largest
         norms, uppers = (each.clamp(min=0).sqrt() for each in (squares, uppers))
+        uppers = uppers + rounded
         eps = torch.finfo(wide(self.outer.inputs.dtype)).eps
         lost = outer.upper - outer.value + rows.upper - rows.value
-        lost = lost + eps * largest.sqrt()
+        lost = lost + eps * largest.sqrt() + rounded
         doubt = cancelled(largest.sqrt(), norms)
         # Nothing is less than what both norms are sure of.
         doubt = doubt.masked_fill(largest == 0, 0.0)

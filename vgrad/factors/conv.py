@@ -1,4 +1,4 @@
-"""The factor of a convolution's weight, and the five forms of its norms.
+"""The factor of a convolution's weight, and the six forms of its norms.
 
 B samples, C channels in, O channels out, G groups, K numbers in a kernel, T positions
 of the output. The gradient of one sample is, in every group, a sum over positions of
@@ -14,9 +14,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vgrad.factors import costs, reductions
-from vgrad.factors.base import Factor, Norms, Pair, Probes, Products
+from vgrad.devices import is_host
+from vgrad.factors import costs, products, reductions
+from vgrad.factors.base import Dense, Factor, Norms, Outer, Pair, Probes, Products
 from vgrad.torch_private import kernels
+
+_AT_ONCE = 2**27
+"""Numbers of windows in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -34,34 +38,54 @@ class Conv(Pair):
     @property
     def form(self) -> costs.ConvForm:
         """How norms are computed."""
-        if reductions.rounded(self.inputs.device, "conv"):
-            return "offsets"
         before, after = reversed(self.pads[::2]), reversed(self.pads[1::2])
         sizes = zip(self.inputs.shape[2:], before, after, strict=True)
         pixels = math.prod(map(sum, sizes))
-        positions, device = math.prod(self.outputs.shape[2:]), self.inputs.device.type
-        return costs.conv_form(pixels, positions, self.shape, self.groups, device)
+        positions = math.prod(self.outputs.shape[2:])
+        kinds = self.plain, products.in_halves(self.inputs, self.outputs)
+        return costs.conv_form(pixels, positions, self.shape, self.groups, *kinds)
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's convolutions are plain sums of products, on a host."""
+        # Elsewhere an algorithm may mix positions before it rounds, which no bound
+        # covers, or round the sum over samples.
+        device = self.inputs.device
+        return is_host(device) and not products.rounded(device, "conv")
 
     def grad(self) -> Tensor:
         """Gradients by the form that is cheapest, not by products of positions."""
         form = self.form
         if form == "groups":
             return self._by_groups()
+        if not self.plain or form == "windows":
+            return self._by_windows().to(self.inputs.dtype)
         if form == "alone":
             return self._one_by_one()
         return self._by_swapping() if form == "swapped" else self._by_offsets()
 
     def settled(self) -> tuple[Factor, Norms]:
         """Take norms without gradients where they are cheaper so."""
-        if self.form != "gram":
+        form = self.form
+        if form == "windows":
+            return Dense(self._by_windows()).settled()
+        if form != "gram":
             return super().settled()
-        b = reductions.self_products(self._split(self.outputs).flatten(2).mT)
+        if not self.plain:
+            norms = self._unfolded().settled()[1]
+            return self, [norm._replace(factor=self) for norm in norms]
+        b = products.self_products(self._split(self.outputs).flatten(2).mT)
         length = max(math.prod(self.shape[1:]), self.shape[0])
         return self, [Products.of(self._patch_products(), b, self, length)]
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Weight gradient of an ordinary convolution, of scaled samples."""
-        inputs, outputs = reductions.products(self.inputs, self.outputs)
+        if self.form == "groups" and not self.plain:
+            return Dense(self.grad()).weighted(weights)
+        if not self.plain:
+            pairs = zip(self._parts(), weights.split(self._step), strict=True)
+            return reductions.total([part.weighted(some) for part, some in pairs])
+        inputs, outputs = products.exact(self.inputs, self.outputs)
         column = weights.to(inputs.dtype).view(-1, *(1,) * (inputs.ndim - 1))
         if inputs.numel() < outputs.numel():
             inputs = inputs * column
@@ -73,13 +97,15 @@ class Conv(Pair):
 
     def project(self, probes: Probes) -> Tensor:
         """Convolve with the right sides of the probes, multiply with the left ones."""
+        if not self.plain:
+            return torch.cat([part.project(probes) for part in self._parts()])
         if self.groups > 1 or probes.left is None:
             return super().project(probes)
         sizes = (math.prod(self.outputs.shape[2:]), math.prod(self.shape[1:]))
         if not costs.project_factors(*sizes, self.shape[0], len(probes.left)):
             return super().project(probes)
-        inputs, right = reductions.products(self._padded(), probes.right)
-        outputs, left = reductions.products(self.outputs, probes.left)
+        inputs, right = products.exact(self._padded(), probes.right)
+        outputs, left = products.exact(self.outputs, probes.left)
         positions = outputs.flatten(2)
         seen = positions.new_zeros(self.size, len(right), positions.shape[2])
         kernels = right.view(len(right), self.shape[1], -1)
@@ -87,14 +113,44 @@ class Conv(Pair):
             seen += kernels[:, :, number] @ window.flatten(2)
         return (seen * (left @ positions)).sum(2)
 
+    @property
+    def _step(self) -> int:
+        """How many samples have their windows in memory at once."""
+        seen = math.prod(self.outputs.shape[2:]) * math.prod(self.shape[1:])
+        return max(1, _AT_ONCE // max(1, seen * self.groups))
+
+    def _parts(self) -> Iterator[Outer]:
+        pairs = zip(*(each.split(self._step) for each in self.sides), strict=True)
+        return (self._of(*pair)._unfolded() for pair in pairs)
+
+    def _unfolded(self) -> Outer:
+        """Return the product of outputs and the windows of inputs that they meet."""
+        seen, count = self._padded(), len(self.stride)
+        geometry = zip(self.shape[2:], self.stride, self.dilation, strict=True)
+        for axis, (size, step, gap) in enumerate(geometry, start=2):
+            seen = seen.unfold(axis, gap * (size - 1) + 1, step)[..., ::gap]
+            seen = seen.narrow(axis, 0, self.outputs.shape[axis])
+        axes = range(3, 3 + count), [2], range(3 + count, 3 + 2 * count)
+        seen = seen.unflatten(1, (self.groups, self.shape[1]))
+        seen = seen.permute(0, 1, *itertools.chain(*axes))
+        outputs = self.outputs.flatten(2).unflatten(1, (self.groups, -1)).mT
+        sizes = *outputs.shape[:3], math.prod(self.shape[1:])
+        return Outer(seen.reshape(sizes), outputs, self.shape)
+
+    def _by_windows(self) -> Tensor:
+        """Multiply outputs with the windows of inputs that they meet."""
+        parts = [part.formed() for part in self._parts()]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
     def _by_groups(self) -> Tensor:
-        pair = reductions.products(self.inputs, self.outputs)
+        # On a device in the dtype at hand, since norms are taken of these numbers.
+        pair = products.exact(*self.sides) if self.plain else self.sides
         inputs, outputs = (each.flatten(0, 1)[None] for each in pair)
         found = self._weight_gradient(inputs, outputs, self.size)
         return found.view(self.size, *self.shape).to(self.inputs.dtype)
 
     def _one_by_one(self) -> Tensor:
-        inputs, outputs = reductions.products(self.inputs, self.outputs)
+        inputs, outputs = products.exact(self.inputs, self.outputs)
         pairs = zip(inputs.split(1), outputs.split(1), strict=True)
         found = [self._weight_gradient(*pair, 1) for pair in pairs]
         return torch.stack(found).to(self.inputs.dtype)
@@ -103,7 +159,7 @@ class Conv(Pair):
         """Convolve every input channel with the outputs, which are its kernels."""
         # Stride and dilation change places too. Some rows of the outputs at a time, as
         # one convolution sums over all positions in float32.
-        inputs, outputs = reductions.products(self._padded(), self.outputs)
+        inputs, outputs = products.exact(self._padded(), self.outputs)
         step = max(1, costs.FEW_POSITIONS // math.prod(outputs.shape[3:]))
         inputs = inputs.unflatten(1, (self.groups, -1)).flatten(0, 1).transpose(0, 1)
         reach = self.dilation[0] * (self.shape[2] - 1) + 1
@@ -125,7 +181,7 @@ class Conv(Pair):
 
     def _by_offsets(self) -> Tensor:
         """Multiply, for each number of the kernel, outputs with the inputs it sees."""
-        inputs, outputs = reductions.products(self._padded(), self.outputs)
+        inputs, outputs = products.exact(self._padded(), self.outputs)
         left = self._split(outputs).flatten(2)
         kernel = self.shape[2:]
         sizes = (self.size, math.prod(kernel), *self.shape[:2])
@@ -143,9 +199,9 @@ class Conv(Pair):
         """Inner products of the patches seen at two positions, [B * G, T, T]."""
         # A sum, over the kernel, of shifted products of pixels; products of patches
         # would take K times as many operations, since each pixel is in K of them.
-        inputs = self._split(reductions.products(self._padded())[0])
+        inputs = self._split(products.exact(self._padded())[0])
         space, count = inputs.shape[2:], len(inputs)
-        pixels = reductions.self_products(inputs.flatten(2).mT)
+        pixels = products.self_products(inputs.flatten(2).mT)
         pixels = pixels.view(count, *space, *space)
         found = pixels.new_zeros(())
         for window in self._windows(pixels, leading=1, times=2):

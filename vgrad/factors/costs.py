@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-ConvForm = Literal["alone", "gram", "groups", "offsets", "swapped"]
+ConvForm = Literal["alone", "gram", "groups", "offsets", "swapped", "windows"]
 
 OPERATIONS_PER_BYTE = 8
 """Floating-point operations that take as long as writing or reading one byte.
@@ -16,6 +16,9 @@ OPERATIONS_PER_BYTE = 8
 Two cores of an x86 server do 100 Gflop/s and move 12 GB/s; accelerators have a higher
 ratio, and would rather compute than store.
 """
+
+_HALVES_PER_BYTE = 256
+"""The same on the matrix units of an accelerator, for factors in half precision."""
 
 _SMALL_MATRIX = 2**12
 """Numbers of a sample's gradient that stay in a processor's cache for a whole batch."""
@@ -45,31 +48,50 @@ _SMALL_TABLE = 2**17
 """Numbers of a table that is made in float64 however few of its rows are used."""
 
 
-def outer_by_gram(positions: int, inputs: int, outputs: int) -> bool:
-    """Return whether norms from products of positions beat forming the gradients."""
+def outer_by_gram(
+    positions: int, inputs: int, outputs: int, halves: bool = False
+) -> bool:
+    """Return whether norms from products of positions beat forming the gradients.
+
+    `halves` are factors in half precision on a device that multiplies them as such.
+    """
     # Gradients take no operations of their own, since they are the summands of the
     # weighted sum; they take three passes over their memory, unless it is in a cache.
     numbers = inputs * outputs
+    if halves:  # and two terms of each sum, and products that pass through memory
+        operations = 2 * positions**2 * (inputs + outputs) + 2 * positions * numbers
+        return operations / _HALVES_PER_BYTE + 16 * positions**2 < 12 * numbers
     traffic = 1 if numbers <= _SMALL_MATRIX else 12
     products = 2 * positions**2 * (inputs + outputs)
     return products < OPERATIONS_PER_BYTE * traffic * numbers
 
 
 def conv_form(
-    pixels: int, positions: int, weight: Sequence[int], groups: int, device: str
+    pixels: int,
+    positions: int,
+    weight: Sequence[int],
+    groups: int,
+    plain: bool,
+    halves: bool = False,
 ) -> ConvForm:
-    """Choose how the norms of a convolution's gradients are computed."""
+    """Choose how norms are computed, by `plain` convolutions of a host or by products.
+
+    Kernels of accelerators for grouped convolutions are fast or slow by accident.
+    """
     # On a CPU one grouped convolution wins but for many channels of small maps, and for
     # groups of few channels; it has a good kernel for small windows of single channels.
     # For few channels of a large image an ordinary one for each sample takes less.
     outputs, inputs, *kernel = weight
+    if not plain and inputs == 1 and groups > 1:  # for which devices have a kernel
+        return "groups"
+    if not plain:
+        sizes = positions, inputs * math.prod(kernel), outputs // groups, halves
+        return "gram" if positions == 1 or outer_by_gram(*sizes) else "windows"
     products = 2 * pixels**2 * inputs * groups + 2 * positions**2 * outputs
     sums = OPERATIONS_PER_BYTE * 4 * positions**2 * math.prod(kernel) * groups
     if products + sums < OPERATIONS_PER_BYTE * 8 * math.prod(weight):
         return "gram"
     few = positions <= FEW_POSITIONS
-    if device != "cpu":
-        return "offsets" if few else "groups"
     if inputs == 1 and _swaps(few, kernel, outputs // groups):
         return "swapped"
     operations = 2 * positions * math.prod(weight)

@@ -39,7 +39,8 @@ def settled(norms: Mapping[str, Norms]) -> dict[str, list[Norm]]:
     alike: dict[tuple, list[Products]] = {}
     for each in itertools.chain(*norms.values()):
         if isinstance(each, Products):
-            alike.setdefault((each.sizes.shape, each.sizes.dtype), []).append(each)
+            kind = each.sizes.shape, each.sizes.dtype, each.cut, each.rounding
+            alike.setdefault(kind, []).append(each)
     taken: dict[int, Any] = {}
     for some in alike.values():
         taken |= zip(map(id, some), _from_products(some), strict=True)
@@ -57,7 +58,7 @@ def _from_products(products: Sequence[Products]) -> Iterator[Norm]:
     number, positions = torch.finfo(products[0].sizes.dtype), max(1, a.shape[3])
     # Twice the worst that was measured, over kinds of inputs of all sizes and dtypes;
     # where positions are equal, so are their errors, and do not average out.
-    slack = number.eps * max(4.0, 20 / positions)
+    slack = number.eps * max(4.0, 20 / positions) + products[0].cut
     sizes, values = sizes.sum((1, 3, 4)), squares.sqrt()
     # A square that may include products on the edge of zero is not used:
     # where denormal numbers are flushed, all of a sum may be gone.
@@ -68,10 +69,13 @@ def _from_products(products: Sequence[Products]) -> Iterator[Norm]:
     if zeros := [each.zero for each in products if each.zero is not None]:
         doubts = doubts.masked_fill(torch.stack(zeros) & (most == 0), 0.0)
     uppers = torch.addcmul(squares, most, most, value=slack).sqrt_()
+    eps = number.eps
+    if rounding := products[0].rounding:
+        eps, uppers = rounding, uppers.add_(most, alpha=rounding)
     columns = values, sizes.sqrt_(), uppers, doubts, most
     rows = zip(products, *map(torch.unbind, columns), strict=True)
     for each, value, size, upper, doubt, own in rows:
-        others = doubt, own, number.eps, each.factor, each.scale
+        others = doubt, own, eps, each.factor, each.scale
         yield Norm(value, (size,), upper, *others)
 
 

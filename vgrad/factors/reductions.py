@@ -6,12 +6,12 @@ runs in float32 or wider, with autocast off, whatever the dtype of the gradients
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from vgrad.conditions import checks_collected, rare
+from vgrad.factors import products
 from vgrad.torch_private import modes
 from vgrad.tree import double, wide
 from vgrad.typing import Params
@@ -93,33 +93,6 @@ def row_norms(grad: Tensor) -> Tensor:
     return norms
 
 
-def products(*factors: Tensor) -> list[Tensor]:
-    """Bring the factors of a matrix product to the dtype in which it is exact."""
-    # Float64 where torch may round float32 to TF32 or bfloat16, which would break the
-    # bound on clipped gradients.
-    dtype = torch.float32
-    for factor in factors:
-        dtype = torch.promote_types(dtype, factor.dtype)
-    if dtype in (torch.float32, torch.complex64) and rounded(
-        factors[0].device, "matmul"
-    ):
-        dtype = torch.promote_types(dtype, torch.float64)
-    return [factor.to(dtype) for factor in factors]
-
-
-def inner(a: Tensor, b: Tensor) -> Tensor:
-    """Inner products of rows, [B, ...] and [C, ...] -> [B, C]."""
-    dtype = wide(torch.promote_types(a.dtype, b.dtype))
-    a, b = products(*(x.reshape(len(x), math.prod(x.shape[1:])) for x in (a, b)))
-    return (a @ b.mH).to(dtype)
-
-
-def self_products(rows: Tensor) -> Tensor:
-    """Inner products of the positions of each sample, [N, T, I] -> [N, T, T]."""
-    (rows,) = products(rows)
-    return torch.bmm(rows, rows.transpose(1, 2))
-
-
 def zeros(numbers: Tensor) -> Tensor:
     """Mark the samples with nothing but zeros, [B, ...] -> [B]."""
     if not numbers.numel():
@@ -134,18 +107,6 @@ def _largest(numbers: Tensor) -> Tensor:
         return numbers.abs().amax(axes)
     # Two readings, where sizes would be written first, as large as the numbers.
     return torch.maximum(numbers.amax(axes), -numbers.amin(axes))
-
-
-def rounded(device: torch.device, op: Literal["conv", "matmul"]) -> bool:
-    """Return whether torch may round the float32 factors of an op."""
-    backends: Any = torch.backends
-    on_cuda = {"conv": backends.cudnn, "matmul": backends.cuda}
-    backend = on_cuda[op] if device.type == "cuda" else backends.mkldnn
-    return getattr(backend, op).fp32_precision not in _UNROUNDED
-
-
-_UNROUNDED = {"none", "ieee"}
-"""Values of torch's switches, old and new, where float32 stays float32."""
 
 
 def _block_norms(flat: Tensor) -> Tensor:
@@ -252,13 +213,19 @@ def weighted_rows(grad: Tensor, weights: Tensor) -> Tensor:
     axes = list(range(grad.ndim)) if grad.is_contiguous() else memory_order(grad)
     grad = grad.permute(axes)
     flat = grad.reshape(len(grad), math.prod(grad.shape[1:]))
-    rows, row = products(flat, weights[None])
+    dtype = torch.promote_types(wide(grad.dtype), weights.dtype)
+    rows, row = flat.to(dtype), weights[None].to(dtype)
+    long = torch.promote_types(dtype, torch.float64)
     whole = len(rows) // _SAMPLES * _SAMPLES
-    if len(rows) <= _SAMPLES:
+    if dtype != long and products.rounded(rows.device, "matmul"):
+        found = (rows * row.mT).sum(0)
+    elif len(rows) <= _SAMPLES:
         found = row @ rows
     else:
         left = row[:, :whole].reshape(-1, 1, _SAMPLES)
         parts = torch.bmm(left, rows[:whole].unflatten(0, (-1, _SAMPLES)))
-        found = double(parts).sum(0) + double(row[:, whole:] @ rows[whole:])
+        found = parts.sum(0, dtype=long)
+        if whole < len(rows):
+            found = found + row[:, whole:] @ rows[whole:]
     found = found.to(wide(grad.dtype)).reshape(grad.shape[1:])
     return found.permute([axes.index(axis) - 1 for axis in range(1, len(axes))])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vgrad.factors import costs, reductions
+from vgrad.factors import costs, products, reductions
 from vgrad.factors.base import Factor, Norm, Norms, Probes
 from vgrad.tree import double, wide
 
@@ -83,7 +83,7 @@ class Rows(Factor):
         if not isinstance(other, Rows):
             return super().gram(other)
         sizes = (self.size, self.index.shape[1], other.size, other.index.shape[1])
-        k = reductions.inner(self.outputs.flatten(0, 1), other.outputs.flatten(0, 1))
+        k = products.inner(self.outputs.flatten(0, 1), other.outputs.flatten(0, 1))
         equal = self.index.reshape(-1, 1) == other.index.reshape(1, -1)
         found = torch.where(equal, k, 0).view(sizes).sum((1, 3))
         # A sample that is not finite shows in every product, as it does for gradients.
@@ -93,7 +93,7 @@ class Rows(Factor):
         """Look the probes up, `sum_t left[index_t] <out_t, right>`."""
         if probes.left is None:
             return super().project(probes)
-        rows, right = reductions.products(self.outputs, probes.right)
+        rows, right = products.exact(self.outputs, probes.right)
         left = probes.left.T[self.index].to(rows.dtype)
         return (left * (rows @ right.T)).sum(1)
 

@@ -81,6 +81,21 @@ def cpu_multiplies(dtype: torch.dtype) -> bool:
 
 
 @cache
+def multiplies_halves(device: torch.device) -> bool:
+    """Return whether products of half precision have float32 results on a device."""
+    # `mm`, `bmm` and their like with `out_dtype`, from torch 2.8 on, on some backends.
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    if not has("aten::bmm.dtype", torch._C._dispatch_key_for_device(device.type)):
+        return False
+    one = torch.ones(1, 1, 1, dtype=torch.bfloat16, device=device)
+    try:  # which older devices refuse
+        torch.bmm(one, one, out_dtype=torch.float32)
+    except RuntimeError:
+        return False
+    return True
+
+
+@cache
 def autocast_ops(device: str) -> set[str]:
     """Return the ops of aten that autocast casts on a type of device."""
     of_others = device == torch._C._get_privateuse1_backend_name()

@@ -1,0 +1,154 @@
+"""Products of matrices of factors, and their rounding on each kind of device.
+
+Products of two bfloat16 or two float16 numbers are exact in float32. Where a device
+multiplies such numbers into float32 sums, factors go there as they are, and factors
+scaled by weights as sums of two bfloat16 terms. Everything else runs in
+`promote_types(dtype, float32)`, or in float64 where torch may round float32.
+
+Matrix units cut sums instead of rounding them: on an H100, by 1.5e-9 (bfloat16) and
+6e-9 (float16) of the sum for each term, so that squares come out too small.
+"""
+
+import functools
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from vgrad.torch_private import kernels, modes
+from vgrad.tree import wide
+
+_BLOCK = {torch.bfloat16: 1024, torch.float16: 256}
+"""Terms that units sum up before float32 does, in products that norms are made of."""
+
+_BLOCKS = 16
+"""Blocks of a product of rows beyond which float32 takes fewer launches."""
+
+CUT = 2**-17
+"""Error of inner products of two such products, relative to the sizes of terms."""
+
+_FEW = 2**28
+"""Products of a sum that float32 takes in the time of the launches of terms."""
+
+ROWS = 8192
+"""Rows of one product in terms: of a sum, units lose 1e-5 at most."""
+
+_LOST = 2**-16
+"""Relative error of two bfloat16 terms, and of a product without its small terms."""
+
+
+def exact_dtype(*factors: Tensor) -> torch.dtype:
+    """Return the dtype in which a product of these matrices is exact."""
+    # Float64 where torch may round float32 to TF32 or bfloat16, which would break the
+    # bound on clipped gradients.
+    dtype = torch.float32
+    for factor in factors:
+        dtype = torch.promote_types(dtype, factor.dtype)
+    single = dtype in (torch.float32, torch.complex64)
+    if single and rounded(factors[0].device, "matmul"):
+        dtype = torch.promote_types(dtype, torch.float64)
+    return dtype
+
+
+def exact(*factors: Tensor) -> list[Tensor]:
+    """Bring the factors of a matrix product to the dtype in which it is exact."""
+    dtype = exact_dtype(*factors)
+    return [factor.to(dtype) for factor in factors]
+
+
+def times(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply matrices of factors, not scaled: `[N, M, K]` and `[N, K, L]`."""
+    if in_halves(a, b):
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    # Numbers of few bits stay as they are where float32 is rounded to so many.
+    bits = {torch.bfloat16: 8, torch.float16: 11}.get(a.dtype, 24)
+    if a.dtype == b.dtype and bits < 24 and bits <= _bits(a.device):
+        return a.float() @ b.float()
+    a, b = exact(a, b)
+    return a @ b
+
+
+def inner(a: Tensor, b: Tensor) -> Tensor:
+    """Inner products of rows, [B, ...] and [C, ...] -> [B, C]."""
+    dtype = wide(torch.promote_types(a.dtype, b.dtype))
+    a, b = (x.reshape(len(x), math.prod(x.shape[1:])) for x in (a, b))
+    if in_halves(a, b) and a.shape[1] <= _BLOCKS * _BLOCK[a.dtype]:
+        return _by_blocks(a[None], b.mT[None])[0]
+    a, b = exact(a, b)
+    return (a @ b.mH).to(dtype)
+
+
+def self_products(rows: Tensor) -> Tensor:
+    """Inner products of the positions of each sample, [N, T, I] -> [N, T, T]."""
+    return _by_blocks(rows, rows.transpose(1, 2))
+
+
+def _by_blocks(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply as `times`, with sums that units hardly cut."""
+    block = _BLOCK.get(a.dtype, a.shape[2])
+    if a.shape[2] <= block or not in_halves(a, b):
+        return times(a, b)
+    parts = map(times, a.split(block, 2), b.split(block, 1))
+    return functools.reduce(torch.add, parts)
+
+
+def in_halves(a: Tensor, b: Tensor) -> bool:
+    """Return whether a device multiplies these factors in half precision."""
+    halves = a.dtype == b.dtype and a.dtype in _BLOCK
+    return halves and kernels.multiplies_halves(a.device) and _is_plain(a, b)
+
+
+def rounding(a: Tensor, b: Tensor) -> float:
+    """Return how much of its terms a weighted sum `[..., I] x [..., O]` may lose.
+
+    Zero is for sums in `exact` dtypes, anything else for those `by_terms`.
+    """
+    if a.numel() * b.shape[-1] < _FEW or not kernels.multiplies_halves(a.device):
+        return 0.0
+    # Torch rounds float32 to 11 bits if it may, of which terms keep 16.
+    dtype = torch.promote_types(a.dtype, b.dtype)
+    fits = dtype == torch.float32 and _bits(a.device) == 11
+    if not (fits or dtype in _BLOCK) or not _is_plain(a, b):
+        return 0.0
+    # As much again for how matrix units add up.
+    return 2 * _LOST if dtype == torch.bfloat16 else 4 * _LOST
+
+
+def by_terms(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply `[M, K]` and `[K, N]`, or a batch of them, in terms and float32 sums."""
+    if a.ndim == 2:
+        return by_terms(a[None], b[None])[0]
+    large, *small = _terms(a)
+    other, *rest = _terms(b)
+    # Only the product of the two small ones is left out.
+    pairs = [(large, other), *((large, x) for x in rest), *((x, other) for x in small)]
+    parts = (torch.bmm(*pair, out_dtype=torch.float32) for pair in pairs)
+    return functools.reduce(torch.add, parts)
+
+
+def _terms(numbers: Tensor) -> list[Tensor]:
+    """Split numbers into a bfloat16 and the rest as another, if there is a rest."""
+    if numbers.dtype == torch.bfloat16:
+        return [numbers]
+    large = numbers.bfloat16()
+    return [large, (numbers - large).bfloat16()]
+
+
+def _is_plain(*factors: Tensor) -> bool:
+    """Return whether neither autograd nor vmap follows: `out_dtype` has no rules."""
+    return not (modes.inside_transform() or any(each.requires_grad for each in factors))
+
+
+_BITS = {"none": 24, "ieee": 24, "tf32": 11}
+"""Significant bits that float32 keeps by torch's switches, 8 where not named here."""
+
+
+def _bits(device: torch.device, op: Literal["conv", "matmul"] = "matmul") -> int:
+    backend = "cuda" if device.type == "cuda" else "mkldnn"
+    return _BITS.get(kernels.fp32_precision(backend, op), 8)
+
+
+def rounded(device: torch.device, op: Literal["conv", "matmul"]) -> bool:
+    """Return whether torch may round the float32 factors of an op."""
+    return _bits(device, op) < 24
