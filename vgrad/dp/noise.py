@@ -53,7 +53,7 @@ import math
 import threading
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -165,7 +165,7 @@ def gaussian_noise(
 class Noise:
     """The noise of a step: normal numbers of a deviation, from streams of a key."""
 
-    key: Tensor
+    key: Tensor = field(repr=False)  # no log or traceback holds it
     step: int
     multiplier: float
     deviation: float
