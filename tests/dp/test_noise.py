@@ -353,6 +353,7 @@ def test_a_run_makes_its_keys_once(monkeypatch):
     other = secret_key(seed=1)
     oracle.assert_exact(noise(0, other).added(sums), noised(sums, key=other), 0)
     assert not pickle.loads(pickle.dumps(held))._layouts  # no secrets
+    assert "key" not in repr(noise(0))
 
 
 # Pairs of normal numbers, by the formula of Box and Muller.

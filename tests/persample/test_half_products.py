@@ -165,9 +165,9 @@ def test_the_bound_rests_on_the_rounding_of_scaled_factors(batch, dtype, monkeyp
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("width", [200, 3000])
+@pytest.mark.parametrize("width", [200, 2048])
 def test_the_bound_holds_where_units_cut_long_sums(width, dtype):
-    x = torch.rand(4, 2, width, generator=torch.manual_seed(0)).to(dtype)
+    x = torch.rand(3, 6, width, generator=torch.manual_seed(0)).to(dtype)
     params = {"w": torch.zeros(width, width, dtype=dtype)}
     with device(few=2**60):
         assert Outer(x[:, None], x[:, None], params["w"].shape).by_gram

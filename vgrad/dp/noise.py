@@ -21,9 +21,10 @@ randomness. This file comes close to them:
   probability of about 2e-4.
 * The sum adds float32 gradients that are computed for the batch as a whole. An added
   sample changes how the others are rounded, which the sensitivity does not count: by up
-  to 4 B 2^-24 of the clip norm in batches of B samples (B 2^-24 in chunks of 64), and
-  by twice the sensitivity where a gradient is nothing but rounding errors. With
-  `chunk_size=1` or `strategy="loop"` no sample's gradient depends on another sample.
+  to 4 B 2^-24 of the clip norm in batches of B samples (B 2^-24 in chunks of 64; for
+  half precision on matrix units B 2^-16), and by twice the sensitivity where a gradient
+  is nothing but rounding errors. With `chunk_size=1` or `strategy="loop"` no sample's
+  gradient depends on another sample.
 * Words come from ChaCha20 (RFC 8439), whose output nobody is known to tell from uniform
   bits. Each stream has a key of 256 bits: a keyed hash (BLAKE2b) of a secret key of 256
   bits, the member, name and shape of the sum, multiplier and deviation. The nonce is
@@ -52,7 +53,7 @@ import math
 import threading
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -164,7 +165,7 @@ def gaussian_noise(
 class Noise:
     """The noise of a step: normal numbers of a deviation, from streams of a key."""
 
-    key: Tensor
+    key: Tensor = field(repr=False)  # no log or traceback holds it
     step: int
     multiplier: float
     deviation: float
