@@ -309,6 +309,26 @@ def test_room_for_rounding_is_not_more_than_rounding_needs(name, size):
         assert bound * (1 - 2e-6) < found <= bound * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("positions", [4, 16, 64])
+@pytest.mark.parametrize("sizes", [(256, 256), (1024, 512), (4096, 512)])
+def test_features_that_are_all_equal_round_alike(sizes, positions):
+    """Positions cancel, and no error of a sum over features averages out."""
+    inputs, outputs = sizes
+    clipped = vgrad.clipped_grad(
+        lambda params, buffers, x, g: (F.linear(x, params["w"]) * g).sum(),
+        max_norm=0.7,
+        strategy="recorded",
+    )
+    params = {"w": torch.zeros(outputs, inputs)}
+    for apart in (2**-4, 2**-5, 2**-6, 2**-8):
+        signs = torch.ones(positions, 1)
+        signs[::2] = -1 - apart
+        x, g = 1 + torch.randn(2, 1, 1, 1).abs()
+        x, g = x.expand(1, positions, inputs), (g * signs).expand(1, -1, outputs)
+        grad = clipped(params, {}, x, g).grads["w"]
+        assert grad.double().norm() <= 0.7 * (1 + 1e-6)
+
+
 def test_a_weight_is_not_lost_between_large_and_small_numbers():
     # Times the input it is no number of float32, times the whole gradient it is 1.
     x, g = torch.full((1, 3), 3e-38), torch.full((1, 4), 1e38)

@@ -120,19 +120,20 @@ def _from_products(products: Sequence[Products]) -> Iterator[Norm]:
     most = torch.linalg.vector_norm((a * b).sqrt_().sum(3), dim=2)
     number, positions = torch.finfo(dtype), max(1, a.shape[3])
     # Twice the worst that was measured, over kinds of inputs of all sizes and dtypes;
-    # where positions are equal, so are their errors, and do not average out.
-    slack = number.eps * max(4.0, 20 / positions) + products[0].cut
+    # where positions or features are equal, so are their errors: none averages out.
+    length = max(each.length for each in products)
+    worst = max(4.0, 20 / positions, min(32.0, length / 12))
+    slack = number.eps * worst + products[0].cut
     sizes, values = sizes.sum((0, 3, 4)), squares.sqrt()
     # A square that may include products on the edge of zero is not used:
     # where denormal numbers are flushed, all of a sum may be gone.
-    length = max(each.length for each in products)
     edge = number.tiny * length * positions / number.eps
     doubts = torch.addcdiv(most, sizes, squares, value=SURE * edge)
     doubts = torch.addcdiv(doubts, most, values, value=_CANCELLED)
     if zeros := [each.zero for each in products if each.zero is not None]:
         doubts = doubts.masked_fill(torch.stack(zeros) & (most == 0), 0.0)
     uppers = torch.addcmul(squares, most, most, value=slack).sqrt_()
-    eps = number.eps
+    eps = number.eps * max(1.0, positions / 16)
     if rounding := products[0].rounding:
         eps, uppers = rounding, uppers.add_(most, alpha=rounding)
     columns = values, sizes.sqrt_(), uppers, doubts, most
