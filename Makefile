@@ -5,7 +5,7 @@ RUN := .venv/bin
 FLOOR ?= python3.11
 NEWEST ?= python3.13
 
-.PHONY: demo test quick compiled large versions test-random zoo docs bench gpu walk \
+.PHONY: demo test quick compiled large versions test-random zoo docs bench gpu launches walk \
   experiments clean
 
 # One thread for each of several processes: the ops of tests are too small for two.
@@ -60,6 +60,10 @@ bench: .venv/installed
 PART ?= 1
 gpu:
 	PYTHONPATH=. $(PYTHON) -m bench.gpu $(PART)
+
+# Launches, waits and copies on the pretend accelerator, which needs a C++ compiler.
+launches: .venv/installed
+	OMP_NUM_THREADS=2 $(RUN)/python -m bench.launches
 
 # Functions of vgrad that single calls pass through.
 walk: .venv/installed

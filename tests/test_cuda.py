@@ -326,7 +326,7 @@ NETS = {
 }
 
 
-@pytest.mark.filterwarnings("error::vgrad.FallbackWarning", "ignore:RNN module weights")
+@pytest.mark.filterwarnings("error::vgrad.FallbackWarning")
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", NETS)
 def test_kernels_of_cuda_run_in_recorded_passes_and_graphs(name, autocast):

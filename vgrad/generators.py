@@ -146,6 +146,14 @@ def random_bits(streams: Tensor, count: int) -> Tensor:
     return splitmix64(places * _STRIDE + streams.unsqueeze(-1))
 
 
+def hashed_bits(key: bytes, count: int, device: torch.device) -> Tensor:
+    """Return 64-bit numbers that follow from 16 bytes, int64 `[count]`, on a device."""
+    places = torch.arange(1, count + 1, device=device) * _STRIDE
+    halves = (int.from_bytes(key[n : n + 8], "little") for n in (0, 8))
+    one, other = (splitmix64(places + _signed(half)) for half in halves)
+    return one.bitwise_xor_(other)
+
+
 def unit(bits: Tensor, digits: int, dtype: torch.dtype) -> Tensor:
     """Make numbers of so many bits in [0, 1); `bits` is overwritten."""
     bits >>= 64 - digits

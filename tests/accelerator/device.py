@@ -96,7 +96,8 @@ _LIBRARY = "pretend_accelerator"
 
 
 def _folder() -> Path:
-    text = (SOURCE.read_text(), torch.__version__, sys.version)
+    sources = (SOURCE, SOURCE.with_name("cells.h"))
+    text = (*(path.read_text() for path in sources), torch.__version__, sys.version)
     key = hashlib.sha256(repr(text).encode()).hexdigest()[:16]
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "vgrad-tests" / key

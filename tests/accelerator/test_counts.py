@@ -87,3 +87,16 @@ def test_steps(make, optimizer, options):
     with device.counted() as counts:
         step(state, *batch)
     assert_steady(counts)
+
+
+@pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
+def test_directions_of_projections_are_drawn_where_the_gradients_are(kind):
+    loss, params, buffers, batch = built("cnn", torch.float32)
+    given = moved(HERE, (params, buffers, *batch))
+    compute = vgrad.per_sample_projection(loss, 3, seed=0, kind=kind)
+    with device.counted() as counts:
+        found = compute(*given)
+    assert_steady(counts)
+    again = vgrad.per_sample_projection(loss, 3, seed=0, kind=kind)
+    expected = again(params, buffers, *batch)
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-6)

@@ -349,3 +349,45 @@ def test_weights_are_rounded_down_by_less_than_one_step():
     assert torch.equal(found, reductions.rounded_down(wide, torch.float32))
     assert found[-len(edges)] == 1
     assert reductions.normal_rounded_down(wide, torch.float64) is wide
+
+
+def many_parts(params, buffers, x, y):
+    """Use small parameters, without dimensions and half ones among them."""
+    h = F.layer_norm(x, (6,), params["a"], params["b"]) * params["s"]
+    h = F.linear(h, params["w"], params["c"]).tanh()
+    h = F.linear(h, params["v"], params["d"].to(x.dtype)) + F.linear(h, params["u"])
+    return (h * y).sum()
+
+
+PARTS = {"a": (6,), "b": (6,), "s": (), "w": (5, 6), "c": (5,), "d": (4,)}
+PARTS |= {"v": (4, 5), "u": (4, 5), "unused": (3,)}
+
+
+@pytest.mark.parametrize("size", [3, 40])
+@pytest.mark.parametrize("limit", [0, 2**30])
+@every_clipping
+def test_small_parts_are_measured_and_summed_together(
+    clipping, limit, size, monkeypatch
+):
+    monkeypatch.setattr(costs, "_GATHERED", limit)
+    params = {name: losses.randn(*shape, seed=3) for name, shape in PARTS.items()}
+    batch = losses.randn(size, 4, 6, seed=1), losses.randn(size, 4, 4, seed=2)
+    losses.assert_quantities(many_parts, params, batch, strategy="recorded")
+    grads = oracle.loss_gradients(many_parts, params, {}, batch)
+    compute = vgrad.clipped_grad(many_parts, max_norm=0.5, clipping=clipping)
+    found = compute(params, {}, *batch)
+    for strategy in losses.STRATEGIES:
+        other = vgrad.clipped_grad(
+            many_parts, max_norm=0.5, clipping=clipping, strategy=strategy
+        )
+        assert_exact(other(params, {}, *batch).grads, found.grads)
+    groups = {"some": ["a", "s", "v"], "rest": ["b", "w", "c", "d", "u", "unused"]}
+    norms = vgrad.per_sample_norm(many_parts, groups=groups)(params, {}, *batch)
+    for group, names in groups.items():
+        own = oracle.norms({name: grads[name] for name in names})
+        assert_exact(norms[group], own)
+    halves = params | {"d": params["d"].bfloat16()}
+    grads = oracle.loss_gradients(many_parts, halves, {}, batch)
+    compute = vgrad.clipped_grad(many_parts, max_norm=1e3, clipping="flat")
+    found = compute(halves, {}, *batch).grads
+    assert_close(found["d"].double(), grads["d"].double().sum(0), rtol=2e-2, atol=1e-3)

@@ -126,6 +126,9 @@ def build(name, device="cpu", size=2):
     if name == "lstm":  # whose kernel some CPUs refuse to run in low precision
         reference = Recurrent(nn.LSTM, by_cells=True).to(device)
         reference.load_state_dict(model.state_dict())
+    for each in reference.modules():
+        if isinstance(each, nn.RNNBase):
+            each.train()  # as the backward pass of cuDNN demands
     words = name == "language model"
     x = torch.randint(7, (size, *shape)) if words else torch.randn(size, *shape)
     return model, reference, (x.to(device), torch.arange(size, device=device) % 2)
@@ -488,7 +491,10 @@ def check_op(call, low, dtype, tolerance, device="cpu"):
 def check_either(call, low, device="cpu"):
     """Compare an op of the lists for both dtypes of its input, of which one may run."""
     kind, kinds = KINDS[device][call.name], autocasting.Kind
-    given = 1e-5 if kind in (kinds.FLOAT32, kinds.WIDEST) else 3 * eps(low), device
+    exact = kind in (kinds.FLOAT32, kinds.WIDEST)
+    if (call.name, device) == ("cross_entropy_loss", "cuda"):
+        exact = False  # torch's log-softmax of half precision is rounded to it
+    given = 1e-5 if exact else 3 * eps(low), device
     assert any([check_op(call, low, dtype, *given) for dtype in (torch.float32, low)])
 
 

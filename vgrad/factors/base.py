@@ -58,34 +58,42 @@ class Products(NamedTuple):
     The squares of the norms are `<a, b>`, [B]; the diagonals, [2, B, G, T], are squares
     of the sizes of positions. All are sums of up to `length` products. `zero` are
     samples with only zeros on one side, if no value may be read. Relative to the sizes
-    of their terms, squares lose up to `cut`, and a weighted sum up to `rounding`.
+    of their terms, squares lose up to `cut`, and a weighted sum up to `rounding`. A
+    small `pair` of products [B, G, T, T] has to be multiplied yet, together with
+    others.
     """
 
-    squares: Tensor
-    sizes: Tensor
+    squares: Any
+    sizes: Any
     length: int
     factor: Any
     zero: Tensor | None
     cut: float
     rounding: float
+    pair: tuple[Tensor, ...] = ()
     scale: Tensor | None = None
 
     @classmethod
     def of(cls, a: Tensor, b: Tensor, factor: "Pair", length: int) -> "Products":
-        size = factor.size
-        squares = torch.linalg.vecdot(a.reshape(size, -1), b.reshape(size, -1))
-        sizes = torch.stack((a.diagonal(0, 1, 2), b.diagonal(0, 1, 2)))
         zero = factor.zeros() if checks_collected() else None
-        sizes = sizes.unflatten(1, (size, -1))
+        a, b = (each.unflatten(0, (factor.size, -1)) for each in (a, b))
         lost = 0.0, 0.0
         if isinstance(factor, Outer):
             cut = products.CUT if factor.in_halves else 0.0
             lost = cut, factor.rounding
-        return cls(squares, sizes, length, factor, zero, *lost)
+        if costs.gathers(a.nbytes, a.device.type):
+            return cls(None, None, length, factor, zero, *lost, (a, b))
+        return cls(*multiplied(a, b), length, factor, zero, *lost)
 
 
-Norms = Sequence[Norm | Products]
-"""Of parts of a parameter whose squares add up."""
+def multiplied(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the squares of norms, [...], and the sizes [2, ..., G, T] of positions."""
+    squares = torch.linalg.vecdot(a.flatten(-3), b.flatten(-3))
+    return squares, torch.stack((a.diagonal(0, -2, -1), b.diagonal(0, -2, -1)))
+
+
+Norms = Sequence["Norm | Products | Dense"]
+"""Of parts of a parameter whose squares add up; of small gradients to be taken yet."""
 
 
 class Factor(ABC):
@@ -175,10 +183,20 @@ class Dense(Factor):
     def grad(self) -> Tensor:
         return self.g
 
+    @property
+    def is_small(self) -> bool:
+        """Whether it joins others for ops on all of them."""
+        own = type(self) is Dense and not self.g.is_complex()
+        return own and costs.gathers(self.g.nbytes, self.g.device.type)
+
     def settled(self) -> tuple["Dense", Norms]:
+        return self, [self if self.shared is None and self.is_small else self.norm()]
+
+    def norm(self) -> Norm:
+        """Take the norms of the gradients."""
         shared = self.shared
         norms = reductions.row_norms(self.g) if shared is None else shared.norms[:, 0]
-        return self, [Norm(norms, (norms,), norms)]
+        return Norm(norms, (norms,), norms)
 
     def weighted(self, weights: Tensor) -> Tensor:
         return reductions.weighted_rows(self.g, weights)
@@ -438,6 +456,7 @@ class Scaled(Compound):
 
     def settled(self) -> tuple[Factor, Norms]:
         factor, norms = self.factor.settled()
+        norms = (each.norm() if isinstance(each, Dense) else each for each in norms)
         return self._of(factor), [norm._replace(scale=self.scale) for norm in norms]
 
     def weighted(self, weights: Tensor) -> Tensor:

@@ -73,6 +73,7 @@ class Conv(Pair):
             return super().settled()
         if not self.plain:
             norms = self._unfolded().settled()[1]
+            norms = (each.norm() if isinstance(each, Dense) else each for each in norms)
             return self, [norm._replace(factor=self) for norm in norms]
         b = products.self_products(self._split(self.outputs).flatten(2).mT)
         length = max(math.prod(self.shape[1:]), self.shape[0])

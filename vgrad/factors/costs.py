@@ -41,6 +41,12 @@ _BLOCK = 8
 _WORTH_A_CALL = 4 * 10**6
 """Floating-point operations of a sample that outlast a call for it alone."""
 
+_GATHERED = 2**15
+"""Bytes of a tensor up to which a CPU copies it to save two ops."""
+
+_GATHERED_ON_DEVICES = 2**22
+"""The same where an op is a launch, and memory is fast."""
+
 FEW_LOOKUPS = 128
 """Positions of a sample up to which lookups are compared in pairs, and not sorted."""
 
@@ -64,6 +70,11 @@ def outer_by_gram(
     traffic = 1 if numbers <= _SMALL_MATRIX else 12
     products = 2 * positions**2 * (inputs + outputs)
     return products < OPERATIONS_PER_BYTE * traffic * numbers
+
+
+def gathers(size: int, device: str) -> bool:
+    """Return whether a tensor of so many bytes joins others for ops on all of them."""
+    return size <= (_GATHERED if device == "cpu" else _GATHERED_ON_DEVICES)
 
 
 def conv_form(

@@ -4,16 +4,18 @@ B samples, G groups of a matrix product, T positions.
 """
 
 import itertools
+import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vgrad.conditions import rare
-from vgrad.factors.base import Factor, Norm, Norms, Products
-from vgrad.factors.reductions import reach, root, row_norms
+from vgrad.factors.base import Dense, Factor, Norm, Norms, Products, multiplied
+from vgrad.factors.reductions import reach, root, row_norms, weighted_rows
 
 FORMED_AT_ONCE = 2**24
 """Numbers of gradients formed at once where products cannot be trusted."""
@@ -37,11 +39,14 @@ _APART = 1e8
 def settled(norms: Mapping[str, Norms]) -> dict[str, list[Norm]]:
     """Take norms from all products of positions, all products of one shape at once."""
     alike: dict[tuple, list[Products]] = {}
-    for each in itertools.chain(*norms.values()):
-        if isinstance(each, Products):
-            kind = each.sizes.shape, each.sizes.dtype, each.cut, each.rounding
-            alike.setdefault(kind, []).append(each)
     taken: dict[int, Any] = {}
+    for each in itertools.chain(*norms.values()):
+        if isinstance(each, Dense):
+            taken[id(each)] = each.norm()
+        elif isinstance(each, Products):
+            some = each.pair or (each.sizes,)
+            key = len(some), some[0].shape, some[0].dtype, each.cut, each.rounding
+            alike.setdefault(key, []).append(each)
     for some in alike.values():
         taken |= zip(map(id, some), _from_products(some), strict=True)
     found = {}
@@ -50,16 +55,74 @@ def settled(norms: Mapping[str, Norms]) -> dict[str, list[Norm]]:
     return found
 
 
+class Gathered(NamedTuple):
+    """Small gradients of some parameters side by side, `g [B, P]`."""
+
+    shapes: dict[str, torch.Size]
+    g: Tensor
+
+    def weighted(self, weights: Tensor) -> dict[str, Tensor]:
+        """Sum over samples with weights [B], for every parameter."""
+        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        parts = weighted_rows(self.g, weights).split(sizes)
+        pairs = zip(self.shapes.items(), parts, strict=True)
+        return {name: part.view(shape) for (name, shape), part in pairs}
+
+
+def gathered(
+    factors: dict[str, Any],
+    norms: dict[str, Norms],
+    groups: Iterable[Sequence[str]],
+) -> list[Gathered]:
+    """Bring the small gradients of a group together, and take one norm of them all."""
+    found = []
+    for names in groups:
+        small: dict[torch.dtype, list[str]] = {}
+        for name in names:
+            factor = factors.get(name)
+            if isinstance(factor, Dense) and factor.is_small:
+                small.setdefault(factor.g.dtype, []).append(name)
+        found += [
+            _gathered(some, factors, norms) for some in small.values() if some[2:]
+        ]
+    return found
+
+
+def _gathered(
+    names: list[str], factors: dict[str, Any], norms: dict[str, Norms]
+) -> Gathered:
+    # Gradients whose norms are known already come last.
+    names.sort(key=lambda name: not isinstance(norms[name][0], Dense))
+    shapes = {name: factors[name].shape for name in names}
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    rows = [factors[name].g for name in names]
+    flat = [g.reshape(len(g), n) for g, n in zip(rows, sizes, strict=True)]
+    g = torch.cat(flat, 1)
+    found, width = Gathered(shapes, g), 0
+    for name, column in zip(names, g.split(sizes, 1), strict=True):
+        factors[name] = Dense(column.view(len(g), *shapes[name]))
+        if isinstance(norms[name][0], Dense):
+            width, norms[name] = width + column.shape[1], []
+    if width:
+        norms[names[0]] = [Dense(g[:, :width]).norm()]
+    return found
+
+
 def _from_products(products: Sequence[Products]) -> Iterator[Norm]:
-    squares = torch.stack([each.squares for each in products]).double()
-    sizes = torch.stack([each.sizes for each in products]).double()
-    a, b = sizes.unbind(1)  # [K, B, G, T]
+    if products[0].pair:
+        a, b = map(torch.stack, zip(*(each.pair for each in products), strict=True))
+        squares, sizes = multiplied(a, b)
+    else:
+        squares = torch.stack([each.squares for each in products])
+        sizes = torch.stack([each.sizes for each in products], 1)
+    squares, sizes, dtype = squares.double(), sizes.double(), sizes.dtype
+    a, b = sizes  # [K, B, G, T]
     most = torch.linalg.vector_norm((a * b).sqrt_().sum(3), dim=2)
-    number, positions = torch.finfo(products[0].sizes.dtype), max(1, a.shape[3])
+    number, positions = torch.finfo(dtype), max(1, a.shape[3])
     # Twice the worst that was measured, over kinds of inputs of all sizes and dtypes;
     # where positions are equal, so are their errors, and do not average out.
     slack = number.eps * max(4.0, 20 / positions) + products[0].cut
-    sizes, values = sizes.sum((1, 3, 4)), squares.sqrt()
+    sizes, values = sizes.sum((0, 3, 4)), squares.sqrt()
     # A square that may include products on the edge of zero is not used:
     # where denormal numbers are flushed, all of a sum may be gone.
     length = max(each.length for each in products)
@@ -128,16 +191,19 @@ class Joint:
         dtype: torch.dtype,
     ) -> None:
         self._dtype = dtype
-        found = [[*itertools.chain(*map(norms.__getitem__, own))] for own in groups]
-        parts = [*itertools.chain(*found)]
-        self._scale = parts[0].scale  # all factors of a call have the same
-        self._reach = [[size for one in own for size in one.reach] for own in found]
-        self._exact = all(one.value is one.upper for one in parts)
-        rows = values = _filled([[one.value for one in own] for own in found])
+        parts, self._lengths = [], []
+        for names in groups:
+            some = [*itertools.chain(*map(norms.__getitem__, names))]
+            parts += some
+            self._lengths.append(len(some))
+        values, self._reaches, uppers, doubts, *_, scales = zip(*parts, strict=True)
+        self._scale = scales[0]  # all factors of a call have the same
+        self._exact = all(map(operator.is_, values, uppers))
+        rows = self._filled(values)
+        self._count, known = len(rows), {*map(id, rows)}
         if not self._exact:
-            rows = values + _filled([[one.upper for one in own] for own in found])
-        known, self._count, self._groups = set(map(id, values)), len(values), len(found)
-        rest = [*itertools.chain(*self._reach), *(one.doubt for one in parts)]
+            rows = rows + self._filled(uppers)
+        rest = (*itertools.chain(*self._reaches), *doubts)
         rest = [each for each in rest if each is not None and id(each) not in known]
         self._rows = torch.stack([*rows, *rest])
 
@@ -165,8 +231,8 @@ class Joint:
     @cached_property
     def reach(self) -> Tensor:
         """No less than any number that is multiplied for a sum, [P, B]."""
-        sizes = torch.stack(_filled(self._reach))
-        return self._multiplied(sizes.unflatten(0, (self._groups, -1)).amax(1))
+        sizes = [torch.stack(each).amax(0) for each in self._reaches]
+        return self._multiplied(self._grouped(torch.stack(self._filled(sizes))).amax(1))
 
     def _multiplied(self, reach: Tensor) -> Tensor:
         # One over the scale is multiplied as well, by the sum and by its error.
@@ -174,18 +240,21 @@ class Joint:
         return reach if scale is None else reach.maximum(reach.clamp(min=1) / scale)
 
     def _root(self, rows: Tensor) -> Tensor:
-        norms = root(rows.unflatten(0, (self._groups, -1)), 1, self._dtype)
+        norms = root(self._grouped(rows), 1, self._dtype)
         return norms if self._scale is None else norms / self._scale
 
+    def _grouped(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (len(self._lengths), -1))
 
-def _filled(groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """List the vectors [B] of all groups, and zeros where a group has fewer."""
-    longest = max(map(len, groups))
-    if all(len(group) == longest for group in groups):
-        return [*itertools.chain(*groups)]
-    zero = torch.zeros_like(groups[0][0])
-    filled = ([*group, *[zero] * (longest - len(group))] for group in groups)
-    return [*itertools.chain(*filled)]
+    def _filled(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """Add zeros where a group has fewer vectors [B] than others."""
+        longest = max(self._lengths)
+        if longest * len(self._lengths) == len(vectors):
+            return [*vectors]
+        zero, rest, filled = torch.zeros_like(vectors[0]), iter(vectors), []
+        for length in self._lengths:
+            filled += [*itertools.islice(rest, length), *[zero] * (longest - length)]
+        return filled
 
 
 def far(factors: Mapping[str, Sequence[Factor]]) -> set[str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vgrad.conditions import checks_collected, rare
 from vgrad.factors import products
-from vgrad.torch_private import modes
+from vgrad.torch_private import kernels, modes
 from vgrad.tree import double, wide
 from vgrad.typing import Params
 
@@ -150,8 +150,14 @@ class Sums:
 
     def divide(self, by: float) -> None:
         """Divide the sums by a number."""
-        if by != 1:
-            self.totals = {name: each / by for name, each in self.totals.items()}
+        values = [*self.totals.values()]
+        if by == 1 or not values:
+            return
+        if modes.inside_transform():  # which has no rule for lists
+            divided = [each / by for each in values]
+        else:
+            divided = kernels.divide_all(values, by)
+        self.totals = dict(zip(self.totals, divided, strict=True))
 
     def rounded(self, params: Params) -> Params:
         """Return sums in `promote_types(dtype, float32)`, zeros if there are none."""

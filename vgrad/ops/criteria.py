@@ -89,16 +89,17 @@ def _losses(
         losses = op(x, y, weight, reduction="none", **options)
         if reduction == "none":
             return record.logical(losses.view(size, *shape))
-        losses = losses.view(size, positions)
-        sums = losses[:, 0] if positions == 1 else losses.sum(1)
+        # To select the only position would write a whole gradient of zeros.
+        own = (size,) if positions == 1 else (size, positions)
+        sums = losses.view(own) if positions == 1 else losses.view(own).sum(1)
         if reduction == "sum":
             return record.logical(sums)
         if not by_class:
             return record.logical(sums if positions == 1 else sums / positions)
-        counts = (y != options["ignore_index"]).view(size, positions)
+        counts = (y != options["ignore_index"]).view(own)
         if weight is not None:
-            counts = weight[y.view(size, positions).where(counts, 0)] * counts
-        counts = counts[:, 0] if positions == 1 else counts.sum(1)
+            counts = weight[y.view(own).where(counts, 0)] * counts
+        counts = counts if positions == 1 else counts.sum(1)
         if weight is not None and options.get("label_smoothing"):
             # Torch's is a sum of two means, one of them NaN where weights are zero.
             return record.logical(sums / counts + 0 * sums / counts)

@@ -261,10 +261,8 @@ class _Layer(Function):
             return _lstm_forwards(reverse, x, h, c, *weights)
         state = [each[None].contiguous() for each in (h, c) if each is not None]
         flat = [each for each in weights if each is not None]
-        options = (len(flat) == 4, 1, 0.0, False, False, False)
-        hidden = state[0] if c is None else state
-        kernel = getattr(torch, mode)
-        output, *final = kernel(x.flip(0) if reverse else x, hidden, flat, *options)
+        x = x.flip(0) if reverse else x
+        output, *final = kernels.recurrent_layer(mode, x, state, flat)
         output = output.flip(0) if reverse else output
         return output, *(each.squeeze(0) for each in final)
 

@@ -17,7 +17,7 @@ from vgrad import checks
 from vgrad.batches import Sensitivity
 from vgrad.conditions import rare
 from vgrad.factors import Dense, Factor, Scaled, Sums, reductions
-from vgrad.factors.norms import SURE, Joint, recomputed, settled
+from vgrad.factors.norms import SURE, Gathered, Joint, gathered, recomputed, settled
 from vgrad.factors.reductions import normal_rounded_down, ordinary, rounded_down
 from vgrad.persample.engine import (
     LOCAL,
@@ -137,23 +137,24 @@ class _ClipCollector(Collector):
     mask: Tensor | None
     factors: dict[str, Factor] = field(default_factory=dict)
     norms: dict[str, Any] = field(default_factory=dict)
+    small: list[Gathered] | None = None  # factors of which some are together
 
     def take(self, name: str, factor: Factor) -> None:
         self.factors[name], self.norms[name] = factor.settled()
 
     def joint(self) -> Joint:
         """Return the norms of all parts."""
+        if self.small is None:
+            self.small = gathered(self.factors, self.norms, self.parts)
         self.norms = settled(self.norms)
         return Joint(self.norms, self.parts, self.dtype)
 
     def bound(self, like: Tensor) -> float | Tensor:
         """Return one bound for all parts, or bounds [P, 1]."""
-        first, *rest = self.bounds
-        if all(each == first for each in rest):
-            return first
+        if len({*self.bounds}) == 1:
+            return self.bounds[0]
         # No copy from the host, for which a device would wait.
-        parts = [like.new_full((1,), each) for each in self.bounds]
-        return torch.stack(parts)
+        return torch.stack([like.new_full((1,), each) for each in self.bounds])
 
     def weigh(self) -> ClipWeights:
         """Return the weights; they are right unless they are `far`."""
@@ -190,8 +191,10 @@ class _ClipCollector(Collector):
         return ClipWeights(*of_samples, None, finite, direct)
 
     def _columns(self, factors: Tensor) -> dict[str, Tensor]:
-        columns = zip(self.parts, factors.unbind(), strict=True)
-        return {name: column for names, column in columns for name in names}
+        weights = {}
+        for names, column in zip(self.parts, factors.unbind(), strict=True):
+            weights |= dict.fromkeys(names, column)
+        return weights
 
     def summed(
         self, clip: ClipWeights, keep: Tensor | None, reducer: Reducer = LOCAL
@@ -200,14 +203,19 @@ class _ClipCollector(Collector):
         rows = None
         if keep is not None and not modes.inside_transform():
             rows, keep = keep.nonzero().flatten(), None
-        sums = {}
+        small, self.small, sums = self.small or [], [], {}
+        known: Params = {}
+        for some in small if rows is None and keep is None else ():
+            known |= some.weighted(clip.weights[next(iter(some.shapes))])
+        # In one order on all ranks, whose gradients may be small on some of them.
         for name in list(self.factors):
             factor, weight = self.factors.pop(name), clip.weights[name]
             if rows is not None:
                 factor, weight = factor.take(rows), weight[rows]
             elif keep is not None:
                 factor = masked(factor, keep)
-            sums[name] = reducer.settled(name, factor.weighted(weight))
+            value = known[name] if name in known else factor.weighted(weight)
+            sums[name] = reducer.settled(name, value)
         return sums
 
     def summed_with_care(self) -> tuple[Params, ClipWeights]:
@@ -254,7 +262,10 @@ class _TwoPassCollector(_ClipCollector):
 
     def first_pass(self, name: str, factor: Factor) -> None:
         norms = factor.settled()[1]
-        self.norms[name] = [norm._replace(factor=None) for norm in norms]
+        self.norms[name] = [
+            each if isinstance(each, Dense) else each._replace(factor=None)
+            for each in norms
+        ]
 
     def between_passes(self) -> None:
         clip = self.weigh()
@@ -265,7 +276,10 @@ class _TwoPassCollector(_ClipCollector):
         if self._clip is None:
             return super().take(name, factor)
         form, norms = factor.settled()
-        self.norms[name] = [norm._replace(factor=None) for norm in norms]
+        self.norms[name] = [
+            each if isinstance(each, Dense) else each._replace(factor=None)
+            for each in norms
+        ]
         found = form.weighted(self._clip.weights[name])
         self.sums[name] = self.reducer.summed(name, found)
 

@@ -1,6 +1,6 @@
 """The gradient of every sample, its norm, and weighted sums of gradients."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any, Literal, Unpack, overload
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from vgrad.conditions import rare
-from vgrad.factors import Factor, Norm, Sums, reductions
+from vgrad.factors import Dense, Factor, Norm, Sums, reductions
 from vgrad.factors.base import Norms
-from vgrad.factors.norms import Joint, doubtful, recomputed, settled
+from vgrad.factors.norms import Joint, doubtful, gathered, recomputed, settled
 from vgrad.factors.reductions import ordinary, reach, total
 from vgrad.persample.engine import (
     Call,
@@ -155,14 +155,18 @@ def per_sample_norm(
 class _NormCollector(Holding):
     """Computes the norms of all parameters, and doubtful ones again."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, groups: Collection[Sequence[str]]) -> None:
         super().__init__(device)
+        self._groups = groups
         self.norms: dict[str, list[Norm]] = {}
 
     def take(self, name: str, factor: Factor) -> None:
         self.hold(name, factor.settled()[1], factor.bytes)
 
     def settle(self, held: dict[str, Norms]) -> None:
+        alone = {name: each for name, (each, *more) in held.items() if not more}
+        small = {n: each for n, each in alone.items() if isinstance(each, Dense)}
+        gathered(small, held, self._groups)
         norms = settled(held)
         where = doubtful(norms)
         careful = where is not None and rare(where)
@@ -174,7 +178,8 @@ class _Norms(Quantity):
     groups: Groups
 
     def collector(self, call: Call) -> _NormCollector:
-        return _NormCollector(call.device)
+        grouped = members(call.function, self.groups, call.params)
+        return _NormCollector(call.device, grouped.values())
 
     def partial(self, collector: _NormCollector, call: Call) -> dict[str, Tensor]:
         collector.flush()

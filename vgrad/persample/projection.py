@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Unpack, get_args, overload
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from vgrad import checks
 from vgrad.factors import Factor, Probes, reductions
+from vgrad.generators import hashed_bits, unit
 from vgrad.persample.engine import (
     Call,
     Collector,
@@ -78,12 +78,12 @@ def per_sample_projection(
     taken of the whole gradients, and the added terms are summed. Signs never have more
     variance than normal numbers.
 
-    The directions follow from `seed`, the parameter's name and its shape alone (and
-    numpy's version, which draws them): the same for every batch, chunk size, strategy,
-    dtype and device, and with any other parameters. Generators of torch stay as they
-    are. Directions are float32, `dim * (O + P / O)` numbers for each parameter
-    (`dim * P` below two dimensions); the returned function draws them at its first call
-    and keeps them. The other options are in `vgrad.persample.Options`.
+    The directions follow from `seed`, the parameter's name and its shape alone: the
+    same for every batch, chunk size, strategy, dtype and device, and with any other
+    parameters. Generators of torch stay as they are. Directions are float32,
+    `dim * (O + P / O)` numbers for each parameter (`dim * P` below two dimensions); the
+    returned function draws them at its first call, on the device of the parameter, and
+    keeps them. The other options are in `vgrad.persample.Options`.
 
     Cost: recorded, the inputs of a layer and the gradients at its outputs are
     projected, for each position, or gradients, one layer's at a time, where that is
@@ -151,20 +151,23 @@ class _Projection(Quantity):
         shape = (*like.shape, 2) if like.is_complex() else tuple(like.shape)
         key = (name, shape, like.device)
         if key not in self._drawn:
-            # A key of 128 bits: of a seed for the CPU torch uses 32, in which the names
+            # Keys of 128 bits: of a seed for the CPU torch uses 32, in which the names
             # of large models would meet. Nor does torch draw under vmap.
             digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
-            bits = np.random.Philox(key=int.from_bytes(digest[:16], "little"))
-            source = np.random.Generator(bits)
             split = len(shape) > 1
-            left = self._draw(source, shape[0]).to(like.device) if split else None
-            right = self._draw(source, math.prod(shape[split:])).to(like.device)
+            left = self._draw(digest[:16], shape[0], like.device) if split else None
+            right = self._draw(digest[16:], math.prod(shape[split:]), like.device)
             self._drawn[key] = Probes(left, right)
         return self._drawn[key]
 
-    def _draw(self, source: np.random.Generator, size: int) -> Tensor:
-        sizes = (self.dim, size)
+    def _draw(self, key: bytes, size: int, device: torch.device) -> Tensor:
+        count = self.dim * size
         if self.kind == "gaussian":
-            return torch.from_numpy(source.standard_normal(sizes, np.float32))
-        signs = source.integers(0, 2, sizes, np.int8)
-        return torch.from_numpy(signs).to(torch.float32) * 2 - 1
+            numbers = unit(hashed_bits(key, count, device), 53, torch.float64)
+            numbers += 2.0**-54  # neither 0 nor 1
+            return torch.special.ndtri(numbers).to(torch.float32).view(self.dim, size)
+        octets = hashed_bits(key, -(-count // 64), device).view(torch.uint8)
+        places = torch.arange(8, dtype=torch.uint8, device=device)
+        bits = (octets.unsqueeze(-1) >> places) & 1
+        signs = bits.view(-1)[:count].to(torch.float32) * 2 - 1
+        return signs.view(self.dim, size)

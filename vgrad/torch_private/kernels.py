@@ -32,6 +32,9 @@ copy_all_ = torch._foreach_copy_  # pyright: ignore[reportPrivateImportUsage]
 """Copy a list of tensors into another one, on a GPU by few launches, as
 torch/optim/asgd.py does."""
 
+divide_all = torch._foreach_div  # pyright: ignore[reportPrivateImportUsage]
+"""Divide all tensors of a list by a number, likewise."""
+
 convolution_backward = torch.ops.aten.convolution_backward
 sigmoid_backward = torch.ops.aten.sigmoid_backward
 tanh_backward = torch.ops.aten.tanh_backward
@@ -47,6 +50,32 @@ nll_loss = _losses.nll_loss_nd
 pack_padded_sequence = torch._VF._pack_padded_sequence
 pad_packed_sequence = torch._VF._pad_packed_sequence
 """The kernels of the functions of these names (torch/nn/utils/rnn.py)."""
+
+_CUDNN_MODES = ("rnn_relu", "rnn_tanh", "lstm", "gru")
+"""In the order of their numbers (torch/backends/cudnn/rnn.py)."""
+
+
+def recurrent_layer(
+    mode: str, x: Tensor, state: list[Tensor], weights: list[Tensor]
+) -> tuple[Tensor, ...]:
+    """Run one layer of a net forward: its outputs, and the last `state`."""
+    if not torch.backends.cudnn.is_acceptable(x.new_empty(0, dtype=torch.float32)):
+        hidden = state[0] if len(state) == 1 else state
+        options = (len(weights) == 4, 1, 0.0, False, False, False)
+        return getattr(torch, mode)(x, hidden, weights, *options)
+    # `torch.lstm` looks for weights in one block of memory, and autocast makes such a
+    # block, by ops that no graph holds (aten/src/ATen/native/cudnn/RNN.cpp).
+    kind, count = x.device.type, len(weights)
+    if torch.is_autocast_enabled(kind):
+        low = torch.get_autocast_dtype(kind)
+        x, *rest = (each.to(low) for each in (x, *state, *weights))
+        state, weights = rest[: len(state)], rest[len(state) :]
+    h, c, number = state[0], (*state, None)[1], _CUDNN_MODES.index(mode)
+    sizes = (number, h.shape[2], 0, 1, False, 0.0, False, False, [], None)
+    with torch.autocast(kind, enabled=False):
+        results = torch._cudnn_rnn(x, weights, count, None, h, c, *sizes)  # pyright: ignore[reportPrivateImportUsage]
+    return results[: 1 + len(state)]
+
 
 is_left_aligned = torch._nested_tensor_from_mask_left_aligned  # pyright: ignore[reportPrivateImportUsage]
 """Whether a mask hides nothing but the end, for which a TransformerEncoder has a

@@ -1,0 +1,388 @@
+"""The tables and the picture of `bench.launches`, and its aims."""
+
+import math
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeGuard
+
+from matplotlib.figure import Figure
+
+from bench.launches import (
+    EAGER,
+    PRECISIONS,
+    REPLAY,
+    SGD,
+    SGD_STEP,
+    STEP,
+    STEP_REPLAY,
+    VMAP,
+    WITH_TF32,
+)
+from bench.models import COUNTED, MODELLED, SETTINGS
+
+Whole = dict[str, Any]
+GPU = "H100"
+"""The GPU of the aims."""
+
+SMALL = 30
+"""Launches of plain SGD below which a net may take more of them."""
+
+
+def ratios(
+    whole: Whole,
+    value: Callable[[dict[str, Any]], float],
+    over: tuple[str, str],
+    precision: str,
+    nets: Iterable[str] | None = None,
+) -> dict[str, float]:
+    """Return a value of one call over that of another, by net, where both ran."""
+    found = {}
+    for net in whole["counts"] if nets is None else nets:
+        rows = whole["counts"].get(net, {}).get(precision, {})
+        above, below = (rows.get(name) for name in over)
+        if ran(above) and ran(below):
+            found[net] = value(above) / value(below)
+    return found
+
+
+def ran(row: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
+    """Return whether a call was counted."""
+    return row is not None and "refused" not in row
+
+
+def launches(row: dict[str, Any]) -> float:
+    return row["launches"]
+
+
+def seconds(row: dict[str, Any], gpu: str = GPU) -> float:
+    return row["seconds"][gpu]
+
+
+def mean(values: Iterable[float]) -> float:
+    """Return the geometric mean."""
+    logs = [math.log(each) for each in values]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+class Aim(NamedTuple):
+    """Something to be reached: at most so much, and how much it is now."""
+
+    what: str
+    most: float
+    now: float
+    where: str = ""
+
+
+def aims(whole: Whole) -> list[Aim]:
+    """Return the aims, each with its value now."""
+    plain = PRECISIONS[0]
+    of_sgd = ratios(whole, launches, (EAGER, SGD), plain)
+    of_vmap = ratios(whole, launches, (EAGER, VMAP), plain)
+    steps = ratios(whole, launches, (STEP, SGD_STEP), plain)
+    replays = ratios(whole, launches, (REPLAY, EAGER), plain)
+    replays |= {
+        f"{net}, step": each
+        for net, each in ratios(whole, launches, (STEP_REPLAY, STEP), plain).items()
+    }
+    tiny = {
+        net for net in of_sgd if whole["counts"][net][plain][SGD]["launches"] < SMALL
+    }
+    found = [
+        Aim("launches of a clipped sum / SGD's, mean", 2.6, mean(of_sgd.values())),
+        _worst("the same, worst net", 3.8, of_sgd, of_sgd.keys() - tiny),
+        _worst(f"the same, nets of fewer than {SMALL}", 4.5, of_sgd, tiny),
+        _worst("launches of a clipped sum / vmap's", 1.25, of_vmap),
+        Aim("launches of a private step / SGD step's, mean", 2.2, mean(steps.values())),
+        _worst("launches of a replay / eager's", 1.0, replays),
+        _worst("waits of a clipped sum or private step", 1, _largest(whole, _waits)),
+        _worst("copies between host and device", 0, _largest(whole, _copies)),
+    ]
+    compiled = {
+        net: rows["float32"][EAGER]["groups"] / rows["float32"][SGD]["groups"]
+        for net, rows in whole["kernels"].items()
+    }
+    if compiled:
+        found.append(_worst("kernels of Inductor / of compiled SGD", 1.3, compiled))
+    for precision, most in zip(PRECISIONS, (1.5, 1.6, 1.7, 1.7), strict=True):
+        took = ratios(whole, seconds, (EAGER, SGD), precision, MODELLED)
+        what = f"modelled time / SGD's, {len(took)} nets, {precision}, mean"
+        found.append(Aim(what, most, mean(took.values())))
+    return found
+
+
+def _worst(
+    what: str, most: float, values: dict[str, float], nets: Iterable[str] | None = None
+) -> Aim:
+    chosen = {net: values[net] for net in (values if nets is None else nets)}
+    if not chosen:
+        return Aim(what, most, math.nan)
+    net = max(chosen, key=lambda each: chosen[each])
+    return Aim(what, most, chosen[net], net if chosen[net] else "")
+
+
+def _largest(whole: Whole, value: Callable[[dict[str, Any]], int]) -> dict[str, float]:
+    return {
+        f"{net}, {precision}, {name}": value(rows[name])
+        for net, kinds in whole["counts"].items()
+        for precision, rows in kinds.items()
+        for name in (EAGER, REPLAY, STEP, STEP_REPLAY)
+        if ran(rows.get(name))
+    }
+
+
+def _waits(row: dict[str, Any]) -> int:
+    return row["waits"]
+
+
+def _copies(row: dict[str, Any]) -> int:
+    return row["to_host"] + row["to_device"]
+
+
+def markdown(whole: Whole) -> str:
+    """Return the aims, and tables of launches, of modelled time and of kernels."""
+    about = whole["about"]
+    rates = "; ".join(
+        f"{gpu} " + " / ".join(f"{each / 1e12:g}" for each in of.values())
+        for gpu, of in about["flops_per_second"].items()
+    )
+    widths = ", ".join(
+        f"{gpu} {each / 1e12:g}" for gpu, each in about["bytes_per_second"].items()
+    )
+    commits: dict[str, list[str]] = {}
+    for net, commit in whole["commits"].items():
+        commits.setdefault(commit, []).append(net)
+    made = "; ".join(f"commit {each}: {', '.join(of)}" for each, of in commits.items())
+    lines = [
+        f"Made by `make launches` on {about['date']}, torch {about['torch']}, {made}. "
+        f"Counts are exact; times are modelled: {about['formula']}. "
+        f"TFLOP/s in half precision / TF32 / float32 / float64: {rates}. TB/s: "
+        f"{widths}. Of both, {about['share']:.0%} are assumed. Means are geometric.",
+        "",
+        "**Aims**",
+        "",
+        *_table(
+            ["", "at most", "now", "", "worst"],
+            (
+                [each.what, f"{each.most:g}", f"{each.now:.3g}", *_met(each)]
+                for each in aims(whole)
+            ),
+        ),
+    ]
+    for precision in PRECISIONS:
+        lines += ["", f"**Launches, {precision}**", "", *_launches(whole, precision)]
+    for precision in PRECISIONS:
+        title = f"**Modelled time over SGD's, {precision}: A100, H100, H200**"
+        lines += ["", title, "", *_modelled(whole, precision)]
+    lines += [
+        "",
+        "**Kernels of Inductor**: groups of loops and calls of other kernels (in "
+        "brackets functions of the code for a CPU, and the same calls)",
+        "",
+        *_kernels(whole),
+    ]
+    missing = [net for net in COUNTED if net not in whole["counts"]]
+    if missing:
+        lines += ["", f"Not counted yet: {', '.join(missing)}."]
+    refused = [
+        f"* {net}, {precision}, {name}: {row['refused']}"
+        for net, kinds in whole["counts"].items()
+        for precision, rows in kinds.items()
+        for name, row in rows.items()
+        if "refused" in row
+    ]
+    return "\n".join([*lines, *([""] if refused else []), *refused]) + "\n"
+
+
+ROOT = Path(__file__).parent.parent
+PAGES = (ROOT / "docs/on_a_gpu.md", ROOT / "README.md")
+"""The pages with a part of the tables."""
+
+
+def filled(text: str, whole: Whole) -> str:
+    """Return a page with the counts between its marks, `<!-- counted -->` and so on."""
+    parts = {"counted": _counted, "modelled": _means, "launches": _sentence}
+    for mark, part in parts.items():
+        if f"<!-- {mark} -->" in text:
+            before, _, rest = text.partition(f"<!-- {mark} -->\n")
+            _, _, after = rest.partition("<!-- end -->")
+            lines = "\n".join(["", *part(whole), ""])
+            text = f"{before}<!-- {mark} -->\n{lines}\n<!-- end -->{after}"
+    return text
+
+
+def _counted(whole: Whole) -> list[str]:
+    """Return the launches of each net in few columns."""
+    names = (SGD, VMAP, EAGER, REPLAY)
+    body = []
+    pairs = (EAGER, SGD), (VMAP, SGD), (STEP, SGD_STEP)
+    over = [ratios(whole, launches, pair, PRECISIONS[0]) for pair in pairs]
+    for net, kinds in whole["counts"].items():
+        rows = kinds[PRECISIONS[0]]
+        cells = [
+            f"{rows[name]['launches']:,}" if ran(rows.get(name)) else _why(rows, name)
+            for name in names
+        ]
+        cells += [f"{each[net]:.2f}" if net in each else "" for each in over]
+        body.append([SETTINGS[net].title, *cells])
+    means = [f"{mean(each.values()):.2f}" for each in over]
+    body.append(["geometric mean", *[""] * len(names), *means])
+    head = ["launches", "plain SGD", "vmap", "vgrad", "replayed"]
+    head += ["vgrad / SGD", "vmap / SGD", "private step / SGD step"]
+    return _table(head, body)
+
+
+def _means(whole: Whole) -> list[str]:
+    """Return the means of modelled times."""
+    body = []
+    for precision in PRECISIONS:
+        cells = []
+        for name in (VMAP, EAGER):
+            for gpu in whole["about"]["flops_per_second"]:
+                took = partial(seconds, gpu=gpu)
+                over = ratios(whole, took, (name, SGD), precision, MODELLED)
+                cells.append(f"{mean(over.values()):.2f}")
+        body.append([precision, *cells])
+    gpus = tuple(whole["about"]["flops_per_second"])
+    head = ["", *(f"{name}, {gpu}" for name in ("vmap", "vgrad") for gpu in gpus)]
+    return _table(head, body)
+
+
+def _sentence(whole: Whole) -> list[str]:
+    """Return the comparison of the README."""
+    plain, half = PRECISIONS[0], PRECISIONS[2]
+    own = ratios(whole, launches, (EAGER, SGD), plain)
+    vmap = ratios(whole, launches, (VMAP, SGD), plain)
+    step = ratios(whole, launches, (STEP, SGD_STEP), plain)
+    took = [
+        mean(ratios(whole, seconds, (name, SGD), kind, MODELLED).values())
+        for kind in (plain, half)
+        for name in (EAGER, VMAP)
+    ]
+    return [
+        f"On a GPU launches count: a clipped sum launches {mean(own.values()):.1f} "
+        "times the kernels",
+        "of plain SGD's forward and backward pass (`vmap(grad)` with a plain clip "
+        f"{mean(vmap.values()):.1f}, a",
+        f"net on which it loops among them), a whole private step "
+        f"{mean(step.values()):.1f} times an SGD step's in",
+        "eager mode, mostly for noise: geometric means of "
+        f"{len(own)} nets. Modelled on an {GPU}, the sum takes",
+        f"{took[0]:.1f} times SGD's time in float32 (vmap {took[1]:.1f}) and "
+        f"{took[2]:.1f} under autocast ({took[3]:.1f});",
+        "[On a GPU](docs/on_a_gpu.md) has the tables.",
+    ]
+
+
+def _met(aim: Aim) -> tuple[str, str]:
+    if math.isnan(aim.now):
+        return "not counted", ""
+    return "met" if aim.now <= aim.most * (1 + 1e-9) else "missed", aim.where
+
+
+def _launches(whole: Whole, precision: str) -> list[str]:
+    names = (SGD, VMAP, EAGER, REPLAY, SGD_STEP, STEP, STEP_REPLAY)
+    if precision.endswith("TF32"):
+        names = WITH_TF32
+    head = ["net", *names, "sum / SGD", "sum / vmap", "step / SGD step"]
+    head += ["waits", "copies"]
+    body = []
+    pairs = (EAGER, SGD), (EAGER, VMAP), (STEP, SGD_STEP)
+    over = [ratios(whole, launches, pair, precision) for pair in pairs]
+    for net, kinds in whole["counts"].items():
+        rows = kinds[precision]
+        cells = [
+            f"{rows[name]['launches']:,}" if ran(rows.get(name)) else _why(rows, name)
+            for name in names
+        ]
+        cells += [f"{each[net]:.2f}" if net in each else "" for each in over]
+        own = [rows[name] for name in (EAGER, STEP) if ran(rows.get(name))]
+        cells += [", ".join(str(_waits(row)) for row in own)]
+        cells += [", ".join(str(_copies(row)) for row in own)]
+        body.append([SETTINGS[net].title, *cells])
+    means = [f"{mean(each.values()):.2f}" if each else "" for each in over]
+    body.append(["**mean**", *[""] * len(names), *means, "", ""])
+    return _table(head, body)
+
+
+def _why(rows: dict[str, Any], name: str) -> str:
+    return "refused" if name in rows else "not counted"
+
+
+def _modelled(whole: Whole, precision: str) -> list[str]:
+    gpus = tuple(whole["about"]["flops_per_second"])
+    names = (VMAP, EAGER) if precision.endswith("TF32") else (VMAP, EAGER, REPLAY)
+    body = []
+    for net in MODELLED:
+        rows = whole["counts"].get(net, {}).get(precision)
+        if rows is None:
+            continue
+        base = rows[SGD]["seconds"]
+        cells = [f"{1e3 * base[GPU]:.3f}"]
+        for name in names:
+            took = rows[name]["seconds"] if ran(rows.get(name)) else {}
+            each = [f"{took[gpu] / base[gpu]:.2f}" for gpu in took]
+            cells.append(", ".join(each) or _why(rows, name))
+        body.append([SETTINGS[net].title, *cells])
+    means = []
+    for name in names:
+        over = [
+            ratios(whole, partial(seconds, gpu=gpu), (name, SGD), precision, MODELLED)
+            for gpu in gpus
+        ]
+        means.append(", ".join(f"{mean(each.values()):.2f}" for each in over))
+    body.append(["**mean**", "", *means])
+    return _table(["net", f"SGD, ms, {GPU}", *names], body)
+
+
+def _kernels(whole: Whole) -> list[str]:
+    body = []
+    for net, kinds in whole["kernels"].items():
+        cells = []
+        for rows in kinds.values():
+            base, own = rows[SGD], rows[EAGER]
+            cells += [f"{each['groups']} ({each['functions']})" for each in (base, own)]
+            cells.append(f"{own['groups'] / base['groups']:.2f}")
+        body.append([SETTINGS[net].title, *cells])
+    head = ["net"]
+    for precision in PRECISIONS[::2]:
+        head += [f"SGD, {precision}", "clipped sum", "ratio"]
+    return _table(head, body)
+
+
+def _table(head: list[str], body: Iterable[list[str]]) -> list[str]:
+    rows = [head, ["---"] * len(head), *body]
+    return [f"| {' | '.join(cells)} |" for cells in rows]
+
+
+def draw(whole: Whole) -> Figure:
+    """Draw launches over those of plain SGD, and the modelled time over its time."""
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    panels = figure.subplots(2, 1)
+    precision = PRECISIONS[0]
+    titles = "Launches of a clipped sum", f"Modelled time of a clipped sum, {GPU}"
+    for axes, value, title, nets in zip(
+        panels,
+        (launches, seconds),
+        titles,
+        (tuple(whole["counts"]), MODELLED),
+        strict=True,
+    ):
+        drawn = [net for net in nets if net in whole["counts"]]
+        marks = ((VMAP, precision), (EAGER, precision))
+        if value is launches:
+            marks += ((REPLAY, precision),)
+        else:
+            marks += ((VMAP, PRECISIONS[2]), (EAGER, PRECISIONS[2]))
+        for place, (name, kind) in enumerate(marks):
+            of = ratios(whole, value, (name, SGD), kind, drawn)
+            label = name if value is launches else f"{name}, {kind}"
+            where = [drawn.index(net) + 0.16 * place - 0.24 for net in of]
+            axes.bar(where, list(of.values()), width=0.15, label=label)
+        axes.set_yscale("log")
+        axes.set_xticks(range(len(drawn)), drawn, rotation=40, ha="right")
+        axes.set_ylabel("over plain SGD")
+        axes.set_title(f"{title} ({precision})" if value is launches else title)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.legend(fontsize=8)
+    return figure
