@@ -68,6 +68,16 @@ def test_the_grid_survives_every_compiler(backend, dtype, sensitivity):
         assert torch.equal(result[name].view(bits), value.view(bits))
 
 
+@pytest.mark.compiled
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_number_that_is_rounded_to_zero_has_no_sign(backend):
+    """It would tell on which side of zero the number was."""
+    values = torch.linspace(-1e-6, 1e-6, 37, dtype=torch.float64)
+    found = compiled(noise._rounded, backend)(values, 2.0**-17)
+    assert not found.view(torch.int64).any()
+
+
 @pytest.mark.slow
 @pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
