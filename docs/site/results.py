@@ -38,15 +38,18 @@ def pages(root: Path) -> dict[Path, str]:
 
 
 def about(root: Path, suite: str) -> str:
-    """Return what the file of a suite says of itself."""
-    module = ast.parse((root / "bench" / f"test_{suite}.py").read_text())
-    return ast.get_docstring(module) or ""
+    """Return the docstring of a suite; nothing for results of another kind."""
+    path = root / "bench" / f"test_{suite}.py"
+    text = path.read_text() if path.exists() else ""
+    return ast.get_docstring(ast.parse(text)) or ""
 
 
 def measured(path: Path) -> tuple[str, ...]:
     """Return processor, threads, torch and date, as far as results tell them."""
-    found = json.loads(path.read_text())
-    found = found if isinstance(found, list) else [found["settings"]]
+    found = json.loads(path.read_text()) if path.exists() else []
+    if isinstance(found, dict):
+        found = [found.get("settings") or found["about"]]
+    found = [{"processor": each.get("device", ""), **each} for each in found]
     names = ("processor", "threads", "torch", "date")
     told = [sorted({str(each.get(name, "")) for each in found}) for name in names]
     return tuple(", ".join(each) for each in told)

@@ -75,8 +75,10 @@ def gram(grads, others):
     return sum(flat(g) @ flat(others[n]).T for n, g in grads.items())
 
 
-def projected(grads):
-    return sum(flat(g) @ directions(n, g.shape[1:]).T for n, g in grads.items())
+def projected(grads, seed=3):
+    return sum(
+        flat(g) @ directions(n, g.shape[1:], seed=seed).T for n, g in grads.items()
+    )
 
 
 def clipped_sum(grads, kind, bound=0.7):

@@ -217,7 +217,7 @@ class Plan:
         text = json.dumps([MECHANISM, *cipher, self.dataset_size, *numbers, before])
         return hashlib.blake2b(text.encode(), digest_size=len(NO_PLAN)).digest()
 
-    def accounts_for(self, spent: bytes | None) -> bool:
+    def accounts_for(self, spent: Any) -> bool:
         """Return whether an identity is the plan's, or the one that it once had.
 
         Until vgrad 0.1 noise came from no cipher: steps after these are other releases.

@@ -64,7 +64,8 @@ class Gathered(NamedTuple):
     def weighted(self, weights: Tensor) -> dict[str, Tensor]:
         """Sum over samples with weights [B], for every parameter."""
         sizes = [math.prod(shape) for shape in self.shapes.values()]
-        parts = weighted_rows(self.g, weights).split(sizes)
+        whole = weighted_rows(self.g, weights)
+        parts = torch.split_with_sizes_copy(whole, sizes)  # each with its own memory
         pairs = zip(self.shapes.items(), parts, strict=True)
         return {name: part.view(shape) for (name, shape), part in pairs}
 

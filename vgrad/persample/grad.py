@@ -1,7 +1,8 @@
 """The gradient of every sample, its norm, and weighted sums of gradients."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from operator import methodcaller
 from typing import Any, Literal, Unpack, overload
 
@@ -155,10 +156,15 @@ def per_sample_norm(
 class _NormCollector(Holding):
     """Computes the norms of all parameters, and doubtful ones again."""
 
-    def __init__(self, device: torch.device, groups: Collection[Sequence[str]]) -> None:
-        super().__init__(device)
-        self._groups = groups
+    def __init__(self, call: Call, groups: Groups) -> None:
+        super().__init__(call.device)
+        self._grouping = call.function, groups, call.params
         self.norms: dict[str, list[Norm]] = {}
+
+    @cached_property
+    def groups(self) -> dict[str, list[str]]:
+        """The names in each group, after a pass, whose errors are the loss's."""
+        return members(*self._grouping)
 
     def take(self, name: str, factor: Factor) -> None:
         self.hold(name, factor.settled()[1], factor.bytes)
@@ -166,7 +172,7 @@ class _NormCollector(Holding):
     def settle(self, held: dict[str, Norms]) -> None:
         alone = {name: each for name, (each, *more) in held.items() if not more}
         small = {n: each for n, each in alone.items() if isinstance(each, Dense)}
-        gathered(small, held, self._groups)
+        gathered(small, held, self.groups.values())
         norms = settled(held)
         where = doubtful(norms)
         careful = where is not None and rare(where)
@@ -178,13 +184,11 @@ class _Norms(Quantity):
     groups: Groups
 
     def collector(self, call: Call) -> _NormCollector:
-        grouped = members(call.function, self.groups, call.params)
-        return _NormCollector(call.device, grouped.values())
+        return _NormCollector(call, self.groups)
 
     def partial(self, collector: _NormCollector, call: Call) -> dict[str, Tensor]:
         collector.flush()
-        dtype = reductions.norm_dtype(call.params)
-        grouped = members(call.function, self.groups, call.params)
+        dtype, grouped = reductions.norm_dtype(call.params), collector.groups
         norms = Joint(collector.norms, grouped.values(), dtype).value
         own = [each.to(dtype, copy=True) for each in norms]
         return dict(zip(grouped, own, strict=True))
