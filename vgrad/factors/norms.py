@@ -16,6 +16,7 @@ from torch import Tensor
 from vgrad.conditions import rare
 from vgrad.factors.base import Dense, Factor, Norm, Norms, Products, multiplied
 from vgrad.factors.reductions import reach, root, row_norms, weighted_rows
+from vgrad.torch_private import kernels
 
 FORMED_AT_ONCE = 2**24
 """Numbers of gradients formed at once where products cannot be trusted."""
@@ -65,7 +66,7 @@ class Gathered(NamedTuple):
         """Sum over samples with weights [B], for every parameter."""
         sizes = [math.prod(shape) for shape in self.shapes.values()]
         whole = weighted_rows(self.g, weights)
-        parts = torch.split_with_sizes_copy(whole, sizes)  # each with its own memory
+        parts = kernels.split_copy(whole, sizes)
         pairs = zip(self.shapes.items(), parts, strict=True)
         return {name: part.view(shape) for (name, shape), part in pairs}
 

@@ -35,6 +35,9 @@ torch/optim/asgd.py does."""
 divide_all = torch._foreach_div  # pyright: ignore[reportPrivateImportUsage]
 """Divide all tensors of a list by a number, likewise."""
 
+split_copy: Any = torch.split_with_sizes_copy
+"""Split a tensor into parts with memory of their own, on a GPU by one launch."""
+
 convolution_backward = torch.ops.aten.convolution_backward
 sigmoid_backward = torch.ops.aten.sigmoid_backward
 tanh_backward = torch.ops.aten.tanh_backward
