@@ -362,6 +362,22 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
+def of_images(
+    channels, outputs, side, kernel, options, dtype, device="cpu", draw=torch.randn
+):
+    """Make the loss of a convolution, its kernel, and six images with cotangents."""
+
+    def loss(params, buffers, x, g):
+        return (F.conv2d(x, params["w"], **options) * g).sum()
+
+    width = channels // options.get("groups", 1)
+    weight = torch.zeros(outputs, width, kernel, kernel, device=device, dtype=dtype)
+    own = {"device": device, "generator": torch.Generator(device).manual_seed(0)}
+    x = draw(6, channels, side, side, **own).to(dtype)
+    g = torch.randn(F.conv2d(x, weight, **options).shape, **own).to(dtype)
+    return loss, {"w": weight}, (x, g)
+
+
 def assert_gradients(
     loss: Callable,
     params: dict[str, Tensor],

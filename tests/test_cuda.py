@@ -349,8 +349,10 @@ def test_kernels_of_cuda_run_in_recorded_passes_and_graphs(name, autocast):
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         found = [eager(params, buffers, x, y).grads]
         found += [graphs(params, buffers, x, y).grads for _ in range(2)]
+    size = oracle.norms({n: each[None] for n, each in expected.items()})
     for each in found:
-        assert oracle.error(each, expected) < (0.2 if autocast else 5e-3)
+        gap = {n: (each[n] - exact)[None] for n, exact in expected.items()}
+        assert float(oracle.norms(gap) / size) < (0.05 if autocast else 5e-3)
     assert [each.backend for each in graphs.reports()] == ["cudagraph"]
 
 
@@ -446,25 +448,17 @@ IMAGES = {  # channels, outputs, side, kernel, options
 @pytest.mark.parametrize("name", IMAGES)
 def test_convolutions_are_clipped_as_they_are_summed(name, dtype):
     """Torch's default lets convolutions round float32, by whatever algorithm."""
-    channels, outputs, side, kernel, options = IMAGES[name]
-
-    def loss(params, buffers, x, g):
-        return (F.conv2d(x, params["w"], **options) * g).sum()
-
-    width = channels // options.get("groups", 1)
-    weight = torch.zeros(outputs, width, kernel, kernel, device="cuda", dtype=dtype)
-    x = drawn(6, channels, side, side).to(dtype)
-    g = drawn(*F.conv2d(x, weight, **options).shape, seed=1).to(dtype)
-    exact = oracle.loss_gradients(loss, {"w": weight}, {}, (x, g))
+    loss, params, (x, g) = losses.of_images(*IMAGES[name], dtype, "cuda")
+    exact = oracle.loss_gradients(loss, params, {}, (x, g))
     norms = oracle.norms(exact)
     bound = 0.5 * float(norms.min())
     compute = vgrad.clipped_grad(loss, max_norm=bound, strategy="recorded")
     for row in range(6):
         one = slice(row, row + 1)
-        found = compute({"w": weight}, {}, x[one], g[one]).grads["w"]
+        found = compute(params, {}, x[one], g[one]).grads["w"]
         norm = float(found.double().norm())
         assert bound * 0.98 < norm <= bound * (1 + 1e-6)
-    found = compute({"w": weight}, {}, x, g)
+    found = compute(params, {}, x, g)
     half = dtype != torch.float32
     torch.testing.assert_close(found.norms.double(), norms, rtol=1e-3, atol=0)
     assert oracle.error(found.grads, oracle.clipped(exact, bound)) < (

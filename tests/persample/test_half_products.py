@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import vgrad
 from tests import oracle
-from tests.losses import clipped_lengths, length, singles
+from tests.losses import clipped_lengths, length, of_images, singles
 from tests.persample.test_bounds import CLIPPING, made
 from vgrad.factors import Conv, Outer, costs, products
 from vgrad.precision import StaticLossScale
@@ -224,17 +224,7 @@ IMAGES = {  # channels, outputs, side, kernel, options
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
 @pytest.mark.parametrize("name", IMAGES)
 def test_convolutions_are_clipped_as_they_are_summed(name, dtype):
-    channels, outputs, side, kernel, options = IMAGES[name]
-
-    def loss(params, buffers, x, g):
-        return (F.conv2d(x, params["w"], **options) * g).sum()
-
-    width = channels // options.get("groups", 1)
-    params = {"w": torch.zeros(outputs, width, kernel, kernel, dtype=dtype)}
-    generator = torch.Generator().manual_seed(0)
-    x = torch.rand(6, channels, side, side, generator=generator).to(dtype)
-    g = F.conv2d(x, params["w"], **options)
-    g = torch.randn(g.shape, generator=generator).to(dtype)
+    loss, params, (x, g) = of_images(*IMAGES[name], dtype, draw=torch.rand)
     exact = oracle.loss_gradients(loss, params, {}, (x, g))
     bound = 0.5 * float(oracle.norms(exact).min())
     with device() as units:

@@ -46,7 +46,8 @@ def has_openssl() -> bool:
 def fill(words: Tensor, key: bytes, step: int, tile: int) -> None:
     """Fill memory of the host, int64 `[N, 2, 256]`, with tiles of a stream."""
     start = (tile * BLOCKS).to_bytes(4, "little") + bytes(4)
-    memory = words.zero_().view(-1).view(torch.uint8).numpy()  # it encrypts zeros
+    memory = words.view(-1).view(torch.uint8).numpy()
+    memory.fill(0)  # it encrypts zeros
     _encryptor(key, start + step.to_bytes(8, "little")).update_into(memory, memory)
 
 

@@ -103,9 +103,10 @@ def add_gaussian_noise(
     entry and both numbers. Never use a key and a step for two different sums.
 
     Noise is drawn and added in float64 and rounded to `promote_types(dtype, float32)`,
-    at 7 to 10 ns per number and thread on a CPU. On a device it is drawn there, from
-    the same words, or on the host if the device has no float64. Non-finite entries stay
-    as they are. A noise multiplier of zero adds nothing; epsilon is then infinite.
+    at some 10 ns a number on two threads of a CPU (`bench/noise.py`). On a device it is
+    drawn there, from the same words, or on the host if the device has no float64.
+    Non-finite entries stay as they are. A noise multiplier of zero adds nothing;
+    epsilon is then infinite.
 
     A sum may be a DTensor with placements `Shard` and `Replicate`. Each rank adds to
     its part the noise that the whole tensor would get there: all ranks need the same
