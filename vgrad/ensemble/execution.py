@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from vgrad.devices import is_host
 from vgrad.ensemble.layout import Call, vmapped
 from vgrad.functional.guards import protect
 from vgrad.generators import (
@@ -231,7 +232,7 @@ def _signature(call: Call) -> tuple:
 
 
 def _by_work(function: Callable, call: Call) -> tuple[str, str]:
-    if call.tensors[0].device.type != "cpu":
+    if not is_host(call.tensors[0].device):
         return "hybrid", "an accelerator has room for all members at once"
     counter = modes.flop_counter()
     with kept_random_state(call.tensors), counter, protect(call.protected()):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vgrad.conditions import checks_collected
+from vgrad.devices import is_host
 from vgrad.factors import costs, products, reductions
 from vgrad.torch_private.tensors import memory
 from vgrad.tree import double, wide
@@ -81,7 +82,7 @@ class Products(NamedTuple):
         if isinstance(factor, Outer):
             cut = products.CUT if factor.in_halves else 0.0
             lost = cut, factor.rounding
-        if costs.gathers(a.nbytes, a.device.type):
+        if costs.gathers(a.nbytes, is_host(a.device)):
             return cls(None, None, length, factor, zero, *lost, (a, b))
         return cls(*multiplied(a, b), length, factor, zero, *lost)
 
@@ -187,7 +188,7 @@ class Dense(Factor):
     def is_small(self) -> bool:
         """Whether it joins others for ops on all of them."""
         own = type(self) is Dense and not self.g.is_complex()
-        return own and costs.gathers(self.g.nbytes, self.g.device.type)
+        return own and costs.gathers(self.g.nbytes, is_host(self.g.device))
 
     def settled(self) -> tuple["Dense", Norms]:
         return self, [self if self.shared is None and self.is_small else self.norm()]

@@ -72,9 +72,9 @@ def outer_by_gram(
     return products < OPERATIONS_PER_BYTE * traffic * numbers
 
 
-def gathers(size: int, device: str) -> bool:
+def gathers(size: int, on_host: bool) -> bool:
     """Return whether a tensor of so many bytes joins others for ops on all of them."""
-    return size <= (_GATHERED if device == "cpu" else _GATHERED_ON_DEVICES)
+    return size <= (_GATHERED if on_host else _GATHERED_ON_DEVICES)
 
 
 def conv_form(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vgrad.conditions import checks_collected, rare
+from vgrad.devices import is_host
 from vgrad.factors import products
 from vgrad.torch_private import kernels, modes
 from vgrad.tree import double, wide
@@ -80,7 +81,7 @@ def row_norms(grad: Tensor) -> Tensor:
     exact = flat.dtype == torch.float64 or flat.requires_grad
     if exact or modes.inside_transform():
         return together(flat)
-    if flat.device.type != "cpu" or flat.numel() <= _SMALL:
+    if not is_host(flat.device) or flat.numel() <= _SMALL:
         # Squares of float32 have room in float64; on a CPU this is slow.
         return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
     norms = _block_norms(flat.float())

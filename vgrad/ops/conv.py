@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vgrad.devices import is_host
 from vgrad.factors.base import Dense, Factor, Outer
 from vgrad.factors.conv import Conv
 from vgrad.ops.record import Form, Rule, below_members, register
@@ -163,7 +164,7 @@ def _of_members(op: Callable) -> Callable[..., tuple[Form | None, str]]:
             return None, "one convolution of all members' batches"
         if not modes.is_mapped_here(input):
             return None, "one convolution with the channels of all members"
-        if input.device.type != "cpu":
+        if not is_host(input.device):
             return None, "grouped"
 
         def separate(

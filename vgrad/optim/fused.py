@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks, memory
+from vgrad.devices import is_host
 from vgrad.optim.base import Donated, Grads, Rate, State, is_schedule, is_zero
 from vgrad.torch_private import kernels, modes
 from vgrad.torch_private.tensors import like
@@ -70,7 +71,7 @@ def _donated(lr: Rate, launch: Callable, slots: tuple[str, ...]) -> Donated:
         last = state[-1]
         if is_schedule(rate):
             rate, last = rate(last.count), State(last.count + 1, {})
-        on_device = isinstance(rate, Tensor) and rate.device.type != "cpu"
+        on_device = isinstance(rate, Tensor) and not is_host(rate.device)
         if isinstance(rate, Tensor):
             if rate.requires_grad and torch.is_grad_enabled():
                 return None

@@ -19,6 +19,7 @@ from torch import Tensor
 from vgrad import batches, optim
 from vgrad.checks import Patterns
 from vgrad.conditions import checks_collected
+from vgrad.devices import is_host
 from vgrad.dp.noise import Drawn, Noise, Streams
 from vgrad.dp.plan import Plan, as_digest, check_spent
 from vgrad.ensemble.execution import run_eager
@@ -463,7 +464,7 @@ def _select_members(mask: Tensor, new: Tree, old: Tree) -> Tree:
 def _members_finite(grads: list[Tensor], like: Tensor) -> Tensor:
     """Return whether each member's gradients are finite, `[E]`, without a sync."""
     finite = torch.ones_like(like)
-    if like.device.type == "cpu" and not checks_collected():
+    if is_host(like.device) and not checks_collected():
         # A finite sum has finite terms, and takes a fraction of the time.
         if all([bool(grad.sum().isfinite()) for grad in grads]):
             return finite

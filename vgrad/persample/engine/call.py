@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vgrad import batches, checks
+from vgrad.devices import is_host
 from vgrad.factors.base import Factor, Scaled
 from vgrad.functional.guards import Protected
 from vgrad.functional.losses import check_loss, returned
@@ -294,7 +295,7 @@ def _constant(value: Tensor) -> Tensor:
 
 
 def _check_keys(function: str, keys: Tensor, size: int) -> None:
-    if keys.dtype != torch.int64 or keys.shape != (size,) or keys.device.type != "cpu":
+    if keys.dtype != torch.int64 or keys.shape != (size,) or not is_host(keys.device):
         raise ValueError(
             f"{function}(keys): expected one key a sample, int64 [{size}] on the CPU "
             f"as sample_keys makes them, got {keys.dtype} {tuple(keys.shape)} on "

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.checks import Patterns
+from vgrad.devices import is_host
 from vgrad.factors.base import Dense, Factor, Zero
 from vgrad.factors.norms import FORMED_AT_ONCE
 from vgrad.persample.engine.proxies import Use
@@ -52,7 +53,7 @@ class Holding(Collector):
 
     def __init__(self, device: torch.device) -> None:
         # On the host a read takes no time, and there may be less memory.
-        self._most = 2**22 if device.type == "cpu" else 2**28
+        self._most = 2**22 if is_host(device) else 2**28
         self._held: dict[str, Any] = {}
         self._bytes = 0
 
