@@ -134,10 +134,15 @@ py::object& observer() {
 }
 
 py::tuple description(const Tensor& t) {
-  size_t bytes = t.element_size();
-  for (int64_t k = 0; k < t.dim(); ++k) bytes *= t.stride(k) ? t.size(k) : 1;
+  // Numbers that a view has several times, as windows do, are read once.
+  size_t numbers = 1, span = 1;
+  for (int64_t k = 0; k < t.dim(); ++k) {
+    numbers *= t.stride(k) ? t.size(k) : 1;
+    span += std::max<int64_t>(t.size(k) - 1, 0) * t.stride(k);
+  }
   return py::make_tuple(py::tuple(py::cast(t.sizes().vec())),
-                        std::string(toString(t.scalar_type())), bytes);
+                        std::string(toString(t.scalar_type())),
+                        t.element_size() * std::min(numbers, span));
 }
 
 void note(const char* kind, const std::string& op, const std::vector<Tensor>& inputs,

@@ -16,8 +16,7 @@ import vgrad
 from tests import oracle
 from tests.losses import clipped_lengths, length, of_images, singles
 from tests.persample.test_bounds import CLIPPING, made
-from vgrad.factors import Conv, Outer, costs, products
-from vgrad.factors.norms import settled
+from vgrad.factors import Conv, Outer, costs, norms, products
 from vgrad.precision import StaticLossScale
 from vgrad.torch_private import kernels
 
@@ -188,7 +187,7 @@ def test_one_side_may_be_in_half_precision(width, tf32, dtype):
     exact = factor.double().grad().flatten(1).norm(dim=1)
     with device(tf32=tf32, few=2**60):
         _, (found,) = factor.settled()
-        (norm,) = settled({"w": [found]})["w"]
+        (norm,) = norms.settled({"w": [found]})["w"]
     assert found.cut == products.CUT
     torch.testing.assert_close(norm.value, exact, rtol=4e-6, atol=0)
     assert (norm.upper >= exact).all()
