@@ -451,7 +451,8 @@ class _Layout:
         group = self.groups[number]
         count, alone = sum(piece.tiles for piece in group), memory is not None
         if memory is None:
-            memory = torch.empty((count, 2, TILE // 2), dtype=torch.int64, device=HOST)
+            # Numpy's memory has large pages.
+            memory = torch.from_numpy(np.empty((count, 2, TILE // 2), np.int64))
         words, works, at = memory[:count], [], 0
         for piece in group:
             for tile in range(0, piece.tiles, _MOST_ON_HOST // TILE):
