@@ -102,15 +102,15 @@ def add_gaussian_noise(
     entry and both numbers. Never use a key and a step for two different sums.
 
     Noise is drawn and added in float64 and rounded to `promote_types(dtype, float32)`,
-    at some 10 ns a number on two threads of a CPU (`bench/noise.py`). On a device it is
+    at some 5 ns a number on two threads of a CPU (`bench/noise.py`). On a device it is
     drawn there, from the same words, or on the host if the device has no float64.
     Non-finite entries stay as they are. A noise multiplier of zero adds nothing;
     epsilon is then infinite.
 
     A sum may be a DTensor with placements `Shard` and `Replicate`. Each rank adds to
     its part the noise that the whole tensor would get there: all ranks need the same
-    key. A rank draws every block of 2^16 numbers (2^22 on a device) that overlaps its
-    part.
+    key. A rank draws every block of up to 2^18 numbers (2^22 on a device) that overlaps
+    its part.
 
     Raises:
         TypeError: `sensitivity` is a number, or a sum is a DTensor with another
