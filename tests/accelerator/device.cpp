@@ -134,10 +134,15 @@ py::object& observer() {
 }
 
 py::tuple description(const Tensor& t) {
-  size_t bytes = t.element_size();
-  for (int64_t k = 0; k < t.dim(); ++k) bytes *= t.stride(k) ? t.size(k) : 1;
+  // Numbers that a view has several times, as windows do, are read once.
+  size_t numbers = 1, span = 1;
+  for (int64_t k = 0; k < t.dim(); ++k) {
+    numbers *= t.stride(k) ? t.size(k) : 1;
+    span += std::max<int64_t>(t.size(k) - 1, 0) * t.stride(k);
+  }
   return py::make_tuple(py::tuple(py::cast(t.sizes().vec())),
-                        std::string(toString(t.scalar_type())), bytes);
+                        std::string(toString(t.scalar_type())),
+                        t.element_size() * std::min(numbers, span));
 }
 
 void note(const char* kind, const std::string& op, const std::vector<Tensor>& inputs,
@@ -467,6 +472,42 @@ std::tuple<Tensor, Tensor> dropout(const Tensor& x, double p, std::optional<bool
   return {device(out), device(mask)};
 }
 
+// Products of half precision with float32 results, as CUDA has them.
+Tensor in_float32(const Tensor& t, ScalarType out) {
+  TORCH_CHECK(t.scalar_type() == kHalf || t.scalar_type() == kBFloat16,
+              "pretend: out_dtype is for factors in half precision, not ", t.scalar_type());
+  TORCH_CHECK(out == kFloat, "pretend: out_dtype is float32, not ", out);
+  return host(t).to(out);
+}
+
+template <auto op>
+Tensor product(const Tensor& a, const Tensor& b, ScalarType out) {
+  TORCH_CHECK(a.scalar_type() == b.scalar_type(), "pretend: factors of two dtypes");
+  auto result = op(in_float32(a, out), in_float32(b, out));
+  note("launch", a.dim() == 2 ? "aten::mm" : "aten::bmm", {a, b}, {result});
+  return device(result);
+}
+
+template <auto op>
+Tensor added_product(const Tensor& t, const Tensor& a, const Tensor& b, ScalarType out,
+                     const Scalar& beta, const Scalar& alpha) {
+  TORCH_CHECK(a.scalar_type() == b.scalar_type(), "pretend: factors of two dtypes");
+  auto result = op(host(t).to(out), in_float32(a, out), in_float32(b, out), beta, alpha);
+  note("launch", a.dim() == 2 ? "aten::addmm" : "aten::baddbmm", {t, a, b}, {result});
+  return device(result);
+}
+
+Tensor host_mm(const Tensor& a, const Tensor& b) { return at::mm(a, b); }
+Tensor host_bmm(const Tensor& a, const Tensor& b) { return at::bmm(a, b); }
+Tensor host_addmm(const Tensor& t, const Tensor& a, const Tensor& b, const Scalar& beta,
+                  const Scalar& alpha) {
+  return at::addmm(t, a, b, beta, alpha);
+}
+Tensor host_baddbmm(const Tensor& t, const Tensor& a, const Tensor& b, const Scalar& beta,
+                    const Scalar& alpha) {
+  return at::baddbmm(t, a, b, beta, alpha);
+}
+
 #include "cells.h"
 
 // ---- Registrations.
@@ -493,6 +534,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolution_backward);
   m.impl("native_dropout", &dropout);
+  m.impl("mm.dtype", &product<&host_mm>);
+  m.impl("bmm.dtype", &product<&host_bmm>);
+  m.impl("addmm.dtype", &added_product<&host_addmm>);
+  m.impl("baddbmm.dtype", &added_product<&host_baddbmm>);
   m.impl("_thnn_fused_lstm_cell", &lstm_cell);
   m.impl("_thnn_fused_lstm_cell_backward_impl", &lstm_cell_backward);
   m.impl("_thnn_fused_gru_cell", &gru_cell);

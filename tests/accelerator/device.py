@@ -130,7 +130,7 @@ def _load(library: Path) -> Any:
 
 
 class Operand(NamedTuple):
-    """A tensor that an op read or wrote; `bytes` count a broadcast number once."""
+    """A tensor that an op read or wrote; `bytes` count a number of it once."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -5,12 +5,12 @@ import torch
 
 import vgrad
 from tests.accelerator import device
-from tests.accelerator.test_equal import CASES, HERE, built, moved, table
+from tests.accelerator.test_equal import CASES, HERE, PACKED, built, moved, table
 from tests.golden import calls
 from vgrad import training
 from vgrad.training import EnsembleState, TrainState
 
-READS_VALUES = {"branches"}
+READS_VALUES = {"branches", *PACKED}
 WAITS = {"clipped, two passes": 2}
 """Of quantities that take more than one."""
 

@@ -5,22 +5,27 @@ on the device. Every tensor of a result lies on the device, unless the case says
 """
 
 import copy
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 from torch.utils.data import TensorDataset
 
 import vgrad
+from bench import modelled
 from tests import losses, oracle
 from tests.accelerator import device
 from tests.golden import calls
 from tests.optim import optimizers
 from vgrad import ensemble, training
+from vgrad.factors import products
 from vgrad.precision import DynamicLossScale, StaticLossScale
+from vgrad.torch_private import kernels
 from vgrad.training import EnsembleState, TrainState
 
 HERE = device.NAME
@@ -89,6 +94,26 @@ def recurrent(kind, **options):
     )
 
 
+def packed(lengths):
+    """Sequences of lengths that samples share, or have for themselves."""
+
+    def forward(self, x, lengths):
+        packed = pack_padded_sequence(x, lengths.cpu(), True, False)
+        output, _ = pad_packed_sequence(self.layer(packed)[0], True)
+        return self.head(output).mean(1)
+
+    return losses.Case(
+        lambda: losses.Net(
+            forward, layer=nn.LSTM(4, 5, bidirectional=True), head=nn.Linear(10, 3)
+        ),
+        lambda size: (
+            torch.randn(size, 3, 4),
+            torch.tensor(lengths * size)[:size],
+            torch.randint(3, (size,)),
+        ),
+    )
+
+
 def of_cells(self, x):
     state = None
     for step in x.unbind(1):
@@ -100,6 +125,7 @@ RECURRENT = {
     "LSTM": recurrent("LSTM", num_layers=2),
     "LSTM, both ways": recurrent("LSTM", bidirectional=True),
     "GRU": recurrent("GRU", bias=False),
+    "GRU, both ways": recurrent("GRU", bidirectional=True, num_layers=2),
     "RNN": recurrent("RNN"),
     **{
         kind: losses.Case(
@@ -112,7 +138,9 @@ RECURRENT = {
     },
 }
 """An accelerator runs them by other kernels than the host."""
-CASES = losses.CASES | losses.HARD | RECURRENT
+PACKED = {"packed": packed([2, 3, 3]), "packed, one length": packed([2])}
+"""Their lengths are read on the host."""
+CASES = losses.CASES | losses.HARD | RECURRENT | PACKED
 
 
 def built(name, dtype=torch.float64, size=5):
@@ -178,24 +206,67 @@ def test_compiled_and_keyed_quantities(kind):
     equal(lambda place: run(place, lambda each: each.keyed(keys)))
 
 
+def distance(found, exact):
+    """Return the error of a whole tree of tensors, relative to its length."""
+    pairs = [*zip(*map(pytree.tree_leaves, (found, exact)), strict=True)]
+    pairs = [each for each in pairs if isinstance(each[0], torch.Tensor)]
+    found, exact = zip(*pairs, strict=True)
+    gaps = {n: a.cpu() - b for n, (a, b) in enumerate(zip(found, exact, strict=True))}
+    return losses.length(gaps) / losses.length(dict(enumerate(exact)))
+
+
+WAYS = [(True, False, 2**28), (True, True, 2**28), (True, True, 0), (False, True, 0)]
+"""Whether a device multiplies halves into float32, whether it rounds float32 to TF32,
+and how many products are worth a sum in terms."""
+
+
+@contextmanager
+def multiplying(halves, tf32, few):
+    bits = {"conv": "tf32", "matmul": "tf32" if tf32 else "none", "rnn": "tf32"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "fp32_precision", lambda _, op: bits[op])
+        patch.setattr(kernels, "multiplies_halves", lambda _: halves)
+        patch.setattr(products, "_FEW", few)
+        yield
+
+
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", [*losses.CASES, *RECURRENT])
+@pytest.mark.parametrize("name", [*losses.CASES, *RECURRENT, *PACKED])
 def test_autocast(name, low):
     loss, params, buffers, batch = built(name, torch.float32)
-    exact = vgrad.per_sample_grad(loss)(*oracle.in_double((params, buffers, *batch)))
-    exact_norms, size = oracle.norms(exact), len(batch[0])
+    exact = oracle.in_double((params, buffers, *batch))
     given = moved(HERE, (params, buffers, *batch))
-    limit = 8 * torch.finfo(low).eps
-    for strategy in losses.STRATEGIES:
-        with torch.autocast(HERE, low):
-            grads = vgrad.per_sample_grad(loss, strategy=strategy)(*given)
-            norms = vgrad.per_sample_norm(loss, strategy=strategy)(*given)
-            bound = vgrad.clipped_grad(loss, max_norm=1e-2, strategy=strategy)
-            clipped = bound(*given).grads
-        gaps = {name: moved("cpu", grads[name]) - exact[name] for name in exact}
-        assert (oracle.norms(gaps) <= limit * exact_norms).all()
-        assert ((norms.cpu() - exact_norms).abs() <= limit * exact_norms).all()
-        assert losses.length(moved("cpu", clipped)) <= size * 1e-2 * (1 + 1e-6)
+    for kind, strategy in table():
+        expected = quantity(kind, loss)(partial(moved, "cpu"), *exact)
+        run = quantity(kind, loss, strategy=strategy)
+        limit = torch.finfo(low).eps * (24 if kind == "moments" else 8)  # of squares
+        for halves, tf32, few in WAYS if strategy == "recorded" else WAYS[:1]:
+            with multiplying(halves, tf32, few), torch.autocast(HERE, low):
+                found = run(partial(moved, HERE), *given)
+            case = kind, strategy, halves, tf32, few
+            assert distance(found, expected) <= limit, case
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("positions", [3, 60])
+def test_norms_of_halves_are_products_of_halves(positions, low):
+    def loss(params, buffers, x, g):
+        return (F.linear(x, params["w"]) * g).sum()
+
+    params = {"w": torch.zeros(40, 40, dtype=low)}
+    batch = torch.randn(2, 5, positions, 40).to(low).unbind(0)
+    exact = oracle.norms(oracle.loss_gradients(loss, params, {}, batch))
+    given = moved(HERE, (params, {}, *batch))
+    compute = vgrad.per_sample_norm(loss, strategy="recorded")
+    with device.counted() as counts:
+        found = compute(*given)
+    torch.testing.assert_close(found.double().cpu(), exact, rtol=1e-6, atol=0)
+    events = [each for each in counts.events if each.op in ("mm", "bmm")]
+    events = [each for each in events if each.line.startswith("factors/")]
+    assert len(events) == (2 if positions == 3 else 1)
+    for event in events:
+        assert {each.dtype for each in event.outputs} == {"Float"}
+        assert modelled.rate(event, tf32=False) == "half"
 
 
 def test_autocast_inside_a_transform_of_torch():

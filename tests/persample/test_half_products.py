@@ -16,7 +16,7 @@ import vgrad
 from tests import oracle
 from tests.losses import clipped_lengths, length, of_images, singles
 from tests.persample.test_bounds import CLIPPING, made
-from vgrad.factors import Conv, Outer, costs, products
+from vgrad.factors import Conv, Outer, costs, norms, products
 from vgrad.precision import StaticLossScale
 from vgrad.torch_private import kernels
 
@@ -176,6 +176,30 @@ def test_the_bound_holds_where_units_cut_long_sums(width, dtype):
         found = compute(params, {}, x, x)
     exact = oracle.norms(oracle.loss_gradients(of_linear, params, {}, (x, x)))
     torch.testing.assert_close(found.double(), exact, rtol=4e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.parametrize("width", [40, 2048])
+def test_one_side_may_be_in_half_precision(width, tf32, dtype):
+    x, g = torch.rand(2, 3, 1, 6, width, generator=torch.manual_seed(0)).unbind(0)
+    factor = Outer(x.to(dtype), g, torch.Size([width, width]))
+    exact = factor.double().grad().flatten(1).norm(dim=1)
+    with device(tf32=tf32, few=2**60):
+        _, (found,) = factor.settled()
+        (norm,) = norms.settled({"w": [found]})["w"]
+    assert found.cut == products.CUT
+    torch.testing.assert_close(norm.value, exact, rtol=4e-6, atol=0)
+    assert (norm.upper >= exact).all()
+
+
+def test_patches_of_half_precision_meet_outputs_of_it(monkeypatch):
+    switches = {"matmul": "tf32", "conv": "none"}
+    monkeypatch.setattr(kernels, "fp32_precision", lambda backend, op: switches[op])
+    loss, params, batch = of_images(*IMAGES["many channels"], torch.bfloat16)
+    exact = oracle.norms(oracle.loss_gradients(loss, params, {}, batch))
+    found = vgrad.per_sample_norm(loss, strategy="recorded")(params, {}, *batch)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -77,11 +77,13 @@ class Products(NamedTuple):
     @classmethod
     def of(cls, a: Tensor, b: Tensor, factor: "Pair", length: int) -> "Products":
         zero = factor.zeros() if zeros_proven() else None
-        a, b = (each.unflatten(0, (factor.size, -1)) for each in (a, b))
+        # Of factors of two dtypes, one product may be wider than the other is precise.
+        dtype = a.dtype if a.dtype == b.dtype else torch.float32
+        a, b = (each.to(dtype).unflatten(0, (factor.size, -1)) for each in (a, b))
         lost = 0.0, 0.0
         if isinstance(factor, Outer):
-            cut = products.CUT if factor.in_halves else 0.0
-            lost = cut, factor.rounding
+            cuts = any(products.in_halves(each, each) for each in factor.sides)
+            lost = products.CUT if cuts else 0.0, factor.rounding
         if costs.gathers(a.nbytes, is_host(a.device)):
             return cls(None, None, length, factor, zero, *lost, (a, b))
         return cls(*multiplied(a, b), length, factor, zero, *lost)
@@ -304,11 +306,6 @@ class Outer(Pair):
     shared: Positions | None = None
 
     @property
-    def in_halves(self) -> bool:
-        """Whether a device multiplies the factors in half precision."""
-        return products.in_halves(self.inputs, self.outputs)
-
-    @property
     def rounding(self) -> float:
         """How much of its terms a weighted sum may lose."""
         return products.rounding(self.inputs, self.outputs)
@@ -324,7 +321,7 @@ class Outer(Pair):
         """Whether norms are computed without gradients."""
         _, _, positions, i = self.inputs.shape
         o = self.outputs.shape[3]
-        sizes = positions, i, o, self.in_halves
+        sizes = positions, i, o, products.in_halves(*self.sides)
         return positions == 1 or costs.outer_by_gram(*sizes)
 
     def grad(self) -> Tensor:
