@@ -58,7 +58,7 @@ class Products(NamedTuple):
 
     The squares of the norms are `<a, b>`, [B]; the diagonals, [2, B, G, T], are squares
     of the sizes of positions. All are sums of up to `length` products. `zero` are
-    samples with only zeros on one side, where a capture proves it. Relative to the sizes
+    samples with only zeros on one side, where a graph proves it. Relative to the sizes
     of their terms, squares lose up to `cut`, and a weighted sum up to `rounding`. A
     small `pair` of products [B, G, T, T] has to be multiplied yet, together with
     others.
