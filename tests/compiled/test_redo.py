@@ -156,13 +156,13 @@ def test_the_first_step_of_a_low_rank_update_redoes_nothing(name):
 @transforms("norm", "per_layer")
 def test_a_loss_that_is_saturated_redoes_nothing(name):
     loss = lambda *given: F.relu(problems.sites(*given) - 1e4)  # noqa: E731
-    # A graph that doubts zeros is captured anew at the second call.
+    # A graph that doubts zeros is captured again at the second call.
     calls = 1 if set(ALL) == {*REDONE[name]} else 2
     problems.ran(same_quantities(name, loss, batches(None, None, None)), calls)
 
 
 @pytest.mark.parametrize("name", ["norm", "per_layer"])
-def test_a_loss_that_saturates_is_captured_anew_and_then_redoes_nothing(name):
+def test_a_loss_that_saturates_gets_a_second_graph_and_then_redoes_nothing(name):
     loss = lambda *given: problems.sites(*given[:-1]) * given[-1]  # noqa: E731
     calls = [
         (*each, torch.full((6,), on))

@@ -88,7 +88,7 @@ def compile(
 
     Samples whose norms rounding may have spoiled, or that are not finite, raise a flag:
     the result is dropped, and the call repeated in eager mode with the same random
-    numbers. After three such calls in a row the graph is captured anew, with a proof
+    numbers. After three such calls in a row there is a second graph, with a proof
     for each gradient of nothing but zeros, which needs no second look; if the next call
     is dropped too, it is given up, with a warning.
 

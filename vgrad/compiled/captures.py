@@ -35,7 +35,7 @@ _MOST = 16
 """Captures of one object; more would mean that shapes never repeat."""
 
 _IN_A_ROW = 3
-"""Results dropped one after the other until a graph is captured anew, or given up."""
+"""Results dropped one after the other until there is a second graph, or none."""
 
 
 class CompileWarning(UserWarning):
