@@ -333,8 +333,8 @@ def normals_of_host(memory: Memory, tiles: int) -> np.ndarray:
 
     MKL, which torch calls, would start threads in every thread that calls it.
     """
-    words, radius, tangent, scale, small = (x[:tiles] for x in memory)
-    bits, whole = words.numpy(), scale.view(np.int64)
+    radius, tangent, scale, small = (numbers[:tiles] for numbers in memory[1:])
+    bits, whole = memory.words[:tiles].numpy(), scale.view(np.int64)
     np.bitwise_and(bits[:, 0], 2**63 - 1, out=whole)
     np.copyto(radius, whole)
     np.right_shift(bits[:, 1], 11, out=whole)
