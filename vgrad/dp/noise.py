@@ -79,7 +79,7 @@ _LEAST = 1e-280
 _LEAST_ON_HOST, _MOST_ON_HOST = 2**16, 2**18
 """Numbers that a thread of a host draws at once: fewer wait for the interpreter."""
 
-_ON_DEVICE = 2**22
+ON_DEVICE = 2**22
 """Numbers that are drawn at once on a device, for several steps if they are fewer."""
 
 _Index = TypeVar("_Index", int, np.ndarray, Tensor)
@@ -244,7 +244,7 @@ class Noise:
     ) -> None:
         """Add noise to flat sums, in few ops for all of them."""
         [device] = {each.device for each in noisy.values()}
-        layout = self.streams.layout(self, parts, device, _ON_DEVICE)
+        layout = self.streams.layout(self, parts, device, ON_DEVICE)
         for number, group in enumerate(layout.groups):
             noise = layout.noise(number, self.step)
             noise = _joined([noise[piece.places(device)] for piece in group])
@@ -432,7 +432,7 @@ class _Layout:
             keys, tiles = self.table(number)
             # Each op draws for the next steps too, where one step has few numbers.
             follows = step == first + len(drawn)
-            count = max(1, _ON_DEVICE // (TILE * len(keys))) if follows else 1
+            count = max(1, ON_DEVICE // (TILE * len(keys))) if follows else 1
             steps = torch.arange(count, device=self._device) + step
             words = chacha.keystream(keys, chacha.nonces(steps), tiles)
             first, drawn = self._ahead = step, normals(words).view(count, -1)
