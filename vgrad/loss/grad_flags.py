@@ -13,6 +13,7 @@ either gives other numbers.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -88,6 +89,7 @@ _TENSORS = {"T", "mT", "H", "mH", "real", "imag", "data", "grad"}
 """Attributes that are tensors; the others describe one."""
 
 
+@lru_cache(maxsize=4096)
 def only_reads(func: Callable) -> bool:
     """Return whether a call reads sizes and the like, and computes nothing."""
     name = getattr(func, "__name__", "")
@@ -148,8 +150,12 @@ class GradFlags:
 
     def after(self, func: Callable, tensors: Sequence[Tensor], output: Any) -> None:
         """Set the flags of the results of a call, for code that no mode sees."""
-        outputs = output if isinstance(output, tuple | list) else (output,)
-        outputs = [each for each in outputs if isinstance(each, Tensor)]
+        if isinstance(output, Tensor):
+            outputs = [output]
+        elif isinstance(output, tuple | list):
+            outputs = [each for each in output if isinstance(each, Tensor)]
+        else:
+            return
         for each in outputs:
             self.sync(each)
         if func in RESHAPES:

@@ -61,6 +61,10 @@ class Options(TypedDict, total=False):
     loss_scale: LossScale | None
 
 
+Take = Callable[[str, Factor], None]
+"""Accepts the factor of one parameter."""
+
+
 def check_options(function: Callable, options: Options) -> None:
     """Refuse options that no per-sample transform has."""
     if unknown := sorted(options.keys() - Options.__annotations__):
@@ -193,8 +197,8 @@ class Call:
             keys = keys if self.randomness == "different" else None
         return replace(
             self,
-            params={name: usable(value) for name, value in params.items()},
-            buffers={name: _constant(usable(each)) for name, each in buffers.items()},
+            params=usable(params),
+            buffers=_constant(usable(buffers)),
             batch=read,
             mask=mask,
             weights=weights,
@@ -245,10 +249,12 @@ class Call:
         ones = torch.ones_like(losses)
         return ones if self.loss_scale is None else ones * self._scale(losses.dtype)
 
-    def unscaled(self, factor: Factor) -> Factor:
+    def unscaled(self, take: Take) -> Take:
+        """Return a function that takes factors without the loss scale."""
         if self.loss_scale is None:
-            return factor
-        return Scaled(factor, self._scale(torch.float32))
+            return take
+        scale = self._scale(torch.float32)
+        return lambda name, factor: take(name, Scaled(factor, scale))
 
     def _scale(self, dtype: torch.dtype) -> Tensor:
         scale: Any = self.loss_scale
@@ -283,15 +289,22 @@ class Call:
         return value, aux
 
 
-def usable(value: Tensor) -> Tensor:
-    """Copy a tensor made in inference mode, which autograd cannot use."""
-    return with_attributes(value.clone(), value) if value.is_inference() else value
+def usable(values: Params) -> Params:
+    """Copy the tensors made in inference mode, which autograd cannot use."""
+    return {
+        name: with_attributes(value.clone(), value) if value.is_inference() else value
+        for name, value in values.items()
+    }
 
 
-def _constant(value: Tensor) -> Tensor:
-    """Return a tensor that requires no grad unless the caller can differentiate."""
-    wanted = torch.is_grad_enabled() or not value.requires_grad
-    return value if wanted else with_attributes(value.detach(), value)
+def _constant(values: Params) -> Params:
+    """Detach tensors that require grad where the caller cannot differentiate."""
+    if torch.is_grad_enabled():
+        return values
+    return {
+        name: with_attributes(value.detach(), value) if value.requires_grad else value
+        for name, value in values.items()
+    }
 
 
 def _check_keys(function: str, keys: Tensor, size: int) -> None:
