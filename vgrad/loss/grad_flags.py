@@ -89,13 +89,18 @@ _TENSORS = {"T", "mT", "H", "mH", "real", "imag", "data", "grad"}
 """Attributes that are tensors; the others describe one."""
 
 
-@lru_cache(maxsize=4096)
 def only_reads(func: Callable) -> bool:
     """Return whether a call reads sizes and the like, and computes nothing."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return getattr(func.__self__, "__name__", "") not in _TENSORS
     return name in _READS
+
+
+@lru_cache(maxsize=4096)
+def is_plain_read(func: Callable) -> bool:
+    """Return whether a call reads something that is the same for one sample."""
+    return only_reads(func) and func not in WATCHED_READS
 
 
 _REFUSED: dict[Callable, Callable[[Tensor], bool]] = {
@@ -169,15 +174,13 @@ class GradFlags:
                 continue
             # A view has the layout of its base; a result with the layout of an operand
             # would have it for one sample, too.
-            if not any(
-                _memory(each) == _memory(tensor)
-                or (
-                    (each.shape, each.stride()) == (tensor.shape, tensor.stride())
-                    and not self._is_odd(tensor)
-                )
-                for tensor in tensors
-            ):
-                self._odd.add(_memory(each))
+            place, layout = _memory(each), (each.shape, each.stride())
+            for tensor in tensors:
+                same = layout == (tensor.shape, tensor.stride())
+                if (same and not self._is_odd(tensor)) or _memory(tensor) == place:
+                    break
+            else:
+                self._odd.add(place)
 
     def _is_odd(self, tensor: Tensor) -> bool:
         """Return whether a tensor may have another layout than for one sample."""

@@ -25,6 +25,7 @@ from vgrad.loss.grad_flags import (
     GradFlags,
     UnsupportedOp,
     among,
+    is_plain_read,
     is_refused,
     own_backward_pass,
     raise_clearly,
@@ -117,6 +118,8 @@ class LossMode(WriteGuard):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if is_plain_read(func):
+            return func(*args, **kwargs)
         if autograd.hooks() is not None:
             self.look_at_hooks()
         if self.waiting is not None and modes.autocast_is_on():

@@ -235,8 +235,8 @@ class Call:
     @property
     def differentiable(self) -> bool:
         """Whether the caller can differentiate the gradients once more."""
-        wanted = any(tensor.requires_grad for tensor in self.tensors)
-        return torch.is_grad_enabled() and wanted
+        wanted = torch.is_grad_enabled()
+        return wanted and any([tensor.requires_grad for tensor in self.tensors])
 
     def mode(self, *protected: Protected, **options: Any) -> LossMode:
         """Make the function mode of the loss, which must leave its arguments alone."""
@@ -273,8 +273,9 @@ class Call:
     ) -> tuple[Tensor, Tree]:
         """Return `(scalar, aux)` of a copy of a sample, one of many or `alone`."""
         sample = self.batch.sample(tuple(tensor.clone() for tensor in tensors))
-        for name, value in params.items():
-            with_attributes(value, self.params[name])
+        for name, value in self.params.items():
+            if vars(value):
+                with_attributes(params[name], value)
         casts, size = partial(AutocastMode, [*params.values()]), self.batch.size
         with mode.inside(size, self.randomness, casts, alone=alone):
             # Dictionaries of its own, in which the loss may rebind names.

@@ -25,7 +25,6 @@ from vgrad.loss.grad_flags import (
     GRAPH,
     HOOKS,
     MEMORY,
-    WATCHED_READS,
     GradFlags,
     UnsupportedOp,
     among,
@@ -105,7 +104,7 @@ class Recorder:
         self._mode: Any = None
         self._level = 0
         for name, value in call.params.items():
-            proxy = leaf(value)
+            proxy = value.detach().requires_grad_()
             root = ParamProxy((name,), proxy, proxy.detach(), proxy, lambda root: root)
             self.params[name] = proxy
             self._known[id(proxy)] = root
@@ -181,9 +180,7 @@ class Recorder:
         """Run a call for all samples, and keep the uses of parameters."""
         if self._repeats:
             args, kwargs = tree_map_only(Tensor, self._original, (args, kwargs))
-        ordinary, reads = is_ordinary(func), only_reads(func)
-        if reads and func not in WATCHED_READS:
-            return func(*args, **kwargs)
+        ordinary = is_ordinary(func)
         flags, tensors = self._mode.flags, among(args, kwargs)
         proxies: list[ParamProxy] = []
         batched = False  # some differ between samples
@@ -205,7 +202,7 @@ class Recorder:
             if is_foreign_op(func):
                 self._foreign[str(func)] = None
             flags.refuse(func, tensors)
-        if reads:
+        if only_reads(func):
             for known in proxies if func in _SHOWN else ():
                 if known.origin is not known.proxy:
                     raise UnsupportedOp(
@@ -548,7 +545,7 @@ class Recorder:
                     losses,
                     [
                         *copies,
-                        *(known.proxy for known in proxies),
+                        *[known.proxy for known in proxies],
                         *self._ends.values(),
                     ],
                     grad_outputs=scales,
@@ -630,6 +627,9 @@ class Recorder:
         root, arrived, stamps = parameter.root, parameter.arrived, parameter.stamps
         parameter.arrived, parameter.stamps = {}, []
         check_unchanged(stamps)
+        if [*arrived] == [root]:  # as for most parameters
+            self._take(name, merged(arrived[root]))
+            return
         whole = {known: merged(factors) for known, factors in arrived.items()}
         for known in [known for known in whole if known.replay is None]:
             dense = self._pulled_back(known, root, whole.pop(known))
