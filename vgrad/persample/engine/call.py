@@ -21,7 +21,7 @@ from vgrad.precision.autocasting import AutocastMode
 from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import with_attributes
-from vgrad.tree import map_tensors, tensors, tree_leaves
+from vgrad.tree import map_tensors, map_values, tensors, tree_leaves
 from vgrad.typing import Buffers, ChunkSize, LossFn, Params, Randomness, Strategy, Tree
 
 
@@ -195,10 +195,14 @@ class Call:
         if keys is not None:
             _check_keys(self.function, keys, read.size)
             keys = keys if self.randomness == "different" else None
+        if any(map(Tensor.is_inference, (*params.values(), *buffers.values()))):
+            params, buffers = (map_values(usable, each) for each in (params, buffers))
+        if not torch.is_grad_enabled():  # nor can the caller differentiate
+            buffers = map_values(_constant, buffers)
         return replace(
             self,
-            params=usable(params),
-            buffers=_constant(usable(buffers)),
+            params=dict(params),
+            buffers=dict(buffers),
             batch=read,
             mask=mask,
             weights=weights,
@@ -290,22 +294,13 @@ class Call:
         return value, aux
 
 
-def usable(values: Params) -> Params:
-    """Copy the tensors made in inference mode, which autograd cannot use."""
-    return {
-        name: with_attributes(value.clone(), value) if value.is_inference() else value
-        for name, value in values.items()
-    }
+def usable(value: Tensor) -> Tensor:
+    """Copy a tensor made in inference mode, which autograd cannot use."""
+    return with_attributes(value.clone(), value) if value.is_inference() else value
 
 
-def _constant(values: Params) -> Params:
-    """Detach tensors that require grad where the caller cannot differentiate."""
-    if torch.is_grad_enabled():
-        return values
-    return {
-        name: with_attributes(value.detach(), value) if value.requires_grad else value
-        for name, value in values.items()
-    }
+def _constant(value: Tensor) -> Tensor:
+    return with_attributes(value.detach(), value) if value.requires_grad else value
 
 
 def _check_keys(function: str, keys: Tensor, size: int) -> None:
