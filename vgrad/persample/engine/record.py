@@ -58,7 +58,6 @@ from vgrad.tree import tree_map_only
 from vgrad.typing import Params, Tree
 
 _SHOWN = GRAPH | MEMORY
-"""Reads that would show the graph or memory of a value computed from parameters."""
 
 _OF_THE_OBJECT = {"__set__", "set_"}
 """Functions that act on the very tensor inside a loss, and not on its values."""
@@ -202,21 +201,25 @@ class Recorder:
             if is_foreign_op(func):
                 self._foreign[str(func)] = None
             flags.refuse(func, tensors)
-        if only_reads(func):
-            for known in proxies if func in _SHOWN else ():
-                if known.origin is not known.proxy:
-                    raise UnsupportedOp(
-                        f"{op_name(func)}: expected a loss that does not ask for the "
-                        f"graph of a value computed from {', '.join(known.names)} "
-                        f'alone. Use strategy="vmap" or "loop".'
-                    )
-            return func(*args, **kwargs)
+            if only_reads(func):
+                self._check_shown(func, proxies)
+                return func(*args, **kwargs)
         if ordinary and not proxies and func not in OPS:
             output = func(*args, **kwargs)
         else:
             output = self._run(func, args, kwargs, proxies, batched)
         flags.after(func, tensors, output)
         return output
+
+    def _check_shown(self, func: Callable, proxies: list[ParamProxy]) -> None:
+        """Refuse to show the graph or memory of a value computed from parameters."""
+        for known in proxies if func in _SHOWN else ():
+            if known.origin is not known.proxy:
+                raise UnsupportedOp(
+                    f"{op_name(func)}: expected a loss that does not ask for the graph "
+                    f"of a value computed from {', '.join(known.names)} alone. Use "
+                    f'strategy="vmap" or "loop".'
+                )
 
     def _run(
         self,
