@@ -462,8 +462,7 @@ class ClippedSum(Quantity):
 
     def collector(self, call: Call) -> _ClipCollector:
         parts, bounds = self.rule.parts(call.params)
-        dtype = reductions.norm_dtype(call.params)
-        given = self.rule, parts, bounds, dtype, call.mask
+        given = self.rule, parts, bounds, call.dtype, call.mask
         if self.passes == 1:
             return _ClipCollector(*given)
         return _TwoPassCollector(*given, reducer=call.reducer)

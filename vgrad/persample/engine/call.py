@@ -12,6 +12,7 @@ from torch import Tensor
 from vgrad import batches, checks
 from vgrad.devices import is_host
 from vgrad.factors.base import Factor, Scaled
+from vgrad.factors.reductions import norm_dtype
 from vgrad.functional.guards import Protected
 from vgrad.functional.losses import check_loss, returned
 from vgrad.loss.mode import LossMode, unchanged
@@ -231,6 +232,11 @@ class Call:
         weights = () if self.weights is None else (self.weights,)
         fixed = *self.params.values(), *self.buffers.values()
         return [*fixed, *self.batch.tensors, *weights]
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype of norms over all parameters."""
+        return norm_dtype(self.params)
 
     @property
     def device(self) -> torch.device:

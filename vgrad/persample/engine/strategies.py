@@ -2,13 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import (
-    AbstractContextManager,
-    ExitStack,
-    closing,
-    contextmanager,
-    nullcontext,
-)
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -93,7 +87,7 @@ def _recorded(
 
     def run() -> tuple[Recorder, Tensor, Tree]:
         recorder = Recorder(call, collector.callback)
-        stack.enter_context(closing(recorder))
+        stack.callback(recorder.close)
         tensors = [
             recorder.anchor(each)
             if differentiable and each.requires_grad
@@ -111,10 +105,9 @@ def _recorded(
         with torch.no_grad(), no_autocast(losses.device), _same_numbers(call):
             recorder.backward(losses, call.cotangent(losses), take, last=last)
 
-    with ExitStack() as stack:
-        stack.enter_context(_clear_errors(call))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(autograd.plain())  # a checkpoint around runs all again
+    # A checkpoint around this call runs all again.
+    plain = autograd.plain()
+    with _clear_errors(call), torch.enable_grad(), plain, ExitStack() as stack:
         recorder, losses, aux = run()
         foreign = recorder.foreign(losses)
         call.fallbacks.foreign.update(foreign)

@@ -35,7 +35,7 @@ class Evaluation:
     def __init__(self, call: Call, reduce: Reduce | None = None) -> None:
         self.call, self.reduce = call, reduce
         self.params = call.params
-        self.dtype = reductions.norm_dtype(call.params)  # of norms over all parameters
+        self.dtype = call.dtype
         self.done = 0  # samples
         self.chunks_run: list[Chunk] = []  # without the values that were collected
         self._rows: list[Sequence[int]] = []
