@@ -308,21 +308,35 @@ def test_products_of_halves_are_those_of_float32(dtype, tf32):
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
-def test_sums_in_terms_lose_no_more_than_they_say(dtype):
+@pytest.mark.parametrize("sizes", [(30, 20), (20, 30)])
+@pytest.mark.parametrize("positions", [1, 300])
+@pytest.mark.parametrize("kind", ["samples first", "time first", "groups"])
+def test_sums_in_terms_lose_no_more_than_they_say(kind, positions, sizes, dtype):
     generator = torch.Generator().manual_seed(0)
-    scaled = torch.randn(30, 3000, generator=generator)
-    other = torch.randn(3000, 20, generator=generator).to(dtype)
-    exact = scaled.double() @ other.double()
-    most = scaled.double().abs() @ other.double().abs()
+    groups = 3 if kind == "groups" else 1
+
+    def drawn(width):
+        if kind == "time first":
+            made = torch.randn(positions, 10, width, generator=generator)
+            return made.to(dtype).transpose(0, 1)[:, None]
+        return torch.randn(10, groups, positions, width, generator=generator).to(dtype)
+
+    a, b = map(drawn, sizes)
+    weights = torch.rand(10, generator=generator)
+    pair = b.double().mT, a.double()
+    column = weights.double().view(-1, 1, 1, 1)
+    exact = (pair[0] @ (pair[1] * column)).sum(0)
+    most = (pair[0].abs() @ (pair[1].abs() * column)).sum(0)
     with device(tf32=dtype == torch.float32):
-        found = products.by_terms(scaled, other)
-        lost = products.rounding(scaled.to(dtype), other.mT)
+        found = products.by_terms(a, b, weights)
+        lost = products.rounding(a, b)
     gap = (found - exact).abs() / most
     assert found.dtype == torch.float32
     assert 0 < float(gap.max()) <= lost
     with device():  # where torch rounds nothing, or a device has no such ops
-        assert products.rounding(scaled, other.float().mT) == 0
-    assert products.rounding(scaled.to(dtype), other.mT) == 0
+        assert products.rounding(a.float(), b.float()) == 0
+    assert products.rounding(a, b) == 0
+    oracle.assert_exact(products.scaled(a, b, weights).view_as(exact), exact, 1e-6)
 
 
 NETS = {
