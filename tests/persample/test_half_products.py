@@ -179,18 +179,24 @@ def test_the_bound_holds_where_units_cut_long_sums(width, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("tf32", [False, True])
-@pytest.mark.parametrize("width", [40, 2048])
-def test_one_side_may_be_in_half_precision(width, tf32, dtype):
-    x, g = torch.rand(2, 3, 1, 6, width, generator=torch.manual_seed(0)).unbind(0)
-    factor = Outer(x.to(dtype), g, torch.Size([width, width]))
+@pytest.mark.parametrize("other", [*HALVES, torch.float32])
+@pytest.mark.parametrize(
+    "options", [{}, {"tf32": True}, {"tf32": True, "halves": False}]
+)
+@pytest.mark.parametrize("width", [40, 256, 2048])
+def test_norms_of_factors_of_two_dtypes(width, options, other, dtype):
+    both = torch.rand(2, 9, 1, 1, width, generator=torch.manual_seed(0))
+    x, g = both.expand(-1, -1, -1, 6, -1).unbind(0)
+    factor = Outer(x.to(dtype), g.to(other), torch.Size([width, width]))
     exact = factor.double().grad().flatten(1).norm(dim=1)
-    with device(tf32=tf32, few=2**60):
-        _, (found,) = factor.settled()
+    with device(few=2**60, **options):
+        assert factor.by_gram
+        (found,) = factor.settled()[1]
         (norm,) = norms.settled({"w": [found]})["w"]
-    assert found.cut == products.CUT
+    assert (found.cut > 0) == options.get("halves", True)
     torch.testing.assert_close(norm.value, exact, rtol=4e-6, atol=0)
     assert (norm.upper >= exact).all()
+    assert (norm.upper <= exact * (1 + 1e-5)).all()
 
 
 def test_patches_of_half_precision_meet_outputs_of_it(monkeypatch):
