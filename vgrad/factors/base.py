@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from vgrad.conditions import checks_collected
+from vgrad.conditions import zeros_proven
 from vgrad.devices import is_host
 from vgrad.factors import costs, products, reductions
 from vgrad.torch_private.tensors import memory
@@ -58,7 +58,7 @@ class Products(NamedTuple):
 
     The squares of the norms are `<a, b>`, [B]; the diagonals, [2, B, G, T], are squares
     of the sizes of positions. All are sums of up to `length` products. `zero` are
-    samples with only zeros on one side, if no value may be read. Relative to the sizes
+    samples with only zeros on one side, where a graph proves it. Relative to the sizes
     of their terms, squares lose up to `cut`, and a weighted sum up to `rounding`. A
     small `pair` of products [B, G, T, T] has to be multiplied yet, together with
     others.
@@ -76,7 +76,7 @@ class Products(NamedTuple):
 
     @classmethod
     def of(cls, a: Tensor, b: Tensor, factor: "Pair", length: int) -> "Products":
-        zero = factor.zeros() if checks_collected() else None
+        zero = factor.zeros() if zeros_proven() else None
         # Of factors of two dtypes, one product may be wider than the other is precise.
         dtype = a.dtype if a.dtype == b.dtype else torch.float32
         a, b = (each.to(dtype).unflatten(0, (factor.size, -1)) for each in (a, b))
