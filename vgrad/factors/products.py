@@ -159,7 +159,7 @@ def by_terms(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
 
 def _order(a: Tensor) -> tuple[int, ...]:
     """Return the axes `[G, B, T, I]` of `[B, G, T, I]` as they lie in memory."""
-    # Those of recurrent nets are flattened without a copy if time comes first.
+    # Factors of recurrent nets are flattened without a copy if time comes first.
     swapped = a.shape[1] == 1 and a.stride(0) < a.stride(2)
     return (1, 2, 0, 3) if swapped else (1, 0, 2, 3)
 
