@@ -18,6 +18,7 @@ class Unrepeatable(Exception):
 
 
 _CHECKS: ContextVar[list[Tensor] | None] = ContextVar("checks", default=None)
+_ZEROS: ContextVar[bool] = ContextVar("zeros", default=False)
 
 
 def rare(where: Tensor) -> bool:
@@ -35,12 +36,25 @@ def checks_collected() -> bool:
     return _CHECKS.get() is not None
 
 
+def zeros_proven() -> bool:
+    """Return whether gradients of only zeros, whose norms are in doubt, are sought."""
+    return checks_collected() and _ZEROS.get()
+
+
 @contextmanager
-def collect_checks() -> Iterator[list[Tensor]]:
-    """Collect the conditions of a block, each a boolean without dimensions."""
+def collect_checks(*, zeros: bool = False) -> Iterator[list[Tensor]]:
+    """Collect the conditions of a block, each a boolean without dimensions.
+
+    With `zeros` gradients that are nothing but zeros meet none of them, which takes two
+    readings of all numbers.
+    """
     checks: list[Tensor] = []
-    with _set(checks):
-        yield checks
+    token = _ZEROS.set(zeros)
+    try:
+        with _set(checks):
+            yield checks
+    finally:
+        _ZEROS.reset(token)
 
 
 @contextmanager

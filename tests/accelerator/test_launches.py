@@ -61,6 +61,17 @@ def test_a_replay_launches_no_more_than_counted(net):
     compare(net, PRECISIONS[:1], [REPLAY])
 
 
+@pytest.mark.parametrize(
+    "net",
+    [*("tiny-32", "tied-lm"), pytest.param("convnext", marks=pytest.mark.slow)],
+)
+def test_a_replay_launches_no_more_than_eager_mode(net):
+    found = count(net, ("float32", "bfloat16"), (EAGER, REPLAY))
+    for rows in found.values():
+        assert rows[REPLAY]["launches"] <= rows[EAGER]["launches"]
+        assert rows[REPLAY]["waits"] <= 1
+
+
 def test_a_count_that_grew_is_named():
     before = {"launches": 5, "waits": 1, "to_host": 0, "to_device": 0}
     recorded = {"a": {"float32": {EAGER: before}}}

@@ -35,7 +35,7 @@ _MOST = 16
 """Captures of one object; more would mean that shapes never repeat."""
 
 _IN_A_ROW = 3
-"""Results dropped one after the other until a capture is given up."""
+"""Results dropped one after the other until there is a second graph, or none."""
 
 
 class CompileWarning(UserWarning):
@@ -369,10 +369,13 @@ class Captures:
             return capture.function(*arguments)
 
     def _count_dropped(self, capture: _Capture) -> None:
-        """Count a result that was dropped; give up after some in a row."""
+        """Count a result that was dropped; after some in a row choose another way."""
         capture.in_a_row += 1
-        if capture.in_a_row == _IN_A_ROW:
-            self._give_up(capture, f"{_IN_A_ROW} calls in a row had doubtful samples")
+        if capture.in_a_row >= _IN_A_ROW:
+            if capture.graph is not None and capture.graph.zeros:
+                text = f"{capture.in_a_row} calls in a row had doubtful samples"
+                self._give_up(capture, text)
+            capture.run = None
 
     def _give_up(self, capture: _Capture, why: Unrepeatable | str) -> None:
         capture.graph = capture.run = None
@@ -412,12 +415,12 @@ class Captures:
         start = time.perf_counter()
         try:
             set_random_state(before)
-            if capture.graph is None:
-                capture.graph = captured(function, arguments, ran.values())
-                capture.graph.guards.note_arguments(call.distinct)
-            return self._verified(
-                capture, capture.graph, arguments, tensors, before, expected
-            )
+            graph, zeros = capture.graph, capture.in_a_row > 0
+            if graph is None or zeros > graph.zeros:
+                graph = captured(function, arguments, ran.values(), zeros=zeros)
+                graph.guards.note_arguments(call.distinct)
+                capture.graph = graph
+            return self._verified(capture, graph, arguments, tensors, before, expected)
         except Unrepeatable as error:
             self._give_up(capture, error)
             return expected
@@ -456,6 +459,7 @@ class Captures:
         if result is None:
             self._count_dropped(capture)
             return expected
+        capture.in_a_row = 0
         if isinstance(self._backend, Mapping):
             backend = self._backend.get(capture.report["kind"], "replay")
             why = "as chosen before"

@@ -48,6 +48,7 @@ class Graph(NamedTuple):
     nodes: int
     largest: int  # how many numbers the largest tensor has
     draws: bool  # whether there are random ops
+    zeros: bool  # whether gradients of only zeros do not raise the flag
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
         """Put the outputs where the function has them."""
@@ -55,11 +56,18 @@ class Graph(NamedTuple):
         return tree.map_tensors(lambda _: next(values), self.template)
 
 
-def captured(function: Callable, arguments: tuple, ran: Iterable[Code] = ()) -> Graph:
+def captured(
+    function: Callable,
+    arguments: tuple,
+    ran: Iterable[Code] = (),
+    *,
+    zeros: bool = False,
+) -> Graph:
     """Run a function, and keep its ops and the values that it closes over.
 
     The last output of the graph is a flag: whether one of the conditions holds that
-    were taken not to. Then its other outputs are not to be used.
+    were taken not to. Then its other outputs are not to be used. With `zeros`
+    gradients of only zeros do not raise it.
     """
     leaves, spec = tree.tree_flatten(arguments)
     places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -77,12 +85,13 @@ def captured(function: Callable, arguments: tuple, ran: Iterable[Code] = ()) -> 
         # Backward passes run here, and not in a GPU's thread, which has no mode.
         alone = torch.autograd.set_multithreading_enabled(False)
         around = torch.no_grad(), alone, _NoValues(), _NoReads()
-        with ExitStack() as stack, conditions.collect_checks() as found:
+        with ExitStack() as stack, conditions.collect_checks(zeros=zeros) as found:
             for each in around:
                 stack.enter_context(each)
             result = function(*tree.tree_unflatten(own, spec))
         kept["template"] = tree.map_tensors(lambda _: empty, result)
-        flag = torch.stack(found).any() if found else torch.tensor(False)
+        flag = found[0] if found else torch.tensor(False)
+        flag = torch.stack(found).any() if found[1:] else flag
         return [*tree.tensors(result), flag]
 
     before = random.getstate(), str(np.random.get_state())
@@ -108,6 +117,7 @@ def captured(function: Callable, arguments: tuple, ran: Iterable[Code] = ()) -> 
         nodes=len(ops),
         largest=max(each.numel() for each in values if isinstance(each, Tensor)),
         draws=any(map(may_draw, ops)),
+        zeros=zeros,
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vgrad.conditions import checks_collected, rare
+from vgrad.conditions import rare, zeros_proven
 from vgrad.devices import is_host
 from vgrad.factors import products
 from vgrad.torch_private import kernels, modes
@@ -86,7 +86,7 @@ def row_norms(grad: Tensor) -> Tensor:
         return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
     norms = _block_norms(flat.float())
     doubtful = ~((norms > LOW) & (norms < HIGH))
-    if checks_collected():
+    if zeros_proven():
         # Zeros are sure if there is nothing but zeros; small norms are not.
         doubtful &= _largest(flat) != 0
     if rare(doubtful):
