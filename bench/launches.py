@@ -10,12 +10,14 @@ The counts are exact for the installed torch and do not depend on the machine. T
 kept in `results/launches.json`, with tables and a picture beside it; nets that are not
 named keep their rows. `tests/accelerator/test_launches.py` compares later counts.
 
-An op is one launch. Attention is the sum of its parts, for all alike, where a GPU has
-one kernel.
+A private step is the mean of those that one draw of noise serves: a small model's noise
+is drawn for several steps. An op is one launch. Attention is the sum of its parts, for
+all alike, where a GPU has one kernel.
 """
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import subprocess
@@ -33,6 +35,7 @@ from bench.compiling import COMPILED, PLAIN
 from bench.contenders import CLIPPED, plain
 from bench.kernels import kernels
 from bench.models import COUNTED, SETTINGS, STEP_BY_STEP
+from vgrad.dp import noise
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "bench/results/launches.json"
@@ -128,24 +131,48 @@ def count(
             if name in PLAIN_TORCH:  # of which the switch changes no op
                 ops = kind.removesuffix(", TF32")
             if ops not in seen:
-                seen[ops] = _counts(build, ops, warm=name not in (SGD, VMAP))
+                of = drawn_together(net) if name in (STEP, STEP_REPLAY) else 1
+                warm = name not in (SGD, VMAP)
+                seen[ops] = _counts(build, ops, warm=warm, steps=min(of, 2))
             counts = seen[ops]
             if isinstance(counts, str):
                 found[kind][name] = {"refused": counts}
                 continue
-            events = [each for each in counts.events if each.kind == "launch"]
-            found[kind][name] = {
-                "launches": counts.launches,
-                "waits": counts.waits,
-                "to_host": counts.to_host,
-                "to_device": counts.to_device,
-                **modelled.modelled(events, tf32=tf32),
-            }
+            rows = [_row(each, tf32) for each in counts]
+            found[kind][name] = _mean(rows[0], rows[-1], of)
     return found
 
 
-def _counts(build: Callable[[], Callable[[], Any]], kind: str, *, warm: bool) -> Any:
-    """Return the counts of a call, or the reason why it is refused.
+def drawn_together(net: str) -> int:
+    """Return how many private steps of a net one draw of noise serves."""
+    params = SETTINGS[net].problem("meta", torch.float32, 1).model.parameters()
+    tiles = sum(math.ceil(each.numel() / noise.TILE) for each in params)
+    return max(1, noise.ON_DEVICE // (noise.TILE * tiles))
+
+
+def _row(counts: Any, tf32: bool) -> dict[str, Any]:
+    events = [each for each in counts.events if each.kind == "launch"]
+    return {
+        "launches": counts.launches,
+        "waits": counts.waits,
+        "to_host": counts.to_host,
+        "to_device": counts.to_device,
+        **modelled.modelled(events, tf32=tf32),
+    }
+
+
+def _mean(first: Any, other: Any, of: int) -> Any:
+    """Return the mean of one step that draws noise and `of - 1` others."""
+    if isinstance(first, dict):
+        return {key: _mean(first[key], other.get(key, 0), of) for key in first}
+    mean = (first + (of - 1) * other) / of
+    return mean if isinstance(first, float) else math.ceil(mean)
+
+
+def _counts(
+    build: Callable[[], Callable[[], Any]], kind: str, *, warm: bool, steps: int
+) -> Any:
+    """Return the counts of each of some calls, or the reason why one is refused.
 
     A call before it, where `warm`, captures a graph and fills caches.
     """
@@ -153,7 +180,9 @@ def _counts(build: Callable[[], Callable[[], Any]], kind: str, *, warm: bool) ->
 
     with precision(kind, DEVICE):
         try:
-            return device.count(build(), warm=int(warm))
+            run = build()
+            first = device.count(run, warm=int(warm))
+            return [first, *(device.count(run, warm=0) for _ in range(steps - 1))]
         except Exception as raised:
             first = (str(raised).splitlines() or [""])[0]
             return f"{type(raised).__name__}: {first[:160]}"

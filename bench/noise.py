@@ -108,10 +108,10 @@ def edges() -> tuple[int, int]:
     apart, close = [], []
 
     def count(number: int) -> None:
-        words = layout.words(number, 2)
+        memory = noise.Memory.of(size // noise.TILE)
+        words = layout.words(number, 2, memory.words)
         other = noise.normals(words).view(-1).numpy() * DEVIATION
-        memory = (np.empty((len(words), noise.TILE // 2)) for _ in range(3))
-        one = noise.normals_of_host(words, *memory).reshape(-1) * DEVIATION
+        one = noise.normals_of_host(memory, len(words)).reshape(-1) * DEVIATION
         apart.append(int((np.rint(one / GRID) != np.rint(other / GRID)).sum()))
         places = one / GRID
         gaps = np.abs(np.abs(places - np.rint(places)) - 0.5) * GRID

@@ -120,9 +120,18 @@ def on_threads(works: Iterable[Callable[[], object]], count: int) -> None:
         for work in works:
             work()
         return
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(lambda work: work(), works):
-            pass  # an exception in a thread is raised here
+    queue = iter(list(works))  # each thread takes the next one
+
+    def run() -> None:
+        for work in queue:
+            work()
+
+    # This thread works too, so that no processor gets two of them.
+    with ThreadPoolExecutor(threads - 1) as pool:
+        others = [pool.submit(run) for _ in range(threads - 1)]
+        run()
+    for other in others:
+        other.result()  # its exception is raised here
 
 
 def torch_seed(key: Tensor, *tags: Tag) -> int:

@@ -65,7 +65,7 @@ def test_steps_in_a_row_copy_nothing_and_launch_little():
 def test_many_numbers_are_drawn_in_groups():
     held = noise.Streams()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(noise, "_ON_DEVICE", 2**12)
+        patch.setattr(noise, "ON_DEVICE", 2**12)
         for step in range(3):
             found = at(step, held).added(sums(HERE))
             for name, value in at(step).added(sums("cpu")).items():

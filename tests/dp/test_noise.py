@@ -367,8 +367,9 @@ def words(first, second):
 def made(words, host):
     if not host:
         return torch.stack([*gaussian.normals(words)[:, 0]])
-    memory = [np.empty((1, 1)) for _ in range(3)]
-    return gaussian.normals_of_host(words[None].clone(), *memory)[0, :, 0]
+    memory = gaussian.Memory.of(1)
+    memory.words.copy_(words)
+    return gaussian.normals_of_host(memory, 1)[0, :, 0]
 
 
 def test_numpy_and_tensors_make_the_same_numbers():
@@ -376,8 +377,9 @@ def test_numpy_and_tensors_make_the_same_numbers():
     words = torch.randint(-(2**63), 2**63 - 1, (64, 2, 256))
     words[:, 0, ::5] &= 2**20 - 1  # small radii
     expected = gaussian.normals(words)
-    memory = [np.empty((128, 256)) for _ in range(3)]
-    found = gaussian.normals_of_host(words, *memory)
+    memory = gaussian.Memory.of(128)
+    memory.words[:64] = words
+    found = gaussian.normals_of_host(memory, 64)
     assert np.allclose(found, expected, rtol=0, atol=1e-14)
 
 

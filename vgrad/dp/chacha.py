@@ -66,8 +66,8 @@ def keystream(
 ) -> Tensor:
     """Draw tiles of streams by ops of tensors, int64 `[K, N, 2, 256]`.
 
-    Each tile has a key, int32 `[N, 8]`, and a number, int64 `[N]`. Some 550 ops; where
-    they are compiled, `unrolled` ones become a single kernel, four times as many.
+    Each tile has a key, int32 `[N, 8]`, and a number, int64 `[N]`. Some 260 ops; where
+    they are compiled, `unrolled` ones become a single kernel, nine times as many.
     """
     steps, size = len(nonces), len(keys)
     shape = (steps, size, BLOCKS)
@@ -81,41 +81,45 @@ def keystream(
         *nonces.T.reshape(3, steps, 1, 1),
     ]
     rows = [row.expand(shape) for row in rows]
-    lanes = 4 if unrolled else 1
-    start = rows if unrolled else [*torch.stack(rows).view(4, 4, *shape)]
-    a, b, c, d = (start[i : i + lanes] for i in range(0, 4 * lanes, lanes))
-    for _ in range(10):
-        a, b, c, d = _quarters(a, b, c, d)
-        b, c, d = (_turned(row, by) for row, by in ((b, 1), (c, 2), (d, 3)))
-        a, b, c, d = _quarters(a, b, c, d)
-        b, c, d = (_turned(row, by) for row, by in ((b, 3), (c, 2), (d, 1)))
-    words = [x + y for x, y in zip([*a, *b, *c, *d], start, strict=True)]
-    words = torch.stack(words, -1) if unrolled else torch.cat(words).movedim(0, -1)
-    return words.contiguous().view(torch.int64).view(steps, size, 2, 4 * BLOCKS)
+    words = _words_by_one(rows) if unrolled else _words_by_four(torch.stack(rows))
+    return words.view(torch.int64).view(steps, size, 2, 4 * BLOCKS)
 
 
-def _quarters(*rows: list[Tensor]) -> list[list[Tensor]]:
-    """Mix the four words of each column."""
-    lanes = []
-    for a, b, c, d in zip(*rows, strict=True):
+def _words_by_one(start: list[Tensor]) -> Tensor:
+    """Mix sixteen words, each a tensor `[...]`, into `[..., 16]`."""
+    rows = list(start)
+    for turned in (0, 1) * 10:  # columns, diagonals
+        for column in range(4):
+            a, b, c, d = (4 * row + (column + turned * row) % 4 for row in range(4))
+            steps = (a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)
+            for to, by, mixed, bits in steps:
+                rows[to] = rows[to] + rows[by]
+                word = rows[mixed] ^ rows[to]
+                low = (word >> (32 - bits)) & (2**bits - 1)  # no copies of the sign
+                rows[mixed] = (word << bits) | low
+    return torch.stack([x + y for x, y in zip(rows, start, strict=True)], -1)
+
+
+def _words_by_four(start: Tensor) -> Tensor:
+    """Mix sixteen words, the four of a row by one op, `[16, ...]` into `[..., 16]`."""
+    a, b, c, d = start = start.unflatten(0, (4, 4))
+    for by in (1, 3) * 10:
         a = a + b
-        d = _rotated(d ^ a, 16)
+        d = _rotated(d, a, 16)[:4]
         c = c + d
-        b = _rotated(b ^ c, 12)
+        b = _rotated(b, c, 12)[:4]
         a = a + b
-        d = _rotated(d ^ a, 8)
-        c = c + d
-        b = _rotated(b ^ c, 7)
-        lanes.append((a, b, c, d))
-    return [*map(list, zip(*lanes, strict=True))]
+        d = _rotated(d, a, 8, copies=2)
+        c = (c.expand(2, *c.shape) + d[:4]).flatten(0, 1)
+        b = _rotated(b, c[:4], 7, copies=2)
+        # Diagonals become columns, or columns diagonals: of two copies a view.
+        b, c, d = b[by:][:4], c[2:][:4], d[4 - by :][:4]
+    words = torch.stack([a, b, c, d]) + start
+    return words.flatten(0, 1).movedim(0, -1).contiguous()
 
 
-def _rotated(words: Tensor, by: int) -> Tensor:
-    high = words << by
-    low = (words >> (32 - by)) & (2**by - 1)  # no copies of the sign
-    return high | low
-
-
-def _turned(row: list[Tensor], by: int) -> list[Tensor]:
-    """Bring diagonals into columns, or back."""
-    return row[by:] + row[:by] if len(row) > 1 else [row[0].roll(-by, 0)]
+def _rotated(x: Tensor, y: Tensor, by: int, copies: int = 1) -> Tensor:
+    """Rotate `x ^ y` to the left, in two ops, `[4, ...]` -> `[4 copies, ...]`."""
+    pair = x.unsqueeze(-1).expand(*x.shape, 2) ^ y.unsqueeze(-1)
+    both = pair.view(torch.int64).expand(copies, *x.shape, 1) >> (32 - by)
+    return both.view(torch.int32)[..., 0].flatten(0, 1)

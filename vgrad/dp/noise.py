@@ -50,7 +50,6 @@ them a new key.
 """
 
 import math
-import threading
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -77,10 +76,10 @@ _GRID = 2.0**-16
 _LEAST = 1e-280
 """Smallest deviation whose grid float64 can hold."""
 
-_ON_HOST = 2**16
-"""Numbers that a thread of a host draws at once."""
+_LEAST_ON_HOST, _MOST_ON_HOST = 2**16, 2**18
+"""Numbers that a thread of a host draws at once: fewer wait for the interpreter."""
 
-_ON_DEVICE = 2**22
+ON_DEVICE = 2**22
 """Numbers that are drawn at once on a device, for several steps if they are fewer."""
 
 _Index = TypeVar("_Index", int, np.ndarray, Tensor)
@@ -103,15 +102,15 @@ def add_gaussian_noise(
     entry and both numbers. Never use a key and a step for two different sums.
 
     Noise is drawn and added in float64 and rounded to `promote_types(dtype, float32)`,
-    at some 10 ns a number on two threads of a CPU (`bench/noise.py`). On a device it is
+    at some 5 ns a number on two threads of a CPU (`bench/noise.py`). On a device it is
     drawn there, from the same words, or on the host if the device has no float64.
     Non-finite entries stay as they are. A noise multiplier of zero adds nothing;
     epsilon is then infinite.
 
     A sum may be a DTensor with placements `Shard` and `Replicate`. Each rank adds to
     its part the noise that the whole tensor would get there: all ranks need the same
-    key. A rank draws every block of 2^16 numbers (2^22 on a device) that overlaps its
-    part.
+    key. A rank draws every block of up to 2^18 numbers (2^22 on a device) that overlaps
+    its part.
 
     Raises:
         TypeError: `sensitivity` is a number, or a sum is a DTensor with another
@@ -206,40 +205,46 @@ class Noise:
 
     def _add_on_host(self, parts: dict["Entry", "Part"], sums: Any, noisy: Any) -> None:
         """Add noise to flat sums, on all threads, each in a part of its cache."""
-        layout = self.streams.layout(self, parts, HOST, _ON_HOST)
-        memory, grid = threading.local(), _grid(self.deviation)
+        count = sum(map(len, sums.values()))
+        share = max(count // (2 * torch.get_num_threads()), 1)
+        size = min(max(_LEAST_ON_HOST, 2 ** (share.bit_length() - 1)), _MOST_ON_HOST)
+        layout, grid = (
+            self.streams.layout(self, parts, HOST, size),
+            _grid(self.deviation),
+        )
         sums = {entry: total.numpy() for entry, total in sums.items()}
         noisy = {entry: value.numpy() for entry, value in noisy.items()}
 
         def add(number: int) -> None:
-            if not hasattr(memory, "arrays"):
-                tiles, half = _ON_HOST // TILE, TILE // 2
-                memory.words = torch.from_numpy(np.empty((tiles, 2, half), np.int64))
-                memory.arrays = [np.empty((tiles, half)) for _ in range(3)]
+            memory = layout.memory.pop() if layout.memory else Memory.of(size // TILE)
             words = layout.words(number, self.step, memory.words)
-            noise = normals_of_host(words, *memory.arrays).reshape(-1)
+            noise = normals_of_host(memory, len(words)).reshape(-1)
             noise *= self.deviation
-            for piece in layout.groups[number]:
-                values = noise[piece.places()]
-                values += sums[piece.entry][piece.entries]
-                if _near_zero(values, grid):
-                    # Rounded to the grid, and without -0.0.
-                    values += 1.5 * 2.0**52 * grid
-                    values -= 1.5 * 2.0**52 * grid
-                else:
-                    values = _rounded(torch.from_numpy(values), grid).numpy()
-                with np.errstate(over="ignore"):  # it is infinite, as in torch
-                    noisy[piece.entry][piece.entries] = values
+            group, near = layout.groups[number], True
+            for piece in group:
+                total = sums[piece.entry][piece.entries]
+                near = near and _near_zero(total, grid)
+                noise[piece.places()] += total
+            if near:
+                # Rounded to the grid, and without -0.0.
+                noise += 1.5 * 2.0**52 * grid
+                noise -= 1.5 * 2.0**52 * grid
+            else:
+                noise = _rounded(torch.from_numpy(noise), grid).numpy()
+            with np.errstate(over="ignore"):  # it is infinite, as in torch
+                for piece in group:
+                    noisy[piece.entry][piece.entries] = noise[piece.places()]
+            layout.memory.append(memory)
 
         works = [partial(add, number) for number in range(len(layout.groups))]
-        generators.on_threads(works, sum(map(len, sums.values())))
+        generators.on_threads(works, count)
 
     def _add_on_device(
         self, parts: dict["Entry", "Part"], sums: Any, noisy: Any
     ) -> None:
         """Add noise to flat sums, in few ops for all of them."""
         [device] = {each.device for each in noisy.values()}
-        layout = self.streams.layout(self, parts, device, _ON_DEVICE)
+        layout = self.streams.layout(self, parts, device, ON_DEVICE)
         for number, group in enumerate(layout.groups):
             noise = layout.noise(number, self.step)
             noise = _joined([noise[piece.places(device)] for piece in group])
@@ -305,26 +310,46 @@ def normals(words: Tensor) -> Tensor:
     return torch.stack([scale - radius, tangent.mul_(scale)], -2)
 
 
-def normals_of_host(
-    words: Tensor, radius: np.ndarray, tangent: np.ndarray, scale: np.ndarray
-) -> np.ndarray:
-    """Make the numbers of `normals` in the memory of the words, with some of its own.
+class Memory(NamedTuple):
+    """Memory of a host for words, and for the normal numbers that replace them."""
+
+    words: Tensor
+    radius: np.ndarray
+    tangent: np.ndarray
+    scale: np.ndarray
+    small: np.ndarray
+
+    @classmethod
+    def of(cls, tiles: int) -> "Memory":
+        """Return memory for so many tiles."""
+        words = np.empty((tiles, 2, TILE // 2), np.int64)
+        kinds = np.float64, np.float64, np.float64, np.bool
+        rest = (np.empty((tiles, TILE // 2), kind) for kind in kinds)
+        return cls(torch.from_numpy(words), *rest)
+
+
+def normals_of_host(memory: Memory, tiles: int) -> np.ndarray:
+    """Make the numbers of `normals` in the memory of the first tiles of words.
 
     MKL, which torch calls, would start threads in every thread that calls it.
     """
-    radius, tangent, scale = (x[: len(words)] for x in (radius, tangent, scale))
-    bits = words.numpy()
-    first, second = bits[:, 0], bits[:, 1]
-    first &= 2**63 - 1
-    torch.from_numpy(radius).copy_(words[:, 0])
-    small = (radius < 2.0**54).nonzero()  # elsewhere float64 rounds the 11 bits away
-    radius[small] -= (second[small] | -(2**11)) * 2.0**-11
+    radius, tangent, scale, small = (numbers[:tiles] for numbers in memory[1:])
+    bits, whole = memory.words[:tiles].numpy(), scale.view(np.int64)
+    np.bitwise_and(bits[:, 0], 2**63 - 1, out=whole)
+    np.copyto(radius, whole)
+    np.right_shift(bits[:, 1], 11, out=whole)
+    np.copyto(tangent, whole)
+    # Elsewhere float64 rounds the 11 bits away. Eight comparisons are read as one.
+    np.less(radius, 2.0**54, out=small)
+    found = np.flatnonzero(small.reshape(-1).view(np.int64))
+    eights = bits.reshape(2 * tiles, -1, 8)
+    row, column = np.divmod(found, eights.shape[1])
+    last = (eights[2 * row + 1, column] | -(2**11)) * 2.0**-11
+    radius.reshape(-1, 8)[found] -= last
     radius *= 2.0**-63
     np.log(radius, out=radius)
     radius *= -2
     np.sqrt(radius, out=radius)
-    second >>= 11
-    torch.from_numpy(tangent).copy_(words[:, 1])
     tangent *= math.pi * 2.0**-53
     np.tan(tangent, out=tangent)
     np.multiply(tangent, tangent, out=scale)
@@ -380,6 +405,7 @@ class _Layout:
         self._device = device
         self._openssl = is_host(device) and chacha.has_openssl()
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
+        self.memory: list[Memory] = []
         self._ahead = _NOTHING
         whole, count = size == chacha.TILES * TILE, 0
         for (member, name), part in parts.items():
@@ -406,31 +432,35 @@ class _Layout:
             keys, tiles = self.table(number)
             # Each op draws for the next steps too, where one step has few numbers.
             follows = step == first + len(drawn)
-            count = max(1, _ON_DEVICE // (TILE * len(keys))) if follows else 1
+            count = max(1, ON_DEVICE // (TILE * len(keys))) if follows else 1
             steps = torch.arange(count, device=self._device) + step
             words = chacha.keystream(keys, chacha.nonces(steps), tiles)
             first, drawn = self._ahead = step, normals(words).view(count, -1)
         return drawn[step - first]
 
     def words(self, number: int, step: int, memory: Tensor | None = None) -> Tensor:
-        """Draw the words of a group at a step on the host, int64 `[N, 2, 256]`."""
+        """Draw the words of a group at a step on the host, int64 `[N, 2, 256]`.
+
+        On all threads, or on this one into memory that is given.
+        """
         if not self._openssl:
             keys, tiles = self.table(number)
             nonces = chacha.nonces(torch.tensor([step], device=HOST))
-            return chacha.keystream(keys, nonces, tiles)[0]
+            drawn = chacha.keystream(keys, nonces, tiles)[0]
+            return drawn if memory is None else memory[: len(drawn)].copy_(drawn)
         group = self.groups[number]
-        count = sum(piece.tiles for piece in group)
+        count, alone = sum(piece.tiles for piece in group), memory is not None
         if memory is None:
-            memory = torch.empty((count, 2, TILE // 2), dtype=torch.int64, device=HOST)
-        words = memory[:count]
-        works, at = [], 0
+            # Numpy's memory has large pages.
+            memory = torch.from_numpy(np.empty((count, 2, TILE // 2), np.int64))
+        words, works, at = memory[:count], [], 0
         for piece in group:
-            for tile in range(0, piece.tiles, _ON_HOST // TILE):
-                own = words[at : at + piece.tiles][tile : tile + _ON_HOST // TILE]
+            for tile in range(0, piece.tiles, _MOST_ON_HOST // TILE):
+                own = words[at : at + piece.tiles][tile : tile + _MOST_ON_HOST // TILE]
                 place = piece.key, step, piece.tile + tile
                 works.append(partial(chacha.fill, own, *place))
             at += piece.tiles
-        generators.on_threads(works, count * TILE)
+        generators.on_threads(works, 0 if alone else count * TILE)
         return words
 
     def table(self, number: int) -> tuple[Tensor, Tensor]:
@@ -563,9 +593,11 @@ def _grid(deviation: float) -> float:
 
 
 def _near_zero(values: np.ndarray, grid: float) -> bool:
-    """Return whether all numbers are within 2^51 steps of the grid; NaN is not."""
-    most = 2.0**51 * grid
-    return not len(values) or bool(values.max() < most and values.min() > -most)
+    """Return whether all numbers are within 2^50 steps of the grid; NaN is not."""
+    most = 2.0**50 * grid
+    return not len(values) or (
+        -most < float(values.min()) and float(values.max()) < most
+    )
 
 
 def _rounded(values: Tensor, grid: float) -> Tensor:
