@@ -393,15 +393,18 @@ def test_units_cut_no_more_of_inner_products_than_is_counted(width, dtype):
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize("widths", [(64, 48), (48, 64), (4096, 4100)])
 @pytest.mark.parametrize("rows", [100, 8192])
-def test_sums_in_terms_lose_no_more_than_they_say(rows, dtype):
-    for scaled in (drawn(64, rows), drawn(64, rows).abs() + 0.5):
-        other = (drawn(rows, 48, seed=1).abs() + 0.5).to(dtype)
-        exact = scaled.double() @ other.double()
-        most = scaled.double().abs() @ other.double()
+def test_sums_in_terms_lose_no_more_than_they_say(rows, widths, dtype):
+    weights = drawn(rows, seed=2).abs()
+    for a in (drawn(rows, widths[0]), drawn(rows, widths[0]).abs() + 0.5):
+        pair = a.to(dtype), (drawn(rows, widths[1], seed=1).abs() + 0.5).to(dtype)
+        exact = pair[1].double().T @ (pair[0].double() * weights.double()[:, None])
+        most = pair[1].double().T @ (pair[0].double().abs() * weights[:, None])
+        pair = [each[:, None, None] for each in pair]
         with switched("tf32"):
-            found = products.by_terms(scaled, other)
-            lost = products.rounding(scaled.to(dtype), other.mT)
+            found = products.by_terms(*pair, weights)[0]
+            lost = products.rounding(*pair)
         assert lost > 0
         assert float(((found - exact).abs() / most).max()) <= lost
 

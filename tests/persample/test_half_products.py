@@ -179,18 +179,24 @@ def test_the_bound_holds_where_units_cut_long_sums(width, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("tf32", [False, True])
-@pytest.mark.parametrize("width", [40, 2048])
-def test_one_side_may_be_in_half_precision(width, tf32, dtype):
-    x, g = torch.rand(2, 3, 1, 6, width, generator=torch.manual_seed(0)).unbind(0)
-    factor = Outer(x.to(dtype), g, torch.Size([width, width]))
+@pytest.mark.parametrize("other", [*HALVES, torch.float32])
+@pytest.mark.parametrize(
+    "options", [{}, {"tf32": True}, {"tf32": True, "halves": False}]
+)
+@pytest.mark.parametrize("width", [40, 256, 2048])
+def test_norms_of_factors_of_two_dtypes(width, options, other, dtype):
+    both = torch.rand(2, 9, 1, 1, width, generator=torch.manual_seed(0))
+    x, g = both.expand(-1, -1, -1, 6, -1).unbind(0)
+    factor = Outer(x.to(dtype), g.to(other), torch.Size([width, width]))
     exact = factor.double().grad().flatten(1).norm(dim=1)
-    with device(tf32=tf32, few=2**60):
-        _, (found,) = factor.settled()
+    with device(few=2**60, **options):
+        assert factor.by_gram
+        (found,) = factor.settled()[1]
         (norm,) = norms.settled({"w": [found]})["w"]
-    assert found.cut == products.CUT
+    assert (found.cut > 0) == options.get("halves", True)
     torch.testing.assert_close(norm.value, exact, rtol=4e-6, atol=0)
     assert (norm.upper >= exact).all()
+    assert (norm.upper <= exact * (1 + 1e-5)).all()
 
 
 def test_patches_of_half_precision_meet_outputs_of_it(monkeypatch):
@@ -308,21 +314,35 @@ def test_products_of_halves_are_those_of_float32(dtype, tf32):
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
-def test_sums_in_terms_lose_no_more_than_they_say(dtype):
+@pytest.mark.parametrize("sizes", [(30, 20), (20, 30)])
+@pytest.mark.parametrize("positions", [1, 300])
+@pytest.mark.parametrize("kind", ["samples first", "time first", "groups"])
+def test_sums_in_terms_lose_no_more_than_they_say(kind, positions, sizes, dtype):
     generator = torch.Generator().manual_seed(0)
-    scaled = torch.randn(30, 3000, generator=generator)
-    other = torch.randn(3000, 20, generator=generator).to(dtype)
-    exact = scaled.double() @ other.double()
-    most = scaled.double().abs() @ other.double().abs()
+    groups = 3 if kind == "groups" else 1
+
+    def drawn(width):
+        if kind == "time first":
+            made = torch.randn(positions, 10, width, generator=generator)
+            return made.to(dtype).transpose(0, 1)[:, None]
+        return torch.randn(10, groups, positions, width, generator=generator).to(dtype)
+
+    a, b = map(drawn, sizes)
+    weights = torch.rand(10, generator=generator)
+    pair = b.double().mT, a.double()
+    column = weights.double().view(-1, 1, 1, 1)
+    exact = (pair[0] @ (pair[1] * column)).sum(0)
+    most = (pair[0].abs() @ (pair[1].abs() * column)).sum(0)
     with device(tf32=dtype == torch.float32):
-        found = products.by_terms(scaled, other)
-        lost = products.rounding(scaled.to(dtype), other.mT)
+        found = products.by_terms(a, b, weights)
+        lost = products.rounding(a, b)
     gap = (found - exact).abs() / most
     assert found.dtype == torch.float32
     assert 0 < float(gap.max()) <= lost
     with device():  # where torch rounds nothing, or a device has no such ops
-        assert products.rounding(scaled, other.float().mT) == 0
-    assert products.rounding(scaled.to(dtype), other.mT) == 0
+        assert products.rounding(a.float(), b.float()) == 0
+    assert products.rounding(a, b) == 0
+    oracle.assert_exact(products.scaled(a, b, weights).view_as(exact), exact, 1e-6)
 
 
 NETS = {

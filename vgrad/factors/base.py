@@ -353,19 +353,13 @@ class Outer(Pair):
         return self, [Products.of(a, b, self, length)]
 
     def weighted(self, weights: Tensor) -> Tensor:
-        """Scale the smaller factor, then one product over samples and positions."""
-        a, b = self.sides
-        in_terms = self.rounding > 0
-        dtype = wide(a.dtype) if in_terms else products.exact_dtype(a, b)
-        column = weights.to(dtype).view(-1, 1, 1, 1)
-        a, b = (a * column, b) if a.shape[3] <= b.shape[3] else (a, b * column)
-        if not in_terms:
-            a, b = a.to(dtype), b.to(dtype)
-        product = products.by_terms if in_terms else torch.matmul
-        rows = products.ROWS if in_terms else reductions.ROWS_AT_ONCE
-        step = max(1, rows // max(1, a.shape[2]))
-        pairs = zip(a.split(step), b.split(step), strict=True)
-        parts = [product(*_as_matrices(*pair)) for pair in pairs]
+        """Add up products over samples and positions, some samples at a time."""
+        run, rows = products.scaled, reductions.ROWS_AT_ONCE
+        if self.rounding > 0:
+            run, rows = products.by_terms, products.ROWS
+        step = max(1, rows // max(1, self.inputs.shape[2]))
+        parts = (each.split(step) for each in (*self.sides, weights))
+        parts = [run(*part) for part in zip(*parts, strict=True)]
         return reductions.total(parts).reshape(self.shape)
 
     def gram(self, other: Factor) -> Tensor:
@@ -393,17 +387,6 @@ class Outer(Pair):
 
     def _of(self, inputs: Tensor, outputs: Tensor) -> Self:
         return replace(self, inputs=inputs, outputs=outputs, shared=None)
-
-
-def _as_matrices(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Join samples and positions, [B, G, T, I] and [B, G, T, O], for one product."""
-    if a.shape[1] == 1:
-        a, b = a.squeeze(1), b.squeeze(1)
-        if a.stride(0) < a.stride(1):  # of recurrent nets: flattened without a copy
-            a, b = a.transpose(0, 1), b.transpose(0, 1)
-        return b.flatten(0, 1).T, a.flatten(0, 1)
-    a, b = (each.transpose(0, 1).flatten(1, 2) for each in (a, b))
-    return b.transpose(1, 2), a
 
 
 class Compound(Factor):

@@ -28,8 +28,8 @@ _BLOCKS = 16
 CUT = 2**-17
 """Error of inner products of two such products, relative to the sizes of terms."""
 
-_FEW = 2**28
-"""Products of a sum that float32 takes in the time of the launches of terms."""
+_FEW = 2**24
+"""Products of a sum that float32 takes in the time of one more launch in a graph."""
 
 ROWS = 8192
 """Rows of one product in terms: of a sum, units lose 1e-5 at most."""
@@ -115,24 +115,62 @@ def rounding(a: Tensor, b: Tensor) -> float:
     return 2 * _LOST if dtype == torch.bfloat16 else 4 * _LOST
 
 
-def by_terms(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply `[M, K]` and `[K, N]`, or a batch of them, in terms and float32 sums."""
-    if a.ndim == 2:
-        return by_terms(a[None], b[None])[0]
-    large, *small = _terms(a)
-    other, *rest = _terms(b)
+def scaled(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
+    """Sum outer products of `[B, G, T, I]` and `[B, G, T, O]` with weights [B]."""
+    dtype = exact_dtype(a, b)
+    column = weights.to(dtype).view(-1, 1, 1, 1)
+    # The smaller factor is scaled, then one product runs over samples and positions.
+    a, b = (a * column, b) if a.shape[3] <= b.shape[3] else (a, b * column)
+    order = _order(a)
+    a, b = (each.to(dtype).permute(order) for each in (a, b))
+    if len(a) == 1:
+        a, b = a.squeeze(0), b.squeeze(0)
+    return b.flatten(-3, -2).mT @ a.flatten(-3, -2)
+
+
+def by_terms(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
+    """Do the same in two bfloat16 terms of every number, and float32 sums."""
+    order, left = _order(a), b.shape[3] < a.shape[3]
+    column = weights.float().view(-1, 1, 1, 1).permute(order)
+    a, b = a.permute(order), b.permute(order)
+    few, (large, *small) = (b, _terms(a)) if left else (a, _terms(b))
+    groups, *rows, width = few.shape
+
+    def product(few: Tensor, many: Tensor) -> Tensor:
+        pair = (few.mT, many) if left else (many.mT, few)
+        return torch.bmm(*pair, out_dtype=torch.float32)
+
+    # Terms follow each other in the sum, or in its result where that is less to add.
+    joined = math.prod(rows) < min(2 * width, ROWS // 2)
+    sizes = (groups, 2, *rows, width) if joined else (groups, *rows, 2, width)
+    terms = few.new_empty(sizes, dtype=torch.bfloat16)
+    first, second = terms.unbind(1 if joined else 3)
+    torch.mul(few, column, out=first)
+    torch.addcmul(first, few, column, value=-1, out=second)  # the rest with a minus
+    if joined:
+        found = product(terms.flatten(1, 3), torch.cat([large, -large], 1))
+    else:
+        found = product(terms.flatten(3).flatten(1, 2), large)
+        axis = 1 if left else 2
+        found = torch.sub(*found.unflatten(axis, (2, width)).unbind(axis))
     # Only the product of the two small ones is left out.
-    pairs = [(large, other), *((large, x) for x in rest), *((x, other) for x in small)]
-    parts = (torch.bmm(*pair, out_dtype=torch.float32) for pair in pairs)
-    return functools.reduce(torch.add, parts)
+    return found + product(first.flatten(1, 2), small[0]) if small else found
+
+
+def _order(a: Tensor) -> tuple[int, ...]:
+    """Return the axes `[G, B, T, I]` of `[B, G, T, I]` as they lie in memory."""
+    # Factors of recurrent nets are flattened without a copy if time comes first.
+    swapped = a.shape[1] == 1 and a.stride(0) < a.stride(2)
+    return (1, 2, 0, 3) if swapped else (1, 0, 2, 3)
 
 
 def _terms(numbers: Tensor) -> list[Tensor]:
-    """Split numbers into a bfloat16 and the rest as another, if there is a rest."""
+    """Split `[G, B, T, I]` into a bfloat16 and the rest, if any. -> [G, B * T, I]"""
+    numbers = numbers.flatten(1, 2)
     if numbers.dtype == torch.bfloat16:
         return [numbers]
     large = numbers.bfloat16()
-    return [large, (numbers - large).bfloat16()]
+    return [large, torch.sub(numbers, large, out=torch.empty_like(large))]
 
 
 def _is_plain(*factors: Tensor) -> bool:
