@@ -4,6 +4,7 @@ import itertools
 import math
 import pickle
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -354,6 +355,19 @@ def test_a_run_makes_its_keys_once(monkeypatch):
     oracle.assert_exact(noise(0, other).added(sums), noised(sums, key=other), 0)
     assert not pickle.loads(pickle.dumps(held))._layouts  # no secrets
     assert "key" not in repr(noise(0))
+
+
+def test_threads_may_share_a_run():
+    held, sums = gaussian.Streams(), {"a": torch.zeros(200_000)}
+
+    def at(step, streams):
+        options = {"noise_multiplier": MULTIPLIER, "key": KEY, "streams": streams}
+        return gaussian.gaussian_noise("f", Sensitivity(1.0), step=step, **options)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda step: at(step, held).added(sums), range(24)))
+    for step, each in enumerate(found):
+        oracle.assert_exact(each, at(step, gaussian.Streams()).added(sums), 0)
 
 
 # Pairs of normal numbers, by the formula of Box and Muller.

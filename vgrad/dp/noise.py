@@ -208,15 +208,16 @@ class Noise:
         count = sum(map(len, sums.values()))
         share = max(count // (2 * torch.get_num_threads()), 1)
         size = min(max(_LEAST_ON_HOST, 2 ** (share.bit_length() - 1)), _MOST_ON_HOST)
-        layout, grid = (
-            self.streams.layout(self, parts, HOST, size),
-            _grid(self.deviation),
-        )
+        layout = self.streams.layout(self, parts, HOST, size)
+        grid = _grid(self.deviation)
         sums = {entry: total.numpy() for entry, total in sums.items()}
         noisy = {entry: value.numpy() for entry, value in noisy.items()}
 
         def add(number: int) -> None:
-            memory = layout.memory.pop() if layout.memory else Memory.of(size // TILE)
+            try:
+                memory = layout.memory.pop()
+            except IndexError:  # other threads have the rest
+                memory = Memory.of(size // TILE)
             words = layout.words(number, self.step, memory.words)
             noise = normals_of_host(memory, len(words)).reshape(-1)
             noise *= self.deviation
