@@ -5,14 +5,13 @@ B is the number of samples; every tensor of a batch is `[B, ...]`.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from vgrad import checks, devices
-from vgrad.tree import TreeSpec, tree_flatten, tree_unflatten
+from vgrad.tree import map_tensors, with_leaves
 from vgrad.typing import ChunkSize, Params, Tree
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
@@ -20,16 +19,11 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 @dataclass(frozen=True)
 class Batch:
-    """The leaves of a batch, and how they go together again."""
+    """The tensors of a batch, and a tree of as many, to be put together again."""
 
     size: int
-    leaves: list[Any]
-    spec: TreeSpec
-
-    @cached_property
-    def tensors(self) -> list[Tensor]:
-        """The tensors among the leaves."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+    tree: Tree
+    tensors: list[Tensor]
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -41,11 +35,7 @@ class Batch:
     def take(self, rows: slice | Tensor) -> "Batch":
         """Return the batch of these samples, in this order."""
         size = len(range(self.size)[rows] if isinstance(rows, slice) else rows)
-        leaves = [
-            taken(leaf, rows) if isinstance(leaf, Tensor) else leaf
-            for leaf in self.leaves
-        ]
-        return Batch(size, leaves, self.spec)
+        return Batch(size, self.tree, [taken(each, rows) for each in self.tensors])
 
     def one(self, number: int) -> tuple[Tensor, ...]:
         """Return the tensors of one sample, without the batch dimension."""
@@ -55,10 +45,7 @@ class Batch:
     def sample(self, tensors: tuple[Tensor, ...]) -> Tree:
         """Put the tensors of one sample where they are in the batch."""
         values = iter(tensors)
-        leaves = [
-            next(values) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves
-        ]
-        return tree_unflatten(leaves, self.spec)
+        return map_tensors(lambda _: next(values), self.tree)
 
 
 def taken(values: Tensor, rows: slice | Tensor) -> Tensor:
@@ -66,14 +53,15 @@ def taken(values: Tensor, rows: slice | Tensor) -> Tensor:
     return values[rows if isinstance(rows, slice) else rows.to(values.device)]
 
 
-NONE = Batch(0, *tree_flatten(()))
+NONE = Batch(0, (), [])
 """Before there is a batch."""
 
 
 def read(function: str, batch: Tree) -> Batch:
     """Check a batch and find its size."""
-    leaves, spec = tree_flatten(batch)
+    batch, leaves = with_leaves(batch)
     sizes: set[int] = set()
+    tensors: list[Tensor] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             if leaf.ndim == 0:
@@ -82,6 +70,7 @@ def read(function: str, batch: Tree) -> Batch:
                     f"batch dimension in front, got one without dimensions."
                 )
             sizes.add(leaf.shape[0])
+            tensors.append(leaf)
         elif not isinstance(leaf, _PLAIN):
             raise TypeError(
                 f"{function}(params, buffers, *batch): expected tensors in tuples, "
@@ -94,7 +83,7 @@ def read(function: str, batch: Tree) -> Batch:
             f"{function}(params, buffers, *batch): expected tensors of one batch size, "
             f"got {got}."
         )
-    return Batch(sizes.pop(), leaves, spec)
+    return Batch(sizes.pop(), batch, tensors)
 
 
 def check_mask(function: str, mask: Any, size: int) -> None:

@@ -34,15 +34,25 @@ def tree_flatten(tree: Tree) -> tuple[list[Any], TreeSpec]:
 
 def tree_leaves(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
     """Return the leaves of a tree, in the order of `tree_flatten`."""
-    leaves = pytree.tree_leaves(tree, is_leaf)
-    if is_leaf is None and _has_mappings(leaves):
-        return tree_leaves(_dictionaries(tree))
-    return leaves
+    return (
+        with_leaves(tree)[1] if is_leaf is None else pytree.tree_leaves(tree, is_leaf)
+    )
+
+
+def with_leaves(tree: Tree) -> tuple[Tree, list[Any]]:
+    """Return a tree, mappings of unknown classes as dictionaries, and its leaves."""
+    # A tuple of tensors goes without pytree, which is slower than small kernels.
+    if type(tree) is tuple and all([isinstance(each, Tensor) for each in tree]):
+        return tree, [*tree]
+    leaves = pytree.tree_leaves(tree)
+    return with_leaves(_dictionaries(tree)) if _has_mappings(leaves) else (tree, leaves)
 
 
 def _has_mappings(leaves: list[Any]) -> bool:
-    others = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-    return any([isinstance(leaf, Mapping) for leaf in others])
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) and isinstance(leaf, Mapping):
+            return True
+    return False
 
 
 def _dictionaries(tree: Tree) -> Tree:
@@ -221,6 +231,8 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def no_autocast(device: torch.device) -> AbstractContextManager:
     """Switch off a surrounding autocast in a block."""
-    if not torch.amp.is_autocast_available(device.type):
+    kind = device.type
+    # The context takes several times as long as the question.
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return nullcontext()
-    return torch.autocast(device.type, enabled=False)
+    return torch.autocast(kind, enabled=False)

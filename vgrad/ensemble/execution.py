@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vgrad.devices import is_host
-from vgrad.ensemble.layout import Call, vmapped
+from vgrad.ensemble.layout import Call
 from vgrad.functional.guards import protect
 from vgrad.generators import (
     RNG_LOCK,
@@ -110,7 +110,7 @@ def at_once(function: Callable, call: Call, forms: Forms | None) -> tuple[Any, B
     note = None if forms is None else lambda *form: seen.append(form)
     members, randomness = call.layout.members, call.randomness
     try:
-        with vmapped(members, randomness) as (wrapped, unwrapped):
+        with modes.vmapped(members, randomness) as (wrapped, unwrapped):
             params, buffers, *batch = call.map(wrapped)
             flags = GradFlags(modes.current_level(), "member", 'strategy="loop"')
             with modes.without_modes():  # modes around it do not see this

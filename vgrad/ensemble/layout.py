@@ -3,8 +3,7 @@
 E members. A stacked entry is a tensor `[E, *shape]`, a shared one `[*shape]`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple, TypedDict, Unpack, get_args
@@ -283,21 +282,3 @@ def _same(values: Sequence[Tensor]) -> bool:
 
 def _itself(value: Tensor) -> Tensor:
     return value
-
-
-Change = Callable[[Tensor], Tensor]
-
-
-@contextmanager
-def vmapped(members: int, randomness: str = "error") -> Iterator[tuple[Change, Change]]:
-    """Run a block under a vmap; yield functions that put tensors into it, and back.
-
-    As `torch.vmap`, which treats trees in general, but that costs as much as a small
-    model.
-    """
-    modes.load_decompositions()
-    with modes.vmap_level(members, randomness) as level:
-        yield (
-            lambda x: modes.add_batch_axis(x, 0, level),
-            lambda x: modes.remove_batch_axis(x, level, members, 0),
-        )

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.checks import Patterns
-from vgrad.ensemble.layout import vmapped
 from vgrad.memory import disjoint
 from vgrad.optim.base import (
     GradientTransformation,
@@ -147,7 +146,7 @@ class _Members:
         rest = self._shared_tx.init(common) if self._shared_tx else ()
         if not stacked:
             return MembersState((), rest)
-        with vmapped(self._count(stacked)) as (wrapped, unwrapped):
+        with modes.vmapped(self._count(stacked)) as (wrapped, unwrapped):
             values = [wrapped(value) for value in self._on_device(stacked)]
             state = self._of(values).init(map_tensors(wrapped, stacked))
             inner = tree_leaves(state, is_leaf=lambda x: isinstance(x, MembersState))
@@ -172,7 +171,7 @@ class _Members:
             present = {name: grad for name, grad in stacked.items() if grad is not None}
             count = self._count(own or present, present, members)
             arguments = stacked, members, own or None, self._on_device((own, present))
-            with vmapped(count) as (wrapped, unwrapped):
+            with modes.vmapped(count) as (wrapped, unwrapped):
                 *arguments, values = map_tensors(wrapped, arguments)
                 updates, members = self._of(values).update(*arguments)
                 updates = {n: x for n, x in updates.items() if x is not None}

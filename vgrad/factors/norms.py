@@ -98,11 +98,11 @@ def _gathered(
     shapes = {name: factors[name].shape for name in names}
     sizes = [math.prod(shape) for shape in shapes.values()]
     rows = [factors[name].g for name in names]
-    flat = [g.reshape(len(g), n) for g, n in zip(rows, sizes, strict=True)]
-    g = torch.cat(flat, 1)
+    size = rows[0].shape[0]
+    g = torch.cat([g.reshape(size, n) for g, n in zip(rows, sizes, strict=True)], 1)
     found, width = Gathered(shapes, g), 0
     for name, column in zip(names, g.split(sizes, 1), strict=True):
-        factors[name] = Dense(column.view(len(g), *shapes[name]))
+        factors[name] = Dense(column.view(size, *shapes[name]))
         if isinstance(norms[name][0], Dense):
             width, norms[name] = width + column.shape[1], []
     if width:

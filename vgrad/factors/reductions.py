@@ -77,7 +77,7 @@ def row_norms(grad: Tensor) -> Tensor:
     real = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
     if not real.is_contiguous():
         real = real.permute(memory_order(real))
-    flat = real.reshape(len(real), math.prod(real.shape[1:]))
+    flat = real.reshape(real.shape[0], math.prod(real.shape[1:]))
     exact = flat.dtype == torch.float64 or flat.requires_grad
     if exact or modes.inside_transform():
         return together(flat)
@@ -219,20 +219,21 @@ def weighted_rows(grad: Tensor, weights: Tensor) -> Tensor:
     """Sum rows with weights, [B, ...] and [B] -> [...] in float32 or wider."""
     axes = list(range(grad.ndim)) if grad.is_contiguous() else memory_order(grad)
     grad = grad.permute(axes)
-    flat = grad.reshape(len(grad), math.prod(grad.shape[1:]))
+    flat = grad.reshape(grad.shape[0], math.prod(grad.shape[1:]))
     dtype = torch.promote_types(wide(grad.dtype), weights.dtype)
     rows, row = flat.to(dtype), weights[None].to(dtype)
     long = torch.promote_types(dtype, torch.float64)
-    whole = len(rows) // _SAMPLES * _SAMPLES
+    size = rows.shape[0]
+    whole = size // _SAMPLES * _SAMPLES
     if dtype != long and products.rounded(rows.device, "matmul"):
         found = (rows * row.mT).sum(0)
-    elif len(rows) <= _SAMPLES:
+    elif size <= _SAMPLES:
         found = row @ rows
     else:
         left = row[:, :whole].reshape(-1, 1, _SAMPLES)
         parts = torch.bmm(left, rows[:whole].unflatten(0, (-1, _SAMPLES)))
         found = parts.sum(0, dtype=long)
-        if whole < len(rows):
+        if whole < size:
             found = found + row[:, whole:] @ rows[whole:]
     found = found.to(wide(grad.dtype)).reshape(grad.shape[1:])
     return found.permute([axes.index(axis) - 1 for axis in range(1, len(axes))])

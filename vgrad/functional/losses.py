@@ -54,8 +54,9 @@ class SampleLoss(LossFn):
 
     def __call__(self, params: Params, buffers: Buffers, /, *sample: Tree) -> Tensor:
         """Return the loss of one sample."""
-        batch = map_tensors(lambda leaf: leaf.unsqueeze(0), sample)
-        args, kwargs, target = _read("sample_loss", batch, self._criterion)
+        with modes.without_modes():  # which would see every op of these
+            batch = map_tensors(lambda leaf: leaf.unsqueeze(0), sample)
+            args, kwargs, target = _read("sample_loss", batch, self._criterion)
         _check_weights(self._criterion, target)
         output = self._fmodel(params, buffers, *args, **kwargs)
         return _value("sample_loss", output, target, self._criterion)
@@ -239,12 +240,14 @@ def _value(function: str, output: Any, target: Any, criterion: Criterion) -> Ten
             f"{function}(fmodel, criterion): expected a tensor as loss, got a "
             f"{type(value).__name__}. Does the model need labels to return a loss?"
         )
-    if value.numel() != 1:
+    with modes.without_modes():
+        shape = value.shape
+    if shape.numel() != 1:
         raise ValueError(
             f"{function}(fmodel, criterion): expected a loss of one number, got shape "
-            f"{tuple(value.shape)}. Reduce it in the criterion."
+            f"{tuple(shape)}. Reduce it in the criterion."
         )
-    return value.reshape(())
+    return value.reshape(()) if shape else value
 
 
 def gradient(function: Callable, params: Params) -> tuple[Params, Any, set[str]]:

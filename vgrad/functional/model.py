@@ -298,8 +298,11 @@ class FunctionalModel:
                     rerun.keep()
                 self._slots.end()
                 self._running = False
-        changed = [name for name in left if left[name] is not tensors[name]]
-        changed = [name for name in changed if name not in self._copied]
+        changed = [
+            name
+            for name, value in left.items()
+            if value is not tensors[name] and name not in self._copied
+        ]
         with modes.without_modes():
             after = zip(watched, versions, versions_of(watched.values()), strict=True)
         changed += [name for name, one, other in after if one != other]

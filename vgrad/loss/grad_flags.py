@@ -13,6 +13,7 @@ either gives other numbers.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
@@ -96,6 +97,12 @@ def only_reads(func: Callable) -> bool:
     return name in _READS
 
 
+@lru_cache(maxsize=4096)
+def is_plain_read(func: Callable) -> bool:
+    """Return whether a call reads something that is the same for one sample."""
+    return only_reads(func) and func not in WATCHED_READS
+
+
 _REFUSED: dict[Callable, Callable[[Tensor], bool]] = {
     **dict.fromkeys(GRAPH, lambda below: below.grad_fn is not None),
     **dict.fromkeys(HOOKS, lambda below: below.requires_grad),
@@ -148,8 +155,12 @@ class GradFlags:
 
     def after(self, func: Callable, tensors: Sequence[Tensor], output: Any) -> None:
         """Set the flags of the results of a call, for code that no mode sees."""
-        outputs = output if isinstance(output, tuple | list) else (output,)
-        outputs = [each for each in outputs if isinstance(each, Tensor)]
+        if isinstance(output, Tensor):
+            outputs = [output]
+        elif isinstance(output, tuple | list):
+            outputs = [each for each in output if isinstance(each, Tensor)]
+        else:
+            return
         for each in outputs:
             self.sync(each)
         if func in RESHAPES:
@@ -163,15 +174,13 @@ class GradFlags:
                 continue
             # A view has the layout of its base; a result with the layout of an operand
             # would have it for one sample, too.
-            if not any(
-                _memory(each) == _memory(tensor)
-                or (
-                    (each.shape, each.stride()) == (tensor.shape, tensor.stride())
-                    and not self._is_odd(tensor)
-                )
-                for tensor in tensors
-            ):
-                self._odd.add(_memory(each))
+            place, layout = _memory(each), (each.shape, each.stride())
+            for tensor in tensors:
+                same = layout == (tensor.shape, tensor.stride())
+                if (same and not self._is_odd(tensor)) or _memory(tensor) == place:
+                    break
+            else:
+                self._odd.add(place)
 
     def _is_odd(self, tensor: Tensor) -> bool:
         """Return whether a tensor may have another layout than for one sample."""

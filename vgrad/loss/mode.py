@@ -25,8 +25,8 @@ from vgrad.loss.grad_flags import (
     GradFlags,
     UnsupportedOp,
     among,
+    is_plain_read,
     is_refused,
-    only_reads,
     own_backward_pass,
     raise_clearly,
 )
@@ -118,6 +118,8 @@ class LossMode(WriteGuard):
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if is_plain_read(func):
+            return func(*args, **kwargs)
         if autograd.hooks() is not None:
             self.look_at_hooks()
         if self.waiting is not None and modes.autocast_is_on():
@@ -127,15 +129,13 @@ class LossMode(WriteGuard):
                     return func(*args, **kwargs)
             finally:
                 self.waiting = waiting
-        handlers = self._handlers
-        if is_ordinary(func) and (not kwargs or kwargs.keys().isdisjoint(_OPTIONS)):
-            handlers = handlers[-1:]
-        else:
+        if may_write(func) or (kwargs and not kwargs.keys().isdisjoint(_OPTIONS)):
             self.check(func, args, kwargs)
             if kwargs.get("generator") is not None:
                 self.draws.own = True
+        handlers = self._handlers
         try:
-            for handle in handlers:
+            for handle in handlers[-1:] if is_ordinary(func) else handlers:
                 if (output := handle(self, func, args, kwargs)) is not NONE:
                     return output
             return func(*args, **kwargs)
@@ -274,10 +274,9 @@ _OPTIONS = {"out", "generator"}
 
 @lru_cache(maxsize=4096)
 def is_ordinary(func: Callable) -> bool:
-    """Return whether all calls of a function compute new tensors from others.
+    """Return whether no call of a function reads a value or depends on the batch.
 
-    None of them writes, reads or depends on the batch, so the last handler alone runs
-    it. A record of the op may say more.
+    So the last handler alone runs it. A record of the op may say more.
     """
     op = OPS.get(func)
     return not (
@@ -286,9 +285,7 @@ def is_ordinary(func: Callable) -> bool:
         or func in modes.ASKING
         or is_refused(func)
         or is_foreign_op(func)
-        or may_write(func)
         or normalises(func)
-        or only_reads(func)
     )
 
 

@@ -31,13 +31,13 @@ from vgrad.torch_private import modes
 def positions(tensor: Tensor) -> Tensor:
     """View `[B, ..., I]` as `[B, 1, T, I]`."""
     count = math.prod(tensor.shape[1:-1])
-    return tensor.reshape(len(tensor), 1, count, tensor.shape[-1])
+    return tensor.reshape(tensor.shape[0], 1, count, tensor.shape[-1])
 
 
 def over_positions(tensor: Tensor) -> Tensor:
     """Sum `[B, ..., O]` over its positions, -> [B, O]."""
     count = math.prod(tensor.shape[1:-1])
-    rows = tensor.reshape(len(tensor), count, tensor.shape[-1])
+    rows = tensor.reshape(tensor.shape[0], count, tensor.shape[-1])
     return rows[:, 0] if count == 1 else rows.sum(1)
 
 

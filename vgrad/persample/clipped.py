@@ -260,12 +260,14 @@ class _TwoPassCollector(_ClipCollector):
     sums: Params = field(default_factory=dict)
     _clip: ClipWeights | None = None
 
-    def first_pass(self, name: str, factor: Factor) -> None:
-        norms = factor.settled()[1]
+    def first_pass(self, name: str, factor: Factor) -> Factor:
+        """Keep norms, and return the form of a factor for a sum."""
+        form, norms = factor.settled()
         self.norms[name] = [
             each if isinstance(each, Dense) else each._replace(factor=None)
             for each in norms
         ]
+        return form
 
     def between_passes(self) -> None:
         clip = self.weigh()
@@ -275,11 +277,7 @@ class _TwoPassCollector(_ClipCollector):
     def take(self, name: str, factor: Factor) -> None:
         if self._clip is None:
             return super().take(name, factor)
-        form, norms = factor.settled()
-        self.norms[name] = [
-            each if isinstance(each, Dense) else each._replace(factor=None)
-            for each in norms
-        ]
+        form = self.first_pass(name, factor)
         found = form.weighted(self._clip.weights[name])
         self.sums[name] = self.reducer.summed(name, found)
 
@@ -462,8 +460,7 @@ class ClippedSum(Quantity):
 
     def collector(self, call: Call) -> _ClipCollector:
         parts, bounds = self.rule.parts(call.params)
-        dtype = reductions.norm_dtype(call.params)
-        given = self.rule, parts, bounds, dtype, call.mask
+        given = self.rule, parts, bounds, call.dtype, call.mask
         if self.passes == 1:
             return _ClipCollector(*given)
         return _TwoPassCollector(*given, reducer=call.reducer)

@@ -188,9 +188,9 @@ class _Norms(Quantity):
 
     def partial(self, collector: _NormCollector, call: Call) -> dict[str, Tensor]:
         collector.flush()
-        dtype, grouped = reductions.norm_dtype(call.params), collector.groups
-        norms = Joint(collector.norms, grouped.values(), dtype).value
-        own = [each.to(dtype, copy=True) for each in norms]
+        grouped = collector.groups
+        norms = Joint(collector.norms, grouped.values(), call.dtype).value
+        own = [each.to(call.dtype, copy=True) for each in norms]
         return dict(zip(grouped, own, strict=True))
 
     def total(self, partials: Iterator[dict[str, Tensor]], run: Evaluation) -> Any:

@@ -140,8 +140,7 @@ class _Projection(Quantity):
         return _Projections(probes)
 
     def partial(self, collector: _Projections, call: Call) -> Tensor:
-        sums = collector.sums / math.sqrt(self.dim)
-        return sums.to(reductions.norm_dtype(call.params))
+        return (collector.sums / math.sqrt(self.dim)).to(call.dtype)
 
     def total(self, partials: Iterator[Tensor], run: Evaluation) -> Tensor:
         empty = reductions.no_norms(run.params, run.dtype).new_zeros(0, self.dim)

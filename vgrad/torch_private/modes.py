@@ -83,6 +83,24 @@ def in_front(tensor: Tensor, level: int) -> Tensor | None:
     return below.movedim(axis, 0) if axis else None if axis is None else below
 
 
+Change = Callable[[Tensor], Tensor]
+
+
+@contextmanager
+def vmapped(size: int, randomness: str = "error") -> Iterator[tuple[Change, Change]]:
+    """Run a block under a vmap; yield functions that put tensors into it, and back.
+
+    As `torch.vmap`, which treats trees in general, but that costs as much as a small
+    model.
+    """
+    load_decompositions()
+    with vmap_level(size, randomness) as level:
+        yield (
+            lambda x: add_batch_axis(x, 0, level),
+            lambda x: remove_batch_axis(x, level, size, 0),
+        )
+
+
 def exit_to(level: int) -> AbstractContextManager[None]:
     """Leave the transform of a level, and those inside of it, in a block."""
     inside = (current_level() or 0) - level

@@ -12,6 +12,7 @@ from torch import Tensor
 from vgrad import batches, checks
 from vgrad.devices import is_host
 from vgrad.factors.base import Factor, Scaled
+from vgrad.factors.reductions import norm_dtype
 from vgrad.functional.guards import Protected
 from vgrad.functional.losses import check_loss, returned
 from vgrad.loss.mode import LossMode, unchanged
@@ -21,7 +22,7 @@ from vgrad.precision.autocasting import AutocastMode
 from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import with_attributes
-from vgrad.tree import map_tensors, tensors, tree_leaves
+from vgrad.tree import map_tensors, map_values, tensors, tree_leaves
 from vgrad.typing import Buffers, ChunkSize, LossFn, Params, Randomness, Strategy, Tree
 
 
@@ -59,6 +60,10 @@ class Options(TypedDict, total=False):
     chunk_size: ChunkSize
     randomness: Randomness
     loss_scale: LossScale | None
+
+
+Take = Callable[[str, Factor], None]
+"""Accepts the factor of one parameter."""
 
 
 def check_options(function: Callable, options: Options) -> None:
@@ -191,10 +196,14 @@ class Call:
         if keys is not None:
             _check_keys(self.function, keys, read.size)
             keys = keys if self.randomness == "different" else None
+        if any(map(Tensor.is_inference, (*params.values(), *buffers.values()))):
+            params, buffers = (map_values(usable, each) for each in (params, buffers))
+        if not torch.is_grad_enabled():  # nor can the caller differentiate
+            buffers = map_values(_constant, buffers)
         return replace(
             self,
-            params={name: usable(value) for name, value in params.items()},
-            buffers={name: _constant(usable(each)) for name, each in buffers.items()},
+            params=dict(params),
+            buffers=dict(buffers),
             batch=read,
             mask=mask,
             weights=weights,
@@ -224,6 +233,11 @@ class Call:
         fixed = *self.params.values(), *self.buffers.values()
         return [*fixed, *self.batch.tensors, *weights]
 
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype of norms over all parameters."""
+        return norm_dtype(self.params)
+
     @property
     def device(self) -> torch.device:
         return next(iter(self.params.values())).device
@@ -231,8 +245,8 @@ class Call:
     @property
     def differentiable(self) -> bool:
         """Whether the caller can differentiate the gradients once more."""
-        wanted = any(tensor.requires_grad for tensor in self.tensors)
-        return torch.is_grad_enabled() and wanted
+        wanted = torch.is_grad_enabled()
+        return wanted and any([tensor.requires_grad for tensor in self.tensors])
 
     def mode(self, *protected: Protected, **options: Any) -> LossMode:
         """Make the function mode of the loss, which must leave its arguments alone."""
@@ -245,10 +259,12 @@ class Call:
         ones = torch.ones_like(losses)
         return ones if self.loss_scale is None else ones * self._scale(losses.dtype)
 
-    def unscaled(self, factor: Factor) -> Factor:
+    def unscaled(self, take: Take) -> Take:
+        """Return a function that takes factors without the loss scale."""
         if self.loss_scale is None:
-            return factor
-        return Scaled(factor, self._scale(torch.float32))
+            return take
+        scale = self._scale(torch.float32)
+        return lambda name, factor: take(name, Scaled(factor, scale))
 
     def _scale(self, dtype: torch.dtype) -> Tensor:
         scale: Any = self.loss_scale
@@ -267,8 +283,9 @@ class Call:
     ) -> tuple[Tensor, Tree]:
         """Return `(scalar, aux)` of a copy of a sample, one of many or `alone`."""
         sample = self.batch.sample(tuple(tensor.clone() for tensor in tensors))
-        for name, value in params.items():
-            with_attributes(value, self.params[name])
+        for name, value in self.params.items():
+            if vars(value):
+                with_attributes(params[name], value)
         casts, size = partial(AutocastMode, [*params.values()]), self.batch.size
         with mode.inside(size, self.randomness, casts, alone=alone):
             # Dictionaries of its own, in which the loss may rebind names.
@@ -289,9 +306,7 @@ def usable(value: Tensor) -> Tensor:
 
 
 def _constant(value: Tensor) -> Tensor:
-    """Return a tensor that requires no grad unless the caller can differentiate."""
-    wanted = torch.is_grad_enabled() or not value.requires_grad
-    return value if wanted else with_attributes(value.detach(), value)
+    return with_attributes(value.detach(), value) if value.requires_grad else value
 
 
 def _check_keys(function: str, keys: Tensor, size: int) -> None:

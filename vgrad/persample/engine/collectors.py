@@ -21,7 +21,7 @@ class Collector(Protocol):
     """Takes the factors of all parameters."""
 
     callback: Callable[[Use], None] | None = None  # once per use of a recorded loss
-    first_pass: Callable[[str, Factor], None] | None = None
+    first_pass: Callable[[str, Factor], Any] | None = None
     """Takes the factors of a first backward pass, before a second one for `take`.
 
     `between_passes` is called in between, and `single_pass` at the end.

@@ -55,18 +55,16 @@ def stamped(op: str, value: Any) -> list[Stamp]:
     stamps: list[Stamp] = []
     seen: set[int] = set()
     left: list[Any] = [value]
-    while left:
-        value = left.pop()
-        known = id(value) in seen or isinstance(value, type | ModuleType)
-        if known or not gc.is_tracked(value):  # numbers and the like refer to nothing
+    for value in left:
+        if id(value) in seen or not gc.is_tracked(value):  # numbers refer to nothing
             continue
         seen.add(id(value))
-        if isinstance(value, FunctionType):  # not to its globals
+        if isinstance(value, Tensor):
+            stamps.append(Stamp(op, ref(value), version_of(value)))
+        elif isinstance(value, FunctionType):  # not to its globals
             fields = (value.__defaults__, value.__kwdefaults__, vars(value))
             left += gc.get_referents(*(value.__closure__ or ()), *fields)
-        elif isinstance(value, Tensor):
-            stamps.append(Stamp(op, ref(value), version_of(value)))
-        else:
+        elif not isinstance(value, type | ModuleType):
             left += gc.get_referents(value)
     return stamps
 

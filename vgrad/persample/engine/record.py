@@ -25,7 +25,6 @@ from vgrad.loss.grad_flags import (
     GRAPH,
     HOOKS,
     MEMORY,
-    WATCHED_READS,
     GradFlags,
     UnsupportedOp,
     among,
@@ -34,7 +33,7 @@ from vgrad.loss.grad_flags import (
 )
 from vgrad.loss.mode import SAMPLES, LossMode, is_ordinary, run_op
 from vgrad.ops.record import OPS, Maker, Op
-from vgrad.persample.engine.call import Call
+from vgrad.persample.engine.call import Call, Take
 from vgrad.persample.engine.proxies import (
     ParamProxy,
     Stamp,
@@ -58,10 +57,7 @@ from vgrad.torch_private.tensors import leaf, version_of, viewed
 from vgrad.tree import tree_map_only
 from vgrad.typing import Params, Tree
 
-Take = Callable[[str, Factor], None]
-
 _SHOWN = GRAPH | MEMORY
-"""Reads that would show the graph or memory of a value computed from parameters."""
 
 _OF_THE_OBJECT = {"__set__", "set_"}
 """Functions that act on the very tensor inside a loss, and not on its values."""
@@ -80,15 +76,16 @@ class _Parameter:
 class Recorder:
     """One run of the loss for all samples of a call, and its backward pass.
 
-    `take(name, factor)` is called once for each parameter, as early as the backward
-    pass allows, and `callback` once per use. In the end `unreached` names the
-    parameters that received no gradient.
+    `callback` is called once per use. In the end `unreached` names the parameters that
+    received no gradient.
     """
 
+    _take: Take
+
     def __init__(
-        self, call: Call, take: Take, callback: Callable[[Use], None] | None = None
+        self, call: Call, callback: Callable[[Use], None] | None = None
     ) -> None:
-        self._call, self._take, self._callback = call, take, callback
+        self._call, self._callback = call, callback
         self.size, self.randomness = call.batch.size, call.randomness
         self.params: Params = {}
         self.unreached: set[str] = set()
@@ -106,7 +103,7 @@ class Recorder:
         self._mode: Any = None
         self._level = 0
         for name, value in call.params.items():
-            proxy = leaf(value)
+            proxy = value.detach().requires_grad_()
             root = ParamProxy((name,), proxy, proxy.detach(), proxy, lambda root: root)
             self.params[name] = proxy
             self._known[id(proxy)] = root
@@ -183,9 +180,6 @@ class Recorder:
         if self._repeats:
             args, kwargs = tree_map_only(Tensor, self._original, (args, kwargs))
         ordinary = is_ordinary(func)
-        reads = not ordinary and only_reads(func)
-        if reads and func not in WATCHED_READS:
-            return func(*args, **kwargs)
         flags, tensors = self._mode.flags, among(args, kwargs)
         proxies: list[ParamProxy] = []
         batched = False  # some differ between samples
@@ -207,18 +201,25 @@ class Recorder:
             if is_foreign_op(func):
                 self._foreign[str(func)] = None
             flags.refuse(func, tensors)
-        if reads:
-            for known in proxies if func in _SHOWN else ():
-                if known.origin is not known.proxy:
-                    raise UnsupportedOp(
-                        f"{op_name(func)}: expected a loss that does not ask for the "
-                        f"graph of a value computed from {', '.join(known.names)} "
-                        f'alone. Use strategy="vmap" or "loop".'
-                    )
-            return func(*args, **kwargs)
-        output = self._run(func, args, kwargs, proxies, batched)
+            if only_reads(func):
+                self._check_shown(func, proxies)
+                return func(*args, **kwargs)
+        if ordinary and not proxies and func not in OPS:
+            output = func(*args, **kwargs)
+        else:
+            output = self._run(func, args, kwargs, proxies, batched)
         flags.after(func, tensors, output)
         return output
+
+    def _check_shown(self, func: Callable, proxies: list[ParamProxy]) -> None:
+        """Refuse to show the graph or memory of a value computed from parameters."""
+        for known in proxies if func in _SHOWN else ():
+            if known.origin is not known.proxy:
+                raise UnsupportedOp(
+                    f"{op_name(func)}: expected a loss that does not ask for the graph "
+                    f"of a value computed from {', '.join(known.names)} alone. Use "
+                    f'strategy="vmap" or "loop".'
+                )
 
     def _run(
         self,
@@ -229,8 +230,6 @@ class Recorder:
         batched: bool,
     ) -> Any:
         op = OPS.get(func)
-        if op is None and not proxies and func not in modes.ASKING:
-            return run_op(self._mode, func, args, kwargs)
         here = modes.current_level() == self._level
         if op is not None and here:
             output = None
@@ -277,7 +276,8 @@ class Recorder:
             return None
         weights: dict[str, ParamProxy] = {}
         batched = follows = False  # whether an input leads on to other parameters
-        physical = dict(bound)
+        # The kept tensors must not keep the graph alive.
+        physical, kept = bound.copy(), bound.copy()
         for name, value in bound.items():
             if not isinstance(value, Tensor):
                 continue
@@ -286,27 +286,19 @@ class Recorder:
                 if modes.is_batched(value) or value.is_complex():
                     return None
                 if known is not None:
-                    weights[name] = known
-                follows |= known is None and value.requires_grad
-                continue
-            if known is not None:
-                value = self._expanded(known, func)
-            batched |= modes.is_batched(value)
-            physical[name] = self.physical(value)
-            follows |= physical[name].requires_grad
+                    weights[name], kept[name] = known, known.value
+                    continue
+            else:
+                if known is not None:
+                    value = self._expanded(known, func)
+                batched |= modes.is_batched(value)
+                physical[name] = value = self.physical(value)
+            follows |= value.requires_grad
+            kept[name] = value.detach()
         if not batched and (follows or not weights):
             return None
         if not weights and not op.fused:
             return None
-        for name, known in weights.items():
-            # Only where no input leads on to other parameters does a weight have to
-            # require grad, for the pass to come here at all.
-            physical[name] = known.value if follows else self.anchor(known.value)
-        # The kept tensors must not keep the graph alive.
-        kept = {
-            name: value.detach() if isinstance(value, Tensor) else value
-            for name, value in physical.items()
-        }
         if (makers := rule.factors(**kept)) is None:
             return None
         if missing := weights.keys() - makers.keys():
@@ -315,8 +307,13 @@ class Recorder:
                 f"a parameter, got none for {checks.listed(missing)}."
             )
         if not batched:  # the same for all samples: computed once
-            physical = {**bound, **{name: physical[name] for name in weights}}
+            physical = bound
         with self.below():
+            for name, known in weights.items():
+                # Only where no input leads on to other parameters does a weight have to
+                # require grad, for the pass to come here at all.
+                value = known.value
+                physical[name] = value if follows else self._end(value.detach())
             output = (rule.run or func)(*physical.values())
             if not batched:
                 output = output.expand(self.size, *output.shape)
@@ -341,9 +338,9 @@ class Recorder:
         """Hook the node of an op, at which the backward pass `ends` or goes on."""
         whole, output = _with_node(output)
         number, shape = whole.output_nr, output.shape
-        left = []
-        for known, maker in uses:
-            left.append((known, maker, stamped(op, maker) if kept else []))
+        left = [*uses]
+        stamps = stamped(op, [maker for _, maker in uses]) if kept else []
+        for known, _ in uses:
             self._expect(known)
 
         def hook(grads: tuple[Tensor | None, ...]) -> Any:
@@ -353,11 +350,11 @@ class Recorder:
                 g = g.reshape(shape)
                 g = g.clone() if self._owns else g
             again = [] if self._last else left.copy()
+            check_unchanged(stamps)
             while left:
-                known, maker, stamps = left.pop()
-                check_unchanged(stamps)
+                known, maker = left.pop()
                 factor = None if g is None else maker(g)
-                del maker, stamps  # so that inputs are freed as early as possible
+                del maker  # so that inputs are freed as early as possible
                 self._arrived(known, factor, op, g)
                 del factor
             left.extend(again)
@@ -492,10 +489,14 @@ class Recorder:
         return tensor if known is None else known.value
 
     def anchor(self, value: Tensor) -> Tensor:
-        anchor = leaf(value)
+        with modes.exit_all():
+            return self._end(value.detach())
+
+    def _end(self, value: Tensor) -> Tensor:
+        value.requires_grad_()
         if not self._repeats:
-            self._ends[id(anchor)] = anchor
-        return anchor
+            self._ends[id(value)] = value
+        return value
 
     def use(self, tensor: Tensor) -> Callable[[Factor], None] | None:
         known = self._known.get(id(tensor))
@@ -524,9 +525,14 @@ class Recorder:
         self._owns = bool(names)
         return names
 
-    def backward(self, losses: Tensor, scales: Tensor, *, last: bool = True) -> None:
-        """Run a backward pass, of several that keep the graph until the `last`."""
-        self._last = last
+    def backward(
+        self, losses: Tensor, scales: Tensor, take: Take, *, last: bool
+    ) -> None:
+        """Run a backward pass, of several that keep the graph until the `last`.
+
+        `take` is called once for each parameter, as early as the pass allows.
+        """
+        self._take, self._last = take, last
         parameters = dict(self._waiting)
         for parameter in parameters.values():
             parameter.pending = parameter.expected
@@ -542,7 +548,7 @@ class Recorder:
                     losses,
                     [
                         *copies,
-                        *(known.proxy for known in proxies),
+                        *[known.proxy for known in proxies],
                         *self._ends.values(),
                     ],
                     grad_outputs=scales,
@@ -624,6 +630,9 @@ class Recorder:
         root, arrived, stamps = parameter.root, parameter.arrived, parameter.stamps
         parameter.arrived, parameter.stamps = {}, []
         check_unchanged(stamps)
+        if [*arrived] == [root]:  # as for most parameters
+            self._take(name, merged(arrived[root]))
+            return
         whole = {known: merged(factors) for known, factors in arrived.items()}
         for known in [known for known in whole if known.replay is None]:
             dense = self._pulled_back(known, root, whole.pop(known))

@@ -2,13 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import (
-    AbstractContextManager,
-    ExitStack,
-    closing,
-    contextmanager,
-    nullcontext,
-)
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -17,7 +11,7 @@ from torch import Tensor
 
 from vgrad import checks, tree
 from vgrad.conditions import Unrepeatable, checks_collected
-from vgrad.factors.base import Dense, Factor
+from vgrad.factors.base import Dense
 from vgrad.generators import (
     RandomState,
     drawn_since,
@@ -38,11 +32,11 @@ from vgrad.persample.engine.guard import (
     own_backward_passes,
 )
 from vgrad.persample.engine.proxies import copy_on_arrival
-from vgrad.persample.engine.record import Recorder
+from vgrad.persample.engine.record import Recorder, Take
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private.autograd import foreign_nodes
 from vgrad.torch_private.tensors import Lazy
-from vgrad.tree import no_autocast, tree_map_only
+from vgrad.tree import map_tensors, no_autocast, tree_map_only
 from vgrad.typing import Params, Strategy, Tree
 
 
@@ -87,44 +81,39 @@ def _recorded(
     call: Call, collector: Collector, state: RandomState | None = None
 ) -> Chunk:
     # `state` is the generators' state now, if random numbers may be drawn.
-    accept = collector.first_pass or collector.take
     # Of the caller's grad mode. Inside the loss a sample keeps `requires_grad=True`,
     # but it is detached from the caller's graph.
     differentiable, inputs = call.differentiable, call.batch.inputs
 
-    def take(name: str, factor: Factor) -> None:
-        with torch.no_grad():
-            accept(name, call.unscaled(factor))
-
     def run() -> tuple[Recorder, Tensor, Tree]:
-        recorder = Recorder(call, take, collector.callback)
-        stack.enter_context(closing(recorder))
-
-        def one(tensors: tuple[Tensor, ...]) -> tuple:
-            result = call.run_loss(recorder.params, tensors, recorder.mode())
-            return recorder.checked(result)
-
-        tensors = tuple(each.detach() for each in inputs)
-        if differentiable:
-            pairs = zip(inputs, tensors, strict=True)
-            tensors = tuple(
-                recorder.anchor(each) if each.requires_grad else tensor
-                for each, tensor in pairs
-            )
-        losses, aux = torch.vmap(one, randomness=call.randomness)(tensors)
+        recorder = Recorder(call, collector.callback)
+        stack.callback(recorder.close)
+        tensors = [
+            recorder.anchor(each)
+            if differentiable and each.requires_grad
+            else each.detach()
+            for each in inputs
+        ]
+        with modes.vmapped(call.batch.size, call.randomness) as (inside, outside):
+            samples = tuple(map(inside, tensors))
+            result = call.run_loss(recorder.params, samples, recorder.mode())
+            losses, aux = map_tensors(outside, recorder.checked(result))
         return recorder, losses, aux
 
-    with ExitStack() as stack:
-        stack.enter_context(_clear_errors(call))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(autograd.plain())  # a checkpoint around runs all again
+    def back(accept: Take, *, last: bool) -> None:
+        take = call.unscaled(accept)
+        with torch.no_grad(), no_autocast(losses.device), _same_numbers(call):
+            recorder.backward(losses, call.cotangent(losses), take, last=last)
+
+    # A checkpoint around this call runs all again.
+    plain = autograd.plain()
+    with _clear_errors(call), torch.enable_grad(), plain, ExitStack() as stack:
         recorder, losses, aux = run()
         foreign = recorder.foreign(losses)
         call.fallbacks.foreign.update(foreign)
         if collector.first_pass is not None:
-            with no_autocast(losses.device), _same_numbers(call):
-                recorder.backward(losses, call.cotangent(losses), last=bool(foreign))
-                accept = collector.take
+            back(collector.first_pass, last=bool(foreign))
+            with torch.no_grad(), no_autocast(losses.device):
                 collector.between_passes()
             if foreign:  # nodes that may have written into their saved tensors
                 if state is not None:
@@ -133,10 +122,9 @@ def _recorded(
                     set_random_state(state)
                 recorder, losses, aux = run()
                 recorder.foreign(losses)
-        with no_autocast(losses.device), _same_numbers(call):
-            recorder.backward(losses, call.cotangent(losses))
+        back(collector.take, last=True)
     _check_unreached(call, frozenset(recorder.unreached))
-    losses, aux = tree_map_only(Tensor, torch.Tensor.detach, (losses, aux))
+    losses, aux = map_tensors(Tensor.detach, (losses, aux))
     return Chunk(collector, losses, aux, "recorded")
 
 
@@ -322,9 +310,10 @@ def _collected(
 ) -> Chunk:
     """Pass stored gradients on, so that no more than one is held twice."""
     collector = collect()
+    take = call.unscaled(collector.take)
     with no_autocast(losses.device):
         for name in list(grads):
-            collector.take(name, call.unscaled(Dense(grads.pop(name))))
+            take(name, Dense(grads.pop(name)))
     return Chunk(collector, losses, aux, strategy)
 
 

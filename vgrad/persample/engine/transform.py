@@ -22,7 +22,7 @@ from vgrad.persample.engine.guard import Failure, Fallbacks
 from vgrad.persample.engine.strategies import STRATEGIES, Chunk, saved_bytes
 from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import modes
-from vgrad.torch_private.tensors import version_of
+from vgrad.torch_private.tensors import versions_of
 from vgrad.tree import map_tensors, no_autocast, tensors, tree_map, tree_map_only
 from vgrad.typing import Buffers, Params, Result, Tree
 
@@ -35,7 +35,7 @@ class Evaluation:
     def __init__(self, call: Call, reduce: Reduce | None = None) -> None:
         self.call, self.reduce = call, reduce
         self.params = call.params
-        self.dtype = reductions.norm_dtype(call.params)  # of norms over all parameters
+        self.dtype = call.dtype
         self.done = 0  # samples
         self.chunks_run: list[Chunk] = []  # without the values that were collected
         self._rows: list[Sequence[int]] = []
@@ -51,7 +51,7 @@ class Evaluation:
         if call.batch.size == 0:
             return
         fixed = [*call.params.items(), *call.buffers.items()]
-        versions = [version_of(value) for _, value in fixed]
+        versions = versions_of([value for _, value in fixed])
         # Only a loop checks the generators for a loss that must not draw.
         draws = call.randomness != "error" or call.strategy == "loop"
         lock = RNG_LOCK if draws else nullcontext()
@@ -81,8 +81,9 @@ class Evaluation:
                 self._rows.append(rows)
                 self.chunks_run.append(chunk._replace(collected=None))
                 yield chunk.collected
-        for (name, value), version in zip(fixed, versions, strict=True):
-            if version_of(value) != version:
+        after = versions_of([value for _, value in fixed])
+        for (name, _), one, other in zip(fixed, versions, after, strict=True):
+            if one != other:
                 raise RuntimeError(
                     f"{call.function}(loss): expected a loss that changes nothing it "
                     f"is given, but it wrote into {name!r} in place. Copy it first."
