@@ -99,7 +99,7 @@ def aims(whole: Whole) -> list[Aim]:
         _worst("copies between host and device", 0, _largest(whole, _copies)),
     ]
     compiled = {
-        net: rows["float32"][EAGER]["groups"] / rows["float32"][SGD]["groups"]
+        net: rows["float32"][EAGER]["kernels"] / rows["float32"][SGD]["kernels"]
         for net, rows in whole["kernels"].items()
     }
     if compiled:
@@ -176,8 +176,7 @@ def markdown(whole: Whole) -> str:
         lines += ["", title, "", *_modelled(whole, precision)]
     lines += [
         "",
-        "**Kernels of Inductor**: groups of loops and calls of other kernels (in "
-        "brackets functions of the code for a CPU, and the same calls)",
+        "**Kernels of Inductor** by its rules for GPUs, and calls of other kernels",
         "",
         *_kernels(whole),
     ]
@@ -341,8 +340,8 @@ def _kernels(whole: Whole) -> list[str]:
         cells = []
         for rows in kinds.values():
             base, own = rows[SGD], rows[EAGER]
-            cells += [f"{each['groups']} ({each['functions']})" for each in (base, own)]
-            cells.append(f"{own['groups'] / base['groups']:.2f}")
+            made = [each["kernels"] for each in (base, own)]
+            cells += [*map(str, made), f"{made[1] / made[0]:.2f}"]
         body.append([SETTINGS[net].title, *cells])
     head = ["net"]
     for precision in PRECISIONS[::2]:

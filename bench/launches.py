@@ -4,7 +4,7 @@ On the pretend accelerator of the tests every launch, wait and copy of a call is
 counted, for plain SGD, `vmap(grad)` with a plain clip, and vgrad, eager and replayed;
 clipped sums, and whole private steps over steps of SGD. From shapes and dtypes follow
 FLOPs and bytes, and from these the time on some GPUs (`modelled.py`). Of compiled calls
-the kernels are counted that Inductor makes (`kernels.py`).
+the kernels are counted that Inductor would make for a GPU (`kernels.py`).
 
 The counts are exact for the installed torch and do not depend on the machine. They are
 kept in `results/launches.json`, with tables and a picture beside it; nets that are not
@@ -191,15 +191,16 @@ def _counts(
 def count_kernels(net: str) -> dict[str, Any]:
     """Count the kernels of the compiled sums of a net, {precision: {call: row}}."""
     setting = SETTINGS[net]
-    problem = setting.problem("cpu", torch.float32, setting.samples)
+    problem = setting.problem(DEVICE, torch.float32, setting.samples)
     found: dict[str, Any] = {}
     for kind in PRECISIONS[::2]:
         low = kind.startswith("bfloat16")
         rows = found[kind] = {}
         for name, contender in ((SGD, PLAIN), (EAGER, "vgrad-inductor")):
             run = COMPILED[contender].build(problem)
-            with torch.autocast("cpu", torch.bfloat16, enabled=low):
-                rows[name] = kernels(lambda run=run: run(*problem.batch))._asdict()
+            with torch.autocast(DEVICE, torch.bfloat16, enabled=low):
+                made = kernels(lambda run=run: run(*problem.batch))
+                rows[name] = {"kernels": made}
     return found
 
 
@@ -217,15 +218,15 @@ def main() -> None:
     names = [name for name in given.calls if name != KERNELS]
     # The device changes torch for a whole process, which is not this one.
     context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as on_the_device, context.Pool(1) as on_the_cpu:
+    with context.Pool(1, _register) as on_the_device:
         for net in given.nets or COUNTED:
-            found = on_the_device.apply(_on_the_device, (net, names)) if names else {}
+            found = on_the_device.apply(count, (net, PRECISIONS, names))
             for kind, of_kind in found.items():
                 rows = counts.setdefault(net, {})
                 merged = rows.get(kind, {}) | of_kind
                 rows[kind] = {n: merged[n] for n in (*CALLS, *STEPS) if n in merged}
             if KERNELS in given.calls and net not in STEP_BY_STEP:
-                compiled[net] = on_the_cpu.apply(count_kernels, (net,))
+                compiled[net] = on_the_device.apply(count_kernels, (net,))
             commits[net] = commit()
             write(given.out, counts, compiled, commits)
             print(net, flush=True)
@@ -270,13 +271,12 @@ def write(
     launch_tables.draw(whole).savefig(path.with_suffix(".png"), dpi=120)
 
 
-def _on_the_device(net: str, names: Collection[str]) -> dict[str, Any]:
+def _register() -> None:
     from tests.accelerator import device
 
     warnings.simplefilter("ignore")  # of vmap's fallbacks
     device.register()
-    with device.capacity(2**40):
-        return count(net, PRECISIONS, names)
+    device.capacity(2**40).__enter__()  # for as long as the process lasts
 
 
 if __name__ == "__main__":

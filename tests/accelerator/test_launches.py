@@ -8,7 +8,7 @@ import torch
 
 from bench import floor, modelled
 from bench.contenders import plain
-from bench.launches import EAGER, FILE, REPLAY, STEP, count
+from bench.launches import EAGER, FILE, REPLAY, STEP, count, count_kernels
 from bench.models import SETTINGS
 from tests.accelerator import device
 
@@ -29,10 +29,15 @@ def grown(found, recorded):
     ]
 
 
-def compare(net, precisions, names):
+def kept():
     whole = json.loads(FILE.read_text())
     if torch.__version__.partition("+")[0] != whole["about"]["torch"]:
         pytest.skip(f"counted under torch {whole['about']['torch']}")
+    return whole
+
+
+def compare(net, precisions, names):
+    whole = kept()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = {net: count(net, precisions, names)}
@@ -70,6 +75,14 @@ def test_a_replay_launches_no_more_than_eager_mode(net):
     for rows in found.values():
         assert rows[REPLAY]["launches"] <= rows[EAGER]["launches"]
         assert rows[REPLAY]["waits"] <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("net", NETS[:2])
+def test_a_compiled_sum_has_no_more_kernels_than_counted(net):
+    before = kept()["kernels"][net]
+    for precision, rows in count_kernels(net).items():
+        assert rows[EAGER]["kernels"] <= before[precision][EAGER]["kernels"]
 
 
 def test_a_count_that_grew_is_named():

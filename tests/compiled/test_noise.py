@@ -7,7 +7,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 import vgrad
-from vgrad import Sensitivity
+from vgrad import Sensitivity, tree
 from vgrad.dp import noise, secret_key
 
 # The last ones have a rest that is not a whole vector.
@@ -117,21 +117,29 @@ def test_no_code_has_a_key_or_a_step(where):
 
 @pytest.mark.slow
 @pytest.mark.compiled
-@pytest.mark.parametrize("backend", ["replay", "inductor"])
-def test_compiled_private_steps_add_the_noise_of_eager_ones(backend):
+@pytest.mark.parametrize(
+    ("backend", "donate", "captured"),
+    [
+        ("replay", False, {"optim.step": "replay"}),
+        ("replay", True, {}),
+        ("inductor", False, {"training.noisy_step": "inductor"}),
+        ("inductor", True, {"dp.added": "inductor"}),
+    ],
+)
+def test_compiled_private_steps_add_the_noise_of_eager_ones(backend, donate, captured):
     loss = lambda params, buffers, x: (params["w"] @ x).square().sum() + params["b"]  # noqa: E731
     params = {"w": torch.ones(30, 40), "b": torch.zeros(())}
     plan = vgrad.dp.Plan(100, 0.05, 4.0, 1.0, 6, 1e-3)
     tx = vgrad.optim.adam(0.1)
-    step = vgrad.training.private_step(loss, tx, plan)
+    step = vgrad.training.private_step(loss, tx, plan, donate=donate)
     fast = vgrad.compile(step, backend=backend, batch_sizes=[8], fallback="error")
     start = vgrad.training.TrainState.create(tx, params, {}, seed=0)
-    states, data = {"eager": start, "fast": start}, torch.randn(100, 40)
+    states = {name: tree.copied(start) for name in ("eager", "fast")}
+    data = torch.randn(100, 40)
     for rows in plan.sampler(start):
         for name, take in (("eager", step), ("fast", fast)):
             states[name], _ = take(states[name], data[rows])
         for name, value in states["eager"].params.items():
             torch.testing.assert_close(states["fast"].params[name], value)
     names = {each.name: each.backend for each in fast.reports()}
-    fused = "training.noisy_step" if backend == "inductor" else "optim.step"
-    assert names == {"clipped_grad": backend, fused: backend}
+    assert names == {"clipped_grad": backend, **captured}

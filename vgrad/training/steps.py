@@ -178,10 +178,12 @@ class TrainingStep(Generic[State]):
         donate = donate and _may_write(state.params, found.buffers)
         if found.noise is not None:
             # Other code than Inductor's draws faster outside of a graph.
-            if not donate and getattr(execute, "compiles", False):
+            if getattr(execute, "compiles", False):
                 drawn = found.noise.drawn(grads)
             if drawn is None:
                 grads = found.noise.added(grads)
+            elif donate:  # no graph can write into the state
+                grads = execute(Drawn.added, drawn, grads)
         arguments = self.tx, grads, state.optimizer, state.params
         if donate:
             loss, aux = map_tensors(Tensor.clone, (loss, aux))  # they may be parameters
