@@ -313,8 +313,8 @@ def _modelled(whole: Whole, precision: str) -> list[str]:
     names = (VMAP, EAGER) if precision.endswith("TF32") else (VMAP, EAGER, REPLAY)
     body = []
     for net in MODELLED:
-        rows = whole["counts"].get(net, {}).get(precision)
-        if rows is None:
+        rows = whole["counts"].get(net, {}).get(precision, {})
+        if SGD not in rows:
             continue
         base = rows[SGD]["seconds"]
         cells = [f"{1e3 * base[GPU]:.3f}"]

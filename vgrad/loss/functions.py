@@ -178,10 +178,7 @@ class _Call:
     def run(
         self, given: Sequence[tuple[Tensor, bool]], size: int
     ) -> tuple[list[Tensor], bool]:
-        """Return the outputs, stacked if an argument is mapped, and whether one is.
-
-        A mapped tensor has the samples in front.
-        """
+        """Return the outputs, stacked if an argument is mapped, and whether one is."""
         tensors = [tensor for tensor, _ in given]
         mapped = any(own for _, own in given)
         columns = [_column(*each, size if mapped else 1) for each in given]
@@ -230,10 +227,7 @@ class _Call:
 
 
 class _Watch(TorchFunctionMode):
-    """Refuses tensors of the loss that a function uses beside its arguments.
-
-    They would get no gradient.
-    """
+    """Refuses captured tensors of the loss, which would get no gradient."""
 
     def __init__(self, call: _Call, given: Iterable[Tensor]) -> None:
         super().__init__()

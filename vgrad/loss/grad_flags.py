@@ -201,10 +201,7 @@ class GradFlags:
             )
 
     def sync(self, tensor: Tensor) -> bool:
-        """Copy `requires_grad` to a tensor, or to the one of this vmap that it wraps.
-
-        Returns whether this vmap maps over it.
-        """
+        """Copy `requires_grad` from below; return whether this vmap maps over it."""
         level = outermost = modes.level_of(tensor)
         while level > self.level:
             tensor = modes.unwrapped(tensor)
@@ -223,10 +220,7 @@ class GradFlags:
         return level == outermost
 
     def hides(self, tensor: Tensor) -> bool:
-        """Return whether the gradient inside this vmap hides the caller's.
-
-        The transform inside takes tensors for constants that the caller differentiates.
-        """
+        """Return whether a gradient inside takes the caller's tensors for constants."""
         if modes.level_of(tensor) > self.level + 1:
             return False
         while modes.is_wrapped(tensor):

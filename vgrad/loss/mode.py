@@ -90,10 +90,7 @@ class LossMode(WriteGuard):
         *,
         alone: bool = False,
     ) -> Iterator[None]:
-        """Watch a loss of as many samples or members at once, or of one `alone`.
-
-        `casts` makes the mode for autocast.
-        """
+        """Watch a loss of as many samples or members at once, or of one `alone`."""
         self.size, self.randomness = size, randomness
         self._watched = partial(self.draws.watched, size, alone=alone)
         self._casts = casts
@@ -170,10 +167,7 @@ class LossMode(WriteGuard):
             raise
 
     def __exit__(self, *raised: Any) -> None:
-        """Raise the error that stopped the loss, even if the loss caught it.
-
-        A single sample would not have been stopped, so the loss may go on differently.
-        """
+        # Even if the loss caught an error: it would not have stopped a single sample.
         super().__exit__(*raised)
         stopped, self._stopped = self._stopped, None
         if stopped is not None and stopped is not raised[1]:
@@ -274,10 +268,7 @@ _OPTIONS = {"out", "generator"}
 
 @lru_cache(maxsize=4096)
 def is_ordinary(func: Callable) -> bool:
-    """Return whether no call of a function reads a value or depends on the batch.
-
-    So the last handler alone runs it. A record of the op may say more.
-    """
+    """Return whether the last handler alone has something to do for a function."""
     op = OPS.get(func)
     return not (
         (op is not None and (op.read or op.selected))
@@ -464,10 +455,7 @@ def run_or_split(
 
 
 def _run_or_parts(run: Callable[[Draws], Any], draws: Draws) -> Any:
-    """Return the result of a function, or the parts into which its samples fall.
-
-    So nothing is left of the exception, which would keep all tensors.
-    """
+    """Return a result or parts, and keep no exception, which would keep all tensors."""
     around = modes.current_level() or 0
     try:
         return run(draws)

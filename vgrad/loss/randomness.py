@@ -149,10 +149,7 @@ class Draws:
 
     @contextmanager
     def samples_at(self, axis: int | None) -> Iterator[None]:
-        """Set the axis of samples of random ops in this block; None for none.
-
-        None holds in all blocks inside of it.
-        """
+        """Set the axis of samples of random ops; None holds in blocks inside, too."""
         before = self.axis
         self.axis = None if before is None else axis
         try:
@@ -319,10 +316,7 @@ class Keyed(DispatchMode):
         return random_bits(self._streams(like.device), count).view(like.shape)
 
     def _bernoulli(self, name: str, func: Any, given: dict[str, Any]) -> Any:
-        """Draw booleans of one probability, as for dropout; None for other ops.
-
-        torch, which would take longer than the hash, draws nothing.
-        """
+        """Draw booleans of one probability, as for dropout; None for other ops."""
         if name == "native_dropout":
             keep = 1 - given["p"]
             target = torch.empty_like(given["input"], dtype=torch.bool)

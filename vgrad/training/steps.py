@@ -285,10 +285,7 @@ class BatchSource(Source):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SampleSource(Source):
-    """Means of the gradients of single samples, which `transform` sums.
-
-    Its aux are the losses.
-    """
+    """Means of the gradients of samples, which `transform` sums; its aux are losses."""
 
     def __call__(self, state: TrainState, batch: tuple) -> Gradients:
         """Compute the mean of the gradients of samples."""
@@ -430,10 +427,8 @@ class MemberSource(Source):
     def _with_active(
         self, state: EnsembleState, batch: tuple
     ) -> tuple[EnsembleGradFn, tuple]:
-        """Return a gradient, and arguments with active members for resting ones.
-
-        Weighing by zero is not enough: zero times the NaN of a member is a NaN.
-        """
+        """Return a gradient, and arguments with active members for resting ones."""
+        # Weighing by zero is not enough: zero times the NaN of a member is a NaN.
         active, gradient = state.active, self.gradient
         if active.is_cpu and not checks_collected() and bool(active.all()):
             return gradient, (state.params, state.buffers, *batch)
