@@ -43,6 +43,10 @@ def linear(w, x, g):
     return (F.linear(x, w) * g).sum()
 
 
+def linear_with_buffers(params, buffers, x, g):
+    return linear(params["w"], x, g)
+
+
 def convolved(w, x, g):
     return (F.conv1d(x, w, padding=1) * g).sum()
 
@@ -327,6 +331,19 @@ def test_features_that_are_all_equal_round_alike(sizes, positions):
         x, g = x.expand(1, positions, inputs), (g * signs).expand(1, -1, outputs)
         grad = clipped(params, {}, x, g).grads["w"]
         assert grad.double().norm() <= 0.7 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("apart", [2**-10, 2**-14])
+def test_norms_are_right_where_positions_cancel(apart):
+    """Though products of positions have rounding errors as large as what is left."""
+    params = {"w": torch.zeros(256, 256)}
+    x, g = 1 + torch.randn(2, 3, 1, 256).abs()
+    signs = torch.tensor([1.0, -1 - apart, 1 + apart, -1])[:, None]
+    # The last position differs, so that something is left of two of them.
+    batch = x.expand(-1, 4, -1), g * signs * torch.tensor([1, 1, 1, 1 + apart])[:, None]
+    exact = oracle.norms(oracle.loss_gradients(linear_with_buffers, params, {}, batch))
+    found = norms(linear_with_buffers, params, *batch, strategy="recorded")
+    torch.testing.assert_close(found.double(), exact, rtol=2e-6, atol=0)
 
 
 def test_a_weight_is_not_lost_between_large_and_small_numbers():
