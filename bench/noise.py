@@ -103,7 +103,7 @@ def edges() -> tuple[int, int]:
     size = 2**16
     parts = {(0, "w"): noise.Part((MANY,), (0,), (MANY,))}
     layout = noise.Streams().layout(
-        step_of(noise.Streams(), 2), parts, noise.HOST, size
+        step_of(noise.Streams(), 2), parts, noise.HOST, size, size
     )
     apart, close = [], []
 

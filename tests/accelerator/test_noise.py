@@ -66,6 +66,7 @@ def test_many_numbers_are_drawn_in_groups():
     held = noise.Streams()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(noise, "ON_DEVICE", 2**12)
+        patch.setattr(noise, "_MOST_ON_DEVICE", 2**13)
         for step in range(3):
             found = at(step, held).added(sums(HERE))
             for name, value in at(step).added(sums("cpu")).items():

@@ -79,8 +79,11 @@ _LEAST = 1e-280
 _LEAST_ON_HOST, _MOST_ON_HOST = 2**16, 2**18
 """Numbers that a thread of a host draws at once: fewer wait for the interpreter."""
 
-ON_DEVICE = 2**22
-"""Numbers that are drawn at once on a device, for several steps if they are fewer."""
+ON_DEVICE, _MOST_ON_DEVICE = 2**22, 2**24
+"""Numbers of a device's draw: for several steps up to the first, for one to the other.
+
+A number takes some 40 bytes while it is drawn.
+"""
 
 _Index = TypeVar("_Index", int, np.ndarray, Tensor)
 
@@ -208,7 +211,7 @@ class Noise:
         count = sum(map(len, sums.values()))
         share = max(count // (2 * torch.get_num_threads()), 1)
         size = min(max(_LEAST_ON_HOST, 2 ** (share.bit_length() - 1)), _MOST_ON_HOST)
-        layout = self.streams.layout(self, parts, HOST, size)
+        layout = self.streams.layout(self, parts, HOST, size, size)
         grid = _grid(self.deviation)
         sums = {entry: total.numpy() for entry, total in sums.items()}
         noisy = {entry: value.numpy() for entry, value in noisy.items()}
@@ -245,7 +248,8 @@ class Noise:
     ) -> None:
         """Add noise to flat sums, in few ops for all of them."""
         [device] = {each.device for each in noisy.values()}
-        layout = self.streams.layout(self, parts, device, ON_DEVICE)
+        sizes = ON_DEVICE, _MOST_ON_DEVICE
+        layout = self.streams.layout(self, parts, device, *sizes)
         for number, group in enumerate(layout.groups):
             noise = layout.noise(number, self.step)
             noise = _joined([noise[piece.places(device)] for piece in group])
@@ -380,14 +384,19 @@ class Streams:
         return Streams, ()  # no file has the keys
 
     def layout(
-        self, noise: Noise, parts: dict[Entry, "Part"], device: torch.device, size: int
+        self,
+        noise: Noise,
+        parts: dict[Entry, "Part"],
+        device: torch.device,
+        size: int,
+        most: float = math.inf,
     ) -> "_Layout":
-        """Return the tiles of parts of tensors, in groups of so many numbers."""
+        """Return the tiles of parts of tensors, in blocks and groups of some sizes."""
         key = bytes(noise.key.cpu().numpy())
         kind = key, noise.multiplier, noise.deviation, tuple(parts.items())
         known = self._layouts.get((device, size))
         if known is None or known[0] != kind:
-            known = kind, _Layout(noise, parts, device, size)
+            known = kind, _Layout(noise, parts, device, size, most)
             self._layouts[device, size] = known
         return known[1]
 
@@ -400,7 +409,12 @@ class _Layout:
     """Tiles of streams, in groups that are drawn at once."""
 
     def __init__(
-        self, noise: Noise, parts: dict[Entry, "Part"], device: torch.device, size: int
+        self,
+        noise: Noise,
+        parts: dict[Entry, "Part"],
+        device: torch.device,
+        size: int,
+        most: float,
     ) -> None:
         self.groups: list[list[Piece]] = [[]]
         self._device = device
@@ -408,7 +422,7 @@ class _Layout:
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
         self.memory: list[Memory] = []
         self._ahead = _NOTHING
-        whole, count = size == chacha.TILES * TILE, 0
+        count = 0
         for (member, name), part in parts.items():
             place = "noise", member, name, str(list(part.shape))
             keys: dict[int, bytes] = {}
@@ -419,7 +433,7 @@ class _Layout:
                     own = generators.fold_in(noise.key, *tags)
                     keys[number] = own.numpy().tobytes()
                 tiles = math.ceil(block.count / TILE)
-                if count + tiles * TILE > size and not whole:
+                if count and count + tiles * TILE > most:
                     self.groups.append([])
                     count = 0
                 of = (member, name), part, block, size, count
@@ -428,16 +442,19 @@ class _Layout:
 
     def noise(self, number: int, step: int) -> Tensor:
         """Draw the normal numbers of a group at a step, by ops of tensors."""
-        first, drawn = self._ahead if len(self.groups) == 1 else _NOTHING
-        if not first <= step < first + len(drawn):
-            keys, tiles = self.table(number)
-            # Each op draws for the next steps too, where one step has few numbers.
-            follows = step == first + len(drawn)
-            count = max(1, ON_DEVICE // (TILE * len(keys))) if follows else 1
-            steps = torch.arange(count, device=self._device) + step
-            words = chacha.keystream(keys, chacha.nonces(steps), tiles)
-            first, drawn = self._ahead = step, normals(words).view(count, -1)
-        return drawn[step - first]
+        first, drawn = self._ahead
+        if len(self.groups) == 1 and first <= step < first + len(drawn):
+            return drawn[step - first]
+        keys, tiles = self.table(number)
+        # Each op draws for the next steps too, where one step has few numbers.
+        most = ON_DEVICE // (TILE * len(keys)) if len(self.groups) == 1 else 1
+        count = max(1, most) if step == first + len(drawn) else 1
+        steps = torch.arange(count, device=self._device) + step
+        words = chacha.keystream(keys, chacha.nonces(steps), tiles)
+        drawn = normals(words).view(count, -1)
+        if most > 1:
+            self._ahead = step, drawn
+        return drawn[0]
 
     def words(self, number: int, step: int, memory: Tensor | None = None) -> Tensor:
         """Draw the words of a group at a step on the host, int64 `[N, 2, 256]`.
