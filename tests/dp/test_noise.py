@@ -288,9 +288,7 @@ def test_a_tensor_past_the_last_block_of_a_key_takes_another_key():
     start = 2**35 - 1000
     part = gaussian.Part((size,), (start,), (2000,))
     noise = gaussian.gaussian_noise("f", Sensitivity(0.5), **AT)
-    layout = gaussian._Layout(
-        noise, {(0, "a"): part}, torch.device("cpu"), 2**15, 2**15
-    )
+    layout = gaussian._Layout(noise, {(0, "a"): part}, torch.device("cpu"), 2**15)
     drawn = torch.zeros(2000, dtype=torch.float64)
     for number, group in enumerate(layout.groups):
         normals = gaussian.normals(layout.words(number, 5)).view(-1)

@@ -414,7 +414,7 @@ class _Layout:
         parts: dict[Entry, "Part"],
         device: torch.device,
         size: int,
-        most: float,
+        most: float = math.inf,
     ) -> None:
         self.groups: list[list[Piece]] = [[]]
         self._device = device
