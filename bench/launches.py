@@ -220,13 +220,13 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     with context.Pool(1, _register) as on_the_device:
         for net in given.nets or COUNTED:
-            found = on_the_device.apply(count, (net, PRECISIONS, names))
+            found = on_the_device.apply(_with_memory, (count, net, PRECISIONS, names))
             for kind, of_kind in found.items():
                 rows = counts.setdefault(net, {})
                 merged = rows.get(kind, {}) | of_kind
                 rows[kind] = {n: merged[n] for n in (*CALLS, *STEPS) if n in merged}
             if KERNELS in given.calls and net not in STEP_BY_STEP:
-                compiled[net] = on_the_device.apply(count_kernels, (net,))
+                compiled[net] = on_the_device.apply(_with_memory, (count_kernels, net))
             commits[net] = commit()
             write(given.out, counts, compiled, commits)
             print(net, flush=True)
@@ -276,7 +276,13 @@ def _register() -> None:
 
     warnings.simplefilter("ignore")  # of vmap's fallbacks
     device.register()
-    device.capacity(2**40).__enter__()  # for as long as the process lasts
+
+
+def _with_memory(function: Callable[..., Any], *arguments: Any) -> Any:
+    from tests.accelerator import device
+
+    with device.capacity(2**40):
+        return function(*arguments)
 
 
 if __name__ == "__main__":

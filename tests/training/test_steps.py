@@ -380,7 +380,7 @@ def test_a_group_norm_has_the_backward_pass_of_its_kernel():
     fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
     step = train_step(vgrad.batch_loss(fmodel, F.cross_entropy), SGD)
     state = TrainState.create(SGD, params, buffers)
-    with torch.profiler.profile() as seen:
+    with torch.profiler.profile(acc_events=True) as seen:
         step(state, torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))
     assert "aten::native_group_norm_backward" in {
         each.key for each in seen.key_averages()

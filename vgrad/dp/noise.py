@@ -82,7 +82,7 @@ _LEAST_ON_HOST, _MOST_ON_HOST = 2**16, 2**18
 ON_DEVICE, _MOST_ON_DEVICE = 2**22, 2**24
 """Numbers of a device's draw: for several steps up to the first, for one to the other.
 
-A number takes some 40 bytes while it is drawn.
+A number takes some 47 bytes while it is drawn.
 """
 
 _Index = TypeVar("_Index", int, np.ndarray, Tensor)
