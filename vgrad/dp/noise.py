@@ -328,7 +328,7 @@ class Memory(NamedTuple):
     def of(cls, tiles: int) -> "Memory":
         """Return memory for so many tiles."""
         words = np.empty((tiles, 2, TILE // 2), np.int64)
-        kinds = np.float64, np.float64, np.float64, np.bool
+        kinds = np.float64, np.float64, np.float64, np.bool_
         rest = (np.empty((tiles, TILE // 2), kind) for kind in kinds)
         return cls(torch.from_numpy(words), *rest)
 
