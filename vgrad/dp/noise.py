@@ -384,20 +384,14 @@ class Streams:
         return Streams, ()  # no file has the keys
 
     def layout(
-        self,
-        noise: Noise,
-        parts: dict[Entry, "Part"],
-        device: torch.device,
-        size: int,
-        most: float = math.inf,
+        self, noise: Noise, parts: dict[Entry, "Part"], *place: Any
     ) -> "_Layout":
-        """Return the tiles of parts of tensors, in blocks and groups of some sizes."""
+        """Return the tiles of parts of tensors: on a device, in groups of some size."""
         key = bytes(noise.key.cpu().numpy())
         kind = key, noise.multiplier, noise.deviation, tuple(parts.items())
-        known = self._layouts.get((device, size))
+        known = self._layouts.get(place)
         if known is None or known[0] != kind:
-            known = kind, _Layout(noise, parts, device, size, most)
-            self._layouts[device, size] = known
+            known = self._layouts[place] = kind, _Layout(noise, parts, *place)
         return known[1]
 
 
