@@ -174,24 +174,27 @@ class TrainingStep(Generic[State]):
         looks = not checks_collected()
         all_taken = all([looks and x.is_cpu and bool(x.all()) for x in found.masks])
         donate = self.donate and all_taken and self.tx.donated is not None
-        loss, aux, grads, drawn = found.loss, found.aux, found.grads, None
+        loss, aux, grads, noise = found.loss, found.aux, found.grads, found.noise
         donate = donate and _may_write(state.params, found.buffers)
-        if found.noise is not None:
+        drawn, made, changes = None, [], found.changes
+        if noise is not None:
             # Other code than Inductor's draws faster outside of a graph.
             if getattr(execute, "compiles", False):
-                drawn = found.noise.drawn(grads)
+                drawn = noise.drawn(grads)
             if drawn is None:
-                grads = found.noise.added(grads)
+                grads, changes["noise"] = noise.advanced(grads)
             elif donate:  # no graph can write into the state
-                grads = execute(Drawn.added, drawn, grads)
+                grads, made = execute(Drawn.added, drawn, grads)
         arguments = self.tx, grads, state.optimizer, state.params
         if donate:
             loss, aux = map_tensors(Tensor.clone, (loss, aux))  # they may be parameters
             params, optimizer = optim.step(*arguments, donate=True)
         elif drawn is not None:
-            params, optimizer = execute(noisy_step, drawn, *arguments)
+            params, optimizer, made = execute(noisy_step, drawn, *arguments)
         else:
             params, optimizer = execute(optim.step, *arguments)
+        if noise is not None and drawn is not None:
+            changes["noise"] = noise.after(drawn, grads, made)
         new = params, found.buffers, optimizer
         if not all_taken:
             new = self.source.selected(found.masks, new, state)
@@ -199,7 +202,7 @@ class TrainingStep(Generic[State]):
         metrics = {"loss": loss, **found.metrics}
         if self.has_aux:
             metrics["aux"] = aux
-        return state._replace(**fields, **found.changes), metrics
+        return state._replace(**fields, **changes), metrics
 
 
 def noisy_step(
@@ -208,14 +211,15 @@ def noisy_step(
     grads: Params,
     state: Tree,
     params: Params,
-) -> tuple[Params, Tree]:
+) -> tuple[Params, Tree, list[Params]]:
     """Add noise to gradients, and take a step, as one function of tensors."""
-    return optim.step(tx, noise.added(grads), state, params)
+    noisy, made = noise.added(grads)
+    return *optim.step(tx, noisy, state, params), made
 
 
 def _without_key(state: Any) -> Any:
-    """Leave out the key and the count, which no function of tensors needs."""
-    names = {"key", "step", "plan_digest"}.intersection(state._fields)
+    """Leave out the key and others that no function of tensors needs."""
+    names = {"key", "step", "plan_digest", "noise"}.intersection(state._fields)
     return state._replace(**dict.fromkeys(names))
 
 
