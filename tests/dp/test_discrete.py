@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from scipy import special, stats
 
 from tests import streams
-from tests.dp.runs import KEY
 from vgrad.dp import chacha, discrete
-from vgrad.dp.discrete import Words, discrete_gaussian, event, happens, integers
 
 ONE = 2**49
 """The probability of one, in steps of probabilities."""
@@ -28,7 +26,7 @@ def script(*parts):
 
 
 def source(number=0):
-    return Words(bytes([number] * 32), 0).take
+    return discrete.Words(bytes([number] * 32), 0).take
 
 
 # Probabilities, by words one by one.
@@ -41,12 +39,12 @@ def test_an_event_has_its_probability_among_all_words(x, sides):
     dice, rest = np.arange(2**15, dtype=np.uint64), 2**15 % sides
     for bits in {0, x - 1, x, ONE - 1} - {ONE}:
         take = script((np.uint64(bits) << np.uint64(15)) + dice, [1] * rest)
-        found = event(np.full(2**15, x), sides, take)
+        found = discrete.event(np.full(2**15, x), sides, take)
         assert found.sum() == (0 if bits >= x else 2**15 // sides + rest * (sides == 1))
     # Dice that fell off, as often as it takes.
     some = script([2**15 - 1], [2**15 - 1] * 3, [0])
     if rest:
-        assert event(np.array([x]), sides, some).tolist() == [True]
+        assert discrete.event(np.array([x]), sides, some).tolist() == [True]
 
 
 HIT, MISS = [0], [2**64 - 1]
@@ -57,7 +55,7 @@ def test_a_chain_of_events_has_an_exponential_as_its_probability():
     x = Fraction(5, 8)
     for length in range(20):
         ends_here = x**length / math.factorial(length) * (1 - x / (length + 1))
-        [found] = happens(np.array([5 * ONE // 8]), script(HIT * length, MISS))
+        [found] = discrete.happens(np.array([5 * ONE // 8]), script(HIT * length, MISS))
         assert found == (length % 2 == 0)
         probability += ends_here * bool(found)
     assert abs(float(probability) - math.exp(-5 / 8)) < 1e-15
@@ -67,12 +65,16 @@ def test_events_of_several_chains_need_all_of_them():
     half = np.full(3, ONE // 2)
     take = script(MISS * 2, MISS * 2, MISS, HIT + MISS)
     # The first needs none, the second two, the third four and fails at the last.
-    assert happens(half, take, np.array([0, 2, 4])).tolist() == [True, True, False]
+    assert discrete.happens(half, take, np.array([0, 2, 4])).tolist() == [
+        True,
+        True,
+        False,
+    ]
 
 
 @functools.cache
 def drawn(bits, count=2**19):
-    return discrete_gaussian(count, source(bits), bits)
+    return discrete.gaussian(count, source(bits), bits)
 
 
 def law(bits):
@@ -115,13 +117,13 @@ def test_integers_on_a_fine_grid_are_nearly_normal_and_their_last_bits_are_fair(
 
 
 def test_words_are_those_of_the_cipher_in_order(monkeypatch):
-    words, key = Words(bytes(range(32)), 7), bytes(range(32))
+    words, key = discrete.Words(bytes(range(32)), 7), bytes(range(32))
     parts = [words.take(count) for count in (3, 0, 100_000, 5, 40_000)]
     nonce = bytes(4) + (7).to_bytes(8, "little")
     expected = streams.chacha20(key, nonce, 0, 18_000).view(np.uint64).reshape(-1)
     assert np.array_equal(np.concatenate(parts), expected[:140_008])
     monkeypatch.setattr(chacha, "ciphers", None)
-    again = Words(key, 7)
+    again = discrete.Words(key, 7)
     assert np.array_equal(again.take(70_000), expected[:70_000])
 
 
@@ -142,7 +144,7 @@ def squares(whole):
 )
 def test_no_numbers_make_integers_above_the_bound(numbers, norm, most):
     grads = {"a": torch.tensor(numbers), "b": torch.tensor(0.25)}
-    whole = integers(grads, norm, most)
+    whole = discrete.integers(grads, norm, most)
     assert squares(whole) <= most
     assert {x.dtype for x in whole.values()} == {torch.int64}
     assert whole["b"].shape == ()
@@ -152,7 +154,7 @@ def test_a_clipped_gradient_is_rounded_and_not_clipped_again():
     torch.manual_seed(0)
     grads = {"a": torch.randn(100, 200), "b": torch.randn(7)}
     norm = math.sqrt(sum(float(x.double().square().sum()) for x in grads.values()))
-    whole = integers(grads, norm, discrete.bound(1.0))
+    whole = discrete.integers(grads, norm, discrete.bound(1.0))
     factor = (2**24 - math.sqrt(20_007) / 2) / norm
     for name, grad in grads.items():
         assert (whole[name] - grad.double() * factor).abs().max() <= 0.5
@@ -162,7 +164,7 @@ def test_a_clipped_gradient_is_rounded_and_not_clipped_again():
 @pytest.mark.parametrize("times", [1 + 1e-4, 3.0, 100.0])
 def test_a_gradient_above_the_bound_keeps_its_direction(times):
     grads, most = {"a": torch.tensor([3.0, -4.0]) * times}, discrete.bound(1.0)
-    whole = integers(grads, 5.0, most)["a"]
+    whole = discrete.integers(grads, 5.0, most)["a"]
     assert 2**24 - 5 < math.isqrt(squares({"a": whole})) <= 2**24
     assert (whole[0] * 4 + whole[1] * 3).abs() <= 8
 
@@ -191,7 +193,7 @@ def test_the_bound_is_that_of_the_noise_multiplier_rounded_down():
 )
 def test_gradients_that_no_grid_holds_are_refused(grads, most, error, message):
     with pytest.raises(error, match=message):
-        integers({"a": torch.tensor(grads)}, 1.0, most)
+        discrete.integers({"a": torch.tensor(grads)}, 1.0, most)
 
 
 # The account.

@@ -253,7 +253,7 @@ class DiscreteNoise:
             tags = *place, self.multiplier, self.deviation, number
             own = generators.fold_in(self.key, *tags).numpy().tobytes()
             part = noise[number * BLOCK :][:BLOCK]
-            part[:] = discrete_gaussian(len(part), Words(own, self.step).take)
+            part[:] = gaussian(len(part), Words(own, self.step).take)
 
         blocks = range(math.ceil(len(noise) / BLOCK))
         generators.on_threads([partial(draw, block) for block in blocks], len(noise))
@@ -278,7 +278,7 @@ class Words:
         return words
 
 
-def discrete_gaussian(count: int, take: Take, bits: int = BITS) -> np.ndarray:
+def gaussian(count: int, take: Take, bits: int = BITS) -> np.ndarray:
     """Draw integers x, each with a probability proportional to `exp(-x^2 / 2 s^2)`.
 
     s is 2^bits, from 2 to 2^24. Of |x| = s v + u with u < s, v comes with a probability
