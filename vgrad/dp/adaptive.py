@@ -58,7 +58,7 @@ class QuantileClip:
     def gradient_multiplier(
         self, noise_multiplier: float, expected_batch_size: float
     ) -> float:
-        """Return the multiplier of the noise on gradients, above that of the event."""
+        """Return the multiplier of the noise on gradients alone."""
         most = 2 * self.deviation(expected_batch_size)
         if not noise_multiplier < most:
             raise ValueError(
