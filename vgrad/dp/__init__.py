@@ -8,10 +8,12 @@
 * `collate`: make a collate function that handles empty batches
 * `add_gaussian_noise`: add noise to a sum, scaled by its sensitivity
 * `secret_key`: draw a key from the operating system
+* `audit`: lower bounds of the privacy that a mechanism spends
 """
 
 from typing import TYPE_CHECKING
 
+from vgrad.dp import audit
 from vgrad.dp.accounting import epsilon, noise_multiplier_for
 from vgrad.dp.noise import add_gaussian_noise
 from vgrad.dp.plan import Plan
@@ -25,6 +27,7 @@ __all__ = [
     "PoissonBatchSampler",
     "PrivateGradients",
     "add_gaussian_noise",
+    "audit",
     "collate",
     "epsilon",
     "noise_multiplier_for",
