@@ -6,6 +6,7 @@
 * `noise_multiplier_for`: find the smallest noise multiplier that stays in a budget
 * `PoissonBatchSampler`: Poisson batches of indices for a `DataLoader`
 * `collate`: make a collate function that handles empty batches
+* `quantile_clip`: let the bound of a plan follow a quantile of the norms
 * `add_gaussian_noise`: add noise to a sum, scaled by its sensitivity
 * `secret_key`: draw a key from the operating system
 * `audit`: lower bounds of the privacy that a mechanism spends
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from vgrad.dp import audit
 from vgrad.dp.accounting import epsilon, noise_multiplier_for
+from vgrad.dp.adaptive import quantile_clip
 from vgrad.dp.noise import add_gaussian_noise
 from vgrad.dp.plan import Plan
 from vgrad.dp.private_gradients import PrivateGradients
@@ -31,6 +33,7 @@ __all__ = [
     "collate",
     "epsilon",
     "noise_multiplier_for",
+    "quantile_clip",
     "secret_key",
 ]
 
