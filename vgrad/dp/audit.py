@@ -134,7 +134,7 @@ def one_run_fdp(
 
     Guesses are made as in `one_run`, and the claims that they may reject are whole
     trade-off curves of Gaussian privacy, one for each mu. The bound is the epsilon at
-    `delta` of the largest mu that is rejected, some twice that of `one_run`. It holds
+    `delta` of the largest mu that is rejected, some twice as large. It holds
     for Gaussian mechanisms alone.
 
     Raises:
