@@ -8,10 +8,12 @@
 * `collate`: make a collate function that handles empty batches
 * `add_gaussian_noise`: add noise to a sum, scaled by its sensitivity
 * `secret_key`: draw a key from the operating system
+* `noising`: schemes of noise that is correlated over steps
 """
 
 from typing import TYPE_CHECKING
 
+from vgrad.dp import noising
 from vgrad.dp.accounting import epsilon, noise_multiplier_for
 from vgrad.dp.noise import add_gaussian_noise
 from vgrad.dp.plan import Plan
@@ -28,6 +30,7 @@ __all__ = [
     "collate",
     "epsilon",
     "noise_multiplier_for",
+    "noising",
     "secret_key",
 ]
 
