@@ -70,9 +70,9 @@ class Plan:
     spent under one plan can continue under another only if that accounts for both, see
     `after`.
 
-    With `noise=` of `vgrad.dp.noising` the noise of a step is correlated with that of
-    earlier ones. `noise_multiplier` is then that of the Gaussian mechanism which the
-    whole run is (for cyclic sampling, each round of the groups), and noise has the
+    With `noise=` of `vgrad.dp.noising` the noise of a step is correlated with earlier
+    noise. The whole run (with cyclic sampling each round of the groups) is then one
+    Gaussian mechanism of multiplier `noise_multiplier`, and noise has the
     `deviation(step)`. Steps enter the sensitivity: such a plan cannot be lengthened.
 
     Attributes:
@@ -490,7 +490,14 @@ class Plan:
         Raises:
             ValueError: `max_norm` adapts: the deviation is then in the state.
         """
+        if self.before is not None and step < self.earlier_steps:
+            return self.before.deviation(step)
         [step] = checks.whole("Plan.deviation", least=0, step=step)
+        if step >= self.steps:
+            raise ValueError(
+                f"Plan.deviation(step={step}): expected one of the {self.steps} steps "
+                f"of the plan, counted from zero."
+            )
         if isinstance(self.max_norm, QuantileClip):
             raise ValueError(
                 "Plan.deviation(step): expected a plan of a fixed max_norm, got one "
@@ -540,9 +547,11 @@ class Plan:
         if self.sampling == "fixed_order":
             times = -(-steps // self.steps_per_epoch)
             if self.noise.scheme != "independent":
-                # The first steps are one mechanism, of the leading block.
-                noise *= self.fitted.sensitivity() / self.fitted.sensitivity(steps)
-                times = 1
+                times = (
+                    1  # all steps are one mechanism, the first ones its leading block
+                )
+                if steps < self._own_steps:
+                    noise *= self.fitted.sensitivity() / self.fitted.sensitivity(steps)
             return [accounting.Steps(1.0, noise, times, None, relation)]
         if self.sampling != "poisson":
             bands = self.noise.size
@@ -570,7 +579,9 @@ class Plan:
         account = self.account(self._counted("Plan.dp_event", steps))
         events = [each.event() for each in account]
         library = accounting.accounting_library()
-        return events[0] if len(events) == 1 else library.ComposedDpEvent(events)
+        if len(events) == 1:
+            return events[0]
+        return library.ComposedDpEvent(events) if events else library.NoOpDpEvent()
 
     def sample(self, *, key: Tensor, step: int) -> Tensor:
         """Draw the batch of one step. -> indices of samples or units, int64 [B]."""
@@ -729,9 +740,12 @@ def _least_batch(plan: Plan) -> int:
     sampled = plan.dataset_size
     if plan.sampling != "poisson":
         sampled = -(-sampled // plan.noise.size)
-    low, high = math.ceil(plan.expected_batch_size), sampled  # all fit into the last
+    mean = plan.expected_batch_size
+    low, high = math.ceil(mean), sampled  # where all fit
+    # Hardly a batch is seven deviations above the mean.
+    middle = math.ceil(mean + 7 * math.sqrt(mean))
     while low < high:
-        middle = min((low + high) // 2, 2 * low)
+        middle = middle if low < middle < high else (low + high) // 2
         fits = replace(plan, max_batch_size=middle).epsilon() <= most
         low, high = (low, middle) if fits else (middle + 1, high)
     return high
