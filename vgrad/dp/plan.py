@@ -470,7 +470,7 @@ class Plan:
     def _own_steps(self) -> int:
         return self.steps - self.earlier_steps
 
-    @functools.cached_property
+    @property
     def fitted(self) -> Fitted:
         """The scheme of the noise, fitted to the steps and to their batches."""
         size, steps = self.noise.size, self._own_steps
