@@ -337,6 +337,7 @@ class PrivateSource(Source):
         result = compute(state.params, state.buffers, *batch)
         result, aux = result if self.has_aux else (result, None)
         place: dict[str, Any] = {"key": state.key, "step": taken}
+        place["history"] = state.noise
         metrics = {
             "samples": torch.tensor(len(result.losses)),
             "clipped": result.clipped,
