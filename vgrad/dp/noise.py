@@ -523,9 +523,8 @@ class Noise:
             stream = (*layout.table(0), chacha.nonces(steps))
             return Drawn(None, stream, weights, *own)
         words = [layout.words(0, step) for step in self._steps]
-        words += [words[0]] * (count - len(words))  # of weight zero
-        words = words[0].unsqueeze(0) if count == 1 else torch.stack(words)
-        return Drawn(words, None, weights, *own)
+        words += [torch.zeros_like(words[0]) for _ in range(count - len(words))]
+        return Drawn(tuple(words), None, weights, *own)
 
     def after(self, drawn: "Drawn", sums: Params, new: Sequence[Params]) -> Tree:
         """Return the history of the next step, from the new buffers of a graph."""
@@ -535,7 +534,7 @@ class Noise:
 class Drawn(NamedTuple):
     """The noise of a step for a graph: words, or the keys and nonces of them."""
 
-    words: Tensor | None  # [K, N, 2, 256] of this step and of earlier ones
+    words: tuple[Tensor, ...] | None  # of this step and of earlier ones
     stream: tuple[Tensor, Tensor, Tensor] | None  # keys and numbers of tiles, nonces
     weights: Tensor | None  # [K], zeros before the first step
     deviation: float | Tensor
@@ -548,10 +547,14 @@ class Drawn(NamedTuple):
         if self.stream is not None:
             keys, tiles, nonces = self.stream
             words = chacha.keystream(keys, nonces, tiles, unrolled=True)
-        draws, recurrence = normals(words).flatten(1), self.recurrence
+            words = words.unbind()
+        draws, recurrence = [*map(_pairs, words)], self.recurrence
         if self.weights is not None:
-            draws = draws * self.weights.unsqueeze(1)
-        both = recurrence.combined(draws.unbind()), draws[0]
+            weights = self.weights.unbind()
+            draws = [(a * w, b * w) for (a, b), w in zip(draws, weights, strict=True)]
+        # Both numbers of a pair apart, so that a compiler joins all of it.
+        halves = [*map(recurrence.combined, zip(*draws, strict=True))], draws[0]
+        both = [torch.stack([*pair], -2).reshape(-1) for pair in halves]
         noisy, made, start, grid = {}, {}, 0, _grid(self.deviation)
         for name, total in sums.items():
             own = [x[start : start + total.numel()].view(total.shape) for x in both]
@@ -566,6 +569,11 @@ class Drawn(NamedTuple):
 
 def normals(words: Tensor) -> Tensor:
     """Make normal numbers of words, int64 `[..., 2, n]` -> float64 `[..., 2, n]`."""
+    return torch.stack(_pairs(words), -2)
+
+
+def _pairs(words: Tensor) -> tuple[Tensor, Tensor]:
+    """Make pairs of normal numbers of words, int64 `[..., 2, n]`."""
     first, second = words.unbind(-2)
     # 63 bits of one word, then 11 of the other: above zero, at most 1. In float64 the
     # last ones count where the number is small.
@@ -576,7 +584,7 @@ def normals(words: Tensor) -> Tensor:
     # - 1 and whose sine 2 tan(t / 2) / (1 + tan(t / 2)^2), which is faster than both.
     tangent = (second >> 11).double().mul_(math.pi * 2.0**-53).tan()
     scale = (radius / tangent.square().add_(1)).mul_(2)
-    return torch.stack([scale - radius, tangent.mul_(scale)], -2)
+    return scale - radius, tangent.mul_(scale)
 
 
 class Memory(NamedTuple):
