@@ -430,7 +430,7 @@ def _tuple(values: Array) -> tuple[float, ...]:
 
 def _half(bands: int, sign: float) -> Array:
     """Return the first coefficients of `(1 - x)^-sign`, sign one half or minus that."""
-    j = np.arange(1, bands)
+    j = np.arange(1.0, bands)
     return np.cumprod(np.concatenate([[1.0], (j - 1 + sign) / j]))
 
 
@@ -444,7 +444,9 @@ def _bands(n: int, bands: int) -> Array:
         slopes, weighted = _divided(sums, c, n), weights * sums
         squares, error = c @ c, weighted @ sums
         moved = [weighted[j:] @ slopes[: n - j] for j in range(1, bands)]
-        return np.log(squares * error), 2 * tail / squares - 2 * np.array(moved) / error
+        return math.log(squares * error), 2 * tail / squares - 2 * np.array(
+            moved
+        ) / error
 
     c = np.array([1.0, *_minimum(loss, _half(bands, 0.5)[1:])])
     return c / np.linalg.norm(c)
@@ -478,7 +480,7 @@ def _inverse_bands(n: int, bands: int, separation: int, times: int) -> Array:
         of_k = [-back[j:] @ slopes[: n - j] for j in range(bands)]
         of_sums = of_error / error - np.diff(of_k, append=0.0) / squares
         of_logs = np.cumsum((of_sums * sums(free))[:0:-1])[::-1]
-        return np.log(squares * error), 2 * of_logs / (1 + np.exp(free))
+        return math.log(squares * error), 2 * of_logs / (1 + np.exp(free))
 
     start = _half(bands, 0.5)
     ratios = start[1:] / start[:-1]
