@@ -428,10 +428,11 @@ def _tuple(values: Array) -> tuple[float, ...]:
     return tuple(values.tolist())
 
 
-def _half(bands: int, sign: float) -> Array:
-    """Return the first coefficients of `(1 - x)^-sign`, sign one half or minus that."""
+def _half(bands: int, power: float) -> Array:
+    """Return the first coefficients of `(1 - x)^-power`."""
     j = np.arange(1.0, bands)
-    return np.cumprod(np.concatenate([[1.0], (j - 1 + sign) / j]))
+    ratios: Array = np.append(1.0, (j - 1 + power) / j)
+    return ratios.cumprod()
 
 
 def _bands(n: int, bands: int) -> Array:
@@ -542,8 +543,7 @@ def _minimum(loss: Any, start: Array, slopes: Any = True) -> Array:
     if not len(start):
         return start
     options = {"ftol": 1e-15, "gtol": 1e-9, "maxiter": 2000, "maxfun": 10**5}
-    bounds = [(-40.0, 20.0)] * len(
-        start
-    )  # within which logistic functions are not 0, 1
+    # Logistic functions of these numbers are neither zero nor one.
+    bounds = [(-40.0, 20.0)] * len(start)
     how: Any = {"method": "L-BFGS-B", "bounds": bounds, "options": options}
     return minimize(loss, start, jac=slopes, **how).x
