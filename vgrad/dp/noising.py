@@ -7,8 +7,9 @@ the deviation is the noise multiplier times the sensitivity of `C g` in units of
 A sample takes part in at most `participations` steps, any two of them at least
 `separation` steps apart.
 
-Errors are those of prefix sums of the gradients, which are the parameters of SGD with a
-constant rate. Momentum, decay and schedules are other workloads.
+Errors are variances of the noise in prefix sums of the gradients, which are the
+parameters of SGD with a constant rate. Momentum, decay and schedules are other
+workloads.
 
 * `independent`: noise that is not correlated
 * `bisr`: the inverse square root of the prefix sums, of a few coefficients, no state
@@ -319,14 +320,14 @@ class Fitted:
     def row_norms(self, n: int) -> Array:
         """Return the norms of the first `n` rows of C^-1, float64 `[n]`.
 
-        They are the deviations of the noise of the steps, in units of those of z.
+        They are the deviations of the noise of the steps, for z of deviation one.
         """
         return np.sqrt(np.cumsum(self.inverse(n) ** 2))
 
     def errors(self, n: int) -> Array:
         """Return the variance of the first `n` prefix sums of the noise, float64 `[n]`.
 
-        It is that of one coordinate, for z of variance one.
+        Of one coordinate, for z of variance one.
         """
         return np.cumsum(np.cumsum(self.inverse(n)) ** 2)
 
@@ -492,7 +493,7 @@ def _inverse_bands(n: int, bands: int, separation: int, times: int) -> Array:
 def _blt(n: int, buffers: int, separation: int, times: int) -> Array:
     """Return the decays and scales with the least largest error.
 
-    C is the product of `1 - back x` over that of `1 - decay x`. Between a decay and the
+    C is the product of `(1 - back x) / (1 - decay x)`. Between a decay and the
     next smaller one lies a `back`, so that scales are positive and coefficients of C
     fall. All terms below are positive, and all are computed from gaps: one minus the
     decays and one minus the backs.
