@@ -7,8 +7,9 @@ the deviation is the noise multiplier times the sensitivity of `C g` in units of
 A sample takes part in at most `participations` steps, any two of them at least
 `separation` steps apart.
 
-Errors are those of prefix sums of the gradients, which are the parameters of SGD with a
-constant rate. Momentum, decay and schedules are other workloads.
+Errors are variances of the noise in prefix sums of the gradients, which are the
+parameters of SGD with a constant rate. Momentum, decay and schedules are other
+workloads.
 
 * `independent`: noise that is not correlated
 * `bisr`: the inverse square root of the prefix sums, of a few coefficients, no state
@@ -319,14 +320,14 @@ class Fitted:
     def row_norms(self, n: int) -> Array:
         """Return the norms of the first `n` rows of C^-1, float64 `[n]`.
 
-        They are the deviations of the noise of the steps, in units of those of z.
+        They are the deviations of the noise of the steps, for z of deviation one.
         """
         return np.sqrt(np.cumsum(self.inverse(n) ** 2))
 
     def errors(self, n: int) -> Array:
         """Return the variance of the first `n` prefix sums of the noise, float64 `[n]`.
 
-        It is that of one coordinate, for z of variance one.
+        Of one coordinate, for z of variance one.
         """
         return np.cumsum(np.cumsum(self.inverse(n)) ** 2)
 
@@ -428,10 +429,11 @@ def _tuple(values: Array) -> tuple[float, ...]:
     return tuple(values.tolist())
 
 
-def _half(bands: int, sign: float) -> Array:
-    """Return the first coefficients of `(1 - x)^-sign`, sign one half or minus that."""
-    j = np.arange(1, bands)
-    return np.cumprod(np.concatenate([[1.0], (j - 1 + sign) / j]))
+def _half(bands: int, power: float) -> Array:
+    """Return the first coefficients of `(1 - x)^-power`."""
+    j = np.arange(1.0, bands)
+    ratios: Array = np.append(1.0, (j - 1 + power) / j)
+    return ratios.cumprod()
 
 
 def _bands(n: int, bands: int) -> Array:
@@ -444,7 +446,9 @@ def _bands(n: int, bands: int) -> Array:
         slopes, weighted = _divided(sums, c, n), weights * sums
         squares, error = c @ c, weighted @ sums
         moved = [weighted[j:] @ slopes[: n - j] for j in range(1, bands)]
-        return np.log(squares * error), 2 * tail / squares - 2 * np.array(moved) / error
+        return math.log(squares * error), 2 * tail / squares - 2 * np.array(
+            moved
+        ) / error
 
     c = np.array([1.0, *_minimum(loss, _half(bands, 0.5)[1:])])
     return c / np.linalg.norm(c)
@@ -478,7 +482,7 @@ def _inverse_bands(n: int, bands: int, separation: int, times: int) -> Array:
         of_k = [-back[j:] @ slopes[: n - j] for j in range(bands)]
         of_sums = of_error / error - np.diff(of_k, append=0.0) / squares
         of_logs = np.cumsum((of_sums * sums(free))[:0:-1])[::-1]
-        return np.log(squares * error), 2 * of_logs / (1 + np.exp(free))
+        return math.log(squares * error), 2 * of_logs / (1 + np.exp(free))
 
     start = _half(bands, 0.5)
     ratios = start[1:] / start[:-1]
@@ -489,7 +493,7 @@ def _inverse_bands(n: int, bands: int, separation: int, times: int) -> Array:
 def _blt(n: int, buffers: int, separation: int, times: int) -> Array:
     """Return the decays and scales with the least largest error.
 
-    C is the product of `1 - back x` over that of `1 - decay x`. Between a decay and the
+    C is the product of `(1 - back x) / (1 - decay x)`. Between a decay and the
     next smaller one lies a `back`, so that scales are positive and coefficients of C
     fall. All terms below are positive, and all are computed from gaps: one minus the
     decays and one minus the backs.
@@ -540,8 +544,7 @@ def _minimum(loss: Any, start: Array, slopes: Any = True) -> Array:
     if not len(start):
         return start
     options = {"ftol": 1e-15, "gtol": 1e-9, "maxiter": 2000, "maxfun": 10**5}
-    bounds = [(-40.0, 20.0)] * len(
-        start
-    )  # within which logistic functions are not 0, 1
+    # Logistic functions of these numbers are neither zero nor one.
+    bounds = [(-40.0, 20.0)] * len(start)
     how: Any = {"method": "L-BFGS-B", "bounds": bounds, "options": options}
     return minimize(loss, start, jac=slopes, **how).x
