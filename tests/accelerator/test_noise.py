@@ -7,8 +7,7 @@ import vgrad
 from tests import streams
 from tests.accelerator import device
 from tests.dp.runs import KEY
-from vgrad.dp import noise
-from vgrad.dp.noising import Filter
+from vgrad.dp import noise, noising
 
 HERE = device.NAME
 SIZES = {"noise_multiplier": 1.5, "key": KEY}
@@ -119,10 +118,10 @@ def test_a_private_step_copies_nothing():
 
 
 FILTERS = [
-    (Filter(draws=(1.0, -0.5, -0.125, -0.0625)), False),
-    (Filter(draws=(1.0, -0.5, -0.125, -0.0625)), True),
-    (Filter(feedback=(0.8, 0.4, 0.3, 0.1)), False),
-    (Filter(decays=(0.9, 0.3), scales=(0.2, 0.4)), False),
+    (noising.Filter(draws=(1.0, -0.5, -0.125, -0.0625)), False),
+    (noising.Filter(draws=(1.0, -0.5, -0.125, -0.0625)), True),
+    (noising.Filter(feedback=(0.8, 0.4, 0.3, 0.1)), False),
+    (noising.Filter(decays=(0.9, 0.3), scales=(0.2, 0.4)), False),
     (noise.INDEPENDENT, False),
 ]
 

@@ -18,7 +18,6 @@ from tests.dp.test_noise import as_rank, group, placed, placements
 from vgrad import Sensitivity, optim, tree
 from vgrad.dp import Plan, noising, secret_key
 from vgrad.dp import noise as gaussian
-from vgrad.dp.noising import Filter
 from vgrad.training import TrainState, load, private_step, release, save, train_step
 
 __all__ = ["group"]  # a fixture: no process group stays
@@ -28,11 +27,11 @@ SIGMA = MULTIPLIER * SENSITIVITY
 
 # The first columns of C^-1, and filters that have them.
 FILTERS = {
-    "draws": Filter(draws=(1.0, -0.5, -0.125, -0.0625)),
-    "draws, scaled": Filter(draws=(0.75, -0.5, 0.25)),
-    "feedback": Filter(feedback=(0.8, 0.4, 0.3, 0.1)),
-    "one before": Filter(feedback=(1.0, 0.5)),
-    "decays": Filter(decays=(0.9, 0.3), scales=(0.2, 0.4)),
+    "draws": noising.Filter(draws=(1.0, -0.5, -0.125, -0.0625)),
+    "draws, scaled": noising.Filter(draws=(0.75, -0.5, 0.25)),
+    "feedback": noising.Filter(feedback=(0.8, 0.4, 0.3, 0.1)),
+    "one before": noising.Filter(feedback=(1.0, 0.5)),
+    "decays": noising.Filter(decays=(0.9, 0.3), scales=(0.2, 0.4)),
 }
 KINDS = [(name, False) for name in FILTERS]
 KINDS += [("draws", True), ("draws, scaled", True)]
@@ -138,7 +137,7 @@ def test_noise_is_rounded_to_the_grid_of_its_deviation():
 
 def test_filters_of_one_number_are_independent_noise():
     sums = sums_of()
-    for filter in (Filter((1.0,)), Filter(feedback=(1.0,))):
+    for filter in (noising.Filter((1.0,)), noising.Filter(feedback=(1.0,))):
         for step in range(3):
             noise = noise_at(step, filter=filter)
             expected = noise_at(step, filter=gaussian.INDEPENDENT).added(sums)

@@ -160,7 +160,7 @@ def gaussian_noise(
 ) -> "Noise":
     """Return the noise of a step, from streams that its run may hold.
 
-    That of a filter starts at the step `first`, and takes the history that the step
+    Noise of a filter starts at the step `first`, and takes the history that the step
     before has returned; None where nobody keeps one.
     """
     check_sensitivity(function, sensitivity)

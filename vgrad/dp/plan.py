@@ -91,6 +91,8 @@ class Plan:
         samples_per_unit: the number of samples drawn of each unit, a person or group;
             `dataset_size`, rates and batch sizes then count units.
         discrete: integers with discrete noise (True), or their float sum ("sum").
+        fitted_steps: the steps that correlated noise is fitted to, where a plan before
+            has taken fewer; `after` fills it in.
 
     Raises:
         ValueError: a field is outside its range, or no account of the combination is
@@ -119,6 +121,7 @@ class Plan:
     neighbours: accounting.Neighbours | None = None
     samples_per_unit: int | None = None
     discrete: bool | Literal["sum"] = False
+    fitted_steps: int | None = None
 
     def __post_init__(self) -> None:
         counts = {"dataset_size": self.dataset_size, "steps": self.steps}
@@ -148,6 +151,11 @@ class Plan:
                 f"Plan(steps={self.steps}, before=...): expected more than the "
                 f"{self.earlier_steps} steps taken before, which count. Make it with "
                 f"plan.after(other, steps)."
+            )
+        if self.fitted_steps is not None:
+            least = self.steps - self.earlier_steps
+            [own["fitted_steps"]] = checks.whole(
+                "Plan", least=least, fitted_steps=self.fitted_steps
             )
         if self.delta > 1 / self.dataset_size:
             warnings.warn(
@@ -382,7 +390,9 @@ class Plan:
             other = other.before
         if steps == 0:
             return self
-        before = replace(other, steps=steps)
+        # Noise that is correlated stays as it was fitted to all steps.
+        own = None if other.noise.scheme == "independent" else other._own_steps
+        before = replace(other, steps=steps, fitted_steps=own)
         return replace(self, steps=steps + self.steps, before=before)
 
     @property
@@ -468,7 +478,8 @@ class Plan:
 
     @property
     def _own_steps(self) -> int:
-        return self.steps - self.earlier_steps
+        """The steps of the plan itself, those not taken included."""
+        return self.fitted_steps or self.steps - self.earlier_steps
 
     @property
     def fitted(self) -> Fitted:
