@@ -23,7 +23,16 @@ from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import with_attributes
 from vgrad.tree import map_tensors, map_values, tensors, tree_leaves
-from vgrad.typing import Buffers, ChunkSize, LossFn, Params, Randomness, Strategy, Tree
+from vgrad.typing import (
+    Buffers,
+    ChunkSize,
+    LossFn,
+    Params,
+    Randomness,
+    Scales,
+    Strategy,
+    Tree,
+)
 
 
 class Options(TypedDict, total=False):
@@ -107,6 +116,7 @@ class Inputs(NamedTuple):
     cross: Tree = None  # a second batch
     loss_scale: LossScale | None = None
     keys: Tensor | None = None  # int64 [B]: of random numbers that differ by sample
+    scales: Scales | None = None  # of gradients
 
     def padded(self, size: int, total: int) -> "Inputs":
         """Fill a batch up to `total` samples with some that do not count."""
@@ -157,6 +167,7 @@ class Call:
     randomness: Randomness = "error"
     has_aux: bool = False
     loss_scale: LossScale | None = None
+    scales: Scales | None = None
     # Of all calls: warnings, why a loss was not recorded, and the parameters that
     # receive no gradient, as plain autograd on one sample has confirmed.
     fallbacks: Fallbacks = field(default_factory=Fallbacks)
@@ -187,7 +198,7 @@ class Call:
 
     def on(self, inputs: Inputs) -> "Call":
         """Check the tensors of a batch, and return the call on it."""
-        params, buffers, batch, mask, weights, cross, loss_scale, keys = inputs
+        params, buffers, batch, mask, weights, cross, loss_scale, keys, scales = inputs
         checks.dictionaries(self.function, params=params, buffers=buffers)
         read = batches.read(self.function, batch)
         _check_tensors(self.function, params, buffers, read.tensors)
@@ -209,6 +220,7 @@ class Call:
             weights=weights,
             cross=cross,
             loss_scale=loss_scale,
+            scales=scales,
             draws=Draws(keys=keys),
         )
 
@@ -260,11 +272,16 @@ class Call:
         return ones if self.loss_scale is None else ones * self._scale(losses.dtype)
 
     def unscaled(self, take: Take) -> Take:
-        """Return a function that takes factors without the loss scale."""
-        if self.loss_scale is None:
-            return take
-        scale = self._scale(torch.float32)
-        return lambda name, factor: take(name, Scaled(factor, scale))
+        """Return a function that takes factors without the loss scale, in `scales`."""
+        own, scale = self.scales or {}, None
+        if self.loss_scale is not None:
+            scale = self._scale(torch.float32)
+
+        def taken(name: str, factor: Factor) -> None:
+            factor = factor.times(own[name]) if name in own else factor
+            take(name, factor if scale is None else Scaled(factor, scale))
+
+        return take if scale is None and not own else taken
 
     def _scale(self, dtype: torch.dtype) -> Tensor:
         scale: Any = self.loss_scale
