@@ -31,6 +31,8 @@ class Case:
     """Whether it can be differentiated: rounding to bfloat16 cannot."""
     compiles: bool = True
     """Whether it is compiled with the others; else they run the same code, or alone."""
+    adapts: bool = True
+    """Whether it can be made an optimizer of torch."""
 
     def of(self, member: int = 0) -> dict[str, Any]:
         return each_list(lambda column: column[member], self.numbers)
@@ -154,10 +156,9 @@ AVERAGED = dict(
 )
 for _name, _text in rows(AROUND):
     _averaged = _name in ("ema_parameters", "polyak_average")
+    _options = AVERAGED if _averaged else {"adapts": _name != "scale_then_privatize"}
     _make = eval(f"lambda h: {_text}", vars(optim))
-    OPTIMIZERS[_name] = Case(
-        _make, dict(h=[1.0, 0.5, 1.5]), **AVERAGED if _averaged else {}
-    )
+    OPTIMIZERS[_name] = Case(_make, dict(h=[1.0, 0.5, 1.5]), **_options)
 
 
 def each(**fields):

@@ -6,13 +6,17 @@
 * `noise_multiplier_for`: find the smallest noise multiplier that stays in a budget
 * `PoissonBatchSampler`: Poisson batches of indices for a `DataLoader`
 * `collate`: make a collate function that handles empty batches
+* `quantile_clip`: let the bound of a plan follow a quantile of the norms
 * `add_gaussian_noise`: add noise to a sum, scaled by its sensitivity
 * `secret_key`: draw a key from the operating system
+* `audit`: lower bounds of the privacy that a mechanism spends
 """
 
 from typing import TYPE_CHECKING
 
+from vgrad.dp import audit
 from vgrad.dp.accounting import epsilon, noise_multiplier_for
+from vgrad.dp.adaptive import quantile_clip
 from vgrad.dp.noise import add_gaussian_noise
 from vgrad.dp.plan import Plan
 from vgrad.dp.private_gradients import PrivateGradients
@@ -25,9 +29,11 @@ __all__ = [
     "PoissonBatchSampler",
     "PrivateGradients",
     "add_gaussian_noise",
+    "audit",
     "collate",
     "epsilon",
     "noise_multiplier_for",
+    "quantile_clip",
     "secret_key",
 ]
 

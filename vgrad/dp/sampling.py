@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 
 from vgrad import checks, generators
+from vgrad.dp.units import Drawn, Grouped
 from vgrad.tree import map_tensors, tree_leaves
 from vgrad.typing import Tree
 
@@ -195,21 +196,29 @@ class Run:
         drawn: batches that workers of the loader may be ahead.
     """
 
-    def __init__(self, plan: "Plan", key: Tensor, size: int | None) -> None:
+    def __init__(
+        self, plan: "Plan", key: Tensor, size: int | None, *, seeded: bool = False
+    ) -> None:
         if size is not None:
             [size] = checks.whole("PrivateGradients", least=1, physical_batch_size=size)
         # No reference to the loader, since a DataLoader in a cycle waits seconds for
         # its workers when the cycle is collected.
         self.plan, self.key, self._size = plan, key, size
-        self.step, self.process = 0, os.getpid()
+        self.step, self.process, self._seeded = 0, os.getpid(), seeded
         self.drawn: deque[PhysicalBatch] = deque()
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         drawn = self.drawn
         for step in range(self.step, self._epoch().stop):
             for batch in self._of_step(step):
                 drawn.append(batch)
-                yield batch.rows
+                yield [*map(partial(self._drawn, step), batch.rows)]
+
+    def _drawn(self, step: int, row: int) -> Any:
+        """Return the index of a sample, with a seed where it is augmented."""
+        if not self._seeded:
+            return row
+        return Drawn((row,), (generators.torch_seed(self.key, "augment", step, row),))
 
     def count(self) -> int:
         """Count the physical batches of the current epoch."""
@@ -254,6 +263,8 @@ class PoissonLoader:
         self.dataset, self._run, self._passes = dataset, run, 0
         self.pending: PhysicalBatch | None = None
         collate_fn = collate(dataset, options.get("collate_fn") or default_collate)
+        if isinstance(dataset, Grouped):
+            collate_fn = dataset.collate(collate_fn)
         options = {**options, "collate_fn": collate_fn}
         self._loader = DataLoader(dataset, batch_sampler=run, **options)
 

@@ -465,6 +465,9 @@ class ClippedSum(Quantity):
             return _ClipCollector(*given)
         return _TwoPassCollector(*given, reducer=call.reducer)
 
+    def sums(self) -> Sums:
+        return Sums()
+
     def partial(self, collector: _ClipCollector, call: Call) -> tuple:
         clip: ClipWeights
         if isinstance(collector, _TwoPassCollector) and collector.sums:
@@ -480,7 +483,7 @@ class ClippedSum(Quantity):
         return sums, clip.norms, clip.clipped.sum(), clip.nonfinite(call.mask)
 
     def total(self, partials: Iterator[tuple], run: Evaluation) -> ClippedGrad:
-        sums, found = Sums(), []
+        sums, found = self.sums(), []
         for some, *others in partials:
             sums.add(some)
             found.append(others)

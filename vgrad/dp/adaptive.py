@@ -1,0 +1,116 @@
+"""Bounds of norms that follow a quantile of the norms, learned from a noisy count.
+
+Beside the sum of gradients clipped to C, a step releases how many samples have a norm
+of at most C: the sum of b_i - 1/2, b_i being one or zero. A sample moves that sum by
+1/2 and the gradients by C, so both are one Gaussian release: with the deviations s_b
+and z_g C it has the multiplier z of the plan where z^-2 = z_g^-2 + (2 s_b)^-2.
+"""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vgrad import checks
+from vgrad.persample.clipped import LEAST, MOST
+
+
+@dataclass(frozen=True)
+class QuantileClip:
+    """A bound that follows a quantile of norms; `dp.quantile_clip` makes it."""
+
+    quantile: float
+    rate: float
+    start: float
+    count_deviation: float | None
+    least: float
+    most: float
+
+    def __post_init__(self) -> None:
+        function, deviation = "quantile_clip", self.count_deviation
+        numbers = {"rate": self.rate, "start": self.start}
+        numbers |= {"least": self.least, "most": self.most}
+        if deviation is not None:
+            numbers["count_deviation"] = deviation
+        checks.positive(function, **numbers)
+        checks.finite(function, **numbers)
+        checks.non_negative(function, quantile=self.quantile)
+        if self.quantile > 1:
+            raise ValueError(
+                f"{function}(quantile={self.quantile!r}): expected at most 1. A "
+                f"quantile of 0.5 is the median."
+            )
+        checks.between(function, LEAST, MOST, least=self.least, most=self.most)
+        if not self.least <= self.start <= self.most:
+            raise ValueError(
+                f"{function}(start={self.start}, least={self.least}, most={self.most}):"
+                f" expected a start between the two ends. Pass others."
+            )
+        floats = {n: float(x) for n, x in vars(self).items() if x is not None}
+        self.__dict__.update(floats)  # clips of equal numbers are equal
+
+    def deviation(self, expected_batch_size: float) -> float:
+        """Return the deviation of the noise on the count."""
+        if self.count_deviation is None:
+            return expected_batch_size / 20
+        return self.count_deviation
+
+    def gradient_multiplier(
+        self, noise_multiplier: float, expected_batch_size: float
+    ) -> float:
+        """Return the multiplier of the noise on gradients alone."""
+        most = 2 * self.deviation(expected_batch_size)
+        if not noise_multiplier < most:
+            raise ValueError(
+                f"Plan(max_norm=quantile_clip(count_deviation="
+                f"{self.count_deviation})): expected noise_multiplier < 2 * "
+                f"count_deviation = {most:.4g}, since the count spends a part of the "
+                f"budget, got {noise_multiplier:.4g}. Raise count_deviation."
+            )
+        # (z^-2 - (2 s_b)^-2)^(-1/2), for z = 0 too.
+        return noise_multiplier / math.sqrt(1 - (noise_multiplier / most) ** 2)
+
+    def fraction(self, count: Tensor, expected_batch_size: float) -> Tensor:
+        """Return the part of norms below the bound, from the noisy sum of b_i - 1/2."""
+        return (count / expected_batch_size + 0.5).clamp(0, 1)
+
+    def after(self, bound: Tensor, fraction: Tensor) -> Tensor:
+        """Return the bound of the next step, float64 `[]`."""
+        step = (-self.rate * (fraction.double() - self.quantile)).exp()
+        return (bound * step).clamp(self.least, self.most)
+
+
+def quantile_clip(
+    *,
+    quantile: float = 0.5,
+    rate: float = 0.2,
+    start: float = 1.0,
+    count_deviation: float | None = None,
+    least: float = 1e-6,
+    most: float = 1e6,
+) -> QuantileClip:
+    """Make a bound C for `Plan(max_norm=...)` that follows a quantile of the norms.
+
+    Each step counts how many of its samples have a norm of at most C, adds Gaussian
+    noise of deviation `count_deviation` to the sum of b_i - 1/2, and divides by the
+    expected batch size: b is that plus 1/2, between 0 and 1. The next step clips to
+    `C exp(-rate (b - quantile))`, between `least` and `most`. All of it is one release
+    with the gradients, at the plan's noise multiplier z: their own multiplier is
+    `(z^-2 - (2 count_deviation)^-2)^(-1/2)`, which has to exist. Costs one number.
+
+    Args:
+        count_deviation: by default the expected batch size / 20, never the true one.
+
+    Raises:
+        ValueError: a number is outside its range.
+
+    Reference: Andrew et al., arXiv 1905.03871.
+
+    Example:
+        >>> import torch
+        >>> from vgrad import dp
+        >>> clip = dp.quantile_clip(quantile=0.5, start=1.0)
+        >>> clip.after(torch.tensor(1.0), torch.tensor(0.5))
+        tensor(1., dtype=torch.float64)
+    """
+    return QuantileClip(quantile, rate, start, count_deviation, least, most)

@@ -1,0 +1,379 @@
+"""Audits: lower bounds of the privacy that a mechanism spends, from scores of canaries.
+
+A canary is a sample made to be seen. A coin decides whether it takes part in a run, and
+its score is high if it seems to have. A bound above the claim refutes the claim; one
+below it proves nothing.
+
+* `one_run`, `one_run_fdp`: bound epsilon, from the canaries of one run
+* `clopper_pearson`: bound epsilon, from canaries that are independent of each other
+* `gaussian`: bound mu, from scores that are normal
+* `Bound`: the result of each of them
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from vgrad import checks
+
+__all__ = ["Bound", "clopper_pearson", "gaussian", "one_run", "one_run_fdp"]
+
+Scores = Tensor | Sequence[float] | np.ndarray
+
+_COINS = "each canary took part by a fair coin of its own"
+_FIXED = "the guesses or the threshold were fixed before the scores were seen"
+_GAUSSIAN = "the mechanism is Gaussian, as its claim"
+_INDEPENDENT = "the scores are independent of each other"
+_NORMAL = "the scores are normal, with one deviation, and many"
+
+_UNFAIR = 6.0
+"""Deviations from one half that fair coins show in 2 of 10^9 audits."""
+
+_FEW = 30
+"""Scores whose mean and deviation are not normal yet."""
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A lower bound from scores of canaries, with the conditions it rests on.
+
+    Attributes:
+        value: the bound, above the truth with a probability of at most `significance`.
+        of: the quantity, `"epsilon"` at `delta`, or `"mu"` of Gaussian privacy.
+        ceiling: the largest bound that so many canaries could have given.
+        included, excluded: canaries that took part, and that did not.
+        guessed, correct: guesses, and how many of them were right, if there were any.
+        assumes: conditions that the scores alone cannot show.
+    """
+
+    value: float
+    of: Literal["epsilon", "mu"]
+    significance: float
+    ceiling: float
+    included: int
+    excluded: int
+    assumes: tuple[str, ...]
+    delta: float = 0.0
+    guessed: int = 0
+    correct: int = 0
+
+    def epsilon(self, delta: float) -> float:
+        """Return the bound as one of epsilon at `delta`, also if it is one of mu."""
+        if self.of == "mu":
+            checks.between("Bound.epsilon", 0, 1, delta=delta)
+            return epsilon_of(self.value, delta)
+        if delta != self.delta:
+            raise ValueError(
+                f"Bound.epsilon({delta=}): expected delta={self.delta!r}, at which the "
+                f"bound holds, got another one. Compute a bound at it."
+            )
+        return self.value
+
+
+def one_run(
+    included: Scores,
+    excluded: Scores,
+    *,
+    guesses: tuple[int, int],
+    delta: float,
+    significance: float = 0.05,
+) -> Bound:
+    """Bound epsilon at `delta` from the scores of one run's canaries.
+
+    Of all m scores the `guesses[0]` highest ones are guessed to be of canaries that
+    took part, the `guesses[1]` lowest ones of canaries that did not; both numbers have
+    to be fixed before the run. If v of r guesses are right, the claim (epsilon, delta)
+    has the p-value `b(v) + 2 m delta max_i (b(v - i) - b(v)) / i`, where b(v) is the
+    probability that at least v of r coins show heads, each with the probability
+    `1 / (1 + exp(-epsilon))`. The bound is the largest epsilon that is rejected. Equal
+    scores around the last place among the guesses count as wrong as they can be.
+
+    A few sure guesses show more than many vague ones, but r guesses bound no epsilon
+    above the `ceiling` of the result, some `log(r / log(1 / significance))`.
+
+    Raises:
+        ValueError: there are more guesses than scores, or the coins cannot be fair.
+        ImportError: SciPy is not installed.
+
+    Reference: Steinke et al., arXiv 2305.08846.
+
+    Example:
+        >>> bound = one_run([3.0] * 50, [0.0] * 50, guesses=(40, 40), delta=1e-5)
+        >>> bound.correct, round(bound.value, 2), round(bound.ceiling, 2)
+        (80, 3.26, 3.26)
+    """
+    special = _special("one_run")
+
+    def margin(epsilon: float, count: int, guessed: int, correct: int) -> float:
+        fewer = np.arange(correct + 1)
+        tails = special.bdtrc(correct - fewer - 1, guessed, special.expit(epsilon))
+        rise = np.max((tails[1:] - tails[0]) / fewer[1:], initial=0.0)
+        return significance - tails[0] - 2 * count * delta * rise
+
+    run = _guessed("one_run", included, excluded, guesses, significance, delta)
+    return _of_guesses(run, margin, lambda epsilon: epsilon)
+
+
+def one_run_fdp(
+    included: Scores,
+    excluded: Scores,
+    *,
+    guesses: tuple[int, int],
+    delta: float,
+    significance: float = 0.05,
+) -> Bound:
+    """Bound epsilon at `delta` of a Gaussian mechanism, from one run's canaries.
+
+    Guesses are made as in `one_run`, and the claims that they may reject are whole
+    trade-off curves of Gaussian privacy, one for each mu. The bound is the epsilon at
+    `delta` of the largest mu that is rejected, some twice as large. It holds
+    for Gaussian mechanisms alone.
+
+    Raises:
+        ValueError, ImportError: as `one_run`.
+
+    Reference: Mahloujifar et al., arXiv 2410.22235.
+
+    Example:
+        >>> bound = one_run_fdp([3.0] * 50, [0.0] * 50, guesses=(40, 40), delta=1e-5)
+        >>> round(bound.value, 2)
+        7.41
+    """
+    special = _special("one_run_fdp")
+
+    def margin(mu: float, count: int, guessed: int, correct: int) -> float:
+        right = significance * correct / count
+        wrong = significance * (guessed - correct) / count
+        for place in range(correct - 1, -1, -1):
+            more = max(wrong, special.ndtr(special.ndtri(right) - mu))
+            if more == wrong:  # nothing changes any more
+                break
+            right = min(right + place / (guessed - place) * (more - wrong), 1.0)
+            wrong = more
+        return right + wrong - guessed / count
+
+    run = _guessed("one_run_fdp", included, excluded, guesses, significance, delta)
+    return _of_guesses(run, margin, lambda mu: epsilon_of(mu, delta), _GAUSSIAN)
+
+
+def clopper_pearson(
+    included: Scores,
+    excluded: Scores,
+    *,
+    threshold: float,
+    delta: float = 0.0,
+    significance: float = 0.05,
+) -> Bound:
+    """Bound epsilon at `delta` from the errors of a test at one threshold.
+
+    A score of at least `threshold`, which has to be fixed beforehand, is guessed to be
+    of a canary that took part. The bound is `log((1 - delta - fn) / fp)`, where fn and
+    fp are upper confidence limits of both error rates, each at half the significance.
+    Scores have to be independent of each other: best is a run for each canary.
+
+    Raises:
+        ValueError: there are no scores of one kind.
+        ImportError: SciPy is not installed.
+
+    Reference: Jagielski et al., arXiv 2006.07709; Nasr et al., arXiv 2101.04535.
+
+    Example:
+        >>> scores = {"included": [1.0] * 500, "excluded": [0.0] * 500}
+        >>> round(clopper_pearson(**scores, threshold=0.5, significance=0.01).value, 2)
+        4.54
+    """
+    function = "clopper_pearson"
+    special = _special(function)
+    _check(function, significance, delta)
+    high, low = _scores(function, included, excluded)
+
+    def limit(errors: int, count: int) -> float:
+        if errors == count:
+            return 1.0
+        return special.betaincinv(errors + 1, count - errors, 1 - significance / 2)
+
+    def bound(missed: int, false: int) -> float:
+        right = 1 - delta - limit(missed, len(high))
+        return max(0.0, math.log(right / limit(false, len(low)))) if right > 0 else 0.0
+
+    missed, false = int((high < threshold).sum()), int((low >= threshold).sum())
+    return Bound(
+        value=bound(missed, false),
+        of="epsilon",
+        significance=significance,
+        ceiling=bound(0, 0),
+        included=len(high),
+        excluded=len(low),
+        assumes=(_INDEPENDENT, _FIXED),
+        delta=delta,
+        guessed=len(high) + len(low),
+        correct=len(high) + len(low) - missed - false,
+    )
+
+
+def gaussian(
+    included: Scores, excluded: Scores, *, significance: float = 0.05
+) -> Bound:
+    """Bound mu, the distance of two normal distributions of scores in deviations.
+
+    The Gaussian mechanism with a sensitivity of mu deviations spends just that. The
+    bound is an estimate, the difference of both means over the deviation of the
+    excluded scores, less a normal quantile times its standard error. It is asymptotic:
+    right in the limit of many scores, and no guarantee for any number of them.
+
+    Raises:
+        ValueError: there are fewer than 30 scores of one kind.
+        ImportError: SciPy is not installed.
+
+    Reference: Nasr et al., arXiv 2302.07956; Agrawal et al., arXiv 2606.12733.
+
+    Example:
+        >>> scores = torch.linspace(-1, 1, 100)
+        >>> round(gaussian(scores + 1, scores).value, 2)
+        1.4
+    """
+    special = _special("gaussian")
+    _check("gaussian", significance)
+    high, low = _scores("gaussian", included, excluded)
+    if min(len(high), len(low)) < _FEW:
+        raise ValueError(
+            f"gaussian(included, excluded): expected {_FEW} scores of each kind at "
+            f"least, got {len(high)} and {len(low)}. Take more canaries."
+        )
+    rise, spread = high.mean() - low.mean(), low.std(ddof=1)
+    if spread == 0:
+        value = math.inf if rise > 0 else 0.0
+    else:
+        mu = rise / spread
+        # The deviation is an estimate, too.
+        variance = high.var(ddof=1) / spread**2 / len(high) + 1 / len(low)
+        error = math.sqrt(variance + mu**2 / (2 * len(low)))
+        value = max(0.0, mu + special.ndtri(significance) * error)
+    return Bound(
+        value=float(value),
+        of="mu",
+        significance=significance,
+        ceiling=math.inf,
+        included=len(high),
+        excluded=len(low),
+        assumes=(_GAUSSIAN, _INDEPENDENT, _NORMAL),
+    )
+
+
+def epsilon_of(mu: float, delta: float) -> float:
+    """Return epsilon at `delta` of the Gaussian mechanism with a sensitivity of mu."""
+    import dp_accounting
+
+    if mu in (0.0, math.inf):
+        return mu
+    return float(dp_accounting.get_epsilon_gaussian(1 / mu, delta, tol=1e-9))
+
+
+def _of_guesses(
+    run: dict[str, Any],
+    margin: Callable[[float, int, int, int], float],
+    epsilon: Callable[[float], float],
+    *assumes: str,
+) -> Bound:
+    """Find the largest parameter that is rejected, at a margin above zero."""
+    from scipy.optimize import brentq
+
+    count = run["included"] + run["excluded"]
+
+    def largest(correct: int) -> float:
+        numbers = count, run["guessed"], correct
+        if margin(0.0, *numbers) <= 0:
+            return 0.0
+        low, high = 0.0, 1.0
+        while margin(high, *numbers) > 0:
+            low, high = high, 2 * high
+        root: Any = brentq(margin, low, high, args=numbers, xtol=1e-9)
+        return epsilon(root)
+
+    value, ceiling = largest(run["correct"]), largest(run["guessed"])
+    conditions = _COINS, _FIXED, *assumes
+    return Bound(value=value, of="epsilon", ceiling=ceiling, assumes=conditions, **run)
+
+
+def _guessed(
+    function: str,
+    included: Scores,
+    excluded: Scores,
+    guesses: tuple[int, int],
+    significance: float,
+    delta: float,
+) -> dict[str, Any]:
+    """Check coins and guesses, and count the right ones."""
+    _check(function, significance, delta)
+    high, low = _scores(function, included, excluded)
+    count = len(high) + len(low)
+    if abs(len(high) - len(low)) > _UNFAIR * math.sqrt(count):
+        raise ValueError(
+            f"{function}(included, excluded): expected scores of canaries that took "
+            f"part by fair coins, got {len(high)} and {len(low)}. Draw a coin for each."
+        )
+    most, least = checks.whole(function, least=0, **_named(guesses))
+    if not 0 < most + least <= count:
+        raise ValueError(
+            f"{function}(guesses={guesses}): expected between one guess and as many as "
+            f"the {count} scores, got {most + least}."
+        )
+    # By score, and of equal scores the wrong guesses first.
+    scores = np.concatenate([high, low])
+    inside = np.arange(count) < len(high)
+    top = np.lexsort((inside, -scores))[:most]
+    rest = np.setdiff1d(np.arange(count), top)
+    bottom = rest[np.lexsort((~inside[rest], scores[rest]))[:least]]
+    return {
+        "significance": significance,
+        "delta": delta,
+        "included": len(high),
+        "excluded": len(low),
+        "guessed": most + least,
+        "correct": int(inside[top].sum() + (~inside[bottom]).sum()),
+    }
+
+
+def _named(guesses: tuple[int, int]) -> dict[str, int]:
+    return {f"guesses[{place}]": number for place, number in enumerate(guesses)}
+
+
+def _scores(function: str, *given: Scores) -> list[np.ndarray]:
+    """Return scores as float64 `[n]`."""
+    arrays = []
+    for scores in given:
+        if isinstance(scores, Tensor):
+            scores = scores.detach().cpu().double().numpy()
+        array = np.asarray(scores, dtype=np.float64)
+        if array.ndim != 1 or not len(array) or np.isnan(array).any():
+            raise ValueError(
+                f"{function}(included, excluded): expected scores in one dimension, "
+                f"none of them NaN and at least one of each kind, got "
+                f"{checks.shown(array)}."
+            )
+        arrays.append(array)
+    return arrays
+
+
+def _check(function: str, significance: float, delta: float = 0.0) -> None:
+    checks.between(function, 0, 0.5, significance=significance)
+    checks.between(function, -1e-300, 1, delta=delta)
+
+
+def _special(function: str) -> Any:
+    try:
+        from scipy import special
+    except ImportError as error:
+        raise ImportError(
+            f"{function}: expected the package scipy, which is not installed. Run "
+            f'pip install "vgrad[dp]".'
+        ) from error
+    return special
