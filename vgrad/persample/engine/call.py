@@ -116,6 +116,7 @@ class Inputs(NamedTuple):
     cross: Tree = None  # a second batch
     loss_scale: LossScale | None = None
     keys: Tensor | None = None  # int64 [B]: of random numbers that differ by sample
+    max_norm: Tensor | None = None  # a bound of clipping that is not known before
     scales: Scales | None = None  # of gradients
 
     def padded(self, size: int, total: int) -> "Inputs":
@@ -167,6 +168,7 @@ class Call:
     randomness: Randomness = "error"
     has_aux: bool = False
     loss_scale: LossScale | None = None
+    max_norm: Tensor | None = None
     scales: Scales | None = None
     # Of all calls: warnings, why a loss was not recorded, and the parameters that
     # receive no gradient, as plain autograd on one sample has confirmed.
@@ -198,7 +200,8 @@ class Call:
 
     def on(self, inputs: Inputs) -> "Call":
         """Check the tensors of a batch, and return the call on it."""
-        params, buffers, batch, mask, weights, cross, loss_scale, keys, scales = inputs
+        params, buffers, batch, mask, weights, cross = inputs[:6]
+        keys = inputs.keys
         checks.dictionaries(self.function, params=params, buffers=buffers)
         read = batches.read(self.function, batch)
         _check_tensors(self.function, params, buffers, read.tensors)
@@ -219,8 +222,9 @@ class Call:
             mask=mask,
             weights=weights,
             cross=cross,
-            loss_scale=loss_scale,
-            scales=scales,
+            loss_scale=inputs.loss_scale,
+            max_norm=inputs.max_norm,
+            scales=inputs.scales,
             draws=Draws(keys=keys),
         )
 

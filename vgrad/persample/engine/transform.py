@@ -324,8 +324,9 @@ class Transform(Generic[Result]):
         return self.on(params, buffers, batch, mask)
 
     def on(self, *given: Any, **more: Any) -> Any:
-        """Compute the quantity of `Inputs` but for their scales and keys."""
-        own = {"loss_scale": self.options.loss_scale, "scales": self.options.scales}
+        """Compute the quantity of `Inputs` but for fields of the options, and keys."""
+        names = ("loss_scale", "max_norm", "scales")
+        own: Any = {name: getattr(self.options, name) for name in names}
         inputs = Inputs(*given, **more, **own, keys=self.keys)
         return (self.reduce or self.execute)(self, inputs)
 
