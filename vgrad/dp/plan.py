@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from vgrad.dp import accounting
 from vgrad.dp.noise import Noise, Streams, check_sensitivity, gaussian_noise
 from vgrad.dp.sampling import PoissonBatchSampler, poisson_sample
 from vgrad.typing import Params
+
+if TYPE_CHECKING:
+    from vgrad.dp.audit import Audit
 
 MECHANISM = "Gaussian noise on clipped sums of Poisson batches"
 
@@ -326,6 +329,65 @@ class Plan:
         own: dict[str, Any] = {"key": self._subkey(key), "step": step}
         own |= {"noise_multiplier": self.noise_multiplier, "streams": streams}
         return gaussian_noise("add_gaussian_noise", sensitivity, **own)
+
+    def audit(
+        self,
+        step: Any,
+        state: Any,
+        *,
+        canaries: int,
+        batch: tuple | None = None,
+        guesses: tuple[int, int] | None = None,
+        significance: float = 0.05,
+        seed: int | None = None,
+    ) -> "Audit":
+        """Bound from below how much a private step spends, by canaries it is given.
+
+        `step` is the result of `private_step(loss, tx, plan)`, also compiled or over
+        the ranks of `data_parallel`, and `state` is a state for it. Both stay as they
+        are: the audit takes steps from the plan's start, under a new key. Their batches
+        are `canaries` samples of another loss, the inner product of the parameters and
+        a direction, so an audit needs no data. All else is the step's own: clipping,
+        sum, division, ranks, graphs and noise.
+
+        Directions lie in all parameters, in one of them, or in one rank's shard, nearly
+        orthogonal to each other; gradients have 1, 10 and 10^4 times the norm
+        `max_norm`. A coin decides whether a canary is in both steps of its round. In
+        the first one it has the sign plus. Then the state is saved and loaded, and it
+        has the sign minus, so that noise which repeats itself cancels. Its score is the
+        inner product of its direction and the difference of both noisy gradients.
+
+        The bounds are beside the claim of the same two steps at a sampling rate of 1,
+        as canaries bypass the sampler, which no audit sees. Take a thousand canaries at
+        least, and at most half as many as there are parameters.
+
+        Args:
+            batch: real samples to add to all batches, `(*batch)` as the step takes
+                them. The result is then as private as they are.
+            guesses: as of `vgrad.dp.audit.one_run`; an eighth of the canaries each.
+            significance: the probability that a true step exceeds its claim.
+            seed: draws canaries, coins and noise again, for tests.
+
+        Raises:
+            TypeError: the step was made for another plan, or is no private step.
+            ValueError: the plan has no noise, or fewer than two steps.
+
+        Example:
+            >>> from vgrad import optim, training
+            >>> loss = lambda params, buffers, x: (params["w"] * x).sum()
+            >>> tx, params = optim.sgd(0.1), {"w": torch.zeros(500)}
+            >>> run = {"sampling_rate": 0.1, "steps": 10, "delta": 1e-5}
+            >>> plan = Plan(1000, noise_multiplier=2.0, max_norm=1.0, **run)
+            >>> step = training.private_step(loss, tx, plan)
+            >>> state = training.TrainState.create(tx, params, {})
+            >>> result = plan.audit(step, state, canaries=200, significance=1e-6)
+            >>> round(result.claimed_mu, 3), result.exceeded
+            (0.707, False)
+        """
+        from vgrad.dp.audit import audit_step
+
+        options = {"guesses": guesses, "significance": significance, "seed": seed}
+        return audit_step(self, step, state, batch, canaries=canaries, **options)
 
     def _subkey(self, key: Tensor) -> Tensor:
         # So that two plans never share batches or noise.
