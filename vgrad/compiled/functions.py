@@ -107,7 +107,7 @@ class Captured:
     def _chunk(self, call: Call) -> Chunk:
         batch = call.batch.sample(tuple(call.batch.tensors))
         tensors = call.params, call.buffers, batch, call.mask, call.weights, call.cross
-        inputs = Inputs(*tensors, call.loss_scale, call.draws.keys)
+        inputs = Inputs(*tensors, call.loss_scale, call.draws.keys, call.max_norm)
         return self.captures(self.plain.chunk, inputs)
 
 
@@ -123,7 +123,12 @@ def checked_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def sizes_of_plan(plan: Plan) -> tuple[int, ...]:
-    """Return sizes that hold all but one in about 10^4 batches of a plan."""
+    """Return sizes that hold all but one in about 10^4 batches of a plan.
+
+    Batches that have a largest size are filled up to it, for one graph.
+    """
+    if plan.largest_batch is not None:
+        return (plan.largest_batch,)
     # One and a half deviations apart: padding costs less than one on average.
     mean = plan.expected_batch_size
     deviation = math.sqrt(mean * (1 - plan.sampling_rate))

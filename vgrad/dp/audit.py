@@ -371,7 +371,8 @@ def audit_step(
         entries = sum(value.numel() for value in state.params.values())
         chunk = max(1, min(chunk, _AT_A_TIME // entries))
     real = batches.read(function, batch).size if batch else 0
-    most = min(max(2 * round(plan.expected_batch_size), _ROUND), plan.dataset_size)
+    most = max(2 * round(plan.expected_batch_size), _ROUND)
+    most = min(most, plan.largest_batch or plan.dataset_size)
     scores: list[Tensor] = []
     for rows in torch.arange(count).split(max(1, most - real)):
         fresh = state._replace(

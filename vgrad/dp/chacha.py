@@ -10,9 +10,12 @@ Reference: Nir and Langley, RFC 8439, https://www.rfc-editor.org/rfc/rfc8439.
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from vgrad.devices import HOST
 
 try:
     from cryptography.exceptions import UnsupportedAlgorithm
@@ -49,6 +52,18 @@ def fill(words: Tensor, key: bytes, step: int, tile: int) -> None:
     memory = words.view(-1).view(torch.uint8).numpy()
     memory.fill(0)  # it encrypts zeros
     _encryptor(key, start + step.to_bytes(8, "little")).update_into(memory, memory)
+
+
+def words(key: bytes, step: int, tile: int, count: int) -> Tensor:
+    """Draw tiles of one stream on the host, int64 `[512 count]`."""
+    if has_openssl():
+        drawn = torch.from_numpy(np.empty((count, 2, 4 * BLOCKS), np.int64))
+        fill(drawn, key, step, tile)
+    else:
+        keys = torch.frombuffer(bytearray(key), dtype=torch.int32).expand(count, 8)
+        numbers = torch.arange(tile, tile + count, device=HOST)
+        drawn = keystream(keys, nonces(torch.tensor([step], device=HOST)), numbers)
+    return drawn.reshape(-1)
 
 
 def _encryptor(key: bytes, start: bytes) -> Any:

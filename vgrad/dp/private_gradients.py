@@ -22,6 +22,7 @@ from vgrad import batches, checks
 from vgrad.dp.noise import Streams
 from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
 from vgrad.dp.sampling import PhysicalBatch, PoissonLoader, Run
+from vgrad.dp.units import Augment, Grouped
 from vgrad.functional.live import LiveModel
 from vgrad.functional.losses import Criterion, check_criterion, sample_loss
 from vgrad.functional.model import write_grads_
@@ -86,6 +87,13 @@ class PrivateGradients:
     too. Samples that were exchanged for as many others are not detected.
 
     Args:
+        augmentations: K copies of a sample, whose mean loss is clipped, as in
+            `sample_loss`: samples of the data set have them in front, or `augment`
+            makes them.
+        augment: returns a random version of an item of the data set, K of which the
+            loader stacks: tensors of its batches are `[B, K, ...]`. Python's, numpy's
+            and torch's generators are seeded from key, step and sample, so that a
+            step that is repeated after `load_state_dict` is the same release.
         check_collate: check once, on some of the first 64 samples, whether a loss
             changes if `collate_fn` pads a sample to the length of another one.
 
@@ -130,6 +138,8 @@ class PrivateGradients:
         batch_size: int | None = None,
         max_norm: float | None = None,
         physical_batch_size: int | None = None,
+        augmentations: int | None = None,
+        augment: Augment | None = None,
         strategy: Strategy = "auto",
         chunk_size: ChunkSize = None,
         randomness: Randomness = "different",
@@ -144,14 +154,27 @@ class PrivateGradients:
         self.plan = _planned(plan, budget, dataset)
         key = secret_key() if key is None else key
         check_key("PrivateGradients", key)
-        self._run = Run(self.plan, key, physical_batch_size)
-        self.loader = PoissonLoader(self._run, dataset, loading)
+        copies, items = augmentations, dataset
+        if copies is not None:
+            checks.whole("PrivateGradients", least=1, augmentations=copies)
+        if augment is not None:
+            if not callable(augment):
+                raise TypeError(
+                    f"PrivateGradients(augment={checks.shown(augment)}): expected a "
+                    f"function that returns another version of an item, got a "
+                    f"{type(augment).__name__}."
+                )
+            copies = 1 if copies is None else copies
+            items = Grouped(dataset, augment, (copies,))
+        self._run = Run(self.plan, key, physical_batch_size, seeded=augment is not None)
+        self.loader = PoissonLoader(self._run, items, loading)
         collate_fn = loading.get("collate_fn")
-        self._padding = _find_padding(dataset, collate_fn) if check_collate else None
+        self._padding = _find_padding(items, collate_fn) if check_collate else None
+        self._own_copies = None if augment is not None else copies
         with RNG_LOCK:
             self._live = LiveModule(model)
         self._guard = GradGuard(self._live)
-        self._criterion = criterion
+        self._criterion, self._copies = criterion, copies
         self._options: Any = {"strategy": strategy, "chunk_size": chunk_size}
         self._options |= {"randomness": randomness}
         self._clipped, self._function = self._clip(), self._live.function
@@ -216,7 +239,8 @@ class PrivateGradients:
             if self._padding is not None and pending.rows:
                 loaded = pending.loaded
                 collated = [_arguments(x, loaded, batch) for x in self._padding]
-                _check_padding(self.model, self._criterion, *collated)
+                options = self._criterion, self._own_copies
+                _check_padding(self.model, *options, *collated)
                 self._padding = None
             params, buffers = self._live.values()
             with torch.no_grad(), kept_random_state(params.values()):
@@ -231,7 +255,7 @@ class PrivateGradients:
             total = {name: sums[name].to(x.dtype) for name, x in result.grads.items()}
             place = {"key": self.key, "step": self.step}
             own = self._clipped.sensitivity, self._streams
-            noisy = self.plan.noise(*own, **place).added(total)
+            noisy = self.plan.step_noise(*own, **place).added(total)
         self._commit(pending, sums, noisy)
         return {
             "loss": widened(result.losses).mean(),
@@ -318,9 +342,12 @@ class PrivateGradients:
         self._guard.reset()
 
     def _clip(self) -> ClippedGradFn:
+        bound: Any = self.plan.max_norm
         return clipped_grad(
-            sample_loss(self._live.function, self._criterion),
-            max_norm=self.plan.max_norm,
+            sample_loss(
+                self._live.function, self._criterion, augmentations=self._copies
+            ),
+            max_norm=bound,
             normalize_by=self.plan.expected_batch_size,
             **self._options,
         )
@@ -627,7 +654,9 @@ def _find_padding(dataset: Any, collate_fn: Any) -> tuple[Tree, Tree, Tree] | No
     return singles[short], singles[long], pair
 
 
-def _check_padding(model, criterion, short: Tree, long: Tree, pair: Tree) -> None:
+def _check_padding(
+    model, criterion, copies: int | None, short: Tree, long: Tree, pair: Tree
+) -> None:
     # Clipping bounds the gradient of one sample. If the model sees the padding to the
     # longest sample, one sample changes the gradients of the others.
     modes = [(module, module.training) for module in model.modules()]
@@ -635,7 +664,7 @@ def _check_padding(model, criterion, short: Tree, long: Tree, pair: Tree) -> Non
         for module, _ in modes:
             module.training = False
         live = LiveModule(model)
-        loss = sample_loss(live.function, criterion)
+        loss = sample_loss(live.function, criterion, augmentations=copies)
         tensors = live.values()
 
         def losses(batch: Tree) -> list[Tensor]:

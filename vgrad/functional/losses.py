@@ -1,6 +1,7 @@
 """Losses of one sample and of a batch, made from a functional model and a criterion."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,13 +11,18 @@ from vgrad import checks
 from vgrad.functional.model import FunctionalModel
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import with_attributes
-from vgrad.tree import copied, map_tensors, no_autocast
+from vgrad.tree import copied, map_tensors, no_autocast, tensors
 from vgrad.typing import BatchLossFn, Buffers, LossFn, Params, Tree
 
 Criterion = Callable[[Any, Any], Tensor] | None
 
 
-def sample_loss(fmodel: FunctionalModel, criterion: Criterion) -> LossFn:
+def sample_loss(
+    fmodel: FunctionalModel,
+    criterion: Criterion,
+    *,
+    augmentations: int | None = None,
+) -> LossFn:
     """Make a loss of one sample: `loss(params, buffers, *sample) -> scalar`.
 
     The last item of a sample is the target, those before it are the model's inputs; a
@@ -27,10 +33,19 @@ def sample_loss(fmodel: FunctionalModel, criterion: Criterion) -> LossFn:
     is the loss or holds it (`.loss`, `["loss"]` or the first of a tuple, as in
     transformers).
 
+    With `augmentations=K` a sample is K augmented copies of one: each of its tensors
+    has one more dimension of K in front, or is a number (such as a label) that all of
+    them share. The loss is the mean over the copies. A sample is then clipped once, and
+    the sensitivity of the sum stays what it is. The model runs once on all copies, the
+    criterion on one after another.
+
     Raises:
         TypeError: `fmodel` is a module, or the criterion no function.
-        ValueError: when called, if one sample's loss is not a single number, or if the
-            criterion divides it by the weight of its own class.
+        ValueError: when called, if one sample's loss is not a single number, if the
+            criterion divides it by the weight of its own class, or if a tensor has
+            another number of copies.
+
+    Reference: De et al., arXiv 2204.13650 (augmentation multiplicity).
 
     Example:
         >>> import torch
@@ -42,24 +57,94 @@ def sample_loss(fmodel: FunctionalModel, criterion: Criterion) -> LossFn:
         torch.Size([])
     """
     _check("sample_loss", fmodel, criterion)
-    return SampleLoss(fmodel, criterion)
+    if augmentations is not None:
+        [augmentations] = checks.whole(
+            "sample_loss", least=1, augmentations=augmentations
+        )
+    return SampleLoss(fmodel, criterion, augmentations)
 
 
 class SampleLoss(LossFn):
     """The result of `sample_loss`."""
 
-    def __init__(self, fmodel: FunctionalModel, criterion: Criterion) -> None:
+    def __init__(
+        self,
+        fmodel: FunctionalModel,
+        criterion: Criterion,
+        augmentations: int | None = None,
+    ) -> None:
         self._fmodel = fmodel
         self._criterion = criterion
+        self._augmentations = augmentations
 
     def __call__(self, params: Params, buffers: Buffers, /, *sample: Tree) -> Tensor:
         """Return the loss of one sample."""
         with modes.without_modes():  # which would see every op of these
             batch = map_tensors(lambda leaf: leaf.unsqueeze(0), sample)
+        if self._augmentations is not None:
+            return self.of_each(params, buffers, *batch)[0]
+        return self._of_one(params, buffers, batch)
+
+    def of_each(self, params: Params, buffers: Buffers, /, *samples: Tree) -> Tensor:
+        """Return the losses `[k]` of k samples, on all of which the model runs once."""
+        copies = self._augmentations
+        if copies is not None:
+            with modes.without_modes():
+                samples = map_tensors(partial(_copies, copies), samples)
+        count = len(tensors(samples)[0])
+        if self._criterion is None:  # the model's own loss may be any mean
+            parts = _rows(samples, count)
+            losses = [self._of_one(params, buffers, part) for part in parts]
+        else:
+            args, kwargs, target = _read("sample_loss", samples, self._criterion)
+            output = self._fmodel(params, buffers, *args, **kwargs)
+            losses = []
+            for part, own in zip(
+                _rows(output, count), _rows(target, count), strict=True
+            ):
+                _check_weights(self._criterion, own)
+                losses.append(_value("sample_loss", part, own, self._criterion))
+        values = torch.stack(losses)
+        return values if copies is None else values.unflatten(0, (-1, copies)).mean(1)
+
+    def _of_one(self, params: Params, buffers: Buffers, batch: Tree) -> Tensor:
+        with modes.without_modes():
             args, kwargs, target = _read("sample_loss", batch, self._criterion)
         _check_weights(self._criterion, target)
         output = self._fmodel(params, buffers, *args, **kwargs)
         return _value("sample_loss", output, target, self._criterion)
+
+
+def _copies(count: int, leaf: Tensor) -> Tensor:
+    """Put the copies of several samples in one dimension."""
+    if leaf.ndim == 1:  # a number for each sample
+        leaf = leaf.unsqueeze(1).expand(-1, count)
+    if leaf.shape[1] != count:
+        raise ValueError(
+            f"sample_loss(augmentations={count})(params, buffers, *sample): expected "
+            f"tensors of {count} copies, or a number, got shape "
+            f"{tuple(leaf.shape[1:])}. Stack the copies of a sample in front."
+        )
+    return leaf.flatten(0, 1)
+
+
+def _rows(tree: Tree, count: int) -> list[Tree]:
+    """Cut the tensors of a tree into batches of one."""
+    leaves = tensors(tree)
+    for leaf in leaves:
+        if not leaf.ndim or len(leaf) != count:
+            raise ValueError(
+                f"sample_loss: expected an output with one row for each of {count} "
+                f"inputs, got a tensor of shape {tuple(leaf.shape)}. Let the model "
+                f"keep the batch dimension."
+            )
+    cut = [iter(leaf.split(1)) for leaf in leaves]
+
+    def row() -> Tree:
+        parts = iter(cut)
+        return map_tensors(lambda _: next(next(parts)), tree)
+
+    return [row() for _ in range(count)]
 
 
 def batch_loss(fmodel: FunctionalModel, criterion: Criterion) -> "BatchLoss":
