@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import dp_accounting
 import numpy as np
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 import vgrad
 from tests.oracle import assert_exact
 from vgrad import optim
-from vgrad.dp import Plan, audit, secret_key
+from vgrad.dp import Plan, audit, noising, quantile_clip, secret_key
 from vgrad.factors import Sums
 from vgrad.training import TrainState, private_step, train_step
 
@@ -399,27 +400,66 @@ def test_a_plan_that_follows_another_is_audited_from_its_start():
     assert not result.exceeded
 
 
+@pytest.mark.parametrize(
+    "scheme", [noising.band_mf(3), noising.bisr(2), noising.blt(2)]
+)
+def test_the_claim_with_correlated_noise_is_a_gaussian_mechanism(scheme):
+    """Simulated: noise of steps is C^-1 Z, and a canary has its signs or is out."""
+    plan = Plan(1200, 0.1, 2.0, 0.7, 40, 1e-4, noise=scheme)
+    signs, weights, mu = audit._signal(plan)
+    steps, fitted = len(signs), plan.fitted
+    assert (signs[0], signs[-1], abs(signs).sum()) == (1, -1, 2)
+    rows = np.arange(steps)
+    inverse = np.where(
+        rows[:, None] < rows, 0, fitted.inverse(steps)[rows[:, None] - rows]
+    )
+    draws = np.random.default_rng(0).normal(0, 1, (steps, 10**5))
+    noise = 2.0 * fitted.sensitivity() * inverse @ draws
+    deviations = [plan.deviation(step) * 120 / 0.7 for step in range(steps)]
+    assert noise.std(1) == pytest.approx(deviations, rel=0.01)
+    out = weights @ noise
+    assert out.std() == pytest.approx(1, rel=0.01)
+    assert weights @ signs == pytest.approx(mu)
+    # No test of the steps is better than that, and separated steps have no larger mu.
+    best = signs @ np.linalg.inv(np.cov(noise)) @ signs
+    assert mu**2 == pytest.approx(best, rel=0.02)
+    assert mu <= math.sqrt(2) / 2 + 1e-9 or plan.sampling == "fixed_order"
+
+
 def refused_calls():
     plan, step, state = digits_step(0.5)
     other = dataclasses.replace(plan, noise_multiplier=9.0)
     one, _, _ = digits_step(0.5, steps=1)
     silent = dataclasses.replace(plan, noise_multiplier=0.0)
+    adaptive = dataclasses.replace(plan, max_norm=quantile_clip())
+    made_for = lambda plan: SimpleNamespace(source=SimpleNamespace(plan=plan))  # noqa: E731
     plain = train_step(lambda params, buffers, x: x.sum(), optim.sgd(0.1))
-    made = {
-        each: private_step(lambda params, buffers, x: x.sum(), optim.sgd(0.1), each)
-        for each in (one, silent)
-    }
     return [
         (other, step, state, 500, TypeError, "makes with this plan"),
         (plan, plain, state, 500, TypeError, "got a TrainingStep"),
         (plan, None, state, 500, TypeError, "got a NoneType"),
-        (one, made[one], state, 500, ValueError, "two steps at least, .* and 1 steps"),
-        (silent, made[silent], state, 500, ValueError, "noise_multiplier of 0.0"),
+        (
+            one,
+            made_for(one),
+            state,
+            500,
+            ValueError,
+            "two steps at least, .* and 1 steps",
+        ),
+        (silent, made_for(silent), state, 500, ValueError, "noise_multiplier of 0.0"),
         (plan, step, state, 50, ValueError, "canaries=50.*expected a whole number"),
+        (
+            adaptive,
+            made_for(adaptive),
+            state,
+            500,
+            ValueError,
+            "a fixed max_norm, got one",
+        ),
     ]
 
 
-@pytest.mark.parametrize("place", range(6))
+@pytest.mark.parametrize("place", range(7))
 def test_audits_that_show_nothing_are_refused(place):
     plan, step, state, canaries, kind, message = refused_calls()[place]
     with pytest.raises(kind, match=message):

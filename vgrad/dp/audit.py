@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from vgrad import batches, checks
+from vgrad.dp.adaptive import QuantileClip
 from vgrad.dp.plan import Plan, as_digest, spent_under
 from vgrad.generators import block, fold_in, secret_key, stream
 from vgrad.report import Report, table
@@ -346,11 +347,17 @@ def audit_step(
 ) -> Audit:
     """Audit a step of a plan, as `Plan.audit` says."""
     function, start = "Plan.audit", plan.earlier_steps
-    if getattr(getattr(step, "source", None), "plan", None) != plan:
+    source: Any = getattr(step, "source", None)
+    if getattr(source, "plan", None) != plan:
         raise TypeError(
             f"{function}(step): expected the step that private_step(loss, tx, plan) "
             f"makes with this plan, or vgrad.compile or data_parallel of it, got a "
             f"{type(step).__name__}."
+        )
+    if isinstance(plan.max_norm, QuantileClip):
+        raise ValueError(
+            f"{function}: expected a plan with a fixed max_norm, got one that adapts "
+            f"it. Audit its step with the number that it starts from."
         )
     if plan.noise_multiplier == 0 or plan.steps - start < 2:
         raise ValueError(
@@ -358,13 +365,16 @@ def audit_step(
             f"noise_multiplier of {plan.noise_multiplier} and {plan.steps - start} "
             f"steps."
         )
+    signs, weights, mu = _signal(plan)
+    if batch and abs(weights.sum()) > 1e-9:
+        raise ValueError(
+            f"{function}(batch): expected independent noise, with which samples that "
+            f"are in all steps cancel, got {plan.noise.scheme!r}. Leave batch out."
+        )
     [count] = checks.whole(function, least=4 * _FEW, canaries=canaries)
     _check(function, significance)
-    key = step.reduce.agreed(secret_key(seed=seed))
-    made, options = (
-        Canaries.drawn(state.params, count, key),
-        step.source.transform.options,
-    )
+    key, options = step.reduce.agreed(secret_key(seed=seed)), source.transform.options
+    made = Canaries.drawn(state.params, count, key)
     loss = made.loss(options.loss if batch else None, has_aux=options.has_aux)
     chunk: Any = options.chunk_size or plan.dataset_size
     if chunk != "auto":
@@ -373,29 +383,30 @@ def audit_step(
     real = batches.read(function, batch).size if batch else 0
     most = max(2 * round(plan.expected_batch_size), _ROUND)
     most = min(most, plan.largest_batch or plan.dataset_size)
-    scores: list[Tensor] = []
+    score, digest = torch.zeros(count, dtype=torch.float64), spent_under(plan, start)
+    fresh = state._replace(
+        step=torch.full_like(state.step, start),
+        plan_digest=as_digest(digest).to(state.plan_digest.device),
+    )
     for rows in torch.arange(count).split(max(1, most - real)):
-        fresh = state._replace(
-            key=fold_in(key, "noise", len(scores)),
-            step=torch.full_like(state.step, start),
-            plan_digest=as_digest(spent_under(plan, start)).to(
-                state.plan_digest.device
-            ),
-        )
+        fresh = fresh._replace(key=fold_in(key, "noise", int(rows[0])))
         inside = rows[made.coins[rows]]
-        signed = [made.batch(inside, sign * plan.max_norm, batch) for sign in (1, -1)]
-        first, second = step.noisy_gradients(loss, fresh, signed, chunk_size=chunk)
-        scores.append(made.scores(rows, first) - made.scores(rows, second))
-    # Both signs of a canary, and the noise of two steps.
-    unit = plan.noise_multiplier * plan.max_norm / plan.expected_batch_size
-    score, coins = torch.cat(scores) / (unit * math.sqrt(2)), made.coins
-    mu, bounds = math.sqrt(2) / plan.noise_multiplier, {}
+        given = [
+            made.batch(inside if sign else rows[:0], sign * plan.max_norm, batch)
+            for sign in signs
+        ]
+        grads = step.noisy_gradients(loss, fresh, given, chunk_size=chunk)
+        for weight, grad in zip(weights, grads, strict=True):
+            score[rows] += weight * made.scores(rows, grad)
+    score /= plan.max_norm / plan.expected_batch_size
+    sides = score[made.coins], score[~made.coins]
+    bounds = {}
     for name, some in made.groups.items():
-        share = significance / 4 / (1 if name == "all" else len(made.groups) - 1)
-        sides = score[some & coins], score[some & ~coins]
-        if min(map(len, sides)) >= _FEW:
-            bounds[name] = gaussian(*sides, significance=share)
-    sides, guesses = (score[coins], score[~coins]), guesses or (count // 8, count // 8)
+        parts = score[some & made.coins], score[some & ~made.coins]
+        if min(map(len, parts)) >= _FEW:
+            share = significance / (4 if name == "all" else 4 * len(made.groups) - 4)
+            bounds[name] = gaussian(*parts, significance=share)
+    guesses = guesses or (count // 8, count // 8)
     half = {"delta": plan.delta, "significance": significance / 2}
     return Audit(
         mu=max(bounds.values(), key=lambda bound: bound.value),
@@ -408,6 +419,26 @@ def audit_step(
         excluded=sides[1],
         private=batch is not None,
     )
+
+
+def _signal(plan: Plan) -> tuple[np.ndarray, np.ndarray, float]:
+    """Return signs of a canary in the steps of a round, their weights, and mu.
+
+    Plus in the first step and minus in the last one, s, with steps in between through
+    which the noise is correlated. Multiplied by C, the gradients are C s with a noise
+    of one deviation, and their best test is the product with C s.
+    """
+    last = min(plan.noise.size, plan.steps - plan.earlier_steps - 1)
+    column, unit = np.eye(1, last + 1)[0], plan.noise_multiplier
+    if plan.noise.scheme != "independent":
+        column = plan.fitted.column(last + 1)
+        unit *= plan.fitted.sensitivity()
+    rows = np.arange(last + 1)
+    matrix = np.where(rows[:, None] < rows, 0.0, column[rows[:, None] - rows])
+    signs = 1.0 * (rows == 0) - (rows == last)
+    signal = matrix @ signs
+    length = float(np.linalg.norm(signal))
+    return signs, matrix.T @ signal / (length * unit), length / unit
 
 
 class Block(NamedTuple):
