@@ -19,6 +19,7 @@ from vgrad.dp.adaptive import QuantileClip
 from vgrad.dp.noise import Noise, Streams, check_sensitivity, gaussian_noise
 from vgrad.dp.noising import Fitted, Noising, independent
 from vgrad.dp.sampling import (
+    Batch,
     PoissonBatchSampler,
     StepBatches,
     cyclic_sample,
@@ -27,6 +28,7 @@ from vgrad.dp.sampling import (
     random_groups,
     random_order,
 )
+from vgrad.dp.units import Units, units_of
 from vgrad.typing import Params
 
 MECHANISM = "Gaussian noise on clipped sums of Poisson batches"
@@ -587,6 +589,14 @@ class Plan:
         """Draw the batch of one step. -> indices of samples or units, int64 [B]."""
         return self._drawing(self._subkey(key))(step)
 
+    def drawing(self, key: Tensor, units: Units | None) -> Callable[[int], Batch]:
+        """Return the batches of steps, of whole units where a plan has any."""
+        key, count = self._subkey(key), self.samples_per_unit
+        draw = self._drawing(key)
+        if units is None or count is None:
+            return draw
+        return lambda step: units.of_batch(draw(step), count, key=key, step=step)
+
     def _drawing(self, key: Tensor) -> Callable[[int], Tensor]:
         """Return the batches of steps, as a function of the step."""
         size, rate = self.dataset_size, self.sampling_rate
@@ -602,7 +612,7 @@ class Plan:
         run = groups, bands, rate
         return lambda step: cyclic_sample(*run, step=step, first=start, **options)
 
-    def sampler(self, state: Any) -> StepBatches:
+    def sampler(self, state: Any, units: Any = None) -> StepBatches:
         """Return the batches from the state's step to the last one, for one pass.
 
         The state is a `TrainState`, a `PrivateGradients` or anything else with a `key`
@@ -611,9 +621,13 @@ class Plan:
         pad them to a fixed length, or use a mask, since padding to the longest of a
         batch breaks the bound.
 
+        A plan of units, with `samples_per_unit`, draws from `units`: `dp.Units`, or one
+        id for each sample. Which samples of a unit a batch has follows from the key,
+        the step and the unit's id. `dp.unit_loader` takes such a sampler.
+
         Raises:
             ValueError: the state has taken more steps than the plan has, or has spent
-                under another plan.
+                under another plan, or units are not those that the plan counts.
         """
         if not (hasattr(state, "key") and hasattr(state, "step")):
             raise TypeError(
@@ -623,14 +637,18 @@ class Plan:
             )
         digest, step = getattr(state, "plan_digest", None), int(state.step)
         check_spent("Plan.sampler(state)", self, digest, step)
+        units = units_of("Plan.sampler(state, units)", self, units)
         run, key = (self.dataset_size, self.steps), self._subkey(state.key)
-        if self.sampling == "poisson":
+        if units is None and self.sampling == "poisson":
             options: Any = {"start": step, "max_batch_size": self.max_batch_size}
             size, steps = run
             run = size, self.sampling_rate, steps
             return PoissonBatchSampler(*run, key=key, **options)
         place = repr(self.sampling_rate), *self._kinds
-        return StepBatches(self._drawing(key), *run, step, key=key, place=place)
+        if units is not None:
+            place += (units.digest,)
+        draw = self.drawing(state.key, units)
+        return StepBatches(draw, *run, step, key=key, place=place)
 
     def add_noise(
         self,
