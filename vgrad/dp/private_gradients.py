@@ -38,14 +38,7 @@ from vgrad.generators import (
     torch_seed,
 )
 from vgrad.persample.clipped import ClippedGradFn, clipped_grad
-from vgrad.tree import (
-    map_values,
-    tensors,
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
-    widened,
-)
+from vgrad.tree import map_values, tree_flatten, tree_leaves, tree_unflatten, widened
 from vgrad.typing import Buffers, ChunkSize, Params, Randomness, Strategy, Tree
 
 _INSTEAD = {
