@@ -1,7 +1,7 @@
 """Units of privacy: persons or groups, all samples of which count as one.
 
-The gradient of a unit is that of the mean loss of its samples. U units, k samples of
-each.
+A unit has one loss, the mean over its samples, whose gradient is clipped. U units, k
+samples of each.
 """
 
 import hashlib
