@@ -627,7 +627,7 @@ class Plan:
 
         Raises:
             ValueError: the state has taken more steps than the plan has, or has spent
-                under another plan, or units are not those that the plan counts.
+                under another plan, or the plan counts other units.
         """
         if not (hasattr(state, "key") and hasattr(state, "step")):
             raise TypeError(
