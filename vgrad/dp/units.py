@@ -7,7 +7,7 @@ samples of each.
 import hashlib
 import math
 from collections.abc import Callable, Collection
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -97,7 +97,7 @@ class Units:
         """The samples that belong to a unit, ascending."""
         return sorted(row for rows in self._rows for row in rows)
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """A hash of the ids."""
         text = repr([self._ids, self._rows]).encode()
