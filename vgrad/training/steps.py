@@ -7,10 +7,14 @@ gradients are not finite keep their old values, running statistics of batch norm
 included, which are buffers of each member. E members.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NamedTuple
 
 import torch
@@ -30,6 +34,7 @@ from vgrad.functional.losses import SampleLoss, check_loss, gradient
 from vgrad.generators import Tag
 from vgrad.memory import disjoint
 from vgrad.optim.base import GradientTransformation, check_transformation
+from vgrad.optim.private import scales_of, unscaled
 from vgrad.persample.clipped import clipped_grad
 from vgrad.persample.grad import weighted_grad
 from vgrad.precision import (
@@ -42,6 +47,7 @@ from vgrad.precision import (
 )
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.torch_private import modes
+from vgrad.training import saved
 from vgrad.training.state import (
     EnsembleState,
     Metrics,
@@ -66,6 +72,7 @@ from vgrad.typing import (
     Params,
     Passes,
     Randomness,
+    Scales,
     Strategy,
     Tree,
 )
@@ -84,6 +91,7 @@ class Gradients(NamedTuple):
     metrics: Metrics  # all but the loss and aux
     changes: dict[str, Any]  # other fields of the next state
     noise: Noise | None = None  # to be added to the gradients
+    scales: Scales = MappingProxyType({})  # by which their noisy sum is divided
 
 
 class StepReducer:
@@ -96,6 +104,24 @@ class StepReducer:
         """Yield the step of this process, and tags of its random numbers."""
         check_state(f"{step.name}(...)", state, step.source.kind)
         yield step, ()
+
+    def of(self, step: "TrainingStep") -> "StepReducer":
+        """Return the processes of another step."""
+        return self
+
+    def agreed(self, key: Tensor) -> Tensor:
+        """Return one key for all processes."""
+        return key
+
+    def share(self, batch: Tree) -> Tree:
+        """Return the samples of this process."""
+        return batch
+
+    def reloaded(self, state: Any) -> Any:
+        """Save a state, and load it."""
+        with TemporaryDirectory() as parent:
+            saved.save(Path(parent, "state"), state)
+            return saved.load(Path(parent, "state"), state)
 
     def execution(self, captures: Any) -> Any:
         """Return how a compiled step runs."""
@@ -139,6 +165,39 @@ class TrainingStep(Generic[State]):
         """The step without other processes, one object for all its graphs."""
         return replace(self, reduce=ONE_PROCESS)
 
+    def noisy_gradients(
+        self,
+        loss: LossFn,
+        state: Any,
+        batches: Sequence[tuple],
+        *,
+        chunk_size: int | None,
+    ) -> list[Params]:
+        """Take private steps of another loss, and return the noisy gradients of each.
+
+        The state is saved and loaded before the last one. Batches are of all processes.
+        """
+        if scales_of(state.optimizer):
+            raise ValueError(
+                "Plan.audit(step): expected a step whose optimizer takes gradients as "
+                "they are, got one that scales them before they are clipped. Audit the "
+                "step with the optimizer inside of scale_then_privatize."
+            )
+        transform = self.source.transform.with_loss(loss, chunk_size)
+        source: Any = replace(self.source, transform=transform, has_aux=False)
+        step = replace(self, source=source, tx=_RECORDER, has_aux=False)
+        step = replace(step, reduce=self.reduce.of(step), execute=copy(self.execute))
+        state = state._replace(optimizer=_RECORDER.init(state.params))
+        found, parts = [], [step.reduce.share(batch) for batch in batches]
+        for number, batch in enumerate(parts, start=1):
+            if number == len(parts):
+                state = step.reduce.reloaded(state)
+            if step.execute is not run_eager:  # a first call is captured, and not run
+                step(state, *batch)
+            state, _ = step(state, *batch)
+            found.append(state.optimizer)
+        return found
+
     def __call__(self, state: State, /, *batch: Tree) -> tuple[State, Metrics]:
         """Take a step."""
         old: Any = state
@@ -181,7 +240,7 @@ class TrainingStep(Generic[State]):
             if getattr(execute, "compiles", False):
                 drawn = found.noise.drawn(grads)
             if drawn is None:
-                grads = found.noise.added(grads)
+                grads = unscaled(found.noise.added(grads), found.scales)
             elif donate:  # no graph can write into the state
                 grads = execute(Drawn.added, drawn, grads)
         arguments = self.tx, grads, state.optimizer, state.params
@@ -189,7 +248,7 @@ class TrainingStep(Generic[State]):
             loss, aux = map_tensors(Tensor.clone, (loss, aux))  # they may be parameters
             params, optimizer = optim.step(*arguments, donate=True)
         elif drawn is not None:
-            params, optimizer = execute(noisy_step, drawn, *arguments)
+            params, optimizer = execute(noisy_step, drawn, found.scales, *arguments)
         else:
             params, optimizer = execute(optim.step, *arguments)
         new = params, found.buffers, optimizer
@@ -202,15 +261,23 @@ class TrainingStep(Generic[State]):
         return state._replace(**fields, **found.changes), metrics
 
 
+_RECORDER = GradientTransformation(
+    lambda params: map_values(torch.zeros_like, params),
+    lambda grads, state, params=None: (dict.fromkeys(grads), dict(grads)),
+)
+"""Leaves parameters as they are, and keeps gradients as its state."""
+
+
 def noisy_step(
     noise: Drawn,
+    scales: Scales,
     tx: GradientTransformation,
     grads: Params,
     state: Tree,
     params: Params,
 ) -> tuple[Params, Tree]:
     """Add noise to gradients, and take a step, as one function of tensors."""
-    return optim.step(tx, noise.added(grads), state, params)
+    return optim.step(tx, unscaled(noise.added(grads), scales), state, params)
 
 
 def _without_key(state: Any) -> Any:
@@ -330,6 +397,8 @@ class PrivateSource(Source):
         scale, compute = state.loss_scale, self.transform
         if is_scaled(scale):
             compute = compute.with_loss_scale(scale)
+        if scales := scales_of(state.optimizer):
+            compute = compute.with_scales(scales)
         result = compute(state.params, state.buffers, *batch)
         result, aux = result if self.has_aux else (result, None)
         place: dict[str, Any] = {"key": state.key, "step": taken}
@@ -345,7 +414,7 @@ class PrivateSource(Source):
         noise = plan.step_noise(compute.sensitivity, self.streams, **place)
         loss = widened(result.losses).mean()
         found = result.grads, loss, state.buffers, aux, (), metrics, changes
-        return Gradients(*found, noise)
+        return Gradients(*found, noise, scales)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
