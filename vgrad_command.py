@@ -82,18 +82,22 @@ def one_of(names: Collection[str]) -> Kind:
 SCHEME = Kind(
     "independent, or a scheme and its size, such as band-mf:4, bisr:4, band-inv-mf:4 "
     "or blt:2",
-    lambda value: isinstance(value, str)
-    and bool(
-        re.fullmatch(
-            "independent|(bisr|band-inv-mf|band-mf|blt):[1-9][0-9]{0,2}", value
+    lambda value: (
+        isinstance(value, str)
+        and bool(
+            re.fullmatch(
+                "independent|(bisr|band-inv-mf|band-mf|blt):[1-9][0-9]{0,2}", value
+            )
         )
     ),
 )
 
 LARGEST = Kind(
     "a whole number above zero, auto or none",
-    lambda value: isinstance(value, str)
-    and bool(re.fullmatch("none|auto|[1-9][0-9]{0,9}", value)),
+    lambda value: (
+        isinstance(value, str)
+        and bool(re.fullmatch("none|auto|[1-9][0-9]{0,9}", value))
+    ),
 )
 
 
