@@ -279,6 +279,7 @@ class Plan:
         batch_size: int | None = None,
         epochs: int | None = None,
         accountant: accounting.Accountant = "pld",
+        releases: int = 1,
         **fields: Any,
     ) -> "Plan":
         """Make the plan with the least noise whose epsilon is at most `epsilon`.
@@ -286,7 +287,7 @@ class Plan:
         Pass either `sampling_rate` and `steps`, or the expected `batch_size` and
         `epochs`, each of `round(dataset_size / batch_size)` steps at the rate
         `batch_size / dataset_size` (`.steps_per_epoch`). Other fields of the plan, such
-        as `noise` and `max_batch_size`, are passed on.
+        as `noise` and `max_batch_size`, are passed on; `releases` is as in `epsilon`.
 
         Raises:
             ValueError: as `noise_multiplier_for` and `Plan`.
@@ -333,19 +334,21 @@ class Plan:
             if epochs is not None:
                 numbers["steps"] = epochs * plan.steps_per_epoch
                 plan = cls(noise_multiplier=1.0, **numbers)
-            noise = plan._least_noise(epsilon)
+            noise = plan._least_noise(epsilon, releases)
             if automatic:
-                most = _least_batch(replace(plan, noise_multiplier=noise))
+                most = _least_batch(replace(plan, noise_multiplier=noise), releases)
                 numbers["max_batch_size"] = most
-                noise = cls(noise_multiplier=1.0, **numbers)._least_noise(epsilon)
+                plan = cls(noise_multiplier=1.0, **numbers)
+                noise = plan._least_noise(epsilon, releases)
         return cls(noise_multiplier=noise, **numbers)
 
-    def _least_noise(self, epsilon: float) -> float:
+    def _least_noise(self, epsilon: float, releases: int) -> float:
         """Return the least noise multiplier for the budget; the plan's own is 1."""
         call = f"Plan.for_epsilon({epsilon=}, delta={self.delta}, sampling_rate="
         call += f"{self.sampling_rate}, steps={self.steps}, accountant="
         call += f"{self.accountant!r})"
         [kind] = self.account(self.steps)
+        kind = kind._replace(steps=kind.steps * releases)
         rest = epsilon, self.delta, self.accountant
         return accounting.least_noise(call, kind, *rest)
 
@@ -515,16 +518,22 @@ class Plan:
         row = self.fitted.row_norms(self._own_steps)[step - self.earlier_steps]
         return scale * self.fitted.sensitivity() * float(row)
 
-    def epsilon(self, steps: int | None = None) -> float:
+    def epsilon(self, steps: int | None = None, *, releases: int = 1) -> float:
         """Return the epsilon spent after `steps` steps; after all of them by default.
 
         Steps of plans before are included. It is about data sets of the relation
         `neighbours`, and compares with no bound for another one.
 
+        Args:
+            releases: the runs of the plan on the same data that are released together,
+                each with a key of its own, such as the members of an ensemble.
+
         Raises:
             ValueError: `steps` is above the steps of the plan.
         """
         account = self.account(self._counted("Plan.epsilon", steps))
+        [releases] = checks.whole("Plan.epsilon", least=1, releases=releases)
+        account = [each._replace(steps=each.steps * releases) for each in account]
         return accounting.composed(account, self.delta, self.accountant)
 
     def _counted(self, function: str, steps: int | None) -> int:
@@ -851,9 +860,9 @@ def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) ->
 
 
 @functools.cache
-def _least_batch(plan: Plan) -> int:
+def _least_batch(plan: Plan, releases: int = 1) -> int:
     """Return the least `max_batch_size` that costs at most 1 % of epsilon."""
-    most = _PRICE_OF_AUTO * plan.epsilon()
+    most = _PRICE_OF_AUTO * plan.epsilon(releases=releases)
     sampled = plan.dataset_size
     if plan.sampling != "poisson":
         sampled = -(-sampled // plan.noise.size)
@@ -863,6 +872,7 @@ def _least_batch(plan: Plan) -> int:
     middle = math.ceil(mean + 7 * math.sqrt(mean))
     while low < high:
         middle = middle if low < middle < high else (low + high) // 2
-        fits = replace(plan, max_batch_size=middle).epsilon() <= most
+        cut = replace(plan, max_batch_size=middle)
+        fits = cut.epsilon(releases=releases) <= most
         low, high = (low, middle) if fits else (middle + 1, high)
     return high
