@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from vgrad import batches, checks
+from vgrad.dp.adaptive import count_below
 from vgrad.dp.grouped import Augment, Grouped
 from vgrad.dp.noise import Noise, NoiseHistory, Streams
 from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
@@ -195,8 +196,10 @@ class PrivateGradients:
         self._options |= {"randomness": randomness}
         self._clipped, self._function = self._clip(), self._live.function
         self._sums: Params = {}
+        self._below: Any = 0.0  # the count of norms below a bound that adapts
         self._history: Tree = ()  # of the noise
-        self._streams = Streams()
+        self._max_norm: Tree = ()  # of the next step, where it adapts
+        self._streams, self._counts = Streams(), Streams()
 
     @property
     def model(self) -> nn.Module:
@@ -212,6 +215,11 @@ class PrivateGradients:
     def step(self) -> int:
         """The number of logical batches that were released."""
         return self._run.step
+
+    @property
+    def max_norm(self) -> Tensor | None:
+        """The bound of the next step where the plan's adapts, float64 `[]`."""
+        return self._bound(self._max_norm, self.step)
 
     @property
     def plan_digest(self) -> Tensor:
@@ -263,18 +271,24 @@ class PrivateGradients:
             with torch.no_grad(), kept_random_state(params.values()):
                 set_seed(seed, params.values())
                 batch = self._with_mask(pending, batch)
-                result = self._live.run(self._clipped, params, buffers, *batch)
-        sums, noisy, history = result.grads, None, ()
+                clipped, max_norm = self._clipped, self.max_norm
+                if max_norm is not None:
+                    clipped = clipped.with_max_norm(max_norm)
+                result = self._live.run(clipped, params, buffers, *batch)
+        sums, noisy, kept = result.grads, None, ()
+        below = count_below(result) + (self._below if pending.number else 0.0)
         if pending.number:
             sums = map_values(torch.add, self._sums, sums)
         elif not pending.last:
             sums = map_values(Tensor.double, sums)
         if pending.last:
             total = {name: sums[name].to(x.dtype) for name, x in result.grads.items()}
-            noisy, history = self._noise(self.key, self.step, self._history).advanced(
-                total
-            )
-        self._commit(pending, sums, noisy, history)
+            noise = self._noise(self.key, self.step, self._history, max_norm)
+            noisy, history = noise.advanced(total)
+            place: Any = {"key": self.key, "step": self.step}
+            own = max_norm, below, self._counts
+            kept = history, self.plan.next_max_norm(*own, **place)
+        self._commit(pending, (sums, below), noisy, kept)
         return {
             "loss": widened(result.losses).mean(),
             "samples": torch.tensor(len(result.losses)),
@@ -310,14 +324,17 @@ class PrivateGradients:
     def state_dict(self) -> dict[str, Any]:
         """Return the key, the step and the plan, from which a run can be resumed.
 
-        Noise that is correlated over steps has its history too. It is as secret as the
+        Noise that is correlated over steps has its history too, and a bound that adapts
+        is there. It is as secret as the
         data: noise can be removed with the key. Save it between logical batches,
         together with the module and the optimizer.
         """
-        plan, noise = asdict(self.plan), {}
+        plan, noise = asdict(self.plan), dict[str, Any]()
         if self._history:
             buffers = [*map(dict, self._history.buffers)]  # a list of dictionaries
-            noise = {"noise": {**self._history._asdict(), "buffers": buffers}}
+            noise["noise"] = {**self._history._asdict(), "buffers": buffers}
+        if isinstance(self._max_norm, Tensor):
+            noise["max_norm"] = self._max_norm.clone()
         return {"key": self.key.clone(), "step": self.step, "plan": plan, **noise}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -334,7 +351,7 @@ class PrivateGradients:
                 with more steps, or made by `Plan.after`, may continue it.
         """
         function = "PrivateGradients.load_state_dict(state)"
-        if {"key", "step", "plan"} != set(state) - {"noise"}:
+        if {"key", "step", "plan"} != set(state) - {"noise", "max_norm"}:
             raise ValueError(
                 f"{function}: expected 'key', 'step' and 'plan', as state_dict() "
                 f"returns them, got {checks.listed(state) or 'nothing'}. The state of "
@@ -364,9 +381,12 @@ class PrivateGradients:
             checks.dictionaries(function, noise=state["noise"])
             checks.names(f"{function}['noise']", NoiseHistory._fields, state["noise"])
             history = NoiseHistory(**state["noise"])
+        max_norm: Any = state.get("max_norm", ())
         if step < self.plan.steps:
-            history = self._noise(state["key"], step, history).history
+            max_norm = self._bound(max_norm, step)
+            history = self._noise(state["key"], step, history, max_norm).history
         self._run.key, self._history = state["key"].cpu().clone(), history
+        self._max_norm = () if max_norm is None else max_norm
         self._run.step, self._run.process = step, os.getpid()
         self.loader.restart()
         self._guard.reset()
@@ -385,12 +405,11 @@ class PrivateGradients:
         return batch
 
     def _clip(self) -> ClippedGradFn:
-        bound: Any = self.plan.max_norm
         copies = {"augmentations": self._copies}
         loss = sample_loss(self._live.function, self._criterion, **copies)
         return clipped_grad(
             loss if self._run.units is None else UnitLoss(loss),
-            max_norm=bound,
+            max_norm=self.plan.first_max_norm,
             normalize_by=self.plan.expected_batch_size,
             **self._options,
         )
@@ -422,32 +441,47 @@ class PrivateGradients:
             )
         return pending
 
-    def _noise(self, key: Tensor, step: int, history: Tree) -> Noise:
-        own = self._clipped.sensitivity, self._streams
-        return self.plan.step_noise(*own, key=key, step=step, history=history)
+    def _bound(self, known: Tree, step: int) -> Tensor | None:
+        """Return the bound of a step on the module's device, None if it is fixed."""
+        device = next(iter(self._live.parameters.values())).device
+        bound = self.plan.max_norm_of(known, device, step=step)
+        return None if bound is None else bound.to(device)
+
+    def _noise(
+        self, key: Tensor, step: int, history: Tree, max_norm: Tensor | None
+    ) -> Noise:
+        clipped = self._clipped
+        if max_norm is not None:
+            clipped = clipped.with_max_norm(max_norm)
+        place: Any = {"key": key, "step": step, "max_norm": max_norm}
+        own = clipped.sensitivity, self._streams
+        return self.plan.step_noise(*own, **place, history=history)
 
     def _commit(
         self,
         batch: PhysicalBatch,
-        sums: Params,
+        partial: tuple[Params, Tensor],
         noisy: Params | None,
-        history: Tree,
+        kept: tuple[Tree, ...],
     ) -> None:
         # All or, on error, nothing.
         params = [*self._live.parameters.values()]
         grads, guard = [x.grad for x in params], vars(self._guard).copy()
-        before, step = (self._sums, self._history), self.step
+        before, step = (self._sums, self._below), self.step
+        of_step = self._history, self._max_norm
         try:
-            self.loader.pending, self._sums = None, sums  # the batch is not used twice
+            self.loader.pending = None  # the batch is not used twice
+            self._sums, self._below = partial
             if batch.number == 0:
                 self._guard.begin()
             if noisy is not None:
                 self._sums, self._run.step = {}, step + 1
-                self._history = history
+                self._history, self._max_norm = kept
                 write_grads_(self._live.model, noisy)
                 self._guard.release()
         except BaseException:
-            self.loader.pending, (self._sums, self._history) = batch, before
+            self.loader.pending, (self._sums, self._below) = batch, before
+            self._history, self._max_norm = of_step
             self._run.step = step
             for parameter, grad in zip(params, grads, strict=True):
                 parameter.grad = grad

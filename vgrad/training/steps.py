@@ -24,6 +24,7 @@ from vgrad import batches, optim
 from vgrad.checks import Patterns
 from vgrad.conditions import checks_collected
 from vgrad.devices import is_host
+from vgrad.dp.adaptive import count_below
 from vgrad.dp.noise import Drawn, Noise, Streams
 from vgrad.dp.plan import Plan, as_digest, check_spent
 from vgrad.dp.units import UnitLoss, check_units
@@ -384,6 +385,7 @@ class PrivateSource(Source):
     plan: Plan
     has_aux: bool
     streams: Streams = field(default_factory=Streams)
+    counts: Streams = field(default_factory=Streams)  # of a bound that adapts
 
     def __call__(self, state: TrainState, batch: tuple) -> Gradients:
         """Compute the clipped sum of a batch, and the noise for it."""
@@ -408,10 +410,13 @@ class PrivateSource(Source):
             compute = compute.with_loss_scale(scale)
         if scales := scales_of(state.optimizer):
             compute = compute.with_scales(scales)
+        device = device_of(state.params)
+        max_norm = plan.max_norm_of(state.max_norm, device, step=taken)
+        if max_norm is not None:
+            compute = compute.with_max_norm(max_norm)
         result = compute(state.params, state.buffers, *batch)
         result, aux = result if self.has_aux else (result, None)
         place: dict[str, Any] = {"key": state.key, "step": taken}
-        place["history"] = state.noise
         metrics = {
             "samples": torch.tensor(len(result.losses)),
             "clipped": result.clipped,
@@ -420,7 +425,11 @@ class PrivateSource(Source):
         changes = {
             "plan_digest": as_digest(identity).to(state.plan_digest.device),
             "loss_scale": scale.adjust(result.nonfinite == 0),
+            "max_norm": plan.next_max_norm(
+                max_norm, count_below(result), self.counts, **place
+            ),
         }
+        place |= {"history": state.noise, "max_norm": max_norm}
         noise = plan.step_noise(compute.sensitivity, self.streams, **place)
         loss = widened(result.losses).mean()
         found = result.grads, loss, state.buffers, aux, (), metrics, changes
@@ -699,10 +708,9 @@ def private_step(
                 "plan of units, whose loss is a mean over samples. Leave has_aux out."
             )
         loss = UnitLoss(loss)
-    bound: Any = plan.max_norm
     clipped = clipped_grad(
         with_policy(policy, loss),
-        max_norm=bound,
+        max_norm=plan.first_max_norm,
         normalize_by=plan.expected_batch_size,
         passes=passes,
         strategy=strategy,
