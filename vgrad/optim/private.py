@@ -74,9 +74,9 @@ def scale_then_privatize(
         state, own = moments.init(params), inner.init(params)
         if states_of(own, has_deviation):
             raise ValueError(
-                "scale_then_privatize(adam_bc(...)): expected an optimizer for noise "
-                "of any size, got one for noise of one deviation, where that of an "
-                "entry follows from its scale. Take adam, or adam_bc without scales."
+                "scale_then_privatize(adam_bc(...)): expected an optimizer without a "
+                "deviation, got one with the same for all entries, whose noise differs "
+                "by their scales. Take adam, or adam_bc alone."
             )
         return ScalingState(state, _scales(state, params, eps), own)
 
