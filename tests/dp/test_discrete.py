@@ -5,6 +5,7 @@ import itertools
 import math
 from fractions import Fraction
 
+import mpmath
 import numpy as np
 import pytest
 import torch
@@ -70,6 +71,24 @@ def test_events_of_several_chains_need_all_of_them():
         True,
         False,
     ]
+
+
+@pytest.mark.parametrize("bits", [64, 128])
+def test_thresholds_are_probabilities_rounded_down(bits):
+    with mpmath.workprec(400):
+        weights = [mpmath.exp(-mpmath.mpf(v * v) / 2) for v in range(60)]
+        for v, found in enumerate(discrete._thresholds(bits)):
+            assert found == mpmath.floor(sum(weights[: v + 1]) / sum(weights) * 2**bits)
+    assert v >= 10
+
+
+def test_more_words_decide_where_one_does_not():
+    table, more = discrete._thresholds(64), discrete._thresholds(128)
+    # Words below, at and above the threshold between 1 and 2, and the largest one.
+    words = [table[1] - 1, table[1], table[1], table[1], table[1] + 1, 2**64 - 1]
+    last = more[1] - (table[1] << 64)
+    some = script(words, [last - 1], [last + 1], [last], [0], [0])
+    assert discrete.deviations(6, some).tolist() == [1, 1, 2, 1, 2, 9]
 
 
 @functools.cache

@@ -27,9 +27,12 @@ and a number of noise about a third of a microsecond of a processor, some 70 tim
 long as by `vgrad/dp/noise.py`; it is drawn on the host.
 """
 
+import functools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal, localcontext
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -283,26 +286,43 @@ def gaussian(count: int, take: Take, bits: int = BITS) -> np.ndarray:
 
     s is 2^bits, from 2 to 2^24. Of |x| = s v + u with u < s, v comes with a probability
     proportional to `exp(-v^2 / 2)`, and stays with `exp(-v u / s - u^2 / 2 s^2)`, as in
-    Karney's algorithm for normal numbers (arXiv 1303.6257). All of these have bits that
-    end, and are compared with words bit by bit.
+    Karney's algorithm for normal numbers (arXiv 1303.6257). The exponents have bits
+    that end, so each probability can be compared with words bit by bit.
     """
     found = np.empty(0, np.int64)
-    half = 2 ** (_FRACTION - 1)
     while len(found) < count:
-        tries = 2 * (count - len(found)) + 64  # half of them stay
-        wholes, left = np.zeros(tries, np.int64), np.arange(tries)
-        while len(left := left[happens(np.full(len(left), half), take)]):
-            wholes[left] += 1
-        wholes = wholes[happens(np.full(tries, half), take, wholes * (wholes - 1))]
-        words = take(len(wholes))
+        tries = 3 * (count - len(found)) // 2 + 64  # 0.72 of them stay
+        wholes, words = deviations(tries, take), take(tries)
         parts = (words >> np.uint64(64 - bits)).view(np.int64)
-        stay = happens(parts << (_FRACTION - bits), take, wholes)
-        stay &= happens(parts * parts << (_FRACTION - 1 - 2 * bits), take)
+        stay = happens(parts * parts << (_FRACTION - 1 - 2 * bits), take)
+        stay[stay] = happens(parts[stay] << (_FRACTION - bits), take, wholes[stay])
         values = (wholes << bits) + parts
         minus = (words & np.uint64(1)).astype(np.bool_)
         stay &= ~minus | (values > 0)  # zero has one sign
         found = np.concatenate([found, np.where(minus, -values, values)[stay]])
     return found[:count]
+
+
+def deviations(count: int, take: Take) -> np.ndarray:
+    """Draw v = 0, 1, ..., each with a probability proportional to `exp(-v^2 / 2)`."""
+    words, table = take(count), np.array(_thresholds(64), np.uint64)
+    values = np.searchsorted(table, words)
+    for place in np.flatnonzero(table[np.minimum(values, len(table) - 1)] == words):
+        number, bits = int(words[place]), 64
+        while number in _thresholds(bits):  # more bits decide
+            number, bits = (number << 64) + int(take(1)[0]), bits + 64
+        values[place] = bisect_left(_thresholds(bits), number)
+    return values
+
+
+@functools.cache
+def _thresholds(bits: int) -> list[int]:
+    """Return probabilities of at most v = 0, 1, ..., rounded down to so many bits."""
+    last = math.isqrt(2 * bits)  # beyond, all of them are 1 - 2^-bits
+    with localcontext(prec=bits):
+        parts = [(-Decimal(v * v) / 2).exp() for v in range(2 * last)]
+        sums = [sum(parts[: v + 1]) / sum(parts) for v in range(last)]
+        return [int(each * 2**bits) for each in sums]
 
 
 def happens(x: np.ndarray, take: Take, times: np.ndarray | None = None) -> np.ndarray:
