@@ -251,7 +251,7 @@ def test_a_call_that_raises_has_released_nothing_and_can_be_repeated(run, monkey
     with refused("shapes cannot be multiplied"):
         private.backward(x[:, :2], y)
     with monkeypatch.context() as patched:
-        patched.setattr(Plan, "noise", lambda *args, **kwargs: 1 / 0)
+        patched.setattr(Plan, "step_noise", lambda *args, **kwargs: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             private.backward(x, y)
         with refused("got the next one drawn without it"):

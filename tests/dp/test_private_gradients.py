@@ -249,7 +249,7 @@ def test_a_state_is_loaded_within_a_pass():
 
 def test_a_state_holds_nothing_but_plain_numbers():
     private = start(plan=dataclasses.replace(PLAN, sampling_rate=np.float64(0.2)))[1]
-    assert saved(private=private)["private"]["plan"] == vars(PLAN)
+    assert saved(private=private)["private"]["plan"] == dataclasses.asdict(PLAN)
     private.state_dict()["key"].zero_()
     assert torch.equal(private.key, secret_key(seed=0))
 

@@ -118,7 +118,12 @@ def checked_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def sizes_of_plan(plan: Plan) -> tuple[int, ...]:
-    """Return sizes that hold all but one in about 10^4 batches of a plan."""
+    """Return sizes that hold all but one in about 10^4 batches of a plan, or the largest.
+
+    Plans with a largest batch have one graph.
+    """
+    if plan.largest_batch is not None:
+        return (plan.largest_batch,)
     # One and a half deviations apart: padding costs less than one on average.
     mean = plan.expected_batch_size
     deviation = math.sqrt(mean * (1 - plan.sampling_rate))

@@ -1,7 +1,4 @@
-"""The privacy that steps of DP-SGD spend, and the noise that a budget requires.
-
-Two data sets are neighbours when one has exactly one sample more.
-"""
+"""The privacy that steps of DP-SGD spend, and the noise that a budget requires."""
 
 import functools
 import logging
@@ -17,13 +14,37 @@ from vgrad.dp.sampling import check_rate
 
 Accountant = Literal["pld", "rdp"]
 
+Neighbours = Literal["add_or_remove_one", "zero_out", "replace_one", "fixed_graph"]
+"""The relation of two data sets that a bound is about: of what one has a sample more, a
+sample is zeroed, or replaced; `fixed_graph`: all samples of a person are zeroed, where
+samples have several owners and the owners stay."""
+
 
 class Steps(NamedTuple):
-    """Steps of DP-SGD with one sampling rate and one noise multiplier."""
+    """Steps of DP-SGD of one kind: Gaussian noise on a sum over a Poisson batch.
+
+    With the rate 1 every sample is in the batch. `truncated` has the largest batch and
+    the size of the data set.
+    """
 
     sampling_rate: float
     noise_multiplier: float
     steps: int
+    truncated: tuple[int, int] | None = None
+    neighbours: Neighbours = "add_or_remove_one"
+
+    def event(self) -> Any:
+        """Return the steps as an event of dp_accounting."""
+        library = accounting_library()
+        rate, noise, steps, truncated, _ = self
+        if truncated is not None:
+            most, size = truncated
+            one = library.TruncatedSubsampledGaussianDpEvent(size, rate, most, noise)
+        else:
+            one = library.GaussianDpEvent(noise)
+            if rate < 1:
+                one = library.PoissonSampledDpEvent(rate, one)
+        return one if steps == 1 else library.SelfComposedDpEvent(one, steps)
 
 
 # Below, epsilon is in the hundreds and exponentials of privacy losses overflow.
@@ -73,25 +94,33 @@ def epsilon(
 
 def composed(account: Sequence[Steps], delta: float, accountant: Accountant) -> float:
     """Bound the epsilon of steps of several kinds on one data set, all checked."""
-    counts: dict[tuple[float, float], int] = {}
-    for rate, noise, steps in account:
+    counts: dict[Steps, int] = {}
+    for each in account:
         # More noise spends less, and its square would overflow.
-        kind = rate, min(noise, _MOST_NOISE)
-        counts[kind] = counts.get(kind, 0) + steps
-    kinds = [Steps(*kind, steps) for kind, steps in counts.items() if steps]
+        noise = min(each.noise_multiplier, _MOST_NOISE)
+        kind = each._replace(noise_multiplier=noise, steps=1)
+        counts[kind] = counts.get(kind, 0) + each.steps
+    kinds = [kind._replace(steps=steps) for kind, steps in counts.items() if steps]
     if not kinds:
         return 0.0
-    if any(kind.noise_multiplier < _LEAST_NOISE for kind in kinds):
+    if any(kind.noise_multiplier < _LEAST_NOISE * _signal(kind) for kind in kinds):
         return math.inf
+    library = accounting_library()
+    with _quiet():
+        # With much noise the bound of Renyi divergences falls below zero.
+        return max(0.0, float(ACCOUNTANTS[accountant](library, kinds, delta)))
+
+
+def accounting_library() -> Any:
+    """Import dp_accounting, which an extra installs."""
     try:
-        import dp_accounting as library
+        import dp_accounting
     except ImportError as error:
         raise ImportError(
             "vgrad.dp: expected the package dp-accounting, which is not installed. "
             'Run pip install "vgrad[dp]".'
         ) from error
-    with _quiet():
-        return float(ACCOUNTANTS[accountant](library, kinds, delta))
+    return dp_accounting
 
 
 def noise_multiplier_for(
@@ -124,6 +153,15 @@ def noise_multiplier_for(
     checks.finite(function, epsilon=epsilon)
     call = f"{function}({epsilon=}, {delta=}, {sampling_rate=}, {steps=}, "
     call += f"{accountant=})"
+    kind = Steps(sampling_rate, 1.0, steps)
+    return least_noise(call, kind, epsilon, delta, accountant)
+
+
+def least_noise(
+    call: str, kind: Steps, epsilon: float, delta: float, accountant: Accountant
+) -> float:
+    """Find the smallest noise multiplier of steps of a kind; `call` is for errors."""
+    sampling_rate, _, steps, *_ = kind
     used = 1 - (1 - sampling_rate) ** steps
     if delta >= used:
         raise ValueError(
@@ -134,7 +172,8 @@ def noise_multiplier_for(
     @functools.cache
     def excess(log_noise: float) -> float:
         noise = math.exp(log_noise)
-        spent = composed([Steps(sampling_rate, noise, steps)], delta, accountant)
+        steps_of = kind._replace(noise_multiplier=noise)
+        spent = composed([steps_of], delta, accountant)
         if spent in (0.0, math.inf):
             return -1.0 if spent == 0.0 else 1.0  # only the sign counts
         # The logarithm of epsilon is nearly linear in the logarithm of the noise.
@@ -200,11 +239,11 @@ def _quiet() -> Iterator[None]:
 
 
 def _rdp_epsilon(library: Any, kinds: Sequence[Steps], delta: float) -> float:
+    # The divergences of a sample that is absent and of one that is zeroed are the same.
     neighbours = library.NeighboringRelation.ADD_OR_REMOVE_ONE
     accountant = library.rdp.RdpAccountant(neighboring_relation=neighbours)
-    for rate, noise, steps in kinds:
-        step = library.PoissonSampledDpEvent(rate, library.GaussianDpEvent(noise))
-        accountant.compose(library.SelfComposedDpEvent(step, steps))
+    for kind in kinds:
+        accountant.compose(kind.event())
     return accountant.get_epsilon(delta)
 
 
@@ -224,7 +263,7 @@ def _pld_epsilon(library: Any, kinds: Sequence[Steps], delta: float) -> float:
         )
     # Distributions are composed on one grid. The finest one may have too many points
     # for the losses of other kinds.
-    widths = [_grid_width(*kind) for kind in kinds]
+    widths = [_width_of(kind) for kind in kinds]
     width = max(min(widths), max(widths) / _MOST_REFINED)
     losses = [_losses(library, kind, width) for kind in kinds]
     total = functools.reduce(lambda one, other: one.compose(other), losses)
@@ -232,12 +271,19 @@ def _pld_epsilon(library: Any, kinds: Sequence[Steps], delta: float) -> float:
 
 
 def _losses(library: Any, kind: Steps, width: float) -> Any:
-    one = library.pld.privacy_loss_distribution.from_gaussian_mechanism(
-        kind.noise_multiplier,
-        value_discretization_interval=width,
-        sampling_prob=kind.sampling_rate,
-        neighboring_relation=library.NeighboringRelation.ADD_OR_REMOVE_ONE,
+    make, relations = library.pld.privacy_loss_distribution, library.NeighboringRelation
+    options: dict[str, Any] = {"value_discretization_interval": width}
+    name = {"zero_out": "REPLACE_SPECIAL", "fixed_graph": "REPLACE_SPECIAL"}.get(
+        kind.neighbours, kind.neighbours.upper()
     )
+    options["neighboring_relation"] = relations[name]
+    if kind.truncated is not None:
+        most, size = kind.truncated
+        numbers = size, kind.sampling_rate, most, kind.noise_multiplier
+        one = make.from_truncated_subsampled_gaussian_mechanism(*numbers, **options)
+    else:
+        options["sampling_prob"] = kind.sampling_rate
+        one = make.from_gaussian_mechanism(kind.noise_multiplier, **options)
     # In two stages. In one the library would bound the result by Chernoff's inequality
     # at orders that fit the number of points it starts from, and raise that number to
     # the power of the steps: to a gigabit after 10^8.
@@ -247,12 +293,31 @@ def _losses(library: Any, kind: Steps, width: float) -> Any:
     return most.compose(one.self_compose(rest)) if rest else most
 
 
-def _grid_width(rate: float, noise: float, steps: int) -> float:
-    # Every spacing gives a valid bound; a fine one is tight, and costs time and memory.
+def _signal(kind: Steps) -> int:
+    """Return by how many sensitivities the mechanisms of a bound differ at most."""
+    if kind.truncated is not None:
+        return 4  # a sample that gives way, in the library's bound by replacement
+    return 2 if kind.neighbours == "replace_one" else 1
+
+
+def _width_of(kind: Steps) -> float:
+    rate, noise, steps, truncated, _ = kind
+    largest = _largest_loss(rate, noise / _signal(kind))
+    if truncated is None:
+        noise /= _signal(kind)
+    # 2^16 points for one step, and more for all of them.
+    return max(_grid_width(rate, noise, steps), largest / 2**16)
+
+
+def _largest_loss(rate: float, noise: float) -> float:
     # With rate q and noise s, the loss of a step at z is log(1 - q + q exp(x)),
     # x = z / s + 1 / (2 s^2), where z is standard normal and hardly ever beyond 10.
     x = 10 / noise + 0.5 / noise**2
-    largest = x + math.log(rate + (1 - rate) * math.exp(-x))
+    return x + math.log(rate + (1 - rate) * math.exp(-x))
+
+
+def _grid_width(rate: float, noise: float, steps: int) -> float:
+    # Every spacing gives a valid bound; a fine one is tight, and costs time and memory.
     # Two upper estimates of its standard deviation, for much and for little noise.
     deviation = min(
         rate * math.sqrt(math.expm1(1 / noise**2)),
@@ -260,8 +325,7 @@ def _grid_width(rate: float, noise: float, steps: int) -> float:
     )
     return max(
         rate / noise / 50,  # 50 points per standard deviation of a step are enough,
-        largest / 2**16,  # 2^16 points for one step,
-        20 * math.sqrt(steps) * deviation / 2**20,  # and 2^20 for all of them.
+        20 * math.sqrt(steps) * deviation / 2**20,  # 2^20 for all steps are.
         1e-6,  # Finer ones lose the probability of a point in rounding errors.
     )
 

@@ -1,12 +1,13 @@
 """The numbers that sampler, noise and accountant of a private run share."""
 
+import functools
 import hashlib
 import json
 import math
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,8 +15,18 @@ from torch import Tensor
 from vgrad import checks, generators
 from vgrad.batches import Sensitivity
 from vgrad.dp import accounting
+from vgrad.dp.adaptive import QuantileClip
 from vgrad.dp.noise import Noise, Streams, check_sensitivity, gaussian_noise
-from vgrad.dp.sampling import PoissonBatchSampler, poisson_sample
+from vgrad.dp.noising import Fitted, Noising, independent
+from vgrad.dp.sampling import (
+    PoissonBatchSampler,
+    StepBatches,
+    cyclic_sample,
+    in_order,
+    poisson_sample,
+    random_groups,
+    random_order,
+)
 from vgrad.typing import Params
 
 MECHANISM = "Gaussian noise on clipped sums of Poisson batches"
@@ -23,6 +34,28 @@ MECHANISM = "Gaussian noise on clipped sums of Poisson batches"
 _CIPHER = "ChaCha20"
 """The cipher whose words noise is made of: the same key and step are another release
 under another one."""
+
+
+INDEPENDENT = independent()
+
+Sampling = Literal["poisson", "cyclic_poisson", "cyclic_equal", "fixed_order"]
+
+_SAMPLINGS: dict[str, tuple[Sampling, ...]] = {
+    "independent": ("poisson", "fixed_order"),
+    "band_mf": ("cyclic_poisson", "cyclic_equal", "fixed_order"),
+}
+"""The samplings with an account, the default one first: else a fixed order alone."""
+
+_NEIGHBOURS: dict[str, tuple[accounting.Neighbours, ...]] = {
+    "poisson": ("add_or_remove_one", "zero_out", "replace_one", "fixed_graph"),
+    "cyclic_poisson": ("add_or_remove_one", "zero_out"),
+    "cyclic_equal": ("zero_out",),
+    "fixed_order": ("zero_out", "replace_one"),
+}
+"""The relations of data sets with an account, the default one first."""
+
+_PRICE_OF_AUTO = 1.01
+"""Epsilon with `max_batch_size="auto"` over epsilon without a largest batch."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +70,31 @@ class Plan:
     spent under one plan can continue under another only if that accounts for both, see
     `after`.
 
+    With `noise=` of `vgrad.dp.noising` the noise of a step is correlated with earlier
+    noise. The whole run (with cyclic sampling each round of the groups) is then one
+    Gaussian mechanism of multiplier `noise_multiplier`, and noise has the
+    `deviation(step)`. Steps enter the sensitivity: such a plan cannot be lengthened.
+
     Attributes:
         before: the run's previous plan, with the steps taken under it.
+        noise: the correlation of noise over steps.
+        sampling: "poisson"; "cyclic_poisson", where step t samples from group t mod b
+            of b groups, drawn for each sample, with probability `b * sampling_rate`;
+            "cyclic_equal", with groups of equal sizes; or "fixed_order", batches of one
+            size in one order. By default the first one with an account for the noise.
+        max_batch_size: the size that a random part is left of where a batch is larger,
+            or "auto": the least one that costs at most 1 % of epsilon.
+        neighbours: the relation of data sets that epsilon is about: a sample more
+            ("add_or_remove_one"), with a gradient of zero ("zero_out"), another one
+            ("replace_one"), or "fixed_graph", see `vgrad.dp.units`. By default the
+            first one with an account.
+        samples_per_unit: the number of samples drawn of each unit, a person or group;
+            `dataset_size`, rates and batch sizes then count units.
+        discrete: integers with discrete noise (True), or their float sum ("sum").
 
     Raises:
-        ValueError: a field is outside its range.
+        ValueError: a field is outside its range, or no account of the combination is
+            known.
 
     Example:
         >>> run = {"sampling_rate": 0.01, "noise_multiplier": 1.0, "steps": 1000}
@@ -55,26 +108,37 @@ class Plan:
     dataset_size: int
     sampling_rate: float
     noise_multiplier: float
-    max_norm: float
+    max_norm: float | QuantileClip
     steps: int
     delta: float
     accountant: accounting.Accountant = "pld"
     before: "Plan | None" = None
+    noise: Noising = INDEPENDENT
+    sampling: Sampling | None = None
+    max_batch_size: int | Literal["auto"] | None = None
+    neighbours: accounting.Neighbours | None = None
+    samples_per_unit: int | None = None
+    discrete: bool | Literal["sum"] = False
 
     def __post_init__(self) -> None:
         counts = {"dataset_size": self.dataset_size, "steps": self.steps}
         size, steps = checks.whole("Plan", least=1, **counts)
         accounting.check("Plan", self.sampling_rate, steps, self.delta, self.accountant)
-        noise, norm = self.noise_multiplier, self.max_norm
-        checks.non_negative("Plan", noise_multiplier=noise)
-        checks.positive("Plan", max_norm=norm)
-        checks.finite("Plan", noise_multiplier=noise, max_norm=norm)
+        own: dict[str, Any] = self.__dict__
+        kinds = {"before": Plan, "noise": Noising, "max_norm": QuantileClip}
+        for name, kind in kinds.items():  # as dataclasses.asdict writes them
+            if isinstance(own[name], Mapping):
+                own[name] = kind(**own[name])
+        checks.non_negative("Plan", noise_multiplier=self.noise_multiplier)
+        checks.finite("Plan", noise_multiplier=self.noise_multiplier)
         # Plans of equal numbers are equal, whatever the types of the numbers.
-        names = ("sampling_rate", "noise_multiplier", "max_norm", "delta")
-        floats = {name: float(getattr(self, name)) for name in names}
-        self.__dict__.update(floats, dataset_size=size, steps=steps)
-        if isinstance(self.before, Mapping):  # as dataclasses.asdict writes it
-            self.__dict__.update(before=Plan(**self.before))
+        names = ["sampling_rate", "noise_multiplier", "delta"]
+        if not isinstance(self.max_norm, QuantileClip):
+            checks.positive("Plan", max_norm=self.max_norm)
+            checks.finite("Plan", max_norm=self.max_norm)
+            names.append("max_norm")
+        floats = {name: float(own[name]) for name in names}
+        own.update(floats, dataset_size=size, steps=steps)
         if not isinstance(self.before, Plan | None):
             raise TypeError(
                 f"Plan(before): expected a Plan, got a {type(self.before).__name__}."
@@ -92,6 +156,109 @@ class Plan:
                 f"sample as it is. Choose a delta well below it.",
                 stacklevel=3,
             )
+        self._resolve()
+
+    def _resolve(self) -> None:
+        """Fill in sampling, relation and largest batch, if there is an account."""
+        own: dict[str, Any] = self.__dict__
+        if not isinstance(self.noise, Noising):
+            raise TypeError(
+                f"Plan(noise={checks.shown(self.noise)}): expected a scheme of "
+                f"vgrad.dp.noising, such as noising.band_mf(4), got a "
+                f"{type(self.noise).__name__}."
+            )
+        scheme = self.noise.scheme
+        known = _SAMPLINGS.get(scheme, ("fixed_order",))
+        sampling = own["sampling"] = self.sampling or known[0]
+        if sampling not in known:
+            raise ValueError(
+                f"Plan(sampling={sampling!r}, noise={scheme!r}): no account of the two "
+                f"is known. Choose {checks.listed(known)} with this noise"
+                + (", or noising.independent()." if scheme != "independent" else ".")
+            )
+        relations = _NEIGHBOURS[sampling]
+        if self.max_batch_size is not None:
+            relations = tuple(r for r in relations if r != "replace_one")
+        neighbours = own["neighbours"] = self.neighbours or relations[0]
+        if neighbours not in relations:
+            raise ValueError(
+                f"Plan(neighbours={neighbours!r}, sampling={sampling!r}, "
+                f"max_batch_size={self.max_batch_size!r}): no account of this relation "
+                f"is known for these batches. Choose {checks.listed(relations)}, or "
+                f"another sampling."
+            )
+        if self.before is not None and self.before.neighbours != neighbours:
+            raise ValueError(
+                f"Plan(neighbours={neighbours!r}, before=...): expected the relation "
+                f"of the plan before, {self.before.neighbours!r}: bounds of two "
+                f"relations do not add up. Pass neighbours= to one of them."
+            )
+        if self._needs_pld and self.accountant != "pld":
+            raise ValueError(
+                f"Plan(accountant={self.accountant!r}, neighbours={neighbours!r}, "
+                f"max_batch_size={self.max_batch_size!r}): expected the accountant "
+                f'"pld", the only one that has a bound.'
+            )
+        if (neighbours == "fixed_graph") > (self.samples_per_unit is not None):
+            raise ValueError(
+                'Plan(neighbours="fixed_graph"): expected samples_per_unit=1, since '
+                "the relation is about units of samples."
+            )
+        if self.samples_per_unit is not None:
+            least = {"samples_per_unit": self.samples_per_unit}
+            [own["samples_per_unit"]] = checks.whole("Plan", least=1, **least)
+        self._check_batches()
+        correlated = scheme != "independent"
+        checks.choice("Plan", (False, True, "sum"), discrete=self.discrete)
+        discrete, adapts = self.discrete is not False, self._adapts
+        if correlated + discrete + adapts > 1:
+            raise ValueError(
+                f"Plan(discrete={self.discrete!r}, noise={scheme!r}, "
+                f"max_norm={self.max_norm!r}): expected one of discrete noise, "
+                f"correlated noise and a bound that adapts, got several, of which no "
+                f"account is known."
+            )
+        if self.max_batch_size == "auto":
+            own["max_batch_size"] = _least_batch(replace(self, max_batch_size=None))
+
+    @property
+    def _adapts(self) -> bool:
+        return isinstance(self.max_norm, QuantileClip)
+
+    @property
+    def _needs_pld(self) -> bool:
+        own = self.neighbours == "replace_one" or self.max_batch_size is not None
+        return own or (self.before is not None and self.before._needs_pld)
+
+    def _check_batches(self) -> None:
+        """Refuse rates and sizes that the sampling has no batches of."""
+        sampling, most, bands = self.sampling, self.max_batch_size, self.noise.size
+        if sampling == "fixed_order":
+            whole = self.expected_batch_size
+            if round(whole) < 1 or abs(whole - round(whole)) > 1e-9 * whole:
+                raise ValueError(
+                    f"Plan(sampling_rate={self.sampling_rate!r}, "
+                    f'dataset_size={self.dataset_size}, sampling="fixed_order"): '
+                    f"expected batches of a whole number of samples, got {whole!r}. "
+                    f"Pass sampling_rate=batch_size / dataset_size."
+                )
+        elif sampling != "poisson" and bands * self.sampling_rate > 1:
+            raise ValueError(
+                f"Plan(sampling_rate={self.sampling_rate!r}, noise={self.noise!r}): "
+                f"expected a rate of at most 1 / {bands}, since a step samples from "
+                f"one of {bands} groups with {bands} times the rate. Use fewer bands."
+            )
+        if most is None:
+            return
+        if sampling not in ("poisson", "cyclic_equal"):
+            instead = "poisson" if sampling == "fixed_order" else "cyclic_equal"
+            raise ValueError(
+                f"Plan(max_batch_size={most!r}, sampling={sampling!r}): no account of "
+                f'the two is known. Choose sampling="{instead}", or None.'
+            )
+        if most != "auto":
+            sizes = {"max_batch_size": most}
+            [self.__dict__["max_batch_size"]] = checks.whole("Plan", least=1, **sizes)
 
     @classmethod
     def for_epsilon(
@@ -99,22 +266,24 @@ class Plan:
         epsilon: float,
         *,
         dataset_size: int,
-        max_norm: float,
+        max_norm: float | QuantileClip,
         delta: float,
         sampling_rate: float | None = None,
         steps: int | None = None,
         batch_size: int | None = None,
         epochs: int | None = None,
         accountant: accounting.Accountant = "pld",
+        **fields: Any,
     ) -> "Plan":
         """Make the plan with the least noise whose epsilon is at most `epsilon`.
 
         Pass either `sampling_rate` and `steps`, or the expected `batch_size` and
         `epochs`, each of `round(dataset_size / batch_size)` steps at the rate
-        `batch_size / dataset_size` (`.steps_per_epoch`).
+        `batch_size / dataset_size` (`.steps_per_epoch`). Other fields of the plan, such
+        as `noise` and `max_batch_size`, are passed on.
 
         Raises:
-            ValueError: as `noise_multiplier_for`.
+            ValueError: as `noise_multiplier_for` and `Plan`.
 
         Example:
             >>> data = {"dataset_size": 1000, "max_norm": 1.0, "delta": 1e-5}
@@ -124,11 +293,12 @@ class Plan:
             >>> plan == Plan.for_epsilon(3.0, sampling_rate=0.5, steps=200, **data)
             True
         """
+        function = "Plan.for_epsilon"
         by_rate, by_epochs = (sampling_rate, steps), (batch_size, epochs)
         if batch_size is not None and epochs is not None and by_rate == (None, None):
             counts = {"dataset_size": dataset_size, "batch_size": batch_size}
             dataset_size, batch_size, epochs = checks.whole(
-                "Plan.for_epsilon", least=1, **counts, epochs=epochs
+                function, least=1, **counts, epochs=epochs
             )
             if batch_size > dataset_size:
                 raise ValueError(
@@ -136,18 +306,42 @@ class Plan:
                     f"{dataset_size} samples of the data set."
                 )
             sampling_rate = batch_size / dataset_size
-            steps = epochs * _steps_per_epoch(sampling_rate)
+            steps = epochs  # for now
         elif sampling_rate is None or steps is None or by_epochs != (None, None):
             raise ValueError(
                 f"Plan.for_epsilon(sampling_rate={sampling_rate!r}, steps={steps!r}, "
                 f"batch_size={batch_size!r}, epochs={epochs!r}): expected either "
                 f"sampling_rate and steps or batch_size and epochs."
             )
-        run: dict[str, Any] = {"sampling_rate": sampling_rate, "steps": steps}
-        run |= {"delta": delta, "accountant": accountant}
-        noise = accounting.noise_multiplier_for(epsilon=epsilon, **run)
-        data: dict[str, Any] = {"dataset_size": dataset_size, "max_norm": max_norm}
-        return cls(noise_multiplier=noise, **data, **run)
+        checks.positive(function, epsilon=epsilon)
+        checks.finite(function, epsilon=epsilon)
+        numbers: dict[str, Any] = {"dataset_size": dataset_size, "max_norm": max_norm}
+        numbers |= {"sampling_rate": sampling_rate, "steps": steps, "delta": delta}
+        numbers |= {"accountant": accountant, **fields}
+        automatic = fields.get("max_batch_size") == "auto"
+        if automatic:
+            numbers["max_batch_size"] = None
+        with warnings.catch_warnings():  # the plan itself warns of its delta
+            warnings.simplefilter("ignore")
+            plan = cls(noise_multiplier=1.0, **numbers)
+            if epochs is not None:
+                numbers["steps"] = epochs * plan.steps_per_epoch
+                plan = cls(noise_multiplier=1.0, **numbers)
+            noise = plan._least_noise(epsilon)
+            if automatic:
+                most = _least_batch(replace(plan, noise_multiplier=noise))
+                numbers["max_batch_size"] = most
+                noise = cls(noise_multiplier=1.0, **numbers)._least_noise(epsilon)
+        return cls(noise_multiplier=noise, **numbers)
+
+    def _least_noise(self, epsilon: float) -> float:
+        """Return the least noise multiplier for the budget; the plan's own is 1."""
+        call = f"Plan.for_epsilon({epsilon=}, delta={self.delta}, sampling_rate="
+        call += f"{self.sampling_rate}, steps={self.steps}, accountant="
+        call += f"{self.accountant!r})"
+        [kind] = self.account(self.steps)
+        rest = epsilon, self.delta, self.accountant
+        return accounting.least_noise(call, kind, *rest)
 
     def after(self, other: "Plan", steps: int) -> "Plan":
         """Return this plan for a run that has taken `steps` steps under another one.
@@ -200,8 +394,8 @@ class Plan:
     def digest(self) -> Tensor:
         """The identity of the plan, uint8 `[32]`, which a state carries.
 
-        It is a hash of all fields but steps, delta and accountant, of the plans before,
-        and of the cipher that noise comes from.
+        It is a hash of all fields but delta, accountant and, of independent noise,
+        steps, of the plans before, and of the cipher that noise comes from.
         """
         return as_digest(self._identity)
 
@@ -213,9 +407,33 @@ class Plan:
         other, before = self.before, None
         if other is not None:
             before = [other._identity_under(*cipher).hex(), other.steps]
-        numbers = [self.sampling_rate, self.noise_multiplier, self.max_norm]
-        text = json.dumps([MECHANISM, *cipher, self.dataset_size, *numbers, before])
+        fields = [*self._numbers, before, *self._kinds]
+        text = json.dumps([MECHANISM, *cipher, *fields])
         return hashlib.blake2b(text.encode(), digest_size=len(NO_PLAN)).digest()
+
+    @property
+    def _numbers(self) -> tuple[int, float, float, float]:
+        norm = self.max_norm
+        norm = norm.start if isinstance(norm, QuantileClip) else norm
+        return self.dataset_size, self.sampling_rate, self.noise_multiplier, norm
+
+    @functools.cached_property
+    def _kinds(self) -> tuple[str, ...]:
+        """The fields that differ from Poisson batches and independent noise, as JSON.
+
+        Plans without any have the batches, the noise and the identity of vgrad 0.1.
+        """
+        plain: dict[str, Any] = {field.name: field.default for field in fields(self)}
+        plain |= {"sampling": "poisson", "neighbours": "add_or_remove_one"}
+        names = "sampling max_batch_size neighbours samples_per_unit discrete".split()
+        kinds = {name: getattr(self, name) for name in names}
+        kinds = {name: kind for name, kind in kinds.items() if kind != plain[name]}
+        if isinstance(self.max_norm, QuantileClip):
+            kinds["max_norm"] = asdict(self.max_norm)
+        if self.noise.scheme != "independent":
+            kinds["noise"], kinds["steps"] = asdict(self.noise), self._own_steps
+            del kinds["noise"]["cache"]  # which changes no number
+        return (json.dumps(kinds, sort_keys=True),) if kinds else ()
 
     def accounts_for(self, spent: Any) -> bool:
         """Return whether an identity is the plan's, or the one that it once had.
@@ -230,40 +448,161 @@ class Plan:
         return self.sampling_rate * self.dataset_size
 
     @property
+    def largest_batch(self) -> int | None:
+        """The size that no batch exceeds, None if there is none but the data set's."""
+        if self.sampling == "fixed_order":
+            return round(self.expected_batch_size)
+        most: Any = self.max_batch_size
+        return most
+
+    @property
     def steps_per_epoch(self) -> int:
-        """The number of steps of a pass over the data, `1 / sampling_rate`, rounded."""
-        return _steps_per_epoch(self.sampling_rate)
+        """The number of steps of a pass over the data, `1 / sampling_rate`, rounded.
+
+        In a fixed order it is rounded up: the last batch may be short.
+        """
+        if self.sampling == "fixed_order":
+            return -(-self.dataset_size // round(self.expected_batch_size))
+        # Halves stay halves, however the rate was rounded.
+        return max(1, round(round(1 / self.sampling_rate, 6)))
+
+    @property
+    def _own_steps(self) -> int:
+        return self.steps - self.earlier_steps
+
+    @property
+    def fitted(self) -> Fitted:
+        """The scheme of the noise, fitted to the steps and to their batches."""
+        size, steps = self.noise.size, self._own_steps
+        if self.sampling == "fixed_order":
+            apart = self.steps_per_epoch
+            most = -(-steps // apart)
+            return self.noise.fitted(steps, separation=apart, participations=most)
+        # A round of cyclic groups is one event, in which a sample takes part once.
+        return self.noise.fitted(steps, separation=size, participations=1)
+
+    def deviation(self, step: int) -> float:
+        """Return the deviation of the noise of a step, of each number of the mean.
+
+        It is `noise_multiplier * max_norm / expected_batch_size`, for correlated noise
+        times the sensitivity of the scheme and the norm of row `step` of its inverse.
+
+        Raises:
+            ValueError: `max_norm` adapts: the deviation is then in the state.
+        """
+        if self.before is not None and step < self.earlier_steps:
+            return self.before.deviation(step)
+        [step] = checks.whole("Plan.deviation", least=0, step=step)
+        if step >= self.steps:
+            raise ValueError(
+                f"Plan.deviation(step={step}): expected one of the {self.steps} steps "
+                f"of the plan, counted from zero."
+            )
+        if isinstance(self.max_norm, QuantileClip):
+            raise ValueError(
+                "Plan.deviation(step): expected a plan of a fixed max_norm, got one "
+                "that adapts it. The bound of a step is in the state."
+            )
+        scale = self.noise_multiplier * self.max_norm / self.expected_batch_size
+        if self.noise.scheme == "independent":
+            return scale
+        row = self.fitted.row_norms(self._own_steps)[step - self.earlier_steps]
+        return scale * self.fitted.sensitivity() * float(row)
 
     def epsilon(self, steps: int | None = None) -> float:
         """Return the epsilon spent after `steps` steps; after all of them by default.
 
-        Steps of plans before are included.
+        Steps of plans before are included. It is about data sets of the relation
+        `neighbours`, and compares with no bound for another one.
 
         Raises:
             ValueError: `steps` is above the steps of the plan.
         """
+        account = self.account(self._counted("Plan.epsilon", steps))
+        return accounting.composed(account, self.delta, self.accountant)
+
+    def _counted(self, function: str, steps: int | None) -> int:
+        """Return a number of steps of the plan, all of them by default."""
         steps = self.steps if steps is None else steps
-        [steps] = checks.whole("Plan.epsilon", least=0, steps=steps)
+        [steps] = checks.whole(function, least=0, steps=steps)
         if steps > self.steps:
             raise ValueError(
-                f"Plan.epsilon(steps={steps}): expected at most the {self.steps} steps "
+                f"{function}(steps={steps}): expected at most the {self.steps} steps "
                 f"of the plan, got {steps}. Make a plan with more steps."
             )
-        return accounting.composed(self.account(steps), self.delta, self.accountant)
+        return steps
 
     def account(self, steps: int) -> list[accounting.Steps]:
         """List the steps of each kind among the first `steps` steps."""
         earlier = min(steps, self.earlier_steps)
         account = [] if self.before is None else self.before.account(earlier)
-        rate, noise = self.sampling_rate, self.noise_multiplier
-        return [*account, accounting.Steps(rate, noise, steps - earlier)]
+        return [*account, *self._own_account(steps - earlier)]
+
+    def _own_account(self, steps: int) -> list[accounting.Steps]:
+        if steps == 0:
+            return []
+        size, rate, noise, _ = self._numbers
+        relation: Any = self.neighbours
+        truncated: Any = None
+        if self.sampling == "fixed_order":
+            times = -(-steps // self.steps_per_epoch)
+            if self.noise.scheme != "independent":
+                times = (
+                    1  # all steps are one mechanism, the first ones its leading block
+                )
+                if steps < self._own_steps:
+                    noise *= self.fitted.sensitivity() / self.fitted.sensitivity(steps)
+            return [accounting.Steps(1.0, noise, times, None, relation)]
+        if self.sampling != "poisson":
+            bands = self.noise.size
+            # Every sample is in one group, which is sampled once a round.
+            size, rate, steps = -(-size // bands), bands * rate, -(-steps // bands)
+        if self.max_batch_size is not None:
+            truncated = self.max_batch_size, size
+        return [accounting.Steps(min(rate, 1.0), noise, steps, truncated, relation)]
+
+    def dp_event(self, steps: int | None = None) -> Any:
+        """Return the first steps as an event of dp_accounting, all of them by default.
+
+        Its relation is `neighbours`, where "zero_out" and "fixed_graph" are
+        dp_accounting's REPLACE_SPECIAL.
+
+        Raises:
+            ImportError: `dp-accounting` is not installed.
+
+        Example:
+            >>> data = {"dataset_size": 1000, "max_norm": 1.0, "delta": 1e-5}
+            >>> run = {"sampling_rate": 0.1, "noise_multiplier": 2.0, "steps": 50}
+            >>> Plan(**data, **run).dp_event().count
+            50
+        """
+        account = self.account(self._counted("Plan.dp_event", steps))
+        events = [each.event() for each in account]
+        library = accounting.accounting_library()
+        if len(events) == 1:
+            return events[0]
+        return library.ComposedDpEvent(events) if events else library.NoOpDpEvent()
 
     def sample(self, *, key: Tensor, step: int) -> Tensor:
-        """Draw the Poisson batch of one step. -> indices, int64 [B], B varies."""
-        key = self._subkey(key)
-        return poisson_sample(self.dataset_size, self.sampling_rate, key=key, step=step)
+        """Draw the batch of one step. -> indices of samples or units, int64 [B]."""
+        return self._drawing(self._subkey(key))(step)
 
-    def sampler(self, state: Any) -> PoissonBatchSampler:
+    def _drawing(self, key: Tensor) -> Callable[[int], Tensor]:
+        """Return the batches of steps, as a function of the step."""
+        size, rate = self.dataset_size, self.sampling_rate
+        options: dict[str, Any] = {"key": key, "max_batch_size": self.max_batch_size}
+        if self.sampling == "poisson":
+            return lambda step: poisson_sample(size, rate, step=step, **options)
+        start = self.earlier_steps
+        if self.sampling == "fixed_order":
+            order, batch = random_order(size, key=key), self.largest_batch or 1
+            return lambda step: in_order(order, batch, step - start)
+        bands, equal = self.noise.size, self.sampling == "cyclic_equal"
+        groups = random_groups(size, bands, key=key, equal=equal)
+        run = groups, bands, rate
+        return lambda step: cyclic_sample(*run, step=step, first=start, **options)
+
+    def sampler(self, state: Any) -> StepBatches:
         """Return the batches from the state's step to the last one, for one pass.
 
         The state is a `TrainState`, a `PrivateGradients` or anything else with a `key`
@@ -284,8 +623,14 @@ class Plan:
             )
         digest, step = getattr(state, "plan_digest", None), int(state.step)
         check_spent("Plan.sampler(state)", self, digest, step)
-        run = self.dataset_size, self.sampling_rate, self.steps
-        return PoissonBatchSampler(*run, key=self._subkey(state.key), start=step)
+        run, key = (self.dataset_size, self.steps), self._subkey(state.key)
+        if self.sampling == "poisson":
+            options: Any = {"start": step, "max_batch_size": self.max_batch_size}
+            size, steps = run
+            run = size, self.sampling_rate, steps
+            return PoissonBatchSampler(*run, key=key, **options)
+        place = repr(self.sampling_rate), *self._kinds
+        return StepBatches(self._drawing(key), *run, step, key=key, place=place)
 
     def add_noise(
         self,
@@ -308,14 +653,18 @@ class Plan:
         """
         checks.dictionaries("add_gaussian_noise", sums=sums)
         place = {"key": key, "step": step}
-        return self.noise(sensitivity, Streams(), **place).added(sums, member)
+        return self.step_noise(sensitivity, Streams(), **place).added(sums, member)
 
-    def noise(
+    def step_noise(
         self, sensitivity: Sensitivity, streams: Streams, *, key: Tensor, step: int
     ) -> Noise:
         """Return the noise of one step, from streams that the caller holds."""
+        if self.noise.scheme != "independent" or self.discrete or self._adapts:
+            raise NotImplementedError(
+                f"{self}: expected independent Gaussian noise and a fixed max_norm."
+            )
         check_sensitivity("Plan.add_noise", sensitivity)
-        expected = self.max_norm / self.expected_batch_size
+        expected = self._numbers[-1] / self.expected_batch_size
         if not math.isclose(sensitivity.value, expected, rel_tol=1e-9):
             raise ValueError(
                 f"Plan.add_noise(sensitivity={sensitivity!r}): expected the value "
@@ -330,8 +679,7 @@ class Plan:
     def _subkey(self, key: Tensor) -> Tensor:
         # So that two plans never share batches or noise.
         before = () if self.before is None else (self._identity.hex(),)
-        numbers = self.sampling_rate, self.noise_multiplier, self.max_norm
-        return generators.fold_in(key, self.dataset_size, *numbers, *before)
+        return generators.fold_in(key, *self._numbers, *before, *self._kinds)
 
 
 NO_PLAN = bytes(32)
@@ -385,6 +733,19 @@ def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) ->
     )
 
 
-def _steps_per_epoch(rate: float) -> int:
-    # Halves stay halves, however the rate was rounded.
-    return max(1, round(round(1 / rate, 6)))
+@functools.cache
+def _least_batch(plan: Plan) -> int:
+    """Return the least `max_batch_size` that costs at most 1 % of epsilon."""
+    most = _PRICE_OF_AUTO * plan.epsilon()
+    sampled = plan.dataset_size
+    if plan.sampling != "poisson":
+        sampled = -(-sampled // plan.noise.size)
+    mean = plan.expected_batch_size
+    low, high = math.ceil(mean), sampled  # where all fit
+    # Hardly a batch is seven deviations above the mean.
+    middle = math.ceil(mean + 7 * math.sqrt(mean))
+    while low < high:
+        middle = middle if low < middle < high else (low + high) // 2
+        fits = replace(plan, max_batch_size=middle).epsilon() <= most
+        low, high = (low, middle) if fits else (middle + 1, high)
+    return high

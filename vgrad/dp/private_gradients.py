@@ -255,7 +255,7 @@ class PrivateGradients:
             total = {name: sums[name].to(x.dtype) for name, x in result.grads.items()}
             place = {"key": self.key, "step": self.step}
             own = self._clipped.sensitivity, self._streams
-            noisy = self.plan.noise(*own, **place).added(total)
+            noisy = self.plan.step_noise(*own, **place).added(total)
         self._commit(pending, sums, noisy)
         return {
             "loss": widened(result.losses).mean(),
@@ -342,11 +342,12 @@ class PrivateGradients:
         self._guard.reset()
 
     def _clip(self) -> ClippedGradFn:
+        bound: Any = self.plan.max_norm
         return clipped_grad(
             sample_loss(
                 self._live.function, self._criterion, augmentations=self._copies
             ),
-            max_norm=self.plan.max_norm,
+            max_norm=bound,
             normalize_by=self.plan.expected_batch_size,
             **self._options,
         )

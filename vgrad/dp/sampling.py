@@ -1,4 +1,9 @@
-"""Poisson sampling: every sample is in a batch independently, with one probability.
+"""The batches that an account is for, as functions of a key and the step.
+
+* Poisson sampling: every sample is in a batch independently, with one probability, and
+  of a batch that is too large a random part is left.
+* Cyclic Poisson sampling: step t samples from group t mod b of b groups.
+* Fixed order: batches of one size, in an order that is the same in every epoch.
 
 Epsilon of shuffled batches of a fixed size can be above 10 where Poisson sampling gives
 about 1 (arXiv 2403.17673, 2405.20769).
@@ -28,13 +33,19 @@ if TYPE_CHECKING:
 
 
 def poisson_sample(
-    dataset_size: int, sampling_rate: float, *, key: Tensor, step: int
+    dataset_size: int,
+    sampling_rate: float,
+    *,
+    key: Tensor,
+    step: int,
+    max_batch_size: int | None = None,
 ) -> Tensor:
     """Draw a batch: each index with probability `sampling_rate`. -> [B], B varies.
 
-    B is binomial with mean `sampling_rate * dataset_size` and may be zero. The indices
-    are int64, ascending, on the CPU, and a function of the arguments. Cost: one float64
-    number per sample of the data set.
+    B is binomial with mean `sampling_rate * dataset_size` and may be zero. Of more than
+    `max_batch_size` indices a uniform subset of so many is left. The indices are int64,
+    ascending, on the CPU, and a function of the arguments. Cost: one float64 number per
+    sample of the data set.
 
     Example:
         >>> from vgrad.dp import secret_key
@@ -45,12 +56,123 @@ def poisson_sample(
     [step] = checks.whole("poisson_sample", least=0, step=step)
     check_rate("poisson_sample", sampling_rate)
     generators.check_key("poisson_sample", key)
-    stream = generators.stream(key, "batch", step)
-    drawn = generators.drawn(np.random.Generator.random, stream, dataset_size)
-    return torch.from_numpy((drawn < sampling_rate).nonzero()[0])
+    numbers = _uniform(dataset_size, key, "batch", step)
+    rows = (numbers < sampling_rate).nonzero()[0]
+    return torch.from_numpy(_cut(rows, numbers, max_batch_size))
 
 
-class PoissonBatchSampler:
+def _uniform(count: int, key: Tensor, *place: Any) -> np.ndarray:
+    stream = generators.stream(key, *place)
+    return generators.drawn(np.random.Generator.random, stream, count)
+
+
+def _cut(rows: np.ndarray, numbers: np.ndarray, most: int | None) -> np.ndarray:
+    """Leave a uniform subset of at most so many rows, the ones of the least numbers."""
+    if most is None or len(rows) <= most:
+        return rows
+    return np.sort(rows[np.argsort(numbers[rows], kind="stable")[:most]])
+
+
+def cyclic_sample(
+    groups: np.ndarray,
+    count: int,
+    sampling_rate: float,
+    *,
+    key: Tensor,
+    step: int,
+    first: int = 0,
+    max_batch_size: int | None = None,
+) -> Tensor:
+    """Draw from a group, each index with `count * sampling_rate`. -> int64 [B].
+
+    The group is number `(step - first) % count`. `groups` `[N]` has the group of each
+    index, see `random_groups`.
+    """
+    numbers = _uniform(len(groups), key, "batch", step)
+    group = (step - first) % count
+    drawn = (numbers < count * sampling_rate) & (groups == group)
+    return torch.from_numpy(_cut(drawn.nonzero()[0], numbers, max_batch_size))
+
+
+def random_groups(
+    dataset_size: int, count: int, *, key: Tensor, equal: bool
+) -> np.ndarray:
+    """Draw a group for each index, int64 `[N]`: independently, or of equal sizes.
+
+    An independent draw does not depend on the other samples. Sizes of equal groups do,
+    by one at most.
+    """
+    numbers = _uniform(dataset_size, key, "groups")
+    if equal:
+        return np.argsort(np.argsort(numbers, kind="stable")) % count
+    return (numbers * count).astype(np.int64)
+
+
+def random_order(dataset_size: int, *, key: Tensor) -> Tensor:
+    """Draw an order of all indices, int64 `[N]`."""
+    return torch.from_numpy(np.argsort(_uniform(dataset_size, key, "order")))
+
+
+def in_order(order: Tensor, batch_size: int, step: int) -> Tensor:
+    """Return the batch of a step: parts of an order, the last of which may be short."""
+    per_epoch = -(-len(order) // batch_size)
+    start = step % per_epoch * batch_size
+    return order[start : start + batch_size].sort().values
+
+
+class StepBatches:
+    """The batches of the steps from `start` to `steps`, lists of indices.
+
+    They depend on a key and the step only: workers may read ahead, and a run resumed at
+    step `start` gets the same batches.
+    """
+
+    def __init__(
+        self,
+        draw: Callable[[int], Tensor],
+        dataset_size: int,
+        steps: int,
+        start: int,
+        *,
+        key: Tensor,
+        place: tuple[Any, ...],
+    ) -> None:
+        function = type(self).__name__
+        [self.start] = checks.whole(function, least=0, start=start)
+        if self.start > steps:
+            raise ValueError(
+                f"{function}(start={start}, steps={steps}): expected a start of at "
+                f"most the number of steps. All of them have been taken; make a plan "
+                f"with more."
+            )
+        self.dataset_size, self.steps = dataset_size, steps
+        self._draw, self._key, self._place = draw, key, place
+        self._served = False
+
+    def __len__(self) -> int:
+        return self.steps - self.start
+
+    @property
+    def digest(self) -> str:
+        """A hash of the batches, which does not reveal the key."""
+        place = "sampler", self.dataset_size, *self._place
+        return f"{generators.stream(self._key, *place, self.start, self.steps):032x}"
+
+    def __iter__(self) -> Iterator[list[int]]:
+        check_drawer(self, sys._getframe(1))
+        # A DataLoader with workers makes two iterators, but draws from one.
+        if self._served:
+            raise RuntimeError(
+                f"{type(self).__name__}: expected one pass over the batches of a run, "
+                f"got a second one, which would draw the same batches again. Make a "
+                f"sampler from the state that the run has reached, plan.sampler(state)."
+            )
+        self._served = True
+        for step in range(self.start, self.steps):
+            yield self._draw(step).tolist()
+
+
+class PoissonBatchSampler(StepBatches):
     """Poisson batches of indices for a `DataLoader`, from step `start` to `steps`.
 
     Pass it as `DataLoader(dataset, batch_sampler=..., collate_fn=collate(dataset))`,
@@ -78,44 +200,26 @@ class PoissonBatchSampler:
         *,
         key: Tensor,
         start: int = 0,
+        max_batch_size: int | None = None,
     ) -> None:
         function = "PoissonBatchSampler"
-        self.dataset_size, self.steps = checks.whole(
+        dataset_size, steps = checks.whole(
             function, least=1, dataset_size=dataset_size, steps=steps
         )
-        [self.start] = checks.whole(function, least=0, start=start)
         check_rate(function, sampling_rate)
         generators.check_key(function, key)
-        if self.start > self.steps:
-            raise ValueError(
-                f"{function}(start={start}, steps={steps}): expected a start of at "
-                f"most the number of steps. All of them have been taken; make a plan "
-                f"with more."
-            )
-        self.sampling_rate, self._key, self._served = sampling_rate, key, False
+        place: tuple[Any, ...] = (repr(sampling_rate),)
+        if max_batch_size is not None:
+            most = {"max_batch_size": max_batch_size}
+            [max_batch_size] = checks.whole(function, least=1, **most)
+            place += (max_batch_size,)
 
-    def __len__(self) -> int:
-        return self.steps - self.start
+        options: Any = {"key": key, "max_batch_size": max_batch_size}
 
-    @property
-    def digest(self) -> str:
-        """A hash of the batches, which does not reveal the key."""
-        place = ("sampler", self.dataset_size, repr(self.sampling_rate))
-        return f"{generators.stream(self._key, *place, self.start, self.steps):032x}"
+        def draw(step: int) -> Tensor:
+            return poisson_sample(dataset_size, sampling_rate, step=step, **options)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        check_drawer(self, sys._getframe(1))
-        # A DataLoader with workers makes two iterators, but draws from one.
-        if self._served:
-            raise RuntimeError(
-                "PoissonBatchSampler: expected one pass over the batches of a run, got "
-                "a second one, which would draw the same batches again. Make a sampler "
-                "from the state that the run has reached, plan.sampler(state)."
-            )
-        self._served = True
-        run = self.dataset_size, self.sampling_rate
-        for step in range(self.start, self.steps):
-            yield poisson_sample(*run, key=self._key, step=step).tolist()
+        super().__init__(draw, dataset_size, steps, start, key=key, place=place)
 
 
 def check_drawer(sampler: Any, frame: FrameType) -> None:

@@ -342,7 +342,7 @@ class PrivateSource(Source):
             "plan_digest": as_digest(identity).to(state.plan_digest.device),
             "loss_scale": scale.adjust(result.nonfinite == 0),
         }
-        noise = plan.noise(compute.sensitivity, self.streams, **place)
+        noise = plan.step_noise(compute.sensitivity, self.streams, **place)
         loss = widened(result.losses).mean()
         found = result.grads, loss, state.buffers, aux, (), metrics, changes
         return Gradients(*found, noise)
@@ -613,9 +613,10 @@ def private_step(
         )
     default = StaticLossScale(2.0**10)
     scale = initial_loss_scale(function, loss_scale, policy, default)
+    bound: Any = plan.max_norm
     clipped = clipped_grad(
         with_policy(policy, loss),
-        max_norm=plan.max_norm,
+        max_norm=bound,
         normalize_by=plan.expected_batch_size,
         passes=passes,
         strategy=strategy,
