@@ -30,7 +30,7 @@ long as by `vgrad/dp/noise.py`; it is drawn on the host.
 import functools
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, localcontext
 from fractions import Fraction
@@ -99,10 +99,9 @@ def integer_sums(clipped: ClippedGradFn, noise_multiplier: float) -> ClippedGrad
     assert isinstance(rule, ClippedSum)
     if options.chunk_size not in (None, 1):
         raise ValueError(
-            f"private_step(plan, chunk_size={options.chunk_size!r}): expected chunks "
-            f"of one sample for a plan with discrete=True, whose gradients may not "
-            f"depend on each other. Leave chunk_size out, or pass a plan with "
-            f"discrete='sum'."
+            f"clipped_grad(chunk_size={options.chunk_size!r}): expected chunks of one "
+            f"sample for a plan with discrete=True, whose gradients may not depend on "
+            f"each other. Leave chunk_size out, or pass a plan with discrete='sum'."
         )
     sums = IntegerSum(**vars(rule), squares=bound(noise_multiplier))
     return _Alone(replace(options, chunk_size=1), sums)
@@ -205,9 +204,13 @@ class DiscreteNoise:
 
     key: Tensor = field(repr=False)  # no log or traceback holds it
     step: int
-    multiplier: float
     deviation: float
-    dtypes: Mapping[str, torch.dtype] | None = None  # of sums that are integers
+    dtypes: Mapping[str, torch.dtype] | None = None  # of parameters, for integers
+
+    def of(self, params: Params) -> "DiscreteNoise":
+        """Return the noise of sums over the gradients of these parameters."""
+        dtypes = {name: x.dtype for name, x in params.items()}
+        return self if self.dtypes is None else replace(self, dtypes=dtypes)
 
     def added(self, sums: Params, member: int = 0) -> Params:
         """Add noise to a member's sums, and turn them into numbers.
@@ -253,7 +256,7 @@ class DiscreteNoise:
         noise = np.empty(math.prod(shape), np.int64)
 
         def draw(number: int) -> None:
-            tags = *place, self.multiplier, self.deviation, number
+            tags = *place, self.deviation, number
             own = generators.fold_in(self.key, *tags).numpy().tobytes()
             part = noise[number * BLOCK :][:BLOCK]
             part[:] = gaussian(len(part), Words(own, self.step).take)
@@ -356,16 +359,3 @@ def event(x: np.ndarray, sides: int, take: Take) -> np.ndarray:
     while len(again := np.flatnonzero(hit & (die >= fair))):
         die[again] = take(len(again)) & np.uint64(_SIDES - 1)
     return hit & (die % np.uint64(sides) == 0)
-
-
-# The account.
-
-
-def divergence(orders: Sequence[int], rate: float, noise_multiplier: float) -> Any:
-    """Bound Rényi divergences of a step, of whole orders, float64 `[n]`."""
-    import dp_accounting as library
-
-    accountant = library.rdp.RdpAccountant(list(orders))
-    step = library.GaussianDpEvent(noise_multiplier)
-    accountant.compose(library.PoissonSampledDpEvent(rate, step))
-    return accountant.rdp
