@@ -4,7 +4,7 @@ B is the number of samples; every tensor of a batch is `[B, ...]`.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -145,10 +145,15 @@ class Sensitivity:
         0.5
     """
 
-    value: float
+    value: Any  # a number, or a tensor where the bound is one
     neighbours: Neighbours = "add_or_remove_one"
+    # That bound and the divisor of the sum, to be compared without waiting for values.
+    made_of: tuple[Tensor, float] | None = field(
+        default=None, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
-        checks.positive("Sensitivity", value=self.value)
+        if not isinstance(self.value, Tensor):
+            checks.positive("Sensitivity", value=self.value)
         allowed = get_args(Neighbours)
         checks.choice("Sensitivity", allowed, neighbours=self.neighbours)

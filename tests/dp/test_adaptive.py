@@ -6,7 +6,13 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
+import vgrad
+from tests import oracle
+from tests.losses import every_strategy
+from vgrad import clipped_grad
 from vgrad.dp import adaptive, quantile_clip
 
 EXPECTED = 2.0
@@ -117,3 +123,79 @@ def test_a_clip_is_numbers_alone():
     clip = quantile_clip(quantile=0, start=2, count_deviation=7)
     again = adaptive.QuantileClip(**json.loads(json.dumps(asdict(clip))))
     assert again == clip == quantile_clip(quantile=0.0, start=2.0, count_deviation=7.0)
+
+
+# A bound that is a tensor.
+
+
+def clip_case(dtype=torch.float32):
+    """Return a loss and tensors, of which some samples are large, tiny or infinite."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    x = torch.randn(9, 6, dtype=dtype)
+    x[1] *= 1e-12
+    x[2] *= 1e17
+    x[3] = torch.inf
+    return vgrad.sample_loss(fmodel, F.mse_loss), params, buffers, x, 2 * x[:, :3]
+
+
+def tensor(number):
+    return torch.tensor(number, dtype=torch.float64)
+
+
+@every_strategy
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bound", [1e-8, 0.1, 3.7, 1e8])
+def test_a_tensor_bounds_as_the_number_does(bound, dtype, strategy):
+    loss, *call = clip_case(dtype)
+    for options in ({}, {"passes": 2}, {"chunk_size": 2}):
+        options |= {"strategy": strategy, "normalize_by": 7.0}
+        expected = clipped_grad(loss, max_norm=bound, **options)
+        # The number does not count.
+        found = clipped_grad(loss, max_norm=2.0, **options).with_max_norm(tensor(bound))
+        # A number is divided by norms as the product with their reciprocals.
+        rounding = 4 * torch.finfo(dtype).eps
+        oracle.assert_exact(found(*call), expected(*call), tolerance=rounding)
+        assert found.sensitivity.value == expected.sensitivity.value
+
+
+def test_one_sample_never_adds_more_than_the_tensor():
+    loss, params, buffers, x, y = clip_case()
+    for bound in (1e-6, 0.3, 11.0):
+        clipped = clipped_grad(loss, max_norm=1.0).with_max_norm(tensor(bound))
+        for row in range(len(x)):
+            sums = clipped(params, buffers, x[row : row + 1], y[row : row + 1]).grads
+            total = torch.cat([each.double().flatten() for each in sums.values()])
+            assert total.norm() <= bound * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("batch_sizes", [None, [12]])
+def test_one_graph_takes_every_bound(batch_sizes):
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    loss = vgrad.sample_loss(fmodel, F.mse_loss)
+    call = params, buffers, torch.randn(9, 6), torch.randn(9, 3)
+    compiled = vgrad.compile(
+        clipped_grad(loss, max_norm=1.0), backend="replay", batch_sizes=batch_sizes
+    )
+    for bound in (0.1, 0.2, 5.0):
+        expected = clipped_grad(loss, max_norm=bound)(*call)
+        found = compiled.with_max_norm(tensor(bound))(*call)
+        oracle.assert_exact(found.grads, expected.grads, tolerance=1e-6)
+        assert found.clipped == expected.clipped
+    [report] = compiled.reports()
+    assert (report.backend, report.calls, report.redos) == ("replay", 2, 0)
+
+
+def test_other_bounds_and_clippings_are_refused():
+    loss, *_ = clip_case()
+    flat = clipped_grad(loss, max_norm=1.0)
+    for wrong in (1.0, torch.tensor(1.0), torch.ones(1, dtype=torch.float64)):
+        with pytest.raises(
+            ValueError, match=r"without dimensions in float64.*A number"
+        ):
+            flat.with_max_norm(wrong)
+    for kind in ("per_layer", "automatic"):
+        other = clipped_grad(loss, max_norm=1.0, clipping=kind)
+        with pytest.raises(ValueError, match=r'expected clipping="flat"'):
+            other.with_max_norm(tensor(1.0))

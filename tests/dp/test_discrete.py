@@ -540,7 +540,9 @@ def test_noise_is_a_stream_of_its_own_for_each_place():
 
 def test_sums_that_stay_numbers_keep_what_is_not_finite():
     plan = noisy("sum", noise=1.0)
-    total = torch.tensor([math.inf, -math.inf, math.nan, 1e38, 0.5], dtype=torch.bfloat16)
+    total = torch.tensor(
+        [math.inf, -math.inf, math.nan, 1e38, 0.5], dtype=torch.bfloat16
+    )
     sensitivity = vgrad.Sensitivity(0.2 / plan.expected_batch_size)
     [found] = plan.add_noise({"a": total}, sensitivity, key=runs.KEY, step=0).values()
     assert found.dtype == torch.float32

@@ -9,12 +9,13 @@
 * `quantile_clip`: let the bound of a plan follow a quantile of the norms
 * `add_gaussian_noise`: add noise to a sum, scaled by its sensitivity
 * `secret_key`: draw a key from the operating system
+* `noising`: schemes of noise that is correlated over steps
 * `audit`: lower bounds of the privacy that a mechanism spends
 """
 
 from typing import TYPE_CHECKING
 
-from vgrad.dp import audit
+from vgrad.dp import audit, noising
 from vgrad.dp.accounting import epsilon, noise_multiplier_for
 from vgrad.dp.adaptive import quantile_clip
 from vgrad.dp.noise import add_gaussian_noise
@@ -33,6 +34,7 @@ __all__ = [
     "collate",
     "epsilon",
     "noise_multiplier_for",
+    "noising",
     "quantile_clip",
     "secret_key",
 ]

@@ -6,7 +6,7 @@ B samples.
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, Literal, NamedTuple, Required, Unpack, get_args, overload
 
@@ -95,8 +95,10 @@ class ClipRule:
             return bound / (norms + _GAMMA)
         return (bound / norms).clamp(max=1)
 
-    def limit(self, bounds: Sequence[float]) -> float:
+    def limit(self, bounds: Sequence[float | Tensor]) -> float | Tensor:
         """Return up to which size numbers and their products with factors are safe."""
+        if isinstance(bounds[0], Tensor):  # one bound, of flat clipping
+            return (bounds[0] * _FAR).clamp(max=SURE)
         # No factor is then below 1e-30, where float32 has all digits. Next to a bound,
         # 1e25 times the smallest float32 are nothing, so no product's rounding counts.
         least, most = min(bounds), max(bounds)
@@ -132,7 +134,7 @@ class _ClipCollector(Collector):
 
     rule: ClipRule
     parts: Sequence[Sequence[str]]  # names of parameters that are clipped together
-    bounds: Sequence[float]  # of the norms of each part
+    bounds: Sequence[Any]  # of the norms of each part, numbers or one tensor
     dtype: torch.dtype
     mask: Tensor | None
     factors: dict[str, Factor] = field(default_factory=dict)
@@ -441,7 +443,35 @@ class ClippedGradFn(Transform[Result]):
     def sensitivity(self) -> Sensitivity:
         """How far adding or removing one sample can move the sum."""
         quantity: Any = self.quantity
-        return Sensitivity(quantity.rule.total / quantity.normalize_by)
+        bound, divisor = self.options.max_norm, quantity.normalize_by
+        if bound is None:
+            return Sensitivity(quantity.rule.total / divisor)
+        return Sensitivity(bound / divisor, made_of=(bound, divisor))
+
+    def with_max_norm(self, max_norm: Tensor) -> "ClippedGradFn[Result]":
+        """Return the same function with a bound that is a tensor, float64 `[]`.
+
+        It is positive, and between 1e-30 and 1e30, for which the caller answers: no
+        function looks at its value, so that a device need not wait. A compiled function
+        takes every bound by one graph. The divisor stays.
+
+        Raises:
+            ValueError: clipping is not `"flat"`, or the bound is another tensor.
+        """
+        quantity: Any = self.quantity
+        if quantity.rule.kind != "flat":
+            raise ValueError(
+                f"clipped_grad(clipping={quantity.rule.kind!r}).with_max_norm(...): "
+                f'expected clipping="flat", whose bound alone can be a tensor.'
+            )
+        kind = getattr(max_norm, "dtype", None), getattr(max_norm, "shape", None)
+        if not isinstance(max_norm, Tensor) or kind != (torch.float64, ()):
+            raise ValueError(
+                f"clipped_grad(loss).with_max_norm(max_norm="
+                f"{checks.shown(max_norm)}): expected a tensor without dimensions in "
+                f"float64. A number goes to clipped_grad(max_norm=...)."
+            )
+        return replace(self, options=replace(self.options, max_norm=max_norm))
 
 
 @dataclass(frozen=True)
@@ -459,7 +489,10 @@ class ClippedSum(Quantity):
         return value._replace(norms=norms, losses=losses)
 
     def collector(self, call: Call) -> _ClipCollector:
+        bounds: Sequence[Any]
         parts, bounds = self.rule.parts(call.params)
+        if call.max_norm is not None:
+            bounds = [call.max_norm]
         given = self.rule, parts, bounds, call.dtype, call.mask
         if self.passes == 1:
             return _ClipCollector(*given)

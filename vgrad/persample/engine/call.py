@@ -107,6 +107,7 @@ class Inputs(NamedTuple):
     cross: Tree = None  # a second batch
     loss_scale: LossScale | None = None
     keys: Tensor | None = None  # int64 [B]: of random numbers that differ by sample
+    max_norm: Tensor | None = None  # a bound of clipping that is not known before
 
     def padded(self, size: int, total: int) -> "Inputs":
         """Fill a batch up to `total` samples with some that do not count."""
@@ -157,6 +158,7 @@ class Call:
     randomness: Randomness = "error"
     has_aux: bool = False
     loss_scale: LossScale | None = None
+    max_norm: Tensor | None = None
     # Of all calls: warnings, why a loss was not recorded, and the parameters that
     # receive no gradient, as plain autograd on one sample has confirmed.
     fallbacks: Fallbacks = field(default_factory=Fallbacks)
@@ -187,7 +189,8 @@ class Call:
 
     def on(self, inputs: Inputs) -> "Call":
         """Check the tensors of a batch, and return the call on it."""
-        params, buffers, batch, mask, weights, cross, loss_scale, keys = inputs
+        params, buffers, batch, mask, weights, cross, loss_scale, *more = inputs
+        keys, max_norm = more
         checks.dictionaries(self.function, params=params, buffers=buffers)
         read = batches.read(self.function, batch)
         _check_tensors(self.function, params, buffers, read.tensors)
@@ -209,6 +212,7 @@ class Call:
             weights=weights,
             cross=cross,
             loss_scale=loss_scale,
+            max_norm=max_norm,
             draws=Draws(keys=keys),
         )
 

@@ -320,9 +320,10 @@ class Transform(Generic[Result]):
         return self.on(params, buffers, batch, mask)
 
     def on(self, *given: Any, **more: Any) -> Any:
-        """Compute the quantity of `Inputs` but for their loss scale and keys."""
-        scale = self.options.loss_scale
-        inputs = Inputs(*given, **more, loss_scale=scale, keys=self.keys)
+        """Compute the quantity of `Inputs` but for fields of the options, and keys."""
+        options = self.options
+        own = {"loss_scale": options.loss_scale, "max_norm": options.max_norm}
+        inputs = Inputs(*given, **more, **own, keys=self.keys)
         return (self.reduce or self.execute)(self, inputs)
 
     def run(
