@@ -118,9 +118,9 @@ def checked_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def sizes_of_plan(plan: Plan) -> tuple[int, ...]:
-    """Return sizes that hold all but one in about 10^4 batches of a plan, or the largest.
+    """Return sizes that hold all but one in about 10^4 batches of a plan.
 
-    Plans with a largest batch have one graph.
+    Batches that have a largest size are filled up to it, for one graph.
     """
     if plan.largest_batch is not None:
         return (plan.largest_batch,)

@@ -15,9 +15,9 @@ from vgrad.dp.sampling import check_rate
 Accountant = Literal["pld", "rdp"]
 
 Neighbours = Literal["add_or_remove_one", "zero_out", "replace_one", "fixed_graph"]
-"""The relation of two data sets that a bound is about: of what one has a sample more, a
-sample is zeroed, or replaced; `fixed_graph`: all samples of a person are zeroed, where
-samples have several owners and the owners stay."""
+"""The relation of two data sets: one has a sample more, the gradient of a sample is
+zero in one, or a sample is another one. `fixed_graph`: all samples of a person are
+zeroed, where samples have several owners, who stay."""
 
 
 class Steps(NamedTuple):
