@@ -20,11 +20,12 @@ is left between the proof and the release:
 * A gradient has to follow from its sample and the parameters alone: each is computed
   on a copy of the sample, in memory of its own, in a batch of one. Random numbers of a
   loss count as independent of the data. Kernels that a library chooses by the time they
-  took, or by earlier calls, are outside of the claim.
+  took, or by earlier calls, are outside of the claim. So are the draws of batches, which
+  are those of other plans: where one departs from its rate, less is amplified.
 
 Times, losses and norms are not private here either. A sample takes a pass of its own,
-and a number of noise about a third of a microsecond of a processor, some 70 times as
-long as by `vgrad/dp/noise.py`; it is drawn on the host.
+and a number of noise some 150 ns on the host (`bench/noise.py`), ten times as long as
+by `vgrad/dp/noise.py`.
 """
 
 import functools
