@@ -20,8 +20,8 @@ is left between the proof and the release:
 * A gradient has to follow from its sample and the parameters alone: each is computed
   on a copy of the sample, in memory of its own, in a batch of one. Random numbers of a
   loss count as independent of the data. Kernels that a library chooses by the time they
-  took, or by earlier calls, are outside of the claim. So are the draws of batches, which
-  are those of other plans: where one departs from its rate, less is amplified.
+  took, or by earlier calls, are outside of the claim. So are the draws of batches,
+  which are as for other plans: the amplification rests on their rate.
 
 Times, losses and norms are not private here either. A sample takes a pass of its own,
 and a number of noise some 150 ns on the host (`bench/noise.py`), ten times as long as
