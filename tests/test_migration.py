@@ -30,6 +30,7 @@ PEERS = {  # what the left column imports
     "TorchOpt": {"torchopt": []},
     "optax": {"optax": [], "jax.numpy": []},
     "jmp": {"jmp": [], "jax.numpy": []},
+    "Private optimizers": {},
 }
 
 

@@ -1,6 +1,6 @@
 """The types that every module of vgrad shares."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 from torch import Tensor
@@ -26,6 +26,9 @@ def __dir__() -> list[str]:
 
 Params = dict[str, Tensor]
 """The tensors that are differentiated: `name -> tensor`."""
+
+Scales = Mapping[str, Sequence[Tensor]]
+"""By name, tensors by all of which the gradient of each sample is multiplied."""
 
 Buffers = dict[str, Tensor]
 """All other tensors: running statistics, masks, frozen parameters."""

@@ -135,6 +135,10 @@ OPTIMIZERS = {
         optim.ema_parameters(0.9),
     ),
     "noisy": lambda: optim.chain(optim.add_noise(0.1, 0.55, seed=3), optim.adam(0.1)),
+    "adam_bc": lambda: optim.adam_bc(0.1, deviation=0.5),
+    "scaled": lambda: optim.chain(
+        optim.zero_nans(), optim.scale_then_privatize(optim.adam(0.1))
+    ),
     "injected": lambda: optim.inject_hyperparams(optim.adafactor, lr=0.1),
     "muon": lambda: optim.partition(
         {

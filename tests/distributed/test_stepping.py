@@ -27,7 +27,13 @@ def plan_of(steps, rate=0.2, noise=0.8, **others):
     return Plan(SAMPLES, rate, noise, **given)
 
 
-def private(size, name, dtype, plan, *, compiled=False, shards=False, drop=0):
+MOMENTUM = optim.sgd(0.2, momentum=0.9)
+SCALED = optim.scale_then_privatize(MOMENTUM, decay=0.9)
+
+
+def private(
+    size, name, dtype, plan, *, compiled=False, shards=False, drop=0, tx=MOMENTUM
+):
     """Take the plan's steps on ranks, 0 for a plain process; return state, metrics."""
     mesh = mesh_of(size)[0] if size else None
     loss, params, buffers, data = problem(name, dtype, SAMPLES)
@@ -35,7 +41,7 @@ def private(size, name, dtype, plan, *, compiled=False, shards=False, drop=0):
     def dropping(params, buffers, x, y):
         return loss(params, buffers, F.dropout(x, drop), y)
 
-    tx, options = optim.sgd(0.2, momentum=0.9), {"donate": shards}
+    options: dict = {"donate": shards}
     options["randomness"] = "different" if drop else "error"
     step = private_step(dropping if drop else loss, tx, plan, **options)
     step = vgrad.compile(step) if compiled else step
@@ -97,6 +103,18 @@ def test_sums_of_integers_are_exact_on_any_number_of_ranks(some):
     results = some.run(_discrete, some.size)
     for states in zip(*results, strict=True):
         assert equal([*_discrete(0), *states])
+
+
+def _scaled(size):
+    cases, given = (PLAIN, SHARDS, COMPILED), ("mlp", torch.float64, plan_of(4))
+    return [private(size, *given, tx=SCALED, **case)[0] for case in cases]
+
+
+def test_so_are_steps_that_scale_gradients(some):
+    expected, _ = private(0, "mlp", torch.float64, plan_of(4), tx=SCALED)
+    for states in some.run(_scaled, some.size):
+        for state in states:
+            oracle.assert_exact(state.params, expected.params, 1e-10)
 
 
 def _dropping(size):

@@ -31,6 +31,8 @@ class Case:
     """Whether it can be differentiated: rounding to bfloat16 cannot."""
     compiles: bool = True
     """Whether it is compiled with the others; else they run the same code, or alone."""
+    adapts: bool = True
+    """Whether it can be made an optimizer of torch."""
 
     def of(self, member: int = 0) -> dict[str, Any]:
         return each_list(lambda column: column[member], self.numbers)
@@ -67,6 +69,13 @@ OPTIMIZERS = {
     "nadam, decoupled": Case(partial(optim.nadam, **DECOUPLED), ADAM, **LIKE),
     "radam": Case(optim.radam, ADAM | dict(betas=SLOW_BETAS)),
     "radam, decoupled": Case(partial(optim.radam, **DECOUPLED), ADAM, **LIKE),
+    "adam_bc": Case(optim.adam_bc, dict(
+        lr=LR,
+        deviation=[0.1, 0.0, 1.0],
+        betas=BETAS,
+        floor=[1e-4, 1e-8, 1e-2],
+        weight_decay=DECAY,
+    )),
     "adamax": Case(partial(optim.adamax, maximize=True), ADAM),
     "adagrad": Case(optim.adagrad, dict(
         lr=LR, lr_decay=DECAY, initial_accumulator_value=DECAY, eps=EPS
@@ -136,6 +145,7 @@ AROUND = r"""
     lookahead | lookahead(adam(0.1), sync_period=2, slow_step_size=0.5 * h)
     inject_hyperparams | inject_hyperparams(adamw, lr=0.1 * h, betas=(0.5 * h, 0.9), \
         weight_decay=lambda t: h / (t.double() + 1))
+    scale_then_privatize | scale_then_privatize(adam(0.1 * h), decay=0.5 * h)
     reduce_on_plateau | reduce_on_plateau(adam, 0.1 * h)[0]
     add_noise | chain(add_noise(0.1 * h, 0.55 * h, seed=7), sgd(0.1))
 """
@@ -146,10 +156,9 @@ AVERAGED = dict(
 )
 for _name, _text in rows(AROUND):
     _averaged = _name in ("ema_parameters", "polyak_average")
+    _options = AVERAGED if _averaged else {"adapts": _name != "scale_then_privatize"}
     _make = eval(f"lambda h: {_text}", vars(optim))
-    OPTIMIZERS[_name] = Case(
-        _make, dict(h=[1.0, 0.5, 1.5]), **AVERAGED if _averaged else {}
-    )
+    OPTIMIZERS[_name] = Case(_make, dict(h=[1.0, 0.5, 1.5]), **_options)
 
 
 def each(**fields):

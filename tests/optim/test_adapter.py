@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from tests.optim.optimizers import COUNTED, TORCH, UNCOUNTED, every
+from tests.optim.optimizers import COUNTED, TORCH, UNCOUNTED, each
 from tests.optim.problems import go_on, leaves_of, perceptron, train, values
 from tests.oracle import assert_exact
 from vgrad import optim
@@ -28,7 +28,7 @@ def one(value=1.0):
     return {"w": nn.Parameter(torch.full((2,), value))}
 
 
-@every
+@each(adapts=True)
 def test_a_transformation_steps_and_resumes_as_an_optimizer_of_torch(case):
     (start, loss), tx = case.problem(), case.tx()
     leaves = leaves_of(start)

@@ -86,7 +86,16 @@ def free_adamw_step(t, y, g, memory, *, betas, eps, weight_lr_power, weight_deca
     return free_step(t, y, memory, g, **options)
 
 
+def bc_step(t, p, g, memory, *, lr, deviation, betas, floor, weight_decay):
+    g = g + weight_decay * p
+    m = memory["m"] = betas[0] * memory.get("m", 0.0) + (1 - betas[0]) * g
+    v = memory["v"] = betas[1] * memory.get("v", 0.0) + (1 - betas[1]) * g**2
+    square = v / (1 - betas[1] ** t) - deviation**2
+    return p - lr * m / (1 - betas[0] ** t) / square.clamp(min=floor).sqrt()
+
+
 STEPS = {
+    "adam_bc": bc_step,
     "lion": lion_step,
     "lamb": lamb_step,
     "lars": lars_step,

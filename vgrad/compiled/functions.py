@@ -102,7 +102,8 @@ class Captured:
     def _chunk(self, call: Call) -> Chunk:
         batch = call.batch.sample(tuple(call.batch.tensors))
         tensors = call.params, call.buffers, batch, call.mask, call.weights, call.cross
-        inputs = Inputs(*tensors, call.loss_scale, call.draws.keys, call.max_norm)
+        more = call.loss_scale, call.draws.keys, call.max_norm, call.scales
+        inputs = Inputs(*tensors, *more)
         return self.captures(self.plain.chunk, inputs)
 
 

@@ -97,9 +97,11 @@ def gather(state: T, mesh: DeviceMesh | None) -> T:
     with ranks.together("gather") as facts:
         facts.same["tensors"] = layout(tree.state_dict(state))
     with torch.no_grad():
-        return tree.map_tensors(
-            lambda x: x.full_tensor() if isinstance(x, DTensor) else x, state
-        )
+        return tree.map_tensors(_whole, state)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _placed(
@@ -273,6 +275,7 @@ def sharded_call(transform: Transform, ranks: Ranks, inputs: Inputs) -> Any:
     notes = facts.notes
     sizes = [note["size"] for note in notes]
     with torch.inference_mode(False), torch.no_grad():
+        inputs = inputs._replace(scales=tree.map_tensors(_whole, inputs.scales))
         recorded = options.strategy == "recorded"
         if not any(note["mapped"] for note in notes):
             recorded |= options.strategy == "auto"
@@ -290,11 +293,7 @@ def sharded_call(transform: Transform, ranks: Ranks, inputs: Inputs) -> Any:
                 return _of_all_ranks(transform, ranks, result, laid)
         # All parameters are gathered before the call.
         parameters, fixed = (
-            {
-                name: x.full_tensor() if isinstance(x, DTensor) else x
-                for name, x in entries.items()
-            }
-            for entries in (params, buffers)
+            tree.map_tensors(_whole, each) for each in (params, buffers)
         )
         with ranks.together(f"{what}, run"):
             whole = inputs._replace(params=parameters, buffers=fixed)

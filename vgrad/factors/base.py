@@ -6,6 +6,8 @@ matrices are in `factors/products.py`.
 """
 
 import copy
+import functools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -121,6 +123,11 @@ class Factor(ABC):
     @abstractmethod
     def double(self) -> "Factor":
         """Return the same gradients, made of float64 numbers."""
+
+    def times(self, scales: Sequence[Tensor]) -> "Factor":
+        """Return the gradients times tensors, for a matrix a column and a row."""
+        g = self.grad()
+        return Dense(functools.reduce(operator.mul, scales, g.to(wide(g.dtype))))
 
     @property
     @abstractmethod
@@ -250,6 +257,9 @@ class Zero(Factor):
     def take(self, rows: Tensor) -> "Zero":
         return Zero(len(rows), self.like)
 
+    def times(self, scales: Sequence[Tensor]) -> "Zero":
+        return self
+
     def double(self) -> "Zero":
         return Zero(self.size, double(self.like))
 
@@ -372,6 +382,13 @@ class Outer(Pair):
         k = products.inner(self.inputs.flatten(0, 2), other.inputs.flatten(0, 2))
         k *= products.inner(self.outputs.flatten(0, 2), other.outputs.flatten(0, 2))
         return k.view(sizes).sum((1, 3))
+
+    def times(self, scales: Sequence[Tensor]) -> Factor:
+        """Multiply the two sides of a matrix."""
+        if not self.is_matrix:
+            return super().times(scales)
+        rows, columns = (each.flatten() for each in scales)
+        return self._of(self.inputs * columns, self.outputs * rows)
 
     def project(self, probes: Probes) -> Tensor:
         """Project both factors, `sum_t <out_t, left> <in_t, right>`, where cheaper."""

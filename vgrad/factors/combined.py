@@ -133,6 +133,9 @@ class Tied(Compound):
     def project(self, probes: Probes) -> Tensor:
         return self.outer.project(probes) + self.rows.project(probes)
 
+    def times(self, scales: Sequence[Tensor]) -> Factor:
+        return self._of(*(part.times(scales) for part in self.parts))
+
     def _of(self, *parts: Any) -> Factor:
         return Tied(*parts)
 

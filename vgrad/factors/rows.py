@@ -3,6 +3,7 @@
 B samples, T positions of one sample, O numbers in a row.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +75,11 @@ class Rows(Factor):
 
     def take(self, rows: Tensor) -> "Rows":
         return Rows(self.index[rows], self.outputs[rows], self.shape)
+
+    def times(self, scales: Sequence[Tensor]) -> "Rows":
+        rows, columns = (each.flatten() for each in scales)
+        outputs = self.outputs * rows[self.index][..., None] * columns
+        return Rows(self.index, outputs, self.shape)
 
     def double(self) -> "Rows":
         return Rows(self.index, double(self.outputs), self.shape)

@@ -15,6 +15,7 @@ that hold for all of them.
 * `sgd`, `asgd`, `adam`, `adamw`, `adamax`, `nadam`, `radam`, `adagrad`, `adadelta`,
   `rmsprop`, `rprop`, `muon`, `adafactor`: as in `torch.optim`
 * `lion`, `lars`, `lamb`: by signs, and by shares of the norms of parameters
+* `adam_bc`, `scale_then_privatize`: for gradients with the noise of a private step
 * `schedule_free`, `schedule_free_sgd`, `schedule_free_adamw`,
   `evaluation_parameters`: averages instead of momentum; the parameters to evaluate
 * `clip_by_global_norm`, `clip_by_value`, `clip_by_block_rms`,
@@ -30,10 +31,11 @@ that hold for all of them.
 
 from typing import TYPE_CHECKING
 
-from vgrad.optim import methods, schedules, transforms
+from vgrad.optim import methods, private, schedules, transforms
 from vgrad.optim.base import GradientTransformation, State, apply_updates, chain, step
 from vgrad.optim.interop import as_torch, from_torch, to_torch
 from vgrad.optim.methods import *  # noqa: F403
+from vgrad.optim.private import *  # noqa: F403
 from vgrad.optim.transforms import *  # noqa: F403
 from vgrad.renamed import attributes
 from vgrad.tree import load_state_dict, state_dict
@@ -52,6 +54,7 @@ __all__ = [
     "to_torch",
 ]
 __all__ += methods.__all__
+__all__ += private.__all__
 __all__ += transforms.__all__
 
 if not TYPE_CHECKING:  # which sees no other names

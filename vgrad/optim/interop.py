@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from vgrad import checks, memory, tree
 from vgrad.optim import methods
 from vgrad.optim.base import GradientTransformation, State, check_transformation, step
+from vgrad.optim.private import scales_of
 from vgrad.optim.transforms import HyperparamsState, Key, partition, with_hyperparams
 from vgrad.tree import check_fit, state_dict, tree_map, tree_map_only
 from vgrad.typing import Params, Tree
@@ -302,6 +303,12 @@ class _Adapter(Optimizer):
         # Made at the first step, as in torch: until then parameters may be moved.
         self._tree: Tree | None = None
         state, self._shown = transformation.init(params), transformation.settable
+        if scales_of(state):
+            raise ValueError(
+                "as_torch(scale_then_privatize(...)): expected a transformation of "
+                "gradients as they are, got one whose scales apply before they are "
+                "clipped. Train with vgrad.training.private_step."
+            )
         hyperparams = state.hyperparams if isinstance(state, HyperparamsState) else {}
         shown = {n: tree_map(Tensor.item, hyperparams[n]) for n in self._shown}
         self._unread = {"lr", *hyperparams} - set(shown)

@@ -22,6 +22,7 @@ from vgrad.optim.base import (
     check_real,
     counting,
     filled,
+    is_schedule,
     is_zero,
     length,
     lerp,
@@ -55,6 +56,7 @@ __all__ = [
     "adafactor",
     "adagrad",
     "adam",
+    "adam_bc",
     "adamax",
     "adamw",
     "asgd",
@@ -400,6 +402,68 @@ def _amsgrad(betas: Betas, eps: Number) -> GradientTransformation:
     return per_parameter("amsgrad", slots, at, counted=True)
 
 
+def adam_bc(
+    lr: Rate = 1e-3,
+    *,
+    deviation: Rate,
+    betas: Betas = (0.9, 0.999),
+    floor: Number = 5e-8,
+    weight_decay: Number = 0.0,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Descend as `adam` does, with the noise taken out of the mean square.
+
+    `g += weight_decay * p`, then
+    `p -= lr * m / (1 - beta1^t) / sqrt(max((v - n) / (1 - beta2^t), floor))` at step
+    `t`, with the moments `m` and `v` of `adam` and the same moving average `n` of
+    squares of `deviation`, the standard deviation of the noise in each entry of `g`:
+    the root is of an unbiased estimate of the mean square without noise, of which `v`
+    has little in private training. `deviation` is a number, or a function of the steps
+    taken so far such as `plan.deviation`; the estimate is as wrong as it is. A
+    `private_step` refuses a plan of correlated noise. State: two tensors per parameter,
+    and `n` in float64. Reference: Tang et al., arXiv 2312.14334.
+
+    Example:
+        >>> tx, params = adam_bc(0.1, deviation=0.6), {"w": torch.zeros(1)}
+        >>> tx.update({"w": torch.ones(1)}, tx.init(params), params)[0]
+        {'w': tensor([-0.1250])}
+    """
+    check_numbers("adam_bc", lr, betas, floor=floor, weight_decay=weight_decay)
+    if not is_schedule(deviation):
+        checks.non_negative("adam_bc", **plain(deviation=deviation))
+    beta1, beta2 = betas
+
+    def moments(noise):
+        def at(count):
+            t = count.double()
+            correction1, correction2 = 1 - beta1**t, 1 - beta2**t
+
+            def rule(g, m, v):
+                m, v = lerp(m, g, 1 - beta1), _mean_of_squares(v, g, beta2)
+                square = (v - scalar(noise, v)) / scalar(correction2, v)
+                size = root(square.clamp(min=scalar(floor, v)))
+                return m / scalar(correction1, m) / size, m, v
+
+            return rule
+
+        return per_parameter("adam_bc", _MOMENTS, at)
+
+    def init(params):
+        # One mean square of noise for all parameters, in float64.
+        count, slots = moments(0.0).init(params)
+        return State(count, {"noise_sq": count.double(), **slots})
+
+    def update(grads, state, params=None):
+        noise = state.slots["noise_sq"]
+        square = scalar(rate_at(deviation, state.count), noise) ** 2
+        noise = noise + (1 - scalar(beta2, noise)) * (square - noise)
+        updates, new = moments(noise).update(grads, state)
+        return updates, State(new.count, {"noise_sq": noise, **new.slots})
+
+    tx = GradientTransformation(init, update, counted=True)
+    return descent(lr, weight_decay, maximize, tx)
+
+
 def nadam(
     lr: Rate = 2e-3,
     *,
@@ -681,32 +745,16 @@ def adafactor(
     check_range("adafactor", "{} <= 0", lambda p: p <= 0, beta2_decay=beta2_decay)
     check_range("adafactor", "{} >= 1", lambda d: d >= 1, d=d)
 
-    def start(dim):
-        def mean(param):
-            if param.ndim < 2:
-                return None
-            shape = [*param.shape]
-            shape[dim] = 1
-            return filled(_shard(param.new_empty(shape), param, dim))
-
-        return mean
-
-    def variance(param):
-        return filled(param) if param.ndim < 2 else None
-
     def at(count):
         share = count.double() ** beta2_decay
 
         def rule(g, row, column, whole):
-            square = widened(g).square()
+            row, column, whole = mean_squares(g, row, column, whole, share)
             if row is not None:
-                row = lerp(row, _mean(square, -1), share)
-                column = lerp(column, _mean(square, -2), share)
                 least = _least(eps[0], row)
                 mean = row * column / row.mean(-2, keepdim=True).clamp_min(least)
             else:
-                mean = whole = lerp(whole, square, share)
-                least = _least(eps[0], whole)
+                mean, least = whole, _least(eps[0], whole)
             update = widened(g) * mean.clamp_min(least * least).rsqrt()
             update = shards.placed(update, g) if shards.is_distributed(g) else update
             return update, row, column, whole
@@ -728,13 +776,40 @@ def adafactor(
 
         return map_grads(descend, grads, params)
 
-    slots = {"row_var": start(-1), "col_var": start(-2), "variance": variance}
     return chain(
         *ascent(maximize),
-        per_parameter("adafactor", slots, at, counted=True),
+        per_parameter("adafactor", FACTORED, at, counted=True),
         clip_by_block_rms(d),
         counting(by_size),
     )
+
+
+def _start(dim: int) -> Callable:
+    def mean(param):
+        if param.ndim < 2:
+            return None
+        shape = [*param.shape]
+        shape[dim] = 1
+        return filled(_shard(param.new_empty(shape), param, dim))
+
+    return mean
+
+
+FACTORED = {
+    "row_var": _start(-1),
+    "col_var": _start(-2),
+    "variance": lambda param: filled(param) if param.ndim < 2 else None,
+}
+"""Slots of mean squares: of the rows and columns of a matrix, else whole."""
+
+
+def mean_squares(grad: Tensor, row: Any, column: Any, whole: Any, share: Number) -> Any:
+    """Mix a share of the squares of a gradient into the mean squares of `FACTORED`."""
+    square = widened(grad).square()
+    if row is None:
+        return None, None, lerp(whole, square, share)
+    row = lerp(row, _mean(square, -1), share)
+    return row, lerp(column, _mean(square, -2), share), None
 
 
 def _mean(square: Tensor, dim: int) -> Tensor:

@@ -536,7 +536,8 @@ def _copies(params: Params) -> Params:
     return map_values(lambda param: widened(param).clone(), params)
 
 
-def _states_of(state: Tree, is_one: Callable[[Any], bool]) -> list[Any]:
+def states_of(state: Tree, is_one: Callable[[Any], bool]) -> list[Any]:
+    """List the nodes of a state for which a function is true, outermost ones alone."""
     return [node for node in tree_leaves(state, is_leaf=is_one) if is_one(node)]
 
 
@@ -604,7 +605,7 @@ def averaged_parameters(state: Tree) -> Params:
         >>> averaged_parameters(polyak_average().init({"w": torch.ones(2)}))
         {'w': tensor([1., 1.])}
     """
-    averages = _states_of(state, lambda x: isinstance(x, State) and "ax" in x.slots)
+    averages = states_of(state, lambda x: isinstance(x, State) and "ax" in x.slots)
     if len(averages) != 1:
         raise ValueError(
             f"averaged_parameters(state with {len(averages)} averages): expected one, "
@@ -852,7 +853,7 @@ def evaluation_parameters(state: Tree, params: Params) -> Params:
         >>> evaluation_parameters(tx.init(params), params)
         {'w': tensor([1., 1.])}
     """
-    states = _states_of(state, lambda node: isinstance(node, ScheduleFreeState))
+    states = states_of(state, lambda node: isinstance(node, ScheduleFreeState))
     if not states:
         raise ValueError(
             "evaluation_parameters(state): expected the state of a schedule_free "
@@ -1082,7 +1083,7 @@ def reduce_on_plateau(
         return isinstance(node, PlateauState)
 
     def observe(state, value):
-        plateaus = len(_states_of(state, is_plateau))
+        plateaus = len(states_of(state, is_plateau))
         if plateaus != 1:
             raise ValueError(
                 f"observe(state with {plateaus} plateaus): expected the state of one "

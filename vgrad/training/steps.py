@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from vgrad.functional.losses import SampleLoss, check_loss, gradient
 from vgrad.generators import Tag
 from vgrad.memory import disjoint
 from vgrad.optim.base import GradientTransformation, check_transformation
+from vgrad.optim.private import scales_of, unscaled
 from vgrad.persample.clipped import clipped_grad
 from vgrad.persample.grad import weighted_grad
 from vgrad.precision import (
@@ -67,6 +69,7 @@ from vgrad.typing import (
     Params,
     Passes,
     Randomness,
+    Scales,
     Strategy,
     Tree,
 )
@@ -85,6 +88,7 @@ class Gradients(NamedTuple):
     metrics: Metrics  # all but the loss and aux
     changes: dict[str, Any]  # other fields of the next state
     noise: Noise | DiscreteNoise | None = None  # to be added to the gradients
+    scales: Scales = MappingProxyType({})  # by which their noisy sum is divided
 
 
 class StepReducer:
@@ -182,7 +186,7 @@ class TrainingStep(Generic[State]):
             if getattr(execute, "compiles", False):
                 drawn = found.noise.drawn(grads)
             if drawn is None:
-                grads = found.noise.added(grads)
+                grads = unscaled(found.noise.added(grads), found.scales)
             elif donate:  # no graph can write into the state
                 grads = execute(Drawn.added, drawn, grads)
         arguments = self.tx, grads, state.optimizer, state.params
@@ -190,7 +194,7 @@ class TrainingStep(Generic[State]):
             loss, aux = map_tensors(Tensor.clone, (loss, aux))  # they may be parameters
             params, optimizer = optim.step(*arguments, donate=True)
         elif drawn is not None:
-            params, optimizer = execute(noisy_step, drawn, *arguments)
+            params, optimizer = execute(noisy_step, drawn, found.scales, *arguments)
         else:
             params, optimizer = execute(optim.step, *arguments)
         new = params, found.buffers, optimizer
@@ -205,13 +209,14 @@ class TrainingStep(Generic[State]):
 
 def noisy_step(
     noise: Drawn,
+    scales: Scales,
     tx: GradientTransformation,
     grads: Params,
     state: Tree,
     params: Params,
 ) -> tuple[Params, Tree]:
     """Add noise to gradients, and take a step, as one function of tensors."""
-    return optim.step(tx, noise.added(grads), state, params)
+    return optim.step(tx, unscaled(noise.added(grads), scales), state, params)
 
 
 def _without_key(state: Any) -> Any:
@@ -331,6 +336,8 @@ class PrivateSource(Source):
         scale, compute = state.loss_scale, self.transform
         if is_scaled(scale):
             compute = compute.with_loss_scale(scale)
+        if scales := scales_of(state.optimizer):
+            compute = compute.with_scales(scales)
         result = compute(state.params, state.buffers, *batch)
         result, aux = result if self.has_aux else (result, None)
         place: dict[str, Any] = {"key": state.key, "step": taken}
@@ -348,7 +355,7 @@ class PrivateSource(Source):
             noise = noise.of(state.params)
         loss = widened(result.losses).mean()
         found = result.grads, loss, state.buffers, aux, (), metrics, changes
-        return Gradients(*found, noise)
+        return Gradients(*found, noise, scales)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -23,7 +23,16 @@ from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import with_attributes
 from vgrad.tree import map_tensors, map_values, tensors, tree_leaves
-from vgrad.typing import Buffers, ChunkSize, LossFn, Params, Randomness, Strategy, Tree
+from vgrad.typing import (
+    Buffers,
+    ChunkSize,
+    LossFn,
+    Params,
+    Randomness,
+    Scales,
+    Strategy,
+    Tree,
+)
 
 
 class Options(TypedDict, total=False):
@@ -108,6 +117,7 @@ class Inputs(NamedTuple):
     loss_scale: LossScale | None = None
     keys: Tensor | None = None  # int64 [B]: of random numbers that differ by sample
     max_norm: Tensor | None = None  # a bound of clipping that is not known before
+    scales: Scales | None = None  # of gradients
 
     def padded(self, size: int, total: int) -> "Inputs":
         """Fill a batch up to `total` samples with some that do not count."""
@@ -159,6 +169,7 @@ class Call:
     has_aux: bool = False
     loss_scale: LossScale | None = None
     max_norm: Tensor | None = None
+    scales: Scales | None = None
     # Of all calls: warnings, why a loss was not recorded, and the parameters that
     # receive no gradient, as plain autograd on one sample has confirmed.
     fallbacks: Fallbacks = field(default_factory=Fallbacks)
@@ -189,8 +200,8 @@ class Call:
 
     def on(self, inputs: Inputs) -> "Call":
         """Check the tensors of a batch, and return the call on it."""
-        params, buffers, batch, mask, weights, cross, loss_scale, *more = inputs
-        keys, max_norm = more
+        params, buffers, batch, mask, weights, cross = inputs[:6]
+        keys = inputs.keys
         checks.dictionaries(self.function, params=params, buffers=buffers)
         read = batches.read(self.function, batch)
         _check_tensors(self.function, params, buffers, read.tensors)
@@ -211,8 +222,9 @@ class Call:
             mask=mask,
             weights=weights,
             cross=cross,
-            loss_scale=loss_scale,
-            max_norm=max_norm,
+            loss_scale=inputs.loss_scale,
+            max_norm=inputs.max_norm,
+            scales=inputs.scales,
             draws=Draws(keys=keys),
         )
 
@@ -264,11 +276,16 @@ class Call:
         return ones if self.loss_scale is None else ones * self._scale(losses.dtype)
 
     def unscaled(self, take: Take) -> Take:
-        """Return a function that takes factors without the loss scale."""
-        if self.loss_scale is None:
-            return take
-        scale = self._scale(torch.float32)
-        return lambda name, factor: take(name, Scaled(factor, scale))
+        """Return a function that takes factors without the loss scale, in `scales`."""
+        own, scale = self.scales or {}, None
+        if self.loss_scale is not None:
+            scale = self._scale(torch.float32)
+
+        def taken(name: str, factor: Factor) -> None:
+            factor = factor.times(own[name]) if name in own else factor
+            take(name, factor if scale is None else Scaled(factor, scale))
+
+        return take if scale is None and not own else taken
 
     def _scale(self, dtype: torch.dtype) -> Tensor:
         scale: Any = self.loss_scale

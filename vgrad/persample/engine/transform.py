@@ -24,7 +24,7 @@ from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import versions_of
 from vgrad.tree import map_tensors, no_autocast, tensors, tree_map, tree_map_only
-from vgrad.typing import Buffers, Params, Result, Tree
+from vgrad.typing import Buffers, Params, Result, Scales, Tree
 
 Reduce = Callable[[Params], Params]
 
@@ -300,6 +300,10 @@ class Transform(Generic[Result]):
         check_loss_scale(self.options.function, loss_scale)
         return replace(self, options=replace(self.options, loss_scale=loss_scale))
 
+    def with_scales(self, scales: Scales | None) -> Self:
+        """Return the same function of gradients that are multiplied by tensors."""
+        return replace(self, options=replace(self.options, scales=scales))
+
     def reports(self) -> tuple[Any, ...]:
         """Return a report of every capture; none in eager mode."""
         return getattr(self.execute, "reports", tuple)()
@@ -321,8 +325,8 @@ class Transform(Generic[Result]):
 
     def on(self, *given: Any, **more: Any) -> Any:
         """Compute the quantity of `Inputs` but for fields of the options, and keys."""
-        options = self.options
-        own = {"loss_scale": options.loss_scale, "max_norm": options.max_norm}
+        names = ("loss_scale", "max_norm", "scales")
+        own: Any = {name: getattr(self.options, name) for name in names}
         inputs = Inputs(*given, **more, **own, keys=self.keys)
         return (self.reduce or self.execute)(self, inputs)
 
