@@ -4,6 +4,7 @@ Each size is a capture of its own, and a Poisson batch has another one at every 
 mask leaves the copies of the first sample out, which fill it up.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,10 @@ class Captured:
     plain: Transform  # in eager mode
     captures: Captures
     batch_sizes: tuple[int, ...] | None
+
+    def of(self, plain: Transform) -> "Captured":
+        """Return the execution of another transform, with captures of its own."""
+        return replace(self, plain=plain, captures=copy.copy(self.captures))
 
     def reports(self) -> tuple[CaptureReport, ...]:
         """Return a report of every capture."""

@@ -3,11 +3,14 @@
 W ranks, each with its own part of a batch, which may be empty. B samples altogether.
 """
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -34,6 +37,7 @@ from vgrad.persample.engine import (
 from vgrad.persample.gram import Products
 from vgrad.ranks import RankError, Ranks, Summing, layout
 from vgrad.torch_private import modes
+from vgrad.training import saved
 from vgrad.training.state import TrainState, check_state
 from vgrad.training.steps import (
     Gradients,
@@ -42,7 +46,7 @@ from vgrad.training.steps import (
     mean_gradients,
 )
 from vgrad.tree import map_tensors, map_values, tensors, wide
-from vgrad.typing import Arguments, Found, Params, Same, T
+from vgrad.typing import Arguments, Found, Params, Same, T, Tree
 
 
 def data_parallel(
@@ -103,7 +107,8 @@ def data_parallel(
     ranks = Ranks.of("data_parallel", mesh, data)
     step: Any = transform
     if isinstance(step, TrainingStep) and step.source.kind is TrainState:
-        reduce, source = _AveragedOverRanks(step, ranks), step.source
+        along = mesh if mesh.ndim == 1 else mesh[data]
+        reduce, source = _AveragedOverRanks(step, ranks, along), step.source
         if source.transform is not None:
             sums = _AcrossRanks(source.transform, ranks)
             source = replace(source, transform=replace(source.transform, reduce=sums))
@@ -183,6 +188,9 @@ class _SameOnAll:
         self._captures = captures
         self.reports, self.explanation = captures.reports, captures.explanation
 
+    def __copy__(self) -> "_SameOnAll":
+        return _SameOnAll(copy.copy(self._captures))
+
     def __call__(self, function: Callable, *arguments: Any) -> Any:
         """Run a function of tensors."""
         captures = self._replayed if function is optim.step else self._captures
@@ -192,8 +200,8 @@ class _SameOnAll:
 class _AveragedOverRanks(StepReducer):
     """A step of all ranks, each with its part of a batch."""
 
-    def __init__(self, step: TrainingStep, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, step: TrainingStep, ranks: Ranks, mesh: DeviceMesh) -> None:
+        self._ranks, self._mesh = ranks, mesh
         self._expected: tuple[int, str] | None = None
         self._options = Options(
             getattr(step.source, "loss", None),
@@ -235,6 +243,29 @@ class _AveragedOverRanks(StepReducer):
                 tags = "rank", self._ranks.rank
         yield step, tags
         self._expected = taken + 1, key
+
+    def of(self, step: TrainingStep) -> "_AveragedOverRanks":
+        """Return the ranks of another step."""
+        return _AveragedOverRanks(step, self._ranks, self._mesh)
+
+    def agreed(self, key: Tensor) -> Tensor:
+        """Return the key of the first rank."""
+        return self._ranks.of_first(key.to(self._ranks.device)).to(key.device)
+
+    def share(self, batch: Tree) -> Tree:
+        """Return the samples of this rank."""
+        own = slice(self._ranks.rank, None, self._ranks.size)
+        return map_tensors(lambda x: x[own], batch)
+
+    def reloaded(self, state: Any) -> Any:
+        """Save a state of all ranks, and load it."""
+        with TemporaryDirectory() as own:
+            folders = self._ranks.exchanged("audit, folder", json.dumps(own))
+            folder = Path(folders[0], "state")
+            saved.save(folder, state, self._mesh)
+            state = saved.load(folder, state, self._mesh)
+            self._ranks.agree("audit, loaded")  # before the first rank removes it
+        return state
 
     def execution(self, captures: Any) -> Any:
         """Return how a compiled step runs on all ranks."""
@@ -304,6 +335,10 @@ class _AcrossRanks:
             )
         self._ranks = ranks
         self._options = Options(**of_transform(transform))
+
+    def of(self, transform: Transform) -> "_AcrossRanks":
+        """Return the reduction of another transform."""
+        return _AcrossRanks(transform, self._ranks)
 
     def __call__(self, transform: Transform, inputs: Inputs) -> Any:
         """Compute the quantity of the whole batch, of which this rank has a part."""

@@ -5,9 +5,9 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from vgrad.dp import accounting, discrete
 from vgrad.dp.adaptive import QuantileClip
 from vgrad.dp.discrete import DiscreteNoise
 from vgrad.dp.noise import Noise, Streams, check_sensitivity, gaussian_noise
+from vgrad.dp.noise_figure import plot_noise
 from vgrad.dp.noising import Fitted, Noising, independent
 from vgrad.dp.sampling import (
     PoissonBatchSampler,
@@ -29,6 +30,9 @@ from vgrad.dp.sampling import (
     random_order,
 )
 from vgrad.typing import Params
+
+if TYPE_CHECKING:
+    from vgrad.dp.audit import Audit
 
 MECHANISM = "Gaussian noise on clipped sums of Poisson batches"
 
@@ -612,6 +616,42 @@ class Plan:
             return events[0]
         return library.ComposedDpEvent(events) if events else library.NoOpDpEvent()
 
+    def plot_noise(
+        self,
+        schemes: Sequence[Noising] | None = None,
+        *,
+        epsilons: Sequence[float] = (1, 2, 4, 8, 16),
+    ) -> Any:
+        """Draw the error that schemes of noise leave, against epsilon.
+
+        The root loss is the root mean squared noise in the sum of the gradients of the
+        first t steps, the mean over t, in units of `max_norm / expected_batch_size`:
+        the error of the parameters of SGD with a constant rate. Each scheme has the
+        size of the data set, the rate, the steps and the delta of this plan, and the
+        default sampling and relation of its noise, which the legend names: epsilons of
+        two relations do not compare. Cost: up to a second for each point.
+
+        Args:
+            schemes: of `vgrad.dp.noising`; by default independent noise and the ones
+                that the plan's rate allows.
+
+        Raises:
+            ImportError: `matplotlib` is not installed.
+
+        Returns:
+            A `matplotlib.figure.Figure`.
+
+        Example:
+            >>> from vgrad.dp import noising
+            >>> data = {"dataset_size": 1200, "max_norm": 1.0, "delta": 1e-4}
+            >>> plan = Plan(sampling_rate=0.1, noise_multiplier=1.0, steps=300, **data)
+            >>> figure = plan.plot_noise([noising.independent()], epsilons=[16])
+            >>> [line] = figure.axes[0].lines
+            >>> [round(float(loss), 1) for loss in line.get_ydata()]
+            [10.1]
+        """
+        return plot_noise(self, schemes, epsilons)
+
     def sample(self, *, key: Tensor, step: int) -> Tensor:
         """Draw the batch of one step. -> indices of samples or units, int64 [B]."""
         return self._drawing(self._subkey(key))(step)
@@ -708,6 +748,65 @@ class Plan:
             return noise
         dtypes = {} if self.discrete is True else None
         return DiscreteNoise(noise.key, noise.step, noise.deviation, dtypes)
+
+    def audit(
+        self,
+        step: Any,
+        state: Any,
+        *,
+        canaries: int,
+        batch: tuple | None = None,
+        guesses: tuple[int, int] | None = None,
+        significance: float = 0.05,
+        seed: int | None = None,
+    ) -> "Audit":
+        """Bound from below how much a private step spends, by canaries it is given.
+
+        `step` is the result of `private_step(loss, tx, plan)`, also compiled or over
+        the ranks of `data_parallel`, and `state` is a state for it. Both stay as they
+        are: the audit takes steps from the plan's start, under a new key. Their batches
+        are `canaries` samples of another loss, the inner product of the parameters and
+        a direction, so an audit needs no data. All else is the step's own: clipping,
+        sum, division, ranks, graphs and noise.
+
+        Directions lie in all parameters, in one of them, or in one rank's shard, nearly
+        orthogonal to each other; gradients have 1, 10 and 10^4 times the norm
+        `max_norm`. A coin decides whether a canary is in both steps of its round. In
+        the first one it has the sign plus. Then the state is saved and loaded, and it
+        has the sign minus, so that noise which repeats itself cancels. Its score is the
+        inner product of its direction and the difference of both noisy gradients.
+
+        The bounds are beside the claim of the same two steps at a sampling rate of 1,
+        as canaries bypass the sampler, which no audit sees. Take a thousand canaries at
+        least, and at most half as many as there are parameters.
+
+        Args:
+            batch: real samples to add to all batches, `(*batch)` as the step takes
+                them. The result is then as private as they are.
+            guesses: as of `vgrad.dp.audit.one_run`; an eighth of the canaries each.
+            significance: the probability that a true step exceeds its claim.
+            seed: draws canaries, coins and noise again, for tests.
+
+        Raises:
+            TypeError: the step was made for another plan, or is no private step.
+            ValueError: the plan has no noise, or fewer than two steps.
+
+        Example:
+            >>> from vgrad import optim, training
+            >>> loss = lambda params, buffers, x: (params["w"] * x).sum()
+            >>> tx, params = optim.sgd(0.1), {"w": torch.zeros(500)}
+            >>> run = {"sampling_rate": 0.1, "steps": 10, "delta": 1e-5}
+            >>> plan = Plan(1000, noise_multiplier=2.0, max_norm=1.0, **run)
+            >>> step = training.private_step(loss, tx, plan)
+            >>> state = training.TrainState.create(tx, params, {})
+            >>> result = plan.audit(step, state, canaries=200, significance=1e-6)
+            >>> round(result.claimed_mu, 3), result.exceeded
+            (0.707, False)
+        """
+        from vgrad.dp.audit import audit_step
+
+        options = {"guesses": guesses, "significance": significance, "seed": seed}
+        return audit_step(self, step, state, batch, canaries=canaries, **options)
 
     def _subkey(self, key: Tensor) -> Tensor:
         # So that two plans never share batches or noise.

@@ -7,10 +7,13 @@ gradients are not finite keep their old values, running statistics of batch norm
 included, which are buffers of each member. E members.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NamedTuple
 
@@ -45,6 +48,7 @@ from vgrad.precision import (
 )
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.torch_private import modes
+from vgrad.training import saved
 from vgrad.training.state import (
     EnsembleState,
     Metrics,
@@ -102,6 +106,24 @@ class StepReducer:
         check_state(f"{step.name}(...)", state, step.source.kind)
         yield step, ()
 
+    def of(self, step: "TrainingStep") -> "StepReducer":
+        """Return the processes of another step."""
+        return self
+
+    def agreed(self, key: Tensor) -> Tensor:
+        """Return one key for all processes."""
+        return key
+
+    def share(self, batch: Tree) -> Tree:
+        """Return the samples of this process."""
+        return batch
+
+    def reloaded(self, state: Any) -> Any:
+        """Save a state, and load it."""
+        with TemporaryDirectory() as parent:
+            saved.save(Path(parent, "state"), state)
+            return saved.load(Path(parent, "state"), state)
+
     def execution(self, captures: Any) -> Any:
         """Return how a compiled step runs."""
         return captures
@@ -143,6 +165,39 @@ class TrainingStep(Generic[State]):
     def of_one_process(self) -> "TrainingStep[State]":
         """The step without other processes, one object for all its graphs."""
         return replace(self, reduce=ONE_PROCESS)
+
+    def noisy_gradients(
+        self,
+        loss: LossFn,
+        state: Any,
+        batches: Sequence[tuple],
+        *,
+        chunk_size: int | None,
+    ) -> list[Params]:
+        """Take private steps of another loss, and return the noisy gradients of each.
+
+        The state is saved and loaded before the last one. Batches are of all processes.
+        """
+        if scales_of(state.optimizer):
+            raise ValueError(
+                "Plan.audit(step): expected a step whose optimizer takes gradients as "
+                "they are, got one that scales them before they are clipped. Audit the "
+                "step with the optimizer inside of scale_then_privatize."
+            )
+        transform = self.source.transform.with_loss(loss, chunk_size)
+        source: Any = replace(self.source, transform=transform, has_aux=False)
+        step = replace(self, source=source, tx=_RECORDER, has_aux=False)
+        step = replace(step, reduce=self.reduce.of(step), execute=copy(self.execute))
+        state = state._replace(optimizer=_RECORDER.init(state.params))
+        found, parts = [], [step.reduce.share(batch) for batch in batches]
+        for number, batch in enumerate(parts, start=1):
+            if number == len(parts):
+                state = step.reduce.reloaded(state)
+            if step.execute is not run_eager:  # a first call is captured, and not run
+                step(state, *batch)
+            state, _ = step(state, *batch)
+            found.append(state.optimizer)
+        return found
 
     def __call__(self, state: State, /, *batch: Tree) -> tuple[State, Metrics]:
         """Take a step."""
@@ -205,6 +260,13 @@ class TrainingStep(Generic[State]):
         if self.has_aux:
             metrics["aux"] = aux
         return state._replace(**fields, **found.changes), metrics
+
+
+_RECORDER = GradientTransformation(
+    lambda params: map_values(torch.zeros_like, params),
+    lambda grads, state, params=None: (dict.fromkeys(grads), dict(grads)),
+)
+"""Leaves parameters as they are, and keeps gradients as its state."""
 
 
 def noisy_step(

@@ -24,7 +24,7 @@ from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import versions_of
 from vgrad.tree import map_tensors, no_autocast, tensors, tree_map, tree_map_only
-from vgrad.typing import Buffers, Params, Result, Scales, Tree
+from vgrad.typing import Buffers, LossFn, Params, Result, Scales, Tree
 
 Reduce = Callable[[Params], Params]
 
@@ -299,6 +299,24 @@ class Transform(Generic[Result]):
         """Return the same function with another loss scale."""
         check_loss_scale(self.options.function, loss_scale)
         return replace(self, options=replace(self.options, loss_scale=loss_scale))
+
+    def with_loss(self, loss: LossFn, chunk_size: int | None) -> Self:
+        """Return the same function of a loss without aux, with captures of its own."""
+        options = Call(
+            self.options.function,
+            loss,
+            strategy=self.options.strategy,
+            chunk_size=chunk_size,
+            randomness=self.options.randomness,
+            loss_scale=self.options.loss_scale,
+        )
+        plain = replace(self, options=options, execute=eager, reduce=None, keys=None)
+        execute: Any = self.execute
+        return replace(
+            plain,
+            execute=eager if execute is eager else execute.of(plain),
+            reduce=None if self.reduce is None else self.reduce.of(plain),
+        )
 
     def with_scales(self, scales: Scales | None) -> Self:
         """Return the same function of gradients that are multiplied by tensors."""
