@@ -102,7 +102,7 @@ class Job(NamedTuple):
 
     settings: Settings
     data: Dataset
-    plan: dp.Plan | None  # of the private steps of all members together
+    plan: dp.Plan | None  # of the private steps of each member
     extended: Sequence[int]  # the epochs after each extension
     ends: list[int]  # the steps at the end of each epoch
     trainers: Mapping[str, Trainer]  # "private", unless without privacy, and "plain"
@@ -120,6 +120,8 @@ def prepare(
     settings = settings.fitted(len(dataset.y_train), dataset.shape)
     count, device = settings.members, torch.device(settings.device)
     epoch = len(dataset.y_train) / settings.batch_size
+    if settings.noise.partition(":")[0] not in ("independent", "band-mf"):
+        epoch = math.ceil(epoch)  # in a fixed order, whose last batch may be short
     *_, last = settings.epochs, *extended
     ends = [round(number * epoch) for number in range(1, last + 1)]
 
@@ -162,22 +164,34 @@ def prepare(
 
 
 def planned(settings: Settings, size: int, ends: Sequence[int]) -> dp.Plan:
-    """Plan the private steps of all members; extensions have the noise of the start."""
+    """Plan the steps of each member; extensions have the noise of the start."""
+    scheme, _, bands = settings.noise.replace("-", "_").partition(":")
+    noise = getattr(dp.noising, scheme)(*map(int, filter(None, [bands])))
+    fields: dict[str, Any] = {"noise": noise}
+    if (most := settings.max_batch_size) != "none":
+        fields["max_batch_size"] = int(most) if most.isdecimal() else most
     try:
         plan = dp.Plan.for_epsilon(
             settings.epsilon,
             dataset_size=size,
             sampling_rate=settings.batch_size / size,
             max_norm=settings.max_norm,
-            steps=ends[settings.epochs - 1] * settings.members,
+            steps=ends[settings.epochs - 1],
             delta=settings.delta,
+            releases=settings.members,
+            **fields,
         )
     except ValueError as error:
         reason = str(error).rpartition("): ")[2]
         budget = f"--epsilon {settings.epsilon} --delta {settings.delta}"
         raise ValueError(f"{budget}: {reason}") from error
-    longer = dataclasses.replace(plan, steps=ends[-1] * settings.members)
-    if longer != plan and longer.epsilon() == math.inf:
+    longer = dataclasses.replace(plan, steps=ends[-1])
+    if longer != plan and scheme != "independent":
+        raise ValueError(
+            f"--extend: expected --noise independent, got {settings.noise}, the "
+            f"sensitivity of which depends on the number of steps. Start another run."
+        )
+    if longer != plan and longer.epsilon(releases=settings.members) == math.inf:
         raise ValueError(
             f"--extend: expected fewer epochs than {len(ends)}, for which no epsilon "
             f"can be given at delta {settings.delta}."
@@ -244,11 +258,10 @@ def _private(
     mesh: DeviceMesh | None,
 ) -> Trainer:
     count, tx = settings.members, optim.sgd(settings.lr)
-    of_member = dataclasses.replace(plan, steps=plan.steps // count)
     step = private_step(
         sample_loss(fmodel, F.cross_entropy),
         tx,
-        of_member,
+        plan,
         strategy=STRATEGY,
         chunk_size=rows,
         randomness="different",
@@ -256,7 +269,7 @@ def _private(
     )
 
     def draw(state: TrainState) -> Tensor:
-        return of_member.sample(key=state.key, step=int(state.step))
+        return plan.sample(key=state.key, step=int(state.step))
 
     def in_turn(state: PrivateMembers, data: Dataset) -> tuple[PrivateMembers, Taken]:
         results = [advance(each, data) for each in state.members]
@@ -269,7 +282,7 @@ def _private(
         return TrainState.create(tx, *one, loss_scale=scale)._replace(key=key)
 
     def epsilon(steps: int) -> float:
-        return plan.epsilon(steps * count)
+        return plan.epsilon(steps, releases=count)
 
     advance = _advance(settings, step, draw, mesh)
     # Without a seed the keys are secrets.

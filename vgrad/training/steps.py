@@ -27,6 +27,7 @@ from vgrad.devices import is_host
 from vgrad.dp.discrete import DiscreteNoise, integer_sums
 from vgrad.dp.noise import Drawn, Noise, Streams
 from vgrad.dp.plan import Plan, as_digest, check_spent
+from vgrad.dp.units import UnitLoss, check_units
 from vgrad.ensemble.execution import run_eager
 from vgrad.ensemble.gradients import EnsembleGradFn, ensemble_grad, returning_buffers
 from vgrad.ensemble.layout import InDims, shared_names
@@ -388,6 +389,8 @@ class PrivateSource(Source):
                 f"{function}: expected a state of fewer than the {plan.steps} steps "
                 f"that the plan accounts for, got {taken}."
             )
+        if plan.samples_per_unit is not None:
+            check_units("private_step(plan)(state)", batch, plan.samples_per_unit)
         size = batches.read("private_step", batch).size
         if size > plan.dataset_size:
             raise ValueError(
@@ -685,6 +688,13 @@ def private_step(
         )
     default = StaticLossScale(2.0**10)
     scale = initial_loss_scale(function, loss_scale, policy, default)
+    if plan.samples_per_unit is not None and not isinstance(loss, UnitLoss):
+        if has_aux:
+            raise ValueError(
+                "private_step(plan, has_aux=True): expected a loss without aux for a "
+                "plan of units, whose loss is a mean over samples. Leave has_aux out."
+            )
+        loss = UnitLoss(loss)
     bound: Any = plan.max_norm
     clipped = clipped_grad(
         with_policy(policy, loss),
