@@ -511,15 +511,28 @@ class Plan:
         # A round of cyclic groups is one event, in which a sample takes part once.
         return self.noise.fitted(steps, separation=size, participations=1)
 
-    def deviation(self, step: int) -> float:
+    def deviation(self, step: int | Tensor) -> float:
         """Return the deviation of the noise of a step, of each number of the mean.
 
         It is `noise_multiplier * max_norm / expected_batch_size`, for correlated noise
         times the sensitivity of the scheme and the norm of row `step` of its inverse.
+        A tensor is the count of an optimizer, such as `adam_bc(deviation=...)`, under
+        this plan: the deviation is the same at all steps then, or NaN if `max_norm`
+        adapts, until `private_step` sets it.
 
         Raises:
-            ValueError: `max_norm` adapts: the deviation is then in the state.
+            ValueError: `max_norm` adapts: the deviation is then in the state; or a
+                tensor is passed and noise is correlated.
         """
+        scale = self.noise_multiplier * self._numbers[-1] / self.expected_batch_size
+        if isinstance(step, Tensor):
+            if self.noise.scheme != "independent":
+                raise ValueError(
+                    f"Plan.deviation(step, a tensor): expected independent noise for "
+                    f"an optimizer that counts steps, got {self.noise.scheme}. Pass a "
+                    f"step as an int."
+                )
+            return math.nan if self._adapts else scale
         if self.before is not None and step < self.earlier_steps:
             return self.before.deviation(step)
         [step] = checks.whole("Plan.deviation", least=0, step=step)
@@ -533,7 +546,6 @@ class Plan:
                 "Plan.deviation(step): expected a plan of a fixed max_norm, got one "
                 "that adapts it. The bound of a step is in the state."
             )
-        scale = self.noise_multiplier * self.max_norm / self.expected_batch_size
         if self.noise.scheme == "independent":
             return scale
         row = self.fitted.row_norms(self._own_steps)[step - self.earlier_steps]

@@ -36,7 +36,13 @@ from vgrad.functional.losses import SampleLoss, check_loss, gradient
 from vgrad.generators import Tag
 from vgrad.memory import disjoint
 from vgrad.optim.base import GradientTransformation, check_transformation
-from vgrad.optim.private import scales_of, unscaled
+from vgrad.optim.private import (
+    has_deviation,
+    scales_of,
+    unscaled,
+    uses_of_noise,
+    with_deviation,
+)
 from vgrad.persample.clipped import clipped_grad
 from vgrad.persample.grad import weighted_grad
 from vgrad.precision import (
@@ -94,6 +100,7 @@ class Gradients(NamedTuple):
     changes: dict[str, Any]  # other fields of the next state
     noise: Noise | DiscreteNoise | None = None  # to be added to the gradients
     scales: Scales = MappingProxyType({})  # by which their noisy sum is divided
+    optimizer: Tree = None  # the state to start from; None for the given one
 
 
 class StepReducer:
@@ -245,7 +252,8 @@ class TrainingStep(Generic[State]):
                 grads = unscaled(found.noise.added(grads), found.scales)
             elif donate:  # no graph can write into the state
                 grads = execute(Drawn.added, drawn, grads)
-        arguments = self.tx, grads, state.optimizer, state.params
+        optimizer = state.optimizer if found.noise is None else found.optimizer
+        arguments = self.tx, grads, optimizer, state.params
         if donate:
             loss, aux = map_tensors(Tensor.clone, (loss, aux))  # they may be parameters
             params, optimizer = optim.step(*arguments, donate=True)
@@ -401,7 +409,15 @@ class PrivateSource(Source):
         scale, compute = state.loss_scale, self.transform
         if is_scaled(scale):
             compute = compute.with_loss_scale(scale)
-        if scales := scales_of(state.optimizer):
+        optimizer, scales = state.optimizer, {}
+        if uses := uses_of_noise(optimizer):
+            if plan.noise.scheme != "independent":
+                raise ValueError(
+                    f"private_step(tx, plan): expected independent noise for adam_bc "
+                    f"or scale_then_privatize, whose rules hold for no other, got "
+                    f"{plan.noise.scheme}. Take another optimizer, such as adam."
+                )
+            scales = scales_of(uses)
             compute = compute.with_scales(scales)
         result = compute(state.params, state.buffers, *batch)
         result, aux = result if self.has_aux else (result, None)
@@ -419,8 +435,10 @@ class PrivateSource(Source):
         if isinstance(noise, DiscreteNoise):
             noise = noise.of(state.params)
         loss = widened(result.losses).mean()
+        if any(map(has_deviation, uses)):
+            optimizer = with_deviation(optimizer, noise.deviation)
         found = result.grads, loss, state.buffers, aux, (), metrics, changes
-        return Gradients(*found, noise, scales)
+        return Gradients(*found, noise, scales, optimizer)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
