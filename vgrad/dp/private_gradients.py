@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from vgrad import batches, checks
+from vgrad.dp.discrete import DiscreteNoise, integer_sums
 from vgrad.dp.grouped import Augment, Grouped
 from vgrad.dp.noise import Noise, NoiseHistory, Streams
 from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
@@ -267,13 +268,14 @@ class PrivateGradients:
         sums, noisy, history = result.grads, None, ()
         if pending.number:
             sums = map_values(torch.add, self._sums, sums)
-        elif not pending.last:
+        elif not pending.last and self.plan.discrete is not True:
             sums = map_values(Tensor.double, sums)
         if pending.last:
             total = {name: sums[name].to(x.dtype) for name, x in result.grads.items()}
-            noisy, history = self._noise(self.key, self.step, self._history).advanced(
-                total
-            )
+            noise = self._noise(self.key, self.step, self._history)
+            if isinstance(noise, DiscreteNoise):
+                noise = noise.of(params)
+            noisy, history = noise.advanced(total)
         self._commit(pending, sums, noisy, history)
         return {
             "loss": widened(result.losses).mean(),
@@ -364,8 +366,11 @@ class PrivateGradients:
             checks.dictionaries(function, noise=state["noise"])
             checks.names(f"{function}['noise']", NoiseHistory._fields, state["noise"])
             history = NoiseHistory(**state["noise"])
-        if step < self.plan.steps:
-            history = self._noise(state["key"], step, history).history
+        if self.plan.noise.scheme == "independent":
+            history = ()  # of a plan before
+        elif step < self.plan.steps:
+            noise: Any = self._noise(state["key"], step, history)
+            history = noise.history
         self._run.key, self._history = state["key"].cpu().clone(), history
         self._run.step, self._run.process = step, os.getpid()
         self.loader.restart()
@@ -385,15 +390,19 @@ class PrivateGradients:
         return batch
 
     def _clip(self) -> ClippedGradFn:
-        bound: Any = self.plan.max_norm
+        plan = self.plan
+        bound: Any = plan.max_norm
         copies = {"augmentations": self._copies}
         loss = sample_loss(self._live.function, self._criterion, **copies)
-        return clipped_grad(
+        clipped = clipped_grad(
             loss if self._run.units is None else UnitLoss(loss),
             max_norm=bound,
-            normalize_by=self.plan.expected_batch_size,
+            normalize_by=plan.expected_batch_size,
             **self._options,
         )
+        if plan.discrete is True:
+            clipped = integer_sums(clipped, plan.noise_multiplier)
+        return clipped
 
     def _pending(self, batch: tuple) -> PhysicalBatch:
         function, pending = "PrivateGradients.backward(*batch)", self.loader.pending
@@ -422,7 +431,7 @@ class PrivateGradients:
             )
         return pending
 
-    def _noise(self, key: Tensor, step: int, history: Tree) -> Noise:
+    def _noise(self, key: Tensor, step: int, history: Tree) -> Noise | DiscreteNoise:
         own = self._clipped.sensitivity, self._streams
         return self.plan.step_noise(*own, key=key, step=step, history=history)
 
