@@ -14,8 +14,9 @@ from torch import Tensor
 
 from vgrad import checks, generators
 from vgrad.batches import Sensitivity
-from vgrad.dp import accounting
+from vgrad.dp import accounting, discrete
 from vgrad.dp.adaptive import QuantileClip
+from vgrad.dp.discrete import DiscreteNoise
 from vgrad.dp.noise import Noise, Streams, check_sensitivity, gaussian_noise
 from vgrad.dp.noise_figure import plot_noise
 from vgrad.dp.noising import Fitted, Noising, independent
@@ -97,7 +98,9 @@ class Plan:
             first one with an account.
         samples_per_unit: the number of samples drawn of each unit, a person or group;
             `dataset_size`, rates and batch sizes then count units.
-        discrete: integers with discrete noise (True), or their float sum ("sum").
+        discrete: discrete noise, on sums of integers (True), of which the accountant
+            is "rdp"; or on a sum that is rounded to integers at last ("sum"), see
+            `vgrad/dp/discrete.py`.
         fitted_steps: the steps that correlated noise is fitted to, where a plan before
             has taken fewer; `after` fills it in.
 
@@ -208,6 +211,20 @@ class Plan:
                 f"of the plan before, {self.before.neighbours!r}: bounds of two "
                 f"relations do not add up. Pass neighbours= to one of them."
             )
+        checks.choice("Plan", (False, True, "sum"), discrete=self.discrete)
+        if self.discrete is not False:
+            checks.positive("Plan(discrete)", noise_multiplier=self.noise_multiplier)
+        if self.discrete is True:
+            discrete.check("Plan", self.noise_multiplier, self.dataset_size)
+        if self._needs_rdp:
+            if self._needs_pld:
+                raise ValueError(
+                    f"Plan(discrete=True, neighbours={neighbours!r}, max_batch_size="
+                    f"{self.max_batch_size!r}): no account of these is known. Leave "
+                    f"the two others out, also in a plan before, or pass "
+                    f'discrete="sum".'
+                )
+            own["accountant"] = "rdp"
         if self._needs_pld and self.accountant != "pld":
             raise ValueError(
                 f"Plan(accountant={self.accountant!r}, neighbours={neighbours!r}, "
@@ -224,9 +241,7 @@ class Plan:
             [own["samples_per_unit"]] = checks.whole("Plan", least=1, **least)
         self._check_batches()
         correlated = scheme != "independent"
-        checks.choice("Plan", (False, True, "sum"), discrete=self.discrete)
-        discrete, adapts = self.discrete is not False, self._adapts
-        if correlated + discrete + adapts > 1:
+        if correlated + (self.discrete is not False) + self._adapts > 1:
             raise ValueError(
                 f"Plan(discrete={self.discrete!r}, noise={scheme!r}, "
                 f"max_norm={self.max_norm!r}): expected one of discrete noise, "
@@ -261,6 +276,12 @@ class Plan:
     def _needs_pld(self) -> bool:
         own = self.neighbours == "replace_one" or self.max_batch_size is not None
         return own or (self.before is not None and self.before._needs_pld)
+
+    @property
+    def _needs_rdp(self) -> bool:
+        """Whether noise is discrete, of which Rényi divergences alone are known."""
+        before = self.before is not None and self.before._needs_rdp
+        return self.discrete is True or before
 
     def _check_batches(self) -> None:
         """Refuse rates and sizes that the sampling has no batches of."""
@@ -524,15 +545,28 @@ class Plan:
         # A round of cyclic groups is one event, in which a sample takes part once.
         return self.noise.fitted(steps, separation=size, participations=1)
 
-    def deviation(self, step: int) -> float:
+    def deviation(self, step: int | Tensor) -> float:
         """Return the deviation of the noise of a step, of each number of the mean.
 
         It is `noise_multiplier * max_norm / expected_batch_size`, for correlated noise
         times the sensitivity of the scheme and the norm of row `step` of its inverse.
+        A tensor is the count of an optimizer, such as `adam_bc(deviation=...)`, under
+        this plan: the deviation is the same at all steps then, or NaN if `max_norm`
+        adapts, until `private_step` sets it.
 
         Raises:
-            ValueError: `max_norm` adapts: the deviation is then in the state.
+            ValueError: `max_norm` adapts: the deviation is then in the state; or a
+                tensor is passed and noise is correlated.
         """
+        scale = self.noise_multiplier * self._numbers[-1] / self.expected_batch_size
+        if isinstance(step, Tensor):
+            if self.noise.scheme != "independent":
+                raise ValueError(
+                    f"Plan.deviation(step, a tensor): expected independent noise for "
+                    f"an optimizer that counts steps, got {self.noise.scheme}. Pass a "
+                    f"step as an int."
+                )
+            return math.nan if self._adapts else scale
         if self.before is not None and step < self.earlier_steps:
             return self.before.deviation(step)
         [step] = checks.whole("Plan.deviation", least=0, step=step)
@@ -546,7 +580,6 @@ class Plan:
                 "Plan.deviation(step): expected a plan of a fixed max_norm, got one "
                 "that adapts it. The bound of a step is in the state."
             )
-        scale = self.noise_multiplier * self.max_norm / self.expected_batch_size
         if self.noise.scheme == "independent":
             return scale
         row = self.fitted.row_norms(self._own_steps)[step - self.earlier_steps]
@@ -601,14 +634,16 @@ class Plan:
                 )
                 if steps < self._own_steps:
                     noise *= self.fitted.sensitivity() / self.fitted.sensitivity(steps)
-            return [accounting.Steps(1.0, noise, times, None, relation)]
+            kind = None, relation, self.discrete is True
+            return [accounting.Steps(1.0, noise, times, *kind)]
         if self.sampling != "poisson":
             bands = self.noise.size
             # Every sample is in one group, which is sampled once a round.
             size, rate, steps = -(-size // bands), bands * rate, -(-steps // bands)
         if self.max_batch_size is not None:
             truncated = self.max_batch_size, size
-        return [accounting.Steps(min(rate, 1.0), noise, steps, truncated, relation)]
+        kind = truncated, relation, self.discrete is True
+        return [accounting.Steps(min(rate, 1.0), noise, steps, *kind)]
 
     def dp_event(self, steps: int | None = None) -> Any:
         """Return the first steps as an event of dp_accounting, all of them by default.
@@ -626,6 +661,12 @@ class Plan:
             50
         """
         account = self.account(self._counted("Plan.dp_event", steps))
+        if any(each.discrete for each in account):
+            raise ValueError(
+                "Plan.dp_event: expected a plan of Gaussian noise, got discrete noise, "
+                "of which dp_accounting has no event that Poisson batches amplify. "
+                "Plan.epsilon accounts for it."
+            )
         events = [each.event() for each in account]
         library = accounting.accounting_library()
         if len(events) == 1:
@@ -766,15 +807,13 @@ class Plan:
         step: int,
         history: Tree | None = None,
         max_norm: Tensor | None = None,
-    ) -> Noise:
+    ) -> Noise | DiscreteNoise:
         """Return the noise of one step, from streams that the caller holds.
 
         Where it is correlated over steps, it takes the history that the step before has
         returned; None where the caller keeps none. Where the bound adapts, it takes the
         `max_norm` of the step.
         """
-        if self.discrete:
-            raise NotImplementedError(f"{self}: expected Gaussian noise.")
         check_sensitivity("Plan.add_noise", sensitivity)
         expected = self._numbers[-1] / self.expected_batch_size
         if self._adapts:
@@ -797,7 +836,12 @@ class Plan:
             clip, size = self.max_norm, self.expected_batch_size
             multiplier = clip.gradient_multiplier(multiplier, size)
         own["noise_multiplier"] = multiplier
-        return gaussian_noise("add_gaussian_noise", sensitivity, **own)
+        noise = gaussian_noise("add_gaussian_noise", sensitivity, **own)
+        if self.discrete is False:
+            return noise
+        deviation: Any = noise.deviation  # a number
+        dtypes = {} if self.discrete is True else None
+        return DiscreteNoise(noise.key, noise.step, deviation, dtypes)
 
     def _check_bound(self, sensitivity: Sensitivity, max_norm: Tensor | None) -> None:
         """Refuse a sum that was clipped to another bound than a step's tensor."""

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from vgrad import batches, checks
 from vgrad.dp.adaptive import count_below
+from vgrad.dp.discrete import DiscreteNoise, integer_sums
 from vgrad.dp.grouped import Augment, Grouped
 from vgrad.dp.noise import Noise, NoiseHistory, Streams
 from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
@@ -279,11 +280,13 @@ class PrivateGradients:
         below = count_below(result) + (self._below if pending.number else 0.0)
         if pending.number:
             sums = map_values(torch.add, self._sums, sums)
-        elif not pending.last:
+        elif not pending.last and self.plan.discrete is not True:
             sums = map_values(Tensor.double, sums)
         if pending.last:
             total = {name: sums[name].to(x.dtype) for name, x in result.grads.items()}
             noise = self._noise(self.key, self.step, self._history, max_norm)
+            if isinstance(noise, DiscreteNoise):
+                noise = noise.of(params)
             noisy, history = noise.advanced(total)
             place: Any = {"key": self.key, "step": self.step}
             own = max_norm, below, self._counts
@@ -384,7 +387,11 @@ class PrivateGradients:
         max_norm: Any = state.get("max_norm", ())
         if step < self.plan.steps:
             max_norm = self._bound(max_norm, step)
-            history = self._noise(state["key"], step, history, max_norm).history
+        if self.plan.noise.scheme == "independent":
+            history = ()  # of a plan before
+        elif step < self.plan.steps:
+            noise: Any = self._noise(state["key"], step, history, max_norm)
+            history = noise.history
         self._run.key, self._history = state["key"].cpu().clone(), history
         self._max_norm = () if max_norm is None else max_norm
         self._run.step, self._run.process = step, os.getpid()
@@ -405,14 +412,18 @@ class PrivateGradients:
         return batch
 
     def _clip(self) -> ClippedGradFn:
+        plan = self.plan
         copies = {"augmentations": self._copies}
         loss = sample_loss(self._live.function, self._criterion, **copies)
-        return clipped_grad(
+        clipped = clipped_grad(
             loss if self._run.units is None else UnitLoss(loss),
-            max_norm=self.plan.first_max_norm,
-            normalize_by=self.plan.expected_batch_size,
+            max_norm=plan.first_max_norm,
+            normalize_by=plan.expected_batch_size,
             **self._options,
         )
+        if plan.discrete is True:
+            clipped = integer_sums(clipped, plan.noise_multiplier)
+        return clipped
 
     def _pending(self, batch: tuple) -> PhysicalBatch:
         function, pending = "PrivateGradients.backward(*batch)", self.loader.pending
@@ -449,7 +460,7 @@ class PrivateGradients:
 
     def _noise(
         self, key: Tensor, step: int, history: Tree, max_norm: Tensor | None
-    ) -> Noise:
+    ) -> Noise | DiscreteNoise:
         clipped = self._clipped
         if max_norm is not None:
             clipped = clipped.with_max_norm(max_norm)

@@ -25,6 +25,7 @@ from vgrad.checks import Patterns
 from vgrad.conditions import checks_collected
 from vgrad.devices import is_host
 from vgrad.dp.adaptive import count_below
+from vgrad.dp.discrete import DiscreteNoise, integer_sums
 from vgrad.dp.noise import Drawn, Noise, Streams
 from vgrad.dp.plan import Plan, as_digest, check_spent
 from vgrad.dp.units import UnitLoss, check_units
@@ -36,7 +37,13 @@ from vgrad.functional.losses import SampleLoss, check_loss, gradient
 from vgrad.generators import Tag
 from vgrad.memory import disjoint
 from vgrad.optim.base import GradientTransformation, check_transformation
-from vgrad.optim.private import scales_of, unscaled
+from vgrad.optim.private import (
+    has_deviation,
+    scales_of,
+    unscaled,
+    uses_of_noise,
+    with_deviation,
+)
 from vgrad.persample.clipped import clipped_grad
 from vgrad.persample.grad import weighted_grad
 from vgrad.precision import (
@@ -92,8 +99,9 @@ class Gradients(NamedTuple):
     masks: tuple[Tensor, ...]
     metrics: Metrics  # all but the loss and aux
     changes: dict[str, Any]  # other fields of the next state
-    noise: Noise | None = None  # to be added to the gradients
+    noise: Noise | DiscreteNoise | None = None  # to be added to the gradients
     scales: Scales = MappingProxyType({})  # by which their noisy sum is divided
+    optimizer: Tree = None  # the state to start from; None for the given one
 
 
 class StepReducer:
@@ -235,7 +243,8 @@ class TrainingStep(Generic[State]):
         looks = not checks_collected()
         all_taken = all([looks and x.is_cpu and bool(x.all()) for x in found.masks])
         donate = self.donate and all_taken and self.tx.donated is not None
-        loss, aux, grads, noise = found.loss, found.aux, found.grads, found.noise
+        loss, aux, grads = found.loss, found.aux, found.grads
+        noise: Any = found.noise
         donate = donate and _may_write(state.params, found.buffers)
         drawn, made, changes = None, [], found.changes
         if noise is not None:
@@ -247,7 +256,8 @@ class TrainingStep(Generic[State]):
                 grads = unscaled(noisy, found.scales)
             elif donate:  # no graph can write into the state
                 grads, made = execute(Drawn.added, drawn, grads)
-        arguments = self.tx, grads, state.optimizer, state.params
+        optimizer = state.optimizer if noise is None else found.optimizer
+        arguments = self.tx, grads, optimizer, state.params
         if donate:
             loss, aux = map_tensors(Tensor.clone, (loss, aux))  # they may be parameters
             params, optimizer = optim.step(*arguments, donate=True)
@@ -408,7 +418,15 @@ class PrivateSource(Source):
         scale, compute = state.loss_scale, self.transform
         if is_scaled(scale):
             compute = compute.with_loss_scale(scale)
-        if scales := scales_of(state.optimizer):
+        optimizer, scales = state.optimizer, {}
+        if uses := uses_of_noise(optimizer):
+            if plan.noise.scheme != "independent":
+                raise ValueError(
+                    f"private_step(tx, plan): expected independent noise for adam_bc "
+                    f"or scale_then_privatize, whose rules hold for no other, got "
+                    f"{plan.noise.scheme}. Take another optimizer, such as adam."
+                )
+            scales = scales_of(uses)
             compute = compute.with_scales(scales)
         device = device_of(state.params)
         max_norm = plan.max_norm_of(state.max_norm, device, step=taken)
@@ -431,9 +449,13 @@ class PrivateSource(Source):
         }
         place |= {"history": state.noise, "max_norm": max_norm}
         noise = plan.step_noise(compute.sensitivity, self.streams, **place)
+        if isinstance(noise, DiscreteNoise):
+            noise = noise.of(state.params)
         loss = widened(result.losses).mean()
+        if any(map(has_deviation, uses)):
+            optimizer = with_deviation(optimizer, noise.deviation)
         found = result.grads, loss, state.buffers, aux, (), metrics, changes
-        return Gradients(*found, noise, scales)
+        return Gradients(*found, noise, scales, optimizer)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -718,6 +740,8 @@ def private_step(
         randomness=randomness,
         has_aux=has_aux,
     )
+    if plan.discrete is True:
+        clipped = integer_sums(clipped, plan.noise_multiplier)
     source = PrivateSource(transform=clipped, plan=plan, has_aux=has_aux)
     return TrainingStep(function, source, tx, scale, donate, has_aux)
 
