@@ -87,7 +87,8 @@ class Plan:
             "cyclic_equal", with groups of equal sizes; or "fixed_order", batches of one
             size in one order. By default the first one with an account for the noise.
         max_batch_size: the size that a random part is left of where a batch is larger,
-            or "auto": the least one that costs at most 1 % of epsilon.
+            or "auto": the least one that costs at most 1 % of epsilon. The account is
+            about data sets of at most `dataset_size` samples.
         neighbours: the relation of data sets that epsilon is about: a sample more
             ("add_or_remove_one"), with a gradient of zero ("zero_out"), another one
             ("replace_one"), or "fixed_graph", see `vgrad.dp.units`. By default the
