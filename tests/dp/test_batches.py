@@ -191,6 +191,10 @@ def test_truncated_steps_cost_as_measured():
     for most, epsilon in expected.items():
         found = Plan(**run, max_batch_size=most).epsilon()
         assert found == pytest.approx(epsilon, rel=5e-4), most
+    rdp = Plan(**run, accountant="rdp").epsilon()
+    assert rdp == pytest.approx(2.866458, rel=1e-6)
+    cyclic = Plan(**run, noise=noising.band_mf(4)).epsilon()
+    assert cyclic == pytest.approx(5.878524, rel=5e-4)
 
 
 @pytest.mark.slow
