@@ -20,6 +20,7 @@ from vgrad.dp.noise import Noise, Streams, check_sensitivity, gaussian_noise
 from vgrad.dp.noise_figure import plot_noise
 from vgrad.dp.noising import Fitted, Noising, independent
 from vgrad.dp.sampling import (
+    Batch,
     PoissonBatchSampler,
     StepBatches,
     cyclic_sample,
@@ -28,6 +29,7 @@ from vgrad.dp.sampling import (
     random_groups,
     random_order,
 )
+from vgrad.dp.units import Units, units_of
 from vgrad.typing import Params
 
 if TYPE_CHECKING:
@@ -489,15 +491,28 @@ class Plan:
         # A round of cyclic groups is one event, in which a sample takes part once.
         return self.noise.fitted(steps, separation=size, participations=1)
 
-    def deviation(self, step: int) -> float:
+    def deviation(self, step: int | Tensor) -> float:
         """Return the deviation of the noise of a step, of each number of the mean.
 
         It is `noise_multiplier * max_norm / expected_batch_size`, for correlated noise
         times the sensitivity of the scheme and the norm of row `step` of its inverse.
+        A tensor is the count of an optimizer, such as `adam_bc(deviation=...)`, under
+        this plan: the deviation is the same at all steps then, or NaN if `max_norm`
+        adapts, until `private_step` sets it.
 
         Raises:
-            ValueError: `max_norm` adapts: the deviation is then in the state.
+            ValueError: `max_norm` adapts: the deviation is then in the state; or a
+                tensor is passed and noise is correlated.
         """
+        scale = self.noise_multiplier * self._numbers[-1] / self.expected_batch_size
+        if isinstance(step, Tensor):
+            if self.noise.scheme != "independent":
+                raise ValueError(
+                    f"Plan.deviation(step, a tensor): expected independent noise for "
+                    f"an optimizer that counts steps, got {self.noise.scheme}. Pass a "
+                    f"step as an int."
+                )
+            return math.nan if self._adapts else scale
         if self.before is not None and step < self.earlier_steps:
             return self.before.deviation(step)
         [step] = checks.whole("Plan.deviation", least=0, step=step)
@@ -511,7 +526,6 @@ class Plan:
                 "Plan.deviation(step): expected a plan of a fixed max_norm, got one "
                 "that adapts it. The bound of a step is in the state."
             )
-        scale = self.noise_multiplier * self.max_norm / self.expected_batch_size
         if self.noise.scheme == "independent":
             return scale
         row = self.fitted.row_norms(self._own_steps)[step - self.earlier_steps]
@@ -637,6 +651,14 @@ class Plan:
         """Draw the batch of one step. -> indices of samples or units, int64 [B]."""
         return self._drawing(self._subkey(key))(step)
 
+    def drawing(self, key: Tensor, units: Units | None) -> Callable[[int], Batch]:
+        """Return the batches of steps, of whole units where a plan has any."""
+        key, count = self._subkey(key), self.samples_per_unit
+        draw = self._drawing(key)
+        if units is None or count is None:
+            return draw
+        return lambda step: units.of_batch(draw(step), count, key=key, step=step)
+
     def _drawing(self, key: Tensor) -> Callable[[int], Tensor]:
         """Return the batches of steps, as a function of the step."""
         size, rate = self.dataset_size, self.sampling_rate
@@ -652,7 +674,7 @@ class Plan:
         run = groups, bands, rate
         return lambda step: cyclic_sample(*run, step=step, first=start, **options)
 
-    def sampler(self, state: Any) -> StepBatches:
+    def sampler(self, state: Any, units: Any = None) -> StepBatches:
         """Return the batches from the state's step to the last one, for one pass.
 
         The state is a `TrainState`, a `PrivateGradients` or anything else with a `key`
@@ -661,9 +683,13 @@ class Plan:
         pad them to a fixed length, or use a mask, since padding to the longest of a
         batch breaks the bound.
 
+        A plan of units, with `samples_per_unit`, draws from `units`: `dp.Units`, or one
+        id for each sample. Which samples of a unit a batch has follows from the key,
+        the step and the unit's id. `dp.unit_loader` takes such a sampler.
+
         Raises:
             ValueError: the state has taken more steps than the plan has, or has spent
-                under another plan.
+                under another plan, or the plan counts other units.
         """
         if not (hasattr(state, "key") and hasattr(state, "step")):
             raise TypeError(
@@ -673,14 +699,18 @@ class Plan:
             )
         digest, step = getattr(state, "plan_digest", None), int(state.step)
         check_spent("Plan.sampler(state)", self, digest, step)
+        units = units_of("Plan.sampler(state, units)", self, units)
         run, key = (self.dataset_size, self.steps), self._subkey(state.key)
-        if self.sampling == "poisson":
+        if units is None and self.sampling == "poisson":
             options: Any = {"start": step, "max_batch_size": self.max_batch_size}
             size, steps = run
             run = size, self.sampling_rate, steps
             return PoissonBatchSampler(*run, key=key, **options)
         place = repr(self.sampling_rate), *self._kinds
-        return StepBatches(self._drawing(key), *run, step, key=key, place=place)
+        if units is not None:
+            place += (units.digest,)
+        draw = self.drawing(state.key, units)
+        return StepBatches(draw, *run, step, key=key, place=place)
 
     def add_noise(
         self,
