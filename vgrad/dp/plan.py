@@ -98,6 +98,8 @@ class Plan:
         samples_per_unit: the number of samples drawn of each unit, a person or group;
             `dataset_size`, rates and batch sizes then count units.
         discrete: integers with discrete noise (True), or their float sum ("sum").
+        horizon: the steps that correlated noise is made for, in a plan that was left
+            before, see `after`; by default `steps`.
 
     Raises:
         ValueError: a field is outside its range, or no account of the combination is
@@ -126,6 +128,7 @@ class Plan:
     neighbours: accounting.Neighbours | None = None
     samples_per_unit: int | None = None
     discrete: bool | Literal["sum"] = False
+    horizon: int | None = None
 
     def __post_init__(self) -> None:
         counts = {"dataset_size": self.dataset_size, "steps": self.steps}
@@ -216,6 +219,12 @@ class Plan:
             [own["samples_per_unit"]] = checks.whole("Plan", least=1, **least)
         self._check_batches()
         correlated = scheme != "independent"
+        if self.horizon is not None and not (correlated and self.horizon >= self.steps):
+            raise ValueError(
+                f"Plan(horizon={self.horizon!r}, steps={self.steps}): expected None, "
+                f"or with correlated noise at least as many steps. It is for plans "
+                f"that plan.after(other, steps) leaves."
+            )
         checks.choice("Plan", (False, True, "sum"), discrete=self.discrete)
         discrete, adapts = self.discrete is not False, self._adapts
         if correlated + discrete + adapts > 1:
@@ -393,6 +402,8 @@ class Plan:
         if steps == 0:
             return self
         before = replace(other, steps=steps)
+        if other.noise.scheme != "independent":
+            before = replace(before, horizon=other.horizon or other.steps)
         return replace(self, steps=steps + self.steps, before=before)
 
     @property
@@ -441,7 +452,7 @@ class Plan:
         if isinstance(self.max_norm, QuantileClip):
             kinds["max_norm"] = asdict(self.max_norm)
         if self.noise.scheme != "independent":
-            kinds["noise"], kinds["steps"] = asdict(self.noise), self._own_steps
+            kinds["noise"], kinds["steps"] = asdict(self.noise), self._planned
             del kinds["noise"]["cache"]  # which changes no number
         return (json.dumps(kinds, sort_keys=True),) if kinds else ()
 
@@ -477,13 +488,14 @@ class Plan:
         return max(1, round(round(1 / self.sampling_rate, 6)))
 
     @property
-    def _own_steps(self) -> int:
-        return self.steps - self.earlier_steps
+    def _planned(self) -> int:
+        """The steps of this plan alone that its noise is made for."""
+        return (self.horizon or self.steps) - self.earlier_steps
 
     @property
     def fitted(self) -> Fitted:
         """The scheme of the noise, fitted to the steps and to their batches."""
-        size, steps = self.noise.size, self._own_steps
+        size, steps = self.noise.size, self._planned
         if self.sampling == "fixed_order":
             apart = self.steps_per_epoch
             most = -(-steps // apart)
@@ -528,7 +540,7 @@ class Plan:
             )
         if self.noise.scheme == "independent":
             return scale
-        row = self.fitted.row_norms(self._own_steps)[step - self.earlier_steps]
+        row = self.fitted.row_norms(self._planned)[step - self.earlier_steps]
         return scale * self.fitted.sensitivity() * float(row)
 
     def epsilon(self, steps: int | None = None, *, releases: int = 1) -> float:
@@ -578,7 +590,7 @@ class Plan:
                 times = (
                     1  # all steps are one mechanism, the first ones its leading block
                 )
-                if steps < self._own_steps:
+                if steps < self._planned:
                     noise *= self.fitted.sensitivity() / self.fitted.sensitivity(steps)
             return [accounting.Steps(1.0, noise, times, None, relation)]
         if self.sampling != "poisson":
