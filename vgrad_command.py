@@ -79,6 +79,28 @@ def one_of(names: Collection[str]) -> Kind:
     return Kind(words, lambda value: isinstance(value, str) and value in names)
 
 
+SCHEME = Kind(
+    "independent, or a scheme and its size, such as band-mf:4, bisr:4, band-inv-mf:4 "
+    "or blt:2",
+    lambda value: (
+        isinstance(value, str)
+        and bool(
+            re.fullmatch(
+                "independent|(bisr|band-inv-mf|band-mf|blt):[1-9][0-9]{0,2}", value
+            )
+        )
+    ),
+)
+
+LARGEST = Kind(
+    "a whole number above zero, auto or none",
+    lambda value: (
+        isinstance(value, str)
+        and bool(re.fullmatch("none|auto|[1-9][0-9]{0,9}", value))
+    ),
+)
+
+
 def _finite(value: Any) -> bool:
     """Return whether a value is a number, and a finite one as a float."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
@@ -128,6 +150,18 @@ class Options:
     )
     max_norm: float = _option(
         above(1e-30, 1e30), 2.0, "L2 norm to which each sample's gradient is clipped"
+    )
+    noise: str = _option(
+        SCHEME,
+        "independent",
+        "independent, or correlated over steps: band-mf:4, which samples from 4 groups "
+        "in turn, or bisr:4, band-inv-mf:4 and blt:2, on batches in a fixed order",
+    )
+    max_batch_size: str = _option(
+        LARGEST,
+        "none",
+        "size that larger Poisson batches are cut to, or auto: the least one that "
+        "costs at most 1 %% of epsilon; all steps then have one shape",
     )
     epochs: int = _option(
         whole(1, MOST_EPOCHS), 50, "passes over the data; one is 1 / q steps"

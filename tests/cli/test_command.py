@@ -123,6 +123,8 @@ WRONG = {
     "epsilon": ["0", "-1", "nan", "inf", "1e999", "much", ""],
     "delta": ["0", "1", "-1e-5", "2", "nan", "small"],
     "max_norm": ["0", "-1", "inf", "nan", "1e-31", "1e31", "wide"],
+    "noise": ["bands", "band-mf", "bisr:0", "blt:x", "independent:2", ""],
+    "max_batch_size": ["0", "-1", "2.5", "all", ""],
     "epochs": ["0", "-3", "0.5", "1000001", "1e3", "all"],
     "batch_size": ["0", "-8", "7.5", "2147483648", "half"],
     "lr": ["0", "-1", "nan", "inf", "fast"],

@@ -91,7 +91,7 @@ def test_epsilon_is_printed_before_a_step_and_stands_in_the_report(
     assert not any(pages)
     page = " ".join((out / "report.html").read_text().split())
     assert f"<p>{rises}</p>" in page
-    assert f"with epsilon {runs.spent(out, 16):.3f} at delta 1e-05. The other" in page
+    assert f"with epsilon {runs.spent(out, 16):.3f} at delta 1e-05 (add" in page
     assert f"mlp, epsilon {runs.spent(out, 16):.3f} at delta 1e-05, seed 0</h1>" in page
     assert old not in page
     *_, model = checkpoint.read_model(out)
@@ -191,7 +191,7 @@ def test_another_plan_is_refused(images, tmp_path, monkeypatch, capsys):
     fewer = "--extend: expected fewer epochs than 6, for which no epsilon can"
     runs.refuse(capsys, out, fewer, *MORE, "6")
 
-    def noisier(epsilon, **named):
+    def noisier(epsilon, releases, **named):
         return dp.Plan(**named, noise_multiplier=9.0)
 
     monkeypatch.setattr(dp.Plan, "for_epsilon", noisier)

@@ -1,6 +1,7 @@
 """Optimizers for private training, against loops over samples in float64."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.dp.runs import KEY, plan
 from tests.optim.problems import double
 from tests.oracle import assert_exact
 from vgrad import optim
+from vgrad.dp import Plan, noising
 from vgrad.factors import Dense, Outer
 from vgrad.training import TrainState, private_step
 
@@ -44,6 +46,54 @@ def test_noise_moves_the_steps_of_adam_bc_neither_up_nor_down():
     # A step without noise has size one; one entry deviates by about a half here.
     assert abs(sizes["bc"] - 1) < 0.04
     assert abs(sizes["adam"] - 0.05 / math.hypot(0.05, 0.1)) < 0.02
+
+
+def replayed(step):
+    return vgrad.compile(step, backend="replay")
+
+
+def test_a_private_step_sets_the_deviation_of_its_noise(problem):
+    run = plan(DATA, SIZE / DATA, bound=BOUND, noise=0.7)
+    exact = 0.7 * BOUND / SIZE
+    assert run.deviation(0) == run.deviation(torch.tensor(0)) == exact
+
+    def trained(deviation, tx=lambda tx: tx, **options):
+        of_noise = tx(optim.adam_bc(0.1, deviation=deviation, betas=(0.5, 0.5)))
+        state, _ = private_run(run, problem, of_noise, **options)
+        return state.params
+
+    params, state = problem[1], None
+    tx = optim.adam_bc(0.1, deviation=exact, betas=(0.5, 0.5))
+    state = tx.init(params)
+    for step in range(4):
+        start = TrainState.create(optim.sgd(1.0), params, problem[2])
+        start = start._replace(key=KEY, step=torch.tensor(step))
+        after, _ = private_step(problem[0], optim.sgd(1.0), run)(start, *problem[3])
+        grads = {name: p - after.params[name] for name, p in params.items()}
+        params, state = optim.step(tx, grads, state, params)
+    for deviation in (run.deviation, exact, 123.0):
+        assert_exact(trained(deviation), params, 1e-9)
+    assert_exact(trained(run.deviation, wrap=replayed), params, 1e-9)
+    waiting = partial(optim.multi_steps, steps=1)
+    assert_exact(trained(run.deviation, tx=waiting), params, 1e-9)
+    outside = optim.adam_bc(0.1, deviation=run.deviation)
+    state = outside.update(grads, outside.init(params))[1]
+    assert float(state[1].slots["noise_sq"]) == pytest.approx(exact**2 / 1000)
+
+
+def test_correlated_noise_is_refused(problem):
+    run = Plan(DATA, SIZE / DATA, 1.0, 1.0, 4, 1e-3, noise=noising.bisr(2))
+    for tx in (optim.adam_bc(deviation=1.0), scaled(optim.sgd(0.1))):
+        with pytest.raises(ValueError, match="expected independent noise for adam_bc "):
+            private_run(run, problem, optim.chain(tx), steps=1)
+    with pytest.raises(ValueError, match=r"Plan.deviation\(.*independent noise.* bisr"):
+        run.deviation(torch.tensor(0))
+
+
+def test_one_deviation_for_entries_in_other_units_is_refused():
+    params = {"w": torch.zeros(2, 2)}
+    with pytest.raises(ValueError, match=r"scale_then_privatize\(adam_bc.*Take adam"):
+        scaled(optim.adam_bc(deviation=1.0)).init(params)
 
 
 # Gradients in other units.
@@ -146,7 +196,7 @@ WAYS = {
     "two passes": dict(strategy="recorded", passes=2),
     "chunks": dict(chunk_size=4),
     "loss scale": dict(loss_scale=vgrad.precision.StaticLossScale(2.0**10)),
-    "replayed": dict(wrap=lambda step: vgrad.compile(step, backend="replay")),
+    "replayed": dict(wrap=replayed),
     "in buckets": dict(
         wrap=lambda step: vgrad.compile(step, backend="replay", batch_sizes=[8])
     ),

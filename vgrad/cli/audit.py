@@ -25,12 +25,9 @@ def audit(arguments: Namespace) -> None:
             f"audit {folder}: expected a run with privacy, got one without."
         )
     check(f"audit {folder}, forms", before["forms"], {"chunk_size": whole(1)})
-    plan, step, state = setup.audited(
-        settings,
-        shape_of(f"audit {folder}", before["data"].get("shape")),
-        dp.Plan(**before["plan"]),
-        before["forms"]["chunk_size"],
-    )
+    plan = dp.Plan(**before["plan"])
+    shape = shape_of(f"audit {folder}", before["data"].get("shape"))
+    step, state = setup.audited(settings, shape, plan, before["forms"]["chunk_size"])
     entries = sum(value.numel() for value in state.params.values())
     result = plan.audit(
         step,

@@ -5,6 +5,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from vgrad import tree
 from vgrad.cli import checkpoint, data, models
 from vgrad.cli.models import Shape
 from vgrad.cli.settings import TABLE, check, device, folder_of, optional, shape_of
+from vgrad.dp.accounting import Neighbours
 from vgrad.ensemble.prediction import EnsemblePrediction, ensemble_forward
 from vgrad_command import KINDS, PRECISIONS, number, one_of
 
@@ -65,6 +67,9 @@ def evaluate(arguments: Namespace) -> None:
         privacy = "no claim of privacy: the noise is reproducible"
         if epsilon is not None:
             privacy = f"epsilon {epsilon:.3f} at delta {description['delta']:g}"
+            relation = description["plan"].get("neighbours")
+            if relation in get_args(Neighbours):
+                privacy += f", {relation}"
     dataset = data.load(arguments.data, seed=description["seed"])
     expected, shape = shape_of(str(path), description["shape"]), dataset.shape
     # A file may happen to lack the last classes.

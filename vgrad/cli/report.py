@@ -31,6 +31,7 @@ from vgrad import files
 from vgrad.cli import checkpoint
 from vgrad.cli.checkpoint import FIGURES, Record
 from vgrad.cli.setup import Job, stacked
+from vgrad.dp import Plan
 from vgrad.ensemble.calibration import reliability
 from vgrad.ensemble.prediction import EnsemblePrediction
 from vgrad_command import printable, spelled
@@ -68,14 +69,15 @@ def announce(job: Job, ranks: int) -> None:
     if plan:
         noise = (
             f"sampling rate {plan.sampling_rate:.4g} and noise multiplier "
-            f"{plan.noise_multiplier:.4g}. In brackets: without privacy."
+            f"{plan.noise_multiplier:.4g}{_kinds(plan)}. In brackets: without privacy."
         )
     say(
         f"{settings.data}: {sizes} samples. {settings.model}: {params} "
         f"parameters{members}. {steps} at learning rate {settings.lr:g}, {noise}"
     )
     if plan and count > 1:
-        say(f"All members share the budget: {plan.steps} steps on the same data.")
+        steps = plan.steps * count
+        say(f"All members share the budget: {steps} steps on the same data.")
     for line in extensions(job):
         say(line)
     if settings.reproducible_noise:
@@ -85,6 +87,18 @@ def announce(job: Job, ranks: int) -> None:
             "The figures of each epoch are computed from the private data without "
             "noise: they are not for release."
         )
+
+
+def _kinds(plan: Plan) -> str:
+    """Name what the batches and the noise of a plan have beyond Poisson sampling."""
+    words = ""
+    if plan.noise.scheme != "independent":
+        words += f", noise {plan.noise.scheme} of size {plan.noise.size}"
+    if plan.sampling != "poisson":
+        words += f", {plan.sampling} sampling"
+    if plan.max_batch_size is not None:
+        words += f", batches of at most {plan.max_batch_size}"
+    return words
 
 
 Display = tuple[Callable[[int], None], Callable[[int, Mapping[str, Record]], None]]
@@ -247,7 +261,7 @@ def title(job: Job) -> str:
     else:
         spent = f"{settings.epsilon:g}"
         if job.extended and job.plan:
-            spent = f"{job.plan.epsilon():.3f}"
+            spent = f"{job.plan.epsilon(releases=settings.members):.3f}"
         words.append(f"epsilon {spent} at delta {settings.delta:g}")
     return ", ".join([*words, f"seed {settings.seed}"])
 
@@ -416,9 +430,11 @@ def release(job: Job, folder: Path) -> str:
     names = checkpoint.MODEL
     if job.settings.members > 1:
         names = f"{checkpoint.ENSEMBLE} and {checkpoint.ENSEMBLE_TEXT}"
+    epsilon = job.plan.epsilon(releases=job.settings.members)
     return (
-        f"For release: {folder / names}, with epsilon {job.plan.epsilon():.3f} at "
-        f"delta {job.plan.delta:g}. The other files reveal more of the training data."
+        f"For release: {folder / names}, with epsilon {epsilon:.3f} at delta "
+        f"{job.plan.delta:g} ({job.plan.neighbours}). The other files reveal more "
+        f"of the training data."
     )
 
 

@@ -115,7 +115,7 @@ def _checked(
     job = setup.prepare(settings, _extended(epochs, arguments), mesh)
     description = job.description
     if job.plan:  # a run that is extended now has more steps
-        steps = job.ends[epochs[-1] - 1] * settings.members
+        steps = job.ends[epochs[-1] - 1]
         description = {**description, "plan": {**description["plan"], "steps": steps}}
     checkpoint.check_same(before, description)
     starts = {run: trainer.start for run, trainer in job.trainers.items()}

@@ -75,6 +75,8 @@ def shape_of(where: str, entries: Any) -> Shape:
 
 # Arguments.
 
+_OF_PRIVACY = "epsilon delta max_norm noise max_batch_size reproducible_noise".split()
+
 
 @dataclass(frozen=True)
 class Settings(vgrad_command.Options):
@@ -96,7 +98,7 @@ class Settings(vgrad_command.Options):
     def started(cls, arguments: Namespace) -> "Settings":
         """Return the settings of a run that starts."""
         typed = _typed(arguments)
-        for name in ("epsilon", "delta", "max_norm", "reproducible_noise"):
+        for name in _OF_PRIVACY:
             if "without_privacy" in typed and name in typed:
                 raise ValueError(
                     f"--without-privacy: expected none of the arguments of private "

@@ -103,7 +103,7 @@ class Job(NamedTuple):
 
     settings: Settings
     data: Dataset
-    plan: dp.Plan | None  # of the private steps of all members together
+    plan: dp.Plan | None  # of the private steps of each member
     extended: Sequence[int]  # the epochs after each extension
     ends: list[int]  # the steps at the end of each epoch
     trainers: Mapping[str, Trainer]  # "private", unless without privacy, and "plain"
@@ -121,6 +121,8 @@ def prepare(
     settings = settings.fitted(len(dataset.y_train), dataset.shape)
     count, device = settings.members, torch.device(settings.device)
     epoch = len(dataset.y_train) / settings.batch_size
+    if settings.noise.partition(":")[0] not in ("independent", "band-mf"):
+        epoch = math.ceil(epoch)  # in a fixed order, whose last batch may be short
     *_, last = settings.epochs, *extended
     ends = [round(number * epoch) for number in range(1, last + 1)]
 
@@ -163,22 +165,34 @@ def prepare(
 
 
 def planned(settings: Settings, size: int, ends: Sequence[int]) -> dp.Plan:
-    """Plan the private steps of all members; extensions have the noise of the start."""
+    """Plan the steps of each member; extensions have the noise of the start."""
+    scheme, _, bands = settings.noise.replace("-", "_").partition(":")
+    noise = getattr(dp.noising, scheme)(*map(int, filter(None, [bands])))
+    fields: dict[str, Any] = {"noise": noise}
+    if (most := settings.max_batch_size) != "none":
+        fields["max_batch_size"] = int(most) if most.isdecimal() else most
     try:
         plan = dp.Plan.for_epsilon(
             settings.epsilon,
             dataset_size=size,
             sampling_rate=settings.batch_size / size,
             max_norm=settings.max_norm,
-            steps=ends[settings.epochs - 1] * settings.members,
+            steps=ends[settings.epochs - 1],
             delta=settings.delta,
+            releases=settings.members,
+            **fields,
         )
     except ValueError as error:
         reason = str(error).rpartition("): ")[2]
         budget = f"--epsilon {settings.epsilon} --delta {settings.delta}"
         raise ValueError(f"{budget}: {reason}") from error
-    longer = dataclasses.replace(plan, steps=ends[-1] * settings.members)
-    if longer != plan and longer.epsilon() == math.inf:
+    longer = dataclasses.replace(plan, steps=ends[-1])
+    if longer != plan and scheme != "independent":
+        raise ValueError(
+            f"--extend: expected --noise independent, got {settings.noise}, the "
+            f"sensitivity of which depends on the number of steps. Start another run."
+        )
+    if longer != plan and longer.epsilon(releases=settings.members) == math.inf:
         raise ValueError(
             f"--extend: expected fewer epochs than {len(ends)}, for which no epsilon "
             f"can be given at delta {settings.delta}."
@@ -245,11 +259,10 @@ def _private(
     mesh: DeviceMesh | None,
 ) -> Trainer:
     count, tx = settings.members, optim.sgd(settings.lr)
-    of_member = dataclasses.replace(plan, steps=plan.steps // count)
-    step = _private_step(settings, fmodel, of_member, rows)
+    step = _private_step(settings, fmodel, plan, rows)
 
     def draw(state: TrainState) -> Tensor:
-        return of_member.sample(key=state.key, step=int(state.step))
+        return plan.sample(key=state.key, step=int(state.step))
 
     def in_turn(state: PrivateMembers, data: Dataset) -> tuple[PrivateMembers, Taken]:
         results = [advance(each, data) for each in state.members]
@@ -262,15 +275,12 @@ def _private(
         return TrainState.create(tx, *one, loss_scale=scale)._replace(key=key)
 
     def epsilon(steps: int) -> float:
-        return plan.epsilon(steps * count)
+        return plan.epsilon(steps, releases=count)
 
     advance = _advance(settings, step, draw, mesh)
     # Without a seed the keys are secrets.
-    seed, scale = (
-        settings.seed if settings.reproducible_noise else None,
-        _scale(settings),
-    )
-    _, *entries = model
+    seed = settings.seed if settings.reproducible_noise else None
+    (_, *entries), scale = model, _scale(settings)
     if count == 1:
         return Trainer(start(0), advance, epsilon)
     return Trainer(PrivateMembers(tuple(map(start, range(count)))), in_turn, epsilon)
@@ -296,20 +306,19 @@ def _scale(settings: Settings) -> StaticLossScale | None:
 
 def audited(
     settings: Settings, shape: Shape, plan: dp.Plan, rows: int
-) -> tuple[dp.Plan, Any, TrainState]:
-    """Return the plan, the step and a state of a member of a private run."""
-    of_member = dataclasses.replace(plan, steps=plan.steps // settings.members)
+) -> tuple[Any, TrainState]:
+    """Return the step and a state of a member of a private run, without its data."""
     module = models.build(settings.model, shape, seed=settings.seed)
     module = module.train().to(settings.device)
     fmodel, *entries = make_functional_with_buffers(module)
-    step = _private_step(settings, fmodel, of_member, rows)
+    step = _private_step(settings, fmodel, plan, rows)
     if settings.compile != "eager":
         backend: Any = settings.compile
         step = compile(step, backend=backend)
     state = TrainState.create(
         optim.sgd(settings.lr), *entries, loss_scale=_scale(settings)
     )
-    return of_member, step, state
+    return step, state
 
 
 def _plain(

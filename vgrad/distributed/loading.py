@@ -2,11 +2,12 @@
 
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from vgrad import checks
+from vgrad.dp.grouped import Drawn
 from vgrad.dp.sampling import check_drawer
 from vgrad.ranks import Ranks
 
@@ -14,7 +15,7 @@ from vgrad.ranks import Ranks
 class BatchSampler(Protocol):
     """Batches of indices, such as `PoissonBatchSampler` draws them."""
 
-    def __iter__(self) -> Iterator[list[int]]: ...
+    def __iter__(self) -> Iterator[list[Any]]: ...
 
     def __len__(self) -> int: ...
 
@@ -97,13 +98,19 @@ class LocalBatches:
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         check_drawer(self, sys._getframe(1))
         for batch in self._sampler:
             yield self._part(batch)
 
-    def _part(self, batch: Sequence[int]) -> list[int]:
+    def _part(self, batch: Sequence[Any]) -> list[Any]:
         if (own := self._own) is not None:
+            if any(isinstance(index, Drawn) for index in batch):
+                raise TypeError(
+                    "local_batches(own): expected a sampler of single samples, got one "
+                    "of units, whose samples may be on several ranks. Leave own out: "
+                    "every rank needs the whole data set."
+                )
             return [index - own.start for index in batch if index in own]
         rank, size = self._place
         return list(batch[len(batch) * rank // size : len(batch) * (rank + 1) // size])

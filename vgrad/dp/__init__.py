@@ -6,6 +6,9 @@
 * `noise_multiplier_for`: find the smallest noise multiplier that stays in a budget
 * `PoissonBatchSampler`: Poisson batches of indices for a `DataLoader`
 * `collate`: make a collate function that handles empty batches
+* `Units`: the persons or groups that the samples of a data set belong to
+* `unit_loss`: make the loss of a unit, the mean over its samples
+* `unit_loader`: load batches of whole units
 * `quantile_clip`: let the bound of a plan follow a quantile of the norms
 * `add_gaussian_noise`: add noise to a sum, scaled by its sensitivity
 * `secret_key`: draw a key from the operating system
@@ -22,6 +25,7 @@ from vgrad.dp.noise import add_gaussian_noise
 from vgrad.dp.plan import Plan
 from vgrad.dp.private_gradients import PrivateGradients
 from vgrad.dp.sampling import PoissonBatchSampler, collate
+from vgrad.dp.units import Units, unit_loader, unit_loss
 from vgrad.generators import secret_key
 from vgrad.renamed import attributes
 
@@ -29,6 +33,7 @@ __all__ = [
     "Plan",
     "PoissonBatchSampler",
     "PrivateGradients",
+    "Units",
     "add_gaussian_noise",
     "audit",
     "collate",
@@ -37,6 +42,8 @@ __all__ = [
     "noising",
     "quantile_clip",
     "secret_key",
+    "unit_loader",
+    "unit_loss",
 ]
 
 if not TYPE_CHECKING:  # which sees no other names

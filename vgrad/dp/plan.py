@@ -20,6 +20,7 @@ from vgrad.dp.noise import Noise, Streams, check_sensitivity, gaussian_noise
 from vgrad.dp.noise_figure import plot_noise
 from vgrad.dp.noising import Fitted, Noising, independent
 from vgrad.dp.sampling import (
+    Batch,
     PoissonBatchSampler,
     StepBatches,
     cyclic_sample,
@@ -28,6 +29,7 @@ from vgrad.dp.sampling import (
     random_groups,
     random_order,
 )
+from vgrad.dp.units import Units, units_of
 from vgrad.typing import Params
 
 if TYPE_CHECKING:
@@ -277,6 +279,7 @@ class Plan:
         batch_size: int | None = None,
         epochs: int | None = None,
         accountant: accounting.Accountant = "pld",
+        releases: int = 1,
         **fields: Any,
     ) -> "Plan":
         """Make the plan with the least noise whose epsilon is at most `epsilon`.
@@ -284,7 +287,7 @@ class Plan:
         Pass either `sampling_rate` and `steps`, or the expected `batch_size` and
         `epochs`, each of `round(dataset_size / batch_size)` steps at the rate
         `batch_size / dataset_size` (`.steps_per_epoch`). Other fields of the plan, such
-        as `noise` and `max_batch_size`, are passed on.
+        as `noise` and `max_batch_size`, are passed on; `releases` is as in `epsilon`.
 
         Raises:
             ValueError: as `noise_multiplier_for` and `Plan`.
@@ -331,19 +334,21 @@ class Plan:
             if epochs is not None:
                 numbers["steps"] = epochs * plan.steps_per_epoch
                 plan = cls(noise_multiplier=1.0, **numbers)
-            noise = plan._least_noise(epsilon)
+            noise = plan._least_noise(epsilon, releases)
             if automatic:
-                most = _least_batch(replace(plan, noise_multiplier=noise))
+                most = _least_batch(replace(plan, noise_multiplier=noise), releases)
                 numbers["max_batch_size"] = most
-                noise = cls(noise_multiplier=1.0, **numbers)._least_noise(epsilon)
+                plan = cls(noise_multiplier=1.0, **numbers)
+                noise = plan._least_noise(epsilon, releases)
         return cls(noise_multiplier=noise, **numbers)
 
-    def _least_noise(self, epsilon: float) -> float:
+    def _least_noise(self, epsilon: float, releases: int) -> float:
         """Return the least noise multiplier for the budget; the plan's own is 1."""
         call = f"Plan.for_epsilon({epsilon=}, delta={self.delta}, sampling_rate="
         call += f"{self.sampling_rate}, steps={self.steps}, accountant="
         call += f"{self.accountant!r})"
         [kind] = self.account(self.steps)
+        kind = kind._replace(steps=kind.steps * releases)
         rest = epsilon, self.delta, self.accountant
         return accounting.least_noise(call, kind, *rest)
 
@@ -485,15 +490,28 @@ class Plan:
         # A round of cyclic groups is one event, in which a sample takes part once.
         return self.noise.fitted(steps, separation=size, participations=1)
 
-    def deviation(self, step: int) -> float:
+    def deviation(self, step: int | Tensor) -> float:
         """Return the deviation of the noise of a step, of each number of the mean.
 
         It is `noise_multiplier * max_norm / expected_batch_size`, for correlated noise
         times the sensitivity of the scheme and the norm of row `step` of its inverse.
+        A tensor is the count of an optimizer, such as `adam_bc(deviation=...)`, under
+        this plan: the deviation is the same at all steps then, or NaN if `max_norm`
+        adapts, until `private_step` sets it.
 
         Raises:
-            ValueError: `max_norm` adapts: the deviation is then in the state.
+            ValueError: `max_norm` adapts: the deviation is then in the state; or a
+                tensor is passed and noise is correlated.
         """
+        scale = self.noise_multiplier * self._numbers[-1] / self.expected_batch_size
+        if isinstance(step, Tensor):
+            if self.noise.scheme != "independent":
+                raise ValueError(
+                    f"Plan.deviation(step, a tensor): expected independent noise for "
+                    f"an optimizer that counts steps, got {self.noise.scheme}. Pass a "
+                    f"step as an int."
+                )
+            return math.nan if self._adapts else scale
         if self.before is not None and step < self.earlier_steps:
             return self.before.deviation(step)
         [step] = checks.whole("Plan.deviation", least=0, step=step)
@@ -507,22 +525,27 @@ class Plan:
                 "Plan.deviation(step): expected a plan of a fixed max_norm, got one "
                 "that adapts it. The bound of a step is in the state."
             )
-        scale = self.noise_multiplier * self.max_norm / self.expected_batch_size
         if self.noise.scheme == "independent":
             return scale
         row = self.fitted.row_norms(self._own_steps)[step - self.earlier_steps]
         return scale * self.fitted.sensitivity() * float(row)
 
-    def epsilon(self, steps: int | None = None) -> float:
+    def epsilon(self, steps: int | None = None, *, releases: int = 1) -> float:
         """Return the epsilon spent after `steps` steps; after all of them by default.
 
         Steps of plans before are included. It is about data sets of the relation
         `neighbours`, and compares with no bound for another one.
 
+        Args:
+            releases: the runs of the plan on the same data that are released together,
+                each with a key of its own, such as the members of an ensemble.
+
         Raises:
             ValueError: `steps` is above the steps of the plan.
         """
         account = self.account(self._counted("Plan.epsilon", steps))
+        [releases] = checks.whole("Plan.epsilon", least=1, releases=releases)
+        account = [each._replace(steps=each.steps * releases) for each in account]
         return accounting.composed(account, self.delta, self.accountant)
 
     def _counted(self, function: str, steps: int | None) -> int:
@@ -627,6 +650,14 @@ class Plan:
         """Draw the batch of one step. -> indices of samples or units, int64 [B]."""
         return self._drawing(self._subkey(key))(step)
 
+    def drawing(self, key: Tensor, units: Units | None) -> Callable[[int], Batch]:
+        """Return the batches of steps, of whole units where a plan has any."""
+        key, count = self._subkey(key), self.samples_per_unit
+        draw = self._drawing(key)
+        if units is None or count is None:
+            return draw
+        return lambda step: units.of_batch(draw(step), count, key=key, step=step)
+
     def _drawing(self, key: Tensor) -> Callable[[int], Tensor]:
         """Return the batches of steps, as a function of the step."""
         size, rate = self.dataset_size, self.sampling_rate
@@ -642,7 +673,7 @@ class Plan:
         run = groups, bands, rate
         return lambda step: cyclic_sample(*run, step=step, first=start, **options)
 
-    def sampler(self, state: Any) -> StepBatches:
+    def sampler(self, state: Any, units: Any = None) -> StepBatches:
         """Return the batches from the state's step to the last one, for one pass.
 
         The state is a `TrainState`, a `PrivateGradients` or anything else with a `key`
@@ -651,9 +682,13 @@ class Plan:
         pad them to a fixed length, or use a mask, since padding to the longest of a
         batch breaks the bound.
 
+        A plan of units, with `samples_per_unit`, draws from `units`: `dp.Units`, or one
+        id for each sample. Which samples of a unit a batch has follows from the key,
+        the step and the unit's id. `dp.unit_loader` takes such a sampler.
+
         Raises:
             ValueError: the state has taken more steps than the plan has, or has spent
-                under another plan.
+                under another plan, or the plan counts other units.
         """
         if not (hasattr(state, "key") and hasattr(state, "step")):
             raise TypeError(
@@ -663,14 +698,18 @@ class Plan:
             )
         digest, step = getattr(state, "plan_digest", None), int(state.step)
         check_spent("Plan.sampler(state)", self, digest, step)
+        units = units_of("Plan.sampler(state, units)", self, units)
         run, key = (self.dataset_size, self.steps), self._subkey(state.key)
-        if self.sampling == "poisson":
+        if units is None and self.sampling == "poisson":
             options: Any = {"start": step, "max_batch_size": self.max_batch_size}
             size, steps = run
             run = size, self.sampling_rate, steps
             return PoissonBatchSampler(*run, key=key, **options)
         place = repr(self.sampling_rate), *self._kinds
-        return StepBatches(self._drawing(key), *run, step, key=key, place=place)
+        if units is not None:
+            place += (units.digest,)
+        draw = self.drawing(state.key, units)
+        return StepBatches(draw, *run, step, key=key, place=place)
 
     def add_noise(
         self,
@@ -833,9 +872,9 @@ def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) ->
 
 
 @functools.cache
-def _least_batch(plan: Plan) -> int:
+def _least_batch(plan: Plan, releases: int = 1) -> int:
     """Return the least `max_batch_size` that costs at most 1 % of epsilon."""
-    most = _PRICE_OF_AUTO * plan.epsilon()
+    most = _PRICE_OF_AUTO * plan.epsilon(releases=releases)
     sampled = plan.dataset_size
     if plan.sampling != "poisson":
         sampled = -(-sampled // plan.noise.size)
@@ -845,6 +884,7 @@ def _least_batch(plan: Plan) -> int:
     middle = math.ceil(mean + 7 * math.sqrt(mean))
     while low < high:
         middle = middle if low < middle < high else (low + high) // 2
-        fits = replace(plan, max_batch_size=middle).epsilon() <= most
+        cut = replace(plan, max_batch_size=middle)
+        fits = cut.epsilon(releases=releases) <= most
         low, high = (low, middle) if fits else (middle + 1, high)
     return high

@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from vgrad import batches, checks
+from vgrad.dp.grouped import Augment, Grouped
 from vgrad.dp.noise import Streams
 from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
 from vgrad.dp.sampling import PhysicalBatch, PoissonLoader, Run
-from vgrad.dp.units import Augment, Grouped
+from vgrad.dp.units import UnitLoss, Units, check_units, present, units_of
 from vgrad.functional.live import LiveModel
 from vgrad.functional.losses import Criterion, check_criterion, sample_loss
 from vgrad.functional.model import write_grads_
@@ -87,6 +88,12 @@ class PrivateGradients:
     too. Samples that were exchanged for as many others are not detected.
 
     Args:
+        units: the persons or groups that samples belong to, `dp.Units` or one id for
+            each sample. Units are drawn then, and `samples_per_unit` samples of each:
+            tensors of a batch are `[U, k, ...]`, filled up with copies that do not
+            count. The epochs, sizes and the plan count units; `plan.neighbours` is
+            about them.
+        samples_per_unit: the most samples of a unit in a batch, whose mean is clipped.
         augmentations: K copies of a sample, whose mean loss is clipped, as in
             `sample_loss`: samples of the data set have them in front, or `augment`
             makes them.
@@ -138,6 +145,8 @@ class PrivateGradients:
         batch_size: int | None = None,
         max_norm: float | None = None,
         physical_batch_size: int | None = None,
+        units: Any = None,
+        samples_per_unit: int | None = None,
         augmentations: int | None = None,
         augment: Augment | None = None,
         strategy: Strategy = "auto",
@@ -151,7 +160,9 @@ class PrivateGradients:
         _check_options(loading)
         budget = {"epsilon": epsilon, "delta": delta, "epochs": epochs}
         budget |= {"batch_size": batch_size, "max_norm": max_norm}
-        self.plan = _planned(plan, budget, dataset)
+        units = None if units is None else Units.of(units)
+        self.plan = _planned(plan, budget, dataset, units, samples_per_unit)
+        units_of("PrivateGradients(units)", self.plan, units)
         key = secret_key() if key is None else key
         check_key("PrivateGradients", key)
         copies, items = augmentations, dataset
@@ -165,8 +176,13 @@ class PrivateGradients:
                     f"{type(augment).__name__}."
                 )
             copies = 1 if copies is None else copies
-            items = Grouped(dataset, augment, (copies,))
-        self._run = Run(self.plan, key, physical_batch_size, seeded=augment is not None)
+        count = self.plan.samples_per_unit
+        shape = () if count is None else (count,)
+        shape += () if augment is None or copies is None else (copies,)
+        if shape:
+            items = Grouped(dataset, augment, shape)
+        seeded = augment is not None
+        self._run = Run(self.plan, key, physical_batch_size, units, seeded=seeded)
         self.loader = PoissonLoader(self._run, items, loading)
         collate_fn = loading.get("collate_fn")
         self._padding = _find_padding(items, collate_fn) if check_collate else None
@@ -245,6 +261,7 @@ class PrivateGradients:
             params, buffers = self._live.values()
             with torch.no_grad(), kept_random_state(params.values()):
                 set_seed(seed, params.values())
+                batch = self._with_mask(pending, batch)
                 result = self._live.run(self._clipped, params, buffers, *batch)
         sums, noisy = result.grads, None
         if pending.number:
@@ -341,12 +358,25 @@ class PrivateGradients:
         self.loader.restart()
         self._guard.reset()
 
+    def _with_mask(self, pending: PhysicalBatch, batch: tuple) -> tuple:
+        """Add the mask of the samples of units; refuse units that are not whole."""
+        count = self.plan.samples_per_unit
+        if count is None:
+            return batch
+        mask = present([len(unit.rows) for unit in pending.rows], count)
+        batch = (
+            *batch,
+            mask.to(batches.read("PrivateGradients", batch).tensors[0].device),
+        )
+        check_units("PrivateGradients.backward", batch, count)
+        return batch
+
     def _clip(self) -> ClippedGradFn:
         bound: Any = self.plan.max_norm
+        copies = {"augmentations": self._copies}
+        loss = sample_loss(self._live.function, self._criterion, **copies)
         return clipped_grad(
-            sample_loss(
-                self._live.function, self._criterion, augmentations=self._copies
-            ),
+            loss if self._run.units is None else UnitLoss(loss),
             max_norm=bound,
             normalize_by=self.plan.expected_batch_size,
             **self._options,
@@ -401,7 +431,13 @@ class PrivateGradients:
             raise
 
 
-def _planned(plan: Plan | None, budget: dict[str, Any], dataset: Any) -> Plan:
+def _planned(
+    plan: Plan | None,
+    budget: dict[str, Any],
+    dataset: Any,
+    units: Units | None,
+    samples_per_unit: int | None,
+) -> Plan:
     sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not sized:
         raise TypeError(
@@ -413,17 +449,32 @@ def _planned(plan: Plan | None, budget: dict[str, Any], dataset: Any) -> Plan:
         kind = type(plan).__name__
         raise TypeError(f"PrivateGradients(plan): expected a Plan, got a {kind}.")
     missing = [name for name, value in budget.items() if value is None]
+    size = len(dataset) if units is None else len(units)
+    if units is not None and units.size != len(dataset):
+        raise ValueError(
+            f"PrivateGradients(units): expected an id for each of the {len(dataset)} "
+            f"samples of the data set, got {units.size}."
+        )
     if plan is None and not missing:
-        return Plan.for_epsilon(dataset_size=len(dataset), **budget)
+        own: dict[str, Any] = {"samples_per_unit": samples_per_unit}
+        if units is not None and units.several_owners:
+            own["neighbours"] = "fixed_graph"
+        return Plan.for_epsilon(dataset_size=size, **budget, **own)
     if plan is None or len(missing) < len(budget):
         got = "both" if plan is not None else f"no {', '.join(missing)}"
         raise ValueError(
             f"PrivateGradients: expected {', '.join(budget)}, or a plan in their "
             f"place, got {got}."
         )
-    if len(dataset) != plan.dataset_size:
+    if samples_per_unit not in (None, plan.samples_per_unit):
         raise ValueError(
-            f"PrivateGradients(plan): expected a plan for the {len(dataset)} samples "
+            f"PrivateGradients(plan, samples_per_unit={samples_per_unit}): expected "
+            f"the plan's own {plan.samples_per_unit}. Leave it out."
+        )
+    counted = plan.samples_per_unit is not None
+    if not counted and units is None and size != plan.dataset_size:
+        raise ValueError(
+            f"PrivateGradients(plan): expected a plan for the {size} samples "
             f"of the data set, got one for {plan.dataset_size}."
         )
     return plan

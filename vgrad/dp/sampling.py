@@ -24,12 +24,13 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 
 from vgrad import checks, generators
-from vgrad.dp.units import Drawn, Grouped
+from vgrad.dp.grouped import Drawn, Grouped
 from vgrad.tree import map_tensors, tree_leaves
 from vgrad.typing import Tree
 
 if TYPE_CHECKING:
     from vgrad.dp.plan import Plan
+    from vgrad.dp.units import Units
 
 
 def poisson_sample(
@@ -120,6 +121,10 @@ def in_order(order: Tensor, batch_size: int, step: int) -> Tensor:
     return order[start : start + batch_size].sort().values
 
 
+Batch = Tensor | list[Drawn]
+"""The indices of samples, int64 `[B]`, or of the samples of each unit."""
+
+
 class StepBatches:
     """The batches of the steps from `start` to `steps`, lists of indices.
 
@@ -129,7 +134,7 @@ class StepBatches:
 
     def __init__(
         self,
-        draw: Callable[[int], Tensor],
+        draw: Callable[[int], Batch],
         dataset_size: int,
         steps: int,
         start: int,
@@ -158,7 +163,7 @@ class StepBatches:
         place = "sampler", self.dataset_size, *self._place
         return f"{generators.stream(self._key, *place, self.start, self.steps):032x}"
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         check_drawer(self, sys._getframe(1))
         # A DataLoader with workers makes two iterators, but draws from one.
         if self._served:
@@ -169,7 +174,8 @@ class StepBatches:
             )
         self._served = True
         for step in range(self.start, self.steps):
-            yield self._draw(step).tolist()
+            drawn = self._draw(step)
+            yield drawn.tolist() if isinstance(drawn, Tensor) else drawn
 
 
 class PoissonBatchSampler(StepBatches):
@@ -288,7 +294,7 @@ class PhysicalBatch(NamedTuple):
 
     number: int
     last: bool
-    rows: list[int]
+    rows: list[Any]  # or units
     loaded: Tree = None  # as the loader yields it
 
 
@@ -301,14 +307,21 @@ class Run:
     """
 
     def __init__(
-        self, plan: "Plan", key: Tensor, size: int | None, *, seeded: bool = False
+        self,
+        plan: "Plan",
+        key: Tensor,
+        size: int | None,
+        units: "Units | None" = None,
+        *,
+        seeded: bool = False,
     ) -> None:
         if size is not None:
             [size] = checks.whole("PrivateGradients", least=1, physical_batch_size=size)
         # No reference to the loader, since a DataLoader in a cycle waits seconds for
         # its workers when the cycle is collected.
         self.plan, self.key, self._size = plan, key, size
-        self.step, self.process, self._seeded = 0, os.getpid(), seeded
+        self.units, self._seeded = units, seeded
+        self.step, self.process = 0, os.getpid()
         self.drawn: deque[PhysicalBatch] = deque()
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -318,11 +331,13 @@ class Run:
                 drawn.append(batch)
                 yield [*map(partial(self._drawn, step), batch.rows)]
 
-    def _drawn(self, step: int, row: int) -> Any:
-        """Return the index of a sample, with a seed where it is augmented."""
+    def _drawn(self, step: int, index: int | Drawn) -> Any:
+        """Return the index of a sample, with seeds where it is augmented."""
         if not self._seeded:
-            return row
-        return Drawn((row,), (generators.torch_seed(self.key, "augment", step, row),))
+            return index
+        rows = index.rows if isinstance(index, Drawn) else (index,)
+        place = self.key, "augment", step
+        return Drawn(rows, tuple(generators.torch_seed(*place, row) for row in rows))
 
     def count(self) -> int:
         """Count the physical batches of the current epoch."""
@@ -331,7 +346,8 @@ class Run:
         return sum(1 for step in self._epoch() for _ in self._of_step(step))
 
     def _of_step(self, step: int) -> Iterator[PhysicalBatch]:
-        rows = self.plan.sample(key=self.key, step=step).tolist()
+        drawn = self.plan.drawing(self.key, self.units)(step)
+        rows = drawn.tolist() if isinstance(drawn, Tensor) else drawn
         size = self._size or max(1, len(rows))
         count = max(1, math.ceil(len(rows) / size))
         for number in range(count):

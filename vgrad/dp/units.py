@@ -1,103 +1,265 @@
-"""Groups of items that are one sample: augmented copies, or a unit of privacy.
+"""Units of privacy: persons or groups, all samples of which count as one.
 
-K copies of a sample.
+A unit has one loss, the mean over its samples, whose gradient is clipped. U units, k
+samples of each.
 """
 
+import hashlib
 import math
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from vgrad.generators import RNG_LOCK, random_state, set_random_state, set_seed
+from vgrad import batches, checks, generators
+from vgrad.dp.grouped import Drawn, Grouped
+from vgrad.dp.sampling import collate
+from vgrad.functional.losses import SampleLoss, check_loss
 from vgrad.tree import map_tensors
-from vgrad.typing import Tree
+from vgrad.typing import Buffers, LossFn, Params, Tree
 
-Augment = Callable[[Any], Any]
-"""Returns another version of an item of a data set."""
+if TYPE_CHECKING:
+    from vgrad.dp.plan import Plan
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """The index of a sample in `Grouped`: its rows, and a seed for each of them.
+class Units:
+    """The units of privacy of a data set, and the samples of each.
 
-    No other data set takes it for a row.
+    `len(units)` is the `dataset_size` of their plan, and `units` goes to
+    `plan.sampler(state, units=units)` or `PrivateGradients(units=units)`. Ids are
+    integers or strings, one for each sample of the data set.
+
+    A sample with several owners has a list of ids. Then a set of samples is chosen in
+    which no owner occurs twice, in the order of the numbers of owners, and nobody else
+    could be added; each of them is a unit. The relation of such a plan is
+    `"fixed_graph"`, with one sample of a unit: who owns which sample is public.
+
+    Args:
+        ids: `[N]`, or N lists of owners.
+        most_owners: leaves out samples of more owners.
+
+    Raises:
+        TypeError: an id is no integer or string.
+        ValueError: there is no sample, or one without an owner.
+
+    Reference: Ganesh et al., arXiv 2503.03622 (the greedy choice).
+
+    Example:
+        >>> len(Units(["ann", "bob", "ann"]))
+        2
+        >>> Units([[1], [1, 2], [2, 3]]).chosen
+        [0, 2]
     """
 
-    rows: tuple[int, ...]
-    seeds: tuple[int, ...] = ()
+    def __init__(self, ids: Any, *, most_owners: int | None = None) -> None:
+        ids = ids.tolist() if hasattr(ids, "tolist") else [*ids]
+        self.size = len(ids)  # of the data set
+        self.several_owners = any(isinstance(each, list | tuple | set) for each in ids)
+        owners = [set(each) for each in ids] if self.several_owners else []
+        for each in set().union(*owners) if owners else ids:
+            if isinstance(each, bool) or not isinstance(each, int | str):
+                raise TypeError(
+                    f"Units(ids): expected integers or strings, got a "
+                    f"{type(each).__name__}. Pass ids.tolist(), or lists of owners."
+                )
+        if not ids or (self.several_owners and not all(owners)):
+            raise ValueError(
+                "Units(ids): expected a sample at least, and an owner of each, got "
+                f"{'one without' if ids else 'none'}."
+            )
+        rows: dict[int | str, list[int]] = {}
+        if self.several_owners:
+            rows = {row: [row] for row in _independent(owners, most_owners)}
+        elif most_owners is not None:
+            raise ValueError(
+                f"Units(ids, most_owners={most_owners!r}): expected lists of owners, "
+                f"got one id a sample. Leave most_owners out."
+            )
+        else:
+            for row, each in enumerate(ids):
+                rows.setdefault(each, []).append(row)
+        self._ids, self._rows = [*rows], [*rows.values()]
 
-
-class Grouped(Dataset[list]):
-    """A data set whose items are lists of items of another one, maybe augmented.
-
-    A whole number stands for one item by itself, of which the shapes of a batch follow.
-    """
-
-    def __init__(
-        self, dataset: Dataset[Any], augment: Augment | None, shape: tuple[int, ...]
-    ) -> None:
-        self.dataset, self._augment, self._shape = dataset, augment, shape
+    @classmethod
+    def of(cls, units: Any) -> "Units":
+        """Return units, made of ids where it has to be."""
+        return units if isinstance(units, Units) else cls(units)
 
     def __len__(self) -> int:
-        return len(self.dataset)  # pyright: ignore[reportArgumentType]
+        return len(self._rows)
 
-    def __getitem__(self, drawn: Drawn | int) -> Any:
-        if not isinstance(drawn, Drawn):
-            return self._items(drawn, 0, 1)[0]
-        seeds = drawn.seeds or (0,) * len(drawn.rows)
-        count = 1 if self._augment is None else self._shape[-1]
-        pairs = zip(drawn.rows, seeds, strict=True)
-        return [item for row, seed in pairs for item in self._items(row, seed, count)]
+    @property
+    def chosen(self) -> list[int]:
+        """The samples that belong to a unit, ascending."""
+        return sorted(row for rows in self._rows for row in rows)
 
-    def _items(self, row: int, seed: int, count: int) -> list[Any]:
-        item = self.dataset[row]
-        if self._augment is None:
-            return [item]
-        with _seeded(seed):
-            return [self._augment(item) for _ in range(count)]
+    @property
+    def digest(self) -> str:
+        """A hash of the ids."""
+        text = repr([self._ids, self._rows]).encode()
+        return hashlib.blake2b(text, digest_size=16).hexdigest()
 
-    def collate(self, collate_fn: Callable[[list], Tree]) -> Callable[[list], Tree]:
-        """Return a function that collates all items, and gives each group an axis."""
-        return partial(_collated, collate_fn, self._shape)
+    def of_batch(
+        self, numbers: Tensor, count: int, *, key: Tensor, step: int
+    ) -> list[Drawn]:
+        """Draw at most `count` samples of each unit of a batch."""
+        place: Any = {"key": key, "step": step}
+        return [self.drawn(unit, count, **place) for unit in numbers.tolist()]
 
-
-def _collated(
-    collate_fn: Callable[[list], Tree], shape: tuple[int, ...], groups: list[list]
-) -> Tree:
-    count, items = math.prod(shape), []
-    for group in groups:
-        items += group + group[:1] * (count - len(group))  # a mask leaves these out
-
-    def grouped(leaf: Tensor) -> Tensor:
-        if len(leaf) != len(items):
-            raise TypeError(
-                f"PrivateGradients(collate_fn): expected tensors with one row for each "
-                f"of {len(items)} items, got one of shape {tuple(leaf.shape)}."
-            )
-        return leaf.reshape(len(groups), *shape, *leaf.shape[1:])
-
-    return map_tensors(grouped, collate_fn(items))
+    def drawn(self, unit: int, count: int, *, key: Tensor, step: int) -> Drawn:
+        """Draw at most `count` samples of a unit, by its id, the key and the step."""
+        rows = self._rows[unit]
+        if len(rows) > count:
+            stream = generators.stream(key, "unit", step, self._ids[unit])
+            uniform = np.random.Generator.random
+            numbers = generators.drawn(uniform, stream, len(rows))
+            places = np.sort(np.argsort(numbers, kind="stable")[:count])
+            rows = [rows[place] for place in places]
+        return Drawn(tuple(rows))
 
 
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed all generators on the CPU, and restore them."""
-    # A worker has them to itself, and may be forked while a thread holds the lock.
-    with RNG_LOCK if get_worker_info() is None else nullcontext():
-        before = random.getstate(), np.random.get_state(), random_state(())
-        try:
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            set_seed(seed, ())
-            yield
-        finally:
-            random.setstate(before[0])
-            np.random.set_state(before[1])
-            set_random_state(before[2])
+def _independent(owners: list[set], most: int | None) -> list[int]:
+    """Choose samples in which no owner occurs twice; fewest owners come first."""
+    if most is not None:
+        [most] = checks.whole("Units", least=1, most_owners=most)
+    taken: set = set()
+    chosen = []
+    for row in sorted(range(len(owners)), key=lambda row: len(owners[row])):
+        if taken.isdisjoint(owners[row]) and len(owners[row]) <= (most or math.inf):
+            taken |= owners[row]
+            chosen.append(row)
+    return sorted(chosen)
+
+
+def unit_loss(loss: LossFn) -> LossFn:
+    """Make the loss of a unit: `(params, buffers, *samples, present) -> scalar`.
+
+    It is the mean of `loss` over the samples that are present, of k samples `[k, ...]`
+    and a mask, bool `[k]`. A loss from `sample_loss` runs its model once on all of
+    them, any other one runs k times. A step with a plan of units makes it itself.
+
+    Example:
+        >>> loss = unit_loss(lambda params, buffers, x: params["w"] * x)
+        >>> x = torch.tensor([1.0, 3.0, 9.0])
+        >>> present = torch.tensor([True, True, False])
+        >>> loss({"w": torch.tensor(2.0)}, {}, x, present)
+        tensor(4.)
+    """
+    check_loss("unit_loss", loss)
+    return UnitLoss(loss)
+
+
+class UnitLoss(LossFn):
+    """The result of `unit_loss`."""
+
+    def __init__(self, loss: LossFn) -> None:
+        self._loss = loss
+
+    def __call__(self, params: Params, buffers: Buffers, /, *unit: Tree) -> Tensor:
+        """Return the mean loss of the samples that are present."""
+        loss, (*samples, present) = self._loss, unit
+        if isinstance(loss, SampleLoss):
+            losses = loss.of_each(params, buffers, *samples)
+        else:
+            some = (map_tensors(partial(_row, i), samples) for i in range(len(present)))
+            losses = torch.stack([loss(params, buffers, *sample) for sample in some])
+        weights = present.to(losses.dtype)
+        return (losses * weights).sum() / weights.sum().clamp(min=1)
+
+
+def _row(number: int, leaf: Tensor) -> Tensor:
+    return leaf[number]
+
+
+def units_of(function: str, plan: "Plan", units: Any) -> Units | None:
+    """Return the units of a plan, if it has any; refuse others."""
+    count, neighbours = plan.samples_per_unit, plan.neighbours
+    if (units is None) != (count is None):
+        got = "samples_per_unit alone" if units is None else "units alone"
+        raise ValueError(
+            f"{function}: expected units and a plan that counts them, got {got}. Pass "
+            f"units=ids, and make the plan with Plan(samples_per_unit=k)."
+        )
+    if units is None:
+        return None
+    units = Units.of(units)
+    if len(units) != plan.dataset_size:
+        raise ValueError(
+            f"{function}: expected a plan for {len(units)} units, got one for "
+            f"{plan.dataset_size}. Pass dataset_size=len(dp.Units(ids))."
+        )
+    several = units.several_owners
+    if several != (neighbours == "fixed_graph") or (several and count != 1):
+        kind = "several owners" if several else "one owner"
+        raise ValueError(
+            f"{function}: got samples of {kind}, and a plan of {neighbours!r} with "
+            f"samples_per_unit={count}. Expected for several owners "
+            f'neighbours="fixed_graph" and samples_per_unit=1 (more would need an '
+            f"account of groups), for one owner another relation."
+        )
+    return units
+
+
+def check_units(function: str, batch: tuple, count: int) -> None:
+    """Refuse a batch that is not of whole units with a mask."""
+    read = batches.read(function, batch)
+    *_, mask = batch
+    fits = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim == 2
+    shape = read.size, count
+    if not fits or any(tuple(each.shape[:2]) != shape for each in read.tensors):
+        got = [f"{str(x.dtype)[6:]} {[*x.shape]}" for x in read.tensors]
+        raise ValueError(
+            f"{function}(*samples, present): expected whole units of {count}, tensors "
+            f"[U, {count}, ...] and last a mask, bool [U, {count}], of the samples "
+            f"that are present, got {', '.join(got)}. Load them with "
+            f"dp.unit_loader(dataset, plan.sampler(state, units=units), {count})."
+        )
+
+
+def unit_loader(
+    dataset: Dataset[Any],
+    sampler: Collection[list[Drawn]],
+    samples_per_unit: int,
+    **options: Any,
+) -> DataLoader:
+    """Load batches of whole units: `(*tensors [U, k, ...], present [U, k])`.
+
+    `sampler` is `plan.sampler(state, units=units)`, or the part of it that
+    `local_batches` leaves for a rank. A unit of fewer than k samples is filled up with
+    copies of its first one, which `present` leaves out. Options are a `DataLoader`'s;
+    `collate_fn` gets all samples as one list, and returns tensors with a row for each.
+
+    Example:
+        >>> from torch.utils.data import TensorDataset
+        >>> from vgrad import dp, optim, training
+        >>> dataset = TensorDataset(torch.arange(6.0))
+        >>> units = dp.Units([7, 7, 7, 8, 9, 9])
+        >>> run = {"noise_multiplier": 1.0, "max_norm": 1.0, "steps": 9, "delta": 1e-2}
+        >>> plan = dp.Plan(len(units), 0.7, **run, samples_per_unit=2)
+        >>> state = training.TrainState.create(optim.sgd(0.1), {"w": torch.ones(1)}, {})
+        >>> loader = unit_loader(dataset, plan.sampler(state, units=units), 2)
+        >>> x, present = next(iter(loader))
+        >>> x.shape[1:] == present.shape[1:] == (2,)
+        True
+    """
+    [count] = checks.whole("unit_loader", least=1, samples_per_unit=samples_per_unit)
+    grouped = Grouped(dataset, None, (count,))
+    collate_fn = collate(grouped, options.get("collate_fn") or default_collate)
+    options["collate_fn"] = partial(_with_mask, grouped.collate(collate_fn), count)
+    batch_sampler: Any = sampler
+    return DataLoader(grouped, batch_sampler=batch_sampler, **options)
+
+
+def _with_mask(collate_fn: Callable, count: int, units: list[list]) -> tuple:
+    batch = collate_fn(units)
+    rest = batch if isinstance(batch, tuple | list) else (batch,)
+    return *rest, present([*map(len, units)], count)
+
+
+def present(sizes: list[int], count: int) -> Tensor:
+    """Return the mask of the samples that are no filling, bool `[U, k]`."""
+    return torch.arange(count) < torch.tensor(sizes, dtype=torch.int64).unsqueeze(1)

@@ -419,9 +419,10 @@ def adam_bc(
     squares of `deviation`, the standard deviation of the noise in each entry of `g`:
     the root is of an unbiased estimate of the mean square without noise, of which `v`
     has little in private training. `deviation` is a number, or a function of the steps
-    taken so far such as `plan.deviation`; the estimate is as wrong as it is. A
-    `private_step` refuses a plan of correlated noise. State: two tensors per parameter,
-    and `n` in float64. Reference: Tang et al., arXiv 2312.14334.
+    taken so far such as `plan.deviation`. A `private_step` sets it to the deviation of
+    its own noise, at every step, and refuses a plan of correlated noise. State: two
+    tensors per parameter, the deviation and `n` in float64. Reference: Tang et al.,
+    arXiv 2312.14334.
 
     Example:
         >>> tx, params = adam_bc(0.1, deviation=0.6), {"w": torch.zeros(1)}
@@ -449,16 +450,20 @@ def adam_bc(
         return per_parameter("adam_bc", _MOMENTS, at)
 
     def init(params):
-        # One mean square of noise for all parameters, in float64.
+        # One deviation for all parameters, which is NaN until it is set or computed.
         count, slots = moments(0.0).init(params)
-        return State(count, {"noise_sq": count.double(), **slots})
+        noise, first = count.double(), math.nan if is_schedule(deviation) else deviation
+        first = noise + scalar(first, noise)
+        return State(count, {"deviation": first, "noise_sq": noise, **slots})
 
     def update(grads, state, params=None):
-        noise = state.slots["noise_sq"]
-        square = scalar(rate_at(deviation, state.count), noise) ** 2
-        noise = noise + (1 - scalar(beta2, noise)) * (square - noise)
+        now, noise = state.slots["deviation"], state.slots["noise_sq"]
+        if is_schedule(deviation):
+            now = torch.where(now.isnan(), deviation(state.count), now)
+        noise = noise + (1 - scalar(beta2, noise)) * (now**2 - noise)
         updates, new = moments(noise).update(grads, state)
-        return updates, State(new.count, {"noise_sq": noise, **new.slots})
+        kept = {"deviation": state.slots["deviation"], "noise_sq": noise}
+        return updates, State(new.count, {**kept, **new.slots})
 
     tx = GradientTransformation(init, update, counted=True)
     return descent(lr, weight_decay, maximize, tx)

@@ -19,6 +19,7 @@ from vgrad.optim.base import (
 )
 from vgrad.optim.methods import FACTORED, mean_squares
 from vgrad.optim.transforms import states_of
+from vgrad.tree import tree_map
 from vgrad.typing import Params, Scales, Tree
 
 __all__ = ["scale_then_privatize"]
@@ -70,8 +71,14 @@ def scale_then_privatize(
     moments = per_parameter(function, FACTORED, lambda count: rule)
 
     def init(params):
-        state = moments.init(params)
-        return ScalingState(state, _scales(state, params, eps), inner.init(params))
+        state, own = moments.init(params), inner.init(params)
+        if states_of(own, has_deviation):
+            raise ValueError(
+                "scale_then_privatize(adam_bc(...)): expected an optimizer without a "
+                "deviation, got one with the same for all entries, whose noise differs "
+                "by their scales. Take adam, or adam_bc alone."
+            )
+        return ScalingState(state, _scales(state, params, eps), own)
 
     def update(grads, state, params=None):
         updates, new = inner.update(grads, state.inner, params)
@@ -128,11 +135,27 @@ def unscaled(grads: Params, scales: Scales) -> Params:
     }
 
 
-def knows_noise(state: Tree) -> bool:
-    """Return whether a part of an optimizer takes noise to be independent."""
-    return bool(states_of(state, _takes_independence))
+def has_deviation(node: Any) -> bool:
+    """Return whether a node of a state is of `adam_bc`."""
+    return isinstance(node, State) and "deviation" in node.slots
 
 
-def _takes_independence(node: Any) -> bool:
-    own = isinstance(node, State) and "noise_sq" in node.slots
-    return own or isinstance(node, ScalingState)
+def with_deviation(state: Tree, deviation: Number) -> Tree:
+    """Return a state with the deviation of the noise in the next gradients."""
+
+    def told(node: Any) -> Any:
+        if not has_deviation(node):
+            return node
+        value = torch.zeros_like(node.slots["deviation"]) + deviation
+        return node._replace(slots={**node.slots, "deviation": value})
+
+    return tree_map(told, state, is_leaf=has_deviation)
+
+
+def uses_of_noise(state: Tree) -> list[Any]:
+    """List the nodes of a state whose rules hold for independent noise alone."""
+
+    def is_one(node: Any) -> bool:
+        return isinstance(node, ScalingState) or has_deviation(node)
+
+    return states_of(state, is_one)

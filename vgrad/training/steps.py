@@ -26,6 +26,7 @@ from vgrad.conditions import checks_collected
 from vgrad.devices import is_host
 from vgrad.dp.noise import Drawn, Noise, Streams
 from vgrad.dp.plan import Plan, as_digest, check_spent
+from vgrad.dp.units import UnitLoss, check_units
 from vgrad.ensemble.execution import run_eager
 from vgrad.ensemble.gradients import EnsembleGradFn, ensemble_grad, returning_buffers
 from vgrad.ensemble.layout import InDims, shared_names
@@ -34,7 +35,13 @@ from vgrad.functional.losses import SampleLoss, check_loss, gradient
 from vgrad.generators import Tag
 from vgrad.memory import disjoint
 from vgrad.optim.base import GradientTransformation, check_transformation
-from vgrad.optim.private import scales_of, unscaled
+from vgrad.optim.private import (
+    has_deviation,
+    scales_of,
+    unscaled,
+    uses_of_noise,
+    with_deviation,
+)
 from vgrad.persample.clipped import clipped_grad
 from vgrad.persample.grad import weighted_grad
 from vgrad.precision import (
@@ -92,6 +99,7 @@ class Gradients(NamedTuple):
     changes: dict[str, Any]  # other fields of the next state
     noise: Noise | None = None  # to be added to the gradients
     scales: Scales = MappingProxyType({})  # by which their noisy sum is divided
+    optimizer: Tree = None  # the state to start from; None for the given one
 
 
 class StepReducer:
@@ -243,7 +251,8 @@ class TrainingStep(Generic[State]):
                 grads = unscaled(found.noise.added(grads), found.scales)
             elif donate:  # no graph can write into the state
                 grads = execute(Drawn.added, drawn, grads)
-        arguments = self.tx, grads, state.optimizer, state.params
+        optimizer = state.optimizer if found.noise is None else found.optimizer
+        arguments = self.tx, grads, optimizer, state.params
         if donate:
             loss, aux = map_tensors(Tensor.clone, (loss, aux))  # they may be parameters
             params, optimizer = optim.step(*arguments, donate=True)
@@ -387,6 +396,8 @@ class PrivateSource(Source):
                 f"{function}: expected a state of fewer than the {plan.steps} steps "
                 f"that the plan accounts for, got {taken}."
             )
+        if plan.samples_per_unit is not None:
+            check_units("private_step(plan)(state)", batch, plan.samples_per_unit)
         size = batches.read("private_step", batch).size
         if size > plan.dataset_size:
             raise ValueError(
@@ -397,7 +408,15 @@ class PrivateSource(Source):
         scale, compute = state.loss_scale, self.transform
         if is_scaled(scale):
             compute = compute.with_loss_scale(scale)
-        if scales := scales_of(state.optimizer):
+        optimizer, scales = state.optimizer, {}
+        if uses := uses_of_noise(optimizer):
+            if plan.noise.scheme != "independent":
+                raise ValueError(
+                    f"private_step(tx, plan): expected independent noise for adam_bc "
+                    f"or scale_then_privatize, whose rules hold for no other, got "
+                    f"{plan.noise.scheme}. Take another optimizer, such as adam."
+                )
+            scales = scales_of(uses)
             compute = compute.with_scales(scales)
         result = compute(state.params, state.buffers, *batch)
         result, aux = result if self.has_aux else (result, None)
@@ -413,8 +432,10 @@ class PrivateSource(Source):
         }
         noise = plan.step_noise(compute.sensitivity, self.streams, **place)
         loss = widened(result.losses).mean()
+        if any(map(has_deviation, uses)):
+            optimizer = with_deviation(optimizer, noise.deviation)
         found = result.grads, loss, state.buffers, aux, (), metrics, changes
-        return Gradients(*found, noise, scales)
+        return Gradients(*found, noise, scales, optimizer)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -682,6 +703,13 @@ def private_step(
         )
     default = StaticLossScale(2.0**10)
     scale = initial_loss_scale(function, loss_scale, policy, default)
+    if plan.samples_per_unit is not None and not isinstance(loss, UnitLoss):
+        if has_aux:
+            raise ValueError(
+                "private_step(plan, has_aux=True): expected a loss without aux for a "
+                "plan of units, whose loss is a mean over samples. Leave has_aux out."
+            )
+        loss = UnitLoss(loss)
     bound: Any = plan.max_norm
     clipped = clipped_grad(
         with_policy(policy, loss),
