@@ -20,6 +20,7 @@ from scipy import stats
 
 import vgrad
 from vgrad.dp import noise
+from vgrad.dp.discrete import DiscreteNoise
 from vgrad.generators import on_threads
 
 ROOT = Path(__file__).parent.parent
@@ -52,6 +53,9 @@ def contenders() -> dict[str, Callable[[int], object]]:
         "vgrad, compiled: the same": lambda step: added(
             step_of(streams, step).drawn(sums), sums
         ),
+        "vgrad, discrete: words, integers, sum": lambda step: DiscreteNoise(
+            KEY, step, DEVIATION
+        ).added(sums),
         "vgrad: words of ChaCha20 alone": lambda step: step_of(streams, step).drawn(
             sums
         ),

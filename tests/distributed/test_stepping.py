@@ -22,8 +22,9 @@ SAMPLES = 40
 SGD = optim.sgd(0.1)
 
 
-def plan_of(steps, rate=0.2, noise=0.8):
-    return Plan(SAMPLES, rate, noise, max_norm=0.5, steps=steps, delta=1e-5)
+def plan_of(steps, rate=0.2, noise=0.8, **others):
+    given = {"max_norm": 0.5, "steps": steps, "delta": 1e-5} | others
+    return Plan(SAMPLES, rate, noise, **given)
 
 
 MOMENTUM = optim.sgd(0.2, momentum=0.9)
@@ -89,6 +90,19 @@ def test_private_steps_are_those_of_one_process(some, name):
             assert found["clipped"] == metrics["clipped"]
             torch.testing.assert_close(found["loss"], metrics["loss"])
         assert equal(state for _, (state, _) in results)
+
+
+def _discrete(size):
+    plan, dtype = plan_of(6, discrete=True), torch.float32
+    forms = PLAIN, COMPILED
+    return [private(size, "mlp", dtype, plan, **form)[0] for form in forms]
+
+
+def test_sums_of_integers_are_exact_on_any_number_of_ranks(some):
+    """The gradient of a sample does not depend on the others of its rank."""
+    results = some.run(_discrete, some.size)
+    for states in zip(*results, strict=True):
+        assert equal([*_discrete(0), *states])
 
 
 def _scaled(size):

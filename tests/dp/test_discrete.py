@@ -5,15 +5,24 @@ import itertools
 import math
 from fractions import Fraction
 
+import dp_accounting
+import mpmath
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import special, stats
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
+import vgrad
 from tests import streams
-from vgrad.dp import chacha, discrete
+from tests.dp import runs
+from vgrad import distributed, generators, optim
+from vgrad.dp import accounting, chacha, discrete
+from vgrad.training import TrainState, load, private_step, save
 
 ONE = 2**49
 """The probability of one, in steps of probabilities."""
@@ -70,6 +79,24 @@ def test_events_of_several_chains_need_all_of_them():
         True,
         False,
     ]
+
+
+@pytest.mark.parametrize("bits", [64, 128])
+def test_thresholds_are_probabilities_rounded_down(bits):
+    with mpmath.workprec(400):
+        weights = [mpmath.exp(-mpmath.mpf(v * v) / 2) for v in range(60)]
+        for v, found in enumerate(discrete._thresholds(bits)):
+            assert found == mpmath.floor(sum(weights[: v + 1]) / sum(weights) * 2**bits)
+    assert v >= 10
+
+
+def test_more_words_decide_where_one_does_not():
+    table, more = discrete._thresholds(64), discrete._thresholds(128)
+    # Words below, at and above the threshold between 1 and 2, and the largest one.
+    words = [table[1] - 1, table[1], table[1], table[1], table[1] + 1, 2**64 - 1]
+    last = more[1] - (table[1] << 64)
+    some = script(words, [last - 1], [last + 1], [last], [0], [0])
+    assert discrete.deviations(6, some).tolist() == [1, 1, 2, 1, 2, 9]
 
 
 @functools.cache
@@ -199,6 +226,13 @@ def test_gradients_that_no_grid_holds_are_refused(grads, most, error, message):
 # The account.
 
 
+def divergence(order, rate, noise):
+    """Return the divergence of a step that plans account for."""
+    accountant = dp_accounting.rdp.RdpAccountant([order])
+    accountant.compose(accounting.Steps(rate, noise, 1, discrete=True).event())
+    return accountant.rdp[0]
+
+
 def divergences(sigma, shift, rate, order):
     """Return both divergences of Poisson batches, by sums over all integers."""
     reach = int(12 * sigma + 20) + order * max(shift)
@@ -241,7 +275,7 @@ def test_the_account_of_poisson_batches_is_no_less_than_a_sum_over_all_integers(
 ):
     noise = sigma / math.hypot(*shift)
     for rate, order in itertools.product([0.01, 0.3, 0.9], [2, 3, 6, 12]):
-        [claimed] = discrete.divergence([order], rate, noise)
+        claimed = divergence(order, rate, noise)
         added, removed = divergences(sigma, shift, rate, order)
         assert max(added, removed) <= claimed * (1 + 1e-9)
         assert added > claimed * 0.5 or sigma < 2
@@ -251,7 +285,266 @@ def test_the_account_of_poisson_batches_is_no_less_than_a_sum_over_all_integers(
 @pytest.mark.parametrize("shift", [(1,), (3,), (1, 2)])
 def test_the_account_without_sampling_is_exact_for_integers(shift):
     for sigma, order in itertools.product([0.7, 1.0, 4.0], [2, 3, 12]):
-        [claimed] = discrete.divergence([order], 1.0, sigma / math.hypot(*shift))
+        claimed = divergence(order, 1.0, sigma / math.hypot(*shift))
         # A rate of one, up to rounding.
         found = divergences(sigma, shift, 1 - 1e-12, order)
         assert max(found) == pytest.approx(claimed, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["poisson", "fixed_order"])
+def test_a_plan_accounts_by_orders_with_a_proof(kind):
+    given = {"noise": 2.0, "steps": 300, "delta": 1e-5}
+    plan = runs.plan(1000, 0.1, discrete=True, sampling=kind, **given)
+    assert plan.accountant == "rdp"
+    plain = runs.plan(1000, 0.1, accountant="rdp", sampling=kind, **given)
+    if kind == "poisson":
+        expected = min(
+            300 * divergence(order, 0.1, 2.0)
+            + math.log1p(-1 / order)
+            - math.log(1e-5 * order) / (order - 1)
+            for order in [*range(2, 65), 128, 256, 512, 1024]
+        )
+        assert plan.epsilon() == pytest.approx(expected, rel=1e-12)
+        assert plain.epsilon() <= plan.epsilon() < plain.epsilon() * 1.01
+    else:  # without amplification other orders hold, too
+        assert plan.epsilon() == plain.epsilon()
+    some = {"dataset_size": 1000, "sampling_rate": 0.1, "steps": 300, "delta": 1e-5}
+    some |= {"max_norm": 1.0, "discrete": True, "sampling": kind}
+    least = type(plan).for_epsilon(plan.epsilon(), **some)
+    assert least.noise_multiplier == pytest.approx(2.0, rel=1e-3)
+
+
+def test_a_run_of_both_kinds_of_noise_is_accounted_for_by_whole_orders():
+    given = {"noise": 2.0, "delta": 1e-4}
+    first = runs.plan(100, 0.1, steps=20, discrete=True, **given)
+    then = runs.plan(100, 0.1, steps=30, **given)
+    both, turned = then.after(first, 20), first.after(then, 30)
+    together = runs.plan(100, 0.1, steps=50, discrete=True, **given)
+    assert both.epsilon() == turned.epsilon()
+    assert both.epsilon() == pytest.approx(together.epsilon(), rel=1e-12)
+    rounded = runs.plan(100, 0.1, steps=30, discrete="sum", **given)
+    assert rounded.epsilon() == then.epsilon()
+    digests = {tuple(each.digest.tolist()) for each in (first, then, rounded)}
+    assert len(digests) == 3
+
+
+REFUSED = [
+    ({"neighbours": "replace_one"}, 'no account of these.*discrete="sum"'),
+    ({"max_batch_size": 50}, 'no account of these.*discrete="sum"'),
+    ({"noise": 0.0}, "noise_multiplier"),
+    ({"noise": 2.0**-8}, "noise_multiplier"),
+    ({"size": 2**50, "delta": 1e-16, "noise": 0.1}, "sums below 2\\^62.*larger noise"),
+    ({"discrete": "no"}, "discrete"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_plans_without_an_account_are_refused(changes, message):
+    given = {"size": 100, "rate": 0.1, "noise": 1.0, "discrete": True} | changes
+    with pytest.raises(ValueError, match=message):
+        runs.plan(**given)
+
+
+def test_there_is_no_event_of_discrete_noise():
+    with pytest.raises(ValueError, match="Plan.epsilon accounts for it"):
+        runs.plan(100, 0.1, noise=1.0, discrete=True).dp_event()
+
+
+# Steps.
+
+
+SAMPLES = 30
+SGD = optim.sgd(0.1, momentum=0.9)
+
+
+def problem(dtype=torch.float32):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
+    x, y = torch.randn(SAMPLES, 5, dtype=dtype), torch.arange(SAMPLES) % 3
+    return model, loss, params, buffers, (x, y)
+
+
+def noisy(kind=True, **changes):
+    given = {"noise": 0.5, "steps": 6, "bound": 0.2} | changes
+    return runs.plan(SAMPLES, 0.3, discrete=kind, **given)
+
+
+def run(plan, state, loss, data, steps, change=lambda step: step, **options):
+    """Take steps, and return the states after each."""
+    step, states = change(private_step(loss, SGD, plan, **options)), [state]
+    for rows in itertools.islice(plan.sampler(state), steps):
+        state, _ = step(state, *(each[rows] for each in data))
+        states.append(state)
+    return states
+
+
+def alone(loss, params, buffers, *sample, norm=0.2, **options):
+    """Return the clipped gradient of a sample in a batch of one."""
+    clipped = vgrad.clipped_grad(loss, max_norm=norm, **options)
+    return clipped(params, buffers, *(each[None].clone() for each in sample)).grads
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_step_adds_noise_to_the_sum_of_the_integers_of_samples(dtype):
+    """Number by number: nothing but integers comes before the last product."""
+    _, loss, params, buffers, data = problem(dtype)
+    plan, tx = noisy(), optim.sgd(1.0)
+    state = TrainState.create(tx, params, buffers, seed=3)
+    rows = plan.sample(key=state.key, step=0)
+    after, _ = private_step(loss, tx, plan)(state, *(each[rows] for each in data))
+    key, deviation = plan._subkey(state.key), 0.5 * 0.2 / plan.expected_batch_size
+    for name, value in params.items():
+        total = torch.zeros(value.shape, dtype=torch.int64)
+        for row in rows.tolist():
+            grads = alone(loss, params, buffers, *(each[row] for each in data))
+            total += discrete.integers(grads, 0.2, 16 * 4**22 * 4)[name]
+        tags = "discrete noise", 0, name, str([*value.shape]), deviation, 0
+        words = discrete.Words(bytes(generators.fold_in(key, *tags).numpy()), 0)
+        noise = discrete.gaussian(value.numel(), words.take)
+        total += torch.from_numpy(noise).view(value.shape)
+        grad = (total.double() * (deviation * 2.0**-24)).to(dtype)
+        assert torch.equal(after.params[name], value - grad)
+
+
+def test_a_discrete_step_is_near_a_gaussian_one_of_little_noise():
+    _, loss, params, buffers, data = problem()
+    begun, ends = TrainState.create(SGD, params, buffers, seed=3), []
+    plans = [noisy(kind, noise=0.008) for kind in (False, True, "sum")]
+    for plan in plans:
+        step = private_step(loss, SGD, plan)
+        ends.append(step(begun, *data)[0].params)
+    for name, value in params.items():
+        moved = [end[name] - value for end in ends]
+        noise = 0.1 * plans[0].deviation(0)
+        assert noise < 0.05 * moved[0].abs().max()
+        for other in moved[1:]:
+            assert 0 < (other - moved[0]).abs().max() < 8 * noise
+
+
+def test_samples_that_are_not_finite_add_nothing_and_others_at_most_the_bound():
+    _, loss, params, buffers, (x, y) = problem()
+    x = x.clone()
+    x[0], x[1, 2], x[2] = math.nan, math.inf, 1e30
+    clipped = vgrad.clipped_grad(loss, max_norm=0.2, strategy="loop")
+    sums = discrete.integer_sums(clipped, 0.5)
+    for row in range(5):
+        whole = sums(params, buffers, x[[row]], y[[row]]).grads
+        assert (squares(whole) == 0) == (row < 2)
+        assert squares(whole) <= discrete.bound(0.5)
+    result = sums(params, buffers, x, y)
+    assert result.nonfinite == 2
+    assert {total.dtype for total in result.grads.values()} == {torch.int64}
+
+
+@pytest.mark.parametrize("strategy", ["auto", "loop", "vmap"])
+def test_a_sum_is_that_of_samples_one_by_one_in_any_order(strategy):
+    """No sample's integers depend on the others, or on its place in memory."""
+    _, loss, params, buffers, (x, y) = problem()
+    clipped = vgrad.clipped_grad(loss, max_norm=0.2, strategy=strategy)
+    sums = discrete.integer_sums(clipped, 0.5)
+    whole = sums(params, buffers, x, y).grads
+    moved = sums(params, buffers, x.flip(0), y.flip(0)).grads
+    parts = [sums(params, buffers, x[n:][:7], y[n:][:7]).grads for n in range(0, 30, 7)]
+    for name, total in whole.items():
+        assert torch.equal(total, moved[name])
+        assert torch.equal(total, sum(part[name] for part in parts))
+    nothing = sums(params, buffers, x[:0], y[:0]).grads
+    assert all(x.dtype == torch.int64 and not x.any() for x in nothing.values())
+
+
+@pytest.mark.parametrize("kind", [True, "sum"])
+def test_a_run_that_is_saved_and_loaded_repeats_its_releases(kind, tmp_path):
+    _, loss, params, buffers, data = problem()
+    plan = noisy(kind)
+    begun = TrainState.create(SGD, params, buffers, seed=3)
+    states = run(plan, begun, loss, data, 6)
+    save(tmp_path / "state", states[3])
+    loaded = load(tmp_path / "state", begun)
+    again = run(plan, loaded, loss, data, 3)
+    for one, other in zip(states[3:], again, strict=True):
+        assert all(torch.equal(one.params[n], other.params[n]) for n in params)
+    with pytest.raises(ValueError, match="under another"):
+        run(noisy(False), loaded, loss, data, 1)
+
+
+@pytest.mark.parametrize("kind", [True, "sum"])
+def test_a_compiled_step_is_equal_bit_by_bit(kind):
+    _, loss, params, buffers, data = problem()
+    begun = TrainState.create(SGD, params, buffers, seed=3)
+    eager = run(noisy(kind), begun, loss, data, 6)[-1]
+    replay = functools.partial(vgrad.compile, backend="replay")
+    graph = run(noisy(kind), begun, loss, data, 6, change=replay)[-1]
+    assert all(torch.equal(eager.params[n], graph.params[n]) for n in params)
+
+
+@pytest.mark.parametrize("kind", [True, "sum"])
+def test_one_rank_is_a_process(kind):
+    _, loss, params, buffers, data = problem()
+    begun = TrainState.create(SGD, params, buffers, seed=3)
+    eager = run(noisy(kind), begun, loss, data, 4)[-1]
+    with distributed.single_process_mesh("dp") as mesh:
+        parallel = functools.partial(distributed.data_parallel, mesh=mesh)
+        ranks = run(noisy(kind), begun, loss, data, 4, change=parallel)[-1]
+        assert all(torch.equal(eager.params[n], ranks.params[n]) for n in params)
+        cut = TrainState.create(SGD, distributed.shard(params, mesh), buffers, seed=3)
+        with pytest.raises(TypeError, match=r"gather\(params, mesh\)"):
+            run(noisy(kind), cut, loss, data, 1, change=parallel)
+
+
+def test_private_gradients_are_those_of_a_step_in_parts_of_any_size():
+    model, loss, params, buffers, data = problem()
+    begun = TrainState.create(optim.sgd(1.0), params, buffers, seed=3)
+    plan = noisy()
+    rows = plan.sample(key=begun.key, step=0)
+    step = private_step(loss, optim.sgd(1.0), plan)
+    after, _ = step(begun, *(each[rows] for each in data))
+    for size in (None, 2, 5):
+        options = {"key": begun.key, "physical_batch_size": size}
+        private = runs.private(plan, model, TensorDataset(*data), **options)
+        model.zero_grad()
+        for batch in private.loader:
+            private.backward(*batch)
+            if private.ready:
+                break
+        for name, grad in runs.grads(model).items():
+            assert torch.equal(params[name] - grad, after.params[name])
+
+
+def test_noise_is_a_stream_of_its_own_for_each_place():
+    plan = noisy("sum")
+    sums = {"a": torch.zeros(70_000), "b": torch.zeros(70_000), "n": torch.tensor(0.0)}
+    sensitivity = vgrad.Sensitivity(0.2 / plan.expected_batch_size)
+
+    def noise(step=0, member=0, **others):
+        place = {"key": runs.KEY, "step": step, "member": member}
+        return (noisy("sum", **others) if others else plan).add_noise(
+            sums, sensitivity, **place
+        )
+
+    found = [noise(), noise(step=1), noise(member=1), noise(noise=0.7), noise(steps=7)]
+    found = [*found[0].values(), *(each["a"] for each in found[1:])]
+    assert torch.equal(found[0], found[-1])  # more steps change no noise
+    flat = torch.stack([each for each in found[:-1] if each.ndim]).double()
+    # Blocks of a tensor, too.
+    parts = flat[:, :65_536].reshape(-1, 2**15)
+    assert (torch.corrcoef(parts) - torch.eye(len(parts))).abs().max() < 5 / 2**7.5
+    deviation = plan.deviation(0)
+    assert abs(float(flat[0].std()) / deviation - 1) < 0.02
+    sums = {"a": torch.full((70_000,), 0.3, dtype=torch.float64)}
+    places = noise()["a"] / (deviation * 2.0**-24)
+    assert (places - places.round()).abs().max() < 1e-6
+    assert abs(float(noise()["a"].mean()) - 0.3) < 5 * deviation / 70_000**0.5
+
+
+def test_sums_that_stay_numbers_keep_what_is_not_finite():
+    plan = noisy("sum", noise=1.0)
+    total = torch.tensor(
+        [math.inf, -math.inf, math.nan, 1e38, 0.5], dtype=torch.bfloat16
+    )
+    sensitivity = vgrad.Sensitivity(0.2 / plan.expected_batch_size)
+    [found] = plan.add_noise({"a": total}, sensitivity, key=runs.KEY, step=0).values()
+    assert found.dtype == torch.float32
+    assert torch.equal(found[:4].isfinite(), total[:4].isfinite())
+    assert abs(found[4] - 0.5) < 6 * plan.deviation(0)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from vgrad import batches, files, tree
+from vgrad.dp.discrete import IntegerSum
 from vgrad.persample.clipped import ClippedSum
 from vgrad.persample.engine import (
     NON_RETRYABLE,
@@ -342,10 +343,11 @@ def _check(
                 f"{what}(params): expected parameters cut among the ranks that share "
                 f"the batch, {ranks.members}, got {holders.members}."
             )
-    if isinstance(transform.quantity, Products | MomentsOfGrads):
+    if isinstance(transform.quantity, Products | MomentsOfGrads | IntegerSum):
         raise TypeError(
             f"{what}: expected a sum over samples or a list of them, got another "
-            f"quantity. Call it with gather(params, mesh)."
+            f"quantity, such as the integers of a plan with discrete=True. Call it "
+            f"with gather(params, mesh)."
         )
 
 

@@ -20,16 +20,20 @@ is left between the proof and the release:
 * A gradient has to follow from its sample and the parameters alone: each is computed
   on a copy of the sample, in memory of its own, in a batch of one. Random numbers of a
   loss count as independent of the data. Kernels that a library chooses by the time they
-  took, or by earlier calls, are outside of the claim.
+  took, or by earlier calls, are outside of the claim. So are the draws of batches,
+  which are as for other plans: the amplification rests on their rate.
 
 Times, losses and norms are not private here either. A sample takes a pass of its own,
-and a number of noise about a third of a microsecond of a processor, some 70 times as
-long as by `vgrad/dp/noise.py`; it is drawn on the host.
+and a number of noise some 150 ns on the host (`bench/noise.py`), ten times as long as
+by `vgrad/dp/noise.py`.
 """
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from decimal import Decimal, localcontext
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -96,10 +100,9 @@ def integer_sums(clipped: ClippedGradFn, noise_multiplier: float) -> ClippedGrad
     assert isinstance(rule, ClippedSum)
     if options.chunk_size not in (None, 1):
         raise ValueError(
-            f"private_step(plan, chunk_size={options.chunk_size!r}): expected chunks "
-            f"of one sample for a plan with discrete=True, whose gradients may not "
-            f"depend on each other. Leave chunk_size out, or pass a plan with "
-            f"discrete='sum'."
+            f"clipped_grad(chunk_size={options.chunk_size!r}): expected chunks of one "
+            f"sample for a plan with discrete=True, whose gradients may not depend on "
+            f"each other. Leave chunk_size out, or pass a plan with discrete='sum'."
         )
     sums = IntegerSum(**vars(rule), squares=bound(noise_multiplier))
     return _Alone(replace(options, chunk_size=1), sums)
@@ -202,9 +205,13 @@ class DiscreteNoise:
 
     key: Tensor = field(repr=False)  # no log or traceback holds it
     step: int
-    multiplier: float
     deviation: float
-    dtypes: Mapping[str, torch.dtype] | None = None  # of sums that are integers
+    dtypes: Mapping[str, torch.dtype] | None = None  # of parameters, for integers
+
+    def of(self, params: Params) -> "DiscreteNoise":
+        """Return the noise of sums over the gradients of these parameters."""
+        dtypes = {name: x.dtype for name, x in params.items()}
+        return self if self.dtypes is None else replace(self, dtypes=dtypes)
 
     def added(self, sums: Params, member: int = 0) -> Params:
         """Add noise to a member's sums, and turn them into numbers.
@@ -250,7 +257,7 @@ class DiscreteNoise:
         noise = np.empty(math.prod(shape), np.int64)
 
         def draw(number: int) -> None:
-            tags = *place, self.multiplier, self.deviation, number
+            tags = *place, self.deviation, number
             own = generators.fold_in(self.key, *tags).numpy().tobytes()
             part = noise[number * BLOCK :][:BLOCK]
             part[:] = gaussian(len(part), Words(own, self.step).take)
@@ -283,26 +290,43 @@ def gaussian(count: int, take: Take, bits: int = BITS) -> np.ndarray:
 
     s is 2^bits, from 2 to 2^24. Of |x| = s v + u with u < s, v comes with a probability
     proportional to `exp(-v^2 / 2)`, and stays with `exp(-v u / s - u^2 / 2 s^2)`, as in
-    Karney's algorithm for normal numbers (arXiv 1303.6257). All of these have bits that
-    end, and are compared with words bit by bit.
+    Karney's algorithm for normal numbers (arXiv 1303.6257). The exponents have bits
+    that end, so each probability can be compared with words bit by bit.
     """
     found = np.empty(0, np.int64)
-    half = 2 ** (_FRACTION - 1)
     while len(found) < count:
-        tries = 2 * (count - len(found)) + 64  # half of them stay
-        wholes, left = np.zeros(tries, np.int64), np.arange(tries)
-        while len(left := left[happens(np.full(len(left), half), take)]):
-            wholes[left] += 1
-        wholes = wholes[happens(np.full(tries, half), take, wholes * (wholes - 1))]
-        words = take(len(wholes))
+        tries = 3 * (count - len(found)) // 2 + 64  # 0.72 of them stay
+        wholes, words = deviations(tries, take), take(tries)
         parts = (words >> np.uint64(64 - bits)).view(np.int64)
-        stay = happens(parts << (_FRACTION - bits), take, wholes)
-        stay &= happens(parts * parts << (_FRACTION - 1 - 2 * bits), take)
+        stay = happens(parts * parts << (_FRACTION - 1 - 2 * bits), take)
+        stay[stay] = happens(parts[stay] << (_FRACTION - bits), take, wholes[stay])
         values = (wholes << bits) + parts
         minus = (words & np.uint64(1)).astype(np.bool_)
         stay &= ~minus | (values > 0)  # zero has one sign
         found = np.concatenate([found, np.where(minus, -values, values)[stay]])
     return found[:count]
+
+
+def deviations(count: int, take: Take) -> np.ndarray:
+    """Draw v = 0, 1, ..., each with a probability proportional to `exp(-v^2 / 2)`."""
+    words, table = take(count), np.array(_thresholds(64), np.uint64)
+    values = np.searchsorted(table, words)
+    for place in np.flatnonzero(table[np.minimum(values, len(table) - 1)] == words):
+        number, bits = int(words[place]), 64
+        while number in _thresholds(bits):  # more bits decide
+            number, bits = (number << 64) + int(take(1)[0]), bits + 64
+        values[place] = bisect_left(_thresholds(bits), number)
+    return values
+
+
+@functools.cache
+def _thresholds(bits: int) -> list[int]:
+    """Return probabilities of at most v = 0, 1, ..., rounded down to so many bits."""
+    last = math.isqrt(2 * bits)  # beyond, all of them are 1 - 2^-bits
+    with localcontext(prec=bits):
+        parts = [(-Decimal(v * v) / 2).exp() for v in range(2 * last)]
+        sums = [sum(parts[: v + 1]) / sum(parts) for v in range(last)]
+        return [int(each * 2**bits) for each in sums]
 
 
 def happens(x: np.ndarray, take: Take, times: np.ndarray | None = None) -> np.ndarray:
@@ -336,16 +360,3 @@ def event(x: np.ndarray, sides: int, take: Take) -> np.ndarray:
     while len(again := np.flatnonzero(hit & (die >= fair))):
         die[again] = take(len(again)) & np.uint64(_SIDES - 1)
     return hit & (die % np.uint64(sides) == 0)
-
-
-# The account.
-
-
-def divergence(orders: Sequence[int], rate: float, noise_multiplier: float) -> Any:
-    """Bound Rényi divergences of a step, of whole orders, float64 `[n]`."""
-    import dp_accounting as library
-
-    accountant = library.rdp.RdpAccountant(list(orders))
-    step = library.GaussianDpEvent(noise_multiplier)
-    accountant.compose(library.PoissonSampledDpEvent(rate, step))
-    return accountant.rdp

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from vgrad import checks, generators
 from vgrad.batches import Sensitivity
-from vgrad.dp import accounting
+from vgrad.dp import accounting, discrete
 from vgrad.dp.adaptive import QuantileClip
+from vgrad.dp.discrete import DiscreteNoise
 from vgrad.dp.noise import Noise, Streams, check_sensitivity, gaussian_noise
 from vgrad.dp.noise_figure import plot_noise
 from vgrad.dp.noising import Fitted, Noising, independent
@@ -96,7 +97,9 @@ class Plan:
             first one with an account.
         samples_per_unit: the number of samples drawn of each unit, a person or group;
             `dataset_size`, rates and batch sizes then count units.
-        discrete: integers with discrete noise (True), or their float sum ("sum").
+        discrete: discrete noise, on sums of integers (True), of which the accountant
+            is "rdp"; or on a sum that is rounded to integers at last ("sum"), see
+            `vgrad/dp/discrete.py`.
 
     Raises:
         ValueError: a field is outside its range, or no account of the combination is
@@ -199,6 +202,20 @@ class Plan:
                 f"of the plan before, {self.before.neighbours!r}: bounds of two "
                 f"relations do not add up. Pass neighbours= to one of them."
             )
+        checks.choice("Plan", (False, True, "sum"), discrete=self.discrete)
+        if self.discrete is not False:
+            checks.positive("Plan(discrete)", noise_multiplier=self.noise_multiplier)
+        if self.discrete is True:
+            discrete.check("Plan", self.noise_multiplier, self.dataset_size)
+        if self._needs_rdp:
+            if self._needs_pld:
+                raise ValueError(
+                    f"Plan(discrete=True, neighbours={neighbours!r}, max_batch_size="
+                    f"{self.max_batch_size!r}): no account of these is known. Leave "
+                    f"the two others out, also in a plan before, or pass "
+                    f'discrete="sum".'
+                )
+            own["accountant"] = "rdp"
         if self._needs_pld and self.accountant != "pld":
             raise ValueError(
                 f"Plan(accountant={self.accountant!r}, neighbours={neighbours!r}, "
@@ -215,9 +232,7 @@ class Plan:
             [own["samples_per_unit"]] = checks.whole("Plan", least=1, **least)
         self._check_batches()
         correlated = scheme != "independent"
-        checks.choice("Plan", (False, True, "sum"), discrete=self.discrete)
-        discrete, adapts = self.discrete is not False, self._adapts
-        if correlated + discrete + adapts > 1:
+        if correlated + (self.discrete is not False) + self._adapts > 1:
             raise ValueError(
                 f"Plan(discrete={self.discrete!r}, noise={scheme!r}, "
                 f"max_norm={self.max_norm!r}): expected one of discrete noise, "
@@ -235,6 +250,12 @@ class Plan:
     def _needs_pld(self) -> bool:
         own = self.neighbours == "replace_one" or self.max_batch_size is not None
         return own or (self.before is not None and self.before._needs_pld)
+
+    @property
+    def _needs_rdp(self) -> bool:
+        """Whether noise is discrete, of which Rényi divergences alone are known."""
+        before = self.before is not None and self.before._needs_rdp
+        return self.discrete is True or before
 
     def _check_batches(self) -> None:
         """Refuse rates and sizes that the sampling has no batches of."""
@@ -579,14 +600,16 @@ class Plan:
                 )
                 if steps < self._own_steps:
                     noise *= self.fitted.sensitivity() / self.fitted.sensitivity(steps)
-            return [accounting.Steps(1.0, noise, times, None, relation)]
+            kind = None, relation, self.discrete is True
+            return [accounting.Steps(1.0, noise, times, *kind)]
         if self.sampling != "poisson":
             bands = self.noise.size
             # Every sample is in one group, which is sampled once a round.
             size, rate, steps = -(-size // bands), bands * rate, -(-steps // bands)
         if self.max_batch_size is not None:
             truncated = self.max_batch_size, size
-        return [accounting.Steps(min(rate, 1.0), noise, steps, truncated, relation)]
+        kind = truncated, relation, self.discrete is True
+        return [accounting.Steps(min(rate, 1.0), noise, steps, *kind)]
 
     def dp_event(self, steps: int | None = None) -> Any:
         """Return the first steps as an event of dp_accounting, all of them by default.
@@ -604,6 +627,12 @@ class Plan:
             50
         """
         account = self.account(self._counted("Plan.dp_event", steps))
+        if any(each.discrete for each in account):
+            raise ValueError(
+                "Plan.dp_event: expected a plan of Gaussian noise, got discrete noise, "
+                "of which dp_accounting has no event that Poisson batches amplify. "
+                "Plan.epsilon accounts for it."
+            )
         events = [each.event() for each in account]
         library = accounting.accounting_library()
         if len(events) == 1:
@@ -736,9 +765,9 @@ class Plan:
 
     def step_noise(
         self, sensitivity: Sensitivity, streams: Streams, *, key: Tensor, step: int
-    ) -> Noise:
+    ) -> Noise | DiscreteNoise:
         """Return the noise of one step, from streams that the caller holds."""
-        if self.noise.scheme != "independent" or self.discrete or self._adapts:
+        if self.noise.scheme != "independent" or self._adapts:
             raise NotImplementedError(
                 f"{self}: expected independent Gaussian noise and a fixed max_norm."
             )
@@ -753,7 +782,11 @@ class Plan:
             )
         own: dict[str, Any] = {"key": self._subkey(key), "step": step}
         own |= {"noise_multiplier": self.noise_multiplier, "streams": streams}
-        return gaussian_noise("add_gaussian_noise", sensitivity, **own)
+        noise = gaussian_noise("add_gaussian_noise", sensitivity, **own)
+        if self.discrete is False:
+            return noise
+        dtypes = {} if self.discrete is True else None
+        return DiscreteNoise(noise.key, noise.step, noise.deviation, dtypes)
 
     def audit(
         self,

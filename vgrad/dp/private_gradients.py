@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from vgrad import batches, checks
+from vgrad.dp.discrete import DiscreteNoise, integer_sums
 from vgrad.dp.grouped import Augment, Grouped
 from vgrad.dp.noise import Streams
 from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
@@ -266,13 +267,16 @@ class PrivateGradients:
         sums, noisy = result.grads, None
         if pending.number:
             sums = map_values(torch.add, self._sums, sums)
-        elif not pending.last:
+        elif not pending.last and self.plan.discrete is not True:
             sums = map_values(Tensor.double, sums)
         if pending.last:
             total = {name: sums[name].to(x.dtype) for name, x in result.grads.items()}
             place = {"key": self.key, "step": self.step}
             own = self._clipped.sensitivity, self._streams
-            noisy = self.plan.step_noise(*own, **place).added(total)
+            noise = self.plan.step_noise(*own, **place)
+            if isinstance(noise, DiscreteNoise):
+                noise = noise.of(params)
+            noisy = noise.added(total)
         self._commit(pending, sums, noisy)
         return {
             "loss": widened(result.losses).mean(),
@@ -372,15 +376,19 @@ class PrivateGradients:
         return batch
 
     def _clip(self) -> ClippedGradFn:
-        bound: Any = self.plan.max_norm
+        plan = self.plan
+        bound: Any = plan.max_norm
         copies = {"augmentations": self._copies}
         loss = sample_loss(self._live.function, self._criterion, **copies)
-        return clipped_grad(
+        clipped = clipped_grad(
             loss if self._run.units is None else UnitLoss(loss),
             max_norm=bound,
-            normalize_by=self.plan.expected_batch_size,
+            normalize_by=plan.expected_batch_size,
             **self._options,
         )
+        if plan.discrete is True:
+            clipped = integer_sums(clipped, plan.noise_multiplier)
+        return clipped
 
     def _pending(self, batch: tuple) -> PhysicalBatch:
         function, pending = "PrivateGradients.backward(*batch)", self.loader.pending

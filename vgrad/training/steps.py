@@ -24,6 +24,7 @@ from vgrad import batches, optim
 from vgrad.checks import Patterns
 from vgrad.conditions import checks_collected
 from vgrad.devices import is_host
+from vgrad.dp.discrete import DiscreteNoise, integer_sums
 from vgrad.dp.noise import Drawn, Noise, Streams
 from vgrad.dp.plan import Plan, as_digest, check_spent
 from vgrad.dp.units import UnitLoss, check_units
@@ -97,7 +98,7 @@ class Gradients(NamedTuple):
     masks: tuple[Tensor, ...]
     metrics: Metrics  # all but the loss and aux
     changes: dict[str, Any]  # other fields of the next state
-    noise: Noise | None = None  # to be added to the gradients
+    noise: Noise | DiscreteNoise | None = None  # to be added to the gradients
     scales: Scales = MappingProxyType({})  # by which their noisy sum is divided
     optimizer: Tree = None  # the state to start from; None for the given one
 
@@ -431,6 +432,8 @@ class PrivateSource(Source):
             "loss_scale": scale.adjust(result.nonfinite == 0),
         }
         noise = plan.step_noise(compute.sensitivity, self.streams, **place)
+        if isinstance(noise, DiscreteNoise):
+            noise = noise.of(state.params)
         loss = widened(result.losses).mean()
         if any(map(has_deviation, uses)):
             optimizer = with_deviation(optimizer, noise.deviation)
@@ -721,6 +724,8 @@ def private_step(
         randomness=randomness,
         has_aux=has_aux,
     )
+    if plan.discrete is True:
+        clipped = integer_sums(clipped, plan.noise_multiplier)
     source = PrivateSource(transform=clipped, plan=plan, has_aux=has_aux)
     return TrainingStep(function, source, tx, scale, donate, has_aux)
 
