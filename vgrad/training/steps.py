@@ -195,6 +195,7 @@ class TrainingStep(Generic[State]):
             )
         transform = self.source.transform.with_loss(loss, chunk_size)
         source: Any = replace(self.source, transform=transform, has_aux=False)
+        source = replace(source, samples_per_unit=None)  # a canary stands for a unit
         step = replace(self, source=source, tx=_RECORDER, has_aux=False)
         step = replace(step, reduce=self.reduce.of(step), execute=copy(self.execute))
         state = state._replace(optimizer=_RECORDER.init(state.params))
@@ -394,6 +395,7 @@ class PrivateSource(Source):
 
     plan: Plan
     has_aux: bool
+    samples_per_unit: int | None  # of the batches
     streams: Streams = field(default_factory=Streams)
     counts: Streams = field(default_factory=Streams)  # of a bound that adapts
 
@@ -406,8 +408,8 @@ class PrivateSource(Source):
                 f"{function}: expected a state of fewer than the {plan.steps} steps "
                 f"that the plan accounts for, got {taken}."
             )
-        if plan.samples_per_unit is not None:
-            check_units("private_step(plan)(state)", batch, plan.samples_per_unit)
+        if self.samples_per_unit is not None:
+            check_units("private_step(plan)(state)", batch, self.samples_per_unit)
         size = batches.read("private_step", batch).size
         if size > plan.dataset_size:
             raise ValueError(
@@ -742,7 +744,8 @@ def private_step(
     )
     if plan.discrete is True:
         clipped = integer_sums(clipped, plan.noise_multiplier)
-    source = PrivateSource(transform=clipped, plan=plan, has_aux=has_aux)
+    own = {"has_aux": has_aux, "samples_per_unit": plan.samples_per_unit}
+    source = PrivateSource(transform=clipped, plan=plan, **own)
     return TrainingStep(function, source, tx, scale, donate, has_aux)
 
 
