@@ -286,6 +286,31 @@ def _add_evaluate(parser: ArgumentParser) -> None:
     _add(parser, ["data", "device"])
 
 
+def _add_audit(parser: ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", help="the folder of a private run")
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="the module:factory that the model was trained with, if it was: a file "
+        "may not choose the code that runs",
+    )
+    parser.add_argument(
+        "--canaries",
+        metavar="COUNT",
+        type=_typed(int, whole(120, 10**6)),
+        help="how many; more of them show more (default: half as many as there are "
+        "parameters, but at most 2000)",
+    )
+    parser.add_argument(
+        "--significance",
+        metavar="SIGNIFICANCE",
+        type=_typed(float, above(0, 0.5)),
+        default=0.01,
+        help="the probability that a step which is right exceeds its claim "
+        "(default: 0.01)",
+    )
+
+
 def _add_bench(parser: ArgumentParser) -> None:
     parser.add_argument(
         "suites",
@@ -358,6 +383,12 @@ COMMANDS = {
     ),
     "evaluate": Command(
         "Print the accuracy of the model in a folder on held-out data.", _add_evaluate
+    ),
+    "audit": Command(
+        "Audit the private step of the run in a folder: bound how much it spends from "
+        "below, by canaries, without the data. The folder gets audit.png. The exit "
+        "status is 1 if the step spends more than it claims.",
+        _add_audit,
     ),
     "bench": Command(
         "Run the benchmarks of a checkout and print them as tables: loop, vmap, vgrad "

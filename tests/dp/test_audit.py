@@ -383,6 +383,17 @@ def test_directions_are_nearly_orthogonal_and_of_all_kinds():
     assert "tensor" not in repr(made)
 
 
+def test_the_picture_shows_scores_and_bounds(monkeypatch):
+    result = audited(0.5)
+    scores, bounds = result.plot().axes
+    assert len(scores.patches) == 80  # of histograms
+    assert [bar.get_width() for bar in bounds.patches][::-1] == [
+        bound.value for bound in result.groups.values()
+    ]
+    no_division(monkeypatch)
+    assert audited(0.5).plot().axes[1].get_xscale() == "symlog"
+
+
 def test_coins_and_noise_have_keys_of_their_own():
     """The same seed gives the same audit, and another one shares nothing with it."""
     first, again, other = (audited(0.5, seed=seed) for seed in (5, 5, 6))

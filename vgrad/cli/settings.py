@@ -107,15 +107,17 @@ class Settings(vgrad_command.Options):
         return cls(**typed)
 
     @classmethod
-    def recorded(cls, arguments: Any, again: Namespace) -> "Settings":
+    def recorded(
+        cls, arguments: Any, again: Namespace, *, command: str = "--resume"
+    ) -> "Settings":
         """Return the settings in the file of a run; those given again are the same."""
         if not isinstance(arguments, dict) or arguments.keys() != KINDS.keys():
             got = checks.listed(arguments) if isinstance(arguments, dict) else "none"
             raise ValueError(
-                f"--resume: expected a run with the arguments {', '.join(KINDS)}, got "
+                f"{command}: expected a run with the arguments {', '.join(KINDS)}, got "
                 f"one with {got}. It belongs to another version of vgrad."
             )
-        check("--resume: arguments of the run", arguments, KINDS)
+        check(f"{command}: arguments of the run", arguments, KINDS)
         typed = _typed(again)
         if again.extend:
             del typed["epochs"]  # of the longer run
@@ -123,11 +125,11 @@ class Settings(vgrad_command.Options):
             if value != arguments[name]:
                 longer = "To make the run longer, add --extend. " * (name == "epochs")
                 raise ValueError(
-                    f"--resume: expected {spelled(name)} {arguments[name]}, which "
+                    f"{command}: expected {spelled(name)} {arguments[name]}, which "
                     f"the run was started with, got {value}. {longer}Leave it out, or "
                     f"start another run with --out."
                 )
-        models.check_named("--resume", arguments["model"], typed.get("model"))
+        models.check_named(command, arguments["model"], typed.get("model"))
         return cls(**arguments)
 
     def fitted(self, samples: int, shape: Shape) -> "Settings":

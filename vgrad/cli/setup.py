@@ -24,6 +24,7 @@ from vgrad import dp, optim, tree
 from vgrad.cli import data, models
 from vgrad.cli.data import Dataset
 from vgrad.cli.evaluate import ROWS
+from vgrad.cli.models import Shape
 from vgrad.cli.settings import Settings
 from vgrad.compiled import compile
 from vgrad.distributed import Ranks, data_parallel
@@ -258,15 +259,7 @@ def _private(
     mesh: DeviceMesh | None,
 ) -> Trainer:
     count, tx = settings.members, optim.sgd(settings.lr)
-    step = private_step(
-        sample_loss(fmodel, F.cross_entropy),
-        tx,
-        plan,
-        strategy=STRATEGY,
-        chunk_size=rows,
-        randomness="different",
-        policy=models.POLICIES[settings.precision],
-    )
+    step = _private_step(settings, fmodel, plan, rows)
 
     def draw(state: TrainState) -> Tensor:
         return plan.sample(key=state.key, step=int(state.step))
@@ -287,11 +280,45 @@ def _private(
     advance = _advance(settings, step, draw, mesh)
     # Without a seed the keys are secrets.
     seed = settings.seed if settings.reproducible_noise else None
-    scale = StaticLossScale(2.0**10) if settings.precision == "float16" else None
-    _, *entries = model
+    (_, *entries), scale = model, _scale(settings)
     if count == 1:
         return Trainer(start(0), advance, epsilon)
     return Trainer(PrivateMembers(tuple(map(start, range(count)))), in_turn, epsilon)
+
+
+def _private_step(
+    settings: Settings, fmodel: FunctionalModel, plan: dp.Plan, rows: int
+) -> Any:
+    return private_step(
+        sample_loss(fmodel, F.cross_entropy),
+        optim.sgd(settings.lr),
+        plan,
+        strategy=STRATEGY,
+        chunk_size=rows,
+        randomness="different",
+        policy=models.POLICIES[settings.precision],
+    )
+
+
+def _scale(settings: Settings) -> StaticLossScale | None:
+    return StaticLossScale(2.0**10) if settings.precision == "float16" else None
+
+
+def audited(
+    settings: Settings, shape: Shape, plan: dp.Plan, rows: int
+) -> tuple[Any, TrainState]:
+    """Return the step and a state of a member of a private run, without its data."""
+    module = models.build(settings.model, shape, seed=settings.seed)
+    module = module.train().to(settings.device)
+    fmodel, *entries = make_functional_with_buffers(module)
+    step = _private_step(settings, fmodel, plan, rows)
+    if settings.compile != "eager":
+        backend: Any = settings.compile
+        step = compile(step, backend=backend)
+    state = TrainState.create(
+        optim.sgd(settings.lr), *entries, loss_scale=_scale(settings)
+    )
+    return step, state
 
 
 def _plain(

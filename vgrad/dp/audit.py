@@ -320,6 +320,55 @@ class Audit(Report):
         mu, epsilon = self.mu.value, self.epsilon.value
         return mu > self.claimed_mu or epsilon > self.claimed_epsilon
 
+    def plot(self) -> Any:
+        """Draw the scores beside the claim, and the bounds. -> matplotlib's `Figure`.
+
+        Raises:
+            ImportError: `matplotlib` is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                "Audit.plot: expected the package matplotlib, which is not installed. "
+                'Run pip install "vgrad[demo]".'
+            ) from error
+        figure = Figure(figsize=(9.5, 4.2), layout="constrained")
+        verdict = "is exceeded" if self.exceeded else "stands"
+        figure.suptitle(
+            f"{len(self.included) + len(self.excluded):,} canaries: the claim "
+            f"{verdict} at significance {self.significance:g}\n"
+            f"epsilon at least {self.epsilon.value:.2f}, claimed "
+            f"{self.claimed_epsilon:.2f}, and up to {self.epsilon.ceiling:.2f} can be "
+            f"seen",
+            fontsize="medium",
+        )
+        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+        scores = torch.cat([self.included, self.excluded])
+        # Of a broken step, scores may be anywhere.
+        ends = scores.quantile(torch.tensor([0.01, 0.99], dtype=scores.dtype)).tolist()
+        low, high = min(ends[0], -4.0), max(ends[1], self.claimed_mu + 4)
+        bins = np.linspace(low, high, 41)
+        places = np.linspace(low, high, 401)
+        sides = {"in": (self.included, self.claimed_mu), "out": (self.excluded, 0.0)}
+        for number, (name, (some, mean)) in enumerate(sides.items()):
+            shown = some.clamp(low, high).numpy()
+            more = {"density": True, "alpha": 0.4, "color": f"C{number}"}
+            left.hist(shown, bins, label=f"{name}, {len(some)} canaries", **more)
+            curve = np.exp(-((places - mean) ** 2) / 2) / math.sqrt(math.tau)
+            left.plot(places, curve, f"C{number}", label=f"{name}, as claimed")
+        left.set(xlabel="score, in deviations of the noise claimed", ylabel="density")
+        left.legend(fontsize="small")
+        names = [*self.groups][::-1]
+        values = [self.groups[name].value for name in names]
+        right.barh(names, values, color="C0", alpha=0.6)
+        right.axvline(self.claimed_mu, color="k")
+        right.set_title(f"line: claimed, {self.claimed_mu:.3g}", fontsize="small")
+        right.set(xlabel="mu is at least")
+        if max(values) > 20:
+            right.set_xscale("symlog")
+        return figure
+
     def __str__(self) -> str:
         rows: list[Sequence[str | int]] = [("canaries", "in", "out", "mu at least")]
         for name, each in self.groups.items():

@@ -1,0 +1,42 @@
+"""The command `audit`: how much the private step of a run spends, at the least."""
+
+import sys
+from argparse import Namespace
+
+from vgrad import dp
+from vgrad.cli import checkpoint, report, setup
+from vgrad.cli.settings import Settings, check, folder_of, shape_of
+from vgrad_command import whole
+
+PICTURE = "audit.png"
+
+
+def audit(arguments: Namespace) -> None:
+    """Audit the step of a run; exit with status 1 if it exceeds its claim."""
+    folder = folder_of("audit", arguments.folder)
+    _, before = checkpoint.read_state(folder)
+    checkpoint.check_entries(before)
+    again = Namespace(extend=False)
+    if arguments.model is not None:
+        again.model = arguments.model
+    settings = Settings.recorded(before["arguments"], again, command="audit")
+    if not before["plan"]:
+        raise ValueError(
+            f"audit {folder}: expected a run with privacy, got one without."
+        )
+    check(f"audit {folder}, forms", before["forms"], {"chunk_size": whole(1)})
+    plan = dp.Plan(**before["plan"])
+    shape = shape_of(f"audit {folder}", before["data"].get("shape"))
+    step, state = setup.audited(settings, shape, plan, before["forms"]["chunk_size"])
+    entries = sum(value.numel() for value in state.params.values())
+    result = plan.audit(
+        step,
+        state,
+        canaries=arguments.canaries or min(2000, max(120, entries // 2)),
+        significance=arguments.significance,
+    )
+    print(f"{settings.model}: {entries} parameters, two steps of the plan\n\n{result}")
+    report.write_picture(result.plot(), folder / PICTURE)
+    report.say(f"Saved: {folder / PICTURE}")
+    if result.exceeded:
+        sys.exit(1)
