@@ -125,6 +125,26 @@ def test_a_plan_after_another_starts_its_groups_and_its_order_anew():
         assert both.account(8) == first.account(7) + second.account(1)
 
 
+def test_correlated_noise_that_was_left_early_keeps_its_identity_and_account():
+    first = dataclasses.replace(FIXED, steps=12, noise_multiplier=2.0)
+    both = first.after(first, 5)
+    before = both.before
+    assert (both.steps, before.steps, before.horizon) == (17, 5, 12)
+    assert torch.equal(before.digest, first.digest)
+    assert not torch.equal(both.digest, first.digest)
+    assert before.epsilon() == first.epsilon(5)
+    assert before.deviation(3) == both.deviation(3) == first.deviation(3)
+    assert both.deviation(5) == first.deviation(0)
+    assert both.account(17) == first.account(5) + first.account(12)
+    assert both.account(4) == first.account(4)
+    third = first.after(both, 9)
+    assert third.account(21) == both.account(9) + first.account(12)
+    assert Plan(**json.loads(json.dumps(dataclasses.asdict(third)))) == third
+    for fields in ({"horizon": 11}, {"horizon": 12, "noise": noising.independent()}):
+        with pytest.raises(ValueError, match="horizon"):
+            dataclasses.replace(first, **fields)
+
+
 def test_plans_that_differ_in_a_field_share_neither_batches_nor_identity():
     plain = Plan(**RUN, neighbours="zero_out")
     others = [
@@ -191,6 +211,10 @@ def test_truncated_steps_cost_as_measured():
     for most, epsilon in expected.items():
         found = Plan(**run, max_batch_size=most).epsilon()
         assert found == pytest.approx(epsilon, rel=5e-4), most
+    rdp = Plan(**run, accountant="rdp").epsilon()
+    assert rdp == pytest.approx(2.866458, rel=1e-6)
+    cyclic = Plan(**run, noise=noising.band_mf(4)).epsilon()
+    assert cyclic == pytest.approx(5.878524, rel=5e-4)
 
 
 @pytest.mark.slow

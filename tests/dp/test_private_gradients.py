@@ -108,20 +108,32 @@ def test_steps_are_those_of_a_loop_over_samples_with_the_noise_of_the_key(
     assert private.step == plan.steps
 
 
-def test_the_releases_are_those_of_private_step():
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"max_batch_size": 5},
+        {"sampling": "fixed_order", "neighbours": None, "sampling_rate": 8 / 30},
+    ],
+    ids=str,
+)
+def test_the_releases_are_those_of_private_step(fields):
+    plan = dataclasses.replace(NOISY, **fields)
     model = Tied(dropout=0.5)
     fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
     tx = optim.sgd(0.5)  # a power of two, which is exact in any order
     loss = vgrad.sample_loss(fmodel, F.cross_entropy)
-    step = private_step(loss, tx, NOISY, randomness="different")
+    step = private_step(loss, tx, plan, randomness="different")
     state = TrainState.create(tx, params, buffers)._replace(key=KEY)
     dataset = data(torch.float32)
     expected = []
-    for indices in NOISY.sampler(state):
+    for indices in plan.sampler(state):
         state, metrics = step(state, *dataset[indices])
         expected.append(metrics)
-    _, private, optimizer = start(model, NOISY, dataset, momentum=0.0)
-    found = epoch(private, optimizer) + epoch(private, optimizer)
+    _, private, optimizer = start(model, plan, dataset, momentum=0.0)
+    found = []
+    while private.step < plan.steps:
+        found += epoch(private, optimizer)
     oracle.assert_exact(found, expected, tolerance=0)
     params = {name: values(model)[name] for name in params}
     oracle.assert_exact(params, state.params, tolerance=0)

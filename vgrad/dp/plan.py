@@ -90,7 +90,8 @@ class Plan:
             "cyclic_equal", with groups of equal sizes; or "fixed_order", batches of one
             size in one order. By default the first one with an account for the noise.
         max_batch_size: the size that a random part is left of where a batch is larger,
-            or "auto": the least one that costs at most 1 % of epsilon.
+            or "auto": the least one that costs at most 1 % of epsilon. The account is
+            about data sets of at most `dataset_size` samples.
         neighbours: the relation of data sets that epsilon is about: a sample more
             ("add_or_remove_one"), with a gradient of zero ("zero_out"), another one
             ("replace_one"), or "fixed_graph", see `vgrad.dp.units`. By default the
@@ -100,6 +101,8 @@ class Plan:
         discrete: discrete noise, on sums of integers (True), of which the accountant
             is "rdp"; or on a sum that is rounded to integers at last ("sum"), see
             `vgrad/dp/discrete.py`.
+        horizon: the steps that correlated noise is made for, in a plan that was left
+            before, see `after`; by default `steps`.
 
     Raises:
         ValueError: a field is outside its range, or no account of the combination is
@@ -128,6 +131,7 @@ class Plan:
     neighbours: accounting.Neighbours | None = None
     samples_per_unit: int | None = None
     discrete: bool | Literal["sum"] = False
+    horizon: int | None = None
 
     def __post_init__(self) -> None:
         counts = {"dataset_size": self.dataset_size, "steps": self.steps}
@@ -232,6 +236,12 @@ class Plan:
             [own["samples_per_unit"]] = checks.whole("Plan", least=1, **least)
         self._check_batches()
         correlated = scheme != "independent"
+        if self.horizon is not None and not (correlated and self.horizon >= self.steps):
+            raise ValueError(
+                f"Plan(horizon={self.horizon!r}, steps={self.steps}): expected None, "
+                f"or with correlated noise at least as many steps. It is for plans "
+                f"that plan.after(other, steps) leaves."
+            )
         if correlated + (self.discrete is not False) + self._adapts > 1:
             raise ValueError(
                 f"Plan(discrete={self.discrete!r}, noise={scheme!r}, "
@@ -413,6 +423,8 @@ class Plan:
         if steps == 0:
             return self
         before = replace(other, steps=steps)
+        if other.noise.scheme != "independent":
+            before = replace(before, horizon=other.horizon or other.steps)
         return replace(self, steps=steps + self.steps, before=before)
 
     @property
@@ -461,7 +473,7 @@ class Plan:
         if isinstance(self.max_norm, QuantileClip):
             kinds["max_norm"] = asdict(self.max_norm)
         if self.noise.scheme != "independent":
-            kinds["noise"], kinds["steps"] = asdict(self.noise), self._own_steps
+            kinds["noise"], kinds["steps"] = asdict(self.noise), self._planned
             del kinds["noise"]["cache"]  # which changes no number
         return (json.dumps(kinds, sort_keys=True),) if kinds else ()
 
@@ -497,13 +509,14 @@ class Plan:
         return max(1, round(round(1 / self.sampling_rate, 6)))
 
     @property
-    def _own_steps(self) -> int:
-        return self.steps - self.earlier_steps
+    def _planned(self) -> int:
+        """The steps of this plan alone that its noise is made for."""
+        return (self.horizon or self.steps) - self.earlier_steps
 
     @property
     def fitted(self) -> Fitted:
         """The scheme of the noise, fitted to the steps and to their batches."""
-        size, steps = self.noise.size, self._own_steps
+        size, steps = self.noise.size, self._planned
         if self.sampling == "fixed_order":
             apart = self.steps_per_epoch
             most = -(-steps // apart)
@@ -548,7 +561,7 @@ class Plan:
             )
         if self.noise.scheme == "independent":
             return scale
-        row = self.fitted.row_norms(self._own_steps)[step - self.earlier_steps]
+        row = self.fitted.row_norms(self._planned)[step - self.earlier_steps]
         return scale * self.fitted.sensitivity() * float(row)
 
     def epsilon(self, steps: int | None = None, *, releases: int = 1) -> float:
@@ -595,10 +608,8 @@ class Plan:
         if self.sampling == "fixed_order":
             times = -(-steps // self.steps_per_epoch)
             if self.noise.scheme != "independent":
-                times = (
-                    1  # all steps are one mechanism, the first ones its leading block
-                )
-                if steps < self._own_steps:
+                times = 1  # the leading block of one mechanism
+                if steps < self._planned:
                     noise *= self.fitted.sensitivity() / self.fitted.sensitivity(steps)
             kind = None, relation, self.discrete is True
             return [accounting.Steps(1.0, noise, times, *kind)]
