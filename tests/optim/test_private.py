@@ -26,11 +26,12 @@ def test_a_deviation_that_changes_is_averaged_as_the_squares_are():
     deviations = torch.rand(20, dtype=torch.float64)
     tx = optim.adam_bc(0.1, deviation=lambda count: deviations[count], betas=(0.9, 0.8))
     params = {"w": torch.zeros(3, dtype=torch.float64)}
-    state, m, v = tx.init(params), 0.0, 0.0
+    state, m, v, n = tx.init(params), 0.0, 0.0, 0.0
     for t, (g, deviation) in enumerate(zip(grads, deviations, strict=True), start=1):
         updates, state = tx.update({"w": g}, state, params)
         m, v = 0.9 * m + 0.1 * g, 0.8 * v + 0.2 * (g**2 - deviation**2)
-        size = (v / (1 - 0.8**t)).clamp(min=5e-8).sqrt()
+        n = 0.8 * n + 0.2 * deviation**2
+        size = (v / (1 - 0.8**t)).clamp(min=0.1 * n / (1 - 0.8**t)).sqrt()
         assert_exact(updates["w"], -0.1 * m / (1 - 0.9**t) / size, 1e-12)
 
 
@@ -128,7 +129,7 @@ def problem():
     return loss, params, buffers, (tokens, targets), net
 
 
-def square_root_scales(moments, eps=1e-3):
+def square_root_scales(moments, eps=0.01):
     """The scales as full tensors, of means of squares that are full tensors."""
     squares, total, count = {}, 0.0, 0
     for name, v in moments.items():
@@ -186,7 +187,7 @@ def private_run(run, problem, tx, steps=4, wrap=lambda step: step, **options):
 
 
 def scaled(inner):
-    return optim.scale_then_privatize(inner, decay=0.9)
+    return optim.scale_then_privatize(inner, decay=0.9, eps=0.01)
 
 
 WAYS = {

@@ -31,7 +31,7 @@ from vgrad.dp.sampling import (
     random_order,
 )
 from vgrad.dp.units import Units, units_of
-from vgrad.typing import Params
+from vgrad.typing import Params, Tree
 
 if TYPE_CHECKING:
     from vgrad.dp.audit import Audit
@@ -780,12 +780,22 @@ class Plan:
         return self.step_noise(sensitivity, Streams(), **place).added(sums, member)
 
     def step_noise(
-        self, sensitivity: Sensitivity, streams: Streams, *, key: Tensor, step: int
+        self,
+        sensitivity: Sensitivity,
+        streams: Streams,
+        *,
+        key: Tensor,
+        step: int,
+        history: Tree | None = None,
     ) -> Noise | DiscreteNoise:
-        """Return the noise of one step, from streams that the caller holds."""
-        if self.noise.scheme != "independent" or self._adapts:
+        """Return the noise of one step, from streams that the caller holds.
+
+        Where it is correlated over steps, it takes the history that the step before has
+        returned; None where the caller keeps none.
+        """
+        if self._adapts:
             raise NotImplementedError(
-                f"{self}: expected independent Gaussian noise and a fixed max_norm."
+                f"{self}: expected Gaussian noise and a fixed max_norm."
             )
         check_sensitivity("Plan.add_noise", sensitivity)
         expected = self._numbers[-1] / self.expected_batch_size
@@ -797,12 +807,19 @@ class Plan:
                 f"max_norm=plan.max_norm, normalize_by=plan.expected_batch_size)."
             )
         own: dict[str, Any] = {"key": self._subkey(key), "step": step}
-        own |= {"noise_multiplier": self.noise_multiplier, "streams": streams}
+        own |= {"streams": streams, "history": history}
+        multiplier = self.noise_multiplier
+        if self.noise.scheme != "independent":
+            own |= {"filter": self.fitted.filter, "cached": self.noise.cache}
+            own["first"] = self.earlier_steps
+            multiplier *= self.fitted.sensitivity()
+        own["noise_multiplier"] = multiplier
         noise = gaussian_noise("add_gaussian_noise", sensitivity, **own)
         if self.discrete is False:
             return noise
+        deviation: Any = noise.deviation  # a number
         dtypes = {} if self.discrete is True else None
-        return DiscreteNoise(noise.key, noise.step, noise.deviation, dtypes)
+        return DiscreteNoise(noise.key, noise.step, deviation, dtypes)
 
     def audit(
         self,

@@ -407,7 +407,7 @@ def adam_bc(
     *,
     deviation: Rate,
     betas: Betas = (0.9, 0.999),
-    floor: Number = 5e-8,
+    floor: Number | None = None,
     weight_decay: Number = 0.0,
     maximize: bool = False,
 ) -> GradientTransformation:
@@ -418,18 +418,21 @@ def adam_bc(
     `t`, with the moments `m` and `v` of `adam` and the same moving average `n` of
     squares of `deviation`, the standard deviation of the noise in each entry of `g`:
     the root is of an unbiased estimate of the mean square without noise, of which `v`
-    has little in private training. `deviation` is a number, or a function of the steps
-    taken so far such as `plan.deviation`. A `private_step` sets it to the deviation of
-    its own noise, at every step, and refuses a plan of correlated noise. State: two
-    tensors per parameter, the deviation and `n` in float64. Reference: Tang et al.,
-    arXiv 2312.14334.
+    has little in private training. That estimate varies, and is kept from zero by the
+    `floor`, a number to be tuned; by default it is a tenth of `n / (1 - beta2^t)`.
+    `deviation` is a number, or a function of the steps taken so far such as
+    `plan.deviation`. A `private_step` sets it to the deviation of its own noise, at
+    every step, and refuses a plan of correlated noise. State: two tensors per
+    parameter, the deviation and `n` in float64. Reference: Tang et al., arXiv
+    2312.14334.
 
     Example:
         >>> tx, params = adam_bc(0.1, deviation=0.6), {"w": torch.zeros(1)}
         >>> tx.update({"w": torch.ones(1)}, tx.init(params), params)[0]
         {'w': tensor([-0.1250])}
     """
-    check_numbers("adam_bc", lr, betas, floor=floor, weight_decay=weight_decay)
+    numbers = {"floor": 0.0 if floor is None else floor, "weight_decay": weight_decay}
+    check_numbers("adam_bc", lr, betas, **numbers)
     if not is_schedule(deviation):
         checks.non_negative("adam_bc", **plain(deviation=deviation))
     beta1, beta2 = betas
@@ -438,11 +441,12 @@ def adam_bc(
         def at(count):
             t = count.double()
             correction1, correction2 = 1 - beta1**t, 1 - beta2**t
+            least = 0.1 * noise / correction2 if floor is None else floor
 
             def rule(g, m, v):
                 m, v = lerp(m, g, 1 - beta1), _mean_of_squares(v, g, beta2)
                 square = (v - scalar(noise, v)) / scalar(correction2, v)
-                size = root(square.clamp(min=scalar(floor, v)))
+                size = root(square.clamp(min=scalar(least, v)))
                 return m / scalar(correction1, m) / size, m, v
 
             return rule

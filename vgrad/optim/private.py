@@ -34,7 +34,7 @@ class ScalingState(NamedTuple):
 
 
 def scale_then_privatize(
-    inner: GradientTransformation, *, decay: Number = 0.999, eps: Number = 1e-3
+    inner: GradientTransformation, *, decay: Number = 0.999, eps: Number = 0.1
 ) -> GradientTransformation:
     """Make the steps of `inner`, with gradients privatized in units of their size.
 
