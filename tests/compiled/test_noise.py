@@ -60,7 +60,7 @@ def by_tensors(drawn, steps, found):
 def test_the_grid_survives_every_compiler(backend, dtype, sensitivity):
     found, steps = sums(dtype), noise_of(sensitivity)
     drawn, expected = steps.drawn(found), steps.added(found)
-    result = compiled(noise.Drawn.added, backend)(drawn, found)
+    result, _ = compiled(noise.Drawn.added, backend)(drawn, found)
     for name, value in expected.items():
         assert result[name].dtype == value.dtype
         # Zeros have no sign.
@@ -90,7 +90,7 @@ def test_no_code_has_a_key_or_a_step(where):
     function = compiled(noise.Drawn.added, "inductor")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        result, code = run_and_get_code(function, drawn, found)
+        (result, _), code = run_and_get_code(function, drawn, found)
     for name, value in steps.added(found).items():
         assert torch.equal(result[name], value)
     code = "".join(code)
@@ -110,7 +110,7 @@ def test_no_code_has_a_key_or_a_step(where):
     if where == "device":
         draws = by_tensors(draws, other, found)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        result = function(draws, found)
+        result, _ = function(draws, found)
     for name, value in other.added(found).items():
         assert torch.equal(result[name], value)
 
@@ -126,11 +126,18 @@ def test_no_code_has_a_key_or_a_step(where):
         ("inductor", True, {"dp.added": "inductor"}),
     ],
 )
-def test_compiled_private_steps_add_the_noise_of_eager_ones(backend, donate, captured):
+@pytest.mark.parametrize("scaled", [False, True])
+def test_compiled_private_steps_add_the_noise_of_eager_ones(
+    backend, donate, captured, scaled
+):
     loss = lambda params, buffers, x: (params["w"] @ x).square().sum() + params["b"]  # noqa: E731
     params = {"w": torch.ones(30, 40), "b": torch.zeros(())}
     plan = vgrad.dp.Plan(100, 0.05, 4.0, 1.0, 6, 1e-3)
     tx = vgrad.optim.adam(0.1)
+    if scaled:  # which has no donated form
+        name = "training.noisy_step" if backend == "inductor" else "optim.step"
+        captured = {name: backend}
+        tx = vgrad.optim.scale_then_privatize(vgrad.optim.sgd(0.1))
     step = vgrad.training.private_step(loss, tx, plan, donate=donate)
     fast = vgrad.compile(step, backend=backend, batch_sizes=[8], fallback="error")
     start = vgrad.training.TrainState.create(tx, params, {}, seed=0)

@@ -292,7 +292,9 @@ class Audit(Report):
 
     Attributes:
         mu: the largest bound of mu, by `gaussian`, of all canaries or of some of them.
-        epsilon: the bound of epsilon at the plan's delta, by `one_run`.
+        epsilon: the bound of epsilon, by `one_run`, at the plan's delta, or at 0.01
+            over the number of canaries if that is less, since a larger one would leave
+            guesses little to show.
         claimed_mu, claimed_epsilon: the claim for the steps audited, in all of which a
             canary is or is not: two steps at a sampling rate of 1.
         groups: bounds of mu by the name of the canaries, each at a share of the
@@ -379,7 +381,7 @@ class Audit(Report):
             f"epsilon at least {run.value:.3f}, from {run.correct} right guesses of "
             f"{run.guessed}, which could show {run.ceiling:.3f}\n"
             f"claim: mu {self.claimed_mu:.3f}, epsilon {self.claimed_epsilon:.3f} at "
-            f"delta {run.delta:g}; it {verdict} at significance {self.significance:g}"
+            f"delta {run.delta:.3g}; it {verdict} at significance {self.significance:g}"
         )
 
 
@@ -456,12 +458,13 @@ def audit_step(
             share = significance / (4 if name == "all" else 4 * len(made.groups) - 4)
             bounds[name] = gaussian(*parts, significance=share)
     guesses = guesses or (count // 8, count // 8)
-    half = {"delta": plan.delta, "significance": significance / 2}
+    delta = min(plan.delta, 0.01 / count)
+    half = {"delta": delta, "significance": significance / 2}
     return Audit(
         mu=max(bounds.values(), key=lambda bound: bound.value),
         epsilon=one_run(*sides, guesses=guesses, **half),
         claimed_mu=mu,
-        claimed_epsilon=epsilon_of(mu, plan.delta),
+        claimed_epsilon=epsilon_of(mu, delta),
         groups=bounds,
         significance=significance,
         included=sides[0],

@@ -31,7 +31,7 @@ from vgrad.dp.sampling import (
     random_order,
 )
 from vgrad.dp.units import Units, units_of
-from vgrad.typing import Params
+from vgrad.typing import Params, Tree
 
 if TYPE_CHECKING:
     from vgrad.dp.audit import Audit
@@ -84,7 +84,7 @@ class Plan:
 
     Attributes:
         before: the run's previous plan, with the steps taken under it.
-        noise: the correlation of noise over steps.
+        noise: the correlation of noise over steps, with its optimised coefficients.
         sampling: "poisson"; "cyclic_poisson", where step t samples from group t mod b
             of b groups, drawn for each sample, with probability `b * sampling_rate`;
             "cyclic_equal", with groups of equal sizes; or "fixed_order", batches of one
@@ -249,6 +249,7 @@ class Plan:
                 f"correlated noise and a bound that adapts, got several, of which no "
                 f"account is known."
             )
+        own["noise"] = self.noise.settled(**self._participation)
         if self.max_batch_size == "auto":
             own["max_batch_size"] = _least_batch(replace(self, max_batch_size=None))
 
@@ -516,13 +517,17 @@ class Plan:
     @property
     def fitted(self) -> Fitted:
         """The scheme of the noise, fitted to the steps and to their batches."""
-        size, steps = self.noise.size, self._planned
+        return self.noise.fitted(**self._participation)
+
+    @property
+    def _participation(self) -> dict[str, int]:
         if self.sampling == "fixed_order":
             apart = self.steps_per_epoch
-            most = -(-steps // apart)
-            return self.noise.fitted(steps, separation=apart, participations=most)
-        # A round of cyclic groups is one event, in which a sample takes part once.
-        return self.noise.fitted(steps, separation=size, participations=1)
+            most = -(-self._planned // apart)
+        else:  # a round of cyclic groups is one event, in which a sample is once
+            apart, most = self.noise.size, 1
+        run = {"separation": apart, "participations": most}
+        return {"steps": self._planned, **run}
 
     def deviation(self, step: int | Tensor) -> float:
         """Return the deviation of the noise of a step, of each number of the mean.
@@ -775,12 +780,22 @@ class Plan:
         return self.step_noise(sensitivity, Streams(), **place).added(sums, member)
 
     def step_noise(
-        self, sensitivity: Sensitivity, streams: Streams, *, key: Tensor, step: int
+        self,
+        sensitivity: Sensitivity,
+        streams: Streams,
+        *,
+        key: Tensor,
+        step: int,
+        history: Tree | None = None,
     ) -> Noise | DiscreteNoise:
-        """Return the noise of one step, from streams that the caller holds."""
-        if self.noise.scheme != "independent" or self._adapts:
+        """Return the noise of one step, from streams that the caller holds.
+
+        Where it is correlated over steps, it takes the history that the step before has
+        returned; None where the caller keeps none.
+        """
+        if self._adapts:
             raise NotImplementedError(
-                f"{self}: expected independent Gaussian noise and a fixed max_norm."
+                f"{self}: expected Gaussian noise and a fixed max_norm."
             )
         check_sensitivity("Plan.add_noise", sensitivity)
         expected = self._numbers[-1] / self.expected_batch_size
@@ -792,12 +807,19 @@ class Plan:
                 f"max_norm=plan.max_norm, normalize_by=plan.expected_batch_size)."
             )
         own: dict[str, Any] = {"key": self._subkey(key), "step": step}
-        own |= {"noise_multiplier": self.noise_multiplier, "streams": streams}
+        own |= {"streams": streams, "history": history}
+        multiplier = self.noise_multiplier
+        if self.noise.scheme != "independent":
+            own |= {"filter": self.fitted.filter, "cached": self.noise.cache}
+            own["first"] = self.earlier_steps
+            multiplier *= self.fitted.sensitivity()
+        own["noise_multiplier"] = multiplier
         noise = gaussian_noise("add_gaussian_noise", sensitivity, **own)
         if self.discrete is False:
             return noise
+        deviation: Any = noise.deviation  # a number
         dtypes = {} if self.discrete is True else None
-        return DiscreteNoise(noise.key, noise.step, noise.deviation, dtypes)
+        return DiscreteNoise(noise.key, noise.step, deviation, dtypes)
 
     def audit(
         self,

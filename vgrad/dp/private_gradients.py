@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from vgrad import batches, checks
 from vgrad.dp.discrete import DiscreteNoise, integer_sums
 from vgrad.dp.grouped import Augment, Grouped
-from vgrad.dp.noise import Streams
+from vgrad.dp.noise import Noise, NoiseHistory, Streams
 from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
 from vgrad.dp.sampling import PhysicalBatch, PoissonLoader, Run
 from vgrad.dp.units import UnitLoss, Units, check_units, present, units_of
@@ -196,6 +196,7 @@ class PrivateGradients:
         self._options |= {"randomness": randomness}
         self._clipped, self._function = self._clip(), self._live.function
         self._sums: Params = {}
+        self._history: Tree = ()  # of the noise
         self._streams = Streams()
 
     @property
@@ -264,20 +265,18 @@ class PrivateGradients:
                 set_seed(seed, params.values())
                 batch = self._with_mask(pending, batch)
                 result = self._live.run(self._clipped, params, buffers, *batch)
-        sums, noisy = result.grads, None
+        sums, noisy, history = result.grads, None, ()
         if pending.number:
             sums = map_values(torch.add, self._sums, sums)
         elif not pending.last and self.plan.discrete is not True:
             sums = map_values(Tensor.double, sums)
         if pending.last:
             total = {name: sums[name].to(x.dtype) for name, x in result.grads.items()}
-            place = {"key": self.key, "step": self.step}
-            own = self._clipped.sensitivity, self._streams
-            noise = self.plan.step_noise(*own, **place)
+            noise = self._noise(self.key, self.step, self._history)
             if isinstance(noise, DiscreteNoise):
                 noise = noise.of(params)
-            noisy = noise.added(total)
-        self._commit(pending, sums, noisy)
+            noisy, history = noise.advanced(total)
+        self._commit(pending, sums, noisy, history)
         return {
             "loss": widened(result.losses).mean(),
             "samples": torch.tensor(len(result.losses)),
@@ -313,11 +312,15 @@ class PrivateGradients:
     def state_dict(self) -> dict[str, Any]:
         """Return the key, the step and the plan, from which a run can be resumed.
 
-        It is as secret as the data: noise can be removed with the key. Save it between
-        logical batches, together with the module and the optimizer.
+        Noise that is correlated over steps has its history too. It is as secret as the
+        data: noise can be removed with the key. Save it between logical batches,
+        together with the module and the optimizer.
         """
-        plan = asdict(self.plan)
-        return {"key": self.key.clone(), "step": self.step, "plan": plan}
+        plan, noise = asdict(self.plan), {}
+        if self._history:
+            buffers = [*map(dict, self._history.buffers)]  # a list of dictionaries
+            noise = {"noise": {**self._history._asdict(), "buffers": buffers}}
+        return {"key": self.key.clone(), "step": self.step, "plan": plan, **noise}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the result of `state_dict`: the same batches and the same noise.
@@ -325,14 +328,15 @@ class PrivateGradients:
         The rest of the epoch is the next pass. Steps that the lost run took after it
         was saved are the same releases on machines of one type. If anything else
         differs (data, criterion, learning rate, random augmentations), one of the two
-        runs needs a new key: `state["key"] = vgrad.dp.secret_key()`.
+        runs needs a new key: `state["key"] = vgrad.dp.secret_key()`. Where noise is
+        correlated over steps, it needs a plan made by `Plan.after` as well.
 
         Raises:
             ValueError: the state is not complete, or of a run with another plan. Plans
                 with more steps, or made by `Plan.after`, may continue it.
         """
         function = "PrivateGradients.load_state_dict(state)"
-        if set(state) != {"key", "step", "plan"}:
+        if {"key", "step", "plan"} != set(state) - {"noise"}:
             raise ValueError(
                 f"{function}: expected 'key', 'step' and 'plan', as state_dict() "
                 f"returns them, got {checks.listed(state) or 'nothing'}. The state of "
@@ -357,7 +361,17 @@ class PrivateGradients:
                 f"{function}: expected at most the {self.plan.steps} steps of the "
                 f"plan, got {step}."
             )
-        self._run.key = state["key"].cpu().clone()
+        history: Tree = ()
+        if "noise" in state:
+            checks.dictionaries(function, noise=state["noise"])
+            checks.names(f"{function}['noise']", NoiseHistory._fields, state["noise"])
+            history = NoiseHistory(**state["noise"])
+        if self.plan.noise.scheme == "independent":
+            history = ()  # of a plan before
+        elif step < self.plan.steps:
+            noise: Any = self._noise(state["key"], step, history)
+            history = noise.history
+        self._run.key, self._history = state["key"].cpu().clone(), history
         self._run.step, self._run.process = step, os.getpid()
         self.loader.restart()
         self._guard.reset()
@@ -417,21 +431,32 @@ class PrivateGradients:
             )
         return pending
 
-    def _commit(self, batch: PhysicalBatch, sums: Params, noisy: Params | None) -> None:
+    def _noise(self, key: Tensor, step: int, history: Tree) -> Noise | DiscreteNoise:
+        own = self._clipped.sensitivity, self._streams
+        return self.plan.step_noise(*own, key=key, step=step, history=history)
+
+    def _commit(
+        self,
+        batch: PhysicalBatch,
+        sums: Params,
+        noisy: Params | None,
+        history: Tree,
+    ) -> None:
         # All or, on error, nothing.
         params = [*self._live.parameters.values()]
         grads, guard = [x.grad for x in params], vars(self._guard).copy()
-        sums_before, step = self._sums, self.step
+        before, step = (self._sums, self._history), self.step
         try:
             self.loader.pending, self._sums = None, sums  # the batch is not used twice
             if batch.number == 0:
                 self._guard.begin()
             if noisy is not None:
                 self._sums, self._run.step = {}, step + 1
+                self._history = history
                 write_grads_(self._live.model, noisy)
                 self._guard.release()
         except BaseException:
-            self.loader.pending, self._sums = batch, sums_before
+            self.loader.pending, (self._sums, self._history) = batch, before
             self._run.step = step
             for parameter, grad in zip(params, grads, strict=True):
                 parameter.grad = grad

@@ -242,25 +242,31 @@ class TrainingStep(Generic[State]):
         looks = not checks_collected()
         all_taken = all([looks and x.is_cpu and bool(x.all()) for x in found.masks])
         donate = self.donate and all_taken and self.tx.donated is not None
-        loss, aux, grads, drawn = found.loss, found.aux, found.grads, None
+        loss, aux, grads = found.loss, found.aux, found.grads
+        noise: Any = found.noise
         donate = donate and _may_write(state.params, found.buffers)
-        if found.noise is not None:
+        drawn, made, changes = None, [], found.changes
+        if noise is not None:
             # Other code than Inductor's draws faster outside of a graph.
             if getattr(execute, "compiles", False):
-                drawn = found.noise.drawn(grads)
+                drawn = noise.drawn(grads)
             if drawn is None:
-                grads = unscaled(found.noise.added(grads), found.scales)
+                noisy, changes["noise"] = noise.advanced(grads)
+                grads = unscaled(noisy, found.scales)
             elif donate:  # no graph can write into the state
-                grads = execute(Drawn.added, drawn, grads)
-        optimizer = state.optimizer if found.noise is None else found.optimizer
+                grads, made = execute(Drawn.added, drawn, grads)
+        optimizer = state.optimizer if noise is None else found.optimizer
         arguments = self.tx, grads, optimizer, state.params
         if donate:
             loss, aux = map_tensors(Tensor.clone, (loss, aux))  # they may be parameters
             params, optimizer = optim.step(*arguments, donate=True)
         elif drawn is not None:
-            params, optimizer = execute(noisy_step, drawn, found.scales, *arguments)
+            parts = drawn, found.scales, *arguments
+            params, optimizer, made = execute(noisy_step, *parts)
         else:
             params, optimizer = execute(optim.step, *arguments)
+        if noise is not None and drawn is not None:
+            changes["noise"] = noise.after(drawn, grads, made)
         new = params, found.buffers, optimizer
         if not all_taken:
             new = self.source.selected(found.masks, new, state)
@@ -268,7 +274,7 @@ class TrainingStep(Generic[State]):
         metrics = {"loss": loss, **found.metrics}
         if self.has_aux:
             metrics["aux"] = aux
-        return state._replace(**fields, **found.changes), metrics
+        return state._replace(**fields, **changes), metrics
 
 
 _RECORDER = GradientTransformation(
@@ -285,14 +291,15 @@ def noisy_step(
     grads: Params,
     state: Tree,
     params: Params,
-) -> tuple[Params, Tree]:
+) -> tuple[Params, Tree, list[Params]]:
     """Add noise to gradients, and take a step, as one function of tensors."""
-    return optim.step(tx, unscaled(noise.added(grads), scales), state, params)
+    noisy, made = noise.added(grads)
+    return *optim.step(tx, unscaled(noisy, scales), state, params), made
 
 
 def _without_key(state: Any) -> Any:
-    """Leave out the key and the count, which no function of tensors needs."""
-    names = {"key", "step", "plan_digest"}.intersection(state._fields)
+    """Leave out the key and others that no function of tensors needs."""
+    names = {"key", "step", "plan_digest", "noise"}.intersection(state._fields)
     return state._replace(**dict.fromkeys(names))
 
 
@@ -422,6 +429,7 @@ class PrivateSource(Source):
         result = compute(state.params, state.buffers, *batch)
         result, aux = result if self.has_aux else (result, None)
         place: dict[str, Any] = {"key": state.key, "step": taken}
+        place["history"] = state.noise
         metrics = {
             "samples": torch.tensor(len(result.losses)),
             "clipped": result.clipped,
