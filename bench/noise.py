@@ -1,7 +1,8 @@
 """Private noise: its time, its distribution and its edges, by `python -m bench.noise`.
 
 Contenders take turns in one process; a time is the least of all rounds, per number, by
-the clock and of all threads together. The table is written to
+the clock and of all threads together. Of noise that is correlated over steps it is the
+median, and its price that over the one of independent noise. The tables are written to
 `bench/results/cpu_2_threads/noise.md`. The last rows are of 10^8 numbers: how many the
 functions of numpy and of torch round to different values of the grid, and how many lie
 so close to the edge between two values that libraries might.
@@ -9,17 +10,19 @@ so close to the edge between two values that libraries might.
 
 import math
 import os
+import statistics
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from scipy import stats
 
 import vgrad
-from vgrad.dp import noise
+from vgrad.dp import noise, noising
 from vgrad.dp.discrete import DiscreteNoise
 from vgrad.generators import on_threads
 
@@ -79,6 +82,54 @@ def times() -> dict[str, tuple[float, float]]:
             pairs = zip(best[name], spent, strict=True)
             best[name] = tuple(min(old, 1e9 * new / NUMBERS) for old, new in pairs)
     return best
+
+
+SCHEMES = {
+    "`independent()`": noising.independent(),
+    "`bisr(4)`": noising.bisr(4),
+    "`bisr(4, cache=True)`": noising.bisr(4, cache=True),
+    "`band_mf(4)`": noising.band_mf(4),
+    "`blt(3)`": noising.blt(3),
+}
+
+
+class Run:
+    """The noise of the steps of a run."""
+
+    def __init__(self, scheme: noising.Noising, sums: dict, compiled: Any) -> None:
+        filter = scheme.fitted(1000, separation=100, participations=10).filter
+        self.options = {"filter": filter, "cached": scheme.cache}
+        self.options |= {"noise_multiplier": 1.5, "key": KEY}
+        self.streams, self.history = noise.Streams(), ()
+        self.sums, self.compiled = sums, compiled
+
+    def step(self, step: int) -> None:
+        """Take the next step."""
+        own = {"step": step, "streams": self.streams, "history": self.history}
+        found = noise.gaussian_noise(
+            "bench", vgrad.Sensitivity(0.4), **own, **self.options
+        )
+        if self.compiled is None:
+            _, self.history = found.advanced(self.sums)
+            return
+        drawn = found.drawn(self.sums)
+        _, made = self.compiled(drawn, self.sums)
+        self.history = found.after(drawn, self.sums, made)
+
+
+def prices() -> dict[str, list[float]]:
+    """Return nanoseconds per number of each scheme, eager and compiled."""
+    sums = {"w": torch.zeros(NUMBERS)}
+    ways = None, torch.compile(noise.Drawn.added, dynamic=False)
+    runs = {n: [Run(s, sums, way) for way in ways] for n, s in SCHEMES.items()}
+    spent: dict[str, list[list[float]]] = {name: [[], []] for name in runs}
+    for step in range(ROUNDS):
+        for name, pair in runs.items():
+            for run, found in zip(pair, spent[name], strict=True):
+                start = time.perf_counter()
+                run.step(step)
+                found.append(1e9 * (time.perf_counter() - start) / NUMBERS)
+    return {n: [*map(statistics.median, x)] for n, x in spent.items()}
 
 
 def distribution() -> dict[str, float]:
@@ -141,6 +192,14 @@ def main() -> None:
     lines += ["| | ns per number | of both threads |", "| --- | ---: | ---: |"]
     for name, (wall, busy) in times().items():
         lines.append(f"| {name} | {wall:.2f} | {busy:.2f} |")
+    lines += ["", "| noise | ns, eager | price | ns, compiled | price |"]
+    lines += ["| --- | ---: | ---: | ---: | ---: |"]
+    found = prices()
+    (eager, compiled), *_ = found.values()
+    lines += [
+        f"| {name} | {one:.1f} | {one / eager:.2f} | {two:.1f} | {two / compiled:.2f} |"
+        for name, (one, two) in found.items()
+    ]
     lines += ["", "| test of 10,000,000 numbers | p |", "| --- | ---: |"]
     lines += [f"| {name} | {p:.3f} |" for name, p in distribution().items()]
     apart, close = edges()

@@ -81,10 +81,11 @@ def normal(words):
     return np.concatenate([radii * np.cos(angles), radii * np.sin(angles)], 1)
 
 
-def noise(key, step, name, shape, *, multiplier, sensitivity, member=0):
+def noise(key, step, name, shape, *, multiplier, sensitivity, member=0, tags=None):
     """Return the noise of one entry in float64, before it is rounded."""
     deviation, count = multiplier * sensitivity, math.prod(shape)
-    place = ["noise", member, name, str(list(shape)), float(multiplier), deviation, 0]
+    tags = [float(multiplier), deviation] if tags is None else tags
+    place = ["noise", member, name, str(list(shape)), *tags, 0]
     own, nonce = digest(key, place, 32), bytes(4) + step.to_bytes(8, "little")
     blocks = math.ceil(count / TILE) * (TILE // 8)
     drawn = normal(chacha20(own, nonce, 0, blocks)).reshape(-1)[:count]

@@ -13,10 +13,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._pytree import GetAttrKey as GetAttrKey
 from torch.utils._pytree import TreeSpec as TreeSpec
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_structure
+from torch.utils._pytree import keystr as keystr
 from torch.utils._pytree import register_pytree_node as register_pytree_node
+from torch.utils._pytree import tree_flatten_with_path, tree_structure
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_map_with_path as tree_map_with_path
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from vgrad import checks

@@ -7,7 +7,7 @@ import vgrad
 from tests import streams
 from tests.accelerator import device
 from tests.dp.runs import KEY
-from vgrad.dp import noise
+from vgrad.dp import noise, noising
 
 HERE = device.NAME
 SIZES = {"noise_multiplier": 1.5, "key": KEY}
@@ -45,7 +45,7 @@ def test_a_graph_draws_words_where_its_tensors_are():
     drawn = at(7).drawn(sums(HERE))
     assert drawn.words is None
     assert {each.device.type for each in drawn.stream} == {HERE}
-    found = drawn.added(sums(HERE))
+    found, _ = drawn.added(sums(HERE))
     for name, value in at(7).added(sums("cpu")).items():
         assert torch.equal(found[name].cpu(), value)
 
@@ -115,3 +115,58 @@ def test_a_private_step_copies_nothing():
     assert not copies
     noise_of = [ops.total() for line, ops in counts.lines().items() if "dp/" in line]
     assert sum(noise_of) < 20
+
+
+FILTERS = [
+    (noising.Filter(draws=(1.0, -0.5, -0.125, -0.0625)), False),
+    (noising.Filter(draws=(1.0, -0.5, -0.125, -0.0625)), True),
+    (noising.Filter(feedback=(0.8, 0.4, 0.3, 0.1)), False),
+    (noising.Filter(decays=(0.9, 0.3), scales=(0.2, 0.4)), False),
+    (noise.INDEPENDENT, False),
+]
+
+
+def taken(here, steps, kind, held=None, history=()):
+    """Take steps with correlated noise, of a deviation that is a tensor."""
+    found, place = [], {"dtype": torch.float64, "device": here["a"].device}
+    bound = torch.full((), 0.4, **place)
+    own = {"filter": kind[0], "cached": kind[1], "streams": held or noise.Streams()}
+    for step in steps:
+        own |= {"step": step, "history": history, **SIZES}
+        noise_of = noise.gaussian_noise("f", vgrad.Sensitivity(bound), **own)
+        noisy, history = noise_of.advanced(here)
+        found.append(noisy)
+    return found, history
+
+
+@pytest.mark.parametrize("kind", FILTERS, ids=str)
+@pytest.mark.parametrize("small", [False, True])
+def test_correlated_noise_is_that_of_the_host(kind, small):
+    with pytest.MonkeyPatch.context() as patch:
+        if small:  # groups of numbers, and each step for itself
+            patch.setattr(noise, "ON_DEVICE", 2**12)
+            patch.setattr(noise, "_MOST_ON_DEVICE", 2**13)
+        found, history = taken(sums(HERE), range(8), kind)
+    expected, last = taken(sums("cpu"), range(8), kind)
+    for noisy, other in zip(found, expected, strict=True):
+        for name, value in other.items():
+            assert noisy[name].device.type == HERE
+            assert torch.equal(noisy[name].cpu(), value)
+    for buffer, other in zip(
+        getattr(history, "buffers", ()), getattr(last, "buffers", ()), strict=True
+    ):
+        for name, value in other.items():
+            assert buffer[name].device.type == HERE
+            torch.testing.assert_close(buffer[name].cpu(), value, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", FILTERS, ids=str)
+def test_correlated_steps_in_a_row_copy_nothing_and_launch_little(kind):
+    held, here = noise.Streams(), sums(HERE)
+    _, history = taken(here, range(6), kind, held)
+    with device.counted() as counts:
+        taken(here, [6], kind, held, history)
+    assert not counts.of("to_host")
+    assert not counts.of("to_device")
+    assert not counts.of("wait")
+    assert counts.of("launch") < 48, counts.lines()

@@ -18,6 +18,7 @@ from vgrad.cli import models
 from vgrad.cli.settings import TABLE, check, optional, parsed, several, shape_of
 from vgrad.files import Description
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
+from vgrad.training.state import with_history
 from vgrad.typing import Buffers, Params, Tree
 from vgrad_command import MOST_EPOCHS, TEXT, number, whole
 
@@ -68,6 +69,7 @@ def check_entries(before: Description) -> None:
 
 def restored(template: Tree, tensors: dict[str, Tensor]) -> Tree:
     """Return a template with the tensors read; a ValueError if they do not fit."""
+    template = with_history(template, tensors)
     tree.check_fit(STATE, tree.state_dict(template), tensors)
     return tree.load_state_dict(template, tensors)
 

@@ -49,7 +49,7 @@ from vgrad.persample.clipped import ClippedGradFn, ClippedSum
 from vgrad.persample.engine import Call, Chunk
 from vgrad.torch_private import shards
 from vgrad.tree import wide
-from vgrad.typing import Params
+from vgrad.typing import Params, Tree
 
 BITS = 24
 """A deviation of the noise is 2^24 steps of the grid."""
@@ -228,6 +228,10 @@ class DiscreteNoise:
                 total = (total.detach().double() / grid).round()
             noisy[name] = ((total + noise).double() * grid).to(wide(dtype))
         return noisy
+
+    def advanced(self, sums: Params) -> tuple[Params, Tree]:
+        """Add noise, and return its history, none."""
+        return self.added(sums), ()
 
     def _check(self, name: str, total: Tensor) -> None:
         function = f"add_noise(sums[{name!r}])"

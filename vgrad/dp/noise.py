@@ -51,9 +51,10 @@ them a new key.
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -64,8 +65,10 @@ from vgrad import checks, generators
 from vgrad.batches import Sensitivity
 from vgrad.devices import HOST, is_host
 from vgrad.dp import chacha
+from vgrad.dp.noising import Filter
 from vgrad.torch_private import kernels, shards
-from vgrad.typing import Params
+from vgrad.tree import map_values
+from vgrad.typing import Params, Tree
 
 TILE = 8 * chacha.BLOCKS
 """Numbers that are drawn together: half their words make radii, half make angles."""
@@ -138,6 +141,10 @@ def add_gaussian_noise(
     return gaussian_noise(function, sensitivity, **numbers).added(sums, member)
 
 
+INDEPENDENT = Filter((1.0,))
+"""The filter of noise that is independent at each step."""
+
+
 def gaussian_noise(
     function: str,
     sensitivity: Sensitivity,
@@ -146,33 +153,169 @@ def gaussian_noise(
     key: Tensor,
     step: int,
     streams: "Streams | None" = None,
+    filter: Filter = INDEPENDENT,
+    cached: bool = False,
+    first: int = 0,
+    history: Tree | None = None,
 ) -> "Noise":
-    """Return the noise of a step, from streams that its run may hold."""
+    """Return the noise of a step, from streams that its run may hold.
+
+    Noise of a filter starts at the step `first`, and takes the history that the step
+    before has returned; None where nobody keeps one.
+    """
     check_sensitivity(function, sensitivity)
     checks.non_negative(function, noise_multiplier=noise_multiplier)
     checks.finite(function, noise_multiplier=noise_multiplier)
-    deviation = noise_multiplier * sensitivity.value
-    if noise_multiplier != 0 and not _LEAST < deviation < 1 / _LEAST:
+    deviation: Any = noise_multiplier * sensitivity.value
+    known = not isinstance(deviation, Tensor) and noise_multiplier != 0
+    if known and not _LEAST < deviation < 1 / _LEAST:
         raise ValueError(
             f"{function}(noise_multiplier={noise_multiplier!r}, {sensitivity}): "
             f"expected a standard deviation between {_LEAST} and {1 / _LEAST}, got "
             f"{deviation!r}. Clip to another norm."
         )
-    [step] = checks.whole(function, least=0, step=step)
+    [step] = checks.whole(function, least=first, step=step)
     checks.between(function, -1, 2**63, step=step)
     generators.check_key(function, key)
-    return Noise(key, step, float(noise_multiplier), deviation, streams or Streams())
+    own = streams or Streams(), filter if noise_multiplier else INDEPENDENT
+    kept = (cached and history is not None), first, history
+    noise = Noise(key, step, float(noise_multiplier), deviation, *own, *kept)
+    return replace(noise, history=noise.checked_history(function))
+
+
+class Recurrence(NamedTuple):
+    """The noise x of draws z, from buffers that a run keeps in float64.
+
+    `x_t = sum_j draws[j] z_(t-j) + sum_i weights[i] buffers[i]`. The next buffers are
+    `decays[i] buffers[i] + x_t`; without decays they are the last x, or the last z.
+    """
+
+    draws: tuple[float, ...]
+    weights: tuple[float, ...] = ()
+    decays: tuple[float, ...] = ()
+    of_draws: bool = False
+
+    @classmethod
+    def of(cls, filter: Filter, *, cached: bool = False) -> "Recurrence":
+        """Return the recurrence of a filter, whose earlier draws may be cached."""
+        if filter.feedback:
+            first, *others = filter.feedback
+            return cls((1 / first,), tuple(-each / first for each in others))
+        if filter.decays:
+            return cls((1.0,), tuple(-each for each in filter.scales), filter.decays)
+        if cached:
+            return cls(filter.draws[:1], filter.draws[1:], of_draws=True)
+        return cls(filter.draws)
+
+    @property
+    def made(self) -> int:
+        """The number of buffers that a step makes: the others are earlier ones."""
+        return len(self.decays) or min(len(self.weights), 1)
+
+    def combined(self, draws: Iterable[Any]) -> Any:
+        """Return the sum of draws, the last one first, each with its weight."""
+        total: Any = None
+        for weight, draw in zip(self.draws, draws, strict=False):  # fewer at the start
+            term = draw if weight == 1 else draw * weight
+            total = term if total is None else total + term
+        return total
+
+    def filtered(self, drawn: Any, last: Any, old: Sequence[Any]) -> tuple[Any, list]:
+        """Return x and new buffers, of the sum of draws and the last one of them."""
+        x = drawn
+        for weight, buffer in zip(self.weights, old, strict=True):
+            x = x + weight * buffer
+        if self.decays:
+            pairs = zip(self.decays, old, strict=True)
+            return x, [decay * buffer + x for decay, buffer in pairs]
+        return x, [last if self.of_draws else x][: self.made]
+
+    def shifted(self, new: Iterable[Any], old: Iterable[Any]) -> tuple[Any, ...]:
+        """Return the buffers of the next step, without copies of old ones."""
+        return (*new, *old)[: len(self.weights)]
+
+
+class NoiseHistory(NamedTuple):
+    """The part of a state on which noise correlated over steps depends; it is secret.
+
+    Attributes:
+        step: the number of steps taken, int64 without dimensions.
+        identity: a hash of the key and the plan of the noise, uint8 `[32]`.
+        buffers: noise of earlier steps, or sums of it, in units of the deviation: like
+            the parameters, in float64. Where all noise follows from the key, none.
+    """
+
+    step: Tensor
+    identity: Tensor
+    buffers: tuple[Params, ...]
+
+    def __repr__(self) -> str:
+        return "NoiseHistory(<secret>)"
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The noise of a step: normal numbers of a deviation, from streams of a key."""
+    """The noise of a step: normal numbers of a deviation, from streams of a key.
+
+    A filter may make it depend on the draws of earlier steps, back to the step `first`.
+    A deviation that changes over steps is a tensor without dimensions.
+    """
 
     key: Tensor = field(repr=False)  # no log or traceback holds it
     step: int
     multiplier: float
-    deviation: float
+    deviation: float | Tensor
     streams: "Streams"
+    filter: Filter
+    cached: bool
+    first: int
+    history: Any = field(repr=False)
+
+    @cached_property
+    def recurrence(self) -> Recurrence:
+        """The recurrence of the filter."""
+        return Recurrence.of(self.filter, cached=self.cached)
+
+    @property
+    def correlated(self) -> bool:
+        """Whether noise depends on the draws of earlier steps."""
+        return len(self.recurrence.draws + self.recurrence.weights) > 1
+
+    def checked_history(self, function: str) -> Tree:
+        """Return the history, none before the first step; refuse another run's."""
+        history, count = self.history, len(self.recurrence.weights) * (not self.cached)
+        if history is None and count:
+            raise ValueError(
+                f"{function}: expected noise that follows from the key and the step, "
+                f"got a plan whose noise depends on buffers, which private_step and "
+                f"PrivateGradients keep in their states. Take one of those, or a plan "
+                f"with bisr or band_inv_mf."
+            )
+        if history is None or not self.correlated or self.step == self.first:
+            return ()
+        if not isinstance(history, NoiseHistory):
+            got = "none"
+        elif (taken := int(history.step)) != self.step:
+            got = f"one of {taken} steps"
+        elif not torch.equal(history.identity.cpu(), _identity(self.key)):
+            got = "one of another key or plan"
+        elif len(history.buffers) != count:
+            got = f"one of {len(history.buffers)} buffers"
+        else:
+            return history
+        raise ValueError(
+            f"{function}: expected the history of noise that {self.step} steps of "
+            f"this run left in its state, with {count} buffers, got {got}. Noise that "
+            f"is correlated over steps goes on from its last state alone: keep all "
+            f"fields of a state together. A run of a new key needs plan.after(...)."
+        )
+
+    @property
+    def tags(self) -> tuple[generators.Tag, ...]:
+        """The numbers on which streams depend, besides the key."""
+        if self.correlated or isinstance(self.deviation, Tensor):
+            return ("unit",)
+        return self.multiplier, self.deviation
 
     def added(self, sums: Params, member: int = 0) -> Params:
         """Draw the noise of a member's sums, and add it."""
@@ -182,49 +325,124 @@ class Noise:
 
     def added_to(self, sums: dict["Entry", Tensor]) -> dict["Entry", Tensor]:
         """Draw the noise of sums of several members, and add it."""
+        return self._run(sums, ())[0]
+
+    def advanced(self, sums: Params) -> tuple[Params, Tree]:
+        """Draw the noise of sums, and add it; return the history of the next step."""
+        noisy, buffers = self._advanced(sums, self._buffers(sums))
+        return noisy, self._next(sums, buffers)
+
+    def _advanced(self, sums: Params, old: Sequence[Params]) -> tuple[Params, tuple]:
+        """Return sums with noise, and the buffers of the next step."""
+        entries, *before = (
+            {(0, n): x for n, x in each.items()} for each in (sums, *old)
+        )
+        noisy, new = self._run(entries, before)
+        noisy, *named = ({n: x for (_, n), x in each.items()} for each in (noisy, *new))
+        return noisy, self.recurrence.shifted(named, old)
+
+    def _next(self, sums: Params, buffers: tuple[Params, ...]) -> Tree:
+        """Return the history of the next step, which has no cache in it."""
+        if not self.correlated:
+            return ()
+        if self.cached:
+            self.streams.cache = (*self._kind(sums), self.step + 1), buffers
+            buffers = ()
+        return NoiseHistory(torch.tensor(self.step + 1), _identity(self.key), buffers)
+
+    def _buffers(self, sums: Params) -> tuple[Params, ...]:
+        """Return the buffers before this step, zeros at the first one."""
+        if self.history and not self.cached:
+            for buffer in self.history.buffers:
+                _check_buffer(buffer, sums)
+            return self.history.buffers
+        count = len(self.recurrence.weights)
+        known, buffers = self.streams.cache
+        if count and known == (*self._kind(sums), self.step):
+            return buffers
+        buffers = tuple(map_values(buffer_like, sums) for _ in range(count))
+        for step in range(
+            max(self.first, self.step - count), self.step if count else 0
+        ):
+            _, buffers = replace(self, step=step)._advanced(sums, buffers)
+        return buffers
+
+    def _kind(self, sums: Params) -> tuple:
+        """Return all that cached draws depend on, but the step."""
+        parts = tuple((name, _part(total)) for name, total in sums.items())
+        return bytes(self.key.cpu().numpy()), parts
+
+    def _run(
+        self, sums: dict["Entry", Tensor], old: Sequence[dict["Entry", Tensor]]
+    ) -> tuple[dict["Entry", Tensor], list[dict["Entry", Tensor]]]:
+        """Return sums with noise, and new buffers."""
         _check_sums(sums)
-        if not self.deviation:
-            return {entry: _released(total, total) for entry, total in sums.items()}
+        if not self.multiplier:
+            return {entry: _released(total, total) for entry, total in sums.items()}, []
         devices: dict[torch.device, dict[Entry, Tensor]] = {}
         for entry, total in sums.items():
             devices.setdefault(_drawn_on(total.device), {})[entry] = total
-        noisy: dict[Entry, Tensor] = {}
+        found: dict[Entry, list[Tensor]] = {}
         for device, some in devices.items():
-            noisy |= self._added_on(device, some)
-        return {entry: noisy[entry] for entry in sums}
+            found |= self._run_on(device, some, old)
+        places = range(1 + self.recurrence.made)
+        noisy, *new = ({entry: found[entry][i] for entry in sums} for i in places)
+        return noisy, new
 
-    def _added_on(
-        self, device: torch.device, sums: dict["Entry", Tensor]
-    ) -> dict["Entry", Tensor]:
+    def _run_on(
+        self,
+        device: torch.device,
+        sums: dict["Entry", Tensor],
+        old: Sequence[dict["Entry", Tensor]],
+    ) -> dict["Entry", list[Tensor]]:
         parts = {entry: _part(total) for entry, total in sums.items()}
-        flat, noisy = {}, {}
+        flat, results = {}, {}
         for entry, total in sums.items():
             local = _local(total).detach().to(device, _wide(total))
             flat[entry] = local.reshape(-1)
-            noisy[entry] = local.new_empty(local.shape)  # row by row
-        add = self._add_on_host if is_host(device) else self._add_on_device
-        add(parts, flat, {entry: value.view(-1) for entry, value in noisy.items()})
-        return {entry: _finished(noisy[entry], sums[entry]) for entry in sums}
+            kinds = [local.dtype] + [torch.float64] * self.recurrence.made
+            results[entry] = [local.new_empty(local.shape, dtype=x) for x in kinds]
+        before = [{e: _local(each[e]).reshape(-1) for e in sums} for each in old]
+        into = {e: [each.view(-1) for each in made] for e, made in results.items()}
+        run = self._run_on_host if is_host(device) else self._run_on_device
+        run(parts, flat, before, into)
+        return {
+            entry: [_finished(made[0], sums[entry])]
+            + [_like(each, sums[entry]) for each in made[1:]]
+            for entry, made in results.items()
+        }
 
-    def _add_on_host(self, parts: dict["Entry", "Part"], sums: Any, noisy: Any) -> None:
+    def _run_on_host(
+        self, parts: dict["Entry", "Part"], sums: Any, old: Any, into: Any
+    ) -> None:
         """Add noise to flat sums, on all threads, each in a part of its cache."""
-        count = sum(map(len, sums.values()))
+        count, recurrence = sum(map(len, sums.values())), self.recurrence
         share = max(count // (2 * torch.get_num_threads()), 1)
         size = min(max(_LEAST_ON_HOST, 2 ** (share.bit_length() - 1)), _MOST_ON_HOST)
         layout = self.streams.layout(self, parts, HOST, size, size)
-        grid = _grid(self.deviation)
+        deviation = float(self.deviation)
+        grid = _grid(deviation)
         sums = {entry: total.numpy() for entry, total in sums.items()}
-        noisy = {entry: value.numpy() for entry, value in noisy.items()}
+        old = [{entry: x.numpy() for entry, x in each.items()} for each in old]
+        into = {entry: [x.numpy() for x in made] for entry, made in into.items()}
 
         def add(number: int) -> None:
             try:
                 memory = layout.memory.pop()
             except IndexError:  # other threads have the rest
                 memory = Memory.of(size // TILE)
-            words = layout.words(number, self.step, memory.words)
-            noise = normals_of_host(memory, len(words)).reshape(-1)
-            noise *= self.deviation
             group, near = layout.groups[number], True
+            draws = self._draws_on_host(layout, number, memory)
+            last = next(draws)
+            noise = recurrence.combined(chain((last,), draws))
+            for piece in group if recurrence.weights else ():
+                places, entries = piece.places(), piece.entries
+                before = [each[piece.entry][entries] for each in old]
+                x, new = recurrence.filtered(noise[places], last[places], before)
+                for buffer, numbers in zip(into[piece.entry][1:], new, strict=True):
+                    buffer[entries] = numbers
+                noise[places] = x
+            noise *= deviation
             for piece in group:
                 total = sums[piece.entry][piece.entries]
                 near = near and _near_zero(total, grid)
@@ -237,29 +455,54 @@ class Noise:
                 noise = _rounded(torch.from_numpy(noise), grid).numpy()
             with np.errstate(over="ignore"):  # it is infinite, as in torch
                 for piece in group:
-                    noisy[piece.entry][piece.entries] = noise[piece.places()]
+                    into[piece.entry][0][piece.entries] = noise[piece.places()]
             layout.memory.append(memory)
 
         works = [partial(add, number) for number in range(len(layout.groups))]
         generators.on_threads(works, count)
 
-    def _add_on_device(
-        self, parts: dict["Entry", "Part"], sums: Any, noisy: Any
+    @property
+    def _steps(self) -> range:
+        """The steps whose draws are combined, the last one first."""
+        least = max(self.first, self.step + 1 - len(self.recurrence.draws))
+        return range(self.step, least - 1, -1)
+
+    def _draws_on_host(
+        self, layout: "_Layout", number: int, memory: "Memory"
+    ) -> Iterator[np.ndarray]:
+        for step in self._steps:  # earlier ones one after the other in one memory
+            own = memory if step == self.step else memory._replace(words=memory.earlier)
+            words = layout.words(number, step, own.words)
+            yield normals_of_host(own, len(words)).reshape(-1)
+
+    def _run_on_device(
+        self, parts: dict["Entry", "Part"], sums: Any, old: Any, into: Any
     ) -> None:
         """Add noise to flat sums, in few ops for all of them."""
-        [device] = {each.device for each in noisy.values()}
-        sizes = ON_DEVICE, _MOST_ON_DEVICE
+        [device] = {made[0].device for made in into.values()}
+        sizes, recurrence = (ON_DEVICE, _MOST_ON_DEVICE), self.recurrence
         layout = self.streams.layout(self, parts, device, *sizes)
+        grid = _grid(self.deviation)
         for number, group in enumerate(layout.groups):
-            noise = layout.noise(number, self.step)
-            noise = _joined([noise[piece.places(device)] for piece in group])
-            some = _joined([sums[piece.entry][piece.entries] for piece in group])
-            values = (noise * self.deviation).add_(some.double())
-            values = _rounded(values, _grid(self.deviation))
-            into = [noisy[piece.entry][piece.entries] for piece in group]
-            if len(dtypes := {each.dtype for each in into}) == 1:
-                values = values.to(*dtypes)
-            kernels.copy_all_(into, values.split([*map(len, into)]))
+
+            def of_group(values: Any, group: list[Piece] = group) -> Tensor:
+                return _joined([values[piece.entry][piece.entries] for piece in group])
+
+            def placed(draws: Tensor, group: list[Piece] = group) -> Tensor:
+                return _joined([draws[piece.places(device)] for piece in group])
+
+            draws = layout.noise(number, self._steps)
+            last = next(draws)
+            drawn = placed(recurrence.combined(chain((last,), draws)))
+            last = placed(last) if recurrence.of_draws else drawn
+            noise, new = recurrence.filtered(drawn, last, [*map(of_group, old)])
+            values = (noise * self.deviation).add_(of_group(sums).double())
+            values = _rounded(values, grid)
+            for place, numbers in enumerate((values, *new)):
+                target = [into[piece.entry][place][piece.entries] for piece in group]
+                if len(dtypes := {each.dtype for each in target}) == 1:
+                    numbers = numbers.to(*dtypes)
+                kernels.copy_all_(target, numbers.split([*map(len, target)]))
 
     def drawn(self, sums: Params) -> "Drawn | None":
         """Return the noise as an input of a graph; None where eager mode has to add."""
@@ -267,41 +510,70 @@ class Noise:
         _check_sums(entries)
         devices = {total.device for total in sums.values()}
         sharded = any(map(shards.is_distributed, sums.values()))
-        if not self.deviation or sharded or {*map(_drawn_on, devices)} != devices:
+        if not self.multiplier or sharded or {*map(_drawn_on, devices)} != devices:
             return None
         [device] = devices
         parts = {entry: _part(total) for entry, total in entries.items()}
         layout = self.streams.layout(self, parts, device, chacha.TILES * TILE)
-        if is_host(device):
-            return Drawn(layout.words(0, self.step), None, self.deviation)
-        nonce = chacha.nonces(torch.full((1,), self.step, device=device))
-        return Drawn(None, (*layout.table(0), nonce), self.deviation)
+        own = self.deviation, self.recurrence, self._buffers(sums)
+        count = len(self.recurrence.draws)
+        steps = torch.arange(self.step, self.step - count, -1, device=device)
+        weights = None if count == 1 else (steps >= self.first).double()
+        if not is_host(device):
+            stream = (*layout.table(0), chacha.nonces(steps))
+            return Drawn(None, stream, weights, *own)
+        words = [layout.words(0, step) for step in self._steps]
+        words += [torch.zeros_like(words[0]) for _ in range(count - len(words))]
+        return Drawn(tuple(words), None, weights, *own)
+
+    def after(self, drawn: "Drawn", sums: Params, new: Sequence[Params]) -> Tree:
+        """Return the history of the next step, from the new buffers of a graph."""
+        return self._next(sums, self.recurrence.shifted(new, drawn.buffers))
 
 
 class Drawn(NamedTuple):
-    """The noise of a step for a graph: words, or the keys and the nonce of them."""
+    """The noise of a step for a graph: words, or the keys and nonces of them."""
 
-    words: Tensor | None
-    stream: tuple[Tensor, Tensor, Tensor] | None  # keys and numbers of tiles, a nonce
-    deviation: float
+    words: tuple[Tensor, ...] | None  # of this step and of earlier ones
+    stream: tuple[Tensor, Tensor, Tensor] | None  # keys and numbers of tiles, nonces
+    weights: Tensor | None  # [K], zeros before the first step
+    deviation: float | Tensor
+    recurrence: Recurrence
+    buffers: tuple[Params, ...]
 
-    def added(self, sums: Params) -> Params:
-        """Add the noise, as a function of tensors."""
+    def added(self, sums: Params) -> tuple[Params, list[Params]]:
+        """Add the noise, as a function of tensors; return new buffers too."""
         words: Any = self.words
         if self.stream is not None:
-            keys, tiles, nonce = self.stream
-            words = chacha.keystream(keys, nonce, tiles, unrolled=True)
-        noise, noisy = normals(words).reshape(-1), {}
+            keys, tiles, nonces = self.stream
+            words = chacha.keystream(keys, nonces, tiles, unrolled=True)
+            words = words.unbind()
+        draws, recurrence = [*map(_pairs, words)], self.recurrence
+        if self.weights is not None:
+            weights = self.weights.unbind()
+            draws = [(a * w, b * w) for (a, b), w in zip(draws, weights, strict=True)]
+        # Both numbers of a pair apart, so that a compiler joins all of it.
+        halves = [*map(recurrence.combined, zip(*draws, strict=True))], draws[0]
+        both = [torch.stack([*pair], -2).reshape(-1) for pair in halves]
+        noisy, made, start, grid = {}, {}, 0, _grid(self.deviation)
         for name, total in sums.items():
-            own = noise[: total.numel()].view(total.shape)
-            value = own * self.deviation + total.double()
-            noisy[name] = _rounded(value, _grid(self.deviation)).to(_wide(total))
-            noise = noise[TILE * math.ceil(total.numel() / TILE) :]
-        return noisy
+            own = [x[start : start + total.numel()].view(total.shape) for x in both]
+            before = [each[name] for each in self.buffers]
+            noise, made[name] = recurrence.filtered(*own, before)
+            value = noise * self.deviation + total.double()
+            noisy[name] = _rounded(value, grid).to(_wide(total))
+            start += TILE * math.ceil(total.numel() / TILE)
+        places = range(recurrence.made)
+        return noisy, [{name: new[i] for name, new in made.items()} for i in places]
 
 
 def normals(words: Tensor) -> Tensor:
     """Make normal numbers of words, int64 `[..., 2, n]` -> float64 `[..., 2, n]`."""
+    return torch.stack(_pairs(words), -2)
+
+
+def _pairs(words: Tensor) -> tuple[Tensor, Tensor]:
+    """Make pairs of normal numbers of words, int64 `[..., 2, n]`."""
     first, second = words.unbind(-2)
     # 63 bits of one word, then 11 of the other: above zero, at most 1. In float64 the
     # last ones count where the number is small.
@@ -312,13 +584,14 @@ def normals(words: Tensor) -> Tensor:
     # - 1 and whose sine 2 tan(t / 2) / (1 + tan(t / 2)^2), which is faster than both.
     tangent = (second >> 11).double().mul_(math.pi * 2.0**-53).tan()
     scale = (radius / tangent.square().add_(1)).mul_(2)
-    return torch.stack([scale - radius, tangent.mul_(scale)], -2)
+    return scale - radius, tangent.mul_(scale)
 
 
 class Memory(NamedTuple):
     """Memory of a host for words, and for the normal numbers that replace them."""
 
     words: Tensor
+    earlier: Tensor  # words of an earlier step; memory that is not used costs nothing
     radius: np.ndarray
     tangent: np.ndarray
     scale: np.ndarray
@@ -327,10 +600,10 @@ class Memory(NamedTuple):
     @classmethod
     def of(cls, tiles: int) -> "Memory":
         """Return memory for so many tiles."""
-        words = np.empty((tiles, 2, TILE // 2), np.int64)
+        words, earlier = (np.empty((tiles, 2, TILE // 2), np.int64) for _ in range(2))
         kinds = np.float64, np.float64, np.float64, np.bool_
         rest = (np.empty((tiles, TILE // 2), kind) for kind in kinds)
-        return cls(torch.from_numpy(words), *rest)
+        return cls(torch.from_numpy(words), torch.from_numpy(earlier), *rest)
 
 
 def normals_of_host(memory: Memory, tiles: int) -> np.ndarray:
@@ -338,7 +611,7 @@ def normals_of_host(memory: Memory, tiles: int) -> np.ndarray:
 
     MKL, which torch calls, would start threads in every thread that calls it.
     """
-    radius, tangent, scale, small = (numbers[:tiles] for numbers in memory[1:])
+    radius, tangent, scale, small = (numbers[:tiles] for numbers in memory[2:])
     bits, whole = memory.words[:tiles].numpy(), scale.view(np.int64)
     np.bitwise_and(bits[:, 0], 2**63 - 1, out=whole)
     np.copyto(radius, whole)
@@ -379,16 +652,18 @@ class Streams:
 
     def __init__(self) -> None:
         self._layouts: dict[tuple, tuple[tuple, _Layout]] = {}
+        # The last draws of a run, of numbers that are drawn again where they are lost.
+        self.cache: tuple[Any, tuple[Params, ...]] = None, ()
 
     def __reduce__(self) -> tuple:
-        return Streams, ()  # no file has the keys
+        return Streams, ()  # no file has the keys, nor draws
 
     def layout(
         self, noise: Noise, parts: dict[Entry, "Part"], *place: Any
     ) -> "_Layout":
         """Return the tiles of parts of tensors: on a device, in groups of some size."""
         key = bytes(noise.key.cpu().numpy())
-        kind = key, noise.multiplier, noise.deviation, tuple(parts.items())
+        kind = key, noise.tags, tuple(parts.items())
         known = self._layouts.get(place)
         if known is None or known[0] != kind:
             known = self._layouts[place] = kind, _Layout(noise, parts, *place)
@@ -396,7 +671,7 @@ class Streams:
 
 
 _NOTHING = -1, torch.empty(0)
-"""The noise of no steps, from the first one on."""
+"""The draws of no steps, from the first one on."""
 
 
 class _Layout:
@@ -423,8 +698,7 @@ class _Layout:
             for block in block_parts(part, size):
                 number, tile = divmod(block.number * (size // TILE), chacha.TILES)
                 if number not in keys:
-                    tags = *place, noise.multiplier, noise.deviation, number
-                    own = generators.fold_in(noise.key, *tags)
+                    own = generators.fold_in(noise.key, *place, *noise.tags, number)
                     keys[number] = own.numpy().tobytes()
                 tiles = math.ceil(block.count / TILE)
                 if count and count + tiles * TILE > most:
@@ -434,21 +708,26 @@ class _Layout:
                 self.groups[-1].append(Piece(keys[number], tile, tiles, *of))
                 count += tiles * TILE
 
-    def noise(self, number: int, step: int) -> Tensor:
-        """Draw the normal numbers of a group at a step, by ops of tensors."""
+    def noise(self, number: int, steps: range) -> Iterator[Tensor]:
+        """Draw the normal numbers of a group at some steps, by ops of tensors."""
         first, drawn = self._ahead
-        if len(self.groups) == 1 and first <= step < first + len(drawn):
-            return drawn[step - first]
+        step, low = steps[0], steps[-1]
+        if len(self.groups) > 1 or not first <= low <= step < first + len(drawn):
+            keys, _ = self.table(number)
+            # Each op draws for the next steps too, where one step has few numbers.
+            most = ON_DEVICE // (TILE * len(keys)) if len(self.groups) == 1 else 1
+            if most <= len(steps):
+                yield from (self._drawn(number, step, 1)[0] for step in steps)
+                return
+            count = most if step == first + len(drawn) else len(steps)
+            first, drawn = self._ahead = low, self._drawn(number, low, count)
+        yield from (drawn[each - first] for each in steps)
+
+    def _drawn(self, number: int, step: int, count: int) -> Tensor:
         keys, tiles = self.table(number)
-        # Each op draws for the next steps too, where one step has few numbers.
-        most = ON_DEVICE // (TILE * len(keys)) if len(self.groups) == 1 else 1
-        count = max(1, most) if step == first + len(drawn) else 1
         steps = torch.arange(count, device=self._device) + step
         words = chacha.keystream(keys, chacha.nonces(steps), tiles)
-        drawn = normals(words).view(count, -1)
-        if most > 1:
-            self._ahead = step, drawn
-        return drawn[0]
+        return normals(words).view(count, -1)
 
     def words(self, number: int, step: int, memory: Tensor | None = None) -> Tensor:
         """Draw the words of a group at a step on the host, int64 `[N, 2, 256]`.
@@ -600,8 +879,12 @@ def _joined(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def _grid(deviation: float) -> float:
-    return 2.0 ** math.floor(math.log2(deviation * _GRID))
+def _grid(deviation: Any) -> Any:
+    """Return the largest power of two that is at most 2^-16 deviations."""
+    if isinstance(deviation, Tensor):  # its exponent alone, without a wait
+        bits = (deviation.double() * _GRID).view(torch.int64)
+        return (bits & (0x7FF << 52)).view(torch.float64)
+    return 2.0 ** (math.frexp(deviation * _GRID)[1] - 1)
 
 
 def _near_zero(values: np.ndarray, grid: float) -> bool:
@@ -612,7 +895,7 @@ def _near_zero(values: np.ndarray, grid: float) -> bool:
     )
 
 
-def _rounded(values: Tensor, grid: float) -> Tensor:
+def _rounded(values: Tensor, grid: float | Tensor) -> Tensor:
     """Round float64 numbers to a grid, without -0.0."""
     # Products with powers of two are exact. No compiler leaves out a function, as it
     # may the addition and subtraction of a large number.
@@ -627,7 +910,22 @@ def _finished(noisy: Tensor, total: Tensor) -> Tensor:
     if (local := _local(total)).requires_grad and torch.is_grad_enabled():
         near = noisy - (local.detach() - local)  # a zero, that has the derivative
         noisy = torch.where(local.isfinite(), near, local)
-    return shards.like(total, noisy) if shards.is_distributed(total) else noisy
+    return _like(noisy, total)
+
+
+def _like(local: Tensor, total: Tensor) -> Tensor:
+    return shards.like(total, local) if shards.is_distributed(total) else local
+
+
+def buffer_like(total: Tensor) -> Tensor:
+    """Return zeros of a buffer for a sum, where noise is drawn for it."""
+    size, device = _local(total).shape, _drawn_on(total.device)
+    return _like(torch.zeros(size, dtype=torch.float64, device=device), total)
+
+
+def _identity(key: Tensor) -> Tensor:
+    """Return a hash of the key and, since that depends on it, the plan of noise."""
+    return generators.fold_in(key, "history")
 
 
 def _released(value: Tensor, total: Tensor) -> Tensor:
@@ -651,6 +949,21 @@ def _check_sums(sums: dict[Entry, Tensor]) -> None:
             )
 
 
+def _check_buffer(buffer: Params, sums: Params) -> None:
+    """Refuse a buffer of noise that is not like the sums."""
+    function = "private noise(history)"
+    checks.names(function, sums, buffer)
+    for name, total in sums.items():
+        part, expected = _part(buffer[name]), (_part(total), torch.float64)
+        if (part, buffer[name].dtype) != expected:
+            raise ValueError(
+                f"{function}: expected a buffer like {name!r}, the same part of "
+                f"{tuple(total.shape)} in float64, got {tuple(part.sizes)} at "
+                f"{tuple(part.offsets)} of {tuple(part.shape)} in "
+                f"{buffer[name].dtype}. Shard or move a state as a whole."
+            )
+
+
 def check_sensitivity(function: str, sensitivity: Any) -> None:
     """Refuse numbers, and an infinite sensitivity."""
     if not isinstance(sensitivity, Sensitivity):
@@ -660,7 +973,9 @@ def check_sensitivity(function: str, sensitivity: Any) -> None:
             f"Sensitivity of the sum, got a {kind}. Take the one that comes with the "
             f"sum, clipped_grad(...).sensitivity."
         )
-    if not math.isfinite(sensitivity.value):
+    if not isinstance(sensitivity.value, Tensor) and not math.isfinite(
+        sensitivity.value
+    ):
         raise ValueError(
             f"{function}(sensitivity={sensitivity!r}): expected a finite sensitivity, "
             f"got {sensitivity.value}. Clip the gradients with a finite max_norm."

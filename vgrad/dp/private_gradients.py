@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from vgrad import batches, checks
+from vgrad.dp.adaptive import count_below
 from vgrad.dp.discrete import DiscreteNoise, integer_sums
 from vgrad.dp.grouped import Augment, Grouped
-from vgrad.dp.noise import Streams
+from vgrad.dp.noise import Noise, NoiseHistory, Streams
 from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
 from vgrad.dp.sampling import PhysicalBatch, PoissonLoader, Run
 from vgrad.dp.units import UnitLoss, Units, check_units, present, units_of
@@ -196,7 +197,10 @@ class PrivateGradients:
         self._options |= {"randomness": randomness}
         self._clipped, self._function = self._clip(), self._live.function
         self._sums: Params = {}
-        self._streams = Streams()
+        self._below: Any = 0.0  # the count of norms below a bound that adapts
+        self._history: Tree = ()  # of the noise
+        self._max_norm: Tree = ()  # of the next step, where it adapts
+        self._streams, self._counts = Streams(), Streams()
 
     @property
     def model(self) -> nn.Module:
@@ -212,6 +216,11 @@ class PrivateGradients:
     def step(self) -> int:
         """The number of logical batches that were released."""
         return self._run.step
+
+    @property
+    def max_norm(self) -> Tensor | None:
+        """The bound of the next step where the plan's adapts, float64 `[]`."""
+        return self._bound(self._max_norm, self.step)
 
     @property
     def plan_digest(self) -> Tensor:
@@ -263,21 +272,26 @@ class PrivateGradients:
             with torch.no_grad(), kept_random_state(params.values()):
                 set_seed(seed, params.values())
                 batch = self._with_mask(pending, batch)
-                result = self._live.run(self._clipped, params, buffers, *batch)
-        sums, noisy = result.grads, None
+                clipped, max_norm = self._clipped, self.max_norm
+                if max_norm is not None:
+                    clipped = clipped.with_max_norm(max_norm)
+                result = self._live.run(clipped, params, buffers, *batch)
+        sums, noisy, kept = result.grads, None, ()
+        below = count_below(result) + (self._below if pending.number else 0.0)
         if pending.number:
             sums = map_values(torch.add, self._sums, sums)
         elif not pending.last and self.plan.discrete is not True:
             sums = map_values(Tensor.double, sums)
         if pending.last:
             total = {name: sums[name].to(x.dtype) for name, x in result.grads.items()}
-            place = {"key": self.key, "step": self.step}
-            own = self._clipped.sensitivity, self._streams
-            noise = self.plan.step_noise(*own, **place)
+            noise = self._noise(self.key, self.step, self._history, max_norm)
             if isinstance(noise, DiscreteNoise):
                 noise = noise.of(params)
-            noisy = noise.added(total)
-        self._commit(pending, sums, noisy)
+            noisy, history = noise.advanced(total)
+            place: Any = {"key": self.key, "step": self.step}
+            own = max_norm, below, self._counts
+            kept = history, self.plan.next_max_norm(*own, **place)
+        self._commit(pending, (sums, below), noisy, kept)
         return {
             "loss": widened(result.losses).mean(),
             "samples": torch.tensor(len(result.losses)),
@@ -313,11 +327,18 @@ class PrivateGradients:
     def state_dict(self) -> dict[str, Any]:
         """Return the key, the step and the plan, from which a run can be resumed.
 
-        It is as secret as the data: noise can be removed with the key. Save it between
-        logical batches, together with the module and the optimizer.
+        Noise that is correlated over steps has its history too, and a bound that adapts
+        is there. It is as secret as the
+        data: noise can be removed with the key. Save it between logical batches,
+        together with the module and the optimizer.
         """
-        plan = asdict(self.plan)
-        return {"key": self.key.clone(), "step": self.step, "plan": plan}
+        plan, noise = asdict(self.plan), dict[str, Any]()
+        if self._history:
+            buffers = [*map(dict, self._history.buffers)]  # a list of dictionaries
+            noise["noise"] = {**self._history._asdict(), "buffers": buffers}
+        if isinstance(self._max_norm, Tensor):
+            noise["max_norm"] = self._max_norm.clone()
+        return {"key": self.key.clone(), "step": self.step, "plan": plan, **noise}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from the result of `state_dict`: the same batches and the same noise.
@@ -325,14 +346,15 @@ class PrivateGradients:
         The rest of the epoch is the next pass. Steps that the lost run took after it
         was saved are the same releases on machines of one type. If anything else
         differs (data, criterion, learning rate, random augmentations), one of the two
-        runs needs a new key: `state["key"] = vgrad.dp.secret_key()`.
+        runs needs a new key: `state["key"] = vgrad.dp.secret_key()`. Where noise is
+        correlated over steps, it needs a plan made by `Plan.after` as well.
 
         Raises:
             ValueError: the state is not complete, or of a run with another plan. Plans
                 with more steps, or made by `Plan.after`, may continue it.
         """
         function = "PrivateGradients.load_state_dict(state)"
-        if set(state) != {"key", "step", "plan"}:
+        if {"key", "step", "plan"} != set(state) - {"noise", "max_norm"}:
             raise ValueError(
                 f"{function}: expected 'key', 'step' and 'plan', as state_dict() "
                 f"returns them, got {checks.listed(state) or 'nothing'}. The state of "
@@ -357,7 +379,21 @@ class PrivateGradients:
                 f"{function}: expected at most the {self.plan.steps} steps of the "
                 f"plan, got {step}."
             )
-        self._run.key = state["key"].cpu().clone()
+        history: Tree = ()
+        if "noise" in state:
+            checks.dictionaries(function, noise=state["noise"])
+            checks.names(f"{function}['noise']", NoiseHistory._fields, state["noise"])
+            history = NoiseHistory(**state["noise"])
+        max_norm: Any = state.get("max_norm", ())
+        if step < self.plan.steps:
+            max_norm = self._bound(max_norm, step)
+        if self.plan.noise.scheme == "independent":
+            history = ()  # of a plan before
+        elif step < self.plan.steps:
+            noise: Any = self._noise(state["key"], step, history, max_norm)
+            history = noise.history
+        self._run.key, self._history = state["key"].cpu().clone(), history
+        self._max_norm = () if max_norm is None else max_norm
         self._run.step, self._run.process = step, os.getpid()
         self.loader.restart()
         self._guard.reset()
@@ -377,12 +413,11 @@ class PrivateGradients:
 
     def _clip(self) -> ClippedGradFn:
         plan = self.plan
-        bound: Any = plan.max_norm
         copies = {"augmentations": self._copies}
         loss = sample_loss(self._live.function, self._criterion, **copies)
         clipped = clipped_grad(
             loss if self._run.units is None else UnitLoss(loss),
-            max_norm=bound,
+            max_norm=plan.first_max_norm,
             normalize_by=plan.expected_batch_size,
             **self._options,
         )
@@ -417,21 +452,47 @@ class PrivateGradients:
             )
         return pending
 
-    def _commit(self, batch: PhysicalBatch, sums: Params, noisy: Params | None) -> None:
+    def _bound(self, known: Tree, step: int) -> Tensor | None:
+        """Return the bound of a step on the module's device, None if it is fixed."""
+        device = next(iter(self._live.parameters.values())).device
+        bound = self.plan.max_norm_of(known, device, step=step)
+        return None if bound is None else bound.to(device)
+
+    def _noise(
+        self, key: Tensor, step: int, history: Tree, max_norm: Tensor | None
+    ) -> Noise | DiscreteNoise:
+        clipped = self._clipped
+        if max_norm is not None:
+            clipped = clipped.with_max_norm(max_norm)
+        place: Any = {"key": key, "step": step, "max_norm": max_norm}
+        own = clipped.sensitivity, self._streams
+        return self.plan.step_noise(*own, **place, history=history)
+
+    def _commit(
+        self,
+        batch: PhysicalBatch,
+        partial: tuple[Params, Tensor],
+        noisy: Params | None,
+        kept: tuple[Tree, ...],
+    ) -> None:
         # All or, on error, nothing.
         params = [*self._live.parameters.values()]
         grads, guard = [x.grad for x in params], vars(self._guard).copy()
-        sums_before, step = self._sums, self.step
+        before, step = (self._sums, self._below), self.step
+        of_step = self._history, self._max_norm
         try:
-            self.loader.pending, self._sums = None, sums  # the batch is not used twice
+            self.loader.pending = None  # the batch is not used twice
+            self._sums, self._below = partial
             if batch.number == 0:
                 self._guard.begin()
             if noisy is not None:
                 self._sums, self._run.step = {}, step + 1
+                self._history, self._max_norm = kept
                 write_grads_(self._live.model, noisy)
                 self._guard.release()
         except BaseException:
-            self.loader.pending, self._sums = batch, sums_before
+            self.loader.pending, (self._sums, self._below) = batch, before
+            self._history, self._max_norm = of_step
             self._run.step = step
             for parameter, grad in zip(params, grads, strict=True):
                 parameter.grad = grad

@@ -25,6 +25,7 @@ from torch import Tensor
 from vgrad import checks, files, tree
 from vgrad.ranks import RankError, Ranks
 from vgrad.torch_private import shards
+from vgrad.training.state import with_history
 from vgrad.typing import T, Tree
 
 if TYPE_CHECKING:
@@ -200,6 +201,7 @@ def load(
                     f"one with {before}. Its run would go on with other numbers: keep "
                     f"the setting, or save to another place."
                 )
+        like = with_history(like, meta.tensors)
         tree.check_fit(str(folder), tree.state_dict(like), meta.tensors)
     ranks.check_same(function, checkpoint=meta.checkpoint)
     with _all_refuse(function, ranks), torch.no_grad():

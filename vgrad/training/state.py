@@ -1,7 +1,8 @@
 """States of training, and the parts that all steps share. E members."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from itertools import count, takewhile
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -9,14 +10,22 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.checks import Patterns
+from vgrad.dp.noise import NoiseHistory, buffer_like
+from vgrad.dp.plan import Plan, check_spent
 from vgrad.ensemble.layout import Layout
 from vgrad.ensemble.optimizer import of_members
 from vgrad.generators import Tag, kept_random_state, secret_key, set_seed, torch_seed
 from vgrad.optim.base import GradientTransformation, check_transformation
 from vgrad.precision import LossScale, NoOpLossScale, Policy
 from vgrad.precision.modules import loss_under
-from vgrad.tree import map_tensors, map_values, to_device
-from vgrad.typing import Buffers, Params, Tree
+from vgrad.tree import (
+    keystr,
+    map_tensors,
+    map_values,
+    to_device,
+    tree_map_with_path,
+)
+from vgrad.typing import Buffers, Params, T, Tree
 
 State = TypeVar("State")
 Metrics = dict[str, Any]
@@ -45,6 +54,10 @@ class TrainState(NamedTuple):
         plan_digest: a hash of the plan under which private steps were taken, uint8
             `[32]`, zeros before the first one; see `dp.Plan.after`.
         loss_scale: the loss scale of the next step, a tree of tensors too.
+        noise: the `NoiseHistory` of noise that is correlated over steps, which is as
+            secret as the key; () before the first step, and of other noise.
+        max_norm: the bound of the next step, float64 without dimensions, where the
+            plan's adapts; () before the first step, and of other plans.
     """
 
     params: Params
@@ -54,6 +67,8 @@ class TrainState(NamedTuple):
     key: Tensor
     plan_digest: Tensor
     loss_scale: LossScale = NoOpLossScale()
+    noise: Tree = ()
+    max_norm: Tree = ()
 
     def __repr__(self) -> str:
         return redacted(self)
@@ -90,7 +105,7 @@ class TrainState(NamedTuple):
         start, no_plan = torch.tensor(0), torch.zeros_like(key)
         return cls(params, buffers, tx.init(params), start, key, no_plan, scale)
 
-    def fork(self) -> "TrainState":
+    def fork(self, plan: Plan | None = None) -> "TrainState":
         """Return the same state with a new secret key.
 
         A state that was copied or saved repeats its steps: that is how a run resumes.
@@ -99,13 +114,32 @@ class TrainState(NamedTuple):
         the difference of their releases shows the private data. The steps taken and
         their plan stay in the account of each of them.
 
+        Noise that is correlated over steps cannot go on under another key. A fork of
+        such a run takes the `plan` of its next steps, made by `Plan.after` for the
+        steps taken, with which other noise begins.
+
+        Raises:
+            ValueError: the plan does not begin after the steps taken, or there is none
+                and the noise is correlated.
+
         Example:
             >>> from vgrad import optim
             >>> state = TrainState.create(optim.sgd(0.1), {"w": torch.zeros(2)}, {})
             >>> torch.equal(state.fork().key, state.key)
             False
         """
-        return self._replace(key=secret_key())
+        function, taken = "TrainState.fork(plan)", int(self.step)
+        if plan is not None:
+            check_spent(function, plan, self.plan_digest, taken)
+        begins = plan is not None and taken == plan.earlier_steps
+        if not begins and (plan is not None or self.noise):
+            got = "none" if plan is None else f"one after {plan.earlier_steps} steps"
+            raise ValueError(
+                f"{function}: expected a plan that begins after the {taken} steps "
+                f"taken, since correlated noise cannot go on under another key, got "
+                f"{got}. Make it with plan.after(other, {taken})."
+            )
+        return self._replace(key=secret_key(), noise=())
 
 
 class EnsembleState(NamedTuple):
@@ -170,6 +204,30 @@ class EnsembleState(NamedTuple):
     def fork(self) -> "EnsembleState":
         """Return the same state with a new secret key, as `TrainState.fork` does."""
         return self._replace(key=secret_key())
+
+
+def with_history(like: T, saved: Collection[str]) -> T:
+    """Return a tree whose states have a history and a bound where saved ones had them.
+
+    `saved` holds names as `tree.state_dict` makes them.
+    """
+
+    def fitted(path: Any, state: Any) -> Any:
+        if not isinstance(state, TrainState):
+            return state
+        place, noise = f"{keystr(path)}.noise", ()
+        if f"{place}.step" in saved:
+            names = (f"{place}.buffers[{i}][" for i in count())
+            kept = takewhile(lambda name: any(x.startswith(name) for x in saved), names)
+            buffers = tuple(map_values(buffer_like, state.params) for _ in kept)
+            noise = NoiseHistory(torch.tensor(0), torch.zeros_like(state.key), buffers)
+        bound: Tree = ()
+        if f"{keystr(path)}.max_norm" in saved:
+            device = device_of(state.params)
+            bound = torch.zeros((), dtype=torch.float64, device=device)
+        return state._replace(noise=noise, max_norm=bound)
+
+    return tree_map_with_path(fitted, like, is_leaf=lambda x: isinstance(x, TrainState))
 
 
 def check_state(function: str, state: Any, kind: type) -> None:

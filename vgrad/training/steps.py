@@ -24,6 +24,7 @@ from vgrad import batches, optim
 from vgrad.checks import Patterns
 from vgrad.conditions import checks_collected
 from vgrad.devices import is_host
+from vgrad.dp.adaptive import count_below
 from vgrad.dp.discrete import DiscreteNoise, integer_sums
 from vgrad.dp.noise import Drawn, Noise, Streams
 from vgrad.dp.plan import Plan, as_digest, check_spent
@@ -194,6 +195,7 @@ class TrainingStep(Generic[State]):
             )
         transform = self.source.transform.with_loss(loss, chunk_size)
         source: Any = replace(self.source, transform=transform, has_aux=False)
+        source = replace(source, samples_per_unit=None)  # a canary stands for a unit
         step = replace(self, source=source, tx=_RECORDER, has_aux=False)
         step = replace(step, reduce=self.reduce.of(step), execute=copy(self.execute))
         state = state._replace(optimizer=_RECORDER.init(state.params))
@@ -242,25 +244,31 @@ class TrainingStep(Generic[State]):
         looks = not checks_collected()
         all_taken = all([looks and x.is_cpu and bool(x.all()) for x in found.masks])
         donate = self.donate and all_taken and self.tx.donated is not None
-        loss, aux, grads, drawn = found.loss, found.aux, found.grads, None
+        loss, aux, grads = found.loss, found.aux, found.grads
+        noise: Any = found.noise
         donate = donate and _may_write(state.params, found.buffers)
-        if found.noise is not None:
+        drawn, made, changes = None, [], found.changes
+        if noise is not None:
             # Other code than Inductor's draws faster outside of a graph.
             if getattr(execute, "compiles", False):
-                drawn = found.noise.drawn(grads)
+                drawn = noise.drawn(grads)
             if drawn is None:
-                grads = unscaled(found.noise.added(grads), found.scales)
+                noisy, changes["noise"] = noise.advanced(grads)
+                grads = unscaled(noisy, found.scales)
             elif donate:  # no graph can write into the state
-                grads = execute(Drawn.added, drawn, grads)
-        optimizer = state.optimizer if found.noise is None else found.optimizer
+                grads, made = execute(Drawn.added, drawn, grads)
+        optimizer = state.optimizer if noise is None else found.optimizer
         arguments = self.tx, grads, optimizer, state.params
         if donate:
             loss, aux = map_tensors(Tensor.clone, (loss, aux))  # they may be parameters
             params, optimizer = optim.step(*arguments, donate=True)
         elif drawn is not None:
-            params, optimizer = execute(noisy_step, drawn, found.scales, *arguments)
+            parts = drawn, found.scales, *arguments
+            params, optimizer, made = execute(noisy_step, *parts)
         else:
             params, optimizer = execute(optim.step, *arguments)
+        if noise is not None and drawn is not None:
+            changes["noise"] = noise.after(drawn, grads, made)
         new = params, found.buffers, optimizer
         if not all_taken:
             new = self.source.selected(found.masks, new, state)
@@ -268,7 +276,7 @@ class TrainingStep(Generic[State]):
         metrics = {"loss": loss, **found.metrics}
         if self.has_aux:
             metrics["aux"] = aux
-        return state._replace(**fields, **found.changes), metrics
+        return state._replace(**fields, **changes), metrics
 
 
 _RECORDER = GradientTransformation(
@@ -285,14 +293,15 @@ def noisy_step(
     grads: Params,
     state: Tree,
     params: Params,
-) -> tuple[Params, Tree]:
+) -> tuple[Params, Tree, list[Params]]:
     """Add noise to gradients, and take a step, as one function of tensors."""
-    return optim.step(tx, unscaled(noise.added(grads), scales), state, params)
+    noisy, made = noise.added(grads)
+    return *optim.step(tx, unscaled(noisy, scales), state, params), made
 
 
 def _without_key(state: Any) -> Any:
-    """Leave out the key and the count, which no function of tensors needs."""
-    names = {"key", "step", "plan_digest"}.intersection(state._fields)
+    """Leave out the key and others that no function of tensors needs."""
+    names = {"key", "step", "plan_digest", "noise"}.intersection(state._fields)
     return state._replace(**dict.fromkeys(names))
 
 
@@ -386,7 +395,9 @@ class PrivateSource(Source):
 
     plan: Plan
     has_aux: bool
+    samples_per_unit: int | None  # of the batches
     streams: Streams = field(default_factory=Streams)
+    counts: Streams = field(default_factory=Streams)  # of a bound that adapts
 
     def __call__(self, state: TrainState, batch: tuple) -> Gradients:
         """Compute the clipped sum of a batch, and the noise for it."""
@@ -397,8 +408,8 @@ class PrivateSource(Source):
                 f"{function}: expected a state of fewer than the {plan.steps} steps "
                 f"that the plan accounts for, got {taken}."
             )
-        if plan.samples_per_unit is not None:
-            check_units("private_step(plan)(state)", batch, plan.samples_per_unit)
+        if self.samples_per_unit is not None:
+            check_units("private_step(plan)(state)", batch, self.samples_per_unit)
         size = batches.read("private_step", batch).size
         if size > plan.dataset_size:
             raise ValueError(
@@ -419,6 +430,10 @@ class PrivateSource(Source):
                 )
             scales = scales_of(uses)
             compute = compute.with_scales(scales)
+        device = device_of(state.params)
+        max_norm = plan.max_norm_of(state.max_norm, device, step=taken)
+        if max_norm is not None:
+            compute = compute.with_max_norm(max_norm)
         result = compute(state.params, state.buffers, *batch)
         result, aux = result if self.has_aux else (result, None)
         place: dict[str, Any] = {"key": state.key, "step": taken}
@@ -430,7 +445,11 @@ class PrivateSource(Source):
         changes = {
             "plan_digest": as_digest(identity).to(state.plan_digest.device),
             "loss_scale": scale.adjust(result.nonfinite == 0),
+            "max_norm": plan.next_max_norm(
+                max_norm, count_below(result), self.counts, **place
+            ),
         }
+        place |= {"history": state.noise, "max_norm": max_norm}
         noise = plan.step_noise(compute.sensitivity, self.streams, **place)
         if isinstance(noise, DiscreteNoise):
             noise = noise.of(state.params)
@@ -713,10 +732,9 @@ def private_step(
                 "plan of units, whose loss is a mean over samples. Leave has_aux out."
             )
         loss = UnitLoss(loss)
-    bound: Any = plan.max_norm
     clipped = clipped_grad(
         with_policy(policy, loss),
-        max_norm=bound,
+        max_norm=plan.first_max_norm,
         normalize_by=plan.expected_batch_size,
         passes=passes,
         strategy=strategy,
@@ -726,7 +744,8 @@ def private_step(
     )
     if plan.discrete is True:
         clipped = integer_sums(clipped, plan.noise_multiplier)
-    source = PrivateSource(transform=clipped, plan=plan, has_aux=has_aux)
+    own = {"has_aux": has_aux, "samples_per_unit": plan.samples_per_unit}
+    source = PrivateSource(transform=clipped, plan=plan, **own)
     return TrainingStep(function, source, tx, scale, donate, has_aux)
 
 
