@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from vgrad import batches, checks
-from vgrad.dp.adaptive import QuantileClip
 from vgrad.dp.plan import Plan, as_digest, spent_under
 from vgrad.generators import block, fold_in, secret_key, stream
 from vgrad.report import Report, table
@@ -405,11 +404,6 @@ def audit_step(
             f"makes with this plan, or vgrad.compile or data_parallel of it, got a "
             f"{type(step).__name__}."
         )
-    if isinstance(plan.max_norm, QuantileClip):
-        raise ValueError(
-            f"{function}: expected a plan with a fixed max_norm, got one that adapts "
-            f"it. Audit its step with the number that it starts from."
-        )
     if plan.noise_multiplier == 0 or plan.steps - start < 2:
         raise ValueError(
             f"{function}: expected a plan with noise and two steps at least, got a "
@@ -437,19 +431,21 @@ def audit_step(
     score, digest = torch.zeros(count, dtype=torch.float64), spent_under(plan, start)
     fresh = state._replace(
         step=torch.full_like(state.step, start),
+        noise=(),
+        max_norm=(),
         plan_digest=as_digest(digest).to(state.plan_digest.device),
     )
     for rows in torch.arange(count).split(max(1, most - real)):
         fresh = fresh._replace(key=fold_in(key, "noise", int(rows[0])))
         inside = rows[made.coins[rows]]
         given = [
-            made.batch(inside if sign else rows[:0], sign * plan.max_norm, batch)
+            made.batch(inside if sign else rows[:0], sign * plan.first_max_norm, batch)
             for sign in signs
         ]
-        grads = step.noisy_gradients(loss, fresh, given, chunk_size=chunk)
-        for weight, grad in zip(weights, grads, strict=True):
-            score[rows] += weight * made.scores(rows, grad)
-    score /= plan.max_norm / plan.expected_batch_size
+        found = step.noisy_gradients(loss, fresh, given, chunk_size=chunk)
+        for weight, (grads, bound) in zip(weights, found, strict=True):
+            score[rows] += weight / bound * made.scores(rows, grads)
+    score *= plan.expected_batch_size
     sides = score[made.coins], score[~made.coins]
     bounds = {}
     for name, some in made.groups.items():
