@@ -942,10 +942,17 @@ class Plan:
             >>> round(result.claimed_mu, 3), result.exceeded
             (0.707, False)
         """
-        from vgrad.dp.audit import audit_step
+        from vgrad.dp.audit import OfStep, audit
 
-        options = {"guesses": guesses, "significance": significance, "seed": seed}
-        return audit_step(self, step, state, batch, canaries=canaries, **options)
+        if getattr(getattr(step, "source", None), "plan", None) != self:
+            raise TypeError(
+                f"Plan.audit(step): expected the step that private_step(loss, tx, "
+                f"plan) makes with this plan, or vgrad.compile or data_parallel of it, "
+                f"got a {type(step).__name__}."
+            )
+        options: Any = {"canaries": canaries, "guesses": guesses, "seed": seed}
+        options |= {"significance": significance}
+        return audit("Plan.audit", self, OfStep(step, state), batch, **options)
 
     def _subkey(self, key: Tensor) -> Tensor:
         # So that two plans never share batches or noise.
