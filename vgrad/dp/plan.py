@@ -84,7 +84,7 @@ class Plan:
 
     Attributes:
         before: the run's previous plan, with the steps taken under it.
-        noise: the correlation of noise over steps.
+        noise: the correlation of noise over steps, with its optimised coefficients.
         sampling: "poisson"; "cyclic_poisson", where step t samples from group t mod b
             of b groups, drawn for each sample, with probability `b * sampling_rate`;
             "cyclic_equal", with groups of equal sizes; or "fixed_order", batches of one
@@ -261,6 +261,7 @@ class Plan:
                 f"correlated noise and a bound that adapts, got several, of which no "
                 f"account is known."
             )
+        own["noise"] = self.noise.settled(**self._participation)
         if self.max_batch_size == "auto":
             own["max_batch_size"] = _least_batch(replace(self, max_batch_size=None))
 
@@ -528,13 +529,17 @@ class Plan:
     @property
     def fitted(self) -> Fitted:
         """The scheme of the noise, fitted to the steps and to their batches."""
-        size, steps = self.noise.size, self._planned
+        return self.noise.fitted(**self._participation)
+
+    @property
+    def _participation(self) -> dict[str, int]:
         if self.sampling == "fixed_order":
             apart = self.steps_per_epoch
-            most = -(-steps // apart)
-            return self.noise.fitted(steps, separation=apart, participations=most)
-        # A round of cyclic groups is one event, in which a sample takes part once.
-        return self.noise.fitted(steps, separation=size, participations=1)
+            most = -(-self._planned // apart)
+        else:  # a round of cyclic groups is one event, in which a sample is once
+            apart, most = self.noise.size, 1
+        run = {"separation": apart, "participations": most}
+        return {"steps": self._planned, **run}
 
     def deviation(self, step: int | Tensor) -> float:
         """Return the deviation of the noise of a step, of each number of the mean.
