@@ -3,13 +3,15 @@
 import copy
 import difflib
 import inspect
+import io
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
 
 import numpy as np
@@ -41,7 +43,18 @@ from vgrad.generators import (
 )
 from vgrad.persample.clipped import ClippedGradFn, clipped_grad
 from vgrad.tree import map_values, tree_flatten, tree_leaves, tree_unflatten, widened
-from vgrad.typing import Buffers, ChunkSize, Params, Randomness, Strategy, Tree
+from vgrad.typing import (
+    Buffers,
+    ChunkSize,
+    LossFn,
+    Params,
+    Randomness,
+    Strategy,
+    Tree,
+)
+
+if TYPE_CHECKING:
+    from vgrad.dp.audit import Audit
 
 _INSTEAD = {
     "module": "model",
@@ -324,6 +337,45 @@ class PrivateGradients:
         """Return the epsilon spent so far, at the plan's `delta`."""
         return self.plan.epsilon(self.step)
 
+    def audit(
+        self,
+        *,
+        canaries: int,
+        guesses: tuple[int, int] | None = None,
+        significance: float = 0.05,
+        seed: int | None = None,
+    ) -> "Audit":
+        """Bound from below how much a release spends, as `Plan.audit` does for a step.
+
+        It calls `backward` on a copy of this object and of the module, without data,
+        and goes through `state_dict` and `load_state_dict` before the second release.
+        Nothing changes.
+
+        Raises:
+            ValueError: the plan has units of several samples, or as `Plan.audit`.
+
+        Example:
+            >>> from torch.utils.data import TensorDataset
+            >>> module = torch.nn.Linear(50, 10)
+            >>> data = TensorDataset(torch.ones(200, 50))
+            >>> run = {"epsilon": 3.0, "delta": 1e-3, "epochs": 2, "batch_size": 20}
+            >>> private = PrivateGradients(
+            ...     module, lambda output: output.sum(), data, max_norm=1.0, **run
+            ... )
+            >>> private.audit(canaries=200, significance=1e-6).exceeded
+            False
+        """
+        from vgrad.dp.audit import audit
+
+        if self.plan.samples_per_unit is not None:
+            raise ValueError(
+                "PrivateGradients.audit: expected samples without units, got a plan "
+                "with units. Audit a private_step with the same plan."
+            )
+        options: Any = {"canaries": canaries, "guesses": guesses, "seed": seed}
+        options |= {"significance": significance}
+        return audit("PrivateGradients.audit", self.plan, _Canaries(self), **options)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the key, the step and the plan, from which a run can be resumed.
 
@@ -498,6 +550,60 @@ class PrivateGradients:
                 parameter.grad = grad
             vars(self._guard).update(guard)
             raise
+
+
+class _Canaries:
+    """The releases of private gradients with the loss of canaries, for an audit."""
+
+    def __init__(self, private: PrivateGradients) -> None:
+        self._private = private
+        self.params, _ = private._live.values()
+        self.options = private._clipped.options
+
+    def agreed(self, key: Tensor) -> Tensor:
+        """Return the key, since there is one process."""
+        return key
+
+    def noisy_gradients(
+        self, loss: LossFn, key: Tensor, batches: Sequence[tuple], chunk_size: Any
+    ) -> list[tuple[Params, float]]:
+        """Release the batches by a copy, which is saved and loaded before the last."""
+        private = copy.copy(self._private)
+        plan, size = private.plan, private._run._size
+        with RNG_LOCK:
+            private._live = LiveModule(copy.deepcopy(private.model))
+        private._guard, private._function = (
+            GradGuard(private._live),
+            private._live.function,
+        )
+        private._clipped = private._clipped.with_loss(loss, chunk_size)
+        private._run, private._padding = copy.copy(private._run), None
+        private._streams, private._counts = Streams(), Streams()
+        private._sums, private._below = {}, 0.0
+        private.loader = cast(Any, SimpleNamespace(pending=None, restart=lambda: None))
+        before = plan if plan.before is None else plan.before
+        state = {"key": key, "step": plan.earlier_steps, "plan": asdict(before)}
+        private.load_state_dict(state)
+        found = []
+        for number, batch in enumerate(batches):
+            if number == len(batches) - 1:
+                file = io.BytesIO()
+                torch.save(private.state_dict(), file)
+                file.seek(0)
+                private.load_state_dict(torch.load(file, weights_only=True))
+            bound = private.max_norm
+            private._live.model.zero_grad()
+            rows = torch.arange(len(batch[0])).split(size or max(1, len(batch[0])))
+            for part, some in enumerate(rows):
+                last = part == len(rows) - 1
+                private.loader.pending = PhysicalBatch(part, last, some.tolist())
+                private.backward(*(x[some] for x in batch))
+            live = private._live.parameters.items()
+            grads = {n: x.grad for n, x in live if x.grad is not None}
+            found.append(
+                (grads, plan.first_max_norm if bound is None else float(bound))
+            )
+        return found
 
 
 def _planned(

@@ -182,8 +182,8 @@ class TrainingStep(Generic[State]):
         batches: Sequence[tuple],
         *,
         chunk_size: int | None,
-    ) -> list[Params]:
-        """Take private steps of another loss, and return the noisy gradients of each.
+    ) -> list[tuple[Params, float]]:
+        """Take private steps of another loss; return noisy gradients and clip bounds.
 
         The state is saved and loaded before the last one. Batches are of all processes.
         """
@@ -193,9 +193,12 @@ class TrainingStep(Generic[State]):
                 "they are, got one that scales them before they are clipped. Audit the "
                 "step with the optimizer inside of scale_then_privatize."
             )
-        transform = self.source.transform.with_loss(loss, chunk_size)
-        source: Any = replace(self.source, transform=transform, has_aux=False)
-        source = replace(source, samples_per_unit=None)  # a canary stands for a unit
+        source: Any = self.source
+        plan, device = source.plan, device_of(state.params)
+        transform = source.transform.with_loss(loss, chunk_size)
+        # A canary stands for a unit. The streams of this step stay as they are.
+        own = {"samples_per_unit": None, "streams": Streams(), "counts": Streams()}
+        source = replace(source, transform=transform, has_aux=False, **own)
         step = replace(self, source=source, tx=_RECORDER, has_aux=False)
         step = replace(step, reduce=self.reduce.of(step), execute=copy(self.execute))
         state = state._replace(optimizer=_RECORDER.init(state.params))
@@ -203,10 +206,12 @@ class TrainingStep(Generic[State]):
         for number, batch in enumerate(parts, start=1):
             if number == len(parts):
                 state = step.reduce.reloaded(state)
+            bound = plan.max_norm_of(state.max_norm, device, step=int(state.step))
             if step.execute is not run_eager:  # a first call is captured, and not run
                 step(state, *batch)
             state, _ = step(state, *batch)
-            found.append(state.optimizer)
+            bound = plan.first_max_norm if bound is None else float(bound)
+            found.append((state.optimizer, bound))
         return found
 
     def __call__(self, state: State, /, *batch: Tree) -> tuple[State, Metrics]:
@@ -411,10 +416,10 @@ class PrivateSource(Source):
         if self.samples_per_unit is not None:
             check_units("private_step(plan)(state)", batch, self.samples_per_unit)
         size = batches.read("private_step", batch).size
-        if size > plan.dataset_size:
+        if size > (most := plan.largest_batch or plan.dataset_size):
             raise ValueError(
                 f"private_step(plan)(state, *batch): expected a batch of at most the "
-                f"{plan.dataset_size} samples of the plan's data set, got {size}. Draw "
+                f"{most} samples that a batch of the plan can have, got {size}. Draw "
                 f"batches with plan.sampler(state)."
             )
         scale, compute = state.loss_scale, self.transform
