@@ -282,6 +282,11 @@ def test_samples_of_several_owners_are_chosen_as_jax_privacy_does(name):
         assert units.chosen == expected
 
 
+def test_samples_of_few_owners_come_first():
+    assert Units([[1, 2], [1], [2], [3, 4]]).chosen == [1, 2, 3]
+    assert Units([["a", "b"], ["b", "c", "d"], ["c"]]).chosen == [0, 2]
+
+
 def test_no_owner_occurs_twice_and_no_sample_could_be_added():
     generator = np.random.default_rng(0)
     for most in (None, 1, 2, 3):
