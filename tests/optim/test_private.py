@@ -235,6 +235,24 @@ def test_noise_is_added_between_the_scales(problem, wrap):
     assert moved > 1000 * rounding
 
 
+@pytest.mark.parametrize("discrete", [True, "sum"])
+def test_discrete_noise_goes_between_the_scales_too(problem, discrete):
+    (loss, _, buffers, batch, _), kind = problem, "rdp" if discrete is True else "pld"
+    run = Plan(DATA, SIZE / DATA, 0.01, BOUND, 4, 1e-3, kind, discrete=discrete)
+    state, _ = private_run(run, problem, scaled(optim.sgd(1.0)), steps=1)
+    after, metrics = private_step(loss, scaled(optim.sgd(1.0)), run)(state, *batch)
+    each = oracle.loss_gradients(loss, state.params, buffers, batch)
+    scales = optim.private.scales_of(state.optimizer)
+    each = {name: math.prod(scales[name]) * g for name, g in each.items()}
+    norms = oracle.norms(each)
+    assert 0 < metrics["clipped"] == (norms > BOUND).sum()
+    factors = (BOUND / norms).clamp(max=1) / SIZE
+    for name, g in each.items():
+        grad = state.params[name] - after.params[name]
+        noise = math.prod(scales[name]) * grad - torch.einsum("b,b...", factors, g)
+        assert noise.abs().max() < 6 * run.deviation(1)
+
+
 @pytest.mark.parametrize("inner", [optim.adam(0.1), optim.sgd(0.1, momentum=0.9)])
 def test_without_clipping_and_noise_steps_are_those_of_the_inner_one(problem, inner):
     run = plan(DATA, SIZE / DATA, bound=1e9)
