@@ -22,10 +22,10 @@ SIZE, DATA, BOUND = 6, 12, 10.0
 
 
 def test_a_deviation_that_changes_is_averaged_as_the_squares_are():
-    grads = torch.randn(20, 3, dtype=torch.float64)
+    grads = torch.randn(20, 50, dtype=torch.float64)
     deviations = torch.rand(20, dtype=torch.float64)
     tx = optim.adam_bc(0.1, deviation=lambda count: deviations[count], betas=(0.9, 0.8))
-    params = {"w": torch.zeros(3, dtype=torch.float64)}
+    params = {"w": torch.zeros(50, dtype=torch.float64)}
     state, m, v, n = tx.init(params), 0.0, 0.0, 0.0
     for t, (g, deviation) in enumerate(zip(grads, deviations, strict=True), start=1):
         updates, state = tx.update({"w": g}, state, params)
@@ -72,7 +72,7 @@ def test_a_private_step_sets_the_deviation_of_its_noise(problem):
         after, _ = private_step(problem[0], optim.sgd(1.0), run)(start, *problem[3])
         grads = {name: p - after.params[name] for name, p in params.items()}
         params, state = optim.step(tx, grads, state, params)
-    for deviation in (run.deviation, exact, 123.0):
+    for deviation in (run.deviation, exact, 123.0, lambda count: 123.0):
         assert_exact(trained(deviation), params, 1e-9)
     assert_exact(trained(run.deviation, wrap=replayed), params, 1e-9)
     waiting = partial(optim.multi_steps, steps=1)
@@ -101,7 +101,7 @@ def test_one_deviation_for_entries_in_other_units_is_refused():
 
 
 class Net(nn.Module):
-    """All kinds of factors: rows, positions, a tied head, kernels, parts, vectors."""
+    """All kinds of factors: of rows, positions, a tied head, kernels, parts, nothing."""
 
     def __init__(self):
         super().__init__()
@@ -111,6 +111,7 @@ class Net(nn.Module):
         self.norm = nn.LayerNorm(4)
         self.conv = nn.Conv1d(4, 3, 2)
         self.head = nn.Linear(3, 5)
+        self.unused = nn.Parameter(torch.ones(3))
 
     def forward(self, tokens):
         a, b = self.table(tokens), self.tied(tokens)
@@ -198,6 +199,7 @@ WAYS = {
     "chunks": dict(chunk_size=4),
     "loss scale": dict(loss_scale=vgrad.precision.StaticLossScale(2.0**10)),
     "replayed": dict(wrap=replayed),
+    "replayed in chunks": dict(wrap=replayed, chunk_size=4),
     "in buckets": dict(
         wrap=lambda step: vgrad.compile(step, backend="replay", batch_sizes=[8])
     ),
