@@ -101,7 +101,7 @@ def test_one_deviation_for_entries_in_other_units_is_refused():
 
 
 class Net(nn.Module):
-    """All kinds of factors: of rows, positions, a tied head, kernels, parts, nothing."""
+    """All kinds of factors: rows, positions, a tied head, kernels, parts, nothing."""
 
     def __init__(self):
         super().__init__()
