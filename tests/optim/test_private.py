@@ -14,7 +14,7 @@ from tests.dp.runs import KEY, plan
 from tests.optim.problems import double
 from tests.oracle import assert_exact
 from vgrad import optim
-from vgrad.dp import Plan, noising
+from vgrad.dp import Plan, noising, quantile_clip
 from vgrad.factors import Dense, Outer
 from vgrad.training import TrainState, private_step
 
@@ -80,6 +80,39 @@ def test_a_private_step_sets_the_deviation_of_its_noise(problem):
     outside = optim.adam_bc(0.1, deviation=run.deviation)
     state = outside.update(grads, outside.init(params))[1]
     assert float(state[1].slots["noise_sq"]) == pytest.approx(exact**2 / 1000)
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, replayed])
+def test_a_bound_that_adapts_sets_the_deviation_of_each_step(problem, wrap):
+    clip = quantile_clip(start=BOUND, rate=0.5, count_deviation=2.0)
+    run = Plan(DATA, SIZE / DATA, 0.7, clip, 4, 1e-3)
+    multiplier = (0.7**-2 - 4.0**-2) ** -0.5
+    tx = optim.adam_bc(0.1, deviation=run.deviation, betas=(0.5, 0.5))
+    loss, params, buffers, batch, _ = problem
+    step = wrap(private_step(loss, tx, run))
+    state = TrainState.create(tx, params, buffers)._replace(key=KEY)
+    bound, expected, seen = BOUND, 0.0, []
+    for _ in range(4):
+        state, _ = step(state, *batch)
+        expected = 0.5 * expected + 0.5 * (multiplier * bound / SIZE) ** 2
+        found = float(state.optimizer[1].slots["noise_sq"])
+        assert found == pytest.approx(expected, rel=1e-12)
+        bound = float(state.max_norm)
+        seen.append(bound)
+    assert len({*seen, BOUND}) == 5
+
+
+def test_scaled_gradients_move_a_bound_that_adapts(problem):
+    clip = quantile_clip(start=BOUND, rate=0.5, count_deviation=4.0)
+    run = Plan(DATA, SIZE / DATA, 1e-3, clip, 4, 1e-3)
+    state, _ = private_run(run, problem, scaled(optim.sgd(0.1)), steps=1)
+    loss, _, buffers, batch, _ = problem
+    step = private_step(loss, scaled(optim.sgd(0.1)), run)
+    _, metrics = step(state, *batch)
+    each = oracle.loss_gradients(loss, state.params, buffers, batch)
+    scales = optim.private.scales_of(state.optimizer)
+    each = {name: math.prod(scales[name]) * g for name, g in each.items()}
+    assert metrics["clipped"] == (oracle.norms(each) > state.max_norm).sum()
 
 
 def test_correlated_noise_is_refused(problem):
