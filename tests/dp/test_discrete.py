@@ -196,6 +196,13 @@ def test_a_gradient_above_the_bound_keeps_its_direction(times):
     assert (whole[0] * 4 + whole[1] * 3).abs() <= 8
 
 
+@pytest.mark.parametrize("root", [0.0, 4.0**12, math.inf, math.nan])
+def test_no_floating_point_number_decides(root, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: torch.full_like(x, root))
+    whole = discrete.integers({"a": torch.full((9,), 3.0)}, 1.0, 4**24)
+    assert squares(whole) <= 4**24
+
+
 def test_sums_of_squares_are_exact_and_compared_exactly():
     whole = torch.tensor([2**31, -(2**31), 5, 2**30 - 1])
     high, low = discrete._squared(whole)
@@ -345,6 +352,12 @@ def test_plans_without_an_account_are_refused(changes, message):
         runs.plan(**given)
 
 
+@pytest.mark.parametrize("noise", [2.0**-6, 1e6])
+def test_much_and_little_noise_have_a_grid(noise):
+    plan = runs.plan(100, 0.1, noise=noise, discrete=True)
+    assert plan.epsilon() == 0 if noise > 1 else math.isinf(plan.epsilon())
+
+
 def test_there_is_no_event_of_discrete_noise():
     with pytest.raises(ValueError, match="Plan.epsilon accounts for it"):
         runs.plan(100, 0.1, noise=1.0, discrete=True).dp_event()
@@ -489,7 +502,8 @@ def test_one_rank_is_a_process(kind):
         ranks = run(noisy(kind), begun, loss, data, 4, change=parallel)[-1]
         assert all(torch.equal(eager.params[n], ranks.params[n]) for n in params)
         cut = TrainState.create(SGD, distributed.shard(params, mesh), buffers, seed=3)
-        with pytest.raises(TypeError, match=r"gather\(params, mesh\)"):
+        refused = "integers of a plan" if kind is True else "='sum', got a DTensor"
+        with pytest.raises(TypeError, match=rf"{refused}.*gather\(params, mesh\)"):
             run(noisy(kind), cut, loss, data, 1, change=parallel)
 
 
