@@ -177,6 +177,16 @@ def test_no_numbers_make_integers_above_the_bound(numbers, norm, most):
     assert whole["b"].shape == ()
 
 
+@pytest.mark.parametrize("number", [1e6, 2.0**33, 3e38, math.inf, math.nan])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_of_any_size_stay_below_the_bound(number, sign):
+    grads = {"a": torch.tensor([sign * number, 0.5], dtype=torch.float64)}
+    for noise in (0.01, 1.0, 1000.0):
+        assert squares(discrete.integers(grads, 1.0, discrete.bound(noise))) <= (
+            discrete.bound(noise)
+        )
+
+
 def test_a_clipped_gradient_is_rounded_and_not_clipped_again():
     torch.manual_seed(0)
     grads = {"a": torch.randn(100, 200), "b": torch.randn(7)}
@@ -339,7 +349,7 @@ REFUSED = [
     ({"neighbours": "replace_one"}, 'no account of these.*discrete="sum"'),
     ({"max_batch_size": 50}, 'no account of these.*discrete="sum"'),
     ({"noise": 0.0}, "noise_multiplier"),
-    ({"noise": 2.0**-8}, "noise_multiplier"),
+    ({"noise": 2.0**-7}, "noise_multiplier"),
     ({"size": 2**50, "delta": 1e-16, "noise": 0.1}, "sums below 2\\^62.*larger noise"),
     ({"discrete": "no"}, "discrete"),
 ]
@@ -550,6 +560,22 @@ def test_noise_is_a_stream_of_its_own_for_each_place():
     places = noise()["a"] / (deviation * 2.0**-24)
     assert (places - places.round()).abs().max() < 1e-6
     assert abs(float(noise()["a"].mean()) - 0.3) < 5 * deviation / 70_000**0.5
+
+
+@pytest.mark.parametrize(
+    ("kind", "total", "message"),
+    [
+        (True, torch.zeros(2), "as private_step and PrivateGradients form them"),
+        (True, torch.zeros(2).long(), "as private_step and PrivateGradients form them"),
+        ("sum", torch.zeros(2).long(), "real floating-point numbers, got torch.int64"),
+        ("sum", torch.zeros(2) * 1j, "real floating-point numbers, got torch.complex"),
+    ],
+)
+def test_sums_of_another_kind_are_refused(kind, total, message):
+    plan = noisy(kind)
+    sensitivity = vgrad.Sensitivity(0.2 / plan.expected_batch_size)
+    with pytest.raises(TypeError, match=message):
+        plan.add_noise({"a": total}, sensitivity, key=runs.KEY, step=0)
 
 
 def test_sums_that_stay_numbers_keep_what_is_not_finite():
