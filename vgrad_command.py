@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 COMPILING = ("eager", "replay", "inductor")
+DISCRETE = ("no", "yes", "sum")
 EXPERIMENTS = (
     *("per-sample", "ensembles", "jmp", "mobilenet", "tensor-cores", "private"),
     "all",
@@ -162,6 +163,13 @@ class Options:
         "none",
         "size that larger Poisson batches are cut to, or auto: the least one that "
         "costs at most 1 %% of epsilon; all steps then have one shape",
+    )
+    discrete: str = _option(
+        one_of(DISCRETE),
+        "no",
+        "yes, for sums of integers and discrete noise, whose claim holds for the "
+        "numbers in memory, with a pass for each sample, or sum, for discrete noise on "
+        "a sum that is rounded at last",
     )
     epochs: int = _option(
         whole(1, MOST_EPOCHS), 50, "passes over the data; one is 1 / q steps"

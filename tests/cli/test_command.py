@@ -125,6 +125,7 @@ WRONG = {
     "max_norm": ["0", "-1", "inf", "nan", "1e-31", "1e31", "wide"],
     "noise": ["bands", "band-mf", "bisr:0", "blt:x", "independent:2", ""],
     "max_batch_size": ["0", "-1", "2.5", "all", ""],
+    "discrete": ["maybe", "True", ""],
     "epochs": ["0", "-3", "0.5", "1000001", "1e3", "all"],
     "batch_size": ["0", "-8", "7.5", "2147483648", "half"],
     "lr": ["0", "-1", "nan", "inf", "fast"],

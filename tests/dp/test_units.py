@@ -317,12 +317,10 @@ def test_other_units_than_the_plans_are_refused():
         runs.private(PLAN, net(), data(), units=IDS, samples_per_unit=2)
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_more_samples_of_an_owner_would_need_an_account_of_groups(graph):
+def test_more_samples_of_an_owner_would_need_an_account_of_groups():
     state = SimpleNamespace(key=KEY, step=torch.tensor(0))
     owners = [[name] for name in IDS]
-    relation = {"neighbours": "fixed_graph"} if graph else {}
-    plan = runs.plan(7, 0.5, samples_per_unit=2, **relation)
+    plan = runs.plan(7, 0.5, samples_per_unit=2)
     with pytest.raises(ValueError, match="several owners.*account of groups"):
         plan.sampler(state, units=owners)
     one = runs.plan(7, 0.5, samples_per_unit=1, neighbours="fixed_graph")

@@ -215,10 +215,18 @@ def test_private_steps_scale_clip_add_up_and_divide(problem, options):
     assert_exact(state.params, expected, 1e-9)
 
 
-def test_noise_is_added_between_the_scales(problem):
+COMPILED = pytest.param(
+    lambda step: vgrad.compile(step, backend="inductor"),
+    marks=[pytest.mark.slow, pytest.mark.compiled],
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*replays, since compiled code is off")
+@pytest.mark.parametrize("wrap", [lambda step: step, replayed, COMPILED])
+def test_noise_is_added_between_the_scales(problem, wrap):
     run, sgd = plan(DATA, SIZE / DATA, bound=BOUND, noise=0.2), optim.sgd(0.1)
     expected, _ = reference(run, problem, sgd, 4)
-    state, _ = private_run(run, problem, scaled(sgd))
+    state, _ = private_run(run, problem, scaled(sgd), wrap=wrap)
     rounding = 4 * 0.1 * 2**-16 * 0.2 * BOUND / SIZE  # to the grid of the noise
     for name, value in state.params.items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=20 * rounding)
@@ -278,28 +286,32 @@ def test_a_sample_adds_no_more_than_its_bound_in_units_of_the_scales(problem, dt
         assert length <= 0.3 * (1 + 1e-6)
 
 
-def test_scales_keep_the_norm_of_the_mean_gradient_and_stay_below_the_limit():
-    params = {"w": double(torch.randn(4, 3).tolist()), "b": torch.zeros(5).double()}
-    tx, grads = optim.scale_then_privatize(optim.sgd(1.0), eps=0.1), {}
-    grads["w"] = torch.outer(double([1.0, 2, 3, 1]), double([0.5, 2, 1]))
-    grads["b"] = torch.rand(5).double() + 0.5
+def scales_after(tx, grads):
+    """The products of the scales that follow from a first gradient."""
+    params = {name: torch.zeros_like(g) for name, g in grads.items()}
     state = tx.update(grads, tx.init(params), params)[1]
-    product = {
-        n: math.prod(by) * grads[n] for n, by in optim.private.scales_of(state).items()
-    }
-    norm = optim.global_norm(grads)
-    assert_exact(optim.global_norm(product), norm, 1e-12)
-    zero = {"w": torch.zeros(4, 3).double(), "b": torch.ones(5).double()}
-    state = tx.update(zero, tx.init(params), params)[1]
-    assert (
-        max(
-            float(math.prod(by).max()) for by in optim.private.scales_of(state).values()
-        )
-        <= 10.001
-    )
-    nothing = {name: torch.zeros_like(p) for name, p in params.items()}
-    state = tx.update(nothing, tx.init(params), params)[1]
-    assert all(
-        bool((math.prod(by) == 1).all())
-        for by in optim.private.scales_of(state).values()
-    )
+    return {n: math.prod(by) for n, by in optim.private.scales_of(state).items()}
+
+
+def test_scales_keep_the_norm_of_the_mean_gradient():
+    outer = torch.outer(double([1.0, 2, 3, 1]), double([0.5, 2, 1]))
+    grads = {"w": outer, "b": double([0.5, 1.0, 1.5])}
+    scales = scales_after(scaled(optim.sgd(1.0)), grads)
+    products = {name: scales[name] * g for name, g in grads.items()}
+    assert_exact(optim.global_norm(products), optim.global_norm(grads), 1e-12)
+
+
+def test_scales_stay_below_the_limit_and_are_one_before_a_gradient():
+    tx = optim.scale_then_privatize(optim.sgd(1.0), eps=0.1)
+    grads = {"w": torch.zeros(4, 3), "b": torch.tensor([1.0, 0.0])}
+    grads["w"][0, 0] = 1.0
+    scales = scales_after(tx, grads)
+    assert float(scales["b"].max()) == float(scales["w"].max()) == pytest.approx(10.0)
+    for scale in scales_after(tx, {n: 0 * g for n, g in grads.items()}).values():
+        assert_exact(scale, torch.ones_like(scale), 0)
+
+
+def test_limits_and_decays_out_of_range_are_refused():
+    for options in (dict(eps=0.0), dict(eps=1.1), dict(decay=1.0), dict(decay=-0.1)):
+        with pytest.raises(ValueError, match=r"scale_then_privatize\(.*expected 0 <"):
+            optim.scale_then_privatize(optim.sgd(1.0), **options)

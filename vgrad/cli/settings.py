@@ -75,7 +75,9 @@ def shape_of(where: str, entries: Any) -> Shape:
 
 # Arguments.
 
-_OF_PRIVACY = "epsilon delta max_norm noise max_batch_size reproducible_noise".split()
+_OF_PRIVACY = (
+    "epsilon delta max_norm noise max_batch_size discrete reproducible_noise".split()
+)
 
 
 @dataclass(frozen=True)

@@ -169,6 +169,7 @@ def planned(settings: Settings, size: int, ends: Sequence[int]) -> dp.Plan:
     scheme, _, bands = settings.noise.replace("-", "_").partition(":")
     noise = getattr(dp.noising, scheme)(*map(int, filter(None, [bands])))
     fields: dict[str, Any] = {"noise": noise}
+    fields["discrete"] = {"no": False, "yes": True, "sum": "sum"}[settings.discrete]
     if (most := settings.max_batch_size) != "none":
         fields["max_batch_size"] = int(most) if most.isdecimal() else most
     try:
@@ -294,7 +295,7 @@ def _private_step(
         optim.sgd(settings.lr),
         plan,
         strategy=STRATEGY,
-        chunk_size=rows,
+        chunk_size=1 if plan.discrete is True else rows,
         randomness="different",
         policy=models.POLICIES[settings.precision],
     )

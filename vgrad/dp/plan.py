@@ -207,6 +207,8 @@ class Plan:
                 f"relations do not add up. Pass neighbours= to one of them."
             )
         checks.choice("Plan", (False, True, "sum"), discrete=self.discrete)
+        if self.discrete != "sum":
+            own["discrete"] = bool(self.discrete)  # of 0, 1 or numpy's
         if self.discrete is not False:
             checks.positive("Plan(discrete)", noise_multiplier=self.noise_multiplier)
         if self.discrete is True:
@@ -226,14 +228,24 @@ class Plan:
                 f"max_batch_size={self.max_batch_size!r}): expected the accountant "
                 f'"pld", the only one that has a bound.'
             )
-        if (neighbours == "fixed_graph") > (self.samples_per_unit is not None):
+        if neighbours == "fixed_graph" and self.samples_per_unit != 1:
             raise ValueError(
-                'Plan(neighbours="fixed_graph"): expected samples_per_unit=1, since '
-                "the relation is about units of samples."
+                f'Plan(neighbours="fixed_graph", samples_per_unit='
+                f"{self.samples_per_unit!r}): expected samples_per_unit=1, since the "
+                f"relation is about units of one sample."
             )
-        if self.samples_per_unit is not None:
-            least = {"samples_per_unit": self.samples_per_unit}
-            [own["samples_per_unit"]] = checks.whole("Plan", least=1, **least)
+        for name in ("samples_per_unit", "horizon"):
+            if own[name] is not None:
+                [own[name]] = checks.whole("Plan", least=1, **{name: own[name]})
+        counts = self.samples_per_unit is not None
+        if self.before is not None and counts != (
+            self.before.samples_per_unit is not None
+        ):
+            raise ValueError(
+                f"Plan(samples_per_unit={self.samples_per_unit!r}, before=...): "
+                f"expected two plans of one kind, of units or of samples, whose bounds "
+                f"do not add up otherwise. Pass samples_per_unit= to both, or to none."
+            )
         self._check_batches()
         correlated = scheme != "independent"
         if self.horizon is not None and not (correlated and self.horizon >= self.steps):

@@ -407,10 +407,10 @@ class PrivateSource(Source):
         if plan.samples_per_unit is not None:
             check_units("private_step(plan)(state)", batch, plan.samples_per_unit)
         size = batches.read("private_step", batch).size
-        if size > plan.dataset_size:
+        if size > (most := plan.largest_batch or plan.dataset_size):
             raise ValueError(
                 f"private_step(plan)(state, *batch): expected a batch of at most the "
-                f"{plan.dataset_size} samples of the plan's data set, got {size}. Draw "
+                f"{most} samples that a batch of the plan can have, got {size}. Draw "
                 f"batches with plan.sampler(state)."
             )
         scale, compute = state.loss_scale, self.transform
