@@ -14,14 +14,13 @@ below it proves nothing.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vgrad import batches, checks
-from vgrad.dp.adaptive import QuantileClip
 from vgrad.dp.plan import Plan, as_digest, spent_under
 from vgrad.generators import block, fold_in, secret_key, stream
 from vgrad.report import Report, table
@@ -385,36 +384,83 @@ class Audit(Report):
         )
 
 
-def audit_step(
+class Audited(Protocol):
+    """The releases of a plan that an audit can have with a loss of its own."""
+
+    @property
+    def options(self) -> Any:
+        """The options of the clipped sum, its loss among them."""
+        ...
+
+    @property
+    def params(self) -> Params:
+        """The parameters, which stay as they are."""
+        ...
+
+    def agreed(self, key: Tensor) -> Tensor:
+        """Return one key for all processes."""
+        ...
+
+    def noisy_gradients(
+        self, loss: LossFn, key: Tensor, batches: Sequence[tuple], chunk_size: Any
+    ) -> list[tuple[Params, float]]:
+        """Take the plan's first steps with another loss, on batches of all processes.
+
+        The state is saved and loaded before the last one. -> the noisy gradients of
+        each step, and the bound that it clipped to.
+        """
+        ...
+
+
+class OfStep(NamedTuple):
+    """The releases of a private step, `Audited`."""
+
+    step: Any
+    state: Any
+
+    @property
+    def options(self) -> Any:
+        return self.step.source.transform.options
+
+    @property
+    def params(self) -> Params:
+        return self.state.params
+
+    def agreed(self, key: Tensor) -> Tensor:
+        return self.step.reduce.agreed(key)
+
+    def noisy_gradients(
+        self, loss: LossFn, key: Tensor, batches: Sequence[tuple], chunk_size: Any
+    ) -> list[tuple[Params, float]]:
+        plan, state = self.step.source.plan, self.state
+        start, digest = plan.earlier_steps, spent_under(plan, plan.earlier_steps)
+        fresh = state._replace(
+            key=key,
+            step=torch.full_like(state.step, start),
+            plan_digest=as_digest(digest).to(state.plan_digest.device),
+            noise=(),
+            max_norm=(),
+        )
+        return self.step.noisy_gradients(loss, fresh, batches, chunk_size=chunk_size)
+
+
+def audit(
+    function: str,
     plan: Plan,
-    step: Any,
-    state: Any,
-    batch: tuple | None,
+    audited: Audited,
+    batch: tuple | None = None,
     *,
     canaries: int,
     guesses: tuple[int, int] | None,
     significance: float,
     seed: int | None,
 ) -> Audit:
-    """Audit a step of a plan, as `Plan.audit` says."""
-    function, start = "Plan.audit", plan.earlier_steps
-    source: Any = getattr(step, "source", None)
-    if getattr(source, "plan", None) != plan:
-        raise TypeError(
-            f"{function}(step): expected the step that private_step(loss, tx, plan) "
-            f"makes with this plan, or vgrad.compile or data_parallel of it, got a "
-            f"{type(step).__name__}."
-        )
-    if isinstance(plan.max_norm, QuantileClip):
-        raise ValueError(
-            f"{function}: expected a plan with a fixed max_norm, got one that adapts "
-            f"it. Audit its step with the number that it starts from."
-        )
-    if plan.noise_multiplier == 0 or plan.steps - start < 2:
+    """Audit the releases of a plan, as `Plan.audit` says."""
+    steps = plan.steps - plan.earlier_steps
+    if plan.noise_multiplier == 0 or steps < 2:
         raise ValueError(
             f"{function}: expected a plan with noise and two steps at least, got a "
-            f"noise_multiplier of {plan.noise_multiplier} and {plan.steps - start} "
-            f"steps."
+            f"noise_multiplier of {plan.noise_multiplier} and {steps} steps."
         )
     signs, weights, mu = _signal(plan)
     if batch and abs(weights.sum()) > 1e-9:
@@ -424,32 +470,28 @@ def audit_step(
         )
     [count] = checks.whole(function, least=4 * _FEW, canaries=canaries)
     _check(function, significance)
-    key, options = step.reduce.agreed(secret_key(seed=seed)), source.transform.options
-    made = Canaries.drawn(state.params, count, key)
+    key, options = audited.agreed(secret_key(seed=seed)), audited.options
+    made = Canaries.drawn(audited.params, count, key)
     loss = made.loss(options.loss if batch else None, has_aux=options.has_aux)
     chunk: Any = options.chunk_size or plan.dataset_size
     if chunk != "auto":
-        entries = sum(value.numel() for value in state.params.values())
+        entries = sum(value.numel() for value in audited.params.values())
         chunk = max(1, min(chunk, _AT_A_TIME // entries))
     real = batches.read(function, batch).size if batch else 0
     most = max(2 * round(plan.expected_batch_size), _ROUND)
     most = min(most, plan.largest_batch or plan.dataset_size)
-    score, digest = torch.zeros(count, dtype=torch.float64), spent_under(plan, start)
-    fresh = state._replace(
-        step=torch.full_like(state.step, start),
-        plan_digest=as_digest(digest).to(state.plan_digest.device),
-    )
+    score = torch.zeros(count, dtype=torch.float64)
     for rows in torch.arange(count).split(max(1, most - real)):
-        fresh = fresh._replace(key=fold_in(key, "noise", int(rows[0])))
         inside = rows[made.coins[rows]]
         given = [
-            made.batch(inside if sign else rows[:0], sign * plan.max_norm, batch)
+            made.batch(inside if sign else rows[:0], sign * plan.first_max_norm, batch)
             for sign in signs
         ]
-        grads = step.noisy_gradients(loss, fresh, given, chunk_size=chunk)
-        for weight, grad in zip(weights, grads, strict=True):
-            score[rows] += weight * made.scores(rows, grad)
-    score /= plan.max_norm / plan.expected_batch_size
+        own = fold_in(key, "noise", int(rows[0]))
+        found = audited.noisy_gradients(loss, own, given, chunk)
+        for weight, (grads, bound) in zip(weights, found, strict=True):
+            score[rows] += weight / bound * made.scores(rows, grads)
+    score *= plan.expected_batch_size
     sides = score[made.coins], score[~made.coins]
     bounds = {}
     for name, some in made.groups.items():
