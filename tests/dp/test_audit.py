@@ -386,6 +386,8 @@ def test_directions_are_nearly_orthogonal_and_of_all_kinds():
     within = torch.stack([each.flatten(1).abs().sum(1) > 0 for each in grads.values()])
     assert (within.sum(0) == torch.where(made.groups["of one parameter"], 1, 4)).all()
     assert 90 < int(made.coins.sum()) < 166
+    for bound in (1, 10, 10_000):
+        assert 80 < int((made.norms == bound).sum()) < 90
     assert not torch.equal(
         made.coins, audit.Canaries.drawn(state.params, 256, secret_key(seed=4)).coins
     )

@@ -945,7 +945,8 @@ class Plan:
 
         Raises:
             TypeError: the step was made for another plan, or is no private step.
-            ValueError: the plan has no noise, or fewer than two steps.
+            ValueError: the plan has no noise or fewer than two steps, `batch` is there
+                with correlated noise, or the optimizer scales what is clipped.
 
         Example:
             >>> from vgrad import optim, training
