@@ -42,7 +42,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vgrad import checks, generators
+from vgrad import batches, checks, generators
 from vgrad.dp import chacha
 from vgrad.factors import Sums
 from vgrad.persample.clipped import ClippedGradFn, ClippedSum
@@ -114,7 +114,10 @@ class _Alone(ClippedGradFn):
     def measured(self, call: Call) -> Chunk:
         # Kernels may add up in another order where memory starts at another place,
         # which in a batch depends on the samples before. Other ranks get integers.
-        return super().measured(call.take(torch.zeros(1, dtype=torch.int64)))
+        size, tree, tensors = call.batch.size, call.batch.tree, call.batch.tensors
+        batch = batches.Batch(size, tree, [tensor.clone() for tensor in tensors])
+        parts = {"batch": batch, "reducer": call.reducer.of_part()}
+        return super().measured(replace(call, **parts))
 
 
 @dataclass(frozen=True)
@@ -246,7 +249,8 @@ class DiscreteNoise:
                 f"{function}: expected a tensor of real floating-point numbers, got "
                 f"{total.dtype}. Noise is for sums of gradients."
             )
-        if self.dtypes is not None and total.dtype != torch.int64:
+        whole = self.dtypes is not None and name in self.dtypes
+        if self.dtypes is not None and not (whole and total.dtype == torch.int64):
             raise TypeError(
                 f"{function}: expected sums of integers, as private_step and "
                 f"PrivateGradients form them for a plan with discrete=True, got "
