@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from types import SimpleNamespace
+from functools import partial
 
 import dp_accounting
 import numpy as np
@@ -491,7 +491,8 @@ def refused_calls():
     other = dataclasses.replace(plan, noise_multiplier=9.0)
     one, _, _ = digits_step(0.5, steps=1)
     silent = dataclasses.replace(plan, noise_multiplier=0.0)
-    made_for = lambda plan: SimpleNamespace(source=SimpleNamespace(plan=plan))  # noqa: E731
+    loss = lambda params, buffers, x: x.sum()  # noqa: E731
+    made_for = partial(private_step, loss, optim.sgd(0.1))
     plain = train_step(lambda params, buffers, x: x.sum(), optim.sgd(0.1))
     return [
         (other, step, state, 500, TypeError, "makes with this plan"),
