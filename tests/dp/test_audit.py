@@ -20,6 +20,7 @@ from vgrad.dp import (
     Plan,
     PrivateGradients,
     audit,
+    canaries,
     noising,
     quantile_clip,
     secret_key,
@@ -360,7 +361,7 @@ def test_an_audit_changes_nothing_and_runs_graphs_of_its_own(monkeypatch):
 
 def test_scores_are_inner_products_with_the_gradients_of_canaries():
     _, _, state = digits_step(0.5)
-    made = audit.Canaries.drawn(state.params, 40, secret_key(seed=3))
+    made = canaries.Canaries.drawn(state.params, 40, secret_key(seed=3))
     rows, loss = torch.arange(3, 40), made.loss(None, has_aux=False)
     batch = made.batch(rows, 0.7, None)
     grads = vgrad.per_sample_grad(loss)(state.params, {}, *batch)
@@ -375,7 +376,7 @@ def test_scores_are_inner_products_with_the_gradients_of_canaries():
 
 def test_directions_are_nearly_orthogonal_and_of_all_kinds():
     _, _, state = digits_step(0.5)
-    made = audit.Canaries.drawn(state.params, 256, secret_key(seed=3))
+    made = canaries.Canaries.drawn(state.params, 256, secret_key(seed=3))
     rows, loss = torch.arange(256), made.loss(None, has_aux=False)
     frequencies, weights = made.batch(rows, 1.0, None)
     weights = weights / made.norms[:, None].float()
@@ -389,7 +390,7 @@ def test_directions_are_nearly_orthogonal_and_of_all_kinds():
     for bound in (1, 10, 10_000):
         assert 80 < int((made.norms == bound).sum()) < 90
     assert not torch.equal(
-        made.coins, audit.Canaries.drawn(state.params, 256, secret_key(seed=4)).coins
+        made.coins, canaries.Canaries.drawn(state.params, 256, secret_key(seed=4)).coins
     )
     assert "tensor" not in repr(made)
 
@@ -428,7 +429,7 @@ def test_a_plan_that_follows_another_is_audited_from_its_start():
 def test_the_claim_with_correlated_noise_is_a_gaussian_mechanism(scheme):
     """Simulated: noise of steps is C^-1 Z, and a canary has its signs or is out."""
     plan = Plan(1200, 0.1, 2.0, 0.7, 40, 1e-4, noise=scheme)
-    signs, weights, mu = audit._signal(plan)
+    signs, weights, mu = canaries._signal(plan)
     steps, fitted = len(signs), plan.fitted
     assert (signs[0], signs[-1], abs(signs).sum()) == (1, -1, 2)
     rows = np.arange(steps)
@@ -469,7 +470,7 @@ def test_plans_of_all_kinds_are_audited(kind, broken, monkeypatch):
     fields = {"sampling": None, "neighbours": None} | KINDS[kind]
     plan = dataclasses.replace(plan, **fields)
     if plan.noise.scheme != "independent":  # participations make the claim of two less
-        *_, mu = audit._signal(plan)
+        *_, mu = canaries._signal(plan)
         plan = dataclasses.replace(plan, noise_multiplier=mu * plan.noise_multiplier)
     loss = lambda params, buffers, x: (params["0.weight"] @ x).sum()  # noqa: E731
     step = private_step(loss, optim.sgd(0.1), plan)
