@@ -9,7 +9,8 @@ is left between the proof and the release:
 * Two sums that differ by one sample differ by integers x of a norm of at most 2^24 / z,
   z the noise multiplier. The Rényi divergence of order a between the noise with and
   without x is at most `a |x|^2 / 2^49 <= a / (2 z^2)`, as for real numbers (Canonne,
-  Kamath and Steinke, arXiv 2004.00010, theorems 4 and 14).
+  Kamath and Steinke, arXiv 2004.00010, theorem 4, for one number; divergences of
+  independent numbers add up).
 * For Poisson batches at a rate q, P the noise around x, Q around zero and M = (1 - q) Q
   + q P, a binomial expansion bounds the divergence of M from Q at whole orders by the
   sum for real numbers, term by term. The divergence of Q from M is not larger (Mironov,
