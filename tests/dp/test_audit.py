@@ -511,6 +511,24 @@ def refused_calls():
     ]
 
 
+def test_scaled_gradients_and_samples_with_correlated_noise_are_refused():
+    plan, _, state = digits_step(0.5)
+    loss = lambda params, buffers, x: x.sum()  # noqa: E731
+    tx = optim.scale_then_privatize(optim.sgd(0.1))
+    scaled = state._replace(optimizer=tx.init(state.params))
+    with pytest.raises(ValueError, match="takes gradients as they are, got one that"):
+        plan.audit(private_step(loss, tx, plan), scaled, canaries=200)
+    fields = {"noise": noising.band_mf(3), "sampling": None, "neighbours": None}
+    plan, tx = dataclasses.replace(plan, **fields), optim.sgd(0.1)
+    with pytest.raises(ValueError, match="expected independent noise, .* 'band_mf'"):
+        plan.audit(
+            private_step(loss, tx, plan),
+            state._replace(optimizer=()),
+            canaries=200,
+            batch=(torch.ones(5, 64),),
+        )
+
+
 @pytest.mark.parametrize("place", range(6))
 def test_audits_that_show_nothing_are_refused(place):
     plan, step, state, canaries, kind, message = refused_calls()[place]
