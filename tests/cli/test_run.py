@@ -292,6 +292,8 @@ GOING_ON = {
     "members in float16": [*THREE, "--precision", "float16"],
     "replayed": ["--compile", "replay"],
     "truncated": ["--max-batch-size", "auto"],
+    "banded": ["--noise", "band-mf:2"],
+    "members in a fixed order": [*THREE, "--noise", "bisr:3"],
     "discrete": ["--discrete", "yes"],
     "members, replayed": [*THREE, "--compile", "replay"],
 }

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from types import SimpleNamespace
+from functools import partial
 
 import dp_accounting
 import numpy as np
@@ -20,6 +20,7 @@ from vgrad.dp import (
     Plan,
     PrivateGradients,
     audit,
+    canaries,
     noising,
     quantile_clip,
     secret_key,
@@ -360,7 +361,7 @@ def test_an_audit_changes_nothing_and_runs_graphs_of_its_own(monkeypatch):
 
 def test_scores_are_inner_products_with_the_gradients_of_canaries():
     _, _, state = digits_step(0.5)
-    made = audit.Canaries.drawn(state.params, 40, secret_key(seed=3))
+    made = canaries.Canaries.drawn(state.params, 40, secret_key(seed=3))
     rows, loss = torch.arange(3, 40), made.loss(None, has_aux=False)
     batch = made.batch(rows, 0.7, None)
     grads = vgrad.per_sample_grad(loss)(state.params, {}, *batch)
@@ -375,7 +376,7 @@ def test_scores_are_inner_products_with_the_gradients_of_canaries():
 
 def test_directions_are_nearly_orthogonal_and_of_all_kinds():
     _, _, state = digits_step(0.5)
-    made = audit.Canaries.drawn(state.params, 256, secret_key(seed=3))
+    made = canaries.Canaries.drawn(state.params, 256, secret_key(seed=3))
     rows, loss = torch.arange(256), made.loss(None, has_aux=False)
     frequencies, weights = made.batch(rows, 1.0, None)
     weights = weights / made.norms[:, None].float()
@@ -389,7 +390,7 @@ def test_directions_are_nearly_orthogonal_and_of_all_kinds():
     for bound in (1, 10, 10_000):
         assert 80 < int((made.norms == bound).sum()) < 90
     assert not torch.equal(
-        made.coins, audit.Canaries.drawn(state.params, 256, secret_key(seed=4)).coins
+        made.coins, canaries.Canaries.drawn(state.params, 256, secret_key(seed=4)).coins
     )
     assert "tensor" not in repr(made)
 
@@ -428,7 +429,7 @@ def test_a_plan_that_follows_another_is_audited_from_its_start():
 def test_the_claim_with_correlated_noise_is_a_gaussian_mechanism(scheme):
     """Simulated: noise of steps is C^-1 Z, and a canary has its signs or is out."""
     plan = Plan(1200, 0.1, 2.0, 0.7, 40, 1e-4, noise=scheme)
-    signs, weights, mu = audit._signal(plan)
+    signs, weights, mu = canaries._signal(plan)
     steps, fitted = len(signs), plan.fitted
     assert (signs[0], signs[-1], abs(signs).sum()) == (1, -1, 2)
     rows = np.arange(steps)
@@ -469,7 +470,7 @@ def test_plans_of_all_kinds_are_audited(kind, broken, monkeypatch):
     fields = {"sampling": None, "neighbours": None} | KINDS[kind]
     plan = dataclasses.replace(plan, **fields)
     if plan.noise.scheme != "independent":  # participations make the claim of two less
-        *_, mu = audit._signal(plan)
+        *_, mu = canaries._signal(plan)
         plan = dataclasses.replace(plan, noise_multiplier=mu * plan.noise_multiplier)
     loss = lambda params, buffers, x: (params["0.weight"] @ x).sum()  # noqa: E731
     step = private_step(loss, optim.sgd(0.1), plan)
@@ -490,7 +491,8 @@ def refused_calls():
     other = dataclasses.replace(plan, noise_multiplier=9.0)
     one, _, _ = digits_step(0.5, steps=1)
     silent = dataclasses.replace(plan, noise_multiplier=0.0)
-    made_for = lambda plan: SimpleNamespace(source=SimpleNamespace(plan=plan))  # noqa: E731
+    loss = lambda params, buffers, x: x.sum()  # noqa: E731
+    made_for = partial(private_step, loss, optim.sgd(0.1))
     plain = train_step(lambda params, buffers, x: x.sum(), optim.sgd(0.1))
     return [
         (other, step, state, 500, TypeError, "makes with this plan"),
@@ -507,6 +509,24 @@ def refused_calls():
         (silent, made_for(silent), state, 500, ValueError, "noise_multiplier of 0.0"),
         (plan, step, state, 50, ValueError, "canaries=50.*expected a whole number"),
     ]
+
+
+def test_scaled_gradients_and_samples_with_correlated_noise_are_refused():
+    plan, _, state = digits_step(0.5)
+    loss = lambda params, buffers, x: x.sum()  # noqa: E731
+    tx = optim.scale_then_privatize(optim.sgd(0.1))
+    scaled = state._replace(optimizer=tx.init(state.params))
+    with pytest.raises(ValueError, match="takes gradients as they are, got one that"):
+        plan.audit(private_step(loss, tx, plan), scaled, canaries=200)
+    fields = {"noise": noising.band_mf(3), "sampling": None, "neighbours": None}
+    plan, tx = dataclasses.replace(plan, **fields), optim.sgd(0.1)
+    with pytest.raises(ValueError, match="expected independent noise, .* 'band_mf'"):
+        plan.audit(
+            private_step(loss, tx, plan),
+            state._replace(optimizer=()),
+            canaries=200,
+            batch=(torch.ones(5, 64),),
+        )
 
 
 @pytest.mark.parametrize("place", range(6))

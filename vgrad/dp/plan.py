@@ -960,7 +960,7 @@ class Plan:
             >>> round(result.claimed_mu, 3), result.exceeded
             (0.707, False)
         """
-        from vgrad.dp.audit import OfStep, audit
+        from vgrad.dp.canaries import OfStep, audit
 
         if getattr(getattr(step, "source", None), "plan", None) != self:
             raise TypeError(

@@ -365,7 +365,7 @@ class PrivateGradients:
             >>> private.audit(canaries=200, significance=1e-6).exceeded
             False
         """
-        from vgrad.dp.audit import audit
+        from vgrad.dp.canaries import audit
 
         if self.plan.samples_per_unit is not None:
             raise ValueError(
