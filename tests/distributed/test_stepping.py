@@ -328,7 +328,7 @@ def _refused(size):
         (lambda: step(state, *few), None, ""),
         (lambda: step(changed, *few), RankError, "expected the same state on all rank"),
         (lambda: other(state, x, y), RankError, "expected the same plan on all ranks"),
-        (lambda: step(state, x, y), ValueError, "at most the 40 samples of the plan's"),
+        (lambda: step(state, x, y), ValueError, "at most the 40 samples that a batch"),
         (lambda: step(late, *few), RuntimeError, "fewer than the 2 steps that the pl"),
         (lambda: step(state, *((x, y[:3]) if rank else (x, y))),
          ValueError if rank else RankError,
