@@ -93,6 +93,12 @@ SCHEME = Kind(
     ),
 )
 
+QUANTILE = Kind(
+    "a number between 0 and 1, such as 0.5, or none",
+    lambda value: (
+        isinstance(value, str) and bool(re.fullmatch(r"none|1|0(\.[0-9]{1,9})?", value))
+    ),
+)
 LARGEST = Kind(
     "a whole number above zero, auto or none",
     lambda value: (
@@ -151,6 +157,12 @@ class Options:
     )
     max_norm: float = _option(
         above(1e-30, 1e30), 2.0, "L2 norm to which each sample's gradient is clipped"
+    )
+    clip_quantile: str = _option(
+        QUANTILE,
+        "none",
+        "quantile of the norms, such as 0.5, that the bound follows from --max-norm "
+        "on, by a noisy count of each step that is in the account",
     )
     noise: str = _option(
         SCHEME,

@@ -295,6 +295,8 @@ GOING_ON = {
     "banded": ["--noise", "band-mf:2"],
     "members in a fixed order": [*THREE, "--noise", "bisr:3"],
     "discrete": ["--discrete", "yes"],
+    "adapting": ["--epsilon", "20", "--clip-quantile", "0.5"],
+    "members, adapting": [*THREE, "--epsilon", "40", "--clip-quantile", "0.7"],
     "members, replayed": [*THREE, "--compile", "replay"],
 }
 LONG = [pytest.mark.slow, pytest.mark.compiled]

@@ -172,12 +172,15 @@ def planned(settings: Settings, size: int, ends: Sequence[int]) -> dp.Plan:
     fields["discrete"] = {"no": False, "yes": True, "sum": "sum"}[settings.discrete]
     if (most := settings.max_batch_size) != "none":
         fields["max_batch_size"] = int(most) if most.isdecimal() else most
+    max_norm: Any = settings.max_norm
+    if (quantile := settings.clip_quantile) != "none":
+        max_norm = dp.quantile_clip(quantile=float(quantile), start=max_norm)
     try:
         plan = dp.Plan.for_epsilon(
             settings.epsilon,
             dataset_size=size,
             sampling_rate=settings.batch_size / size,
-            max_norm=settings.max_norm,
+            max_norm=max_norm,
             steps=ends[settings.epochs - 1],
             delta=settings.delta,
             releases=settings.members,

@@ -70,7 +70,8 @@ class QuantileClip:
                 f"Plan(max_norm=quantile_clip(count_deviation="
                 f"{self.count_deviation})): expected noise_multiplier < 2 * "
                 f"count_deviation = {most:.4g}, since the count spends a part of the "
-                f"budget, got {noise_multiplier:.4g}. Raise count_deviation."
+                f"budget, got {noise_multiplier:.4g}. Raise count_deviation, or take "
+                f"larger batches."
             )
         # (z^-2 - (2 s_b)^-2)^(-1/2), for z = 0 too.
         return noise_multiplier / math.sqrt(1 - (noise_multiplier / most) ** 2)
