@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 COMPILING = ("eager", "replay", "inductor")
+DISCRETE = ("no", "yes", "sum")
 EXPERIMENTS = (
     *("per-sample", "ensembles", "jmp", "mobilenet", "tensor-cores", "private"),
     "all",
@@ -92,6 +93,12 @@ SCHEME = Kind(
     ),
 )
 
+QUANTILE = Kind(
+    "a number between 0 and 1, such as 0.5, or none",
+    lambda value: (
+        isinstance(value, str) and bool(re.fullmatch(r"none|1|0(\.[0-9]{1,9})?", value))
+    ),
+)
 LARGEST = Kind(
     "a whole number above zero, auto or none",
     lambda value: (
@@ -151,6 +158,12 @@ class Options:
     max_norm: float = _option(
         above(1e-30, 1e30), 2.0, "L2 norm to which each sample's gradient is clipped"
     )
+    clip_quantile: str = _option(
+        QUANTILE,
+        "none",
+        "quantile of the norms, such as 0.5, that the bound follows from --max-norm "
+        "on, by a noisy count of each step that is in the account",
+    )
     noise: str = _option(
         SCHEME,
         "independent",
@@ -162,6 +175,13 @@ class Options:
         "none",
         "size that larger Poisson batches are cut to, or auto: the least one that "
         "costs at most 1 %% of epsilon; all steps then have one shape",
+    )
+    discrete: str = _option(
+        one_of(DISCRETE),
+        "no",
+        "yes, for sums of integers and discrete noise, whose claim holds for the "
+        "numbers in memory, with a pass for each sample, or sum, for discrete noise on "
+        "a sum that is rounded at last",
     )
     epochs: int = _option(
         whole(1, MOST_EPOCHS), 50, "passes over the data; one is 1 / q steps"

@@ -31,6 +31,7 @@ PEERS = {  # what the left column imports
     "optax": {"optax": [], "jax.numpy": []},
     "jmp": {"jmp": [], "jax.numpy": []},
     "Private optimizers": {},
+    "Audits": {},
 }
 
 

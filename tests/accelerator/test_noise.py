@@ -98,6 +98,21 @@ def test_noise_is_that_of_the_reference():
     assert torch.equal(found.cpu(), (exact * 2**17).round() / 2**17 + 0.0)
 
 
+@pytest.mark.parametrize("kind", [True, "sum"])
+def test_integers_of_a_step_are_those_of_the_host(kind):
+    plan = vgrad.dp.Plan(20, 0.25, 1.0, 1.0, 10, 1e-3, discrete=kind)
+    loss = lambda params, buffers, x: (params["w"] * x).sum()  # noqa: E731
+    x, ends = torch.randn(5, 300, generator=torch.Generator().manual_seed(0)), []
+    for where in ("cpu", HERE):
+        tx, params = vgrad.optim.sgd(0.1), {"w": torch.zeros(300, device=where)}
+        state = vgrad.training.TrainState.create(tx, params, {}, seed=0)
+        for _ in range(2):
+            state, _ = vgrad.training.private_step(loss, tx, plan)(state, x.to(where))
+        assert state.params["w"].device.type == torch.device(where).type
+        ends.append(state.params["w"].cpu())
+    assert torch.equal(*ends)
+
+
 def test_a_private_step_copies_nothing():
     model = torch.nn.Linear(4, 3).to(HERE)
     fmodel, params, buffers = vgrad.make_functional_with_buffers(model)

@@ -198,6 +198,12 @@ def test_another_plan_is_refused(images, tmp_path, monkeypatch, capsys):
     runs.refuse(capsys, out, "expected noise_multiplier in plan to be")
 
 
+def test_correlated_noise_is_not_extended(images, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert runs.train(images, out, "--noise", "blt:2", epochs=1) == 0
+    runs.refuse(capsys, out, "--extend: expected --noise independent", *MORE, "2")
+
+
 @pytest.mark.parametrize(
     "more",
     [pytest.param([FIXED], marks=runs.SLOW), [runs.PLAIN]],

@@ -292,6 +292,11 @@ GOING_ON = {
     "members in float16": [*THREE, "--precision", "float16"],
     "replayed": ["--compile", "replay"],
     "truncated": ["--max-batch-size", "auto"],
+    "banded": ["--noise", "band-mf:2"],
+    "members in a fixed order": [*THREE, "--noise", "bisr:3"],
+    "discrete": ["--discrete", "yes"],
+    "adapting": ["--epsilon", "20", "--clip-quantile", "0.5"],
+    "members, adapting": [*THREE, "--epsilon", "40", "--clip-quantile", "0.7"],
     "members, replayed": [*THREE, "--compile", "replay"],
 }
 LONG = [pytest.mark.slow, pytest.mark.compiled]
@@ -439,6 +444,7 @@ BAD = [
     (["--model", "cnn"], "Use --model mlp"),
     (["--batch-size", "49"], "the 48 training samples that there are. Leave it out"),
     (["--noise", "blt:2", "--max-batch-size", "12"], "no account of the two is known"),
+    (["--discrete", "yes", "--max-batch-size", "12"], "no account of these is known"),
     (["--noise", "band-mf:9"], "expected a rate of at most 1 / 9"),
     (["--device", "teapot"], "--device teapot: expected cpu"),
     (["--device", "meta"], "--device meta: expected cpu"),

@@ -126,11 +126,18 @@ def test_no_code_has_a_key_or_a_step(where):
         ("inductor", True, {"dp.added": "inductor"}),
     ],
 )
-def test_compiled_private_steps_add_the_noise_of_eager_ones(backend, donate, captured):
+@pytest.mark.parametrize("scaled", [False, True])
+def test_compiled_private_steps_add_the_noise_of_eager_ones(
+    backend, donate, captured, scaled
+):
     loss = lambda params, buffers, x: (params["w"] @ x).square().sum() + params["b"]  # noqa: E731
     params = {"w": torch.ones(30, 40), "b": torch.zeros(())}
     plan = vgrad.dp.Plan(100, 0.05, 4.0, 1.0, 6, 1e-3)
     tx = vgrad.optim.adam(0.1)
+    if scaled:  # which has no donated form
+        name = "training.noisy_step" if backend == "inductor" else "optim.step"
+        captured = {name: backend}
+        tx = vgrad.optim.scale_then_privatize(vgrad.optim.sgd(0.1))
     step = vgrad.training.private_step(loss, tx, plan, donate=donate)
     fast = vgrad.compile(step, backend=backend, batch_sizes=[8], fallback="error")
     start = vgrad.training.TrainState.create(tx, params, {}, seed=0)

@@ -15,7 +15,7 @@ from tests.distributed.nets import MODELS, mlp, problem
 from tests.distributed.processes import mesh_of
 from vgrad import distributed, optim
 from vgrad.distributed import RankError, data_parallel, gather, local_batches, shard
-from vgrad.dp import Plan, collate
+from vgrad.dp import Plan, Units, collate, quantile_clip, unit_loader
 from vgrad.training import TrainState, load, private_step, save, train_step
 
 SAMPLES = 40
@@ -115,6 +115,51 @@ def test_so_are_steps_that_scale_gradients(some):
     for states in some.run(_scaled, some.size):
         for state in states:
             oracle.assert_exact(state.params, expected.params, 1e-10)
+
+
+CLIP = quantile_clip(rate=0.5, start=0.2, count_deviation=2.0)
+
+
+def _adapting(size):
+    cases = PLAIN, SHARDS, COMPILED
+    given = "mlp", torch.float64, plan_of(4, max_norm=CLIP)
+    return [private(size, *given, **case, tx=optim.adam(0.01))[0] for case in cases]
+
+
+def test_the_bound_of_the_next_step_is_that_of_the_whole_batch(some):
+    given = "mlp", torch.float64, plan_of(4, max_norm=CLIP)
+    expected, _ = private(0, *given, tx=optim.adam(0.01))
+    results = some.run(_adapting, some.size)
+    for state in (state for states in results for state in states):
+        oracle.assert_exact(state.max_norm, expected.max_norm, 1e-12)
+        oracle.assert_exact(state.params, expected.params, 1e-4)
+    for states in zip(*results, strict=True):
+        assert equal(states)
+        assert len({float(state.max_norm) for state in states}) == 1
+
+
+def units(size):
+    """Take steps on units of three samples, 0 for a plain process."""
+    mesh = mesh_of(size)[0] if size else None
+    loss, params, buffers, data = problem("mlp", torch.float64, SAMPLES)
+    owners = Units([row * row % 11 for row in range(SAMPLES)])
+    numbers = {"max_norm": 0.5, "steps": 4, "delta": 1e-2, "samples_per_unit": 3}
+    plan = Plan(len(owners), 0.6, 0.8, **numbers)
+    step = private_step(loss, SGD, plan)
+    state = TrainState.create(SGD, params, buffers, seed=5)
+    batches = plan.sampler(state, units=owners)
+    if mesh:
+        step, batches = data_parallel(step, mesh), local_batches(batches, mesh)
+    for batch in unit_loader(TensorDataset(*data), batches, 3):
+        state, _ = step(state, *batch)
+    return state
+
+
+def test_whole_units_are_cut_among_ranks(some):
+    expected = units(0)
+    states = some.run(units, some.size)
+    assert equal(states)
+    oracle.assert_exact(states[0].params, expected.params, 1e-12)
 
 
 def _dropping(size):
@@ -283,7 +328,7 @@ def _refused(size):
         (lambda: step(state, *few), None, ""),
         (lambda: step(changed, *few), RankError, "expected the same state on all rank"),
         (lambda: other(state, x, y), RankError, "expected the same plan on all ranks"),
-        (lambda: step(state, x, y), ValueError, "at most the 40 samples of the plan's"),
+        (lambda: step(state, x, y), ValueError, "at most the 40 samples that a batch"),
         (lambda: step(late, *few), RuntimeError, "fewer than the 2 steps that the pl"),
         (lambda: step(state, *((x, y[:3]) if rank else (x, y))),
          ValueError if rank else RankError,

@@ -240,21 +240,30 @@ def options(**others):
 def test_the_loader_makes_copies_that_follow_from_key_step_and_sample(workers):
     model = net()
     private = runs.private(PLAN, model, data(), **options(num_workers=workers))
-    random.seed(5), np.random.seed(5), torch.manual_seed(5)
-    own = random.getstate(), torch.get_rng_state(), np.random.get_state()[1].copy()
+    random.seed(5)
+    np.random.seed(5)
+
+    def states():
+        return (
+            random.getstate(),
+            np.random.get_state()[1].tolist(),
+            torch.get_rng_state(),
+        )
+
+    before = states()
     for step, (x, y) in enumerate(private.loader):
+        now = states()
+        assert now[:2] == before[:2]  # a loader draws a seed for its workers from torch
+        assert step == 0 or torch.equal(now[2], before[2])
         private.backward(x, y)
-        if not workers:  # the loader itself draws a seed for them
-            assert random.getstate() == own[0]
-            assert (np.random.get_state()[1] == own[2]).all()
         rows = PLAN.sample(key=KEY, step=step).tolist()
-        assert torch.equal(x, batch_of(step, rows))
+        with torch.random.fork_rng():
+            assert torch.equal(x, batch_of(step, rows))
         labels = data().tensors[1][rows]
         total = oracle.clipped(of_a_loop(model, x, labels), PLAN.max_norm)
         expected = {n: g / PLAN.expected_batch_size for n, g in total.items()}
         oracle.assert_exact(grads(model), expected)
-        random.setstate(own[0])
-        np.random.seed(5)
+        before = states()
 
 
 def test_a_resumed_run_makes_the_same_copies_at_any_size():

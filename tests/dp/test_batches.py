@@ -391,7 +391,28 @@ def test_a_budget_is_kept_by_every_scheme(fields):
     assert 2.99 < plan.epsilon() <= 3.0
 
 
+def test_numbers_of_other_types_make_the_same_plan():
+    for same, value in ((True, 1), (True, np.True_), (False, 0), (False, np.False_)):
+        plan, other = Plan(**RUN, discrete=same), Plan(**RUN, discrete=value)
+        assert other.discrete is same
+        assert torch.equal(other.digest, plan.digest)
+        assert other.epsilon(9) == plan.epsilon(9)
+    plan = dataclasses.replace(FIXED, horizon=5000)
+    other = dataclasses.replace(FIXED, horizon=np.int64(5000))
+    assert torch.equal(other.digest, plan.digest)
+
+
 # Refusals.
+
+
+@pytest.mark.parametrize("plan", [TRUNCATED, FIXED])
+def test_a_step_refuses_a_batch_that_the_plan_never_draws(plan):
+    step = private_step(product, optim.sgd(0.1), plan)
+    params, most = {"w": torch.ones(3)}, plan.largest_batch
+    state = TrainState.create(optim.sgd(0.1), params, {})
+    step(state, torch.ones(most, 3))
+    with pytest.raises(ValueError, match=f"at most the {most} samples"):
+        step(state, torch.ones(most + 1, 3))
 
 
 @pytest.mark.parametrize(
@@ -416,6 +437,8 @@ def test_a_budget_is_kept_by_every_scheme(fields):
         ({"max_batch_size": 11, "accountant": "rdp"}, '"pld"'),
         ({"neighbours": "replace_one", "accountant": "rdp"}, '"pld"'),
         ({"neighbours": "fixed_graph"}, "samples_per_unit=1"),
+        ({"neighbours": "fixed_graph", "samples_per_unit": 2}, "samples_per_unit=1"),
+        ({"before": Plan(**RUN), "steps": 5000, "samples_per_unit": 2}, "of one kind"),
         ({"sampling": "fixed_order", "sampling_rate": 0.26}, "a whole number"),
         ({"discrete": True, "noise": noising.band_mf(4)}, "expected one of"),
         (

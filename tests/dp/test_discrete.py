@@ -177,6 +177,16 @@ def test_no_numbers_make_integers_above_the_bound(numbers, norm, most):
     assert whole["b"].shape == ()
 
 
+@pytest.mark.parametrize("number", [1e6, 2.0**33, 3e38, math.inf, math.nan])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_of_any_size_stay_below_the_bound(number, sign):
+    grads = {"a": torch.tensor([sign * number, 0.5], dtype=torch.float64)}
+    for noise in (0.01, 1.0, 1000.0):
+        assert squares(discrete.integers(grads, 1.0, discrete.bound(noise))) <= (
+            discrete.bound(noise)
+        )
+
+
 def test_a_clipped_gradient_is_rounded_and_not_clipped_again():
     torch.manual_seed(0)
     grads = {"a": torch.randn(100, 200), "b": torch.randn(7)}
@@ -194,6 +204,13 @@ def test_a_gradient_above_the_bound_keeps_its_direction(times):
     whole = discrete.integers(grads, 5.0, most)["a"]
     assert 2**24 - 5 < math.isqrt(squares({"a": whole})) <= 2**24
     assert (whole[0] * 4 + whole[1] * 3).abs() <= 8
+
+
+@pytest.mark.parametrize("root", [0.0, 4.0**12, math.inf, math.nan])
+def test_no_floating_point_number_decides(root, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "sqrt", lambda x: torch.full_like(x, root))
+    whole = discrete.integers({"a": torch.full((9,), 3.0)}, 1.0, 4**24)
+    assert squares(whole) <= 4**24
 
 
 def test_sums_of_squares_are_exact_and_compared_exactly():
@@ -332,7 +349,7 @@ REFUSED = [
     ({"neighbours": "replace_one"}, 'no account of these.*discrete="sum"'),
     ({"max_batch_size": 50}, 'no account of these.*discrete="sum"'),
     ({"noise": 0.0}, "noise_multiplier"),
-    ({"noise": 2.0**-8}, "noise_multiplier"),
+    ({"noise": 2.0**-7}, "noise_multiplier"),
     ({"size": 2**50, "delta": 1e-16, "noise": 0.1}, "sums below 2\\^62.*larger noise"),
     ({"discrete": "no"}, "discrete"),
 ]
@@ -343,6 +360,12 @@ def test_plans_without_an_account_are_refused(changes, message):
     given = {"size": 100, "rate": 0.1, "noise": 1.0, "discrete": True} | changes
     with pytest.raises(ValueError, match=message):
         runs.plan(**given)
+
+
+@pytest.mark.parametrize("noise", [2.0**-6, 1e6])
+def test_much_and_little_noise_have_a_grid(noise):
+    plan = runs.plan(100, 0.1, noise=noise, discrete=True)
+    assert plan.epsilon() == 0 if noise > 1 else math.isinf(plan.epsilon())
 
 
 def test_there_is_no_event_of_discrete_noise():
@@ -489,7 +512,8 @@ def test_one_rank_is_a_process(kind):
         ranks = run(noisy(kind), begun, loss, data, 4, change=parallel)[-1]
         assert all(torch.equal(eager.params[n], ranks.params[n]) for n in params)
         cut = TrainState.create(SGD, distributed.shard(params, mesh), buffers, seed=3)
-        with pytest.raises(TypeError, match=r"gather\(params, mesh\)"):
+        refused = "integers of a plan" if kind is True else "='sum', got a DTensor"
+        with pytest.raises(TypeError, match=rf"{refused}.*gather\(params, mesh\)"):
             run(noisy(kind), cut, loss, data, 1, change=parallel)
 
 
@@ -536,6 +560,22 @@ def test_noise_is_a_stream_of_its_own_for_each_place():
     places = noise()["a"] / (deviation * 2.0**-24)
     assert (places - places.round()).abs().max() < 1e-6
     assert abs(float(noise()["a"].mean()) - 0.3) < 5 * deviation / 70_000**0.5
+
+
+@pytest.mark.parametrize(
+    ("kind", "total", "message"),
+    [
+        (True, torch.zeros(2), "as private_step and PrivateGradients form them"),
+        (True, torch.zeros(2).long(), "as private_step and PrivateGradients form them"),
+        ("sum", torch.zeros(2).long(), "real floating-point numbers, got torch.int64"),
+        ("sum", torch.zeros(2) * 1j, "real floating-point numbers, got torch.complex"),
+    ],
+)
+def test_sums_of_another_kind_are_refused(kind, total, message):
+    plan = noisy(kind)
+    sensitivity = vgrad.Sensitivity(0.2 / plan.expected_batch_size)
+    with pytest.raises(TypeError, match=message):
+        plan.add_noise({"a": total}, sensitivity, key=runs.KEY, step=0)
 
 
 def test_sums_that_stay_numbers_keep_what_is_not_finite():

@@ -282,6 +282,11 @@ def test_samples_of_several_owners_are_chosen_as_jax_privacy_does(name):
         assert units.chosen == expected
 
 
+def test_samples_of_few_owners_come_first():
+    assert Units([[1, 2], [1], [2], [3, 4]]).chosen == [1, 2, 3]
+    assert Units([["a", "b"], ["b", "c", "d"], ["c"]]).chosen == [0, 2]
+
+
 def test_no_owner_occurs_twice_and_no_sample_could_be_added():
     generator = np.random.default_rng(0)
     for most in (None, 1, 2, 3):
@@ -317,12 +322,10 @@ def test_other_units_than_the_plans_are_refused():
         runs.private(PLAN, net(), data(), units=IDS, samples_per_unit=2)
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_more_samples_of_an_owner_would_need_an_account_of_groups(graph):
+def test_more_samples_of_an_owner_would_need_an_account_of_groups():
     state = SimpleNamespace(key=KEY, step=torch.tensor(0))
     owners = [[name] for name in IDS]
-    relation = {"neighbours": "fixed_graph"} if graph else {}
-    plan = runs.plan(7, 0.5, samples_per_unit=2, **relation)
+    plan = runs.plan(7, 0.5, samples_per_unit=2)
     with pytest.raises(ValueError, match="several owners.*account of groups"):
         plan.sampler(state, units=owners)
     one = runs.plan(7, 0.5, samples_per_unit=1, neighbours="fixed_graph")
@@ -375,3 +378,15 @@ def test_loaders_that_split_units_are_refused():
     x, y = first(private)
     with pytest.raises(ValueError, match="whole units of 3"):
         private.backward(x.flatten(1), y)
+
+
+def test_an_audit_takes_canaries_for_units():
+    loss, params, buffers = functional()
+    tx = optim.sgd(1.0)
+    plan = runs.plan(7, 0.6, 0.4, noise=2.0, steps=4, samples_per_unit=COUNT)
+    state = TrainState.create(tx, params, buffers)
+    step = private_step(loss, tx, plan)
+    result = plan.audit(step, state, canaries=120, seed=0)
+    assert not result.exceeded
+    with pytest.raises(ValueError, match="whole units of 3"):  # the step itself
+        step(state, data().tensors[0][:2], data().tensors[1][:2])

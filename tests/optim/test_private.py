@@ -14,7 +14,7 @@ from tests.dp.runs import KEY, plan
 from tests.optim.problems import double
 from tests.oracle import assert_exact
 from vgrad import optim
-from vgrad.dp import Plan, noising
+from vgrad.dp import Plan, noising, quantile_clip
 from vgrad.factors import Dense, Outer
 from vgrad.training import TrainState, private_step
 
@@ -22,10 +22,10 @@ SIZE, DATA, BOUND = 6, 12, 10.0
 
 
 def test_a_deviation_that_changes_is_averaged_as_the_squares_are():
-    grads = torch.randn(20, 3, dtype=torch.float64)
+    grads = torch.randn(20, 50, dtype=torch.float64)
     deviations = torch.rand(20, dtype=torch.float64)
     tx = optim.adam_bc(0.1, deviation=lambda count: deviations[count], betas=(0.9, 0.8))
-    params = {"w": torch.zeros(3, dtype=torch.float64)}
+    params = {"w": torch.zeros(50, dtype=torch.float64)}
     state, m, v, n = tx.init(params), 0.0, 0.0, 0.0
     for t, (g, deviation) in enumerate(zip(grads, deviations, strict=True), start=1):
         updates, state = tx.update({"w": g}, state, params)
@@ -72,7 +72,7 @@ def test_a_private_step_sets_the_deviation_of_its_noise(problem):
         after, _ = private_step(problem[0], optim.sgd(1.0), run)(start, *problem[3])
         grads = {name: p - after.params[name] for name, p in params.items()}
         params, state = optim.step(tx, grads, state, params)
-    for deviation in (run.deviation, exact, 123.0):
+    for deviation in (run.deviation, exact, 123.0, lambda count: 123.0):
         assert_exact(trained(deviation), params, 1e-9)
     assert_exact(trained(run.deviation, wrap=replayed), params, 1e-9)
     waiting = partial(optim.multi_steps, steps=1)
@@ -80,6 +80,39 @@ def test_a_private_step_sets_the_deviation_of_its_noise(problem):
     outside = optim.adam_bc(0.1, deviation=run.deviation)
     state = outside.update(grads, outside.init(params))[1]
     assert float(state[1].slots["noise_sq"]) == pytest.approx(exact**2 / 1000)
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, replayed])
+def test_a_bound_that_adapts_sets_the_deviation_of_each_step(problem, wrap):
+    clip = quantile_clip(start=BOUND, rate=0.5, count_deviation=2.0)
+    run = Plan(DATA, SIZE / DATA, 0.7, clip, 4, 1e-3)
+    multiplier = (0.7**-2 - 4.0**-2) ** -0.5
+    tx = optim.adam_bc(0.1, deviation=run.deviation, betas=(0.5, 0.5))
+    loss, params, buffers, batch, _ = problem
+    step = wrap(private_step(loss, tx, run))
+    state = TrainState.create(tx, params, buffers)._replace(key=KEY)
+    bound, expected, seen = BOUND, 0.0, []
+    for _ in range(4):
+        state, _ = step(state, *batch)
+        expected = 0.5 * expected + 0.5 * (multiplier * bound / SIZE) ** 2
+        found = float(state.optimizer[1].slots["noise_sq"])
+        assert found == pytest.approx(expected, rel=1e-12)
+        bound = float(state.max_norm)
+        seen.append(bound)
+    assert len({*seen, BOUND}) == 5
+
+
+def test_scaled_gradients_move_a_bound_that_adapts(problem):
+    clip = quantile_clip(start=BOUND, rate=0.5, count_deviation=4.0)
+    run = Plan(DATA, SIZE / DATA, 1e-3, clip, 4, 1e-3)
+    state, _ = private_run(run, problem, scaled(optim.sgd(0.1)), steps=1)
+    loss, _, buffers, batch, _ = problem
+    step = private_step(loss, scaled(optim.sgd(0.1)), run)
+    _, metrics = step(state, *batch)
+    each = oracle.loss_gradients(loss, state.params, buffers, batch)
+    scales = optim.private.scales_of(state.optimizer)
+    each = {name: math.prod(scales[name]) * g for name, g in each.items()}
+    assert metrics["clipped"] == (oracle.norms(each) > state.max_norm).sum()
 
 
 def test_correlated_noise_is_refused(problem):
@@ -101,7 +134,7 @@ def test_one_deviation_for_entries_in_other_units_is_refused():
 
 
 class Net(nn.Module):
-    """All kinds of factors: rows, positions, a tied head, kernels, parts, vectors."""
+    """All kinds of factors: rows, positions, a tied head, kernels, parts, nothing."""
 
     def __init__(self):
         super().__init__()
@@ -111,6 +144,7 @@ class Net(nn.Module):
         self.norm = nn.LayerNorm(4)
         self.conv = nn.Conv1d(4, 3, 2)
         self.head = nn.Linear(3, 5)
+        self.unused = nn.Parameter(torch.ones(3))
 
     def forward(self, tokens):
         a, b = self.table(tokens), self.tied(tokens)
@@ -198,6 +232,7 @@ WAYS = {
     "chunks": dict(chunk_size=4),
     "loss scale": dict(loss_scale=vgrad.precision.StaticLossScale(2.0**10)),
     "replayed": dict(wrap=replayed),
+    "replayed in chunks": dict(wrap=replayed, chunk_size=4),
     "in buckets": dict(
         wrap=lambda step: vgrad.compile(step, backend="replay", batch_sizes=[8])
     ),
@@ -215,16 +250,42 @@ def test_private_steps_scale_clip_add_up_and_divide(problem, options):
     assert_exact(state.params, expected, 1e-9)
 
 
-def test_noise_is_added_between_the_scales(problem):
+COMPILED = pytest.param(
+    lambda step: vgrad.compile(step, backend="inductor"),
+    marks=[pytest.mark.slow, pytest.mark.compiled],
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*replays, since compiled code is off")
+@pytest.mark.parametrize("wrap", [lambda step: step, replayed, COMPILED])
+def test_noise_is_added_between_the_scales(problem, wrap):
     run, sgd = plan(DATA, SIZE / DATA, bound=BOUND, noise=0.2), optim.sgd(0.1)
     expected, _ = reference(run, problem, sgd, 4)
-    state, _ = private_run(run, problem, scaled(sgd))
+    state, _ = private_run(run, problem, scaled(sgd), wrap=wrap)
     rounding = 4 * 0.1 * 2**-16 * 0.2 * BOUND / SIZE  # to the grid of the noise
     for name, value in state.params.items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=20 * rounding)
     plain, _ = private_run(run, problem, sgd)
     moved = max(float((plain.params[n] - x).abs().max()) for n, x in expected.items())
     assert moved > 1000 * rounding
+
+
+@pytest.mark.parametrize("discrete", [True, "sum"])
+def test_discrete_noise_goes_between_the_scales_too(problem, discrete):
+    (loss, _, buffers, batch, _), kind = problem, "rdp" if discrete is True else "pld"
+    run = Plan(DATA, SIZE / DATA, 0.01, BOUND, 4, 1e-3, kind, discrete=discrete)
+    state, _ = private_run(run, problem, scaled(optim.sgd(1.0)), steps=1)
+    after, metrics = private_step(loss, scaled(optim.sgd(1.0)), run)(state, *batch)
+    each = oracle.loss_gradients(loss, state.params, buffers, batch)
+    scales = optim.private.scales_of(state.optimizer)
+    each = {name: math.prod(scales[name]) * g for name, g in each.items()}
+    norms = oracle.norms(each)
+    assert 0 < metrics["clipped"] == (norms > BOUND).sum()
+    factors = (BOUND / norms).clamp(max=1) / SIZE
+    for name, g in each.items():
+        grad = state.params[name] - after.params[name]
+        noise = math.prod(scales[name]) * grad - torch.einsum("b,b...", factors, g)
+        assert noise.abs().max() < 6 * run.deviation(1)
 
 
 @pytest.mark.parametrize("inner", [optim.adam(0.1), optim.sgd(0.1, momentum=0.9)])
@@ -278,28 +339,32 @@ def test_a_sample_adds_no_more_than_its_bound_in_units_of_the_scales(problem, dt
         assert length <= 0.3 * (1 + 1e-6)
 
 
-def test_scales_keep_the_norm_of_the_mean_gradient_and_stay_below_the_limit():
-    params = {"w": double(torch.randn(4, 3).tolist()), "b": torch.zeros(5).double()}
-    tx, grads = optim.scale_then_privatize(optim.sgd(1.0), eps=0.1), {}
-    grads["w"] = torch.outer(double([1.0, 2, 3, 1]), double([0.5, 2, 1]))
-    grads["b"] = torch.rand(5).double() + 0.5
+def scales_after(tx, grads):
+    """The products of the scales that follow from a first gradient."""
+    params = {name: torch.zeros_like(g) for name, g in grads.items()}
     state = tx.update(grads, tx.init(params), params)[1]
-    product = {
-        n: math.prod(by) * grads[n] for n, by in optim.private.scales_of(state).items()
-    }
-    norm = optim.global_norm(grads)
-    assert_exact(optim.global_norm(product), norm, 1e-12)
-    zero = {"w": torch.zeros(4, 3).double(), "b": torch.ones(5).double()}
-    state = tx.update(zero, tx.init(params), params)[1]
-    assert (
-        max(
-            float(math.prod(by).max()) for by in optim.private.scales_of(state).values()
-        )
-        <= 10.001
-    )
-    nothing = {name: torch.zeros_like(p) for name, p in params.items()}
-    state = tx.update(nothing, tx.init(params), params)[1]
-    assert all(
-        bool((math.prod(by) == 1).all())
-        for by in optim.private.scales_of(state).values()
-    )
+    return {n: math.prod(by) for n, by in optim.private.scales_of(state).items()}
+
+
+def test_scales_keep_the_norm_of_the_mean_gradient():
+    outer = torch.outer(double([1.0, 2, 3, 1]), double([0.5, 2, 1]))
+    grads = {"w": outer, "b": double([0.5, 1.0, 1.5])}
+    scales = scales_after(scaled(optim.sgd(1.0)), grads)
+    products = {name: scales[name] * g for name, g in grads.items()}
+    assert_exact(optim.global_norm(products), optim.global_norm(grads), 1e-12)
+
+
+def test_scales_stay_below_the_limit_and_are_one_before_a_gradient():
+    tx = optim.scale_then_privatize(optim.sgd(1.0), eps=0.1)
+    grads = {"w": torch.zeros(4, 3), "b": torch.tensor([1.0, 0.0])}
+    grads["w"][0, 0] = 1.0
+    scales = scales_after(tx, grads)
+    assert float(scales["b"].max()) == float(scales["w"].max()) == pytest.approx(10.0)
+    for scale in scales_after(tx, {n: 0 * g for n, g in grads.items()}).values():
+        assert_exact(scale, torch.ones_like(scale), 0)
+
+
+def test_limits_and_decays_out_of_range_are_refused():
+    for options in (dict(eps=0.0), dict(eps=1.1), dict(decay=1.0), dict(decay=-0.1)):
+        with pytest.raises(ValueError, match=r"scale_then_privatize\(.*expected 0 <"):
+            optim.scale_then_privatize(optim.sgd(1.0), **options)

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import re
 
 import pytest
 import safetensors
@@ -16,7 +17,7 @@ import vgrad
 from tests.optim.problems import stacked
 from tests.oracle import assert_exact
 from vgrad import distributed, files, optim
-from vgrad.dp import Plan, PrivateGradients, secret_key
+from vgrad.dp import Plan, PrivateGradients, noising, secret_key
 from vgrad.training import (
     EnsembleState,
     TrainState,
@@ -138,6 +139,54 @@ def test_the_claim_counts_plans_before(tmp_path):
     assert claim["epsilon"] == then.epsilon() > PLAN.epsilon(2)
     account = [(each["noise_multiplier"], each["steps"]) for each in claim["account"]]
     assert account == [(1.0, 2), (2.0, 5)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "mechanism", "more"),
+    [
+        ({"neighbours": "zero_out"}, "Gaussian noise on clipped sums of Poisson", {}),
+        (
+            {"max_batch_size": 40},
+            "Gaussian noise on clipped sums of Poisson batches",
+            {"largest_batch": 40},
+        ),
+        (
+            {"noise": noising.bisr(2)},
+            r"Gaussian noise correlated by bisr\(2\) on clipped sums of batches in a",
+            {},
+        ),
+        (
+            {"noise": noising.band_mf(2), "sampling": "cyclic_equal"},
+            r"Gaussian noise correlated by band_mf\(2\) on clipped sums of cyclic",
+            {},
+        ),
+        ({"discrete": True}, "Discrete Gaussian noise on clipped sums", {}),
+    ],
+)
+def test_the_claim_is_about_the_relation_and_the_mechanism_of_the_plan(
+    changes, mechanism, more, tmp_path
+):
+    fresh = {"sampling": None, "neighbours": None}
+    plan = dataclasses.replace(PLAN, **fresh | changes)
+    state, _ = private(2, plan)
+    release(tmp_path / "new", state, plan)
+    claim = claim_of(tmp_path / "new")
+    assert (claim["neighbours"], claim["epsilon"]) == (plan.neighbours, plan.epsilon(2))
+    assert re.match(mechanism, claim["mechanism"])
+    [term] = claim["account"]
+    assert term.keys() == {"sampling_rate", "noise_multiplier", "steps", *more}
+    assert {name: term[name] for name in more} == more
+    assert "60" not in json.dumps(claim | {"epsilon": 0})  # the size of the data set
+
+
+def test_the_claim_of_persons_says_so(tmp_path):
+    plan = dataclasses.replace(PLAN, dataset_size=30, samples_per_unit=2)
+    data = TensorDataset(DATA, LABELS)
+    units = [row // 2 for row in range(60)]
+    run = PrivateGradients(Tied(), F.cross_entropy, data, plan=plan, units=units)
+    run.backward(*next(iter(run.loader)))
+    release(tmp_path / "new", run)
+    assert claim_of(tmp_path / "new")["unit"].startswith("a person or group, at most 2")
 
 
 def test_private_gradients_have_a_plan(tmp_path):

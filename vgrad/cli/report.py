@@ -98,6 +98,8 @@ def _kinds(plan: Plan) -> str:
         words += f", {plan.sampling} sampling"
     if plan.max_batch_size is not None:
         words += f", batches of at most {plan.max_batch_size}"
+    if plan.discrete is not False:
+        words += ", discrete noise" + " on integers" * (plan.discrete is True)
     return words
 
 

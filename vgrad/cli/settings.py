@@ -75,7 +75,8 @@ def shape_of(where: str, entries: Any) -> Shape:
 
 # Arguments.
 
-_OF_PRIVACY = "epsilon delta max_norm noise max_batch_size reproducible_noise".split()
+_OF_PRIVACY = "epsilon delta max_norm clip_quantile noise max_batch_size".split()
+_OF_PRIVACY += "discrete reproducible_noise".split()
 
 
 @dataclass(frozen=True)

@@ -169,14 +169,18 @@ def planned(settings: Settings, size: int, ends: Sequence[int]) -> dp.Plan:
     scheme, _, bands = settings.noise.replace("-", "_").partition(":")
     noise = getattr(dp.noising, scheme)(*map(int, filter(None, [bands])))
     fields: dict[str, Any] = {"noise": noise}
+    fields["discrete"] = {"no": False, "yes": True, "sum": "sum"}[settings.discrete]
     if (most := settings.max_batch_size) != "none":
         fields["max_batch_size"] = int(most) if most.isdecimal() else most
+    max_norm: Any = settings.max_norm
+    if (quantile := settings.clip_quantile) != "none":
+        max_norm = dp.quantile_clip(quantile=float(quantile), start=max_norm)
     try:
         plan = dp.Plan.for_epsilon(
             settings.epsilon,
             dataset_size=size,
             sampling_rate=settings.batch_size / size,
-            max_norm=settings.max_norm,
+            max_norm=max_norm,
             steps=ends[settings.epochs - 1],
             delta=settings.delta,
             releases=settings.members,
@@ -294,7 +298,7 @@ def _private_step(
         optim.sgd(settings.lr),
         plan,
         strategy=STRATEGY,
-        chunk_size=rows,
+        chunk_size=1 if plan.discrete is True else rows,
         randomness="different",
         policy=models.POLICIES[settings.precision],
     )

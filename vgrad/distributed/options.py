@@ -31,7 +31,13 @@ _UNCOMPARED = (Tensor, np.ndarray, torch.Generator, torch.device, str)
 _PLAIN = bool | int | float | complex | str | bytes | range | slice
 
 _CACHING = ("vgrad.compiled", "vgrad.ensemble.", "vgrad.functional.model")
-_CACHING += ("vgrad.ops", "vgrad.loss", "vgrad.persample.engine", "vgrad.torch_private")
+_CACHING += (
+    "vgrad.ops",
+    "vgrad.optim.fused",
+    "vgrad.loss",
+    "vgrad.persample.engine",
+    "vgrad.torch_private",
+)
 """Modules whose objects cache calls, which differ between ranks."""
 
 _LIBRARIES = {"torch", "numpy"} | sys.stdlib_module_names

@@ -229,10 +229,11 @@ class _AveragedOverRanks(StepReducer):
                 )
         self._expected = None
         sizes = [note["samples"] for note in facts.notes]
-        if plan is not None and sum(sizes) > plan.dataset_size:
+        most = 0 if plan is None else plan.largest_batch or plan.dataset_size
+        if plan is not None and sum(sizes) > most:
             raise ValueError(
                 f"data_parallel(private_step(plan))(state, *batch): expected at most "
-                f"the {plan.dataset_size} samples of the plan's data set on all ranks "
+                f"the {most} samples that a batch of the plan can have on all ranks "
                 f"together, got {sizes}. Give each rank its part of a batch, as "
                 f"local_batches(plan.sampler(state), mesh) does."
             )

@@ -9,7 +9,8 @@ is left between the proof and the release:
 * Two sums that differ by one sample differ by integers x of a norm of at most 2^24 / z,
   z the noise multiplier. The Rényi divergence of order a between the noise with and
   without x is at most `a |x|^2 / 2^49 <= a / (2 z^2)`, as for real numbers (Canonne,
-  Kamath and Steinke, arXiv 2004.00010, theorems 4 and 14).
+  Kamath and Steinke, arXiv 2004.00010, theorem 4, for one number; divergences of
+  independent numbers add up).
 * For Poisson batches at a rate q, P the noise around x, Q around zero and M = (1 - q) Q
   + q P, a binomial expansion bounds the divergence of M from Q at whole orders by the
   sum for real numbers, term by term. The divergence of Q from M is not larger (Mironov,
@@ -42,7 +43,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vgrad import checks, generators
+from vgrad import batches, checks, generators
 from vgrad.dp import chacha
 from vgrad.factors import Sums
 from vgrad.persample.clipped import ClippedGradFn, ClippedSum
@@ -114,7 +115,10 @@ class _Alone(ClippedGradFn):
     def measured(self, call: Call) -> Chunk:
         # Kernels may add up in another order where memory starts at another place,
         # which in a batch depends on the samples before. Other ranks get integers.
-        return super().measured(call.take(torch.zeros(1, dtype=torch.int64)))
+        size, tree, tensors = call.batch.size, call.batch.tree, call.batch.tensors
+        batch = batches.Batch(size, tree, [tensor.clone() for tensor in tensors])
+        parts = {"batch": batch, "reducer": call.reducer.of_part()}
+        return super().measured(replace(call, **parts))
 
 
 @dataclass(frozen=True)
@@ -246,7 +250,8 @@ class DiscreteNoise:
                 f"{function}: expected a tensor of real floating-point numbers, got "
                 f"{total.dtype}. Noise is for sums of gradients."
             )
-        if self.dtypes is not None and total.dtype != torch.int64:
+        whole = self.dtypes is not None and name in self.dtypes
+        if self.dtypes is not None and not (whole and total.dtype == torch.int64):
             raise TypeError(
                 f"{function}: expected sums of integers, as private_step and "
                 f"PrivateGradients form them for a plan with discrete=True, got "

@@ -31,6 +31,7 @@ from vgrad.dp.sampling import (
     random_order,
 )
 from vgrad.dp.units import Units, units_of
+from vgrad.persample.clipped import LEAST, MOST
 from vgrad.typing import Params, Tree
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class Plan:
 
     Attributes:
         before: the run's previous plan, with the steps taken under it.
-        noise: the correlation of noise over steps.
+        noise: the correlation of noise over steps, with its optimised coefficients.
         sampling: "poisson"; "cyclic_poisson", where step t samples from group t mod b
             of b groups, drawn for each sample, with probability `b * sampling_rate`;
             "cyclic_equal", with groups of equal sizes; or "fixed_order", batches of one
@@ -207,6 +208,8 @@ class Plan:
                 f"relations do not add up. Pass neighbours= to one of them."
             )
         checks.choice("Plan", (False, True, "sum"), discrete=self.discrete)
+        if self.discrete != "sum":
+            own["discrete"] = bool(self.discrete)  # of 0, 1 or numpy's
         if self.discrete is not False:
             checks.positive("Plan(discrete)", noise_multiplier=self.noise_multiplier)
         if self.discrete is True:
@@ -226,14 +229,24 @@ class Plan:
                 f"max_batch_size={self.max_batch_size!r}): expected the accountant "
                 f'"pld", the only one that has a bound.'
             )
-        if (neighbours == "fixed_graph") > (self.samples_per_unit is not None):
+        if neighbours == "fixed_graph" and self.samples_per_unit != 1:
             raise ValueError(
-                'Plan(neighbours="fixed_graph"): expected samples_per_unit=1, since '
-                "the relation is about units of samples."
+                f'Plan(neighbours="fixed_graph", samples_per_unit='
+                f"{self.samples_per_unit!r}): expected samples_per_unit=1, since the "
+                f"relation is about units of one sample."
             )
-        if self.samples_per_unit is not None:
-            least = {"samples_per_unit": self.samples_per_unit}
-            [own["samples_per_unit"]] = checks.whole("Plan", least=1, **least)
+        for name in ("samples_per_unit", "horizon"):
+            if own[name] is not None:
+                [own[name]] = checks.whole("Plan", least=1, **{name: own[name]})
+        counts = self.samples_per_unit is not None
+        if self.before is not None and counts != (
+            self.before.samples_per_unit is not None
+        ):
+            raise ValueError(
+                f"Plan(samples_per_unit={self.samples_per_unit!r}, before=...): "
+                f"expected two plans of one kind, of units or of samples, whose bounds "
+                f"do not add up otherwise. Pass samples_per_unit= to both, or to none."
+            )
         self._check_batches()
         correlated = scheme != "independent"
         if self.horizon is not None and not (correlated and self.horizon >= self.steps):
@@ -249,8 +262,26 @@ class Plan:
                 f"correlated noise and a bound that adapts, got several, of which no "
                 f"account is known."
             )
+        if isinstance(self.max_norm, QuantileClip):
+            self._check_adapting(self.max_norm)
+        own["noise"] = self.noise.settled(**self._participation)
         if self.max_batch_size == "auto":
             own["max_batch_size"] = _least_batch(replace(self, max_batch_size=None))
+
+    def _check_adapting(self, clip: QuantileClip) -> None:
+        """Refuse relations that a count has no account for, and too much noise."""
+        if self.neighbours in ("zero_out", "fixed_graph"):
+            raise ValueError(
+                f"Plan(neighbours={self.neighbours!r}, max_norm={clip}): expected "
+                f'"add_or_remove_one" or "replace_one", since the norm of a gradient '
+                f"that is zeroed counts as small. Pass a number as max_norm, or "
+                f"another sampling."
+            )
+        expected = self.expected_batch_size
+        clip.gradient_multiplier(self.noise_multiplier, expected)
+        ends = {"least / expected_batch_size": clip.least / expected}
+        ends |= {"most / expected_batch_size": clip.most / expected}
+        checks.between("Plan(max_norm=quantile_clip(...))", LEAST, MOST, **ends)
 
     @property
     def _adapts(self) -> bool:
@@ -455,9 +486,8 @@ class Plan:
 
     @property
     def _numbers(self) -> tuple[int, float, float, float]:
-        norm = self.max_norm
-        norm = norm.start if isinstance(norm, QuantileClip) else norm
-        return self.dataset_size, self.sampling_rate, self.noise_multiplier, norm
+        numbers = self.dataset_size, self.sampling_rate, self.noise_multiplier
+        return *numbers, self.first_max_norm
 
     @functools.cached_property
     def _kinds(self) -> tuple[str, ...]:
@@ -490,6 +520,12 @@ class Plan:
         return self.sampling_rate * self.dataset_size
 
     @property
+    def first_max_norm(self) -> float:
+        """The bound of the first step, where it adapts."""
+        norm = self.max_norm
+        return norm.start if isinstance(norm, QuantileClip) else norm
+
+    @property
     def largest_batch(self) -> int | None:
         """The size that no batch exceeds, None if there is none but the data set's."""
         if self.sampling == "fixed_order":
@@ -516,13 +552,17 @@ class Plan:
     @property
     def fitted(self) -> Fitted:
         """The scheme of the noise, fitted to the steps and to their batches."""
-        size, steps = self.noise.size, self._planned
+        return self.noise.fitted(**self._participation)
+
+    @property
+    def _participation(self) -> dict[str, int]:
         if self.sampling == "fixed_order":
             apart = self.steps_per_epoch
-            most = -(-steps // apart)
-            return self.noise.fitted(steps, separation=apart, participations=most)
-        # A round of cyclic groups is one event, in which a sample takes part once.
-        return self.noise.fitted(steps, separation=size, participations=1)
+            most = -(-self._planned // apart)
+        else:  # a round of cyclic groups is one event, in which a sample is once
+            apart, most = self.noise.size, 1
+        run = {"separation": apart, "participations": most}
+        return {"steps": self._planned, **run}
 
     def deviation(self, step: int | Tensor) -> float:
         """Return the deviation of the noise of a step, of each number of the mean.
@@ -759,6 +799,7 @@ class Plan:
         key: Tensor,
         step: int,
         member: int = 0,
+        max_norm: Tensor | None = None,
     ) -> Params:
         """Add the noise of one step to clipped sums. {name: shape} -> {name: shape}.
 
@@ -771,7 +812,7 @@ class Plan:
                 `add_gaussian_noise`.
         """
         checks.dictionaries("add_gaussian_noise", sums=sums)
-        place = {"key": key, "step": step}
+        place: Any = {"key": key, "step": step, "max_norm": max_norm}
         return self.step_noise(sensitivity, Streams(), **place).added(sums, member)
 
     def step_noise(
@@ -782,19 +823,19 @@ class Plan:
         key: Tensor,
         step: int,
         history: Tree | None = None,
+        max_norm: Tensor | None = None,
     ) -> Noise | DiscreteNoise:
         """Return the noise of one step, from streams that the caller holds.
 
         Where it is correlated over steps, it takes the history that the step before has
-        returned; None where the caller keeps none.
+        returned; None where the caller keeps none. Where the bound adapts, it takes the
+        `max_norm` of the step.
         """
-        if self._adapts:
-            raise NotImplementedError(
-                f"{self}: expected Gaussian noise and a fixed max_norm."
-            )
         check_sensitivity("Plan.add_noise", sensitivity)
         expected = self._numbers[-1] / self.expected_batch_size
-        if not math.isclose(sensitivity.value, expected, rel_tol=1e-9):
+        if self._adapts:
+            self._check_bound(sensitivity, max_norm)
+        elif not math.isclose(sensitivity.value, expected, rel_tol=1e-9):
             raise ValueError(
                 f"Plan.add_noise(sensitivity={sensitivity!r}): expected the value "
                 f"max_norm / expected_batch_size = {expected!r}, got "
@@ -808,6 +849,9 @@ class Plan:
             own |= {"filter": self.fitted.filter, "cached": self.noise.cache}
             own["first"] = self.earlier_steps
             multiplier *= self.fitted.sensitivity()
+        if isinstance(self.max_norm, QuantileClip):
+            clip, size = self.max_norm, self.expected_batch_size
+            multiplier = clip.gradient_multiplier(multiplier, size)
         own["noise_multiplier"] = multiplier
         noise = gaussian_noise("add_gaussian_noise", sensitivity, **own)
         if self.discrete is False:
@@ -815,6 +859,51 @@ class Plan:
         deviation: Any = noise.deviation  # a number
         dtypes = {} if self.discrete is True else None
         return DiscreteNoise(noise.key, noise.step, deviation, dtypes)
+
+    def _check_bound(self, sensitivity: Sensitivity, max_norm: Tensor | None) -> None:
+        """Refuse a sum that was clipped to another bound than a step's tensor."""
+        bound, divisor = sensitivity.made_of or (None, 0.0)
+        expected = self.expected_batch_size
+        # The very tensor, since a device would wait for values.
+        if (
+            max_norm is None
+            or bound is not max_norm
+            or not math.isclose(divisor, expected)
+        ):
+            raise ValueError(
+                f"Plan.add_noise(sensitivity, max_norm): expected a sum that was "
+                f"clipped to the tensor max_norm of the state, and divided by "
+                f"{expected!r}, since the plan's bound adapts. Clip with "
+                f"clipped_grad(loss, max_norm=1.0, normalize_by="
+                f"plan.expected_batch_size).with_max_norm(state.max_norm), and pass "
+                f"max_norm=state.max_norm."
+            )
+
+    def max_norm_of(
+        self, known: Tree, device: torch.device, *, step: int
+    ) -> Tensor | None:
+        """Return the bound of a step where it adapts, `known` from the state."""
+        if not isinstance(self.max_norm, QuantileClip):
+            return None
+        first = step == self.earlier_steps
+        return self.max_norm.bound(known, device, first=first)
+
+    def next_max_norm(
+        self,
+        max_norm: Tensor | None,
+        count: Tensor,
+        streams: Streams,
+        *,
+        key: Tensor,
+        step: int,
+    ) -> Tree:
+        """Return the bound of the next step, from a step's sum of b_i - 1/2."""
+        if not isinstance(self.max_norm, QuantileClip) or max_norm is None:
+            return ()
+        key = generators.fold_in(self._subkey(key), "count")
+        place: Any = {"key": key, "step": step, "streams": streams}
+        size = self.expected_batch_size
+        return self.max_norm.following(max_norm, count, size, **place)
 
     def audit(
         self,
@@ -856,7 +945,8 @@ class Plan:
 
         Raises:
             TypeError: the step was made for another plan, or is no private step.
-            ValueError: the plan has no noise, or fewer than two steps.
+            ValueError: the plan has no noise or fewer than two steps, `batch` is there
+                with correlated noise, or the optimizer scales what is clipped.
 
         Example:
             >>> from vgrad import optim, training
@@ -870,10 +960,17 @@ class Plan:
             >>> round(result.claimed_mu, 3), result.exceeded
             (0.707, False)
         """
-        from vgrad.dp.audit import audit_step
+        from vgrad.dp.canaries import OfStep, audit
 
-        options = {"guesses": guesses, "significance": significance, "seed": seed}
-        return audit_step(self, step, state, batch, canaries=canaries, **options)
+        if getattr(getattr(step, "source", None), "plan", None) != self:
+            raise TypeError(
+                f"Plan.audit(step): expected the step that private_step(loss, tx, "
+                f"plan) makes with this plan, or vgrad.compile or data_parallel of it, "
+                f"got a {type(step).__name__}."
+            )
+        options: Any = {"canaries": canaries, "guesses": guesses, "seed": seed}
+        options |= {"significance": significance}
+        return audit("Plan.audit", self, OfStep(step, state), batch, **options)
 
     def _subkey(self, key: Tensor) -> Tensor:
         # So that two plans never share batches or noise.

@@ -3,13 +3,15 @@
 import copy
 import difflib
 import inspect
+import io
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
 
 import numpy as np
@@ -19,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from vgrad import batches, checks
+from vgrad.dp.adaptive import count_below
 from vgrad.dp.discrete import DiscreteNoise, integer_sums
 from vgrad.dp.grouped import Augment, Grouped
 from vgrad.dp.noise import Noise, NoiseHistory, Streams
@@ -40,7 +43,18 @@ from vgrad.generators import (
 )
 from vgrad.persample.clipped import ClippedGradFn, clipped_grad
 from vgrad.tree import map_values, tree_flatten, tree_leaves, tree_unflatten, widened
-from vgrad.typing import Buffers, ChunkSize, Params, Randomness, Strategy, Tree
+from vgrad.typing import (
+    Buffers,
+    ChunkSize,
+    LossFn,
+    Params,
+    Randomness,
+    Strategy,
+    Tree,
+)
+
+if TYPE_CHECKING:
+    from vgrad.dp.audit import Audit
 
 _INSTEAD = {
     "module": "model",
@@ -196,8 +210,10 @@ class PrivateGradients:
         self._options |= {"randomness": randomness}
         self._clipped, self._function = self._clip(), self._live.function
         self._sums: Params = {}
+        self._below: Any = 0.0  # the count of norms below a bound that adapts
         self._history: Tree = ()  # of the noise
-        self._streams = Streams()
+        self._max_norm: Tree = ()  # of the next step, where it adapts
+        self._streams, self._counts = Streams(), Streams()
 
     @property
     def model(self) -> nn.Module:
@@ -213,6 +229,11 @@ class PrivateGradients:
     def step(self) -> int:
         """The number of logical batches that were released."""
         return self._run.step
+
+    @property
+    def max_norm(self) -> Tensor | None:
+        """The bound of the next step where the plan's adapts, float64 `[]`."""
+        return self._bound(self._max_norm, self.step)
 
     @property
     def plan_digest(self) -> Tensor:
@@ -264,19 +285,26 @@ class PrivateGradients:
             with torch.no_grad(), kept_random_state(params.values()):
                 set_seed(seed, params.values())
                 batch = self._with_mask(pending, batch)
-                result = self._live.run(self._clipped, params, buffers, *batch)
-        sums, noisy, history = result.grads, None, ()
+                clipped, max_norm = self._clipped, self.max_norm
+                if max_norm is not None:
+                    clipped = clipped.with_max_norm(max_norm)
+                result = self._live.run(clipped, params, buffers, *batch)
+        sums, noisy, kept = result.grads, None, ()
+        below = count_below(result) + (self._below if pending.number else 0.0)
         if pending.number:
             sums = map_values(torch.add, self._sums, sums)
         elif not pending.last and self.plan.discrete is not True:
             sums = map_values(Tensor.double, sums)
         if pending.last:
             total = {name: sums[name].to(x.dtype) for name, x in result.grads.items()}
-            noise = self._noise(self.key, self.step, self._history)
+            noise = self._noise(self.key, self.step, self._history, max_norm)
             if isinstance(noise, DiscreteNoise):
                 noise = noise.of(params)
             noisy, history = noise.advanced(total)
-        self._commit(pending, sums, noisy, history)
+            place: Any = {"key": self.key, "step": self.step}
+            own = max_norm, below, self._counts
+            kept = history, self.plan.next_max_norm(*own, **place)
+        self._commit(pending, (sums, below), noisy, kept)
         return {
             "loss": widened(result.losses).mean(),
             "samples": torch.tensor(len(result.losses)),
@@ -309,17 +337,59 @@ class PrivateGradients:
         """Return the epsilon spent so far, at the plan's `delta`."""
         return self.plan.epsilon(self.step)
 
+    def audit(
+        self,
+        *,
+        canaries: int,
+        guesses: tuple[int, int] | None = None,
+        significance: float = 0.05,
+        seed: int | None = None,
+    ) -> "Audit":
+        """Bound from below how much a release spends, as `Plan.audit` does for a step.
+
+        It calls `backward` on a copy of this object and of the module, without data,
+        and goes through `state_dict` and `load_state_dict` before the second release.
+        Nothing changes.
+
+        Raises:
+            ValueError: the plan has units of several samples, or as `Plan.audit`.
+
+        Example:
+            >>> from torch.utils.data import TensorDataset
+            >>> module = torch.nn.Linear(50, 10)
+            >>> data = TensorDataset(torch.ones(200, 50))
+            >>> run = {"epsilon": 3.0, "delta": 1e-3, "epochs": 2, "batch_size": 20}
+            >>> private = PrivateGradients(
+            ...     module, lambda output: output.sum(), data, max_norm=1.0, **run
+            ... )
+            >>> private.audit(canaries=200, significance=1e-6).exceeded
+            False
+        """
+        from vgrad.dp.canaries import audit
+
+        if self.plan.samples_per_unit is not None:
+            raise ValueError(
+                "PrivateGradients.audit: expected samples without units, got a plan "
+                "with units. Audit a private_step with the same plan."
+            )
+        options: Any = {"canaries": canaries, "guesses": guesses, "seed": seed}
+        options |= {"significance": significance}
+        return audit("PrivateGradients.audit", self.plan, _Canaries(self), **options)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the key, the step and the plan, from which a run can be resumed.
 
-        Noise that is correlated over steps has its history too. It is as secret as the
+        Noise that is correlated over steps has its history too, and a bound that adapts
+        is there. It is as secret as the
         data: noise can be removed with the key. Save it between logical batches,
         together with the module and the optimizer.
         """
-        plan, noise = asdict(self.plan), {}
+        plan, noise = asdict(self.plan), dict[str, Any]()
         if self._history:
             buffers = [*map(dict, self._history.buffers)]  # a list of dictionaries
-            noise = {"noise": {**self._history._asdict(), "buffers": buffers}}
+            noise["noise"] = {**self._history._asdict(), "buffers": buffers}
+        if isinstance(self._max_norm, Tensor):
+            noise["max_norm"] = self._max_norm.clone()
         return {"key": self.key.clone(), "step": self.step, "plan": plan, **noise}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -336,7 +406,7 @@ class PrivateGradients:
                 with more steps, or made by `Plan.after`, may continue it.
         """
         function = "PrivateGradients.load_state_dict(state)"
-        if {"key", "step", "plan"} != set(state) - {"noise"}:
+        if {"key", "step", "plan"} != set(state) - {"noise", "max_norm"}:
             raise ValueError(
                 f"{function}: expected 'key', 'step' and 'plan', as state_dict() "
                 f"returns them, got {checks.listed(state) or 'nothing'}. The state of "
@@ -366,12 +436,16 @@ class PrivateGradients:
             checks.dictionaries(function, noise=state["noise"])
             checks.names(f"{function}['noise']", NoiseHistory._fields, state["noise"])
             history = NoiseHistory(**state["noise"])
+        max_norm: Any = state.get("max_norm", ())
+        if step < self.plan.steps:
+            max_norm = self._bound(max_norm, step)
         if self.plan.noise.scheme == "independent":
             history = ()  # of a plan before
         elif step < self.plan.steps:
-            noise: Any = self._noise(state["key"], step, history)
+            noise: Any = self._noise(state["key"], step, history, max_norm)
             history = noise.history
         self._run.key, self._history = state["key"].cpu().clone(), history
+        self._max_norm = () if max_norm is None else max_norm
         self._run.step, self._run.process = step, os.getpid()
         self.loader.restart()
         self._guard.reset()
@@ -391,12 +465,11 @@ class PrivateGradients:
 
     def _clip(self) -> ClippedGradFn:
         plan = self.plan
-        bound: Any = plan.max_norm
         copies = {"augmentations": self._copies}
         loss = sample_loss(self._live.function, self._criterion, **copies)
         clipped = clipped_grad(
             loss if self._run.units is None else UnitLoss(loss),
-            max_norm=bound,
+            max_norm=plan.first_max_norm,
             normalize_by=plan.expected_batch_size,
             **self._options,
         )
@@ -431,37 +504,106 @@ class PrivateGradients:
             )
         return pending
 
-    def _noise(self, key: Tensor, step: int, history: Tree) -> Noise | DiscreteNoise:
-        own = self._clipped.sensitivity, self._streams
-        return self.plan.step_noise(*own, key=key, step=step, history=history)
+    def _bound(self, known: Tree, step: int) -> Tensor | None:
+        """Return the bound of a step on the module's device, None if it is fixed."""
+        device = next(iter(self._live.parameters.values())).device
+        bound = self.plan.max_norm_of(known, device, step=step)
+        return None if bound is None else bound.to(device)
+
+    def _noise(
+        self, key: Tensor, step: int, history: Tree, max_norm: Tensor | None
+    ) -> Noise | DiscreteNoise:
+        clipped = self._clipped
+        if max_norm is not None:
+            clipped = clipped.with_max_norm(max_norm)
+        place: Any = {"key": key, "step": step, "max_norm": max_norm}
+        own = clipped.sensitivity, self._streams
+        return self.plan.step_noise(*own, **place, history=history)
 
     def _commit(
         self,
         batch: PhysicalBatch,
-        sums: Params,
+        partial: tuple[Params, Tensor],
         noisy: Params | None,
-        history: Tree,
+        kept: tuple[Tree, ...],
     ) -> None:
         # All or, on error, nothing.
         params = [*self._live.parameters.values()]
         grads, guard = [x.grad for x in params], vars(self._guard).copy()
-        before, step = (self._sums, self._history), self.step
+        before, step = (self._sums, self._below), self.step
+        of_step = self._history, self._max_norm
         try:
-            self.loader.pending, self._sums = None, sums  # the batch is not used twice
+            self.loader.pending = None  # the batch is not used twice
+            self._sums, self._below = partial
             if batch.number == 0:
                 self._guard.begin()
             if noisy is not None:
                 self._sums, self._run.step = {}, step + 1
-                self._history = history
+                self._history, self._max_norm = kept
                 write_grads_(self._live.model, noisy)
                 self._guard.release()
         except BaseException:
-            self.loader.pending, (self._sums, self._history) = batch, before
+            self.loader.pending, (self._sums, self._below) = batch, before
+            self._history, self._max_norm = of_step
             self._run.step = step
             for parameter, grad in zip(params, grads, strict=True):
                 parameter.grad = grad
             vars(self._guard).update(guard)
             raise
+
+
+class _Canaries:
+    """The releases of private gradients with the loss of canaries, for an audit."""
+
+    def __init__(self, private: PrivateGradients) -> None:
+        self._private = private
+        self.params, _ = private._live.values()
+        self.options = private._clipped.options
+
+    def agreed(self, key: Tensor) -> Tensor:
+        """Return the key, since there is one process."""
+        return key
+
+    def noisy_gradients(
+        self, loss: LossFn, key: Tensor, batches: Sequence[tuple], chunk_size: Any
+    ) -> list[tuple[Params, float]]:
+        """Release the batches by a copy, which is saved and loaded before the last."""
+        private = copy.copy(self._private)
+        plan, size = private.plan, private._run._size
+        with RNG_LOCK:
+            private._live = LiveModule(copy.deepcopy(private.model))
+        private._guard, private._function = (
+            GradGuard(private._live),
+            private._live.function,
+        )
+        private._clipped = private._clipped.with_loss(loss, chunk_size)
+        private._run, private._padding = copy.copy(private._run), None
+        private._streams, private._counts = Streams(), Streams()
+        private._sums, private._below = {}, 0.0
+        private.loader = cast(Any, SimpleNamespace(pending=None, restart=lambda: None))
+        before = plan if plan.before is None else plan.before
+        state = {"key": key, "step": plan.earlier_steps, "plan": asdict(before)}
+        private.load_state_dict(state)
+        found = []
+        for number, batch in enumerate(batches):
+            if number == len(batches) - 1:
+                file = io.BytesIO()
+                torch.save(private.state_dict(), file)
+                file.seek(0)
+                private.load_state_dict(torch.load(file, weights_only=True))
+            bound = private.max_norm
+            private._live.model.zero_grad()
+            rows = torch.arange(len(batch[0])).split(size or max(1, len(batch[0])))
+            for part, some in enumerate(rows):
+                last = part == len(rows) - 1
+                private.loader.pending = PhysicalBatch(part, last, some.tolist())
+                private.backward(*(x[some] for x in batch))
+            live = private._live.parameters.items()
+            grads = {n: x.grad for n, x in live if x.grad is not None}
+            found.append(
+                (grads, plan.first_max_norm if bound is None else float(bound))
+            )
+        return found
 
 
 def _planned(

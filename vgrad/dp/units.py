@@ -193,7 +193,7 @@ def units_of(function: str, plan: "Plan", units: Any) -> Units | None:
             f"{plan.dataset_size}. Pass dataset_size=len(dp.Units(ids))."
         )
     several = units.several_owners
-    if several != (neighbours == "fixed_graph") or (several and count != 1):
+    if several != (neighbours == "fixed_graph"):
         kind = "several owners" if several else "one owner"
         raise ValueError(
             f"{function}: got samples of {kind}, and a plan of {neighbours!r} with "

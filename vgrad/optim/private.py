@@ -43,9 +43,9 @@ def scale_then_privatize(
     less of the noise. `s = sqrt(k / v)` with the moving average `v` of squares of the
     gradients released so far, and the mean `k` of `v` over all parameters, so that
     `max_norm` keeps its unit; at first `s = 1`. No entry is multiplied by more than
-    `1 / eps`. For a matrix `v` is factored as in `adafactor`, and its gradients are
-    scaled as factors: norms of linear layers and embeddings cost no more than without.
-    Gradients of other parameters are formed.
+    `1 / eps`. For a matrix `v` is factored as in `adafactor`, so that the two sides of
+    a sample's gradient can be scaled: linear layers and embeddings, tied ones too, need
+    no gradients of samples for the norms. Gradients of other parameters are formed.
 
     The scales follow from released numbers, so privacy costs the same. Correlated noise
     is refused, as scales that change would undo the correlation. State: 2 (n + m)

@@ -8,16 +8,21 @@ from typing import Any
 from torch import Tensor
 
 from vgrad import files
-from vgrad.batches import Neighbours
 from vgrad.dp import Plan, PrivateGradients
-from vgrad.dp.plan import MECHANISM, check_spent
+from vgrad.dp.accounting import Steps
+from vgrad.dp.plan import check_spent
 from vgrad.torch_private import shards
 from vgrad.training.state import TrainState
 
 MODEL = "model.safetensors"
 CLAIM = "privacy.json"
 
-_NEIGHBOURS: Neighbours = "add_or_remove_one"
+_BATCHES = {
+    "poisson": "Poisson batches",
+    "cyclic_poisson": "cyclic Poisson batches",
+    "cyclic_equal": "cyclic Poisson batches of equal groups",
+    "fixed_order": "batches in a fixed order",
+}
 
 
 def release(
@@ -28,7 +33,8 @@ def release(
     `model.safetensors` holds the tensors by name, for `safetensors.torch.load_file` and
     any other reader of the format, and the claim in its metadata. `privacy.json` is the
     claim for people: epsilon, delta, neighbours, mechanism, and how many steps of which
-    sampling rate and noise multiplier, earlier plans included. There is no key,
+    sampling rate and noise multiplier, earlier plans included (correlated noise is one
+    step of all batches, or of each round of groups). There is no key,
     no loss, norm or count of clipped samples, no optimizer state and no order of data;
     nor the size of the data set, in which neighbours differ. `save` writes the secret
     key: never publish its files.
@@ -121,12 +127,38 @@ def _claim(state: TrainState | PrivateGradients, plan: Plan) -> dict[str, Any]:
             f"{function}: expected a plan of a finite epsilon, got {epsilon} after "
             f"{steps} steps. A plan without noise claims nothing."
         )
+    unit = {} if plan.samples_per_unit is None else {"unit": _unit(plan)}
     return {
         "epsilon": epsilon,
         "delta": plan.delta,
-        "neighbours": _NEIGHBOURS,
-        "mechanism": MECHANISM,
+        "neighbours": plan.neighbours,
+        **unit,
+        "mechanism": ", then ".join(dict.fromkeys(_mechanisms(plan, steps))),
         "steps": steps,
-        "account": [term._asdict() for term in plan.account(steps) if term.steps],
+        "account": [_term(term) for term in plan.account(steps) if term.steps],
         "accountant": plan.accountant,
     }
+
+
+def _mechanisms(plan: Plan, steps: int) -> list[str]:
+    """Describe the noise and the batches of the plans under which steps were taken."""
+    earlier = []
+    if plan.before is not None:
+        earlier = _mechanisms(plan.before, min(steps, plan.earlier_steps))
+        if steps <= plan.earlier_steps:
+            return earlier
+    kind = "Gaussian" if plan.discrete is False else "Discrete Gaussian"
+    noise = f"{kind} noise"
+    if plan.noise.scheme != "independent":
+        noise += f" correlated by {plan.noise.scheme}({plan.noise.size})"
+    return [*earlier, f"{noise} on clipped sums of {_BATCHES[str(plan.sampling)]}"]
+
+
+def _unit(plan: Plan) -> str:
+    return f"a person or group, at most {plan.samples_per_unit} samples of it in a step"
+
+
+def _term(term: Steps) -> dict[str, Any]:
+    """Return steps of one kind, without the size of the data set."""
+    own = {name: getattr(term, name) for name in Steps._fields[:3]}
+    return own if term.truncated is None else own | {"largest_batch": term.truncated[0]}

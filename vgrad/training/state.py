@@ -56,6 +56,8 @@ class TrainState(NamedTuple):
         loss_scale: the loss scale of the next step, a tree of tensors too.
         noise: the `NoiseHistory` of noise that is correlated over steps, which is as
             secret as the key; () before the first step, and of other noise.
+        max_norm: the bound of the next step, float64 without dimensions, where the
+            plan's adapts; () before the first step, and of other plans.
     """
 
     params: Params
@@ -66,6 +68,7 @@ class TrainState(NamedTuple):
     plan_digest: Tensor
     loss_scale: LossScale = NoOpLossScale()
     noise: Tree = ()
+    max_norm: Tree = ()
 
     def __repr__(self) -> str:
         return redacted(self)
@@ -204,7 +207,7 @@ class EnsembleState(NamedTuple):
 
 
 def with_history(like: T, saved: Collection[str]) -> T:
-    """Return a tree whose states have a history of noise where saved ones had it.
+    """Return a tree whose states have a history and a bound where saved ones had them.
 
     `saved` holds names as `tree.state_dict` makes them.
     """
@@ -218,7 +221,11 @@ def with_history(like: T, saved: Collection[str]) -> T:
             kept = takewhile(lambda name: any(x.startswith(name) for x in saved), names)
             buffers = tuple(map_values(buffer_like, state.params) for _ in kept)
             noise = NoiseHistory(torch.tensor(0), torch.zeros_like(state.key), buffers)
-        return state._replace(noise=noise)
+        bound: Tree = ()
+        if f"{keystr(path)}.max_norm" in saved:
+            device = device_of(state.params)
+            bound = torch.zeros((), dtype=torch.float64, device=device)
+        return state._replace(noise=noise, max_norm=bound)
 
     return tree_map_with_path(fitted, like, is_leaf=lambda x: isinstance(x, TrainState))
 

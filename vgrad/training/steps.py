@@ -24,6 +24,7 @@ from vgrad import batches, optim
 from vgrad.checks import Patterns
 from vgrad.conditions import checks_collected
 from vgrad.devices import is_host
+from vgrad.dp.adaptive import count_below
 from vgrad.dp.discrete import DiscreteNoise, integer_sums
 from vgrad.dp.noise import Drawn, Noise, Streams
 from vgrad.dp.plan import Plan, as_digest, check_spent
@@ -181,8 +182,8 @@ class TrainingStep(Generic[State]):
         batches: Sequence[tuple],
         *,
         chunk_size: int | None,
-    ) -> list[Params]:
-        """Take private steps of another loss, and return the noisy gradients of each.
+    ) -> list[tuple[Params, float]]:
+        """Take private steps of another loss; return noisy gradients and clip bounds.
 
         The state is saved and loaded before the last one. Batches are of all processes.
         """
@@ -192,8 +193,12 @@ class TrainingStep(Generic[State]):
                 "they are, got one that scales them before they are clipped. Audit the "
                 "step with the optimizer inside of scale_then_privatize."
             )
-        transform = self.source.transform.with_loss(loss, chunk_size)
-        source: Any = replace(self.source, transform=transform, has_aux=False)
+        source: Any = self.source
+        plan, device = source.plan, device_of(state.params)
+        transform = source.transform.with_loss(loss, chunk_size)
+        # A canary stands for a unit. The streams of this step stay as they are.
+        own = {"samples_per_unit": None, "streams": Streams(), "counts": Streams()}
+        source = replace(source, transform=transform, has_aux=False, **own)
         step = replace(self, source=source, tx=_RECORDER, has_aux=False)
         step = replace(step, reduce=self.reduce.of(step), execute=copy(self.execute))
         state = state._replace(optimizer=_RECORDER.init(state.params))
@@ -201,10 +206,12 @@ class TrainingStep(Generic[State]):
         for number, batch in enumerate(parts, start=1):
             if number == len(parts):
                 state = step.reduce.reloaded(state)
+            bound = plan.max_norm_of(state.max_norm, device, step=int(state.step))
             if step.execute is not run_eager:  # a first call is captured, and not run
                 step(state, *batch)
             state, _ = step(state, *batch)
-            found.append(state.optimizer)
+            bound = plan.first_max_norm if bound is None else float(bound)
+            found.append((state.optimizer, bound))
         return found
 
     def __call__(self, state: State, /, *batch: Tree) -> tuple[State, Metrics]:
@@ -393,7 +400,9 @@ class PrivateSource(Source):
 
     plan: Plan
     has_aux: bool
+    samples_per_unit: int | None  # of the batches
     streams: Streams = field(default_factory=Streams)
+    counts: Streams = field(default_factory=Streams)  # of a bound that adapts
 
     def __call__(self, state: TrainState, batch: tuple) -> Gradients:
         """Compute the clipped sum of a batch, and the noise for it."""
@@ -404,13 +413,13 @@ class PrivateSource(Source):
                 f"{function}: expected a state of fewer than the {plan.steps} steps "
                 f"that the plan accounts for, got {taken}."
             )
-        if plan.samples_per_unit is not None:
-            check_units("private_step(plan)(state)", batch, plan.samples_per_unit)
+        if self.samples_per_unit is not None:
+            check_units("private_step(plan)(state)", batch, self.samples_per_unit)
         size = batches.read("private_step", batch).size
-        if size > plan.dataset_size:
+        if size > (most := plan.largest_batch or plan.dataset_size):
             raise ValueError(
                 f"private_step(plan)(state, *batch): expected a batch of at most the "
-                f"{plan.dataset_size} samples of the plan's data set, got {size}. Draw "
+                f"{most} samples that a batch of the plan can have, got {size}. Draw "
                 f"batches with plan.sampler(state)."
             )
         scale, compute = state.loss_scale, self.transform
@@ -426,10 +435,13 @@ class PrivateSource(Source):
                 )
             scales = scales_of(uses)
             compute = compute.with_scales(scales)
+        device = device_of(state.params)
+        max_norm = plan.max_norm_of(state.max_norm, device, step=taken)
+        if max_norm is not None:
+            compute = compute.with_max_norm(max_norm)
         result = compute(state.params, state.buffers, *batch)
         result, aux = result if self.has_aux else (result, None)
         place: dict[str, Any] = {"key": state.key, "step": taken}
-        place["history"] = state.noise
         metrics = {
             "samples": torch.tensor(len(result.losses)),
             "clipped": result.clipped,
@@ -438,7 +450,11 @@ class PrivateSource(Source):
         changes = {
             "plan_digest": as_digest(identity).to(state.plan_digest.device),
             "loss_scale": scale.adjust(result.nonfinite == 0),
+            "max_norm": plan.next_max_norm(
+                max_norm, count_below(result), self.counts, **place
+            ),
         }
+        place |= {"history": state.noise, "max_norm": max_norm}
         noise = plan.step_noise(compute.sensitivity, self.streams, **place)
         if isinstance(noise, DiscreteNoise):
             noise = noise.of(state.params)
@@ -721,10 +737,9 @@ def private_step(
                 "plan of units, whose loss is a mean over samples. Leave has_aux out."
             )
         loss = UnitLoss(loss)
-    bound: Any = plan.max_norm
     clipped = clipped_grad(
         with_policy(policy, loss),
-        max_norm=bound,
+        max_norm=plan.first_max_norm,
         normalize_by=plan.expected_batch_size,
         passes=passes,
         strategy=strategy,
@@ -734,7 +749,8 @@ def private_step(
     )
     if plan.discrete is True:
         clipped = integer_sums(clipped, plan.noise_multiplier)
-    source = PrivateSource(transform=clipped, plan=plan, has_aux=has_aux)
+    own = {"has_aux": has_aux, "samples_per_unit": plan.samples_per_unit}
+    source = PrivateSource(transform=clipped, plan=plan, **own)
     return TrainingStep(function, source, tx, scale, donate, has_aux)
 
 

@@ -302,14 +302,9 @@ class Transform(Generic[Result]):
 
     def with_loss(self, loss: LossFn, chunk_size: int | None) -> Self:
         """Return the same function of a loss without aux, with captures of its own."""
-        options = Call(
-            self.options.function,
-            loss,
-            strategy=self.options.strategy,
-            chunk_size=chunk_size,
-            randomness=self.options.randomness,
-            loss_scale=self.options.loss_scale,
-        )
+        changes: dict[str, Any] = {"loss": loss, "chunk_size": chunk_size}
+        changes |= {"has_aux": False, "fallbacks": Fallbacks(), "unreached": set()}
+        options = replace(self.options, **changes)
         plain = replace(self, options=options, execute=eager, reduce=None, keys=None)
         execute: Any = self.execute
         return replace(
