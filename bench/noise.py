@@ -114,7 +114,7 @@ class Run:
             return
         drawn = found.drawn(self.sums)
         _, made = self.compiled(drawn, self.sums)
-        self.history = found.after(drawn, self.sums, made)
+        self.history = found.after(self.sums, drawn.buffers, made)
 
 
 def prices() -> dict[str, list[float]]:

@@ -320,51 +320,38 @@ class Noise:
     def added(self, sums: Params, member: int = 0) -> Params:
         """Draw the noise of a member's sums, and add it."""
         [member] = checks.whole("add_gaussian_noise", least=0, member=member)
-        entries = {(member, name): total for name, total in sums.items()}
-        return dict(zip(sums, self.added_to(entries).values(), strict=True))
-
-    def added_to(self, sums: dict["Entry", Tensor]) -> dict["Entry", Tensor]:
-        """Draw the noise of sums of several members, and add it."""
-        return self._run(sums, ())[0]
+        return self._added(sums, (), member)[0]
 
     def advanced(self, sums: Params) -> tuple[Params, Tree]:
         """Draw the noise of sums, and add it; return the history of the next step."""
-        noisy, buffers = self._advanced(sums, self._buffers(sums))
-        return noisy, self._next(sums, buffers)
+        old = self._buffers(sums)
+        noisy, new = self._added(sums, old)
+        return noisy, self.after(sums, old, new)
 
-    def _advanced(self, sums: Params, old: Sequence[Params]) -> tuple[Params, tuple]:
-        """Return sums with noise, and the buffers of the next step."""
-        entries, *before = (
-            {(0, n): x for n, x in each.items()} for each in (sums, *old)
-        )
-        noisy, new = self._run(entries, before)
-        noisy, *named = ({n: x for (_, n), x in each.items()} for each in (noisy, *new))
-        return noisy, self.recurrence.shifted(named, old)
-
-    def _next(self, sums: Params, buffers: tuple[Params, ...]) -> Tree:
-        """Return the history of the next step, which has no cache in it."""
+    def after(self, sums: Params, old: Sequence[Params], new: Sequence[Params]) -> Tree:
+        """Return the history of the next step, in which there is no cache."""
         if not self.correlated:
             return ()
+        buffers, after = self.recurrence.shifted(new, old), self.step + 1
         if self.cached:
-            self.streams.cache = (*self._kind(sums), self.step + 1), buffers
+            self.streams.cache = (*self._kind(sums), after), buffers
             buffers = ()
-        return NoiseHistory(torch.tensor(self.step + 1), _identity(self.key), buffers)
+        return NoiseHistory(torch.tensor(after), _identity(self.key), buffers)
 
     def _buffers(self, sums: Params) -> tuple[Params, ...]:
         """Return the buffers before this step, zeros at the first one."""
         if self.history and not self.cached:
-            for buffer in self.history.buffers:
-                _check_buffer(buffer, sums)
-            return self.history.buffers
+            return tuple(_checked_buffer(x, sums) for x in self.history.buffers)
         count = len(self.recurrence.weights)
+        if not count:
+            return ()
         known, buffers = self.streams.cache
-        if count and known == (*self._kind(sums), self.step):
+        if known == (*self._kind(sums), self.step):
             return buffers
         buffers = tuple(map_values(buffer_like, sums) for _ in range(count))
-        for step in range(
-            max(self.first, self.step - count), self.step if count else 0
-        ):
-            _, buffers = replace(self, step=step)._advanced(sums, buffers)
+        for step in range(max(self.first, self.step - count), self.step):
+            _, new = replace(self, step=step)._added(sums, buffers)
+            buffers = self.recurrence.shifted(new, buffers)
         return buffers
 
     def _kind(self, sums: Params) -> tuple:
@@ -372,45 +359,51 @@ class Noise:
         parts = tuple((name, _part(total)) for name, total in sums.items())
         return bytes(self.key.cpu().numpy()), parts
 
-    def _run(
-        self, sums: dict["Entry", Tensor], old: Sequence[dict["Entry", Tensor]]
-    ) -> tuple[dict["Entry", Tensor], list[dict["Entry", Tensor]]]:
-        """Return sums with noise, and new buffers."""
+    def _added(
+        self, sums: Params, old: Sequence[Params], member: int = 0
+    ) -> tuple[Params, Sequence[Params]]:
+        entries = {(member, name): total for name, total in sums.items()}
+        noisy, *new = (
+            dict(zip(sums, each.values(), strict=True))
+            for each in self.added_to(entries, old)
+        )
+        return noisy, new
+
+    def added_to(
+        self, sums: dict["Entry", Tensor], old: Sequence[Params] = ()
+    ) -> list[dict["Entry", Tensor]]:
+        """Return sums of members with noise, and new buffers after them."""
         _check_sums(sums)
         if not self.multiplier:
-            return {entry: _released(total, total) for entry, total in sums.items()}, []
+            return [{entry: _released(total, total) for entry, total in sums.items()}]
         devices: dict[torch.device, dict[Entry, Tensor]] = {}
         for entry, total in sums.items():
             devices.setdefault(_drawn_on(total.device), {})[entry] = total
-        found: dict[Entry, list[Tensor]] = {}
+        found = [{} for _ in range(1 + self.recurrence.made)]
         for device, some in devices.items():
-            found |= self._run_on(device, some, old)
-        places = range(1 + self.recurrence.made)
-        noisy, *new = ({entry: found[entry][i] for entry in sums} for i in places)
-        return noisy, new
+            for whole, part in zip(found, self._run_on(device, some, old), strict=True):
+                whole |= part
+        return [{entry: each[entry] for entry in sums} for each in found]
 
     def _run_on(
-        self,
-        device: torch.device,
-        sums: dict["Entry", Tensor],
-        old: Sequence[dict["Entry", Tensor]],
-    ) -> dict["Entry", list[Tensor]]:
+        self, device: torch.device, sums: dict["Entry", Tensor], old: Sequence[Params]
+    ) -> list[dict["Entry", Tensor]]:
         parts = {entry: _part(total) for entry, total in sums.items()}
-        flat, results = {}, {}
+        flat, noisy = {}, {}
         for entry, total in sums.items():
             local = _local(total).detach().to(device, _wide(total))
             flat[entry] = local.reshape(-1)
-            kinds = [local.dtype] + [torch.float64] * self.recurrence.made
-            results[entry] = [local.new_empty(local.shape, dtype=x) for x in kinds]
-        before = [{e: _local(each[e]).reshape(-1) for e in sums} for each in old]
-        into = {e: [each.view(-1) for each in made] for e, made in results.items()}
+            noisy[entry] = local.new_empty(local.shape)  # row by row
+        new = [
+            map_values(partial(torch.empty_like, dtype=torch.float64), noisy)
+            for _ in range(self.recurrence.made)
+        ]
+        before = [{e: _local(each[e[1]]).reshape(-1) for e in sums} for each in old]
+        into = [{e: x.view(-1) for e, x in each.items()} for each in (noisy, *new)]
         run = self._run_on_host if is_host(device) else self._run_on_device
         run(parts, flat, before, into)
-        return {
-            entry: [_finished(made[0], sums[entry])]
-            + [_like(each, sums[entry]) for each in made[1:]]
-            for entry, made in results.items()
-        }
+        noisy = {entry: _finished(noisy[entry], sums[entry]) for entry in sums}
+        return [noisy, *({e: _like(each[e], sums[e]) for e in sums} for each in new)]
 
     def _run_on_host(
         self, parts: dict["Entry", "Part"], sums: Any, old: Any, into: Any
@@ -423,8 +416,8 @@ class Noise:
         deviation = float(self.deviation)
         grid = _grid(deviation)
         sums = {entry: total.numpy() for entry, total in sums.items()}
-        old = [{entry: x.numpy() for entry, x in each.items()} for each in old]
-        into = {entry: [x.numpy() for x in made] for entry, made in into.items()}
+        old = [{e: x.numpy() for e, x in each.items()} for each in old]
+        noisy, *new = ({e: x.numpy() for e, x in each.items()} for each in into)
 
         def add(number: int) -> None:
             try:
@@ -438,9 +431,9 @@ class Noise:
             for piece in group if recurrence.weights else ():
                 places, entries = piece.places(), piece.entries
                 before = [each[piece.entry][entries] for each in old]
-                x, new = recurrence.filtered(noise[places], last[places], before)
-                for buffer, numbers in zip(into[piece.entry][1:], new, strict=True):
-                    buffer[entries] = numbers
+                x, made = recurrence.filtered(noise[places], last[places], before)
+                for buffer, numbers in zip(new, made, strict=True):
+                    buffer[piece.entry][entries] = numbers
                 noise[places] = x
             noise *= deviation
             for piece in group:
@@ -455,7 +448,7 @@ class Noise:
                 noise = _rounded(torch.from_numpy(noise), grid).numpy()
             with np.errstate(over="ignore"):  # it is infinite, as in torch
                 for piece in group:
-                    into[piece.entry][0][piece.entries] = noise[piece.places()]
+                    noisy[piece.entry][piece.entries] = noise[piece.places()]
             layout.memory.append(memory)
 
         works = [partial(add, number) for number in range(len(layout.groups))]
@@ -479,7 +472,7 @@ class Noise:
         self, parts: dict["Entry", "Part"], sums: Any, old: Any, into: Any
     ) -> None:
         """Add noise to flat sums, in few ops for all of them."""
-        [device] = {made[0].device for made in into.values()}
+        [device] = {each.device for each in into[0].values()}
         sizes, recurrence = (ON_DEVICE, _MOST_ON_DEVICE), self.recurrence
         layout = self.streams.layout(self, parts, device, *sizes)
         grid = _grid(self.deviation)
@@ -498,8 +491,8 @@ class Noise:
             noise, new = recurrence.filtered(drawn, last, [*map(of_group, old)])
             values = (noise * self.deviation).add_(of_group(sums).double())
             values = _rounded(values, grid)
-            for place, numbers in enumerate((values, *new)):
-                target = [into[piece.entry][place][piece.entries] for piece in group]
+            for each, numbers in zip(into, (values, *new), strict=True):
+                target = [each[piece.entry][piece.entries] for piece in group]
                 if len(dtypes := {each.dtype for each in target}) == 1:
                     numbers = numbers.to(*dtypes)
                 kernels.copy_all_(target, numbers.split([*map(len, target)]))
@@ -525,10 +518,6 @@ class Noise:
         words = [layout.words(0, step) for step in self._steps]
         words += [torch.zeros_like(words[0]) for _ in range(count - len(words))]
         return Drawn(tuple(words), None, weights, *own)
-
-    def after(self, drawn: "Drawn", sums: Params, new: Sequence[Params]) -> Tree:
-        """Return the history of the next step, from the new buffers of a graph."""
-        return self._next(sums, self.recurrence.shifted(new, drawn.buffers))
 
 
 class Drawn(NamedTuple):
@@ -949,19 +938,18 @@ def _check_sums(sums: dict[Entry, Tensor]) -> None:
             )
 
 
-def _check_buffer(buffer: Params, sums: Params) -> None:
-    """Refuse a buffer of noise that is not like the sums."""
-    function = "private noise(history)"
+def _checked_buffer(buffer: Params, sums: Params) -> Params:
+    """Return a buffer where noise is drawn; refuse one that is not like the sums."""
+    function = "add_noise(history)"
     checks.names(function, sums, buffer)
     for name, total in sums.items():
-        part, expected = _part(buffer[name]), (_part(total), torch.float64)
-        if (part, buffer[name].dtype) != expected:
+        part, kind = _part(buffer[name]), buffer[name].dtype
+        if (part, kind) != (_part(total), torch.float64):
             raise ValueError(
-                f"{function}: expected a buffer like {name!r}, the same part of "
-                f"{tuple(total.shape)} in float64, got {tuple(part.sizes)} at "
-                f"{tuple(part.offsets)} of {tuple(part.shape)} in "
-                f"{buffer[name].dtype}. Shard or move a state as a whole."
+                f"{function}: expected a buffer like the part {_part(total)} of "
+                f"{name!r}, in float64, got {part} in {kind}. Shard a state as a whole."
             )
+    return {name: x.to(_drawn_on(sums[name].device)) for name, x in buffer.items()}
 
 
 def check_sensitivity(function: str, sensitivity: Any) -> None:

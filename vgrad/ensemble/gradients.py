@@ -403,13 +403,12 @@ class EnsembleClippedGradFn(EnsemblePerSampleFn[Result]):
         for (sensitivity, multiplier), members in alike.items():
             numbers = {"noise_multiplier": multiplier, "key": key, "step": step}
             noise = gaussian_noise("add_gaussian_noise", sensitivity, **numbers)
-            noisy |= noise.added_to(
-                {
-                    (first + member, name): value[member]
-                    for name, value in grads.items()
-                    for member in members
-                }
-            )
+            sums = {
+                (first + member, name): value[member]
+                for name, value in grads.items()
+                for member in members
+            }
+            noisy |= noise.added_to(sums)[0]
         places = range(first, first + count)
         return {name: torch.stack([noisy[m, name] for m in places]) for name in grads}
 

@@ -273,7 +273,7 @@ class TrainingStep(Generic[State]):
         else:
             params, optimizer = execute(optim.step, *arguments)
         if noise is not None and drawn is not None:
-            changes["noise"] = noise.after(drawn, grads, made)
+            changes["noise"] = noise.after(grads, drawn.buffers, made)
         new = params, found.buffers, optimizer
         if not all_taken:
             new = self.source.selected(found.masks, new, state)
