@@ -15,15 +15,16 @@ from tests.distributed.nets import MODELS, mlp, problem
 from tests.distributed.processes import mesh_of
 from vgrad import distributed, optim
 from vgrad.distributed import RankError, data_parallel, gather, local_batches, shard
-from vgrad.dp import Plan, Units, collate, quantile_clip, unit_loader
+from vgrad.dp import Plan, Units, collate, noising, quantile_clip, unit_loader
 from vgrad.training import TrainState, load, private_step, save, train_step
 
 SAMPLES = 40
 SGD = optim.sgd(0.1)
 
 
-def plan_of(steps, rate=0.2, noise=0.8, **others):
+def plan_of(steps, rate=0.2, noise=0.8, scheme=None, **others):
     given = {"max_norm": 0.5, "steps": steps, "delta": 1e-5} | others
+    given |= {} if scheme is None else {"noise": scheme}
     return Plan(SAMPLES, rate, noise, **given)
 
 
@@ -118,6 +119,65 @@ def test_so_are_steps_that_scale_gradients(some):
 
 
 CLIP = quantile_clip(rate=0.5, start=0.2, count_deviation=2.0)
+
+
+CORRELATED = noising.bisr(3), noising.band_mf(2), noising.blt(2)
+
+
+def _of_noise(size, scheme, folder):
+    """Release noise alone, in the first rank's sums bit for bit, saved in between."""
+    mesh = mesh_of(size)[0] if size else None
+    plan, states = plan_of(6, noise=1.0, scheme=scheme), []
+    params = {"w": torch.zeros(8, 3), "b": torch.zeros(4)}
+    batch = torch.ones(8 // (size or 1), 1)
+    step = private_step(
+        lambda params, buffers, x: 0 * params["w"].sum() * x.sum(), SGD, plan
+    )
+    step = data_parallel(step, mesh) if mesh else step
+    for sharded in (False, True) if size else (False,):
+        start = shard(params, mesh) if sharded else params
+        state, path = (
+            TrainState.create(SGD, start, {}, seed=5),
+            folder / f"{size}{sharded}",
+        )
+        for number in range(5):
+            if number == 3:
+                save(path, state, mesh)
+                state = load(path, state, mesh)
+            state, _ = step(state, batch)
+        states.append(
+            {n: gather(p, mesh) if sharded else p for n, p in state.params.items()}
+        )
+    return states
+
+
+@pytest.mark.parametrize("scheme", CORRELATED, ids=lambda each: each.scheme)
+def test_correlated_noise_is_the_same_bits_on_any_number_of_ranks(
+    some, scheme, tmp_path
+):
+    [expected] = _of_noise(0, scheme, tmp_path)
+    for number, states in enumerate(some.run(_of_noise, some.size, scheme, tmp_path)):
+        assert len(states) == 2, number
+        for params in states:
+            for name, value in params.items():
+                assert torch.equal(value, expected[name])
+    assert all(value.any() for value in expected.values())
+
+
+def _correlated(size):
+    cases = (PLAIN, SHARDS, COMPILED) if size else (PLAIN,)
+    plans = [plan_of(4, scheme=scheme) for scheme in CORRELATED]
+    given = "mlp", torch.float64
+    return [
+        [private(size, *given, plan, **form)[0] for form in cases] for plan in plans
+    ]
+
+
+def test_steps_with_correlated_noise_are_those_of_one_process(some):
+    for found in some.run(_correlated, some.size):
+        for [one], states in zip(_correlated(0), found, strict=True):
+            for state in states:
+                oracle.assert_exact(state.params, one.params, 1e-12)
 
 
 def _adapting(size):

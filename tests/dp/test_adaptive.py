@@ -293,6 +293,23 @@ def test_a_step_clips_to_the_bound_that_the_step_before_has_left(noise):
     assert len({*bounds}) == len(bounds)  # it moves at every step
 
 
+@pytest.mark.parametrize("damaged", [math.nan, math.inf, 1e40, 0.0, -1.0])
+def test_a_damaged_bound_is_brought_between_both_ends(damaged):
+    plan = replace(PLAN, max_norm=replace(CLIP, least=0.01, most=2.0))
+    loss, tx, state = start_state()
+    first, second, *_ = batches_of(plan, state)
+    step = private_step(loss, tx, plan)
+    state, _ = step(state, *first)
+    found = state._replace(max_norm=torch.tensor(damaged, dtype=torch.float64))
+    after, _ = step(found, *second)
+    end = 2.0 if damaged > 2 else 0.01
+    expected = step(
+        found._replace(max_norm=torch.full_like(found.max_norm, end)), *second
+    )
+    assert torch.equal(after.max_norm, expected[0].max_norm)
+    oracle.assert_exact(after.params, expected[0].params, tolerance=0)
+
+
 def test_an_empty_batch_moves_the_bound_too():
     """Its true size is no divisor: Opacus divides by zero there."""
     loss, tx, state = start_state()

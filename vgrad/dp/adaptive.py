@@ -86,7 +86,8 @@ class QuantileClip:
                 "left in it, since the plan's bound adapts, got one without. Keep all "
                 "fields of a state together."
             )
-        return known
+        # Between both ends also where a state was damaged, and without a wait.
+        return known.nan_to_num(self.least).clamp(self.least, self.most)
 
     def following(
         self,
