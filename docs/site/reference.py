@@ -21,6 +21,7 @@ PACKAGES = (
     "vgrad",
     "vgrad.training",
     "vgrad.dp",
+    "vgrad.dp.audit",
     "vgrad.dp.noising",
     "vgrad.ensemble",
     "vgrad.optim",

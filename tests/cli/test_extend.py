@@ -222,7 +222,7 @@ def test_an_ensemble_is_extended(images, tmp_path, capsys, more):
     prices = ""
     if more != [runs.PLAIN]:
         prices = f"from {runs.spent(out, 12):.3f} to {runs.spent(out, 24):.3f} at delta"
-        assert said(out)["plan"]["steps"] == 24
+        assert said(out)["plan"]["steps"] == 8
         assert lines(out / "metrics.jsonl")[-1]["epsilon"] == runs.spent(out, 24)
     for text in (shown, page):
         assert ("epsilon rises" in text) == bool(prices)

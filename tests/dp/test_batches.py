@@ -155,8 +155,8 @@ def test_plans_that_differ_in_a_field_share_neither_batches_nor_identity():
         Plan(**RUN, discrete="sum"),
         Plan(**RUN, neighbours="replace_one"),
         Plan(**RUN, sampling="fixed_order"),
-        Plan(**RUN | {"max_norm": dp.quantile_clip()}),
-        Plan(**RUN | {"max_norm": dp.quantile_clip(quantile=0.4)}),
+        Plan(**RUN | {"max_norm": dp.quantile_clip(count_deviation=2.0)}),
+        Plan(**RUN | {"max_norm": dp.quantile_clip(quantile=0.4, count_deviation=2.0)}),
         dataclasses.replace(CYCLIC, noise=noising.band_mf(3)),
         dataclasses.replace(CYCLIC, steps=3999),
         dataclasses.replace(CYCLIC, noise=noising.from_coefficients([1.0, 0.5])),
@@ -174,7 +174,7 @@ def test_a_plan_survives_a_file(plan):
     again = Plan(**json.loads(text))
     assert again == plan
     assert torch.equal(again.digest, plan.digest)
-    adaptive = Plan(**RUN | {"max_norm": dp.quantile_clip()})
+    adaptive = Plan(**RUN | {"max_norm": dp.quantile_clip(count_deviation=2.0)})
     assert Plan(**json.loads(json.dumps(dataclasses.asdict(adaptive)))) == adaptive
 
 
@@ -375,7 +375,7 @@ def test_epsilon_is_never_negative_however_much_noise_there_is(
             "max_batch_size": 120,
         },
         {"noise": noising.from_coefficients([1.0, 0.5, 0.2])},
-        {"max_norm": dp.quantile_clip()},
+        {"max_norm": dp.quantile_clip(count_deviation=2.0)},
         {"samples_per_unit": 2},
         {"sampling": "fixed_order"},
         {"neighbours": "replace_one"},
@@ -442,7 +442,10 @@ def test_a_step_refuses_a_batch_that_the_plan_never_draws(plan):
         ({"sampling": "fixed_order", "sampling_rate": 0.26}, "a whole number"),
         ({"discrete": True, "noise": noising.band_mf(4)}, "expected one of"),
         (
-            {"max_norm": dp.quantile_clip(), "noise": noising.band_mf(4)},
+            {
+                "max_norm": dp.quantile_clip(count_deviation=2.0),
+                "noise": noising.band_mf(4),
+            },
             "expected one of",
         ),
         ({"max_batch_size": 0}, "max_batch_size"),

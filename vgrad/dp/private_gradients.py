@@ -290,7 +290,8 @@ class PrivateGradients:
                     clipped = clipped.with_max_norm(max_norm)
                 result = self._live.run(clipped, params, buffers, *batch)
         sums, noisy, kept = result.grads, None, ()
-        below = count_below(result) + (self._below if pending.number else 0.0)
+        below: Any = 0.0 if max_norm is None else count_below(result)
+        below = below + self._below if pending.number else below
         if pending.number:
             sums = map_values(torch.add, self._sums, sums)
         elif not pending.last and self.plan.discrete is not True:

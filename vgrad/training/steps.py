@@ -450,10 +450,11 @@ class PrivateSource(Source):
         changes = {
             "plan_digest": as_digest(identity).to(state.plan_digest.device),
             "loss_scale": scale.adjust(result.nonfinite == 0),
-            "max_norm": plan.next_max_norm(
-                max_norm, count_below(result), self.counts, **place
-            ),
+            "max_norm": (),
         }
+        if max_norm is not None:
+            own = max_norm, count_below(result), self.counts
+            changes["max_norm"] = plan.next_max_norm(*own, **place)
         place |= {"history": state.noise, "max_norm": max_norm}
         noise = plan.step_noise(compute.sensitivity, self.streams, **place)
         if isinstance(noise, DiscreteNoise):
