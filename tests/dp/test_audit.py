@@ -274,7 +274,7 @@ def test_a_true_step_stands_by_any_route(route):
     assert "it stands at significance 0.01" in str(result)
 
 
-@SLOW
+@pytest.mark.large
 def test_true_steps_exceed_the_claim_as_rarely_as_it_says():
     above = sum(audited(0.5, seed=seed).exceeded for seed in range(200))
     assert above <= 7  # by chance in one of 1,000 tests

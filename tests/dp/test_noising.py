@@ -219,7 +219,7 @@ def test_two_buffers_are_those_of_the_reference():
         (10_000, 3, 1.03),
         (100_000, 4, 1.03),
         pytest.param(10**6, 5, 1.05, marks=SLOW),
-        pytest.param(10**7, 6, 1.06, marks=SLOW),
+        pytest.param(10**7, 6, 1.06, marks=pytest.mark.large),
     ],
 )
 def test_buffers_come_close_to_the_least_loss(steps, buffers, ratio):

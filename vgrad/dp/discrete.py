@@ -25,8 +25,8 @@ is left between the proof and the release:
   which are as for other plans: the amplification rests on their rate.
 
 Times, losses and norms are not private here either. A sample takes a pass of its own,
-and a number of noise some 150 ns on the host (`bench/noise.py`), ten times as long as
-by `vgrad/dp/noise.py`.
+and a number of noise some 130 ns on the host (`bench/noise.py`), fifteen times as long
+as by `vgrad/dp/noise.py`.
 """
 
 import functools
