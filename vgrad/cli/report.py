@@ -92,7 +92,7 @@ def announce(job: Job, ranks: int) -> None:
 def _kinds(plan: Plan) -> str:
     """Name what the batches and the noise of a plan have beyond Poisson sampling."""
     words = ""
-    if plan.noise.scheme != "independent":
+    if plan.noise.correlated:
         words += f", noise {plan.noise.scheme} of size {plan.noise.size}"
     if plan.sampling != "poisson":
         words += f", {plan.sampling} sampling"

@@ -157,7 +157,7 @@ def _signal(plan: Plan) -> tuple[np.ndarray, np.ndarray, float]:
     """
     last = min(plan.noise.size, plan.steps - plan.earlier_steps - 1)
     column, unit = np.eye(1, last + 1)[0], plan.noise_multiplier
-    if plan.noise.scheme != "independent":
+    if plan.noise.correlated:
         column = plan.fitted.column(last + 1)
         unit *= plan.fitted.sensitivity()
     rows = np.arange(last + 1)

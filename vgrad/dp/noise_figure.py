@@ -71,7 +71,7 @@ def root_loss(plan: "Plan") -> float:
     """
     fitted = plan.fitted
     # A plan accounts for independent noise step by step.
-    joint = 1.0 if plan.noise.scheme == "independent" else fitted.sensitivity()
+    joint = fitted.sensitivity() if plan.noise.correlated else 1.0
     errors = fitted.errors(fitted.steps)
     return plan.noise_multiplier * joint * math.sqrt(errors.mean())
 

@@ -128,6 +128,11 @@ class Noising:
                 f"{', '.join(_CACHED)}, whose noise is a sum of the last draws."
             )
 
+    @property
+    def correlated(self) -> bool:
+        """Whether the noise of a step depends on earlier noise."""
+        return self.scheme != "independent"
+
     def fitted(self, steps: int, *, separation: int, participations: int) -> "Fitted":
         """Return the strategy for a run, optimised where the scheme says so.
 

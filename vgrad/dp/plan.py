@@ -188,7 +188,7 @@ class Plan:
             raise ValueError(
                 f"Plan(sampling={sampling!r}, noise={scheme!r}): no account of the two "
                 f"is known. Choose {checks.listed(known)} with this noise"
-                + (", or noising.independent()." if scheme != "independent" else ".")
+                + (", or noising.independent()." if self.noise.correlated else ".")
             )
         relations = _NEIGHBOURS[sampling]
         if self.max_batch_size is not None:
@@ -248,7 +248,7 @@ class Plan:
                 f"do not add up otherwise. Pass samples_per_unit= to both, or to none."
             )
         self._check_batches()
-        correlated = scheme != "independent"
+        correlated = self.noise.correlated
         if self.horizon is not None and not (correlated and self.horizon >= self.steps):
             raise ValueError(
                 f"Plan(horizon={self.horizon!r}, steps={self.steps}): expected None, "
@@ -375,7 +375,7 @@ class Plan:
                     f"{dataset_size} samples of the data set."
                 )
             sampling_rate = batch_size / dataset_size
-            steps = epochs  # for now
+            steps = epochs  # of one step each, until the sampling is known
         elif sampling_rate is None or steps is None or by_epochs != (None, None):
             raise ValueError(
                 f"Plan.for_epsilon(sampling_rate={sampling_rate!r}, steps={steps!r}, "
@@ -454,7 +454,7 @@ class Plan:
         if steps == 0:
             return self
         before = replace(other, steps=steps)
-        if other.noise.scheme != "independent":
+        if other.noise.correlated:
             before = replace(before, horizon=other.horizon or other.steps)
         return replace(self, steps=steps + self.steps, before=before)
 
@@ -502,7 +502,7 @@ class Plan:
         kinds = {name: kind for name, kind in kinds.items() if kind != plain[name]}
         if isinstance(self.max_norm, QuantileClip):
             kinds["max_norm"] = asdict(self.max_norm)
-        if self.noise.scheme != "independent":
+        if self.noise.correlated:
             kinds["noise"], kinds["steps"] = asdict(self.noise), self._planned
             del kinds["noise"]["cache"]  # which changes no number
         return (json.dumps(kinds, sort_keys=True),) if kinds else ()
@@ -564,6 +564,11 @@ class Plan:
         run = {"separation": apart, "participations": most}
         return {"steps": self._planned, **run}
 
+    @functools.cached_property
+    def _sensitivity(self) -> float:
+        """The sensitivity of the scheme to a sample, which every step multiplies by."""
+        return self.fitted.sensitivity()
+
     def deviation(self, step: int | Tensor) -> float:
         """Return the deviation of the noise of a step, of each number of the mean.
 
@@ -579,7 +584,7 @@ class Plan:
         """
         scale = self.noise_multiplier * self._numbers[-1] / self.expected_batch_size
         if isinstance(step, Tensor):
-            if self.noise.scheme != "independent":
+            if self.noise.correlated:
                 raise ValueError(
                     f"Plan.deviation(step, a tensor): expected independent noise for "
                     f"an optimizer that counts steps, got {self.noise.scheme}. Pass a "
@@ -599,10 +604,10 @@ class Plan:
                 "Plan.deviation(step): expected a plan of a fixed max_norm, got one "
                 "that adapts it. The bound of a step is in the state."
             )
-        if self.noise.scheme == "independent":
+        if not self.noise.correlated:
             return scale
         row = self.fitted.row_norms(self._planned)[step - self.earlier_steps]
-        return scale * self.fitted.sensitivity() * float(row)
+        return scale * self._sensitivity * float(row)
 
     def epsilon(self, steps: int | None = None, *, releases: int = 1) -> float:
         """Return the epsilon spent after `steps` steps; after all of them by default.
@@ -647,10 +652,10 @@ class Plan:
         truncated: Any = None
         if self.sampling == "fixed_order":
             times = -(-steps // self.steps_per_epoch)
-            if self.noise.scheme != "independent":
+            if self.noise.correlated:
                 times = 1  # the leading block of one mechanism
                 if steps < self._planned:
-                    noise *= self.fitted.sensitivity() / self.fitted.sensitivity(steps)
+                    noise *= self._sensitivity / self.fitted.sensitivity(steps)
             kind = None, relation, self.discrete is True
             return [accounting.Steps(1.0, noise, times, *kind)]
         if self.sampling != "poisson":
@@ -845,10 +850,10 @@ class Plan:
         own: dict[str, Any] = {"key": self._subkey(key), "step": step}
         own |= {"streams": streams, "history": history}
         multiplier = self.noise_multiplier
-        if self.noise.scheme != "independent":
+        if self.noise.correlated:
             own |= {"filter": self.fitted.filter, "cached": self.noise.cache}
             own["first"] = self.earlier_steps
-            multiplier *= self.fitted.sensitivity()
+            multiplier *= self._sensitivity
         if isinstance(self.max_norm, QuantileClip):
             clip, size = self.max_norm, self.expected_batch_size
             multiplier = clip.gradient_multiplier(multiplier, size)

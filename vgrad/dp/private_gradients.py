@@ -381,9 +381,8 @@ class PrivateGradients:
         """Return the key, the step and the plan, from which a run can be resumed.
 
         Noise that is correlated over steps has its history too, and a bound that adapts
-        is there. It is as secret as the
-        data: noise can be removed with the key. Save it between logical batches,
-        together with the module and the optimizer.
+        is there. It is as secret as the data: noise can be removed with the key. Save
+        it between logical batches, together with the module and the optimizer.
         """
         plan, noise = asdict(self.plan), dict[str, Any]()
         if self._history:
@@ -440,7 +439,7 @@ class PrivateGradients:
         max_norm: Any = state.get("max_norm", ())
         if step < self.plan.steps:
             max_norm = self._bound(max_norm, step)
-        if self.plan.noise.scheme == "independent":
+        if not self.plan.noise.correlated:
             history = ()  # of a plan before
         elif step < self.plan.steps:
             noise: Any = self._noise(state["key"], step, history, max_norm)

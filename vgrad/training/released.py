@@ -149,7 +149,7 @@ def _mechanisms(plan: Plan, steps: int) -> list[str]:
             return earlier
     kind = "Gaussian" if plan.discrete is False else "Discrete Gaussian"
     noise = f"{kind} noise"
-    if plan.noise.scheme != "independent":
+    if plan.noise.correlated:
         noise += f" correlated by {plan.noise.scheme}({plan.noise.size})"
     return [*earlier, f"{noise} on clipped sums of {_BATCHES[str(plan.sampling)]}"]
 

@@ -427,7 +427,7 @@ class PrivateSource(Source):
             compute = compute.with_loss_scale(scale)
         optimizer, scales = state.optimizer, {}
         if uses := uses_of_noise(optimizer):
-            if plan.noise.scheme != "independent":
+            if plan.noise.correlated:
                 raise ValueError(
                     f"private_step(tx, plan): expected independent noise for adam_bc "
                     f"or scale_then_privatize, whose rules hold for no other, got "
