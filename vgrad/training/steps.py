@@ -7,7 +7,7 @@ gradients are not finite keep their old values, running statistics of batch norm
 included, which are buffers of each member. E members.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -28,6 +28,7 @@ from vgrad.dp.adaptive import count_below
 from vgrad.dp.discrete import DiscreteNoise, integer_sums
 from vgrad.dp.noise import Drawn, Noise, Streams
 from vgrad.dp.plan import Plan, as_digest, check_spent
+from vgrad.dp.rows import step_of_rows
 from vgrad.dp.units import UnitLoss, check_units
 from vgrad.ensemble.execution import run_eager
 from vgrad.ensemble.gradients import EnsembleGradFn, ensemble_grad, returning_buffers
@@ -102,6 +103,8 @@ class Gradients(NamedTuple):
     noise: Noise | DiscreteNoise | None = None  # to be added to the gradients
     scales: Scales = MappingProxyType({})  # by which their noisy sum is divided
     optimizer: Tree = None  # the state to start from; None for the given one
+    # The rows of tables that take the step, bool [V]; else all do.
+    chosen: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class StepReducer:
@@ -201,11 +204,11 @@ class TrainingStep(Generic[State]):
         source = replace(source, transform=transform, has_aux=False, **own)
         step = replace(self, source=source, tx=_RECORDER, has_aux=False)
         step = replace(step, reduce=self.reduce.of(step), execute=copy(self.execute))
-        state = state._replace(optimizer=_RECORDER.init(state.params))
         found, parts = [], [step.reduce.share(batch) for batch in batches]
         for number, batch in enumerate(parts, start=1):
             if number == len(parts):
                 state = step.reduce.reloaded(state)
+            state = state._replace(optimizer=_RECORDER.init(state.params))
             bound = plan.max_norm_of(state.max_norm, device, step=int(state.step))
             if step.execute is not run_eager:  # a first call is captured, and not run
                 step(state, *batch)
@@ -251,7 +254,7 @@ class TrainingStep(Generic[State]):
         donate = self.donate and all_taken and self.tx.donated is not None
         loss, aux, grads = found.loss, found.aux, found.grads
         noise: Any = found.noise
-        donate = donate and _may_write(state.params, found.buffers)
+        donate = donate and _may_write(state.params, found.buffers) and not found.chosen
         drawn, made, changes = None, [], found.changes
         if noise is not None:
             # Other code than Inductor's draws faster outside of a graph.
@@ -260,11 +263,13 @@ class TrainingStep(Generic[State]):
             if drawn is None:
                 noisy, changes["noise"] = noise.advanced(grads)
                 grads = unscaled(noisy, found.scales)
-            elif donate:  # no graph can write into the state
+            elif donate or found.chosen:  # no graph can write into the state
                 grads, made = execute(Drawn.added, drawn, grads)
         optimizer = state.optimizer if noise is None else found.optimizer
         arguments = self.tx, grads, optimizer, state.params
-        if donate:
+        if found.chosen:
+            params, optimizer = execute(step_of_rows, dict(found.chosen), *arguments)
+        elif donate:
             loss, aux = map_tensors(Tensor.clone, (loss, aux))  # they may be parameters
             params, optimizer = optim.step(*arguments, donate=True)
         elif drawn is not None:
@@ -402,7 +407,7 @@ class PrivateSource(Source):
     has_aux: bool
     samples_per_unit: int | None  # of the batches
     streams: Streams = field(default_factory=Streams)
-    counts: Streams = field(default_factory=Streams)  # of a bound that adapts
+    counts: Streams = field(default_factory=Streams)  # of norms or of rows
 
     def __call__(self, state: TrainState, batch: tuple) -> Gradients:
         """Compute the clipped sum of a batch, and the noise for it."""
@@ -427,11 +432,12 @@ class PrivateSource(Source):
             compute = compute.with_loss_scale(scale)
         optimizer, scales = state.optimizer, {}
         if uses := uses_of_noise(optimizer):
-            if plan.noise.correlated:
+            if plan.noise.correlated or plan.rows is not None:
                 raise ValueError(
-                    f"private_step(tx, plan): expected independent noise for adam_bc "
-                    f"or scale_then_privatize, whose rules hold for no other, got "
-                    f"{plan.noise.scheme}. Take another optimizer, such as adam."
+                    f"private_step(tx, plan): expected independent noise on all rows "
+                    f"for adam_bc or scale_then_privatize, whose rules hold for no "
+                    f"other, got the noise {plan.noise.scheme!r} and rows={plan.rows}. "
+                    f"Take another optimizer, such as adam."
                 )
             scales = scales_of(uses)
             compute = compute.with_scales(scales)
@@ -455,6 +461,10 @@ class PrivateSource(Source):
         if max_norm is not None:
             own = max_norm, count_below(result), self.counts
             changes["max_norm"] = plan.next_max_norm(*own, **place)
+        chosen = {}
+        if plan.rows is not None:
+            chosen = plan.chosen_rows(result.rows, self.counts, **place)
+            metrics["rows"] = sum(rows.sum() for rows in chosen.values())
         place |= {"history": state.noise, "max_norm": max_norm}
         noise = plan.step_noise(compute.sensitivity, self.streams, **place)
         if isinstance(noise, DiscreteNoise):
@@ -463,7 +473,7 @@ class PrivateSource(Source):
         if any(map(has_deviation, uses)):
             optimizer = with_deviation(optimizer, noise.deviation)
         found = result.grads, loss, state.buffers, aux, (), metrics, changes
-        return Gradients(*found, noise, scales, optimizer)
+        return Gradients(*found, noise, scales, optimizer, chosen)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -696,7 +706,8 @@ def private_step(
 
     The metrics are `loss` (mean over the batch, NaN where it is empty), `samples`,
     `clipped` and `nonfinite`. They are computed from the private data without noise:
-    publishing them voids the guarantee.
+    publishing them voids the guarantee. With `plan.rows` there is also `rows`, how many
+    rows were chosen, which is private.
 
     Under a `policy` the loss runs in its dtypes; norms, sums, noise and the optimizer
     stay in float32 or wider. A loss scale (of a policy that computes in float16
@@ -748,6 +759,8 @@ def private_step(
         randomness=randomness,
         has_aux=has_aux,
     )
+    if plan.rows is not None:
+        clipped = plan.rows.counting(clipped)
     if plan.discrete is True:
         clipped = integer_sums(clipped, plan.noise_multiplier)
     own = {"has_aux": has_aux, "samples_per_unit": plan.samples_per_unit}
