@@ -155,7 +155,8 @@ class Settings(vgrad_command.Options):
     def spelling(self, message: str) -> str:
         """Return a message about fields of a plan with the options that make them."""
         call, _, reason = message.rpartition("): ")
-        names = [_OF_FIELDS.get(name, name) for name in re.findall(r"(\w+)=", call)]
+        fields: list[str] = re.findall(r"(\w+)=", call)
+        names = [_OF_FIELDS.get(name, name) for name in fields]
         if self.clip_quantile != "none":
             names = ["clip_quantile" if name == "max_norm" else name for name in names]
         options = dict.fromkeys(name for name in names if name in KINDS)
