@@ -332,7 +332,8 @@ class Plan:
             instead = "poisson" if sampling == "fixed_order" else "cyclic_equal"
             raise ValueError(
                 f"Plan(max_batch_size={most!r}, sampling={sampling!r}): no account of "
-                f'the two is known. Choose sampling="{instead}", or None.'
+                f'the two is known. Choose sampling="{instead}", or leave '
+                f"max_batch_size out."
             )
         if most != "auto":
             sizes = {"max_batch_size": most}
@@ -393,7 +394,7 @@ class Plan:
                 f"sampling_rate and steps or batch_size and epochs."
             )
         checks.positive(function, epsilon=epsilon)
-        checks.finite(function, epsilon=epsilon)
+        [epsilon] = checks.finite(function, epsilon=epsilon)
         numbers: dict[str, Any] = {"dataset_size": dataset_size, "max_norm": max_norm}
         numbers |= {"sampling_rate": sampling_rate, "steps": steps, "delta": delta}
         numbers |= {"accountant": accountant, **fields}
@@ -1055,6 +1056,13 @@ def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) ->
             f"{steps}. Pass the number of steps that were taken."
         )
     fresh = spent is None or (before is None and spent == NO_PLAN)
+    if spent == NO_PLAN and steps and fresh and (plan.noise.correlated or plan._adapts):
+        raise ValueError(
+            f"{function}: expected a state whose {steps} steps were taken under this "
+            f"plan, whose noise or bound goes on from them, got one of plain steps. "
+            f"Start the plan's run from TrainState.create(tx, state.params, "
+            f"state.buffers)."
+        )
     if follows or fresh or plan.accounts_for(spent):
         return identity
     if spent == NO_PLAN:
