@@ -16,11 +16,12 @@ from tests.dp.runs import KEY
 from tests.losses import every_strategy
 from vgrad import clipped_grad, dp, optim
 from vgrad.dp import noising, quantile_clip, row_selection
-from vgrad.persample.row_counts import UNIT
 from vgrad.precision import StaticLossScale
 from vgrad.training import TrainState, load, private_step, save
 
 WORDS, PLACES, PADDING, SIZE = 30, 7, 3, 12
+UNIT = 2**31
+"""The integer for a count of one."""
 TABLES = ["words.weight", "places.weight"]
 ROWS = row_selection(TABLES, threshold=0.9, share=0.2)
 PLAN = runs.plan(60, 0.2, 0.3, noise=1.3, steps=8, rows=ROWS)
