@@ -562,7 +562,7 @@ class Plan:
         """The steps of this plan alone that its noise is made for."""
         return (self.horizon or self.steps) - self.earlier_steps
 
-    @property
+    @functools.cached_property
     def fitted(self) -> Fitted:
         """The scheme of the noise, fitted to the steps and to their batches."""
         return self.noise.fitted(**self._participation)
@@ -882,8 +882,7 @@ class Plan:
         own |= {"streams": streams, "history": history}
         multiplier = self._gradient_multiplier
         if self.noise.correlated:
-            own |= {"filter": self.fitted.filter, "cached": self.noise.cache}
-            own["first"] = self.earlier_steps
+            own |= {"filter": self.fitted.filter, "first": self.earlier_steps}
             multiplier *= self._sensitivity
         own["noise_multiplier"] = multiplier
         noise = gaussian_noise("add_gaussian_noise", sensitivity, **own)
