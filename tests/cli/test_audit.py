@@ -8,7 +8,6 @@ from tests.cli.runs import contents, error, forge, net, private, said, train
 from vgrad.__main__ import main
 from vgrad.factors import Sums
 
-
 FEW = "--canaries", "240", "--significance", "1e-6"
 
 

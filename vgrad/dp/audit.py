@@ -193,7 +193,8 @@ def clopper_pearson(
     """
     function = "clopper_pearson"
     special = checks.package("scipy.special", "dp")
-    high, low = _checked(function, included, excluded, significance, delta)
+    scores = included, excluded
+    high, low, significance, delta = _checked(function, *scores, significance, delta)
 
     def limit(errors: int, count: int) -> float:
         if errors == count:
@@ -241,7 +242,7 @@ def gaussian(
         1.4
     """
     special = checks.package("scipy.special", "dp")
-    high, low = _checked("gaussian", included, excluded, significance)
+    high, low, significance, _ = _checked("gaussian", included, excluded, significance)
     if min(len(high), len(low)) < FEW:
         raise ValueError(
             f"gaussian(included, excluded): expected {FEW} scores of each kind at "
@@ -373,7 +374,8 @@ def _of_guesses(
 ) -> Bound:
     """Find the largest parameter that guesses reject, at a margin above zero."""
     optimize = checks.package("scipy.optimize", "dp")
-    high, low = _checked(function, included, excluded, significance, delta)
+    sides = included, excluded
+    high, low, significance, delta = _checked(function, *sides, significance, delta)
     count = len(high) + len(low)
     if abs(len(high) - len(low)) > _UNFAIR * math.sqrt(count):
         raise ValueError(
@@ -420,9 +422,9 @@ def _checked(
     excluded: Scores,
     significance: float,
     delta: float = 0.0,
-) -> list[np.ndarray]:
-    """Check numbers, and return scores as float64 `[n]`."""
-    check_numbers(function, significance, delta)
+) -> tuple[Any, ...]:
+    """Return scores as float64 `[n]`, and numbers."""
+    significance, delta = check_numbers(function, significance, delta)
     arrays = []
     for scores in (included, excluded):
         if isinstance(scores, Tensor):
@@ -435,9 +437,11 @@ def _checked(
                 f"{checks.shown(array)}."
             )
         arrays.append(array)
-    return arrays
+    return *arrays, significance, delta
 
 
-def check_numbers(function: str, significance: float, delta: float = 0.0) -> None:
-    checks.between(function, 0, 0.5, significance=significance)
-    checks.between(function, -1e-300, 1, delta=delta)
+def check_numbers(
+    function: str, significance: float, delta: float = 0.0
+) -> list[float]:
+    [significance] = checks.between(function, 0, 0.5, significance=significance)
+    return [significance, *checks.between(function, -1e-300, 1, delta=delta)]

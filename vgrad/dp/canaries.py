@@ -66,7 +66,7 @@ def audit(
             f"are in all steps cancel, got {plan.noise.scheme!r}. Leave batch out."
         )
     [count] = checks.whole(function, least=4 * FEW, canaries=canaries)
-    check_numbers(function, significance)
+    significance, _ = check_numbers(function, significance)
     made = Canaries.drawn(params, count, key, scales)
     loss = made.loss(options.loss if batch else None, has_aux=options.has_aux)
     entries = sum(value.numel() for value in params.values())

@@ -7,7 +7,7 @@ gradients are not finite keep their old values, running statistics of batch norm
 included, which are buffers of each member. E members.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -28,6 +28,7 @@ from vgrad.dp.adaptive import count_below
 from vgrad.dp.discrete import DiscreteNoise, integer_sums
 from vgrad.dp.noise import Drawn, Noise, Streams
 from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
+from vgrad.dp.rows import step_of_rows
 from vgrad.dp.units import UnitLoss, check_units
 from vgrad.ensemble.execution import run_eager
 from vgrad.ensemble.gradients import EnsembleGradFn, ensemble_grad, returning_buffers
@@ -102,6 +103,8 @@ class Gradients(NamedTuple):
     noise: Noise | DiscreteNoise | None = None  # to be added to the gradients
     scales: Scales = MappingProxyType({})  # by which their noisy sum is divided
     optimizer: Tree = None  # the state to start from; None for the given one
+    # The rows of tables that take the step, bool [V]; else all do.
+    chosen: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class StepReducer:
@@ -197,20 +200,21 @@ class TrainingStep(Generic[State]):
         step = replace(self, source=source, tx=_RECORDER, has_aux=False)
         step = replace(step, reduce=self.reduce.of(step), execute=copy(self.execute))
         digest = as_digest(spent_under(plan, plan.earlier_steps))
-        zeros = map_values(torch.zeros_like, state.params)
         state = state._replace(
-            # Gradients keep the scales that they have in this state.
-            optimizer={"grads": zeros, "uses": uses_of_noise(state.optimizer)},
             key=key,
             step=torch.full_like(state.step, plan.earlier_steps),
             plan_digest=digest.to(state.plan_digest.device),
             noise=(),
             max_norm=(),
         )
+        # Gradients keep the scales that they have in this state.
+        optimizer: Any = {"uses": uses_of_noise(state.optimizer)}
+        optimizer["grads"] = map_values(torch.zeros_like, state.params)
         found, parts = [], [step.reduce.share(batch) for batch in batches]
         for number, batch in enumerate(parts, start=1):
             if number == len(parts):
                 state = step.reduce.reloaded(state)
+            state = state._replace(optimizer=optimizer)
             bound = plan.max_norm_of(state.max_norm, device, step=int(state.step))
             if step.execute is not run_eager:  # a first call is captured, and not run
                 step(state, *batch)
@@ -255,7 +259,7 @@ class TrainingStep(Generic[State]):
         donate = self.donate and all_taken and self.tx.donated is not None
         loss, aux, grads = found.loss, found.aux, found.grads
         noise: Any = found.noise
-        donate = donate and _may_write(state.params, found.buffers)
+        donate = donate and _may_write(state.params, found.buffers) and not found.chosen
         drawn, made, changes = None, [], found.changes
         if noise is not None:
             # Other code than Inductor's draws faster outside of a graph.
@@ -264,11 +268,13 @@ class TrainingStep(Generic[State]):
             if drawn is None:
                 noisy, changes["noise"] = noise.advanced(grads)
                 grads = unscaled(noisy, found.scales)
-            elif donate:  # no graph can write into the state
+            elif donate or found.chosen:  # no graph can write into the state
                 grads, made = execute(Drawn.added, drawn, grads)
         optimizer = state.optimizer if noise is None else found.optimizer
         arguments = self.tx, grads, optimizer, state.params
-        if donate:
+        if found.chosen:
+            params, optimizer = execute(step_of_rows, dict(found.chosen), *arguments)
+        elif donate:
             loss, aux = map_tensors(Tensor.clone, (loss, aux))  # they may be parameters
             params, optimizer = optim.step(*arguments, donate=True)
         elif drawn is not None:
@@ -406,7 +412,7 @@ class PrivateSource(Source):
     has_aux: bool
     samples_per_unit: int | None  # of the batches
     streams: Streams = field(default_factory=Streams)
-    counts: Streams = field(default_factory=Streams)  # of a bound that adapts
+    counts: Streams = field(default_factory=Streams)  # of norms or of rows
 
     def __call__(self, state: TrainState, batch: tuple) -> Gradients:
         """Compute the clipped sum of a batch, and the noise for it."""
@@ -431,11 +437,12 @@ class PrivateSource(Source):
             compute = compute.with_loss_scale(scale)
         optimizer, scales = state.optimizer, {}
         if uses := uses_of_noise(optimizer):
-            if plan.noise.correlated:
+            if plan.noise.correlated or plan.rows is not None:
                 raise ValueError(
-                    f"private_step(tx, plan): expected independent noise for adam_bc "
-                    f"or scale_then_privatize, whose rules hold for no other, got "
-                    f"{plan.noise.scheme}. Take another optimizer, such as adam."
+                    f"private_step(tx, plan): expected independent noise on all rows "
+                    f"for adam_bc or scale_then_privatize, whose rules hold for no "
+                    f"other, got the noise {plan.noise.scheme!r} and rows={plan.rows}. "
+                    f"Take another optimizer, such as adam."
                 )
             scales = scales_of(uses)
             compute = compute.with_scales(scales)
@@ -459,6 +466,10 @@ class PrivateSource(Source):
         if max_norm is not None:
             own = max_norm, count_below(result), self.counts
             changes["max_norm"] = plan.next_max_norm(*own, **place)
+        chosen = {}
+        if plan.rows is not None:
+            chosen = plan.chosen_rows(result.rows, self.counts, **place)
+            metrics["rows"] = sum(rows.sum() for rows in chosen.values())
         place |= {"history": state.noise, "max_norm": max_norm}
         noise = plan.step_noise(compute.sensitivity, self.streams, **place)
         if isinstance(noise, DiscreteNoise):
@@ -467,7 +478,7 @@ class PrivateSource(Source):
         if any(map(has_deviation, uses)):
             optimizer = with_deviation(optimizer, noise.deviation)
         found = result.grads, loss, state.buffers, aux, (), metrics, changes
-        return Gradients(*found, noise, scales, optimizer)
+        return Gradients(*found, noise, scales, optimizer, chosen)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -700,7 +711,8 @@ def private_step(
 
     The metrics are `loss` (mean over the batch, NaN where it is empty), `samples`,
     `clipped` and `nonfinite`. They are computed from the private data without noise:
-    publishing them voids the guarantee.
+    publishing them voids the guarantee. With `plan.rows` there is also `rows`, how many
+    rows were chosen, which is private.
 
     Under a `policy` the loss runs in its dtypes; norms, sums, noise and the optimizer
     stay in float32 or wider. A loss scale (of a policy that computes in float16
@@ -752,6 +764,8 @@ def private_step(
         randomness=randomness,
         has_aux=has_aux,
     )
+    if plan.rows is not None:
+        clipped = plan.rows.counting(clipped)
     if plan.discrete is True:
         clipped = integer_sums(clipped, plan.noise_multiplier)
     own = {"has_aux": has_aux, "samples_per_unit": plan.samples_per_unit}
