@@ -388,7 +388,7 @@ def test_an_audit_changes_nothing_and_runs_graphs_of_its_own(monkeypatch):
 def test_directions_are_nearly_orthogonal_and_of_all_kinds():
     _, _, state = digits_step(0.5)
     key, other = secret_key(seed=3), secret_key(seed=4)
-    made = canaries.Canaries.drawn(state.params, 256, key, {})
+    made = canaries.Canaries(state.params, 256, key, {})
     rows, loss = torch.arange(3, 256), made.loss(None, has_aux=False)
     batch = made.batch(rows, 0.7, None)
     grads = vgrad.per_sample_grad(loss)(state.params, {}, *batch)
@@ -407,7 +407,7 @@ def test_directions_are_nearly_orthogonal_and_of_all_kinds():
     assert (within.sum(0) == torch.where(one, 1, 4)).all()
     assert 90 < int(made.coins.sum()) < 166
     assert all(80 < int((made.norms == bound).sum()) < 90 for bound in (1, 10, 10_000))
-    coins = canaries.Canaries.drawn(state.params, 256, other, {}).coins
+    coins = canaries.Canaries(state.params, 256, other, {}).coins
     assert not torch.equal(made.coins, coins)
     assert "tensor" not in repr(made)
 
