@@ -251,24 +251,13 @@ def divergences(sigma, shift, rate, order):
 
 @pytest.mark.parametrize("shift", [(1,), (3,), (1, 2)])
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])
-def test_the_account_of_poisson_batches_is_no_less_than_a_sum_over_all_integers(
-    sigma, shift
-):
+def test_the_account_is_no_less_than_a_sum_over_all_integers(sigma, shift):
     noise = sigma / math.hypot(*shift)
-    for rate, order in itertools.product([0.01, 0.3, 0.9], [2, 3, 6, 12]):
+    for rate, order in itertools.product([0.01, 0.3, 0.9, 1.0], [2, 3, 6, 12]):
         claimed = divergence(order, rate, noise)
-        added, removed = divergences(sigma, shift, rate, order)
-        assert max(added, removed) <= claimed * (1 + 1e-9)
-        assert added > claimed * 0.5 or sigma < 2
-
-
-@pytest.mark.parametrize("shift", [(1,), (3,), (1, 2)])
-def test_the_account_without_sampling_is_exact_for_integers(shift):
-    for sigma, order in itertools.product([0.7, 1.0, 4.0], [2, 3, 12]):
-        claimed = divergence(order, 1.0, sigma / math.hypot(*shift))
-        # A rate of one, up to rounding.
-        found = divergences(sigma, shift, 1 - 1e-12, order)
-        assert max(found) == pytest.approx(claimed, rel=1e-6)
+        added, removed = divergences(sigma, shift, min(rate, 1 - 1e-12), order)
+        assert max(added, removed) <= claimed * (1 + 1e-6)
+        assert added > claimed * (0.5 if rate < 1 else 1 - 1e-6) or sigma < 1
 
 
 @pytest.mark.parametrize("kind", ["poisson", "fixed_order"])
@@ -456,24 +445,15 @@ def test_a_run_that_is_saved_and_loaded_repeats_its_releases(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [True, "sum"])
-def test_a_compiled_step_is_equal_bit_by_bit(kind):
+def test_graphs_and_one_rank_are_equal_bit_by_bit(kind):
     _, loss, params, buffers, data = problem()
     begun = TrainState.create(SGD, params, buffers, seed=3)
     eager = run(noisy(kind), begun, loss, data, 6)[-1]
-    replay = functools.partial(vgrad.compile, backend="replay")
-    graph = run(noisy(kind), begun, loss, data, 6, change=replay)[-1]
-    assert all(torch.equal(eager.params[n], graph.params[n]) for n in params)
-
-
-@pytest.mark.parametrize("kind", [True, "sum"])
-def test_one_rank_is_a_process(kind):
-    _, loss, params, buffers, data = problem()
-    begun = TrainState.create(SGD, params, buffers, seed=3)
-    eager = run(noisy(kind), begun, loss, data, 4)[-1]
     with distributed.single_process_mesh("dp") as mesh:
         parallel = functools.partial(distributed.data_parallel, mesh=mesh)
-        ranks = run(noisy(kind), begun, loss, data, 4, change=parallel)[-1]
-        assert all(torch.equal(eager.params[n], ranks.params[n]) for n in params)
+        for change in (functools.partial(vgrad.compile, backend="replay"), parallel):
+            other = run(noisy(kind), begun, loss, data, 6, change=change)[-1]
+            assert all(torch.equal(eager.params[n], other.params[n]) for n in params)
         cut = TrainState.create(SGD, distributed.shard(params, mesh), buffers, seed=3)
         refused = "integers of a plan" if kind is True else "='sum', got a DTensor"
         with pytest.raises(TypeError, match=rf"{refused}.*gather\(params, mesh\)"):

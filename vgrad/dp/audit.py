@@ -304,7 +304,7 @@ class Audit(Report):
         return mu > self.claimed_mu or epsilon > self.claimed_epsilon
 
     def plot(self) -> Any:
-        """Draw the scores beside the claim, and the bounds. -> matplotlib's `Figure`."""
+        """Draw scores beside the claim, and bounds. -> matplotlib's `Figure`."""
         figures = checks.package("matplotlib.figure", "demo")
         figure = figures.Figure(figsize=(9.5, 4.2), layout="constrained")
         figure.suptitle(str(self).partition("\n\n")[2], fontsize="medium")
