@@ -184,35 +184,30 @@ def test_a_bound_of_mu_is_one_of_epsilon():
         bound.epsilon(1e-6)
 
 
-ONES, ZEROS = torch.ones(40), torch.zeros(40)
+REFUSED = [
+    (90, 3, {}, "took part by fair coins, got 90 and 3. Draw a coin"),
+    (40, 40, {"guesses": (50, 31)}, "as many as the 80 scores, got 81"),
+    (40, 40, {"guesses": (0, 0)}, "got 0"),
+    (40, 40, {"guesses": (-1, 5)}, r"guesses\[0\]=-1\): expected a whole number"),
+    (40, 40, {"delta": 1}, "delta=1"),
+    (40, 40, {"significance": 0.6}, "significance=0.6"),
+    (40, 40, {"excluded": torch.zeros(40) / 0}, "none of them NaN"),
+    (40, 40, {"included": torch.ones(1, 40)}, "in one dimension"),
+]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: audit.one_run(torch.ones(90), ZEROS[:3], guesses=(1, 1), delta=0),
-            "took part by fair coins, got 90 and 3. Draw a coin",
-        ),
-        (
-            lambda: audit.one_run(ONES, ZEROS, guesses=(50, 31), delta=0),
-            "as many as the 80 scores, got 81",
-        ),
-        (lambda: audit.one_run(ONES, ZEROS, guesses=(0, 0), delta=0), "got 0"),
-        (
-            lambda: audit.one_run(ONES, ZEROS, guesses=(-1, 5), delta=0),
-            r"guesses\[0\]=-1\): expected a whole number",
-        ),
-        (lambda: audit.one_run(ONES, ZEROS, guesses=(1, 1), delta=1), "delta=1"),
-        (lambda: audit.gaussian(ONES[:9], ZEROS), "expected 30 scores .*got 9 and 40"),
-        (lambda: audit.gaussian(ONES, ZEROS / 0), "none of them NaN"),
-        (lambda: audit.gaussian(ONES[None], ZEROS), "in one dimension"),
-        (lambda: audit.gaussian(ONES, ZEROS, significance=0.6), "significance=0.6"),
-    ],
-)
-def test_impossible_scores_and_guesses_are_refused(call, message):
+@pytest.mark.parametrize(("high", "low", "changes", "message"), REFUSED)
+def test_impossible_scores_and_guesses_are_refused(high, low, changes, message):
+    given = {"included": torch.ones(high), "excluded": torch.zeros(low)}
+    given |= {"guesses": (1, 1), "delta": 0} | changes
     with pytest.raises(ValueError, match=message):
-        call()
+        audit.one_run(**given)
+
+
+def test_a_bound_of_mu_needs_many_scores():
+    assert audit.gaussian(torch.arange(30.0) + 99, torch.arange(30.0)).value > 0
+    with pytest.raises(ValueError, match="expected 30 scores .*got 29 and 40"):
+        audit.gaussian(torch.ones(29), torch.zeros(40))
 
 
 # Audits of steps.
@@ -247,14 +242,11 @@ def audited(mu, *, seed=0, batch=None, **options):
 
 
 def uneven(params):
-    """Gradients of entries of sizes from 0.1 to 10."""
-    sizes = {
-        n: torch.linspace(-1, 1, x.numel()).view(x.shape) for n, x in params.items()
-    }
-    return {name: 10**size for name, size in sizes.items()}
+    """Gradients with entries of several sizes."""
+    return {n: torch.arange(1.0, x.numel() + 1).view_as(x) for n, x in params.items()}
 
 
-DATA = torch.randn(100, 64), torch.randint(0, 10, (100,))
+DATA = torch.eye(100, 64), torch.arange(100) % 10
 
 ROUTES = {
     "eager": {},
