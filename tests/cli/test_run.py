@@ -443,7 +443,7 @@ BAD = [
     (["--model", "lenet"], "expected one of cnn, mlp, resnet or a"),
     (["--model", "cnn"], "Use --model mlp"),
     (["--batch-size", "49"], "the 48 training samples that there are. Leave it out"),
-    (["--noise", "blt:2", "--max-batch-size", "12"], "no account of the two is known"),
+    (["--noise", "blt:2", "--max-batch-size", "12"], "no account of these is known"),
     (["--discrete", "yes", "--max-batch-size", "12"], "no account of these is known"),
     (["--noise", "band-mf:9"], "expected a rate of at most 1 / 9"),
     (["--device", "teapot"], "--device teapot: expected cpu"),

@@ -26,6 +26,7 @@ from vgrad.conditions import checks_collected
 from vgrad.devices import is_host
 from vgrad.dp.adaptive import count_below
 from vgrad.dp.discrete import DiscreteNoise, integer_sums
+from vgrad.dp.group_clip import scaled
 from vgrad.dp.noise import Drawn, Noise, Streams
 from vgrad.dp.plan import Plan, as_digest, check_spent
 from vgrad.dp.units import UnitLoss, check_units
@@ -425,13 +426,15 @@ class PrivateSource(Source):
         scale, compute = state.loss_scale, self.transform
         if is_scaled(scale):
             compute = compute.with_loss_scale(scale)
-        optimizer, scales = state.optimizer, {}
+        optimizer = state.optimizer
+        scales: Scales = plan.scales(state.params)
         if uses := uses_of_noise(optimizer):
-            if plan.noise.correlated:
+            if plan.noise.correlated or scales:
                 raise ValueError(
-                    f"private_step(tx, plan): expected independent noise for adam_bc "
-                    f"or scale_then_privatize, whose rules hold for no other, got "
-                    f"{plan.noise.scheme}. Take another optimizer, such as adam."
+                    f"private_step(tx, plan): expected independent noise of one "
+                    f"deviation for adam_bc or scale_then_privatize, whose rules hold "
+                    f"for no other, got {plan.noise.scheme} and max_norm="
+                    f"{plan.max_norm}. Take another optimizer, such as adam."
                 )
             scales = scales_of(uses)
             compute = compute.with_scales(scales)
@@ -462,7 +465,8 @@ class PrivateSource(Source):
         loss = widened(result.losses).mean()
         if any(map(has_deviation, uses)):
             optimizer = with_deviation(optimizer, noise.deviation)
-        found = result.grads, loss, state.buffers, aux, (), metrics, changes
+        grads = result.grads if uses else scaled(result.grads, scales)
+        found = grads, loss, state.buffers, aux, (), metrics, changes
         return Gradients(*found, noise, scales, optimizer)
 
 
@@ -738,16 +742,9 @@ def private_step(
                 "plan of units, whose loss is a mean over samples. Leave has_aux out."
             )
         loss = UnitLoss(loss)
-    clipped = clipped_grad(
-        with_policy(policy, loss),
-        max_norm=plan.first_max_norm,
-        normalize_by=plan.expected_batch_size,
-        passes=passes,
-        strategy=strategy,
-        chunk_size=chunk_size,
-        randomness=randomness,
-        has_aux=has_aux,
-    )
+    options: Any = {"passes": passes, "strategy": strategy, "chunk_size": chunk_size}
+    options |= {"randomness": randomness, "has_aux": has_aux, **plan.clipping}
+    clipped: Any = clipped_grad(with_policy(policy, loss), **options)
     if plan.discrete is True:
         clipped = integer_sums(clipped, plan.noise_multiplier)
     own = {"has_aux": has_aux, "samples_per_unit": plan.samples_per_unit}
