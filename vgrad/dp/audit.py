@@ -195,7 +195,7 @@ def clopper_pearson(
     """
     function = "clopper_pearson"
     special = _special(function)
-    check_numbers(function, significance, delta)
+    significance, delta = check_numbers(function, significance, delta)
     high, low = _scores(function, included, excluded)
 
     def limit(errors: int, count: int) -> float:
@@ -244,7 +244,7 @@ def gaussian(
         1.4
     """
     special = _special("gaussian")
-    check_numbers("gaussian", significance)
+    significance, _ = check_numbers("gaussian", significance)
     high, low = _scores("gaussian", included, excluded)
     if min(len(high), len(low)) < FEW:
         raise ValueError(
@@ -414,7 +414,7 @@ def _guessed(
     delta: float,
 ) -> dict[str, Any]:
     """Check coins and guesses, and count the right ones."""
-    check_numbers(function, significance, delta)
+    significance, delta = check_numbers(function, significance, delta)
     high, low = _scores(function, included, excluded)
     count = len(high) + len(low)
     if abs(len(high) - len(low)) > _UNFAIR * math.sqrt(count):
@@ -465,9 +465,11 @@ def _scores(function: str, *given: Scores) -> list[np.ndarray]:
     return arrays
 
 
-def check_numbers(function: str, significance: float, delta: float = 0.0) -> None:
-    checks.between(function, 0, 0.5, significance=significance)
-    checks.between(function, -1e-300, 1, delta=delta)
+def check_numbers(
+    function: str, significance: float, delta: float = 0.0
+) -> list[float]:
+    [significance] = checks.between(function, 0, 0.5, significance=significance)
+    return [significance, *checks.between(function, -1e-300, 1, delta=delta)]
 
 
 def _special(function: str) -> Any:

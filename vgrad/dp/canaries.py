@@ -102,7 +102,7 @@ def audit(
             f"are in all steps cancel, got {plan.noise.scheme!r}. Leave batch out."
         )
     [count] = checks.whole(function, least=4 * FEW, canaries=canaries)
-    check_numbers(function, significance)
+    significance, _ = check_numbers(function, significance)
     key, options = audited.agreed(secret_key(seed=seed)), audited.options
     made = Canaries.drawn(audited.params, count, key)
     loss = made.loss(options.loss if batch else None, has_aux=options.has_aux)

@@ -204,6 +204,7 @@ class Plan:
             f"more than the {self.earlier_steps} steps taken before, which count. Make "
             f"it with plan.after(other, steps).",
         )
+        cut = [each for each in known if each in _TRUNCATED]
         account = "others, since no account of these is known. "
         expected(
             self.sampling in known,
@@ -220,8 +221,8 @@ class Plan:
         expected(
             self.max_batch_size is None or self.sampling in _TRUNCATED,
             "max_batch_size sampling",
-            f'{account}Choose sampling="{"cyclic_equal" if correlated else "poisson"}",'
-            f" or no largest batch.",
+            f"{account}Leave max_batch_size out"
+            + (f", or choose sampling={cut[0]!r}." if cut else "."),
         )
         expected(
             not (self._needs_rdp and self._needs_pld),
@@ -386,7 +387,7 @@ class Plan:
                 f"sampling_rate and steps or batch_size and epochs."
             )
         checks.positive(function, epsilon=epsilon)
-        checks.finite(function, epsilon=epsilon)
+        [epsilon] = checks.finite(function, epsilon=epsilon)
         numbers: dict[str, Any] = {"dataset_size": dataset_size, "max_norm": max_norm}
         numbers |= {"sampling_rate": sampling_rate, "steps": steps, "delta": delta}
         numbers |= {"accountant": accountant, **fields}
@@ -1052,6 +1053,13 @@ def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) ->
             f"{steps}. Pass the number of steps that were taken."
         )
     fresh = spent is None or (before is None and spent == NO_PLAN)
+    if spent == NO_PLAN and steps and fresh and (plan.noise.correlated or plan._adapts):
+        raise ValueError(
+            f"{function}: expected a state whose {steps} steps were taken under this "
+            f"plan, whose noise or bound goes on from them, got one of plain steps. "
+            f"Start the plan's run from TrainState.create(tx, state.params, "
+            f"state.buffers)."
+        )
     if follows or fresh or plan.accounts_for(spent):
         return identity
     if spent == NO_PLAN:

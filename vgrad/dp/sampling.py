@@ -55,7 +55,7 @@ def poisson_sample(
     """
     [dataset_size] = checks.whole("poisson_sample", least=1, dataset_size=dataset_size)
     [step] = checks.whole("poisson_sample", least=0, step=step)
-    check_rate("poisson_sample", sampling_rate)
+    sampling_rate = check_rate("poisson_sample", sampling_rate)
     generators.check_key("poisson_sample", key)
     numbers = _uniform(dataset_size, key, "batch", step)
     rows = (numbers < sampling_rate).nonzero()[0]
@@ -212,7 +212,7 @@ class PoissonBatchSampler(StepBatches):
         dataset_size, steps = checks.whole(
             function, least=1, dataset_size=dataset_size, steps=steps
         )
-        check_rate(function, sampling_rate)
+        sampling_rate = check_rate(function, sampling_rate)
         generators.check_key(function, key)
         place: tuple[Any, ...] = (repr(sampling_rate),)
         if max_batch_size is not None:
@@ -279,14 +279,15 @@ def _collate(collate_fn: Callable, empty: Tree, samples: list[Any]) -> Tree:
     return collate_fn(samples) if samples else map_tensors(torch.clone, empty)
 
 
-def check_rate(function: str, sampling_rate: Any) -> None:
-    """Refuse anything but a probability above zero."""
-    checks.positive(function, sampling_rate=sampling_rate)
+def check_rate(function: str, sampling_rate: Any) -> float:
+    """Return a probability above zero, and refuse anything else."""
+    [sampling_rate] = checks.positive(function, sampling_rate=sampling_rate)
     if sampling_rate > 1:
         raise ValueError(
             f"{function}(sampling_rate={sampling_rate!r}): expected a probability, at "
             "most 1. It is the expected batch size over the size of the data set."
         )
+    return sampling_rate
 
 
 class PhysicalBatch(NamedTuple):

@@ -406,7 +406,7 @@ def clipped_grad(
         (tensor(1), tensor(1), 1.0)
     """
     checks.choice("clipped_grad", get_args(Clipping), clipping=clipping)
-    checks.positive("clipped_grad", normalize_by=normalize_by)
+    [normalize_by] = checks.positive("clipped_grad", normalize_by=normalize_by)
     if isinstance(max_norm, Mapping):
         if clipping != "per_layer" or not max_norm:
             raise ValueError(
@@ -418,7 +418,7 @@ def clipped_grad(
     else:
         bounds = {"max_norm": max_norm}
     for name, bound in bounds.items():
-        checks.positive("clipped_grad", **{name: bound})
+        [bound] = checks.positive("clipped_grad", **{name: bound})
         if clipping == "automatic" or not math.isinf(bound):
             # A sum in float32 cannot keep others, for want of digits or range.
             sizes = {name: bound, f"{name} / normalize_by": bound / normalize_by}
