@@ -21,6 +21,7 @@ from vgrad.dp.group_clip import GroupClip, clip_of, scaled
 from vgrad.dp.noise import Noise, Streams, check_sensitivity, gaussian_noise
 from vgrad.dp.noise_figure import plot_noise
 from vgrad.dp.noising import Fitted, Noising, independent
+from vgrad.dp.rows import RowSelection
 from vgrad.dp.sampling import (
     Batch,
     PoissonBatchSampler,
@@ -112,6 +113,7 @@ class Plan:
             `vgrad/dp/discrete.py`.
         horizon: the steps that correlated noise is made for, in a plan that was left
             before, see `after`; by default `steps`.
+        rows: tables of which each step trains some rows, of a `row_selection`.
 
     Raises:
         ValueError: a field is outside its range, or no account of the combination is
@@ -141,6 +143,7 @@ class Plan:
     samples_per_unit: int | None = None
     discrete: bool | Literal["sum"] = False
     horizon: int | None = None
+    rows: RowSelection | None = None
 
     def __post_init__(self) -> None:
         counts = {"dataset_size": self.dataset_size, "steps": self.steps}
@@ -150,11 +153,12 @@ class Plan:
         for name, kind, text in (
             ("before", Plan, "a Plan"),
             ("noise", Noising, "a scheme such as noising.band_mf(4)"),
+            ("rows", RowSelection, "the result of dp.row_selection"),
         ):
             value = own[name]
             if isinstance(value, Mapping):  # as dataclasses.asdict writes them
                 value = own[name] = kind(**value)
-            if not isinstance(value, kind) and (name, value) != ("before", None):
+            if not isinstance(value, kind if name == "noise" else kind | None):
                 raise TypeError(
                     f"Plan({name}): expected {text}, got a {type(value).__name__}."
                 )
@@ -260,10 +264,10 @@ class Plan:
             "plans that plan.after(other, steps) leaves.",
         )
         expected(
-            correlated + (self.discrete is not False) + self._adapts < 2,
-            "discrete noise max_norm",
-            "one of discrete noise, correlated noise and a bound that adapts, got "
-            "several, of which no account is known.",
+            sum(map(bool, (correlated, self.discrete, self._adapts, self.rows))) < 2,
+            "discrete noise max_norm rows",
+            "one of discrete noise, correlated noise, a bound that adapts and chosen "
+            "rows, got several, of which no account is known.",
         )
         whole, bands = self.expected_batch_size, self.noise.size
         expected(
@@ -506,6 +510,8 @@ class Plan:
         kinds = {name: kind for name, kind in kinds.items() if kind != plain[name]}
         if isinstance(self.max_norm, QuantileClip | GroupClip):
             kinds["max_norm"] = asdict(self.max_norm)
+        if self.rows is not None:
+            kinds["rows"] = asdict(self.rows)
         if self.noise.correlated:
             kinds["noise"], kinds["steps"] = asdict(self.noise), self._planned
             del kinds["noise"]["cache"]  # which changes no number
@@ -594,6 +600,7 @@ class Plan:
         It is `noise_multiplier * max_norm / expected_batch_size`, for correlated noise
         times the sensitivity of the scheme and the norm of row `step` of its inverse;
         for a `group_clip` it is a dictionary, by pattern.
+        With `rows` it is that over `sqrt(1 - rows.share)`.
         A tensor is the count of an optimizer, such as `adam_bc(deviation=...)`, under
         this plan: the deviation is the same at all steps then, or NaN if `max_norm`
         adapts, until `private_step` sets it.
@@ -603,7 +610,7 @@ class Plan:
                 tensor is passed and noise is correlated or differs between groups.
         """
         groups = isinstance(self.max_norm, GroupClip)
-        scale = self.noise_multiplier * self._noise_norm / self.expected_batch_size
+        scale = self._gradient_multiplier * self._noise_norm / self.expected_batch_size
         if isinstance(step, Tensor):
             if self.noise.correlated or groups:
                 raise ValueError(
@@ -638,6 +645,18 @@ class Plan:
         """The bound of a gradient, in the units in which it gets noise."""
         norm = self.max_norm
         return norm.norm if isinstance(norm, GroupClip) else self.first_max_norm
+
+    @property
+    def _gradient_multiplier(self) -> float:
+        """The multiplier of the noise on gradients, which counts leave over."""
+        multiplier, clip = self.noise_multiplier, self.max_norm
+        if isinstance(clip, QuantileClip):
+            return clip.gradient_multiplier(multiplier, self.expected_batch_size)
+        return (
+            multiplier
+            if self.rows is None
+            else self.rows.gradient_multiplier(multiplier)
+        )
 
     def epsilon(self, steps: int | None = None, *, releases: int = 1) -> float:
         """Return the epsilon spent after `steps` steps; after all of them by default.
@@ -847,6 +866,11 @@ class Plan:
                 `add_gaussian_noise`.
         """
         checks.dictionaries("add_gaussian_noise", sums=sums)
+        if self.rows is not None:
+            raise ValueError(
+                f"Plan.add_noise(sums): expected a plan that trains all rows, got "
+                f"rows={self.rows}, which private_step alone chooses."
+            )
         place: Any = {"key": key, "step": step, "max_norm": max_norm}
         noise = self.step_noise(sensitivity, Streams(), **place)
         scales = self.scales(sums)
@@ -881,14 +905,11 @@ class Plan:
             )
         own: dict[str, Any] = {"key": self._subkey(key), "step": step}
         own |= {"streams": streams, "history": history}
-        multiplier = self.noise_multiplier
+        multiplier = self._gradient_multiplier
         if self.noise.correlated:
             own |= {"filter": self.fitted.filter, "cached": self.noise.cache}
             own["first"] = self.earlier_steps
             multiplier *= self._sensitivity
-        if isinstance(self.max_norm, QuantileClip):
-            clip, size = self.max_norm, self.expected_batch_size
-            multiplier = clip.gradient_multiplier(multiplier, size)
         own["noise_multiplier"] = multiplier
         if isinstance(self.max_norm, GroupClip):
             sensitivity = Sensitivity(self._noise_norm / self.expected_batch_size)
@@ -943,6 +964,15 @@ class Plan:
         place: Any = {"key": key, "step": step, "streams": streams}
         size = self.expected_batch_size
         return self.max_norm.following(max_norm, count, size, **place)
+
+    def chosen_rows(
+        self, counts: Params, streams: Streams, *, key: Tensor, step: int
+    ) -> dict[str, Tensor]:
+        """Return the rows of a step, bool `[V]`, from sums of their counts."""
+        assert self.rows is not None
+        place: Any = {"key": generators.fold_in(self._subkey(key), "rows")}
+        place |= {"step": step, "streams": streams}
+        return self.rows.chosen(counts, self.noise_multiplier, **place)
 
     def audit(
         self,

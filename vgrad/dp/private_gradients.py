@@ -180,6 +180,12 @@ class PrivateGradients:
         units = None if units is None else Units.of(units)
         self.plan = _planned(plan, budget, dataset, units, samples_per_unit)
         units_of("PrivateGradients(units)", self.plan, units)
+        if self.plan.rows is not None:
+            raise ValueError(
+                f"PrivateGradients(plan): expected a plan that trains all rows, got "
+                f"rows={self.plan.rows}. Optimizers of torch would move the others "
+                f"too, by momentum and decay: take training.private_step."
+            )
         key = secret_key() if key is None else key
         check_key("PrivateGradients", key)
         copies, items = augmentations, dataset
