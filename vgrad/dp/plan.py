@@ -20,6 +20,7 @@ from vgrad.dp.discrete import DiscreteNoise
 from vgrad.dp.noise import Noise, Streams, check_sensitivity, gaussian_noise
 from vgrad.dp.noise_figure import plot_noise
 from vgrad.dp.noising import Fitted, Noising, independent
+from vgrad.dp.rows import RowSelection
 from vgrad.dp.sampling import (
     Batch,
     PoissonBatchSampler,
@@ -31,6 +32,7 @@ from vgrad.dp.sampling import (
     random_order,
 )
 from vgrad.dp.units import Units, units_of
+from vgrad.optim.private import scales_of
 from vgrad.persample.clipped import LEAST, MOST
 from vgrad.typing import Params, Tree
 
@@ -104,6 +106,7 @@ class Plan:
             `vgrad/dp/discrete.py`.
         horizon: the steps that correlated noise is made for, in a plan that was left
             before, see `after`; by default `steps`.
+        rows: tables of which each step trains some rows, of a `row_selection`.
 
     Raises:
         ValueError: a field is outside its range, or no account of the combination is
@@ -133,6 +136,7 @@ class Plan:
     samples_per_unit: int | None = None
     discrete: bool | Literal["sum"] = False
     horizon: int | None = None
+    rows: RowSelection | None = None
 
     def __post_init__(self) -> None:
         counts = {"dataset_size": self.dataset_size, "steps": self.steps}
@@ -140,6 +144,7 @@ class Plan:
         accounting.check("Plan", self.sampling_rate, steps, self.delta, self.accountant)
         own: dict[str, Any] = self.__dict__
         kinds = {"before": Plan, "noise": Noising, "max_norm": QuantileClip}
+        kinds["rows"] = RowSelection
         for name, kind in kinds.items():  # as dataclasses.asdict writes them
             if isinstance(own[name], Mapping):
                 own[name] = kind(**own[name])
@@ -255,12 +260,18 @@ class Plan:
                 f"or with correlated noise at least as many steps. It is for plans "
                 f"that plan.after(other, steps) leaves."
             )
-        if correlated + (self.discrete is not False) + self._adapts > 1:
+        if not isinstance(self.rows, RowSelection | None):
+            raise TypeError(
+                f"Plan(rows={checks.shown(self.rows)}): expected None or the result of "
+                f"dp.row_selection, got a {type(self.rows).__name__}."
+            )
+        special = correlated, self.discrete is not False, self._adapts, self.rows
+        if sum(map(bool, special)) > 1:
             raise ValueError(
                 f"Plan(discrete={self.discrete!r}, noise={scheme!r}, "
-                f"max_norm={self.max_norm!r}): expected one of discrete noise, "
-                f"correlated noise and a bound that adapts, got several, of which no "
-                f"account is known."
+                f"max_norm={self.max_norm!r}, rows={self.rows!r}): expected one of "
+                f"discrete noise, correlated noise, a bound that adapts and rows that "
+                f"are chosen, got several, of which no account is known."
             )
         if isinstance(self.max_norm, QuantileClip):
             self._check_adapting(self.max_norm)
@@ -503,6 +514,8 @@ class Plan:
         kinds = {name: kind for name, kind in kinds.items() if kind != plain[name]}
         if isinstance(self.max_norm, QuantileClip):
             kinds["max_norm"] = asdict(self.max_norm)
+        if self.rows is not None:
+            kinds["rows"] = asdict(self.rows)
         if self.noise.correlated:
             kinds["noise"], kinds["steps"] = asdict(self.noise), self._planned
             del kinds["noise"]["cache"]  # which changes no number
@@ -575,6 +588,7 @@ class Plan:
 
         It is `noise_multiplier * max_norm / expected_batch_size`, for correlated noise
         times the sensitivity of the scheme and the norm of row `step` of its inverse.
+        With `rows` it is that over `sqrt(1 - rows.share)`.
         A tensor is the count of an optimizer, such as `adam_bc(deviation=...)`, under
         this plan: the deviation is the same at all steps then, or NaN if `max_norm`
         adapts, until `private_step` sets it.
@@ -583,7 +597,7 @@ class Plan:
             ValueError: `max_norm` adapts: the deviation is then in the state; or a
                 tensor is passed and noise is correlated.
         """
-        scale = self.noise_multiplier * self._numbers[-1] / self.expected_batch_size
+        scale = self._gradient_multiplier * self._numbers[-1] / self.expected_batch_size
         if isinstance(step, Tensor):
             if self.noise.correlated:
                 raise ValueError(
@@ -609,6 +623,18 @@ class Plan:
             return scale
         row = self.fitted.row_norms(self._planned)[step - self.earlier_steps]
         return scale * self._sensitivity * float(row)
+
+    @property
+    def _gradient_multiplier(self) -> float:
+        """The multiplier of the noise on gradients, which counts leave over."""
+        multiplier, clip = self.noise_multiplier, self.max_norm
+        if isinstance(clip, QuantileClip):
+            return clip.gradient_multiplier(multiplier, self.expected_batch_size)
+        return (
+            multiplier
+            if self.rows is None
+            else self.rows.gradient_multiplier(multiplier)
+        )
 
     def epsilon(self, steps: int | None = None, *, releases: int = 1) -> float:
         """Return the epsilon spent after `steps` steps; after all of them by default.
@@ -818,6 +844,11 @@ class Plan:
                 `add_gaussian_noise`.
         """
         checks.dictionaries("add_gaussian_noise", sums=sums)
+        if self.rows is not None:
+            raise ValueError(
+                f"Plan.add_noise(sums): expected a plan that trains all rows, got "
+                f"rows={self.rows}, which private_step alone chooses."
+            )
         place: Any = {"key": key, "step": step, "max_norm": max_norm}
         return self.step_noise(sensitivity, Streams(), **place).added(sums, member)
 
@@ -850,14 +881,11 @@ class Plan:
             )
         own: dict[str, Any] = {"key": self._subkey(key), "step": step}
         own |= {"streams": streams, "history": history}
-        multiplier = self.noise_multiplier
+        multiplier = self._gradient_multiplier
         if self.noise.correlated:
             own |= {"filter": self.fitted.filter, "cached": self.noise.cache}
             own["first"] = self.earlier_steps
             multiplier *= self._sensitivity
-        if isinstance(self.max_norm, QuantileClip):
-            clip, size = self.max_norm, self.expected_batch_size
-            multiplier = clip.gradient_multiplier(multiplier, size)
         own["noise_multiplier"] = multiplier
         noise = gaussian_noise("add_gaussian_noise", sensitivity, **own)
         if self.discrete is False:
@@ -911,6 +939,15 @@ class Plan:
         size = self.expected_batch_size
         return self.max_norm.following(max_norm, count, size, **place)
 
+    def chosen_rows(
+        self, counts: Params, streams: Streams, *, key: Tensor, step: int
+    ) -> dict[str, Tensor]:
+        """Return the rows of a step, bool `[V]`, from sums of their counts."""
+        assert self.rows is not None
+        place: Any = {"key": generators.fold_in(self._subkey(key), "rows")}
+        place |= {"step": step, "streams": streams}
+        return self.rows.chosen(counts, self.noise_multiplier, **place)
+
     def audit(
         self,
         step: Any,
@@ -940,7 +977,8 @@ class Plan:
 
         The bounds are beside the claim of the same two steps at a sampling rate of 1,
         as canaries bypass the sampler, which no audit sees. Take a thousand canaries at
-        least, and at most half as many as there are parameters.
+        least; two steps have at most half as many as there are parameters. An optimizer
+        that scales gradients keeps the scales of `state`.
 
         Args:
             batch: real samples to add to all batches, `(*batch)` as the step takes
@@ -951,8 +989,8 @@ class Plan:
 
         Raises:
             TypeError: the step was made for another plan, or is no private step.
-            ValueError: the plan has no noise or fewer than two steps, `batch` is there
-                with correlated noise, or the optimizer scales what is clipped.
+            ValueError: the plan has no noise or fewer than two steps, or `batch` is
+                there with correlated noise.
 
         Example:
             >>> from vgrad import optim, training
@@ -966,7 +1004,7 @@ class Plan:
             >>> round(result.claimed_mu, 3), result.exceeded
             (0.707, False)
         """
-        from vgrad.dp.canaries import OfStep, audit
+        from vgrad.dp.canaries import audit
 
         if getattr(getattr(step, "source", None), "plan", None) != self:
             raise TypeError(
@@ -974,9 +1012,12 @@ class Plan:
                 f"plan) makes with this plan, or vgrad.compile or data_parallel of it, "
                 f"got a {type(step).__name__}."
             )
-        options: Any = {"canaries": canaries, "guesses": guesses, "seed": seed}
-        options |= {"significance": significance}
-        return audit("Plan.audit", self, OfStep(step, state), batch, **options)
+        key = step.reduce.agreed(generators.secret_key(seed=seed))
+        own: Any = {"canaries": canaries, "guesses": guesses, "key": key}
+        own |= {"significance": significance, "scales": scales_of(state.optimizer)}
+        release = functools.partial(step.noisy_gradients, state)
+        options, params = step.source.transform.options, state.params
+        return audit("Plan.audit", self, release, options, params, batch, **own)
 
     def _subkey(self, key: Tensor) -> Tensor:
         # So that two plans never share batches or noise.
