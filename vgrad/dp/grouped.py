@@ -5,7 +5,7 @@ A group is a sample and its augmented copies, or the samples of a unit of privac
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -60,7 +60,7 @@ class Grouped(Dataset[list]):
         item = self.dataset[row]
         if self._augment is None:
             return [item]
-        with _seeded(seed):
+        with seeded(seed):
             return [self._augment(item) for _ in range(count)]
 
     def collate(self, collate_fn: Callable[[list], Tree]) -> Callable[[list], Tree]:
@@ -87,15 +87,15 @@ def _collated(
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed all generators on the CPU, and restore them."""
+def seeded(seed: int, tensors: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Seed all generators, of the tensors' devices too, and restore them."""
     # A worker has them to itself, and may be forked while a thread holds the lock.
     with RNG_LOCK if get_worker_info() is None else nullcontext():
-        before = random.getstate(), np.random.get_state(), random_state(())
+        before = random.getstate(), np.random.get_state(), random_state(tensors)
         try:
             random.seed(seed)
             np.random.seed(seed % 2**32)
-            set_seed(seed, ())
+            set_seed(seed, tensors)
             yield
         finally:
             random.setstate(before[0])

@@ -9,6 +9,7 @@ Epsilon of shuffled batches of a fixed size can be above 10 where Poisson sampli
 about 1 (arXiv 2403.17673, 2405.20769).
 """
 
+import inspect
 import math
 import os
 import sys
@@ -290,6 +291,23 @@ def check_rate(function: str, sampling_rate: Any) -> float:
     return sampling_rate
 
 
+def check_options(options: dict[str, Any]) -> None:
+    """Refuse options that are none of a `DataLoader`, or choose samples."""
+    for name, value in options.items():
+        if name not in inspect.signature(DataLoader).parameters:
+            raise TypeError(
+                f"PrivateGradients({name}=...): expected options of its own or of a "
+                f"DataLoader, got another one. For one of Opacus see the page "
+                f"docs/from_opacus.md; numbers of the run can be a plan=Plan(...)."
+            )
+        if name in "shuffle sampler batch_sampler drop_last in_order".split():
+            raise ValueError(
+                f"PrivateGradients({name}={checks.shown(value)}): expected options of "
+                f"a DataLoader that do not choose samples (the plan does), such as "
+                f"collate_fn, num_workers or pin_memory."
+            )
+
+
 class PhysicalBatch(NamedTuple):
     """The samples `rows`, a part of a logical batch, which it ends if it is `last`."""
 
@@ -374,13 +392,6 @@ class PoissonLoader:
     """
 
     def __init__(self, run: Run, dataset: Dataset[Any], options: dict) -> None:
-        for name in "shuffle sampler batch_sampler drop_last in_order".split():
-            if name in options:
-                raise ValueError(
-                    f"PrivateGradients({name}={checks.shown(options[name])}): expected "
-                    f"options of a DataLoader that do not choose samples (the plan "
-                    f"does), such as collate_fn, num_workers or pin_memory."
-                )
         self.dataset, self._run, self._passes = dataset, run, 0
         self.pending: PhysicalBatch | None = None
         collate_fn = collate(dataset, options.get("collate_fn") or default_collate)
