@@ -20,6 +20,7 @@ from vgrad.dp import (
     PrivateGradients,
     audit,
     canaries,
+    group_clip,
     noising,
     quantile_clip,
     secret_key,
@@ -374,7 +375,7 @@ def test_an_audit_changes_nothing_and_runs_graphs_of_its_own(monkeypatch):
 def test_directions_are_nearly_orthogonal_and_of_all_kinds():
     _, _, state = digits_step(0.5)
     key, other = secret_key(seed=3), secret_key(seed=4)
-    made = canaries.Canaries(state.params, 256, key, {})
+    made = canaries.Canaries(state.params, 256, key)
     rows, loss = torch.arange(3, 256), made.loss(None, has_aux=False)
     batch = made.batch(rows, 0.7, None)
     grads = vgrad.per_sample_grad(loss)(state.params, {}, *batch)
@@ -393,7 +394,7 @@ def test_directions_are_nearly_orthogonal_and_of_all_kinds():
     assert (within.sum(0) == torch.where(one, 1, 4)).all()
     assert 90 < int(made.coins.sum()) < 166
     assert all(80 < int((made.norms == bound).sum()) < 90 for bound in (1, 10, 10_000))
-    coins = canaries.Canaries(state.params, 256, other, {}).coins
+    coins = canaries.Canaries(state.params, 256, other).coins
     assert not torch.equal(made.coins, coins)
     assert "tensor" not in repr(made)
 
@@ -463,12 +464,17 @@ def test_the_claim_with_correlated_noise_is_a_gaussian_mechanism(scheme):
     assert mu <= math.sqrt(2) / 2 + 1e-9 or plan.sampling == "fixed_order"
 
 
+GROUPS = group_clip(
+    {"*.weight": 0.7, "*.bias": 2.0}, deviations={"*.weight": 1.0, "*.bias": 9.0}
+)
+
 KINDS = {
     "band_mf": {"noise": noising.band_mf(4)},
     "bisr": {"noise": noising.bisr(3)},
     "band_inv_mf": {"noise": noising.band_inv_mf(3)},
     "blt": {"noise": noising.blt(2)},
     "a bound that adapts": {"max_norm": quantile_clip(start=0.7)},
+    "groups": {"max_norm": GROUPS},
     "largest batch": {"max_batch_size": 200},
     "units": {"samples_per_unit": 2},
     "integers": {"discrete": "sum"},

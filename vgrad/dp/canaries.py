@@ -5,7 +5,7 @@ gradient. It goes through all that a step does to gradients, and needs no data.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vgrad import batches, checks
 from vgrad.dp.audit import FEW, Audit, check_numbers, epsilon_of, gaussian, one_run
+from vgrad.dp.group_clip import GroupClip
 from vgrad.dp.plan import Plan
 from vgrad.generators import block, fold_in, stream
 from vgrad.optim.private import unscaled
@@ -66,7 +67,10 @@ def audit(
         )
     [count] = checks.whole(function, least=4 * FEW, canaries=canaries)
     significance, _ = check_numbers(function, significance)
-    made = Canaries(params, count, key, scales)
+    clip = plan.max_norm
+    densities = clip.densities(params) if isinstance(clip, GroupClip) else {}
+    scales = {**plan.scales(params), **scales}
+    made = Canaries(params, count, key, scales, densities)
     loss = made.loss(options.loss if batch else None, has_aux=options.has_aux)
     entries = sum(value.numel() for value in params.values())
     chunk: Any = options.chunk_size or plan.dataset_size
@@ -81,12 +85,12 @@ def audit(
     for rows in torch.arange(count).split(most):
         inside = rows[made.coins[rows]]
         given = [
-            made.batch(inside if sign else rows[:0], sign * plan.first_max_norm, batch)
+            made.batch(inside if sign else rows[:0], sign * plan.noise_norm, batch)
             for sign in signs
         ]
         found = release(loss, fold_in(key, "noise", int(rows[0])), given, chunk)
         for weight, (grads, bound) in zip(weights, found, strict=True):
-            bound = plan.first_max_norm if bound is None else float(bound)
+            bound = plan.noise_norm if bound is None else float(bound)
             score[rows] += weight / bound * made.scores(rows, grads)
     score *= plan.expected_batch_size
     sides = score[made.coins], score[~made.coins]
@@ -146,10 +150,18 @@ class Canaries:
 
     A direction is a wave over the entries of each block that it is in; waves of two
     frequencies are orthogonal. Signs, drawn once for all entries, make noise of them.
-    It is the direction of a gradient that a step has multiplied by its scales.
+    It is the direction of a gradient that a step has multiplied by its scales. Without
+    `densities` by name, entries of all blocks have the same mean square.
     """
 
-    def __init__(self, params: Params, count: int, key: Tensor, scales: Scales) -> None:
+    def __init__(
+        self,
+        params: Params,
+        count: int,
+        key: Tensor,
+        scales: Scales = MappingProxyType({}),
+        densities: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         self._blocks = [each for item in params.items() for each in _blocks(*item)]
         names, _, sizes, parts = map(np.array, zip(*self._blocks, strict=True))
         draw = block(stream(key, "directions"), 0)
@@ -168,9 +180,12 @@ class Canaries:
         kind = numbers // len(_NORMS) % (3 if ranks > 1 else 2)
         owner = draw.choice(len(sizes), count, p=sizes / sizes.sum())
         within = True, names == names[owner, None], parts == parts[owner, None]
-        squares = np.choose(kind[:, None], within) * sizes
+        density = np.array([densities.get(name, 1.0) for name in names])
+        squares = np.choose(kind[:, None], within) * (sizes * density)
         weights = np.sqrt(squares / squares.sum(1, keepdims=True))
-        self._weights = torch.from_numpy(weights)  # the norm in each block, of 1 in all
+        # Where two canaries have one frequency, their products are zero on average.
+        weights *= 1 - 2 * draw.integers(0, 2, weights.shape)
+        self._weights = torch.from_numpy(weights)  # [m, blocks], of norm 1
         norms = np.resize(_NORMS, count)
         self.norms = torch.from_numpy(norms)  # of the gradient, in bounds of the clip
         flips = block(stream(key, "coins"), 0).integers(0, 2, count)
