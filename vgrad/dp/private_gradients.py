@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from vgrad import batches, checks
-from vgrad.dp.adaptive import count_below
+from vgrad.dp.adaptive import QuantileClip, count_below
 from vgrad.dp.discrete import DiscreteNoise, integer_sums
+from vgrad.dp.group_clip import GroupClip, scaled
 from vgrad.dp.grouped import Augment, Grouped, seeded
 from vgrad.dp.noise import Noise, NoiseHistory, Streams
 from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
@@ -34,6 +35,7 @@ from vgrad.generators import (
     set_seed,
     torch_seed,
 )
+from vgrad.optim.private import unscaled
 from vgrad.persample.clipped import ClippedGradFn, clipped_grad
 from vgrad.tree import map_values, tree_flatten, tree_leaves, tree_unflatten, widened
 from vgrad.typing import (
@@ -133,7 +135,7 @@ class PrivateGradients:
         delta: float | None = None,
         epochs: int | None = None,
         batch_size: int | None = None,
-        max_norm: float | None = None,
+        max_norm: float | QuantileClip | GroupClip | None = None,
         physical_batch_size: int | None = None,
         units: Any = None,
         samples_per_unit: int | None = None,
@@ -272,7 +274,9 @@ class PrivateGradients:
             noise = self._noise(self.key, self.step, self._history, max_norm)
             if isinstance(noise, DiscreteNoise):
                 noise = noise.of(params)
-            noisy, history = noise.advanced(total)
+            scales = self.plan.scales(total)
+            noisy, history = noise.advanced(scaled(total, scales))
+            noisy = unscaled(noisy, scales)
             place: Any = {"key": self.key, "step": self.step}
             own = max_norm, below, self._counts
             kept = history, self.plan.next_max_norm(*own, **place)
@@ -470,8 +474,7 @@ class PrivateGradients:
         loss = sample_loss(self._live.function, self._criterion, **copies)
         clipped = clipped_grad(
             loss if self._run.units is None else UnitLoss(loss),
-            max_norm=plan.first_max_norm,
-            normalize_by=plan.expected_batch_size,
+            **plan.clipping,
             **self._options,
         )
         if plan.discrete is True:
