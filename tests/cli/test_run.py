@@ -435,17 +435,27 @@ def test_no_model_diverges_as_it_is_by_default(tmp_path, model):
         assert last["test_accuracy"] > 0.3
 
 
-BUDGET = "--epsilon 1.5 --delta 1e-320: expected a budget that some noise multiplier"
+BUDGET = "--epochs 2: expected a budget that some noise multiplier"
+QUANTILE = ["--clip-quantile", "0.5", "--noise", "blt:2"]
 BAD = [
     (["--data", "none.npz"], "none.npz: expected a file"),
     (["--delta", "1e-320", "--epsilon", "1.5"], BUDGET),
-    (["--delta", "0.999"], "--epsilon 3.0 --delta 0.999: expected delta below"),
+    (["--delta", "0.999"], "--epsilon 3.0 --delta 0.999 --batch-size "),
     (["--model", "lenet"], "expected one of cnn, mlp, resnet or a"),
     (["--model", "cnn"], "Use --model mlp"),
     (["--batch-size", "49"], "the 48 training samples that there are. Leave it out"),
-    (["--noise", "blt:2", "--max-batch-size", "12"], "no account of the two is known"),
-    (["--discrete", "yes", "--max-batch-size", "12"], "no account of these is known"),
-    (["--noise", "band-mf:9"], "expected a rate of at most 1 / 9"),
+    (
+        ["--noise", "blt:2", "--max-batch-size", "12"],
+        "vgrad: --max-batch-size 12 --noise blt:2: no account of the two is known. "
+        'Choose sampling="poisson", or leave --max-batch-size out.',
+    ),
+    (
+        ["--discrete", "yes", "--max-batch-size", "auto"],
+        "vgrad: --discrete yes --max-batch-size auto: no account of these is known. "
+        "Leave the two others out, also in a plan before, or pass --discrete sum.",
+    ),
+    (["--noise", "band-mf:9"], "--noise band-mf:9: expected a rate of at most 1 / 9"),
+    (QUANTILE, "--noise blt:2 --clip-quantile 0.5: expected one of discrete noise, co"),
     (["--device", "teapot"], "--device teapot: expected cpu"),
     (["--device", "meta"], "--device meta: expected cpu"),
     (["--device", "cuda:99"], "--device cuda:99: expected cpu"),

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -78,6 +79,9 @@ def shape_of(where: str, entries: Any) -> Shape:
 _OF_PRIVACY = "epsilon delta max_norm clip_quantile noise max_batch_size".split()
 _OF_PRIVACY += "discrete reproducible_noise".split()
 
+_OF_FIELDS = {"sampling_rate": "batch_size", "sampling": "noise", "steps": "epochs"}
+"""The options that fields of a plan of another name follow from."""
+
 
 @dataclass(frozen=True)
 class Settings(vgrad_command.Options):
@@ -147,6 +151,25 @@ class Settings(vgrad_command.Options):
         rate = models.rate(self.model, shape) * min(1, batch / BATCH)
         lr = float(f"{rate:.2g}") if self.lr is None else self.lr
         return replace(self, batch_size=batch, lr=lr)
+
+    def spelling(self, message: str) -> str:
+        """Return a message about fields of a plan with the options that make them."""
+        call, _, reason = message.rpartition("): ")
+        fields: list[str] = re.findall(r"(\w+)=", call)
+        names = [_OF_FIELDS.get(name, name) for name in fields]
+        if self.clip_quantile != "none":
+            names = ["clip_quantile" if name == "max_norm" else name for name in names]
+        options = dict.fromkeys(name for name in names if name in KINDS)
+        typed = " ".join(f"{spelled(name)} {getattr(self, name)}" for name in options)
+
+        def option(word: re.Match) -> str:
+            name, value = word.groups()
+            if name not in KINDS or not (value or "_" in name):
+                return word[0]
+            return f"{spelled(name)} {value}" if value else spelled(name)
+
+        reason = re.sub(r"""\b(\w+)(?:=["'](\w+)["'])?""", option, reason)
+        return f"{typed}: {reason}"
 
 
 def _typed(arguments: Namespace) -> dict[str, Any]:

@@ -187,9 +187,7 @@ def planned(settings: Settings, size: int, ends: Sequence[int]) -> dp.Plan:
             **fields,
         )
     except ValueError as error:
-        reason = str(error).rpartition("): ")[2]
-        budget = f"--epsilon {settings.epsilon} --delta {settings.delta}"
-        raise ValueError(f"{budget}: {reason}") from error
+        raise ValueError(settings.spelling(str(error))) from error
     longer = dataclasses.replace(plan, steps=ends[-1])
     if longer != plan and scheme != "independent":
         raise ValueError(

@@ -343,11 +343,13 @@ def _check(
                 f"{what}(params): expected parameters cut among the ranks that share "
                 f"the batch, {ranks.members}, got {holders.members}."
             )
-    if isinstance(transform.quantity, Products | MomentsOfGrads | IntegerSum):
+    quantity = transform.quantity
+    wrong = isinstance(quantity, Products | MomentsOfGrads | IntegerSum)
+    if wrong or getattr(quantity, "tables", ()):
         raise TypeError(
             f"{what}: expected a sum over samples or a list of them, got another "
-            f"quantity, such as the integers of a plan with discrete=True. Call it "
-            f"with gather(params, mesh)."
+            f"quantity, such as the integers of a plan with discrete=True or the "
+            f"counts of one with rows. Call it with gather(params, mesh)."
         )
 
 
