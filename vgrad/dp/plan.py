@@ -23,10 +23,7 @@ from vgrad.dp.noise_figure import plot_noise
 from vgrad.dp.noising import Fitted, Noising, independent
 from vgrad.dp.rows import RowSelection
 from vgrad.dp.sampling import (
-    Batch,
-    PoissonBatchSampler,
     StepBatches,
-    cyclic_sample,
     in_order,
     poisson_sample,
     random_groups,
@@ -784,13 +781,14 @@ class Plan:
         """Draw the batch of one step. -> indices of samples or units, int64 [B]."""
         return self._drawing(self._subkey(key))(step)
 
-    def drawing(self, key: Tensor, units: Units | None) -> Callable[[int], Batch]:
+    def drawing(self, key: Tensor, units: Units | None) -> Callable[[int], list[Any]]:
         """Return the batches of steps, of whole units where a plan has any."""
         key, count = self._subkey(key), self.samples_per_unit
         draw = self._drawing(key)
         if units is None or count is None:
-            return draw
-        return lambda step: units.of_batch(draw(step), count, key=key, step=step)
+            return lambda step: draw(step).tolist()
+        one = functools.partial(units.drawn, count=count, key=key)
+        return lambda step: [one(unit, step=step) for unit in draw(step).tolist()]
 
     def _drawing(self, key: Tensor) -> Callable[[int], Tensor]:
         """Return the batches of steps, as a function of the step."""
@@ -804,8 +802,12 @@ class Plan:
             return lambda step: in_order(order, batch, step - start)
         bands, equal = self.noise.size, self.sampling == "cyclic_equal"
         groups = random_groups(size, bands, key=key, equal=equal)
-        run = groups, bands, rate
-        return lambda step: cyclic_sample(*run, step=step, first=start, **options)
+
+        def draw(step: int) -> Tensor:
+            among = groups == (step - start) % bands
+            return poisson_sample(size, bands * rate, step=step, among=among, **options)
+
+        return draw
 
     def sampler(self, state: Any, units: Any = None) -> StepBatches:
         """Return the batches from the state's step to the last one, for one pass.
@@ -833,17 +835,10 @@ class Plan:
         digest, step = getattr(state, "plan_digest", None), int(state.step)
         check_spent("Plan.sampler(state)", self, digest, step)
         units = units_of("Plan.sampler(state, units)", self, units)
-        run, key = (self.dataset_size, self.steps), self._subkey(state.key)
-        if units is None and self.sampling == "poisson":
-            options: Any = {"start": step, "max_batch_size": self.max_batch_size}
-            size, steps = run
-            run = size, self.sampling_rate, steps
-            return PoissonBatchSampler(*run, key=key, **options)
         place = repr(self.sampling_rate), *self._kinds
-        if units is not None:
-            place += (units.digest,)
-        draw = self.drawing(state.key, units)
-        return StepBatches(draw, *run, step, key=key, place=place)
+        place += () if units is None else (units.digest,)
+        run = self.drawing(state.key, units), self.dataset_size, self.steps, step
+        return StepBatches(*run, key=self._subkey(state.key), place=place)
 
     def add_noise(
         self,
