@@ -549,6 +549,7 @@ LOOPS = {
     "parts": {"physical_batch_size": 37, "chunk_size": 20},
     "parts of integers": {"physical_batch_size": 37, "plan": {"discrete": "sum"}},
     "a bound that adapts": {"plan": {"max_norm": quantile_clip(start=0.7)}},
+    "groups": {"plan": {"max_norm": GROUPS}},
     "correlated noise": {"plan": {"noise": noising.band_mf(3)}},
     "units": {"plan": {"samples_per_unit": 2}, "units": torch.arange(1200)},
 }
