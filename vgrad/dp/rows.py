@@ -20,6 +20,7 @@ from vgrad.batches import Sensitivity
 from vgrad.dp.noise import Streams, gaussian_noise
 from vgrad.persample.clipped import ClippedGradFn, ClippedSum
 from vgrad.persample.row_counts import UNIT
+from vgrad.torch_private import shards
 from vgrad.tree import map_values, tree_map_with_path
 from vgrad.typing import Params, Tree
 
@@ -85,10 +86,8 @@ def step_of_rows(
     params: Params,
 ) -> tuple[Params, Tree]:
     """Take a step of the chosen rows; others stay as they are, as does their state."""
-    zero = {name: grads[name].new_zeros(()) for name in chosen}
     own = {
-        n: torch.where(_along(x, grads[n]), grads[n], zero[n])
-        for n, x in chosen.items()
+        n: torch.where(_along(x, grads[n]), grads[n], 0.0) for n, x in chosen.items()
     }
     new = optim.step(tx, {**grads, **own}, state, params)
 
@@ -102,7 +101,12 @@ def step_of_rows(
 
 
 def _along(mask: Tensor, rows: Tensor) -> Tensor:
-    return mask.view(-1, *[1] * (rows.ndim - 1))
+    mask = mask.view(-1, *[1] * (rows.ndim - 1))
+    return (
+        shards.cut(mask.expand(rows.shape), rows)
+        if shards.is_distributed(rows)
+        else mask
+    )
 
 
 def row_selection(
