@@ -318,8 +318,8 @@ def _add_audit(parser: ArgumentParser) -> None:
         "--canaries",
         metavar="COUNT",
         type=_typed(int, whole(120, 10**6)),
-        help="how many; more of them show more (default: half as many as there are "
-        "parameters, but at most 2000)",
+        default=2000,
+        help="how many; more of them show more (default: 2000)",
     )
     parser.add_argument(
         "--significance",

@@ -32,6 +32,7 @@ from vgrad.dp.sampling import (
     random_order,
 )
 from vgrad.dp.units import Units, units_of
+from vgrad.optim.private import scales_of
 from vgrad.persample.clipped import LEAST, MOST
 from vgrad.typing import Params, Tree
 
@@ -976,7 +977,8 @@ class Plan:
 
         The bounds are beside the claim of the same two steps at a sampling rate of 1,
         as canaries bypass the sampler, which no audit sees. Take a thousand canaries at
-        least, and at most half as many as there are parameters.
+        least; two steps have at most half as many as there are parameters. An optimizer
+        that scales gradients keeps the scales of `state`.
 
         Args:
             batch: real samples to add to all batches, `(*batch)` as the step takes
@@ -987,8 +989,8 @@ class Plan:
 
         Raises:
             TypeError: the step was made for another plan, or is no private step.
-            ValueError: the plan has no noise or fewer than two steps, `batch` is there
-                with correlated noise, or the optimizer scales what is clipped.
+            ValueError: the plan has no noise or fewer than two steps, or `batch` is
+                there with correlated noise.
 
         Example:
             >>> from vgrad import optim, training
@@ -1002,7 +1004,7 @@ class Plan:
             >>> round(result.claimed_mu, 3), result.exceeded
             (0.707, False)
         """
-        from vgrad.dp.canaries import OfStep, audit
+        from vgrad.dp.canaries import audit
 
         if getattr(getattr(step, "source", None), "plan", None) != self:
             raise TypeError(
@@ -1010,9 +1012,12 @@ class Plan:
                 f"plan) makes with this plan, or vgrad.compile or data_parallel of it, "
                 f"got a {type(step).__name__}."
             )
-        options: Any = {"canaries": canaries, "guesses": guesses, "seed": seed}
-        options |= {"significance": significance}
-        return audit("Plan.audit", self, OfStep(step, state), batch, **options)
+        key = step.reduce.agreed(generators.secret_key(seed=seed))
+        own: Any = {"canaries": canaries, "guesses": guesses, "key": key}
+        own |= {"significance": significance, "scales": scales_of(state.optimizer)}
+        release = functools.partial(step.noisy_gradients, state)
+        options, params = step.source.transform.options, state.params
+        return audit("Plan.audit", self, release, options, params, batch, **own)
 
     def _subkey(self, key: Tensor) -> Tensor:
         # So that two plans never share batches or noise.

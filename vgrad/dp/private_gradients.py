@@ -197,7 +197,7 @@ class PrivateGradients:
                     f"{type(augment).__name__}."
                 )
             copies = 1 if copies is None else copies
-        count = self.plan.samples_per_unit
+        self._count = count = self.plan.samples_per_unit
         shape = () if count is None else (count,)
         shape += () if augment is None or copies is None else (copies,)
         if shape:
@@ -359,7 +359,7 @@ class PrivateGradients:
         Nothing changes.
 
         Raises:
-            ValueError: the plan has units of several samples, or as `Plan.audit`.
+            ValueError: as `Plan.audit`.
 
         Example:
             >>> from torch.utils.data import TensorDataset
@@ -374,14 +374,50 @@ class PrivateGradients:
         """
         from vgrad.dp.canaries import audit
 
-        if self.plan.samples_per_unit is not None:
-            raise ValueError(
-                "PrivateGradients.audit: expected samples without units, got a plan "
-                "with units. Audit a private_step with the same plan."
-            )
-        options: Any = {"canaries": canaries, "guesses": guesses, "seed": seed}
-        options |= {"significance": significance}
-        return audit("PrivateGradients.audit", self.plan, _Canaries(self), **options)
+        own: Any = {"canaries": canaries, "guesses": guesses}
+        own |= {"significance": significance, "key": secret_key(seed=seed)}
+        options, (params, _) = self._clipped.options, self._live.values()
+        release = self._noisy_gradients
+        return audit(
+            "PrivateGradients.audit", self.plan, release, options, params, **own
+        )
+
+    def _noisy_gradients(
+        self, loss: LossFn, key: Tensor, batches: Sequence[tuple], chunk_size: Any
+    ) -> list[tuple[Params, Tensor | None]]:
+        """Release batches by a copy, as `TrainingStep.noisy_gradients`."""
+        private, plan = copy.copy(self), self.plan
+        with RNG_LOCK:
+            private._live = LiveModule(copy.deepcopy(self.model))
+        private._guard = GradGuard(private._live)
+        private._function = private._live.function
+        private._clipped = self._clipped.with_loss(loss, chunk_size)
+        private._run, private._padding = copy.copy(self._run), None
+        private._streams, private._counts = Streams(), Streams()
+        private._sums, private._below = {}, 0.0
+        private._count = None  # a canary stands for a unit
+        private.loader = cast(Any, SimpleNamespace(pending=None, restart=lambda: None))
+        before = plan if plan.before is None else plan.before
+        state = {"key": key, "step": plan.earlier_steps, "plan": asdict(before)}
+        private.load_state_dict(state)
+        found = []
+        for number, batch in enumerate(batches, start=1):
+            if number == len(batches):
+                file = io.BytesIO()
+                torch.save(private.state_dict(), file)
+                file.seek(0)
+                private.load_state_dict(torch.load(file, weights_only=True))
+            bound, size = private.max_norm, len(batch[0])
+            private._live.model.zero_grad()
+            rows = torch.arange(size).split(self._run._size or max(1, size))
+            for part, some in enumerate(rows, start=1):
+                last = part == len(rows)
+                private.loader.pending = PhysicalBatch(part - 1, last, some.tolist())
+                private.backward(*(x[some] for x in batch))
+            live = private._live.parameters.items()
+            grads = {n: x.grad for n, x in live if x.grad is not None}
+            found.append((grads, bound))
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return the key, the step and the plan, from which a run can be resumed.
@@ -458,7 +494,7 @@ class PrivateGradients:
 
     def _with_mask(self, pending: PhysicalBatch, batch: tuple) -> tuple:
         """Add the mask of the samples of units; refuse units that are not whole."""
-        count = self.plan.samples_per_unit
+        count = self._count
         if count is None:
             return batch
         mask = present([len(unit.rows) for unit in pending.rows], count)
@@ -556,60 +592,6 @@ class PrivateGradients:
                 parameter.grad = grad
             vars(self._guard).update(guard)
             raise
-
-
-class _Canaries:
-    """The releases of private gradients with the loss of canaries, for an audit."""
-
-    def __init__(self, private: PrivateGradients) -> None:
-        self._private = private
-        self.params, _ = private._live.values()
-        self.options = private._clipped.options
-
-    def agreed(self, key: Tensor) -> Tensor:
-        """Return the key, since there is one process."""
-        return key
-
-    def noisy_gradients(
-        self, loss: LossFn, key: Tensor, batches: Sequence[tuple], chunk_size: Any
-    ) -> list[tuple[Params, float]]:
-        """Release the batches by a copy, which is saved and loaded before the last."""
-        private = copy.copy(self._private)
-        plan, size = private.plan, private._run._size
-        with RNG_LOCK:
-            private._live = LiveModule(copy.deepcopy(private.model))
-        private._guard, private._function = (
-            GradGuard(private._live),
-            private._live.function,
-        )
-        private._clipped = private._clipped.with_loss(loss, chunk_size)
-        private._run, private._padding = copy.copy(private._run), None
-        private._streams, private._counts = Streams(), Streams()
-        private._sums, private._below = {}, 0.0
-        private.loader = cast(Any, SimpleNamespace(pending=None, restart=lambda: None))
-        before = plan if plan.before is None else plan.before
-        state = {"key": key, "step": plan.earlier_steps, "plan": asdict(before)}
-        private.load_state_dict(state)
-        found = []
-        for number, batch in enumerate(batches):
-            if number == len(batches) - 1:
-                file = io.BytesIO()
-                torch.save(private.state_dict(), file)
-                file.seek(0)
-                private.load_state_dict(torch.load(file, weights_only=True))
-            bound = private.max_norm
-            private._live.model.zero_grad()
-            rows = torch.arange(len(batch[0])).split(size or max(1, len(batch[0])))
-            for part, some in enumerate(rows):
-                last = part == len(rows) - 1
-                private.loader.pending = PhysicalBatch(part, last, some.tolist())
-                private.backward(*(x[some] for x in batch))
-            live = private._live.parameters.items()
-            grads = {n: x.grad for n, x in live if x.grad is not None}
-            found.append(
-                (grads, plan.first_max_norm if bound is None else float(bound))
-            )
-        return found
 
 
 def _planned(

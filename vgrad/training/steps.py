@@ -27,7 +27,7 @@ from vgrad.devices import is_host
 from vgrad.dp.adaptive import count_below
 from vgrad.dp.discrete import DiscreteNoise, integer_sums
 from vgrad.dp.noise import Drawn, Noise, Streams
-from vgrad.dp.plan import Plan, as_digest, check_spent
+from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
 from vgrad.dp.rows import step_of_rows
 from vgrad.dp.units import UnitLoss, check_units
 from vgrad.ensemble.execution import run_eager
@@ -180,22 +180,17 @@ class TrainingStep(Generic[State]):
 
     def noisy_gradients(
         self,
-        loss: LossFn,
         state: Any,
+        loss: LossFn,
+        key: Tensor,
         batches: Sequence[tuple],
-        *,
-        chunk_size: int | None,
-    ) -> list[tuple[Params, float]]:
-        """Take private steps of another loss; return noisy gradients and clip bounds.
+        chunk_size: ChunkSize,
+    ) -> list[tuple[Params, Tensor | None]]:
+        """Take a plan's first steps, on another loss and key and batches of all ranks.
 
-        The state is saved and loaded before the last one. Batches are of all processes.
+        Return noisy gradients, and bounds of the clip that adapt. The state is saved
+        and loaded before the last step; the one passed stays as it is.
         """
-        if scales_of(state.optimizer):
-            raise ValueError(
-                "Plan.audit(step): expected a step whose optimizer takes gradients as "
-                "they are, got one that scales them before they are clipped. Audit the "
-                "step with the optimizer inside of scale_then_privatize."
-            )
         source: Any = self.source
         plan, device = source.plan, device_of(state.params)
         transform = source.transform.with_loss(loss, chunk_size)
@@ -204,17 +199,27 @@ class TrainingStep(Generic[State]):
         source = replace(source, transform=transform, has_aux=False, **own)
         step = replace(self, source=source, tx=_RECORDER, has_aux=False)
         step = replace(step, reduce=self.reduce.of(step), execute=copy(self.execute))
+        digest = as_digest(spent_under(plan, plan.earlier_steps))
+        state = state._replace(
+            key=key,
+            step=torch.full_like(state.step, plan.earlier_steps),
+            plan_digest=digest.to(state.plan_digest.device),
+            noise=(),
+            max_norm=(),
+        )
+        # Gradients keep the scales that they have in this state.
+        optimizer: Any = {"uses": uses_of_noise(state.optimizer)}
+        optimizer["grads"] = map_values(torch.zeros_like, state.params)
         found, parts = [], [step.reduce.share(batch) for batch in batches]
         for number, batch in enumerate(parts, start=1):
             if number == len(parts):
                 state = step.reduce.reloaded(state)
-            state = state._replace(optimizer=_RECORDER.init(state.params))
+            state = state._replace(optimizer=optimizer)
             bound = plan.max_norm_of(state.max_norm, device, step=int(state.step))
             if step.execute is not run_eager:  # a first call is captured, and not run
                 step(state, *batch)
             state, _ = step(state, *batch)
-            bound = plan.first_max_norm if bound is None else float(bound)
-            found.append((state.optimizer, bound))
+            found.append((state.optimizer["grads"], bound))
         return found
 
     def __call__(self, state: State, /, *batch: Tree) -> tuple[State, Metrics]:
@@ -290,10 +295,10 @@ class TrainingStep(Generic[State]):
 
 
 _RECORDER = GradientTransformation(
-    lambda params: map_values(torch.zeros_like, params),
-    lambda grads, state, params=None: (dict.fromkeys(grads), dict(grads)),
+    lambda params: {},
+    lambda grads, state, params=None: (dict.fromkeys(grads), {**state, "grads": grads}),
 )
-"""Leaves parameters as they are, and keeps gradients as its state."""
+"""Leaves parameters as they are, and keeps gradients in its state."""
 
 
 def noisy_step(
