@@ -15,8 +15,15 @@ from tests.distributed.nets import MODELS, mlp, problem
 from tests.distributed.processes import mesh_of
 from vgrad import distributed, optim
 from vgrad.distributed import RankError, data_parallel, gather, local_batches, shard
-from vgrad.dp import Plan, Units, collate, noising, quantile_clip, row_selection
-from vgrad.dp import unit_loader
+from vgrad.dp import (
+    Plan,
+    Units,
+    collate,
+    noising,
+    quantile_clip,
+    row_selection,
+    unit_loader,
+)
 from vgrad.training import TrainState, load, private_step, save, train_step
 
 SAMPLES = 40
