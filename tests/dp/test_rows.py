@@ -97,13 +97,12 @@ def test_samples_count_at_the_rows_where_they_have_gradients(strategy, passes):
 
 
 @every_strategy
-@pytest.mark.parametrize("number", [math.inf, math.nan])
-def test_a_sample_that_is_not_finite_counts_nowhere(strategy, number):
+def test_a_sample_that_is_not_finite_counts_nowhere(strategy):
     loss, state = start_state(optim.sgd(0.1))
 
     def spoiled(params, buffers, words, place, y):
         return loss(params, buffers, words, place, y) * torch.where(
-            place == PLACES - 1, number, 1.0
+            place == PLACES - 1, math.nan, 1.0
         )
 
     words, places, y = batch()
@@ -129,10 +128,11 @@ def test_counts_are_of_the_gradients_that_are_summed():
     count = counting(loss, rows, passes=2, randomness="different", strategy="recorded")
     params, x = {"table": torch.ones(40, 1)}, torch.arange(40)[None]
     with pytest.warns(vgrad.FallbackWarning, match="two backward passes"):
-        result = count(params, {}, x)
-    grads, counts = result.grads["table"][:, 0], result.rows["table"]
-    assert 0 < counts.count_nonzero() < 40
-    assert torch.equal(counts != 0, grads != 0)
+        results = [count(params, {}, x) for _ in range(5)]
+    for result in results:
+        grads, counts = result.grads["table"][:, 0], result.rows["table"]
+        assert 0 < counts.count_nonzero() < 40
+        assert torch.equal(counts != 0, grads != 0)
 
 
 @pytest.mark.parametrize("size", [1e-20, 1.0, 1e30])
@@ -159,6 +159,8 @@ def test_no_number_of_rows_counts_more_than_one():
         found = count({"table": torch.ones(300)}, {}, x[None]).rows["table"].tolist()
         assert UNIT**2 * (1 - 1e-7) <= sum(each * each for each in found) <= UNIT**2
         assert found == [found[0]] * number + [0] * (300 - number)
+    infinite = count({"table": torch.ones(300)}, {}, torch.full((1, 300), math.inf))
+    assert not infinite.rows["table"].any()
 
 
 def test_units_count_at_the_rows_of_their_samples():
