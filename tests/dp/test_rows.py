@@ -401,9 +401,12 @@ def test_numbers_outside_of_their_range_are_refused(options, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"noise": noising.bisr(4), "sampling": "fixed_order"}, "rows that are chosen"),
-        ({"discrete": True}, "rows that are chosen"),
-        ({"max_norm": quantile_clip(count_deviation=5.0)}, "rows that are chosen"),
+        (
+            {"noise": noising.bisr(4), "sampling": "fixed_order"},
+            "adapts and chosen rows",
+        ),
+        ({"discrete": True}, "adapts and chosen rows"),
+        ({"max_norm": quantile_clip(count_deviation=5.0)}, "adapts and chosen rows"),
         ({"rows": TABLES}, "dp.row_selection"),
     ],
 )
@@ -419,7 +422,7 @@ def test_what_would_move_other_rows_is_refused():
 
     bias_corrected = optim.adam_bc(0.1, deviation=PLAN.deviation)
     for tx in (bias_corrected, optim.scale_then_privatize(optim.adam(0.1))):
-        with pytest.raises(ValueError, match="independent noise on all rows"):
+        with pytest.raises(ValueError, match="deviation on all rows"):
             step(tx)
     with pytest.raises(ValueError, match="private_step alone"):
         PLAN.add_noise({"w": torch.zeros(3)}, vgrad.Sensitivity(0.1), key=KEY, step=0)

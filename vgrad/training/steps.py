@@ -26,6 +26,7 @@ from vgrad.conditions import checks_collected
 from vgrad.devices import is_host
 from vgrad.dp.adaptive import count_below
 from vgrad.dp.discrete import DiscreteNoise, integer_sums
+from vgrad.dp.group_clip import scaled
 from vgrad.dp.noise import Drawn, Noise, Streams
 from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
 from vgrad.dp.rows import step_of_rows
@@ -265,10 +266,11 @@ class TrainingStep(Generic[State]):
             if getattr(execute, "compiles", False):
                 drawn = noise.drawn(grads)
             if drawn is None:
-                noisy, changes["noise"] = noise.advanced(grads)
-                grads = unscaled(noisy, found.scales)
+                grads, changes["noise"] = noise.advanced(grads)
             elif donate or found.chosen:  # no graph can write into the state
                 grads, made = execute(Drawn.added, drawn, grads)
+            if drawn is None or donate or found.chosen:
+                grads = unscaled(grads, found.scales)
         optimizer = state.optimizer if noise is None else found.optimizer
         arguments = self.tx, grads, optimizer, state.params
         if found.chosen:
@@ -434,14 +436,16 @@ class PrivateSource(Source):
         scale, compute = state.loss_scale, self.transform
         if is_scaled(scale):
             compute = compute.with_loss_scale(scale)
-        optimizer, scales = state.optimizer, {}
+        optimizer = state.optimizer
+        scales: Scales = plan.scales(state.params)
         if uses := uses_of_noise(optimizer):
-            if plan.noise.correlated or plan.rows is not None:
+            if plan.noise.correlated or scales or plan.rows is not None:
                 raise ValueError(
-                    f"private_step(tx, plan): expected independent noise on all rows "
-                    f"for adam_bc or scale_then_privatize, whose rules hold for no "
-                    f"other, got the noise {plan.noise.scheme!r} and rows={plan.rows}. "
-                    f"Take another optimizer, such as adam."
+                    f"private_step(tx, plan): expected independent noise of one "
+                    f"deviation on all rows for adam_bc or scale_then_privatize, whose "
+                    f"rules hold for no other, got {plan.noise.scheme} noise, max_norm="
+                    f"{plan.max_norm} and rows={plan.rows}. Take another optimizer, "
+                    f"such as adam."
                 )
             scales = scales_of(uses)
             compute = compute.with_scales(scales)
@@ -476,7 +480,8 @@ class PrivateSource(Source):
         loss = widened(result.losses).mean()
         if any(map(has_deviation, uses)):
             optimizer = with_deviation(optimizer, noise.deviation)
-        found = result.grads, loss, state.buffers, aux, (), metrics, changes
+        grads = result.grads if uses else scaled(result.grads, scales)
+        found = grads, loss, state.buffers, aux, (), metrics, changes
         return Gradients(*found, noise, scales, optimizer, chosen)
 
 
@@ -753,16 +758,9 @@ def private_step(
                 "plan of units, whose loss is a mean over samples. Leave has_aux out."
             )
         loss = UnitLoss(loss)
-    clipped = clipped_grad(
-        with_policy(policy, loss),
-        max_norm=plan.first_max_norm,
-        normalize_by=plan.expected_batch_size,
-        passes=passes,
-        strategy=strategy,
-        chunk_size=chunk_size,
-        randomness=randomness,
-        has_aux=has_aux,
-    )
+    options: Any = {"passes": passes, "strategy": strategy, "chunk_size": chunk_size}
+    options |= {"randomness": randomness, "has_aux": has_aux, **plan.clipping}
+    clipped: Any = clipped_grad(with_policy(policy, loss), **options)
     if plan.rows is not None:
         clipped = plan.rows.counting(clipped)
     if plan.discrete is True:
