@@ -7,6 +7,7 @@ Parameters, buffers and modules are selected by a list or tuple of shell-style p
 from __future__ import annotations
 
 import fnmatch
+import importlib
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -108,6 +109,18 @@ def choice(function: str, allowed: Collection[Any], **values: Any) -> None:
             raise ValueError(
                 f"{function}({name}={shown(value)}): expected one of {names}."
             )
+
+
+def package(module: str, extra: str) -> Any:
+    """Import a module of a package that an extra installs."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        raise ImportError(
+            f"vgrad: expected the package {name}, which is not installed. Run "
+            f'pip install "vgrad[{extra}]".'
+        ) from error
 
 
 def dictionaries(function: str, **values: Any) -> None:

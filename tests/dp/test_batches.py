@@ -442,9 +442,9 @@ def test_a_step_refuses_a_batch_that_the_plan_never_draws(plan):
         ),
         (
             {"noise": noising.band_mf(4), "max_batch_size": 11},
-            'sampling="cyclic_equal"',
+            "sampling='cyclic_equal'",
         ),
-        ({"sampling": "fixed_order", "max_batch_size": 11}, 'sampling="poisson"'),
+        ({"sampling": "fixed_order", "max_batch_size": 11}, "sampling='poisson'"),
         ({"max_batch_size": 11, "neighbours": "replace_one"}, "'zero_out'"),
         ({"max_batch_size": 11, "accountant": "rdp"}, '"pld"'),
         ({"neighbours": "replace_one", "accountant": "rdp"}, '"pld"'),
