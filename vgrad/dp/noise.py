@@ -299,7 +299,7 @@ class Noise:
     ) -> list[dict[Any, Tensor]]:
         """Return sums with noise, and new buffers after them.
 
-        Names are those of one member's sums, or entries of several ones.
+        A name belongs to the member, or is a pair of a member and a name.
         """
         _check_sums(sums)
         if not self.multiplier:
