@@ -18,6 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from vgrad.conditions import Unrepeatable
 from vgrad.generators import RNG_LOCK
 from vgrad.loss.grad_flags import UnsupportedOp as UnsupportedOp
+from vgrad.loss.made import Places
 from vgrad.loss.values import Partition, stopped_at
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import version_of
@@ -95,10 +96,13 @@ class Fallbacks:
         self.draws: bool | None = None  # whether a loss with keys has drawn so far
         self.splits: Counter[str] = Counter()  # chunks that fell into parts, by line
         self.looped: dict[str, str] = {}  # functions that no vmap ran, and their lines
+        self.places = Places()  # calls of the loss that make tensors
         self.foreign: set[str] = set()  # nodes and ops that are not torch's own
 
     def tell(self, parts: Partition, function: str, one: str = "sample") -> None:
         """Note that a chunk falls into parts; warn once where these are small."""
+        if len(parts.rows) == 1:  # which run again as they are
+            return
         self.splits[parts.where] += 1
         count, size = len(parts.rows), sum(map(len, parts.rows))
         if size >= _MANY and 2 * count > size:
