@@ -72,8 +72,6 @@ z = h / (1 + d)[:, None]""",
     "fill_": "z = zeros(4, 3); z[1:].fill_(h[0, 1])",
     "a sum in parts": "z = zeros(3)\nfor t in range(4): z += h[t]",
     "torch.ops": "z = zeros(4, 3); torch.ops.aten.add_(z, h)",
-    "foreach": "y = [zeros(3), ones(3)]; torch._foreach_add_(y, [h[0], h[1]]); "
-    "z = torch.stack(y)",
     "inplace=True": "z = F.relu(c.clone().add_(h), inplace=True)",
     "rows that are iterated": "z = zeros(4, 3)\nwith torch.no_grad():\n"
     "  for row, y in zip(z, h): row += y\nz = z * h",
@@ -83,9 +81,10 @@ z = h / (1 + d)[:, None]""",
     "views before": """
 z = zeros(12)
 a, b, first = z.view(4, 3), z[3:], z.narrow(0, 0, 3)
-a[0] = h[0]
-b += h.flatten()[3:]
-z = a + first + b[:3]""",
+with torch.no_grad():
+    a[0] = h[0]
+    b += h.flatten()[3:]
+z = (a + first + b[:3]) * h""",
     "detach": "z = zeros(4, 3); y = z.detach(); y[0] = h[1]; z = z * h",
     "data": "z = zeros(4, 3); z.data[0] = h[1].detach(); z = z * h",
     "data, of rows": "y = zeros(4, 3); z = y.data; y[1] = h[0]; z = z * h",
@@ -129,9 +128,228 @@ def program(text):
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_are_recorded_as_a_loop_runs_them(name):
     loss = program(WRITES[name])
-    exact = assert_gradients(
-        loss, PARAMS, (X, K), buffers=BUFFERS, strategy="recorded"
+    assert_gradients(loss, PARAMS, (X, K), buffers=BUFFERS, strategy="recorded")
+
+
+RAISES = {
+    # A version that was saved for the backward pass.
+    "y = ones(4, 3); z = y * h; y[0] = h[0]": "modified by an inplace",
+    "y = ones(4, 3); z = F.linear(y, a_w) * h; y[0] = x[1]": "modified by an inplace",
+    "y = ones(4, 3); y += h; z = y ** 2; y[0] = 0.0": "modified by an inplace",
+    "y = ones(4, 3); z = y * h; y.detach()[0] = x[0]": "modified by an inplace",
+    "w = ones(3, 3); z = F.linear(h, w); w[0] = h[1]": "modified by an inplace",
+    "z = zeros(3); z += h": "doesn't match the broadcast shape",
+    "z = zeros(1, 3).expand(4, 3); z += h": "more than one element",
+    "z = empty(4, 3); torch.add(h, c, out=z)": "out=... arguments don't support",
+}
+
+
+@pytest.mark.parametrize("text", RAISES)
+def test_errors_are_those_of_torch(text):
+    loss = program(text)
+    for run in (oracle.loss_gradients, oracle_free):
+        with pytest.raises(RuntimeError, match=RAISES[text]):
+            run(loss, PARAMS, BUFFERS, (X, K))
+
+
+def oracle_free(loss, params, buffers, batch):
+    return vgrad.per_sample_grad(loss)(params, buffers, *batch)
+
+
+LOOPED = {
+    "as_strided_": "z = zeros(4, 3); z[0] = x[0]; z.as_strided_((2, 3), (6, 1))",
+    "set_": "z = zeros(4, 3); y = zeros(4, 3); y.set_(z); z[0] = x[0]; z = y",
+    "resize_": "z = zeros(4, 3); z[0] = x[0]; z.resize_(2, 3)",
+    "resize_as_": "z = zeros(4, 3); z[0] = x[0]; z.resize_as_(c[:2])",
+    "data_ptr": "z = zeros(4, 3); q = z.data_ptr() != 0; z[0] = x[0]; z = z * q",
+    "numpy": "z = zeros(4, 3); q = z.numpy(); z[0] = x[0]; z = torch.tensor(q)",
+    "from_numpy": "z = torch.from_numpy(c.numpy().copy()); z[0] = x[0]",
+    "data": "z = zeros(4, 3); z.data = c * 1; z[0] = x[0]",
+    "out of another size": "z = empty(0)\nwith torch.no_grad(): torch.add(h, c, out=z)",
+    "out of another dtype": "z = torch.empty(4, 3)\nwith torch.no_grad(): "
+    "torch.add(h, c, out=z)\nz = z.double()",
+    "from outside": "z = OUTSIDE[0]; z[0] = x[0]",
+    "foreach": "y = [zeros(3), ones(3)]; torch._foreach_add_(y, [h[0], h[1]]); "
+    "z = torch.stack(y)",
+}
+OUTSIDE = [zeros(4, 3)]
+
+
+@pytest.mark.parametrize("name", LOOPED)
+def test_what_is_not_exact_for_all_at_once_runs_in_a_loop(name):
+    loss = program(LOOPED[name] + "\nz = z * h[:len(z)]")
+    assert_gradients(loss, PARAMS, (X, K), buffers=BUFFERS)
+    found = vgrad.explain(vgrad.per_sample_norm(loss))(PARAMS, BUFFERS, X, K)
+    assert found.strategy == ("vmap" if name == "as_strided_" else "loop")
+    assert '"loop"' in found.why
+    with pytest.raises(vgrad.UnsupportedOp):
+        vgrad.per_sample_grad(loss, strategy="recorded")(PARAMS, BUFFERS, X, K)
+
+
+# Tensors that are kept beyond the call.
+
+
+def layer(params, x):
+    return torch.tanh(F.linear(x, params["a.w"]))
+
+
+KEPT: list = []
+KEEPS = {
+    "itself": "KEPT.append(out)",
+    "a view": "KEPT.append(out.view(-1)[2:])",
+    "a detached view": "KEPT.append(out.detach()[1:])",
+    "data": "KEPT.append(out.data)",
+    "rows": "KEPT.extend(out)",
+    "parts": "KEPT.append(out.split(2))",
+    "a closure": "KEPT.append(lambda out=out: out)",
+}
+ONE = {"a.w": PARAMS["a.w"]}
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_what_is_kept_beyond_the_call_is_refused_and_runs_in_a_loop(name):
+    before = name in ("itself", "a view", "data")
+
+    def loss(p, b, x):
+        h, out = layer(p, x), zeros(4, 3)
+        if before:
+            eval(KEEPS[name], globals(), {"out": out})
+        out[0] = h[0]
+        if not before:
+            eval(KEEPS[name], globals(), {"out": out})
+        return (out * h).sum()
+
+    for strategy in ("recorded", "vmap"):
+        KEPT.clear()
+        with pytest.raises(vgrad.UnsupportedOp, match="kept beyond, made at"):
+            vgrad.per_sample_grad(loss, strategy=strategy)(ONE, {}, X)
+    compute = vgrad.per_sample_grad(loss)
+    expected = oracle.loss_gradients(loss, ONE, {}, (X,))
+    for _ in range(2):
+        KEPT.clear()
+        oracle.assert_exact(compute(ONE, {}, X), expected)
+    KEPT.clear()
+
+
+def test_a_tensor_of_a_refused_run_cannot_be_read():
+    def loss(p, b, x):
+        h, out = layer(p, x), zeros(4, 3)
+        with torch.no_grad():
+            out += KEPT[-1] if KEPT else 0.0
+            out[0] = x[0]
+        KEPT.append(out)
+        return (out * h).sum()
+
+    KEPT.clear()
+    for _ in range(2):
+        with pytest.raises(vgrad.UnsupportedOp, match="kept beyond"):
+            vgrad.per_sample_grad(loss)(ONE, {}, X)
+    KEPT.clear()
+
+
+def test_aux_and_cycles_keep_nothing():
+    def loss(p, b, x):
+        h, out = layer(p, x), zeros(4, 3)
+        early = out[1:]
+
+        def write(t):  # which refers to itself
+            out[t] = h[t]
+            return write(t + 1) if t < 2 else None
+
+        write(0)
+        return (out * h).sum(), {"out": out, "early": early, "none": zeros(2)}
+
+    compute = vgrad.per_sample_grad(loss, has_aux=True, strategy="recorded")
+    for _ in range(2):
+        grads, aux = compute(ONE, {}, X)
+        exact = torch.tanh(F.linear(X, ONE["a.w"])) * torch.tensor([1, 1, 1, 0])[:, None]
+        oracle.assert_exact(aux, {"out": exact, "early": exact[:, 1:], "none": zeros(5, 2)})
+    oracle.assert_exact(grads, oracle.loss_gradients(lambda *a: loss(*a)[0], ONE, {}, (X,)))
+
+
+# Random numbers, parts, captures and members.
+
+
+@pytest.mark.parametrize("fill", ["normal_()", "uniform_(-1, 1)", "bernoulli_(0.5)"])
+def test_random_numbers_are_those_of_each_sample(fill):
+    def loss(p, b, x):
+        first, out = torch.rand(3, dtype=x.dtype), zeros(4, 3)
+        eval(f"out.{fill}")
+        out[0] += first
+        return (out * layer(p, x)).sum(), out.detach().clone()
+
+    found = []
+    for strategy in ("recorded", "vmap", "loop"):
+        options = {"randomness": "different", "has_aux": True, "strategy": strategy}
+        compute = vgrad.per_sample_grad(loss, **options).keyed(torch.arange(5))
+        grads, drawn = compute(ONE, {}, X)
+        weigh = lambda p, b, x, out: (out * layer(p, x)).sum()  # noqa: E731
+        oracle.assert_exact(grads, oracle.loss_gradients(weigh, ONE, {}, (X, drawn)))
+        found.append(drawn)
+    assert all(torch.equal(each, found[0]) for each in found)
+    assert not torch.equal(found[0][0], found[0][1])
+    plain = vgrad.per_sample_grad(loss, randomness="different", has_aux=True)
+    torch.manual_seed(0)
+    first = plain(ONE, {}, X)  # runs again from the first number on
+    torch.manual_seed(0)
+    oracle.assert_exact(plain(ONE, {}, X), first, 0)
+
+
+def test_places_are_found_in_parts_and_chunks_and_named():
+    def loss(p, b, x):
+        h, out, other = layer(p, x), zeros(4, 3), ones(4, 3)
+        out[0] = h[0]
+        if x.sum() > 0:
+            other[1:] += h[1:]
+        copy = p["a.w"].clone()
+        copy[0] = other[1]
+        return (out * other * F.linear(h, copy)).sum()
+
+    assert_quantities(loss, ONE, (X,), strategy="recorded")
+    assert_quantities(loss, ONE, (X,), chunk_size=2)
+    found = vgrad.explain(vgrad.clipped_grad(loss, max_norm=1.0))(ONE, {}, X)
+    line = loss.__code__.co_firstlineno
+    assert found.strategy == "recorded"
+    assert found.written == (f"{__file__}:{line + 1}", f"{__file__}:{line + 5}")
+    assert f"Each sample has a tensor of its own" in str(found)
+    assert "its own, into" not in str(
+        vgrad.explain(vgrad.per_sample_norm(lambda p, b, x: layer(p, x).sum()))(ONE, {}, X)
     )
-    clip = vgrad.clipped_grad(loss, max_norm=1.0)
-    found = clip(PARAMS, BUFFERS, X, K)
-    oracle.assert_exact(found.grads, oracle.clipped(exact, 1.0))
+
+
+def test_a_capture_has_the_copies():
+    def loss(p, b, x):
+        h, out = layer(p, x), x.new_zeros(4, 3)
+        counts = torch.zeros(4, dtype=x.dtype)
+        counts.index_add_(0, b["n"], x[:, 0])
+        for t in range(4):
+            out[t] = h[t] + (out[t - 1] if t else 0)
+        return (out * counts[:, None]).sum()
+
+    compute = vgrad.compile(vgrad.clipped_grad(loss, max_norm=1.0))
+    for shift in (0, 0, 1, 2):
+        exact = oracle.loss_gradients(loss, ONE, BUFFERS, (X + shift,))
+        found = compute(ONE, BUFFERS, X + shift)
+        oracle.assert_exact(found.grads, oracle.clipped(exact, 1.0))
+    (report,) = compute.reports()
+    assert report.backend != "eager", report
+
+
+def test_members_write_at_once():
+    class Decoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = nn.Linear(3, 3)
+
+        def forward(self, x):
+            out = torch.zeros(len(x), 4, 3)
+            for t in range(4):
+                out[:, t] = self.cell(x[:, t]).tanh()
+            return out
+
+    models, x = [Decoder() for _ in range(3)], X.float()
+    fmodel, params, buffers = vgrad.stack(models)
+    forward = vgrad.ensemble_forward(fmodel)
+    found = forward(params, buffers, x)
+    torch.testing.assert_close(found, torch.stack([each(x) for each in models]))
+    assert vgrad.explain(forward)(params, buffers, x).strategy == "hybrid"
