@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint  # noqa: F401, in texts
 
 import vgrad
+from bench.written import programs
 from tests import losses, oracle
 from tests.losses import assert_gradients, assert_quantities, randn
 
@@ -64,9 +65,9 @@ z = h / (1 + d)[:, None]""",
     "index_copy_": "z = zeros(4, 3); z.index_copy_(0, n, h)",
     "masked_fill_": "z = c * 1; z.masked_fill_(x > 0, 0.25); z = z * h",
     "masked_scatter_": "z = c * 1; z.masked_scatter_(n[:, None] > 1, h[:2])",
-    "a mask": "m = torch.zeros(4, dtype=torch.bool); m[k[:2]] = True; z = h * m[:, None]",
+    "a mask": "m = zeros(4) > 0; m[k[:2]] = True; z = h * m[:, None]",
     "a mask of each": "z = zeros(4, 3); z[x > 0] = 2.0; z = z * h",
-    "an index of each": "z = zeros(4, 3); z[k] = h[:1] * 2; z[k, n % 3] += 1; z = z * h",
+    "an index of each": "z = zeros(4, 3); z[k] = h[:1]; z[k, n % 3] += 1; z = z * h",
     "an index of one number": "z = zeros(4, 3); z[k[1]] = h[0]",
     "a scalar": "z = zeros(4, 3); z[1] = h.sum(); z[2, 1] = h[0, 0]; z.add_(x.sum())",
     "fill_": "z = zeros(4, 3); z[1:].fill_(h[0, 1])",
@@ -76,8 +77,7 @@ z = h / (1 + d)[:, None]""",
     "rows that are iterated": "z = zeros(4, 3)\nwith torch.no_grad():\n"
     "  for row, y in zip(z, h): row += y\nz = z * h",
     # Aliases, made before the write and after it.
-    "slices of slices": "z = zeros(6, 4); z[1:5][:, 1:][::2] = h[:2]; "
-    "z = z[1:5, 1:]",
+    "slices of slices": "z = zeros(6, 4); z[1:5][:, 1:][::2] = h[:2]; z = z[1:5, 1:]",
     "views before": """
 z = zeros(12)
 a, b, first = z.view(4, 3), z[3:], z.narrow(0, 0, 3)
@@ -99,7 +99,8 @@ if z.sum() == 0 and int(z.any()) == 0: z[0] = h[0]
 z[1] = 3 if len(z) == 4 else h[2]""",
     "under no_grad": "z = zeros(4, 3)\nwith torch.no_grad(): z[0] = h[0]\nz = z * h",
     "out": "y = empty(4, 3)\nwith torch.no_grad(): torch.add(h, c, out=y)\nz = y * h",
-    "out of slices": "d = x.new_zeros(5, 3); torch.cumsum(x, 0, out=d[1:]); z = d[1:] * h",
+    "out of slices": "d = x.new_zeros(5, 3); torch.cumsum(x, 0, out=d[1:]); "
+    "z = h * d[:4]",
     "out of two": "y, j = empty(4), torch.empty(4, dtype=torch.long); "
     "torch.max(x, 1, out=(y, j)); z = h[j] * y[:, None]",
     "a closure of the loss": """
@@ -120,6 +121,8 @@ def energy(y):
 z = torch.func.grad(energy)(h) * h""",
 }
 
+NOT_BY_VMAP = {"a checkpoint"}
+
 
 def program(text):
     return losses.written(START + text.strip("\n") + END, globals(), "xk")
@@ -128,7 +131,11 @@ def program(text):
 @pytest.mark.parametrize("name", WRITES)
 def test_writes_are_recorded_as_a_loop_runs_them(name):
     loss = program(WRITES[name])
-    assert_gradients(loss, PARAMS, (X, K), buffers=BUFFERS, strategy="recorded")
+    given = {"buffers": BUFFERS, "expected": None}
+    for strategy in ("recorded",) if name in NOT_BY_VMAP else ("recorded", "vmap"):
+        given["expected"] = assert_gradients(
+            loss, PARAMS, (X, K), strategy=strategy, **given
+        )
 
 
 RAISES = {
@@ -262,9 +269,15 @@ def test_aux_and_cycles_keep_nothing():
     compute = vgrad.per_sample_grad(loss, has_aux=True, strategy="recorded")
     for _ in range(2):
         grads, aux = compute(ONE, {}, X)
-        exact = torch.tanh(F.linear(X, ONE["a.w"])) * torch.tensor([1, 1, 1, 0])[:, None]
-        oracle.assert_exact(aux, {"out": exact, "early": exact[:, 1:], "none": zeros(5, 2)})
-    oracle.assert_exact(grads, oracle.loss_gradients(lambda *a: loss(*a)[0], ONE, {}, (X,)))
+        exact = (
+            torch.tanh(F.linear(X, ONE["a.w"])) * torch.tensor([1, 1, 1, 0])[:, None]
+        )
+        oracle.assert_exact(
+            aux, {"out": exact, "early": exact[:, 1:], "none": zeros(5, 2)}
+        )
+    oracle.assert_exact(
+        grads, oracle.loss_gradients(lambda *a: loss(*a)[0], ONE, {}, (X,))
+    )
 
 
 # Random numbers, parts, captures and members.
@@ -311,9 +324,11 @@ def test_places_are_found_in_parts_and_chunks_and_named():
     line = loss.__code__.co_firstlineno
     assert found.strategy == "recorded"
     assert found.written == (f"{__file__}:{line + 1}", f"{__file__}:{line + 5}")
-    assert f"Each sample has a tensor of its own" in str(found)
+    assert "Each sample has a tensor of its own" in str(found)
     assert "its own, into" not in str(
-        vgrad.explain(vgrad.per_sample_norm(lambda p, b, x: layer(p, x).sum()))(ONE, {}, X)
+        vgrad.explain(vgrad.per_sample_norm(lambda p, b, x: layer(p, x).sum()))(
+            ONE, {}, X
+        )
     )
 
 
@@ -353,3 +368,86 @@ def test_members_write_at_once():
     found = forward(params, buffers, x)
     torch.testing.assert_close(found, torch.stack([each(x) for each in models]))
     assert vgrad.explain(forward)(params, buffers, x).strategy == "hybrid"
+
+
+# Programs as people write them.
+
+PROGRAMS = {
+    "ChebConv": """
+source, target = k % 4, (k + n) % 4
+degree = zeros(4); degree.scatter_add_(0, source, ones(4))
+weight = -degree.clamp(min=1).rsqrt()[source] * degree.clamp(min=1).rsqrt()[target]
+terms = [h]
+def spread(y):
+    out = zeros(4, 3)
+    return out.index_add_(0, target, y[source] * weight[:, None])
+terms.append(spread(h))
+terms.append(2 * spread(terms[1]) - terms[0])
+z = sum(F.linear(t, a_w) * (j + 1) for j, t in enumerate(terms))""",
+    "TAGConv": """
+target = (k + n) % 4
+z, y = F.linear(h, a_w), h
+for _ in range(2):
+    out = y.new_zeros(y.shape)
+    out.scatter_add_(0, target[:, None].expand_as(y), y[k])
+    y = out
+    z = z + F.linear(y, a_w)""",
+    "PNA": """
+index, y = k[:, None].expand_as(h), h[n]
+count = zeros(4); count.scatter_add_(0, k, ones(4)); count.clamp_(min=1)
+mean = zeros(4, 3); mean.scatter_add_(0, index, y); mean = mean / count[:, None]
+square = zeros(4, 3); square.scatter_add_(0, index, y * y)
+std = (square / count[:, None] - mean * mean).clamp(min=0).add(1e-5).sqrt()
+low = zeros(4, 3); low.scatter_reduce_(0, index, y, 'amin', include_self=False)
+top = zeros(4, 3); top.scatter_reduce_(0, index, y, 'amax', include_self=False)
+scale = torch.log(count + 1)[:, None]
+z = F.linear(torch.cat([mean, std, low, top, mean * scale]), a_w)""",
+    "wav2vec2": """
+mask = torch.zeros(4, dtype=torch.bool)
+for start in k[:2]: mask[start + torch.arange(2).clamp(max=3 - start)] = True
+z = h.clone()
+z[mask] = s_w""",
+    "top-k pooling": """
+score = torch.tanh(h @ s_w)
+best = score.topk(2).indices
+z = h[best] * score[best, None]
+cluster = torch.full((4,), -1)
+cluster[best] = torch.arange(2)
+row, column = cluster[k], cluster[n]
+whole = (row >= 0) & (column >= 0)
+begin = zeros(3)
+torch.cumsum(whole[:2].to(x.dtype), 0, out=begin[1:])
+z = z * (1 + whole.sum() + begin[1:, None])""",
+    "beams": """
+scores = full((2, 4), -9.0); scores[0] = h[:, 0]
+tokens = torch.zeros(2, 2, dtype=torch.long)
+for t in range(2):
+    found = (scores.logsumexp(1)[:, None] + h[None, :, t]).flatten().topk(2)
+    tokens[:, t] = found.indices % 4
+    scores = scores.clone()
+    scores[:, t] += found.values
+z = scores[:, :3] * h[tokens[:, 1]]""",
+}
+
+TIMED = programs(3, 4, 5, torch.float64)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_are_recorded(name):
+    loss = program(PROGRAMS[name])
+    assert_quantities(loss, PARAMS, (X, K), buffers=BUFFERS)
+    found = vgrad.explain(vgrad.per_sample_norm(loss))(PARAMS, BUFFERS, X, K)
+    assert found.strategy == "recorded", found
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_programs_of_the_benchmark_are_recorded(name):
+    timed = TIMED[name]
+    assert_quantities(timed.loss, timed.params, timed.batch, strategy="recorded")
+    leaves = {n: p.clone().requires_grad_() for n, p in timed.params.items()}
+    whole = timed.loss(leaves, {}, *timed.joined(*timed.batch))
+    found = vgrad.weighted_grad(timed.loss)(
+        torch.ones(3).double(), timed.params, {}, *timed.batch
+    )
+    grads = torch.autograd.grad(whole, [*leaves.values()])
+    oracle.assert_exact(found, dict(zip(leaves, grads, strict=True)))

@@ -1,4 +1,4 @@
-"""Tensors that a loss makes for all samples, and then writes values of single ones into.
+"""Tensors that a loss makes for all samples, and then writes single ones' values into.
 
 `out = torch.zeros(n)` in a loss is one tensor for all samples, with no room for what
 `out[0] = x.sum()` writes. So the samples run again, and the call that made the tensor
@@ -21,6 +21,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from vgrad.conditions import checks_collected
 from vgrad.loss.grad_flags import UnsupportedOp, only_reads
 from vgrad.loss.values import loss_frame
 from vgrad.ops.record import register
@@ -67,18 +68,25 @@ class Made:
                 tensor.__class__ = _Kept
                 places[place] = _line(place)
         if places and raised[1] is None:
+            for place in places:
+                self._places.copied.pop(place, None)
             self._places.kept.update(places)
             raise _outlives(next(iter(places.values())))
 
     def _any_left(self) -> bool:
         return any(each() is not None for each, _ in self._copies.values())
 
+    @property
+    def copied(self) -> bool:
+        """Whether some tensors of this run are copies."""
+        return bool(self._copied)
+
     def copies_here(self) -> bool:
         """Return whether results of the call that runs now get copies."""
         return bool(self._places.copied) and _here() in self._places.copied
 
     def needs_copies(self, tensors: Sequence[Tensor]) -> bool:
-        """Have the tensors among these that a call made be copied from now on."""
+        """Have a tensor among these that a call made be copied from now on, if any."""
         for tensor in tensors:
             stored = modes.unwrap_all(tensor)
             if memory(stored) is None or storage(stored) not in self._shared:
@@ -92,20 +100,28 @@ class Made:
         return False
 
     def note(
-        self, func: Callable, tensors: Sequence[Tensor], output: Any, level: int, size: int
+        self,
+        func: Callable,
+        tensors: Sequence[Tensor],
+        output: Any,
+        level: int,
+        size: int,
     ) -> Any:
         """Return the result of a call on these tensors, copied if need be."""
         if any(is_mapped(each, level) for each in tensors):
             if self._copied:
-                views = copy.copy(output) if func is Tensor.__iter__ else output
-                for each in (views,) if isinstance(views, Tensor) else views or ():
+                rows = func is Tensor.__iter__
+                several = isinstance(output, tuple | list)
+                views = [*copy.copy(output)] if rows or several else [output]
+                for each in views:
                     self._follow(each)
             return output
         if isinstance(output, Tensor):
             return self._new(func, tensors, output, level, size)
         if isinstance(output, tuple | list):
             own = [self._new(func, tensors, each, level, size) for each in output]
-            return type(output)(own)
+            changed = any(x is not y for x, y in zip(own, output, strict=True))
+            return type(output)(own) if changed else output
         return output
 
     def _follow(self, tensor: Any) -> None:
@@ -114,17 +130,23 @@ class Made:
                 self._copies[id(tensor)] = ref(tensor), place
 
     def _new(
-        self, func: Callable, tensors: Sequence[Tensor], output: Any, level: int, size: int
+        self,
+        func: Callable,
+        tensors: Sequence[Tensor],
+        output: Any,
+        level: int,
+        size: int,
     ) -> Any:
         if not isinstance(output, Tensor) or not _makes(func):
             return output
         stored = modes.unwrap_all(output)
         if (here := memory(stored)) is None:
             return output
-        if any(memory(modes.unwrap_all(each)) == here for each in tensors):
+        given = {memory(modes.unwrap_all(each)) for each in tensors}
+        if None in given or here in given:  # of a sparse tensor it is unknown
             return output
         place = _here()
-        if place in self._places.copied and place not in self._places.kept:
+        if place in self._places.copied:
             if (copies := _copies(output, level, size)) is not None:
                 self._copied[storage(modes.unwrap_all(copies))] = place
                 self._follow(copies)
@@ -148,7 +170,8 @@ def _copies(tensor: Tensor, level: int, size: int) -> Tensor | None:
         stored = modes.unwrap_all(tensor)
         count = stored.numel()
         dense = stored.untyped_storage().nbytes() == count * stored.element_size()
-        if not dense or stored.shape != tensor.shape:
+        plain = type(stored) is Tensor or checks_collected()  # nor of a subclass
+        if not dense or not plain or stored.is_nested or stored.shape != tensor.shape:
             return None
         if stored.requires_grad and stored.is_leaf:
             return None
@@ -239,7 +262,7 @@ def _resized(func: Callable) -> Callable:
             raise UnsupportedOp(
                 f"{func.__name__}: expected a loss that leaves the memory of its "
                 f"tensors alone, got one that changes its size where one tensor stands "
-                f"for all samples. Use strategy=\"loop\"."
+                f'for all samples. Use strategy="loop".'
             )
         return func(tensor, *args, **kwargs)
 

@@ -157,7 +157,7 @@ class LossMode(WriteGuard):
 
     def _room(
         self, func: Callable, args: tuple, kwargs: dict, *, failed: bool = False
-    ) -> SplitBatch | None:
+    ) -> SplitBatch | UnsupportedOp | None:
         """Return the repetition that a write needs into a tensor of all samples."""
         if self.made is None or self.flags is None:
             return None
@@ -172,8 +172,11 @@ class LossMode(WriteGuard):
                     if is_mapped(each, level) or self.is_parameter(each)
                 ]
                 targets = targets if differ else []
-            if not self.made.needs_copies(targets):
-                return None
+            try:
+                if not self.made.needs_copies(targets):
+                    return None
+            except UnsupportedOp as kept:
+                return kept
         if checks_collected():
             raise Unrepeatable(f"{modes.op_name(func)} needs a tensor a sample")
         return SplitBatch(Partition([torch.arange(self.size)], ""), level)
@@ -486,7 +489,8 @@ def run_or_split(
         raise Undrawn("some of a torch.Generator of the loss's own")
     if before is not None and draws.known is None and drawn_since(before, tensors):
         set_random_state(before)
-        if len(result.rows) == 1 and not draws.values_read:
+        again_all = len(result.rows) == 1 and result.strategy is None
+        if again_all and not draws.values_read:
             return result, draws  # which draws the same numbers again
         draws = Draws(known=[])
         result = _run_or_parts(again or run, draws)

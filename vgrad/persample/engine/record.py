@@ -210,7 +210,8 @@ class Recorder:
             output = func(*args, **kwargs)
         else:
             output = self._run(func, args, kwargs, proxies, batched)
-        output = self._made.note(func, tensors, output, self._level, self.size)
+        if not batched or self._made.copied:
+            output = self._made.note(func, tensors, output, self._level, self.size)
         flags.after(func, tensors, output)
         return output
 
