@@ -183,6 +183,12 @@ class Options:
         "numbers in memory, with a pass for each sample, or sum, for discrete noise on "
         "a sum that is rounded at last",
     )
+    augmentations: int = _option(
+        whole(1, 64),
+        1,
+        "copies of each image in a private step, shifted by a pixel at most, whose "
+        "mean gradient is clipped; epsilon stays",
+    )
     epochs: int = _option(
         whole(1, MOST_EPOCHS), 50, "passes over the data; one is 1 / q steps"
     )
@@ -318,8 +324,8 @@ def _add_audit(parser: ArgumentParser) -> None:
         "--canaries",
         metavar="COUNT",
         type=_typed(int, whole(120, 10**6)),
-        help="how many; more of them show more (default: half as many as there are "
-        "parameters, but at most 2000)",
+        default=2000,
+        help="how many; more of them show more (default: 2000)",
     )
     parser.add_argument(
         "--significance",

@@ -1,4 +1,5 @@
 import math
+from fractions import Fraction
 from functools import partial
 
 import numpy as np
@@ -18,6 +19,10 @@ REFUSED = [
     (POSITIVE, None, TypeError, "f(x=None): expected a number, got a NoneType."),
     (POSITIVE, True, TypeError, "f(x=True): expected a number, got a bool."),
     (POSITIVE, [1.0], TypeError, "f(x=[1.0]): expected a number, got a list."),
+    (POSITIVE, np.float32(0), ValueError, "expected x > 0."),
+    (POSITIVE, np.bool_(True), TypeError, "expected a number, got a bool"),
+    (POSITIVE, np.array(1.0), TypeError, "expected a number, got a ndarray."),
+    (POSITIVE, torch.tensor(1.0), TypeError, "got a Tensor. Pass its .item()."),
     (partial(checks.non_negative, "f"), -1e-9, ValueError, "f(x=-1e-09): expected x >"),
     (FINITE, math.inf, ValueError, "f(x=inf): expected a finite number."),
     (FINITE, math.nan, ValueError, "f(x=nan): expected a finite number."),
@@ -66,6 +71,15 @@ def test_other_values_pass():
     for value in (1e308, 0):
         FINITE(x=value)
     BETWEEN(x=0.5)
+
+
+@pytest.mark.parametrize("kind", [float, np.float16, np.float32, np.float64, Fraction])
+def test_real_numbers_come_back_as_floats(kind):
+    for check in (POSITIVE, FINITE, BETWEEN, partial(checks.non_negative, "f")):
+        found = check(x=kind(0.75), y=np.float32(0.1))
+        assert found == [0.75, float(np.float32(0.1))]
+        assert {type(each) for each in found} == {float}
+    assert POSITIVE(x=2**60 + 1) == [2**60 + 1]
 
 
 @pytest.mark.parametrize(

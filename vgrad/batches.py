@@ -154,6 +154,7 @@ class Sensitivity:
 
     def __post_init__(self) -> None:
         if not isinstance(self.value, Tensor):
-            checks.positive("Sensitivity", value=self.value)
+            [value] = checks.positive("Sensitivity", value=self.value)
+            object.__setattr__(self, "value", value)
         allowed = get_args(Neighbours)
         checks.choice("Sensitivity", allowed, neighbours=self.neighbours)

@@ -7,9 +7,11 @@ Parameters, buffers and modules are selected by a list or tuple of shell-style p
 from __future__ import annotations
 
 import fnmatch
+import importlib
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -18,39 +20,47 @@ from torch import Tensor
 from vgrad.torch_private import modes
 
 
-def positive(function: str, **values: Any) -> None:
+def positive(function: str, **values: Any) -> list[float]:
     """Each value is a number above zero; infinity passes, NaN does not."""
-    _numbers(function, values, lambda value: value > 0, "{} > 0")
+    return _numbers(function, values, lambda value: value > 0, "{} > 0")
 
 
-def non_negative(function: str, **values: Any) -> None:
+def non_negative(function: str, **values: Any) -> list[float]:
     """Each value is a number of zero or more; infinity passes, NaN does not."""
-    _numbers(function, values, lambda value: value >= 0, "{} >= 0")
+    return _numbers(function, values, lambda value: value >= 0, "{} >= 0")
 
 
-def finite(function: str, **values: Any) -> None:
+def finite(function: str, **values: Any) -> list[float]:
     """Each value is a number that is neither infinite nor NaN."""
-    _numbers(function, values, math.isfinite, "a finite number")
+    return _numbers(function, values, math.isfinite, "a finite number")
 
 
-def between(function: str, low: float, high: float, **values: Any) -> None:
+def between(function: str, low: float, high: float, **values: Any) -> list[float]:
     """Each value is a number with `low < value < high`."""
     expected = f"{low} < {{}} < {high}"
-    _numbers(function, values, lambda value: low < value < high, expected)
+    return _numbers(function, values, lambda value: low < value < high, expected)
 
 
 def _numbers(
     function: str, values: dict[str, Any], holds: Callable, expected: str
-) -> None:
+) -> list[float]:
+    """Return the values as Python's numbers: numpy's would compute in their dtype."""
+    numbers = []
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        # Fractions and numbers of numpy are real, tensors are not.
+        known = isinstance(value, int | float) or isinstance(value, Real)
+        if isinstance(value, bool) or not known:
             kind = type(value).__name__
+            advice = " Pass its .item()." if isinstance(value, Tensor) else ""
             raise TypeError(
                 f"{function}({name}={shown(value)}): expected a number, got a {kind}."
+                f"{advice}"
             )
         if not holds(value):
             said = expected.format(name)
             raise ValueError(f"{function}({name}={shown(value)}): expected {said}.")
+        numbers.append(value if type(value) in (int, float) else float(value))
+    return numbers
 
 
 def whole(function: str, *, least: int, **values: Any) -> list[int]:
@@ -99,6 +109,18 @@ def choice(function: str, allowed: Collection[Any], **values: Any) -> None:
             raise ValueError(
                 f"{function}({name}={shown(value)}): expected one of {names}."
             )
+
+
+def package(module: str, extra: str) -> Any:
+    """Import a module of a package that an extra installs."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        raise ImportError(
+            f"vgrad: expected the package {name}, which is not installed. Run "
+            f'pip install "vgrad[{extra}]".'
+        ) from error
 
 
 def dictionaries(function: str, **values: Any) -> None:

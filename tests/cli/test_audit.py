@@ -8,6 +8,8 @@ from tests.cli.runs import contents, error, forge, net, private, said, train
 from vgrad.__main__ import main
 from vgrad.factors import Sums
 
+FEW = "--canaries", "240", "--significance", "1e-6"
+
 
 def audit(folder, *more):
     """Audit a run, and return the exit status."""
@@ -21,7 +23,7 @@ def audit(folder, *more):
 def test_a_right_step_stands(kind, copied, capsys):
     folder = copied(kind)
     before = contents(folder)
-    assert audit(folder, "--canaries", "240", "--significance", "1e-6") == 0
+    assert audit(folder, *FEW) == 0
     out = capsys.readouterr().out
     assert "it stands at significance 1e-06" in out
     mu = 2**0.5 / said(folder)["plan"]["noise_multiplier"]
@@ -47,7 +49,7 @@ def test_a_broken_step_ends_with_status_one(copied, capsys, monkeypatch):
 )
 def test_the_step_is_that_of_the_run(more, images, tmp_path, capsys, recwarn):
     assert train(images, tmp_path / "run", *more, epochs=1) == 0
-    assert audit(tmp_path / "run", "--significance", "1e-6") == 0
+    assert audit(tmp_path / "run", *FEW) == 0
     assert "it stands" in capsys.readouterr().out
 
 
@@ -59,7 +61,7 @@ def test_other_folders_are_refused(copied, images, tmp_path, module, capsys):
     folder = tmp_path / "own"
     assert train(images, folder, "--model", name, epochs=1) == 0
     assert "a file may not choose the code" in error(capsys, "audit", folder)
-    assert audit(folder, "--model", name, "--significance", "1e-6") == 0
+    assert audit(folder, "--model", name, *FEW) == 0
 
 
 def test_a_damaged_state_is_refused(copied, capsys):

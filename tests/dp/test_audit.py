@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from functools import partial
 
 import dp_accounting
 import numpy as np
@@ -21,6 +20,7 @@ from vgrad.dp import (
     PrivateGradients,
     audit,
     canaries,
+    group_clip,
     noising,
     quantile_clip,
     secret_key,
@@ -53,6 +53,8 @@ def test_one_run_has_the_numbers_of_the_formula(shift):
             bound = audit.one_run(*scores, guesses=guesses, delta=1e-6)
             assert bound.value == pytest.approx(value, abs=6e-4)
             assert bound.value <= bound.ceiling
+            assert (bound.included, bound.excluded, bound.delta) == (10**4, 10**4, 1e-6)
+            assert any("fair coin" in each for each in bound.assumes)
             # The truth is epsilon of the Gaussian mechanism.
             assert bound.value < audit.gaussian(*scores).epsilon(1e-6)
 
@@ -141,6 +143,7 @@ def test_clopper_pearson_has_the_numbers_of_its_formula():
         np.ones(500), np.zeros(500), threshold=0.5, significance=0.01
     )
     assert sure.value == sure.ceiling == pytest.approx(4.54, abs=5e-3)
+    assert any("independent" in each for each in sure.assumes)
     high, low = normal_scores(1, 300), normal_scores(0, 450)
     for threshold in (-1.0, 0.5, 2.0):
         bound = audit.clopper_pearson(
@@ -172,6 +175,7 @@ def test_gaussian_is_above_the_truth_as_often_as_it_says(mu):
 
 def test_a_bound_of_mu_is_one_of_epsilon():
     bound = audit.gaussian(normal_scores(1, 10**5), normal_scores(0, 10**5))
+    assert any("Gaussian" in each for each in bound.assumes)
     expected = dp_accounting.get_epsilon_gaussian(1 / bound.value, 1e-5)
     assert bound.epsilon(1e-5) == pytest.approx(expected)
     assert audit.gaussian(torch.ones(40), torch.zeros(40)).epsilon(1e-5) == math.inf
@@ -181,57 +185,51 @@ def test_a_bound_of_mu_is_one_of_epsilon():
         bound.epsilon(1e-6)
 
 
-def test_results_carry_their_assumptions():
-    scores = torch.ones(60), torch.zeros(60)
-    run = audit.one_run(*scores, guesses=(9, 9), delta=1e-5)
-    assert any("fair coin" in each for each in run.assumes)
-    assert any("Gaussian" in each for each in audit.gaussian(*scores).assumes)
-    pearson = audit.clopper_pearson(*scores, threshold=0.5)
-    assert any("independent" in each for each in pearson.assumes)
-    assert (run.included, run.excluded, run.delta) == (60, 60, 1e-5)
+REFUSED = [
+    (90, 3, {}, "took part by fair coins, got 90 and 3. Draw a coin"),
+    (40, 40, {"guesses": (50, 31)}, "as many as the 80 scores, got 81"),
+    (40, 40, {"guesses": (0, 0)}, "got 0"),
+    (40, 40, {"guesses": (-1, 5)}, r"guesses\[0\]=-1\): expected a whole number"),
+    (40, 40, {"delta": 1}, "delta=1"),
+    (40, 40, {"significance": 0.6}, "significance=0.6"),
+    (40, 40, {"excluded": torch.zeros(40) / 0}, "none of them NaN"),
+    (40, 40, {"included": torch.ones(1, 40)}, "in one dimension"),
+]
 
 
-ONES, ZEROS = torch.ones(40), torch.zeros(40)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: audit.one_run(torch.ones(90), ZEROS[:3], guesses=(1, 1), delta=0),
-            "took part by fair coins, got 90 and 3. Draw a coin",
-        ),
-        (
-            lambda: audit.one_run(ONES, ZEROS, guesses=(50, 31), delta=0),
-            "as many as the 80 scores, got 81",
-        ),
-        (lambda: audit.one_run(ONES, ZEROS, guesses=(0, 0), delta=0), "got 0"),
-        (
-            lambda: audit.one_run(ONES, ZEROS, guesses=(-1, 5), delta=0),
-            r"guesses\[0\]=-1\): expected a whole number",
-        ),
-        (lambda: audit.one_run(ONES, ZEROS, guesses=(1, 1), delta=1), "delta=1"),
-        (lambda: audit.gaussian(ONES[:9], ZEROS), "expected 30 scores .*got 9 and 40"),
-        (lambda: audit.gaussian(ONES, ZEROS / 0), "none of them NaN"),
-        (lambda: audit.gaussian(ONES[None], ZEROS), "in one dimension"),
-        (lambda: audit.gaussian(ONES, ZEROS, significance=0.6), "significance=0.6"),
-    ],
-)
-def test_impossible_scores_and_guesses_are_refused(call, message):
+@pytest.mark.parametrize(("high", "low", "changes", "message"), REFUSED)
+def test_impossible_scores_and_guesses_are_refused(high, low, changes, message):
+    given = {"included": torch.ones(high), "excluded": torch.zeros(low)}
+    given |= {"guesses": (1, 1), "delta": 0} | changes
     with pytest.raises(ValueError, match=message):
-        call()
+        audit.one_run(**given)
+
+
+def test_a_bound_of_mu_needs_many_scores():
+    assert audit.gaussian(torch.arange(30.0) + 99, torch.arange(30.0)).value > 0
+    with pytest.raises(ValueError, match="expected 30 scores .*got 29 and 40"):
+        audit.gaussian(torch.ones(29), torch.zeros(40))
 
 
 # Audits of steps.
 
 
-def digits_step(mu, *, route=lambda step: step, steps=300, **options):
-    """The private step of a small model of digits, at a claim of mu for two steps."""
+def digits_net():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+
+
+def digits_plan(mu, **others):
+    """A claim of mu for two steps."""
+    fields = {"max_norm": 0.7, "steps": 300, "delta": 1e-4} | others
+    return Plan(1200, 0.1, math.sqrt(2) / mu, **fields)
+
+
+def digits_step(mu, *, route=lambda step: step, tx=None, plan=None, **options):
+    """The private step of a small model of digits, and a state."""
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(digits_net())
     loss = vgrad.sample_loss(fmodel, F.cross_entropy)
-    plan, tx = Plan(1200, 0.1, math.sqrt(2) / mu, 0.7, steps, 1e-4), optim.adamw(1e-3)
+    plan, tx = plan or digits_plan(mu), tx or optim.adamw(1e-3)
     step = route(private_step(loss, tx, plan, **options))
     return plan, step, TrainState.create(tx, params, buffers, seed=1)
 
@@ -239,9 +237,17 @@ def digits_step(mu, *, route=lambda step: step, steps=300, **options):
 def audited(mu, *, seed=0, batch=None, **options):
     """Audit it with 1,200 canaries, at significance 0.01."""
     plan, step, state = digits_step(mu, **options)
+    _, optimizer = step.tx.update(uneven(state.params), state.optimizer, state.params)
     given = {"canaries": 1200, "significance": 0.01, "seed": seed, "batch": batch}
-    return plan.audit(step, state, **given)
+    return plan.audit(step, state._replace(optimizer=optimizer), **given)
 
+
+def uneven(params):
+    """Gradients with entries of several sizes."""
+    return {n: torch.arange(1.0, x.numel() + 1).view_as(x) for n, x in params.items()}
+
+
+DATA = torch.eye(100, 64), torch.arange(100) % 10
 
 ROUTES = {
     "eager": {},
@@ -251,6 +257,8 @@ ROUTES = {
     "loop": {"strategy": "loop"},
     "float16": {"policy": "mixed_float16"},
     "donated": {"donate": True},
+    "scaled": {"tx": optim.scale_then_privatize(optim.adam(1e-3), eps=0.01)},
+    "with samples": {"batch": DATA},
 }
 
 
@@ -264,6 +272,7 @@ def test_a_true_step_stands_by_any_route(route):
     assert 0.2 < result.mu.value < 0.5
     assert 0.1 < result.epsilon.value < result.claimed_epsilon
     assert not result.exceeded
+    assert result.private == (route == "with samples")
     # Guesses show little at a delta of more.
     assert result.epsilon.delta == 0.01 / 1200 < 1e-4
     # The scores are distributed as claimed.
@@ -298,8 +307,13 @@ def replayed_noise(monkeypatch):
         state = load(*arguments, **options)
         return state._replace(step=state.step - 1)
 
-    load = vgrad.training.load
+    def one_step_back_in_a_loop(self):
+        state = state_dict(self)
+        return {**state, "step": state["step"] - 1}
+
+    load, state_dict = vgrad.training.load, PrivateGradients.state_dict
     monkeypatch.setattr("vgrad.training.saved.load", one_step_back)
+    monkeypatch.setattr(PrivateGradients, "state_dict", one_step_back_in_a_loop)
 
 
 def one_parameter_through(monkeypatch):
@@ -314,7 +328,9 @@ def one_parameter_through(monkeypatch):
 FAULTS = [half_the_noise, no_division, replayed_noise, one_parameter_through]
 
 
-@pytest.mark.parametrize("route", ["eager", pytest.param("compiled", marks=SLOW)])
+@pytest.mark.parametrize(
+    "route", ["eager", "scaled", "with samples", pytest.param("compiled", marks=SLOW)]
+)
 @pytest.mark.parametrize("plant", FAULTS)
 def test_a_planted_fault_exceeds_the_claim(plant, route, monkeypatch):
     plant(monkeypatch)
@@ -324,16 +340,11 @@ def test_a_planted_fault_exceeds_the_claim(plant, route, monkeypatch):
     assert "it is exceeded" in str(result)
 
 
-@pytest.mark.parametrize("plant", [None, *FAULTS])
-def test_real_samples_hide_no_fault(plant, monkeypatch):
-    data = torch.randn(100, 64), torch.randint(0, 10, (100,))
-    assert not audited(0.5).private
-    if plant is not None:
-        plant(monkeypatch)
-    result = audited(0.5, batch=data)
-    assert result.private
-    assert result.exceeded == (plant is not None)
-    assert len(result.included) + len(result.excluded) == 1200
+def test_scales_change_no_scores():
+    """Directions are those of the gradients that are clipped."""
+    plain, scaled = audited(0.5), audited(0.5, **ROUTES["scaled"])
+    torch.testing.assert_close(plain.included, scaled.included, atol=1e-3, rtol=0)
+    torch.testing.assert_close(plain.excluded, scaled.excluded, atol=1e-3, rtol=0)
 
 
 def test_an_audit_changes_nothing_and_runs_graphs_of_its_own(monkeypatch):
@@ -345,7 +356,7 @@ def test_an_audit_changes_nothing_and_runs_graphs_of_its_own(monkeypatch):
 
     monkeypatch.setattr("vgrad.compiled.backends.result", counted)
     plan, step, state = digits_step(0.5, route=vgrad.compile)
-    batch = torch.randn(9, 64), torch.randint(0, 10, (9,))
+    batch = DATA[0][:9], DATA[1][:9]
     before = step(state, *batch)
     captures = step.reports()
     copies = {name: value.clone() for name, value in state.params.items()}
@@ -361,40 +372,43 @@ def test_an_audit_changes_nothing_and_runs_graphs_of_its_own(monkeypatch):
     assert not plan.audit(step, later, canaries=300, significance=1e-6).exceeded
 
 
-def test_scores_are_inner_products_with_the_gradients_of_canaries():
-    _, _, state = digits_step(0.5)
-    made = canaries.Canaries.drawn(state.params, 40, secret_key(seed=3))
-    rows, loss = torch.arange(3, 40), made.loss(None, has_aux=False)
-    batch = made.batch(rows, 0.7, None)
-    grads = vgrad.per_sample_grad(loss)(state.params, {}, *batch)
-    norms = sum(each.flatten(1).square().sum(1) for each in grads.values()).sqrt()
-    torch.testing.assert_close(norms, 0.7 * made.norms[rows].float())
-    noise = {name: torch.randn_like(each) for name, each in state.params.items()}
-    products = sum((grads[n].double() * noise[n]).flatten(1).sum(1) for n in noise)
-    torch.testing.assert_close(
-        made.scores(rows, noise), products / norms, atol=1e-5, rtol=0
-    )
-
-
 def test_directions_are_nearly_orthogonal_and_of_all_kinds():
     _, _, state = digits_step(0.5)
-    made = canaries.Canaries.drawn(state.params, 256, secret_key(seed=3))
-    rows, loss = torch.arange(256), made.loss(None, has_aux=False)
-    frequencies, weights = made.batch(rows, 1.0, None)
-    weights = weights / made.norms[:, None].float()
-    grads = vgrad.per_sample_grad(loss)(state.params, {}, frequencies, weights)
+    key, other = secret_key(seed=3), secret_key(seed=4)
+    made = canaries.Canaries(state.params, 256, key)
+    rows, loss = torch.arange(3, 256), made.loss(None, has_aux=False)
+    batch = made.batch(rows, 0.7, None)
+    grads = vgrad.per_sample_grad(loss)(state.params, {}, *batch)
     flat = torch.cat([each.flatten(1) for each in grads.values()], 1)
-    products = (flat @ flat.T).fill_diagonal_(0)
+    norms = flat.norm(dim=1)
+    torch.testing.assert_close(norms, 0.7 * made.norms[rows].float())
+    directions = flat / norms[:, None]
+    noise = {name: torch.randn_like(x) for name, x in state.params.items()}
+    products = directions @ torch.cat([x.flatten() for x in noise.values()])
+    scores = made.scores(rows, noise).float()
+    torch.testing.assert_close(scores, products, atol=1e-5, rtol=0)
+    products = (directions @ directions.T).fill_diagonal_(0)
     assert products.square().mean() < 0.03 / 2410  # of random ones 1 / 2410
     within = torch.stack([each.flatten(1).abs().sum(1) > 0 for each in grads.values()])
-    assert (within.sum(0) == torch.where(made.groups["of one parameter"], 1, 4)).all()
+    one = made.groups["of one parameter"][rows]
+    assert (within.sum(0) == torch.where(one, 1, 4)).all()
     assert 90 < int(made.coins.sum()) < 166
-    for bound in (1, 10, 10_000):
-        assert 80 < int((made.norms == bound).sum()) < 90
-    assert not torch.equal(
-        made.coins, canaries.Canaries.drawn(state.params, 256, secret_key(seed=4)).coins
-    )
+    assert all(80 < int((made.norms == bound).sum()) < 90 for bound in (1, 10, 10_000))
+    coins = canaries.Canaries(state.params, 256, other).coins
+    assert not torch.equal(made.coins, coins)
     assert "tensor" not in repr(made)
+
+
+def test_a_small_model_takes_many_canaries():
+    """In rounds of half as many as there are parameters."""
+    plan = digits_plan(1.0)
+    loss = lambda params, buffers, x: (params["w"] * x).sum()  # noqa: E731
+    step = private_step(loss, optim.sgd(0.1), plan)
+    state = TrainState.create(optim.sgd(0.1), {"w": torch.zeros(40)}, {})
+    result = plan.audit(step, state, canaries=600, significance=0.01, seed=0)
+    assert not result.exceeded
+    assert 0.6 < result.mu.value < 1
+    assert float(result.included.std()) == pytest.approx(1, abs=0.1)
 
 
 def test_the_picture_shows_scores_and_bounds(monkeypatch):
@@ -419,8 +433,7 @@ def test_coins_and_noise_have_keys_of_their_own():
 def test_a_plan_that_follows_another_is_audited_from_its_start():
     plan, _, state = digits_step(0.5)
     then = dataclasses.replace(plan, noise_multiplier=4.0).after(plan, 7)
-    step = private_step(lambda params, buffers, x: x.sum(), optim.sgd(0.1), then)
-    result = then.audit(step, state, canaries=400, significance=1e-6)
+    result = then.audit(digits_step(0.5, plan=then)[1], state, canaries=400)
     assert result.claimed_mu == pytest.approx(math.sqrt(2) / 4)
     assert not result.exceeded
 
@@ -451,12 +464,17 @@ def test_the_claim_with_correlated_noise_is_a_gaussian_mechanism(scheme):
     assert mu <= math.sqrt(2) / 2 + 1e-9 or plan.sampling == "fixed_order"
 
 
+GROUPS = group_clip(
+    {"*.weight": 0.7, "*.bias": 2.0}, deviations={"*.weight": 1.0, "*.bias": 9.0}
+)
+
 KINDS = {
     "band_mf": {"noise": noising.band_mf(4)},
     "bisr": {"noise": noising.bisr(3)},
     "band_inv_mf": {"noise": noising.band_inv_mf(3)},
     "blt": {"noise": noising.blt(2)},
     "a bound that adapts": {"max_norm": quantile_clip(start=0.7)},
+    "groups": {"max_norm": GROUPS},
     "largest batch": {"max_batch_size": 200},
     "units": {"samples_per_unit": 2},
     "integers": {"discrete": "sum"},
@@ -468,14 +486,11 @@ KINDS = {
 @pytest.mark.parametrize("broken", [False, True], ids=["true", "broken"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_of_all_kinds_are_audited(kind, broken, monkeypatch):
-    plan, _, state = digits_step(1.0)
-    fields = {"sampling": None, "neighbours": None} | KINDS[kind]
-    plan = dataclasses.replace(plan, **fields)
-    if plan.noise.scheme != "independent":  # participations make the claim of two less
+    plan = digits_plan(1.0, **KINDS[kind])
+    if plan.noise.correlated:  # participations make the claim of two less
         *_, mu = canaries._signal(plan)
         plan = dataclasses.replace(plan, noise_multiplier=mu * plan.noise_multiplier)
-    loss = lambda params, buffers, x: (params["0.weight"] @ x).sum()  # noqa: E731
-    step = private_step(loss, optim.sgd(0.1), plan)
+    plan, step, state = digits_step(1.0, plan=plan)
     if broken:
         divide = Sums.divide
         monkeypatch.setattr(Sums, "divide", lambda self, n: divide(self, n / 2))
@@ -488,64 +503,45 @@ def test_plans_of_all_kinds_are_audited(kind, broken, monkeypatch):
     assert float(result.excluded.std()) == pytest.approx(1, abs=0.1)
 
 
-def refused_calls():
-    plan, step, state = digits_step(0.5)
-    other = dataclasses.replace(plan, noise_multiplier=9.0)
-    one, _, _ = digits_step(0.5, steps=1)
-    silent = dataclasses.replace(plan, noise_multiplier=0.0)
-    loss = lambda params, buffers, x: x.sum()  # noqa: E731
-    made_for = partial(private_step, loss, optim.sgd(0.1))
-    plain = train_step(lambda params, buffers, x: x.sum(), optim.sgd(0.1))
-    return [
-        (other, step, state, 500, TypeError, "makes with this plan"),
-        (plan, plain, state, 500, TypeError, "got a TrainingStep"),
-        (plan, None, state, 500, TypeError, "got a NoneType"),
+LOSS = lambda params, buffers, x: x.sum()  # noqa: E731
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({"steps": 1}, {}, "two steps at least, .* and 1 steps"),
+        ({"noise_multiplier": 0.0}, {}, "noise_multiplier of 0.0"),
+        ({}, {"canaries": 50}, "canaries=50.*expected a whole number"),
+        ({}, {"significance": 0.5}, "significance=0.5"),
         (
-            one,
-            made_for(one),
-            state,
-            500,
-            ValueError,
-            "two steps at least, .* and 1 steps",
+            {"noise": noising.band_mf(3), "sampling": None, "neighbours": None},
+            {"batch": (torch.ones(5, 64),)},
+            "expected independent noise, .* 'band_mf'",
         ),
-        (silent, made_for(silent), state, 500, ValueError, "noise_multiplier of 0.0"),
-        (plan, step, state, 50, ValueError, "canaries=50.*expected a whole number"),
-    ]
+    ],
+)
+def test_audits_that_show_nothing_are_refused(changes, options, message):
+    plan = dataclasses.replace(digits_plan(0.5), **changes)
+    _, step, state = digits_step(0.5, plan=plan)
+    with pytest.raises(ValueError, match=message):
+        plan.audit(step, state, **{"canaries": 200} | options)
 
 
-def test_scaled_gradients_and_samples_with_correlated_noise_are_refused():
-    plan, _, state = digits_step(0.5)
-    loss = lambda params, buffers, x: x.sum()  # noqa: E731
-    tx = optim.scale_then_privatize(optim.sgd(0.1))
-    scaled = state._replace(optimizer=tx.init(state.params))
-    with pytest.raises(ValueError, match="takes gradients as they are, got one that"):
-        plan.audit(private_step(loss, tx, plan), scaled, canaries=200)
-    fields = {"noise": noising.band_mf(3), "sampling": None, "neighbours": None}
-    plan, tx = dataclasses.replace(plan, **fields), optim.sgd(0.1)
-    with pytest.raises(ValueError, match="expected independent noise, .* 'band_mf'"):
-        plan.audit(
-            private_step(loss, tx, plan),
-            state._replace(optimizer=()),
-            canaries=200,
-            batch=(torch.ones(5, 64),),
-        )
+@pytest.mark.parametrize("kind", ["another plan", "no plan", "nothing"])
+def test_steps_of_another_plan_are_refused(kind):
+    plan, step, state = digits_step(0.5)
+    plain = train_step(LOSS, optim.sgd(0.1))
+    step = {"another plan": step, "no plan": plain, "nothing": None}[kind]
+    other = dataclasses.replace(plan, noise_multiplier=9.0)
+    with pytest.raises(TypeError, match=f"with this plan, .* {type(step).__name__}"):
+        other.audit(step, state, canaries=200)
 
 
-@pytest.mark.parametrize("place", range(6))
-def test_audits_that_show_nothing_are_refused(place):
-    plan, step, state, canaries, kind, message = refused_calls()[place]
-    with pytest.raises(kind, match=message):
-        plan.audit(step, state, canaries=canaries)
-
-
-def digits_loop(mu, **options):
+def digits_loop(mu, plan=None, **options):
     """Private gradients of a module, at a claim of mu for two steps."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
     data = TensorDataset(torch.randn(1200, 64), torch.randint(0, 10, (1200,)))
-    fields = {"steps": 300, "delta": 1e-4, "max_norm": 0.7, **options.pop("plan", {})}
-    plan = Plan(1200, 0.1, math.sqrt(2) / mu, **fields)
-    return PrivateGradients(model, F.cross_entropy, data, plan=plan, **options)
+    plan = digits_plan(mu, **(plan or {}))
+    return PrivateGradients(digits_net(), F.cross_entropy, data, plan=plan, **options)
 
 
 LOOPS = {
@@ -553,6 +549,8 @@ LOOPS = {
     "parts": {"physical_batch_size": 37, "chunk_size": 20},
     "parts of integers": {"physical_batch_size": 37, "plan": {"discrete": "sum"}},
     "a bound that adapts": {"plan": {"max_norm": quantile_clip(start=0.7)}},
+    "correlated noise": {"plan": {"noise": noising.band_mf(3)}},
+    "units": {"plan": {"samples_per_unit": 2}, "units": torch.arange(1200)},
 }
 
 
@@ -562,8 +560,8 @@ def test_the_releases_of_a_loop_are_audited(kind):
     batch = next(iter(private.loader))
     before = {name: x.clone() for name, x in private.model.named_parameters()}
     result = private.audit(canaries=1200, significance=0.01, seed=3)
-    assert result.claimed_mu == pytest.approx(0.5)
-    assert 0.2 < result.mu.value < 0.5
+    assert result.claimed_mu == pytest.approx(0.5, rel=0.2 * private.plan.noise.size)
+    assert 0.4 < result.mu.value / result.claimed_mu < 1
     assert not result.exceeded
     assert_exact(dict(private.model.named_parameters()), before, 0)
     assert all(x.grad is None for x in private.model.parameters())
@@ -571,39 +569,10 @@ def test_the_releases_of_a_loop_are_audited(kind):
     assert private.step == ("physical_batch_size" not in LOOPS[kind])
 
 
-def replayed_in_a_loop(monkeypatch):
-    def one_step_back(self):
-        state = state_dict(self)
-        return {**state, "step": state["step"] - 1}
-
-    state_dict = PrivateGradients.state_dict
-    monkeypatch.setattr(PrivateGradients, "state_dict", one_step_back)
-
-
-FAULTS_OF_LOOPS = [half_the_noise, no_division, one_parameter_through]
-
-
-@pytest.mark.parametrize("plant", [*FAULTS_OF_LOOPS, replayed_in_a_loop])
+@pytest.mark.parametrize("plant", FAULTS)
 def test_a_fault_planted_in_a_loop_exceeds_the_claim(plant, monkeypatch):
     plant(monkeypatch)
     private = digits_loop(0.5, physical_batch_size=50)
     result = private.audit(canaries=1200, significance=0.01, seed=3)
     assert result.exceeded
     assert result.mu.value > 0.6
-
-
-def test_a_loop_with_correlated_noise_and_one_with_units():
-    fields = {"noise": noising.band_mf(3), "noise_multiplier": 2.0}
-    private = digits_loop(0.5)
-    plan = dataclasses.replace(private.plan, sampling=None, neighbours=None, **fields)
-    data = TensorDataset(torch.randn(1200, 64), torch.randint(0, 10, (1200,)))
-    private = PrivateGradients(private.model, F.cross_entropy, data, plan=plan)
-    result = private.audit(canaries=1200, significance=0.01, seed=3)
-    assert result.claimed_mu == pytest.approx(math.sqrt(2) / 2, rel=0.2)
-    assert 0.2 < result.mu.value < result.claimed_mu
-    units = dataclasses.replace(digits_loop(0.5).plan, samples_per_unit=1)
-    private = PrivateGradients(
-        private.model, F.cross_entropy, data, plan=units, units=torch.arange(1200)
-    )
-    with pytest.raises(ValueError, match="expected samples without units"):
-        private.audit(canaries=200)

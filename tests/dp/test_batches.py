@@ -27,6 +27,7 @@ TRUNCATED = Plan(**RUN, max_batch_size=11)
 CYCLIC = Plan(**RUN, noise=noising.band_mf(4))
 EQUAL = dataclasses.replace(CYCLIC, sampling="cyclic_equal", neighbours=None)
 FIXED = Plan(**RUN | {"sampling_rate": 0.3}, noise=noising.bisr(4))
+SPENDING = "sampling_rate", "noise_multiplier", "delta"
 PLANS = TRUNCATED, CYCLIC, EQUAL, FIXED
 
 
@@ -397,6 +398,17 @@ def test_numbers_of_other_types_make_the_same_plan():
         assert other.discrete is same
         assert torch.equal(other.digest, plan.digest)
         assert other.epsilon(9) == plan.epsilon(9)
+    small = {name: np.float32(x) for name, x in RUN.items() if isinstance(x, float)}
+    same = Plan(**RUN | {name: float(x) for name, x in small.items()})
+    other = Plan(**RUN | small)
+    assert other == same
+    assert torch.equal(other.digest, same.digest)
+    assert other.epsilon(9) == same.epsilon(9)
+    steps = {name: small[name] for name in SPENDING} | {"steps": 9}
+    assert dp.epsilon(**steps) == same.epsilon(9)
+    clip = {"count_deviation": 2.0, "rate": 0.125}
+    small = {name: np.float32(x) for name, x in clip.items()}
+    assert dp.quantile_clip(**small) == dp.quantile_clip(**clip)
     plan = dataclasses.replace(FIXED, horizon=5000)
     other = dataclasses.replace(FIXED, horizon=np.int64(5000))
     assert torch.equal(other.digest, plan.digest)
@@ -430,9 +442,9 @@ def test_a_step_refuses_a_batch_that_the_plan_never_draws(plan):
         ),
         (
             {"noise": noising.band_mf(4), "max_batch_size": 11},
-            'sampling="cyclic_equal"',
+            "sampling='cyclic_equal'",
         ),
-        ({"sampling": "fixed_order", "max_batch_size": 11}, 'sampling="poisson"'),
+        ({"sampling": "fixed_order", "max_batch_size": 11}, "sampling='poisson'"),
         ({"max_batch_size": 11, "neighbours": "replace_one"}, "'zero_out'"),
         ({"max_batch_size": 11, "accountant": "rdp"}, '"pld"'),
         ({"neighbours": "replace_one", "accountant": "rdp"}, '"pld"'),

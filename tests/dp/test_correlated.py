@@ -3,6 +3,7 @@
 import functools
 import math
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from tests import oracle, streams
 from tests.dp.runs import KEY, private
 from tests.dp.test_noise import as_rank, group, placed, placements
 from vgrad import Sensitivity, optim, tree
-from vgrad.dp import Plan, noising, secret_key
+from vgrad.dp import Plan, noising, quantile_clip, secret_key
 from vgrad.dp import noise as gaussian
 from vgrad.training import TrainState, load, private_step, release, save, train_step
 
@@ -470,6 +471,18 @@ def test_a_history_of_another_run_is_refused(name):
 
 def plain_step(state):
     return train_step(lambda p, b, x: p["w"].sum(), ADAM)(state, DATA[:4])[0]
+
+
+@pytest.mark.parametrize("name", ["independent", "bisr"])
+def test_a_run_whose_noise_or_bound_goes_on_starts_without_plain_steps(name):
+    state, bound = plain_step(start()), quantile_clip(count_deviation=2.0)
+    plan = plan_of(name)
+    plan = replace(plan, max_norm=bound) if name == "independent" else plan
+    step = private_step(loss, ADAM, plan)
+    with pytest.raises(ValueError, match=r"plain steps. Start .*TrainState\.create"):
+        step(state, DATA[:4])
+    step(TrainState.create(ADAM, state.params, state.buffers), DATA[:4])
+    private_step(loss, ADAM, plan_of("independent"))(state, DATA[:4])
 
 
 @pytest.mark.parametrize("name", CORRELATED)

@@ -1,5 +1,6 @@
 """Per-sample quantities of members equal those of each model."""
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -82,6 +83,6 @@ def test_noise_follows_from_the_key_and_the_member():
         assert_exact(noise[number], alone, 0)
     assert float((torch.corrcoef(noise) - torch.eye(3)).abs().max()) < 0.035
     last = ensemble_clipped_grad(LOSS, max_norm=10.0)
-    options = {"noise_multiplier": 1.0, "key": KEY, "step": 5, "first": 2}
+    options = {"noise_multiplier": np.float32(1), "key": KEY, "step": 5, "first": 2}
     again = last.add_noise({"w": SUMS["w"][:1]}, **options)["w"]
     assert_exact(again[0], noise[2], 0)

@@ -74,7 +74,6 @@ def alone(function: str) -> Exact:
 
 
 SPLITS = Exact(splits=True)
-BACKWARD = "expected a loss that runs no backward pass of its own"
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,8 @@ def audit(arguments: Namespace) -> None:
     shape = shape_of(f"audit {folder}", before["data"].get("shape"))
     step, state = setup.audited(settings, shape, plan, before["forms"]["chunk_size"])
     entries = sum(value.numel() for value in state.params.values())
-    result = plan.audit(
-        step,
-        state,
-        canaries=arguments.canaries or min(2000, max(120, entries // 2)),
-        significance=arguments.significance,
-    )
+    counts = {"canaries": arguments.canaries, "significance": arguments.significance}
+    result = plan.audit(step, state, **counts)
     print(f"{settings.model}: {entries} parameters, two steps of the plan\n\n{result}")
     report.write_picture(result.plot(), folder / PICTURE)
     report.say(f"Saved: {folder / PICTURE}")

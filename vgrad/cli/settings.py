@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -76,7 +77,10 @@ def shape_of(where: str, entries: Any) -> Shape:
 # Arguments.
 
 _OF_PRIVACY = "epsilon delta max_norm clip_quantile noise max_batch_size".split()
-_OF_PRIVACY += "discrete reproducible_noise".split()
+_OF_PRIVACY += "discrete augmentations reproducible_noise".split()
+
+_OF_FIELDS = {"sampling_rate": "batch_size", "sampling": "noise", "steps": "epochs"}
+"""The options that fields of a plan of another name follow from."""
 
 
 @dataclass(frozen=True)
@@ -143,10 +147,34 @@ class Settings(vgrad_command.Options):
                 f"--batch-size {batch}: expected at most the {samples} training "
                 f"samples that there are. Leave it out for batches of {fitting}."
             )
+        if self.augmentations > 1 and shape.height == 1:
+            raise ValueError(
+                f"--augmentations {self.augmentations}: expected images, which can be "
+                f"shifted, got rows of features. Leave it out."
+            )
         # So the noise of a step, rate * multiplier * max_norm / batch, stays the same.
         rate = models.rate(self.model, shape) * min(1, batch / BATCH)
         lr = float(f"{rate:.2g}") if self.lr is None else self.lr
         return replace(self, batch_size=batch, lr=lr)
+
+    def spelling(self, message: str) -> str:
+        """Return a message about fields of a plan with the options that make them."""
+        call, _, reason = message.rpartition("): ")
+        fields: list[str] = re.findall(r"(\w+)=", call)
+        names = [_OF_FIELDS.get(name, name) for name in fields]
+        if self.clip_quantile != "none":
+            names = ["clip_quantile" if name == "max_norm" else name for name in names]
+        options = dict.fromkeys(name for name in names if name in KINDS)
+        typed = " ".join(f"{spelled(name)} {getattr(self, name)}" for name in options)
+
+        def option(word: re.Match) -> str:
+            name, value = word.groups()
+            if name not in KINDS or not (value or "_" in name):
+                return word[0]
+            return f"{spelled(name)} {value}" if value else spelled(name)
+
+        reason = re.sub(r"""\b(\w+)(?:=["'](\w+)["'])?""", option, reason)
+        return f"{typed}: {reason}"
 
 
 def _typed(arguments: Namespace) -> dict[str, Any]:

@@ -10,6 +10,8 @@
 * `unit_loss`: make the loss of a unit, the mean over its samples
 * `unit_loader`: load batches of whole units
 * `quantile_clip`: let the bound of a plan follow a quantile of the norms
+* `group_clip`: bounds and noise of their own for groups of parameters
+* `row_selection`: let each step choose the rows of embeddings that it trains
 * `add_gaussian_noise`: add noise to a sum, scaled by its sensitivity
 * `secret_key`: draw a key from the operating system
 * `noising`: schemes of noise that is correlated over steps
@@ -21,9 +23,11 @@ from typing import TYPE_CHECKING
 from vgrad.dp import audit, noising
 from vgrad.dp.accounting import epsilon, noise_multiplier_for
 from vgrad.dp.adaptive import quantile_clip
+from vgrad.dp.group_clip import group_clip
 from vgrad.dp.noise import add_gaussian_noise
 from vgrad.dp.plan import Plan
 from vgrad.dp.private_gradients import PrivateGradients
+from vgrad.dp.rows import row_selection
 from vgrad.dp.sampling import PoissonBatchSampler, collate
 from vgrad.dp.units import Units, unit_loader, unit_loss
 from vgrad.generators import secret_key
@@ -38,9 +42,11 @@ __all__ = [
     "audit",
     "collate",
     "epsilon",
+    "group_clip",
     "noise_multiplier_for",
     "noising",
     "quantile_clip",
+    "row_selection",
     "secret_key",
     "unit_loader",
     "unit_loss",

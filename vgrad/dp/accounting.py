@@ -88,10 +88,10 @@ def epsilon(
         1.83
     """
     [steps] = checks.whole("epsilon", least=0, steps=steps)
-    check("epsilon", sampling_rate, steps, delta, accountant)
+    rate, delta = check("epsilon", sampling_rate, steps, delta, accountant)
     checks.non_negative("epsilon", noise_multiplier=noise_multiplier)
-    checks.finite("epsilon", noise_multiplier=noise_multiplier)
-    return composed([Steps(sampling_rate, noise_multiplier, steps)], delta, accountant)
+    [noise] = checks.finite("epsilon", noise_multiplier=noise_multiplier)
+    return composed([Steps(rate, noise, steps)], delta, accountant)
 
 
 def composed(account: Sequence[Steps], delta: float, accountant: Accountant) -> float:
@@ -150,9 +150,9 @@ def noise_multiplier_for(
     """
     function = "noise_multiplier_for"
     [steps] = checks.whole(function, least=1, steps=steps)
-    check(function, sampling_rate, steps, delta, accountant)
+    sampling_rate, delta = check(function, sampling_rate, steps, delta, accountant)
     checks.positive(function, epsilon=epsilon)
-    checks.finite(function, epsilon=epsilon)
+    [epsilon] = checks.finite(function, epsilon=epsilon)
     call = f"{function}({epsilon=}, {delta=}, {sampling_rate=}, {steps=}, "
     call += f"{accountant=})"
     kind = Steps(sampling_rate, 1.0, steps)
@@ -211,12 +211,15 @@ def least_noise(
     return math.exp(root)
 
 
-def check(function: str, rate: float, steps: int, delta: float, accountant: str):
-    """Refuse numbers of a run that are out of range."""
-    check_rate(function, rate)
-    checks.between(function, 0, 1, delta=delta)
+def check(
+    function: str, rate: float, steps: int, delta: float, accountant: str
+) -> tuple[float, float]:
+    """Refuse numbers of a run that are out of range; return the rate and delta."""
+    rate = check_rate(function, rate)
+    [delta] = checks.between(function, 0, 1, delta=delta)
     checks.between(function, -1, 2**63, steps=steps)
     checks.choice(function, ACCOUNTANTS, accountant=accountant)
+    return rate, delta
 
 
 @contextmanager

@@ -2,13 +2,8 @@
 
 A canary is a sample made to be seen. A coin decides whether it takes part in a run, and
 its score is high if it seems to have. A bound above the claim refutes the claim; one
-below it proves nothing.
-
-* `one_run`, `one_run_fdp`: bound epsilon, from the canaries of one run
-* `clopper_pearson`: bound epsilon, from canaries that are independent of each other
-* `gaussian`: bound mu, from scores that are normal
-* `Bound`: the result of each of them
-* `Audit`: the result of `Plan.audit`, which makes canaries of its own
+below it proves nothing. `Plan.audit` makes canaries of its own; the functions here take
+scores from any attack.
 """
 
 import math
@@ -35,6 +30,9 @@ _NORMAL = "the scores are normal, with one deviation, and many"
 
 _UNFAIR = 6.0
 """Deviations from one half that fair coins show in 2 of 10^9 audits."""
+
+_LARGEST = 100.0
+"""An epsilon, or a mu, that no number of guesses rejects."""
 
 FEW = 30
 """Scores whose mean and deviation are not normal yet."""
@@ -104,7 +102,6 @@ def one_run(
 
     Raises:
         ValueError: there are more guesses than scores, or the coins cannot be fair.
-        ImportError: SciPy is not installed.
 
     Reference: Steinke et al., arXiv 2305.08846.
 
@@ -113,7 +110,8 @@ def one_run(
         >>> bound.correct, round(bound.value, 2), round(bound.ceiling, 2)
         (80, 3.26, 3.26)
     """
-    special = _special("one_run")
+    special = checks.package("scipy.special", "dp")
+    significance, delta = check_numbers("one_run", significance, delta)
 
     def margin(epsilon: float, count: int, guessed: int, correct: int) -> float:
         fewer = np.arange(correct + 1)
@@ -121,8 +119,8 @@ def one_run(
         rise = np.max((tails[1:] - tails[0]) / fewer[1:], initial=0.0)
         return significance - tails[0] - 2 * count * delta * rise
 
-    run = _guessed("one_run", included, excluded, guesses, significance, delta)
-    return _of_guesses(run, margin, lambda epsilon: epsilon)
+    run = included, excluded, guesses, significance, delta
+    return _of_guesses("one_run", margin, lambda epsilon: epsilon, *run)
 
 
 def one_run_fdp(
@@ -141,7 +139,7 @@ def one_run_fdp(
     for Gaussian mechanisms alone.
 
     Raises:
-        ValueError, ImportError: as `one_run`.
+        ValueError: as `one_run`.
 
     Reference: Mahloujifar et al., arXiv 2410.22235.
 
@@ -150,7 +148,8 @@ def one_run_fdp(
         >>> round(bound.value, 2)
         7.41
     """
-    special = _special("one_run_fdp")
+    special = checks.package("scipy.special", "dp")
+    significance, delta = check_numbers("one_run_fdp", significance, delta)
 
     def margin(mu: float, count: int, guessed: int, correct: int) -> float:
         right = significance * correct / count
@@ -163,8 +162,8 @@ def one_run_fdp(
             wrong = more
         return right + wrong - guessed / count
 
-    run = _guessed("one_run_fdp", included, excluded, guesses, significance, delta)
-    return _of_guesses(run, margin, lambda mu: epsilon_of(mu, delta), _GAUSSIAN)
+    run = included, excluded, guesses, significance, delta, _GAUSSIAN
+    return _of_guesses("one_run_fdp", margin, lambda mu: epsilon_of(mu, delta), *run)
 
 
 def clopper_pearson(
@@ -184,7 +183,6 @@ def clopper_pearson(
 
     Raises:
         ValueError: there are no scores of one kind.
-        ImportError: SciPy is not installed.
 
     Reference: Jagielski et al., arXiv 2006.07709; Nasr et al., arXiv 2101.04535.
 
@@ -194,14 +192,13 @@ def clopper_pearson(
         4.54
     """
     function = "clopper_pearson"
-    special = _special(function)
-    check_numbers(function, significance, delta)
+    special = checks.package("scipy.special", "dp")
+    significance, delta = check_numbers(function, significance, delta)
     high, low = _scores(function, included, excluded)
 
     def limit(errors: int, count: int) -> float:
-        if errors == count:
-            return 1.0
-        return special.betaincinv(errors + 1, count - errors, 1 - significance / 2)
+        rate = special.bdtri(errors, count, significance / 2)
+        return rate if errors < count else 1.0
 
     def bound(missed: int, false: int) -> float:
         right = 1 - delta - limit(missed, len(high))
@@ -234,7 +231,6 @@ def gaussian(
 
     Raises:
         ValueError: there are fewer than 30 scores of one kind.
-        ImportError: SciPy is not installed.
 
     Reference: Nasr et al., arXiv 2302.07956; Agrawal et al., arXiv 2606.12733.
 
@@ -243,8 +239,8 @@ def gaussian(
         >>> round(gaussian(scores + 1, scores).value, 2)
         1.4
     """
-    special = _special("gaussian")
-    check_numbers("gaussian", significance)
+    special = checks.package("scipy.special", "dp")
+    significance, _ = check_numbers("gaussian", significance)
     high, low = _scores("gaussian", included, excluded)
     if min(len(high), len(low)) < FEW:
         raise ValueError(
@@ -308,51 +304,32 @@ class Audit(Report):
         return mu > self.claimed_mu or epsilon > self.claimed_epsilon
 
     def plot(self) -> Any:
-        """Draw the scores beside the claim, and the bounds. -> matplotlib's `Figure`.
-
-        Raises:
-            ImportError: `matplotlib` is not installed.
-        """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "Audit.plot: expected the package matplotlib, which is not installed. "
-                'Run pip install "vgrad[demo]".'
-            ) from error
-        figure = Figure(figsize=(9.5, 4.2), layout="constrained")
-        verdict = "is exceeded" if self.exceeded else "stands"
-        figure.suptitle(
-            f"{len(self.included) + len(self.excluded):,} canaries: the claim "
-            f"{verdict} at significance {self.significance:g}\n"
-            f"epsilon at least {self.epsilon.value:.2f}, claimed "
-            f"{self.claimed_epsilon:.2f}, and up to {self.epsilon.ceiling:.2f} can be "
-            f"seen",
-            fontsize="medium",
-        )
+        """Draw scores beside the claim, and bounds. -> matplotlib's `Figure`."""
+        figures = checks.package("matplotlib.figure", "demo")
+        figure = figures.Figure(figsize=(9.5, 4.2), layout="constrained")
+        figure.suptitle(str(self).partition("\n\n")[2], fontsize="medium")
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-        scores = torch.cat([self.included, self.excluded])
+        scores = torch.cat([self.included, self.excluded]).numpy()
         # Of a broken step, scores may be anywhere.
-        ends = scores.quantile(torch.tensor([0.01, 0.99], dtype=scores.dtype)).tolist()
-        low, high = min(ends[0], -4.0), max(ends[1], self.claimed_mu + 4)
-        bins = np.linspace(low, high, 41)
+        low, high = np.quantile(scores, (0.01, 0.99))
+        low, high = min(low, -4.0), max(high, self.claimed_mu + 4)
         places = np.linspace(low, high, 401)
-        sides = {"in": (self.included, self.claimed_mu), "out": (self.excluded, 0.0)}
-        for number, (name, (some, mean)) in enumerate(sides.items()):
-            shown = some.clamp(low, high).numpy()
-            more = {"density": True, "alpha": 0.4, "color": f"C{number}"}
-            left.hist(shown, bins, label=f"{name}, {len(some)} canaries", **more)
+        sides = ("in", self.included, self.claimed_mu), ("out", self.excluded, 0.0)
+        for color, (name, some, mean) in zip(("C0", "C1"), sides, strict=True):
+            shown, label = some.clamp(low, high), f"{name}, {len(some)} canaries"
+            look: Any = {"density": True, "alpha": 0.4}
+            look |= {"color": color, "label": label, "range": (low, high)}
+            left.hist(shown.numpy(), 40, **look)
             curve = np.exp(-((places - mean) ** 2) / 2) / math.sqrt(math.tau)
-            left.plot(places, curve, f"C{number}", label=f"{name}, as claimed")
+            left.plot(places, curve, color, label=f"{name}, as claimed")
         left.set(xlabel="score, in deviations of the noise claimed", ylabel="density")
         left.legend(fontsize="small")
-        names = [*self.groups][::-1]
-        values = [self.groups[name].value for name in names]
-        right.barh(names, values, color="C0", alpha=0.6)
+        values = {name: bound.value for name, bound in reversed(self.groups.items())}
+        right.barh([*values], [*values.values()], color="C0", alpha=0.6)
         right.axvline(self.claimed_mu, color="k")
         right.set_title(f"line: claimed, {self.claimed_mu:.3g}", fontsize="small")
         right.set(xlabel="mu is at least")
-        if max(values) > 20:
+        if self.mu.value > 20:
             right.set_xscale("symlog")
         return figure
 
@@ -380,41 +357,18 @@ def epsilon_of(mu: float, delta: float) -> float:
 
 
 def _of_guesses(
-    run: dict[str, Any],
+    function: str,
     margin: Callable[[float, int, int, int], float],
     epsilon: Callable[[float], float],
-    *assumes: str,
-) -> Bound:
-    """Find the largest parameter that is rejected, at a margin above zero."""
-    from scipy.optimize import brentq
-
-    count = run["included"] + run["excluded"]
-
-    def largest(correct: int) -> float:
-        numbers = count, run["guessed"], correct
-        if margin(0.0, *numbers) <= 0:
-            return 0.0
-        low, high = 0.0, 1.0
-        while margin(high, *numbers) > 0:
-            low, high = high, 2 * high
-        root: Any = brentq(margin, low, high, args=numbers, xtol=1e-9)
-        return epsilon(root)
-
-    value, ceiling = largest(run["correct"]), largest(run["guessed"])
-    conditions = _COINS, _FIXED, *assumes
-    return Bound(value=value, of="epsilon", ceiling=ceiling, assumes=conditions, **run)
-
-
-def _guessed(
-    function: str,
     included: Scores,
     excluded: Scores,
     guesses: tuple[int, int],
     significance: float,
     delta: float,
-) -> dict[str, Any]:
-    """Check coins and guesses, and count the right ones."""
-    check_numbers(function, significance, delta)
+    *assumes: str,
+) -> Bound:
+    """Find the largest parameter that guesses reject, at a margin above zero."""
+    optimize = checks.package("scipy.optimize", "dp")
     high, low = _scores(function, included, excluded)
     count = len(high) + len(low)
     if abs(len(high) - len(low)) > _UNFAIR * math.sqrt(count):
@@ -422,36 +376,44 @@ def _guessed(
             f"{function}(included, excluded): expected scores of canaries that took "
             f"part by fair coins, got {len(high)} and {len(low)}. Draw a coin for each."
         )
-    most, least = checks.whole(function, least=0, **_named(guesses))
-    if not 0 < most + least <= count:
+    named = {f"guesses[{place}]": number for place, number in enumerate(guesses)}
+    most, least = checks.whole(function, least=0, **named)
+    guessed = most + least
+    if not 0 < guessed <= count:
         raise ValueError(
             f"{function}(guesses={guesses}): expected between one guess and as many as "
-            f"the {count} scores, got {most + least}."
+            f"the {count} scores, got {guessed}."
         )
     # By score, and of equal scores the wrong guesses first.
-    scores = np.concatenate([high, low])
-    inside = np.arange(count) < len(high)
-    top = np.lexsort((inside, -scores))[:most]
-    rest = np.setdiff1d(np.arange(count), top)
+    scores, inside = np.concatenate([high, low]), np.arange(count) < len(high)
+    top, rest = np.split(np.lexsort((inside, -scores)), [most])
     bottom = rest[np.lexsort((~inside[rest], scores[rest]))[:least]]
-    return {
-        "significance": significance,
-        "delta": delta,
-        "included": len(high),
-        "excluded": len(low),
-        "guessed": most + least,
-        "correct": int(inside[top].sum() + (~inside[bottom]).sum()),
-    }
+
+    def largest(correct: int) -> float:
+        numbers = count, guessed, correct
+        if margin(0.0, *numbers) <= 0:
+            return 0.0
+        return epsilon(optimize.brentq(margin, 0.0, _LARGEST, args=numbers, xtol=1e-9))
+
+    correct = int(inside[top].sum() + (~inside[bottom]).sum())
+    return Bound(
+        value=largest(correct),
+        of="epsilon",
+        significance=significance,
+        ceiling=largest(guessed),
+        included=len(high),
+        excluded=len(low),
+        assumes=(_COINS, _FIXED, *assumes),
+        delta=delta,
+        guessed=guessed,
+        correct=correct,
+    )
 
 
-def _named(guesses: tuple[int, int]) -> dict[str, int]:
-    return {f"guesses[{place}]": number for place, number in enumerate(guesses)}
-
-
-def _scores(function: str, *given: Scores) -> list[np.ndarray]:
+def _scores(function: str, *sides: Scores) -> list[np.ndarray]:
     """Return scores as float64 `[n]`."""
     arrays = []
-    for scores in given:
+    for scores in sides:
         if isinstance(scores, Tensor):
             scores = scores.detach().cpu().double().numpy()
         array = np.asarray(scores, dtype=np.float64)
@@ -465,17 +427,8 @@ def _scores(function: str, *given: Scores) -> list[np.ndarray]:
     return arrays
 
 
-def check_numbers(function: str, significance: float, delta: float = 0.0) -> None:
-    checks.between(function, 0, 0.5, significance=significance)
-    checks.between(function, -1e-300, 1, delta=delta)
-
-
-def _special(function: str) -> Any:
-    try:
-        from scipy import special
-    except ImportError as error:
-        raise ImportError(
-            f"{function}: expected the package scipy, which is not installed. Run "
-            f'pip install "vgrad[dp]".'
-        ) from error
-    return special
+def check_numbers(
+    function: str, significance: float, delta: float = 0.0
+) -> list[float]:
+    [significance] = checks.between(function, 0, 0.5, significance=significance)
+    return [significance, *checks.between(function, -1e-300, 1, delta=delta)]

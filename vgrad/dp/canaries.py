@@ -5,9 +5,9 @@ gradient. It goes through all that a step does to gradients, and needs no data.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,11 +15,13 @@ from torch import Tensor
 
 from vgrad import batches, checks
 from vgrad.dp.audit import FEW, Audit, check_numbers, epsilon_of, gaussian, one_run
-from vgrad.dp.plan import Plan, as_digest, spent_under
-from vgrad.generators import block, fold_in, secret_key, stream
+from vgrad.dp.group_clip import GroupClip
+from vgrad.dp.plan import Plan
+from vgrad.generators import block, fold_in, stream
+from vgrad.optim.private import unscaled
 from vgrad.torch_private import shards
 from vgrad.tree import map_tensors
-from vgrad.typing import LossFn, Params
+from vgrad.typing import LossFn, Params, Scales
 
 _NORMS = 1.0, 10.0, 1e4
 """Norms of canaries' gradients before they are clipped, in bounds of the clip."""
@@ -30,65 +32,27 @@ _ROUND = 256
 _AT_A_TIME = 2**24
 """Numbers of the directions that are held at once."""
 
-
-class Audited(Protocol):
-    """Releases of a plan that can be had with a loss of one's own."""
-
-    options: Any  # of the clipped sum, its loss among them
-    params: Params
-
-    def agreed(self, key: Tensor) -> Tensor:
-        """Return one key for all processes."""
-        ...
-
-    def noisy_gradients(
-        self, loss: LossFn, key: Tensor, batches: Sequence[tuple], chunk_size: Any
-    ) -> list[tuple[Params, float]]:
-        """Release batches, of all processes; return gradients and bounds of the clip.
-
-        The steps are the plan's first ones; the state is saved and loaded before the
-        last one.
-        """
-        ...
-
-
-class OfStep:
-    """The releases of a private step, from a state that stays as it is."""
-
-    def __init__(self, step: Any, state: Any) -> None:
-        self._step, self._state = step, state
-        self.options, self.params = step.source.transform.options, state.params
-        self.agreed = step.reduce.agreed
-
-    def noisy_gradients(
-        self, loss: LossFn, key: Tensor, batches: Sequence[tuple], chunk_size: Any
-    ) -> list[tuple[Params, float]]:
-        """Release batches, under another key."""
-        plan, state = self._step.source.plan, self._state
-        digest = as_digest(spent_under(plan, plan.earlier_steps))
-        start = {
-            "key": key,
-            "step": torch.full_like(state.step, plan.earlier_steps),
-            "plan_digest": digest.to(state.plan_digest.device),
-            "noise": (),
-            "max_norm": (),
-        }
-        fresh = state._replace(**start)
-        return self._step.noisy_gradients(loss, fresh, batches, chunk_size=chunk_size)
+Release = Callable[[LossFn, Tensor, list[tuple], Any], list[tuple[Params, Any]]]
+"""Takes a loss, a key, batches and a chunk size; releases the batches in the first
+steps, and returns noisy gradients and bounds of the clip that adapt. The state is saved
+and loaded before the last step."""
 
 
 def audit(
     function: str,
     plan: Plan,
-    audited: Audited,
+    release: Release,
+    options: Any,
+    params: Params,
     batch: tuple | None = None,
     *,
+    scales: Scales = MappingProxyType({}),
+    key: Tensor,
     canaries: int,
     guesses: tuple[int, int] | None,
     significance: float,
-    seed: int | None,
 ) -> Audit:
-    """Audit the releases of a plan, as `Plan.audit` says."""
+    """Audit the releases of a plan, whose clipped sum has options, as `Plan.audit`."""
     steps = plan.steps - plan.earlier_steps
     if plan.noise_multiplier == 0 or steps < 2:
         raise ValueError(
@@ -102,27 +66,31 @@ def audit(
             f"are in all steps cancel, got {plan.noise.scheme!r}. Leave batch out."
         )
     [count] = checks.whole(function, least=4 * FEW, canaries=canaries)
-    check_numbers(function, significance)
-    key, options = audited.agreed(secret_key(seed=seed)), audited.options
-    made = Canaries.drawn(audited.params, count, key)
+    significance, _ = check_numbers(function, significance)
+    clip = plan.max_norm
+    densities = clip.densities(params) if isinstance(clip, GroupClip) else {}
+    scales = {**plan.scales(params), **scales}
+    made = Canaries(params, count, key, scales, densities)
     loss = made.loss(options.loss if batch else None, has_aux=options.has_aux)
+    entries = sum(value.numel() for value in params.values())
     chunk: Any = options.chunk_size or plan.dataset_size
     if chunk != "auto":
-        entries = sum(value.numel() for value in audited.params.values())
         chunk = max(1, min(chunk, _AT_A_TIME // entries))
     real = batches.read(function, batch).size if batch else 0
     most = max(2 * round(plan.expected_batch_size), _ROUND)
-    most = min(most, plan.largest_batch or plan.dataset_size)
+    most = min(most, plan.largest_batch or plan.dataset_size) - real
+    # Directions of more than half as many are not orthogonal enough.
+    most = max(1, min(most, entries // 2))
     score = torch.zeros(count, dtype=torch.float64)
-    for rows in torch.arange(count).split(max(1, most - real)):
+    for rows in torch.arange(count).split(most):
         inside = rows[made.coins[rows]]
         given = [
-            made.batch(inside if sign else rows[:0], sign * plan.first_max_norm, batch)
+            made.batch(inside if sign else rows[:0], sign * plan.noise_norm, batch)
             for sign in signs
         ]
-        own = fold_in(key, "noise", int(rows[0]))
-        found = audited.noisy_gradients(loss, own, given, chunk)
+        found = release(loss, fold_in(key, "noise", int(rows[0])), given, chunk)
         for weight, (grads, bound) in zip(weights, found, strict=True):
+            bound = plan.noise_norm if bound is None else float(bound)
             score[rows] += weight / bound * made.scores(rows, grads)
     score *= plan.expected_batch_size
     sides = score[made.coins], score[~made.coins]
@@ -172,78 +140,69 @@ class Block(NamedTuple):
     """Entries of a parameter that follow each other, in one shard."""
 
     name: str
+    start: int
     size: int
     shard: int
 
 
-@dataclass(frozen=True)
 class Canaries:
     """m canaries: samples of a linear loss, with a direction and a coin for each.
 
     A direction is a wave over the entries of each block that it is in; waves of two
     frequencies are orthogonal. Signs, drawn once for all entries, make noise of them.
+    It is the direction of a gradient that a step has multiplied by its scales. Without
+    `densities` by name, entries of all blocks have the same mean square.
     """
 
-    blocks: list[Block]
-    signs: Params
-    frequencies: Tensor  # in each block, int64 [m, blocks]
-    weights: Tensor  # the norm in each block, [m, blocks]; in all of them 1
-    norms: Tensor  # of the gradient, in bounds of the clip, [m]
-    coins: Tensor  # whether it takes part, bool [m]
-    groups: dict[str, Tensor]  # bool [m]
-
-    def __repr__(self) -> str:
-        return f"Canaries of {len(self.coins)} directions"  # coins are secret
-
-    @classmethod
-    def drawn(cls, params: Params, count: int, key: Tensor) -> "Canaries":
-        """Draw directions, and coins from a key of their own."""
-        blocks = [each for item in params.items() for each in _blocks(*item)]
-        sizes = np.array([each.size for each in blocks])
-        names = np.array([each.name for each in blocks])
-        parts = np.array([each.shard for each in blocks])
+    def __init__(
+        self,
+        params: Params,
+        count: int,
+        key: Tensor,
+        scales: Scales = MappingProxyType({}),
+        densities: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        self._blocks = [each for item in params.items() for each in _blocks(*item)]
+        names, _, sizes, parts = map(np.array, zip(*self._blocks, strict=True))
         draw = block(stream(key, "directions"), 0)
-        flips = (draw.integers(0, 2, value.numel()) for value in params.values())
-        numbers = np.arange(count)
-        # With a stride that has no divisor in common with the size, frequencies repeat
-        # after all of them.
-        strides = draw.integers(1, sizes + 1, (100, len(blocks)))
-        best = np.gcd(strides, sizes).argmin(0)
-        strides = strides[best, np.arange(len(blocks))]
-        frequencies = draw.integers(sizes) + numbers[:, None] * strides
-        kinds = 2 + (parts.max() > 0)  # one shard is all parameters
-        kind, norms = numbers // len(_NORMS) % kinds, np.resize(_NORMS, count)
-        owner = draw.choice(len(blocks), count, p=sizes / sizes.sum())
-        name, part = names[owner][:, None], parts[owner][:, None]
-        inside = np.where(kind[:, None] == 1, names == name, parts == part)
-        squares = np.where((kind[:, None] == 0) | inside, sizes, 0)
+        signs = {}
+        for name, value in params.items():
+            flips = torch.from_numpy(draw.integers(0, 2, tuple(value.shape)))
+            signs[name] = 1 - 2 * flips.float().to(value.device)
+        scales = {name: [*map(_whole, own)] for name, own in scales.items()}
+        over_scales = unscaled(signs, scales).items()
+        self._signs = {name: value.reshape(-1) for name, value in over_scales}
+        # They repeat after all of a block.
+        own = [draw.choice(n, min(n, count), replace=False) for n in sizes]
+        frequencies = np.stack([np.resize(some, count) for some in own], 1)
+        self._frequencies = torch.from_numpy(frequencies)  # int64 [m, blocks]
+        numbers, ranks = np.arange(count), parts.max() + 1
+        kind = numbers // len(_NORMS) % (3 if ranks > 1 else 2)
+        owner = draw.choice(len(sizes), count, p=sizes / sizes.sum())
+        within = True, names == names[owner, None], parts == parts[owner, None]
+        density = np.array([densities.get(name, 1.0) for name in names])
+        squares = np.choose(kind[:, None], within) * (sizes * density)
+        weights = np.sqrt(squares / squares.sum(1, keepdims=True))
+        # Where two canaries have one frequency, their products are zero on average.
+        weights *= 1 - 2 * draw.integers(0, 2, weights.shape)
+        self._weights = torch.from_numpy(weights)  # [m, blocks], of norm 1
+        norms = np.resize(_NORMS, count)
+        self.norms = torch.from_numpy(norms)  # of the gradient, in bounds of the clip
+        flips = block(stream(key, "coins"), 0).integers(0, 2, count)
+        self.coins = torch.from_numpy(flips == 1)  # whether it takes part
         groups = {"all": kind >= 0, "of all parameters": kind == 0}
         groups["of one parameter"] = kind == 1
-        for shard in range(parts.max() + 1 if kinds == 3 else 0):
+        for shard in range(ranks if ranks > 1 else 0):
             groups[f"of shard {shard}"] = (kind == 2) & (parts[owner] == shard)
         for norm in _NORMS:
             groups[f"of norm {norm:g} max_norm"] = norms == norm
-        made = {
-            "frequencies": frequencies % sizes,
-            "weights": np.sqrt(squares / squares.sum(1, keepdims=True)),
-            "norms": norms,
-            "coins": block(stream(key, "coins"), 0).integers(0, 2, count) == 1,
-        }
-        return cls(
-            blocks=blocks,
-            signs={
-                name: torch.from_numpy(1 - 2 * each).float().to(value.device)
-                for (name, value), each in zip(params.items(), flips, strict=True)
-            },
-            groups={name: torch.from_numpy(each) for name, each in groups.items()},
-            **{name: torch.from_numpy(each) for name, each in made.items()},
-        )
+        self.groups = {name: torch.from_numpy(some) for name, some in groups.items()}
 
     def batch(self, rows: Tensor, norm: float, real: tuple | None) -> tuple:
         """Make canaries whose gradients have multiples of a norm, and real samples."""
-        device = next(iter(self.signs.values())).device
-        weights = self.weights[rows] * (self.norms[rows] * norm)[:, None]
-        made = self.frequencies[rows].to(device), weights.float().to(device)
+        device = next(iter(self._signs.values())).device
+        weights = self._weights[rows] * (self.norms[rows] * norm)[:, None]
+        made = self._frequencies[rows].to(device), weights.float().to(device)
         if real is None:
             return made
         size = batches.read("Plan.audit", real).size
@@ -255,61 +214,56 @@ class Canaries:
             return torch.cat([x, x[:1].expand(len(rows), *x.shape[1:])])
 
         counts = 1 - before(torch.ones(len(rows), device=device))
-        return counts, *map(before, made), *map_tensors(filled, real)
+        return *map(before, made), counts, *map_tensors(filled, real)
 
     def loss(self, real: LossFn | None, *, has_aux: bool) -> LossFn:
         """Return the loss of a canary, or of canaries and real samples."""
-        blocks, signs = self.blocks, self.signs
+        blocks, signs = self._blocks, self._signs
 
-        def of_canary(params, buffers, frequencies, weights):
-            waves: dict[str, list[Tensor]] = {name: [] for name in params}
-            for place, (name, size, _) in enumerate(blocks):
+        def loss(params, buffers, frequencies, weights, *sample):
+            total: Any = 0.0
+            if real is not None:
+                counts, *sample = sample
+                value: Any = real(params, buffers, *sample)
+                total = counts * (value[0] if has_aux else value)
+            for place, (name, start, size, _) in enumerate(blocks):
                 turns = torch.arange(size, device=weights.device) * frequencies[place]
                 angles = (turns % size).to(weights.dtype) * (math.tau / size)
                 wave = (angles.sin() + angles.cos()) / math.sqrt(size)
-                waves[name].append(wave * weights[place])
-            value = 0.0
-            for name, param in params.items():
-                if not waves[name]:  # it has no entries
-                    continue
-                direction = torch.cat(waves[name]) * signs[name]
-                value = value + (direction.view(param.shape) * param).sum()
-            return value
+                entries = slice(start, start + size)
+                direction = wave * weights[place] * signs[name][entries]
+                total = total + (direction * params[name].reshape(-1)[entries]).sum()
+            return total
 
-        if real is None:
-            return of_canary
-
-        def of_both(params, buffers, counts, frequencies, weights, *sample):
-            value: Any = real(params, buffers, *sample)
-            value = value[0] if has_aux else value
-            return counts * value + of_canary(params, buffers, frequencies, weights)
-
-        return of_both
+        return loss
 
     def scores(self, rows: Tensor, grads: Params) -> Tensor:
         """Return inner products of directions and gradients, float64 `[rows]`."""
-        flat = {}
-        for name, value in grads.items():
-            whole: Any = value
-            whole = whole.full_tensor() if shards.is_distributed(value) else whole
-            flat[name] = (whole.reshape(-1) * self.signs[name]).cpu().double()
+        flat = {
+            name: (_whole(grad).reshape(-1) / self._signs[name]).cpu().double()
+            for name, grad in grads.items()
+        }
         total = torch.zeros(len(rows), dtype=torch.float64)
-        for place, (name, size, _) in enumerate(self.blocks):
-            entries, flat[name] = flat[name][:size], flat[name][size:]
+        for place, (name, start, size, _) in enumerate(self._blocks):
             # The products with waves of all frequencies at once.
-            waves = torch.fft.fft(entries)
+            waves = torch.fft.fft(flat[name][start : start + size])
             products = (waves.real - waves.imag) / math.sqrt(size)
-            total += self.weights[rows, place] * products[self.frequencies[rows, place]]
+            total += (
+                self._weights[rows, place] * products[self._frequencies[rows, place]]
+            )
         return total
 
 
-def _blocks(name: str, value: Tensor) -> list[Block]:
+def _whole(value: Any) -> Tensor:
+    return value.full_tensor() if shards.is_distributed(value) else value
+
+
+def _blocks(name: str, value: Any) -> Iterator[Block]:
     """Cut a parameter as it is cut among ranks, along the first dimension."""
-    parts = 1
-    if shards.is_distributed(value):
-        cut: Any = value
-        parts = cut.device_mesh.size() if cut.placements[0].is_shard() else 1
-    rows = len(value) if value.ndim else 1
-    lengths = [len(part) for part in torch.empty(rows, device="meta").chunk(parts)]
-    sizes = [value.numel() // rows * length for length in lengths] if rows else []
-    return [Block(name, size, part) for part, size in enumerate(sizes) if size]
+    parts, rows = 1, value.shape[:1].numel()
+    if shards.is_distributed(value) and value.placements[0].is_shard():
+        parts = value.device_mesh.size()
+    width = value.numel() // max(rows, 1)
+    for part, some in enumerate(torch.arange(rows).chunk(parts)):
+        if size := len(some) * width:
+            yield Block(name, int(some[0]) * width, size, part)

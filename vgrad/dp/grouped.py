@@ -5,10 +5,11 @@ A group is a sample and its augmented copies, or the samples of a unit of privac
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -51,16 +52,15 @@ class Grouped(Dataset[list]):
     def __getitem__(self, drawn: Drawn | int) -> Any:
         if not isinstance(drawn, Drawn):
             return self._items(drawn, 0, 1)[0]
-        seeds = drawn.seeds or (0,) * len(drawn.rows)
         count = 1 if self._augment is None else self._shape[-1]
-        pairs = zip(drawn.rows, seeds, strict=True)
+        pairs = zip_longest(drawn.rows, drawn.seeds, fillvalue=0)
         return [item for row, seed in pairs for item in self._items(row, seed, count)]
 
     def _items(self, row: int, seed: int, count: int) -> list[Any]:
         item = self.dataset[row]
         if self._augment is None:
             return [item]
-        with _seeded(seed):
+        with seeded(seed):
             return [self._augment(item) for _ in range(count)]
 
     def collate(self, collate_fn: Callable[[list], Tree]) -> Callable[[list], Tree]:
@@ -87,15 +87,15 @@ def _collated(
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed all generators on the CPU, and restore them."""
+def seeded(seed: int, tensors: Iterable[Tensor] = ()) -> Iterator[None]:
+    """Seed all generators, of the tensors' devices too, and restore them."""
     # A worker has them to itself, and may be forked while a thread holds the lock.
     with RNG_LOCK if get_worker_info() is None else nullcontext():
-        before = random.getstate(), np.random.get_state(), random_state(())
+        before = random.getstate(), np.random.get_state(), random_state(tensors)
         try:
             random.seed(seed)
             np.random.seed(seed % 2**32)
-            set_seed(seed, ())
+            set_seed(seed, tensors)
             yield
         finally:
             random.setstate(before[0])

@@ -165,7 +165,7 @@ def gaussian_noise(
     """
     check_sensitivity(function, sensitivity)
     checks.non_negative(function, noise_multiplier=noise_multiplier)
-    checks.finite(function, noise_multiplier=noise_multiplier)
+    [noise_multiplier] = checks.finite(function, noise_multiplier=noise_multiplier)
     deviation: Any = noise_multiplier * sensitivity.value
     known = not isinstance(deviation, Tensor) and noise_multiplier != 0
     if known and not _LEAST < deviation < 1 / _LEAST:

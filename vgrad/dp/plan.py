@@ -17,20 +17,20 @@ from vgrad.batches import Sensitivity
 from vgrad.dp import accounting, discrete
 from vgrad.dp.adaptive import QuantileClip
 from vgrad.dp.discrete import DiscreteNoise
+from vgrad.dp.group_clip import GroupClip, clip_of, scaled
 from vgrad.dp.noise import Noise, Streams, check_sensitivity, gaussian_noise
 from vgrad.dp.noise_figure import plot_noise
 from vgrad.dp.noising import Fitted, Noising, independent
+from vgrad.dp.rows import RowSelection
 from vgrad.dp.sampling import (
-    Batch,
-    PoissonBatchSampler,
     StepBatches,
-    cyclic_sample,
     in_order,
     poisson_sample,
     random_groups,
     random_order,
 )
 from vgrad.dp.units import Units, units_of
+from vgrad.optim.private import scales_of, unscaled
 from vgrad.persample.clipped import LEAST, MOST
 from vgrad.typing import Params, Tree
 
@@ -53,6 +53,10 @@ _SAMPLINGS: dict[str, tuple[Sampling, ...]] = {
     "band_mf": ("cyclic_poisson", "cyclic_equal", "fixed_order"),
 }
 """The samplings with an account, the default one first: else a fixed order alone."""
+
+_CYCLIC = "cyclic_poisson", "cyclic_equal"
+_TRUNCATED = "poisson", "cyclic_equal"
+"""The samplings that go through groups, and those with an account of cut batches."""
 
 _NEIGHBOURS: dict[str, tuple[accounting.Neighbours, ...]] = {
     "poisson": ("add_or_remove_one", "zero_out", "replace_one", "fixed_graph"),
@@ -84,6 +88,8 @@ class Plan:
     `deviation(step)`. Steps enter the sensitivity: such a plan cannot be lengthened.
 
     Attributes:
+        max_norm: the bound of a sample's gradient; `dp.quantile_clip`, whose bound
+            follows the norms; or bounds by patterns of names, or `dp.group_clip`.
         before: the run's previous plan, with the steps taken under it.
         noise: the correlation of noise over steps, with its optimised coefficients.
         sampling: "poisson"; "cyclic_poisson", where step t samples from group t mod b
@@ -104,6 +110,7 @@ class Plan:
             `vgrad/dp/discrete.py`.
         horizon: the steps that correlated noise is made for, in a plan that was left
             before, see `after`; by default `steps`.
+        rows: tables of which each step trains some rows, of a `row_selection`.
 
     Raises:
         ValueError: a field is outside its range, or no account of the combination is
@@ -121,7 +128,7 @@ class Plan:
     dataset_size: int
     sampling_rate: float
     noise_multiplier: float
-    max_norm: float | QuantileClip
+    max_norm: float | QuantileClip | GroupClip
     steps: int
     delta: float
     accountant: accounting.Accountant = "pld"
@@ -133,36 +140,40 @@ class Plan:
     samples_per_unit: int | None = None
     discrete: bool | Literal["sum"] = False
     horizon: int | None = None
+    rows: RowSelection | None = None
 
     def __post_init__(self) -> None:
         counts = {"dataset_size": self.dataset_size, "steps": self.steps}
         size, steps = checks.whole("Plan", least=1, **counts)
         accounting.check("Plan", self.sampling_rate, steps, self.delta, self.accountant)
         own: dict[str, Any] = self.__dict__
-        kinds = {"before": Plan, "noise": Noising, "max_norm": QuantileClip}
-        for name, kind in kinds.items():  # as dataclasses.asdict writes them
-            if isinstance(own[name], Mapping):
-                own[name] = kind(**own[name])
-        checks.non_negative("Plan", noise_multiplier=self.noise_multiplier)
-        checks.finite("Plan", noise_multiplier=self.noise_multiplier)
-        # Plans of equal numbers are equal, whatever the types of the numbers.
-        names = ["sampling_rate", "noise_multiplier", "delta"]
-        if not isinstance(self.max_norm, QuantileClip):
+        for name, kind, text in (
+            ("before", Plan, "a Plan"),
+            ("noise", Noising, "a scheme such as noising.band_mf(4)"),
+            ("rows", RowSelection, "the result of dp.row_selection"),
+        ):
+            value = own[name]
+            if isinstance(value, Mapping):  # as dataclasses.asdict writes them
+                value = own[name] = kind(**value)
+            if not isinstance(value, kind if name == "noise" else kind | None):
+                raise TypeError(
+                    f"Plan({name}): expected {text}, got a {type(value).__name__}."
+                )
+        numbers = {"noise_multiplier": self.noise_multiplier}
+        checks.non_negative("Plan", **numbers)
+        if isinstance(self.max_norm, Mapping):
+            own["max_norm"] = clip_of(self.max_norm)
+        if not isinstance(self.max_norm, QuantileClip | GroupClip):
             checks.positive("Plan", max_norm=self.max_norm)
-            checks.finite("Plan", max_norm=self.max_norm)
-            names.append("max_norm")
-        floats = {name: float(own[name]) for name in names}
-        own.update(floats, dataset_size=size, steps=steps)
-        if not isinstance(self.before, Plan | None):
-            raise TypeError(
-                f"Plan(before): expected a Plan, got a {type(self.before).__name__}."
-            )
-        if self.steps <= self.earlier_steps:
-            raise ValueError(
-                f"Plan(steps={self.steps}, before=...): expected more than the "
-                f"{self.earlier_steps} steps taken before, which count. Make it with "
-                f"plan.after(other, steps)."
-            )
+            numbers["max_norm"] = self.max_norm
+        checks.finite("Plan", **numbers)
+        # Plans of equal numbers are equal, whatever the types of the numbers.
+        numbers |= {"sampling_rate": self.sampling_rate, "delta": self.delta}
+        own.update({name: float(number) for name, number in numbers.items()})
+        own.update(dataset_size=size, steps=steps)
+        for name in ("samples_per_unit", "horizon"):
+            if own[name] is not None:
+                [own[name]] = checks.whole("Plan", least=1, **{name: own[name]})
         if self.delta > 1 / self.dataset_size:
             warnings.warn(
                 f"Plan(delta={self.delta!r}): expected at most 1 / dataset_size = "
@@ -175,113 +186,137 @@ class Plan:
     def _resolve(self) -> None:
         """Fill in sampling, relation and largest batch, if there is an account."""
         own: dict[str, Any] = self.__dict__
-        if not isinstance(self.noise, Noising):
-            raise TypeError(
-                f"Plan(noise={checks.shown(self.noise)}): expected a scheme of "
-                f"vgrad.dp.noising, such as noising.band_mf(4), got a "
-                f"{type(self.noise).__name__}."
-            )
-        scheme = self.noise.scheme
-        known = _SAMPLINGS.get(scheme, ("fixed_order",))
-        sampling = own["sampling"] = self.sampling or known[0]
-        if sampling not in known:
-            raise ValueError(
-                f"Plan(sampling={sampling!r}, noise={scheme!r}): no account of the two "
-                f"is known. Choose {checks.listed(known)} with this noise"
-                + (", or noising.independent()." if self.noise.correlated else ".")
-            )
-        relations = _NEIGHBOURS[sampling]
-        if self.max_batch_size is not None:
-            relations = tuple(r for r in relations if r != "replace_one")
-        neighbours = own["neighbours"] = self.neighbours or relations[0]
-        if neighbours not in relations:
-            raise ValueError(
-                f"Plan(neighbours={neighbours!r}, sampling={sampling!r}, "
-                f"max_batch_size={self.max_batch_size!r}): no account of this relation "
-                f"is known for these batches. Choose {checks.listed(relations)}, or "
-                f"another sampling."
-            )
-        if self.before is not None and self.before.neighbours != neighbours:
-            raise ValueError(
-                f"Plan(neighbours={neighbours!r}, before=...): expected the relation "
-                f"of the plan before, {self.before.neighbours!r}: bounds of two "
-                f"relations do not add up. Pass neighbours= to one of them."
-            )
         checks.choice("Plan", (False, True, "sum"), discrete=self.discrete)
         if self.discrete != "sum":
             own["discrete"] = bool(self.discrete)  # of 0, 1 or numpy's
+        correlated, before = self.noise.correlated, self.before
+        known = _SAMPLINGS.get(self.noise.scheme, ("fixed_order",))
+        own["sampling"] = self.sampling or known[0]
+        relations = _NEIGHBOURS.get(own["sampling"], ("",))
+        if self.max_batch_size is not None:
+            relations = tuple(r for r in relations if r != "replace_one")
+        own["neighbours"] = self.neighbours or relations[0]
+        if self._needs_rdp and not self._needs_pld:
+            own["accountant"] = "rdp"
+        expected = self._expected
+        expected(
+            before is None or self.steps > self.earlier_steps,
+            "steps before",
+            f"more than the {self.earlier_steps} steps taken before, which count. Make "
+            f"it with plan.after(other, steps).",
+        )
+        cut = [each for each in known if each in _TRUNCATED]
+        account = "others, since no account of these is known. "
+        expected(
+            self.sampling in known,
+            "sampling noise",
+            f"{account}With this noise choose sampling from {checks.listed(known)}"
+            + (", or noising.independent()." if correlated else "."),
+        )
+        expected(
+            self.neighbours in relations,
+            "neighbours sampling max_batch_size",
+            f"{account}For these batches choose neighbours from "
+            f"{checks.listed(relations)}, or another sampling.",
+        )
+        expected(
+            self.max_batch_size is None or self.sampling in _TRUNCATED,
+            "max_batch_size sampling",
+            f"{account}Leave max_batch_size out"
+            + (f", or choose sampling={cut[0]!r}." if cut else "."),
+        )
+        expected(
+            not (self._needs_rdp and self._needs_pld),
+            "discrete neighbours max_batch_size",
+            f"{account}Leave the two others out, also in a plan before, or pass "
+            f'discrete="sum".',
+        )
+        expected(
+            not self._needs_pld or self.accountant == "pld",
+            "accountant neighbours max_batch_size",
+            'the accountant "pld", the only one that has a bound.',
+        )
+        expected(
+            self.neighbours != "fixed_graph" or self.samples_per_unit == 1,
+            "neighbours samples_per_unit",
+            "samples_per_unit=1, since the relation is about units of one sample.",
+        )
+        expected(
+            before is None or before.neighbours == self.neighbours,
+            "neighbours before",
+            "the relation of the plan before: bounds of two relations do not add up. "
+            "Pass neighbours= to one of them.",
+        )
+        expected(
+            before is None
+            or (before.samples_per_unit is None) == (self.samples_per_unit is None),
+            "samples_per_unit before",
+            "two plans of one kind, of units or of samples, whose bounds do not add up "
+            "otherwise. Pass samples_per_unit= to both, or to none.",
+        )
+        expected(
+            self.horizon is None or (correlated and self.horizon >= self.steps),
+            "horizon steps",
+            "no horizon, or with correlated noise at least as many steps. It is for "
+            "plans that plan.after(other, steps) leaves.",
+        )
+        expected(
+            sum(map(bool, (correlated, self.discrete, self._adapts, self.rows))) < 2,
+            "discrete noise max_norm rows",
+            "one of discrete noise, correlated noise, a bound that adapts and chosen "
+            "rows, got several, of which no account is known.",
+        )
+        whole, bands = self.expected_batch_size, self.noise.size
+        expected(
+            self.sampling != "fixed_order"
+            or (round(whole) >= 1 and abs(whole - round(whole)) <= 1e-9 * whole),
+            "sampling_rate dataset_size sampling",
+            f"batches of a whole number of samples, got {whole!r}. Pass sampling_rate="
+            f"batch_size / dataset_size.",
+        )
+        expected(
+            self.sampling not in _CYCLIC or bands * self.sampling_rate <= 1,
+            "sampling_rate noise",
+            f"a rate of at most 1 / {bands}, since a step samples from one of {bands} "
+            f"groups with {bands} times the rate. Use fewer bands.",
+        )
         if self.discrete is not False:
             checks.positive("Plan(discrete)", noise_multiplier=self.noise_multiplier)
         if self.discrete is True:
             discrete.check("Plan", self.noise_multiplier, self.dataset_size)
-        if self._needs_rdp:
-            if self._needs_pld:
-                raise ValueError(
-                    f"Plan(discrete=True, neighbours={neighbours!r}, max_batch_size="
-                    f"{self.max_batch_size!r}): no account of these is known. Leave "
-                    f"the two others out, also in a plan before, or pass "
-                    f'discrete="sum".'
-                )
-            own["accountant"] = "rdp"
-        if self._needs_pld and self.accountant != "pld":
-            raise ValueError(
-                f"Plan(accountant={self.accountant!r}, neighbours={neighbours!r}, "
-                f"max_batch_size={self.max_batch_size!r}): expected the accountant "
-                f'"pld", the only one that has a bound.'
-            )
-        if neighbours == "fixed_graph" and self.samples_per_unit != 1:
-            raise ValueError(
-                f'Plan(neighbours="fixed_graph", samples_per_unit='
-                f"{self.samples_per_unit!r}): expected samples_per_unit=1, since the "
-                f"relation is about units of one sample."
-            )
-        for name in ("samples_per_unit", "horizon"):
-            if own[name] is not None:
-                [own[name]] = checks.whole("Plan", least=1, **{name: own[name]})
-        counts = self.samples_per_unit is not None
-        if self.before is not None and counts != (
-            self.before.samples_per_unit is not None
-        ):
-            raise ValueError(
-                f"Plan(samples_per_unit={self.samples_per_unit!r}, before=...): "
-                f"expected two plans of one kind, of units or of samples, whose bounds "
-                f"do not add up otherwise. Pass samples_per_unit= to both, or to none."
-            )
-        self._check_batches()
-        correlated = self.noise.correlated
-        if self.horizon is not None and not (correlated and self.horizon >= self.steps):
-            raise ValueError(
-                f"Plan(horizon={self.horizon!r}, steps={self.steps}): expected None, "
-                f"or with correlated noise at least as many steps. It is for plans "
-                f"that plan.after(other, steps) leaves."
-            )
-        if correlated + (self.discrete is not False) + self._adapts > 1:
-            raise ValueError(
-                f"Plan(discrete={self.discrete!r}, noise={scheme!r}, "
-                f"max_norm={self.max_norm!r}): expected one of discrete noise, "
-                f"correlated noise and a bound that adapts, got several, of which no "
-                f"account is known."
-            )
+        expected(
+            self.discrete is not True or not isinstance(self.max_norm, GroupClip),
+            "discrete max_norm",
+            'one bound for all parameters with discrete=True. discrete="sum" takes '
+            "bounds of groups.",
+        )
+        expected(
+            not self._adapts or self.neighbours not in ("zero_out", "fixed_graph"),
+            "neighbours max_norm",
+            'the relation "add_or_remove_one" or "replace_one", since the norm of a '
+            "gradient that is zeroed counts as small. Pass a number as max_norm, or "
+            "another sampling.",
+        )
         if isinstance(self.max_norm, QuantileClip):
-            self._check_adapting(self.max_norm)
+            clip = self.max_norm
+            clip.gradient_multiplier(self.noise_multiplier, whole)
+            ends = {"least / expected_batch_size": clip.least / whole}
+            ends |= {"most / expected_batch_size": clip.most / whole}
+            checks.between("Plan(max_norm=quantile_clip(...))", LEAST, MOST, **ends)
         own["noise"] = self.noise.settled(**self._participation)
         if self.max_batch_size == "auto":
             own["max_batch_size"] = _least_batch(replace(self, max_batch_size=None))
+        elif self.max_batch_size is not None:
+            sizes = {"max_batch_size": self.max_batch_size}
+            [own["max_batch_size"]] = checks.whole("Plan", least=1, **sizes)
 
-    def _check_adapting(self, clip: QuantileClip) -> None:
-        """Refuse relations that a count has no account for, and too much noise."""
-        if self.neighbours in ("zero_out", "fixed_graph"):
-            raise ValueError(
-                f"Plan(neighbours={self.neighbours!r}, max_norm={clip}): expected "
-                f'"add_or_remove_one" or "replace_one", since the norm of a gradient '
-                f"that is zeroed counts as small. Pass a number as max_norm, or "
-                f"another sampling."
-            )
-        expected = self.expected_batch_size
-        clip.gradient_multiplier(self.noise_multiplier, expected)
-        ends = {"least / expected_batch_size": clip.least / expected}
-        ends |= {"most / expected_batch_size": clip.most / expected}
-        checks.between("Plan(max_norm=quantile_clip(...))", LEAST, MOST, **ends)
+    def _expected(self, holds: bool, names: str, text: str) -> None:
+        """Refuse fields, unless they fit each other."""
+        if not holds:
+            given = {name: checks.shown(getattr(self, name)) for name in names.split()}
+            given |= {"before": "..."} if "before" in given else {}
+            given = ", ".join(f"{name}={value}" for name, value in given.items())
+            raise ValueError(f"Plan({given}): expected {text}")
 
     @property
     def _adapts(self) -> bool:
@@ -298,43 +333,13 @@ class Plan:
         before = self.before is not None and self.before._needs_rdp
         return self.discrete is True or before
 
-    def _check_batches(self) -> None:
-        """Refuse rates and sizes that the sampling has no batches of."""
-        sampling, most, bands = self.sampling, self.max_batch_size, self.noise.size
-        if sampling == "fixed_order":
-            whole = self.expected_batch_size
-            if round(whole) < 1 or abs(whole - round(whole)) > 1e-9 * whole:
-                raise ValueError(
-                    f"Plan(sampling_rate={self.sampling_rate!r}, "
-                    f'dataset_size={self.dataset_size}, sampling="fixed_order"): '
-                    f"expected batches of a whole number of samples, got {whole!r}. "
-                    f"Pass sampling_rate=batch_size / dataset_size."
-                )
-        elif sampling != "poisson" and bands * self.sampling_rate > 1:
-            raise ValueError(
-                f"Plan(sampling_rate={self.sampling_rate!r}, noise={self.noise!r}): "
-                f"expected a rate of at most 1 / {bands}, since a step samples from "
-                f"one of {bands} groups with {bands} times the rate. Use fewer bands."
-            )
-        if most is None:
-            return
-        if sampling not in ("poisson", "cyclic_equal"):
-            instead = "poisson" if sampling == "fixed_order" else "cyclic_equal"
-            raise ValueError(
-                f"Plan(max_batch_size={most!r}, sampling={sampling!r}): no account of "
-                f'the two is known. Choose sampling="{instead}", or None.'
-            )
-        if most != "auto":
-            sizes = {"max_batch_size": most}
-            [self.__dict__["max_batch_size"]] = checks.whole("Plan", least=1, **sizes)
-
     @classmethod
     def for_epsilon(
         cls,
         epsilon: float,
         *,
         dataset_size: int,
-        max_norm: float | QuantileClip,
+        max_norm: float | QuantileClip | GroupClip,
         delta: float,
         sampling_rate: float | None = None,
         steps: int | None = None,
@@ -383,7 +388,7 @@ class Plan:
                 f"sampling_rate and steps or batch_size and epochs."
             )
         checks.positive(function, epsilon=epsilon)
-        checks.finite(function, epsilon=epsilon)
+        [epsilon] = checks.finite(function, epsilon=epsilon)
         numbers: dict[str, Any] = {"dataset_size": dataset_size, "max_norm": max_norm}
         numbers |= {"sampling_rate": sampling_rate, "steps": steps, "delta": delta}
         numbers |= {"accountant": accountant, **fields}
@@ -500,8 +505,10 @@ class Plan:
         names = "sampling max_batch_size neighbours samples_per_unit discrete".split()
         kinds = {name: getattr(self, name) for name in names}
         kinds = {name: kind for name, kind in kinds.items() if kind != plain[name]}
-        if isinstance(self.max_norm, QuantileClip):
+        if isinstance(self.max_norm, QuantileClip | GroupClip):
             kinds["max_norm"] = asdict(self.max_norm)
+        if self.rows is not None:
+            kinds["rows"] = asdict(self.rows)
         if self.noise.correlated:
             kinds["noise"], kinds["steps"] = asdict(self.noise), self._planned
             del kinds["noise"]["cache"]  # which changes no number
@@ -521,9 +528,24 @@ class Plan:
 
     @property
     def first_max_norm(self) -> float:
-        """The bound of the first step, where it adapts."""
+        """The bound of a gradient, at the first step where it adapts."""
         norm = self.max_norm
+        if isinstance(norm, GroupClip):
+            return norm.total
         return norm.start if isinstance(norm, QuantileClip) else norm
+
+    @property
+    def clipping(self) -> dict[str, Any]:
+        """The options of `clipped_grad` that make the plan's sums."""
+        options = {"normalize_by": self.expected_batch_size}
+        if isinstance(self.max_norm, GroupClip):
+            return {"max_norm": self.max_norm.bounds, "clipping": "per_layer"} | options
+        return {"max_norm": self.first_max_norm} | options
+
+    def scales(self, params: Params) -> dict[str, tuple[Any]]:
+        """Return numbers by which sums are multiplied until they have their noise."""
+        norm = self.max_norm
+        return norm.scales(params) if isinstance(norm, GroupClip) else {}
 
     @property
     def largest_batch(self) -> int | None:
@@ -569,25 +591,29 @@ class Plan:
         """The sensitivity of the scheme to a sample, which every step multiplies by."""
         return self.fitted.sensitivity()
 
-    def deviation(self, step: int | Tensor) -> float:
+    def deviation(self, step: int | Tensor) -> Any:
         """Return the deviation of the noise of a step, of each number of the mean.
 
         It is `noise_multiplier * max_norm / expected_batch_size`, for correlated noise
-        times the sensitivity of the scheme and the norm of row `step` of its inverse.
+        times the sensitivity of the scheme and the norm of row `step` of its inverse;
+        for a `group_clip` it is a dictionary, by pattern.
+        With `rows` it is that over `sqrt(1 - rows.share)`.
         A tensor is the count of an optimizer, such as `adam_bc(deviation=...)`, under
         this plan: the deviation is the same at all steps then, or NaN if `max_norm`
         adapts, until `private_step` sets it.
 
         Raises:
             ValueError: `max_norm` adapts: the deviation is then in the state; or a
-                tensor is passed and noise is correlated.
+                tensor is passed and noise is correlated or differs between groups.
         """
-        scale = self.noise_multiplier * self._numbers[-1] / self.expected_batch_size
+        groups = isinstance(self.max_norm, GroupClip)
+        scale = self._gradient_multiplier * self.noise_norm / self.expected_batch_size
         if isinstance(step, Tensor):
-            if self.noise.correlated:
+            if self.noise.correlated or groups:
                 raise ValueError(
-                    f"Plan.deviation(step, a tensor): expected independent noise for "
-                    f"an optimizer that counts steps, got {self.noise.scheme}. Pass a "
+                    f"Plan.deviation(step, a tensor): expected independent noise, of "
+                    f"one deviation, for an optimizer that counts steps, got "
+                    f"{self.noise.scheme} noise and max_norm={self.max_norm}. Pass a "
                     f"step as an int."
                 )
             return math.nan if self._adapts else scale
@@ -604,10 +630,28 @@ class Plan:
                 "Plan.deviation(step): expected a plan of a fixed max_norm, got one "
                 "that adapts it. The bound of a step is in the state."
             )
-        if not self.noise.correlated:
-            return scale
-        row = self.fitted.row_norms(self._planned)[step - self.earlier_steps]
-        return scale * self._sensitivity * float(row)
+        if self.noise.correlated:
+            row = self.fitted.row_norms(self._planned)[step - self.earlier_steps]
+            scale *= self._sensitivity * float(row)
+        if isinstance(self.max_norm, GroupClip):
+            return {each: scale * x for each, x in self.max_norm.deviations.items()}
+        return scale
+
+    @property
+    def noise_norm(self) -> float:
+        """The bound of a gradient, in the units in which it gets noise."""
+        norm = self.max_norm
+        return norm.norm if isinstance(norm, GroupClip) else self.first_max_norm
+
+    @property
+    def _gradient_multiplier(self) -> float:
+        """The multiplier of the noise on gradients, which counts leave over."""
+        multiplier, clip = self.noise_multiplier, self.max_norm
+        if isinstance(clip, QuantileClip):
+            return clip.gradient_multiplier(multiplier, self.expected_batch_size)
+        if self.rows is not None:
+            return self.rows.gradient_multiplier(multiplier)
+        return multiplier
 
     def epsilon(self, steps: int | None = None, *, releases: int = 1) -> float:
         """Return the epsilon spent after `steps` steps; after all of them by default.
@@ -735,13 +779,14 @@ class Plan:
         """Draw the batch of one step. -> indices of samples or units, int64 [B]."""
         return self._drawing(self._subkey(key))(step)
 
-    def drawing(self, key: Tensor, units: Units | None) -> Callable[[int], Batch]:
+    def drawing(self, key: Tensor, units: Units | None) -> Callable[[int], list[Any]]:
         """Return the batches of steps, of whole units where a plan has any."""
         key, count = self._subkey(key), self.samples_per_unit
         draw = self._drawing(key)
         if units is None or count is None:
-            return draw
-        return lambda step: units.of_batch(draw(step), count, key=key, step=step)
+            return lambda step: draw(step).tolist()
+        one = functools.partial(units.drawn, count=count, key=key)
+        return lambda step: [one(unit, step=step) for unit in draw(step).tolist()]
 
     def _drawing(self, key: Tensor) -> Callable[[int], Tensor]:
         """Return the batches of steps, as a function of the step."""
@@ -755,8 +800,12 @@ class Plan:
             return lambda step: in_order(order, batch, step - start)
         bands, equal = self.noise.size, self.sampling == "cyclic_equal"
         groups = random_groups(size, bands, key=key, equal=equal)
-        run = groups, bands, rate
-        return lambda step: cyclic_sample(*run, step=step, first=start, **options)
+
+        def draw(step: int) -> Tensor:
+            among = groups == (step - start) % bands
+            return poisson_sample(size, bands * rate, step=step, among=among, **options)
+
+        return draw
 
     def sampler(self, state: Any, units: Any = None) -> StepBatches:
         """Return the batches from the state's step to the last one, for one pass.
@@ -784,17 +833,10 @@ class Plan:
         digest, step = getattr(state, "plan_digest", None), int(state.step)
         check_spent("Plan.sampler(state)", self, digest, step)
         units = units_of("Plan.sampler(state, units)", self, units)
-        run, key = (self.dataset_size, self.steps), self._subkey(state.key)
-        if units is None and self.sampling == "poisson":
-            options: Any = {"start": step, "max_batch_size": self.max_batch_size}
-            size, steps = run
-            run = size, self.sampling_rate, steps
-            return PoissonBatchSampler(*run, key=key, **options)
         place = repr(self.sampling_rate), *self._kinds
-        if units is not None:
-            place += (units.digest,)
-        draw = self.drawing(state.key, units)
-        return StepBatches(draw, *run, step, key=key, place=place)
+        place += () if units is None else (units.digest,)
+        run = self.drawing(state.key, units), self.dataset_size, self.steps, step
+        return StepBatches(*run, key=self._subkey(state.key), place=place)
 
     def add_noise(
         self,
@@ -817,8 +859,15 @@ class Plan:
                 `add_gaussian_noise`.
         """
         checks.dictionaries("add_gaussian_noise", sums=sums)
+        if self.rows is not None:
+            raise ValueError(
+                f"Plan.add_noise(sums): expected a plan that trains all rows, got "
+                f"rows={self.rows}, which private_step alone chooses."
+            )
         place: Any = {"key": key, "step": step, "max_norm": max_norm}
-        return self.step_noise(sensitivity, Streams(), **place).added(sums, member)
+        noise = self.step_noise(sensitivity, Streams(), **place)
+        scales = self.scales(sums)
+        return unscaled(noise.added(scaled(sums, scales), member), scales)
 
     def step_noise(
         self,
@@ -832,7 +881,8 @@ class Plan:
     ) -> Noise | DiscreteNoise:
         """Return the noise of one step, from streams that the caller holds.
 
-        Where it is correlated over steps, it takes the history that the step before has
+        Sums are multiplied by `scales` before it, and divided afterwards. Where it is
+        correlated over steps, it takes the history that the step before has
         returned; None where the caller keeps none. Where the bound adapts, it takes the
         `max_norm` of the step.
         """
@@ -844,20 +894,18 @@ class Plan:
             raise ValueError(
                 f"Plan.add_noise(sensitivity={sensitivity!r}): expected the value "
                 f"max_norm / expected_batch_size = {expected!r}, got "
-                f"{sensitivity.value!r}. Clip with clipped_grad(loss, "
-                f"max_norm=plan.max_norm, normalize_by=plan.expected_batch_size)."
+                f"{sensitivity.value!r}. Clip with clipped_grad(loss, **plan.clipping)."
             )
         own: dict[str, Any] = {"key": self._subkey(key), "step": step}
         own |= {"streams": streams, "history": history}
-        multiplier = self.noise_multiplier
+        multiplier = self._gradient_multiplier
         if self.noise.correlated:
             own |= {"filter": self.fitted.filter, "cached": self.noise.cache}
             own["first"] = self.earlier_steps
             multiplier *= self._sensitivity
-        if isinstance(self.max_norm, QuantileClip):
-            clip, size = self.max_norm, self.expected_batch_size
-            multiplier = clip.gradient_multiplier(multiplier, size)
         own["noise_multiplier"] = multiplier
+        if isinstance(self.max_norm, GroupClip):
+            sensitivity = Sensitivity(self.noise_norm / self.expected_batch_size)
         noise = gaussian_noise("add_gaussian_noise", sensitivity, **own)
         if self.discrete is False:
             return noise
@@ -910,6 +958,15 @@ class Plan:
         size = self.expected_batch_size
         return self.max_norm.following(max_norm, count, size, **place)
 
+    def chosen_rows(
+        self, counts: Params, streams: Streams, *, key: Tensor, step: int
+    ) -> dict[str, Tensor]:
+        """Return the rows of a step, bool `[V]`, from sums of their counts."""
+        rows: Any = self.rows
+        key = generators.fold_in(self._subkey(key), "rows")
+        place = {"key": key, "step": step, "streams": streams}
+        return rows.chosen(counts, self.noise_multiplier, **place)
+
     def audit(
         self,
         step: Any,
@@ -939,7 +996,8 @@ class Plan:
 
         The bounds are beside the claim of the same two steps at a sampling rate of 1,
         as canaries bypass the sampler, which no audit sees. Take a thousand canaries at
-        least, and at most half as many as there are parameters.
+        least; two steps have at most half as many as there are parameters. An optimizer
+        that scales gradients keeps the scales of `state`.
 
         Args:
             batch: real samples to add to all batches, `(*batch)` as the step takes
@@ -950,8 +1008,8 @@ class Plan:
 
         Raises:
             TypeError: the step was made for another plan, or is no private step.
-            ValueError: the plan has no noise or fewer than two steps, `batch` is there
-                with correlated noise, or the optimizer scales what is clipped.
+            ValueError: the plan has no noise or fewer than two steps, or `batch` is
+                there with correlated noise.
 
         Example:
             >>> from vgrad import optim, training
@@ -965,7 +1023,7 @@ class Plan:
             >>> round(result.claimed_mu, 3), result.exceeded
             (0.707, False)
         """
-        from vgrad.dp.canaries import OfStep, audit
+        from vgrad.dp.canaries import audit
 
         if getattr(getattr(step, "source", None), "plan", None) != self:
             raise TypeError(
@@ -973,9 +1031,12 @@ class Plan:
                 f"plan) makes with this plan, or vgrad.compile or data_parallel of it, "
                 f"got a {type(step).__name__}."
             )
-        options: Any = {"canaries": canaries, "guesses": guesses, "seed": seed}
-        options |= {"significance": significance}
-        return audit("Plan.audit", self, OfStep(step, state), batch, **options)
+        key = step.reduce.agreed(generators.secret_key(seed=seed))
+        own: Any = {"canaries": canaries, "guesses": guesses, "key": key}
+        own |= {"significance": significance, "scales": scales_of(state.optimizer)}
+        release = functools.partial(step.noisy_gradients, state)
+        options, params = step.source.transform.options, state.params
+        return audit("Plan.audit", self, release, options, params, batch, **own)
 
     def _subkey(self, key: Tensor) -> Tensor:
         # So that two plans never share batches or noise.
@@ -1019,6 +1080,13 @@ def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) ->
             f"{steps}. Pass the number of steps that were taken."
         )
     fresh = spent is None or (before is None and spent == NO_PLAN)
+    if spent == NO_PLAN and steps and fresh and (plan.noise.correlated or plan._adapts):
+        raise ValueError(
+            f"{function}: expected a state whose {steps} steps were taken under this "
+            f"plan, whose noise or bound goes on from them, got one of plain steps. "
+            f"Start the plan's run from TrainState.create(tx, state.params, "
+            f"state.buffers)."
+        )
     if follows or fresh or plan.accounts_for(spent):
         return identity
     if spent == NO_PLAN:

@@ -1,32 +1,28 @@
 """Private gradients for a loop with a module and an optimizer of torch."""
 
 import copy
-import difflib
-import inspect
 import io
 import os
-import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
 
-import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from vgrad import batches, checks
-from vgrad.dp.adaptive import count_below
+from vgrad.dp.adaptive import QuantileClip, count_below
 from vgrad.dp.discrete import DiscreteNoise, integer_sums
-from vgrad.dp.grouped import Augment, Grouped
+from vgrad.dp.group_clip import GroupClip, scaled
+from vgrad.dp.grouped import Augment, Grouped, seeded
 from vgrad.dp.noise import Noise, NoiseHistory, Streams
 from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
-from vgrad.dp.sampling import PhysicalBatch, PoissonLoader, Run
+from vgrad.dp.sampling import PhysicalBatch, PoissonLoader, Run, check_options
 from vgrad.dp.units import UnitLoss, Units, check_units, present, units_of
 from vgrad.functional.live import LiveModel
 from vgrad.functional.losses import Criterion, check_criterion, sample_loss
@@ -34,13 +30,12 @@ from vgrad.functional.model import write_grads_
 from vgrad.generators import (
     RNG_LOCK,
     check_key,
-    drawn_since,
     kept_random_state,
-    random_state,
     secret_key,
     set_seed,
     torch_seed,
 )
+from vgrad.optim.private import unscaled
 from vgrad.persample.clipped import ClippedGradFn, clipped_grad
 from vgrad.tree import map_values, tree_flatten, tree_leaves, tree_unflatten, widened
 from vgrad.typing import (
@@ -55,24 +50,6 @@ from vgrad.typing import (
 
 if TYPE_CHECKING:
     from vgrad.dp.audit import Audit
-
-_INSTEAD = {
-    "module": "model",
-    "data_loader": "the dataset of that",
-    "max_grad_norm": "max_norm",
-    "target_epsilon": "epsilon",
-    "target_delta": "delta",
-    "expected_batch_size": "batch_size",
-    "max_physical_batch_size": "physical_batch_size",
-    "noise_multiplier": "plan=Plan(noise_multiplier=...)",
-    "sample_rate": "plan=Plan(sampling_rate=...)",
-    "sampling_rate": "plan=Plan(sampling_rate=...)",
-    "steps": "plan=Plan(steps=...)",
-    "accountant": "plan=Plan(accountant=...)",
-    "noise_generator": "key",
-    "optimizer": "it to .watch(optimizer)",
-}
-"""Replacements for options of Opacus, and for fields of a plan."""
 
 _PADDING_SAMPLES = 64
 """Samples among which `check_collate` looks for two of different shapes."""
@@ -158,7 +135,7 @@ class PrivateGradients:
         delta: float | None = None,
         epochs: int | None = None,
         batch_size: int | None = None,
-        max_norm: float | None = None,
+        max_norm: float | QuantileClip | GroupClip | None = None,
         physical_batch_size: int | None = None,
         units: Any = None,
         samples_per_unit: int | None = None,
@@ -172,40 +149,37 @@ class PrivateGradients:
         **loading: Any,
     ) -> None:
         check_criterion("PrivateGradients", criterion)
-        _check_options(loading)
+        check_options(loading)
         budget = {"epsilon": epsilon, "delta": delta, "epochs": epochs}
         budget |= {"batch_size": batch_size, "max_norm": max_norm}
+        budget |= {"samples_per_unit": samples_per_unit}
         units = None if units is None else Units.of(units)
-        self.plan = _planned(plan, budget, dataset, units, samples_per_unit)
+        self.plan = _planned(plan, budget, dataset, units)
         units_of("PrivateGradients(units)", self.plan, units)
+        if self.plan.rows is not None:
+            raise ValueError(
+                f"PrivateGradients(plan): expected a plan that trains all rows, got "
+                f"rows={self.plan.rows}. Optimizers of torch would move the others "
+                f"too, by momentum and decay: take training.private_step."
+            )
         key = secret_key() if key is None else key
         check_key("PrivateGradients", key)
-        copies, items = augmentations, dataset
-        if copies is not None:
-            checks.whole("PrivateGradients", least=1, augmentations=copies)
-        if augment is not None:
-            if not callable(augment):
-                raise TypeError(
-                    f"PrivateGradients(augment={checks.shown(augment)}): expected a "
-                    f"function that returns another version of an item, got a "
-                    f"{type(augment).__name__}."
-                )
-            copies = 1 if copies is None else copies
-        count = self.plan.samples_per_unit
-        shape = () if count is None else (count,)
-        shape += () if augment is None or copies is None else (copies,)
-        if shape:
-            items = Grouped(dataset, augment, shape)
-        seeded = augment is not None
-        self._run = Run(self.plan, key, physical_batch_size, units, seeded=seeded)
+        if augmentations is not None:
+            checks.whole("PrivateGradients", least=1, augmentations=augmentations)
+        made = None if augment is None else augmentations or 1  # by the loader
+        self._count = self.plan.samples_per_unit
+        shape = tuple(filter(None, (self._count, made)))
+        items = Grouped(dataset, augment, shape) if shape else dataset
+        run = self.plan, key, physical_batch_size, units
+        self._run = Run(*run, seeded=made is not None)
         self.loader = PoissonLoader(self._run, items, loading)
         collate_fn = loading.get("collate_fn")
         self._padding = _find_padding(items, collate_fn) if check_collate else None
-        self._own_copies = None if augment is not None else copies
+        self._own_copies = augmentations if made is None else None
         with RNG_LOCK:
             self._live = LiveModule(model)
         self._guard = GradGuard(self._live)
-        self._criterion, self._copies = criterion, copies
+        self._criterion, self._copies = criterion, made or augmentations
         self._options: Any = {"strategy": strategy, "chunk_size": chunk_size}
         self._options |= {"randomness": randomness}
         self._clipped, self._function = self._clip(), self._live.function
@@ -285,9 +259,8 @@ class PrivateGradients:
             with torch.no_grad(), kept_random_state(params.values()):
                 set_seed(seed, params.values())
                 batch = self._with_mask(pending, batch)
-                clipped, max_norm = self._clipped, self.max_norm
-                if max_norm is not None:
-                    clipped = clipped.with_max_norm(max_norm)
+                max_norm = self.max_norm
+                clipped = self._clipped_to(max_norm)
                 result = self._live.run(clipped, params, buffers, *batch)
         sums, noisy, kept = result.grads, None, ()
         below: Any = 0.0 if max_norm is None else count_below(result)
@@ -301,7 +274,9 @@ class PrivateGradients:
             noise = self._noise(self.key, self.step, self._history, max_norm)
             if isinstance(noise, DiscreteNoise):
                 noise = noise.of(params)
-            noisy, history = noise.advanced(total)
+            scales = self.plan.scales(total)
+            noisy, history = noise.advanced(scaled(total, scales))
+            noisy = unscaled(noisy, scales)
             place: Any = {"key": self.key, "step": self.step}
             own = max_norm, below, self._counts
             kept = history, self.plan.next_max_norm(*own, **place)
@@ -353,7 +328,7 @@ class PrivateGradients:
         Nothing changes.
 
         Raises:
-            ValueError: the plan has units of several samples, or as `Plan.audit`.
+            ValueError: as `Plan.audit`.
 
         Example:
             >>> from torch.utils.data import TensorDataset
@@ -368,14 +343,50 @@ class PrivateGradients:
         """
         from vgrad.dp.canaries import audit
 
-        if self.plan.samples_per_unit is not None:
-            raise ValueError(
-                "PrivateGradients.audit: expected samples without units, got a plan "
-                "with units. Audit a private_step with the same plan."
-            )
-        options: Any = {"canaries": canaries, "guesses": guesses, "seed": seed}
-        options |= {"significance": significance}
-        return audit("PrivateGradients.audit", self.plan, _Canaries(self), **options)
+        own: Any = {"canaries": canaries, "guesses": guesses}
+        own |= {"significance": significance, "key": secret_key(seed=seed)}
+        options, (params, _) = self._clipped.options, self._live.values()
+        release = self._noisy_gradients
+        return audit(
+            "PrivateGradients.audit", self.plan, release, options, params, **own
+        )
+
+    def _noisy_gradients(
+        self, loss: LossFn, key: Tensor, batches: Sequence[tuple], chunk_size: Any
+    ) -> list[tuple[Params, Tensor | None]]:
+        """Release batches by a copy, as `TrainingStep.noisy_gradients`."""
+        private, plan = copy.copy(self), self.plan
+        with RNG_LOCK:
+            private._live = LiveModule(copy.deepcopy(self.model))
+        private._guard = GradGuard(private._live)
+        private._function = private._live.function
+        private._clipped = self._clipped.with_loss(loss, chunk_size)
+        private._run, private._padding = copy.copy(self._run), None
+        private._streams, private._counts = Streams(), Streams()
+        private._sums, private._below = {}, 0.0
+        private._count = None  # a canary stands for a unit
+        private.loader = cast(Any, SimpleNamespace(pending=None, restart=lambda: None))
+        before = plan if plan.before is None else plan.before
+        state = {"key": key, "step": plan.earlier_steps, "plan": asdict(before)}
+        private.load_state_dict(state)
+        found = []
+        for number, batch in enumerate(batches, start=1):
+            if number == len(batches):
+                file = io.BytesIO()
+                torch.save(private.state_dict(), file)
+                file.seek(0)
+                private.load_state_dict(torch.load(file, weights_only=True))
+            bound, size = private.max_norm, len(batch[0])
+            private._live.model.zero_grad()
+            rows = torch.arange(size).split(self._run._size or max(1, size))
+            for part, some in enumerate(rows, start=1):
+                last = part == len(rows)
+                private.loader.pending = PhysicalBatch(part - 1, last, some.tolist())
+                private.backward(*(x[some] for x in batch))
+            live = private._live.parameters.items()
+            grads = {n: x.grad for n, x in live if x.grad is not None}
+            found.append((grads, bound))
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Return the key, the step and the plan, from which a run can be resumed.
@@ -414,13 +425,15 @@ class PrivateGradients:
             )
         check_key(function, state["key"])
         [step] = checks.whole(function, least=0, step=state["step"])
-        checks.dictionaries(function, plan=state["plan"])
+        history: Tree = ()
         try:
             saved = Plan(**state["plan"])
+            if "noise" in state and self.plan.noise.correlated:  # not of a plan before
+                history = NoiseHistory(**state["noise"])
         except TypeError as error:
             raise ValueError(
-                f"{function}: expected the plan of a run in 'plan', got another "
-                f"dictionary ({error})."
+                f"{function}: expected the plan of a run in 'plan', and its history "
+                f"in 'noise', got others ({error})."
             ) from error
         try:
             check_spent(function, self.plan, as_digest(spent_under(saved, step)), step)
@@ -431,19 +444,11 @@ class PrivateGradients:
                 f"{function}: expected at most the {self.plan.steps} steps of the "
                 f"plan, got {step}."
             )
-        history: Tree = ()
-        if "noise" in state:
-            checks.dictionaries(function, noise=state["noise"])
-            checks.names(f"{function}['noise']", NoiseHistory._fields, state["noise"])
-            history = NoiseHistory(**state["noise"])
         max_norm: Any = state.get("max_norm", ())
         if step < self.plan.steps:
             max_norm = self._bound(max_norm, step)
-        if not self.plan.noise.correlated:
-            history = ()  # of a plan before
-        elif step < self.plan.steps:
             noise: Any = self._noise(state["key"], step, history, max_norm)
-            history = noise.history
+            history = noise.history if self.plan.noise.correlated else ()
         self._run.key, self._history = state["key"].cpu().clone(), history
         self._max_norm = () if max_norm is None else max_norm
         self._run.step, self._run.process = step, os.getpid()
@@ -452,7 +457,7 @@ class PrivateGradients:
 
     def _with_mask(self, pending: PhysicalBatch, batch: tuple) -> tuple:
         """Add the mask of the samples of units; refuse units that are not whole."""
-        count = self.plan.samples_per_unit
+        count = self._count
         if count is None:
             return batch
         mask = present([len(unit.rows) for unit in pending.rows], count)
@@ -469,8 +474,7 @@ class PrivateGradients:
         loss = sample_loss(self._live.function, self._criterion, **copies)
         clipped = clipped_grad(
             loss if self._run.units is None else UnitLoss(loss),
-            max_norm=plan.first_max_norm,
-            normalize_by=plan.expected_batch_size,
+            **plan.clipping,
             **self._options,
         )
         if plan.discrete is True:
@@ -507,18 +511,18 @@ class PrivateGradients:
     def _bound(self, known: Tree, step: int) -> Tensor | None:
         """Return the bound of a step on the module's device, None if it is fixed."""
         device = next(iter(self._live.parameters.values())).device
-        bound = self.plan.max_norm_of(known, device, step=step)
-        return None if bound is None else bound.to(device)
+        return self.plan.max_norm_of(known, device, step=step)
 
     def _noise(
         self, key: Tensor, step: int, history: Tree, max_norm: Tensor | None
     ) -> Noise | DiscreteNoise:
-        clipped = self._clipped
-        if max_norm is not None:
-            clipped = clipped.with_max_norm(max_norm)
+        own = self._clipped_to(max_norm).sensitivity, self._streams
         place: Any = {"key": key, "step": step, "max_norm": max_norm}
-        own = clipped.sensitivity, self._streams
         return self.plan.step_noise(*own, **place, history=history)
+
+    def _clipped_to(self, max_norm: Tensor | None) -> ClippedGradFn:
+        own = self._clipped
+        return own if max_norm is None else own.with_max_norm(max_norm)
 
     def _commit(
         self,
@@ -528,90 +532,29 @@ class PrivateGradients:
         kept: tuple[Tree, ...],
     ) -> None:
         # All or, on error, nothing.
-        params = [*self._live.parameters.values()]
-        grads, guard = [x.grad for x in params], vars(self._guard).copy()
-        before, step = (self._sums, self._below), self.step
-        of_step = self._history, self._max_norm
+        grads = [(x, x.grad) for x in self._live.parameters.values()]
+        changed = self, self._run, self.loader, self._guard
+        before = [vars(each).copy() for each in changed]
         try:
             self.loader.pending = None  # the batch is not used twice
             self._sums, self._below = partial
             if batch.number == 0:
                 self._guard.begin()
             if noisy is not None:
-                self._sums, self._run.step = {}, step + 1
+                self._sums, self._run.step = {}, self.step + 1
                 self._history, self._max_norm = kept
                 write_grads_(self._live.model, noisy)
                 self._guard.release()
         except BaseException:
-            self.loader.pending, (self._sums, self._below) = batch, before
-            self._history, self._max_norm = of_step
-            self._run.step = step
-            for parameter, grad in zip(params, grads, strict=True):
+            for each, attributes in zip(changed, before, strict=True):
+                vars(each).update(attributes)
+            for parameter, grad in grads:
                 parameter.grad = grad
-            vars(self._guard).update(guard)
             raise
 
 
-class _Canaries:
-    """The releases of private gradients with the loss of canaries, for an audit."""
-
-    def __init__(self, private: PrivateGradients) -> None:
-        self._private = private
-        self.params, _ = private._live.values()
-        self.options = private._clipped.options
-
-    def agreed(self, key: Tensor) -> Tensor:
-        """Return the key, since there is one process."""
-        return key
-
-    def noisy_gradients(
-        self, loss: LossFn, key: Tensor, batches: Sequence[tuple], chunk_size: Any
-    ) -> list[tuple[Params, float]]:
-        """Release the batches by a copy, which is saved and loaded before the last."""
-        private = copy.copy(self._private)
-        plan, size = private.plan, private._run._size
-        with RNG_LOCK:
-            private._live = LiveModule(copy.deepcopy(private.model))
-        private._guard, private._function = (
-            GradGuard(private._live),
-            private._live.function,
-        )
-        private._clipped = private._clipped.with_loss(loss, chunk_size)
-        private._run, private._padding = copy.copy(private._run), None
-        private._streams, private._counts = Streams(), Streams()
-        private._sums, private._below = {}, 0.0
-        private.loader = cast(Any, SimpleNamespace(pending=None, restart=lambda: None))
-        before = plan if plan.before is None else plan.before
-        state = {"key": key, "step": plan.earlier_steps, "plan": asdict(before)}
-        private.load_state_dict(state)
-        found = []
-        for number, batch in enumerate(batches):
-            if number == len(batches) - 1:
-                file = io.BytesIO()
-                torch.save(private.state_dict(), file)
-                file.seek(0)
-                private.load_state_dict(torch.load(file, weights_only=True))
-            bound = private.max_norm
-            private._live.model.zero_grad()
-            rows = torch.arange(len(batch[0])).split(size or max(1, len(batch[0])))
-            for part, some in enumerate(rows):
-                last = part == len(rows) - 1
-                private.loader.pending = PhysicalBatch(part, last, some.tolist())
-                private.backward(*(x[some] for x in batch))
-            live = private._live.parameters.items()
-            grads = {n: x.grad for n, x in live if x.grad is not None}
-            found.append(
-                (grads, plan.first_max_norm if bound is None else float(bound))
-            )
-        return found
-
-
 def _planned(
-    plan: Plan | None,
-    budget: dict[str, Any],
-    dataset: Any,
-    units: Units | None,
-    samples_per_unit: int | None,
+    plan: Plan | None, budget: dict[str, Any], dataset: Any, units: Units | None
 ) -> Plan:
     sized = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if isinstance(dataset, IterableDataset) or not sized:
@@ -623,48 +566,30 @@ def _planned(
     if not isinstance(plan, Plan | None):
         kind = type(plan).__name__
         raise TypeError(f"PrivateGradients(plan): expected a Plan, got a {kind}.")
-    missing = [name for name, value in budget.items() if value is None]
-    size = len(dataset) if units is None else len(units)
     if units is not None and units.size != len(dataset):
         raise ValueError(
             f"PrivateGradients(units): expected an id for each of the {len(dataset)} "
             f"samples of the data set, got {units.size}."
         )
+    size = len(dataset) if units is None else len(units)
+    needed = [name for name in budget if name != "samples_per_unit"]
+    missing = [name for name in needed if budget[name] is None]
     if plan is None and not missing:
-        own: dict[str, Any] = {"samples_per_unit": samples_per_unit}
         if units is not None and units.several_owners:
-            own["neighbours"] = "fixed_graph"
-        return Plan.for_epsilon(dataset_size=size, **budget, **own)
-    if plan is None or len(missing) < len(budget):
+            budget = {**budget, "neighbours": "fixed_graph"}
+        return Plan.for_epsilon(dataset_size=size, **budget)
+    if plan is None or any(value is not None for value in budget.values()):
         got = "both" if plan is not None else f"no {', '.join(missing)}"
         raise ValueError(
-            f"PrivateGradients: expected {', '.join(budget)}, or a plan in their "
+            f"PrivateGradients: expected {', '.join(needed)}, or a plan in their "
             f"place, got {got}."
         )
-    if samples_per_unit not in (None, plan.samples_per_unit):
-        raise ValueError(
-            f"PrivateGradients(plan, samples_per_unit={samples_per_unit}): expected "
-            f"the plan's own {plan.samples_per_unit}. Leave it out."
-        )
-    counted = plan.samples_per_unit is not None
-    if not counted and units is None and size != plan.dataset_size:
+    if plan.samples_per_unit is None and units is None and size != plan.dataset_size:
         raise ValueError(
             f"PrivateGradients(plan): expected a plan for the {size} samples "
             f"of the data set, got one for {plan.dataset_size}."
         )
     return plan
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    loading = inspect.signature(DataLoader).parameters
-    for name in options.keys() - loading:
-        known = [*inspect.signature(PrivateGradients).parameters, *loading]
-        near = [_INSTEAD.get(name), *difflib.get_close_matches(name, known, 1)]
-        right = next(filter(None, near), None)
-        raise TypeError(
-            f"PrivateGradients({name}=...): expected options of its own or of a "
-            f"DataLoader, got {name!r}.{f' Pass {right}.' if right else ''}"
-        )
 
 
 class LiveModule:
@@ -774,10 +699,10 @@ class GradGuard:
 
     def release(self) -> None:
         """Record the gradients that have just been written."""
+        grads = {name: x.grad for name, x in self._live.parameters.items()}
+        kept = {name: grad for name, grad in grads.items() if grad is not None}
+        self.released = {name: (grad, _bits(grad)) for name, grad in kept.items()}
         self._partial = False
-        for name, parameter in self._live.parameters.items():
-            if (grad := parameter.grad) is not None:
-                self.released[name] = grad, _bits(grad)
 
     def watch(self, optimizer: Optimizer) -> None:
         """Check the gradients before each step of an optimizer."""
@@ -793,8 +718,7 @@ class GradGuard:
         def before(optimizer: Optimizer, args: tuple, kwargs: dict) -> Any:
             closure = kwargs.get("closure") or (args[1:] or (None,))[0]
             if closure is None:
-                self._check(optimizer)
-                return args, kwargs
+                return self._check(optimizer)
 
             def checked() -> Any:
                 value = closure()  # which may write gradients
@@ -853,31 +777,28 @@ def _find_padding(dataset: Any, collate_fn: Any) -> tuple[Tree, Tree, Tree] | No
     if collate_fn in (None, default_collate):
         return None
 
-    def collated(*samples):
-        return collate_fn([copy.deepcopy(sample) for sample in samples])
+    def collated(*rows: int) -> Tree:
+        return collate_fn([copy.deepcopy(samples[row]) for row in rows])
 
     def shapes(batch: Tree) -> list[torch.Size]:
         return [leaf.shape[1:] for leaf in tree_leaves(batch)]
 
-    with _restored_generators() as drawn:
-        count = min(_PADDING_SAMPLES, len(dataset))
-        samples = [dataset[row] for row in range(count)]
-        drawn()  # data sets may augment
-        singles = [collated(sample) for sample in samples]
-        sizes = [sum(map(torch.Size.numel, shapes(single))) for single in singles]
-        long = sizes.index(max(sizes))
-        longest = shapes(singles[long])
-        others = [n for n in range(count) if shapes(singles[n]) != longest]
-        if not others:
-            return None
-        short = min(others, key=sizes.__getitem__)
-        pair = collated(samples[short], samples[long])
-        if shapes(pair) == shapes(singles[short]):
-            return None
-        if drawn():
-            _warn_of_padding("collate_fn draws random numbers")
-            return None
-    return singles[short], singles[long], pair
+    def size(row: int) -> tuple[int, list[torch.Size]]:
+        single = shapes(collated(row))
+        return sum(map(torch.Size.numel, single)), single
+
+    with seeded(0):
+        samples = [dataset[row] for row in range(min(_PADDING_SAMPLES, len(dataset)))]
+        short, *_, long = sorted([0, *range(len(samples))], key=size)
+        found = collated(short), collated(long), collated(short, long)
+    if shapes(found[0]) == shapes(found[2]):
+        return None
+    with seeded(1):
+        again = collated(short, long)
+    if not all(map(checks.same_values, tree_leaves(again), tree_leaves(found[2]))):
+        _warn_of_padding("collate_fn draws random numbers")
+        return None
+    return found
 
 
 def _check_padding(
@@ -891,29 +812,29 @@ def _check_padding(
             module.training = False
         live = LiveModule(model)
         loss = sample_loss(live.function, criterion, augmentations=copies)
-        tensors = live.values()
+        params, buffers = live.values()
 
-        def losses(batch: Tree) -> list[Tensor]:
-            read = batches.read("PrivateGradients(collate_fn)", batch)
-            samples = (read.sample(read.one(row)) for row in range(read.size))
-            return [live.run(loss, *tensors, *sample) for sample in samples]
+        def losses(seed: int, *collated: Tree) -> Tensor:
+            read = [batches.read("PrivateGradients(collate_fn)", x) for x in collated]
+            samples = [x.sample(x.one(row)) for x in read for row in range(x.size)]
+            with torch.no_grad(), seeded(seed, params.values()):
+                found = [live.run(loss, params, buffers, *sample) for sample in samples]
+            # In order of size: a collate function may sort its samples.
+            return torch.stack(found).sort().values
 
-        with torch.no_grad(), _restored_generators(*tensors[0].values()) as drawn:
-            separate = torch.stack(losses(short) + losses(long))
-            paired = torch.stack(losses(pair))
-            if drawn():
-                _warn_of_padding("the loss draws random numbers in evaluation mode")
-                return
+        separate, paired = losses(0, short, long), losses(0, pair)
+        if not checks.same_values(paired, losses(1, pair)):
+            _warn_of_padding("the loss draws random numbers in evaluation mode")
+            return
     finally:
         for module, training in modes:
             module.training = training
-    dtypes = [separate.dtype, *(x.dtype for x in tensors[0].values())]
+    dtypes = [separate.dtype, *(x.dtype for x in params.values())]
     if torch.is_autocast_enabled(separate.device.type):
         dtypes.append(torch.get_autocast_dtype(separate.device.type))
     rounding = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
     options = {"rtol": rounding, "atol": rounding, "equal_nan": True}
-    # In order of size: a collate function may sort its samples.
-    if not torch.allclose(separate.sort().values, paired.sort().values, **options):
+    if not torch.allclose(separate, paired, **options):
         raise RuntimeError(
             "PrivateGradients(collate_fn): expected a loss of each sample that does "
             "not depend on the other samples, got one that changes with the padding to "
@@ -926,53 +847,26 @@ def _arguments(collated: Tree, loaded: Tree, batch: Tree) -> Tree:
     """Make arguments of a collated batch as the loop made its own of the loader's."""
     leaves, spec = tree_flatten(batch)
     sources, tensors = tree_leaves(loaded), tree_leaves(collated)
-    unused, places = [*range(len(sources))], range(len(sources))
-    arguments = []
-    for leaf in leaves:
+    places = [*range(len(sources))]
+    for number, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
-            arguments.append(leaf)
             continue
-        candidates = (n for n in (*unused, *places) if _is_moved(leaf, sources[n]))
-        place = next(candidates, None)
+        place = next((n for n in places if _is_moved(leaf, sources[n])), None)
         if place is None or len(tensors) != len(sources):
             raise RuntimeError(
                 "PrivateGradients.backward(*batch): expected the tensors of the "
                 "loader's batch, got others made of them, whose padding cannot be "
                 "checked. If the model masks it, pass check_collate=False."
             )
-        unused = [n for n in unused if n != place]  # one tensor may be passed twice
-        arguments.append(tensors[place].to(leaf))
-    return tree_unflatten(arguments, spec)
+        places.sort(key=place.__eq__)  # one tensor may be passed twice
+        leaves[number] = tensors[place].to(leaf)
+    return tree_unflatten(leaves, spec)
 
 
 def _is_moved(tensor: Tensor, other: Any) -> bool:
     # On some device and in some dtype.
-    if tensor is other:
-        return True
     same = isinstance(other, Tensor) and tensor.shape == other.shape
-    return same and torch.equal(tensor, other.to(tensor))
-
-
-@contextmanager
-def _restored_generators(*tensors: Tensor) -> Iterator[Callable[[], bool]]:
-    """Restore all generators, and yield a test of draws since the last one."""
-
-    def states() -> tuple[Any, ...]:
-        return random.getstate(), str(np.random.get_state()), random_state(tensors)
-
-    def drawn() -> bool:
-        nonlocal before
-        old, before = before, states()
-        return old[:2] != before[:2] or drawn_since(old[2], tensors)
-
-    with kept_random_state(tensors):
-        of_python, of_numpy = random.getstate(), np.random.get_state()
-        before = states()
-        try:
-            yield drawn
-        finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
+    return tensor is other or (same and torch.equal(tensor, other.to(tensor)))
 
 
 def _warn_of_padding(reason: str) -> None:

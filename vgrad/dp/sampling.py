@@ -9,13 +9,12 @@ Epsilon of shuffled batches of a fixed size can be above 10 where Poisson sampli
 about 1 (arXiv 2403.17673, 2405.20769).
 """
 
-import math
+import inspect
 import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -40,13 +39,14 @@ def poisson_sample(
     key: Tensor,
     step: int,
     max_batch_size: int | None = None,
+    among: np.ndarray | None = None,
 ) -> Tensor:
     """Draw a batch: each index with probability `sampling_rate`. -> [B], B varies.
 
     B is binomial with mean `sampling_rate * dataset_size` and may be zero. Of more than
-    `max_batch_size` indices a uniform subset of so many is left. The indices are int64,
-    ascending, on the CPU, and a function of the arguments. Cost: one float64 number per
-    sample of the data set.
+    `max_batch_size` indices a uniform subset of so many is left; `among`, bool `[N]`,
+    leaves indices out. The indices are int64, ascending, on the CPU, and a function of
+    the arguments. Cost: one float64 number per sample of the data set.
 
     Example:
         >>> from vgrad.dp import secret_key
@@ -55,44 +55,20 @@ def poisson_sample(
     """
     [dataset_size] = checks.whole("poisson_sample", least=1, dataset_size=dataset_size)
     [step] = checks.whole("poisson_sample", least=0, step=step)
-    check_rate("poisson_sample", sampling_rate)
+    sampling_rate = check_rate("poisson_sample", sampling_rate)
     generators.check_key("poisson_sample", key)
     numbers = _uniform(dataset_size, key, "batch", step)
-    rows = (numbers < sampling_rate).nonzero()[0]
-    return torch.from_numpy(_cut(rows, numbers, max_batch_size))
+    drawn = numbers < sampling_rate
+    rows = (drawn if among is None else drawn & among).nonzero()[0]
+    if max_batch_size is not None and len(rows) > max_batch_size:
+        least = np.argsort(numbers[rows], kind="stable")[:max_batch_size]
+        rows = np.sort(rows[least])
+    return torch.from_numpy(rows)
 
 
 def _uniform(count: int, key: Tensor, *place: Any) -> np.ndarray:
     stream = generators.stream(key, *place)
     return generators.drawn(np.random.Generator.random, stream, count)
-
-
-def _cut(rows: np.ndarray, numbers: np.ndarray, most: int | None) -> np.ndarray:
-    """Leave a uniform subset of at most so many rows, the ones of the least numbers."""
-    if most is None or len(rows) <= most:
-        return rows
-    return np.sort(rows[np.argsort(numbers[rows], kind="stable")[:most]])
-
-
-def cyclic_sample(
-    groups: np.ndarray,
-    count: int,
-    sampling_rate: float,
-    *,
-    key: Tensor,
-    step: int,
-    first: int = 0,
-    max_batch_size: int | None = None,
-) -> Tensor:
-    """Draw from a group, each index with `count * sampling_rate`. -> int64 [B].
-
-    The group is number `(step - first) % count`. `groups` `[N]` has the group of each
-    index, see `random_groups`.
-    """
-    numbers = _uniform(len(groups), key, "batch", step)
-    group = (step - first) % count
-    drawn = (numbers < count * sampling_rate) & (groups == group)
-    return torch.from_numpy(_cut(drawn.nonzero()[0], numbers, max_batch_size))
 
 
 def random_groups(
@@ -121,10 +97,6 @@ def in_order(order: Tensor, batch_size: int, step: int) -> Tensor:
     return order[start : start + batch_size].sort().values
 
 
-Batch = Tensor | list[Drawn]
-"""The indices of samples, int64 `[B]`, or of the samples of each unit."""
-
-
 class StepBatches:
     """The batches of the steps from `start` to `steps`, lists of indices.
 
@@ -134,7 +106,7 @@ class StepBatches:
 
     def __init__(
         self,
-        draw: Callable[[int], Batch],
+        draw: Callable[[int], list[Any]],
         dataset_size: int,
         steps: int,
         start: int,
@@ -164,7 +136,7 @@ class StepBatches:
         return f"{generators.stream(self._key, *place, self.start, self.steps):032x}"
 
     def __iter__(self) -> Iterator[list[Any]]:
-        check_drawer(self, sys._getframe(1))
+        check_drawer(self)
         # A DataLoader with workers makes two iterators, but draws from one.
         if self._served:
             raise RuntimeError(
@@ -173,9 +145,7 @@ class StepBatches:
                 f"sampler from the state that the run has reached, plan.sampler(state)."
             )
         self._served = True
-        for step in range(self.start, self.steps):
-            drawn = self._draw(step)
-            yield drawn.tolist() if isinstance(drawn, Tensor) else drawn
+        yield from map(self._draw, range(self.start, self.steps))
 
 
 class PoissonBatchSampler(StepBatches):
@@ -212,7 +182,7 @@ class PoissonBatchSampler(StepBatches):
         dataset_size, steps = checks.whole(
             function, least=1, dataset_size=dataset_size, steps=steps
         )
-        check_rate(function, sampling_rate)
+        sampling_rate = check_rate(function, sampling_rate)
         generators.check_key(function, key)
         place: tuple[Any, ...] = (repr(sampling_rate),)
         if max_batch_size is not None:
@@ -222,15 +192,16 @@ class PoissonBatchSampler(StepBatches):
 
         options: Any = {"key": key, "max_batch_size": max_batch_size}
 
-        def draw(step: int) -> Tensor:
-            return poisson_sample(dataset_size, sampling_rate, step=step, **options)
+        def draw(step: int) -> list[int]:
+            sample = poisson_sample(dataset_size, sampling_rate, step=step, **options)
+            return sample.tolist()
 
         super().__init__(draw, dataset_size, steps, start, key=key, place=place)
 
 
-def check_drawer(sampler: Any, frame: FrameType) -> None:
+def check_drawer(sampler: Any) -> None:
     """Refuse a sampler of batches if a `BatchSampler` draws single indices from it."""
-    drawer = frame.f_locals.get("self")
+    drawer = sys._getframe(2).f_locals.get("self")  # of the caller's caller
     single = getattr(drawer, "sampler", None) is sampler
     if isinstance(drawer, BatchSampler) and single:
         raise TypeError(
@@ -272,21 +243,40 @@ def collate(
             )
     empty = map_tensors(lambda leaf: leaf[:0], one)
     # A partial, unlike a closure, can be pickled for the workers of a DataLoader.
-    return partial(_collate, collate_fn, empty)
+    collated = partial(_collate, collate_fn, empty)
+    return dataset.collate(collated) if isinstance(dataset, Grouped) else collated
 
 
 def _collate(collate_fn: Callable, empty: Tree, samples: list[Any]) -> Tree:
     return collate_fn(samples) if samples else map_tensors(torch.clone, empty)
 
 
-def check_rate(function: str, sampling_rate: Any) -> None:
-    """Refuse anything but a probability above zero."""
-    checks.positive(function, sampling_rate=sampling_rate)
+def check_rate(function: str, sampling_rate: Any) -> float:
+    """Return a probability above zero, and refuse anything else."""
+    [sampling_rate] = checks.positive(function, sampling_rate=sampling_rate)
     if sampling_rate > 1:
         raise ValueError(
             f"{function}(sampling_rate={sampling_rate!r}): expected a probability, at "
             "most 1. It is the expected batch size over the size of the data set."
         )
+    return sampling_rate
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Refuse options that are none of a `DataLoader`, or choose samples."""
+    for name, value in options.items():
+        if name not in inspect.signature(DataLoader).parameters:
+            raise TypeError(
+                f"PrivateGradients({name}=...): expected options of its own or of a "
+                f"DataLoader, got another one. For one of Opacus see the page "
+                f"docs/from_opacus.md; numbers of the run can be a plan=Plan(...)."
+            )
+        if name in "shuffle sampler batch_sampler drop_last in_order".split():
+            raise ValueError(
+                f"PrivateGradients({name}={checks.shown(value)}): expected options of "
+                f"a DataLoader that do not choose samples (the plan does), such as "
+                f"collate_fn, num_workers or pin_memory."
+            )
 
 
 class PhysicalBatch(NamedTuple):
@@ -326,15 +316,12 @@ class Run:
 
     def __iter__(self) -> Iterator[list[Any]]:
         drawn = self.drawn
-        for step in range(self.step, self._epoch().stop):
-            for batch in self._of_step(step):
-                drawn.append(batch)
-                yield [*map(partial(self._drawn, step), batch.rows)]
+        for step, batch in self._parts(range(self.step, self._epoch().stop)):
+            drawn.append(batch)
+            seeds = partial(self._seeds, step)
+            yield [*(map(seeds, batch.rows) if self._seeded else batch.rows)]
 
-    def _drawn(self, step: int, index: int | Drawn) -> Any:
-        """Return the index of a sample, with seeds where it is augmented."""
-        if not self._seeded:
-            return index
+    def _seeds(self, step: int, index: int | Drawn) -> Drawn:
         rows = index.rows if isinstance(index, Drawn) else (index,)
         place = self.key, "augment", step
         return Drawn(rows, tuple(generators.torch_seed(*place, row) for row in rows))
@@ -343,16 +330,16 @@ class Run:
         """Count the physical batches of the current epoch."""
         if self._size is None:
             return len(self._epoch())  # no batch is drawn
-        return sum(1 for step in self._epoch() for _ in self._of_step(step))
+        return sum(1 for _ in self._parts(self._epoch()))
 
-    def _of_step(self, step: int) -> Iterator[PhysicalBatch]:
-        drawn = self.plan.drawing(self.key, self.units)(step)
-        rows = drawn.tolist() if isinstance(drawn, Tensor) else drawn
-        size = self._size or max(1, len(rows))
-        count = max(1, math.ceil(len(rows) / size))
-        for number in range(count):
-            some = rows[number * size : (number + 1) * size]
-            yield PhysicalBatch(number, number == count - 1, some)
+    def _parts(self, steps: range) -> Iterator[tuple[int, PhysicalBatch]]:
+        draw = self.plan.drawing(self.key, self.units)
+        for step in steps:
+            rows = draw(step)
+            size = self._size or max(1, len(rows))
+            for number, start in enumerate(range(0, max(1, len(rows)), size)):
+                end = start + size
+                yield step, PhysicalBatch(number, end >= len(rows), rows[start:end])
 
     def _epoch(self) -> range:
         length, last = self.plan.steps_per_epoch, self.plan.steps - 1
@@ -373,19 +360,10 @@ class PoissonLoader:
     """
 
     def __init__(self, run: Run, dataset: Dataset[Any], options: dict) -> None:
-        for name in "shuffle sampler batch_sampler drop_last in_order".split():
-            if name in options:
-                raise ValueError(
-                    f"PrivateGradients({name}={checks.shown(options[name])}): expected "
-                    f"options of a DataLoader that do not choose samples (the plan "
-                    f"does), such as collate_fn, num_workers or pin_memory."
-                )
         self.dataset, self._run, self._passes = dataset, run, 0
         self.pending: PhysicalBatch | None = None
-        collate_fn = collate(dataset, options.get("collate_fn") or default_collate)
-        if isinstance(dataset, Grouped):
-            collate_fn = dataset.collate(collate_fn)
-        options = {**options, "collate_fn": collate_fn}
+        collated = collate(dataset, options.get("collate_fn") or default_collate)
+        options = {**options, "collate_fn": collated}
         self._loader = DataLoader(dataset, batch_sampler=run, **options)
 
     def __len__(self) -> int:

@@ -6,6 +6,7 @@ ones. E members, B samples.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import (
     Any,
     ClassVar,
@@ -383,8 +384,8 @@ class EnsembleClippedGradFn(EnsemblePerSampleFn[Result]):
         [first] = checks.whole("add_noise", least=0, first=first)
         sizes = {len(value) for value in grads.values()}
         count = max(sizes, default=0)
-        single = isinstance(noise_multiplier, int | float)
-        multipliers = [noise_multiplier] * count if single else list(noise_multiplier)
+        one = isinstance(noise_multiplier, Real | int | float)
+        multipliers = [noise_multiplier] * count if one else list(noise_multiplier)
         sensitivities = self.sensitivities
         if len(sensitivities) == 1:
             sensitivities *= count

@@ -34,6 +34,7 @@ from vgrad.persample.engine import (
     members,
     slices,
 )
+from vgrad.persample.row_counts import Touched, counted, touched
 from vgrad.torch_private import modes
 from vgrad.tree import double, no_autocast
 from vgrad.typing import Clipping, LossFn, Params, Passes, Result, Tree
@@ -137,12 +138,29 @@ class _ClipCollector(Collector):
     bounds: Sequence[Any]  # of the norms of each part, numbers or one tensor
     dtype: torch.dtype
     mask: Tensor | None
+    tables: Mapping[str, int] = field(default_factory=dict)  # how many rows to count
+    touched: dict[str, Touched] = field(default_factory=dict)
     factors: dict[str, Factor] = field(default_factory=dict)
     norms: dict[str, Any] = field(default_factory=dict)
     small: list[Gathered] | None = None  # factors of which some are together
 
     def take(self, name: str, factor: Factor) -> None:
+        self.count(name, factor)
         self.factors[name], self.norms[name] = factor.settled()
+
+    def count(self, name: str, factor: Factor) -> None:
+        """Keep the rows of a table at which samples have gradients."""
+        if name in self.tables:
+            self.touched[name] = touched(factor)
+
+    def row_counts(self, norms: Tensor) -> list[Tensor]:
+        """Sum the counts of samples with finite norms at the rows of tables."""
+        if not self.tables:
+            return []
+        keep = norms < math.inf
+        keep = keep if self.mask is None else keep & self.mask
+        rows = [self.touched[name] for name in self.tables]
+        return counted(rows, [*self.tables.values()], keep)
 
     def joint(self) -> Joint:
         """Return the norms of all parts."""
@@ -279,6 +297,7 @@ class _TwoPassCollector(_ClipCollector):
     def take(self, name: str, factor: Factor) -> None:
         if self._clip is None:
             return super().take(name, factor)
+        self.count(name, factor)
         form = self.first_pass(name, factor)
         found = form.weighted(self._clip.weights[name])
         self.sums[name] = self.reducer.summed(name, found)
@@ -295,7 +314,8 @@ class _TwoPassCollector(_ClipCollector):
             differs = rare(again.far | ~fits.all())
         if not self.reducer.any_rank(differs):
             return None
-        return _ClipCollector(self.rule, self.parts, self.bounds, self.dtype, self.mask)
+        given = self.rule, self.parts, self.bounds, self.dtype, self.mask
+        return _ClipCollector(*given, self.tables)
 
 
 class ClippedGrad(NamedTuple):
@@ -317,6 +337,17 @@ class ClippedGrad(NamedTuple):
     losses: Tensor
     clipped: Tensor
     nonfinite: Tensor
+
+
+class CountedGrad(NamedTuple):
+    """The result of `clipped_grad`, and counts of rows of tables, int64 `[V]`."""
+
+    grads: Params
+    norms: Tensor
+    losses: Tensor
+    clipped: Tensor
+    nonfinite: Tensor
+    rows: Params
 
 
 class ClippingOptions(Options, total=False):
@@ -406,7 +437,7 @@ def clipped_grad(
         (tensor(1), tensor(1), 1.0)
     """
     checks.choice("clipped_grad", get_args(Clipping), clipping=clipping)
-    checks.positive("clipped_grad", normalize_by=normalize_by)
+    [normalize_by] = checks.positive("clipped_grad", normalize_by=normalize_by)
     if isinstance(max_norm, Mapping):
         if clipping != "per_layer" or not max_norm:
             raise ValueError(
@@ -418,7 +449,7 @@ def clipped_grad(
     else:
         bounds = {"max_norm": max_norm}
     for name, bound in bounds.items():
-        checks.positive("clipped_grad", **{name: bound})
+        [bound] = checks.positive("clipped_grad", **{name: bound})
         if clipping == "automatic" or not math.isinf(bound):
             # A sum in float32 cannot keep others, for want of digits or range.
             sizes = {name: bound, f"{name} / normalize_by": bound / normalize_by}
@@ -481,6 +512,7 @@ class ClippedSum(Quantity):
     rule: ClipRule
     normalize_by: float
     passes: int = 1
+    tables: tuple[str, ...] = ()  # patterns of tables whose rows are counted
 
     def mapped(
         self, function: Callable[[Tensor], Tensor], value: ClippedGrad
@@ -493,10 +525,20 @@ class ClippedSum(Quantity):
         parts, bounds = self.rule.parts(call.params)
         if call.max_norm is not None:
             bounds = [call.max_norm]
-        given = self.rule, parts, bounds, call.dtype, call.mask
+        given = self.rule, parts, bounds, call.dtype, call.mask, self.rows(call.params)
         if self.passes == 1:
             return _ClipCollector(*given)
         return _TwoPassCollector(*given, reducer=call.reducer)
+
+    def rows(self, params: Params) -> dict[str, int]:
+        """Return how many rows the tables have in which they are counted."""
+        names = checks.all_matched("row_selection", params, self.tables)
+        if scalars := [name for name in names if not params[name].ndim]:
+            raise ValueError(
+                f"row_selection(tables={[*self.tables]}): expected patterns of tables, "
+                f"got {checks.listed(scalars)} without dimensions."
+            )
+        return {name: params[name].shape[0] for name in names}
 
     def sums(self) -> Sums:
         return Sums()
@@ -513,25 +555,32 @@ class ClippedSum(Quantity):
         else:
             sums, clip = collector.summed_with_care()
             sums = {n: call.reducer.settled(n, each) for n, each in sums.items()}
-        return sums, clip.norms, clip.clipped.sum(), clip.nonfinite(call.mask)
+        counts = clip.clipped.sum(), clip.nonfinite(call.mask)
+        return sums, clip.norms, *counts, *collector.row_counts(clip.norms)
 
-    def total(self, partials: Iterator[tuple], run: Evaluation) -> ClippedGrad:
-        sums, found = self.sums(), []
+    def total(
+        self, partials: Iterator[tuple], run: Evaluation
+    ) -> ClippedGrad | CountedGrad:
+        sums, found, tables = self.sums(), [], self.rows(run.params)
         for some, *others in partials:
             sums.add(some)
             found.append(others)
         if not found:
             self.rule.parts(run.params)  # which may not be as the bounds say
             norms = reductions.no_norms(run.params, torch.float64)
-            found.append((norms, (norms > 0).sum(), (norms > 0).sum()))
+            none = (norms > 0).sum()
+            found.append((norms, none, none, *map(none.expand, tables.values())))
         norms, *counts = zip(*found, strict=True)
         added = [reduce(operator.add, each) for each in counts]
-        clipped, nonfinite = run.summed(sums, *added)
+        clipped, nonfinite, *rows = run.summed(sums, *added)
         sums.divide(self.normalize_by)
-        return ClippedGrad(
+        result = ClippedGrad(
             grads=sums.rounded(run.params),
             norms=joined(norms[0], [*norms]).to(run.dtype),
             losses=run.losses,
             clipped=clipped,
             nonfinite=nonfinite,
         )
+        if not tables:
+            return result
+        return CountedGrad(*result, rows=dict(zip(tables, rows, strict=True)))

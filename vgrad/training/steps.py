@@ -7,7 +7,7 @@ gradients are not finite keep their old values, running statistics of batch norm
 included, which are buffers of each member. E members.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -26,8 +26,10 @@ from vgrad.conditions import checks_collected
 from vgrad.devices import is_host
 from vgrad.dp.adaptive import count_below
 from vgrad.dp.discrete import DiscreteNoise, integer_sums
+from vgrad.dp.group_clip import scaled
 from vgrad.dp.noise import Drawn, Noise, Streams
-from vgrad.dp.plan import Plan, as_digest, check_spent
+from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
+from vgrad.dp.rows import step_of_rows
 from vgrad.dp.units import UnitLoss, check_units
 from vgrad.ensemble.execution import run_eager
 from vgrad.ensemble.gradients import EnsembleGradFn, ensemble_grad, returning_buffers
@@ -102,6 +104,7 @@ class Gradients(NamedTuple):
     noise: Noise | DiscreteNoise | None = None  # to be added to the gradients
     scales: Scales = MappingProxyType({})  # by which their noisy sum is divided
     optimizer: Tree = None  # the state to start from; None for the given one
+    chosen: Mapping[str, Tensor] = MappingProxyType({})  # rows that alone take the step
 
 
 class StepReducer:
@@ -177,22 +180,17 @@ class TrainingStep(Generic[State]):
 
     def noisy_gradients(
         self,
-        loss: LossFn,
         state: Any,
+        loss: LossFn,
+        key: Tensor,
         batches: Sequence[tuple],
-        *,
-        chunk_size: int | None,
-    ) -> list[tuple[Params, float]]:
-        """Take private steps of another loss; return noisy gradients and clip bounds.
+        chunk_size: ChunkSize,
+    ) -> list[tuple[Params, Tensor | None]]:
+        """Take a plan's first steps, on another loss and key and batches of all ranks.
 
-        The state is saved and loaded before the last one. Batches are of all processes.
+        Return noisy gradients, and bounds of the clip that adapt. The state is saved
+        and loaded before the last step; the one passed stays as it is.
         """
-        if scales_of(state.optimizer):
-            raise ValueError(
-                "Plan.audit(step): expected a step whose optimizer takes gradients as "
-                "they are, got one that scales them before they are clipped. Audit the "
-                "step with the optimizer inside of scale_then_privatize."
-            )
         source: Any = self.source
         plan, device = source.plan, device_of(state.params)
         transform = source.transform.with_loss(loss, chunk_size)
@@ -201,17 +199,27 @@ class TrainingStep(Generic[State]):
         source = replace(source, transform=transform, has_aux=False, **own)
         step = replace(self, source=source, tx=_RECORDER, has_aux=False)
         step = replace(step, reduce=self.reduce.of(step), execute=copy(self.execute))
-        state = state._replace(optimizer=_RECORDER.init(state.params))
+        digest = as_digest(spent_under(plan, plan.earlier_steps))
+        state = state._replace(
+            key=key,
+            step=torch.full_like(state.step, plan.earlier_steps),
+            plan_digest=digest.to(state.plan_digest.device),
+            noise=(),
+            max_norm=(),
+        )
+        # Gradients keep the scales that they have in this state.
+        optimizer: Any = {"uses": uses_of_noise(state.optimizer)}
+        optimizer["grads"] = map_values(torch.zeros_like, state.params)
         found, parts = [], [step.reduce.share(batch) for batch in batches]
         for number, batch in enumerate(parts, start=1):
             if number == len(parts):
                 state = step.reduce.reloaded(state)
+            state = state._replace(optimizer=optimizer)
             bound = plan.max_norm_of(state.max_norm, device, step=int(state.step))
             if step.execute is not run_eager:  # a first call is captured, and not run
                 step(state, *batch)
             state, _ = step(state, *batch)
-            bound = plan.first_max_norm if bound is None else float(bound)
-            found.append((state.optimizer, bound))
+            found.append((state.optimizer["grads"], bound))
         return found
 
     def __call__(self, state: State, /, *batch: Tree) -> tuple[State, Metrics]:
@@ -258,13 +266,16 @@ class TrainingStep(Generic[State]):
             if getattr(execute, "compiles", False):
                 drawn = noise.drawn(grads)
             if drawn is None:
-                noisy, changes["noise"] = noise.advanced(grads)
-                grads = unscaled(noisy, found.scales)
-            elif donate:  # no graph can write into the state
+                grads, changes["noise"] = noise.advanced(grads)
+            elif donate or found.chosen:  # no graph can write into the state
                 grads, made = execute(Drawn.added, drawn, grads)
+            if drawn is None or donate or found.chosen:
+                grads = unscaled(grads, found.scales)
         optimizer = state.optimizer if noise is None else found.optimizer
         arguments = self.tx, grads, optimizer, state.params
-        if donate:
+        if found.chosen:
+            params, optimizer = execute(step_of_rows, dict(found.chosen), *arguments)
+        elif donate:
             loss, aux = map_tensors(Tensor.clone, (loss, aux))  # they may be parameters
             params, optimizer = optim.step(*arguments, donate=True)
         elif drawn is not None:
@@ -285,10 +296,10 @@ class TrainingStep(Generic[State]):
 
 
 _RECORDER = GradientTransformation(
-    lambda params: map_values(torch.zeros_like, params),
-    lambda grads, state, params=None: (dict.fromkeys(grads), dict(grads)),
+    lambda params: {},
+    lambda grads, state, params=None: (dict.fromkeys(grads), {**state, "grads": grads}),
 )
-"""Leaves parameters as they are, and keeps gradients as its state."""
+"""Leaves parameters as they are, and keeps gradients in its state."""
 
 
 def noisy_step(
@@ -402,7 +413,7 @@ class PrivateSource(Source):
     has_aux: bool
     samples_per_unit: int | None  # of the batches
     streams: Streams = field(default_factory=Streams)
-    counts: Streams = field(default_factory=Streams)  # of a bound that adapts
+    counts: Streams = field(default_factory=Streams)  # of norms or of rows
 
     def __call__(self, state: TrainState, batch: tuple) -> Gradients:
         """Compute the clipped sum of a batch, and the noise for it."""
@@ -425,13 +436,16 @@ class PrivateSource(Source):
         scale, compute = state.loss_scale, self.transform
         if is_scaled(scale):
             compute = compute.with_loss_scale(scale)
-        optimizer, scales = state.optimizer, {}
+        optimizer = state.optimizer
+        scales: Scales = plan.scales(state.params)
         if uses := uses_of_noise(optimizer):
-            if plan.noise.correlated:
+            if plan.noise.correlated or scales or plan.rows is not None:
                 raise ValueError(
-                    f"private_step(tx, plan): expected independent noise for adam_bc "
-                    f"or scale_then_privatize, whose rules hold for no other, got "
-                    f"{plan.noise.scheme}. Take another optimizer, such as adam."
+                    f"private_step(tx, plan): expected independent noise of one "
+                    f"deviation on all rows for adam_bc or scale_then_privatize, whose "
+                    f"rules hold for no other, got {plan.noise.scheme} noise, max_norm="
+                    f"{plan.max_norm} and rows={plan.rows}. Take another optimizer, "
+                    f"such as adam."
                 )
             scales = scales_of(uses)
             compute = compute.with_scales(scales)
@@ -455,6 +469,10 @@ class PrivateSource(Source):
         if max_norm is not None:
             own = max_norm, count_below(result), self.counts
             changes["max_norm"] = plan.next_max_norm(*own, **place)
+        chosen: dict[str, Tensor] = {}
+        if plan.rows is not None:
+            chosen = plan.chosen_rows(result.rows, self.counts, **place)
+            metrics["rows"] = sum(rows.sum() for rows in chosen.values())
         place |= {"history": state.noise, "max_norm": max_norm}
         noise = plan.step_noise(compute.sensitivity, self.streams, **place)
         if isinstance(noise, DiscreteNoise):
@@ -462,8 +480,9 @@ class PrivateSource(Source):
         loss = widened(result.losses).mean()
         if any(map(has_deviation, uses)):
             optimizer = with_deviation(optimizer, noise.deviation)
-        found = result.grads, loss, state.buffers, aux, (), metrics, changes
-        return Gradients(*found, noise, scales, optimizer)
+        grads = result.grads if uses else scaled(result.grads, scales)
+        found = grads, loss, state.buffers, aux, (), metrics, changes
+        return Gradients(*found, noise, scales, optimizer, chosen)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -696,7 +715,8 @@ def private_step(
 
     The metrics are `loss` (mean over the batch, NaN where it is empty), `samples`,
     `clipped` and `nonfinite`. They are computed from the private data without noise:
-    publishing them voids the guarantee.
+    publishing them voids the guarantee. With `plan.rows` there is also `rows`, how many
+    rows were chosen, which is private.
 
     Under a `policy` the loss runs in its dtypes; norms, sums, noise and the optimizer
     stay in float32 or wider. A loss scale (of a policy that computes in float16
@@ -738,16 +758,11 @@ def private_step(
                 "plan of units, whose loss is a mean over samples. Leave has_aux out."
             )
         loss = UnitLoss(loss)
-    clipped = clipped_grad(
-        with_policy(policy, loss),
-        max_norm=plan.first_max_norm,
-        normalize_by=plan.expected_batch_size,
-        passes=passes,
-        strategy=strategy,
-        chunk_size=chunk_size,
-        randomness=randomness,
-        has_aux=has_aux,
-    )
+    options: Any = {"passes": passes, "strategy": strategy, "chunk_size": chunk_size}
+    options |= {"randomness": randomness, "has_aux": has_aux, **plan.clipping}
+    clipped: Any = clipped_grad(with_policy(policy, loss), **options)
+    if plan.rows is not None:
+        clipped = plan.rows.counting(clipped)
     if plan.discrete is True:
         clipped = integer_sums(clipped, plan.noise_multiplier)
     own = {"has_aux": has_aux, "samples_per_unit": plan.samples_per_unit}
