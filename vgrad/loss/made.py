@@ -173,7 +173,7 @@ def _copies(tensor: Tensor, level: int, size: int) -> Tensor | None:
         plain = type(stored) is Tensor or checks_collected()  # nor of a subclass
         if not dense or not plain or stored.is_nested or stored.shape != tensor.shape:
             return None
-        if stored.requires_grad and stored.is_leaf:
+        if any(each.requires_grad and each.is_leaf for each in (tensor, stored)):
             return None
         with modes.exit_to(level):
             shape, strides = (size, *stored.shape), (max(count, 1), *stored.stride())

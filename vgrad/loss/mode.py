@@ -20,6 +20,7 @@ from vgrad.functional.guards import Again, Protected, WriteGuard, may_write, wri
 from vgrad.generators import drawn_since, random_state, set_random_state
 from vgrad.loss.functions import custom_function, for_samples
 from vgrad.loss.grad_flags import (
+    AUTOGRAD,
     HOOKS,
     REQUIRES_GRAD,
     GradFlags,
@@ -159,7 +160,7 @@ class LossMode(WriteGuard):
         self, func: Callable, args: tuple, kwargs: dict, *, failed: bool = False
     ) -> SplitBatch | UnsupportedOp | None:
         """Return the repetition that a write needs into a tensor of all samples."""
-        if self.made is None or self.flags is None:
+        if self.made is None or self.flags is None or func in AUTOGRAD:
             return None
         level = self._level
         with modes.without_modes():
