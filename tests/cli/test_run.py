@@ -446,13 +446,14 @@ BAD = [
     (["--batch-size", "49"], "the 48 training samples that there are. Leave it out"),
     (
         ["--noise", "blt:2", "--max-batch-size", "12"],
-        "vgrad: --max-batch-size 12 --noise blt:2: no account of the two is known. "
-        'Choose sampling="poisson", or leave --max-batch-size out.',
+        "vgrad: --max-batch-size 12 --noise blt:2: expected others, since no account "
+        "of these is known. Leave --max-batch-size out.",
     ),
     (
         ["--discrete", "yes", "--max-batch-size", "auto"],
-        "vgrad: --discrete yes --max-batch-size auto: no account of these is known. "
-        "Leave the two others out, also in a plan before, or pass --discrete sum.",
+        "vgrad: --discrete yes --max-batch-size auto: expected others, since no "
+        "account of these is known. Leave the two others out, also in a plan before, or "
+        "pass --discrete sum.",
     ),
     (["--noise", "band-mf:9"], "--noise band-mf:9: expected a rate of at most 1 / 9"),
     (QUANTILE, "--noise blt:2 --clip-quantile 0.5: expected one of discrete noise, co"),
