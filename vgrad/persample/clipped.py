@@ -555,11 +555,11 @@ class ClippedSum(Quantity):
         self, partials: Iterator[tuple], run: Evaluation
     ) -> ClippedGrad | CountedGrad:
         sums, found, tables = self.sums(), [], self.names(run.params)
+        self.rule.parts(run.params)  # refuses patterns before a loss runs
         for some, *others in partials:
             sums.add(some)
             found.append(others)
         if not found:
-            self.rule.parts(run.params)  # which may not be as the bounds say
             norms = reductions.no_norms(run.params, torch.float64)
             none = (norms > 0).sum()
             rows = [none.expand(len(run.params[name])) for name in tables]
