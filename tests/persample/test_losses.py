@@ -391,10 +391,6 @@ UNRECORDED = {
     '^mul_: .*from w, got one that changes such a tensor in place.*"vmap': [
         "w = w * 1; w.mul_(2); value = F.linear(x, w)"
     ],
-    OWN: [
-        AT_WEIGHTS.format(each)
-        for each in ("F.linear(x, w)", "(x @ w.exp().t())", "(w[0] * x)")
-    ],
     OVER: [
         GRAD_AT_WEIGHTS,
         # The norms of the samples of a sample.
@@ -410,16 +406,12 @@ UNRECORDED = {
 }
 for message, texts in UNRECORDED.items():
     add(texts, W, refused={"recorded": message})
-LOOPED = [
-    """
-x = x.detach().requires_grad_()
-value = F.linear(x, w).tanh().sum()
-value = torch.autograd.grad(value, x, create_graph=True)[0].square().sum()""",
-    FILLS.format("torch.Tensor.backward"),
-    FILLS.format("torch.autograd.backward"),
-]
+for each in ("F.linear(x, w)", "(x @ w.exp().t())", "(w[0] * x)"):
+    add([AT_WEIGHTS.format(each)], W)
 BY_LOOP = dict.fromkeys(("recorded", "vmap"), 'strategy="loop"')
-add(LOOPED, W, refused=dict.fromkeys(BY_LOOP, OWN))
+add([FILLS.format("torch.Tensor.backward")], W, refused={"vmap": OWN})
+fills = FILLS.format("torch.autograd.backward")
+add([fills], W, refused=dict.fromkeys(BY_LOOP, OWN))
 add(["w.data = torch.renorm(w.data, 2, 0, 1.0); value = x @ w.t()"], W, refused=BY_LOOP)
 for op, text in {
     "numpy": "(w * x).sum() * x.numpy().item(0)",
@@ -903,14 +895,14 @@ h = columns(p, x).clone(); h += 1; value = marked(h)""",
         "h = h.sin() if h.grad_fn is None else h.cos()",
         "h.mul_(2); h = h.cos() if h._version else h.sin()",
         "h = h.detach_()",
-        "h = h.detach(); h.requires_grad = True",
-        "h = torch.autograd.grad(h.square().sum(), h, create_graph=True)[0]",
-        "if h.requires_grad: h = h * (1 + torch.autograd.grad(h, h, h.new_ones(5))[0])",
         "h = compiled(h)",
     ],
     ("members",): [
+        "h = h.detach(); h.requires_grad = True",
+        "h = torch.autograd.grad(h.square().sum(), h, create_graph=True)[0]",
+        "if h.requires_grad: h = h * (1 + torch.autograd.grad(h, h, h.new_ones(5))[0])",
         "h = F.conv1d(torch.stack([x, x.sin()])[:, None], w[:, None, :2]);"  # [2, 5, 3]
-        "h.flatten().mul_(2); value = marked(h)"
+        "h.flatten().mul_(2); value = marked(h)",
     ],
     ("recorded",): [
         OF_COLUMNS.format("h = h.as_strided((4,), (1,))"),

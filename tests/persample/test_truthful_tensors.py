@@ -284,12 +284,13 @@ EXPRESSIONS = {
     "torch.equal(t, t); torch.allclose(t, t)",
     "RRR= ==== RRR=": "t.register_hook(id) is None; get_gradient_edge(t).output_nr;"
     "t.register_post_accumulate_grad_hook(id) is None",
-    "RRRR R=R= RRRR": "setattr(t, 'requires_grad', True)",
+    "==== R=R= RRRR": "setattr(t, 'requires_grad', True)",
     "R=R= RRRR RRRR": "t.requires_grad_().is_leaf",
-    "RRRR RRRR RRRR": "t.sum().backward();"
-    "torch.autograd.backward(t.sum()); setattr(t, 'data', t.detach() * 1)",
+    "=RR= RRRR RRRR": "t.sum().backward()",
+    "RRRR RRRR RRRR": "torch.autograd.backward(t.sum());"
+    "setattr(t, 'data', t.detach() * 1)",
     "RRRR ==R= RRRR": "t.detach_().requires_grad",
-    "R==R ===R RRRR": "torch.autograd.grad(t.sum(), t)[0].shape;"
+    "===R ===R RRRR": "torch.autograd.grad(t.sum(), t)[0].shape;"
     "torch.autograd.grad(t, t, torch.ones_like(t))[0].shape",
     "R==R ==== RRRR": "t.data.requires_grad;"
     "t[None, :, None, None].is_contiguous(memory_format=torch.channels_last)",

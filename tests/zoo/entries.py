@@ -78,7 +78,6 @@ def writes(op: str) -> Exact:
 
 
 SPLITS = Exact(splits=True)
-BACKWARD = "expected a loss that runs no backward pass of its own"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from tests.zoo.entries import (
-    BACKWARD,
     SAME,
     SIZE,
     D,
@@ -404,7 +403,7 @@ def looked_up(**options) -> Use:
     return Use(Net(forward, **parts), (torch.randint(9, (SIZE, 5)), classes()))
 
 
-@row("derivative in the loss, by torch.autograd", today=Exact("loop", BACKWARD, "grad"))
+@row("derivative in the loss, by torch.autograd")
 def differentiates_itself() -> Use:
     """Physics-informed: the derivative of the net is a part of the loss."""
 

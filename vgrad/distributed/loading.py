@@ -1,6 +1,5 @@
 """Logical batches, cut among ranks."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -99,7 +98,7 @@ class LocalBatches:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        check_drawer(self, sys._getframe(1))
+        check_drawer(self)
         for batch in self._sampler:
             yield self._part(batch)
 

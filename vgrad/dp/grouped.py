@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -51,9 +52,8 @@ class Grouped(Dataset[list]):
     def __getitem__(self, drawn: Drawn | int) -> Any:
         if not isinstance(drawn, Drawn):
             return self._items(drawn, 0, 1)[0]
-        seeds = drawn.seeds or (0,) * len(drawn.rows)
         count = 1 if self._augment is None else self._shape[-1]
-        pairs = zip(drawn.rows, seeds, strict=True)
+        pairs = zip_longest(drawn.rows, drawn.seeds, fillvalue=0)
         return [item for row, seed in pairs for item in self._items(row, seed, count)]
 
     def _items(self, row: int, seed: int, count: int) -> list[Any]:

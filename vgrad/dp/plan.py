@@ -24,9 +24,7 @@ from vgrad.dp.noising import Fitted, Noising, independent
 from vgrad.dp.rows import RowSelection
 from vgrad.dp.sampling import (
     Batch,
-    PoissonBatchSampler,
     StepBatches,
-    cyclic_sample,
     in_order,
     poisson_sample,
     random_groups,
@@ -804,8 +802,12 @@ class Plan:
             return lambda step: in_order(order, batch, step - start)
         bands, equal = self.noise.size, self.sampling == "cyclic_equal"
         groups = random_groups(size, bands, key=key, equal=equal)
-        run = groups, bands, rate
-        return lambda step: cyclic_sample(*run, step=step, first=start, **options)
+
+        def draw(step: int) -> Tensor:
+            among = groups == (step - start) % bands
+            return poisson_sample(size, bands * rate, step=step, among=among, **options)
+
+        return draw
 
     def sampler(self, state: Any, units: Any = None) -> StepBatches:
         """Return the batches from the state's step to the last one, for one pass.
@@ -833,17 +835,10 @@ class Plan:
         digest, step = getattr(state, "plan_digest", None), int(state.step)
         check_spent("Plan.sampler(state)", self, digest, step)
         units = units_of("Plan.sampler(state, units)", self, units)
-        run, key = (self.dataset_size, self.steps), self._subkey(state.key)
-        if units is None and self.sampling == "poisson":
-            options: Any = {"start": step, "max_batch_size": self.max_batch_size}
-            size, steps = run
-            run = size, self.sampling_rate, steps
-            return PoissonBatchSampler(*run, key=key, **options)
         place = repr(self.sampling_rate), *self._kinds
-        if units is not None:
-            place += (units.digest,)
-        draw = self.drawing(state.key, units)
-        return StepBatches(draw, *run, step, key=key, place=place)
+        place += () if units is None else (units.digest,)
+        run = self.drawing(state.key, units), self.dataset_size, self.steps, step
+        return StepBatches(*run, key=self._subkey(state.key), place=place)
 
     def add_noise(
         self,

@@ -10,13 +10,11 @@ about 1 (arXiv 2403.17673, 2405.20769).
 """
 
 import inspect
-import math
 import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -41,13 +39,14 @@ def poisson_sample(
     key: Tensor,
     step: int,
     max_batch_size: int | None = None,
+    among: np.ndarray | None = None,
 ) -> Tensor:
     """Draw a batch: each index with probability `sampling_rate`. -> [B], B varies.
 
     B is binomial with mean `sampling_rate * dataset_size` and may be zero. Of more than
-    `max_batch_size` indices a uniform subset of so many is left. The indices are int64,
-    ascending, on the CPU, and a function of the arguments. Cost: one float64 number per
-    sample of the data set.
+    `max_batch_size` indices a uniform subset of so many is left; `among`, bool `[N]`,
+    leaves indices out. The indices are int64, ascending, on the CPU, and a function of
+    the arguments. Cost: one float64 number per sample of the data set.
 
     Example:
         >>> from vgrad.dp import secret_key
@@ -59,41 +58,17 @@ def poisson_sample(
     sampling_rate = check_rate("poisson_sample", sampling_rate)
     generators.check_key("poisson_sample", key)
     numbers = _uniform(dataset_size, key, "batch", step)
-    rows = (numbers < sampling_rate).nonzero()[0]
-    return torch.from_numpy(_cut(rows, numbers, max_batch_size))
+    drawn = numbers < sampling_rate
+    rows = (drawn if among is None else drawn & among).nonzero()[0]
+    if max_batch_size is not None and len(rows) > max_batch_size:
+        least = np.argsort(numbers[rows], kind="stable")[:max_batch_size]
+        rows = np.sort(rows[least])
+    return torch.from_numpy(rows)
 
 
 def _uniform(count: int, key: Tensor, *place: Any) -> np.ndarray:
     stream = generators.stream(key, *place)
     return generators.drawn(np.random.Generator.random, stream, count)
-
-
-def _cut(rows: np.ndarray, numbers: np.ndarray, most: int | None) -> np.ndarray:
-    """Leave a uniform subset of at most so many rows, the ones of the least numbers."""
-    if most is None or len(rows) <= most:
-        return rows
-    return np.sort(rows[np.argsort(numbers[rows], kind="stable")[:most]])
-
-
-def cyclic_sample(
-    groups: np.ndarray,
-    count: int,
-    sampling_rate: float,
-    *,
-    key: Tensor,
-    step: int,
-    first: int = 0,
-    max_batch_size: int | None = None,
-) -> Tensor:
-    """Draw from a group, each index with `count * sampling_rate`. -> int64 [B].
-
-    The group is number `(step - first) % count`. `groups` `[N]` has the group of each
-    index, see `random_groups`.
-    """
-    numbers = _uniform(len(groups), key, "batch", step)
-    group = (step - first) % count
-    drawn = (numbers < count * sampling_rate) & (groups == group)
-    return torch.from_numpy(_cut(drawn.nonzero()[0], numbers, max_batch_size))
 
 
 def random_groups(
@@ -165,7 +140,7 @@ class StepBatches:
         return f"{generators.stream(self._key, *place, self.start, self.steps):032x}"
 
     def __iter__(self) -> Iterator[list[Any]]:
-        check_drawer(self, sys._getframe(1))
+        check_drawer(self)
         # A DataLoader with workers makes two iterators, but draws from one.
         if self._served:
             raise RuntimeError(
@@ -229,9 +204,9 @@ class PoissonBatchSampler(StepBatches):
         super().__init__(draw, dataset_size, steps, start, key=key, place=place)
 
 
-def check_drawer(sampler: Any, frame: FrameType) -> None:
+def check_drawer(sampler: Any) -> None:
     """Refuse a sampler of batches if a `BatchSampler` draws single indices from it."""
-    drawer = frame.f_locals.get("self")
+    drawer = sys._getframe(2).f_locals.get("self")  # of the caller's caller
     single = getattr(drawer, "sampler", None) is sampler
     if isinstance(drawer, BatchSampler) and single:
         raise TypeError(
@@ -273,7 +248,8 @@ def collate(
             )
     empty = map_tensors(lambda leaf: leaf[:0], one)
     # A partial, unlike a closure, can be pickled for the workers of a DataLoader.
-    return partial(_collate, collate_fn, empty)
+    collated = partial(_collate, collate_fn, empty)
+    return dataset.collate(collated) if isinstance(dataset, Grouped) else collated
 
 
 def _collate(collate_fn: Callable, empty: Tree, samples: list[Any]) -> Tree:
@@ -345,15 +321,12 @@ class Run:
 
     def __iter__(self) -> Iterator[list[Any]]:
         drawn = self.drawn
-        for step in range(self.step, self._epoch().stop):
-            for batch in self._of_step(step):
-                drawn.append(batch)
-                yield [*map(partial(self._drawn, step), batch.rows)]
+        for step, batch in self._parts(range(self.step, self._epoch().stop)):
+            drawn.append(batch)
+            seeds = partial(self._seeds, step)
+            yield [*(map(seeds, batch.rows) if self._seeded else batch.rows)]
 
-    def _drawn(self, step: int, index: int | Drawn) -> Any:
-        """Return the index of a sample, with seeds where it is augmented."""
-        if not self._seeded:
-            return index
+    def _seeds(self, step: int, index: int | Drawn) -> Drawn:
         rows = index.rows if isinstance(index, Drawn) else (index,)
         place = self.key, "augment", step
         return Drawn(rows, tuple(generators.torch_seed(*place, row) for row in rows))
@@ -362,16 +335,17 @@ class Run:
         """Count the physical batches of the current epoch."""
         if self._size is None:
             return len(self._epoch())  # no batch is drawn
-        return sum(1 for step in self._epoch() for _ in self._of_step(step))
+        return sum(1 for _ in self._parts(self._epoch()))
 
-    def _of_step(self, step: int) -> Iterator[PhysicalBatch]:
-        drawn = self.plan.drawing(self.key, self.units)(step)
-        rows = drawn.tolist() if isinstance(drawn, Tensor) else drawn
-        size = self._size or max(1, len(rows))
-        count = max(1, math.ceil(len(rows) / size))
-        for number in range(count):
-            some = rows[number * size : (number + 1) * size]
-            yield PhysicalBatch(number, number == count - 1, some)
+    def _parts(self, steps: range) -> Iterator[tuple[int, PhysicalBatch]]:
+        draw = self.plan.drawing(self.key, self.units)
+        for step in steps:
+            drawn = draw(step)
+            rows = drawn.tolist() if isinstance(drawn, Tensor) else drawn
+            size = self._size or max(1, len(rows))
+            for number, start in enumerate(range(0, max(1, len(rows)), size)):
+                end = start + size
+                yield step, PhysicalBatch(number, end >= len(rows), rows[start:end])
 
     def _epoch(self) -> range:
         length, last = self.plan.steps_per_epoch, self.plan.steps - 1
@@ -394,10 +368,8 @@ class PoissonLoader:
     def __init__(self, run: Run, dataset: Dataset[Any], options: dict) -> None:
         self.dataset, self._run, self._passes = dataset, run, 0
         self.pending: PhysicalBatch | None = None
-        collate_fn = collate(dataset, options.get("collate_fn") or default_collate)
-        if isinstance(dataset, Grouped):
-            collate_fn = dataset.collate(collate_fn)
-        options = {**options, "collate_fn": collate_fn}
+        collated = collate(dataset, options.get("collate_fn") or default_collate)
+        options = {**options, "collate_fn": collated}
         self._loader = DataLoader(dataset, batch_sampler=run, **options)
 
     def __len__(self) -> int:

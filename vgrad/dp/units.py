@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Callable, Collection
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -165,14 +166,10 @@ class UnitLoss(LossFn):
         if isinstance(loss, SampleLoss):
             losses = loss.of_each(params, buffers, *samples)
         else:
-            some = (map_tensors(partial(_row, i), samples) for i in range(len(present)))
+            some = (map_tensors(itemgetter(i), samples) for i in range(len(present)))
             losses = torch.stack([loss(params, buffers, *sample) for sample in some])
         weights = present.to(losses.dtype)
         return (losses * weights).sum() / weights.sum().clamp(min=1)
-
-
-def _row(number: int, leaf: Tensor) -> Tensor:
-    return leaf[number]
 
 
 def units_of(function: str, plan: "Plan", units: Any) -> Units | None:
@@ -248,8 +245,8 @@ def unit_loader(
     """
     [count] = checks.whole("unit_loader", least=1, samples_per_unit=samples_per_unit)
     grouped = Grouped(dataset, None, (count,))
-    collate_fn = collate(grouped, options.get("collate_fn") or default_collate)
-    options["collate_fn"] = partial(_with_mask, grouped.collate(collate_fn), count)
+    collated = collate(grouped, options.get("collate_fn") or default_collate)
+    options["collate_fn"] = partial(_with_mask, collated, count)
     batch_sampler: Any = sampler
     return DataLoader(grouped, batch_sampler=batch_sampler, **options)
 

@@ -79,6 +79,9 @@ AUTOGRAD = {
 }
 """Calls of a loss that differentiates on its own."""
 
+GRADS = {*_attributes("grad"), *_attributes("grad", method="__set__")}
+"""Calls that read or set `.grad`, which a backward pass of the loss fills."""
+
 WATCHED_READS = {REQUIRES_GRAD} | GRAPH | MEMORY
 """Calls that only read, and have to be watched too."""
 
@@ -113,7 +116,8 @@ _REFUSED: dict[Callable, Callable[[Tensor], bool]] = {
 
 def is_refused(func: Callable) -> bool:
     """Return whether some calls of a function depend on more than values and flags."""
-    return func in _REFUSED or func in STRIDES or func == REQUIRES_GRAD
+    own = func in STRIDES or func in GRADS or func == REQUIRES_GRAD
+    return own or func in _REFUSED
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ B samples, I inputs, O outputs, E members, N rows of a member
 
 import math
 import string
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -169,6 +170,18 @@ def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict:
     }
 
 
+def _back_by(op: Callable) -> Callable:
+    """Return the derivative of a product with a matrix, which is one by `op`."""
+
+    def back(g: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        if weight.ndim == 1:
+            axes = string.ascii_lowercase[: g.ndim - 1]
+            return _back_by_contraction(g, weight, f"{axes}I", "I", axes)
+        return op, {"input": g, "weight": weight}
+
+    return back
+
+
 # Contractions.
 
 
@@ -179,6 +192,12 @@ def contraction(data: Tensor, weight: Tensor, x: str, w: str, out: str) -> Tenso
     More axes may lead in the data, and lead in the output then.
     """
     return torch.einsum(f"...{x},{w}->...{out}", data, weight)
+
+
+def _back_by_contraction(
+    g: Tensor, weight: Tensor, x: str, w: str, out: str
+) -> tuple[Callable, dict[str, Any]]:
+    return contraction, {"data": g, "weight": weight, "x": out, "w": w, "out": x}
 
 
 def _contraction(data: Tensor, weight: Tensor, x: str, w: str, out: str) -> dict | None:
@@ -346,13 +365,15 @@ def _is_mapped(tensor: Tensor) -> bool:
 
 register(
     F.linear,
-    rule=Rule(_linear, ("weight", "bias")),
+    rule=Rule(_linear, ("weight", "bias"), transposed=_back_by(product)),
     fused=True,  # vmap adds a bias in a pass of its own
     per_member=_of_members,
 )
 register(F.bilinear, rule=Rule(_bilinear, ("weight", "bias")))
-register(product, rule=Rule(_product, ("weight", "bias")))
-register(contraction, rule=Rule(_contraction, ("weight",)))
+_rule = Rule(_product, ("weight", "bias"), transposed=_back_by(F.linear))
+register(product, rule=_rule)
+_rule = Rule(_contraction, ("weight",), transposed=_back_by_contraction)
+register(contraction, rule=_rule)
 register(torch.cdist, mapped=_cdist)
 # Torch enlarges the tensor that it writes into, under vmap without its axis of samples.
 register(Tensor.addbmm_, mapped=in_place(torch.addbmm))

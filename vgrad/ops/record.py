@@ -83,11 +83,15 @@ class Rule:
             None where it does not fit the call.
         weights: the parameters that get a factor where the loss has a parameter.
         run: computes the output, from arguments by position; None for the op itself.
+        transposed: has the gradient at the output in the place of the first argument,
+            in which the op is linear, and returns the op that computes the gradient
+            there, which has such a rule as well, with its arguments by name.
     """
 
     factors: Callable[..., dict[str, Maker] | None]
     weights: tuple[str, ...]
     run: Callable[..., Tensor] | None = None
+    transposed: Callable[..., tuple[Callable, dict[str, Any]]] | None = None
 
     @cached_property
     def _signature(self) -> tuple[tuple[str, ...], dict[str, Any]]:

@@ -218,7 +218,7 @@ class AutocastMode(TorchFunctionMode):
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if (
-            name == "__get__"
+            name in ("__get__", "grad", "backward")  # of autograd, which keep it on
             or (modes.current_level() is None and not _clashes(name, args, kwargs))
             or func is modes.custom_function_call  # torch casts the ops inside
         ):

@@ -96,9 +96,14 @@ class Fallbacks:
         self.splits: Counter[str] = Counter()  # chunks that fell into parts, by line
         self.looped: dict[str, str] = {}  # functions that no vmap ran, and their lines
         self.foreign: set[str] = set()  # nodes and ops that are not torch's own
+        # Parameters that get copies since the loss differentiates by or past them, and
+        # why; None for a loss that has not done so.
+        self.inner: dict[str, str] | None = None
 
     def tell(self, parts: Partition, function: str, one: str = "sample") -> None:
         """Note that a chunk falls into parts; warn once where these are small."""
+        if len(parts.rows) == 1:
+            return  # it runs again, but not in parts
         self.splits[parts.where] += 1
         count, size = len(parts.rows), sum(map(len, parts.rows))
         if size >= _MANY and 2 * count > size:

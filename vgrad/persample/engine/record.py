@@ -32,8 +32,10 @@ from vgrad.loss.grad_flags import (
     own_backward_pass,
 )
 from vgrad.loss.mode import SAMPLES, LossMode, is_ordinary, run_op
+from vgrad.loss.values import NONE
 from vgrad.ops.record import OPS, Maker, Op
 from vgrad.persample.engine.call import Call, Take
+from vgrad.persample.engine.inner import REQUIRE, Derivatives, refusal
 from vgrad.persample.engine.proxies import (
     ParamProxy,
     Stamp,
@@ -85,7 +87,7 @@ class Recorder:
     def __init__(
         self, call: Call, callback: Callable[[Use], None] | None = None
     ) -> None:
-        self._call, self._callback = call, callback
+        self.call, self._callback = call, callback
         self.size, self.randomness = call.batch.size, call.randomness
         self.params: Params = {}
         self.unreached: set[str] = set()
@@ -102,6 +104,7 @@ class Recorder:
         self._foreign: dict[str, None] = {}  # ops of libraries
         self._mode: Any = None
         self._level = 0
+        self._inner = Derivatives(self)
         for name, value in call.params.items():
             proxy = value.detach().requires_grad_()
             root = ParamProxy((name,), proxy, proxy.detach(), proxy, lambda root: root)
@@ -113,27 +116,30 @@ class Recorder:
         """Make the function mode of the loss, under the vmap over samples."""
         self._level = modes.current_level()
         flags = GradFlags(self._level, "sample", 'strategy="vmap" or "loop"')
-        self._mode = self._call.mode(
+        self._mode = self.call.mode(
             Protected({}, "", "", self._checkpoint),
-            handlers=(*SAMPLES[:-1], self._handle),
+            handlers=(self._inner.substituted, *SAMPLES[:-1], self._handle),
             flags=flags,
             is_parameter=self.is_parameter,
         )
+        self._inner.start()
         return self._mode
 
     def checked(self, result: tuple[Tensor, Tree]) -> tuple[Tensor, Tree]:
         """Return results, one for each sample; refuse others than a loop has."""
         flags = self._mode.flags
+        self._inner.check()
         flags.end(tree.tensors(result))
         self._mode.flags = flags.afresh()  # nor does it keep their memory
         value, aux = result
         known = self._known.get(id(value))
-        return (value if known is None else self._expanded(known, Tensor.expand)), aux
+        return (value if known is None else self.expanded(known, Tensor.expand)), aux
 
     def close(self) -> None:
         """Break cycles, and free tensors that no backward pass reached."""
         for left in self._hooked.values():
             left.clear()
+        self._inner.close()
         if self._mode is not None:
             self._mode.close()
             self._mode = None
@@ -149,6 +155,8 @@ class Recorder:
                 "are, by an activation checkpoint or by save_on_cpu, got other hooks "
                 'on saved tensors, which would see all samples. Use strategy="loop".'
             )
+        if self._inner.twice:
+            raise refusal("checkpoint", "activation checkpoints")
         self._checkpoints = True
         return self._repeating
 
@@ -180,6 +188,10 @@ class Recorder:
         if self._repeats:
             args, kwargs = tree_map_only(Tensor, self._original, (args, kwargs))
         ordinary = is_ordinary(func)
+        if ordinary:
+            output = self._inner.substituted(self._mode, func, args, kwargs)
+            if output is not NONE:
+                return output
         flags, tensors = self._mode.flags, among(args, kwargs)
         proxies: list[ParamProxy] = []
         batched = False  # some differ between samples
@@ -195,9 +207,12 @@ class Recorder:
                 if not modes.is_wrapped(tensor) and not self._repeats:
                     self._ends[id(tensor)] = tensor
         if not ordinary:
-            if func is Tensor.requires_grad_ and all((*args[1:], *kwargs.values())):
-                if modes.current_level() == self._level:  # not a transform inside
+            if modes.current_level() == self._level:  # not a transform inside
+                if func in REQUIRE and all((*args[1:], *kwargs.values())):
                     return self._requiring_grad(args[0])
+                if (output := self._inner.run(func, args, kwargs)) is not NONE:
+                    flags.after(func, tensors, output)
+                    return output
             if is_foreign_op(func):
                 self._foreign[str(func)] = None
             flags.refuse(func, tensors)
@@ -209,6 +224,8 @@ class Recorder:
         else:
             output = self._run(func, args, kwargs, proxies, batched)
         flags.after(func, tensors, output)
+        if kwargs and kwargs.get("requires_grad"):
+            self._inner.made(output)
         return output
 
     def _check_shown(self, func: Callable, proxies: list[ParamProxy]) -> None:
@@ -250,7 +267,7 @@ class Recorder:
             with autograd.plain():
                 return self._derived(func, args, kwargs, proxies)
         user = args[0] if func is modes.custom_function_call else func
-        copies = {id(known.proxy): self._expanded(known, user) for known in proxies}
+        copies = {id(known.proxy): self.expanded(known, user) for known in proxies}
         return run_op(self._mode, func, *replaced((args, kwargs), copies))
 
     def _requiring_grad(self, tensor: Tensor) -> Tensor:
@@ -260,6 +277,7 @@ class Recorder:
                 stored = modes.unwrap_all(tensor).requires_grad_()
             self._ends[id(stored)] = stored
             self._mode.flags.sync(tensor)
+            return self._inner.made(tensor)
         return tensor
 
     def _by_form(self, form: Callable, func: Callable, args: tuple, kwargs: dict):
@@ -290,7 +308,7 @@ class Recorder:
                     continue
             else:
                 if known is not None:
-                    value = self._expanded(known, func)
+                    value = self.expanded(known, func)
                 batched |= modes.is_batched(value)
                 physical[name] = value = self.physical(value)
             follows |= value.requires_grad
@@ -308,6 +326,12 @@ class Recorder:
             )
         if not batched:  # the same for all samples: computed once
             physical = bound
+        if self._inner.twice and follows and weights and batched:
+            if rule.transposed is not None and torch.is_grad_enabled():
+                name = op_name(self._op or func)
+                with self.below():
+                    output = self._inner.applied(name, func, physical, weights)
+                    return self.logical(output)
         with self.below():
             for name, known in weights.items():
                 # Only where no input leads on to other parameters does a weight have to
@@ -338,12 +362,16 @@ class Recorder:
         """Hook the node of an op, at which the backward pass `ends` or goes on."""
         whole, output = _with_node(output)
         number, shape = whole.output_nr, output.shape
-        left = [*uses]
+        left, names = [*uses], [known.names for known, _ in uses]
         stamps = stamped(op, [maker for _, maker in uses]) if kept else []
         for known, _ in uses:
-            self._expect(known)
+            self.expect(known)
 
         def hook(grads: tuple[Tensor | None, ...]) -> Any:
+            if self._inner.runs:
+                for each in names:
+                    self._inner.meet(each, op)
+                return None
             self._check_open()
             g = grads[number]
             if g is not None:
@@ -355,7 +383,7 @@ class Recorder:
                 known, maker = left.pop()
                 factor = None if g is None else maker(g)
                 del maker  # so that inputs are freed as early as possible
-                self._arrived(known, factor, op, g)
+                self.accept(known, factor, op, g)
                 del factor
             left.extend(again)
             return (None,) * len(grads) if ends else None
@@ -429,16 +457,16 @@ class Recorder:
             return type(output)(proxy_of(each, n) for n, each in enumerate(output))
         return proxy_of(output, None)
 
-    def _expanded(self, known: ParamProxy, op: Callable) -> Tensor:
+    def expanded(self, known: ParamProxy, op: Callable | str) -> Tensor:
         copies = self._copies(known, op, ruled=op is self._op)
         tensor = self.logical(copies)
         self._mode.flags.sync(tensor)
         return tensor
 
-    def _copies(self, known: ParamProxy, op: Callable | None, *, ruled: bool) -> Tensor:
+    def _copies(self, known: ParamProxy, op: Any, *, ruled: bool) -> Tensor:
         """Return one copy for each sample, [B, *shape], for `op`."""
         if self._callback is not None:
-            known.copied_by[op_name(op)] = ruled
+            known.copied_by[op if isinstance(op, str) else op_name(op)] = ruled
         if known.copies is None:
             with modes.exit_all():  # the loss may be inside a transform of its own
                 copies = known.value.expand(self.size, *known.value.shape)
@@ -450,9 +478,23 @@ class Recorder:
         for name in known.names:
             self._waiting[name].late = True
 
-    def _expect(self, known: ParamProxy) -> None:
+    def expect(self, known: ParamProxy) -> None:
         for name in known.names:
             self._waiting[name].expected += 1
+
+    def separate(self, tensor: Tensor) -> Tensor:
+        """Return a leaf that is one for each sample, of a tensor that all share."""
+        with modes.exit_all():
+            copies = leaf(tensor.expand(self.size, *tensor.shape).clone())
+            self._ends[id(copies)] = copies
+        own = self.logical(copies)
+        self._mode.flags.sync(own)
+        return own
+
+    def ends(self) -> list[Tensor]:
+        """Return the leaves of the graph, but for the parameters themselves."""
+        copies = [known.copies for known in self._known.values()]
+        return [*(each for each in copies if each is not None), *self._ends.values()]
 
     # The methods of `Recording`.
 
@@ -467,13 +509,16 @@ class Recorder:
         return modes.without_innermost()
 
     def drawing(self, axis: int) -> AbstractContextManager:
-        return self._call.draws.samples_at(axis)
+        return self.call.draws.samples_at(axis)
 
     def watching(self) -> AbstractContextManager:
         return self._mode
 
     def is_parameter(self, tensor: Tensor) -> bool:
         return id(tensor) in self._known
+
+    def parameter(self, tensor: Tensor) -> ParamProxy | None:
+        return self._known.get(id(tensor))
 
     def is_batched(self, tensor: Tensor) -> bool:
         return modes.is_batched(tensor)
@@ -505,11 +550,13 @@ class Recorder:
         if self._repeats:
             return lambda _: None
         name = op_name(self._op)
-        self._expect(known)
+        self.expect(known)
 
         def arrived(factor: Factor) -> None:
+            if self._inner.meet(known.names, name):
+                return
             self._check_open()
-            self._arrived(known, factor, name)
+            self.accept(known, factor, name)
 
         return arrived
 
@@ -588,7 +635,7 @@ class Recorder:
         if not self._open:
             raise own_backward_pass("loss")
 
-    def _arrived(
+    def accept(
         self, known: ParamProxy, factor: Factor | None, op: str, g: Tensor | None = None
     ) -> None:
         """Accept an expected factor, to which the memory of `g` belongs."""

@@ -1,0 +1,312 @@
+"""Derivatives inside of a loss, in recorded passes.
+
+No sample's values depend on another one's variables. So where a loss differentiates by
+a tensor that differs between samples, one backward pass through the tensors `[B, ...]`,
+from the sum over samples, finds each sample's derivative. By a tensor that all samples
+share it would add them up: such a tensor gets a copy for each sample first. No function
+mode sees the ops of such a pass. Where they use a parameter, as `gx = g @ w` does, its
+copies lead to its gradients, or the op is one whose derivatives leave factors as well.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from vgrad.loss.grad_flags import UnsupportedOp
+from vgrad.loss.values import NONE, Partition, SplitBatch
+from vgrad.ops.record import OPS, Rule
+from vgrad.persample.engine.proxies import ParamProxy, replaced
+from vgrad.torch_private import modes
+from vgrad.torch_private.tensors import version_of
+from vgrad.tree import tensors
+
+GRAD: Any = Tensor.grad
+REQUIRES_GRAD: Any = Tensor.requires_grad
+REQUIRE = {Tensor.requires_grad_, REQUIRES_GRAD.__set__}
+
+
+class Derivatives:
+    """The backward passes of the loss in one run of it."""
+
+    def __init__(self, recorder: Any) -> None:
+        self._recorder: Any = recorder
+        self._known = recorder.call.fallbacks.inner
+        self._leaves: list[Tensor] = []  # that the loss has made
+        self._grads: dict[int, tuple[Tensor, Tensor]] = {}  # what `.grad` is of which
+        self._copied: dict[int, tuple[Tensor, Tensor, list[int]]] = {}
+        self._met: dict[str, str] | None = None  # parameters, and ops that lead past
+        self._end = recorder.anchor(torch.zeros(())) if self.twice else None
+        self.runs = self._accumulated = False
+
+    @property
+    def twice(self) -> bool:
+        """Whether uses of parameters may be differentiated twice."""
+        return self._known is not None
+
+    def close(self) -> None:
+        """Break cycles, of which Python cannot see those through graphs."""
+        self._recorder = None
+        self._grads.clear()
+        self._copied.clear()
+        self._leaves.clear()
+
+    def start(self) -> None:
+        """Give parameters that a pass of the loss has met a copy for each sample."""
+        for name, why in (self._known or {}).items():
+            known = self._recorder.parameter(self._recorder.params[name])
+            own = self._recorder.params[name] = self._recorder.expanded(known, why)
+            self._leaves.append(own)
+
+    def check(self) -> None:
+        """Refuse writes that a shared tensor or one of its copies does not see."""
+        for tensor, own, versions in self._copied.values():
+            if versions != [version_of(tensor), version_of(modes.unwrapped(own))]:
+                raise refusal("requires_grad_", "a shared one that it writes into")
+
+    def meet(self, names: Sequence[str], op: str) -> bool:
+        """Note a use that a pass of the loss reaches; return whether one runs."""
+        if self._met is not None:
+            self._met.update(dict.fromkeys(names, f"derivative of {op}"))
+        return self.runs
+
+    def substituted(self, mode: Any, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run a call with the copies of shared tensors; `NONE` where it has none."""
+        own = {key: copies for key, (_, copies, _) in self._copied.items()}
+        if not own or not any(id(each) in own for each in tensors((args, kwargs))):
+            return NONE
+        args, kwargs = replaced((args, kwargs), own)
+        with mode:
+            return func(*args, **kwargs)
+
+    def made(self, tensor: Tensor) -> Tensor:
+        """Note a leaf of the loss, and return it."""
+        if modes.is_mapped_here(tensor):
+            self._leaves.append(tensor)
+        elif self.twice:
+            copies = self._recorder.separate(tensor)
+            versions = [version_of(tensor), version_of(modes.unwrapped(copies))]
+            self._copied[id(tensor)] = tensor, copies, versions
+            self._leaves.append(copies)
+        return tensor
+
+    def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run a call of the loss to autograd; `NONE` for others."""
+        if func is torch.autograd.grad:
+            mapped = [*map(modes.is_mapped_here, given := tensors((args, kwargs)))]
+            # As in `torch.func.vjp`, which differentiates by tensors of transforms.
+            others = [each for each, own in zip(given, mapped, strict=True) if not own]
+            if any(mapped) and not any(map(modes.is_wrapped, others)):
+                return self._grad(*args, **kwargs)
+        elif func is Tensor.backward:
+            if modes.is_mapped_here(args[0]):
+                return self._backward(*args, **kwargs)
+        elif func == GRAD.__get__:
+            if modes.is_mapped_here(args[0]):
+                return self._grads.get(id(modes.unwrapped(args[0])), (None, None))[1]
+            if self._accumulated and args[0].requires_grad:
+                self._needs_copies(args[0], "backward")
+        elif func == GRAD.__set__ and modes.is_mapped_here(args[0]):
+            tensor, value = args
+            below = modes.unwrapped(tensor)
+            self._grads.pop(id(below), None)
+            if value is not None:
+                self._grads[id(below)] = below, value
+            return None
+        return NONE
+
+    def _grad(
+        self,
+        outputs: Any,
+        inputs: Any,
+        grad_outputs: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        only_inputs: bool = True,
+        allow_unused: bool | None = None,
+        is_grads_batched: bool = False,
+        materialize_grads: bool = False,
+        others: Sequence[Tensor] = (),  # leaves below, whose gradients nobody needs
+    ) -> tuple[Tensor | None, ...]:
+        recorder = self._recorder
+        outputs, inputs = _listed(outputs), _listed(inputs)
+        for each in inputs:
+            if not isinstance(each, Tensor):
+                raise refusal("grad", "an edge of the graph")
+            if not modes.is_mapped_here(each):
+                self._needs_copies(each, "grad")
+        seeds = [None] * len(outputs) if grad_outputs is None else _listed(grad_outputs)
+        with torch.enable_grad():
+            ends = [recorder.copies(each) for each in outputs]
+        seeds = [self._seed(*pair) for pair in zip(outputs, seeds, strict=True)]
+        rows = [seeds]
+        if is_grads_batched:
+            rows = [*zip(*(seed.unbind(1) for seed in seeds), strict=True)]
+        keep = create_graph if retain_graph is None else retain_graph
+        self.runs, self._met = True, {} if create_graph else None
+        try:
+            with recorder.below(), torch.set_grad_enabled(create_graph):
+                found = [
+                    torch.autograd.grad(
+                        ends,
+                        [*map(modes.unwrapped, inputs), *others],
+                        row,
+                        keep or number < len(rows),
+                        create_graph,
+                        allow_unused=allow_unused,
+                        materialize_grads=materialize_grads,
+                    )
+                    for number, row in enumerate(rows, 1)
+                ]
+                if is_grads_batched:
+                    columns = zip(*found, strict=True)
+                    grads = [None if c[0] is None else torch.stack(c) for c in columns]
+                else:
+                    grads = found[0]
+        finally:
+            self.runs, met, self._met = False, self._met, None
+        if met:
+            self._again(met)
+        return tuple(
+            None if g is None else self._like(g, each, is_grads_batched)
+            for g, each in zip(grads, inputs, strict=False)
+        )
+
+    def _like(self, grad: Tensor, tensor: Tensor, stacked: bool) -> Tensor:
+        axis, level = modes.batch_axis(tensor), modes.level_of(tensor)
+        return modes.add_batch_axis(grad, axis + stacked, level)
+
+    def _seed(self, output: Tensor, seed: Tensor | None) -> Tensor:
+        if seed is not None:
+            return self._recorder.copies(seed)
+        if output.numel() != 1 or output.is_complex():
+            raise refusal("grad", "no grad_outputs for more than one number")
+        return torch.ones_like(self._recorder.physical(output.detach()))
+
+    def _backward(
+        self,
+        tensor: Tensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        self._accumulated = True
+        leaves, others = self._leaves, []
+        if inputs is not None:
+            leaves = _listed(inputs)
+        elif not (create_graph if retain_graph is None else retain_graph):
+            others = self._recorder.ends()  # so that autograd frees the graph
+        if not leaves and not others:
+            return
+        grads = self._grad(
+            *(tensor, leaves, gradient, retain_graph, create_graph),
+            allow_unused=True,
+            others=others,
+        )
+        for each, grad in zip(leaves, grads, strict=True):
+            if grad is None:
+                continue
+            below = modes.unwrapped(each)
+            _, before = self._grads.get(id(below), (None, None))
+            if before is not None and not create_graph:
+                before.add_(grad)  # as autograd does, for who has read it
+            else:
+                new = grad.clone() if before is None else before + grad
+                self._grads[id(below)] = below, new
+
+    def _needs_copies(self, tensor: Tensor, op: str) -> NoReturn:
+        """Run again with copies of a tensor that all samples share."""
+        known = self._recorder.parameter(tensor)
+        if known is not None:
+            self._again(dict.fromkeys(known.names, op))
+        if self.twice or not tensor.is_leaf:
+            raise refusal(op, "one that all samples share")
+        self._again({})
+
+    def _again(self, names: Mapping[str, str]) -> NoReturn:
+        """Run the loss again, by ops that can be differentiated twice."""
+        call = self._recorder.call
+        if call.draws.own:
+            raise refusal("grad", "random numbers of a generator of the loss's own")
+        call.fallbacks.inner = {} if self._known is None else {**self._known, **names}
+        raise SplitBatch(Partition([torch.arange(call.batch.size)], ""))
+
+    # Ops whose derivatives have factors.
+
+    def applied(
+        self, op: str, func: Callable, bound: dict, uses: Mapping[str, ParamProxy]
+    ) -> Tensor:
+        """Run an op that is linear in its first argument, on physical tensors."""
+        x, *_ = bound.values()
+        for known in uses.values():
+            self._recorder.expect(known)
+        rest = {name: each for name, each in bound.items() if each is not x}
+        rest |= {name: known.value for name, known in uses.items()}
+        return cast(Tensor, _Product.apply(self, op, func, rest, uses, x, self._end))
+
+    def back(
+        self, op: str, func: Callable, rest: dict, uses: dict, x: Tensor, g: Tensor
+    ) -> None:
+        """Take the factors, in the pass for the gradients of the loss."""
+        if not self.runs:
+            rule = cast(Rule, OPS[func].rule)
+            makers: Any = rule.factors(x.detach(), **rest)
+            for name, known in uses.items():
+                self._recorder.accept(known, makers[name](g), op, g)
+
+
+class _Product(Function):
+    """An op that is linear in its first argument; its derivative is one as well."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        own: Derivatives,
+        op: str,
+        func: Callable,
+        rest: dict[str, Any],
+        uses: dict[str, ParamProxy],
+        x: Tensor,
+        end: Tensor,
+    ) -> Tensor:
+        ctx.own = own, op, func, rest, uses
+        ctx.save_for_backward(x)
+        ctx.set_materialize_grads(False)
+        return _run(func, x, *rest.values())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (g,) = grads
+        none = (None,) * 5
+        if g is None:
+            return *none, None, None
+        own, op, func, rest, uses = ctx.own
+        own.back(op, func, rest, uses, *ctx.saved_tensors, g)
+        if not ctx.needs_input_grad[5]:
+            return *none, None, None
+        func, bound = cast(Any, OPS[func].rule).transposed(g, **rest)
+        if torch.is_grad_enabled():
+            uses = {name: uses[name] for name in bound if name in uses}
+            op = op if op.startswith("derivative") else f"derivative of {op}"
+            return *none, own.applied(op, func, bound, uses), None
+        return *none, _run(func, *bound.values()), None
+
+
+def _run(func: Callable, *args: Any) -> Tensor:
+    return (cast(Rule, OPS[func].rule).run or func)(*args)
+
+
+def refusal(op: str, got: str) -> UnsupportedOp:
+    """Return the error for a derivative inside of a loss that is not recorded."""
+    return UnsupportedOp(
+        f"{op}: expected a loss that differentiates by tensors of each sample or by "
+        f"parameters, got {got}. Use torch.func.grad inside it, or "
+        f'strategy="loop".'
+    )
+
+
+def _listed(value: Any) -> list:
+    return [value] if isinstance(value, Tensor) else list(value)
