@@ -452,8 +452,8 @@ BAD = [
     (
         ["--discrete", "yes", "--max-batch-size", "auto"],
         "vgrad: --discrete yes --max-batch-size auto: expected others, since no "
-        "account of these is known. Leave the two others out, also in a plan before, or "
-        "pass --discrete sum.",
+        "account of these is known. Leave the two others out, also in a plan before, "
+        "or pass --discrete sum.",
     ),
     (["--noise", "band-mf:9"], "--noise band-mf:9: expected a rate of at most 1 / 9"),
     (QUANTILE, "--noise blt:2 --clip-quantile 0.5: expected one of discrete noise, co"),

@@ -5,7 +5,7 @@ gradient. It goes through all that a step does to gradients, and needs no data.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vgrad import batches, checks
 from vgrad.dp.audit import FEW, Audit, check_numbers, epsilon_of, gaussian, one_run
+from vgrad.dp.group_clip import GroupClip
 from vgrad.dp.plan import Plan
 from vgrad.generators import block, fold_in, stream
 from vgrad.optim.private import unscaled
@@ -67,7 +68,9 @@ def audit(
         )
     [count] = checks.whole(function, least=4 * FEW, canaries=canaries)
     significance, _ = check_numbers(function, significance)
-    made = Canaries.drawn(params, count, key, scales)
+    clip, bound = plan.max_norm, plan.noise_norm
+    shares = clip.shares(params) if isinstance(clip, GroupClip) else {}
+    made = Canaries.drawn(params, count, key, scales, shares)
     loss = made.loss(options.loss if batch else None, has_aux=options.has_aux)
     entries = sum(value.numel() for value in params.values())
     chunk: Any = options.chunk_size or plan.dataset_size
@@ -76,19 +79,20 @@ def audit(
     real = batches.read(function, batch).size if batch else 0
     most = max(2 * round(plan.expected_batch_size), _ROUND)
     most = min(most, plan.largest_batch or plan.dataset_size) - real
-    # Directions of more than half as many are not orthogonal enough.
-    most = max(1, min(most, entries // 2))
+    # Directions of more than half as many numbers are not orthogonal enough.
+    sizes = torch.tensor([each.size for each in made.blocks])
+    most = max(1, min(most, int(0.5 / (made.weights[0] ** 4 / sizes).sum())))
     score = torch.zeros(count, dtype=torch.float64)
     for rows in torch.arange(count).split(most):
         inside = rows[made.coins[rows]]
         given = [
-            made.batch(inside if sign else rows[:0], sign * plan.first_max_norm, batch)
+            made.batch(inside if sign else rows[:0], sign * bound, batch)
             for sign in signs
         ]
         found = release(loss, fold_in(key, "noise", int(rows[0])), given, chunk)
-        for weight, (grads, bound) in zip(weights, found, strict=True):
-            bound = plan.first_max_norm if bound is None else float(bound)
-            score[rows] += weight / bound * made.scores(rows, grads)
+        for weight, (grads, adapted) in zip(weights, found, strict=True):
+            norm = bound if adapted is None else float(adapted)
+            score[rows] += weight / norm * made.scores(rows, grads)
     score *= plan.expected_batch_size
     sides = score[made.coins], score[~made.coins]
     bounds = {}
@@ -161,9 +165,17 @@ class Canaries:
 
     @classmethod
     def drawn(
-        cls, params: Params, count: int, key: Tensor, scales: Scales
+        cls,
+        params: Params,
+        count: int,
+        key: Tensor,
+        scales: Scales,
+        shares: Mapping[str, tuple[str, float]],
     ) -> "Canaries":
-        """Draw directions, and coins from a key of their own."""
+        """Draw directions, and coins from a key of their own.
+
+        Where groups have bounds of their own, `shares` are their parts of a square.
+        """
         blocks = [each for item in params.items() for each in _blocks(*item)]
         names, _, sizes, parts = map(np.array, zip(*blocks, strict=True))
         draw = block(stream(key, "directions"), 0)
@@ -179,6 +191,10 @@ class Canaries:
         owner = draw.choice(len(blocks), count, p=sizes / sizes.sum())
         within = True, names == names[owner, None], parts == parts[owner, None]
         squares = np.choose(kind[:, None], within) * sizes
+        for pattern, share in {*shares.values()}:
+            own = np.array([shares[name][0] == pattern for name in names])
+            whole = (squares * own).sum(1, keepdims=True).clip(min=1)
+            squares = np.where(own, squares * share / whole, squares)
         signs = {}
         for name, value in params.items():
             flips = torch.from_numpy(draw.integers(0, 2, tuple(value.shape)))

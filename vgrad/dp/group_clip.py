@@ -55,8 +55,8 @@ class GroupClip:
         parts = (bound / self.deviations[each] for each, bound in self.bounds.items())
         return math.hypot(*parts)
 
-    def scales(self, params: Params) -> dict[str, tuple[Any]]:
-        """Return by name the numbers that make the noise one of all parameters."""
+    def patterns(self, params: Params) -> dict[str, str]:
+        """Return the pattern of each name."""
         groups = {pattern: [pattern] for pattern in self.bounds}
         matched = members("Plan(max_norm=group_clip(...))", groups, params)
         missing = params.keys() - {name for own in matched.values() for name in own}
@@ -65,11 +65,17 @@ class GroupClip:
                 f"Plan(max_norm=group_clip({self.bounds})): expected every parameter "
                 f"to match a pattern, but {checks.listed(missing)} match none."
             )
-        return {
-            name: (1 / self.deviations[pattern],)
-            for pattern, names in matched.items()
-            for name in names
-        }
+        return {name: each for each, names in matched.items() for name in names}
+
+    def scales(self, params: Params) -> dict[str, tuple[Any]]:
+        """Return by name the numbers that make the noise one of all parameters."""
+        patterns = self.patterns(params).items()
+        return {name: (1 / self.deviations[each],) for name, each in patterns}
+
+    def shares(self, params: Params) -> dict[str, tuple[str, float]]:
+        """Return by name the pattern, and the square of its bound in deviations."""
+        patterns = self.patterns(params).items()
+        return {n: (x, (self.bounds[x] / self.deviations[x]) ** 2) for n, x in patterns}
 
 
 def scaled(sums: Params, scales: Mapping[str, Sequence[Any]]) -> Params:

@@ -608,7 +608,7 @@ class Plan:
                 tensor is passed and noise is correlated or differs between groups.
         """
         groups = isinstance(self.max_norm, GroupClip)
-        scale = self._gradient_multiplier * self._noise_norm / self.expected_batch_size
+        scale = self._gradient_multiplier * self.noise_norm / self.expected_batch_size
         if isinstance(step, Tensor):
             if self.noise.correlated or groups:
                 raise ValueError(
@@ -639,7 +639,7 @@ class Plan:
         return scale
 
     @property
-    def _noise_norm(self) -> float:
+    def noise_norm(self) -> float:
         """The bound of a gradient, in the units in which it gets noise."""
         norm = self.max_norm
         return norm.norm if isinstance(norm, GroupClip) else self.first_max_norm
@@ -907,7 +907,7 @@ class Plan:
             multiplier *= self._sensitivity
         own["noise_multiplier"] = multiplier
         if isinstance(self.max_norm, GroupClip):
-            sensitivity = Sensitivity(self._noise_norm / self.expected_batch_size)
+            sensitivity = Sensitivity(self.noise_norm / self.expected_batch_size)
         noise = gaussian_noise("add_gaussian_noise", sensitivity, **own)
         if self.discrete is False:
             return noise
@@ -1035,9 +1035,10 @@ class Plan:
             )
         key = step.reduce.agreed(generators.secret_key(seed=seed))
         own: Any = {"canaries": canaries, "guesses": guesses, "key": key}
-        own |= {"significance": significance, "scales": scales_of(state.optimizer)}
-        release = functools.partial(step.noisy_gradients, state)
         options, params = step.source.transform.options, state.params
+        scales = scales_of(state.optimizer) or self.scales(params)
+        own |= {"significance": significance, "scales": scales}
+        release = functools.partial(step.noisy_gradients, state)
         return audit("Plan.audit", self, release, options, params, batch, **own)
 
     def _subkey(self, key: Tensor) -> Tensor:
