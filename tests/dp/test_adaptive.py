@@ -3,12 +3,12 @@
 import json
 import math
 from dataclasses import asdict, replace
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
 import vgrad
 from tests import oracle, streams
@@ -135,12 +135,11 @@ def test_a_clip_is_numbers_alone():
 def clip_case(dtype=torch.float32):
     """Return a loss and tensors, of which some samples are large, tiny or infinite."""
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
     x = torch.randn(9, 6, dtype=dtype)
     x[1] *= 1e-12
     x[2] *= 1e17
     x[3] = torch.inf
-    return vgrad.sample_loss(fmodel, F.mse_loss), params, buffers, x, 2 * x[:, :3]
+    return *runs.functional(model, F.mse_loss), x, 2 * x[:, :3]
 
 
 def tensor(number):
@@ -179,8 +178,7 @@ def test_one_sample_never_adds_more_than_the_tensor():
 )
 def test_one_graph_takes_every_bound(chunk_size, batch_sizes, calls):
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
-    loss = vgrad.sample_loss(fmodel, F.mse_loss)
+    loss, params, buffers = runs.functional(model, F.mse_loss)
     call = params, buffers, torch.randn(9, 6), torch.randn(9, 3)
     plain = clipped_grad(loss, max_norm=1.0, chunk_size=chunk_size)
     compiled = vgrad.compile(plain, backend="replay", batch_sizes=batch_sizes)
@@ -215,21 +213,11 @@ PLAN = runs.plan(30, 0.5, CLIP, noise=1.3, steps=8)
 NOISELESS = runs.plan(30, 0.5, CLIP, noise=0.0, steps=8)
 
 
-def data():
-    source = torch.Generator().manual_seed(1)
-    x = torch.randn(30, 4, dtype=torch.float64, generator=source)
-    return TensorDataset(x, torch.randint(3, (30,), generator=source))
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+data, net = partial(runs.data, 30, 4), partial(runs.net, 4, 5)
 
 
 def start_state(tx=None):
-    model = net()
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
-    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
+    loss, params, buffers = runs.functional(net())
     tx = tx or optim.sgd(0.25)
     state = TrainState.create(tx, params, buffers)._replace(key=KEY)
     return loss, tx, state
@@ -251,14 +239,11 @@ def by_hand(plan, batches, lr=0.25):
     model, bound = net(), CLIP.start
     z = plan.noise_multiplier
     own_z = (z**-2 - (2 * CLIP.count_deviation) ** -2) ** -0.5 if z else 0.0
-    for step, (x, y) in enumerate(batches):
-        found = oracle.model_gradients(
-            model, lambda net, x, y: F.cross_entropy(net(x), y), (x, y), len(x)
-        )
-        total = oracle.clipped(found, bound)
-        norms = oracle.norms(found)
+    for step, batch in enumerate(batches):
+        found = oracle.model_gradients(model, runs.loss, batch, len(batch[0]))
+        norms, mean = oracle.norms(found), runs.mean(found, plan, bound)
         for name, parameter in model.named_parameters():
-            grad = total[name] / plan.expected_batch_size
+            grad = mean[name]
             if z:
                 own = plan._subkey(KEY).tolist()
                 sizes = {"multiplier": own_z, "sensitivity": bound / 15}
@@ -478,9 +463,7 @@ def test_a_private_run_finds_the_median_of_its_norms():
     plan = runs.plan(30, 1.0, clip, noise=1.0, steps=60)
     step = private_step(loss, tx, plan)
     batch = data().tensors
-    found = oracle.model_gradients(
-        net(), lambda net, x, y: F.cross_entropy(net(x), y), batch, 30
-    )
+    found = oracle.model_gradients(net(), runs.loss, batch, 30)
     for _ in range(60):
         state, _ = step(state, *batch)
     norms = oracle.norms(found)

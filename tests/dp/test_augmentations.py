@@ -1,6 +1,7 @@
 """Augmented copies of a sample, whose mean loss is clipped, against plain autograd."""
 
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 import vgrad
 from tests import oracle, streams
 from tests.dp import runs
-from tests.dp.runs import KEY, first, grads
+from tests.dp.runs import KEY, data, first, grads, net
 from tests.losses import every_strategy
 from vgrad import clipped_grad, per_sample_grad
 
@@ -68,10 +69,7 @@ def of_a_loop(model, x, y, criterion=F.cross_entropy):
     return oracle.model_gradients(model, run, (x, y), len(x))
 
 
-def functional(model, criterion=F.cross_entropy, copies=COPIES):
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
-    loss = vgrad.sample_loss(fmodel, criterion, augmentations=copies)
-    return loss, params, buffers
+functional = partial(runs.functional, augmentations=COPIES)
 
 
 @every_strategy
@@ -147,8 +145,8 @@ def test_a_sample_is_clipped_once_and_the_sensitivity_stays():
 
 def test_one_copy_is_the_sample_itself():
     model, x, y = case("linear")
-    found = per_sample_grad(functional(model, copies=1)[0])
-    loss, *tensors = functional(model, copies=None)
+    found = per_sample_grad(functional(model, augmentations=1)[0])
+    loss, *tensors = functional(model, augmentations=None)
     expected = per_sample_grad(loss)(*tensors, x[:, 0], y)
     oracle.assert_exact(found(*tensors, x[:, :1], y), expected)
 
@@ -181,7 +179,7 @@ def test_other_numbers_of_copies_are_refused():
     ):
         per_sample_grad(loss)(params, buffers, x[:, :2], y)
     with pytest.raises(ValueError, match=r"augmentations=0.*whole number >= 1"):
-        functional(model, copies=0)
+        functional(model, augmentations=0)
     with pytest.raises(ValueError, match="augmentations=0"):
         runs.private(PLAN, net(), data(), **options(augmentations=0))
     flat = vgrad.sample_loss(
@@ -199,12 +197,6 @@ def test_other_numbers_of_copies_are_refused():
 # In a loop of torch.
 
 PLAN = runs.plan(20, 0.3, 0.5, steps=6)
-
-
-def data():
-    source = torch.Generator().manual_seed(1)
-    x = torch.randn(20, 6, dtype=torch.float64, generator=source)
-    return TensorDataset(x, torch.randint(3, (20,), generator=source))
 
 
 def jitter(item):
@@ -227,11 +219,6 @@ def batch_of(step, rows):
         torch.manual_seed(seed)
         copies.append(torch.stack([jitter(data()[row])[0] for _ in range(COPIES)]))
     return torch.stack(copies)
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)).double()
 
 
 def options(**others):
@@ -262,9 +249,7 @@ def test_the_loader_makes_copies_that_follow_from_key_step_and_sample(workers):
         with torch.random.fork_rng():
             assert torch.equal(x, batch_of(step, rows))
         labels = data().tensors[1][rows]
-        total = oracle.clipped(of_a_loop(model, x, labels), PLAN.max_norm)
-        expected = {n: g / PLAN.expected_batch_size for n, g in total.items()}
-        oracle.assert_exact(grads(model), expected)
+        oracle.assert_exact(grads(model), runs.mean(of_a_loop(model, x, labels), PLAN))
         before = states()
 
 
@@ -289,9 +274,7 @@ def test_copies_of_the_data_set_itself_need_no_function():
     private = runs.private(PLAN, model, dataset, augmentations=COPIES)
     batch = first(private)
     private.backward(*batch)
-    total = oracle.clipped(of_a_loop(model, *batch), PLAN.max_norm)
-    expected = {n: g / PLAN.expected_batch_size for n, g in total.items()}
-    oracle.assert_exact(grads(model), expected)
+    oracle.assert_exact(grads(model), runs.mean(of_a_loop(model, *batch), PLAN))
 
 
 class Texts(Dataset):

@@ -15,10 +15,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset
 
 from tests import oracle
 from tests.dp import runs
@@ -29,9 +27,7 @@ from tests.test_threads import together
 from vgrad import make_functional_with_buffers
 
 PLAN = runs.plan(24, 0.3, 0.5, steps=8)
-SOURCE = torch.Generator().manual_seed(1)
-X = 2 * torch.randn(24, 4, dtype=torch.float64, generator=SOURCE)
-Y = torch.randint(3, (24,), generator=SOURCE)
+X, Y = (DATA := runs.data(24, 4)).tensors
 STRATEGIES = ["recorded", "vmap", "loop"]
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 with_fallbacks = pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
@@ -41,21 +37,16 @@ def linear(inputs=4, outputs=3):
     return nn.Linear(inputs, outputs).double()
 
 
-def loss(model, x, y):
-    return F.cross_entropy(model(x), y)
-
-
 def expected(model, step):
     """Return what a loop over samples gives on the module as it is."""
     rows = PLAN.sample(key=KEY, step=step)
-    found = oracle.module_gradients(model, loss, (X[rows], Y[rows]), len(rows))
+    found = oracle.module_gradients(model, runs.loss, DATA[rows], len(rows))
     model.zero_grad()
-    total = oracle.clipped(found, PLAN.max_norm)
-    return {name: each / PLAN.expected_batch_size for name, each in total.items()}
+    return runs.mean(found, PLAN)
 
 
 def private(model, **options):
-    return runs.private(PLAN, model, TensorDataset(X, Y), **options)
+    return runs.private(PLAN, model, DATA, **options)
 
 
 def check_steps(model, change=lambda: None, **options):

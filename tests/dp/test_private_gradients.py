@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import math
+from functools import partial
 from itertools import chain, islice
 
 import numpy as np
@@ -12,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-import vgrad
 from tests import oracle, streams
 from tests.dp import runs
 from tests.dp.runs import KEY, first, grads
@@ -42,10 +42,7 @@ class Tied(nn.Module):
         return self.head(self.drop(hidden))
 
 
-def data(dtype=torch.float64):
-    source = torch.Generator().manual_seed(1)
-    x = 3 * torch.randn(30, 4, dtype=dtype, generator=source)
-    return TensorDataset(x, torch.randint(3, (30,), generator=source))
+data = partial(runs.data, 30, 4)
 
 
 def start(model=None, plan=PLAN, dataset=None, momentum=0.9, **options):
@@ -73,11 +70,7 @@ def rows(plan, step):
 def clipped(model, plan, step):
     """What a loop of autograd over the samples of a step gives."""
     drawn = rows(plan, step)[1]
-    found = oracle.model_gradients(
-        model, lambda net, x, y: F.cross_entropy(net(x), y), data()[drawn], len(drawn)
-    )
-    total = oracle.clipped(found, plan.max_norm)
-    return {name: each / plan.expected_batch_size for name, each in total.items()}
+    return runs.mean_of_loop(model, data()[drawn], plan)
 
 
 @pytest.mark.parametrize("plan", [PLAN, NOISY])
@@ -120,12 +113,11 @@ def test_steps_are_those_of_a_loop_over_samples_with_the_noise_of_the_key(
 def test_the_releases_are_those_of_private_step(fields):
     plan = dataclasses.replace(NOISY, **fields)
     model = Tied(dropout=0.5)
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    loss, params, buffers = runs.functional(model)
     tx = optim.sgd(0.5)  # a power of two, which is exact in any order
-    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
     step = private_step(loss, tx, plan, randomness="different")
     state = TrainState.create(tx, params, buffers)._replace(key=KEY)
-    dataset = data(torch.float32)
+    dataset = data(dtype=torch.float32)
     expected = []
     for indices in plan.sampler(state):
         state, metrics = step(state, *dataset[indices])

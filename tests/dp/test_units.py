@@ -6,14 +6,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import vgrad
 from tests import oracle, streams
 from tests.dp import runs
-from tests.dp.runs import KEY, first, grads
+from tests.dp.runs import KEY, data, first, functional, grads, net
 from tests.losses import every_strategy
 from vgrad import clipped_grad, optim, per_sample_grad
 from vgrad.dp import PrivateGradients, Units, unit_loader, unit_loss
@@ -25,17 +24,6 @@ ROWS = {name: [row for row, other in enumerate(IDS) if other == name] for name i
 
 COUNT = 3
 PLAN = runs.plan(len(ROWS), 0.6, 0.4, steps=12, samples_per_unit=COUNT)
-
-
-def data(dtype=torch.float64):
-    source = torch.Generator().manual_seed(1)
-    x = torch.randn(20, 6, dtype=dtype, generator=source)
-    return TensorDataset(x, torch.randint(3, (20,), generator=source))
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3)).double()
 
 
 def own_key(plan=PLAN):
@@ -60,24 +48,13 @@ def units_of(step, plan=PLAN):
 
 def of_units(model, drawn, bound=PLAN.max_norm, expected=PLAN.expected_batch_size):
     """Clip the gradient of the mean loss of each unit, and divide the sum."""
-    x, y = data().tensors
     total = {}
     for rows in drawn:
-        found = oracle.model_gradients(
-            model,
-            lambda net, x, y: F.cross_entropy(net(x), y),
-            (x[rows], y[rows]),
-            len(rows),
-        )
+        found = oracle.model_gradients(model, runs.loss, data()[rows], len(rows))
         mean = {name: each.mean(0, keepdim=True) for name, each in found.items()}
         for name, each in oracle.clipped(mean, bound).items():
             total[name] = total.get(name, 0) + each / expected
     return total
-
-
-def functional(model=None):
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model or net())
-    return vgrad.sample_loss(fmodel, F.cross_entropy), params, buffers
 
 
 # Losses of units.
@@ -172,7 +149,7 @@ def test_each_sample_of_a_unit_is_drawn_equally_often():
 
 
 def test_a_private_step_takes_batches_of_units():
-    loss, params, buffers = functional()
+    loss, params, buffers = functional(net())
     tx = optim.sgd(1.0)
     step = private_step(loss, tx, PLAN, strategy="recorded")
     state = TrainState.create(tx, params, buffers)._replace(key=KEY)
@@ -219,7 +196,7 @@ def test_private_gradients_are_those_of_units(physical):
 
 
 def test_a_captured_step_fills_batches_of_units_up():
-    loss, params, buffers = functional()
+    loss, params, buffers = functional(net())
     tx = optim.sgd(1.0)
     state = TrainState.create(tx, params, buffers)._replace(key=KEY)
     plain = private_step(loss, tx, PLAN)
@@ -351,7 +328,7 @@ def test_ids_are_integers_or_strings(ids, options, error, message):
 
 
 def test_loaders_that_split_units_are_refused():
-    loss, params, buffers = functional()
+    loss, params, buffers = functional(net())
     tx = optim.sgd(1.0)
     step = private_step(loss, tx, PLAN)
     state = TrainState.create(tx, params, buffers)._replace(key=KEY)
@@ -381,7 +358,7 @@ def test_loaders_that_split_units_are_refused():
 
 
 def test_an_audit_takes_canaries_for_units():
-    loss, params, buffers = functional()
+    loss, params, buffers = functional(net())
     tx = optim.sgd(1.0)
     plan = runs.plan(7, 0.6, 0.4, noise=2.0, steps=4, samples_per_unit=COUNT)
     state = TrainState.create(tx, params, buffers)

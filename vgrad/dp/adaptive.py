@@ -32,14 +32,11 @@ class QuantileClip:
     most: float
 
     def __post_init__(self) -> None:
-        function, deviation = "quantile_clip", self.count_deviation
-        numbers = {"rate": self.rate, "start": self.start}
-        numbers |= {"least": self.least, "most": self.most}
-        if deviation is not None:
-            numbers["count_deviation"] = deviation
+        function = "quantile_clip"
+        given = {name: x for name, x in vars(self).items() if x is not None}
+        numbers = dict(zip(given, checks.finite(function, **given), strict=True))
+        checks.non_negative(function, quantile=numbers.pop("quantile"))
         checks.positive(function, **numbers)
-        checks.finite(function, **numbers)
-        checks.non_negative(function, quantile=self.quantile)
         if self.quantile > 1:
             raise ValueError(
                 f"{function}(quantile={self.quantile!r}): expected at most 1. A "
@@ -51,8 +48,8 @@ class QuantileClip:
                 f"{function}(start={self.start}, least={self.least}, most={self.most}):"
                 f" expected a start between the two ends. Pass others."
             )
-        floats = {n: float(x) for n, x in vars(self).items() if x is not None}
-        self.__dict__.update(floats)  # clips of equal numbers are equal
+        # Clips of equal numbers are equal.
+        self.__dict__.update({name: float(x) for name, x in given.items()})
 
     def deviation(self, expected_batch_size: float) -> float:
         """Return the deviation of the noise on the count."""
@@ -87,7 +84,7 @@ class QuantileClip:
                 "fields of a state together."
             )
         # Between both ends also where a state was damaged, and without a wait.
-        return known.nan_to_num(self.least).clamp(self.least, self.most)
+        return known.nan_to_num(self.least).clamp(self.least, self.most).to(device)
 
     def following(
         self,

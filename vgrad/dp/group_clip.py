@@ -7,6 +7,7 @@ multiplier is z, and group k gets noise of deviation z m r_k.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -55,8 +56,20 @@ class GroupClip:
         parts = (bound / self.deviations[each] for each, bound in self.bounds.items())
         return math.hypot(*parts)
 
-    def patterns(self, params: Params) -> dict[str, str]:
-        """Return the pattern of each name."""
+    def scales(self, params: Params) -> dict[str, tuple[Any]]:
+        """Return by name the numbers that make the noise one of all parameters."""
+        patterns = self._patterns(params).items()
+        return {name: (1 / self.deviations[each],) for name, each in patterns}
+
+    def densities(self, params: Params) -> dict[str, float]:
+        """Return by name the mean square of entries of the largest scaled gradient."""
+        patterns, sizes = self._patterns(params), Counter[str]()
+        for name, each in patterns.items():
+            sizes[each] += params[name].numel()
+        norms = {each: x / self.deviations[each] for each, x in self.bounds.items()}
+        return {n: norms[each] ** 2 / sizes[each] for n, each in patterns.items()}
+
+    def _patterns(self, params: Params) -> dict[str, str]:
         groups = {pattern: [pattern] for pattern in self.bounds}
         matched = members("Plan(max_norm=group_clip(...))", groups, params)
         missing = params.keys() - {name for own in matched.values() for name in own}
@@ -66,16 +79,6 @@ class GroupClip:
                 f"to match a pattern, but {checks.listed(missing)} match none."
             )
         return {name: each for each, names in matched.items() for name in names}
-
-    def scales(self, params: Params) -> dict[str, tuple[Any]]:
-        """Return by name the numbers that make the noise one of all parameters."""
-        patterns = self.patterns(params).items()
-        return {name: (1 / self.deviations[each],) for name, each in patterns}
-
-    def shares(self, params: Params) -> dict[str, tuple[str, float]]:
-        """Return by name the pattern, and the square of its bound in deviations."""
-        patterns = self.patterns(params).items()
-        return {n: (x, (self.bounds[x] / self.deviations[x]) ** 2) for n, x in patterns}
 
 
 def scaled(sums: Params, scales: Mapping[str, Sequence[Any]]) -> Params:

@@ -23,7 +23,6 @@ from vgrad.dp.noise_figure import plot_noise
 from vgrad.dp.noising import Fitted, Noising, independent
 from vgrad.dp.rows import RowSelection
 from vgrad.dp.sampling import (
-    Batch,
     StepBatches,
     in_order,
     poisson_sample,
@@ -782,13 +781,14 @@ class Plan:
         """Draw the batch of one step. -> indices of samples or units, int64 [B]."""
         return self._drawing(self._subkey(key))(step)
 
-    def drawing(self, key: Tensor, units: Units | None) -> Callable[[int], Batch]:
+    def drawing(self, key: Tensor, units: Units | None) -> Callable[[int], list[Any]]:
         """Return the batches of steps, of whole units where a plan has any."""
         key, count = self._subkey(key), self.samples_per_unit
         draw = self._drawing(key)
         if units is None or count is None:
-            return draw
-        return lambda step: units.of_batch(draw(step), count, key=key, step=step)
+            return lambda step: draw(step).tolist()
+        one = functools.partial(units.drawn, count=count, key=key)
+        return lambda step: [one(unit, step=step) for unit in draw(step).tolist()]
 
     def _drawing(self, key: Tensor) -> Callable[[int], Tensor]:
         """Return the batches of steps, as a function of the step."""
@@ -1035,10 +1035,9 @@ class Plan:
             )
         key = step.reduce.agreed(generators.secret_key(seed=seed))
         own: Any = {"canaries": canaries, "guesses": guesses, "key": key}
-        options, params = step.source.transform.options, state.params
-        scales = scales_of(state.optimizer) or self.scales(params)
-        own |= {"significance": significance, "scales": scales}
+        own |= {"significance": significance, "scales": scales_of(state.optimizer)}
         release = functools.partial(step.noisy_gradients, state)
+        options, params = step.source.transform.options, state.params
         return audit("Plan.audit", self, release, options, params, batch, **own)
 
     def _subkey(self, key: Tensor) -> Tensor:

@@ -259,9 +259,8 @@ class PrivateGradients:
             with torch.no_grad(), kept_random_state(params.values()):
                 set_seed(seed, params.values())
                 batch = self._with_mask(pending, batch)
-                clipped, max_norm = self._clipped, self.max_norm
-                if max_norm is not None:
-                    clipped = clipped.with_max_norm(max_norm)
+                max_norm = self.max_norm
+                clipped = self._clipped_to(max_norm)
                 result = self._live.run(clipped, params, buffers, *batch)
         sums, noisy, kept = result.grads, None, ()
         below: Any = 0.0 if max_norm is None else count_below(result)
@@ -512,18 +511,18 @@ class PrivateGradients:
     def _bound(self, known: Tree, step: int) -> Tensor | None:
         """Return the bound of a step on the module's device, None if it is fixed."""
         device = next(iter(self._live.parameters.values())).device
-        bound = self.plan.max_norm_of(known, device, step=step)
-        return None if bound is None else bound.to(device)
+        return self.plan.max_norm_of(known, device, step=step)
 
     def _noise(
         self, key: Tensor, step: int, history: Tree, max_norm: Tensor | None
     ) -> Noise | DiscreteNoise:
-        clipped = self._clipped
-        if max_norm is not None:
-            clipped = clipped.with_max_norm(max_norm)
+        own = self._clipped_to(max_norm).sensitivity, self._streams
         place: Any = {"key": key, "step": step, "max_norm": max_norm}
-        own = clipped.sensitivity, self._streams
         return self.plan.step_noise(*own, **place, history=history)
+
+    def _clipped_to(self, max_norm: Tensor | None) -> ClippedGradFn:
+        own = self._clipped
+        return own if max_norm is None else own.with_max_norm(max_norm)
 
     def _commit(
         self,

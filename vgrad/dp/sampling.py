@@ -97,10 +97,6 @@ def in_order(order: Tensor, batch_size: int, step: int) -> Tensor:
     return order[start : start + batch_size].sort().values
 
 
-Batch = Tensor | list[Drawn]
-"""The indices of samples, int64 `[B]`, or of the samples of each unit."""
-
-
 class StepBatches:
     """The batches of the steps from `start` to `steps`, lists of indices.
 
@@ -110,7 +106,7 @@ class StepBatches:
 
     def __init__(
         self,
-        draw: Callable[[int], Batch],
+        draw: Callable[[int], list[Any]],
         dataset_size: int,
         steps: int,
         start: int,
@@ -149,9 +145,7 @@ class StepBatches:
                 f"sampler from the state that the run has reached, plan.sampler(state)."
             )
         self._served = True
-        for step in range(self.start, self.steps):
-            drawn = self._draw(step)
-            yield drawn.tolist() if isinstance(drawn, Tensor) else drawn
+        yield from map(self._draw, range(self.start, self.steps))
 
 
 class PoissonBatchSampler(StepBatches):
@@ -198,8 +192,9 @@ class PoissonBatchSampler(StepBatches):
 
         options: Any = {"key": key, "max_batch_size": max_batch_size}
 
-        def draw(step: int) -> Tensor:
-            return poisson_sample(dataset_size, sampling_rate, step=step, **options)
+        def draw(step: int) -> list[int]:
+            sample = poisson_sample(dataset_size, sampling_rate, step=step, **options)
+            return sample.tolist()
 
         super().__init__(draw, dataset_size, steps, start, key=key, place=place)
 
@@ -340,8 +335,7 @@ class Run:
     def _parts(self, steps: range) -> Iterator[tuple[int, PhysicalBatch]]:
         draw = self.plan.drawing(self.key, self.units)
         for step in steps:
-            drawn = draw(step)
-            rows = drawn.tolist() if isinstance(drawn, Tensor) else drawn
+            rows = draw(step)
             size = self._size or max(1, len(rows))
             for number, start in enumerate(range(0, max(1, len(rows)), size)):
                 end = start + size

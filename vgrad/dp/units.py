@@ -104,13 +104,6 @@ class Units:
         text = repr([self._ids, self._rows]).encode()
         return hashlib.blake2b(text, digest_size=16).hexdigest()
 
-    def of_batch(
-        self, numbers: Tensor, count: int, *, key: Tensor, step: int
-    ) -> list[Drawn]:
-        """Draw at most `count` samples of each unit of a batch."""
-        place: Any = {"key": key, "step": step}
-        return [self.drawn(unit, count, **place) for unit in numbers.tolist()]
-
     def drawn(self, unit: int, count: int, *, key: Tensor, step: int) -> Drawn:
         """Draw at most `count` samples of a unit, by its id, the key and the step."""
         rows = self._rows[unit]
