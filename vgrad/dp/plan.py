@@ -649,11 +649,9 @@ class Plan:
         multiplier, clip = self.noise_multiplier, self.max_norm
         if isinstance(clip, QuantileClip):
             return clip.gradient_multiplier(multiplier, self.expected_batch_size)
-        return (
-            multiplier
-            if self.rows is None
-            else self.rows.gradient_multiplier(multiplier)
-        )
+        if self.rows is not None:
+            return self.rows.gradient_multiplier(multiplier)
+        return multiplier
 
     def epsilon(self, steps: int | None = None, *, releases: int = 1) -> float:
         """Return the epsilon spent after `steps` steps; after all of them by default.
@@ -964,10 +962,10 @@ class Plan:
         self, counts: Params, streams: Streams, *, key: Tensor, step: int
     ) -> dict[str, Tensor]:
         """Return the rows of a step, bool `[V]`, from sums of their counts."""
-        assert self.rows is not None
-        place: Any = {"key": generators.fold_in(self._subkey(key), "rows")}
-        place |= {"step": step, "streams": streams}
-        return self.rows.chosen(counts, self.noise_multiplier, **place)
+        rows: Any = self.rows
+        key = generators.fold_in(self._subkey(key), "rows")
+        place = {"key": key, "step": step, "streams": streams}
+        return rows.chosen(counts, self.noise_multiplier, **place)
 
     def audit(
         self,
