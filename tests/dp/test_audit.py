@@ -20,6 +20,7 @@ from vgrad.dp import (
     PrivateGradients,
     audit,
     canaries,
+    group_clip,
     noising,
     quantile_clip,
     secret_key,
@@ -52,6 +53,8 @@ def test_one_run_has_the_numbers_of_the_formula(shift):
             bound = audit.one_run(*scores, guesses=guesses, delta=1e-6)
             assert bound.value == pytest.approx(value, abs=6e-4)
             assert bound.value <= bound.ceiling
+            assert (bound.included, bound.excluded, bound.delta) == (10**4, 10**4, 1e-6)
+            assert any("fair coin" in each for each in bound.assumes)
             # The truth is epsilon of the Gaussian mechanism.
             assert bound.value < audit.gaussian(*scores).epsilon(1e-6)
 
@@ -140,6 +143,7 @@ def test_clopper_pearson_has_the_numbers_of_its_formula():
         np.ones(500), np.zeros(500), threshold=0.5, significance=0.01
     )
     assert sure.value == sure.ceiling == pytest.approx(4.54, abs=5e-3)
+    assert any("independent" in each for each in sure.assumes)
     high, low = normal_scores(1, 300), normal_scores(0, 450)
     for threshold in (-1.0, 0.5, 2.0):
         bound = audit.clopper_pearson(
@@ -171,6 +175,7 @@ def test_gaussian_is_above_the_truth_as_often_as_it_says(mu):
 
 def test_a_bound_of_mu_is_one_of_epsilon():
     bound = audit.gaussian(normal_scores(1, 10**5), normal_scores(0, 10**5))
+    assert any("Gaussian" in each for each in bound.assumes)
     expected = dp_accounting.get_epsilon_gaussian(1 / bound.value, 1e-5)
     assert bound.epsilon(1e-5) == pytest.approx(expected)
     assert audit.gaussian(torch.ones(40), torch.zeros(40)).epsilon(1e-5) == math.inf
@@ -180,45 +185,30 @@ def test_a_bound_of_mu_is_one_of_epsilon():
         bound.epsilon(1e-6)
 
 
-def test_results_carry_their_assumptions():
-    scores = torch.ones(60), torch.zeros(60)
-    run = audit.one_run(*scores, guesses=(9, 9), delta=1e-5)
-    assert any("fair coin" in each for each in run.assumes)
-    assert any("Gaussian" in each for each in audit.gaussian(*scores).assumes)
-    pearson = audit.clopper_pearson(*scores, threshold=0.5)
-    assert any("independent" in each for each in pearson.assumes)
-    assert (run.included, run.excluded, run.delta) == (60, 60, 1e-5)
+REFUSED = [
+    (90, 3, {}, "took part by fair coins, got 90 and 3. Draw a coin"),
+    (40, 40, {"guesses": (50, 31)}, "as many as the 80 scores, got 81"),
+    (40, 40, {"guesses": (0, 0)}, "got 0"),
+    (40, 40, {"guesses": (-1, 5)}, r"guesses\[0\]=-1\): expected a whole number"),
+    (40, 40, {"delta": 1}, "delta=1"),
+    (40, 40, {"significance": 0.6}, "significance=0.6"),
+    (40, 40, {"excluded": torch.zeros(40) / 0}, "none of them NaN"),
+    (40, 40, {"included": torch.ones(1, 40)}, "in one dimension"),
+]
 
 
-ONES, ZEROS = torch.ones(40), torch.zeros(40)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: audit.one_run(torch.ones(90), ZEROS[:3], guesses=(1, 1), delta=0),
-            "took part by fair coins, got 90 and 3. Draw a coin",
-        ),
-        (
-            lambda: audit.one_run(ONES, ZEROS, guesses=(50, 31), delta=0),
-            "as many as the 80 scores, got 81",
-        ),
-        (lambda: audit.one_run(ONES, ZEROS, guesses=(0, 0), delta=0), "got 0"),
-        (
-            lambda: audit.one_run(ONES, ZEROS, guesses=(-1, 5), delta=0),
-            r"guesses\[0\]=-1\): expected a whole number",
-        ),
-        (lambda: audit.one_run(ONES, ZEROS, guesses=(1, 1), delta=1), "delta=1"),
-        (lambda: audit.gaussian(ONES[:9], ZEROS), "expected 30 scores .*got 9 and 40"),
-        (lambda: audit.gaussian(ONES, ZEROS / 0), "none of them NaN"),
-        (lambda: audit.gaussian(ONES[None], ZEROS), "in one dimension"),
-        (lambda: audit.gaussian(ONES, ZEROS, significance=0.6), "significance=0.6"),
-    ],
-)
-def test_impossible_scores_and_guesses_are_refused(call, message):
+@pytest.mark.parametrize(("high", "low", "changes", "message"), REFUSED)
+def test_impossible_scores_and_guesses_are_refused(high, low, changes, message):
+    given = {"included": torch.ones(high), "excluded": torch.zeros(low)}
+    given |= {"guesses": (1, 1), "delta": 0} | changes
     with pytest.raises(ValueError, match=message):
-        call()
+        audit.one_run(**given)
+
+
+def test_a_bound_of_mu_needs_many_scores():
+    assert audit.gaussian(torch.arange(30.0) + 99, torch.arange(30.0)).value > 0
+    with pytest.raises(ValueError, match="expected 30 scores .*got 29 and 40"):
+        audit.gaussian(torch.ones(29), torch.zeros(40))
 
 
 # Audits of steps.
@@ -253,14 +243,11 @@ def audited(mu, *, seed=0, batch=None, **options):
 
 
 def uneven(params):
-    """Gradients of entries of sizes from 0.1 to 10."""
-    sizes = {
-        n: torch.linspace(-1, 1, x.numel()).view(x.shape) for n, x in params.items()
-    }
-    return {name: 10**size for name, size in sizes.items()}
+    """Gradients with entries of several sizes."""
+    return {n: torch.arange(1.0, x.numel() + 1).view_as(x) for n, x in params.items()}
 
 
-DATA = torch.randn(100, 64), torch.randint(0, 10, (100,))
+DATA = torch.eye(100, 64), torch.arange(100) % 10
 
 ROUTES = {
     "eager": {},
@@ -388,7 +375,7 @@ def test_an_audit_changes_nothing_and_runs_graphs_of_its_own(monkeypatch):
 def test_directions_are_nearly_orthogonal_and_of_all_kinds():
     _, _, state = digits_step(0.5)
     key, other = secret_key(seed=3), secret_key(seed=4)
-    made = canaries.Canaries.drawn(state.params, 256, key, {})
+    made = canaries.Canaries(state.params, 256, key)
     rows, loss = torch.arange(3, 256), made.loss(None, has_aux=False)
     batch = made.batch(rows, 0.7, None)
     grads = vgrad.per_sample_grad(loss)(state.params, {}, *batch)
@@ -407,7 +394,7 @@ def test_directions_are_nearly_orthogonal_and_of_all_kinds():
     assert (within.sum(0) == torch.where(one, 1, 4)).all()
     assert 90 < int(made.coins.sum()) < 166
     assert all(80 < int((made.norms == bound).sum()) < 90 for bound in (1, 10, 10_000))
-    coins = canaries.Canaries.drawn(state.params, 256, other, {}).coins
+    coins = canaries.Canaries(state.params, 256, other).coins
     assert not torch.equal(made.coins, coins)
     assert "tensor" not in repr(made)
 
@@ -477,12 +464,17 @@ def test_the_claim_with_correlated_noise_is_a_gaussian_mechanism(scheme):
     assert mu <= math.sqrt(2) / 2 + 1e-9 or plan.sampling == "fixed_order"
 
 
+GROUPS = group_clip(
+    {"*.weight": 0.7, "*.bias": 2.0}, deviations={"*.weight": 1.0, "*.bias": 9.0}
+)
+
 KINDS = {
     "band_mf": {"noise": noising.band_mf(4)},
     "bisr": {"noise": noising.bisr(3)},
     "band_inv_mf": {"noise": noising.band_inv_mf(3)},
     "blt": {"noise": noising.blt(2)},
     "a bound that adapts": {"max_norm": quantile_clip(start=0.7)},
+    "groups": {"max_norm": GROUPS},
     "largest batch": {"max_batch_size": 200},
     "units": {"samples_per_unit": 2},
     "integers": {"discrete": "sum"},
