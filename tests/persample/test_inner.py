@@ -115,6 +115,12 @@ ROWS = {
         LEAF + "value = grad((F.linear(x, w / w.norm()).tanh() @ v).sin() @ u, x)[0]"
         ".square().sum()",
     ),
+    "past an LSTM of constants": Row(
+        LEAF + "z = torch.zeros(1, 1, 4).double(); no = False; i = GATES['i'];"
+        "y = torch.lstm(F.linear(x, w)[:, None, :3], (z, z), [i, GATES['h']], no, 1,"
+        "0.0, no, no, no)[0]; value = grad(y.sum(), x)[0].square().sum()",
+        batch=(SEQUENCES,),
+    ),
     "past an LSTM": Row(
         LEAF + "z = torch.zeros(1, 1, 4).double(); no = False;"
         "y = torch.lstm(x[:, None], (z, z), [i, h], no, 1, 0.0, no, no, no)[0];"
