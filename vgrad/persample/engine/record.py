@@ -326,7 +326,7 @@ class Recorder:
             )
         if not batched:  # the same for all samples: computed once
             physical = bound
-        if self.twice and follows and weights and batched:
+        if self.twice and follows and weights:
             if rule.transposed is not None and torch.is_grad_enabled():
                 name = op_name(self._op or func)
                 with self.below():
