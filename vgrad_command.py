@@ -183,6 +183,12 @@ class Options:
         "numbers in memory, with a pass for each sample, or sum, for discrete noise on "
         "a sum that is rounded at last",
     )
+    augmentations: int = _option(
+        whole(1, 64),
+        1,
+        "copies of each image in a private step, shifted by a pixel at most, whose "
+        "mean gradient is clipped; epsilon stays",
+    )
     epochs: int = _option(
         whole(1, MOST_EPOCHS), 50, "passes over the data; one is 1 / q steps"
     )

@@ -127,6 +127,7 @@ WRONG = {
     "noise": ["bands", "band-mf", "bisr:0", "blt:x", "independent:2", ""],
     "max_batch_size": ["0", "-1", "2.5", "all", ""],
     "discrete": ["maybe", "True", ""],
+    "augmentations": ["0", "-1", "1.5", "65", ""],
     "epochs": ["0", "-3", "0.5", "1000001", "1e3", "all"],
     "batch_size": ["0", "-8", "7.5", "2147483648", "half"],
     "lr": ["0", "-1", "nan", "inf", "fast"],

@@ -24,11 +24,15 @@ def audited(mesh, kind, broken=None):
     loss = vgrad.sample_loss(fmodel, F.cross_entropy)
     more = {"noise": noising.band_mf(3)} if kind == "banded" else {}
     plan, tx = Plan(1200, 0.2, math.sqrt(2) / 2, 1.0, 9, 1e-4, **more), optim.sgd(0.1)
+    tx = optim.scale_then_privatize(tx) if kind == "scaled" else tx
     step = private_step(loss, tx, plan)
     step = step if kind == "one" else data_parallel(step, mesh)
     step = vgrad.compile(step) if kind == "compiled" else step
-    params = shard(params, mesh) if kind in ("sharded", "banded") else params
+    uneven = {n: torch.arange(1.0, x.numel() + 1).view_as(x) for n, x in params.items()}
+    if kind in ("sharded", "banded", "scaled"):
+        params, uneven = shard(params, mesh), shard(uneven, mesh)
     state = TrainState.create(tx, params, buffers, seed=1)
+    state = state._replace(optimizer=tx.update(uneven, state.optimizer)[1])
     if mesh.get_rank() == broken:
         gaussian_noise = vgrad.dp.plan.gaussian_noise
 
@@ -45,7 +49,7 @@ def audited(mesh, kind, broken=None):
     return result
 
 
-@pytest.mark.parametrize("kind", ["whole", "compiled", "sharded", "banded"])
+@pytest.mark.parametrize("kind", ["whole", "compiled", "banded", "scaled"])
 def test_an_audit_on_ranks_is_one_of_all_of_them(ranks, kind):
     results = ranks(2).on_mesh(audited, kind)
     [plain, _] = ranks(2).on_mesh(audited, "one")

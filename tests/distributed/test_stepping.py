@@ -15,7 +15,15 @@ from tests.distributed.nets import MODELS, mlp, problem
 from tests.distributed.processes import mesh_of
 from vgrad import distributed, optim
 from vgrad.distributed import RankError, data_parallel, gather, local_batches, shard
-from vgrad.dp import Plan, Units, collate, noising, quantile_clip, unit_loader
+from vgrad.dp import (
+    Plan,
+    Units,
+    collate,
+    noising,
+    quantile_clip,
+    row_selection,
+    unit_loader,
+)
 from vgrad.training import TrainState, load, private_step, save, train_step
 
 SAMPLES = 40
@@ -116,6 +124,22 @@ def test_so_are_steps_that_scale_gradients(some):
     for states in some.run(_scaled, some.size):
         for state in states:
             oracle.assert_exact(state.params, expected.params, 1e-10)
+
+
+def _of_rows(size):
+    rows = row_selection(["embed*"], threshold=2.0, share=0.3)
+    given = "lstm", torch.float64, plan_of(3, rows=rows)
+    forms = (PLAIN, SHARDS, COMPILED) if size else (PLAIN,)
+    return [private(size, *given, **form) for form in forms]
+
+
+def test_all_ranks_choose_the_same_rows(some):
+    [(expected, metrics)] = _of_rows(0)
+    assert 0 < metrics["rows"] < 9
+    for results in some.run(_of_rows, some.size):
+        for state, found in results:
+            oracle.assert_exact(state.params, expected.params, 1e-12)
+            assert found["rows"] == metrics["rows"]
 
 
 CLIP = quantile_clip(rate=0.5, start=0.2, count_deviation=2.0)

@@ -74,11 +74,8 @@ def test_events_of_several_chains_need_all_of_them():
     half = np.full(3, ONE // 2)
     take = script(MISS * 2, MISS * 2, MISS, HIT + MISS)
     # The first needs none, the second two, the third four and fails at the last.
-    assert discrete.happens(half, take, np.array([0, 2, 4])).tolist() == [
-        True,
-        True,
-        False,
-    ]
+    found = discrete.happens(half, take, np.array([0, 2, 4]))
+    assert found.tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("bits", [64, 128])
@@ -128,17 +125,11 @@ def test_integers_have_exactly_their_probabilities(bits, statistic):
     assert stats.power_divergence(counts, other, lambda_=statistic).pvalue < 1e-6
 
 
-def test_the_variance_is_that_of_the_normal_or_below():
-    values, expected = law(1)
-    assert (values**2 * expected).sum() < 4
-    error = 4 * math.sqrt(2 / drawn(24).size)
-    assert abs(np.mean((drawn(24) / 2.0**24) ** 2) - 1) < 4 * error
-
-
 def test_integers_on_a_fine_grid_are_nearly_normal_and_their_last_bits_are_fair():
     values = drawn(24)
     assert stats.kstest(values / 2.0**24, "norm").pvalue > 1e-3
     assert stats.chisquare(np.bincount(values & 63)).pvalue > 1e-3
+    assert abs(np.mean((values / 2.0**24) ** 2) - 1) < 6 / math.sqrt(values.size)
     signs = values[1:] > 0, values[:-1] > 0
     assert abs(np.corrcoef(*signs)[0, 1]) < 4 / math.sqrt(values.size)
 
@@ -157,34 +148,22 @@ def test_words_are_those_of_the_cipher_in_order(monkeypatch):
 # Integers of samples.
 
 
-FLOATS = st.floats(width=32) | st.sampled_from([0.0, 1.0, -1.0, 3e38, 1e-45])
+FLOATS = st.floats() | st.sampled_from([0.0, 1.0, -1.0, 2.0**33, 3e38, 1e-45])
+MOST = st.integers(200, 2**62) | st.floats(2**-7, 1e3).map(discrete.bound)
 
 
 def squares(whole):
     return sum(int(x) ** 2 for part in whole.values() for x in part.reshape(-1))
 
 
-@given(
-    st.lists(FLOATS, min_size=1, max_size=30),
-    st.floats(1e-30, 1e30),
-    st.integers(200, 2**62),
-)
-def test_no_numbers_make_integers_above_the_bound(numbers, norm, most):
-    grads = {"a": torch.tensor(numbers), "b": torch.tensor(0.25)}
+@given(st.lists(FLOATS, min_size=1, max_size=30), st.floats(1e-30, 1e30), MOST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_numbers_make_integers_above_the_bound(dtype, numbers, norm, most):
+    grads = {"a": torch.tensor(numbers, dtype=dtype), "b": torch.tensor(0.25)}
     whole = discrete.integers(grads, norm, most)
     assert squares(whole) <= most
     assert {x.dtype for x in whole.values()} == {torch.int64}
     assert whole["b"].shape == ()
-
-
-@pytest.mark.parametrize("number", [1e6, 2.0**33, 3e38, math.inf, math.nan])
-@pytest.mark.parametrize("sign", [1, -1])
-def test_numbers_of_any_size_stay_below_the_bound(number, sign):
-    grads = {"a": torch.tensor([sign * number, 0.5], dtype=torch.float64)}
-    for noise in (0.01, 1.0, 1000.0):
-        assert squares(discrete.integers(grads, 1.0, discrete.bound(noise))) <= (
-            discrete.bound(noise)
-        )
 
 
 def test_a_clipped_gradient_is_rounded_and_not_clipped_again():
@@ -270,42 +249,15 @@ def divergences(sigma, shift, rate, order):
     ]
 
 
-def general_bound(noise, rate, order):
-    """Bound the divergence for any mechanism (Zhu and Wang, ICML 2019, theorem 5)."""
-    terms = [
-        (order - 1) * math.log1p(-rate) + math.log(order * rate - rate + 1),
-        *(
-            math.log(special.comb(order, n) * (3 if n > 2 else 1))
-            + n * math.log(rate)
-            + (order - n) * math.log1p(-rate)
-            + (n - 1) * n / (2 * noise**2)
-            for n in range(2, order + 1)
-        ),
-    ]
-    return special.logsumexp(terms) / (order - 1)
-
-
 @pytest.mark.parametrize("shift", [(1,), (3,), (1, 2)])
 @pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])
-def test_the_account_of_poisson_batches_is_no_less_than_a_sum_over_all_integers(
-    sigma, shift
-):
+def test_the_account_is_no_less_than_a_sum_over_all_integers(sigma, shift):
     noise = sigma / math.hypot(*shift)
-    for rate, order in itertools.product([0.01, 0.3, 0.9], [2, 3, 6, 12]):
+    for rate, order in itertools.product([0.01, 0.3, 0.9, 1.0], [2, 3, 6, 12]):
         claimed = divergence(order, rate, noise)
-        added, removed = divergences(sigma, shift, rate, order)
-        assert max(added, removed) <= claimed * (1 + 1e-9)
-        assert added > claimed * 0.5 or sigma < 2
-        assert claimed <= general_bound(noise, rate, order) * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("shift", [(1,), (3,), (1, 2)])
-def test_the_account_without_sampling_is_exact_for_integers(shift):
-    for sigma, order in itertools.product([0.7, 1.0, 4.0], [2, 3, 12]):
-        claimed = divergence(order, 1.0, sigma / math.hypot(*shift))
-        # A rate of one, up to rounding.
-        found = divergences(sigma, shift, 1 - 1e-12, order)
-        assert max(found) == pytest.approx(claimed, rel=1e-6)
+        added, removed = divergences(sigma, shift, min(rate, 1 - 1e-12), order)
+        assert max(added, removed) <= claimed * (1 + 1e-6)
+        assert added > claimed * (0.5 if rate < 1 else 1 - 1e-6) or sigma < 1
 
 
 @pytest.mark.parametrize("kind", ["poisson", "fixed_order"])
@@ -403,10 +355,10 @@ def run(plan, state, loss, data, steps, change=lambda step: step, **options):
     return states
 
 
-def alone(loss, params, buffers, *sample, norm=0.2, **options):
-    """Return the clipped gradient of a sample in a batch of one."""
-    clipped = vgrad.clipped_grad(loss, max_norm=norm, **options)
-    return clipped(params, buffers, *(each[None].clone() for each in sample)).grads
+def noised(plan, sums, **place):
+    place = {"key": runs.KEY, "step": 0} | place
+    sensitivity = vgrad.Sensitivity(0.2 / plan.expected_batch_size)
+    return plan.add_noise(sums, sensitivity, **place)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -417,12 +369,13 @@ def test_a_step_adds_noise_to_the_sum_of_the_integers_of_samples(dtype):
     state = TrainState.create(tx, params, buffers, seed=3)
     rows = plan.sample(key=state.key, step=0)
     after, _ = private_step(loss, tx, plan)(state, *(each[rows] for each in data))
+    clipped = vgrad.clipped_grad(loss, max_norm=0.2)
     key, deviation = plan._subkey(state.key), 0.5 * 0.2 / plan.expected_batch_size
     for name, value in params.items():
         total = torch.zeros(value.shape, dtype=torch.int64)
         for row in rows.tolist():
-            grads = alone(loss, params, buffers, *(each[row] for each in data))
-            total += discrete.integers(grads, 0.2, 16 * 4**22 * 4)[name]
+            one = clipped(params, buffers, *(each[[row]] for each in data))
+            total += discrete.integers(one.grads, 0.2, 16 * 4**22 * 4)[name]
         tags = "discrete noise", 0, name, str([*value.shape]), deviation, 0
         words = discrete.Words(bytes(generators.fold_in(key, *tags).numpy()), 0)
         noise = discrete.gaussian(value.numel(), words.take)
@@ -478,39 +431,23 @@ def test_a_sum_is_that_of_samples_one_by_one_in_any_order(strategy):
 
 
 @pytest.mark.parametrize("kind", [True, "sum"])
-def test_a_run_that_is_saved_and_loaded_repeats_its_releases(kind, tmp_path):
+def test_releases_repeat_after_loading_in_graphs_and_on_a_rank(kind, tmp_path):
     _, loss, params, buffers, data = problem()
-    plan = noisy(kind)
     begun = TrainState.create(SGD, params, buffers, seed=3)
-    states = run(plan, begun, loss, data, 6)
+    states = run(noisy(kind), begun, loss, data, 6)
     save(tmp_path / "state", states[3])
     loaded = load(tmp_path / "state", begun)
-    again = run(plan, loaded, loss, data, 3)
-    for one, other in zip(states[3:], again, strict=True):
-        assert all(torch.equal(one.params[n], other.params[n]) for n in params)
     with pytest.raises(ValueError, match="under another"):
         run(noisy(False), loaded, loss, data, 1)
-
-
-@pytest.mark.parametrize("kind", [True, "sum"])
-def test_a_compiled_step_is_equal_bit_by_bit(kind):
-    _, loss, params, buffers, data = problem()
-    begun = TrainState.create(SGD, params, buffers, seed=3)
-    eager = run(noisy(kind), begun, loss, data, 6)[-1]
-    replay = functools.partial(vgrad.compile, backend="replay")
-    graph = run(noisy(kind), begun, loss, data, 6, change=replay)[-1]
-    assert all(torch.equal(eager.params[n], graph.params[n]) for n in params)
-
-
-@pytest.mark.parametrize("kind", [True, "sum"])
-def test_one_rank_is_a_process(kind):
-    _, loss, params, buffers, data = problem()
-    begun = TrainState.create(SGD, params, buffers, seed=3)
-    eager = run(noisy(kind), begun, loss, data, 4)[-1]
     with distributed.single_process_mesh("dp") as mesh:
         parallel = functools.partial(distributed.data_parallel, mesh=mesh)
-        ranks = run(noisy(kind), begun, loss, data, 4, change=parallel)[-1]
-        assert all(torch.equal(eager.params[n], ranks.params[n]) for n in params)
+        graphs = functools.partial(vgrad.compile, backend="replay")
+        others = [run(noisy(kind), loaded, loss, data, 3)]
+        for change in (graphs, parallel):
+            others.append(run(noisy(kind), begun, loss, data, 6, change=change))
+        for other in others:
+            for one, again in zip(states[-len(other) :], other, strict=True):
+                assert all(torch.equal(one.params[n], again.params[n]) for n in params)
         cut = TrainState.create(SGD, distributed.shard(params, mesh), buffers, seed=3)
         refused = "integers of a plan" if kind is True else "='sum', got a DTensor"
         with pytest.raises(TypeError, match=rf"{refused}.*gather\(params, mesh\)"):
@@ -539,16 +476,10 @@ def test_private_gradients_are_those_of_a_step_in_parts_of_any_size():
 def test_noise_is_a_stream_of_its_own_for_each_place():
     plan = noisy("sum")
     sums = {"a": torch.zeros(70_000), "b": torch.zeros(70_000), "n": torch.tensor(0.0)}
-    sensitivity = vgrad.Sensitivity(0.2 / plan.expected_batch_size)
-
-    def noise(step=0, member=0, **others):
-        place = {"key": runs.KEY, "step": step, "member": member}
-        return (noisy("sum", **others) if others else plan).add_noise(
-            sums, sensitivity, **place
-        )
-
-    found = [noise(), noise(step=1), noise(member=1), noise(noise=0.7), noise(steps=7)]
-    found = [*found[0].values(), *(each["a"] for each in found[1:])]
+    others = [noisy("sum", noise=0.7), noisy("sum", steps=7)]
+    found = [noised(plan, sums, step=1), noised(plan, sums, member=1)]
+    found += [noised(other, sums) for other in others]
+    found = [*noised(plan, sums).values(), *(each["a"] for each in found)]
     assert torch.equal(found[0], found[-1])  # more steps change no noise
     flat = torch.stack([each for each in found[:-1] if each.ndim]).double()
     # Blocks of a tensor, too.
@@ -557,34 +488,30 @@ def test_noise_is_a_stream_of_its_own_for_each_place():
     deviation = plan.deviation(0)
     assert abs(float(flat[0].std()) / deviation - 1) < 0.02
     sums = {"a": torch.full((70_000,), 0.3, dtype=torch.float64)}
-    places = noise()["a"] / (deviation * 2.0**-24)
+    noise = noised(plan, sums)["a"]
+    places = noise / (deviation * 2.0**-24)
     assert (places - places.round()).abs().max() < 1e-6
-    assert abs(float(noise()["a"].mean()) - 0.3) < 5 * deviation / 70_000**0.5
+    assert abs(float(noise.mean()) - 0.3) < 5 * deviation / 70_000**0.5
 
 
 @pytest.mark.parametrize(
-    ("kind", "total", "message"),
+    ("kind", "dtype", "message"),
     [
-        (True, torch.zeros(2), "as private_step and PrivateGradients form them"),
-        (True, torch.zeros(2).long(), "as private_step and PrivateGradients form them"),
-        ("sum", torch.zeros(2).long(), "real floating-point numbers, got torch.int64"),
-        ("sum", torch.zeros(2) * 1j, "real floating-point numbers, got torch.complex"),
+        (True, torch.float32, "integers, as private_step and PrivateGradients form"),
+        (True, torch.int64, "integers, as private_step and PrivateGradients form"),
+        ("sum", torch.int64, "real floating-point numbers.*got torch.int64"),
+        ("sum", torch.complex64, "real floating-point numbers.*got torch.complex"),
     ],
 )
-def test_sums_of_another_kind_are_refused(kind, total, message):
-    plan = noisy(kind)
-    sensitivity = vgrad.Sensitivity(0.2 / plan.expected_batch_size)
+def test_sums_of_another_kind_are_refused(kind, dtype, message):
     with pytest.raises(TypeError, match=message):
-        plan.add_noise({"a": total}, sensitivity, key=runs.KEY, step=0)
+        noised(noisy(kind), {"a": torch.zeros(2, dtype=dtype)})
 
 
 def test_sums_that_stay_numbers_keep_what_is_not_finite():
     plan = noisy("sum", noise=1.0)
-    total = torch.tensor(
-        [math.inf, -math.inf, math.nan, 1e38, 0.5], dtype=torch.bfloat16
-    )
-    sensitivity = vgrad.Sensitivity(0.2 / plan.expected_batch_size)
-    [found] = plan.add_noise({"a": total}, sensitivity, key=runs.KEY, step=0).values()
+    total = torch.tensor([math.inf, -math.inf, math.nan, 1e38, 0.5]).bfloat16()
+    found = noised(plan, {"a": total})["a"]
     assert found.dtype == torch.float32
     assert torch.equal(found[:4].isfinite(), total[:4].isfinite())
     assert abs(found[4] - 0.5) < 6 * plan.deviation(0)

@@ -77,7 +77,7 @@ def shape_of(where: str, entries: Any) -> Shape:
 # Arguments.
 
 _OF_PRIVACY = "epsilon delta max_norm clip_quantile noise max_batch_size".split()
-_OF_PRIVACY += "discrete reproducible_noise".split()
+_OF_PRIVACY += "discrete augmentations reproducible_noise".split()
 
 _OF_FIELDS = {"sampling_rate": "batch_size", "sampling": "noise", "steps": "epochs"}
 """The options that fields of a plan of another name follow from."""
@@ -146,6 +146,11 @@ class Settings(vgrad_command.Options):
             raise ValueError(
                 f"--batch-size {batch}: expected at most the {samples} training "
                 f"samples that there are. Leave it out for batches of {fitting}."
+            )
+        if self.augmentations > 1 and shape.height == 1:
+            raise ValueError(
+                f"--augmentations {self.augmentations}: expected images, which can be "
+                f"shifted, got rows of features. Leave it out."
             )
         # So the noise of a step, rate * multiplier * max_norm / batch, stays the same.
         rate = models.rate(self.model, shape) * min(1, batch / BATCH)

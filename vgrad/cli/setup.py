@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from vgrad import dp, optim, tree
 from vgrad.cli import data, models
-from vgrad.cli.data import Dataset
+from vgrad.cli.data import Dataset, shifted
 from vgrad.cli.evaluate import ROWS
 from vgrad.cli.models import Shape
 from vgrad.cli.settings import Settings
@@ -147,7 +147,8 @@ def prepare(
         # Others round differently. "auto" as a chunk size depends on free memory, which
         # may differ when a run goes on.
         gradient = sum(t.numel() * t.element_size() for t in one[1].values())
-        rows = max(1, min(_MOST_ROWS, _GRADIENT_BYTES // gradient))
+        most = min(_MOST_ROWS, _GRADIENT_BYTES // gradient)
+        rows = max(1, most // settings.augmentations)
         forms |= {"strategy": STRATEGY, "chunk_size": rows}
         plan = planned(settings, len(dataset.y_train), ends)
         private = _private(settings, one[0], model, plan, rows, mesh)
@@ -279,7 +280,7 @@ def _private(
     def epsilon(steps: int) -> float:
         return plan.epsilon(steps, releases=count)
 
-    advance = _advance(settings, step, draw, mesh)
+    advance = _advance(settings, step, draw, mesh, settings.augmentations)
     # Without a seed the keys are secrets.
     seed = settings.seed if settings.reproducible_noise else None
     (_, *entries), scale = model, _scale(settings)
@@ -291,8 +292,9 @@ def _private(
 def _private_step(
     settings: Settings, fmodel: FunctionalModel, plan: dp.Plan, rows: int
 ) -> Any:
+    copies = settings.augmentations if settings.augmentations > 1 else None
     return private_step(
-        sample_loss(fmodel, F.cross_entropy),
+        sample_loss(fmodel, F.cross_entropy, augmentations=copies),
         optim.sgd(settings.lr),
         plan,
         strategy=STRATEGY,
@@ -361,6 +363,7 @@ def _advance(
     step: Callable,
     draw: Callable[[Any], Tensor],
     mesh: DeviceMesh | None,
+    copies: int | None = None,  # of an image; without it the step takes no axis of them
 ) -> Advance:
     if settings.compile != "eager":
         backend: Any = settings.compile
@@ -373,7 +376,17 @@ def _advance(
     def run(state: Any, data: Dataset) -> tuple[Any, Taken]:
         index = draw(state)
         rows = index[len(index) * rank // size : len(index) * (rank + 1) // size]
-        state, figures = step(state, data.x_train[rows], data.y_train[rows])
+        x = data.x_train[rows]
+        if settings.augmentations > 1:
+            # Of all images, so that an image's own do not depend on the batch.
+            source = torch.Generator()
+            source.manual_seed(torch_seed(state.key, "augment", int(state.step)))
+            moves = torch.randint(
+                3, (len(data.x_train), copies or 1, 2), generator=source
+            )
+            x = shifted(x, moves[rows].to(x.device))
+            x = x if copies else x.squeeze(-4)
+        state, figures = step(state, x, data.y_train[rows])
         samples, loss = index.numel(), torch.zeros(())
         if samples:  # the mean over no samples is no number
             loss = figures["loss"].double().mean() * samples

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from vgrad import batches, files, tree
 from vgrad.dp.discrete import IntegerSum
-from vgrad.persample.clipped import ClippedSum
+from vgrad.persample.clipped import ClippedSum, CountedGrad
 from vgrad.persample.engine import (
     NON_RETRYABLE,
     Evaluation,
@@ -343,13 +343,11 @@ def _check(
                 f"{what}(params): expected parameters cut among the ranks that share "
                 f"the batch, {ranks.members}, got {holders.members}."
             )
-    quantity = transform.quantity
-    wrong = isinstance(quantity, Products | MomentsOfGrads | IntegerSum)
-    if wrong or getattr(quantity, "tables", ()):
+    if isinstance(transform.quantity, Products | MomentsOfGrads | IntegerSum):
         raise TypeError(
             f"{what}: expected a sum over samples or a list of them, got another "
-            f"quantity, such as the integers of a plan with discrete=True or the "
-            f"counts of one with rows. Call it with gather(params, mesh)."
+            f"quantity, such as the integers of a plan with discrete=True. Call it "
+            f"with gather(params, mesh)."
         )
 
 
@@ -402,6 +400,9 @@ def _of_all_ranks(
     if isinstance(transform.quantity, ClippedSum):
         counts = {"clipped": value.clipped, "nonfinite": value.nonfinite}
         grads = each(value.grads)
+        if isinstance(value, CountedGrad):
+            rows = ranks.summed(f"{transform.options.function}, rows", value.rows)
+            value = value._replace(rows=rows)
         counts = ranks.summed(transform.options.function, counts)
         value = value._replace(grads=grads, **counts)
     elif isinstance(transform.quantity, WeightedSum):

@@ -102,7 +102,6 @@ def one_run(
 
     Raises:
         ValueError: there are more guesses than scores, or the coins cannot be fair.
-        ImportError: SciPy is not installed.
 
     Reference: Steinke et al., arXiv 2305.08846.
 
@@ -112,6 +111,7 @@ def one_run(
         (80, 3.26, 3.26)
     """
     special = checks.package("scipy.special", "dp")
+    significance, delta = check_numbers("one_run", significance, delta)
 
     def margin(epsilon: float, count: int, guessed: int, correct: int) -> float:
         fewer = np.arange(correct + 1)
@@ -139,7 +139,7 @@ def one_run_fdp(
     for Gaussian mechanisms alone.
 
     Raises:
-        ValueError, ImportError: as `one_run`.
+        ValueError: as `one_run`.
 
     Reference: Mahloujifar et al., arXiv 2410.22235.
 
@@ -149,6 +149,7 @@ def one_run_fdp(
         7.41
     """
     special = checks.package("scipy.special", "dp")
+    significance, delta = check_numbers("one_run_fdp", significance, delta)
 
     def margin(mu: float, count: int, guessed: int, correct: int) -> float:
         right = significance * correct / count
@@ -182,7 +183,6 @@ def clopper_pearson(
 
     Raises:
         ValueError: there are no scores of one kind.
-        ImportError: SciPy is not installed.
 
     Reference: Jagielski et al., arXiv 2006.07709; Nasr et al., arXiv 2101.04535.
 
@@ -193,13 +193,12 @@ def clopper_pearson(
     """
     function = "clopper_pearson"
     special = checks.package("scipy.special", "dp")
-    scores = included, excluded
-    high, low, significance, delta = _checked(function, *scores, significance, delta)
+    significance, delta = check_numbers(function, significance, delta)
+    high, low = _scores(function, included, excluded)
 
     def limit(errors: int, count: int) -> float:
-        if errors == count:
-            return 1.0
-        return special.betaincinv(errors + 1, count - errors, 1 - significance / 2)
+        rate = special.bdtri(errors, count, significance / 2)
+        return rate if errors < count else 1.0
 
     def bound(missed: int, false: int) -> float:
         right = 1 - delta - limit(missed, len(high))
@@ -232,7 +231,6 @@ def gaussian(
 
     Raises:
         ValueError: there are fewer than 30 scores of one kind.
-        ImportError: SciPy is not installed.
 
     Reference: Nasr et al., arXiv 2302.07956; Agrawal et al., arXiv 2606.12733.
 
@@ -242,7 +240,8 @@ def gaussian(
         1.4
     """
     special = checks.package("scipy.special", "dp")
-    high, low, significance, _ = _checked("gaussian", included, excluded, significance)
+    significance, _ = check_numbers("gaussian", significance)
+    high, low = _scores("gaussian", included, excluded)
     if min(len(high), len(low)) < FEW:
         raise ValueError(
             f"gaussian(included, excluded): expected {FEW} scores of each kind at "
@@ -305,11 +304,7 @@ class Audit(Report):
         return mu > self.claimed_mu or epsilon > self.claimed_epsilon
 
     def plot(self) -> Any:
-        """Draw the scores beside the claim, and the bounds. -> matplotlib's `Figure`.
-
-        Raises:
-            ImportError: `matplotlib` is not installed.
-        """
+        """Draw scores beside the claim, and bounds. -> matplotlib's `Figure`."""
         figures = checks.package("matplotlib.figure", "demo")
         figure = figures.Figure(figsize=(9.5, 4.2), layout="constrained")
         figure.suptitle(str(self).partition("\n\n")[2], fontsize="medium")
@@ -374,8 +369,7 @@ def _of_guesses(
 ) -> Bound:
     """Find the largest parameter that guesses reject, at a margin above zero."""
     optimize = checks.package("scipy.optimize", "dp")
-    sides = included, excluded
-    high, low, significance, delta = _checked(function, *sides, significance, delta)
+    high, low = _scores(function, included, excluded)
     count = len(high) + len(low)
     if abs(len(high) - len(low)) > _UNFAIR * math.sqrt(count):
         raise ValueError(
@@ -416,17 +410,10 @@ def _of_guesses(
     )
 
 
-def _checked(
-    function: str,
-    included: Scores,
-    excluded: Scores,
-    significance: float,
-    delta: float = 0.0,
-) -> tuple[Any, ...]:
-    """Return scores as float64 `[n]`, and numbers."""
-    significance, delta = check_numbers(function, significance, delta)
+def _scores(function: str, *sides: Scores) -> list[np.ndarray]:
+    """Return scores as float64 `[n]`."""
     arrays = []
-    for scores in (included, excluded):
+    for scores in sides:
         if isinstance(scores, Tensor):
             scores = scores.detach().cpu().double().numpy()
         array = np.asarray(scores, dtype=np.float64)
@@ -437,7 +424,7 @@ def _checked(
                 f"{checks.shown(array)}."
             )
         arrays.append(array)
-    return *arrays, significance, delta
+    return arrays
 
 
 def check_numbers(

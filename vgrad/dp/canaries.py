@@ -5,8 +5,7 @@ gradient. It goes through all that a step does to gradients, and needs no data.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from vgrad import batches, checks
 from vgrad.dp.audit import FEW, Audit, check_numbers, epsilon_of, gaussian, one_run
+from vgrad.dp.group_clip import GroupClip
 from vgrad.dp.plan import Plan
 from vgrad.generators import block, fold_in, stream
 from vgrad.optim.private import unscaled
@@ -67,7 +67,10 @@ def audit(
         )
     [count] = checks.whole(function, least=4 * FEW, canaries=canaries)
     significance, _ = check_numbers(function, significance)
-    made = Canaries.drawn(params, count, key, scales)
+    clip = plan.max_norm
+    densities = clip.densities(params) if isinstance(clip, GroupClip) else {}
+    scales = {**plan.scales(params), **scales}
+    made = Canaries(params, count, key, scales, densities)
     loss = made.loss(options.loss if batch else None, has_aux=options.has_aux)
     entries = sum(value.numel() for value in params.values())
     chunk: Any = options.chunk_size or plan.dataset_size
@@ -82,12 +85,12 @@ def audit(
     for rows in torch.arange(count).split(most):
         inside = rows[made.coins[rows]]
         given = [
-            made.batch(inside if sign else rows[:0], sign * plan.first_max_norm, batch)
+            made.batch(inside if sign else rows[:0], sign * plan.noise_norm, batch)
             for sign in signs
         ]
         found = release(loss, fold_in(key, "noise", int(rows[0])), given, chunk)
         for weight, (grads, bound) in zip(weights, found, strict=True):
-            bound = plan.first_max_norm if bound is None else float(bound)
+            bound = plan.noise_norm if bound is None else float(bound)
             score[rows] += weight / bound * made.scores(rows, grads)
     score *= plan.expected_batch_size
     sides = score[made.coins], score[~made.coins]
@@ -142,72 +145,64 @@ class Block(NamedTuple):
     shard: int
 
 
-@dataclass(frozen=True, repr=False)  # coins are secret
 class Canaries:
     """m canaries: samples of a linear loss, with a direction and a coin for each.
 
     A direction is a wave over the entries of each block that it is in; waves of two
     frequencies are orthogonal. Signs, drawn once for all entries, make noise of them.
-    It is the direction of a gradient that a step has multiplied by its scales.
+    It is the direction of a gradient that a step has multiplied by its scales. Without
+    `densities` by name, entries of all blocks have the same mean square.
     """
 
-    blocks: list[Block]
-    signs: Params  # over the scales
-    frequencies: Tensor  # in each block, int64 [m, blocks]
-    weights: Tensor  # the norm in each block, [m, blocks]; in all of them 1
-    norms: Tensor  # of the gradient, in bounds of the clip, [m]
-    coins: Tensor  # whether it takes part, bool [m]
-    groups: dict[str, Tensor]  # bool [m]
-
-    @classmethod
-    def drawn(
-        cls, params: Params, count: int, key: Tensor, scales: Scales
-    ) -> "Canaries":
-        """Draw directions, and coins from a key of their own."""
-        blocks = [each for item in params.items() for each in _blocks(*item)]
-        names, _, sizes, parts = map(np.array, zip(*blocks, strict=True))
+    def __init__(
+        self,
+        params: Params,
+        count: int,
+        key: Tensor,
+        scales: Scales = MappingProxyType({}),
+        densities: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        self._blocks = [each for item in params.items() for each in _blocks(*item)]
+        names, _, sizes, parts = map(np.array, zip(*self._blocks, strict=True))
         draw = block(stream(key, "directions"), 0)
-        numbers = np.arange(count)
-        # With a stride that has no divisor in common with the size, frequencies repeat
-        # after all of them.
-        strides = draw.integers(1, sizes + 1, (100, len(blocks)))
-        best = np.gcd(strides, sizes).argmin(0)
-        strides = strides[best, np.arange(len(blocks))]
-        frequencies = (draw.integers(sizes) + numbers[:, None] * strides) % sizes
-        ranks = parts.max() + 1
-        kind = numbers // len(_NORMS) % (3 if ranks > 1 else 2)
-        owner = draw.choice(len(blocks), count, p=sizes / sizes.sum())
-        within = True, names == names[owner, None], parts == parts[owner, None]
-        squares = np.choose(kind[:, None], within) * sizes
         signs = {}
         for name, value in params.items():
             flips = torch.from_numpy(draw.integers(0, 2, tuple(value.shape)))
             signs[name] = 1 - 2 * flips.float().to(value.device)
         scales = {name: [*map(_whole, own)] for name, own in scales.items()}
+        over_scales = unscaled(signs, scales).items()
+        self._signs = {name: value.reshape(-1) for name, value in over_scales}
+        # They repeat after all of a block.
+        own = [draw.choice(n, min(n, count), replace=False) for n in sizes]
+        frequencies = np.stack([np.resize(some, count) for some in own], 1)
+        self._frequencies = torch.from_numpy(frequencies)  # int64 [m, blocks]
+        numbers, ranks = np.arange(count), parts.max() + 1
+        kind = numbers // len(_NORMS) % (3 if ranks > 1 else 2)
+        owner = draw.choice(len(sizes), count, p=sizes / sizes.sum())
+        within = True, names == names[owner, None], parts == parts[owner, None]
+        density = np.array([densities.get(name, 1.0) for name in names])
+        squares = np.choose(kind[:, None], within) * (sizes * density)
+        weights = np.sqrt(squares / squares.sum(1, keepdims=True))
+        # Where two canaries have one frequency, their products are zero on average.
+        weights *= 1 - 2 * draw.integers(0, 2, weights.shape)
+        self._weights = torch.from_numpy(weights)  # [m, blocks], of norm 1
         norms = np.resize(_NORMS, count)
+        self.norms = torch.from_numpy(norms)  # of the gradient, in bounds of the clip
+        flips = block(stream(key, "coins"), 0).integers(0, 2, count)
+        self.coins = torch.from_numpy(flips == 1)  # whether it takes part
         groups = {"all": kind >= 0, "of all parameters": kind == 0}
         groups["of one parameter"] = kind == 1
         for shard in range(ranks if ranks > 1 else 0):
             groups[f"of shard {shard}"] = (kind == 2) & (parts[owner] == shard)
         for norm in _NORMS:
             groups[f"of norm {norm:g} max_norm"] = norms == norm
-        coins = block(stream(key, "coins"), 0).integers(0, 2, count) == 1
-        weights = np.sqrt(squares / squares.sum(1, keepdims=True))
-        return cls(
-            blocks=blocks,
-            signs={n: x.reshape(-1) for n, x in unscaled(signs, scales).items()},
-            frequencies=torch.from_numpy(frequencies),
-            weights=torch.from_numpy(weights),
-            norms=torch.from_numpy(norms),
-            coins=torch.from_numpy(coins),
-            groups={name: torch.from_numpy(some) for name, some in groups.items()},
-        )
+        self.groups = {name: torch.from_numpy(some) for name, some in groups.items()}
 
     def batch(self, rows: Tensor, norm: float, real: tuple | None) -> tuple:
         """Make canaries whose gradients have multiples of a norm, and real samples."""
-        device = next(iter(self.signs.values())).device
-        weights = self.weights[rows] * (self.norms[rows] * norm)[:, None]
-        made = self.frequencies[rows].to(device), weights.float().to(device)
+        device = next(iter(self._signs.values())).device
+        weights = self._weights[rows] * (self.norms[rows] * norm)[:, None]
+        made = self._frequencies[rows].to(device), weights.float().to(device)
         if real is None:
             return made
         size = batches.read("Plan.audit", real).size
@@ -223,7 +218,7 @@ class Canaries:
 
     def loss(self, real: LossFn | None, *, has_aux: bool) -> LossFn:
         """Return the loss of a canary, or of canaries and real samples."""
-        blocks, signs = self.blocks, self.signs
+        blocks, signs = self._blocks, self._signs
 
         def loss(params, buffers, frequencies, weights, *sample):
             total: Any = 0.0
@@ -245,15 +240,17 @@ class Canaries:
     def scores(self, rows: Tensor, grads: Params) -> Tensor:
         """Return inner products of directions and gradients, float64 `[rows]`."""
         flat = {
-            name: (_whole(grad).reshape(-1) / self.signs[name]).cpu().double()
+            name: (_whole(grad).reshape(-1) / self._signs[name]).cpu().double()
             for name, grad in grads.items()
         }
         total = torch.zeros(len(rows), dtype=torch.float64)
-        for place, (name, start, size, _) in enumerate(self.blocks):
+        for place, (name, start, size, _) in enumerate(self._blocks):
             # The products with waves of all frequencies at once.
             waves = torch.fft.fft(flat[name][start : start + size])
             products = (waves.real - waves.imag) / math.sqrt(size)
-            total += self.weights[rows, place] * products[self.frequencies[rows, place]]
+            total += (
+                self._weights[rows, place] * products[self._frequencies[rows, place]]
+            )
         return total
 
 

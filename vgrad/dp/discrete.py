@@ -1,10 +1,10 @@
 """Integer noise on sums of integers, whose claim holds for the numbers in memory.
 
 The gradient of each sample is computed alone, clipped, and rounded to a grid of 2^-24
-deviations of the noise. Its norm is compared with the bound in integers, and integers
-make it smaller where it is larger. Sums are int64, and the noise is a discrete Gaussian
-from words of ChaCha20, without a floating-point number on the way. So no rounding error
-is left between the proof and the release:
+deviations of the noise. Its norm is compared with the bound in integers. Sums are
+int64, and the noise is a discrete Gaussian from words of ChaCha20, without a
+floating-point number on the way. So no rounding error is left between the proof and the
+release:
 
 * Two sums that differ by one sample differ by integers x of a norm of at most 2^24 / z,
   z the noise multiplier. The Rényi divergence of order a between the noise with and
@@ -16,17 +16,15 @@ is left between the proof and the release:
   sum for real numbers, term by term. The divergence of Q from M is not larger (Mironov,
   Talwar and Zhang, arXiv 1908.10530, theorem 5): `y -> x - y` maps integers to integers
   and turns P into Q, and of each such pair of points the two terms are in this order.
-  `tests/dp/test_discrete.py` compares both with sums over all integers. The general
-  bound of Zhu and Wang (2019) is up to ten times as large.
+  `tests/dp/test_discrete.py` compares both with sums over all integers.
 * A gradient has to follow from its sample and the parameters alone: each is computed
   on a copy of the sample, in memory of its own, in a batch of one. Random numbers of a
   loss count as independent of the data. Kernels that a library chooses by the time they
-  took, or by earlier calls, are outside of the claim. So are the draws of batches,
-  which are as for other plans: the amplification rests on their rate.
+  took, or by earlier calls, are outside of the claim. So are the draws of batches, and
+  times, losses and norms, as for other plans.
 
-Times, losses and norms are not private here either. A sample takes a pass of its own,
-and a number of noise some 130 ns on the host (`bench/noise.py`), fifteen times as long
-as by `vgrad/dp/noise.py`.
+A sample takes a pass of its own, and a number of noise some 130 ns on the host
+(`bench/noise.py`), fifteen times as long as by `vgrad/dp/noise.py`.
 """
 
 import functools
@@ -43,7 +41,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vgrad import batches, checks, generators
+from vgrad import checks, generators
 from vgrad.dp import chacha
 from vgrad.factors import Sums
 from vgrad.persample.clipped import ClippedGradFn, ClippedSum
@@ -115,10 +113,10 @@ class _Alone(ClippedGradFn):
     def measured(self, call: Call) -> Chunk:
         # Kernels may add up in another order where memory starts at another place,
         # which in a batch depends on the samples before. Other ranks get integers.
-        size, tree, tensors = call.batch.size, call.batch.tree, call.batch.tensors
-        batch = batches.Batch(size, tree, [tensor.clone() for tensor in tensors])
-        parts = {"batch": batch, "reducer": call.reducer.of_part()}
-        return super().measured(replace(call, **parts))
+        tensors = [tensor.clone() for tensor in call.batch.tensors]
+        batch = replace(call.batch, tensors=tensors)
+        reducer = call.reducer.of_part()
+        return super().measured(replace(call, batch=batch, reducer=reducer))
 
 
 @dataclass(frozen=True)
@@ -238,24 +236,17 @@ class DiscreteNoise:
         return self.added(sums), ()
 
     def _check(self, name: str, total: Tensor) -> None:
-        function = f"add_noise(sums[{name!r}])"
-        if shards.is_distributed(total):
+        discrete, expected = "sum", "real floating-point numbers"
+        fits, sharded = total.is_floating_point(), shards.is_distributed(total)
+        got = "a DTensor" if sharded else str(total.dtype)
+        if self.dtypes is not None:
+            discrete, fits = True, total.dtype == torch.int64 and name in self.dtypes
+            expected = "integers, as private_step and PrivateGradients form them,"
+        if sharded or not fits:
             raise TypeError(
-                f"{function}: expected a whole tensor for a plan with "
-                f"discrete={'sum' if self.dtypes is None else True!r}, got a DTensor. "
-                f"Pass gather(params, mesh), or a plan with discrete=False."
-            )
-        if self.dtypes is None and not total.is_floating_point():
-            raise TypeError(
-                f"{function}: expected a tensor of real floating-point numbers, got "
-                f"{total.dtype}. Noise is for sums of gradients."
-            )
-        whole = self.dtypes is not None and name in self.dtypes
-        if self.dtypes is not None and not (whole and total.dtype == torch.int64):
-            raise TypeError(
-                f"{function}: expected sums of integers, as private_step and "
-                f"PrivateGradients form them for a plan with discrete=True, got "
-                f"{total.dtype}. Pass a plan with discrete='sum' for sums of your own."
+                f"add_noise(sums[{name!r}]): expected {expected} in a whole tensor for "
+                f"a plan with {discrete=}, got {got}. Pass gather(params, mesh) for a "
+                f"DTensor, and for sums of your own a plan with discrete='sum'."
             )
 
     def drawn(self, sums: Params) -> None:

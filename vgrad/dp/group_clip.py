@@ -7,6 +7,7 @@ multiplier is z, and group k gets noise of deviation z m r_k.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -57,6 +58,18 @@ class GroupClip:
 
     def scales(self, params: Params) -> dict[str, tuple[Any]]:
         """Return by name the numbers that make the noise one of all parameters."""
+        patterns = self._patterns(params).items()
+        return {name: (1 / self.deviations[each],) for name, each in patterns}
+
+    def densities(self, params: Params) -> dict[str, float]:
+        """Return by name the mean square of entries of the largest scaled gradient."""
+        patterns, sizes = self._patterns(params), Counter[str]()
+        for name, each in patterns.items():
+            sizes[each] += params[name].numel()
+        norms = {each: x / self.deviations[each] for each, x in self.bounds.items()}
+        return {n: norms[each] ** 2 / sizes[each] for n, each in patterns.items()}
+
+    def _patterns(self, params: Params) -> dict[str, str]:
         groups = {pattern: [pattern] for pattern in self.bounds}
         matched = members("Plan(max_norm=group_clip(...))", groups, params)
         missing = params.keys() - {name for own in matched.values() for name in own}
@@ -65,11 +78,7 @@ class GroupClip:
                 f"Plan(max_norm=group_clip({self.bounds})): expected every parameter "
                 f"to match a pattern, but {checks.listed(missing)} match none."
             )
-        return {
-            name: (1 / self.deviations[pattern],)
-            for pattern, names in matched.items()
-            for name in names
-        }
+        return {name: each for each, names in matched.items() for name in names}
 
 
 def scaled(sums: Params, scales: Mapping[str, Sequence[Any]]) -> Params:

@@ -607,7 +607,7 @@ class Plan:
                 tensor is passed and noise is correlated or differs between groups.
         """
         groups = isinstance(self.max_norm, GroupClip)
-        scale = self._gradient_multiplier * self._noise_norm / self.expected_batch_size
+        scale = self._gradient_multiplier * self.noise_norm / self.expected_batch_size
         if isinstance(step, Tensor):
             if self.noise.correlated or groups:
                 raise ValueError(
@@ -638,7 +638,7 @@ class Plan:
         return scale
 
     @property
-    def _noise_norm(self) -> float:
+    def noise_norm(self) -> float:
         """The bound of a gradient, in the units in which it gets noise."""
         norm = self.max_norm
         return norm.norm if isinstance(norm, GroupClip) else self.first_max_norm
@@ -649,11 +649,9 @@ class Plan:
         multiplier, clip = self.noise_multiplier, self.max_norm
         if isinstance(clip, QuantileClip):
             return clip.gradient_multiplier(multiplier, self.expected_batch_size)
-        return (
-            multiplier
-            if self.rows is None
-            else self.rows.gradient_multiplier(multiplier)
-        )
+        if self.rows is not None:
+            return self.rows.gradient_multiplier(multiplier)
+        return multiplier
 
     def epsilon(self, steps: int | None = None, *, releases: int = 1) -> float:
         """Return the epsilon spent after `steps` steps; after all of them by default.
@@ -907,7 +905,7 @@ class Plan:
             multiplier *= self._sensitivity
         own["noise_multiplier"] = multiplier
         if isinstance(self.max_norm, GroupClip):
-            sensitivity = Sensitivity(self._noise_norm / self.expected_batch_size)
+            sensitivity = Sensitivity(self.noise_norm / self.expected_batch_size)
         noise = gaussian_noise("add_gaussian_noise", sensitivity, **own)
         if self.discrete is False:
             return noise
@@ -964,10 +962,10 @@ class Plan:
         self, counts: Params, streams: Streams, *, key: Tensor, step: int
     ) -> dict[str, Tensor]:
         """Return the rows of a step, bool `[V]`, from sums of their counts."""
-        assert self.rows is not None
-        place: Any = {"key": generators.fold_in(self._subkey(key), "rows")}
-        place |= {"step": step, "streams": streams}
-        return self.rows.chosen(counts, self.noise_multiplier, **place)
+        rows: Any = self.rows
+        key = generators.fold_in(self._subkey(key), "rows")
+        place = {"key": key, "step": step, "streams": streams}
+        return rows.chosen(counts, self.noise_multiplier, **place)
 
     def audit(
         self,

@@ -1,10 +1,10 @@
-"""Rows of tables that a step chooses by noisy counts, and leaves the others alone.
+"""Rows of tables that a step chooses by noisy counts; it leaves the others alone.
 
 Beside the sum of gradients clipped to C, a step releases in how many samples each row
-has a gradient, a vector of which a sample moves an L2 norm of at most 1. Both are one
+has a gradient, a vector that a sample moves by an L2 norm of at most 1. Both are one
 Gaussian release: with the deviations s and g C it has the multiplier z of the plan
-where z^-2 = s^-2 + g^-2. Rows are chosen by the counts with noise, and the gradient of
-the others is dropped after noise has been added to all of it.
+where z^-2 = s^-2 + g^-2. All of the sum gets its noise, and then other rows than the
+chosen ones are dropped.
 """
 
 import math
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from vgrad import checks, optim
 from vgrad.batches import Sensitivity
-from vgrad.dp.noise import Streams, gaussian_noise
-from vgrad.persample.clipped import ClippedGradFn, ClippedSum
+from vgrad.dp.noise import gaussian_noise
+from vgrad.persample.clipped import ClippedGradFn
 from vgrad.persample.row_counts import UNIT
+from vgrad.torch_private import shards
 from vgrad.tree import map_values, tree_map_with_path
 from vgrad.typing import Params, Tree
 
@@ -33,17 +34,18 @@ class RowSelection:
     share: float
 
     def __post_init__(self) -> None:
-        function, own = "row_selection", self.__dict__
+        function = "row_selection"
         checks.patterns(function, tables=self.tables)
         if not self.tables:
             raise ValueError(
                 f"{function}(tables={self.tables!r}): expected a pattern of names of "
                 f"parameters at least, got none."
             )
-        checks.finite(function, threshold=self.threshold)
-        checks.between(function, 0, 1, share=self.share)
-        own["tables"] = tuple(self.tables)  # selections of equal numbers are equal
-        own.update(threshold=float(self.threshold), share=float(self.share))
+        [threshold] = checks.finite(function, threshold=self.threshold)
+        [share] = checks.between(function, 0, 1, share=self.share)
+        # Selections of equal numbers are equal.
+        same = {"tables": tuple(self.tables), "threshold": float(threshold)}
+        self.__dict__.update(same, share=float(share))
 
     def count_multiplier(self, noise_multiplier: float) -> float:
         """Return the deviation of the noise on counts."""
@@ -54,26 +56,17 @@ class RowSelection:
         return noise_multiplier / math.sqrt(1 - self.share)
 
     def counting(self, clipped: ClippedGradFn) -> ClippedGradFn:
-        """Return a function whose result has counts of rows beside clipped sums."""
-        quantity = clipped.quantity
-        assert isinstance(quantity, ClippedSum)
+        """Return the same function, with counts of rows in its result."""
+        quantity: Any = clipped.quantity
         return replace(clipped, quantity=replace(quantity, tables=self.tables))
 
     def chosen(
-        self,
-        counts: Params,
-        noise_multiplier: float,
-        *,
-        streams: Streams,
-        key: Tensor,
-        step: int,
+        self, counts: Params, noise_multiplier: float, **place: Any
     ) -> dict[str, Tensor]:
         """Return the chosen rows of each table, bool `[V]`, from sums of counts."""
-        place: Any = {"key": key, "step": step, "streams": streams}
         place["noise_multiplier"] = self.count_multiplier(noise_multiplier)
         noise = gaussian_noise("row_selection", Sensitivity(1.0), **place)
-        numbers = map_values(lambda count: count.double() / UNIT, counts)
-        noisy = noise.added(numbers)
+        noisy = noise.added(map_values(lambda count: count.double() / UNIT, counts))
         return map_values(lambda count: count >= self.threshold, noisy)
 
 
@@ -85,12 +78,9 @@ def step_of_rows(
     params: Params,
 ) -> tuple[Params, Tree]:
     """Take a step of the chosen rows; others stay as they are, as does their state."""
-    zero = {name: grads[name].new_zeros(()) for name in chosen}
-    own = {
-        n: torch.where(_along(x, grads[n]), grads[n], zero[n])
-        for n, x in chosen.items()
-    }
-    new = optim.step(tx, {**grads, **own}, state, params)
+    grads = dict(grads)
+    for name, mask in chosen.items():
+        grads[name] = torch.where(_along(mask, grads[name]), grads[name], 0.0)
 
     def kept(path: Any, new: Any, old: Any) -> Any:
         mask = chosen.get(getattr(path[-1], "key", ""))
@@ -98,11 +88,16 @@ def step_of_rows(
             return new
         return torch.where(_along(mask, new), new, old)
 
+    new = optim.step(tx, grads, state, params)
     return tree_map_with_path(kept, new, (params, state))
 
 
 def _along(mask: Tensor, rows: Tensor) -> Tensor:
-    return mask.view(-1, *[1] * (rows.ndim - 1))
+    """Give a mask of rows the dimensions of a table, cut as that is."""
+    mask = mask.view(-1, *[1] * (rows.ndim - 1))
+    if shards.is_distributed(rows):
+        return shards.cut(mask.expand(rows.shape), rows)
+    return mask
 
 
 def row_selection(
@@ -110,33 +105,28 @@ def row_selection(
 ) -> RowSelection:
     """Choose the rows of embeddings that a step trains, for `Plan(rows=...)`.
 
-    Noise on a table of many rows outweighs the gradient of the few that a batch looks
-    up. Here each step counts at which rows the gradients of its samples are not zero: a
-    sample with k such rows, of all tables together, adds 1 / sqrt(k) at each. Noise is
-    added to every count. Rows whose noisy count is at least the threshold get the
-    clipped sum with its noise, also where no sample has a gradient; all others, their
-    momentum and the rest of the optimizer's state included, stay as they are, as if
-    there had been no step.
+    A sample with gradients at k rows, of all tables together, counts 1 / sqrt(k) at
+    each. Noise is added to the count of every row. Rows whose noisy count is at least
+    `threshold` get the clipped sum with its noise, also where no sample has a gradient.
+    All others stay as they are, with their momentum and the rest of the optimizer's
+    state, as if there were no step.
 
     All of it is one release at the plan's noise multiplier z: the noise on counts has
-    the deviation `z / sqrt(share)`, and the multiplier of gradients is
-    `z / sqrt(1 - share)`, so that their squares' reciprocals add up to `z^-2`.
-    The samples' gradients are clipped before rows are left out.
-
-    Cost: a number of noise for each row; sort and count of the rows that samples look
-    up. The noise of gradients is drawn for all rows.
+    the deviation `z / sqrt(share)`, and gradients have the noise multiplier
+    `z / sqrt(1 - share)`. Gradients are clipped before rows are dropped. Costs the
+    noise of a number for each row, and a sort of the rows that samples look up; the
+    noise of gradients is drawn for all rows.
 
     Args:
         tables: patterns of names of parameters, whose first axis numbers the rows.
-        threshold: in samples, as each of them counts at most 1. It is public: choose
-            it without a look at the data.
+        threshold: in samples. It is public: choose it without a look at the data.
         share: the part of `z^-2` that counts spend.
 
     Raises:
-        TypeError: tables are no list of patterns.
+        TypeError: the tables are no list of patterns.
         ValueError: a number is outside its range, or there is no pattern.
 
-    Reference: Ghazi et al., arXiv 2311.08357 (DP-AdaFEST).
+    Reference: Ghazi et al., DP-AdaFEST, arXiv 2311.08357.
 
     Example:
         >>> from vgrad import dp
@@ -146,4 +136,4 @@ def row_selection(
         >>> round(plan.epsilon(), 2)  # as without rows
         2.12
     """
-    return RowSelection(tables, threshold, share)  # pyright: ignore[reportArgumentType]
+    return RowSelection(tables, threshold, share)  # pyright: ignore

@@ -138,7 +138,7 @@ class _ClipCollector(Collector):
     bounds: Sequence[Any]  # of the norms of each part, numbers or one tensor
     dtype: torch.dtype
     mask: Tensor | None
-    tables: Sequence[str] = ()  # parameters whose rows are counted
+    tables: Mapping[str, int] = field(default_factory=dict)  # how many rows to count
     touched: dict[str, Touched] = field(default_factory=dict)
     factors: dict[str, Factor] = field(default_factory=dict)
     norms: dict[str, Any] = field(default_factory=dict)
@@ -154,12 +154,13 @@ class _ClipCollector(Collector):
             self.touched[name] = touched(factor)
 
     def row_counts(self, norms: Tensor) -> list[Tensor]:
-        """Sum the counts of rows, of samples with finite norms."""
+        """Sum the counts of samples with finite norms at the rows of tables."""
         if not self.tables:
             return []
         keep = norms < math.inf
         keep = keep if self.mask is None else keep & self.mask
-        return counted([self.touched[name] for name in self.tables], keep)
+        rows = [self.touched[name] for name in self.tables]
+        return counted(rows, [*self.tables.values()], keep)
 
     def joint(self) -> Joint:
         """Return the norms of all parts."""
@@ -524,14 +525,20 @@ class ClippedSum(Quantity):
         parts, bounds = self.rule.parts(call.params)
         if call.max_norm is not None:
             bounds = [call.max_norm]
-        given = self.rule, parts, bounds, call.dtype, call.mask, self.names(call.params)
+        given = self.rule, parts, bounds, call.dtype, call.mask, self.rows(call.params)
         if self.passes == 1:
             return _ClipCollector(*given)
         return _TwoPassCollector(*given, reducer=call.reducer)
 
-    def names(self, params: Params) -> list[str]:
-        """Return the names of the tables whose rows are counted."""
-        return checks.all_matched("row_selection", params, self.tables)
+    def rows(self, params: Params) -> dict[str, int]:
+        """Return how many rows the tables have in which they are counted."""
+        names = checks.all_matched("row_selection", params, self.tables)
+        if scalars := [name for name in names if not params[name].ndim]:
+            raise ValueError(
+                f"row_selection(tables={[*self.tables]}): expected patterns of tables, "
+                f"got {checks.listed(scalars)} without dimensions."
+            )
+        return {name: params[name].shape[0] for name in names}
 
     def sums(self) -> Sums:
         return Sums()
@@ -554,16 +561,15 @@ class ClippedSum(Quantity):
     def total(
         self, partials: Iterator[tuple], run: Evaluation
     ) -> ClippedGrad | CountedGrad:
-        sums, found, tables = self.sums(), [], self.names(run.params)
+        sums, found, tables = self.sums(), [], self.rows(run.params)
+        self.rule.parts(run.params)  # refuses patterns before a loss runs
         for some, *others in partials:
             sums.add(some)
             found.append(others)
         if not found:
-            self.rule.parts(run.params)  # which may not be as the bounds say
             norms = reductions.no_norms(run.params, torch.float64)
             none = (norms > 0).sum()
-            rows = [none.expand(len(run.params[name])) for name in tables]
-            found.append((norms, none, none, *rows))
+            found.append((norms, none, none, *map(none.expand, tables.values())))
         norms, *counts = zip(*found, strict=True)
         added = [reduce(operator.add, each) for each in counts]
         clipped, nonfinite, *rows = run.summed(sums, *added)

@@ -104,8 +104,7 @@ class Gradients(NamedTuple):
     noise: Noise | DiscreteNoise | None = None  # to be added to the gradients
     scales: Scales = MappingProxyType({})  # by which their noisy sum is divided
     optimizer: Tree = None  # the state to start from; None for the given one
-    # The rows of tables that take the step, bool [V]; else all do.
-    chosen: Mapping[str, Tensor] = MappingProxyType({})
+    chosen: Mapping[str, Tensor] = MappingProxyType({})  # rows that alone take the step
 
 
 class StepReducer:
@@ -260,7 +259,7 @@ class TrainingStep(Generic[State]):
         donate = self.donate and all_taken and self.tx.donated is not None
         loss, aux, grads = found.loss, found.aux, found.grads
         noise: Any = found.noise
-        donate = donate and _may_write(state.params, found.buffers) and not found.chosen
+        donate = donate and _may_write(state.params, found.buffers)
         drawn, made, changes = None, [], found.changes
         if noise is not None:
             # Other code than Inductor's draws faster outside of a graph.
@@ -470,7 +469,7 @@ class PrivateSource(Source):
         if max_norm is not None:
             own = max_norm, count_below(result), self.counts
             changes["max_norm"] = plan.next_max_norm(*own, **place)
-        chosen = {}
+        chosen: dict[str, Tensor] = {}
         if plan.rows is not None:
             chosen = plan.chosen_rows(result.rows, self.counts, **place)
             metrics["rows"] = sum(rows.sum() for rows in chosen.values())
