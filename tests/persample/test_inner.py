@@ -163,7 +163,8 @@ value = net(q, x.sin()).square()""",
     ),
     "by tensors that the loss has made": Row(
         "y = torch.zeros(3, dtype=x.dtype, requires_grad=True);"
-        "z = torch.ones(3).double(); z.mul_(2); z.requires_grad = True; h = net(p, x + y * z);"
+        "z = torch.ones(3).double(); z.mul_(2); z.requires_grad = True;"
+        "h = net(p, x + y * z);"
         "g = grad(h, (y, z)); value = (g[0] * g[1]).sum()"
     ),
     "by a tensor of the caller's": Row(
