@@ -355,10 +355,10 @@ def run(plan, state, loss, data, steps, change=lambda step: step, **options):
     return states
 
 
-def alone(loss, params, buffers, *sample, norm=0.2, **options):
-    """Return the clipped gradient of a sample in a batch of one."""
-    clipped = vgrad.clipped_grad(loss, max_norm=norm, **options)
-    return clipped(params, buffers, *(each[None].clone() for each in sample)).grads
+def noised(plan, sums, **place):
+    place = {"key": runs.KEY, "step": 0} | place
+    sensitivity = vgrad.Sensitivity(0.2 / plan.expected_batch_size)
+    return plan.add_noise(sums, sensitivity, **place)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -369,12 +369,13 @@ def test_a_step_adds_noise_to_the_sum_of_the_integers_of_samples(dtype):
     state = TrainState.create(tx, params, buffers, seed=3)
     rows = plan.sample(key=state.key, step=0)
     after, _ = private_step(loss, tx, plan)(state, *(each[rows] for each in data))
+    clipped = vgrad.clipped_grad(loss, max_norm=0.2)
     key, deviation = plan._subkey(state.key), 0.5 * 0.2 / plan.expected_batch_size
     for name, value in params.items():
         total = torch.zeros(value.shape, dtype=torch.int64)
         for row in rows.tolist():
-            grads = alone(loss, params, buffers, *(each[row] for each in data))
-            total += discrete.integers(grads, 0.2, 16 * 4**22 * 4)[name]
+            one = clipped(params, buffers, *(each[[row]] for each in data))
+            total += discrete.integers(one.grads, 0.2, 16 * 4**22 * 4)[name]
         tags = "discrete noise", 0, name, str([*value.shape]), deviation, 0
         words = discrete.Words(bytes(generators.fold_in(key, *tags).numpy()), 0)
         noise = discrete.gaussian(value.numel(), words.take)
@@ -430,30 +431,23 @@ def test_a_sum_is_that_of_samples_one_by_one_in_any_order(strategy):
 
 
 @pytest.mark.parametrize("kind", [True, "sum"])
-def test_a_run_that_is_saved_and_loaded_repeats_its_releases(kind, tmp_path):
+def test_releases_repeat_after_loading_in_graphs_and_on_a_rank(kind, tmp_path):
     _, loss, params, buffers, data = problem()
-    plan = noisy(kind)
     begun = TrainState.create(SGD, params, buffers, seed=3)
-    states = run(plan, begun, loss, data, 6)
+    states = run(noisy(kind), begun, loss, data, 6)
     save(tmp_path / "state", states[3])
     loaded = load(tmp_path / "state", begun)
-    again = run(plan, loaded, loss, data, 3)
-    for one, other in zip(states[3:], again, strict=True):
-        assert all(torch.equal(one.params[n], other.params[n]) for n in params)
     with pytest.raises(ValueError, match="under another"):
         run(noisy(False), loaded, loss, data, 1)
-
-
-@pytest.mark.parametrize("kind", [True, "sum"])
-def test_graphs_and_one_rank_are_equal_bit_by_bit(kind):
-    _, loss, params, buffers, data = problem()
-    begun = TrainState.create(SGD, params, buffers, seed=3)
-    eager = run(noisy(kind), begun, loss, data, 6)[-1]
     with distributed.single_process_mesh("dp") as mesh:
         parallel = functools.partial(distributed.data_parallel, mesh=mesh)
-        for change in (functools.partial(vgrad.compile, backend="replay"), parallel):
-            other = run(noisy(kind), begun, loss, data, 6, change=change)[-1]
-            assert all(torch.equal(eager.params[n], other.params[n]) for n in params)
+        graphs = functools.partial(vgrad.compile, backend="replay")
+        others = [run(noisy(kind), loaded, loss, data, 3)]
+        for change in (graphs, parallel):
+            others.append(run(noisy(kind), begun, loss, data, 6, change=change))
+        for other in others:
+            for one, again in zip(states[-len(other) :], other, strict=True):
+                assert all(torch.equal(one.params[n], again.params[n]) for n in params)
         cut = TrainState.create(SGD, distributed.shard(params, mesh), buffers, seed=3)
         refused = "integers of a plan" if kind is True else "='sum', got a DTensor"
         with pytest.raises(TypeError, match=rf"{refused}.*gather\(params, mesh\)"):
@@ -482,16 +476,10 @@ def test_private_gradients_are_those_of_a_step_in_parts_of_any_size():
 def test_noise_is_a_stream_of_its_own_for_each_place():
     plan = noisy("sum")
     sums = {"a": torch.zeros(70_000), "b": torch.zeros(70_000), "n": torch.tensor(0.0)}
-    sensitivity = vgrad.Sensitivity(0.2 / plan.expected_batch_size)
-
-    def noise(step=0, member=0, **others):
-        place = {"key": runs.KEY, "step": step, "member": member}
-        return (noisy("sum", **others) if others else plan).add_noise(
-            sums, sensitivity, **place
-        )
-
-    found = [noise(), noise(step=1), noise(member=1), noise(noise=0.7), noise(steps=7)]
-    found = [*found[0].values(), *(each["a"] for each in found[1:])]
+    others = [noisy("sum", noise=0.7), noisy("sum", steps=7)]
+    found = [noised(plan, sums, step=1), noised(plan, sums, member=1)]
+    found += [noised(other, sums) for other in others]
+    found = [*noised(plan, sums).values(), *(each["a"] for each in found)]
     assert torch.equal(found[0], found[-1])  # more steps change no noise
     flat = torch.stack([each for each in found[:-1] if each.ndim]).double()
     # Blocks of a tensor, too.
@@ -500,34 +488,30 @@ def test_noise_is_a_stream_of_its_own_for_each_place():
     deviation = plan.deviation(0)
     assert abs(float(flat[0].std()) / deviation - 1) < 0.02
     sums = {"a": torch.full((70_000,), 0.3, dtype=torch.float64)}
-    places = noise()["a"] / (deviation * 2.0**-24)
+    noise = noised(plan, sums)["a"]
+    places = noise / (deviation * 2.0**-24)
     assert (places - places.round()).abs().max() < 1e-6
-    assert abs(float(noise()["a"].mean()) - 0.3) < 5 * deviation / 70_000**0.5
+    assert abs(float(noise.mean()) - 0.3) < 5 * deviation / 70_000**0.5
 
 
 @pytest.mark.parametrize(
-    ("kind", "total", "message"),
+    ("kind", "dtype", "message"),
     [
-        (True, torch.zeros(2), "as private_step and PrivateGradients form them"),
-        (True, torch.zeros(2).long(), "as private_step and PrivateGradients form them"),
-        ("sum", torch.zeros(2).long(), "real floating-point numbers.*got torch.int64"),
-        ("sum", torch.zeros(2) * 1j, "real floating-point numbers.*got torch.complex"),
+        (True, torch.float32, "integers, as private_step and PrivateGradients form"),
+        (True, torch.int64, "integers, as private_step and PrivateGradients form"),
+        ("sum", torch.int64, "real floating-point numbers.*got torch.int64"),
+        ("sum", torch.complex64, "real floating-point numbers.*got torch.complex"),
     ],
 )
-def test_sums_of_another_kind_are_refused(kind, total, message):
-    plan = noisy(kind)
-    sensitivity = vgrad.Sensitivity(0.2 / plan.expected_batch_size)
+def test_sums_of_another_kind_are_refused(kind, dtype, message):
     with pytest.raises(TypeError, match=message):
-        plan.add_noise({"a": total}, sensitivity, key=runs.KEY, step=0)
+        noised(noisy(kind), {"a": torch.zeros(2, dtype=dtype)})
 
 
 def test_sums_that_stay_numbers_keep_what_is_not_finite():
     plan = noisy("sum", noise=1.0)
-    total = torch.tensor(
-        [math.inf, -math.inf, math.nan, 1e38, 0.5], dtype=torch.bfloat16
-    )
-    sensitivity = vgrad.Sensitivity(0.2 / plan.expected_batch_size)
-    [found] = plan.add_noise({"a": total}, sensitivity, key=runs.KEY, step=0).values()
+    total = torch.tensor([math.inf, -math.inf, math.nan, 1e38, 0.5]).bfloat16()
+    found = noised(plan, {"a": total})["a"]
     assert found.dtype == torch.float32
     assert torch.equal(found[:4].isfinite(), total[:4].isfinite())
     assert abs(found[4] - 0.5) < 6 * plan.deviation(0)

@@ -188,3 +188,42 @@ def test_optimizers_that_know_one_deviation_are_refused():
     step = private_step(vgrad.sample_loss(fmodel, F.cross_entropy), tx, plan)
     with pytest.raises(ValueError, match="noise of one deviation on all rows"):
         step(TrainState.create(tx, params, buffers), *data()[:3])
+
+
+def a_large_bound(monkeypatch):
+    kind = type(clipped_grad(lambda: 0, max_norm=1.0).quantity.rule)
+    parts = kind.parts
+
+    def wrong(self, params):
+        names, (first, second) = parts(self, params)
+        return names, [first, 3 * second]
+
+    monkeypatch.setattr(kind, "parts", wrong)
+
+
+def little_noise(monkeypatch):
+    def wrong(sums, scales):
+        return {n: x / scales[n][0] / (1 + n.startswith("2.")) for n, x in sums.items()}
+
+    monkeypatch.setattr("vgrad.training.steps.unscaled", wrong)
+    monkeypatch.setattr("vgrad.training.steps.scaled", twice)
+
+
+def twice(sums, scales):
+    return {n: x * scales[n][0] * (1 + n.startswith("2.")) for n, x in sums.items()}
+
+
+@pytest.mark.parametrize("plant", [None, a_large_bound, little_noise])
+def test_audits_of_groups_see_a_fault_in_one(plant, monkeypatch):
+    if plant is not None:
+        plant(monkeypatch)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 60), nn.Tanh(), nn.Linear(60, 20))
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    clip = group_clip({"0.*": 0.5, "2.*": 0.05})
+    plan, tx = Plan(1000, 0.1, 0.7, clip, 10, 1e-5), optim.sgd(0.1)
+    step = private_step(vgrad.sample_loss(fmodel, F.cross_entropy), tx, plan)
+    state = TrainState.create(tx, params, buffers)
+    result = plan.audit(step, state, canaries=1000, seed=5)
+    assert result.exceeded == (plant is not None)
+    assert result.mu.value > 0.6 * result.claimed_mu

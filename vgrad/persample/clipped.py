@@ -562,11 +562,11 @@ class ClippedSum(Quantity):
         self, partials: Iterator[tuple], run: Evaluation
     ) -> ClippedGrad | CountedGrad:
         sums, found, tables = self.sums(), [], self.rows(run.params)
+        self.rule.parts(run.params)  # refuses patterns before a loss runs
         for some, *others in partials:
             sums.add(some)
             found.append(others)
         if not found:
-            self.rule.parts(run.params)  # which may not be as the bounds say
             norms = reductions.no_norms(run.params, torch.float64)
             none = (norms > 0).sum()
             found.append((norms, none, none, *map(none.expand, tables.values())))
