@@ -389,7 +389,7 @@ grad = torch.func.grad(lambda w: F.linear(x, w).tanh().sum())(w)
 value = F.linear(x, w).sum() + grad.square().sum()"""
 UNRECORDED = {
     '^mul_: .*from w, got one that changes such a tensor in place.*"vmap': [
-        "w = w * 1; w.mul_(2); value = F.linear(x, w)"
+        "w = Scaled.apply(w, w); w.mul_(2); value = F.linear(x, w)"
     ],
     OVER: [
         GRAD_AT_WEIGHTS,
@@ -415,8 +415,7 @@ add([fills], W, refused=dict.fromkeys(BY_LOOP, OWN))
 add(["w.data = torch.renorm(w.data, 2, 0, 1.0); value = x @ w.t()"], W, refused=BY_LOOP)
 for op, text in {
     "numpy": "(w * x).sum() * x.numpy().item(0)",
-    "add_": "torch.zeros(3, 4).add_(w * x).sum()",
-    "__setitem__": "h = torch.zeros(3); h[1] = (w * x).sum(); value = h.square().sum()",
+    "resize_": "x.clone().resize_(2)[0] * (w * x).sum()",
     "retain_grad": "h = x * w; h.retain_grad(); value = h.sin().sum()",
 }.items():
     refused = dict.fromkeys(BY_LOOP, f'^{op}: .*"loop"')

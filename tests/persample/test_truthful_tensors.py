@@ -274,7 +274,8 @@ METHODS = {
     "RRRR RRRR RRRR": "retain_grad",
 }
 EXPRESSIONS = {
-    SAME: "t.detach().requires_grad; isinstance(t, nn.Parameter); hash(t) == id(t);"
+    SAME: "t.detach().requires_grad; t.data.requires_grad; hash(t) == id(t);"
+    "isinstance(t, nn.Parameter);"
     "isinstance(t, torch.DoubleTensor); weakref.ref(t)() is t;"
     "(setattr(t, 'mark', 1), t.mark)[1]; torch.is_grad_enabled();"
     "torch.is_inference_mode_enabled();"
@@ -292,8 +293,8 @@ EXPRESSIONS = {
     "RRRR ==R= RRRR": "t.detach_().requires_grad",
     "===R ===R RRRR": "torch.autograd.grad(t.sum(), t)[0].shape;"
     "torch.autograd.grad(t, t, torch.ones_like(t))[0].shape",
-    "R==R ==== RRRR": "t.data.requires_grad;"
-    "t[None, :, None, None].is_contiguous(memory_format=torch.channels_last)",
+    "R==R ==== RRRR": "t[None, :, None, None]."
+    "is_contiguous(memory_format=torch.channels_last)",
     "RRRR ==== RRRR": "(t * 1).mul_(2)._version",
     "R=RR ==== RRRR": "t._base is None",
     "R==R RRRR RRRR": "t.data_ptr() == 0; t.untyped_storage().nbytes() > 0;"

@@ -73,10 +73,6 @@ def alone(function: str) -> Exact:
     return loops(f"{function}.apply")
 
 
-def writes(op: str) -> Exact:
-    return Exact("loop", "writes in place into a tensor that all samples share", op)
-
-
 SPLITS = Exact(splits=True)
 
 

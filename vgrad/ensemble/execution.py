@@ -26,6 +26,7 @@ from vgrad.generators import (
     set_random_state,
 )
 from vgrad.loss.grad_flags import GradFlags, UnsupportedOp, raise_clearly
+from vgrad.loss.made import Made
 from vgrad.loss.mode import LossMode, of_members
 from vgrad.loss.randomness import Draws
 from vgrad.loss.values import Partition, SplitBatch
@@ -109,8 +110,9 @@ def at_once(function: Callable, call: Call, forms: Forms | None) -> tuple[Any, B
     seen: Forms = []
     note = None if forms is None else lambda *form: seen.append(form)
     members, randomness = call.layout.members, call.randomness
+    vmapped = modes.vmapped(members, randomness)
     try:
-        with modes.vmapped(members, randomness) as (wrapped, unwrapped):
+        with Made(call.fallbacks.places) as made, vmapped as (wrapped, unwrapped):
             params, buffers, *batch = call.map(wrapped)
             flags = GradFlags(modes.current_level(), "member", 'strategy="loop"')
             with modes.without_modes():  # modes around it do not see this
@@ -118,7 +120,11 @@ def at_once(function: Callable, call: Call, forms: Forms | None) -> tuple[Any, B
                     flags.sync(value)
             handlers = of_members(note, chosen=call.strategy == "hybrid")
             mode = LossMode(
-                call.protected(), handlers=handlers, flags=flags, draws=call.draws
+                call.protected(),
+                handlers=handlers,
+                flags=flags,
+                draws=call.draws,
+                made=made,
             )
             casts = partial(AutocastMode, [*params.values()])
             inside = mode.inside(members, randomness, casts)
@@ -130,6 +136,7 @@ def at_once(function: Callable, call: Call, forms: Forms | None) -> tuple[Any, B
                 lambda value: unwrapped(_tensor(value)),
                 lambda left: not modes.is_mapped_here(left[0]),
             )
+            del output
     except RuntimeError as error:
         raise_clearly(error, "ensemble", one="member")
     if forms is not None:

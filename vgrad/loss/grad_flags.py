@@ -58,7 +58,7 @@ HOOKS = {
 """Calls that act on the graph of a tensor that requires grad."""
 
 MEMORY = {
-    *_attributes("data", *private.MEMORY),
+    *_attributes(*private.MEMORY),
     *_attributes("data grad_dtype", *private.GRAPH[1:2], method="__set__"),
     torch.as_strided_,
     *_methods("set_ as_strided_"),

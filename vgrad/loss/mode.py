@@ -20,6 +20,7 @@ from vgrad.functional.guards import Again, Protected, WriteGuard, may_write, wri
 from vgrad.generators import drawn_since, random_state, set_random_state
 from vgrad.loss.functions import custom_function, for_samples
 from vgrad.loss.grad_flags import (
+    AUTOGRAD,
     HOOKS,
     REQUIRES_GRAD,
     GradFlags,
@@ -30,6 +31,7 @@ from vgrad.loss.grad_flags import (
     own_backward_pass,
     raise_clearly,
 )
+from vgrad.loss.made import Made, into_out, is_mapped
 from vgrad.loss.randomness import Draws, Undrawn
 from vgrad.loss.values import (
     NONE,
@@ -61,6 +63,7 @@ class LossMode(WriteGuard):
         draws: Draws | None = None,
         looped: dict[str, str] | None = None,
         is_parameter: Callable[[Tensor], bool] = lambda _: False,
+        made: Made | None = None,
         seen: bool = False,
     ) -> None:
         self.draws = draws = draws or Draws()
@@ -71,6 +74,7 @@ class LossMode(WriteGuard):
         self.flags = flags  # of a vmap; None for one sample or member by itself
         self.looped = {} if looped is None else looped  # autograd.Functions, and lines
         self.is_parameter = is_parameter
+        self.made = made  # of a run that may be repeated
         self.seen = seen  # whether it has run under vmap, where batch norms are refused
         self.size = 1  # how many samples or members run at once
         self.randomness = "error"  # as of `torch.vmap`
@@ -126,12 +130,15 @@ class LossMode(WriteGuard):
                     return func(*args, **kwargs)
             finally:
                 self.waiting = waiting
-        if may_write(func) or (kwargs and not kwargs.keys().isdisjoint(_OPTIONS)):
+        writes = may_write(func) or not _OPTIONS.isdisjoint(kwargs)
+        if writes:
             self.check(func, args, kwargs)
             if kwargs.get("generator") is not None:
                 self.draws.own = True
         handlers = self._handlers
         try:
+            if writes and (again := self._room(func, args, kwargs)) is not None:
+                raise again
             for handle in handlers[-1:] if is_ordinary(func) else handlers:
                 if (output := handle(self, func, args, kwargs)) is not NONE:
                     return output
@@ -139,6 +146,8 @@ class LossMode(WriteGuard):
         except (SplitBatch, RuntimeError) as error:
             if self.flags is None:
                 raise
+            if writes and isinstance(error, RuntimeError):
+                error = self._room(func, args, kwargs, failed=True) or error
             arguments = None
             if modes.ITEM_ERROR in str(error):
                 arguments = with_numbers(func, args, kwargs, self.flags.level)
@@ -146,6 +155,32 @@ class LossMode(WriteGuard):
                 self._stop(error, func, args, kwargs)
         self.draws.values_read = True
         return self.__torch_function__(func, types, *arguments)
+
+    def _room(
+        self, func: Callable, args: tuple, kwargs: dict, *, failed: bool = False
+    ) -> SplitBatch | UnsupportedOp | None:
+        """Return the repetition that a write needs into a tensor of all samples."""
+        if self.made is None or self.flags is None or func in AUTOGRAD:
+            return None
+        level = self._level
+        with modes.without_modes():
+            targets = written(func, args, kwargs)
+            if not failed:
+                targets = [each for each in targets if not is_mapped(each, level)]
+                differ = targets and [
+                    each
+                    for each in among(args, kwargs)
+                    if is_mapped(each, level) or self.is_parameter(each)
+                ]
+                targets = targets if differ else []
+            try:
+                if not self.made.needs_copies(targets):
+                    return None
+            except UnsupportedOp as kept:
+                return kept
+        if checks_collected():
+            raise Unrepeatable(f"{modes.op_name(func)} needs a tensor a sample")
+        return SplitBatch(Partition([torch.arange(self.size)], ""), level)
 
     def _stop(
         self,
@@ -158,7 +193,7 @@ class LossMode(WriteGuard):
         assert self.flags is not None
         try:
             if isinstance(error, SplitBatch):
-                self.draws.values_read = True
+                self.draws.values_read |= len(error.parts.rows) > 1
                 raise error
             writes, one = bool(written(func, args, kwargs)), self.flags.one
             raise_clearly(error, modes.op_name(func), in_place=writes, one=one)
@@ -344,6 +379,9 @@ def at_once(run: Handler) -> Handler:
             flags.refuse(func, tensors)
         output = run(mode, func, args, kwargs)
         with modes.without_modes():
+            if mode.made is not None:
+                size = mode.size
+                output = mode.made.note(func, tensors, output, flags.level, size)
             flags.after(func, tensors, output)
             reads = output is False and func == REQUIRES_GRAD
             hidden = reads and flags.hides(tensors[0])
@@ -360,6 +398,9 @@ def at_once(run: Handler) -> Handler:
 
 def run_op(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Run one op in the form that it has under vmap."""
+    if kwargs.get("out") is not None:
+        run = partial(run_op, mode, func)
+        return into_out(lambda *a, **k: run(a, k), args, kwargs, modes.op_name(func))
     if func is not modes.custom_function_call:
         op = OPS.get(func)
         run = func if op is None or op.mapped is None else op.mapped
@@ -449,6 +490,9 @@ def run_or_split(
         raise Undrawn("some of a torch.Generator of the loss's own")
     if before is not None and draws.known is None and drawn_since(before, tensors):
         set_random_state(before)
+        again_all = len(result.rows) == 1 and result.strategy is None
+        if again_all and not draws.values_read:
+            return result, draws  # which draws the same numbers again
         draws = Draws(known=[])
         result = _run_or_parts(again or run, draws)
     return result, draws

@@ -178,9 +178,15 @@ def _values(
 
 def where(frame: FrameType) -> str:
     """Name the innermost line around a frame that belongs to the loss."""
+    frame = loss_frame(frame)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def loss_frame(frame: FrameType) -> FrameType:
+    """Return the innermost frame around one, itself included, that is the loss's."""
     while frame.f_back is not None and _is_library(frame):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return frame
 
 
 def stopped_at(error: BaseException) -> str:

@@ -59,6 +59,7 @@ class Explanation(Report):
     splits: tuple[tuple[str, int], ...] = ()  # lines with branches, and how often
     foreign: tuple[str, ...] = ()  # nodes and ops of others, which may write anywhere
     copied: int = 0  # bytes that factors hold as copies for that reason
+    written: tuple[str, ...] = ()  # lines that make a tensor for each sample to write
 
     def __str__(self) -> str:
         samples = f"{self.samples} sample{'s' * (self.samples != 1)}"
@@ -74,6 +75,11 @@ class Explanation(Report):
                 f"\n\nFactors hold copies, {self.copied:,} bytes, since these are not "
                 f"torch's own and may write in place: {', '.join(self.foreign)}"
             )
+        if self.written:
+            title += (
+                "\n\nEach sample has a tensor of its own, into which it is written, "
+                "from\n"
+            ) + "\n".join(f"  {line}" for line in self.written)
         head = ("parameter", *Row._fields[1:])
         cells = [(", ".join(row.names), *row[1:]) for row in self.rows]
         return f"{title}\n\n{table([head, *cells], right={4})}"
@@ -191,6 +197,7 @@ def _explained(call: Call) -> Explanation:
         why = "inside a transform of torch.func"
     else:
         why = "the loss can be recorded"
+    copied = {} if strategy == "loop" else fallbacks.places.copied
     return Explanation(
         call.function,
         strategy,
@@ -201,6 +208,7 @@ def _explained(call: Call) -> Explanation:
         tuple(fallbacks.splits.items()),
         tuple(sorted(fallbacks.foreign)),
         uses[largest].copied,
+        tuple(dict.fromkeys(copied.values())),
     )
 
 

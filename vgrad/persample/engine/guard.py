@@ -18,6 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from vgrad.conditions import Unrepeatable
 from vgrad.generators import RNG_LOCK
 from vgrad.loss.grad_flags import UnsupportedOp as UnsupportedOp
+from vgrad.loss.made import Places
 from vgrad.loss.values import Partition, stopped_at
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import version_of
@@ -95,6 +96,7 @@ class Fallbacks:
         self.draws: bool | None = None  # whether a loss with keys has drawn so far
         self.splits: Counter[str] = Counter()  # chunks that fell into parts, by line
         self.looped: dict[str, str] = {}  # functions that no vmap ran, and their lines
+        self.places = Places()  # calls of the loss that make tensors
         self.foreign: set[str] = set()  # nodes and ops that are not torch's own
         # Parameters that get copies since the loss differentiates by or past them, and
         # why; None for a loss that has not done so.

@@ -31,6 +31,7 @@ from vgrad.loss.grad_flags import (
     only_reads,
     own_backward_pass,
 )
+from vgrad.loss.made import Made
 from vgrad.loss.mode import SAMPLES, LossMode, is_ordinary, run_op
 from vgrad.loss.values import NONE
 from vgrad.ops.record import OPS, Maker, Op
@@ -85,9 +86,9 @@ class Recorder:
     _take: Take
 
     def __init__(
-        self, call: Call, callback: Callable[[Use], None] | None = None
+        self, call: Call, made: Made, callback: Callable[[Use], None] | None = None
     ) -> None:
-        self.call, self._callback = call, callback
+        self.call, self._made, self._callback = call, made, callback
         self.size, self.randomness = call.batch.size, call.randomness
         self.params: Params = {}
         self.unreached: set[str] = set()
@@ -121,6 +122,7 @@ class Recorder:
             handlers=(self._inner.substituted, *SAMPLES[:-1], self._handle),
             flags=flags,
             is_parameter=self.is_parameter,
+            made=self._made,
         )
         self._inner.start()
         return self._mode
@@ -219,10 +221,12 @@ class Recorder:
             if only_reads(func):
                 self._check_shown(func, proxies)
                 return func(*args, **kwargs)
-        if ordinary and not proxies and func not in OPS:
+        if ordinary and not proxies and func not in OPS and "out" not in kwargs:
             output = func(*args, **kwargs)
         else:
             output = self._run(func, args, kwargs, proxies, batched)
+        if not batched or self._made.copied:
+            output = self._made.note(func, tensors, output, self._level, self.size)
         flags.after(func, tensors, output)
         if kwargs and kwargs.get("requires_grad"):
             self._inner.made(output)
@@ -262,7 +266,7 @@ class Recorder:
                 return modes.opened(func)(*args, **kwargs)
         if not proxies:
             return run_op(self._mode, func, args, kwargs)
-        if here and not batched:
+        if here and not batched and not self._made.copies_here():
             # The graph is kept: factors are taken back through it in the end.
             with autograd.plain():
                 return self._derived(func, args, kwargs, proxies)

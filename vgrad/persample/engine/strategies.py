@@ -21,6 +21,7 @@ from vgrad.generators import (
 )
 from vgrad.loss.functions import refused, undrawn
 from vgrad.loss.grad_flags import GradFlags, raise_clearly
+from vgrad.loss.made import Made
 from vgrad.loss.mode import SAMPLES, SINGLE
 from vgrad.loss.values import Partition, SplitBatch
 from vgrad.persample.engine.call import Call
@@ -83,10 +84,17 @@ def _recorded(
     # `state` is the generators' state now, if random numbers may be drawn.
     # Of the caller's grad mode. Inside the loss a sample keeps `requires_grad=True`,
     # but it is detached from the caller's graph.
+    with Made(call.fallbacks.places) as made:
+        return _recorded_once(call, collector, made, state)
+
+
+def _recorded_once(
+    call: Call, collector: Collector, made: Made, state: RandomState | None
+) -> Chunk:
     differentiable, inputs = call.differentiable, call.batch.inputs
 
     def run() -> tuple[Recorder, Tensor, Tree]:
-        recorder = Recorder(call, collector.callback)
+        recorder = Recorder(call, made, collector.callback)
         stack.callback(recorder.close)
         tensors = [
             recorder.anchor(each)
@@ -143,7 +151,7 @@ def vmap(call: Call, collect: Collect) -> Chunk:
         flags = GradFlags(modes.current_level(), "sample", 'strategy="loop"')
 
         def of_params(params: Params) -> tuple[Tensor, Tree]:
-            mode = call.mode(handlers=SAMPLES, flags=flags)
+            mode = call.mode(handlers=SAMPLES, flags=flags, made=made)
             result = call.run_loss(params, tensors, mode)
             flags.end(tree.tensors(result))
             return result
@@ -151,7 +159,7 @@ def vmap(call: Call, collect: Collect) -> Chunk:
         return _functional_gradient(of_params, call)
 
     mapped = torch.vmap(one, randomness=call.randomness)
-    with _clear_errors(call):
+    with _clear_errors(call), Made(call.fallbacks.places) as made:
         grads, losses, aux = mapped(call.batch.inputs)
     return _collected(call, collect, grads, losses, aux, "vmap")
 
