@@ -734,7 +734,7 @@ class Plan:
                 "Plan.epsilon accounts for it."
             )
         events = [each.event() for each in account]
-        library = accounting.accounting_library()
+        library = checks.package("dp_accounting", "dp")
         if len(events) == 1:
             return events[0]
         return library.ComposedDpEvent(events) if events else library.NoOpDpEvent()
