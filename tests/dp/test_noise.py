@@ -33,11 +33,10 @@ def is_gaussian(values, sigma):
     return stats.kstest(values.double().numpy() / sigma, "norm").pvalue > 0.001
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 # torch draws fewer than 16 numbers in another way than more of them.
 @pytest.mark.parametrize(("count", "size"), [(1, 50_000), (4000, 5)])
-def test_noise_is_gaussian_with_its_standard_deviation_and_no_other(count, size, dtype):
-    sums = {str(index): torch.zeros(size, dtype=dtype) for index in range(count)}
+def test_noise_is_gaussian_with_its_standard_deviation_and_no_other(count, size):
+    sums = {str(index): torch.zeros(size) for index in range(count)}
     noise = torch.cat(list(noised(sums).values()))
     assert is_gaussian(noise, SIGMA)
     assert not is_gaussian(noise, SIGMA * 0.9)
@@ -393,15 +392,6 @@ def made(words, host):
     memory = gaussian.Memory.of(1)
     memory.words.copy_(words)
     return gaussian.normals_of_host(memory.words, memory)[0, :, 0]
-
-
-def test_numpy_and_tensors_make_the_same_numbers():
-    """But for rounding errors, which the grid hides."""
-    words = torch.randint(-(2**63), 2**63 - 1, (64, 2, 256))
-    words[:, 0, ::5] &= 2**20 - 1  # small radii
-    expected = gaussian.normals(words)
-    found = gaussian.normals_of_host(words, gaussian.Memory.of(128))
-    assert np.allclose(found, expected, rtol=0, atol=1e-14)
 
 
 def test_the_two_numbers_of_a_pair_are_normal_and_independent():

@@ -10,16 +10,6 @@ A sample takes part in at most `participations` steps, any two of them at least
 Errors are variances of the noise in prefix sums of the gradients, which are the
 parameters of SGD with a constant rate. Momentum, decay and schedules are other
 workloads.
-
-* `independent`: noise that is not correlated
-* `bisr`: the inverse square root of the prefix sums, of a few coefficients, no state
-* `band_inv_mf`: a C^-1 of a few coefficients, optimised, no state
-* `band_mf`: a C of a few coefficients, optimised, which sampling amplifies
-* `blt`: a C of a few decaying sums, optimised
-* `from_coefficients`: a C or C^-1 of coefficients of one's own
-* `Noising`: a scheme with its size
-* `Fitted`: the strategy of a scheme for a number of steps, its sensitivity and errors
-* `Filter`: the recursion that makes noise of normal numbers, step by step
 """
 
 import functools
