@@ -167,7 +167,7 @@ value = net(q, x.sin()).square()""",
         "y = torch.zeros(3, dtype=x.dtype, requires_grad=True);"
         "z = torch.ones(3).double(); z.mul_(2); z.requires_grad = True;"
         "h = net(p, x + y * z);"
-        "g = grad(h, (y, z)); value = (g[0] * g[1]).sum()"
+        "g = grad(h, (y, z)); value = (g[0] * (g[1] + 1)).sum()"
     ),
     "by a tensor of the caller's": Row(
         "value = grad(net(p, x * OUTER[:3]), OUTER)[0].square().sum()", "loop", SHARED
@@ -306,6 +306,7 @@ def test_derivatives_inside_are_exact_by_the_route_that_is_named(name):
             vgrad.per_sample_grad(loss)(*given)
         return
     exact = expected(loss, row)
+    assert oracle.norms(exact).all()
     assert_quantities(loss, row.params, row.batch, buffers=BUFFERS, expected=exact)
     report = vgrad.explain(vgrad.per_sample_grad(loss))(*given)
     assert report.strategy == row.route
