@@ -37,7 +37,7 @@ class Derivatives:
         self._leaves: list[Tensor] = []  # that the loss has made
         self._grads: dict[int, tuple[Tensor, Tensor]] = {}  # what `.grad` is of which
         self._copied: dict[int, tuple[Tensor, Tensor, list[int]]] = {}
-        self._met: dict[str, str] | None = None  # parameters, and ops that lead past
+        self._met: dict[str, str] = {}  # parameters, and ops of theirs
         self._end = recorder.anchor(torch.zeros(())) if self.twice else None
         self.runs = self._accumulated = False
 
@@ -66,11 +66,9 @@ class Derivatives:
             if versions != [version_of(tensor), version_of(modes.unwrapped(own))]:
                 raise refusal("requires_grad_", "a shared one that it writes into")
 
-    def meet(self, names: Sequence[str], op: str) -> bool:
-        """Note a use that a pass of the loss reaches; return whether one runs."""
-        if self._met is not None:
-            self._met.update(dict.fromkeys(names, f"derivative of {op}"))
-        return self.runs
+    def meet(self, names: Sequence[str], op: str) -> None:
+        """Note a use that a pass of the loss has reached."""
+        self._met.update(dict.fromkeys(names, f"derivative of {op}"))
 
     def substituted(self, mode: Any, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a call with the copies of shared tensors; `NONE` where it has none."""
@@ -131,6 +129,10 @@ class Derivatives:
         others: Sequence[Tensor] = (),  # leaves below, whose gradients nobody needs
     ) -> tuple[Tensor | None, ...]:
         recorder = self._recorder
+        if recorder.checkpoints:
+            raise refusal("grad", "activation checkpoints")
+        if create_graph and not self.twice:
+            self._again({})
         outputs, inputs = _listed(outputs), _listed(inputs)
         for each in inputs:
             if not isinstance(each, Tensor):
@@ -145,7 +147,7 @@ class Derivatives:
         if is_grads_batched:
             rows = [*zip(*(seed.unbind(1) for seed in seeds), strict=True)]
         keep = create_graph if retain_graph is None else retain_graph
-        self.runs, self._met = True, {} if create_graph else None
+        self.runs, self._met = True, {}
         try:
             with recorder.below(), torch.set_grad_enabled(create_graph):
                 found = [
@@ -166,9 +168,9 @@ class Derivatives:
                 else:
                     grads = found[0]
         finally:
-            self.runs, met, self._met = False, self._met, None
-        if met:
-            self._again(met)
+            self.runs = False
+        if create_graph and self._met:
+            self._again(self._met)
         return tuple(
             None if g is None else self._like(g, each, is_grads_batched)
             for g, each in zip(grads, inputs, strict=False)
@@ -240,11 +242,10 @@ class Derivatives:
         self, op: str, func: Callable, bound: dict, uses: Mapping[str, ParamProxy]
     ) -> Tensor:
         """Run an op that is linear in its first argument, on physical tensors."""
-        x, *_ = bound.values()
+        (_, x), *others = bound.items()
+        rest = dict(others) | {name: known.value for name, known in uses.items()}
         for known in uses.values():
             self._recorder.expect(known)
-        rest = {name: each for name, each in bound.items() if each is not x}
-        rest |= {name: known.value for name, known in uses.items()}
         return cast(Tensor, _Product.apply(self, op, func, rest, uses, x, self._end))
 
     def back(

@@ -99,7 +99,7 @@ class Recorder:
         self._hooked: dict[int, list] = {}  # makers of nodes that wait for gradients
         self._open = self._last = False  # whether a backward pass runs, and the last
         self._op: Callable | None = None  # of the recorded form that runs
-        self._checkpoints = False  # whether ops run again in the backward pass
+        self.checkpoints = False  # whether ops run again in the backward pass
         self._repeats = False  # whether a checkpoint runs again now
         self._owns = False  # whether a node may write into any tensor it reaches
         self._foreign: dict[str, None] = {}  # ops of libraries
@@ -157,9 +157,9 @@ class Recorder:
                 "are, by an activation checkpoint or by save_on_cpu, got other hooks "
                 'on saved tensors, which would see all samples. Use strategy="loop".'
             )
-        if self._inner.twice:
+        if self.twice:
             raise refusal("checkpoint", "activation checkpoints")
-        self._checkpoints = True
+        self.checkpoints = True
         return self._repeating
 
     @contextmanager
@@ -330,7 +330,7 @@ class Recorder:
             )
         if not batched:  # the same for all samples: computed once
             physical = bound
-        if self._inner.twice and follows and weights and batched:
+        if self.twice and follows and weights:
             if rule.transposed is not None and torch.is_grad_enabled():
                 name = op_name(self._op or func)
                 with self.below():
@@ -502,6 +502,10 @@ class Recorder:
 
     # The methods of `Recording`.
 
+    @property
+    def twice(self) -> bool:
+        return self._inner.twice
+
     def physical(self, tensor: Tensor) -> Tensor:
         own = modes.in_front(tensor, self._level)
         return tensor.expand(self.size, *tensor.shape) if own is None else own
@@ -557,10 +561,9 @@ class Recorder:
         self.expect(known)
 
         def arrived(factor: Factor) -> None:
-            if self._inner.meet(known.names, name):
-                return
-            self._check_open()
-            self.accept(known, factor, name)
+            if not self._inner.runs:
+                self._check_open()
+                self.accept(known, factor, name)
 
         return arrived
 
@@ -661,7 +664,7 @@ class Recorder:
                 Use(known.names, tuple(ops), factor, ruled, computed, copied)
             )
         stamps = []
-        if self._checkpoints and not self._owns:
+        if self.checkpoints and not self._owns:
             stamps = stamped(", ".join(ops), factor)
             self._stamps += stamps
         while known.parent is not None:
