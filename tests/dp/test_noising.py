@@ -58,18 +58,18 @@ def enumerated(matrix, separation, participations):
 
 def noise(fitted, z):
     """Make the noise of each step from `z` by the filter, as its docstring says."""
-    draws, feedback, decays, scales = fitted.filter
-    assert sum(map(bool, (draws, feedback, decays))) == 1
+    draws, feedback, decays, scales, _ = fitted.filter
+    assert feedback == () or decays == ()
     x, buffers = [], np.zeros((len(decays), z.shape[1]))
     for t in range(len(z)):
-        if draws:
-            x.append(sum(k * z[t - j] for j, k in enumerate(draws) if j <= t))
-        elif feedback:
+        if feedback:
             past = sum(c * x[t - j] for j, c in enumerate(feedback) if 0 < j <= t)
             x.append((z[t] - past) / feedback[0])
-        else:
+        elif decays:
             x.append(z[t] - np.array(scales) @ buffers)
             buffers = np.array(decays)[:, None] * buffers + x[t]
+        else:
+            x.append(sum(k * z[t - j] for j, k in enumerate(draws) if j <= t))
     return np.array(x)
 
 

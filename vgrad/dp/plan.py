@@ -900,8 +900,7 @@ class Plan:
         own |= {"streams": streams, "history": history}
         multiplier = self._gradient_multiplier
         if self.noise.correlated:
-            own |= {"filter": self.fitted.filter, "cached": self.noise.cache}
-            own["first"] = self.earlier_steps
+            own |= {"filter": self.fitted.filter, "first": self.earlier_steps}
             multiplier *= self._sensitivity
         own["noise_multiplier"] = multiplier
         if isinstance(self.max_norm, GroupClip):
