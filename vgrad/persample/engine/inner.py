@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from vgrad.conditions import Unrepeatable, checks_collected
 from vgrad.loss.grad_flags import UnsupportedOp
 from vgrad.loss.values import NONE, Partition, SplitBatch
 from vgrad.ops.record import OPS, Rule
-from vgrad.persample.engine.proxies import ParamProxy, replaced
+from vgrad.persample.engine.proxies import ParamProxy
 from vgrad.torch_private import modes
-from vgrad.torch_private.tensors import version_of
 from vgrad.tree import tensors
 
 GRAD: Any = Tensor.grad
@@ -36,7 +36,6 @@ class Derivatives:
         self._known = recorder.call.fallbacks.inner
         self._leaves: list[Tensor] = []  # that the loss has made
         self._grads: dict[int, tuple[Tensor, Tensor]] = {}  # what `.grad` is of which
-        self._copied: dict[int, tuple[Tensor, Tensor, list[int]]] = {}
         self._met: dict[str, str] = {}  # parameters, and ops of theirs
         self._end = recorder.anchor(torch.zeros(())) if self.twice else None
         self.runs = self._accumulated = False
@@ -50,7 +49,6 @@ class Derivatives:
         """Break cycles, of which Python cannot see those through graphs."""
         self._recorder = None
         self._grads.clear()
-        self._copied.clear()
         self._leaves.clear()
 
     def start(self) -> None:
@@ -60,35 +58,14 @@ class Derivatives:
             own = self._recorder.params[name] = self._recorder.expanded(known, why)
             self._leaves.append(own)
 
-    def check(self) -> None:
-        """Refuse writes that a shared tensor or one of its copies does not see."""
-        for tensor, own, versions in self._copied.values():
-            if versions != [version_of(tensor), version_of(modes.unwrapped(own))]:
-                raise refusal("requires_grad_", "a shared one that it writes into")
-
     def meet(self, names: Sequence[str], op: str) -> None:
         """Note a use that a pass of the loss has reached."""
         self._met.update(dict.fromkeys(names, f"derivative of {op}"))
 
-    def substituted(self, mode: Any, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run a call with the copies of shared tensors; `NONE` where it has none."""
-        own = {key: copies for key, (_, copies, _) in self._copied.items()}
-        if not own or not any(id(each) in own for each in tensors((args, kwargs))):
-            return NONE
-        args, kwargs = replaced((args, kwargs), own)
-        with mode:
-            return func(*args, **kwargs)
-
-    def made(self, tensor: Tensor) -> Tensor:
-        """Note a leaf of the loss, and return it."""
+    def requires_grad(self, tensor: Tensor) -> None:
+        """Note a tensor of the loss that has become a leaf."""
         if modes.is_mapped_here(tensor):
             self._leaves.append(tensor)
-        elif self.twice:
-            copies = self._recorder.separate(tensor)
-            versions = [version_of(tensor), version_of(modes.unwrapped(copies))]
-            self._copied[id(tensor)] = tensor, copies, versions
-            self._leaves.append(copies)
-        return tensor
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a call of the loss to autograd; `NONE` for others."""
@@ -224,7 +201,7 @@ class Derivatives:
         known = self._recorder.parameter(tensor)
         if known is not None:
             self._again(dict.fromkeys(known.names, op))
-        if self.twice or not tensor.is_leaf:
+        if not self._recorder.made.needs_copies([tensor]):
             raise refusal(op, "one that all samples share")
         self._again({})
 
@@ -233,8 +210,11 @@ class Derivatives:
         call = self._recorder.call
         if call.draws.own:
             raise refusal("grad", "random numbers of a generator of the loss's own")
-        call.fallbacks.inner = {} if self._known is None else {**self._known, **names}
-        raise SplitBatch(Partition([torch.arange(call.batch.size)], ""))
+        if checks_collected():
+            raise Unrepeatable("the loss differentiates by others than it did before")
+        call.fallbacks.inner = {**(self._known or {}), **names}
+        whole = Partition([torch.arange(call.batch.size)], "")
+        raise SplitBatch(whole, modes.current_level())
 
     # Ops whose derivatives have factors.
 
