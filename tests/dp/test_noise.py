@@ -295,6 +295,7 @@ def test_a_tensor_past_the_last_block_of_a_key_takes_another_key():
         normals = gaussian.normals(layout.words(number, 5)).view(-1)
         for piece in group:
             drawn[piece.entries] = normals[piece.places(drawn.device)]
+            assert isinstance(piece.places(), slice)  # no places are formed
     place = ["noise", 0, "a", f"[{size}]", 2.0, 1.0]
     first, second = (streams.digest(KEY.tolist(), [*place, i], 32) for i in (0, 1))
     nonce = bytes(4) + (5).to_bytes(8, "little")
