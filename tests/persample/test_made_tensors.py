@@ -92,6 +92,7 @@ z = (a + first + b[:3]) * h""",
     "overlapping slices": "z = zeros(5, 3); z[:3] += h[:3]; z[1:4] *= h[1:]; z = z[:4]",
     "moves in place": "z = zeros(4, 3); z[1:] = h[1:]; z[:2] = z[2:].clone()",
     # Reads before and after.
+    "a version": "z = zeros(4, 3); z[0] = h[0]; z = z * (2 + z._version)",
     "a copy before": "z = ones(4, 3); y = z.clone(); z += h; z = y * z",
     "a value before": """
 z = zeros(4, 3)
@@ -103,6 +104,7 @@ z[1] = 3 if len(z) == 4 else h[2]""",
     "z = h * d[:4]",
     "out of two": "y, j = empty(4), torch.empty(4, dtype=torch.long); "
     "torch.max(x, 1, out=(y, j)); z = h[j] * y[:, None]",
+    "out for all samples": "y = empty(0); torch.sum(c, 0, out=y); z = y * h",
     "a closure of the loss": """
 z = zeros(4, 3)
 def write(t): z[t] = h[t]
@@ -121,7 +123,7 @@ def energy(y):
 z = torch.func.grad(energy)(h) * h""",
 }
 
-NOT_BY_VMAP = {"a checkpoint"}
+BY = {"a checkpoint": ("recorded",), "a version": ("vmap",)}
 
 
 def program(text):
@@ -132,7 +134,7 @@ def program(text):
 def test_writes_are_recorded_as_a_loop_runs_them(name):
     loss = program(WRITES[name])
     given = {"buffers": BUFFERS, "expected": None}
-    for strategy in ("recorded",) if name in NOT_BY_VMAP else ("recorded", "vmap"):
+    for strategy in BY.get(name, ("recorded", "vmap")):
         given["expected"] = assert_gradients(
             loss, PARAMS, (X, K), strategy=strategy, **given
         )
