@@ -8,7 +8,6 @@ backward pass are torch's own then. The call is known by its place in the code.
 A sample may be a member of an ensemble as well.
 """
 
-import copy
 import gc
 import sys
 from collections.abc import Callable, Sequence
@@ -32,8 +31,7 @@ from vgrad.torch_private.tensors import memory, storage
 Place = tuple[CodeType, int]
 """The code of a call, and the instruction in it."""
 
-_OUTSIDE = {"from_numpy", "frombuffer", "from_dlpack", "from_file", "as_tensor"}
-_OUTSIDE |= {"asarray", "__get__"}
+_OUTSIDE = {"as_tensor", "asarray", "__get__"}
 """Calls that may return a tensor on memory from outside of the loss."""
 
 
@@ -105,8 +103,8 @@ class Made:
         """Return the result of a call on these tensors, copied if need be."""
         if any(is_mapped(each, level) for each in tensors):
             if self.copied:
-                several = func is Tensor.__iter__ or isinstance(output, tuple | list)
-                for each in copy.copy(output) if several else (output,):
+                several = isinstance(output, tuple | list)
+                for each in output if several else (output,):
                     self._follow(each)
             return output
         if isinstance(output, Tensor):
