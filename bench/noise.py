@@ -98,8 +98,7 @@ class Run:
 
     def __init__(self, scheme: noising.Noising, sums: dict, compiled: Any) -> None:
         filter = scheme.fitted(1000, separation=100, participations=10).filter
-        self.options = {"filter": filter, "cached": scheme.cache}
-        self.options |= {"noise_multiplier": 1.5, "key": KEY}
+        self.options = {"filter": filter, "noise_multiplier": 1.5, "key": KEY}
         self.streams, self.history = noise.Streams(), ()
         self.sums, self.compiled = sums, compiled
 
@@ -156,7 +155,7 @@ def distribution() -> dict[str, float]:
 def edges() -> tuple[int, int]:
     """Count numbers that two libraries round apart, and those close to an edge."""
     size = 2**16
-    parts = {(0, "w"): noise.Part((MANY,), (0,), (MANY,))}
+    parts = {"w": noise.Part((0, "w"), (MANY,), (0,), (MANY,))}
     layout = noise.Streams().layout(
         step_of(noise.Streams(), 2), parts, noise.HOST, size, size
     )
@@ -166,7 +165,7 @@ def edges() -> tuple[int, int]:
         memory = noise.Memory.of(size // noise.TILE)
         words = layout.words(number, 2, memory.words)
         other = noise.normals(words).view(-1).numpy() * DEVIATION
-        one = noise.normals_of_host(memory, len(words)).reshape(-1) * DEVIATION
+        one = noise.normals_of_host(words, memory).reshape(-1) * DEVIATION
         apart.append(int((np.rint(one / GRID) != np.rint(other / GRID)).sum()))
         places = one / GRID
         gaps = np.abs(np.abs(places - np.rint(places)) - 0.5) * GRID

@@ -139,3 +139,9 @@ def test_the_compiler_takes_matches_for_constants():
 
     compiled = torch.compile(scaled, fullgraph=True, backend="eager")
     assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_an_absent_package_is_named_with_the_extra_that_has_it():
+    assert checks.package("collections.abc", "dp").Sized
+    with pytest.raises(ImportError, match=r'package absent, .*install "vgrad\[dp\]"'):
+        checks.package("absent.part", "dp")

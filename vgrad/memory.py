@@ -23,13 +23,13 @@ def apart(places: Sequence[int], sizes: Sequence[int]) -> bool:
 
 def disjoint(tensors: Sequence[Tensor]) -> bool:
     """Return whether no two tensors overlap, by their first and last entries."""
-    local = list(map(_local, tensors))
+    local = list(map(shards.local, tensors))
     return apart([x.data_ptr() for x in local], list(map(_extent, local)))
 
 
 def sharing(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     """Yield each two names, or one twice, with entries in the same place in memory."""
-    local = {name: _local(tensor) for name, tensor in tensors.items()}
+    local = {name: shards.local(tensor) for name, tensor in tensors.items()}
     local = {name: x for name, x in local.items() if x.numel() and not x.is_meta}
     yield from ((name, name) for name, x in local.items() if _is_folded(x))
     yield from overlaps({name: Bytes(x, x.data_ptr()) for name, x in local.items()})
@@ -62,10 +62,6 @@ def overlaps(blocks: Mapping[str, Bytes]) -> Iterator[tuple[str, str]]:
                 shared = True
             if shared:
                 yield name, other_name
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return shards.local(tensor) if shards.is_distributed(tensor) else tensor
 
 
 def _extent(tensor: Tensor) -> int:

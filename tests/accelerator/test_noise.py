@@ -133,11 +133,11 @@ def test_a_private_step_copies_nothing():
 
 
 FILTERS = [
-    (noising.Filter(draws=(1.0, -0.5, -0.125, -0.0625)), False),
-    (noising.Filter(draws=(1.0, -0.5, -0.125, -0.0625)), True),
-    (noising.Filter(feedback=(0.8, 0.4, 0.3, 0.1)), False),
-    (noising.Filter(decays=(0.9, 0.3), scales=(0.2, 0.4)), False),
-    (noise.INDEPENDENT, False),
+    noising.Filter(draws=(1.0, -0.5, -0.125, -0.0625)),
+    noising.Filter(draws=(1.0, -0.5, -0.125, -0.0625), cached=True),
+    noising.Filter(feedback=(0.8, 0.4, 0.3, 0.1)),
+    noising.Filter(decays=(0.9, 0.3), scales=(0.2, 0.4)),
+    noise.INDEPENDENT,
 ]
 
 
@@ -145,7 +145,7 @@ def taken(here, steps, kind, held=None, history=()):
     """Take steps with correlated noise, of a deviation that is a tensor."""
     found, place = [], {"dtype": torch.float64, "device": here["a"].device}
     bound = torch.full((), 0.4, **place)
-    own = {"filter": kind[0], "cached": kind[1], "streams": held or noise.Streams()}
+    own = {"filter": kind, "streams": held or noise.Streams()}
     for step in steps:
         own |= {"step": step, "history": history, **SIZES}
         noise_of = noise.gaussian_noise("f", vgrad.Sensitivity(bound), **own)

@@ -37,7 +37,7 @@ def compiled(function, backend):
 
 def by_tensors(drawn, steps, found):
     """Return the noise for a graph that draws the words too, as on a device."""
-    parts = {(0, name): noise._part(total) for name, total in found.items()}
+    parts = {name: noise._part(total, name) for name, total in found.items()}
     layout = noise._Layout(steps, parts, torch.device("cpu"), 2**35)
     nonce = noise.chacha.nonces(torch.tensor([STEP]))
     return drawn._replace(words=None, stream=(*layout.table(0), nonce))

@@ -454,6 +454,8 @@ def test_the_picture_shows_scores_and_bounds(monkeypatch):
     result = audited()
     scores, bounds = result.plot().axes
     assert len(scores.patches) == 80  # of histograms
+    peaks = [x[y.argmax()] for x, y in (line.get_data() for line in scores.lines)]
+    assert peaks == pytest.approx([result.claimed_mu, 0], abs=0.05)
     assert [bar.get_width() for bar in bounds.patches][::-1] == [
         bound.value for bound in result.groups.values()
     ]

@@ -58,7 +58,7 @@ def inverse(filter, count):
 
 def noise_at(step, name="draws", cached=False, **changed):
     options = {"noise_multiplier": MULTIPLIER, "key": KEY, "history": ()}
-    options |= {"filter": FILTERS[name], "cached": cached, "step": step} | changed
+    options |= {"filter": FILTERS[name]._replace(cached=cached), "step": step} | changed
     size = Sensitivity(options.pop("sensitivity", SENSITIVITY))
     return gaussian.gaussian_noise("f", size, **options)
 

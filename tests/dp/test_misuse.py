@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.dp import runs
 from tests.dp.runs import first
-from vgrad.dp import Plan, secret_key
+from vgrad.dp import Plan, private_gradients, secret_key
 
 DATA = TensorDataset(torch.ones(20, 3), torch.arange(20) % 2)
 
@@ -256,9 +256,16 @@ def test_a_call_that_raises_has_released_nothing_and_can_be_repeated(run, monkey
             private.backward(x, y)
         with refused("got the next one drawn without it"):
             next(batches)
-    assert private.step == 0
-    assert not private.ready
-    assert model.weight.grad is None
+    guard = private_gradients.GradGuard
+    for place in ((private_gradients, "write_grads_"), (guard, "release")):
+        whole = getattr(*place)
+        with monkeypatch.context() as patched:
+            patched.setattr(*place, lambda *args, whole=whole: (whole(*args), 1 / 0))
+            with pytest.raises(ZeroDivisionError):
+                private.backward(x, y)
+        assert private.step == 0
+        assert not private.ready
+        assert model.weight.grad is None
     private.backward(x, y)
     optimizer.step()
     assert private.step == 1

@@ -119,6 +119,18 @@ def test_arguments_are_those_that_the_loop_makes_of_a_batch(uses_mask):
         private.backward(*arguments)
 
 
+def test_arguments_of_equal_values_are_told_apart_by_their_order():
+    def both(batch):
+        x, mask, y = masked(batch)
+        return x, torch.ones_like(mask), mask, y
+
+    # One sample has the same values in both, two of different lengths have not.
+    private = made(Pool(), both, physical_batch_size=1)
+    x, ones, mask, y = first(private)
+    assert torch.equal(ones, mask)
+    private.backward({"x": x, "again": ones, "mask": mask}, y)
+
+
 @pytest.mark.parametrize("collate_fn", [masked, fixed])
 def test_arguments_that_are_not_of_the_batch_are_refused_where_samples_are_padded(
     collate_fn,

@@ -1,7 +1,7 @@
 """Poisson batches: their distribution, their streams, and loaders that take them."""
 
 import pickle
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import pytest
 import torch
@@ -69,20 +69,13 @@ def sampler(steps=3, key=KEY, **options):
     return PoissonBatchSampler(100, 0.5, steps, key=key, **options)
 
 
-@pytest.mark.parametrize("served", [1, 3])
-def test_a_second_pass_is_refused(served):
-    # It would draw the same batches again, whose steps have been accounted for.
-    batches = sampler()
-    assert len(list(islice(batches, served))) == served
-    with pytest.raises(RuntimeError, match=r"expected one pass .*plan\.sampler\(state"):
-        next(iter(batches))
-
-
 @pytest.mark.parametrize("start", [0, 1, 3])
 def test_a_run_that_goes_on_gets_the_batches_that_it_would_have_had(start):
     whole, rest = list(sampler()), sampler(start=start)
     assert len(rest) == 3 - start
     assert list(rest) == whole[start:]
+    with pytest.raises(RuntimeError, match=r"expected one pass .*plan\.sampler\(state"):
+        next(iter(rest))
     assert all(type(index) is int for batch in whole for index in batch)
     assert list(sampler(key=secret_key(seed=2))) != whole
 
@@ -139,11 +132,9 @@ def parts():
         return distributed.local_batches(of_eight(), mesh)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_batches_in_the_place_of_single_indices_are_refused(size, drop_last, workers):
-    options = {"batch_size": size, "drop_last": drop_last, "num_workers": workers}
+def test_batches_in_the_place_of_single_indices_are_refused(workers):
+    options = {"batch_size": 1 + 2 * workers, "num_workers": workers}
     for batches in (of_eight(), parts()):
         message = rf"sampler\): expected single indices, got a {type(batches).__name__}"
         with pytest.raises(TypeError, match=message):

@@ -355,15 +355,3 @@ def test_loaders_that_split_units_are_refused():
     x, y = first(private)
     with pytest.raises(ValueError, match="whole units of 3"):
         private.backward(x.flatten(1), y)
-
-
-def test_an_audit_takes_canaries_for_units():
-    loss, params, buffers = functional(net())
-    tx = optim.sgd(1.0)
-    plan = runs.plan(7, 0.6, 0.4, noise=2.0, steps=4, samples_per_unit=COUNT)
-    state = TrainState.create(tx, params, buffers)
-    step = private_step(loss, tx, plan)
-    result = plan.audit(step, state, canaries=120, seed=0)
-    assert not result.exceeded
-    with pytest.raises(ValueError, match="whole units of 3"):  # the step itself
-        step(state, data().tensors[0][:2], data().tensors[1][:2])

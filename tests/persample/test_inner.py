@@ -3,6 +3,8 @@
 The reference is the float64 loop of plain autograd over the same loss.
 """
 
+import gc
+import weakref
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -45,6 +47,13 @@ def net(p, x):
     """A number for each row of `[..., D]`."""
     h = F.linear(x, p["w"], p["b"]).tanh()
     return F.linear(h, p["v"], p["s"]).sin() @ p["u"]
+
+
+def lstm(x, i, h, **others):
+    """The outputs [T, 4] of `x [T, D]`."""
+    zero, no = x.new_zeros(1, 1, 4), False
+    net = torch.lstm(x[:, None], (zero, zero), [i, h], no, 1, 0.0, no, no, no)
+    return net[0][:, 0]
 
 
 def leaf(tensor):
@@ -116,12 +125,14 @@ ROWS = {
         ".square().sum()",
     ),
     "past an LSTM": Row(
-        LEAF + "z = torch.zeros(1, 1, 4).double(); no = False;"
-        "y = torch.lstm(x[:, None], (z, z), [i, h], no, 1, 0.0, no, no, no)[0];"
-        "y = y.sum((0, 1)) @ u; value = grad(y, x)[0].square().sum() + y",
+        LEAF + "y = lstm(x, **p).sum(0) @ u;value = grad(y, x)[0].square().sum() + y",
         params=GATES,
         batch=(SEQUENCES,),
-        copied=None,
+    ),
+    "past an LSTM of constants": Row(
+        LEAF + "y = lstm(F.linear(x, w)[:, :3], **GATES).sum();"
+        "value = grad(y, x)[0].square().sum()",
+        batch=(SEQUENCES,),
     ),
     "past functions of autograd, mapped and not": Row(
         LEAF
@@ -149,29 +160,24 @@ value = net(q, x.sin()).square()""",
     "by a constant, under a view and another name": Row(
         "c = CONSTANT.detach(); c.requires_grad_(); y = c[:3]; h = net(p, x * y);"
         "value = grad(h, c)[0].square().sum() + c.sin() @ u",
+        "loop",
+        SHARED,
     ),
     "by tensors that the loss has made": Row(
         "y = torch.zeros(3, dtype=x.dtype, requires_grad=True);"
-        "z = x.new_ones(3); z.requires_grad = True; h = net(p, x + y * z);"
-        "g = grad(h, (y, z)); value = (g[0] * g[1]).sum()"
+        "z = torch.ones(3).double(); z.mul_(2); z.requires_grad = True;"
+        "h = net(p, x + y * z);"
+        "g = grad(h, (y, z)); value = (g[0] * (g[1] + 1)).sum()"
     ),
     "by a tensor of the caller's": Row(
         "value = grad(net(p, x * OUTER[:3]), OUTER)[0].square().sum()", "loop", SHARED
     ),
     "by a tensor that is written into": Row(
-        "y = torch.zeros(3, dtype=x.dtype, requires_grad=True)\n"
+        "y = torch.zeros(3, dtype=x.dtype, requires_grad=True); z = y.detach()\n"
         "for _ in range(2):\n"
         "    step, = torch.autograd.grad(net(p, x + y), y)\n"
         "    with torch.no_grad(): y.add_(step)\n"
-        "value = net(p, x + y.detach())",
-        "loop",
-        "writes into",
-    ),
-    "by a tensor whose base is written into": Row(
-        "z = torch.zeros(3, dtype=x.dtype); y = z.detach().requires_grad_(); z.add_(1);"
-        "value = grad(net(p, x + y), y)[0].square().sum()",
-        "loop",
-        "writes into",
+        "value = net(p, x + y.detach()) + z @ x"
     ),
     "seeds of each sample and shared ones": Row(
         LEAF + "h = F.linear(x, w); seed = x.sin()[0] * u;"
@@ -191,10 +197,14 @@ value = net(q, x.sin()).square()""",
         "rows = rows * x.sin().sum(); more, = grad(h, x, rows, is_grads_batched=True);"
         "value = value + (more @ x).sin() @ u"
     ),
-    "an adversary, which is a constant": Row(
-        LEAF
-        + "step, = torch.autograd.grad(net(p, x), x); assert not step.requires_grad;"
-        "value = net(p, x.detach() + 0.1 * step.sign())"
+    "constant derivatives, and rows of a Jacobian": Row(
+        LEAF + "y = lstm(x, **p).sum()\n"
+        "with torch.no_grad(): step, = torch.autograd.grad(y, x)\n"
+        "y = lstm(x + step, **p)[-1]; eye = torch.eye(4, dtype=x.dtype);"
+        "rows, = torch.autograd.grad(y, x, eye, is_grads_batched=True);"
+        "assert not rows.requires_grad; value = (lstm(x * rows.sum(0), **p) @ u).sum()",
+        params=GATES,
+        batch=(SEQUENCES,),
     ),
     "of a graph that is freed": Row(
         LEAF + "h = net(p, x); torch.autograd.grad(h, x); value = h",
@@ -205,17 +215,18 @@ value = net(q, x.sin()).square()""",
         LEAF + "assert x.grad is None; net(p, x).backward(create_graph=True);"
         "value = (x.grad * x).sum().square()"
     ),
-    "backward twice, and once more from zero": Row(
+    "backward several times, and once more from zero": Row(
         """
 x = leaf(x)
 h = net(p, x)
 h.backward(retain_graph=True)
 first = x.grad
 h.backward(retain_graph=True, gradient=h.detach())
-value = (first * x).sum()
+value = net(p, first)
 x.grad = None
 h.sin().backward(inputs=[x], create_graph=True)
-value = value + x.grad.square().sum()"""
+h.cos().backward(create_graph=True)
+value = value + x.grad.square().sum()""",
     ),
     "backward to parameters": Row(
         "net(p, x).square().backward(create_graph=True);"
@@ -243,7 +254,13 @@ value = value + x.grad.square().sum()"""
     "behind a checkpoint": Row(
         LEAF
         + "h = checkpoint(lambda y: F.linear(y, w).tanh(), x, use_reentrant=False);"
-        "value = grad(h @ u, x)[0].square().sum()",
+        "step, = torch.autograd.grad(h @ u, x); value = net(p, step)",
+        "loop",
+        "checkpoint",
+    ),
+    "in front of a checkpoint": Row(
+        LEAF + "slope, = grad(net(p, x), x);"
+        "value = checkpoint(lambda y: net(p, y), slope, use_reentrant=False)",
         "loop",
         "checkpoint",
     ),
@@ -289,6 +306,7 @@ def test_derivatives_inside_are_exact_by_the_route_that_is_named(name):
             vgrad.per_sample_grad(loss)(*given)
         return
     exact = expected(loss, row)
+    assert oracle.norms(exact).all()
     assert_quantities(loss, row.params, row.batch, buffers=BUFFERS, expected=exact)
     report = vgrad.explain(vgrad.per_sample_grad(loss))(*given)
     assert report.strategy == row.route
@@ -348,29 +366,49 @@ def test_derivatives_inside_are_captured(loss):
     assert [each.calls for each in compute.reports()] == [2]
 
 
-def test_autocast_casts_the_ops_of_inner_passes_as_in_a_loop():
-    params, x = ({n: w.float() for n, w in P.items()}, X.float())
+def test_autocast_is_on_in_inner_passes_as_in_a_loop():
+    def back(ctx, g):
+        cast.append(torch.is_autocast_enabled("cpu"))
+        return 3 * ctx.saved_tensors[0] ** 2 * g
 
     def loss(p, b, x):
         with torch.autocast("cpu", torch.bfloat16):
             x = leaf(x)
-            h = F.linear(x, p["w"], p["b"])
+            h = F.linear(cubed(x), p["w"], p["b"])
             (slope,) = grad((h.tanh() @ p["v"]).sum(), x)
-            assert h.dtype == torch.bfloat16
-            assert torch.mm(x[None], slope[:, None]).dtype == torch.bfloat16
         return slope.float().square().sum() + h.float().square().sum()
 
-    exact = vgrad.per_sample_grad(loss, strategy="loop")(params, {}, x)
-    found = vgrad.per_sample_grad(loss, strategy="recorded")(params, {}, x)
+    cast = []
+    cubed = new_function("Cubed", lambda x: x**3, back, generate_vmap_rule=True).apply
+    given = {n: w.float() for n, w in P.items()}, {}, X.float()
+    exact = vgrad.per_sample_grad(loss, strategy="loop")(*given)
+    assert all(cast)
+    cast.clear()
+    found = vgrad.per_sample_grad(loss, strategy="recorded")(*given)
+    assert cast[:2] == [True, False]  # the second pass is outside of the loss
     oracle.assert_exact(found, exact, 2e-2)
+
+
+def test_nothing_is_alive_after_a_backward_pass_inside():
+    def loss(p, b, x):
+        x = leaf(x)
+        net(p, x).backward(create_graph=True)
+        alive.append(weakref.ref(x.grad))
+        return x.grad.square().sum()
+
+    alive = []
+    gc.disable()
+    try:
+        vgrad.per_sample_norm(loss, strategy="recorded")(P, {}, X)
+        assert [each() for each in alive] == [None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("randomness", ["same", "different"])
 def test_a_loss_that_runs_again_draws_the_same_numbers(randomness):
     """The first call finds out that the loss differentiates, the second knows."""
-    compute = vgrad.per_sample_grad(
-        penalty, strategy="recorded", randomness=randomness, has_aux=False
-    )
+    compute = vgrad.per_sample_grad(penalty, strategy="recorded", randomness=randomness)
     found = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -388,8 +426,7 @@ def test_draws_of_a_generator_of_the_loss_are_not_repeated():
         vgrad.per_sample_grad(loss, strategy="recorded", randomness="same")(P, {}, X)
 
 
-@pytest.mark.parametrize("read", ["OUTER.grad", "OUTER.grad.sum()"])
-def test_the_grad_of_the_callers_tensors_is_not_read(read):
+def test_the_grad_of_the_callers_tensors_is_not_read():
     def loss(p, b, x):
         net(p, x * OUTER[:3]).backward(retain_graph=True)
         return net(p, x) * (1 if OUTER.grad is None else OUTER.grad.sum())

@@ -36,7 +36,7 @@ class Steps(NamedTuple):
 
     def event(self) -> Any:
         """Return the steps as an event of dp_accounting."""
-        library = accounting_library()
+        library = checks.package("dp_accounting", "dp")
         rate, noise, steps, truncated, *_ = self
         if truncated is not None:
             most, size = truncated
@@ -107,22 +107,10 @@ def composed(account: Sequence[Steps], delta: float, accountant: Accountant) -> 
         return 0.0
     if any(kind.noise_multiplier < _LEAST_NOISE * _signal(kind) for kind in kinds):
         return math.inf
-    library = accounting_library()
+    library = checks.package("dp_accounting", "dp")
     with _quiet():
         # With much noise the bound of Renyi divergences falls below zero.
         return max(0.0, float(ACCOUNTANTS[accountant](library, kinds, delta)))
-
-
-def accounting_library() -> Any:
-    """Import dp_accounting, which an extra installs."""
-    try:
-        import dp_accounting
-    except ImportError as error:
-        raise ImportError(
-            "vgrad.dp: expected the package dp-accounting, which is not installed. "
-            'Run pip install "vgrad[dp]".'
-        ) from error
-    return dp_accounting
 
 
 def noise_multiplier_for(

@@ -349,11 +349,10 @@ class Audit(Report):
 
 def epsilon_of(mu: float, delta: float) -> float:
     """Return epsilon at `delta` of the Gaussian mechanism with a sensitivity of mu."""
-    import dp_accounting
-
     if mu in (0.0, math.inf):
         return mu
-    return float(dp_accounting.get_epsilon_gaussian(1 / mu, delta, tol=1e-9))
+    library = checks.package("dp_accounting", "dp")
+    return float(library.get_epsilon_gaussian(1 / mu, delta, tol=1e-9))
 
 
 def _of_guesses(

@@ -35,40 +35,36 @@ TILES = 2**32 // BLOCKS
 _CONSTANTS = (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574)
 
 
-def has_openssl() -> bool:
-    """Return whether OpenSSL is here, and has the cipher (a build for FIPS has not)."""
-    if ciphers is None:
-        return False
-    try:
-        _encryptor(bytes(32), bytes(16))
-    except UnsupportedAlgorithm:
-        return False
-    return True
-
-
 def fill(words: Tensor, key: bytes, step: int, tile: int) -> None:
     """Fill memory of the host, int64 `[N, 2, 256]`, with tiles of a stream."""
     start = (tile * BLOCKS).to_bytes(4, "little") + bytes(4)
+    encryptor = _encryptor(key, start + step.to_bytes(8, "little"))
+    if encryptor is None:
+        keys = torch.frombuffer(bytearray(key), dtype=torch.int32).expand(len(words), 8)
+        tiles = torch.arange(tile, tile + len(words), device=HOST)
+        words.copy_(
+            keystream(keys, nonces(torch.tensor([step], device=HOST)), tiles)[0]
+        )
+        return
     memory = words.view(-1).view(torch.uint8).numpy()
     memory.fill(0)  # it encrypts zeros
-    _encryptor(key, start + step.to_bytes(8, "little")).update_into(memory, memory)
+    encryptor.update_into(memory, memory)
 
 
-def words(key: bytes, step: int, tile: int, count: int) -> Tensor:
-    """Draw tiles of one stream on the host, int64 `[512 count]`."""
-    if has_openssl():
-        drawn = torch.from_numpy(np.empty((count, 2, 4 * BLOCKS), np.int64))
-        fill(drawn, key, step, tile)
-    else:
-        keys = torch.frombuffer(bytearray(key), dtype=torch.int32).expand(count, 8)
-        numbers = torch.arange(tile, tile + count, device=HOST)
-        drawn = keystream(keys, nonces(torch.tensor([step], device=HOST)), numbers)
-    return drawn.reshape(-1)
+def memory(tiles: int) -> Tensor:
+    """Return memory of the host for words, int64 `[N, 2, 256]`."""
+    return torch.from_numpy(np.empty((tiles, 2, 4 * BLOCKS), np.int64))  # large pages
 
 
 def _encryptor(key: bytes, start: bytes) -> Any:
-    algorithm = ciphers.algorithms.ChaCha20(key, start)  # pyright: ignore
-    return ciphers.Cipher(algorithm, None).encryptor()  # pyright: ignore
+    """Return OpenSSL's cipher, None where there is none (as in a build for FIPS)."""
+    if ciphers is None:
+        return None
+    try:
+        algorithm = ciphers.algorithms.ChaCha20(key, start)  # pyright: ignore
+        return ciphers.Cipher(algorithm, None).encryptor()  # pyright: ignore
+    except UnsupportedAlgorithm:  # pyright: ignore
+        return None
 
 
 def nonces(steps: Tensor) -> Tensor:

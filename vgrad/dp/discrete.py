@@ -278,8 +278,10 @@ class Words:
         """Return the next words, uint64 `[n]`."""
         if count > len(self._left):
             tiles = max(-(-count // _WORDS), 64)
-            fresh = chacha.words(self._key, self._step, self._tile, tiles)
-            self._left = np.concatenate([self._left, fresh.numpy().view(np.uint64)])
+            fresh = chacha.memory(tiles)
+            chacha.fill(fresh, self._key, self._step, self._tile)
+            words = fresh.view(-1).numpy().view(np.uint64)
+            self._left = np.concatenate([self._left, words])
             self._tile += tiles
         words, self._left = self._left[:count], self._left[count:]
         return words

@@ -51,10 +51,9 @@ them a new key.
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from itertools import chain
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -154,7 +153,6 @@ def gaussian_noise(
     step: int,
     streams: "Streams | None" = None,
     filter: Filter = INDEPENDENT,
-    cached: bool = False,
     first: int = 0,
     history: Tree | None = None,
 ) -> "Noise":
@@ -177,62 +175,12 @@ def gaussian_noise(
     [step] = checks.whole(function, least=first, step=step)
     checks.between(function, -1, 2**63, step=step)
     generators.check_key(function, key)
-    own = streams or Streams(), filter if noise_multiplier else INDEPENDENT
-    kept = (cached and history is not None), first, history
-    noise = Noise(key, step, float(noise_multiplier), deviation, *own, *kept)
+    filter = filter if noise_multiplier else INDEPENDENT
+    if history is None:
+        filter = filter._replace(cached=False)
+    own = streams or Streams(), filter, first, history
+    noise = Noise(key, step, float(noise_multiplier), deviation, *own)
     return replace(noise, history=noise.checked_history(function))
-
-
-class Recurrence(NamedTuple):
-    """The noise x of draws z, from buffers that a run keeps in float64.
-
-    `x_t = sum_j draws[j] z_(t-j) + sum_i weights[i] buffers[i]`. The next buffers are
-    `decays[i] buffers[i] + x_t`; without decays they are the last x, or the last z.
-    """
-
-    draws: tuple[float, ...]
-    weights: tuple[float, ...] = ()
-    decays: tuple[float, ...] = ()
-    of_draws: bool = False
-
-    @classmethod
-    def of(cls, filter: Filter, *, cached: bool = False) -> "Recurrence":
-        """Return the recurrence of a filter, whose earlier draws may be cached."""
-        if filter.feedback:
-            first, *others = filter.feedback
-            return cls((1 / first,), tuple(-each / first for each in others))
-        if filter.decays:
-            return cls((1.0,), tuple(-each for each in filter.scales), filter.decays)
-        if cached:
-            return cls(filter.draws[:1], filter.draws[1:], of_draws=True)
-        return cls(filter.draws)
-
-    @property
-    def made(self) -> int:
-        """The number of buffers that a step makes: the others are earlier ones."""
-        return len(self.decays) or min(len(self.weights), 1)
-
-    def combined(self, draws: Iterable[Any]) -> Any:
-        """Return the sum of draws, the last one first, each with its weight."""
-        total: Any = None
-        for weight, draw in zip(self.draws, draws, strict=False):  # fewer at the start
-            term = draw if weight == 1 else draw * weight
-            total = term if total is None else total + term
-        return total
-
-    def filtered(self, drawn: Any, last: Any, old: Sequence[Any]) -> tuple[Any, list]:
-        """Return x and new buffers, of the sum of draws and the last one of them."""
-        x = drawn
-        for weight, buffer in zip(self.weights, old, strict=True):
-            x = x + weight * buffer
-        if self.decays:
-            pairs = zip(self.decays, old, strict=True)
-            return x, [decay * buffer + x for decay, buffer in pairs]
-        return x, [last if self.of_draws else x][: self.made]
-
-    def shifted(self, new: Iterable[Any], old: Iterable[Any]) -> tuple[Any, ...]:
-        """Return the buffers of the next step, without copies of old ones."""
-        return (*new, *old)[: len(self.weights)]
 
 
 class NoiseHistory(NamedTuple):
@@ -267,23 +215,12 @@ class Noise:
     deviation: float | Tensor
     streams: "Streams"
     filter: Filter
-    cached: bool
     first: int
     history: Any = field(repr=False)
 
-    @cached_property
-    def recurrence(self) -> Recurrence:
-        """The recurrence of the filter."""
-        return Recurrence.of(self.filter, cached=self.cached)
-
-    @property
-    def correlated(self) -> bool:
-        """Whether noise depends on the draws of earlier steps."""
-        return len(self.recurrence.draws + self.recurrence.weights) > 1
-
     def checked_history(self, function: str) -> Tree:
         """Return the history, none before the first step; refuse another run's."""
-        history, count = self.history, len(self.recurrence.weights) * (not self.cached)
+        history, count = self.history, len(self.filter.weights)
         if history is None and count:
             raise ValueError(
                 f"{function}: expected noise that follows from the key and the step, "
@@ -291,8 +228,9 @@ class Noise:
                 f"PrivateGradients keep in their states. Take one of those, or a plan "
                 f"with bisr or band_inv_mf."
             )
-        if history is None or not self.correlated or self.step == self.first:
+        if history is None or not self.filter.correlated or self.step == self.first:
             return ()
+        count *= not self.filter.cached
         if not isinstance(history, NoiseHistory):
             got = "none"
         elif (taken := int(history.step)) != self.step:
@@ -313,134 +251,128 @@ class Noise:
     @property
     def tags(self) -> tuple[generators.Tag, ...]:
         """The numbers on which streams depend, besides the key."""
-        if self.correlated or isinstance(self.deviation, Tensor):
+        if self.filter.correlated or isinstance(self.deviation, Tensor):
             return ("unit",)
         return self.multiplier, self.deviation
 
     def added(self, sums: Params, member: int = 0) -> Params:
         """Draw the noise of a member's sums, and add it."""
         [member] = checks.whole("add_gaussian_noise", least=0, member=member)
-        return self._added(sums, (), member)[0]
+        return self.added_to(sums, member=member)[0]
 
     def advanced(self, sums: Params) -> tuple[Params, Tree]:
         """Draw the noise of sums, and add it; return the history of the next step."""
         old = self._buffers(sums)
-        noisy, new = self._added(sums, old)
+        noisy, *new = self.added_to(sums, old)
         return noisy, self.after(sums, old, new)
 
     def after(self, sums: Params, old: Sequence[Params], new: Sequence[Params]) -> Tree:
         """Return the history of the next step, in which there is no cache."""
-        if not self.correlated:
+        if not self.filter.correlated:
             return ()
-        buffers, after = self.recurrence.shifted(new, old), self.step + 1
-        if self.cached:
-            self.streams.cache = (*self._kind(sums), after), buffers
+        buffers, after = self.filter.shifted(new, old), self.step + 1
+        if self.filter.cached:
+            self.streams.cache = self._place(sums, after), buffers
             buffers = ()
         return NoiseHistory(torch.tensor(after), _identity(self.key), buffers)
 
     def _buffers(self, sums: Params) -> tuple[Params, ...]:
         """Return the buffers before this step, zeros at the first one."""
-        if self.history and not self.cached:
+        cached, count = self.filter.cached, len(self.filter.weights)
+        if self.history and not cached:
             return tuple(_checked_buffer(x, sums) for x in self.history.buffers)
-        count = len(self.recurrence.weights)
-        if not count:
-            return ()
-        known, buffers = self.streams.cache
-        if known == (*self._kind(sums), self.step):
-            return buffers
+        if cached and self.streams.cache[0] == self._place(sums, self.step):
+            return self.streams.cache[1]
         buffers = tuple(map_values(buffer_like, sums) for _ in range(count))
         for step in range(max(self.first, self.step - count), self.step):
-            _, new = replace(self, step=step)._added(sums, buffers)
-            buffers = self.recurrence.shifted(new, buffers)
+            _, *new = replace(self, step=step).added_to(sums, buffers)
+            buffers = self.filter.shifted(new, buffers)
         return buffers
 
-    def _kind(self, sums: Params) -> tuple:
-        """Return all that cached draws depend on, but the step."""
-        parts = tuple((name, _part(total)) for name, total in sums.items())
-        return bytes(self.key.cpu().numpy()), parts
-
-    def _added(
-        self, sums: Params, old: Sequence[Params], member: int = 0
-    ) -> tuple[Params, Sequence[Params]]:
-        entries = {(member, name): total for name, total in sums.items()}
-        noisy, *new = (
-            dict(zip(sums, each.values(), strict=True))
-            for each in self.added_to(entries, old)
-        )
-        return noisy, new
+    def _place(self, sums: Params, step: int) -> tuple:
+        """Return all that cached draws depend on."""
+        parts = {name: _part(total, name) for name, total in sums.items()}
+        return bytes(self.key.cpu().numpy()), step, parts
 
     def added_to(
-        self, sums: dict["Entry", Tensor], old: Sequence[Params] = ()
-    ) -> list[dict["Entry", Tensor]]:
-        """Return sums of members with noise, and new buffers after them."""
+        self, sums: dict[Any, Tensor], old: Sequence[dict] = (), *, member: int = 0
+    ) -> list[dict[Any, Tensor]]:
+        """Return sums with noise, and new buffers after them.
+
+        A name belongs to the member, or is a pair of a member and a name.
+        """
         _check_sums(sums)
         if not self.multiplier:
-            return [{entry: _released(total, total) for entry, total in sums.items()}]
-        devices: dict[torch.device, dict[Entry, Tensor]] = {}
-        for entry, total in sums.items():
-            devices.setdefault(_drawn_on(total.device), {})[entry] = total
-        found = [{} for _ in range(1 + self.recurrence.made)]
-        for device, some in devices.items():
-            for whole, part in zip(found, self._run_on(device, some, old), strict=True):
-                whole |= part
-        return [{entry: each[entry] for entry in sums} for each in found]
+            return [{name: x.to(_wide(x), copy=True) for name, x in sums.items()}]
 
-    def _run_on(
-        self, device: torch.device, sums: dict["Entry", Tensor], old: Sequence[Params]
-    ) -> list[dict["Entry", Tensor]]:
-        parts = {entry: _part(total) for entry, total in sums.items()}
-        flat, noisy = {}, {}
-        for entry, total in sums.items():
-            local = _local(total).detach().to(device, _wide(total))
-            flat[entry] = local.reshape(-1)
-            noisy[entry] = local.new_empty(local.shape)  # row by row
-        new = [
-            map_values(partial(torch.empty_like, dtype=torch.float64), noisy)
-            for _ in range(self.recurrence.made)
+        def flat(x: Tensor) -> Tensor:
+            local = shards.local(x).detach()
+            return local.to(_drawn_on(x.device), _wide(x)).reshape(-1)
+
+        given = [{name: flat(x[name]) for name in sums} for x in (sums, *old)]
+        kinds = None, *[torch.float64] * self.filter.made
+        into = [
+            {name: torch.empty_like(x, dtype=kind) for name, x in given[0].items()}
+            for kind in kinds
         ]
-        before = [{e: _local(each[e[1]]).reshape(-1) for e in sums} for each in old]
-        into = [{e: x.view(-1) for e, x in each.items()} for each in (noisy, *new)]
-        run = self._run_on_host if is_host(device) else self._run_on_device
-        run(parts, flat, before, into)
-        noisy = {entry: _finished(noisy[entry], sums[entry]) for entry in sums}
-        return [noisy, *({e: _like(each[e], sums[e]) for e in sums} for each in new)]
+        parts: dict[torch.device, dict[Any, Part]] = {}
+        for name, x in given[0].items():
+            parts.setdefault(x.device, {})[name] = _part(sums[name], name, member)
+        for device, some in parts.items():
+            run = self._add_on_host if is_host(device) else self._add_on_device
+            run(some, given, into)
+        noisy, *new = into
+        return [
+            {name: _finished(x, sums[name]) for name, x in noisy.items()},
+            *({n: _like(x, sums[n]) for n, x in buffer.items()} for buffer in new),
+        ]
 
-    def _run_on_host(
-        self, parts: dict["Entry", "Part"], sums: Any, old: Any, into: Any
+    @property
+    def _steps(self) -> range:
+        """The steps whose draws are combined, the last one first."""
+        least = max(self.first, self.step + 1 - len(self.filter.taken))
+        return range(self.step, least - 1, -1)
+
+    def _add_on_host(
+        self, parts: dict[Any, "Part"], given: list[dict], into: list[dict]
     ) -> None:
         """Add noise to flat sums, on all threads, each in a part of its cache."""
-        count, recurrence = sum(map(len, sums.values())), self.recurrence
+        [total, *old], [noisy, *made] = (
+            [{name: x[name].numpy() for name in parts} for x in each]
+            for each in (given, into)
+        )
+        count = sum(map(len, total.values()))
         share = max(count // (2 * torch.get_num_threads()), 1)
         size = min(max(_LEAST_ON_HOST, 2 ** (share.bit_length() - 1)), _MOST_ON_HOST)
         layout = self.streams.layout(self, parts, HOST, size, size)
         deviation = float(self.deviation)
         grid = _grid(deviation)
-        sums = {entry: total.numpy() for entry, total in sums.items()}
-        old = [{e: x.numpy() for e, x in each.items()} for each in old]
-        noisy, *new = ({e: x.numpy() for e, x in each.items()} for each in into)
 
         def add(number: int) -> None:
             try:
                 memory = layout.memory.pop()
             except IndexError:  # other threads have the rest
                 memory = Memory.of(size // TILE)
-            group, near = layout.groups[number], True
-            draws = self._draws_on_host(layout, number, memory)
-            last = next(draws)
-            noise = recurrence.combined(chain((last,), draws))
-            for piece in group if recurrence.weights else ():
-                places, entries = piece.places(), piece.entries
-                before = [each[piece.entry][entries] for each in old]
-                x, made = recurrence.filtered(noise[places], last[places], before)
-                for buffer, numbers in zip(new, made, strict=True):
-                    buffer[piece.entry][entries] = numbers
+
+            def draw(step: int) -> np.ndarray:
+                # Earlier steps one after the other in one memory.
+                words = memory.words if step == self.step else memory.earlier
+                words = layout.words(number, step, words)
+                return normals_of_host(words, memory).reshape(-1)
+
+            noise, last = self.filter.combined(map(draw, self._steps))
+            group = layout.groups[number]
+            for piece in group if self.filter.weights else ():
+                name, entries, places = piece.name, piece.entries, piece.places()
+                before = [each[name][entries] for each in old]
+                x, new = self.filter.filtered(noise[places], last[places], before)
+                for each, numbers in zip(made, new, strict=True):
+                    each[name][entries] = numbers
                 noise[places] = x
             noise *= deviation
             for piece in group:
-                total = sums[piece.entry][piece.entries]
-                near = near and _near_zero(total, grid)
-                noise[piece.places()] += total
-            if near:
+                noise[piece.places()] += total[piece.name][piece.entries]
+            if _near_zero(noise, grid):
                 # Rounded to the grid, and without -0.0.
                 noise += 1.5 * 2.0**52 * grid
                 noise -= 1.5 * 2.0**52 * grid
@@ -448,68 +380,55 @@ class Noise:
                 noise = _rounded(torch.from_numpy(noise), grid).numpy()
             with np.errstate(over="ignore"):  # it is infinite, as in torch
                 for piece in group:
-                    noisy[piece.entry][piece.entries] = noise[piece.places()]
+                    noisy[piece.name][piece.entries] = noise[piece.places()]
             layout.memory.append(memory)
 
         works = [partial(add, number) for number in range(len(layout.groups))]
         generators.on_threads(works, count)
 
-    @property
-    def _steps(self) -> range:
-        """The steps whose draws are combined, the last one first."""
-        least = max(self.first, self.step + 1 - len(self.recurrence.draws))
-        return range(self.step, least - 1, -1)
-
-    def _draws_on_host(
-        self, layout: "_Layout", number: int, memory: "Memory"
-    ) -> Iterator[np.ndarray]:
-        for step in self._steps:  # earlier ones one after the other in one memory
-            own = memory if step == self.step else memory._replace(words=memory.earlier)
-            words = layout.words(number, step, own.words)
-            yield normals_of_host(own, len(words)).reshape(-1)
-
-    def _run_on_device(
-        self, parts: dict["Entry", "Part"], sums: Any, old: Any, into: Any
+    def _add_on_device(
+        self, parts: dict[Any, "Part"], given: list[dict], into: list[dict]
     ) -> None:
         """Add noise to flat sums, in few ops for all of them."""
-        [device] = {each.device for each in into[0].values()}
-        sizes, recurrence = (ON_DEVICE, _MOST_ON_DEVICE), self.recurrence
+        device = given[0][next(iter(parts))].device
+        sizes, grid = (ON_DEVICE, _MOST_ON_DEVICE), _grid(self.deviation)
         layout = self.streams.layout(self, parts, device, *sizes)
-        grid = _grid(self.deviation)
-        for number, group in enumerate(layout.groups):
 
-            def of_group(values: Any, group: list[Piece] = group) -> Tensor:
-                return _joined([values[piece.entry][piece.entries] for piece in group])
+        def add(number: int) -> None:
+            group = layout.groups[number]
 
-            def placed(draws: Tensor, group: list[Piece] = group) -> Tensor:
+            def placed(draws: Tensor) -> Tensor:
                 return _joined([draws[piece.places(device)] for piece in group])
 
-            draws = layout.noise(number, self._steps)
-            last = next(draws)
-            drawn = placed(recurrence.combined(chain((last,), draws)))
-            last = placed(last) if recurrence.of_draws else drawn
-            noise, new = recurrence.filtered(drawn, last, [*map(of_group, old)])
-            values = (noise * self.deviation).add_(of_group(sums).double())
-            values = _rounded(values, grid)
-            for each, numbers in zip(into, (values, *new), strict=True):
-                target = [each[piece.entry][piece.entries] for piece in group]
+            parts = [
+                [each[p.name][p.entries] for p in group] for each in (*given, *into)
+            ]
+            total, *old = map(_joined, parts[: len(given)])
+            noise, last = self.filter.combined(layout.noise(number, self._steps))
+            noise = placed(noise)
+            last = placed(last) if self.filter.cached else noise
+            value, new = self.filter.filtered(noise, last, old)
+            value = _rounded((value * self.deviation).add_(total.double()), grid)
+            for target, numbers in zip(parts[len(given) :], (value, *new), strict=True):
                 if len(dtypes := {each.dtype for each in target}) == 1:
                     numbers = numbers.to(*dtypes)
                 kernels.copy_all_(target, numbers.split([*map(len, target)]))
 
+        for number in range(len(layout.groups)):
+            add(number)
+
     def drawn(self, sums: Params) -> "Drawn | None":
         """Return the noise as an input of a graph; None where eager mode has to add."""
-        entries = {(0, name): total for name, total in sums.items()}
-        _check_sums(entries)
+        _check_sums(sums)
         devices = {total.device for total in sums.values()}
         sharded = any(map(shards.is_distributed, sums.values()))
         if not self.multiplier or sharded or {*map(_drawn_on, devices)} != devices:
             return None
         [device] = devices
-        parts = {entry: _part(total) for entry, total in entries.items()}
+        parts = {name: _part(total, name) for name, total in sums.items()}
         layout = self.streams.layout(self, parts, device, chacha.TILES * TILE)
-        own = self.deviation, self.recurrence, self._buffers(sums)
-        count = len(self.recurrence.draws)
+        own = self.deviation, self.filter, self._buffers(sums)
+        count = len(self.filter.taken)
         steps = torch.arange(self.step, self.step - count, -1, device=device)
         weights = None if count == 1 else (steps >= self.first).double()
         if not is_host(device):
@@ -527,7 +446,7 @@ class Drawn(NamedTuple):
     stream: tuple[Tensor, Tensor, Tensor] | None  # keys and numbers of tiles, nonces
     weights: Tensor | None  # [K], zeros before the first step
     deviation: float | Tensor
-    recurrence: Recurrence
+    filter: Filter
     buffers: tuple[Params, ...]
 
     def added(self, sums: Params) -> tuple[Params, list[Params]]:
@@ -535,24 +454,23 @@ class Drawn(NamedTuple):
         words: Any = self.words
         if self.stream is not None:
             keys, tiles, nonces = self.stream
-            words = chacha.keystream(keys, nonces, tiles, unrolled=True)
-            words = words.unbind()
-        draws, recurrence = [*map(_pairs, words)], self.recurrence
+            words = chacha.keystream(keys, nonces, tiles, unrolled=True).unbind()
+        draws = [*map(_pairs, words)]
         if self.weights is not None:
             weights = self.weights.unbind()
             draws = [(a * w, b * w) for (a, b), w in zip(draws, weights, strict=True)]
         # Both numbers of a pair apart, so that a compiler joins all of it.
-        halves = [*map(recurrence.combined, zip(*draws, strict=True))], draws[0]
-        both = [torch.stack([*pair], -2).reshape(-1) for pair in halves]
+        halves = map(self.filter.combined, zip(*draws, strict=True))
+        both = [torch.stack(pair, -2).reshape(-1) for pair in zip(*halves, strict=True)]
         noisy, made, start, grid = {}, {}, 0, _grid(self.deviation)
         for name, total in sums.items():
             own = [x[start : start + total.numel()].view(total.shape) for x in both]
-            before = [each[name] for each in self.buffers]
-            noise, made[name] = recurrence.filtered(*own, before)
+            old = [each[name] for each in self.buffers]
+            noise, made[name] = self.filter.filtered(*own, old)
             value = noise * self.deviation + total.double()
             noisy[name] = _rounded(value, grid).to(_wide(total))
             start += TILE * math.ceil(total.numel() / TILE)
-        places = range(recurrence.made)
+        places = range(self.filter.made)
         return noisy, [{name: new[i] for name, new in made.items()} for i in places]
 
 
@@ -581,27 +499,24 @@ class Memory(NamedTuple):
 
     words: Tensor
     earlier: Tensor  # words of an earlier step; memory that is not used costs nothing
-    radius: np.ndarray
-    tangent: np.ndarray
-    scale: np.ndarray
-    small: np.ndarray
+    scratch: tuple[np.ndarray, ...]
 
     @classmethod
     def of(cls, tiles: int) -> "Memory":
         """Return memory for so many tiles."""
-        words, earlier = (np.empty((tiles, 2, TILE // 2), np.int64) for _ in range(2))
         kinds = np.float64, np.float64, np.float64, np.bool_
-        rest = (np.empty((tiles, TILE // 2), kind) for kind in kinds)
-        return cls(torch.from_numpy(words), torch.from_numpy(earlier), *rest)
+        scratch = tuple(np.empty((tiles, TILE // 2), kind) for kind in kinds)
+        return cls(chacha.memory(tiles), chacha.memory(tiles), scratch)
 
 
-def normals_of_host(memory: Memory, tiles: int) -> np.ndarray:
-    """Make the numbers of `normals` in the memory of the first tiles of words.
+def normals_of_host(words: Tensor, memory: Memory) -> np.ndarray:
+    """Make the numbers of `normals` in the place of words.
 
     MKL, which torch calls, would start threads in every thread that calls it.
     """
-    radius, tangent, scale, small = (numbers[:tiles] for numbers in memory[2:])
-    bits, whole = memory.words[:tiles].numpy(), scale.view(np.int64)
+    tiles, bits = len(words), words.numpy()
+    radius, tangent, scale, small = (numbers[:tiles] for numbers in memory.scratch)
+    whole = scale.view(np.int64)
     np.bitwise_and(bits[:, 0], 2**63 - 1, out=whole)
     np.copyto(radius, whole)
     np.right_shift(bits[:, 1], 11, out=whole)
@@ -632,10 +547,6 @@ def normals_of_host(memory: Memory, tiles: int) -> np.ndarray:
 # Streams, and the parts of tensors.
 
 
-Entry = tuple[int, str]
-"""The member and the name of a sum."""
-
-
 class Streams:
     """The streams of a run, whose keys are made once and held where they are used."""
 
@@ -647,20 +558,13 @@ class Streams:
     def __reduce__(self) -> tuple:
         return Streams, ()  # no file has the keys, nor draws
 
-    def layout(
-        self, noise: Noise, parts: dict[Entry, "Part"], *place: Any
-    ) -> "_Layout":
+    def layout(self, noise: Noise, parts: dict[Any, "Part"], *place: Any) -> "_Layout":
         """Return the tiles of parts of tensors: on a device, in groups of some size."""
-        key = bytes(noise.key.cpu().numpy())
-        kind = key, noise.tags, tuple(parts.items())
+        kind = bytes(noise.key.cpu().numpy()), noise.tags, tuple(parts.items())
         known = self._layouts.get(place)
         if known is None or known[0] != kind:
             known = self._layouts[place] = kind, _Layout(noise, parts, *place)
         return known[1]
-
-
-_NOTHING = -1, torch.empty(0)
-"""The draws of no steps, from the first one on."""
 
 
 class _Layout:
@@ -669,31 +573,31 @@ class _Layout:
     def __init__(
         self,
         noise: Noise,
-        parts: dict[Entry, "Part"],
+        parts: dict[Any, "Part"],
         device: torch.device,
         size: int,
         most: float = math.inf,
     ) -> None:
         self.groups: list[list[Piece]] = [[]]
         self._device = device
-        self._openssl = is_host(device) and chacha.has_openssl()
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
         self.memory: list[Memory] = []
-        self._ahead = _NOTHING
+        self._ahead = -1, torch.empty(0)  # draws of steps, from the first one on
         count = 0
-        for (member, name), part in parts.items():
-            place = "noise", member, name, str(list(part.shape))
+        for name, part in parts.items():
+            place = "noise", *part.entry, str(list(part.shape)), *noise.tags
             keys: dict[int, bytes] = {}
-            for block in block_parts(part, size):
-                number, tile = divmod(block.number * (size // TILE), chacha.TILES)
+            for block, entries in overlaps(part, size):
+                begin = block * size
+                number, tile = divmod(begin // TILE, chacha.TILES)
                 if number not in keys:
-                    own = generators.fold_in(noise.key, *place, *noise.tags, number)
+                    own = generators.fold_in(noise.key, *place, number)
                     keys[number] = own.numpy().tobytes()
-                tiles = math.ceil(block.count / TILE)
+                tiles = math.ceil(min(size, math.prod(part.shape) - begin) / TILE)
                 if count and count + tiles * TILE > most:
                     self.groups.append([])
                     count = 0
-                of = (member, name), part, block, size, count
+                of = name, part, entries, count, count - begin
                 self.groups[-1].append(Piece(keys[number], tile, tiles, *of))
                 count += tiles * TILE
 
@@ -723,25 +627,18 @@ class _Layout:
 
         On all threads, or on this one into memory that is given.
         """
-        if not self._openssl:
-            keys, tiles = self.table(number)
-            nonces = chacha.nonces(torch.tensor([step], device=HOST))
-            drawn = chacha.keystream(keys, nonces, tiles)[0]
-            return drawn if memory is None else memory[: len(drawn)].copy_(drawn)
         group = self.groups[number]
         count, alone = sum(piece.tiles for piece in group), memory is not None
         if memory is None:
-            # Numpy's memory has large pages.
-            memory = torch.from_numpy(np.empty((count, 2, TILE // 2), np.int64))
-        words, works, at = memory[:count], [], 0
+            memory = chacha.memory(count)
+        most, works = _MOST_ON_HOST // TILE, []
         for piece in group:
-            for tile in range(0, piece.tiles, _MOST_ON_HOST // TILE):
-                own = words[at : at + piece.tiles][tile : tile + _MOST_ON_HOST // TILE]
-                place = piece.key, step, piece.tile + tile
-                works.append(partial(chacha.fill, own, *place))
-            at += piece.tiles
+            own = memory[piece.start // TILE :][: piece.tiles].split(most)
+            for i, words in enumerate(own):
+                place = piece.key, step, piece.tile + i * most
+                works.append(partial(chacha.fill, words, *place))
         generators.on_threads(works, 0 if alone else count * TILE)
-        return words
+        return memory[:count]
 
     def table(self, number: int) -> tuple[Tensor, Tensor]:
         """Return key and number of each tile of a group, where they are drawn."""
@@ -757,98 +654,69 @@ class _Layout:
 
 
 class Part(NamedTuple):
-    """A hyperrectangle of a tensor of some shape, its entries in row-major order."""
+    """A hyperrectangle of a sum of some shape, its entries in row-major order."""
 
+    entry: tuple[int, str]  # the member, and the name of its sum
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
-class BlockPart(NamedTuple):
-    """The overlap of a part and a block of numbers: `part[entries] = block[places]`."""
-
-    number: int
-    count: int
-    places: slice | None  # None where they are apart: `places_of` has them
-    entries: slice
-
-
-def block_parts(part: Part, size: int) -> Iterator[BlockPart]:
-    """Yield the overlaps of a part with the blocks of `size` numbers of its tensor."""
-    total, count, low = math.prod(part.shape), math.prod(part.sizes), 0
-    if count == total:
-        for start in range(0, total, size):
-            count = min(size, total - start)
-            entries = slice(start, start + count)
-            yield BlockPart(start // size, count, slice(0, count), entries)
-        return
-    if count == 0:
-        return
-    first, last = (_places(part, entry) // size for entry in (0, count - 1))
-    for number in range(first, last + 1):
-        start, stop = number * size, min((number + 1) * size, total)
+def overlaps(part: Part, size: int) -> Iterator[tuple[int, slice]]:
+    """Yield the blocks of `size` numbers of a tensor, and a part's entries in each."""
+    count, low = math.prod(part.sizes), 0
+    while low < count:
+        block = places_of(part, low) // size
         # Places grow with entries.
-        high = bisect_left(range(count), stop, low, key=partial(_places, part))
-        if low < high:
-            begin, end = _places(part, low), _places(part, high - 1) + 1
-            together = end - begin == high - low
-            places = slice(begin - start, end - start) if together else None
-            yield BlockPart(number, stop - start, places, slice(low, high))
+        key, stop = partial(places_of, part), (block + 1) * size
+        high = bisect_left(range(count), stop, low, key=key)
+        yield block, slice(low, high)
         low = high
 
 
-def places_of(
-    part: Part, block: BlockPart, size: int, device: torch.device
-) -> slice | Tensor:
-    """Return the places of a part's entries in a block."""
-    if block.places is not None:
-        return block.places
-    entries = torch.arange(block.entries.start, block.entries.stop, device=device)
-    return _places(part, entries) - block.number * size
-
-
-def _places(part: Part, entries: _Index) -> _Index:
+def places_of(part: Part, entries: _Index) -> _Index:
+    """Return the places of a part's entries in the tensor."""
+    if part.sizes == part.shape:
+        return entries
     places, stride = 0 * entries, 1
-    for length, offset, size in reversed(list(zip(*part, strict=True))):
+    for length, offset, size in reversed(list(zip(*part[1:], strict=True))):
         places = places + (entries % size + offset) * stride
         entries = entries // size
         stride *= length
     return places
 
 
-class Piece(NamedTuple):
+@dataclass
+class Piece:
     """Tiles of a stream in a group, and the numbers among them that a sum needs."""
 
     key: bytes
     tile: int  # the first one
     tiles: int
-    entry: Entry
+    name: Any
     part: Part
-    block: BlockPart
-    size: int  # of blocks
+    entries: slice  # of the part
     start: int  # of the tiles, in numbers of the group
+    shift: int  # from places in the tensor to those in the group
 
-    def places(self, device: torch.device = HOST) -> Any:
-        """Return the places of the numbers in the group."""
-        places = places_of(self.part, self.block, self.size, device)
-        if isinstance(places, slice):
-            return slice(places.start + self.start, places.stop + self.start)
-        return places + self.start
+    def __post_init__(self) -> None:
+        low, high = self.entries.start, self.entries.stop
+        first, last = (places_of(self.part, e) + self.shift for e in (low, high - 1))
+        together = last - first == high - 1 - low
+        self._slice = slice(first, last + 1) if together else None
 
-    @property
-    def entries(self) -> slice:
-        """The numbers of the sum, in row-major order."""
-        return self.block.entries
-
-
-def _local(total: Tensor) -> Tensor:
-    return shards.local(total) if shards.is_distributed(total) else total
+    def places(self, device: torch.device = HOST) -> slice | Tensor:
+        """Return the places of the entries in the group."""
+        if self._slice is not None:
+            return self._slice
+        entries = torch.arange(self.entries.start, self.entries.stop, device=device)
+        return places_of(self.part, entries) + self.shift
 
 
-def _part(total: Tensor) -> Part:
-    sharded = shards.is_distributed(total)
-    offsets = shards.offsets(total) if sharded else (0,) * total.ndim
-    return Part(tuple(total.shape), offsets, tuple(_local(total).shape))
+def _part(total: Tensor, name: Any, member: int = 0) -> Part:
+    entry = name if isinstance(name, tuple) else (member, name)
+    sizes = tuple(shards.local(total).shape)
+    return Part(entry, tuple(total.shape), shards.offsets(total), sizes)
 
 
 def _drawn_on(device: torch.device) -> torch.device:
@@ -879,9 +747,8 @@ def _grid(deviation: Any) -> Any:
 def _near_zero(values: np.ndarray, grid: float) -> bool:
     """Return whether all numbers are within 2^50 steps of the grid; NaN is not."""
     most = 2.0**50 * grid
-    return not len(values) or (
-        -most < float(values.min()) and float(values.max()) < most
-    )
+    least, highest = values.min(initial=0.0), values.max(initial=0.0)
+    return bool(-most < least and highest < most)
 
 
 def _rounded(values: Tensor, grid: float | Tensor) -> Tensor:
@@ -893,22 +760,22 @@ def _rounded(values: Tensor, grid: float | Tensor) -> Tensor:
     return torch.where(values.abs() < 2.0**52 * grid, near, values)
 
 
-def _finished(noisy: Tensor, total: Tensor) -> Tensor:
+def _finished(flat: Tensor, total: Tensor) -> Tensor:
     """Bring the noise and a part's sum to its device, in a tensor like the whole."""
-    noisy = noisy.to(total.device)
-    if (local := _local(total)).requires_grad and torch.is_grad_enabled():
-        near = noisy - (local.detach() - local)  # a zero, that has the derivative
+    local, noisy = shards.local(total), flat.to(total.device)
+    if local.requires_grad and torch.is_grad_enabled():
+        near = noisy.view(local.shape) - (local.detach() - local)  # has the derivative
         noisy = torch.where(local.isfinite(), near, local)
     return _like(noisy, total)
 
 
-def _like(local: Tensor, total: Tensor) -> Tensor:
-    return shards.like(total, local) if shards.is_distributed(total) else local
+def _like(flat: Tensor, total: Tensor) -> Tensor:
+    return shards.like(total, flat.view(shards.local(total).shape))
 
 
 def buffer_like(total: Tensor) -> Tensor:
     """Return zeros of a buffer for a sum, where noise is drawn for it."""
-    size, device = _local(total).shape, _drawn_on(total.device)
+    size, device = shards.local(total).numel(), _drawn_on(total.device)
     return _like(torch.zeros(size, dtype=torch.float64, device=device), total)
 
 
@@ -917,13 +784,9 @@ def _identity(key: Tensor) -> Tensor:
     return generators.fold_in(key, "history")
 
 
-def _released(value: Tensor, total: Tensor) -> Tensor:
-    return value.to(total.device, _wide(total), copy=True)
-
-
-def _check_sums(sums: dict[Entry, Tensor]) -> None:
+def _check_sums(sums: dict[Any, Tensor]) -> None:
     """Refuse sums that noise is not for."""
-    for (_, name), total in sums.items():
+    for name, total in sums.items():
         function = f"add_gaussian_noise(sums[{name!r}])"
         if not total.is_floating_point():
             raise TypeError(
@@ -942,12 +805,15 @@ def _checked_buffer(buffer: Params, sums: Params) -> Params:
     """Return a buffer where noise is drawn; refuse one that is not like the sums."""
     function = "add_noise(history)"
     checks.names(function, sums, buffer)
-    for name, total in sums.items():
-        part, kind = _part(buffer[name]), buffer[name].dtype
-        if (part, kind) != (_part(total), torch.float64):
+    for name, total in buffer.items():
+        (wanted, got), kind = (
+            (_part(x[name], name) for x in (sums, buffer)),
+            total.dtype,
+        )
+        if wanted != got or kind != torch.float64:
             raise ValueError(
-                f"{function}: expected a buffer like the part {_part(total)} of "
-                f"{name!r}, in float64, got {part} in {kind}. Shard a state as a whole."
+                f"{function}: expected a buffer for the {wanted}, in float64, got one "
+                f"for the {got}, in {kind}. Shard a state as a whole."
             )
     return {name: x.to(_drawn_on(sums[name].device)) for name, x in buffer.items()}
 

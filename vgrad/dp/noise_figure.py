@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from vgrad import checks
 from vgrad.dp.noising import Noising, band_inv_mf, band_mf, blt, independent
 
 if TYPE_CHECKING:
@@ -16,20 +17,14 @@ def plot_noise(
     plan: "Plan", schemes: Sequence[Noising] | None, epsilons: Sequence[float]
 ) -> "Figure":
     """Draw the root losses of schemes for the numbers of a plan."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import LogLocator, StrMethodFormatter
-    except ImportError as error:
-        raise ImportError(
-            "Plan.plot_noise: expected the package matplotlib, which is not installed. "
-            'Run pip install "vgrad[demo]".'
-        ) from error
+    figures = checks.package("matplotlib.figure", "demo")
+    ticker = checks.package("matplotlib.ticker", "demo")
     run: dict[str, Any] = {"dataset_size": plan.dataset_size, "delta": plan.delta}
     run |= {"steps": plan.steps - plan.earlier_steps, "max_norm": 1.0}
     run |= {"sampling_rate": plan.sampling_rate}
     if schemes is None:
         schemes = _usual(plan)
-    figure = Figure(figsize=(9.5, 4.6), layout="constrained")
+    figure = figures.Figure(figsize=(9.5, 4.6), layout="constrained")
     figure.suptitle(
         f"Noise in sums of gradients: {plan.dataset_size:,} samples, "
         f"{run['steps']:,} steps of {plan.expected_batch_size:g}, delta {plan.delta:g}"
@@ -46,8 +41,8 @@ def plot_noise(
         ratios = [loss / other for loss, other in zip(losses, first, strict=True)]
         right.plot(epsilons, ratios, line)
     left.set(yscale="log", ylabel="root loss, in max_norm / expected_batch_size")
-    left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    left.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    left.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    left.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
     right.set(ylabel=f"root loss over the one of {described(schemes[0])}")
     for axes in (left, right):
         axes.set(xscale="log", xlabel="epsilon, of the relation named")

@@ -10,21 +10,11 @@ A sample takes part in at most `participations` steps, any two of them at least
 Errors are variances of the noise in prefix sums of the gradients, which are the
 parameters of SGD with a constant rate. Momentum, decay and schedules are other
 workloads.
-
-* `independent`: noise that is not correlated
-* `bisr`: the inverse square root of the prefix sums, of a few coefficients, no state
-* `band_inv_mf`: a C^-1 of a few coefficients, optimised, no state
-* `band_mf`: a C of a few coefficients, optimised, which sampling amplifies
-* `blt`: a C of a few decaying sums, optimised
-* `from_coefficients`: a C or C^-1 of coefficients of one's own
-* `Noising`: a scheme with its size
-* `Fitted`: the strategy of a scheme for a number of steps, its sensitivity and errors
-* `Filter`: the recursion that makes noise of normal numbers, step by step
 """
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -67,12 +57,63 @@ class Filter(NamedTuple):
     * `feedback`: `x_t = (z_t - sum_(j>0) feedback[j] x_(t-j)) / feedback[0]`
     * `decays`, `scales`: `x_t = z_t - sum_i scales[i] S_i`, and then
       `S_i = decays[i] S_i + x_t`, from zero
+
+    A step adds `weights` times buffers to the last draws times `taken`. The buffers are
+    S, or the last x, or of `cached` draws the last z: the draw of a step alone is new.
     """
 
     draws: tuple[float, ...] = (1.0,)
     feedback: tuple[float, ...] = ()
     decays: tuple[float, ...] = ()
     scales: tuple[float, ...] = ()
+    cached: bool = False
+
+    @property
+    def taken(self) -> tuple[float, ...]:
+        """The weights of the draws that a step takes, the last one first."""
+        if self.feedback:
+            return (1 / self.feedback[0],)
+        return self.draws[:1] if self.cached else self.draws
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weights of the buffers."""
+        if self.feedback:
+            return tuple(-each / self.feedback[0] for each in self.feedback[1:])
+        return self.draws[1:] if self.cached else tuple(-each for each in self.scales)
+
+    @property
+    def made(self) -> int:
+        """The number of buffers that a step makes: the others are earlier ones."""
+        return len(self.decays) or min(len(self.weights), 1)
+
+    @property
+    def correlated(self) -> bool:
+        """Whether noise depends on the draws of earlier steps."""
+        return len(self.taken + self.weights) > 1
+
+    def combined(self, draws: Iterable[Any]) -> tuple[Any, Any]:
+        """Return the sum of draws, the last one first, with their weights; and it."""
+        draws = iter(draws)
+        last, (first, *others) = next(draws), self.taken
+        total = last if first == 1 else last * first
+        for weight, draw in zip(others, draws, strict=False):  # fewer at the start
+            total = total + draw * weight
+        return total, last
+
+    def filtered(self, drawn: Any, last: Any, old: Sequence[Any]) -> tuple[Any, list]:
+        """Return x and new buffers, of the sum of draws and the last one of them."""
+        x = drawn
+        for weight, buffer in zip(self.weights, old, strict=True):
+            x = x + weight * buffer
+        if self.decays:
+            pairs = zip(self.decays, old, strict=True)
+            return x, [decay * buffer + x for decay, buffer in pairs]
+        return x, [last if self.cached else x][: self.made]
+
+    def shifted(self, new: Iterable[Any], old: Iterable[Any]) -> tuple[Any, ...]:
+        """Return the buffers of the next step, without copies of old ones."""
+        return (*new, *old)[: len(self.weights)]
 
 
 @dataclass(frozen=True)
@@ -159,10 +200,11 @@ class Noising:
         if self.scheme == "bisr":
             found = _tuple(_half(size, -0.5))
         forms = {
-            "band_mf": Filter((), feedback=found),
-            "blt": Filter((), decays=found[:size], scales=found[size:]),
+            "band_mf": Filter(feedback=found),
+            "blt": Filter(decays=found[:size], scales=found[size:]),
         }
-        fitted = Fitted(forms.get(self.scheme, Filter(found or (1.0,))), *numbers)
+        of_draws = Filter(found or (1.0,), cached=self.cache)
+        fitted = Fitted(forms.get(self.scheme, of_draws), *numbers)
         with np.errstate(all="ignore"):
             finite = math.isfinite(fitted.root_loss()) if self.coefficients else True
         if not finite:
@@ -290,23 +332,23 @@ class Fitted:
 
     def column(self, n: int) -> Array:
         """Return the first `n` entries of the first column of C, float64 `[n]`."""
-        draws, feedback, decays, scales = map(np.array, self.filter)
-        if len(decays):
-            powers = decays[:, None] ** np.arange(n - 1)
-            return np.concatenate([[1.0], scales @ powers])
-        return _padded(feedback, n) if len(feedback) else _divided([1.0], draws, n)
+        draws, feedback, decays, scales, _ = self.filter
+        if decays:
+            powers = np.power.outer(decays, np.arange(n - 1))
+            return np.append(1.0, np.array(scales) @ powers)
+        return _padded(feedback, n) if feedback else _divided([1.0], draws, n)
 
     def inverse(self, n: int) -> Array:
         """Return the first `n` entries of the first column of C^-1, float64 `[n]`."""
-        draws, feedback, decays, scales = map(np.array, self.filter)
-        if len(decays):
+        draws, feedback, decays, scales, _ = self.filter
+        if decays:
             # The buffers follow a symmetric matrix when they are divided by the root of
             # their scales.
             roots = np.sqrt(scales)
             values, vectors = np.linalg.eigh(np.diag(decays) - np.outer(roots, roots))
             powers = values[:, None] ** np.arange(n - 1)
-            return np.concatenate([[1.0], -((roots @ vectors) ** 2) @ powers])
-        return _divided([1.0], feedback, n) if len(feedback) else _padded(draws, n)
+            return np.append(1.0, -((roots @ vectors) ** 2) @ powers)
+        return _divided([1.0], feedback, n) if feedback else _padded(draws, n)
 
     def sensitivity(self, steps: int | None = None) -> float:
         """Return the sensitivity of the first `steps` steps, of all by default.

@@ -734,7 +734,7 @@ class Plan:
                 "Plan.epsilon accounts for it."
             )
         events = [each.event() for each in account]
-        library = accounting.accounting_library()
+        library = checks.package("dp_accounting", "dp")
         if len(events) == 1:
             return events[0]
         return library.ComposedDpEvent(events) if events else library.NoOpDpEvent()
@@ -900,8 +900,7 @@ class Plan:
         own |= {"streams": streams, "history": history}
         multiplier = self._gradient_multiplier
         if self.noise.correlated:
-            own |= {"filter": self.fitted.filter, "cached": self.noise.cache}
-            own["first"] = self.earlier_steps
+            own |= {"filter": self.fitted.filter, "first": self.earlier_steps}
             multiplier *= self._sensitivity
         own["noise_multiplier"] = multiplier
         if isinstance(self.max_norm, GroupClip):

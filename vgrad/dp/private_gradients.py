@@ -791,10 +791,9 @@ def _find_padding(dataset: Any, collate_fn: Any) -> tuple[Tree, Tree, Tree] | No
         samples = [dataset[row] for row in range(min(_PADDING_SAMPLES, len(dataset)))]
         short, *_, long = sorted([0, *range(len(samples))], key=size)
         found = collated(short), collated(long), collated(short, long)
+        again = collated(short, long)  # with other random numbers
     if shapes(found[0]) == shapes(found[2]):
         return None
-    with seeded(1):
-        again = collated(short, long)
     if not all(map(checks.same_values, tree_leaves(again), tree_leaves(found[2]))):
         _warn_of_padding("collate_fn draws random numbers")
         return None
@@ -814,16 +813,16 @@ def _check_padding(
         loss = sample_loss(live.function, criterion, augmentations=copies)
         params, buffers = live.values()
 
-        def losses(seed: int, *collated: Tree) -> Tensor:
+        def losses(*collated: Tree) -> Tensor:
             read = [batches.read("PrivateGradients(collate_fn)", x) for x in collated]
             samples = [x.sample(x.one(row)) for x in read for row in range(x.size)]
-            with torch.no_grad(), seeded(seed, params.values()):
-                found = [live.run(loss, params, buffers, *sample) for sample in samples]
+            found = [live.run(loss, params, buffers, *sample) for sample in samples]
             # In order of size: a collate function may sort its samples.
             return torch.stack(found).sort().values
 
-        separate, paired = losses(0, short, long), losses(0, pair)
-        if not checks.same_values(paired, losses(1, pair)):
+        with torch.no_grad(), seeded(0, params.values()):
+            separate, paired, again = losses(short, long), losses(pair), losses(pair)
+        if not checks.same_values(paired, again):
             _warn_of_padding("the loss draws random numbers in evaluation mode")
             return
     finally:

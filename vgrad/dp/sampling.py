@@ -178,25 +178,18 @@ class PoissonBatchSampler(StepBatches):
         start: int = 0,
         max_batch_size: int | None = None,
     ) -> None:
-        function = "PoissonBatchSampler"
-        dataset_size, steps = checks.whole(
-            function, least=1, dataset_size=dataset_size, steps=steps
-        )
-        sampling_rate = check_rate(function, sampling_rate)
+        function, run = "PoissonBatchSampler", {"dataset_size": dataset_size}
+        most = {} if max_batch_size is None else {"max_batch_size": max_batch_size}
+        size, steps, *rest = checks.whole(function, least=1, **run, steps=steps, **most)
+        most: Any = dict(zip(most, rest, strict=True))
+        rate = check_rate(function, sampling_rate)
         generators.check_key(function, key)
-        place: tuple[Any, ...] = (repr(sampling_rate),)
-        if max_batch_size is not None:
-            most = {"max_batch_size": max_batch_size}
-            [max_batch_size] = checks.whole(function, least=1, **most)
-            place += (max_batch_size,)
-
-        options: Any = {"key": key, "max_batch_size": max_batch_size}
 
         def draw(step: int) -> list[int]:
-            sample = poisson_sample(dataset_size, sampling_rate, step=step, **options)
-            return sample.tolist()
+            return poisson_sample(size, rate, key=key, step=step, **most).tolist()
 
-        super().__init__(draw, dataset_size, steps, start, key=key, place=place)
+        place = repr(rate), *most.values()
+        super().__init__(draw, size, steps, start, key=key, place=place)
 
 
 def check_drawer(sampler: Any) -> None:

@@ -50,6 +50,10 @@ class Recording(Protocol):
     size: int
     randomness: str
 
+    # Whether the loss differentiates, so that ops need second derivatives.
+    @property
+    def twice(self) -> bool: ...
+
     def is_parameter(self, tensor: Tensor) -> bool: ...
     def is_batched(self, tensor: Tensor) -> bool: ...
 

@@ -522,7 +522,8 @@ def _recorded(
     drops = net.dropout > 0 and net.train and net.num_layers > 1
     projected = len(net.weights) // net.places % 2 == 1
     own = any(record.is_batched(each) or each.is_complex() for each in net.weights)
-    if projected or own or (drops and record.randomness != "different"):
+    drops &= record.randomness != "different"
+    if projected or own or drops or record.twice:
         with record.watching():
             return steps(net)
     weights = [record.plain(weight) for weight in net.weights]

@@ -28,12 +28,14 @@ def unsupported_placements(tensor: Any) -> list[Any]:
 
 
 def local(tensor: Any) -> Tensor:
-    """Return the part of this rank."""
-    return tensor.to_local()
+    """Return the part of this rank, all of a tensor that is not distributed."""
+    return tensor.to_local() if is_distributed(tensor) else tensor
 
 
 def offsets(tensor: Any) -> tuple[int, ...]:
     """Return where the part of this rank begins."""
+    if not is_distributed(tensor):
+        return (0,) * tensor.ndim
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, found = compute_local_shape_and_global_offset(
@@ -73,8 +75,8 @@ def placed(tensor: Any, like: Any) -> Tensor:
 
 
 def like(tensor: Any, part: Tensor) -> Tensor:
-    """Make a DTensor of the parts of all ranks, placed like another one."""
-    return _made(tensor, part, tensor.placements)
+    """Make a DTensor of the parts of all ranks, placed like another one if that is."""
+    return _made(tensor, part, tensor.placements) if is_distributed(tensor) else part
 
 
 def _made(like: Any, part: Tensor, placements: Any) -> Tensor:

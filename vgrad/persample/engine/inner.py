@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from vgrad.conditions import Unrepeatable, checks_collected
 from vgrad.loss.grad_flags import UnsupportedOp
 from vgrad.loss.values import NONE, Partition, SplitBatch
 from vgrad.ops.record import OPS, Rule
-from vgrad.persample.engine.proxies import ParamProxy, replaced
+from vgrad.persample.engine.proxies import ParamProxy
 from vgrad.torch_private import modes
-from vgrad.torch_private.tensors import version_of
 from vgrad.tree import tensors
 
 GRAD: Any = Tensor.grad
@@ -36,8 +36,7 @@ class Derivatives:
         self._known = recorder.call.fallbacks.inner
         self._leaves: list[Tensor] = []  # that the loss has made
         self._grads: dict[int, tuple[Tensor, Tensor]] = {}  # what `.grad` is of which
-        self._copied: dict[int, tuple[Tensor, Tensor, list[int]]] = {}
-        self._met: dict[str, str] | None = None  # parameters, and ops that lead past
+        self._met: dict[str, str] = {}  # parameters, and ops of theirs
         self._end = recorder.anchor(torch.zeros(())) if self.twice else None
         self.runs = self._accumulated = False
 
@@ -50,7 +49,6 @@ class Derivatives:
         """Break cycles, of which Python cannot see those through graphs."""
         self._recorder = None
         self._grads.clear()
-        self._copied.clear()
         self._leaves.clear()
 
     def start(self) -> None:
@@ -60,37 +58,14 @@ class Derivatives:
             own = self._recorder.params[name] = self._recorder.expanded(known, why)
             self._leaves.append(own)
 
-    def check(self) -> None:
-        """Refuse writes that a shared tensor or one of its copies does not see."""
-        for tensor, own, versions in self._copied.values():
-            if versions != [version_of(tensor), version_of(modes.unwrapped(own))]:
-                raise refusal("requires_grad_", "a shared one that it writes into")
+    def meet(self, names: Sequence[str], op: str) -> None:
+        """Note a use that a pass of the loss has reached."""
+        self._met.update(dict.fromkeys(names, f"derivative of {op}"))
 
-    def meet(self, names: Sequence[str], op: str) -> bool:
-        """Note a use that a pass of the loss reaches; return whether one runs."""
-        if self._met is not None:
-            self._met.update(dict.fromkeys(names, f"derivative of {op}"))
-        return self.runs
-
-    def substituted(self, mode: Any, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run a call with the copies of shared tensors; `NONE` where it has none."""
-        own = {key: copies for key, (_, copies, _) in self._copied.items()}
-        if not own or not any(id(each) in own for each in tensors((args, kwargs))):
-            return NONE
-        args, kwargs = replaced((args, kwargs), own)
-        with mode:
-            return func(*args, **kwargs)
-
-    def made(self, tensor: Tensor) -> Tensor:
-        """Note a leaf of the loss, and return it."""
+    def requires_grad(self, tensor: Tensor) -> None:
+        """Note a tensor of the loss that has become a leaf."""
         if modes.is_mapped_here(tensor):
             self._leaves.append(tensor)
-        elif self.twice:
-            copies = self._recorder.separate(tensor)
-            versions = [version_of(tensor), version_of(modes.unwrapped(copies))]
-            self._copied[id(tensor)] = tensor, copies, versions
-            self._leaves.append(copies)
-        return tensor
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a call of the loss to autograd; `NONE` for others."""
@@ -131,6 +106,10 @@ class Derivatives:
         others: Sequence[Tensor] = (),  # leaves below, whose gradients nobody needs
     ) -> tuple[Tensor | None, ...]:
         recorder = self._recorder
+        if recorder.checkpoints:
+            raise refusal("grad", "activation checkpoints")
+        if create_graph and not self.twice:
+            self._again({})
         outputs, inputs = _listed(outputs), _listed(inputs)
         for each in inputs:
             if not isinstance(each, Tensor):
@@ -145,7 +124,7 @@ class Derivatives:
         if is_grads_batched:
             rows = [*zip(*(seed.unbind(1) for seed in seeds), strict=True)]
         keep = create_graph if retain_graph is None else retain_graph
-        self.runs, self._met = True, {} if create_graph else None
+        self.runs, self._met = True, {}
         try:
             with recorder.below(), torch.set_grad_enabled(create_graph):
                 found = [
@@ -166,9 +145,9 @@ class Derivatives:
                 else:
                     grads = found[0]
         finally:
-            self.runs, met, self._met = False, self._met, None
-        if met:
-            self._again(met)
+            self.runs = False
+        if create_graph and self._met:
+            self._again(self._met)
         return tuple(
             None if g is None else self._like(g, each, is_grads_batched)
             for g, each in zip(grads, inputs, strict=False)
@@ -222,7 +201,7 @@ class Derivatives:
         known = self._recorder.parameter(tensor)
         if known is not None:
             self._again(dict.fromkeys(known.names, op))
-        if self.twice or not tensor.is_leaf:
+        if not self._recorder.made.needs_copies([tensor]):
             raise refusal(op, "one that all samples share")
         self._again({})
 
@@ -231,8 +210,11 @@ class Derivatives:
         call = self._recorder.call
         if call.draws.own:
             raise refusal("grad", "random numbers of a generator of the loss's own")
-        call.fallbacks.inner = {} if self._known is None else {**self._known, **names}
-        raise SplitBatch(Partition([torch.arange(call.batch.size)], ""))
+        if checks_collected():
+            raise Unrepeatable("the loss differentiates by others than it did before")
+        call.fallbacks.inner = {**(self._known or {}), **names}
+        whole = Partition([torch.arange(call.batch.size)], "")
+        raise SplitBatch(whole, modes.current_level())
 
     # Ops whose derivatives have factors.
 
@@ -240,11 +222,10 @@ class Derivatives:
         self, op: str, func: Callable, bound: dict, uses: Mapping[str, ParamProxy]
     ) -> Tensor:
         """Run an op that is linear in its first argument, on physical tensors."""
-        x, *_ = bound.values()
+        (_, x), *others = bound.items()
+        rest = dict(others) | {name: known.value for name, known in uses.items()}
         for known in uses.values():
             self._recorder.expect(known)
-        rest = {name: each for name, each in bound.items() if each is not x}
-        rest |= {name: known.value for name, known in uses.items()}
         return cast(Tensor, _Product.apply(self, op, func, rest, uses, x, self._end))
 
     def back(

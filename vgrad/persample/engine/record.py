@@ -88,7 +88,7 @@ class Recorder:
     def __init__(
         self, call: Call, made: Made, callback: Callable[[Use], None] | None = None
     ) -> None:
-        self.call, self._made, self._callback = call, made, callback
+        self.call, self.made, self._callback = call, made, callback
         self.size, self.randomness = call.batch.size, call.randomness
         self.params: Params = {}
         self.unreached: set[str] = set()
@@ -99,7 +99,7 @@ class Recorder:
         self._hooked: dict[int, list] = {}  # makers of nodes that wait for gradients
         self._open = self._last = False  # whether a backward pass runs, and the last
         self._op: Callable | None = None  # of the recorded form that runs
-        self._checkpoints = False  # whether ops run again in the backward pass
+        self.checkpoints = False  # whether ops run again in the backward pass
         self._repeats = False  # whether a checkpoint runs again now
         self._owns = False  # whether a node may write into any tensor it reaches
         self._foreign: dict[str, None] = {}  # ops of libraries
@@ -119,10 +119,10 @@ class Recorder:
         flags = GradFlags(self._level, "sample", 'strategy="vmap" or "loop"')
         self._mode = self.call.mode(
             Protected({}, "", "", self._checkpoint),
-            handlers=(self._inner.substituted, *SAMPLES[:-1], self._handle),
+            handlers=(*SAMPLES[:-1], self._handle),
             flags=flags,
             is_parameter=self.is_parameter,
-            made=self._made,
+            made=self.made,
         )
         self._inner.start()
         return self._mode
@@ -130,7 +130,6 @@ class Recorder:
     def checked(self, result: tuple[Tensor, Tree]) -> tuple[Tensor, Tree]:
         """Return results, one for each sample; refuse others than a loop has."""
         flags = self._mode.flags
-        self._inner.check()
         flags.end(tree.tensors(result))
         self._mode.flags = flags.afresh()  # nor does it keep their memory
         value, aux = result
@@ -157,9 +156,9 @@ class Recorder:
                 "are, by an activation checkpoint or by save_on_cpu, got other hooks "
                 'on saved tensors, which would see all samples. Use strategy="loop".'
             )
-        if self._inner.twice:
+        if self.twice:
             raise refusal("checkpoint", "activation checkpoints")
-        self._checkpoints = True
+        self.checkpoints = True
         return self._repeating
 
     @contextmanager
@@ -189,11 +188,9 @@ class Recorder:
         """Run a call for all samples, and keep the uses of parameters."""
         if self._repeats:
             args, kwargs = tree_map_only(Tensor, self._original, (args, kwargs))
+        if leaf_of_loss := bool(kwargs) and kwargs.get("requires_grad") is True:
+            kwargs = kwargs | {"requires_grad": False}  # once it has its copies
         ordinary = is_ordinary(func)
-        if ordinary:
-            output = self._inner.substituted(self._mode, func, args, kwargs)
-            if output is not NONE:
-                return output
         flags, tensors = self._mode.flags, among(args, kwargs)
         proxies: list[ParamProxy] = []
         batched = False  # some differ between samples
@@ -211,7 +208,9 @@ class Recorder:
         if not ordinary:
             if modes.current_level() == self._level:  # not a transform inside
                 if func in REQUIRE and all((*args[1:], *kwargs.values())):
-                    return self._requiring_grad(args[0])
+                    tensor = self._requiring_grad(args[0])
+                    # Torch would keep a result of the setter forever.
+                    return tensor if func is Tensor.requires_grad_ else None
                 if (output := self._inner.run(func, args, kwargs)) is not NONE:
                     flags.after(func, tensors, output)
                     return output
@@ -225,12 +224,10 @@ class Recorder:
             output = func(*args, **kwargs)
         else:
             output = self._run(func, args, kwargs, proxies, batched)
-        if not batched or self._made.copied:
-            output = self._made.note(func, tensors, output, self._level, self.size)
+        if not batched or self.made.copied:
+            output = self.made.note(func, tensors, output, self._level, self.size)
         flags.after(func, tensors, output)
-        if kwargs and kwargs.get("requires_grad"):
-            self._inner.made(output)
-        return output
+        return self._requiring_grad(output) if leaf_of_loss else output
 
     def _check_shown(self, func: Callable, proxies: list[ParamProxy]) -> None:
         """Refuse to show the graph or memory of a value computed from parameters."""
@@ -266,7 +263,7 @@ class Recorder:
                 return modes.opened(func)(*args, **kwargs)
         if not proxies:
             return run_op(self._mode, func, args, kwargs)
-        if here and not batched and not self._made.copies_here():
+        if here and not batched and not self.made.copies_here():
             # The graph is kept: factors are taken back through it in the end.
             with autograd.plain():
                 return self._derived(func, args, kwargs, proxies)
@@ -281,7 +278,7 @@ class Recorder:
                 stored = modes.unwrap_all(tensor).requires_grad_()
             self._ends[id(stored)] = stored
             self._mode.flags.sync(tensor)
-            return self._inner.made(tensor)
+            self._inner.requires_grad(tensor)
         return tensor
 
     def _by_form(self, form: Callable, func: Callable, args: tuple, kwargs: dict):
@@ -330,7 +327,7 @@ class Recorder:
             )
         if not batched:  # the same for all samples: computed once
             physical = bound
-        if self._inner.twice and follows and weights and batched:
+        if self.twice and follows and weights:
             if rule.transposed is not None and torch.is_grad_enabled():
                 name = op_name(self._op or func)
                 with self.below():
@@ -486,21 +483,16 @@ class Recorder:
         for name in known.names:
             self._waiting[name].expected += 1
 
-    def separate(self, tensor: Tensor) -> Tensor:
-        """Return a leaf that is one for each sample, of a tensor that all share."""
-        with modes.exit_all():
-            copies = leaf(tensor.expand(self.size, *tensor.shape).clone())
-            self._ends[id(copies)] = copies
-        own = self.logical(copies)
-        self._mode.flags.sync(own)
-        return own
-
     def ends(self) -> list[Tensor]:
         """Return the leaves of the graph, but for the parameters themselves."""
         copies = [known.copies for known in self._known.values()]
         return [*(each for each in copies if each is not None), *self._ends.values()]
 
     # The methods of `Recording`.
+
+    @property
+    def twice(self) -> bool:
+        return self._inner.twice
 
     def physical(self, tensor: Tensor) -> Tensor:
         own = modes.in_front(tensor, self._level)
@@ -557,10 +549,9 @@ class Recorder:
         self.expect(known)
 
         def arrived(factor: Factor) -> None:
-            if self._inner.meet(known.names, name):
-                return
-            self._check_open()
-            self.accept(known, factor, name)
+            if not self._inner.runs:
+                self._check_open()
+                self.accept(known, factor, name)
 
         return arrived
 
@@ -661,7 +652,7 @@ class Recorder:
                 Use(known.names, tuple(ops), factor, ruled, computed, copied)
             )
         stamps = []
-        if self._checkpoints and not self._owns:
+        if self.checkpoints and not self._owns:
             stamps = stamped(", ".join(ops), factor)
             self._stamps += stamps
         while known.parent is not None:
