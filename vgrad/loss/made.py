@@ -49,7 +49,7 @@ class Made:
     def __init__(self, places: Places) -> None:
         self._places = places
         self._shared: dict[Any, Place] = {}  # by memory
-        self.copied: dict[Any, Place] = {}  # those of each sample
+        self.copied: dict[Any, Place] = {}  # one for each sample
         self._copies: dict[int, tuple[ref[Tensor], Place]] = {}  # and their views
 
     def __enter__(self) -> "Made":
