@@ -121,7 +121,7 @@ def main() -> None:
     for name, program in programs(32, 64, 16, torch.float32).items():
         runs = contenders(program)
         times: dict[str, list[float]] = {each: [] for each in runs}
-        for _ in range(9):
+        for _ in range(23):
             for each, run in runs.items():
                 start = time.perf_counter()
                 run()

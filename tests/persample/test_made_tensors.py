@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint  # noqa: F401, in texts
+from torch.utils.checkpoint import checkpoint
 
 import vgrad
 from bench.written import programs
@@ -49,9 +49,12 @@ for t in range(4): z[t + 1] = torch.tanh(F.linear(z[t].clone(), a_w) + h[t])""",
     "an op of a parameter": "z = t_w * 2; z[2] = 0.0; z = z + h; w = a_w * 3; "
     "w[0] = h[1]; z = z @ w",
     "an op with a rule": "z = F.linear(c, a_w); z += h",
+    "an op with a rule, without a graph": "with torch.no_grad(): z = F.linear(c, a_w)\n"
+    "z += h",
     "a parameter is written": "z = zeros(4, 3); z[1] = s_w; z[2] = h[0]",
     "a transpose": "z = c.t().clone(); z[0] = h[:, 0]; z = z.t() * 1",
     "a transposed copy": "z = ones(3, 4).t(); z[0] = h[0]; z.reshape(-1)[4:] *= 2",
+    "as_strided": "z = c.t().clone(); z[0] = h[:, 0]; z = z.as_strided((4, 3), (3, 1))",
     "copy_": "z = torch.empty_like(c); z.copy_(h.flip(0))",
     "index_put_": "z = zeros(4, 3); z.index_put_((k,), h, accumulate=True)",
     "scatter_add_": "z = zeros(4, 3); z.scatter_add_(0, k[:, None].expand(4, 3), h)",
@@ -92,6 +95,7 @@ z = (a + first + b[:3]) * h""",
     "overlapping slices": "z = zeros(5, 3); z[:3] += h[:3]; z[1:4] *= h[1:]; z = z[:4]",
     "moves in place": "z = zeros(4, 3); z[1:] = h[1:]; z[:2] = z[2:].clone()",
     # Reads before and after.
+    "a version": "z = zeros(4, 3); z[0] = h[0]; z = z * (2 + z._version)",
     "a copy before": "z = ones(4, 3); y = z.clone(); z += h; z = y * z",
     "a value before": """
 z = zeros(4, 3)
@@ -103,6 +107,7 @@ z[1] = 3 if len(z) == 4 else h[2]""",
     "z = h * d[:4]",
     "out of two": "y, j = empty(4), torch.empty(4, dtype=torch.long); "
     "torch.max(x, 1, out=(y, j)); z = h[j] * y[:, None]",
+    "out for all samples": "y = empty(0); torch.sum(c, 0, out=y); z = y * h",
     "a closure of the loss": """
 z = zeros(4, 3)
 def write(t): z[t] = h[t]
@@ -121,7 +126,7 @@ def energy(y):
 z = torch.func.grad(energy)(h) * h""",
 }
 
-NOT_BY_VMAP = {"a checkpoint"}
+BY = {"a checkpoint": ("recorded",), "a version": ("vmap",)}
 
 
 def program(text):
@@ -132,7 +137,7 @@ def program(text):
 def test_writes_are_recorded_as_a_loop_runs_them(name):
     loss = program(WRITES[name])
     given = {"buffers": BUFFERS, "expected": None}
-    for strategy in ("recorded",) if name in NOT_BY_VMAP else ("recorded", "vmap"):
+    for strategy in BY.get(name, ("recorded", "vmap")):
         given["expected"] = assert_gradients(
             loss, PARAMS, (X, K), strategy=strategy, **given
         )
@@ -170,9 +175,13 @@ LOOPED = {
     "resize_as_": "z = zeros(4, 3); z[0] = x[0]; z.resize_as_(c[:2])",
     "data_ptr": "z = zeros(4, 3); q = z.data_ptr() != 0; z[0] = x[0]; z = z * q",
     "numpy": "z = zeros(4, 3); q = z.numpy(); z[0] = x[0]; z = torch.tensor(q)",
-    "from_numpy": "z = torch.from_numpy(c.numpy().copy()); z[0] = x[0]",
+    "from_numpy": "q = c.numpy().copy(); z = torch.from_numpy(q); z[0] = x[0]; "
+    "z = torch.tensor(q)",
+    "as_tensor": "q = c.numpy().copy(); z = torch.as_tensor(q); z[0] = x[0]; "
+    "z = torch.tensor(q)",
     "data": "z = zeros(4, 3); z.data = c * 1; z[0] = x[0]",
-    "out of another size": "z = empty(0)\nwith torch.no_grad(): torch.add(h, c, out=z)",
+    "out of another size": "z = empty(0, 3)\n"
+    "with torch.no_grad(): torch.sum(h, 0, keepdim=True, out=z)",
     "out of another dtype": "z = torch.empty(4, 3)\nwith torch.no_grad(): "
     "torch.add(h, c, out=z)\nz = z.double()",
     "from outside": "z = OUTSIDE[0]; z[0] = x[0]",
@@ -306,6 +315,21 @@ def test_random_numbers_are_those_of_each_sample(fill):
     first = plain(ONE, {}, X)  # runs again from the first number on
     torch.manual_seed(0)
     oracle.assert_exact(plain(ONE, {}, X), first, 0)
+
+
+def test_numbers_that_cannot_be_noted_are_drawn_again():
+    def loss(p, b, x):
+        h, out = layer(p, x), zeros(4, 3)
+        drop = partial(F.dropout, p=0.5)
+        h = checkpoint(drop, h, use_reentrant=False)
+        out[0] = h[0]
+        return (out * h).sum(), h.detach()
+
+    options = {"randomness": "different", "has_aux": True, "strategy": "recorded"}
+    grads, drawn = vgrad.per_sample_grad(loss, **options)(ONE, {}, X)
+    keep = (drawn != 0) * 2.0
+    weigh = lambda p, b, x, keep: (layer(p, x) * keep)[0].square().sum()  # noqa: E731
+    oracle.assert_exact(grads, oracle.loss_gradients(weigh, ONE, {}, (X, keep)))
 
 
 def test_places_are_found_in_parts_and_chunks_and_named():

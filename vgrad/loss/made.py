@@ -8,7 +8,6 @@ backward pass are torch's own then. The call is known by its place in the code.
 A sample may be a member of an ensemble as well.
 """
 
-import copy
 import gc
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from vgrad.conditions import checks_collected
-from vgrad.loss.grad_flags import UnsupportedOp, only_reads
+from vgrad.loss.grad_flags import UnsupportedOp, among, only_reads
 from vgrad.loss.values import loss_frame
 from vgrad.ops.record import register
 from vgrad.torch_private import modes
@@ -32,8 +31,7 @@ from vgrad.torch_private.tensors import memory, storage
 Place = tuple[CodeType, int]
 """The code of a call, and the instruction in it."""
 
-_OUTSIDE = {"from_numpy", "frombuffer", "from_dlpack", "from_file", "as_tensor"}
-_OUTSIDE |= {"asarray", "__get__"}
+_OUTSIDE = {"as_tensor", "asarray", "__get__"}
 """Calls that may return a tensor on memory from outside of the loss."""
 
 
@@ -51,7 +49,7 @@ class Made:
     def __init__(self, places: Places) -> None:
         self._places = places
         self._shared: dict[Any, Place] = {}  # by memory
-        self._copied: dict[Any, Place] = {}
+        self.copied: dict[Any, Place] = {}  # one for each sample
         self._copies: dict[int, tuple[ref[Tensor], Place]] = {}  # and their views
 
     def __enter__(self) -> "Made":
@@ -75,11 +73,6 @@ class Made:
 
     def _any_left(self) -> bool:
         return any(each() is not None for each, _ in self._copies.values())
-
-    @property
-    def copied(self) -> bool:
-        """Whether some tensors of this run are copies."""
-        return bool(self._copied)
 
     def copies_here(self) -> bool:
         """Return whether results of the call that runs now get copies."""
@@ -109,11 +102,9 @@ class Made:
     ) -> Any:
         """Return the result of a call on these tensors, copied if need be."""
         if any(is_mapped(each, level) for each in tensors):
-            if self._copied:
-                rows = func is Tensor.__iter__
+            if self.copied:
                 several = isinstance(output, tuple | list)
-                views = [*copy.copy(output)] if rows or several else [output]
-                for each in views:
+                for each in output if several else (output,):
                     self._follow(each)
             return output
         if isinstance(output, Tensor):
@@ -126,7 +117,7 @@ class Made:
 
     def _follow(self, tensor: Any) -> None:
         if isinstance(tensor, Tensor) and memory(stored := modes.unwrap_all(tensor)):
-            if (place := self._copied.get(storage(stored))) is not None:
+            if (place := self.copied.get(storage(stored))) is not None:
                 self._copies[id(tensor)] = ref(tensor), place
 
     def _new(
@@ -148,7 +139,7 @@ class Made:
         place = _here()
         if place in self._places.copied:
             if (copies := _copies(output, level, size)) is not None:
-                self._copied[storage(modes.unwrap_all(copies))] = place
+                self.copied[storage(modes.unwrap_all(copies))] = place
                 self._follow(copies)
                 return copies
         self._shared[storage(stored)] = place
@@ -180,7 +171,8 @@ def _copies(tensor: Tensor, level: int, size: int) -> Tensor | None:
             copies = stored.detach().new_empty_strided(shape, strides)
         copies = modes.add_batch_axis(copies, 0, level)
         if (modes.current_level() or 0) > level:
-            copies = copies.clone()  # made inside of that transform, as the tensor
+            # Made inside of that transform, as the tensor, and not written to so far.
+            return copies.clone().copy_(tensor).clone()
         return copies.copy_(tensor)
 
 
@@ -200,7 +192,9 @@ def _makes(func: Callable) -> bool:
     """Return whether results of a function lie on memory of arguments or on new one."""
     if func is modes.custom_function_call or is_foreign_op(func):
         return False
-    if isinstance(func, FunctionType) and not func.__module__.startswith("torch"):
+    if isinstance(func, FunctionType) and not (func.__module__ or "").startswith(
+        "torch"
+    ):
         return False
     return getattr(func, "__name__", "") not in _OUTSIDE
 
@@ -227,6 +221,11 @@ def _outlives(line: str) -> UnsupportedOp:
 
 def into_out(run: Callable[..., Any], args: tuple, kwargs: dict, name: str) -> Any:
     """Run an op that has no rule of vmap for its `out`, and write its results there."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in among(args, kwargs)):
+        raise RuntimeError(
+            f"{name}(): functions with out=... arguments don't support automatic "
+            f"differentiation, but one of the arguments requires grad."
+        )
     kwargs = dict(kwargs)
     out = kwargs.pop("out")
     targets = [out] if isinstance(out, Tensor) else [*out]
@@ -236,12 +235,7 @@ def into_out(run: Callable[..., Any], args: tuple, kwargs: dict, name: str) -> A
         if (target.shape, target.dtype) != (result.shape, result.dtype):
             raise UnsupportedOp(
                 f"{name}: expected an out= of the shape and dtype of the result, got "
-                f"another. Leave it out, or use " + 'strategy="loop".'
-            )
-        if torch.is_grad_enabled() and (target.requires_grad or result.requires_grad):
-            raise RuntimeError(
-                f"{name}(): functions with out=... arguments don't support automatic "
-                f"differentiation, but one of the arguments requires grad."
+                f'another. Leave it out, or use strategy="loop".'
             )
         target.copy_(result)
     return out

@@ -167,12 +167,9 @@ class LossMode(WriteGuard):
             targets = written(func, args, kwargs)
             if not failed:
                 targets = [each for each in targets if not is_mapped(each, level)]
-                differ = targets and [
-                    each
-                    for each in among(args, kwargs)
-                    if is_mapped(each, level) or self.is_parameter(each)
-                ]
-                targets = targets if differ else []
+                others = among(args, kwargs) if targets else []
+                if not self.differ(others) and not any(map(self.is_parameter, others)):
+                    return None
             try:
                 if not self.made.needs_copies(targets):
                     return None
@@ -181,6 +178,10 @@ class LossMode(WriteGuard):
         if checks_collected():
             raise Unrepeatable(f"{modes.op_name(func)} needs a tensor a sample")
         return SplitBatch(Partition([torch.arange(self.size)], ""), level)
+
+    def differ(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether some tensors are one for each sample or member."""
+        return any(is_mapped(each, self._level) for each in tensors)
 
     def _stop(
         self,
@@ -398,7 +399,7 @@ def at_once(run: Handler) -> Handler:
 
 def run_op(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Run one op in the form that it has under vmap."""
-    if kwargs.get("out") is not None:
+    if kwargs.get("out") is not None and mode.differ(among(args, kwargs)):
         run = partial(run_op, mode, func)
         return into_out(lambda *a, **k: run(a, k), args, kwargs, modes.op_name(func))
     if func is not modes.custom_function_call:
