@@ -299,8 +299,11 @@ def test_a_run_goes_on_where_it_was_saved(tmp_path):
     oracle.assert_exact(again.optimizer, state.optimizer, tolerance=0)
 
 
+COMPILER = pytest.mark.slow, pytest.mark.compiled
+
+
 @pytest.mark.parametrize(
-    "backend", ["replay", pytest.param("inductor", marks=pytest.mark.slow)]
+    "backend", ["replay", pytest.param("inductor", marks=COMPILER)]
 )
 def test_compiled_steps_choose_the_same_rows(backend):
     plan, (tx, _) = replace(PLAN, max_batch_size=20), OPTIMIZERS["adamw"]

@@ -574,6 +574,10 @@ class Plan:
     @property
     def fitted(self) -> Fitted:
         """The scheme of the noise, fitted to the steps and to their batches."""
+        return self._fitted
+
+    @functools.cached_property
+    def _fitted(self) -> Fitted:
         return self.noise.fitted(**self._participation)
 
     @property
