@@ -501,6 +501,7 @@ BAD = [
     ),
     (["--noise", "band-mf:9"], "--noise band-mf:9: expected a rate of at most 1 / 9"),
     (["--augmentations", "2"], "--augmentations 2: expected images, which can be shi"),
+    (["--group-norms", "*:1,*:2"], "--group-norms *:1,*:2: expected each pattern once"),
     (["--group-norms", "x:1"], "--group-norms x:1: expected patterns of names of para"),
     (["--group-norms", "*t:1"], "--group-norms *t:1: expected every parameter to matc"),
     (["--group-norms", "*:1", *QUANTILE], "--clip-quantile 0.5: expected one of them"),

@@ -179,8 +179,12 @@ def planned(settings: Settings, size: int, ends: Sequence[int]) -> dp.Plan:
         fields["max_batch_size"] = int(most) if most.isdecimal() else most
     max_norm: Any = settings.max_norm
     if (groups := settings.group_norms) != "none":
-        pairs = (each.split(":") for each in groups.split(","))
+        pairs = [each.split(":") for each in groups.split(",")]
         max_norm = {pattern: float(bound) for pattern, bound in pairs}
+        if len(max_norm) < len(pairs):
+            raise ValueError(
+                f"--group-norms {groups}: expected each pattern once, got one twice."
+            )
         if settings.clip_quantile != "none":
             raise ValueError(
                 f"--group-norms {groups} --clip-quantile {settings.clip_quantile}: "

@@ -41,7 +41,10 @@ class GroupClip:
             checks.between("group_clip", LEAST, MOST, **named)
             floats = {each: float(x) for each, x in numbers.items()}
             self.__dict__[kind] = floats  # clips of equal numbers are equal
-        checks.between("group_clip", LEAST, MOST, **{"bounds / deviations": self.norm})
+        sizes = {"bounds / deviations": self.norm}
+        for each, x in self.deviations.items():  # of the noise, which must not overflow
+            sizes[f"norm * deviations[{each!r}]"] = self.norm * x
+        checks.between("group_clip", LEAST, MOST, **sizes)
 
     def __hash__(self) -> int:
         return hash(tuple(sorted(self.bounds.items())))
