@@ -226,7 +226,11 @@ value = net(p, first)
 x.grad = None
 h.sin().backward(inputs=[x], create_graph=True)
 h.cos().backward(create_graph=True)
-value = value + x.grad.square().sum()""",
+value = value + x.grad.square().sum()
+del x.grad
+assert x.grad is None
+net(p, x).backward(create_graph=True)
+value = value + x.grad.sin().sum()""",
     ),
     "backward to parameters": Row(
         "net(p, x).square().backward(create_graph=True);"

@@ -79,8 +79,12 @@ AUTOGRAD = {
 }
 """Calls of a loss that differentiates on its own."""
 
-GRADS = {*_attributes("grad"), *_attributes("grad", method="__set__")}
-"""Calls that read or set `.grad`, which a backward pass of the loss fills."""
+GRADS = {
+    *_attributes("grad"),
+    *_attributes("grad", method="__set__"),
+    *_attributes("grad", method="__delete__"),
+}
+"""Calls that read, set or delete `.grad`, which a backward pass of the loss fills."""
 
 WATCHED_READS = {REQUIRES_GRAD} | GRAPH | MEMORY
 """Calls that only read, and have to be watched too."""
