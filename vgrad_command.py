@@ -99,6 +99,14 @@ QUANTILE = Kind(
         isinstance(value, str) and bool(re.fullmatch(r"none|1|0(\.[0-9]{1,9})?", value))
     ),
 )
+GROUPS = Kind(
+    "none, or patterns of names of parameters with a norm each, such as "
+    "'*weight:1,*bias:0.1'",
+    lambda value: (
+        isinstance(value, str)
+        and bool(re.fullmatch(r"none|([^\s:,]+:[0-9.]{1,9}(,(?!$)|$))+", value))
+    ),
+)
 LARGEST = Kind(
     "a whole number above zero, auto or none",
     lambda value: (
@@ -157,6 +165,12 @@ class Options:
     )
     max_norm: float = _option(
         above(1e-30, 1e30), 2.0, "L2 norm to which each sample's gradient is clipped"
+    )
+    group_norms: str = _option(
+        GROUPS,
+        "none",
+        "norms to which the gradients of groups of parameters are clipped, in the "
+        "place of --max-norm; noise has deviations in the same ratio",
     )
     clip_quantile: str = _option(
         QUANTILE,

@@ -147,10 +147,8 @@ class Sensitivity:
 
     value: Any  # a number, or a tensor where the bound is one
     neighbours: Neighbours = "add_or_remove_one"
-    # That bound and the divisor of the sum, to be compared without waiting for values.
-    made_of: tuple[Tensor, float] | None = field(
-        default=None, repr=False, compare=False
-    )
+    # The bounds and the divisor of the sum. A tensor is compared without a wait.
+    made_of: tuple[Any, float] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.value, Tensor):

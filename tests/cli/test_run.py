@@ -301,6 +301,7 @@ GOING_ON = {
     "members in a fixed order": [*THREE, "--noise", "bisr:3"],
     "discrete": ["--discrete", "yes"],
     "adapting": ["--epsilon", "20", "--clip-quantile", "0.5"],
+    "groups": ["--epsilon", "20", "--group-norms", "*weight:0.8,*bias:.1"],
     "members, adapting": [*THREE, "--epsilon", "40", "--clip-quantile", "0.7"],
     "members, replayed": [*THREE, "--compile", "replay"],
 }
@@ -500,6 +501,9 @@ BAD = [
     ),
     (["--noise", "band-mf:9"], "--noise band-mf:9: expected a rate of at most 1 / 9"),
     (["--augmentations", "2"], "--augmentations 2: expected images, which can be shi"),
+    (["--group-norms", "x:1"], "--group-norms x:1: expected patterns of names of para"),
+    (["--group-norms", "*t:1"], "--group-norms *t:1: expected every parameter to matc"),
+    (["--group-norms", "*:1", *QUANTILE], "--clip-quantile 0.5: expected one of them"),
     (QUANTILE, "--noise blt:2 --clip-quantile 0.5: expected one of discrete noise, co"),
     (["--device", "teapot"], "--device teapot: expected cpu"),
     (["--device", "meta"], "--device meta: expected cpu"),

@@ -58,6 +58,6 @@ def mean(found, plan, bound=None):
 
 
 def mean_of_loop(model, batch, plan, bound=None):
-    """Return what a loop of autograd over the samples of a batch gives."""
+    """Return gradients of samples, by a loop of autograd over a batch."""
     found = oracle.model_gradients(model, loss, batch, len(batch[0]))
     return mean(found, plan, bound)

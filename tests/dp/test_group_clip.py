@@ -118,7 +118,7 @@ def test_a_compiler_makes_the_same_release(donate):
 def test_noise_of_each_group_has_its_deviation(clip, scheme):
     plan = replace(plan_of(clip), noise=scheme, sampling=None)
     sums = {name: torch.zeros(40_000) for name, _ in net().named_parameters()}
-    sensitivity = vgrad.Sensitivity(clip.total / plan.expected_batch_size)
+    sensitivity = clipped_grad(lambda: 0, **plan.clipping).sensitivity
     place = {"key": KEY, "step": 0, "history": ()}
     noise = plan.step_noise(sensitivity, dp.noise.Streams(), **place)
     noisy, _ = noise.advanced(sums)  # in common units
@@ -168,6 +168,7 @@ def test_a_clip_is_part_of_the_identity_and_goes_through_json():
         (ValueError, lambda: group_clip({"*": 0.0}), r"bounds\['\*'\]=0.0"),
         (ValueError, lambda: group_clip({"*": math.inf}), r"bounds\['\*'\]=inf"),
         (TypeError, lambda: group_clip({"*": "1"}), "expected a number"),
+        (TypeError, lambda: group_clip({1: 1.0}), "patterns that are strings"),
         (ValueError, lambda: group_clip({"*": 1.0}, deviations={"a": 1.0}), "'a'"),
         (ValueError, lambda: group_clip({"*": 1.0}, deviations="best"), "'equal'"),
         (ValueError, lambda: plan_of(BOUNDS, discrete=True), 'discrete="sum"'),
@@ -179,6 +180,19 @@ def test_a_clip_is_part_of_the_identity_and_goes_through_json():
 def test_other_groups_are_refused(error, call, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_sums_clipped_otherwise_to_the_same_total_are_refused():
+    plan = plan_of({"0.*": 1.0, "2.*": 0.01})
+    swapped = {"0.*": 0.01, "2.*": 1.0}
+    for other in (
+        {"max_norm": swapped},
+        {"max_norm": plan.first_max_norm, "clipping": "flat"},
+        {"rescale": True},
+    ):
+        clipped = clipped_grad(lambda: 0, **plan.clipping | other)
+        with pytest.raises(ValueError, match=r"clipped_grad\(loss, \*\*plan.clipping"):
+            plan.add_noise({}, clipped.sensitivity, key=KEY, step=0)
 
 
 def test_optimizers_that_know_one_deviation_are_refused():

@@ -411,7 +411,7 @@ def test_nothing_is_alive_after_a_backward_pass_inside():
 
 @pytest.mark.parametrize("randomness", ["same", "different"])
 def test_a_loss_that_runs_again_draws_the_same_numbers(randomness):
-    """The first call finds out that the loss differentiates, the second knows."""
+    """The first call runs again where the loss differentiates, the second does not."""
     compute = vgrad.per_sample_grad(penalty, strategy="recorded", randomness=randomness)
     found = []
     for _ in range(2):

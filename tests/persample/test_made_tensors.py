@@ -1,4 +1,4 @@
-"""Losses that make a tensor for all samples, and write into it what differs among them.
+"""Losses that make a tensor for all samples, and write numbers of each into it.
 
 `out = torch.zeros(n); out[t] = y` is one tensor for all samples until `y` comes, then
 one for each: its views, and all that is read of it, are those of a sample by itself.
@@ -28,7 +28,7 @@ BUFFERS = {"c": randn(4, 3, seed=3), "n": torch.tensor([0, 2, 1, 3])}
 X = randn(5, 4, 3, seed=4)
 K = torch.tensor([[0, 1, 2, 3], [1, 1, 2, 0], [3, 3, 3, 3], [0, 2, 0, 2], [2, 1, 0, 3]])
 
-# `h` are the rows of a layer, and `z` what a program makes of them.
+# `h` are the rows of a layer, and `z` the result of a program.
 START = "h = torch.tanh(F.linear(x, a_w)) * s_w\n"
 END = "\nvalue = (F.linear(z, a_w) * torch.cos(z)).sum()"
 

@@ -76,8 +76,8 @@ def shape_of(where: str, entries: Any) -> Shape:
 
 # Arguments.
 
-_OF_PRIVACY = "epsilon delta max_norm clip_quantile noise max_batch_size".split()
-_OF_PRIVACY += "discrete augmentations reproducible_noise".split()
+_OF_PRIVACY = "epsilon delta max_norm group_norms clip_quantile noise".split()
+_OF_PRIVACY += "max_batch_size discrete augmentations reproducible_noise".split()
 
 _OF_FIELDS = {"sampling_rate": "batch_size", "sampling": "noise", "steps": "epochs"}
 """The options that fields of a plan of another name follow from."""
@@ -162,8 +162,9 @@ class Settings(vgrad_command.Options):
         call, _, reason = message.rpartition("): ")
         fields: list[str] = re.findall(r"(\w+)=", call)
         names = [_OF_FIELDS.get(name, name) for name in fields]
-        if self.clip_quantile != "none":
-            names = ["clip_quantile" if name == "max_norm" else name for name in names]
+        for kind in ("clip_quantile", "group_norms"):
+            if getattr(self, kind) != "none":
+                names = [kind if name == "max_norm" else name for name in names]
         options = dict.fromkeys(name for name in names if name in KINDS)
         typed = " ".join(f"{spelled(name)} {getattr(self, name)}" for name in options)
 

@@ -151,6 +151,10 @@ def prepare(
         rows = max(1, most // settings.augmentations)
         forms |= {"strategy": STRATEGY, "chunk_size": rows}
         plan = planned(settings, len(dataset.y_train), ends)
+        try:
+            plan.scales(one[1])
+        except ValueError as error:
+            raise ValueError(settings.spelling(str(error))) from error
         private = _private(settings, one[0], model, plan, rows, mesh)
         trainers = {"private": private, **trainers}
     return Job(
@@ -174,6 +178,14 @@ def planned(settings: Settings, size: int, ends: Sequence[int]) -> dp.Plan:
     if (most := settings.max_batch_size) != "none":
         fields["max_batch_size"] = int(most) if most.isdecimal() else most
     max_norm: Any = settings.max_norm
+    if (groups := settings.group_norms) != "none":
+        pairs = (each.split(":") for each in groups.split(","))
+        max_norm = {pattern: float(bound) for pattern, bound in pairs}
+        if settings.clip_quantile != "none":
+            raise ValueError(
+                f"--group-norms {groups} --clip-quantile {settings.clip_quantile}: "
+                f"expected one of them, since bounds of groups do not adapt."
+            )
     if (quantile := settings.clip_quantile) != "none":
         max_norm = dp.quantile_clip(quantile=float(quantile), start=max_norm)
     try:

@@ -29,6 +29,7 @@ class GroupClip:
     deviations: dict[str, float]
 
     def __post_init__(self) -> None:
+        checks.patterns("group_clip", bounds=[*self.bounds])
         checks.names("group_clip(deviations)", self.bounds, self.deviations)
         for kind, numbers in vars(self).items():
             if not numbers:

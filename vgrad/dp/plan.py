@@ -854,7 +854,8 @@ class Plan:
     ) -> Params:
         """Add the noise of one step to clipped sums. {name: shape} -> {name: shape}.
 
-        Their sensitivity must be `max_norm / expected_batch_size`. The noise is a
+        Their sensitivity must be `max_norm / expected_batch_size`; for bounds of groups
+        it is the very one of `clipped_grad(loss, **plan.clipping)`. The noise is a
         function of the key, the step, the member and the plan; dtypes are as in
         `add_gaussian_noise`.
 
@@ -894,6 +895,8 @@ class Plan:
         expected = self._numbers[-1] / self.expected_batch_size
         if self._adapts:
             self._check_bound(sensitivity, max_norm)
+        elif isinstance(self.max_norm, GroupClip):
+            self._check_groups(sensitivity)
         elif not math.isclose(sensitivity.value, expected, rel_tol=1e-9):
             raise ValueError(
                 f"Plan.add_noise(sensitivity={sensitivity!r}): expected the value "
@@ -915,6 +918,19 @@ class Plan:
         deviation: Any = noise.deviation  # a number
         dtypes = {} if self.discrete is True else None
         return DiscreteNoise(noise.key, noise.step, deviation, dtypes)
+
+    def _check_groups(self, sensitivity: Sensitivity) -> None:
+        """Refuse a sum that was clipped to other bounds of groups, of any total."""
+        bounds, divisor = sensitivity.made_of or (None, 0.0)
+        expected = self.clipping
+        same = bounds == expected["max_norm"]
+        if not same or not math.isclose(divisor, expected["normalize_by"]):
+            raise ValueError(
+                f"Plan.add_noise(sensitivity): expected the one of sums that were "
+                f"clipped to {expected}, got one of max_norm={checks.shown(bounds)} "
+                f"and normalize_by={divisor!r}. Clip with clipped_grad(loss, "
+                f"**plan.clipping), and pass its .sensitivity."
+            )
 
     def _check_bound(self, sensitivity: Sensitivity, max_norm: Tensor | None) -> None:
         """Refuse a sum that was clipped to another bound than a step's tensor."""

@@ -1,9 +1,9 @@
 """Tensors that a loss makes for all samples, and then writes single ones' values into.
 
-`out = torch.zeros(n)` in a loss is one tensor for all samples, with no room for what
-`out[0] = x.sum()` writes. So the samples run again, and the call that made the tensor
-returns a copy for each of them: views, reads before the write and versions for the
-backward pass are torch's own then. The call is known by its place in the code.
+`out = torch.zeros(n)` in a loss is one tensor for all samples, with no room for the
+numbers that `out[0] = x.sum()` writes. So the samples run again, and the call that made
+the tensor returns a copy for each of them: views, reads before the write and versions
+for the backward pass are torch's own then. The call is known by its place in the code.
 
 A sample may be a member of an ensemble as well.
 """

@@ -476,7 +476,8 @@ class ClippedGradFn(Transform[Result]):
         quantity: Any = self.quantity
         bound, divisor = self.options.max_norm, quantity.normalize_by
         if bound is None:
-            return Sensitivity(quantity.rule.total / divisor)
+            made_of = quantity.rule.max_norm, divisor
+            return Sensitivity(quantity.rule.total / divisor, made_of=made_of)
         return Sensitivity(bound / divisor, made_of=(bound, divisor))
 
     def with_max_norm(self, max_norm: Tensor) -> "ClippedGradFn[Result]":

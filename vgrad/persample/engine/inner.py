@@ -36,7 +36,7 @@ class Derivatives:
         self._recorder: Any = recorder
         self._known = recorder.call.fallbacks.inner
         self._leaves: list[Tensor] = []  # that the loss has made
-        self._grads: dict[int, tuple[Tensor, Tensor]] = {}  # what `.grad` is of which
+        self._grads: dict[int, tuple[Tensor, Tensor]] = {}  # leaves and their `.grad`
         self._met: dict[str, str] = {}  # parameters, and ops of theirs
         self._end = recorder.anchor(torch.zeros(())) if self.twice else None
         self.runs = self._accumulated = False
