@@ -255,6 +255,18 @@ value = value + x.grad.sin().sum()""",
         "error",
         "does not require grad",
     ),
+    "backward to a parameter that it makes": Row(
+        "y = torch.nn.Parameter(x.detach().clone()); step = torch.optim.SGD([y]).step;"
+        "net(p, y).backward(); step(); value = net(p, y.detach())",
+        "loop",
+        "torch.nn.Parameter",
+    ),
+    "backward to a parameter of what all share": Row(
+        "y = torch.nn.Parameter(torch.zeros_like(x[:3])); net(p, x * y).backward();"
+        "value = net(p, x if y.grad is None else y.grad)",
+        "loop",
+        "torch.nn.Parameter",
+    ),
     "behind a checkpoint": Row(
         LEAF
         + "h = checkpoint(lambda y: F.linear(y, w).tanh(), x, use_reentrant=False);"
