@@ -226,7 +226,11 @@ value = net(p, first)
 x.grad = None
 h.sin().backward(inputs=[x], create_graph=True)
 h.cos().backward(create_graph=True)
-value = value + x.grad.square().sum()""",
+value = value + x.grad.square().sum()
+del x.grad
+assert x.grad is None
+net(p, x).backward(create_graph=True)
+value = value + x.grad.sin().sum()""",
     ),
     "backward to parameters": Row(
         "net(p, x).square().backward(create_graph=True);"
@@ -250,6 +254,18 @@ value = value + x.grad.square().sum()""",
         LEAF + "value = torch.vmap(lambda y: grad(net(p, y), x)[0])(x[None]).sum()",
         "error",
         "does not require grad",
+    ),
+    "backward to a parameter that it makes": Row(
+        "y = torch.nn.Parameter(x.detach().clone()); step = torch.optim.SGD([y]).step;"
+        "net(p, y).backward(); step(); value = net(p, y.detach())",
+        "loop",
+        "torch.nn.Parameter",
+    ),
+    "backward to a parameter of what all share": Row(
+        "y = torch.nn.Parameter(torch.zeros_like(x[:3])); net(p, x * y).backward();"
+        "value = net(p, x if y.grad is None else y.grad)",
+        "loop",
+        "torch.nn.Parameter",
     ),
     "behind a checkpoint": Row(
         LEAF

@@ -79,8 +79,12 @@ AUTOGRAD = {
 }
 """Calls of a loss that differentiates on its own."""
 
-GRADS = {*_attributes("grad"), *_attributes("grad", method="__set__")}
-"""Calls that read or set `.grad`, which a backward pass of the loss fills."""
+GRADS = {
+    *_attributes("grad"),
+    *_attributes("grad", method="__set__"),
+    *_attributes("grad", method="__delete__"),
+}
+"""Calls that read, set or delete `.grad`, which a backward pass of the loss fills."""
 
 WATCHED_READS = {REQUIRES_GRAD} | GRAPH | MEMORY
 """Calls that only read, and have to be watched too."""
@@ -220,6 +224,12 @@ class GradFlags:
                 f"loss: expected ops that leave autograd to torch, got one that made "
                 f"a graph of its own where one tensor stands for all {self.one}s, as "
                 f"functions of torch.jit.script do. Use {self.otherwise}."
+            )
+        elif not modes.unwrapped(tensor).requires_grad:
+            raise UnsupportedOp(
+                f"loss: expected tensors that requires_grad_ differentiates by, got a "
+                f"leaf that no mode sees made, as torch.nn.Parameter makes one, where "
+                f"it stands for all {self.one}s. Use {self.otherwise}."
             )
         return level == outermost
 

@@ -25,6 +25,7 @@ from vgrad.tree import tensors
 
 GRAD: Any = Tensor.grad
 REQUIRES_GRAD: Any = Tensor.requires_grad
+SETS = {GRAD.__set__, GRAD.__delete__}
 REQUIRE = {Tensor.requires_grad_, REQUIRES_GRAD.__set__}
 
 
@@ -83,8 +84,8 @@ class Derivatives:
                 return self._grads.get(id(modes.unwrapped(args[0])), (None, None))[1]
             if self._accumulated and args[0].requires_grad:
                 self._needs_copies(args[0], "backward")
-        elif func == GRAD.__set__ and modes.is_mapped_here(args[0]):
-            tensor, value = args
+        elif func in SETS and modes.is_mapped_here(args[0]):
+            tensor, value, *_ = *args, None  # `del` sets none
             below = modes.unwrapped(tensor)
             self._grads.pop(id(below), None)
             if value is not None:
