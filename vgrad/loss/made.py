@@ -107,27 +107,10 @@ class Made:
                 for each in output if several else (output,):
                     self._follow(each)
             return output
-        if isinstance(output, Tensor):
-            return self._new(func, tensors, output, level, size)
         if isinstance(output, tuple | list):
-            own = [self._new(func, tensors, each, level, size) for each in output]
+            own = [self.note(func, tensors, each, level, size) for each in output]
             changed = any(x is not y for x, y in zip(own, output, strict=True))
             return type(output)(own) if changed else output
-        return output
-
-    def _follow(self, tensor: Any) -> None:
-        if isinstance(tensor, Tensor) and memory(stored := modes.unwrap_all(tensor)):
-            if (place := self.copied.get(storage(stored))) is not None:
-                self._copies[id(tensor)] = ref(tensor), place
-
-    def _new(
-        self,
-        func: Callable,
-        tensors: Sequence[Tensor],
-        output: Any,
-        level: int,
-        size: int,
-    ) -> Any:
         if not isinstance(output, Tensor) or not _makes(func):
             return output
         stored = modes.unwrap_all(output)
@@ -144,6 +127,11 @@ class Made:
                 return copies
         self._shared[storage(stored)] = place
         return output
+
+    def _follow(self, tensor: Any) -> None:
+        if isinstance(tensor, Tensor) and memory(stored := modes.unwrap_all(tensor)):
+            if (place := self.copied.get(storage(stored))) is not None:
+                self._copies[id(tensor)] = ref(tensor), place
 
 
 def is_mapped(tensor: Tensor, level: int) -> bool:
