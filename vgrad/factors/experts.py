@@ -80,12 +80,12 @@ class Experts(Pair):
         ends = self.ends.gather(1, which)[..., None]
         start = ends - self.counts.gather(1, which)[..., None]
         first = torch.arange(self.size, device=which.device) * self.rows
-        inside = start + place < ends
-        index = torch.where(inside, first[:, None, None] + start + place, 0).flatten()
+        to = (start + place < ends).flatten().nonzero().flatten()
+        rows = (first[:, None, None] + start + place).flatten()[to]
         for each in self.sides:
-            rows = each.flatten(0, 1).index_select(0, index)
-            rows = rows.masked_fill(~inside.flatten()[:, None], 0)
-            yield rows.view(-1, count, each.shape[2])
+            own = each.flatten(0, 1).index_select(0, rows)
+            padded = own.new_zeros(which.numel() * count, each.shape[2])
+            yield padded.index_copy_(0, to, own).unflatten(0, (-1, count))
 
 
 def by_expert(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:

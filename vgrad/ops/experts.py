@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from vgrad.conditions import rare
 from vgrad.factors.experts import Experts, by_expert
 from vgrad.ops.record import Rule, register
 from vgrad.torch_private import kernels
@@ -34,9 +35,10 @@ def _grouped(
     shape, ends = mat2.shape, offs.long()
 
     def stack(g: Tensor) -> Experts:
-        # Rows past the last end may hold anything.
+        sides = input, g
         none = torch.arange(input.shape[1], device=ends.device) >= ends[:, -1:]
-        sides = (each.masked_fill(none[..., None], 0) for each in (input, g))
+        if rare(none):  # such rows may hold anything
+            sides = (each.masked_fill(none[..., None], 0) for each in sides)
         return Experts(*sides, shape, ends)
 
     return {"mat2": stack}
