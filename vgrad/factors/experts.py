@@ -66,26 +66,25 @@ class Experts(Pair):
         squares, found = torch.zeros((), device=sizes.device), []
         for start, end in blocks:
             n = largest[start]
-            pair = products.exact(*self._padded(which[:, start:end], n))
-            a, b = (products.self_products(e).unflatten(0, (self.size, -1)) for e in pair)
+            a, b = self._products(which[:, start:end], n)
             own, positions = multiplied(a, b)
             squares = squares + own
             found.append(F.pad(positions, (0, largest[0] - n)))
         sizes = torch.cat(found, 2)
         return self, [Products(squares, sizes, max(i, o), self, None, 0.0, 0.0)]
 
-    def _padded(self, which: Tensor, count: int) -> Iterator[Tensor]:
-        """Take the rows of matrices [B, G], and zeros. -> [B * G, count, I], ..."""
+    def _products(self, which: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Multiply up to `count` rows of matrices [B, G]. -> 2 x [B, G, count, count]"""
         place = torch.arange(count, device=which.device)
-        ends = self.ends.gather(1, which)[..., None]
-        start = ends - self.counts.gather(1, which)[..., None]
+        inside = place < self.counts.gather(1, which)[..., None]
+        start = (self.ends - self.counts[:, :-1]).gather(1, which)[..., None]
+        # Other rows of the same sample fill matrices up, and their products are zero.
         first = torch.arange(self.size, device=which.device) * self.rows
-        to = (start + place < ends).flatten().nonzero().flatten()
-        rows = (first[:, None, None] + start + place).flatten()[to]
-        for each in self.sides:
-            own = each.flatten(0, 1).index_select(0, rows)
-            padded = own.new_zeros(which.numel() * count, each.shape[2])
-            yield padded.index_copy_(0, to, own).unflatten(0, (-1, count))
+        rows = (start + place).clamp(max=self.rows - 1) + first[:, None, None]
+        sides = (x.flatten(0, 1).index_select(0, rows.flatten()) for x in self.sides)
+        sides = (x.unflatten(0, (-1, count)) for x in products.exact(*sides))
+        a, b = (products.self_products(x).view(*which.shape, count, -1) for x in sides)
+        return a * (inside[..., None] & inside[..., None, :]), b
 
 
 def by_expert(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
