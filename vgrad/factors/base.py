@@ -28,10 +28,9 @@ class Probes(NamedTuple):
     """Directions in the space of one parameter, `dim` of them.
 
     Direction k is the outer product of `left[k]` and `right[k]`, or with `pairs` there
-    is one for each pair of a left and a right vector. A parameter with fewer than two
-    dimensions has no `left`. For a complex parameter they are directions of its view as
-    real numbers. -> left [k, O], right [k, P / O], of k vectors each, two numbers of
-    them for pairs.
+    is one for each pair of a left and a right vector, in rows. A parameter with fewer
+    than two dimensions has no `left`. For a complex parameter they are directions of
+    its view as real numbers. -> left [k, O], right [k, P / O].
     """
 
     left: Tensor | None
@@ -41,8 +40,9 @@ class Probes(NamedTuple):
     @property
     def dim(self) -> int:
         """The number of directions."""
-        paired = self.pairs and self.left is not None
-        return len(self.right) * (len(self.left) if paired else 1)
+        if self.left is None or not self.pairs:
+            return len(self.right)
+        return len(self.left) * len(self.right)
 
     def cheaper_by_sides(self, positions: int) -> bool:
         """Return whether to project both sides of a factor, and not its gradients."""

@@ -139,8 +139,9 @@ def per_sample_projection(
                 [0., 2.]])}
     """
     function = "per_sample_projection"
-    pair = isinstance(dim, tuple | list) and len(dim) == 2
-    sides = {f"dim[{k}]": each for k, each in enumerate(dim)} if pair else {"dim": dim}
+    sides: dict[str, Any] = {"dim": dim}
+    if isinstance(dim, tuple | list) and len(dim) == 2:
+        sides = {"dim[0]": dim[0], "dim[1]": dim[1]}
     sizes = tuple(checks.whole(function, least=1, **sides))
     [seed] = checks.whole(function, least=0, seed=seed)
     checks.choice(function, get_args(Kind), kind=kind)
