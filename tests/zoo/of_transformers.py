@@ -55,6 +55,10 @@ LONGFORMER |= dict(pad_token_id=1)
 BLOOM = dict(vocab_size=50, hidden_size=16, n_layer=2, n_head=2)
 MAMBA = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, state_size=4)
 MAMBA |= dict(time_step_rank=2)
+MAMBA_2 = SMALL | dict(vocab_size=50, state_size=4, num_heads=4, head_dim=8, n_groups=2)
+MAMBA_2 |= dict(chunk_size=4)
+MODERN = READER | dict(local_attention=4, pad_token_id=0, bos_token_id=1)
+MODERN |= dict(eos_token_id=2, cls_token_id=1, sep_token_id=2)
 REFORMER = dict(
     vocab_size=50, attention_head_size=8, hidden_size=16, feed_forward_size=24
 )
@@ -92,6 +96,8 @@ ALBERT = READER | dict(embedding_size=8)
 OPT = READER | dict(ffn_dim=24, word_embed_proj_dim=16, dropout=0.0)
 BIG_BIRD = READER | dict(attention_type="original_full")
 GEMMA = WRITER | dict(head_dim=8)
+VAULT = GEMMA | dict(sliding_window=4, query_pre_attn_scalar=8)
+VAULT |= dict(layer_types=["sliding_attention", "full_attention"])
 PHI = WRITER | dict(partial_rotary_factor=0.5, resid_pdrop=0.0)
 FALCON = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
 NEOX = WRITER | dict(rotary_pct=0.5)
@@ -203,6 +209,9 @@ BART_LM = of("BartForConditionalGeneration", BART)
 DEBERTA_2 = of(f"DebertaV2{CLASSIFIER}", DEBERTA)
 LONG = of(f"Longformer{CLASSIFIER}", LONGFORMER)
 MIXTRAL = of("MixtralForCausalLM", EXPERTS)
+MODERN_BERT = of(f"ModernBert{CLASSIFIER}", MODERN)
+VAULT_GEMMA = of("VaultGemmaForCausalLM", VAULT)
+MAMBAS_2 = of("Mamba2ForCausalLM", MAMBA_2)
 BLOOMS, MAMBAS = of("BloomForCausalLM", BLOOM), of("MambaForCausalLM", MAMBA)
 WAV2VEC = of("Wav2Vec2ForCTC", SPEECH)
 SEGMENTS = of("SegformerForSemanticSegmentation", SEGFORMER)
@@ -241,6 +250,11 @@ EXACT = {
     "FNet": of(f"FNet{CLASSIFIER}", READER)(sentences),
     "OPT, ragged mask": of("OPTForCausalLM", OPT)(padded(text)),
     "Gemma": of("GemmaForCausalLM", GEMMA)(text, attention="sdpa"),
+    "VaultGemma": VAULT_GEMMA(text),
+    "VaultGemma, ragged mask": VAULT_GEMMA(padded(text), sliding_window=8),
+    "ModernBERT": MODERN_BERT(sentences, attention="sdpa"),
+    "Mamba 2": MAMBAS_2(text),
+    "Mamba 2, no cache": MAMBAS_2(text, use_cache=False),
     "Phi": of("PhiForCausalLM", PHI)(text, attention="sdpa"),
     "GPT-NeoX, ragged mask": of("GPTNeoXForCausalLM", NEOX)(padded(text)),
     "Falcon": of("FalconForCausalLM", FALCON)(text),
@@ -259,6 +273,8 @@ EXACT = {
 }
 IN_PARTS = {
     "BERT, masked language model": of("BertForMaskedLM", READER)(hidden_labels),
+    "ModernBERT, ragged mask": MODERN_BERT(padded(sentences), attention="sdpa"),
+    "Mamba 2, ragged mask": MAMBAS_2(padded(text)),
     "ELECTRA, ragged mask": of(f"Electra{CLASSIFIER}", ALBERT)(padded(sentences)),
     "BigBird, ragged mask": of(f"BigBird{CLASSIFIER}", BIG_BIRD)(padded(sentences)),
     "Qwen2, ragged mask": of("Qwen2ForCausalLM", WRITER)(
