@@ -74,7 +74,7 @@ class Experts(Pair):
         return self, [Products(squares, sizes, max(i, o), self, None, 0.0, 0.0)]
 
     def _products(self, which: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Multiply up to `count` rows of matrices [B, G]. -> 2 x [B, G, count, count]"""
+        """Multiply the first rows of matrices [B, G]. -> 2 x [B, G, count, count]"""
         place = torch.arange(count, device=which.device)
         inside = place < self.counts.gather(1, which)[..., None]
         start = (self.ends - self.counts[:, :-1]).gather(1, which)[..., None]

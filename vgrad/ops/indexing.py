@@ -48,7 +48,8 @@ def _histc(
     place = ((x - min) * bins).div(max - min, rounding_mode="trunc")
     inside = (x >= min) & (x <= max)
     place = torch.where(inside, place, 0).long().clamp(max=bins - 1)
-    return torch.zeros_like(x[:1]).expand(bins).scatter_add(0, place, inside.to(x.dtype))
+    counts = x.new_zeros(bins)
+    return counts.scatter_add(0, place, inside.to(x.dtype))
 
 
 def _squeeze_(input: Tensor, *dims: Any, **options: Any) -> Tensor:
