@@ -35,11 +35,10 @@ def _grouped(
     shape, ends = mat2.shape, offs.long()
 
     def stack(g: Tensor) -> Experts:
-        sides = input, g
-        none = torch.arange(input.shape[1], device=ends.device) >= ends[:, -1:]
+        a, none = input, torch.arange(input.shape[1], device=g.device) >= ends[:, -1:]
         if rare(none):  # such rows may hold anything
-            sides = (each.masked_fill(none[..., None], 0) for each in sides)
-        return Experts(*sides, shape, ends)
+            a, g = (each.masked_fill(none[..., None], 0) for each in (a, g))
+        return Experts(a, g, shape, ends)
 
     return {"mat2": stack}
 
