@@ -11,8 +11,7 @@ from torch.overrides import wrap_torch_function
 import vgrad
 from tests import losses, oracle
 from tests.losses import randn
-from vgrad.factors import Experts, costs
-from vgrad.factors.norms import Joint, recomputed, settled
+from vgrad.factors import Experts, costs, norms
 from vgrad.ops import OPS
 from vgrad.torch_private import kernels
 
@@ -58,9 +57,9 @@ def gradients(each):
     return grads
 
 
-def norms(each):
-    found = recomputed(settled({"": each.settled()[1]}))
-    made = Joint(found, [[""]], each.inputs.dtype)
+def joint(each):
+    found = norms.recomputed(norms.settled({"": each.settled()[1]}))
+    made = norms.Joint(found, [[""]], each.inputs.dtype)
     return made.value[0], made.upper[0], made.reach[0]
 
 
@@ -75,7 +74,7 @@ def test_quantities_of_a_factor_are_those_of_its_gradients(by_gram, monkeypatch)
     monkeypatch.setattr("vgrad.factors.reductions.ROWS_AT_ONCE", 2 * S)
     oracle.assert_exact(each.weighted(weights), found)
     assert isinstance(each.settled()[0], Experts) is by_gram
-    oracle.assert_exact(norms(each)[0], exact.flatten(1).norm(dim=1))
+    oracle.assert_exact(joint(each)[0], exact.flatten(1).norm(dim=1))
     some = torch.tensor([3, 0])
     oracle.assert_exact(each.take(some).grad(), exact[some])
     other = gradients(factor(7))
@@ -95,7 +94,7 @@ def test_norms_take_no_more_products_than_experts_have_rows():
             "vgrad.factors.products.self_products", wraps=lambda x: x @ x.mT
         ) as p,
     ):
-        found = norms(each)[0]
+        found = joint(each)[0]
     oracle.assert_exact(found, gradients(each).flatten(1).norm(dim=1))
     assert sum(call.args[0][..., 0].numel() for call in p.call_args_list) == 4 * 95
     cheap.assert_called_once()
@@ -110,7 +109,7 @@ def test_rows_that_cancel_leave_what_is_left(scale, monkeypatch):
     each = Experts(a * scale, b, each.shape, ENDS)
     exact = gradients(each.double()).flatten(1).norm(dim=1)
     monkeypatch.setattr(costs, "outer_by_gram", lambda *sizes: True)
-    value, upper, _ = norms(each)
+    value, upper, _ = joint(each)
     oracle.assert_exact(value / scale, exact / scale, 1e-6)
     assert bool((upper >= exact * (1 - 1e-12)).all())
     assert exact[4] == value[4] == 0
