@@ -7,12 +7,14 @@ brought together, so that there are as many products as experts.
 B samples, S rows of one sample, E experts, I inputs, O outputs
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
+from torch.overrides import wrap_torch_function
 
 from vgrad.conditions import rare
 from vgrad.factors.experts import Experts, by_expert
@@ -32,15 +34,34 @@ def _grouped(
         return None
     if (input.ndim, mat2.ndim, offs.ndim) != (3, 3, 2):
         return None
-    shape, ends = mat2.shape, offs.long()
+    return {"mat2": lambda g: _experts(input, g, mat2, offs)}
 
-    def stack(g: Tensor) -> Experts:
-        a, none = input, torch.arange(input.shape[1], device=g.device) >= ends[:, -1:]
-        if rare(none):  # such rows may hold anything
-            a, g = (each.masked_fill(none[..., None], 0) for each in (a, g))
-        return Experts(a, g, shape, ends)
 
-    return {"mat2": stack}
+def _experts(a: Tensor, b: Tensor, matrices: Tensor, offs: Tensor) -> Experts:
+    ends = offs.long()
+    none = torch.arange(a.shape[1], device=a.device) >= ends[:, -1:]
+    if rare(none):  # such rows may hold anything
+        a, b = (each.masked_fill(none[..., None], 0) for each in (a, b))
+    return Experts(a, b, matrices.shape, ends)
+
+
+@wrap_torch_function(lambda input, mat2, offs: (input, mat2))
+def grouped_back(input: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:
+    """Multiply by the transposes, as in the derivative of a grouped product."""
+    return F.grouped_mm(input, mat2.mT, offs=offs)
+
+
+def _grouped_back(input: Tensor, mat2: Tensor, offs: Tensor) -> dict:
+    return {"mat2": lambda g: _experts(g, input, mat2, offs)}
+
+
+def _back_by(op: Callable) -> Callable:
+    """Return the derivative of a grouped product, which is one by `op`."""
+
+    def back(g: Tensor, mat2: Tensor, offs: Tensor, *_: Any, **options: Any) -> Any:
+        return op, {"input": g, "mat2": mat2, "offs": offs}
+
+    return back
 
 
 def _run(
@@ -72,4 +93,12 @@ class _Permuted(Function):
         return _Permuted.apply(grads[0], inverse, order), None, None
 
 
-register(kernels.grouped_mm, rule=Rule(_grouped, ("mat2",), _run), fused=True)
+_rule = Rule(_grouped, ("mat2",), _run, _back_by(grouped_back))
+register(kernels.grouped_mm, rule=_rule, fused=True)
+_rule = Rule(
+    _grouped_back,
+    ("mat2",),
+    lambda input, mat2, offs: _run(input, mat2.mT, offs),
+    _back_by(kernels.grouped_mm),
+)
+register(grouped_back, rule=_rule)
