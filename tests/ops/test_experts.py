@@ -239,3 +239,18 @@ def test_rows_of_a_parameter_are_taken_by_index(text):
     wrong[2] = 7 if "-" not in text else -1
     with pytest.raises(IndexError):
         losses.norms(loss, params, given[1][0], wrong, strategy="recorded")
+
+
+def test_a_mixture_is_captured():
+    torch.manual_seed(1)
+    model = Mixture(turned=True, run=F.grouped_mm)
+    loss, *given = losses.of_model(model, F.cross_entropy, torch.float32)
+    compute = vgrad.clipped_grad(loss, max_norm=0.3)
+    captured = vgrad.compile(compute, fallback="error")
+    for seed in range(3):
+        batch = randn(6, 5, 3, seed=seed).float(), torch.arange(6)
+        found, expected = (f(*given, *batch) for f in (captured, compute))
+        oracle.assert_exact(found.grads, expected.grads, 1e-6)
+        oracle.assert_exact(found.norms, expected.norms, 1e-6)
+    (report,) = captured.reports()
+    assert report.calls == 2
