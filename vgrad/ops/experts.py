@@ -16,7 +16,6 @@ from torch.autograd import Function
 from torch.nn import functional as F
 from torch.overrides import wrap_torch_function
 
-from vgrad.conditions import rare
 from vgrad.factors.experts import Experts, by_expert
 from vgrad.ops.record import Rule, register
 from vgrad.torch_private import kernels
@@ -34,15 +33,7 @@ def _grouped(
         return None
     if (input.ndim, mat2.ndim, offs.ndim) != (3, 3, 2):
         return None
-    return {"mat2": lambda g: _experts(input, g, mat2, offs)}
-
-
-def _experts(a: Tensor, b: Tensor, matrices: Tensor, offs: Tensor) -> Experts:
-    ends = offs.long()
-    none = torch.arange(a.shape[1], device=a.device) >= ends[:, -1:]
-    if rare(none):  # such rows may hold anything
-        a, b = (each.masked_fill(none[..., None], 0) for each in (a, b))
-    return Experts(a, b, matrices.shape, ends)
+    return {"mat2": lambda g: Experts(input, g, mat2.shape, offs.long())}
 
 
 @wrap_torch_function(lambda input, mat2, offs: (input, mat2))
@@ -52,7 +43,7 @@ def grouped_back(input: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:
 
 
 def _grouped_back(input: Tensor, mat2: Tensor, offs: Tensor) -> dict:
-    return {"mat2": lambda g: _experts(g, input, mat2, offs)}
+    return {"mat2": lambda g: Experts(g, input, mat2.shape, offs.long())}
 
 
 def _back_by(op: Callable) -> Callable:
@@ -69,7 +60,7 @@ def _run(
 ) -> Tensor:
     """Multiply the rows of all samples by one grouped product."""
     if input.ndim == 2:  # the same for all samples
-        return F.grouped_mm(input, mat2, offs=offs, bias=bias, out_dtype=out_dtype)
+        return F.grouped_mm(input, mat2, offs=offs)
     order, counts = by_expert(offs.long(), input.shape[1])
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
