@@ -35,16 +35,12 @@ class Derivatives:
     def __init__(self, recorder: Any) -> None:
         self._recorder: Any = recorder
         self._known = recorder.call.fallbacks.inner
+        self.twice = self._known is not None  # uses may be differentiated twice
         self._leaves: list[Tensor] = []  # that the loss has made
         self._grads: dict[int, tuple[Tensor, Tensor]] = {}  # leaves and their `.grad`
         self._met: dict[str, str] = {}  # parameters, and ops of theirs
         self._end = recorder.anchor(torch.zeros(())) if self.twice else None
         self.runs = self._accumulated = False
-
-    @property
-    def twice(self) -> bool:
-        """Whether uses of parameters may be differentiated twice."""
-        return self._known is not None
 
     def close(self) -> None:
         """Break cycles, of which Python cannot see those through graphs."""
