@@ -4,11 +4,13 @@ torch has no batching rules for its recurrent kernels: under `torch.vmap(grad)` 
 loops over the samples, a GRU and the plain nets raise. In `steps` a time step is two
 linear maps and elementwise ops, which every transform can run.
 
-In recorded passes torch's kernels run forward. The gradient of a sample's weights is a
-sum over time steps of outer products: the gradients before the gates times the inputs
-and states. The kernels add them up over all samples; here the backward pass reports
-both sides instead. It keeps nothing but inputs and outputs, computes all gates again at
-once, and then goes through time with one GEMM and a few elementwise ops a step.
+In recorded passes the gradient of a sample's weights is a sum over time steps of outer
+products: the gradients before the gates times the inputs and states. Torch's kernels
+add them up over all samples; here the backward pass reports both sides instead. It goes
+through time with one GEMM and a few elementwise ops a step, for both directions of a
+layer at once. On a CPU, LSTMs and GRUs run forward in such steps too, which keep their
+gates. Anywhere else torch's kernels do, and all gates are computed again by one product
+of the inputs and one of the states.
 
 `pack_padded_sequence` orders rows by lengths, which samples must share to run together.
 With known ones, packing and padding take rows by index, and a net runs once for all
@@ -265,38 +267,28 @@ def reporting(net: Net, report: Report, anchor: Tensor) -> tuple[Tensor, ...]:
 class _Layer(Function):
     """A layer in one direction, `x [T, N, I]`, or in both at once, `[T, 2, N, I]`.
 
-    Time is in the order of the steps. In steps there are results for the backward pass.
+    Time is in the order of the steps. Results of steps for the backward pass come last.
     """
 
     @staticmethod
     def forward(
-        mode: str,
-        report: Callable,
-        anchor: Tensor,
-        x: Tensor,
-        h: Tensor,
-        c: Tensor | None,
-        *weights: Tensor | None,
+        mode: str, report: Callable, anchor: Tensor, x: Tensor, *tensors: Any
     ) -> tuple[Tensor, ...]:
-        if mode in _STEPS and _by_steps(x, h, c, *weights):
-            return _STEPS[mode](x, h, c, *weights)
-        state = [each for each in (h, c) if each is not None]
-        flat = [each for each in weights if each is not None]
-        if h.dim() == 2:
-            state = [each[None].contiguous() for each in state]
-            output, *final = kernels.recurrent_layer(mode, x, state, flat)
-            return output, *(each.squeeze(0) for each in final)
-        results = [
-            kernels.recurrent_layer(
-                mode,
-                x[:, at],
-                [each[at, None].contiguous() for each in state],
-                [each[at] for each in flat],
-            )
-            for at in range(2)
-        ]
-        output, *final = zip(*results, strict=True)
-        return torch.stack(output, 1), *map(torch.cat, final)
+        if mode in _STEPS and _by_steps(x, *tensors):
+            return _STEPS[mode](x, *tensors)
+        if tensors[0].dim() == 3:  # the kernel for one direction after the other
+            each = ((None, None) if each is None else each for each in tensors)
+            sides = zip(x.unbind(1), *each, strict=True)
+            results = (_Layer.forward(mode, report, anchor, *side) for side in sides)
+            output, *final = zip(*results, strict=True)
+            return torch.stack(output, 1), *map(torch.stack, final)
+        state, weights = (
+            [each for each in some if each is not None]
+            for some in (tensors[:2], tensors[2:])
+        )
+        state = [each[None].contiguous() for each in state]
+        output, *final = kernels.recurrent_layer(mode, x, state, weights)
+        return output, *(each.squeeze(0) for each in final)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
@@ -316,6 +308,7 @@ class _Layer(Function):
         for each in (output, x, h, tensors[0]):
             dtype = torch.promote_types(dtype, each.dtype)
         before = _shifted(h, output)
+        x = x if tensors[4:] else x.contiguous()  # as outputs of kernels are
         zero = output.new_zeros(()).expand(output.shape)
         tensors = (
             zero if d_output is None else d_output,
@@ -325,7 +318,7 @@ class _Layer(Function):
         )
         with no_autocast(x.device):
             wide: Any = [None if each is None else each.to(dtype) for each in tensors]
-            run = _Run(*wide[:11], wide[11:])
+            run = _Run(*wide[:11], kept=wide[11:])
             d_ih, d_hh, *d_state = _BACKWARD[ctx.mode](run)
             ctx.report(d_ih, d_hh, x.detach(), before)  # not the graph
             d_x = _affine(d_ih, run.w_ih.mT) if ctx.needs_input_grad[3] else None
