@@ -533,6 +533,8 @@ class ClippedSum(Quantity):
 
     def rows(self, params: Params) -> dict[str, int]:
         """Return how many rows the tables have in which they are counted."""
+        if not self.tables:
+            return {}
         names = checks.all_matched("row_selection", params, self.tables)
         if scalars := [name for name in names if not params[name].ndim]:
             raise ValueError(
