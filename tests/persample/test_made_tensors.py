@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import vgrad
-from bench.written import programs
+from bench.programs import programs
 from tests import losses, oracle
 from tests.losses import assert_gradients, assert_quantities, randn
 
