@@ -101,7 +101,7 @@ class Rows(Factor):
             return super().project(probes)
         rows, right = products.exact(self.outputs, probes.right)
         left = probes.left.T[self.index].to(rows.dtype)
-        return (left * (rows @ right.T)).sum(1)
+        return probes.summed(left, rows @ right.T)
 
     def _scaled(self, weights: Tensor) -> Tensor:
         return (double(self.outputs) * weights.double().view(-1, 1, 1)).flatten(0, 1)
