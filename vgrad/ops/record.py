@@ -98,7 +98,7 @@ class Rule:
     factors: Callable[..., dict[str, Maker] | None]
     weights: tuple[str, ...]
     run: Callable[..., Tensor] | None = None
-    transposed: Callable[..., Transposed | None] = lambda *_, **__: None
+    transposed: Callable[..., Transposed | None] | None = None
 
     @cached_property
     def _signature(self) -> tuple[tuple[str, ...], dict[str, Any]]:

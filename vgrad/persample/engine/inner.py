@@ -225,7 +225,8 @@ class Derivatives:
     ) -> Tensor | None:
         """Run an op that is linear in `x`; None if its derivative is none that has."""
         rest = rest | {name: known.value for name, known in uses.items()}
-        if (back := _rule(func).transposed(x, **rest)) is None:
+        transposed = _rule(func).transposed
+        if transposed is None or (back := transposed(x, **rest)) is None:
             return None
         for known in uses.values():
             self._recorder.expect(known)
