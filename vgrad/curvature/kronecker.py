@@ -86,11 +86,14 @@ class Kronecker:
 
     def _damping(self, function: str, damping: float) -> float:
         [damping] = checks.non_negative(f"Kronecker.{function}", damping=damping)
-        if not damping and not all(bool((each > 0).all()) for each in self._values()):
-            raise ValueError(
-                f"Kronecker.{function}(damping=0): expected a positive number, since "
-                f"the matrix has eigenvalues of zero."
-            )
+        for name, values in self.eigenvalues().items():
+            least, most = (float(each) for each in values.aminmax())
+            if least + damping <= len(values) * torch.finfo(values.dtype).eps * most:
+                raise ValueError(
+                    f"Kronecker.{function}(damping={damping}): expected a larger "
+                    f"number, since {name!r} has eigenvalues down to {least:.2g}, "
+                    f"which are lost in the rounding of {most:.2g}."
+                )
         return damping
 
     def _scaled(self, vector: Params, function: Any) -> Params:
