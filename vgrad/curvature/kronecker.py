@@ -53,7 +53,7 @@ class Block:
 class Kronecker:
     """A block-diagonal curvature matrix; `kfac` and `ekfac` make it.
 
-    Vectors are dictionaries `{name: shape}`. What is computed from it is float64.
+    Vectors are dictionaries `{name: shape}`. Results are float64.
     """
 
     blocks: dict[str, Block]
@@ -175,7 +175,7 @@ def ekfac(
 
     The eigenvalues of `kfac` are replaced by the curvature along its eigenvectors,
     `mean_n sum_k (Q_o^T G_nk Q_i)^2`, which makes the smallest error (in the norm of
-    Frobenius) that these eigenvectors allow. Arguments and errors are those of `kfac`.
+    Frobenius) that these eigenvectors allow. It has the arguments and errors of `kfac`.
 
     Cost: twice the passes of `kfac`, and the rotated gradients of one layer at a time.
 

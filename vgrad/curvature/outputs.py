@@ -1,8 +1,8 @@
 """Curvature of a loss through the outputs of a model.
 
 B samples, K columns, N samples in all. The curvature of a sample is
-`sum_k (J^T c_k) (J^T c_k)^T`: J is the Jacobian of the outputs, and the columns c_k are
-those of a square root of the loss's own curvature.
+`sum_k (J^T c_k) (J^T c_k)^T`: J is the Jacobian of the outputs, and c_k are the columns
+of a square root of the likelihood's curvature.
 """
 
 import hashlib
@@ -96,7 +96,7 @@ class Curvature:
                 raise ValueError(
                     f"{self.function}(fmodel): expected outputs of a sample that do "
                     f"not depend on the batch or on chance, got a model whose first "
-                    f"output differs by {float(gap):.2g} from that of the sample "
+                    f"output differs by {float(gap):.2g} from the one of the sample "
                     f"alone. Split the model in eval mode, or see "
                     f"vgrad.replace_batch_norm."
                 )
@@ -179,7 +179,7 @@ def fisher(
 def empirical_fisher(fmodel: FunctionalModel, likelihood: Likelihood) -> Curvature:
     """Uncentred covariance of gradients at the targets, `mean_n g_n g_n^T`.
 
-    The likelihoods are those of `ggn`; batches are `(*inputs, target)`.
+    It has the likelihoods of `ggn`; batches are `(*inputs, target)`.
 
     Raises:
         ValueError: `likelihood` is unknown, or a class is out of range.

@@ -143,8 +143,8 @@ def trace(
 ) -> Tensor:
     """Trace of a curvature matrix, `mean_n sum_k |J_n^T c_nk|^2`: a float64 number.
 
-    Cost: per-sample norms of all rows, for which few gradients are formed. The options
-    are those of `diagonal`.
+    Cost: per-sample norms of all rows, for which few gradients are formed. It has the
+    options of `diagonal`.
     """
     compute = per_sample_norm(curvature.loss, **options)
     total, count = torch.zeros((), dtype=torch.float64), 0

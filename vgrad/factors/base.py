@@ -198,7 +198,7 @@ class Factor(ABC):
         return Dense(self.grad()).project(probes)
 
     def covariances(self) -> Covariances | None:
-        """Return those of both sides; of the whole, [P, P] and [1, 1], if it has none.
+        """Return sums of both sides; of the whole, [P, P] and [1, 1], if it has none.
 
         None for so many numbers that the latter is not to be formed.
         """
