@@ -22,6 +22,7 @@ from vgrad.compiled.graph import Graph, captured, replayed
 from vgrad.compiled.guards import description, is_plain
 from vgrad.conditions import Unrepeatable
 from vgrad.generators import RNG_LOCK, RandomState, random_state, set_random_state
+from vgrad.loss.values import Differ, SplitBatch
 from vgrad.ops.record import OPS
 from vgrad.persample.engine import constant
 from vgrad.report import Report, table
@@ -261,10 +262,24 @@ class _Capture:
     calls: int = 0
     redos: int = 0
     in_a_row: int = 0  # results dropped, one after the other
+    differ: bool = False  # whether samples have answered differently
 
     def marked(self, result: Any, tensors: list[Tensor]) -> Any:
         """Mark a result as a constant, where eager mode has a graph of autograd."""
         return constant("compile", result, tensors) if self.differentiable else result
+
+
+def _new_capture(function: Callable, call: Signature) -> _Capture:
+    described = repr((call.key[0], [*map(description, call.distinct)]))
+    kind = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
+    report = {
+        "name": _name_of(function),
+        "kind": kind,
+        "backend": "eager",
+        "build_seconds": 0.0,
+        "key": in_words(call.distinct),
+    }
+    return _Capture(function, call.key, like(call.distinct), report)
 
 
 class Captures:
@@ -304,8 +319,16 @@ class Captures:
         """Explain captures, beside the report of eager mode."""
         return CompiledExplanation(self.reports(), eager)
 
-    def __call__(self, function: Callable, *arguments: Any) -> Any:
-        """Return the result of a function: of its graph, or in eager mode."""
+    def __call__(
+        self,
+        function: Callable,
+        *arguments: Any,
+        apart: Callable[[], Any] | None = None,
+    ) -> Any:
+        """Return the result of a function: of its graph, or in eager mode.
+
+        `apart` computes it where samples answer differently.
+        """
         tensors: list[Tensor] = []
         try:
             if _transformed():
@@ -321,7 +344,12 @@ class Captures:
             with self._lock, RNG_LOCK:
                 capture = self._known(function, call)  # of another thread
                 if capture is None or (capture.run is None and capture.graph):
-                    return self._first(capture, function, call, arguments, tensors)
+                    sorts = apart is not None
+                    return self._first(
+                        capture, function, call, arguments, tensors, sorts=sorts
+                    )
+        if capture.differ and apart is not None:
+            return apart()
         return self._run(capture, arguments, tensors)
 
     def _known(self, function: Callable, call: Signature) -> _Capture | None:
@@ -365,6 +393,7 @@ class Captures:
             if before is not None:
                 set_random_state(before)
             capture.redos += 1
+            capture.differ |= bool(graph.answers)
             self._count_dropped(capture)
             return capture.function(*arguments)
 
@@ -389,25 +418,23 @@ class Captures:
         call: Signature,
         arguments: tuple,
         tensors: list[Tensor],
+        *,
+        sorts: bool,
     ) -> Any:
         """Run a function in eager mode, and capture it for the next call."""
-        before, matches = random_state(tensors), like(call.distinct)
-        described = repr((call.key[0], [*map(description, call.distinct)]))
-        with code_that_runs() as ran:
-            expected = function(*arguments)
+        before, new = random_state(tensors), _new_capture(function, call)
+        try:
+            with code_that_runs() as ran:
+                expected = function(*arguments)
+        except SplitBatch as split:
+            if sorts and len(split.parts.rows) > 1:
+                self._set_apart(capture or new, split.parts.where)
+            raise
         if capture is None:
             if sum(each.graph is not None for each in self._captures) >= _MOST:
                 self.refuse(function, f"there are {_MOST} captures already")
                 return expected
-            kind = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
-            report = {
-                "name": _name_of(function),
-                "kind": kind,
-                "backend": "eager",
-                "build_seconds": 0.0,
-                "key": in_words(call.distinct),
-            }
-            capture = _Capture(function, call.key, matches, report)
+            capture = new
             wanted = (each.requires_grad for each in tree.tensors(expected))
             capture.differentiable = any(wanted)
             self._captures.append(capture)
@@ -422,11 +449,22 @@ class Captures:
                 capture.graph = graph
             return self._verified(capture, graph, arguments, tensors, before, expected)
         except Unrepeatable as error:
-            self._give_up(capture, error)
+            if sorts and isinstance(error.__cause__, Differ):
+                self._set_apart(capture, str(error))
+            else:
+                self._give_up(capture, error)
             return expected
         finally:
             capture.report["build_seconds"] += time.perf_counter() - start
             set_random_state(after)
+
+    def _set_apart(self, capture: _Capture, why: str) -> None:
+        """Note that samples answer differently, and run in groups from now on."""
+        capture.graph = capture.run = None
+        capture.differ = True
+        capture.report |= {"backend": "eager", "why": f"samples run in groups: {why}"}
+        if capture not in self._captures:
+            self._captures.append(capture)
 
     def _verified(
         self,

@@ -8,13 +8,16 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
 
 from vgrad import batches, checks
+from vgrad.compiled.answers import Drew, Sorting, inputs_of
 from vgrad.compiled.captures import CaptureReport, Captures, CompiledExplanation
 from vgrad.dp.plan import Plan
+from vgrad.generators import random_state, set_random_state
 from vgrad.persample.engine import (
     Call,
     Chunk,
@@ -25,6 +28,7 @@ from vgrad.persample.engine import (
     eager,
 )
 from vgrad.persample.grad import check_weights
+from vgrad.tree import tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,13 +43,18 @@ class Captured:
         """Return the execution of another transform, with captures of its own."""
         return replace(self, plain=plain, captures=copy.copy(self.captures))
 
+    @cached_property
+    def sorting(self) -> Sorting:
+        """The graphs of samples that answer differently."""
+        return Sorting(self.plain, self.captures)
+
     def reports(self) -> tuple[CaptureReport, ...]:
         """Return a report of every capture."""
-        return self.captures.reports()
+        return self.captures.reports() + self.sorting.reports()
 
     def explanation(self, eager: Any) -> CompiledExplanation:
         """Explain captures, beside the report of eager mode."""
-        return self.captures.explanation(eager)
+        return CompiledExplanation(self.reports(), eager)
 
     def __call__(
         self,
@@ -62,7 +71,7 @@ class Captured:
         if plain and options.chunk_size is None and options.strategy != "loop":
             first = batch[0] if batch else None
             if isinstance(first, Tensor) and first.ndim and len(first):
-                return self.captures(self.plain.run, inputs)
+                return self._whole(inputs)
         size = batches.read(options.function, batch).size
         if mask is not None:
             batches.check_mask(options.function, mask, size)
@@ -95,21 +104,47 @@ class Captured:
             limit = min(limit, at_a_time(call) or limit)
         chunked = transform.quantity.chunked
         if evaluate is None and (size <= limit or not chunked):
-            result = self.captures(transform.run, inputs)
+            result = self._whole(inputs)
+        elif evaluate is not None:
+            run = evaluate(replace(transform.options, chunk_size=limit).on(inputs))
+            run.whole = self._of_ranks
+            result = transform.evaluated(run)
         else:
-            call = replace(transform.options, chunk_size=limit).on(inputs)
-            run = (evaluate or Evaluation)(call)
-            result = transform.evaluated(run, self._chunk)
+            result = self._in_chunks(inputs, limit, self._chunk)
         return (
             result if inputs.mask is None else transform.selected(result, rows, inputs)
         )
 
+    def _whole(self, inputs: Inputs) -> Any:
+        """Run a batch as one graph, or sorted by the answers of its samples."""
+
+        def apart() -> Any:
+            return self._in_chunks(inputs, None, self.sorting.chunk)
+
+        chunked = self.plain.quantity.chunked
+        return self.captures(self.plain.run, inputs, apart=apart if chunked else None)
+
     def _chunk(self, call: Call) -> Chunk:
-        batch = call.batch.sample(tuple(call.batch.tensors))
-        tensors = call.params, call.buffers, batch, call.mask, call.weights, call.cross
-        more = call.loss_scale, call.draws.keys, call.max_norm, call.scales
-        inputs = Inputs(*tensors, *more)
-        return self.captures(self.plain.chunk, inputs)
+        apart = partial(self.sorting.chunk, call)
+        return self.captures(self.plain.chunk, inputs_of(call), apart=apart)
+
+    def _of_ranks(self, call: Call) -> Chunk:
+        return self.captures(self.plain.chunk, inputs_of(call))
+
+    def _in_chunks(
+        self, inputs: Inputs, size: int | None, whole: Callable[[Call], Chunk]
+    ) -> Any:
+        """Run a batch in chunks; again, in eager mode, where sorted samples drew."""
+        plain = self.plain
+        options = replace(plain.options, chunk_size=size)
+        before = random_state(tensors(inputs))
+        try:
+            run = partial(Evaluation, whole=whole)
+            return replace(plain, options=options).run(inputs, run)
+        except Drew as error:
+            set_random_state(before)
+            self.captures.refuse(plain.run, error)
+            return plain.run(inputs)
 
 
 def checked_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:

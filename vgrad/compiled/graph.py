@@ -19,8 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from vgrad import conditions, tree
 from vgrad.compiled.captured_values import SYSTEM, SYSTEM_PLACES, Closure, Code
+from vgrad.compiled.draws import Draws
 from vgrad.compiled.guards import Guards
 from vgrad.conditions import Unrepeatable
+from vgrad.loss.values import Answers, answered
 from vgrad.torch_private import modes, tracing
 from vgrad.torch_private.kernels import unsafe_view
 from vgrad.torch_private.tensors import (
@@ -49,6 +51,7 @@ class Graph(NamedTuple):
     largest: int  # how many numbers the largest tensor has
     draws: bool  # whether there are random ops
     zeros: bool  # whether gradients of only zeros do not raise the flag
+    answers: Answers  # the values that the loss reads, which the flag compares
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
         """Put the outputs where the function has them."""
@@ -84,11 +87,18 @@ def captured(
             own[place] = tensor
         # Backward passes run here, and not in a GPU's thread, which has no mode.
         alone = torch.autograd.set_multithreading_enabled(False)
-        around = torch.no_grad(), alone, _NoValues(), _NoReads()
-        with ExitStack() as stack, conditions.collect_checks(zeros=zeros) as found:
+        draws = Draws(tensors)
+        around = torch.no_grad(), alone, _NoValues(), _NoReads(), draws
+        with (
+            ExitStack() as stack,
+            conditions.collect_checks(zeros=zeros) as found,
+            answered() as reads,
+        ):
             for each in around:
                 stack.enter_context(each)
             result = function(*tree.tree_unflatten(own, spec))
+            draws.check()
+        kept["answers"] = tuple(reads.kept)
         kept["template"] = tree.map_tensors(lambda _: empty, result)
         flag = found[0] if found else torch.tensor(False)
         flag = torch.stack(found).any() if found[1:] else flag
@@ -118,6 +128,7 @@ def captured(
         largest=max(each.numel() for each in values if isinstance(each, Tensor)),
         draws=any(map(may_draw, ops)),
         zeros=zeros,
+        answers=kept["answers"],
     )
 
 

@@ -8,7 +8,11 @@ their values, and each part runs again: exact, and at worst one sample at a time
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from copy import deepcopy
+from functools import reduce
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -34,6 +38,7 @@ class Partition(NamedTuple):
     where: str  # the line that reads a value
     strategy: Strategy | None = None  # of the parts; None for the one that ran
     why: str = ""  # the error of that one, if the strategy is another
+    runs: Sequence[Callable] | None = None  # a function for each part
 
 
 class SplitBatch(BaseException):
@@ -56,12 +61,19 @@ def read_value(
     """
     with modes.without_modes():
         mapped = _mapped(args, kwargs, level)
-        if not mapped:
-            return NONE
         if checks_collected():
+            mapped = mapped or _shared(args, kwargs)  # as one sample
+            reads, place = _READS.get(), where(sys._getframe(1))
+            if reads is not None and reads.given is not None:
+                return reads.next(func, mapped, place, level)
             with static_values():
                 values = _values(func, args, kwargs, mapped)
-            return _kept(func, mapped, values, one)
+            value = _kept(func, mapped, values, one, place)
+            if reads is not None:
+                reads.kept.append((place, deepcopy(value)))
+            return value
+        if not mapped:
+            return NONE
     # The mode of a vmap around this one reads the value in turn.
     return unanimous(_values(func, args, kwargs, mapped), level)
 
@@ -121,22 +133,87 @@ def _mapped(args: tuple, kwargs: dict, level: int) -> dict[int, Tensor]:
     }
 
 
-def _kept(func: Callable, mapped: dict[int, Tensor], values: list, one: str) -> Any:
+def _shared(args: tuple, kwargs: dict) -> dict[int, Tensor]:
+    """Return the tensors of a call that all samples share, as those of one sample."""
+    tensors = among(args, kwargs)
+    return {id(each): modes.unwrap_all(each).detach()[None] for each in tensors}
+
+
+Answers = tuple[tuple[str, Any], ...]
+"""The values that a loss reads of a sample, in order, each with the line that does."""
+
+
+class Reads:
+    """The values that a loss reads in a block, kept or given in advance.
+
+    Attributes:
+        follows: which samples have the values given, `[B]`, or `[1]` for all alike;
+            None before the last one is read.
+    """
+
+    def __init__(self, given: Answers | None) -> None:
+        self.given = given
+        self.kept: list[tuple[str, Any]] = []
+        self.follows: Tensor | None = None
+        self._differ: list[Tensor] = []
+
+    def next(
+        self, func: Callable, mapped: dict[int, Tensor], place: str, level: int
+    ) -> Any:
+        """Return the next value given; after the last one the loss ends."""
+        assert self.given is not None
+        line, value = self.given[len(self._differ)]
+        if line != place:  # the loss is another one now
+            self.follows = torch.tensor([False])
+        else:
+            self._differ.append(_differing(func, mapped, value))
+            if len(self._differ) == len(self.given):
+                self.follows = ~reduce(torch.logical_or, self._differ)
+        if self.follows is not None:
+            raise SplitBatch(Partition((), place), level)
+        return deepcopy(value)
+
+
+_READS: ContextVar[Reads | None] = ContextVar("reads", default=None)
+
+
+@contextmanager
+def answered(given: Answers | None = None) -> Iterator[Reads]:
+    """Keep the values that a loss reads while checks are collected, or hand it some."""
+    token = _READS.set(reads := Reads(given))
+    try:
+        yield reads
+    finally:
+        _READS.reset(token)
+
+
+class Differ(Unrepeatable):
+    """Samples have different values where a loss reads one."""
+
+
+def _kept(
+    func: Callable, mapped: dict[int, Tensor], values: list, one: str, place: str
+) -> Any:
     """Bake a value into a graph, which must check that it still is the same."""
     first = values[0]
     if any(repr(each) != repr(first) for each in values):
-        place = where(sys._getframe(1))
-        raise Unrepeatable(f"{one}s take different branches at {place}")
+        raise Differ(f"{one}s take different branches at {place}")
+    rare(_differing(func, mapped, first))
+    return first
+
+
+def _differing(func: Callable, mapped: dict[int, Tensor], value: Any) -> Tensor:
+    """Return which samples have another value, `[B]`."""
     read = OPS[func].read
     if read is None or (dtype := read.compared) is None:
         raise Unrepeatable(f"{modes.op_name(func)} hands values to Python")
     (tensor,) = mapped.values()
     tensor = tensor if dtype is ITSELF else tensor.to(dtype)
-    differs = tensor != first
-    if isinstance(first, float):
-        differs |= tensor.signbit() != (repr(first)[0] == "-")
-    rare(differs)
-    return first
+    other = torch.tensor(value, dtype=tensor.dtype, device=tensor.device)
+    differs = tensor != other.reshape(tensor.shape[1:])
+    if tensor.is_floating_point():
+        differs |= tensor.signbit() != other.signbit().reshape(tensor.shape[1:])
+    return differs.reshape(len(tensor), -1).any(1)
 
 
 def physical(tensor: Tensor, level: int) -> Tensor | None:

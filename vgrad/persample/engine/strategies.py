@@ -287,7 +287,8 @@ def _first(call: Call, params: Params, *, seen: bool = False) -> Tensor:
 
 def _check_unreached(call: Call, names: frozenset[str]) -> None:
     """Confirm with plain autograd that gradients that did not arrive are zero."""
-    asked = call.draws.values_read  # the graph may depend on values
+    # The graph may depend on values; those of a capture are the ones of the eager run.
+    asked = call.draws.values_read and not checks_collected()
     if not names or (names in call.unreached and not asked):
         return
     leaves = {n: each.detach().requires_grad_() for n, each in call.params.items()}
@@ -304,8 +305,7 @@ def _check_unreached(call: Call, names: frozenset[str]) -> None:
             f"got none of {checks.listed(reached)}: an op hides its graph from the "
             f'recorder. Use strategy="vmap" or "loop".'
         )
-    if not asked:
-        call.unreached.add(names)
+    call.unreached.add(names)
 
 
 def _collected(
