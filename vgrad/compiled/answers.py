@@ -1,118 +1,95 @@
 """Samples that answer differently where a loss reads a value: a graph for each group.
 
-A small graph follows the loss up to its last read, and finds which known pattern of
-answers each sample has. Samples are sorted by it, and each group runs a graph that was
-captured for its answers, filled up to one of a few sizes. That graph compares all
-answers once more, so that a group with others is computed again in eager mode.
+One small graph follows the loss up to its last read, for every known pattern of
+answers, and finds the pattern of each sample. Each group of samples runs a graph that
+was captured for its answers, and that compares them once more.
 """
 
-import copy
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from typing import NoReturn
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from vgrad.compiled.captures import CaptureReport, Captures
+from vgrad.compiled.captures import Captures
 from vgrad.conditions import Unrepeatable, collect_checks
-from vgrad.generators import drawn_since, random_state, set_random_state
-from vgrad.loss.values import Answers, Partition, SplitBatch, answered
+from vgrad.devices import is_host
+from vgrad.loss.values import Answers, Partition, Reads, SplitBatch, answered
 from vgrad.persample.engine import Call, Chunk, Evaluation, Inputs, Transform
-from vgrad.persample.engine.guard import NON_RETRYABLE
+from vgrad.torch_private.tensors import op_name
+from vgrad.torch_private.tracing import DispatchMode
+from vgrad.tree import tensors
 
 _MOST = 16
 """Patterns of answers of samples of one shape; more would mean that none repeats."""
 
-_PARTS = 8
-"""The sizes of groups are multiples of this part of a batch."""
+_SIZES = 8
+"""Sizes that groups are filled up to, so that a few captures do for all."""
 
 
-class Drew(Unrepeatable):
-    """A group has drawn random numbers, which eager mode draws in another order."""
+class _Of(NamedTuple):
+    """A function of samples, equal to the same one for the same answers."""
+
+    name: str  # in reports
+    function: Callable[..., Any]
+    answers: Any
+
+    def __call__(self, inputs: Inputs) -> Any:
+        return self.function(inputs, self.answers)
 
 
-class Sorting:
-    """Runs chunks of a transform sorted by the answers of their samples."""
+class Groups:
+    """Runs chunks of a transform in groups of samples with the same answers."""
 
     def __init__(self, plain: Transform, captures: Captures) -> None:
         self._plain, self._captures = plain, captures
-        self._known: dict[tuple, tuple[Answers, ...]] = {}
-        self._following = copy.copy(captures)  # the graphs that find patterns
-        self._graphs: dict[str, Captures] = {}  # by pattern
-        self._refused: set[tuple] = set()
-
-    def reports(self) -> tuple[CaptureReport, ...]:
-        """Return a report of every capture."""
-        found = [
-            replace(each, name=f"answers of {each.name}")
-            for each in self._following.reports()
-        ]
-        for each in self._graphs.values():
-            found += each.reports()
-        return tuple(found)
+        self._name = plain.options.function
+        self._known: dict[tuple, tuple[Answers, ...] | None] = {}  # None: refused
 
     def chunk(self, call: Call) -> Chunk:
-        """Run a chunk in eager mode, or raise its partition into groups."""
-        if _kind(call) not in self._refused:
-            before = random_state(call.tensors)
-            try:
-                self._split(call)
-            except Unrepeatable as error:
-                set_random_state(before)
-                self.refuse(call, error)
-        return self._plain.measured(call)
-
-    def refuse(self, call: Call, why: Unrepeatable) -> None:
-        """Run samples of these shapes in eager mode from now on."""
-        self._refused.add(_kind(call))
-        self._captures.refuse(self._plain.chunk, f"samples answer differently; {why}")
-
-    def _split(self, call: Call) -> NoReturn:
-        before, known = random_state(call.tensors), self._known.get(_kind(call), ())
+        """Raise the partition of a chunk into groups, or run it in eager mode."""
+        kind = kind_of(call.batch.tensors)
+        if (known := self._known.get(kind, ())) is None:
+            return self._plain.measured(call)
         try:
-            numbers = self._numbers(call, known)
-        except NON_RETRYABLE:
-            raise
+            known, numbers = self._numbers(call, known)
         except Exception as error:
-            text = f"a pattern of others fails ({type(error).__name__}: {error})"
-            raise Unrepeatable(text) from error
-        if drawn_since(before, call.tensors):
-            raise Unrepeatable("their random numbers depend on the order")
-        known = self._known[_kind(call)]
+            self._known[kind] = None
+            why = "" if isinstance(error, Unrepeatable) else f"{type(error).__name__}: "
+            text = f"samples answer differently, and none can follow others: {why}"
+            self._captures.refuse(self._plain.chunk, f"{text}{error}")
+            return self._plain.measured(call)
+        self._known[kind] = known
         groups: dict[int, list[int]] = {}
         for row, number in enumerate(numbers):
             groups.setdefault(number, []).append(row)
-        step = -(-call.batch.size // _PARTS)
-        runs: list[Callable[[Call], Chunk]] = []
+        if -1 in groups:
+            text = f"samples have more than {_MOST} patterns of answers"
+            self._captures.refuse(self._plain.chunk, text)
+        step, runs = -(-call.batch.size // _SIZES), []
         for number in groups:
-            run = partial(self._group, repr(known[number]), step)
-            runs.append(self._plain.measured if number < 0 else run)
-        rows = [torch.tensor(each) for each in groups.values()]
+            group = partial(self._group, repr(known[number]), step)
+            runs.append(self._plain.measured if number < 0 else group)
+        rows = [*map(torch.tensor, groups.values())]
         raise SplitBatch(Partition(rows, known[0][-1][0], runs=runs))
 
-    def _numbers(self, call: Call, known: tuple[Answers, ...]) -> list[int]:
-        """Return the pattern of each sample; -1 where there are too many."""
+    def _numbers(self, call: Call, known: tuple[Answers, ...]) -> tuple[tuple, list]:
+        """Return all patterns, and that of each sample; -1 where they are too many."""
         inputs, numbers = inputs_of(call), [-1] * call.batch.size
-        follow = self._plain.followed
         if known:
-            numbers = self._following(follow, inputs, known).tolist()
+            following = _Of(f"answers of {self._name}", self._followed, known)
+            numbers = self._captures(following, inputs).tolist()
         while -1 in numbers and len(known) < _MOST:
             row = numbers.index(-1)
             pattern = self._pattern(call.take(torch.tensor([row])))
-            found = follow(inputs, (pattern,)).tolist()
-            if found[row] != 0:
+            found = self._followed(inputs, (pattern,)).tolist()
+            if found[row]:
                 raise Unrepeatable("one does not answer twice the same")
-            for other, number in enumerate(found):
-                if number == 0 and numbers[other] < 0:
+            for other, missing in enumerate(found):
+                if not missing and numbers[other] < 0:
                     numbers[other] = len(known)
             known = *known, pattern
-            self._following = copy.copy(self._captures)
-        if -1 in numbers:
-            text = f"samples have more than {_MOST} patterns of answers"
-            self._captures.refuse(self._plain.chunk, text)
-        self._known[_kind(call)] = known
-        return numbers
+        return known, numbers
 
     def _pattern(self, call: Call) -> Answers:
         """Return the answers of one sample."""
@@ -125,17 +102,50 @@ class Sorting:
             self._plain.measured(call)
         return tuple(reads.kept)
 
+    def _followed(self, inputs: Inputs, patterns: tuple[Answers, ...]) -> Tensor:
+        """Return the number of the pattern that each sample follows, or -1, `[B]`."""
+        call = self._plain.options.on(inputs)
+        found = torch.full((call.batch.size,), -1, device=call.device)
+        for number, pattern in enumerate(patterns):
+            with collect_checks(), answered(pattern) as reads, _Safe(reads):
+                try:
+                    self._plain.measured(call)
+                except SplitBatch:
+                    if reads.follows is None:
+                        raise
+            if reads.follows is not None:
+                found = torch.where(reads.follows.to(found.device), number, found)
+        return found
+
     def _group(self, pattern: str, step: int, call: Call) -> Chunk:
         """Run samples of one pattern, filled up to a multiple of `step`."""
         size = call.batch.size
-        total = -(-size // step) * step
-        captures = self._graphs.setdefault(pattern, copy.copy(self._captures))
-        before = random_state(call.tensors)
-        chunk = captures(self._plain.chunk, inputs_of(call).padded(size, total))
-        if drawn_since(before, call.tensors):
-            self._refused.add(_kind(call))
-            raise Drew("samples answer differently; they draw random numbers")
-        return chunk
+        inputs = inputs_of(call).padded(size, -(-size // step) * step)
+        return self._captures(_Of(self._name, self._computed, pattern), inputs)
+
+    def _computed(self, inputs: Inputs, pattern: str) -> Chunk:
+        return self._plain.chunk(inputs)
+
+
+class _Safe(DispatchMode):
+    """Refuses ops that stop a device for good where a sample has other answers."""
+
+    def __init__(self, reads: Reads) -> None:
+        super().__init__()
+        self._reads = reads
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        fails = self._reads.differ and op_name(func).lstrip("_").startswith(_LOOKS_UP)
+        if fails and not all(is_host(each.device) for each in tensors((args, kwargs))):
+            raise Unrepeatable(f"{func} may stop the device")
+        return func(*args, **(kwargs or {}))
+
+
+_LOOKS_UP = ("index", "gather", "scatter", "embedding", "take", "put", "nll_loss")
+_LOOKS_UP += ("binary_cross_entropy", "multinomial", "bernoulli", "bincount", "assert")
+"""Ops that check values on the device itself."""
 
 
 def inputs_of(call: Call) -> Inputs:
@@ -146,6 +156,6 @@ def inputs_of(call: Call) -> Inputs:
     return Inputs(*tensors, *more)
 
 
-def _kind(call: Call) -> tuple:
+def kind_of(batch: list[Tensor]) -> tuple:
     """Describe the shape of a sample."""
-    return tuple((each.dtype, each.shape[1:]) for each in call.batch.tensors)
+    return tuple((each.dtype, each.shape[1:]) for each in batch)

@@ -22,7 +22,7 @@ from vgrad.compiled.graph import Graph, captured, replayed
 from vgrad.compiled.guards import description, is_plain
 from vgrad.conditions import Unrepeatable
 from vgrad.generators import RNG_LOCK, RandomState, random_state, set_random_state
-from vgrad.loss.values import Differ, SplitBatch
+from vgrad.loss.values import Differ
 from vgrad.ops.record import OPS
 from vgrad.persample.engine import constant
 from vgrad.report import Report, table
@@ -33,7 +33,7 @@ Backend = Literal["replay", "inductor", "cudagraph", "auto"]
 Fallback = Literal["eager", "error"]
 
 _MOST = 16
-"""Captures of one object; more would mean that shapes never repeat."""
+"""Captures of one function; more would mean that shapes never repeat."""
 
 _IN_A_ROW = 3
 """Results dropped one after the other until there is a second graph, or none."""
@@ -262,24 +262,10 @@ class _Capture:
     calls: int = 0
     redos: int = 0
     in_a_row: int = 0  # results dropped, one after the other
-    differ: bool = False  # whether samples have answered differently
 
     def marked(self, result: Any, tensors: list[Tensor]) -> Any:
         """Mark a result as a constant, where eager mode has a graph of autograd."""
         return constant("compile", result, tensors) if self.differentiable else result
-
-
-def _new_capture(function: Callable, call: Signature) -> _Capture:
-    described = repr((call.key[0], [*map(description, call.distinct)]))
-    kind = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
-    report = {
-        "name": _name_of(function),
-        "kind": kind,
-        "backend": "eager",
-        "build_seconds": 0.0,
-        "key": in_words(call.distinct),
-    }
-    return _Capture(function, call.key, like(call.distinct), report)
 
 
 class Captures:
@@ -320,14 +306,11 @@ class Captures:
         return CompiledExplanation(self.reports(), eager)
 
     def __call__(
-        self,
-        function: Callable,
-        *arguments: Any,
-        apart: Callable[[], Any] | None = None,
+        self, function: Callable, *arguments: Any, grouped: bool = False
     ) -> Any:
         """Return the result of a function: of its graph, or in eager mode.
 
-        `apart` computes it where samples answer differently.
+        With `grouped` samples that answer differently raise `Differ`.
         """
         tensors: list[Tensor] = []
         try:
@@ -344,13 +327,9 @@ class Captures:
             with self._lock, RNG_LOCK:
                 capture = self._known(function, call)  # of another thread
                 if capture is None or (capture.run is None and capture.graph):
-                    sorts = apart is not None
-                    return self._first(
-                        capture, function, call, arguments, tensors, sorts=sorts
-                    )
-        if capture.differ and apart is not None:
-            return apart()
-        return self._run(capture, arguments, tensors)
+                    given = arguments, tensors, grouped
+                    return self._first(capture, function, call, *given)
+        return self._run(capture, arguments, tensors, grouped)
 
     def _known(self, function: Callable, call: Signature) -> _Capture | None:
         """Return the capture of a kind, if all that it closes over is as it was."""
@@ -378,7 +357,13 @@ class Captures:
             self._warned.add(text)
             warnings.warn(text, CompileWarning, stacklevel=2)
 
-    def _run(self, capture: _Capture, arguments: tuple, tensors: list[Tensor]) -> Any:
+    def _run(
+        self,
+        capture: _Capture,
+        arguments: tuple,
+        tensors: list[Tensor],
+        grouped: bool,
+    ) -> Any:
         """Run a graph, and then the function itself where the flag is up."""
         graph, run = capture.graph, capture.run
         if graph is None or run is None:
@@ -393,7 +378,8 @@ class Captures:
             if before is not None:
                 set_random_state(before)
             capture.redos += 1
-            capture.differ |= bool(graph.answers)
+            if grouped and graph.answers:
+                raise Differ("samples may answer differently now")
             self._count_dropped(capture)
             return capture.function(*arguments)
 
@@ -418,23 +404,27 @@ class Captures:
         call: Signature,
         arguments: tuple,
         tensors: list[Tensor],
-        *,
-        sorts: bool,
+        grouped: bool,
     ) -> Any:
         """Run a function in eager mode, and capture it for the next call."""
-        before, new = random_state(tensors), _new_capture(function, call)
-        try:
-            with code_that_runs() as ran:
-                expected = function(*arguments)
-        except SplitBatch as split:
-            if sorts and len(split.parts.rows) > 1:
-                self._set_apart(capture or new, split.parts.where)
-            raise
+        before, matches = random_state(tensors), like(call.distinct)
+        described = repr((call.key[0], [*map(description, call.distinct)]))
+        with code_that_runs() as ran:
+            expected = function(*arguments)
         if capture is None:
-            if sum(each.graph is not None for each in self._captures) >= _MOST:
+            known = [x for x in self._captures if x.graph and x.function == function]
+            if len(known) >= _MOST:
                 self.refuse(function, f"there are {_MOST} captures already")
                 return expected
-            capture = new
+            kind = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
+            report = {
+                "name": _name_of(function),
+                "kind": kind,
+                "backend": "eager",
+                "build_seconds": 0.0,
+                "key": in_words(call.distinct),
+            }
+            capture = _Capture(function, call.key, matches, report)
             wanted = (each.requires_grad for each in tree.tensors(expected))
             capture.differentiable = any(wanted)
             self._captures.append(capture)
@@ -449,22 +439,14 @@ class Captures:
                 capture.graph = graph
             return self._verified(capture, graph, arguments, tensors, before, expected)
         except Unrepeatable as error:
-            if sorts and isinstance(error.__cause__, Differ):
-                self._set_apart(capture, str(error))
-            else:
-                self._give_up(capture, error)
+            if grouped and isinstance(error, Differ):
+                capture.report["why"] = str(error)
+                raise
+            self._give_up(capture, error)
             return expected
         finally:
             capture.report["build_seconds"] += time.perf_counter() - start
             set_random_state(after)
-
-    def _set_apart(self, capture: _Capture, why: str) -> None:
-        """Note that samples answer differently, and run in groups from now on."""
-        capture.graph = capture.run = None
-        capture.differ = True
-        capture.report |= {"backend": "eager", "why": f"samples run in groups: {why}"}
-        if capture not in self._captures:
-            self._captures.append(capture)
 
     def _verified(
         self,

@@ -1,10 +1,5 @@
-"""Random ops of a capture, and their repetition where a checkpoint runs again.
+"""Random ops of a capture; those of a checkpoint that runs again are drawn once."""
 
-A checkpoint restores the state of torch's generators, and draws the same numbers once
-more. A graph draws them once: the ops that run again take the results of the first run.
-"""
-
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,20 +16,19 @@ from vgrad.torch_private.tracing import DispatchMode
 class _Draw(NamedTuple):
     """A random op, and the state of its generator before and after."""
 
-    device: torch.device
     before: Tensor
     after: Tensor
-    op: tuple  # and its arguments without tensors
+    op: str  # and its arguments, shapes for tensors
     inputs: list[Tensor]
-    result: Any  # a copy, which no later op writes to
+    result: Any  # a copy, to which no later op writes
 
 
 class Draws(DispatchMode):
-    """Keeps random ops, and has them repeated where their state is restored."""
+    """Repeats the results of random ops where the generator's state is restored."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    def __init__(self, arguments: list) -> None:
         super().__init__()
-        host, others = random_state(tensors)
+        host, others = random_state(tree.tensors(arguments))
         self._states = {torch.device("cpu"): host, **others}  # after the last new draw
         self._drawn: list[_Draw] = []
 
@@ -44,53 +38,36 @@ class Draws(DispatchMode):
         kwargs = kwargs or {}
         if not may_draw(func) or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
-        tensors = tree.tensors((args, kwargs))
-        device = tensors[0].device if tensors else kwargs.get("device") or "cpu"
-        device = torch.device(device)
+        tensors, name = tree.tensors((args, kwargs)), op_name(func)
+        place = tensors[0].device if tensors else kwargs.get("device") or "cpu"
+        device = torch.device(place)
         generator = default_generator(device)
         before = generator.get_state()
-        of_shape = writes(func) or op_name(func) in _OF_SHAPE or len(args) > 1 and (
-            op_name(func) == "bernoulli"
-        )
-        read = tensors[of_shape:]  # the first one may be memory of any values
+        # The first argument may be memory that is not read.
+        unread = writes(func) or name in _OF_SHAPE or (name, len(args)) in _OF_SHAPE
         with static_values():
-            inputs = [each.clone() for each in read]
-        shapes = tree.map_tensors(lambda each: tuple(each.shape), (args, kwargs))
-        op = func, repr(shapes)
+            inputs = [each.clone() for each in tensors[unread:]]
+        shapes = tree.map_tensors(lambda each: (each.shape, each.device), args)
+        op = f"{func} {shapes} {kwargs}"
         for draw in self._drawn:
-            if draw.device == device and _equal(draw.before, before):
-                return self._again(draw, op, inputs, tensors, generator)
-        result = func(*args, **kwargs)
-        after = generator.get_state()
-        if not _equal(after, before):
+            if _equal(draw.before, before):
+                same = op == draw.op and all(map(_equal, draw.inputs, inputs))
+                if not same or (writes(func) and name not in SHOWN):
+                    raise Unrepeatable(f"{name} draws from a state a second time")
+                generator.set_state(draw.after)
+                if writes(func):
+                    return tensors[0].copy_(draw.result)
+                return tree.map_tensors(Tensor.clone, draw.result)
+        result, after = func(*args, **kwargs), generator.get_state()
+        if not _equal(before, after):
             self._check(device, before)
             self._states[device] = after
             kept = tree.map_tensors(Tensor.clone, result)
-            self._drawn.append(_Draw(device, before, after, op, inputs, kept))
+            self._drawn.append(_Draw(before, after, op, inputs, kept))
         return result
 
-    def _again(
-        self,
-        draw: _Draw,
-        op: tuple,
-        inputs: list[Tensor],
-        tensors: list[Tensor],
-        generator: torch.Generator,
-    ) -> Any:
-        hidden = writes(op[0]) and op_name(op[0]) not in SHOWN
-        same = op == draw.op and all(map(_equal, draw.inputs, inputs))
-        if hidden or not same:
-            raise Unrepeatable(
-                f"{op_name(op[0])} draws from a state of torch's generators from which "
-                f"another op has drawn"
-            )
-        generator.set_state(draw.after)
-        if writes(op[0]):
-            return tensors[0].copy_(draw.result)
-        return tree.map_tensors(Tensor.clone, draw.result)
-
     def check(self) -> None:
-        """Refuse a function after which the generators are not as a graph has them."""
+        """Refuse a function that leaves generators in another state than its graph."""
         for device in self._states:
             self._check(device, default_generator(device).get_state())
 
@@ -101,7 +78,8 @@ class Draws(DispatchMode):
 
 _OF_SHAPE = {"cauchy", "exponential", "geometric", "log_normal", "normal_functional"}
 _OF_SHAPE |= {"rand_like", "randint_like", "randn_like", "random", "uniform"}
-"""Ops whose first argument is not read: as `bernoulli`, where a probability follows."""
+_OF_SHAPE |= {("bernoulli", 2)}
+"""Ops that read no more than the shape of a tensor; with a number of arguments."""
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

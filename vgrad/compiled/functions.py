@@ -7,17 +7,17 @@ mask leaves the copies of the first sample out, which fill it up.
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
 
 from vgrad import batches, checks
-from vgrad.compiled.answers import Drew, Sorting, inputs_of
+from vgrad.compiled.answers import Groups, inputs_of, kind_of
 from vgrad.compiled.captures import CaptureReport, Captures, CompiledExplanation
 from vgrad.dp.plan import Plan
-from vgrad.generators import random_state, set_random_state
+from vgrad.loss.values import Differ, SplitBatch
 from vgrad.persample.engine import (
     Call,
     Chunk,
@@ -38,23 +38,23 @@ class Captured:
     plain: Transform  # in eager mode
     captures: Captures
     batch_sizes: tuple[int, ...] | None
+    _differ: set[tuple] = field(default_factory=set, init=False)  # kinds of samples
+
+    @cached_property
+    def _groups(self) -> Groups:
+        return Groups(self.plain, self.captures)
 
     def of(self, plain: Transform) -> "Captured":
         """Return the execution of another transform, with captures of its own."""
         return replace(self, plain=plain, captures=copy.copy(self.captures))
 
-    @cached_property
-    def sorting(self) -> Sorting:
-        """The graphs of samples that answer differently."""
-        return Sorting(self.plain, self.captures)
-
     def reports(self) -> tuple[CaptureReport, ...]:
         """Return a report of every capture."""
-        return self.captures.reports() + self.sorting.reports()
+        return self.captures.reports()
 
     def explanation(self, eager: Any) -> CompiledExplanation:
         """Explain captures, beside the report of eager mode."""
-        return CompiledExplanation(self.reports(), eager)
+        return self.captures.explanation(eager)
 
     def __call__(
         self,
@@ -105,46 +105,43 @@ class Captured:
         chunked = transform.quantity.chunked
         if evaluate is None and (size <= limit or not chunked):
             result = self._whole(inputs)
-        elif evaluate is not None:
-            run = evaluate(replace(transform.options, chunk_size=limit).on(inputs))
-            run.whole = self._of_ranks
-            result = transform.evaluated(run)
         else:
-            result = self._in_chunks(inputs, limit, self._chunk)
+            call = replace(transform.options, chunk_size=limit).on(inputs)
+            run = (evaluate or Evaluation)(call)
+            run.whole = partial(self._chunk, alone=evaluate is None)
+            result = transform.evaluated(run)
         return (
             result if inputs.mask is None else transform.selected(result, rows, inputs)
         )
 
     def _whole(self, inputs: Inputs) -> Any:
-        """Run a batch as one graph, or sorted by the answers of its samples."""
+        run = self.plain.run
+        grouped = partial(run, inputs, partial(Evaluation, whole=self._groups.chunk))
+        may = self.plain.quantity.chunked
+        return self._or_grouped(run, inputs, grouped, may=may)
 
-        def apart() -> Any:
-            return self._in_chunks(inputs, None, self.sorting.chunk)
+    def _chunk(self, call: Call, *, alone: bool) -> Chunk:
+        run, inputs = self.plain.chunk, inputs_of(call)
+        grouped = partial(self._groups.chunk, call)
+        return self._or_grouped(run, inputs, grouped, may=alone)
 
-        chunked = self.plain.quantity.chunked
-        return self.captures(self.plain.run, inputs, apart=apart if chunked else None)
-
-    def _chunk(self, call: Call) -> Chunk:
-        apart = partial(self.sorting.chunk, call)
-        return self.captures(self.plain.chunk, inputs_of(call), apart=apart)
-
-    def _of_ranks(self, call: Call) -> Chunk:
-        return self.captures(self.plain.chunk, inputs_of(call))
-
-    def _in_chunks(
-        self, inputs: Inputs, size: int | None, whole: Callable[[Call], Chunk]
+    def _or_grouped(
+        self, run: Callable, inputs: Inputs, grouped: Callable[[], Any], *, may: bool
     ) -> Any:
-        """Run a batch in chunks; again, in eager mode, where sorted samples drew."""
-        plain = self.plain
-        options = replace(plain.options, chunk_size=size)
-        before = random_state(tensors(inputs))
-        try:
-            run = partial(Evaluation, whole=whole)
-            return replace(plain, options=options).run(inputs, run)
-        except Drew as error:
-            set_random_state(before)
-            self.captures.refuse(plain.run, error)
-            return plain.run(inputs)
+        """Run a graph; in groups from the first time that samples differ."""
+        # Eager mode draws random numbers in another order, which groups would change.
+        may &= self.plain.options.randomness == "error"
+        kind = run.__name__, kind_of(tensors(inputs.batch))
+        if not may or kind not in self._differ:
+            try:
+                return self.captures(run, inputs, grouped=may)
+            except Differ:
+                pass
+            except SplitBatch as split:
+                if not may or len(split.parts.rows) == 1:
+                    raise
+        self._differ.add(kind)
+        return grouped()
 
 
 def checked_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:

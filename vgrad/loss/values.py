@@ -62,16 +62,19 @@ def read_value(
     with modes.without_modes():
         mapped = _mapped(args, kwargs, level)
         if checks_collected():
-            mapped = mapped or _shared(args, kwargs)  # as one sample
-            reads, place = _READS.get(), where(sys._getframe(1))
-            if reads is not None and reads.given is not None:
+            for each in () if mapped else among(args, kwargs):  # as of one sample
+                mapped[id(each)] = modes.unwrap_all(each).detach()[None]
+            place = where(sys._getframe(1))
+            if (reads := _READS.get()) is not None and reads.given is not None:
                 return reads.next(func, mapped, place, level)
             with static_values():
                 values = _values(func, args, kwargs, mapped)
-            value = _kept(func, mapped, values, one, place)
+            if any(repr(each) != repr(values[0]) for each in values):
+                raise Differ(f"{one}s take different branches at {place}")
+            rare(_differing(func, mapped, values[0]))
             if reads is not None:
-                reads.kept.append((place, deepcopy(value)))
-            return value
+                reads.kept.append((place, deepcopy(values[0])))
+            return values[0]
         if not mapped:
             return NONE
     # The mode of a vmap around this one reads the value in turn.
@@ -133,43 +136,31 @@ def _mapped(args: tuple, kwargs: dict, level: int) -> dict[int, Tensor]:
     }
 
 
-def _shared(args: tuple, kwargs: dict) -> dict[int, Tensor]:
-    """Return the tensors of a call that all samples share, as those of one sample."""
-    tensors = among(args, kwargs)
-    return {id(each): modes.unwrap_all(each).detach()[None] for each in tensors}
-
-
 Answers = tuple[tuple[str, Any], ...]
 """The values that a loss reads of a sample, in order, each with the line that does."""
 
 
 class Reads:
-    """The values that a loss reads in a block, kept or given in advance.
-
-    Attributes:
-        follows: which samples have the values given, `[B]`, or `[1]` for all alike;
-            None before the last one is read.
-    """
+    """The values that a loss reads in a block, kept or given in advance."""
 
     def __init__(self, given: Answers | None) -> None:
         self.given = given
+        self.nested = False  # whether there was a block with values given inside
         self.kept: list[tuple[str, Any]] = []
-        self.follows: Tensor | None = None
-        self._differ: list[Tensor] = []
+        self.differ: list[Tensor] = []  # samples with other values than those given
+        self.follows: Tensor | None = None  # samples with all of them, in the end
 
     def next(
         self, func: Callable, mapped: dict[int, Tensor], place: str, level: int
     ) -> Any:
         """Return the next value given; after the last one the loss ends."""
         assert self.given is not None
-        line, value = self.given[len(self._differ)]
-        if line != place:  # the loss is another one now
-            self.follows = torch.tensor([False])
-        else:
-            self._differ.append(_differing(func, mapped, value))
-            if len(self._differ) == len(self.given):
-                self.follows = ~reduce(torch.logical_or, self._differ)
-        if self.follows is not None:
+        line, value = self.given[len(self.differ)]
+        same = line == place  # else the loss is another one now
+        others = _differing(func, mapped, value) if same else torch.tensor(True)
+        self.differ.append(others)
+        if not same or len(self.differ) == len(self.given):
+            self.follows = ~reduce(torch.logical_or, self.differ)
             raise SplitBatch(Partition((), place), level)
         return deepcopy(value)
 
@@ -180,6 +171,8 @@ _READS: ContextVar[Reads | None] = ContextVar("reads", default=None)
 @contextmanager
 def answered(given: Answers | None = None) -> Iterator[Reads]:
     """Keep the values that a loss reads while checks are collected, or hand it some."""
+    if (around := _READS.get()) is not None:
+        around.nested |= given is not None
     token = _READS.set(reads := Reads(given))
     try:
         yield reads
@@ -191,17 +184,6 @@ class Differ(Unrepeatable):
     """Samples have different values where a loss reads one."""
 
 
-def _kept(
-    func: Callable, mapped: dict[int, Tensor], values: list, one: str, place: str
-) -> Any:
-    """Bake a value into a graph, which must check that it still is the same."""
-    first = values[0]
-    if any(repr(each) != repr(first) for each in values):
-        raise Differ(f"{one}s take different branches at {place}")
-    rare(_differing(func, mapped, first))
-    return first
-
-
 def _differing(func: Callable, mapped: dict[int, Tensor], value: Any) -> Tensor:
     """Return which samples have another value, `[B]`."""
     read = OPS[func].read
@@ -209,11 +191,14 @@ def _differing(func: Callable, mapped: dict[int, Tensor], value: Any) -> Tensor:
         raise Unrepeatable(f"{modes.op_name(func)} hands values to Python")
     (tensor,) = mapped.values()
     tensor = tensor if dtype is ITSELF else tensor.to(dtype)
-    other = torch.tensor(value, dtype=tensor.dtype, device=tensor.device)
-    differs = tensor != other.reshape(tensor.shape[1:])
+    negative = repr(value)[0] == "-"
+    if isinstance(value, list):
+        value = torch.tensor(value, dtype=tensor.dtype, device=tensor.device)
+        negative = value.signbit()
+    differs = tensor != value
     if tensor.is_floating_point():
-        differs |= tensor.signbit() != other.signbit().reshape(tensor.shape[1:])
-    return differs.reshape(len(tensor), -1).any(1)
+        differs |= tensor.signbit() != negative
+    return differs.flatten(1).any(1) if differs.ndim > 1 else differs
 
 
 def physical(tensor: Tensor, level: int) -> Tensor | None:

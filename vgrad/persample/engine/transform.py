@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from vgrad import batches
-from vgrad.conditions import checks_collected, collect_checks
+from vgrad.conditions import checks_collected
 from vgrad.factors import Sums, reductions
 from vgrad.generators import RNG_LOCK, drawn_since, random_state, set_random_state
 from vgrad.loss.mode import run_or_split
 from vgrad.loss.randomness import Draws, check_drawn
-from vgrad.loss.values import Answers, Partition, SplitBatch, answered
+from vgrad.loss.values import Partition
 from vgrad.persample.engine.call import Call, Inputs, check_loss_scale
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.guard import Failure, Fallbacks
@@ -211,8 +211,7 @@ def attempt(
     part = replace(part, draws=draws, strategy=result.strategy or part.strategy)
     runs = result.runs or [again] * len(result.rows)
     return [
-        (part.take(rows), rows, of)
-        for rows, of in zip(result.rows, runs, strict=True)
+        (part.take(rows), rows, of) for rows, of in zip(result.rows, runs, strict=True)
     ]
 
 
@@ -372,24 +371,6 @@ class Transform(Generic[Result]):
     def chunk(self, inputs: Inputs) -> Chunk:
         """Compute the values of one chunk: a pure function of its tensors."""
         return self.measured(self.options.on(inputs))
-
-    def followed(self, inputs: Inputs, patterns: Sequence[Answers]) -> Tensor:
-        """Return which of some patterns the values follow that the loss reads, `[B]`.
-
-        It is -1 for a sample that follows none.
-        """
-        call = self.options.on(inputs)
-        found = torch.full((call.batch.size,), -1, device=call.device)
-        for number, pattern in enumerate(patterns):
-            with collect_checks(), answered(pattern) as reads:
-                try:
-                    self.measured(call)
-                except SplitBatch:
-                    if reads.follows is None:
-                        raise
-            if reads.follows is not None:
-                found = torch.where(reads.follows.to(found.device), number, found)
-        return found
 
     def measured(self, call: Call) -> Chunk:
         """Compute the values of a chunk from its factors."""
