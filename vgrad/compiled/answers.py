@@ -5,6 +5,7 @@ answers, and finds the pattern of each sample. Each group of samples runs a grap
 was captured for its answers, and that compares them once more.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
