@@ -2,7 +2,7 @@
 
 One small graph follows the loss up to its last read, for every known pattern of
 answers, and finds the pattern of each sample. Each group of samples runs a graph that
-was captured for its answers, and that compares them once more.
+was captured for the same answers, and that compares them once more.
 """
 
 from collections.abc import Callable
@@ -75,7 +75,7 @@ class Groups:
         raise SplitBatch(Partition(rows, known[0][-1][0], runs=runs))
 
     def _numbers(self, call: Call, known: tuple[Answers, ...]) -> tuple[tuple, list]:
-        """Return all patterns, and that of each sample; -1 where they are too many."""
+        """Return all patterns, and the number of each sample's, -1 for too many."""
         inputs, numbers = inputs_of(call), [-1] * call.batch.size
         if known:
             following = _Of(f"answers of {self._name}", self._followed, known)

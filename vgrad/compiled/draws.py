@@ -1,4 +1,4 @@
-"""Random ops of a capture; those of a checkpoint that runs again are drawn once."""
+"""Random ops of a capture, drawn once where a checkpoint runs them again."""
 
 from typing import Any, NamedTuple
 

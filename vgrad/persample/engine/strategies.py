@@ -285,7 +285,7 @@ def _first(call: Call, params: Params, *, seen: bool = False) -> Tensor:
 
 def _check_unreached(call: Call, names: frozenset[str]) -> None:
     """Confirm with plain autograd that gradients that did not arrive are zero."""
-    # The graph may depend on values; those of a capture are the ones of the eager run.
+    # The graph may depend on values, which a capture has from the eager run before.
     asked = call.draws.values_read and not checks_collected()
     if not names or (names in call.unreached and not asked):
         return
