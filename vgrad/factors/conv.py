@@ -102,8 +102,7 @@ class Conv(Pair):
             return torch.cat([part.project(probes) for part in self._parts()])
         if self.groups > 1 or probes.left is None:
             return super().project(probes)
-        sizes = (math.prod(self.outputs.shape[2:]), math.prod(self.shape[1:]))
-        if not costs.project_factors(*sizes, self.shape[0], len(probes.left)):
+        if not probes.cheaper_by_sides(math.prod(self.outputs.shape[2:])):
             return super().project(probes)
         inputs, right = products.exact(self._padded(), probes.right)
         outputs, left = products.exact(self.outputs, probes.left)
@@ -112,7 +111,7 @@ class Conv(Pair):
         kernels = right.view(len(right), self.shape[1], -1)
         for number, window in enumerate(self._windows(inputs)):
             seen += kernels[:, :, number] @ window.flatten(2)
-        return (seen * (left @ positions)).sum(2)
+        return probes.summed((left @ positions).mT, seen.mT)
 
     @property
     def _step(self) -> int:
