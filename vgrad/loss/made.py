@@ -57,13 +57,13 @@ class Made:
 
     def __exit__(self, *raised: Any) -> None:
         """Refuse copies that the loss has kept; none can be used after the run."""
-        if not self._copies:
+        if not (copies := self._copies.values()):
             return
         for generation in (1, 2):  # of cycles
-            if raised[1] is None and self._any_left():
+            if raised[1] is None and any(each() is not None for each, _ in copies):
                 gc.collect(generation)
         places = {}
-        for each, place in self._copies.values():
+        for each, place in copies:
             if (tensor := each()) is not None:
                 tensor.__class__ = _Kept
                 places[place] = _line(place)
@@ -72,9 +72,6 @@ class Made:
                 self._places.copied.pop(place, None)
             self._places.kept.update(places)
             raise _outlives(next(iter(places.values())))
-
-    def _any_left(self) -> bool:
-        return any(each() is not None for each, _ in self._copies.values())
 
     def copies_here(self) -> bool:
         """Return whether results of the call that runs now get copies."""
