@@ -8,7 +8,7 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.checks import Patterns
 from vgrad.ensemble.optimizer import MembersState
-from vgrad.tree import map_tensors, tree_flatten, tree_unflatten
+from vgrad.tree import map_tensors, state_dict, tree_flatten, tree_unflatten
 from vgrad.typing import T, Tree
 
 Change = Callable[[Tensor], Any]
@@ -116,7 +116,16 @@ def counted(function: str, tree: Tree, shared: Patterns) -> int:
     """Return the number of members, on which all tensors agree."""
     checks.patterns(function, shared=shared)
     kind = "parameter or buffer"
-    checks.all_matched(function, _names(tree), shared, kind=kind)
+    common = checks.all_matched(function, _names(tree), shared, kind=kind)
+    if isinstance(optimizer := getattr(tree, "optimizer", None), MembersState):
+        # A shared entry may have as many rows as there are members.
+        stepped = " ".join(state_dict(optimizer.shared))
+        missing = [n for n in _names(tree) if f"[{n!r}]" in stepped and n not in common]
+        if missing:
+            raise ValueError(
+                f"{function}(state): expected the names of all shared entries in "
+                f"shared=, got none for {checks.listed(missing)}."
+            )
     own, _ = split(tree, shared)
     if not own:
         raise ValueError(
