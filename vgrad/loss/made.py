@@ -23,6 +23,7 @@ from torch import Tensor
 from vgrad.conditions import checks_collected
 from vgrad.loss.grad_flags import UnsupportedOp, among, only_reads
 from vgrad.loss.values import loss_frame
+from vgrad.memory import Bytes, overlaps
 from vgrad.ops.record import register
 from vgrad.torch_private import modes
 from vgrad.torch_private.autograd import is_foreign_op
@@ -204,6 +205,25 @@ def _outlives(line: str) -> UnsupportedOp:
         f"with it, got one that is kept beyond, made at {line}. Return it in aux, or "
         f'use strategy="loop".'
     )
+
+
+def check_apart(target: Tensor, tensors: Sequence[Tensor], name: str) -> None:
+    """Refuse a write over a part of what it reads, as torch does for one sample."""
+
+    def block(tensor: Tensor) -> tuple[Any, Bytes]:
+        stored = modes.unwrap_all(tensor)
+        start = int(stored.storage_offset())
+        place = memory(stored), start, tensor.shape, tensor.stride()
+        return place, Bytes(tensor, start * tensor.element_size())
+
+    place, written = block(target)
+    for other, read in map(block, tensors):
+        if other[0] == place[0] and other != place:
+            if any(overlaps({"written": written, "read": read})):
+                raise UnsupportedOp(
+                    f"{name}: expected a loss that writes beside what it reads, got "
+                    f'a write over a part of it. Clone it, or use strategy="loop".'
+                )
 
 
 def into_out(run: Callable[..., Any], args: tuple, kwargs: dict, name: str) -> Any:

@@ -31,7 +31,7 @@ from vgrad.loss.grad_flags import (
     own_backward_pass,
     raise_clearly,
 )
-from vgrad.loss.made import Made, into_out, is_mapped
+from vgrad.loss.made import Made, check_apart, into_out, is_mapped
 from vgrad.loss.randomness import Draws, Undrawn
 from vgrad.loss.values import (
     NONE,
@@ -166,9 +166,13 @@ class LossMode(WriteGuard):
         level = self._level
         with modes.without_modes():
             if func is not None:
+                others = among(args, kwargs)
+                if func is not Tensor.__setitem__:  # which writes into a part
+                    for each in filter(modes.is_wrapped, targets):
+                        check_apart(each, others, modes.op_name(func))
                 targets = [each for each in targets if not is_mapped(each, level)]
-                others = among(args, kwargs) if targets else []
-                if not self.differ(others) and not any(map(self.is_parameter, others)):
+                own = self.differ(others) or any(map(self.is_parameter, others))
+                if not (targets and own):
                     return None
             try:
                 if not self.made.needs_copies(targets):
