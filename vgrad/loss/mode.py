@@ -82,6 +82,7 @@ class LossMode(WriteGuard):
         self._watched: Callable[..., AbstractContextManager] = nullcontext
         self._casts: Callable[[], AbstractContextManager] = nullcontext
         self._later: list[list[Again]] = []
+        self.grads: dict[int, tuple[Tensor, Tensor | None]] = {}  # of leaves, as before
         # The mode that casts for autocast, entered where the loss turns that on.
         self.waiting: AbstractContextManager | None = None
 
@@ -98,8 +99,12 @@ class LossMode(WriteGuard):
         self.size, self.randomness = size, randomness
         self._watched = partial(self.draws.watched, size, alone=alone)
         self._casts = casts
-        with self, self._watched(), self._casting():
-            yield
+        try:
+            with self, self._watched(), self._casting():
+                yield
+        finally:
+            for leaf, grad in self.grads.values():
+                leaf.grad = grad
 
     @contextmanager
     def _casting(self) -> Iterator[None]:
@@ -342,7 +347,12 @@ def refusals(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def one_sample(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run a call for one sample by itself."""
+    """Run a call for one sample by itself, which has `.grad` of others for itself."""
+    for node in autograd.graph_nodes(args[:1]) if func is Tensor.backward else ():
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in mode.grads:
+            mode.grads[id(leaf)] = leaf, leaf.grad
+            leaf.grad = None if leaf.grad is None else leaf.grad.clone()
     if func is Tensor.requires_grad_ and not modes.is_wrapped(args[0]):
         with modes.exit_all():  # inside of transforms it raises
             return func(*args, **kwargs)
