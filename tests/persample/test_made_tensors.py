@@ -93,7 +93,7 @@ z = (a + first + b[:3]) * h""",
     "data, of rows": "y = zeros(4, 3); z = y.data; y[1] = h[0]; z = z * h",
     "expand": "y = zeros(3); z = y.expand(4, 3); y += h[0]; z = z * h",
     "overlapping slices": "z = zeros(5, 3); z[:3] += h[:3]; z[1:4] *= h[1:]; z = z[:4]",
-    "beside what it reads": "z = zeros(4, 3); z += h; z[::2].add_(z[1::2]); z.add_(z)\n"
+    "beside the operands": "z = zeros(4, 3); z += h; z[::2].add_(z[1::2]); z.add_(z)\n"
     "z[1:, 2].sub_(z[:3, 1]); z[:, 0] = z[:, 1]",
     "moves in place": "z = zeros(4, 3); z[1:] = h[1:]; z[:2] = z[2:].clone()",
     # Reads before and after.
@@ -466,14 +466,14 @@ TIMED = programs(3, 4, 5, torch.float64)
         "q[:3].T.mul_(q[:3])",
     ],
 )
-def test_a_write_over_a_part_of_what_it_reads_raises_as_in_torch(write):
+def test_a_write_over_a_part_of_an_operand_raises_as_in_torch(write):
     text = f"q = zeros(4, 3); q += h; q = q.detach(); {write}; z = q * h"
     loss = program(text)
     for strategy in ("auto", "loop"):
         with pytest.raises(RuntimeError, match="refer to a single memory location"):
             vgrad.per_sample_grad(loss, strategy=strategy)(PARAMS, BUFFERS, X, K)
     for strategy in ("recorded", "vmap"):
-        with pytest.raises(vgrad.UnsupportedOp, match="writes beside what it reads"):
+        with pytest.raises(vgrad.UnsupportedOp, match="writes beside the operands"):
             vgrad.per_sample_grad(loss, strategy=strategy)(PARAMS, BUFFERS, X, K)
 
 

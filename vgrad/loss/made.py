@@ -208,7 +208,7 @@ def _outlives(line: str) -> UnsupportedOp:
 
 
 def check_apart(target: Tensor, tensors: Sequence[Tensor], name: str) -> None:
-    """Refuse a write over a part of what it reads, as torch does for one sample."""
+    """Refuse a write over a part of its operands, as torch does for one sample."""
 
     def block(tensor: Tensor) -> tuple[Any, Bytes]:
         stored = modes.unwrap_all(tensor)
@@ -221,8 +221,8 @@ def check_apart(target: Tensor, tensors: Sequence[Tensor], name: str) -> None:
         if other[0] == place[0] and other != place:
             if any(overlaps({"written": written, "read": read})):
                 raise UnsupportedOp(
-                    f"{name}: expected a loss that writes beside what it reads, got "
-                    f'a write over a part of it. Clone it, or use strategy="loop".'
+                    f"{name}: expected a loss that writes beside the operands, got "
+                    f'a write over a part of one. Clone it, or use strategy="loop".'
                 )
 
 
