@@ -73,8 +73,9 @@ class Experts(Pair):
                     found[start, place] = first
                 start = place
         pairs = sum((end - start) * n**2 for (start, end), n in found.items())
-        positions = math.isqrt(pairs // self.shape[0])
-        return found if costs.outer_by_gram(positions, *self.shape[1:]) else {}, which
+        count, i, o = self.shape
+        fits = costs.outer_by_gram(math.isqrt(pairs // count), i, o)
+        return found if fits else {}, which
 
     def settled(self) -> tuple[Factor, Norms]:
         """Multiply the rows of each matrix, of several with about as many at once."""
