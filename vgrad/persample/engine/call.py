@@ -182,6 +182,8 @@ class Call:
     cross: Tree = None
     draws: Draws = field(default_factory=Draws)
     reducer: Reducer = LOCAL
+    # Whether parts of one sample may run by plain autograd: graphs have other numbers.
+    singly: bool = True
 
     @classmethod
     def of(

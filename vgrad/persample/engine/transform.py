@@ -12,6 +12,7 @@ from torch import Tensor
 from vgrad import batches
 from vgrad.conditions import checks_collected
 from vgrad.factors import Sums, reductions
+from vgrad.factors.costs import without_factors
 from vgrad.generators import RNG_LOCK, drawn_since, random_state, set_random_state
 from vgrad.loss.mode import run_or_split
 from vgrad.loss.randomness import Draws, check_drawn
@@ -72,7 +73,10 @@ class Evaluation:
                     chunk = attempt(part, run, execute, _note)
                 if not isinstance(chunk, Chunk):
                     left[:0] = [
-                        (some, [rows[place] for place in places.tolist()])
+                        (
+                            _cheapest(some) if chunk[1:] else some,
+                            [rows[place] for place in places.tolist()],
+                        )
                         for some, places in chunk
                     ]
                     self._split, run = True, execute
@@ -202,6 +206,20 @@ def attempt(
     note(part, result)
     part = replace(part, draws=draws, strategy=result.strategy or part.strategy)
     return [(part.take(rows), rows) for rows in result.rows]
+
+
+def _cheapest(part: Call) -> Call:
+    """Run a part of one sample by plain autograd, without vmap and factors.
+
+    The way depends on the part alone, and the random numbers do not depend on the way.
+    """
+    draws = part.randomness != "error" and part.draws.keys is None
+    if part.batch.size > 1 or part.strategy != "auto" or not part.singly or draws:
+        return part
+    sizes = [each.numel() * each.element_size() for each in part.params.values()]
+    if modes.inside_transform() or part.differentiable or not without_factors(sizes):
+        return part
+    return replace(part, strategy="loop")
 
 
 def _note(part: Call, parts: Partition) -> None:
