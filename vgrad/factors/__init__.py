@@ -9,5 +9,6 @@ from vgrad.factors.base import Scaled as Scaled
 from vgrad.factors.base import Zero as Zero
 from vgrad.factors.combined import Tied as Tied
 from vgrad.factors.conv import Conv as Conv
+from vgrad.factors.experts import Experts as Experts
 from vgrad.factors.reductions import Sums as Sums
 from vgrad.factors.rows import Rows as Rows

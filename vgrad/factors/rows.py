@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vgrad.factors import costs, products, reductions
-from vgrad.factors.base import Factor, Norm, Norms, Probes
+from vgrad.factors.base import Dense, Factor, Norm, Norms, Probes
 from vgrad.tree import double, wide
 
 
@@ -49,6 +49,8 @@ class Rows(Factor):
         """Add up rows of one index, then norms: the table is never formed."""
         if self.index.numel() == 0:
             norms = self.outputs.new_zeros(self.size, dtype=torch.float64)
+        elif self.shape[0] <= self.index.shape[1] // 4:  # tables are the smaller ones
+            return Dense(self.grad()).settled()
         elif self.index.shape[1] == 1:
             norms = reductions.row_norms(self.outputs)
         elif self.index.shape[1] <= costs.FEW_LOOKUPS:

@@ -328,12 +328,13 @@ class Recorder:
             )
         if not batched:  # the same for all samples: computed once
             physical = bound
-        if self.twice and follows and weights:
-            if rule.transposed is not None and torch.is_grad_enabled():
-                name = op_name(self._op or func)
-                with self.below():
-                    output = self._inner.applied(name, func, physical, weights)
-                    return self.logical(output)
+        if self.twice and follows and weights and torch.is_grad_enabled():
+            name = op_name(self._op or func)
+            (_, x), *rest = physical.items()
+            with self.below():
+                output = self._inner.applied(name, func, x, dict(rest), weights)
+            if output is not None:
+                return self.logical(output)
         with self.below():
             for name, known in weights.items():
                 # Only where no input leads on to other parameters does a weight have to
