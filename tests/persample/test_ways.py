@@ -1,7 +1,5 @@
 """The way that `strategy="auto"` takes: the cheapest, and the same in a resumed run."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -61,28 +59,27 @@ def test_a_loss_that_was_refused_takes_its_way_at_once(loss, first, later):
 
 
 LONG = X[:, None].expand(B, 2, 5)
+FLOATS = {name: value.float() for name, value in PARAMS.items()}
 
 
 @pytest.mark.parametrize(
-    ("other", "context"),
+    ("params", "given", "casts", "runs"),
     [
-        ((LONG, 0), nullcontext()),
-        ((X.float(), 0), nullcontext()),
-        ((X, 1), nullcontext()),
-        ((X[:2], 0), None),
-        ((X, 0), torch.autocast("cpu", torch.bfloat16)),
+        (PARAMS, (LONG, 0), False, 2),
+        (PARAMS, (X.float(), 0), False, 2),
+        (PARAMS, (X, 1), False, 2),
+        (FLOATS, (X, 0), False, 2),
+        (PARAMS, (X, 0), True, 2),
+        (PARAMS, (X[:2], 0), False, 1),
     ],
-    ids=["shapes", "dtypes", "plain values", "sizes of batches", "autocast"],
+    ids=["shapes", "dtypes", "values", "parameters", "autocast", "sizes of batches"],
 )
-def test_other_shapes_are_recorded_again(other, context):
-    params = PARAMS | {"v": PARAMS["v"].to(other[0].dtype)}
-    params["w"] = PARAMS["w"].to(other[0].dtype)
-    runs = Runs(lambda params, buffers, x, kind: inner_step(params, buffers, x))
-    compute = vgrad.per_sample_grad(runs)
+def test_other_shapes_are_recorded_again(params, given, casts, runs):
+    loss = Runs(lambda p, b, x, kind: inner_step(p, b, x.to(p["w"].dtype)))
+    compute = vgrad.per_sample_grad(loss)
     compute(PARAMS, {}, X, 0)
-    with context or nullcontext():
-        count, _ = runs.during(compute, params, {}, *other)
-    assert count == (2 if context else 1)
+    with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+        assert loss.during(compute, params, {}, *given)[0] == runs
 
 
 def refuses_some(params, buffers, x):
@@ -140,6 +137,16 @@ def test_a_part_of_one_sample_runs_by_plain_autograd():
     found = explain(vgrad.per_sample_norm(of_words))(PARAMS, {}, *WORDS)
     assert found.parts == (1,) * B
     assert [tuple(each) for each in found.costs] == [("loop", B, 8 * 18)]
+
+
+def test_one_sample_that_runs_again_is_no_part():
+    def writes(params, buffers, x):
+        out = torch.zeros(2, dtype=x.dtype)
+        out[0] = net(params, x)
+        return out.sum()
+
+    found = explain(vgrad.per_sample_norm(writes))(PARAMS, {}, X[:1])
+    assert (found.strategy, found.parts) == ("recorded", (1,))
 
 
 def test_parts_of_compiled_functions_are_recorded_as_their_graphs_are():
