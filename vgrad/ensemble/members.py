@@ -1,6 +1,6 @@
 """The members of a tree: mapped, counted and taken."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.checks import Patterns
 from vgrad.ensemble.optimizer import MembersState
-from vgrad.tree import map_tensors, tree_flatten, tree_unflatten
+from vgrad.tree import map_tensors, state_dict, tree_flatten, tree_unflatten
 from vgrad.typing import T, Tree
 
 Change = Callable[[Tensor], Any]
@@ -78,30 +78,40 @@ def take(tree: T, indices: Iterable[int] | Tensor, *, shared: Patterns = ()) -> 
 
 def mapped(tree: Tree, shared: Patterns, own: Change, common: Change) -> Tree:
     """Apply one function to tensors with a member axis, another to all others."""
-    if hasattr(tree, "without_members"):
-        fields = {
+
+    def entries(named: Mapping[str, Tree], whole: Collection[str]) -> dict[str, Tree]:
+        return {
             name: map_tensors(common, value)
-            if name in tree.without_members
+            if name in whole
             else mapped(value, shared, own, common)
-            for name, value in tree._asdict().items()
+            for name, value in named.items()
         }
-        return type(tree)(**fields)
+
+    if hasattr(tree, "without_members"):
+        _check_shared(tree, shared)
+        return type(tree)(**entries(tree._asdict(), tree.without_members))
     if isinstance(tree, MembersState):
         return MembersState(
             map_tensors(own, tree.members), map_tensors(common, tree.shared)
         )
     if isinstance(tree, Mapping):
-        whole = set(checks.selected(tree, shared))
-        return {
-            name: map_tensors(common, value)
-            if name in whole
-            else mapped(value, shared, own, common)
-            for name, value in tree.items()
-        }
+        return entries(tree, checks.selected(tree, shared))
     if type(tree) in (list, tuple):
         return type(tree)(mapped(each, shared, own, common) for each in tree)
     leaves, structure = tree_flatten(tree)
     return tree_unflatten([map_tensors(own, leaf) for leaf in leaves], structure)
+
+
+def _check_shared(state: Any, shared: Patterns) -> None:
+    """Refuse to take the rows of a shared entry for members: there may be as many."""
+    optimizer = getattr(state, "optimizer", MembersState((), ()))
+    stepped = " ".join(state_dict(optimizer.shared))
+    names = {name for name in _names(state) if f"[{name!r}]" in stepped}
+    if missing := names.difference(checks.selected(names, shared)):
+        raise ValueError(
+            f"state(shared={list(shared)!r}): expected patterns of all shared entries, "
+            f"got none for {checks.listed(missing)}."
+        )
 
 
 def split(tree: Tree, shared: Patterns) -> tuple[list[Tensor], list[Tensor]]:

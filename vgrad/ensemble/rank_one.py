@@ -42,15 +42,14 @@ def rank_one(
     BatchEnsemble. TabM has `random=["first.r"], own=["last.*"]`, and minimizes the mean
     over members: gradients of `W` are sums, so divide the rate of `shared_tx` by E.
 
-    Cost: one product with `W` for the inputs of all members, and the memory of one
-    model but for entries of members.
+    Cost: the operations of E models, with one product by `W` for the inputs of all of
+    them, and the memory of one model.
 
     Reference: Wen, Tran and Ba, BatchEnsemble, arXiv 2002.06715; Gorishniy, Kotelnikov
     and Babenko, TabM, arXiv 2410.24210.
 
     Raises:
-        ValueError: a matrix has no r and s and matches nothing, no layer has them, or a
-            pattern is idle.
+        ValueError: another matrix matches nothing, no layer is left, a pattern is idle.
         RuntimeError: in a call, if other code than its layer reads a weight, as does
             `nn.TransformerEncoderLayer` in evaluation mode.
 

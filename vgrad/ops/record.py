@@ -320,8 +320,9 @@ register(
 register(Tensor.__int__, Tensor.__index__, read=Read(compared=torch.int64))
 register(Tensor.__float__, read=Read(compared=torch.float64, convert=float))
 register(Tensor.item, read=Read(compared=ITSELF, convert=lambda value: value))
+register(Tensor.tolist, read=Read(compared=ITSELF))
 register(
-    *(Tensor.__complex__, Tensor.tolist, Tensor.__contains__, Tensor.__format__),
+    *(Tensor.__complex__, Tensor.__contains__, Tensor.__format__),
     *(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose),
     kernels.is_left_aligned,
     read=Read(),
