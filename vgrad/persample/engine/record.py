@@ -280,7 +280,8 @@ class Recorder:
                 stored = modes.unwrap_all(tensor).requires_grad_()
             self._ends[id(stored)] = stored
             self._mode.flags.sync(tensor)
-            self._inner.requires_grad(tensor)
+            if modes.is_mapped_here(tensor):
+                self._inner.leaves.append(tensor)
         return tensor
 
     def _by_form(self, form: Callable, func: Callable, args: tuple, kwargs: dict):
@@ -374,7 +375,8 @@ class Recorder:
         def hook(grads: tuple[Tensor | None, ...]) -> Any:
             if self._inner.runs:
                 for known, _ in left:
-                    self._inner.meet(known.names, op)
+                    why = f"derivative of {op}"
+                    self._inner.met.update(dict.fromkeys(known.names, why))
                 return None
             self._check_open()
             g = grads[number]
