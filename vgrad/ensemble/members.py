@@ -1,6 +1,6 @@
 """The members of a tree: mapped, counted and taken."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -78,30 +78,40 @@ def take(tree: T, indices: Iterable[int] | Tensor, *, shared: Patterns = ()) -> 
 
 def mapped(tree: Tree, shared: Patterns, own: Change, common: Change) -> Tree:
     """Apply one function to tensors with a member axis, another to all others."""
-    if hasattr(tree, "without_members"):
-        fields = {
+
+    def entries(named: Mapping[str, Tree], whole: Collection[str]) -> dict[str, Tree]:
+        return {
             name: map_tensors(common, value)
-            if name in tree.without_members
+            if name in whole
             else mapped(value, shared, own, common)
-            for name, value in tree._asdict().items()
+            for name, value in named.items()
         }
-        return type(tree)(**fields)
+
+    if hasattr(tree, "without_members"):
+        _check_shared(tree, shared)
+        return type(tree)(**entries(tree._asdict(), tree.without_members))
     if isinstance(tree, MembersState):
         return MembersState(
             map_tensors(own, tree.members), map_tensors(common, tree.shared)
         )
     if isinstance(tree, Mapping):
-        whole = set(checks.selected(tree, shared))
-        return {
-            name: map_tensors(common, value)
-            if name in whole
-            else mapped(value, shared, own, common)
-            for name, value in tree.items()
-        }
+        return entries(tree, checks.selected(tree, shared))
     if type(tree) in (list, tuple):
         return type(tree)(mapped(each, shared, own, common) for each in tree)
     leaves, structure = tree_flatten(tree)
     return tree_unflatten([map_tensors(own, leaf) for leaf in leaves], structure)
+
+
+def _check_shared(state: Any, shared: Patterns) -> None:
+    """Refuse to take the rows of a shared entry for members: there may be as many."""
+    optimizer = getattr(state, "optimizer", MembersState((), ()))
+    stepped = " ".join(state_dict(optimizer.shared))
+    names = {name for name in _names(state) if f"[{name!r}]" in stepped}
+    if missing := names.difference(checks.selected(names, shared)):
+        raise ValueError(
+            f"state(shared={list(shared)!r}): expected patterns of all shared entries, "
+            f"got none for {checks.listed(missing)}."
+        )
 
 
 def split(tree: Tree, shared: Patterns) -> tuple[list[Tensor], list[Tensor]]:
@@ -116,16 +126,7 @@ def counted(function: str, tree: Tree, shared: Patterns) -> int:
     """Return the number of members, on which all tensors agree."""
     checks.patterns(function, shared=shared)
     kind = "parameter or buffer"
-    common = checks.all_matched(function, _names(tree), shared, kind=kind)
-    if isinstance(optimizer := getattr(tree, "optimizer", None), MembersState):
-        # A shared entry may have as many rows as there are members.
-        stepped = " ".join(state_dict(optimizer.shared))
-        missing = [n for n in _names(tree) if f"[{n!r}]" in stepped and n not in common]
-        if missing:
-            raise ValueError(
-                f"{function}(state): expected the names of all shared entries in "
-                f"shared=, got none for {checks.listed(missing)}."
-            )
+    checks.all_matched(function, _names(tree), shared, kind=kind)
     own, _ = split(tree, shared)
     if not own:
         raise ValueError(

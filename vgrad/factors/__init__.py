@@ -1,5 +1,6 @@
 """Factors: compact forms of the gradients that one use of a parameter leaves."""
 
+from vgrad.factors.base import Covariances as Covariances
 from vgrad.factors.base import Dense as Dense
 from vgrad.factors.base import Factor as Factor
 from vgrad.factors.base import Norm as Norm

@@ -64,7 +64,7 @@ def stamped(op: str, value: Any) -> list[Stamp]:
         elif isinstance(value, FunctionType):  # not to its globals
             fields = (value.__defaults__, value.__kwdefaults__, vars(value))
             left += gc.get_referents(*(value.__closure__ or ()), *fields)
-        elif not isinstance(value, type | ModuleType):
+        elif not isinstance(value, (type, ModuleType)):  # `|` would make a type
             left += gc.get_referents(value)
     return stamps
 

@@ -189,8 +189,9 @@ class Recorder:
         """Run a call for all samples, and keep the uses of parameters."""
         if self._repeats:
             args, kwargs = tree_map_only(Tensor, self._original, (args, kwargs))
-        if leaf_of_loss := bool(kwargs) and kwargs.get("requires_grad") is True:
-            kwargs = kwargs | {"requires_grad": False}  # once it has its copies
+        if kwargs and kwargs.get("requires_grad") is True:  # once it has its copies
+            output = self._handle(mode, func, args, kwargs | {"requires_grad": False})
+            return self._requiring_grad(output)
         ordinary = is_ordinary(func)
         flags, tensors = self._mode.flags, among(args, kwargs)
         proxies: list[ParamProxy] = []
@@ -228,7 +229,7 @@ class Recorder:
         if not batched or self.made.copied:
             output = self.made.note(func, tensors, output, self._level, self.size)
         flags.after(func, tensors, output)
-        return self._requiring_grad(output) if leaf_of_loss else output
+        return output
 
     def _check_shown(self, func: Callable, proxies: list[ParamProxy]) -> None:
         """Refuse to show the graph or memory of a value computed from parameters."""
@@ -279,7 +280,8 @@ class Recorder:
                 stored = modes.unwrap_all(tensor).requires_grad_()
             self._ends[id(stored)] = stored
             self._mode.flags.sync(tensor)
-            self._inner.requires_grad(tensor)
+            if modes.is_mapped_here(tensor):
+                self._inner.leaves.append(tensor)
         return tensor
 
     def _by_form(self, form: Callable, func: Callable, args: tuple, kwargs: dict):
@@ -373,7 +375,8 @@ class Recorder:
         def hook(grads: tuple[Tensor | None, ...]) -> Any:
             if self._inner.runs:
                 for known, _ in left:
-                    self._inner.meet(known.names, op)
+                    why = f"derivative of {op}"
+                    self._inner.met.update(dict.fromkeys(known.names, why))
                 return None
             self._check_open()
             g = grads[number]
