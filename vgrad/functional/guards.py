@@ -41,6 +41,8 @@ class Protected(NamedTuple):
 class WriteGuard(TorchFunctionMode):
     """The function mode that refuses writes into protected tensors."""
 
+    hooked = 0  # the level of a transform that runs backward hooks
+
     def __init__(self, *protected: Protected) -> None:
         super().__init__()
         self._protected = [*protected]
@@ -72,6 +74,8 @@ class WriteGuard(TorchFunctionMode):
         self._saved.add(active[0])
         protected = tuple(self._protected)
         blocks = [each.again() for each in protected if each.again is not None]
+        if (now := autograd.hooks()) is not None:  # a block may have replaced them
+            self._saved.add(now[0])
         again = self.held(lambda: self.repeating(protected, blocks))
         autograd.repeats(active[0], again)
 
@@ -132,6 +136,13 @@ def protect(protected: Protected) -> AbstractContextManager:
         if isinstance(mode, WriteGuard):
             return mode.protecting(protected)
     return WriteGuard(protected)
+
+
+def backward_hooks_run() -> bool:
+    """Return whether backward hooks of modules run here, if inside of a transform."""
+    level = modes.current_level()
+    guards = (mode for mode in modes.function_modes() if isinstance(mode, WriteGuard))
+    return any(mode.hooked == level for mode in guards)
 
 
 _OF_THE_OBJECT = {"__set__", "set_", "requires_grad_", "detach_", "rename_"}

@@ -47,6 +47,7 @@ from vgrad.loss.values import (
 from vgrad.ops.record import OPS, Form
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private.autograd import is_foreign_op
+from vgrad.torch_private.control import CONTROL_FLOW, uncompiled
 
 Handler = Callable[["LossMode", Callable, tuple, dict], Any]
 """From the mode, a function of torch and its arguments to the result, or `NONE`."""
@@ -62,6 +63,7 @@ class LossMode(WriteGuard):
         flags: GradFlags | None = None,
         draws: Draws | None = None,
         looped: dict[str, str] | None = None,
+        hooks: dict[str, str] | None = None,
         is_parameter: Callable[[Tensor], bool] = lambda _: False,
         made: Made | None = None,
         seen: bool = False,
@@ -73,6 +75,7 @@ class LossMode(WriteGuard):
         self._handlers = handlers
         self.flags = flags  # of a vmap; None for one sample or member by itself
         self.looped = {} if looped is None else looped  # autograd.Functions, and lines
+        self.hooks = {} if hooks is None else hooks  # on gradients, and lines
         self.is_parameter = is_parameter
         self.made = made  # of a run that may be repeated
         self.seen = seen  # whether it has run under vmap, where batch norms are refused
@@ -98,7 +101,7 @@ class LossMode(WriteGuard):
         self.size, self.randomness = size, randomness
         self._watched = partial(self.draws.watched, size, alone=alone)
         self._casts = casts
-        with self, self._watched(), self._casting():
+        with uncompiled(), self, self._watched(), self._casting():
             yield
 
     @contextmanager
@@ -130,6 +133,9 @@ class LossMode(WriteGuard):
                     return func(*args, **kwargs)
             finally:
                 self.waiting = waiting
+        if (run := CONTROL_FLOW.get(func)) is not None:
+            with self:
+                return run(*args, **kwargs)
         writes = may_write(func) or not _OPTIONS.isdisjoint(kwargs)
         if writes:
             self.check(func, args, kwargs)
@@ -139,6 +145,8 @@ class LossMode(WriteGuard):
         try:
             if writes and (again := self._room(func, args, kwargs)) is not None:
                 raise again
+            if func is Tensor.register_hook:
+                self.note_hook("register_hook")
             for handle in handlers[-1:] if is_ordinary(func) else handlers:
                 if (output := handle(self, func, args, kwargs)) is not NONE:
                     return output
@@ -155,6 +163,10 @@ class LossMode(WriteGuard):
                 self._stop(error, func, args, kwargs)
         self.draws.values_read = True
         return self.__torch_function__(func, types, *arguments)
+
+    def note_hook(self, name: str) -> None:
+        """Note the line of a hook on a gradient."""
+        self.hooks.setdefault(name, where(sys._getframe()))
 
     def _room(
         self, func: Callable, args: tuple, kwargs: dict, *, failed: bool = False
@@ -227,7 +239,7 @@ class LossMode(WriteGuard):
                         'strategy="loop".'
                     )
                 self.flags = flags.afresh()
-            for block in (super().repeating(*args), again, self._casting()):
+            for block in (uncompiled(), super().repeating(*args), again, self._casting()):
                 stack.enter_context(block)
             try:
                 yield

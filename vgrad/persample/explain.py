@@ -60,6 +60,7 @@ class Explanation(Report):
     foreign: tuple[str, ...] = ()  # nodes and ops of others, which may write anywhere
     copied: int = 0  # bytes that factors hold as copies for that reason
     written: tuple[str, ...] = ()  # lines that make a tensor for each sample to write
+    hooks: tuple[str, ...] = ()  # on gradients, called for one sample after another
 
     def __str__(self) -> str:
         samples = f"{self.samples} sample{'s' * (self.samples != 1)}"
@@ -80,6 +81,11 @@ class Explanation(Report):
                 "\n\nEach sample has a tensor of its own, into which it is written, "
                 "from\n"
             ) + "\n".join(f"  {line}" for line in self.written)
+        if self.hooks:
+            title += (
+                "\n\nThe pass is recorded, but for hooks on gradients, which are called "
+                "for one sample after another:\n"
+            ) + "\n".join(f"  {line}" for line in self.hooks)
         head = ("parameter", *Row._fields[1:])
         cells = [(", ".join(row.names), *row[1:]) for row in self.rows]
         return f"{title}\n\n{table([head, *cells], right={4})}"
@@ -198,6 +204,7 @@ def _explained(call: Call) -> Explanation:
     else:
         why = "the loss can be recorded"
     copied = {} if strategy == "loop" else fallbacks.places.copied
+    hooks = fallbacks.hooks if strategy == "recorded" else {}
     return Explanation(
         call.function,
         strategy,
@@ -209,6 +216,7 @@ def _explained(call: Call) -> Explanation:
         tuple(sorted(fallbacks.foreign)),
         uses[largest].copied,
         tuple(dict.fromkeys(copied.values())),
+        tuple(f"{name} ({line})" for name, line in hooks.items()),
     )
 
 

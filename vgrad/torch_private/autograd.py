@@ -1,6 +1,7 @@
 """Tensors that autograd saves, checkpoints that recompute them, and nodes of graphs."""
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,16 +14,26 @@ from torch import Tensor
 from torch._C._autograd import (  # pyright: ignore[reportMissingModuleSource]
     _top_saved_tensors_default_hooks as _top,
 )
+from torch._C._autograd import (
+    _pop_saved_tensors_default_hooks as _pop,
+)
+from torch._C._autograd import (
+    _push_saved_tensors_default_hooks as _push,
+)
 from torch.autograd import function as _functions
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules._functions import BackwardHookFunction as ModuleHooks
 from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import CheckpointFunction as Reentrant
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import BackwardHook
 
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import OPS, leaf, version_of
 
-__all__ = ["Reentrant"]
+__all__ = ["ModuleHooks", "Reentrant"]
+
+# `ModuleHooks` is the identity whose nodes torch registers backward hooks of modules on.
 
 
 # The classes of all nodes that torch compiles in. Nodes of an autograd.Function have
@@ -97,6 +108,19 @@ def keeps_values(pack: Callable) -> bool:
 
 # The classes of hooks in torch/utils/checkpoint.py, of the first run and of the re-run.
 _FIRST, *_OTHERS = "_checkpoint_hook.", "_recomputation_hook.", "save_on_cpu."
+
+
+def unpack_at_once(check: Callable[[Tensor, Tensor], None]) -> None:
+    """Have the hooks at work unpack each tensor that they pack, for a check of both."""
+    pack, unpack = _top(False)
+
+    def packed(tensor: Tensor) -> Any:
+        handle = pack(tensor)
+        check(tensor, unpack(handle))
+        return handle
+
+    _pop()
+    _push(packed, unpack)
 
 
 def repeats(pack: Callable, around: Callable[[], AbstractContextManager]) -> None:
@@ -208,6 +232,20 @@ def _saved(tensor: Tensor, active: Hooks | None) -> Callable[[], Tensor]:
         return leaf(value) if requires_grad else value
 
     return unpacked
+
+
+def hooked_call() -> Any:
+    """Return the call of a module whose backward hooks torch sets up; None for none.
+
+    It has the `module`, its full `user_hooks` and its `user_pre_hooks`.
+    """
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not _SETS_UP:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
+
+
+_SETS_UP = BackwardHook._apply_on_tensors.__code__
 
 
 def reenters(loss: Tensor) -> bool:

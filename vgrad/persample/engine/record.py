@@ -9,7 +9,7 @@ autograd's gradient of the expansion is the per-sample gradient.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ from vgrad.loss.mode import SAMPLES, LossMode, is_ordinary, run_op
 from vgrad.loss.values import NONE
 from vgrad.ops.record import OPS, Maker, Op
 from vgrad.persample.engine.call import Call, Take
+from vgrad.persample.engine.hooks import check_saved, run_hooks
 from vgrad.persample.engine.inner import REQUIRE, Derivatives, refusal
 from vgrad.persample.engine.proxies import (
     ParamProxy,
@@ -100,12 +101,12 @@ class Recorder:
         self._open = self._last = False  # whether a backward pass runs, and the last
         self._op: Callable | None = None  # of the recorded form that runs
         self.checkpoints = False  # whether ops run again in the backward pass
-        self._repeats = False  # whether a checkpoint runs again now
+        self.repeats = False  # whether a checkpoint runs again now
         self._owns = False  # whether a node may write into any tensor it reaches
         self._foreign: dict[str, None] = {}  # ops of libraries
         self._mode: Any = None
         self._level = 0
-        self._inner = Derivatives(self)
+        self.inner = Derivatives(self)
         for name, value in call.params.items():
             proxy = value.detach().requires_grad_()
             root = ParamProxy((name,), proxy, proxy.detach(), proxy, lambda root: root)
@@ -124,7 +125,8 @@ class Recorder:
             is_parameter=self.is_parameter,
             made=self.made,
         )
-        self._inner.start()
+        self._mode.hooked = self._level
+        self.inner.start()
         return self._mode
 
     def checked(self, result: tuple[Tensor, Tree]) -> tuple[Tensor, Tree]:
@@ -140,7 +142,7 @@ class Recorder:
         """Break cycles, and free tensors that no backward pass reached."""
         for left in self._hooked.values():
             left.clear()
-        self._inner.close()
+        self.inner.close()
         if self._mode is not None:
             self._mode.close()
             self._mode = None
@@ -150,12 +152,8 @@ class Recorder:
     def _checkpoint(self) -> Callable[[], AbstractContextManager]:
         """Have a checkpoint inside of the loss run again as it ran first."""
         hooks = autograd.hooks()
-        if hooks is None or not autograd.keeps_values(hooks[0]):
-            raise UnsupportedOp(
-                "loss: expected tensors that are saved for the backward pass as they "
-                "are, by an activation checkpoint or by save_on_cpu, got other hooks "
-                'on saved tensors, which would see all samples. Use strategy="loop".'
-            )
+        if hooks is not None and not autograd.keeps_values(hooks[0]):
+            autograd.unpack_at_once(check_saved)
         if self.twice:
             raise refusal("checkpoint", "activation checkpoints")
         self.checkpoints = True
@@ -164,11 +162,11 @@ class Recorder:
     @contextmanager
     def _repeating(self) -> Iterator[None]:
         # For values alone: nothing is differentiated, so no use counts twice.
-        self._repeats = True
+        self.repeats = True
         try:
             yield
         finally:
-            self._repeats = False
+            self.repeats = False
 
     def _original(self, tensor: Tensor) -> Tensor:
         """Return the proxy itself for a copy that was saved with its data."""
@@ -186,7 +184,7 @@ class Recorder:
 
     def _handle(self, mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a call for all samples, and keep the uses of parameters."""
-        if self._repeats:
+        if self.repeats:
             args, kwargs = tree_map_only(Tensor, self._original, (args, kwargs))
         if leaf_of_loss := bool(kwargs) and kwargs.get("requires_grad") is True:
             kwargs = kwargs | {"requires_grad": False}  # once it has its copies
@@ -203,7 +201,7 @@ class Recorder:
             elif tensor.requires_grad:
                 # The loss closes over it. The backward pass must visit the ops between
                 # it and the loss, which may use parameters.
-                if not modes.is_wrapped(tensor) and not self._repeats:
+                if not modes.is_wrapped(tensor) and not self.repeats:
                     self._ends[id(tensor)] = tensor
         if not ordinary:
             if modes.current_level() == self._level:  # not a transform inside
@@ -211,7 +209,9 @@ class Recorder:
                     tensor = self._requiring_grad(args[0])
                     # Torch would keep a result of the setter forever.
                     return tensor if func is Tensor.requires_grad_ else None
-                if (output := self._inner.run(func, args, kwargs)) is not NONE:
+                if (output := self.inner.run(func, args, kwargs)) is NONE:
+                    output = run_hooks(self, func, args, kwargs)
+                if output is not NONE:
                     flags.after(func, tensors, output)
                     return output
             if is_foreign_op(func):
@@ -265,7 +265,9 @@ class Recorder:
             return run_op(self._mode, func, args, kwargs)
         if here and not batched and not self.made.copies_here():
             # The graph is kept: factors are taken back through it in the end.
-            with autograd.plain():
+            active = autograd.hooks()
+            keeps = active is None or autograd.keeps_values(active[0])
+            with autograd.plain() if keeps else nullcontext():
                 return self._derived(func, args, kwargs, proxies)
         user = args[0] if func is modes.custom_function_call else func
         copies = {id(known.proxy): self.expanded(known, user) for known in proxies}
@@ -278,7 +280,7 @@ class Recorder:
                 stored = modes.unwrap_all(tensor).requires_grad_()
             self._ends[id(stored)] = stored
             self._mode.flags.sync(tensor)
-            self._inner.requires_grad(tensor)
+            self.inner.requires_grad(tensor)
         return tensor
 
     def _by_form(self, form: Callable, func: Callable, args: tuple, kwargs: dict):
@@ -331,7 +333,7 @@ class Recorder:
             if rule.transposed is not None and torch.is_grad_enabled():
                 name = op_name(self._op or func)
                 with self.below():
-                    output = self._inner.applied(name, func, physical, weights)
+                    output = self.inner.applied(name, func, physical, weights)
                     return self.logical(output)
         with self.below():
             for name, known in weights.items():
@@ -346,7 +348,7 @@ class Recorder:
                 hooks = autograd.hooks()
                 if hooks is not None:
                     makers = _packed(rule.factors, kept, weights, hooks)
-                if not self._repeats:
+                if not self.repeats:
                     uses = [(known, makers[name]) for name, known in weights.items()]
                     name, ends = op_name(self._op or func), not follows
                     output = self._tapped(name, output, uses, ends, hooks is None)
@@ -369,9 +371,9 @@ class Recorder:
             self.expect(known)
 
         def hook(grads: tuple[Tensor | None, ...]) -> Any:
-            if self._inner.runs:
+            if self.inner.runs:
                 for each in names:
-                    self._inner.meet(each, op)
+                    self.inner.meet(each, op)
                 return None
             self._check_open()
             g = grads[number]
@@ -492,7 +494,7 @@ class Recorder:
 
     @property
     def twice(self) -> bool:
-        return self._inner.twice
+        return self.inner.twice
 
     def physical(self, tensor: Tensor) -> Tensor:
         own = modes.in_front(tensor, self._level)
@@ -535,7 +537,7 @@ class Recorder:
 
     def _end(self, value: Tensor) -> Tensor:
         value.requires_grad_()
-        if not self._repeats:
+        if not self.repeats:
             self._ends[id(value)] = value
         return value
 
@@ -543,13 +545,13 @@ class Recorder:
         known = self._known.get(id(tensor))
         if known is None:
             return None
-        if self._repeats:
+        if self.repeats:
             return lambda _: None
         name = op_name(self._op)
         self.expect(known)
 
         def arrived(factor: Factor) -> None:
-            if not self._inner.runs:
+            if not self.inner.runs:
                 self._check_open()
                 self.accept(known, factor, name)
 
@@ -563,6 +565,8 @@ class Recorder:
         known = self._known.values()
         origins = [each.origin for each in known if each.replay is None]
         nodes = foreign_nodes([losses, *origins])
+        hooked = f"{autograd.ModuleHooks.__name__}Backward"  # which writes nothing
+        nodes = [name for name in nodes if name != hooked]
         names = list(dict.fromkeys([*nodes, *self._foreign]))
         self._owns = bool(names)
         return names
