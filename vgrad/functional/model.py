@@ -20,7 +20,6 @@ from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import (
     has_backward_hooks,
     has_forward_hooks,
-    has_old_backward_hooks,
     keeps_parametrized,
     versions_of,
     with_attributes,
@@ -90,7 +89,6 @@ class FunctionalModel:
             for name, module in modules.items()
             if has_backward_hooks(module)
         ]
-        self._hooked_ops = any(map(has_old_backward_hooks, modules.values()))
         self._parametrized = any(map(is_parametrized, modules.values()))
         # Torch's own modules write into no parameter, and into an input only with
         # `inplace`: copies would only cost.
@@ -254,8 +252,7 @@ class FunctionalModel:
         self, values: dict[str, Tensor], args: tuple, kwargs: dict
     ) -> tuple[Any, dict[str, Tensor]]:
         """Call the module; return its output and the values that it has left."""
-        runs = not self._hooked_ops and guards.backward_hooks_run()
-        if self._hooked and modes.inside_transform() and not runs:
+        if self._hooked and modes.inside_transform() and not guards.hooks_run():
             raise RuntimeError(
                 f"fmodel(params, buffers): expected a model without backward hooks, "
                 f"which transforms of torch.func skip, got some on "

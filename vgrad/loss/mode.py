@@ -239,7 +239,8 @@ class LossMode(WriteGuard):
                         'strategy="loop".'
                     )
                 self.flags = flags.afresh()
-            for block in (uncompiled(), super().repeating(*args), again, self._casting()):
+            stack.enter_context(uncompiled())
+            for block in (super().repeating(*args), again, self._casting()):
                 stack.enter_context(block)
             try:
                 yield

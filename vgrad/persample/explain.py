@@ -83,8 +83,7 @@ class Explanation(Report):
             ) + "\n".join(f"  {line}" for line in self.written)
         if self.hooks:
             title += (
-                "\n\nThe pass is recorded, but for hooks on gradients, which are called "
-                "for one sample after another:\n"
+                "\n\nHooks on gradients are called for one sample after another:\n"
             ) + "\n".join(f"  {line}" for line in self.hooks)
         head = ("parameter", *Row._fields[1:])
         cells = [(", ".join(row.names), *row[1:]) for row in self.rows]

@@ -11,15 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import (  # pyright: ignore[reportMissingModuleSource]
-    _top_saved_tensors_default_hooks as _top,
-)
-from torch._C._autograd import (
-    _pop_saved_tensors_default_hooks as _pop,
-)
-from torch._C._autograd import (
-    _push_saved_tensors_default_hooks as _push,
-)
+from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import function as _functions
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules._functions import BackwardHookFunction as ModuleHooks
@@ -33,7 +25,7 @@ from vgrad.torch_private.tensors import OPS, leaf, version_of
 
 __all__ = ["ModuleHooks", "Reentrant"]
 
-# `ModuleHooks` is the identity whose nodes torch registers backward hooks of modules on.
+# `ModuleHooks` is the identity on whose nodes torch puts the backward hooks of modules.
 
 
 # The classes of all nodes that torch compiles in. Nodes of an autograd.Function have
@@ -82,7 +74,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 def hooks() -> Hooks | None:
     """Return the hooks on saved tensors that are at work, the innermost ones."""
-    return _top(False)
+    return _autograd._top_saved_tensors_default_hooks(False)
 
 
 # Dynamo, which cannot trace it, may take the answer for a constant. That is
@@ -112,15 +104,15 @@ _FIRST, *_OTHERS = "_checkpoint_hook.", "_recomputation_hook.", "save_on_cpu."
 
 def unpack_at_once(check: Callable[[Tensor, Tensor], None]) -> None:
     """Have the hooks at work unpack each tensor that they pack, for a check of both."""
-    pack, unpack = _top(False)
+    pack, unpack = _autograd._top_saved_tensors_default_hooks(False)
 
     def packed(tensor: Tensor) -> Any:
         handle = pack(tensor)
         check(tensor, unpack(handle))
         return handle
 
-    _pop()
-    _push(packed, unpack)
+    _autograd._pop_saved_tensors_default_hooks()
+    _autograd._push_saved_tensors_default_hooks(packed, unpack)
 
 
 def repeats(pack: Callable, around: Callable[[], AbstractContextManager]) -> None:
@@ -235,10 +227,7 @@ def _saved(tensor: Tensor, active: Hooks | None) -> Callable[[], Tensor]:
 
 
 def hooked_call() -> Any:
-    """Return the call of a module whose backward hooks torch sets up; None for none.
-
-    It has the `module`, its full `user_hooks` and its `user_pre_hooks`.
-    """
+    """Return the `BackwardHook` that torch sets up for a call of a module, or None."""
     frame = sys._getframe()
     while frame is not None and frame.f_code is not _SETS_UP:
         frame = frame.f_back

@@ -259,11 +259,6 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-def has_old_backward_hooks(module: nn.Module) -> bool:
-    """Return whether some of them are hooks on the node of one op."""
-    return bool(module._backward_hooks) and not module._is_full_backward_hook
-
-
 def makes_memory(op: Any) -> bool:
     """Return whether an op returns nothing but new memory."""
     returns = getattr(getattr(op, "_schema", None), "returns", ())

@@ -2,11 +2,10 @@
 
 A gradient in such a pass is one of all samples, `[B, ...]`. A hook is any function of
 one sample's: it may clip by a norm, read values, or keep some for itself. So it is
-called for one sample after another, as a loop calls it, with plain tensors. Tensors of
-the loss that it closes over are those of the sample as well.
+called for one sample after another, with plain tensors, as a loop calls it.
 
 Autograd saves other tensors in such a pass than for one sample. So hooks on them have
-to keep all values as they are.
+to keep all values.
 """
 
 from collections import OrderedDict
@@ -27,7 +26,6 @@ from vgrad.torch_private.tensors import version_of
 from vgrad.tree import tensors, tree_map_only
 
 _GRAD_FN: Any = Tensor.grad_fn
-_GET_GRAD_FN = _GRAD_FN.__get__
 
 Grads = tuple[Tensor | None, ...]
 
@@ -38,105 +36,70 @@ def run_hooks(recorder: Any, func: Callable, args: tuple, kwargs: dict) -> Any:
         return _on_tensor(recorder, *args, **kwargs)
     if func is modes.custom_function_call and args[0] is autograd.ModuleHooks:
         return _on_module(recorder, args[1:])
-    if func == _GET_GRAD_FN and autograd.hooked_call() is not None:
+    if func == _GRAD_FN.__get__ and autograd.hooked_call() is not None:
         return modes.unwrap_all(args[0]).grad_fn
     return NONE
 
 
 def _on_tensor(recorder: Any, tensor: Tensor, hook: Callable) -> Any:
-    if recorder.repeats:  # and no gradient comes there
+    if recorder.repeats:  # no gradient comes there
         return RemovableHandle(OrderedDict())
     if not modes.is_mapped_here(tensor):
         if tensor.requires_grad:
             recorder.inner.needs_copies(tensor, "register_hook")
         return NONE
-    axis = modes.batch_axis(tensor)
-    each = partial(_each, recorder.size, modes.current_level(), axis)
+    axis, level = modes.batch_axis(tensor), modes.current_level()
 
-    def of_one(grads: Grads, _: Grads) -> Grads | None:
+    def of_one(grads: Grads) -> Grads | None:
         new = hook(*grads)
         return None if new is None else (new,)
 
-    def hooked(grad: Tensor) -> Tensor | None:
-        new = each(of_one, (grad,), ())
-        return None if new is None else new[0]
-
-    return modes.unwrapped(tensor).register_hook(hooked)
+    each = partial(_each, recorder.size, level, axis, of_one)
+    return modes.unwrapped(tensor).register_hook(lambda grad: each((grad,))[0])
 
 
-def _on_module(recorder: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def _on_module(recorder: Any, given: Sequence[Tensor]) -> Sequence[Tensor]:
     """Run the identity on whose nodes torch puts the backward hooks of a module."""
     call = autograd.hooked_call()
     recorder.watching().note_hook(f"backward hooks of {type(call.module).__name__}")
     each = partial(_each, recorder.size, modes.current_level(), 0)
 
-    def full(hook: Callable) -> Callable:
-        return lambda module, inputs, outputs: each(
-            lambda into, out: hook(module, into, out), inputs, outputs
-        )
-
-    def pre(hook: Callable) -> Callable:
-        return lambda module, outputs: each(
-            lambda out, _: hook(module, out), outputs, ()
-        )
+    def of_samples(hook: Callable) -> Callable:
+        return lambda module, *grads: each(partial(hook, module), *grads)
 
     if type(call.user_hooks) is list:  # torch comes for inputs, and for outputs
-        call.user_hooks = tuple(map(full, call.user_hooks))
-        call.user_pre_hooks = tuple(map(pre, call.user_pre_hooks))
+        call.user_hooks = tuple(map(of_samples, call.user_hooks))
+        call.user_pre_hooks = tuple(map(of_samples, call.user_pre_hooks))
     with recorder.below():
-        outputs = autograd.ModuleHooks.apply(*map(recorder.copies, tensors))
+        outputs = autograd.ModuleHooks.apply(*map(recorder.copies, given))
     return tuple(
-        recorder.logical(output)
-        if modes.is_batched(tensor) or tensor.requires_grad
-        else tensor
-        for tensor, output in zip(tensors, outputs, strict=True)
+        recorder.logical(new) if modes.is_batched(x) or x.requires_grad else x
+        for x, new in zip(given, outputs, strict=True)
     )
 
 
-def _each(
-    size: int, level: int, axis: int, hook: Callable, grads: Grads, others: Grads
-) -> Grads | None:
-    """Return what a hook makes of the gradients of all samples, None for no change."""
-    own, more = tree_map_only(
-        Tensor, lambda grad: grad.movedim(axis, 0).clone(), (grads, others)
-    )
-    versions = [*map(version_of, tensors((own, more)))]
-    rows, results = [], []
+def _each(size: int, level: int, axis: int, hook: Callable, *grads: Grads) -> Grads:
+    """Return the first of some gradients, replaced by a hook for one sample's."""
+    own = tree_map_only(Tensor, lambda g: g.movedim(axis, 0).clone(), grads)
+    versions, results = [*map(version_of, tensors(own))], []
     for number in range(size):
-        row, rest = tree_map_only(
-            Tensor, lambda grad, n=number: grad.select(0, n), (own, more)
-        )
+        row = tree_map_only(Tensor, lambda g, n=number: g.select(0, n), own)
         with _OfSample(level, number):
-            results.append(hook(row, rest))
-        rows.append(row)
-    if versions != [*map(version_of, tensors((own, more)))]:
-        raise _refusal("writes into one, where others may be in that memory")
-    if all(result is None for result in results):
-        return None
-    pairs = zip(rows, results, strict=True)
-    results = [row if result is None else result for row, result in pairs]
-    if any(map(_differ, rows, results)):
-        raise _refusal("returns others")
+            new = hook(*row)
+        results.append(row[0] if new is None else new)
+        shapes = [[getattr(g, "shape", g) for g in x] for x in (row[0], results[-1])]
+        if shapes[0] != shapes[1] or versions != [*map(version_of, tensors(own))]:
+            raise UnsupportedOp(
+                "hook: expected one that returns None, or a gradient of the same shape "
+                "for each that it gets, got one that returns others, or that writes in "
+                'place. Use strategy="loop".'
+            )
     columns = zip(*results, strict=True)
-    return tuple(
-        None if each[0] is None else torch.stack(each, axis) for each in columns
-    )
-
-
-def _refusal(got: str) -> UnsupportedOp:
-    return UnsupportedOp(
-        f"hook: expected one that returns a gradient of the same shape for each that "
-        f'it gets, or None, got one that {got}. Use strategy="loop".'
-    )
-
-
-def _differ(row: Grads, result: Any) -> bool:
-    shapes = ([getattr(g, "shape", None) for g in each] for each in (row, result))
-    return next(shapes) != next(shapes)
+    return tuple(None if x[0] is None else torch.stack(x, axis) for x in columns)
 
 
 class _OfSample(TorchFunctionMode):
-    """Takes tensors of all samples, of a vmap that has ended, for those of one."""
+    """Has tensors of the loss, which a hook may close over, be those of a sample."""
 
     def __init__(self, level: int, number: int) -> None:
         super().__init__()
@@ -145,14 +108,13 @@ class _OfSample(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        args, kwargs = tree_map_only(Tensor, self._own, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        def row(tensor: Tensor) -> Tensor:
+            wrapped = modes.is_wrapped(tensor)
+            own = modes.in_front(tensor, self._level) if wrapped else None
+            return tensor if own is None else own.select(0, self._number)
 
-    def _own(self, tensor: Tensor) -> Tensor:
-        if not modes.is_wrapped(tensor):
-            return tensor
-        own = modes.in_front(tensor, self._level)
-        return tensor if own is None else own.select(0, self._number)
+        args, named = tree_map_only(Tensor, row, (args, kwargs or {}))
+        return func(*args, **named)
 
 
 def check_saved(tensor: Tensor, unpacked: Tensor) -> None:
