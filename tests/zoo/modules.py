@@ -248,12 +248,7 @@ def closed_over() -> Use:
     return use
 
 
-@row(
-    "hook on an activation's gradient",
-    today=Exact(
-        "vmap", "leaves the graph, the hooks and the memory of its tensors alone"
-    ),
-)
+@row("hook on an activation's gradient")
 def gradient_hook() -> Use:
     """A hook on an activation, which reverses its gradient."""
 
