@@ -23,7 +23,7 @@ LAYERS = [
     {"loss"},
     {"precision"},
     {"persample"},
-    {"dp", "testing"},
+    {"curvature", "dp", "testing"},
     {"ensemble"},
     {"training"},
     {"compiled"},

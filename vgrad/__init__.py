@@ -41,6 +41,7 @@ Rooms; `vgrad.distributed`, of many ranks, and `vgrad.cli` are imported by name:
 
 * `persample`: the options that all per-sample transforms share
 * `dp`, `training`: private training, and the steps of any training
+* `curvature`: Gauss-Newton and Fisher matrices, Kronecker factors, Jacobians
 * `optim`, `precision`: optimizers as pairs of pure functions, policies
 * `ensemble`, `compiled`: predictions and calibration, reports of `compile`
 * `ops`, `testing`, `typing`: rules for own ops, their test, types of annotations
@@ -52,6 +53,7 @@ from torch.func import functional_call, grad, grad_and_value, vmap
 
 from vgrad import (
     compiled,
+    curvature,
     dp,
     ensemble,
     ops,
@@ -115,6 +117,7 @@ __all__ = [
     "combine_state_for_ensemble",
     "compile",
     "compiled",
+    "curvature",
     "dp",
     "ensemble",
     "ensemble_forward",

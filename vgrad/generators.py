@@ -20,7 +20,7 @@ import torch
 from numpy.random.bit_generator import ISeedSequence
 from torch import Tensor
 
-from vgrad import checks, conditions, devices
+from vgrad import checks, devices
 from vgrad.torch_private.kernels import default_generator
 
 Tag = str | int | float
@@ -218,9 +218,7 @@ def random_state(tensors: Iterable[Tensor]) -> RandomState:
 
 
 def set_random_state(state: RandomState) -> None:
-    """Restore the generators, which a graph of ops would not repeat."""
-    if conditions.checks_collected():
-        raise conditions.Unrepeatable("it puts torch's generators back")
+    """Restore the generators."""
     torch.set_rng_state(state[0])
     for device, of_device in state[1].items():
         default_generator(device).set_state(of_device)
@@ -228,8 +226,6 @@ def set_random_state(state: RandomState) -> None:
 
 def set_seed(seed: int, tensors: Iterable[Tensor]) -> None:
     """Start the generators that computing with `tensors` may use from a seed."""
-    if conditions.checks_collected():
-        raise conditions.Unrepeatable("it seeds torch's generators")
     torch.default_generator.manual_seed(seed)
     for device in devices.accelerators(tensors):
         default_generator(device).manual_seed(seed)

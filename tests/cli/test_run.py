@@ -505,6 +505,7 @@ BAD = [
     (["--group-norms", "x:1"], "--group-norms x:1: expected patterns of names of para"),
     (["--group-norms", "*t:1"], "--group-norms *t:1: expected every parameter to matc"),
     (["--group-norms", "*:1", *QUANTILE], "--clip-quantile 0.5: expected one of them"),
+    (["--group-norms", "*:1", "--max-norm", "2"], "--max-norm 2.0: expected one of th"),
     (QUANTILE, "--noise blt:2 --clip-quantile 0.5: expected one of discrete noise, co"),
     (["--device", "teapot"], "--device teapot: expected cpu"),
     (["--device", "meta"], "--device meta: expected cpu"),

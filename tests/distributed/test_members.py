@@ -23,6 +23,7 @@ from vgrad.ensemble import (
     for_members,
     predict,
     share,
+    take,
 )
 from vgrad.training import EarlyStopping, EnsembleState, ensemble_train_step, load, save
 from vgrad.tree import map_tensors, state_dict
@@ -250,6 +251,27 @@ def test_another_number_of_ranks_goes_on(ranks, tmp_path):
         expected = _run(mesh, tmp_path / "whole", 4)
     for state in ranks(4).on_mesh(_run, tmp_path / "state", 4, axis="members"):
         same(state, expected)
+
+
+def _taken(mesh):
+    """Copy members among those of all ranks, between two steps."""
+    fmodel, params, buffers = ensemble(0.5, SHARED)
+    tx, chosen, (x, y) = vgrad.optim.adam(0.1), [4, 0, 4, 3, 1], batch()
+    whole = EnsembleState.create(tx, params, buffers, shared=SHARED, seed=2)
+    step = ensemble_train_step(vgrad.batch_loss(fmodel, F.mse_loss), tx, shared=SHARED)
+    step = member_parallel(step, mesh, members=E)
+    for indices in (chosen, range(E)):
+        state, _ = step(shard_members(whole, mesh, shared=SHARED), x[0], y)
+        whole = take(gather_members(state, mesh, shared=SHARED), indices, shared=SHARED)
+    with pytest.raises(ValueError, match="gather_members comes before"):
+        take(state, [E], shared=SHARED)
+    return whole
+
+
+def test_members_are_taken_from_all_ranks(some):
+    results, alone = on_ranks(some, _taken)
+    for whole in results:
+        same(whole, alone)
 
 
 def _stopped(mesh):

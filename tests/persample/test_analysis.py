@@ -1,6 +1,7 @@
 """Products, projections and moments: properties of each, beside the contract."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -251,6 +252,60 @@ def test_products_of_signed_projections_vary_as_all_signs_together(pair):
     each, room = project_pair(pair, 200_000, seed=12), (variance / 200_000) ** 0.5
     assert abs(float(each.mean() - exact)) < 5 * float(room) + 1e-9
     assert float(each.var()) == pytest.approx(float(variance), rel=0.05, abs=1e-9)
+
+
+@every_strategy
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("name", ["mlp", "cnn", "padding_idx", "tied", "grouped_conv"])
+def test_pairs_project_both_sides_of_each_parameter(name, strategy, chunk_size):
+    loss, params, buffers, batch, expected = build(name, 5)
+    options = {"seed": 1, "strategy": strategy, "chunk_size": chunk_size}
+    for dim in ((2, 3), (3, 500), (500, 500)):
+        project = per_sample_projection(loss, dim, **options)
+        found = project(params, buffers, *batch)
+        for each, grad in expected.items():
+            o, i = len(grad[0]), grad[0].numel() // len(grad[0])
+            matrix = grad.ndim > 2
+            size = min(dim[0], o) * min(dim[1], i) if matrix else min(math.prod(dim), o)
+            assert found[each].shape == (5, size)
+            if size == o * i:  # nothing to project: the gradient itself
+                oracle.assert_exact(found[each], grad.flatten(1))
+        empty = project(params, buffers, *rows(batch, slice(0)))
+        assert {n: x.shape[1:] for n, x in empty.items()} == {
+            n: x.shape[1:] for n, x in found.items()
+        }
+    one = per_sample_projection(loss, (2, 3), seed=1, strategy="loop")
+    found = per_sample_projection(loss, (2, 3), **options)(params, buffers, *batch)
+    oracle.assert_exact(found, one(params, buffers, *batch))
+
+
+@pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
+def test_directions_of_pairs_are_outer_products_that_keep_inner_products(kind):
+    shape, options = (5, 2, 4), {"kind": kind}
+    total, count = 0.0, 3000
+    for seed in range(count):
+        each = directions("w", shape, (3, 4), seed=seed, **options)
+        total = total + each.T @ each
+    # The mean of P^T P is the identity; each entry has a variance of 9 at most.
+    assert float((total / count - torch.eye(40)).abs().max()) < 5 * 3 / count**0.5
+    each = directions("w", shape, (3, 4), seed=0, **options).view(3, 4, 5, 8)
+    sides = each.transpose(1, 2).reshape(15, 32)
+    assert int(torch.linalg.matrix_rank(sides, rtol=1e-5)) == 1
+    if kind == "rademacher":
+        assert each.abs().unique().numel() == 1
+        assert float(each.abs().max()) == pytest.approx(1 / 12**0.5)
+    kept = directions("w", shape, (5, 4), seed=0, **options).view(5, 4, 5, 8)
+    assert torch.equal(kept.abs().sum((1, 3)) > 0, torch.eye(5) > 0)
+
+
+def test_a_pair_must_be_two_whole_numbers():
+    for dim, part in (
+        (0, "dim=0"),
+        ((2, 0), r"dim\[1\]=0"),
+        ((1, 2, 3), r"dim=\[1, 2, 3"),
+    ):
+        with pytest.raises(ValueError, match=rf"per_sample_projection\({part}"):
+            per_sample_projection(inner, dim, seed=0)
 
 
 def source(seed=0):

@@ -113,7 +113,16 @@ ROWS = {
         "value = grad(y, x)[0].square().sum() + y",
         params=KERNELS,
         batch=(IMAGES,),
-        copied=None,
+    ),
+    "past convolutions with steps, gaps, groups and ends, three times": Row(
+        LEAF + "y = F.conv2d(x[None], w[:, :1], b, (2, 1), (1, 0), (1, 2), 2).sin()"
+        "\ny = F.conv_transpose2d(y, v[..., None, None], s, (3, 2), 0, (2, 1)).sin()"
+        "\ny = F.conv2d(y, w.view(2, 4, 2, 2), padding='same', dilation=2).sin()"
+        "\ny = F.conv_transpose1d(y.flatten(2), h, None, 1, 0, 1, 1, 2).sin().sum()"
+        "\nfor _ in range(2): y = grad(y, x)[0].sin().sum()\nvalue = y",
+        params=KERNELS | {"v": P["v"], "s": P["s"], "h": randn(2, 3, 2, seed=14)},
+        batch=(IMAGES,),
+        copied="h",  # whose output is padded by more than its step
     ),
     "past a norm": Row(
         LEAF + "h = F.layer_norm(F.linear(x, w), (4,), b, s); y = F.linear(h, v) @ u;"

@@ -56,11 +56,12 @@ built = functools.cache(losses.build)
 
 @functools.cache
 def directions(name, shape, dim=5, kind="rademacher", seed=3):
-    """Directions of one parameter, [dim, P], as projections of unit vectors."""
+    """Directions of one parameter, [k, P], as projections of unit vectors."""
     size = math.prod(shape)
     units = torch.eye(size, dtype=torch.float64).view(size, *shape)
     compute = vgrad.per_sample_projection(product_of_all, dim, seed=seed, kind=kind)
-    return compute({name: torch.zeros(shape).double()}, {}, {name: units}).T
+    found = compute({name: torch.zeros(shape).double()}, {}, {name: units})
+    return (found[name] if isinstance(dim, tuple) else found).T
 
 
 def product_of_all(params, buffers, sample):

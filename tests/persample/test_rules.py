@@ -21,7 +21,13 @@ import vgrad
 from tests import oracle
 from tests.examples import examples
 from tests.losses import assert_gradients, assert_quantities
-from tests.persample.test_quantities import clipped_sum, gram, projected
+from tests.persample.test_quantities import (
+    clipped_sum,
+    directions,
+    flat,
+    gram,
+    projected,
+)
 from vgrad.factors import Conv, conv, costs
 from vgrad.ops import OPS
 from vgrad.persample import EXPANDED
@@ -373,6 +379,12 @@ def check_quantities(case, size, strategy="recorded", dtype=torch.float64, **tol
     oracle.assert_exact(compute(*given, cross=first), gram(grads, one), **tolerance)
     compute = vgrad.per_sample_projection(case.loss, 5, seed=4, **options)
     oracle.assert_exact(compute(*given), projected(grads, 4), **tolerance)
+    compute = vgrad.per_sample_projection(case.loss, (2, 3), seed=4, **options)
+    exact = {
+        n: flat(g) @ directions(n, g.shape[1:], (2, 3), seed=4).T
+        for n, g in grads.items()
+    }
+    oracle.assert_exact(compute(*given), exact, **tolerance)
 
 
 @contextlib.contextmanager

@@ -84,6 +84,8 @@ class Entry:
     build: Callable[[], Use]  # after the generator is seeded
     today: Exact | Refused | Impossible = Exact()
     tolerance: float = 1e-9  # of gradients, norms and clipped sums, each relative
+    single: bool = False  # the package runs in float32
+    plainly: Callable[[Any], Any] = lambda model: None  # so that float64 runs as well
     options: Mapping[str, Any] = field(default_factory=dict)  # of the transforms
     through: Callable[[Any], Any] = lambda transform: transform  # before its call
     # Plain autograd runs two copies of each sample, for the mean of their losses: with

@@ -36,6 +36,19 @@ READER = SMALL | dict(vocab_size=50, max_position_embeddings=16)
 READER |= dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 WRITER = SMALL | dict(vocab_size=50, max_position_embeddings=16, num_key_value_heads=1)
 EXPERTS = WRITER | dict(num_local_experts=4, num_experts_per_tok=2)
+GPT_OSS = EXPERTS | dict(head_dim=8, sliding_window=4)
+QWEN_3 = WRITER | dict(moe_intermediate_size=12, num_experts=4, num_experts_per_tok=2)
+QWEN_3 |= dict(head_dim=8, norm_topk_prob=True)
+DEEPSEEK = EXPERTS | dict(n_routed_experts=4, n_group=2, topk_group=1, q_lora_rank=8)
+DEEPSEEK |= dict(kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8)
+DEEPSEEK |= dict(moe_intermediate_size=12, first_k_dense_replace=1)
+DEEPSEEK |= dict(num_key_value_heads=2)
+QWEN_NEXT = QWEN_3 | dict(shared_expert_intermediate_size=8, linear_num_key_heads=2)
+QWEN_NEXT |= dict(linear_num_value_heads=2, linear_key_head_dim=4)
+QWEN_NEXT |= dict(linear_value_head_dim=4)
+QWEN_NEXT |= dict(layer_types=["linear_attention", "full_attention"])
+JAMBA = EXPERTS | dict(num_experts=4, attn_layer_period=2, attn_layer_offset=1)
+JAMBA |= dict(expert_layer_period=2, mamba_d_state=4, mamba_dt_rank=2)
 VIEWER = SMALL | dict(image_size=8, patch_size=4, num_labels=3)
 GPT2 = dict(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2)
 GPT2 |= dict(bos_token_id=1, eos_token_id=2, resid_pdrop=0.0, embd_pdrop=0.0)
@@ -55,6 +68,10 @@ LONGFORMER |= dict(pad_token_id=1)
 BLOOM = dict(vocab_size=50, hidden_size=16, n_layer=2, n_head=2)
 MAMBA = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, state_size=4)
 MAMBA |= dict(time_step_rank=2)
+MAMBA_2 = SMALL | dict(vocab_size=50, state_size=4, num_heads=4, head_dim=8, n_groups=2)
+MAMBA_2 |= dict(chunk_size=4)
+MODERN = READER | dict(local_attention=4, pad_token_id=0, bos_token_id=1)
+MODERN |= dict(eos_token_id=2, cls_token_id=1, sep_token_id=2)
 REFORMER = dict(
     vocab_size=50, attention_head_size=8, hidden_size=16, feed_forward_size=24
 )
@@ -92,6 +109,8 @@ ALBERT = READER | dict(embedding_size=8)
 OPT = READER | dict(ffn_dim=24, word_embed_proj_dim=16, dropout=0.0)
 BIG_BIRD = READER | dict(attention_type="original_full")
 GEMMA = WRITER | dict(head_dim=8)
+VAULT = GEMMA | dict(sliding_window=4, query_pre_attn_scalar=8)
+VAULT |= dict(layer_types=["sliding_attention", "full_attention"])
 PHI = WRITER | dict(partial_rotary_factor=0.5, resid_pdrop=0.0)
 FALCON = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
 NEOX = WRITER | dict(rotary_pct=0.5)
@@ -203,9 +222,19 @@ BART_LM = of("BartForConditionalGeneration", BART)
 DEBERTA_2 = of(f"DebertaV2{CLASSIFIER}", DEBERTA)
 LONG = of(f"Longformer{CLASSIFIER}", LONGFORMER)
 MIXTRAL = of("MixtralForCausalLM", EXPERTS)
+MODERN_BERT = of(f"ModernBert{CLASSIFIER}", MODERN)
+VAULT_GEMMA = of("VaultGemmaForCausalLM", VAULT)
+MAMBAS_2 = of("Mamba2ForCausalLM", MAMBA_2)
 BLOOMS, MAMBAS = of("BloomForCausalLM", BLOOM), of("MambaForCausalLM", MAMBA)
 WAV2VEC = of("Wav2Vec2ForCTC", SPEECH)
 SEGMENTS = of("SegformerForSemanticSegmentation", SEGFORMER)
+ROUTED = {
+    "gpt-oss": of("GptOssForCausalLM", GPT_OSS),
+    "Qwen3-MoE": of("Qwen3MoeForCausalLM", QWEN_3),
+    "DeepSeek-V3": of("DeepseekV3ForCausalLM", DEEPSEEK),
+    "Qwen3-Next": of("Qwen3NextForCausalLM", QWEN_NEXT),
+    "Jamba": of("JambaForCausalLM", JAMBA),
+}
 PADDED = {
     "BERT": BERT(padded(sentences)),
     "RoBERTa": of(f"Roberta{CLASSIFIER}", READER)(padded(sentences)),
@@ -241,6 +270,11 @@ EXACT = {
     "FNet": of(f"FNet{CLASSIFIER}", READER)(sentences),
     "OPT, ragged mask": of("OPTForCausalLM", OPT)(padded(text)),
     "Gemma": of("GemmaForCausalLM", GEMMA)(text, attention="sdpa"),
+    "VaultGemma": VAULT_GEMMA(text),
+    "VaultGemma, ragged mask": VAULT_GEMMA(padded(text), sliding_window=8),
+    "ModernBERT": MODERN_BERT(sentences, attention="sdpa"),
+    "Mamba 2": MAMBAS_2(text),
+    "Mamba 2, no cache": MAMBAS_2(text, use_cache=False),
     "Phi": of("PhiForCausalLM", PHI)(text, attention="sdpa"),
     "GPT-NeoX, ragged mask": of("GPTNeoXForCausalLM", NEOX)(padded(text)),
     "Falcon": of("FalconForCausalLM", FALCON)(text),
@@ -259,6 +293,8 @@ EXACT = {
 }
 IN_PARTS = {
     "BERT, masked language model": of("BertForMaskedLM", READER)(hidden_labels),
+    "ModernBERT, ragged mask": MODERN_BERT(padded(sentences), attention="sdpa"),
+    "Mamba 2, ragged mask": MAMBAS_2(padded(text)),
     "ELECTRA, ragged mask": of(f"Electra{CLASSIFIER}", ALBERT)(padded(sentences)),
     "BigBird, ragged mask": of(f"BigBird{CLASSIFIER}", BIG_BIRD)(padded(sentences)),
     "Qwen2, ragged mask": of("Qwen2ForCausalLM", WRITER)(
@@ -268,6 +304,7 @@ IN_PARTS = {
     "Mixtral, eager experts, ragged mask": MIXTRAL(
         padded(text), experts_implementation="eager"
     ),
+    "gpt-oss, eager experts": ROUTED["gpt-oss"](text, experts_implementation="eager"),
 }
 ENTRIES = [
     *(
@@ -281,6 +318,13 @@ ENTRIES = [
     ),
     *rows(EXACT),
     *rows(IN_PARTS, today=SPLITS),
+    # Their grouped products have no kernel for float64.
+    *rows(
+        {name: build(text) for name, build in ROUTED.items()},
+        single=True,
+        plainly=lambda model: model.set_experts_implementation("eager"),
+        tolerance=2e-5,
+    ),
     entry("BART, LayerDrop", BART_LM(text, **LAYERDROP), options=SAME),
     entry("BERT, dropout", BERT(sentences, **DROPOUT), options=SAME),
     *rows(

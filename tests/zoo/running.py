@@ -30,10 +30,10 @@ class Found(NamedTuple):
 
 
 @contextmanager
-def in_double() -> Iterator[None]:
-    """Make float64 the dtype of what a model makes itself."""
+def in_double(dtype: torch.dtype = torch.float64) -> Iterator[None]:
+    """Make float64 the dtype of what a model makes itself, or another one."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:
@@ -48,6 +48,8 @@ def built(entry: Entry) -> Use:
         for each in model.parameters():
             if not each.is_meta:
                 each.add_(0.1 * torch.randn_like(each))
+    if entry.single:  # to the numbers that the package gets
+        model.float().double()
     values = use.values and oracle.in_double(use.values)
     return use._replace(batch=oracle.in_double(use.batch), values=values)
 
@@ -78,6 +80,7 @@ def reference(entry: Entry) -> oracle.Grads:
         use = built(entry)
         if use.values is not None:
             use.model.load_state_dict(use.values, assign=True)
+        entry.plainly(use.model)
         with Draws([each[row] for each in drawn]) if drawn else nullcontext():
             found.append(oracle.module_gradients(use.model, run, sample, 1))
     return {name: torch.cat([each[name] for each in found]) for name in found[0]}
@@ -133,13 +136,13 @@ def found(entry: Entry, bound: float, **options: Any) -> Found:
     """Gradients, norms and a clipped sum by the transforms, and which way they took."""
     use = built(entry)
     fmodel, params, buffers = vgrad.make_functional_with_buffers(
-        use.model, disable_autograd_tracking=True
+        use.model.float() if entry.single else use.model, disable_autograd_tracking=True
     )
     params = {name: (use.values or params)[name] for name in params}
     loss = vgrad.sample_loss(fmodel, use.criterion)
     options = {**entry.options, **options}
     clip = vgrad.clipped_grad(loss, max_norm=bound, **options)
-    results, loops = [], set()
+    results, loops, dtype = [], set(), torch.float32 if entry.single else torch.float64
     for transform in (
         entry.through(vgrad.per_sample_grad(loss, **options)),
         entry.through(vgrad.per_sample_norm(loss, **options)),
@@ -147,7 +150,7 @@ def found(entry: Entry, bound: float, **options: Any) -> Found:
         vgrad.explain(clip),
     ):
         torch.manual_seed(0)
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught, in_double(dtype):
             warnings.simplefilter("always", vgrad.FallbackWarning)
             results.append(transform(params, buffers, *use.batch))
         for each in caught:
@@ -168,7 +171,9 @@ def assert_exact(entry: Entry, result: Found, expected: oracle.Grads) -> None:
     assert exact.isfinite().all()
     assert (exact > 0).all()
     # What softmax adds to all entries has a gradient of zero but for rounding.
-    rounding = 1e-15 * max(float(each.abs().max()) for each in expected.values())
+    rounding = (1e-6 if entry.single else 1e-15) * max(
+        float(each.abs().max()) for each in expected.values()
+    )
     clipped = oracle.clipped(expected, bound_of(expected))
     for got, wanted in ((result.grads, expected), (result.clipped, clipped)):
         assert got.keys() == wanted.keys()
@@ -176,4 +181,5 @@ def assert_exact(entry: Entry, result: Found, expected: oracle.Grads) -> None:
             size = float(value.abs().max()) if value.numel() else 0
             apart = float((got[name] - value).abs().max()) if value.numel() else 0
             assert apart <= entry.tolerance * size + rounding, (name, apart, size)
-    torch.testing.assert_close(result.norms, exact, rtol=entry.tolerance, atol=0)
+    norms = result.norms.double()
+    torch.testing.assert_close(norms, exact, rtol=entry.tolerance, atol=0)

@@ -9,6 +9,7 @@ from tests.zoo import (
     handmade,
     modules,
     of_diffusers,
+    of_e3nn,
     of_geometric,
     of_peft,
     of_timm,
@@ -25,6 +26,7 @@ SECTIONS: dict[str, tuple[str, list[Entry]]] = {
     "peft": (of_peft.LIBRARY, of_peft.ENTRIES),
     "diffusers": (of_diffusers.LIBRARY, of_diffusers.ENTRIES),
     "timm": (of_timm.LIBRARY, of_timm.ENTRIES),
+    "e3nn": (of_e3nn.LIBRARY, of_e3nn.ENTRIES),
     "PyTorch Geometric": (of_geometric.LIBRARY, of_geometric.ENTRIES),
 }
 """Titles, the library that each needs, and its entries."""
@@ -39,29 +41,29 @@ HEAD = """\
 Each row is a model in use, tiny and with random weights, and is a test: gradients,
 norms and clipped sums of `strategy="auto"` against plain autograd on the unmodified
 module, sample by sample in float64, to 1e-9 of the largest entry where no other
-tolerance is given. *Recorded*, *vmap* and *loop* are the strategies that answer; it is
-*in parts* that samples are recorded which answer a question of Python differently. What
-is *refused* raises an error that says why, and each strategy that it advises is exact.
+tolerance is given. The route is what `explain` says: *recorded*, *vmap* and *loop* are
+the strategies that answer, with the reason where it is not the first. Samples are
+recorded *in parts* where they answer a question of Python differently. A
+*refused* model raises an error that says why; each strategy that it advises is exact.
 `make zoo` runs all of it in an environment of its own; `python -m tests.zoo.table`
 writes this page.
 """
 
 
-def told(entry: Entry) -> tuple[str, str]:
-    """Return the column in which an entry counts, and what comes of it in words."""
+def told(entry: Entry) -> tuple[str, str, str]:
+    """Return the column in which an entry counts, what comes of it, and the route."""
     match entry.today:
         case Exact(strategy, why, op, loops, splits):
             kind = strategy + " in parts" * splits
-            cell = f"exact, {kind}" + ": " * bool(why) + f"`{op}` " * bool(op) + why
-            if entry.tolerance > 1e-9:
-                cell += f", to {entry.tolerance:.0e}"
+            route = kind + ": " * bool(why) + f"`{op}` " * bool(op) + why
             if loops:
-                cell += f"; sample by sample in {', '.join(f'`{op}`' for op in loops)}"
-            return kind, cell
+                route += f"; sample by sample in {', '.join(f'`{op}`' for op in loops)}"
+            near = f", to {entry.tolerance:.0e}" * (entry.tolerance > 1e-9)
+            return kind, f"exact{near}", route
         case Refused(why):
-            return "refused", f"refused: {why}"
+            return "refused", f"refused: {why}", ""
         case Impossible(why):
-            return "not by autograd either", f"not by plain autograd either: {why}"
+            return "not by autograd either", f"not by plain autograd either: {why}", ""
 
 
 def page() -> str:
@@ -84,8 +86,10 @@ def page() -> str:
         cells = " | ".join(str(found[each] or "") for each in KINDS)
         lines.append(f"| {title} | {cells} |")
     for title, (_, entries) in SECTIONS.items():
-        lines += ["", f"## {title}", "", "| model | today |", "|---|---|"]
-        lines += [f"| {entry.name} | {told(entry)[1]} |" for entry in entries]
+        lines += ["", f"## {title}", "", "| model | today | route |", "|---|---|---|"]
+        for entry in entries:
+            _, today, route = told(entry)
+            lines.append(f"| {entry.name} | {today} | {route} |")
     return "\n".join(lines) + "\n"
 
 

@@ -109,6 +109,11 @@ class Settings(vgrad_command.Options):
                     f"--without-privacy: expected none of the arguments of private "
                     f"training, got {spelled(name)}. Leave one of the two out."
                 )
+        if "max_norm" in typed and typed.get("group_norms", "none") != "none":
+            raise ValueError(
+                f"--group-norms {typed['group_norms']} --max-norm {typed['max_norm']}: "
+                f"expected one of them, since groups have bounds of their own."
+            )
         return cls(**typed)
 
     @classmethod

@@ -81,10 +81,12 @@ def compile(
     call; learning rates in the optimizer's state and loss scales are inputs.
 
     Code that a graph cannot repeat runs in eager mode, with one warning that says why,
-    or raises with `fallback="error"`: Python that reads values of tensors, draws from
-    Python's generators or changes values that it closes over; an op that takes the
-    value of a tensor for a number, such as an index; the strategy `"loop"`; a call
-    inside a transform of torch.func or under a mode; more than 16 captures.
+    or raises with `fallback="error"`: Python that reads values of tensors in a loss of
+    a batch, draws from Python's generators or changes values that it closes over; an op
+    that takes the value of a tensor for a number, such as an index; the strategy
+    `"loop"`; a call inside a transform of torch.func or under a mode; more than 16
+    captures of one function. A loss of one sample may read values: samples with
+    different ones run in groups, each by a graph of its own.
 
     Samples whose norms rounding may have spoiled, or that are not finite, raise a flag:
     the result is dropped, and the call repeated in eager mode with the same random

@@ -22,6 +22,7 @@ from vgrad.compiled.graph import Graph, captured, replayed
 from vgrad.compiled.guards import description, is_plain
 from vgrad.conditions import Unrepeatable
 from vgrad.generators import RNG_LOCK, RandomState, random_state, set_random_state
+from vgrad.loss.values import Differ
 from vgrad.ops.record import OPS
 from vgrad.persample.engine import constant
 from vgrad.report import Report, table
@@ -32,7 +33,7 @@ Backend = Literal["replay", "inductor", "cudagraph", "auto"]
 Fallback = Literal["eager", "error"]
 
 _MOST = 16
-"""Captures of one object; more would mean that shapes never repeat."""
+"""Captures of one function; more would mean that shapes never repeat."""
 
 _IN_A_ROW = 3
 """Results dropped one after the other until there is a second graph, or none."""
@@ -304,8 +305,13 @@ class Captures:
         """Explain captures, beside the report of eager mode."""
         return CompiledExplanation(self.reports(), eager)
 
-    def __call__(self, function: Callable, *arguments: Any) -> Any:
-        """Return the result of a function: of its graph, or in eager mode."""
+    def __call__(
+        self, function: Callable, *arguments: Any, grouped: bool = False
+    ) -> Any:
+        """Return the result of a function: of its graph, or in eager mode.
+
+        With `grouped` samples that answer differently raise `Differ`.
+        """
         tensors: list[Tensor] = []
         try:
             if _transformed():
@@ -321,8 +327,9 @@ class Captures:
             with self._lock, RNG_LOCK:
                 capture = self._known(function, call)  # of another thread
                 if capture is None or (capture.run is None and capture.graph):
-                    return self._first(capture, function, call, arguments, tensors)
-        return self._run(capture, arguments, tensors)
+                    given = arguments, tensors, grouped
+                    return self._first(capture, function, call, *given)
+        return self._run(capture, arguments, tensors, grouped)
 
     def _known(self, function: Callable, call: Signature) -> _Capture | None:
         """Return the capture of a kind, if all that it closes over is as it was."""
@@ -350,7 +357,13 @@ class Captures:
             self._warned.add(text)
             warnings.warn(text, CompileWarning, stacklevel=2)
 
-    def _run(self, capture: _Capture, arguments: tuple, tensors: list[Tensor]) -> Any:
+    def _run(
+        self,
+        capture: _Capture,
+        arguments: tuple,
+        tensors: list[Tensor],
+        grouped: bool,
+    ) -> Any:
         """Run a graph, and then the function itself where the flag is up."""
         graph, run = capture.graph, capture.run
         if graph is None or run is None:
@@ -365,6 +378,8 @@ class Captures:
             if before is not None:
                 set_random_state(before)
             capture.redos += 1
+            if grouped and graph.answers:
+                raise Differ("samples may answer differently now")
             self._count_dropped(capture)
             return capture.function(*arguments)
 
@@ -389,6 +404,7 @@ class Captures:
         call: Signature,
         arguments: tuple,
         tensors: list[Tensor],
+        grouped: bool,
     ) -> Any:
         """Run a function in eager mode, and capture it for the next call."""
         before, matches = random_state(tensors), like(call.distinct)
@@ -396,7 +412,8 @@ class Captures:
         with code_that_runs() as ran:
             expected = function(*arguments)
         if capture is None:
-            if sum(each.graph is not None for each in self._captures) >= _MOST:
+            known = [x for x in self._captures if x.graph and x.function == function]
+            if len(known) >= _MOST:
                 self.refuse(function, f"there are {_MOST} captures already")
                 return expected
             kind = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
@@ -422,6 +439,9 @@ class Captures:
                 capture.graph = graph
             return self._verified(capture, graph, arguments, tensors, before, expected)
         except Unrepeatable as error:
+            if grouped and isinstance(error, Differ):
+                capture.report["why"] = str(error)
+                raise
             self._give_up(capture, error)
             return expected
         finally:

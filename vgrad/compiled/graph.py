@@ -19,8 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from vgrad import conditions, tree
 from vgrad.compiled.captured_values import SYSTEM, SYSTEM_PLACES, Closure, Code
+from vgrad.compiled.draws import Draws
 from vgrad.compiled.guards import Guards
 from vgrad.conditions import Unrepeatable
+from vgrad.loss.values import Differ, answered
 from vgrad.torch_private import modes, tracing
 from vgrad.torch_private.kernels import unsafe_view
 from vgrad.torch_private.tensors import (
@@ -49,6 +51,7 @@ class Graph(NamedTuple):
     largest: int  # how many numbers the largest tensor has
     draws: bool  # whether there are random ops
     zeros: bool  # whether gradients of only zeros do not raise the flag
+    answers: list  # the values that a loss reads, which the flag compares
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
         """Put the outputs where the function has them."""
@@ -84,11 +87,14 @@ def captured(
             own[place] = tensor
         # Backward passes run here, and not in a GPU's thread, which has no mode.
         alone = torch.autograd.set_multithreading_enabled(False)
-        around = torch.no_grad(), alone, _NoValues(), _NoReads()
+        draws = Draws(leaves)
+        around = torch.no_grad(), alone, _NoValues(), _NoReads(), draws
         with ExitStack() as stack, conditions.collect_checks(zeros=zeros) as found:
+            kept["reads"] = stack.enter_context(answered())
             for each in around:
                 stack.enter_context(each)
             result = function(*tree.tree_unflatten(own, spec))
+            draws.check()
         kept["template"] = tree.map_tensors(lambda _: empty, result)
         flag = found[0] if found else torch.tensor(False)
         flag = torch.stack(found).any() if found[1:] else flag
@@ -104,6 +110,8 @@ def captured(
         raise Unrepeatable("it writes into a tensor that it closes over")
     constants = _lifted(module, closed)
     _check_shapes(module)
+    if kept["reads"].nested:
+        _merge(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
     ops = [node.target for node in module.graph.nodes if node.op == "call_function"]
@@ -118,6 +126,7 @@ def captured(
         largest=max(each.numel() for each in values if isinstance(each, Tensor)),
         draws=any(map(may_draw, ops)),
         zeros=zeros,
+        answers=kept["reads"].kept,
     )
 
 
@@ -134,7 +143,8 @@ def _traced(run: Callable, tensors: list[Tensor]) -> fx.GraphModule:
         text = str(error).partition("\n")[0]
         if not isinstance(error, Unrepeatable):
             text = f"{type(error).__name__}: {text}"
-        raise Unrepeatable(f"{text} {where}".rstrip()) from error
+        kind = Differ if isinstance(error, Differ) else Unrepeatable
+        raise kind(f"{text} {where}".rstrip()) from error
 
 
 def _stand_ins(tensors: list[Tensor]) -> list[Tensor]:
@@ -276,6 +286,19 @@ def _check_shapes(module: fx.GraphModule) -> None:
             raise Unrepeatable(
                 f"the shape of a result of {node.target} depends on values"
             )
+
+
+def _merge(graph: fx.Graph) -> None:
+    """Let ops that compute the same run once, of arguments that nothing writes to."""
+    # Not in general: it would keep in memory what a checkpoint computes again.
+    fixed = {*graph.nodes} - written_to(graph)
+    first: dict[tuple, fx.Node] = {}
+    for node in graph.nodes:
+        pure = node.op == "call_function" and not may_draw(node.target)
+        if pure and fixed.issuperset([node, *node.all_input_nodes]):
+            key = node.target, repr(node.args), repr(node.kwargs)
+            if (same := first.setdefault(key, node)) is not node:
+                node.replace_all_uses_with(same)
 
 
 def _by_mask(node: fx.Node) -> bool:

@@ -5,7 +5,7 @@ shared entries are summed over all of them.
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from vgrad.ensemble.gradients import (
     EnsembleGrads,
 )
 from vgrad.ensemble.layout import Layout
-from vgrad.ensemble.optimizer import MembersState
+from vgrad.ensemble.members import counted, mapped, split, take
 from vgrad.generators import (
     Tag,
     kept_random_state,
@@ -34,18 +34,15 @@ from vgrad.generators import (
     torch_seed,
 )
 from vgrad.ranks import Ranks
-from vgrad.training import EarlyStopping
-from vgrad.training.state import EnsembleState, check_state
+from vgrad.training.state import check_state
 from vgrad.training.steps import (
     Gradients,
     MemberSource,
     StepReducer,
     TrainingStep,
 )
-from vgrad.tree import map_tensors, tensors, tree_flatten, tree_unflatten, widened
-from vgrad.typing import Arguments, Buffers, Params, Result, Same, T, Tree
-
-Change = Callable[[Tensor], Any]
+from vgrad.tree import tensors, widened
+from vgrad.typing import Arguments, Buffers, Params, Result, Same, T
 
 
 def member_range(count: int, mesh: DeviceMesh, *, axis: str = "members") -> range:
@@ -110,15 +107,9 @@ def shard_members(
     function = "shard_members"
     ranks = Ranks.of(function, mesh, axis)
     with ranks.together(function) as facts:
-        facts.same["members"] = count = _count(function, tree, shared)
+        facts.same["members"] = count = counted(function, tree, shared)
         which = _range_of(count, ranks)
-
-    def copied(value: Tensor, rows: slice | None = None) -> Tensor:
-        local = value.detach() if rows is None else value.detach()[rows]
-        return local.clone().requires_grad_(value.requires_grad)
-
-    own = partial(copied, rows=slice(which.start, which.stop))
-    return _mapped(tree, shared, own, copied)
+    return take(tree, which, shared=shared)
 
 
 def gather_members(
@@ -141,8 +132,8 @@ def gather_members(
     function = "gather_members"
     ranks = Ranks.of(function, mesh, axis)
     with ranks.together(function) as facts:
-        count = _count(function, tree, shared)
-        own, common = _split(tree, shared)
+        count = counted(function, tree, shared)
+        own, common = split(tree, shared)
         kinds = str([(value.dtype, value.shape[1:]) for value in own])
         facts.same["tensors"] = hashlib.sha256(kinds.encode()).hexdigest()
         facts.same["shared"] = files.digest({str(n): x for n, x in enumerate(common)})
@@ -154,82 +145,7 @@ def gather_members(
         whole = ranks.joined(copy.to(ranks.device), sizes).to(value.device)
         return whole.requires_grad_(value.requires_grad)
 
-    return _mapped(tree, shared, joined, lambda value: value)
-
-
-def _mapped(tree: Tree, shared: Patterns, own: Change, common: Change) -> Tree:
-    """Apply one function to tensors with a member axis, another to all others."""
-    if isinstance(tree, EnsembleState):
-        return EnsembleState(
-            params=_mapped(tree.params, shared, own, common),
-            buffers=_mapped(tree.buffers, shared, own, common),
-            optimizer=_mapped(tree.optimizer, (), own, common),
-            step=common(tree.step),
-            key=common(tree.key),
-            loss_scale=map_tensors(own, tree.loss_scale),
-            active=own(tree.active),
-        )
-    if isinstance(tree, MembersState):
-        return MembersState(
-            map_tensors(own, tree.members), map_tensors(common, tree.shared)
-        )
-    if isinstance(tree, EarlyStopping):
-        limits = common(tree.patience), common(tree.min_delta)
-        return EarlyStopping(own(tree.best), own(tree.waited), *limits)
-    if isinstance(tree, Mapping):
-        whole = set(checks.selected(tree, shared))
-        return {
-            name: map_tensors(common, value)
-            if name in whole
-            else _mapped(value, shared, own, common)
-            for name, value in tree.items()
-        }
-    if type(tree) in (list, tuple):
-        return type(tree)(_mapped(each, shared, own, common) for each in tree)
-    leaves, structure = tree_flatten(tree)
-    return tree_unflatten([map_tensors(own, leaf) for leaf in leaves], structure)
-
-
-def _split(tree: Tree, shared: Patterns) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that have a member axis, and all others."""
-    own: list[Tensor] = []
-    common: list[Tensor] = []
-    _mapped(tree, shared, own.append, common.append)
-    return own, common
-
-
-def _count(function: str, tree: Tree, shared: Patterns) -> int:
-    """Return the number of members, on which all tensors agree."""
-    checks.patterns(function, shared=shared)
-    kind = "parameter or buffer"
-    checks.all_matched(function, _names(tree), shared, kind=kind)
-    own, _ = _split(tree, shared)
-    if not own:
-        raise ValueError(
-            f"{function}(tree): expected a tensor with a member axis, got none."
-        )
-    sizes = {len(value) if value.ndim else 0 for value in own}
-    if len(sizes) > 1 or 0 in sizes:
-        shapes = sorted({tuple(value.shape) for value in own})
-        raise ValueError(
-            f"{function}(tree): expected as many members in the first axis of every "
-            f"tensor, got shapes {checks.listed(map(str, shapes))}. If the members "
-            f"share an entry, name it in shared=."
-        )
-    return sizes.pop()
-
-
-def _names(tree: Tree) -> Iterator[str]:
-    """Yield the names of entries, to which patterns apply."""
-    if isinstance(tree, EnsembleState):
-        yield from (*tree.params, *tree.buffers)
-    elif isinstance(tree, Mapping):
-        for name, value in tree.items():
-            yield name
-            yield from _names(value)
-    elif type(tree) in (list, tuple):
-        for each in tree:
-            yield from _names(each)
+    return mapped(tree, shared, joined, lambda value: value)
 
 
 def member_parallel(

@@ -11,6 +11,8 @@ Making and taking apart:
 * `member`: the entries of one member, as views
 * `member_seed`: the seed of one member
 * `share`: let all members use one tensor for some entries
+* `take`: copy members of a state, for successive halving and populations
+* `rank_one`: members that share weights up to factors of rank one: BatchEnsemble, TabM
 * `group`: stack the models that are alike, and put the groups behind one call
 
 Running and training:
@@ -38,9 +40,11 @@ from vgrad.ensemble.gradients import (
     ensemble_per_sample_grad,
 )
 from vgrad.ensemble.gradients import ensemble_grad as ensemble_grad
+from vgrad.ensemble.members import take
 from vgrad.ensemble.optimizer import for_members as for_members
 from vgrad.ensemble.prediction import EnsemblePrediction, ValuePrediction, predict
 from vgrad.ensemble.prediction import ensemble_forward as ensemble_forward
+from vgrad.ensemble.rank_one import rank_one
 from vgrad.ensemble.resampling import bootstrap_indices, fold_indices
 from vgrad.ensemble.stacking import (
     combine_state_for_ensemble as combine_state_for_ensemble,
@@ -62,8 +66,10 @@ __all__ = [
     "member",
     "member_seed",
     "predict",
+    "rank_one",
     "reliability",
     "share",
+    "take",
     "unstack",
 ]
 

@@ -192,7 +192,7 @@ def run(
         if not isinstance(result, list):
             yield result, rows
             return
-        for group, places in result:
+        for group, places, _ in result:
             yield from in_groups(group, places if rows is None else rows[places])
 
     whole: Any = call.replaced(strategy=way)

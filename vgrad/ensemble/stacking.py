@@ -4,7 +4,7 @@ E members. A stacked entry is a tensor `[E, *shape]`, a shared one `[*shape]`.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -75,26 +75,35 @@ def stack(
         ]
         models = made("stack(make)", [models] * len(seeds), seeds)
     models = _listed("stack", models)
+    return joined("stack(models)", models, (), not disable_autograd_tracking)
+
+
+def joined(
+    where: str, models: Sequence[nn.Module], common: Collection[str], grad: bool = True
+) -> tuple[FunctionalModel, Params, Buffers]:
+    """Stack the entries of models that are alike, but for those in common."""
     for index, model in enumerate(models):
         unlike = difference(models[0], model)
         if unlike is not None:
-            where = f"'{unlike.path}' of " if unlike.path else ""
+            path = f"'{unlike.path}' of " if unlike.path else ""
             raise ValueError(
-                f"stack(models): expected {unlike.first} in {where}member {index} as "
+                f"{where}: expected {unlike.first} in {path}member {index} as "
                 f"in member 0, got {unlike.other}. All members run the code of member "
                 f"0: only the values of parameters and buffers may differ."
             )
     fmodel, params, buffers = make_functional_with_buffers(
-        models[0], disable_autograd_tracking=disable_autograd_tracking
+        models[0], disable_autograd_tracking=not grad
     )
     tensors = [dict(slots.named_tensors(model)) for model in models]
 
     def stacked(names: Iterable[str], grad: bool) -> dict[str, Tensor]:
         columns = {name: [own[name].detach() for own in tensors] for name in names}
-        return {n: torch.stack(x).requires_grad_(grad) for n, x in columns.items()}
+        return {
+            n: (x[0].clone() if n in common else torch.stack(x)).requires_grad_(grad)
+            for n, x in columns.items()
+        }
 
-    trained = stacked(params, not disable_autograd_tracking)
-    return fmodel, trained, stacked(buffers, False)
+    return fmodel, stacked(params, grad), stacked(buffers, False)
 
 
 combine_state_for_ensemble = stack

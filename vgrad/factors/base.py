@@ -7,6 +7,7 @@ matrices are in `factors/products.py`.
 
 import copy
 import functools
+import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -23,17 +24,61 @@ from vgrad.factors import costs, products, reductions
 from vgrad.torch_private.tensors import memory
 from vgrad.tree import double, wide
 
+_WHOLE = 4096
+"""Numbers of a parameter up to which the covariance of all of them is formed."""
+
 
 class Probes(NamedTuple):
-    """Random directions in the space of one parameter, `dim` of them.
+    """Directions in the space of one parameter, `dim` of them.
 
-    Direction k is the outer product of `left[k]` and `right[k]`. A parameter with fewer
+    Direction k is the outer product of `left[k]` and `right[k]`, or with `pairs` there
+    is one for each pair of a left and a right vector, in rows. A parameter with fewer
     than two dimensions has no `left`. For a complex parameter they are directions of
-    its view as real numbers. -> left [dim, O], right [dim, P / O].
+    its view as real numbers. -> left [k, O], right [k, P / O].
     """
 
     left: Tensor | None
     right: Tensor
+    pairs: bool = False
+
+    @property
+    def dim(self) -> int:
+        """The number of directions."""
+        if self.left is None or not self.pairs:
+            return len(self.right)
+        return len(self.left) * len(self.right)
+
+    def cheaper_by_sides(self, positions: int) -> bool:
+        """Return whether to project both sides of a factor, and not its gradients."""
+        left: Any = self.left
+        sizes = left.shape, self.right.shape
+        return costs.project_factors(positions, *sizes, self.pairs)
+
+    def summed(self, left: Tensor, right: Tensor) -> Tensor:
+        """Sum products of two sides at T positions, [B, T, k] each. -> [B, dim]."""
+        return (left.mT @ right).flatten(1) if self.pairs else (left * right).sum(1)
+
+
+class Covariances(NamedTuple):
+    """Sums over samples and positions of outer products of the two sides of a factor.
+
+    -> left [O, O] and right [I, I], their diagonals [O], [I] where the rest is zero.
+    """
+
+    left: Tensor
+    right: Tensor
+    positions: float
+
+    def plus(self, other: "Covariances") -> "Covariances":
+        """Add the sums over other samples."""
+        left, right = map(_full_or_diagonal, self[:2], other[:2])
+        return Covariances(left, right, self.positions + other.positions)
+
+
+def _full_or_diagonal(one: Tensor, other: Tensor) -> Tensor:
+    if one.ndim != other.ndim:
+        one, other = (each.diag() if each.ndim == 1 else each for each in (one, other))
+    return one + other
 
 
 class Norm(NamedTuple):
@@ -152,6 +197,17 @@ class Factor(ABC):
         """Return the inner products with probes, [B, dim]."""
         return Dense(self.grad()).project(probes)
 
+    def covariances(self) -> Covariances | None:
+        """Return sums of both sides; of the whole, [P, P] and [1, 1], if it has none.
+
+        None for so many numbers that the latter is not to be formed.
+        """
+        size = math.prod(self.shape)
+        if size > _WHOLE:
+            return None
+        g = double(self.grad().reshape(self.size, size))
+        return Covariances(g.mT @ g, g.new_full((1, 1), self.size), self.size)
+
 
 class Positions:
     """Gradients `[B, G, T, O]` at an output that two parameters of one op have."""
@@ -224,6 +280,8 @@ class Dense(Factor):
         if probes.left is None:
             return g.reshape(self.size, right.shape[1]) @ right.T
         g, left = g.reshape(*g.shape[:2], right.shape[1]), probes.left.to(g.dtype)
+        if probes.pairs:
+            return (left @ (g @ right.T)).flatten(1)
         if left.shape[1] > right.shape[1]:
             return torch.einsum("bki,ki->bk", left @ g, right)
         return torch.einsum("bok,ko->bk", g @ right.T, left)
@@ -268,7 +326,12 @@ class Zero(Factor):
         return self.like.new_zeros((self.size, other.size), dtype=dtype)
 
     def project(self, probes: Probes) -> Tensor:
-        return probes.right.new_zeros(self.size, len(probes.right))
+        return probes.right.new_zeros(self.size, probes.dim)
+
+    def covariances(self) -> Covariances:
+        zeros = self.like.new_zeros(self.shape, dtype=torch.float64)
+        sides = zeros.reshape(*self.shape[:1], -1)
+        return Covariances(sides.sum(1), sides.sum(0), self.size)
 
 
 @dataclass(frozen=True)
@@ -392,15 +455,21 @@ class Outer(Pair):
 
     def project(self, probes: Probes) -> Tensor:
         """Project both factors, `sum_t <out_t, left> <in_t, right>`, where cheaper."""
-        left, o = probes.left, self.outputs.shape[3]
-        _, groups, positions, i = self.inputs.shape
-        if left is None or groups > 1 or left.shape[1] != o:
+        left, (_, groups, positions, _) = probes.left, self.inputs.shape
+        if left is None or groups > 1 or left.shape[1] != self.outputs.shape[3]:
             return super().project(probes)
-        if not costs.project_factors(positions, i, o, len(left)):
+        if not probes.cheaper_by_sides(positions):
             return super().project(probes)
         a, right = products.exact(self.inputs[:, 0], probes.right)
         b, left = products.exact(self.outputs[:, 0], left)
-        return ((a @ right.T) * (b @ left.T)).sum(1)
+        return probes.summed(b @ left.T, a @ right.T)
+
+    def covariances(self) -> Covariances | None:
+        _, groups, positions, _ = self.inputs.shape
+        if groups > 1 or self.outputs.shape[3] != self.shape[0]:
+            return super().covariances()
+        a, b = (double(each.flatten(0, 2)) for each in self.sides)
+        return Covariances(b.mT @ b, a.mT @ a, self.size * positions)
 
     def _of(self, inputs: Tensor, outputs: Tensor) -> Self:
         return replace(self, inputs=inputs, outputs=outputs, shared=None)

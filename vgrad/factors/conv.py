@@ -5,10 +5,12 @@ of the output. The gradient of one sample is, in every group, a sum over positio
 outer products of the output's gradient and the patch of the input that is seen there.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +18,16 @@ from torch.nn import functional as F
 
 from vgrad.devices import is_host
 from vgrad.factors import costs, products, reductions
-from vgrad.factors.base import Dense, Factor, Norms, Outer, Pair, Probes, Products
+from vgrad.factors.base import (
+    Covariances,
+    Dense,
+    Factor,
+    Norms,
+    Outer,
+    Pair,
+    Probes,
+    Products,
+)
 from vgrad.torch_private import kernels
 
 _AT_ONCE = 2**27
@@ -102,8 +113,7 @@ class Conv(Pair):
             return torch.cat([part.project(probes) for part in self._parts()])
         if self.groups > 1 or probes.left is None:
             return super().project(probes)
-        sizes = (math.prod(self.outputs.shape[2:]), math.prod(self.shape[1:]))
-        if not costs.project_factors(*sizes, self.shape[0], len(probes.left)):
+        if not probes.cheaper_by_sides(math.prod(self.outputs.shape[2:])):
             return super().project(probes)
         inputs, right = products.exact(self._padded(), probes.right)
         outputs, left = products.exact(self.outputs, probes.left)
@@ -112,7 +122,13 @@ class Conv(Pair):
         kernels = right.view(len(right), self.shape[1], -1)
         for number, window in enumerate(self._windows(inputs)):
             seen += kernels[:, :, number] @ window.flatten(2)
-        return (seen * (left @ positions)).sum(2)
+        return probes.summed((left @ positions).mT, seen.mT)
+
+    def covariances(self) -> Covariances | None:
+        if self.groups > 1:
+            return super().covariances()
+        parts: Any = [part.covariances() for part in self._parts()]
+        return functools.reduce(Covariances.plus, parts)
 
     @property
     def _step(self) -> int:

@@ -134,7 +134,12 @@ def cross_by_gram(inputs: Sequence[int], outputs: Sequence[int], other: int) -> 
     return gram < direct
 
 
-def project_factors(positions: int, inputs: int, outputs: int, dim: int) -> bool:
-    """Return whether projecting both factors beats projecting gradients."""
-    direct = (positions + dim) * inputs * outputs
-    return positions * dim * (inputs + outputs) < direct
+def project_factors(
+    positions: int, left: Sequence[int], right: Sequence[int], pairs: bool
+) -> bool:
+    """Return whether projecting both factors, by [k, O] and [k, I], beats gradients."""
+    (k, outputs), (m, inputs) = left, right
+    sides, formed = k * outputs + m * inputs, positions * inputs * outputs
+    if pairs:
+        return positions * (sides + k * m) < formed + outputs * m * (inputs + k)
+    return positions * sides < formed + k * inputs * outputs

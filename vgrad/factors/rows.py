@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vgrad.factors import costs, products, reductions
-from vgrad.factors.base import Factor, Norm, Norms, Probes
+from vgrad.factors.base import Covariances, Dense, Factor, Norm, Norms, Probes
 from vgrad.tree import double, wide
 
 
@@ -49,6 +49,8 @@ class Rows(Factor):
         """Add up rows of one index, then norms: the table is never formed."""
         if self.index.numel() == 0:
             norms = self.outputs.new_zeros(self.size, dtype=torch.float64)
+        elif self.shape[0] <= self.index.shape[1] // 4:  # tables are the smaller ones
+            return Dense(self.grad()).settled()
         elif self.index.shape[1] == 1:
             norms = reductions.row_norms(self.outputs)
         elif self.index.shape[1] <= costs.FEW_LOOKUPS:
@@ -101,7 +103,15 @@ class Rows(Factor):
             return super().project(probes)
         rows, right = products.exact(self.outputs, probes.right)
         left = probes.left.T[self.index].to(rows.dtype)
-        return (left * (rows @ right.T)).sum(1)
+        return probes.summed(left, rows @ right.T)
+
+    def covariances(self) -> Covariances:
+        """Count the lookups of each row, but for those without a gradient."""
+        out = double(self.outputs.flatten(0, 1))
+        used = out.any(1).to(out.dtype)
+        counts = out.new_zeros(self.shape[0])
+        counts.index_add_(0, self.index.flatten(), used)
+        return Covariances(counts, out.mT @ out, float(used.sum()))
 
     def _scaled(self, weights: Tensor) -> Tensor:
         return (double(self.outputs) * weights.double().view(-1, 1, 1)).flatten(0, 1)

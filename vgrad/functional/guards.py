@@ -103,13 +103,12 @@ class WriteGuard(TorchFunctionMode):
         finally:
             self._protected = before
 
-    def check(self, func: Callable, args: tuple, kwargs: dict) -> None:
-        """Raise a RuntimeError if a call writes into one of the tensors."""
+    def check(self, func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
+        """Return the tensors that a call writes into; raise if one is protected."""
         if not may_write(func) and kwargs.get("out") is None:
-            return
-        targets = written(func, args, kwargs)
-        if not targets:
-            return
+            return []
+        if not (targets := written(func, args, kwargs)):
+            return []
         name = getattr(func, "__name__", "").partition(".")[0]
         # A call that changes the object alone does not write into its memory.
         key = id if name in _OF_THE_OBJECT else _where
@@ -121,6 +120,7 @@ class WriteGuard(TorchFunctionMode):
                         f"{protected.expected}, got {name}, which writes into "
                         f"{entry!r} in place. {protected.advice}"
                     )
+        return targets
 
     @contextmanager
     def protecting(self, protected: Protected) -> Iterator[None]:

@@ -96,7 +96,7 @@ class SampleLoss(LossFn):
             parts = _rows(samples, count)
             losses = [self._of_one(params, buffers, part) for part in parts]
         else:
-            args, kwargs, target = _read("sample_loss", samples, self._criterion)
+            args, kwargs, target = read("sample_loss", samples, self._criterion)
             output = self._fmodel(params, buffers, *args, **kwargs)
             losses = []
             for part, own in zip(
@@ -109,7 +109,7 @@ class SampleLoss(LossFn):
 
     def _of_one(self, params: Params, buffers: Buffers, batch: Tree) -> Tensor:
         with modes.without_modes():
-            args, kwargs, target = _read("sample_loss", batch, self._criterion)
+            args, kwargs, target = read("sample_loss", batch, self._criterion)
         _check_weights(self._criterion, target)
         output = self._fmodel(params, buffers, *args, **kwargs)
         return _value("sample_loss", output, target, self._criterion)
@@ -182,7 +182,7 @@ class BatchLoss(BatchLossFn):
 
     def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Tensor:
         """Return the loss of the batch."""
-        args, kwargs, target = _read("batch_loss", batch, self._criterion)
+        args, kwargs, target = read("batch_loss", batch, self._criterion)
         output = self._fmodel(params, buffers, *args, **kwargs)
         return _value("batch_loss", output, target, self._criterion)
 
@@ -190,7 +190,7 @@ class BatchLoss(BatchLossFn):
         self, params: Params, buffers: Buffers, /, *batch: Tree
     ) -> tuple[Tensor, Buffers]:
         """Return the loss of the batch and the new buffers."""
-        args, kwargs, target = _read("batch_loss", batch, self._criterion)
+        args, kwargs, target = read("batch_loss", batch, self._criterion)
         update = self._fmodel.call_and_update
         output, new_buffers = update(params, buffers, *args, **kwargs)
         return _value("batch_loss", output, target, self._criterion), new_buffers
@@ -244,14 +244,18 @@ def returned(function: str, result: Any, *, has_aux: bool) -> tuple[Tensor, Any]
 
 
 def _check(function: str, fmodel: Any, criterion: Any) -> None:
-    """Refuse a model that has not been split yet, and a wrong criterion."""
+    check_model(function, fmodel)
+    check_criterion(function, criterion)
+
+
+def check_model(function: str, fmodel: Any) -> None:
+    """Refuse a model that has not been split yet."""
     if isinstance(fmodel, nn.Module):
         raise TypeError(
             f"{function}(fmodel): expected a functional model, got a module, "
             f"{type(fmodel).__name__}. Split it: fmodel, params, buffers = "
             f"make_functional_with_buffers(model)."
         )
-    check_criterion(function, criterion)
 
 
 def check_criterion(function: str, criterion: Any) -> None:
@@ -267,7 +271,7 @@ def check_criterion(function: str, criterion: Any) -> None:
         )
 
 
-def _read(
+def read(
     function: str, items: Tree, criterion: Criterion
 ) -> tuple[list[Any], dict[str, Any], Any]:
     """Return arguments and keyword arguments of the model, and a copy of the target."""

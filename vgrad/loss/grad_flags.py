@@ -230,7 +230,7 @@ class GradFlags:
                 f"a graph of its own where one tensor stands for all {self.one}s, as "
                 f"functions of torch.jit.script do. Use {self.otherwise}."
             )
-        elif not modes.unwrapped(tensor).requires_grad:
+        elif type(tensor) is not Tensor and not modes.unwrapped(tensor).requires_grad:
             raise UnsupportedOp(
                 f"loss: expected tensors that requires_grad_ differentiates by, got a "
                 f"leaf that no mode sees made, as torch.nn.Parameter makes one, where "

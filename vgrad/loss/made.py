@@ -57,6 +57,8 @@ class Made:
 
     def __exit__(self, *raised: Any) -> None:
         """Refuse copies that the loss has kept; none can be used after the run."""
+        if not self._copies:
+            return
         for generation in (1, 2):  # of cycles
             if raised[1] is None and self._any_left():
                 gc.collect(generation)

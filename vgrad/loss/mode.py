@@ -136,14 +136,14 @@ class LossMode(WriteGuard):
         if (run := CONTROL_FLOW.get(func)) is not None:
             with self:
                 return run(*args, **kwargs)
-        writes = may_write(func) or not _OPTIONS.isdisjoint(kwargs)
-        if writes:
-            self.check(func, args, kwargs)
+        targets: list[Tensor] = []
+        if may_write(func) or (kwargs and not _OPTIONS.isdisjoint(kwargs)):
+            targets = self.check(func, args, kwargs)
             if kwargs.get("generator") is not None:
                 self.draws.own = True
         handlers = self._handlers
         try:
-            if writes and (again := self._room(func, args, kwargs)) is not None:
+            if targets and (again := self._room(targets, func, args, kwargs)):
                 raise again
             if func is Tensor.register_hook:
                 self.note_hook("register_hook")
@@ -154,8 +154,8 @@ class LossMode(WriteGuard):
         except (SplitBatch, RuntimeError) as error:
             if self.flags is None:
                 raise
-            if writes and isinstance(error, RuntimeError):
-                error = self._room(func, args, kwargs, failed=True) or error
+            if targets and isinstance(error, RuntimeError):
+                error = self._room(targets) or error
             arguments = None
             if modes.ITEM_ERROR in str(error):
                 arguments = with_numbers(func, args, kwargs, self.flags.level)
@@ -169,15 +169,15 @@ class LossMode(WriteGuard):
         self.hooks.setdefault(name, where(sys._getframe()))
 
     def _room(
-        self, func: Callable, args: tuple, kwargs: dict, *, failed: bool = False
+        self, targets: list[Tensor], func: Any = None, args: Any = (), kwargs: Any = ()
     ) -> SplitBatch | UnsupportedOp | None:
         """Return the repetition that a write needs into a tensor of all samples."""
+        # Without arguments the write has failed.
         if self.made is None or self.flags is None or func in AUTOGRAD:
             return None
         level = self._level
         with modes.without_modes():
-            targets = written(func, args, kwargs)
-            if not failed:
+            if func is not None:
                 targets = [each for each in targets if not is_mapped(each, level)]
                 others = among(args, kwargs) if targets else []
                 if not self.differ(others) and not any(map(self.is_parameter, others)):

@@ -8,7 +8,11 @@ their values, and each part runs again: exact, and at worst one sample at a time
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from copy import deepcopy
+from functools import reduce
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -34,6 +38,7 @@ class Partition(NamedTuple):
     where: str  # the line that reads a value
     strategy: Strategy | None = None  # of the parts; None for the one that ran
     why: str = ""  # the error of that one, if the strategy is another
+    runs: Sequence[Callable] | None = None  # a function for each part
 
 
 class SplitBatch(BaseException):
@@ -56,12 +61,22 @@ def read_value(
     """
     with modes.without_modes():
         mapped = _mapped(args, kwargs, level)
-        if not mapped:
-            return NONE
         if checks_collected():
+            for each in () if mapped else among(args, kwargs):  # as of one sample
+                mapped[id(each)] = modes.unwrap_all(each).detach()[None]
+            place = where(sys._getframe(1))
+            if (reads := _READS.get()) is not None and reads.given is not None:
+                return reads.next(func, mapped, place, level)
             with static_values():
                 values = _values(func, args, kwargs, mapped)
-            return _kept(func, mapped, values, one)
+            if any(repr(each) != repr(values[0]) for each in values):
+                raise Differ(f"{one}s take different branches at {place}")
+            rare(_differing(func, mapped, values[0]))
+            if reads is not None:
+                reads.kept.append((place, deepcopy(values[0])))
+            return values[0]
+        if not mapped:
+            return NONE
     # The mode of a vmap around this one reads the value in turn.
     return unanimous(_values(func, args, kwargs, mapped), level)
 
@@ -121,22 +136,69 @@ def _mapped(args: tuple, kwargs: dict, level: int) -> dict[int, Tensor]:
     }
 
 
-def _kept(func: Callable, mapped: dict[int, Tensor], values: list, one: str) -> Any:
-    """Bake a value into a graph, which must check that it still is the same."""
-    first = values[0]
-    if any(repr(each) != repr(first) for each in values):
-        place = where(sys._getframe(1))
-        raise Unrepeatable(f"{one}s take different branches at {place}")
+Answers = tuple[tuple[str, Any], ...]
+"""The values that a loss reads of a sample, in order, each with the line that does."""
+
+
+class Reads:
+    """The values that a loss reads in a block, kept or given in advance."""
+
+    def __init__(self, given: Answers | None) -> None:
+        self.given = given
+        self.nested = False  # whether there was a block with values given inside
+        self.kept: list[tuple[str, Any]] = []
+        self.differ: list[Tensor] = []  # samples with other values than those given
+        self.follows: Tensor | None = None  # samples with all of them, in the end
+
+    def next(
+        self, func: Callable, mapped: dict[int, Tensor], place: str, level: int
+    ) -> Any:
+        """Return the next value given; after the last one the loss ends."""
+        assert self.given is not None
+        line, value = self.given[len(self.differ)]
+        same = line == place  # else the loss is another one now
+        others = _differing(func, mapped, value) if same else torch.tensor(True)
+        self.differ.append(others)
+        if not same or len(self.differ) == len(self.given):
+            self.follows = ~reduce(torch.logical_or, self.differ)
+            raise SplitBatch(Partition((), place), level)
+        return deepcopy(value)
+
+
+_READS: ContextVar[Reads | None] = ContextVar("reads", default=None)
+
+
+@contextmanager
+def answered(given: Answers | None = None) -> Iterator[Reads]:
+    """Keep the values that a loss reads while checks are collected, or hand it some."""
+    if (around := _READS.get()) is not None:
+        around.nested |= given is not None
+    token = _READS.set(reads := Reads(given))
+    try:
+        yield reads
+    finally:
+        _READS.reset(token)
+
+
+class Differ(Unrepeatable):
+    """Samples have different values where a loss reads one."""
+
+
+def _differing(func: Callable, mapped: dict[int, Tensor], value: Any) -> Tensor:
+    """Return which samples have another value, `[B]`."""
     read = OPS[func].read
     if read is None or (dtype := read.compared) is None:
         raise Unrepeatable(f"{modes.op_name(func)} hands values to Python")
     (tensor,) = mapped.values()
     tensor = tensor if dtype is ITSELF else tensor.to(dtype)
-    differs = tensor != first
-    if isinstance(first, float):
-        differs |= tensor.signbit() != (repr(first)[0] == "-")
-    rare(differs)
-    return first
+    negative = repr(value)[0] == "-"
+    if isinstance(value, list):
+        value = torch.tensor(value, dtype=tensor.dtype, device=tensor.device)
+        negative = value.signbit()
+    differs = tensor != value
+    if tensor.is_floating_point():
+        differs |= tensor.signbit() != negative
+    return differs.flatten(1).any(1) if differs.ndim > 1 else differs
 
 
 def physical(tensor: Tensor, level: int) -> Tensor | None:

@@ -19,6 +19,7 @@ from vgrad.ops import attention as attention
 from vgrad.ops import conv as conv
 from vgrad.ops import criteria as criteria
 from vgrad.ops import embedding as embedding
+from vgrad.ops import experts as experts
 from vgrad.ops import indexing as indexing
 from vgrad.ops import norm as norm
 from vgrad.ops import recurrent as recurrent

@@ -3,6 +3,7 @@
 B samples, C channels, O outputs, E members
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from vgrad.devices import is_host
 from vgrad.factors.base import Dense, Factor, Outer
 from vgrad.factors.conv import Conv
-from vgrad.ops.record import Form, Rule, below_members, register
+from vgrad.ops.record import Form, Rule, Transposed, below_members, register
 from vgrad.torch_private import kernels, modes
 
 Sizes = tuple[int, ...]
@@ -22,9 +23,9 @@ Sizes = tuple[int, ...]
 def _as_one_batch(op: Callable) -> Callable:
     """Run a convolution with the samples and the batch of each as one batch."""
 
-    def run(input: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    def run(input: Tensor, weight: Tensor, *rest: Any, **named: Any) -> Tensor:
         batched = input.ndim == weight.ndim + 1
-        output = op(input.flatten(0, 1) if batched else input, weight, *rest)
+        output = op(input.flatten(0, 1) if batched else input, weight, *rest, **named)
         if not batched:
             return output
         # A view that autograd does not know as one: ops that write into it are legal
@@ -80,6 +81,39 @@ def _transposed(
         return _patches(g, input, shape, stride, pads, dilation, groups)
 
     return {"weight": kernel, "bias": lambda g: _shift(g, count)}
+
+
+def _back_by(op: Callable, *, adjoint: bool = False) -> Callable:
+    """Return the derivative of a convolution, or of its `adjoint`, which is the other.
+
+    A convolution that pads its ends differently has none.
+    """
+
+    def back(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+        output_padding: Any = 0,
+    ) -> Transposed | None:
+        sizes = weight.shape[2:]
+        options = stride, dilation, output_padding
+        stride, dilation, extra = (_each(value, len(sizes)) for value in options)
+        pads = _pads(padding, sizes, dilation)[::-1]
+        rest = {"weight": weight, "stride": stride, "padding": pads[::2]}
+        rest |= {"dilation": dilation, "groups": groups}
+        if not adjoint:  # numbers at the end that no window reaches
+            space = input.shape[-len(sizes) :]
+            each = zip(space, sizes, stride, pads[::2], dilation, strict=True)
+            extra = [(n + 2 * p - d * (k - 1) - 1) % s for n, k, s, p, d in each]
+            rest["output_padding"] = tuple(extra)
+        fits = pads[::2] == pads[1::2] and all(map(operator.lt, extra, stride))
+        return (op, rest) if fits else None
+
+    return back
 
 
 def _patches(
@@ -184,9 +218,14 @@ def _of_members(op: Callable) -> Callable[..., tuple[Form | None, str]]:
     return choose
 
 
-for _op in (F.conv1d, F.conv2d, F.conv3d):
-    _rule = Rule(_convolution, ("weight", "bias"), _as_one_batch(_op))
+_NAMES = "weight", "bias"
+for _op, _adjoint in (
+    (F.conv1d, F.conv_transpose1d),
+    (F.conv2d, F.conv_transpose2d),
+    (F.conv3d, F.conv_transpose3d),
+):
+    _run, _back = _as_one_batch(_op), _back_by(_adjoint)
+    _rule = Rule(_convolution, _NAMES, _run, _back)
     register(_op, rule=_rule, per_member=_of_members(_op))
-for _op in (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d):
-    _rule = Rule(_transposed, ("weight", "bias"), _as_one_batch(_op))
-    register(_op, rule=_rule)
+    _run, _back = _as_one_batch(_adjoint), _back_by(_op, adjoint=True)
+    register(_adjoint, rule=Rule(_transposed, _NAMES, _run, _back))

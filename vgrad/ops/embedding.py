@@ -40,6 +40,18 @@ def _factors(
     return {"weight": rows}
 
 
+def _getitem(record: Recording, x: Tensor, index: Any) -> Tensor | None:
+    """Look up rows, or numbers, of a parameter by an index of each sample's own."""
+    if not isinstance(index, Tensor) or not record.is_parameter(x) or x.ndim > 2:
+        return None
+    if index.dtype not in (torch.int32, torch.int64):
+        return None
+    with record.watching():
+        index = torch.where(index < 0, index + len(x), index)
+        rows = F.embedding(index, x if x.ndim == 2 else x[:, None])
+        return rows if x.ndim == 2 else rows.squeeze(-1)
+
+
 def _bag(
     record: Recording,
     input: Tensor,
@@ -135,4 +147,5 @@ def _lookup(
 
 register(F.embedding, rule=Rule(_factors, ("weight",)), mapped=_mapped)
 register(torch.embedding, mapped=_lookup)
+register(Tensor.__getitem__, recorded=_getitem)
 register(F.embedding_bag, recorded=_bag)

@@ -38,6 +38,20 @@ def _index_add(
     return _IndexAdd.apply(input, dim % input.dim(), index, source)
 
 
+def _histc(
+    input: Tensor, bins: int = 100, min: Any = 0, max: Any = 0, **options: Any
+) -> Tensor:
+    """Count as `torch.histc`, which has no rule of vmap, without a derivative."""
+    if min >= max or options or not modes.is_batched(input):
+        return torch.histc(input, bins, min, max, **options)
+    x = input.detach().flatten()
+    place = ((x - min) * bins).div(max - min, rounding_mode="trunc")
+    inside = (x >= min) & (x <= max)
+    place = torch.where(inside, place, 0).long().clamp(max=bins - 1)
+    counts = x.new_zeros(bins)
+    return counts.scatter_add(0, place, inside.to(x.dtype))
+
+
 def _squeeze_(input: Tensor, *dims: Any, **options: Any) -> Tensor:
     """Remove axes in place; torch's rule removes the axis of a single sample, too."""
     if not dims and not options:
@@ -362,6 +376,7 @@ register(torch.index_add, Tensor.index_add, mapped=_index_add)
 register(Tensor.index_add_, mapped=in_place(_index_add))
 register(Tensor.scatter_, mapped=in_place(torch.scatter))  # which has a rule
 register(Tensor.squeeze_, mapped=_squeeze_)
+register(torch.histc, Tensor.histc, mapped=_histc)
 register(torch.roll, Tensor.roll, mapped=_roll)
 register(torch.select_scatter, Tensor.select_scatter, mapped=_select_scatter)
 register(Tensor.__getitem__, selected=_getitem)

@@ -22,6 +22,7 @@ from vgrad.ops.record import (
     Form,
     Recording,
     Rule,
+    Transposed,
     below_members,
     in_place,
     register,
@@ -173,11 +174,11 @@ def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict:
 def _back_by(op: Callable) -> Callable:
     """Return the derivative of a product with a matrix, which is one by `op`."""
 
-    def back(g: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    def back(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Transposed:
         if weight.ndim == 1:
-            axes = string.ascii_lowercase[: g.ndim - 1]
-            return _back_by_contraction(g, weight, f"{axes}I", "I", axes)
-        return op, {"input": g, "weight": weight}
+            axes = string.ascii_lowercase[: input.ndim - 2]
+            return _back_by_contraction(input, weight, f"{axes}I", "I", axes)
+        return op, {"weight": weight}
 
     return back
 
@@ -195,9 +196,9 @@ def contraction(data: Tensor, weight: Tensor, x: str, w: str, out: str) -> Tenso
 
 
 def _back_by_contraction(
-    g: Tensor, weight: Tensor, x: str, w: str, out: str
-) -> tuple[Callable, dict[str, Any]]:
-    return contraction, {"data": g, "weight": weight, "x": out, "w": w, "out": x}
+    data: Tensor, weight: Tensor, x: str, w: str, out: str
+) -> Transposed:
+    return contraction, {"weight": weight, "x": out, "w": w, "out": x}
 
 
 def _contraction(data: Tensor, weight: Tensor, x: str, w: str, out: str) -> dict | None:

@@ -20,6 +20,9 @@ from vgrad.torch_private import kernels, modes
 
 Maker = Callable[[Tensor], Factor]
 
+Transposed = tuple[Callable, dict[str, Any]]
+"""An op that is linear in its first argument, and its other arguments."""
+
 Form = Callable[[], Any]
 """Code that runs in the place of a call, as if the loss had written it."""
 
@@ -87,15 +90,15 @@ class Rule:
             None where it does not fit the call.
         weights: the parameters that get a factor where the loss has a parameter.
         run: computes the output, from arguments by position; None for the op itself.
-        transposed: has the gradient at the output in the place of the first argument,
-            in which the op is linear, and returns the op that computes the gradient
-            there, which has such a rule as well, with its arguments by name.
+        transposed: has the arguments of an op that is linear in the first, and returns
+            the op from the gradient at the output to that at the first, which has such
+            a rule as well; None where it does not fit the call.
     """
 
     factors: Callable[..., dict[str, Maker] | None]
     weights: tuple[str, ...]
     run: Callable[..., Tensor] | None = None
-    transposed: Callable[..., tuple[Callable, dict[str, Any]]] | None = None
+    transposed: Callable[..., Transposed | None] | None = None
 
     @cached_property
     def _signature(self) -> tuple[tuple[str, ...], dict[str, Any]]:
@@ -317,8 +320,9 @@ register(
 register(Tensor.__int__, Tensor.__index__, read=Read(compared=torch.int64))
 register(Tensor.__float__, read=Read(compared=torch.float64, convert=float))
 register(Tensor.item, read=Read(compared=ITSELF, convert=lambda value: value))
+register(Tensor.tolist, read=Read(compared=ITSELF))
 register(
-    *(Tensor.__complex__, Tensor.tolist, Tensor.__contains__, Tensor.__format__),
+    *(Tensor.__complex__, Tensor.__contains__, Tensor.__format__),
     *(torch.equal, Tensor.equal, torch.allclose, Tensor.allclose),
     kernels.is_left_aligned,
     read=Read(),

@@ -4,11 +4,13 @@ torch has no batching rules for its recurrent kernels: under `torch.vmap(grad)` 
 loops over the samples, a GRU and the plain nets raise. In `steps` a time step is two
 linear maps and elementwise ops, which every transform can run.
 
-In recorded passes torch's kernels run forward. The gradient of a sample's weights is a
-sum over time steps of outer products: the gradients before the gates times the inputs
-and states. The kernels add them up over all samples; here the backward pass reports
-both sides instead. It keeps nothing but inputs and outputs, computes all gates again at
-once, and then goes through time with one GEMM and a few elementwise ops a step.
+In recorded passes the gradient of a sample's weights is a sum over time steps of outer
+products: the gradients before the gates times the inputs and states. Torch's kernels
+add them up over all samples; here the backward pass reports both sides instead. It goes
+through time with one GEMM and a few elementwise ops a step, for both directions of a
+layer at once. On a CPU, LSTMs and GRUs run forward in such steps too, which keep their
+gates. Anywhere else torch's kernels do, and all gates are computed again by one product
+of the inputs and one of the states.
 
 `pack_padded_sequence` orders rows by lengths, which samples must share to run together.
 With known ones, packing and padding take rows by index, and a net runs once for all
@@ -19,7 +21,7 @@ gates (4 of an LSTM, 3 of a GRU, else 1), L layers, D directions, R rows of a pa
 sequence, B samples
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -94,8 +96,9 @@ class Net(NamedTuple):
         ]
 
 
-Layer = Callable[[int, Tensor, State, Sequence[Any], bool], tuple[Tensor, State]]
-"""From (place of the first weight, x, state, w_ih to w_hr, reverse) to all outputs."""
+Layer = Callable[[int, Tensor, State, Sequence[Any]], tuple[Tensor, ...]]
+"""From (place of the first weight, x, states `[D, N, H]`, w_ih to w_hr of each
+direction) to all outputs `[T, N, D * H]` and the last states."""
 
 
 def steps(net: Net) -> tuple[Tensor, ...]:
@@ -105,23 +108,27 @@ def steps(net: Net) -> tuple[Tensor, ...]:
     """
 
     def layer(
-        first: int, x: Tensor, state: State, own: Sequence[Any], reverse: bool
-    ) -> tuple[Tensor, State]:
-        w_ih, w_hh, b_ih, b_hh, w_hr = own
-        inner = F.linear(x, w_ih, b_ih).unbind(0)
-        outputs = []
-        for at_input in reversed(inner) if reverse else inner:
-            state = _NEXT[net.mode](at_input, F.linear(state[0], w_hh, b_hh), *state)
-            if w_hr is not None:
-                state = (F.linear(state[0], w_hr), *state[1:])
-            outputs.append(state[0])
-        return torch.stack(outputs[::-1] if reverse else outputs), state
+        first: int, x: Tensor, states: State, own: Sequence[Any]
+    ) -> tuple[Tensor, ...]:
+        results = []
+        for number, (w_ih, w_hh, b_ih, b_hh, w_hr) in enumerate(own):
+            state, order = tuple(each[number] for each in states), 1 - 2 * number
+            outputs = []
+            for at_input in F.linear(x, w_ih, b_ih).unbind(0)[::order]:
+                at_state = F.linear(state[0], w_hh, b_hh)
+                state = _NEXT[net.mode](at_input, at_state, *state)
+                if w_hr is not None:
+                    state = (F.linear(state[0], w_hr), *state[1:])
+                outputs.append(state[0])
+            results.append((torch.stack(outputs[::order]), *state))
+        output, *final = zip(*results, strict=True)
+        return torch.cat(output, -1), *map(torch.stack, final)
 
     return _over_layers(net, layer)
 
 
 def _over_layers(net: Net, layer: Layer) -> tuple[Tensor, ...]:
-    """Run `layer` for each layer and direction, in torch's order, dropout between."""
+    """Run `layer` for each layer, dropout between."""
     own = net.split()
     directions = 2 if net.bidirectional else 1
     x = net.x.transpose(0, 1) if net.batch_first else net.x
@@ -131,21 +138,17 @@ def _over_layers(net: Net, layer: Layer) -> tuple[Tensor, ...]:
             f"step at least, or [N, T, I] with batch_first."
         )
     _check_state(net.mode, net.hidden, (net.places, x.shape[1]), own[0][1])
-    states = list(zip(*(each.unbind(0) for each in net.hidden), strict=True))
     finals = []
     for number in range(net.num_layers):
-        outputs = []
-        for place in range(number * directions, (number + 1) * directions):
-            first = place * (len(net.weights) // net.places)
-            reverse = place % directions == 1
-            output, final = layer(first, x, states[place], own[place], reverse)
-            outputs.append(output)
-            finals.append(final)
-        x = torch.cat(outputs, -1) if net.bidirectional else outputs[0]
+        places = slice(number * directions, (number + 1) * directions)
+        first = places.start * (len(net.weights) // net.places)
+        states = tuple(each[places] for each in net.hidden)
+        x, *final = layer(first, x, states, own[places])
+        finals.append(final)
         if net.train and net.dropout and number + 1 < net.num_layers:
             x = F.dropout(x.contiguous(), net.dropout)  # it draws in order of memory
     output = x.transpose(0, 1) if net.batch_first else x
-    return output, *(torch.stack(each) for each in zip(*finals, strict=True))
+    return output, *(torch.cat(each) for each in zip(*finals, strict=True))
 
 
 def cell(
@@ -209,7 +212,7 @@ _NEXT = {
 """The next state of each mode."""
 
 
-# By torch's kernels.
+# By torch's kernels, or in steps that keep their gates.
 
 
 Report = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
@@ -222,7 +225,7 @@ def reporting(net: Net, report: Report, anchor: Tensor) -> tuple[Tensor, ...]:
     The backward pass calls `report(first, d_ih, d_hh, x, h_prev)` once for each layer
     and direction: the place of `w_ih` among the weights, the gradients before the gates
     at inputs and states, the inputs, and the states before every step, all in the order
-    of time of `x`. The gradients of the weights are the sums over t of
+    of the steps. The gradients of the weights are the sums over t of
 
         w_ih: d_ih[t, n] x x[t, n]        b_ih: d_ih[t, n]
         w_hh: d_hh[t, n] x h_prev[t, n]   b_hh: d_hh[t, n]
@@ -233,45 +236,66 @@ def reporting(net: Net, report: Report, anchor: Tensor) -> tuple[Tensor, ...]:
     """
 
     def layer(
-        first: int, x: Tensor, state: State, own: Sequence[Any], reverse: bool
-    ) -> tuple[Tensor, State]:
-        padded = state if net.mode == "lstm" else (*state, None)
-        tensors = (anchor, x, *padded, *own[:4])
-        results = _Layer.apply(net.mode, partial(report, first), reverse, *tensors)
-        return results[0], tuple(results[1 : 1 + len(state)])
+        first: int, x: Tensor, states: State, own: Sequence[Any]
+    ) -> tuple[Tensor, ...]:
+        padded, count = (*states, None)[:2], len(net.weights) // net.places
+        if len(own) == 1:
+            padded = (None if each is None else each[0] for each in padded)
+            tensors = (anchor, x, *padded, *own[0][:4])
+            output, *rest = _Layer.apply(net.mode, partial(report, first), *tensors)
+            return output, *(each[None] for each in rest[: len(states)])
+
+        def both(d_ih: Tensor, d_hh: Tensor, x: Tensor, before: Tensor) -> None:
+            for number in range(2):
+                d = d_ih[:, number]
+                d_state = d if d_hh is d_ih else d_hh[:, number]
+                place = first + number * count
+                report(place, d, d_state, x[:, number], before[:, number])
+
+        weights = (
+            None if each[0] is None else torch.stack(each)
+            for each in list(zip(*own, strict=True))[:4]
+        )
+        x = torch.stack([x, x.flip(0)]).transpose(0, 1)
+        output, *rest = _Layer.apply(net.mode, both, anchor, x, *padded, *weights)
+        ahead, back = output.unbind(1)
+        return torch.cat([ahead, back.flip(0)], -1), *rest[: len(states)]
 
     return _over_layers(net, layer)
 
 
 class _Layer(Function):
-    """The kernel, or steps, which also return tensors for the backward pass."""
+    """A layer in one direction, `x [T, N, I]`, or in both at once, `[T, 2, N, I]`.
+
+    Time is in the order of the steps. Results of steps for the backward pass come last.
+    """
 
     @staticmethod
     def forward(
-        mode: str,
-        report: Callable,
-        reverse: bool,
-        anchor: Tensor,
-        x: Tensor,
-        h: Tensor,
-        c: Tensor | None,
-        *weights: Tensor | None,
+        mode: str, report: Callable, anchor: Tensor, x: Tensor, *tensors: Any
     ) -> tuple[Tensor, ...]:
-        if c is not None and _by_steps(x, h, c, *weights):
-            return _lstm_forwards(reverse, x, h, c, *weights)
-        state = [each[None].contiguous() for each in (h, c) if each is not None]
-        flat = [each for each in weights if each is not None]
-        x = x.flip(0) if reverse else x
-        output, *final = kernels.recurrent_layer(mode, x, state, flat)
-        output = output.flip(0) if reverse else output
+        if mode in _STEPS and _by_steps(x, *tensors):
+            return _STEPS[mode](x, *tensors)
+        if tensors[0].dim() == 3:  # the kernel for one direction after the other
+            each = ((None, None) if each is None else each for each in tensors)
+            sides = zip(x.unbind(1), *each, strict=True)
+            results = (_Layer.forward(mode, report, anchor, *side) for side in sides)
+            output, *final = zip(*results, strict=True)
+            return torch.stack(output, 1), *map(torch.stack, final)
+        state, weights = (
+            [each for each in some if each is not None]
+            for some in (tensors[:2], tensors[2:])
+        )
+        state = [each[None].contiguous() for each in state]
+        output, *final = kernels.recurrent_layer(mode, x, state, weights)
         return output, *(each.squeeze(0) for each in final)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-        ctx.mode, ctx.report, ctx.reverse, _, *tensors = inputs
-        kept = (*output[3:], None, None)[:2]
-        ctx.mark_non_differentiable(*(each for each in kept if each is not None))
-        ctx.save_for_backward(*kept, output[0], *tensors)
+        ctx.mode, ctx.report, _, *tensors = inputs
+        kept = output[2 if tensors[2] is None else 3 :]
+        ctx.mark_non_differentiable(*kept)
+        ctx.save_for_backward(output[0], *tensors, *kept)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -279,34 +303,34 @@ class _Layer(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         d_output, d_h, d_c = (*grads, None)[:3]
         # Unpacked once, as a checkpoint wants it.
-        gates, cells, output, x, h, c, *weights = ctx.saved_tensors
+        output, x, h, c, *tensors = ctx.saved_tensors
         dtype = torch.float32
-        for each in (output, x, h, weights[0]):
+        for each in (output, x, h, tensors[0]):
             dtype = torch.promote_types(dtype, each.dtype)
-        before = _shifted(h, output, ctx.reverse)
-        steps = x if gates is not None else x.contiguous()  # as the gates will be
+        before = _shifted(h, output)
+        x = x if tensors[4:] else x.contiguous()  # as outputs of kernels are
         zero = output.new_zeros(()).expand(output.shape)
         tensors = (
             zero if d_output is None else d_output,
             zero[0] if d_h is None else d_h,
             zero[0] if d_c is None else d_c,
-            *(gates, cells, steps, before, output, c, *weights),
+            *(x, before, output, c, *tensors),
         )
         with no_autocast(x.device):
-            wide: Any = (None if each is None else each.to(dtype) for each in tensors)
-            run = _Run(ctx.reverse, *wide)
+            wide: Any = [None if each is None else each.to(dtype) for each in tensors]
+            run = _Run(*wide[:11], kept=wide[11:])
             d_ih, d_hh, *d_state = _BACKWARD[ctx.mode](run)
-            ctx.report(d_ih, d_hh, steps.detach(), before)  # not the graph
-            d_x = _linear(d_ih, run.w_ih.T) if ctx.needs_input_grad[4] else None
+            ctx.report(d_ih, d_hh, x.detach(), before)  # not the graph
+            d_x = _affine(d_ih, run.w_ih.mT) if ctx.needs_input_grad[3] else None
         pairs = zip((d_x, *d_state, None), (x, h, c), strict=False)
         to_inputs = (
             None if d is None or each is None else d.to(each.dtype) for d, each in pairs
         )
-        return None, None, None, output.new_zeros(()), *to_inputs, *[None] * 4
+        return None, None, output.new_zeros(()), *to_inputs, *[None] * 4
 
 
 def _by_steps(*tensors: Tensor | None) -> bool:
-    """Return whether an LSTM in steps is as fast as the kernel and has its dtypes.
+    """Return whether a net in steps is as fast as the kernel and has its dtypes.
 
     On a CPU a step is one GEMM either way, and the kernel keeps its gates to itself.
     """
@@ -316,17 +340,11 @@ def _by_steps(*tensors: Tensor | None) -> bool:
 
 
 class _Run(NamedTuple):
-    """The tensors of the backward pass of a layer, in one dtype.
+    """The tensors of the backward pass of a layer, in one dtype."""
 
-    `gates [T, N, 4, H]` and `cells [T, N, H]` are of an LSTM, None if not kept.
-    """
-
-    reverse: bool
     d_output: Tensor
     d_h: Tensor
     d_c: Tensor
-    gates: Any
-    cells: Any
     x: Tensor
     before: Tensor
     output: Tensor
@@ -335,146 +353,153 @@ class _Run(NamedTuple):
     w_hh: Tensor
     b_ih: Any
     b_hh: Any
+    kept: Sequence[Tensor]  # of steps: all results after the states
 
-    def weights(self, place: int) -> tuple[Any, ...]:
-        """Return the weights of one gate."""
-        size = self.w_hh.shape[1]
-        rows = slice(place * size, (place + 1) * size)
-        every = (self.w_ih, self.w_hh, self.b_ih, self.b_hh)
-        return tuple(None if each is None else each[rows] for each in every)
-
-    def gate(self, place: int) -> Tensor:
-        """Return the sum of inputs and states in one gate, [T, N, H]."""
-        w_ih, w_hh, b_ih, b_hh = self.weights(place)
-        sums = F.linear(self.x, w_ih, None if b_ih is None else b_ih + b_hh)
-        sums.flatten(0, 1).addmm_(self.before.flatten(0, 1), w_hh.T)
-        return sums
-
-    def forwards(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Return the time steps in the order in which the layer made them."""
-        rows = tensor.unbind(0)
-        return rows[::-1] if self.reverse else rows
-
-    def backwards(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Return the time steps in the opposite order."""
-        rows = tensor.unbind(0)
-        return rows if self.reverse else rows[::-1]
-
-    def arriving(self) -> Sequence[Tensor]:
-        """Return the gradients of the states before each step as outputs, backwards."""
-        return *self.backwards(self.d_output)[1:], torch.zeros_like(self.d_h)
+    def backwards(self, *tensors: Tensor) -> Iterator[Sequence[Tensor]]:
+        """Return time steps from the last, behind each what the one before it gets."""
+        arriving = *self.d_output.unbind(0)[-2::-1], torch.zeros_like(self.d_h)
+        return zip(*(each.unbind(0)[::-1] for each in tensors), arriving, strict=True)
 
     def last(self) -> Tensor:
         """Return the gradient at the state after the last step."""
-        return self.backwards(self.d_output)[0] + self.d_h
+        return self.d_output[-1] + self.d_h
 
 
-def _lstm_forwards(
-    reverse: bool, x: Tensor, h: Tensor, c: Tensor, *weights: Any
+def _lstm_steps(
+    x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Any, b_hh: Any
 ) -> tuple[Tensor, ...]:
-    """Run one layer, keeping what its backward pass needs.
+    """Return `output`, `h_n` and `c_n`, and what `_lstm` needs.
 
-    `x [T, N, I]` with `h` and `c [N, H]` gives `output [T, N, H]`, `h_n` and `c_n`, the
-    gates `[T, N, 4, H]` and the states `c` after each step `[T, N, H]`.
+    The gates `[T, ..., N, 4 * H]`; cells after each step, and their tanh, as `output`.
     """
-    w_ih, w_hh, b_ih, b_hh = weights
-    size = w_hh.shape[1]
-    sums = _linear(x, w_ih, None if b_ih is None else b_ih + b_hh)
-    gates = sums.unflatten(2, (4, size))
-    output, cells = (torch.empty_like(gates[:, :, 0]) for _ in range(2))
-    recurrent = w_hh.T.contiguous()  # one copy for all steps
-    every = (sums, gates[:, :, :2], gates[:, :, 3], *gates.unbind(2)[:3], cells, output)
-    steps = list(zip(*(each.unbind(0) for each in every), strict=True))
-    for at_gates, i_f, o, i, f, g, cell, state in steps[:: -1 if reverse else 1]:
-        at_gates.addmm_(h, recurrent)
+    gates = _affine(x, w_ih, None if b_ih is None else b_ih + b_hh)
+    i, f, g, o = gates.chunk(4, -1)
+    cells, squashed, output = (torch.empty_like(i) for _ in range(3))
+    every = (gates, gates[..., : 2 * h.shape[-1]], o, i, f, g, cells, squashed, output)
+    product, recurrent = _product(h), w_hh.mT.contiguous()
+    for sums, i_f, o, i, f, g, cell, at_tanh, state in _steps_of_all(*every):
+        product(sums, h, recurrent, out=sums)
         i_f.sigmoid_()
         g.tanh_()
         o.sigmoid_()
         c = torch.mul(f, c, out=cell).addcmul_(i, g)
-        h = torch.tanh(c, out=state).mul_(o)
-    return output, h.clone(), c.clone(), gates, cells
+        h = torch.mul(torch.tanh(c, out=at_tanh), o, out=state)
+    return output, h.clone(), c.clone(), gates, cells, squashed
 
 
-def _lstm(run: _Run) -> tuple[Tensor, ...]:
-    """Return gradients at c and h from gates and cells, backwards through time."""
-    if run.gates is None:
-        i, f, g, o, cells = _again(run)
-        d = g.new_empty((*g.shape[:2], 4, g.shape[2]))
-    else:
-        (i, f, g, o), cells = run.gates.unbind(2), run.cells
-        d = torch.empty_like(run.gates)
-    squashed = cells.tanh()
-
-    # The gradient of a gate is one of these times the gradient at c, or at h for o.
-    _through_sigmoid(g, i, grad_input=d[:, :, 0])
-    _through_sigmoid(_shifted(run.c, cells, run.reverse), f, grad_input=d[:, :, 1])
-    _through_tanh(i, g, grad_input=d[:, :, 2])
-    _through_sigmoid(squashed, o, grad_input=d[:, :, 3])
-    outwards = _through_tanh(o, squashed, grad_input=squashed)
-
-    d_h, d_c = run.last(), run.d_c.clone()
-    d_c_each = d_c.unsqueeze(1)
-    whole = d.view(*d.shape[:2], len(run.w_hh))
-    rows = (whole, d[:, :, :3], d[:, :, 3], outwards, f)
-    steps = zip(*(run.backwards(each) for each in rows), run.arriving(), strict=True)
-    for at_gates, at_ifg, at_o, outward, forget, arriving in steps:
-        d_c.addcmul_(d_h, outward)
-        at_ifg.mul_(d_c_each)
-        at_o.mul_(d_h)
-        d_c.mul_(forget)
-        torch.addmm(arriving, at_gates, run.w_hh, out=d_h)
-    return whole, whole, d_h, d_c
-
-
-def _again(run: _Run) -> tuple[Tensor, ...]:
-    """Compute gates and cells of an LSTM from its inputs and outputs."""
-    i, f, g, o = (run.gate(place) for place in range(4))
+def _lstm_again(run: _Run) -> tuple[Tensor, ...]:
+    """Compute the same from inputs and outputs."""
+    gates = _affine(run.x, run.w_ih, None if run.b_ih is None else run.b_ih + run.b_hh)
+    gates += _affine(run.before, run.w_hh)
+    i, f, g, o = gates.chunk(4, -1)
     for gate in (i, f, o):
         gate.sigmoid_()
     g.tanh_()
     cells, state = i * g, run.c
-    for cell, forget in zip(run.forwards(cells), run.forwards(f), strict=True):
+    for cell, forget in _steps_of_all(cells, f):
         state = cell.addcmul_(forget, state)
-    return i, f, g, o, cells
+    return gates, cells, cells.tanh()
+
+
+def _lstm(run: _Run) -> tuple[Tensor, ...]:
+    """Return gradients at c and h from gates and cells, backwards through time."""
+    gates, cells, squashed = run.kept or _lstm_again(run)
+    i, f, g, o = gates.chunk(4, -1)
+    whole = torch.empty_like(gates)
+    d = whole.unflatten(-1, (4, -1))
+
+    # The gradient of a gate is one of these times the gradient at c, or at h for o.
+    _through_sigmoid(g, i, grad_input=d[..., 0, :])
+    _through_sigmoid(run.c, f[0], grad_input=d[0, ..., 1, :])
+    _through_sigmoid(cells[:-1], f[1:], grad_input=d[1:, ..., 1, :])
+    _through_tanh(i, g, grad_input=d[..., 2, :])
+    _through_sigmoid(squashed, o, grad_input=d[..., 3, :])
+    outwards = _through_tanh(o, squashed)
+
+    d_h, d_c = run.last(), run.d_c.clone()
+    d_c_each, product = d_c.unsqueeze(-2), _product(d_h)
+    rows = (whole, d[..., :3, :], d[..., 3, :], outwards, f)
+    for at_gates, at_ifg, at_o, outward, forget, arriving in run.backwards(*rows):
+        d_c.addcmul_(d_h, outward)
+        at_ifg.mul_(d_c_each)
+        at_o.mul_(d_h)
+        d_c.mul_(forget)
+        product(arriving, at_gates, run.w_hh, out=d_h)
+    return whole, whole, d_h, d_c
+
+
+def _gru_steps(
+    x: Tensor, h: Tensor, c: None, w_ih: Tensor, w_hh: Tensor, b_ih: Any, b_hh: Any
+) -> tuple[Tensor, ...]:
+    """Return `output` and `h_n`, and what `_gru` needs.
+
+    The gates `[T, ..., N, 3 * H]`; the sums of states in the last one, as `output`.
+    """
+    gates, size = _affine(x, w_ih, b_ih), h.shape[-1]
+    r, z, n = gates.chunk(3, -1)
+    inner, output = torch.empty_like(r), torch.empty_like(r)
+    bias = h.new_zeros(()) if b_hh is None else b_hh.unsqueeze(-2)
+    sums = torch.empty_like(gates[0])
+    sums_r_z, sums_n = sums.split((2 * size, size), -1)
+    every = (gates[..., : 2 * size], r, z, n, inner, output)
+    product, recurrent = _product(h), w_hh.mT.contiguous()
+    for r_z, r, z, n, at_n, state in _steps_of_all(*every):
+        product(bias, h, recurrent, out=sums)
+        r_z.add_(sums_r_z).sigmoid_()
+        n.addcmul_(r, at_n.copy_(sums_n)).tanh_()
+        h = torch.sub(h, n, out=state).mul_(z).add_(n)
+    return output, h.clone(), gates, inner
+
+
+def _gru_again(run: _Run) -> tuple[Tensor, ...]:
+    """Compute the same from inputs and outputs."""
+    gates, sums = (
+        _affine(run.x, run.w_ih, run.b_ih),
+        _affine(run.before, run.w_hh, run.b_hh),
+    )
+    r, z, n = gates.chunk(3, -1)
+    of_r, of_z, inner = sums.chunk(3, -1)
+    r.add_(of_r).sigmoid_()
+    z.add_(of_z).sigmoid_()
+    n.addcmul_(r, inner).tanh_()
+    return gates, inner
 
 
 def _gru(run: _Run) -> tuple[Tensor, ...]:
-    """Compute the gates again; every gradient is linear in the gradient at h."""
-    r, z = run.gate(0).sigmoid_(), run.gate(1).sigmoid_()
-    w_ih, w_hh, b_ih, b_hh = run.weights(2)
-    inner = F.linear(run.before, w_hh, b_hh)
-    n = F.linear(run.x, w_ih, b_ih).addcmul_(r, inner).tanh_()
-
+    """Go back from the gates; every gradient is linear in the gradient at h."""
+    gates, inner = run.kept or _gru_again(run)
+    r, z, n = gates.chunk(3, -1)
     d_n = _through_tanh(1 - z, n)
-    d_hh = n.new_empty((*n.shape[:2], 3, n.shape[2]))
-    _through_sigmoid(d_n * inner, r, grad_input=d_hh[:, :, 0])
-    _through_sigmoid(run.before - n, z, grad_input=d_hh[:, :, 1])
-    torch.mul(d_n, r, out=d_hh[:, :, 2])
+    d_hh, d_ih = torch.empty_like(gates), torch.empty_like(gates)
+    parts = d_hh.unflatten(-1, (3, -1))
+    _through_sigmoid(d_n * inner, r, grad_input=parts[..., 0, :])
+    _through_sigmoid(run.before - n, z, grad_input=parts[..., 1, :])
+    torch.mul(d_n, r, out=parts[..., 2, :])
 
-    d_h = run.last()
-    d_states = torch.empty_like(d_n)
-    rows = (d_states, d_hh.flatten(2), d_hh, z)
-    steps = zip(*(run.backwards(each) for each in rows), run.arriving(), strict=True)
-    for kept, flat, at_gates, stays, arriving in steps:
-        kept.copy_(d_h)
-        at_gates.mul_(d_h.unsqueeze(1))
+    d_h, r_z = run.last(), slice(0, 2 * r.shape[-1])
+    d_h_each, product = d_h.unsqueeze(-2), _product(d_h)
+    rows = (d_n, d_ih[..., r_z.stop :], parts, d_hh, z)
+    for at_n, to_n, at_gates, flat, stays, arriving in run.backwards(*rows):
+        torch.mul(at_n, d_h, out=to_n)
+        at_gates.mul_(d_h_each)
         torch.addcmul(arriving, d_h, stays, out=d_h)
-        d_h.addmm_(flat, run.w_hh)
-    d_ih = d_hh.clone()
-    torch.mul(d_n, d_states, out=d_ih[:, :, 2])
-    return d_ih.flatten(2), d_hh.flatten(2), d_h
+        product(d_h, flat, run.w_hh, out=d_h)
+    d_ih[..., r_z] = d_hh[..., r_z]
+    return d_ih, d_hh, d_h
 
 
 def _plain(derivative: Callable[[Tensor], Tensor], run: _Run) -> tuple[Tensor, ...]:
     """Start from the derivative of the activation, a function of the output."""
-    d = derivative(run.output)
-    d_h = run.last()
-    steps = zip(run.backwards(d), run.arriving(), strict=True)
-    for at_sum, arriving in steps:
+    d, d_h = derivative(run.output), run.last()
+    product = _product(d_h)
+    for at_sum, arriving in run.backwards(d):
         at_sum.mul_(d_h)
-        torch.addmm(arriving, at_sum, run.w_hh, out=d_h)
+        product(arriving, at_sum, run.w_hh, out=d_h)
     return d, d, d_h
 
+
+_STEPS = {"lstm": _lstm_steps, "gru": _gru_steps}
+"""Forward passes that keep their gates."""
 
 _BACKWARD: dict[str, Callable[[_Run], tuple[Tensor, ...]]] = {
     "lstm": _lstm,
@@ -488,27 +513,36 @@ _through_sigmoid = kernels.sigmoid_backward
 _through_tanh = kernels.tanh_backward
 
 
-def _shifted(first: Tensor, states: Tensor, reverse: bool) -> Tensor:
-    """Return the state before each step, from the first one and the later ones."""
-    time = _time(states)
-    states, first = states.transpose(0, time), first.unsqueeze(time)
-    kept = states.narrow(time, 1 if reverse else 0, states.shape[time] - 1)
-    before = torch.cat([kept, first] if reverse else [first, kept], time)
-    return before.transpose(0, time)
+def _steps_of_all(*tensors: Tensor) -> Iterator[Sequence[Tensor]]:
+    """Return the time steps of tensors, together."""
+    return zip(*(each.unbind(0) for each in tensors), strict=True)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Apply a linear map to `x [T, N, I]`; the result lies in memory as `x` does.
+def _product(state: Tensor) -> Callable[..., Tensor]:
+    """Return the function that adds a product to a tensor, in one direction or both."""
+    return torch.addmm if state.dim() == 2 else torch.baddbmm
+
+
+def _shifted(first: Tensor, states: Tensor) -> Tensor:
+    """Return the state before each step, in memory as the later ones."""
+    before = torch.empty_like(states)
+    before[0], before[1:] = first, states[:-1]
+    return before
+
+
+def _affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Apply a linear map to `x [T, ..., N, I]`; the result lies in memory as `x` does.
 
     Any other order would make torch compute many small products.
     """
-    time = _time(x)
-    return F.linear(x.transpose(0, time), weight, bias).transpose(0, time)
-
-
-def _time(x: Tensor) -> int:
-    """Return which axis of `[T, N, ...]` is time in the order of memory."""
-    return int(x.stride(0) < x.stride(1))
+    if weight.dim() == 2:
+        time = int(x.stride(0) < x.stride(1))  # the axis of time in order of memory
+        return F.linear(x.transpose(0, time), weight, bias).transpose(0, time)
+    rows = x.transpose(0, 1).flatten(1, 2)
+    sums = rows @ weight.mT
+    if bias is not None:
+        sums += bias.unsqueeze(1)
+    return sums.unflatten(1, x.shape[::2][:2]).transpose(0, 1)
 
 
 # In recorded passes.

@@ -145,13 +145,9 @@ class _ClipCollector(Collector):
     small: list[Gathered] | None = None  # factors of which some are together
 
     def take(self, name: str, factor: Factor) -> None:
-        self.count(name, factor)
-        self.factors[name], self.norms[name] = factor.settled()
-
-    def count(self, name: str, factor: Factor) -> None:
-        """Keep the rows of a table at which samples have gradients."""
         if name in self.tables:
-            self.touched[name] = touched(factor)
+            self.touched[name] = touched(factor)  # its rows
+        self.factors[name], self.norms[name] = factor.settled()
 
     def row_counts(self, norms: Tensor) -> list[Tensor]:
         """Sum the counts of samples with finite norms at the rows of tables."""
@@ -297,7 +293,8 @@ class _TwoPassCollector(_ClipCollector):
     def take(self, name: str, factor: Factor) -> None:
         if self._clip is None:
             return super().take(name, factor)
-        self.count(name, factor)
+        if name in self.tables:
+            self.touched[name] = touched(factor)  # its rows
         form = self.first_pass(name, factor)
         found = form.weighted(self._clip.weights[name])
         self.sums[name] = self.reducer.summed(name, found)
@@ -533,6 +530,8 @@ class ClippedSum(Quantity):
 
     def rows(self, params: Params) -> dict[str, int]:
         """Return how many rows the tables have in which they are counted."""
+        if not self.tables:
+            return {}
         names = checks.all_matched("row_selection", params, self.tables)
         if scalars := [name for name in names if not params[name].ndim]:
             raise ValueError(

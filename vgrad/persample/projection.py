@@ -25,7 +25,7 @@ from vgrad.persample.engine import (
     joined,
 )
 from vgrad.tree import double
-from vgrad.typing import LossFn, Tree
+from vgrad.typing import LossFn, Params, Tree
 
 Kind = Literal["rademacher", "gaussian"]
 
@@ -50,9 +50,29 @@ def per_sample_projection(
     has_aux: Literal[True],
     **options: Unpack[Options],
 ) -> Transform[tuple[Tensor, Tree]]: ...
+@overload
 def per_sample_projection(
     loss: LossFn,
-    dim: int,
+    dim: tuple[int, int],
+    *,
+    seed: int,
+    kind: Kind = "rademacher",
+    has_aux: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Transform[Params]: ...
+@overload
+def per_sample_projection(
+    loss: LossFn,
+    dim: tuple[int, int],
+    *,
+    seed: int,
+    kind: Kind = "rademacher",
+    has_aux: Literal[True],
+    **options: Unpack[Options],
+) -> Transform[tuple[Params, Tree]]: ...
+def per_sample_projection(
+    loss: LossFn,
+    dim: int | tuple[int, int],
     *,
     seed: int,
     kind: Kind = "rademacher",
@@ -78,6 +98,12 @@ def per_sample_projection(
     taken of the whole gradients, and the added terms are summed. Signs never have more
     variance than normal numbers.
 
+    With `dim=(k_o, k_i)` there is a result for each parameter, `{name: [B, k_o k_i]}`,
+    which keeps inner products in the same sense: `P_o G_b P_i^T` of the matrix G_b `[O,
+    P / O]`, by rows, with k_o x O and k_i x P / O random numbers, over `sqrt(k_o k_i)`.
+    A side that is no longer than its k is kept as it is, and adds no variance. A
+    parameter with fewer than two dimensions has k_o k_i directions, at most P.
+
     The directions follow from `seed`, the parameter's name and its shape alone: the
     same for every batch, chunk size, strategy, dtype and device, and with any other
     parameters. Generators of torch stay as they are. Directions are float32,
@@ -87,14 +113,16 @@ def per_sample_projection(
 
     Cost: recorded, the inputs of a layer and the gradients at its outputs are
     projected, for each position, or gradients, one layer's at a time, where that is
-    cheaper.
+    cheaper. For the same number of features in all, pairs of directions take about
+    `sqrt(dim)` times fewer operations.
 
     Reference: Park et al., TRAK, arXiv 2303.14186; Sun et al., Tensor Random Projection
-    for Low Memory Dimension Reduction, arXiv 2105.00105.
+    for Low Memory Dimension Reduction, arXiv 2105.00105; Choe et al., LoGra, arXiv
+    2405.13954 (both sides of a layer).
 
     Raises:
-        ValueError: `dim` is no positive whole number, `seed` is negative or no whole
-            number, `kind` is unknown.
+        ValueError: `dim` is no positive whole number or pair of them, `seed` is
+            negative or no whole number, `kind` is unknown.
 
     Example:
         >>> import torch
@@ -106,47 +134,79 @@ def per_sample_projection(
         torch.Size([2, 1000])
         >>> (projections @ projections.T).diagonal()  # signs keep norms of one number
         tensor([9.0000, 4.0000])
+        >>> per_sample_projection(loss, (8, 8), seed=0)({"w": torch.ones(2)}, {}, x)
+        {'w': tensor([[3., 0.],
+                [0., 2.]])}
     """
     function = "per_sample_projection"
-    [dim] = checks.whole(function, least=1, dim=dim)
+    sides: dict[str, Any] = {"dim": dim}
+    if isinstance(dim, tuple | list) and len(dim) == 2:
+        sides = {"dim[0]": dim[0], "dim[1]": dim[1]}
+    sizes = tuple(checks.whole(function, least=1, **sides))
     [seed] = checks.whole(function, least=0, seed=seed)
     checks.choice(function, get_args(Kind), kind=kind)
     call = Call.of(per_sample_projection, loss, options, has_aux)
-    return Transform(call, _Projection(dim, seed, kind))
+    return Transform(call, _Projection(sizes, seed, kind))
 
 
 @dataclass
 class _Projections(Collector):
-    """Adds up inner products with random directions, [B, dim] in float64."""
+    """Keeps inner products with directions, [B, dim]; their sum in float64 as ""."""
 
     probes: Mapping[str, Probes]
-    sums: Any = 0.0
+    joint: bool
+    values: dict[str, Tensor] = field(default_factory=dict)
 
     def take(self, name: str, factor: Factor) -> None:
-        self.sums = self.sums + double(factor.project(self.probes[name]))
+        probes = self.probes[name]
+        found = factor.project(probes).view(factor.size, probes.dim)
+        if self.joint:
+            name, found = "", self.values.get("", 0.0) + double(found)
+        self.values[name] = found
 
 
 @dataclass(frozen=True)
 class _Projection(Quantity):
-    """Projections on random directions, each of which is drawn once."""
+    """Projections on random directions, each of which is drawn once.
 
-    dim: int
+    `sizes` are the number of directions, or of the vectors on both sides of pairs.
+    """
+
+    sizes: tuple[int, ...]
     seed: int
     kind: Kind
     _drawn: dict[tuple, Probes] = field(default_factory=dict, compare=False, repr=False)
 
     def collector(self, call: Call) -> _Projections:
-        probes = {name: self._of(name, each) for name, each in call.params.items()}
-        return _Projections(probes)
+        return _Projections(self._of(call.params), not self.pairs)
 
-    def partial(self, collector: _Projections, call: Call) -> Tensor:
-        return (collector.sums / math.sqrt(self.dim)).to(call.dtype)
+    def partial(self, collector: _Projections, call: Call) -> Params:
+        scales = {"": math.sqrt(self.sizes[0])}
+        if self.pairs:
+            scales = {name: _scale(each) for name, each in collector.probes.items()}
+        values = collector.values.items()
+        return {name: (each / scales[name]).to(call.dtype) for name, each in values}
 
-    def total(self, partials: Iterator[Tensor], run: Evaluation) -> Tensor:
-        empty = reductions.no_norms(run.params, run.dtype).new_zeros(0, self.dim)
-        return joined(empty, list(partials))
+    def total(self, partials: Iterator[Params], run: Evaluation) -> Any:
+        chunks, sizes = list(partials), {"": self.sizes[0]}
+        if self.pairs:
+            sizes = {name: each.dim for name, each in self._of(run.params).items()}
+        empty = reductions.no_norms(run.params, run.dtype)
+        whole = {
+            name: joined(empty.new_zeros(0, dim), [chunk[name] for chunk in chunks])
+            for name, dim in sizes.items()
+        }
+        return whole if self.pairs else whole[""]
 
-    def _of(self, name: str, like: Tensor) -> Probes:
+    @property
+    def pairs(self) -> bool:
+        """Whether each parameter has directions for pairs of vectors."""
+        return len(self.sizes) > 1
+
+    def _of(self, params: Params) -> dict[str, Probes]:
+        return {name: self._probes(name, each) for name, each in params.items()}
+
+    def _probes(self, name: str, like: Tensor) -> Probes:
         shape = (*like.shape, 2) if like.is_complex() else tuple(like.shape)
         key = (name, shape, like.device)
         if key not in self._drawn:
@@ -154,19 +214,32 @@ class _Projection(Quantity):
             # of large models would meet. Nor does torch draw under vmap.
             digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
             split = len(shape) > 1
-            left = self._draw(digest[:16], shape[0], like.device) if split else None
-            right = self._draw(digest[16:], math.prod(shape[split:]), like.device)
-            self._drawn[key] = Probes(left, right)
+            counts = self.sizes if split else [math.prod(self.sizes)]
+            size, device = math.prod(shape[split:]), like.device
+            right = self._draw(digest[16:], counts[-1], size, device)
+            left = None
+            if split:
+                left = self._draw(digest[:16], counts[0], shape[0], device)
+            self._drawn[key] = Probes(left, right, self.pairs)
         return self._drawn[key]
 
-    def _draw(self, key: bytes, size: int, device: torch.device) -> Tensor:
-        count = self.dim * size
+    def _draw(self, key: bytes, rows: int, size: int, device: torch.device) -> Tensor:
+        """Draw a matrix [rows, size]; for pairs it is square at most, then identity."""
+        if self.pairs and rows >= size:
+            return torch.eye(size, device=device, dtype=torch.float32)
+        count = rows * size
         if self.kind == "gaussian":
             numbers = unit(hashed_bits(key, count, device), 53, torch.float64)
             numbers += 2.0**-54  # neither 0 nor 1
-            return torch.special.ndtri(numbers).to(torch.float32).view(self.dim, size)
+            return torch.special.ndtri(numbers).to(torch.float32).view(rows, size)
         octets = hashed_bits(key, -(-count // 64), device).view(torch.uint8)
         places = torch.arange(8, dtype=torch.uint8, device=device)
         bits = (octets.unsqueeze(-1) >> places) & 1
         signs = bits.view(-1)[:count].to(torch.float32) * 2 - 1
-        return signs.view(self.dim, size)
+        return signs.view(rows, size)
+
+
+def _scale(probes: Probes) -> float:
+    """Return the number that keeps inner products; identities have none."""
+    sides = (each for each in probes[:2] if isinstance(each, Tensor))
+    return math.sqrt(math.prod(len(x) for x in sides if len(x) < x.shape[1]))

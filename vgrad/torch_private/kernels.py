@@ -50,6 +50,10 @@ nll_loss = _losses.nll_loss_nd
 """The functions that `F.cross_entropy` and `F.nll_loss` call, and autocast casts for
 (torch/nn/functional.py)."""
 
+grouped_mm: Any = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
+"""The function that `F.grouped_mm` calls, without a rule of vmap
+(torch/nn/functional.py)."""
+
 pack_padded_sequence = torch._VF._pack_padded_sequence
 pad_packed_sequence = torch._VF._pad_packed_sequence
 """The kernels of the functions of these names (torch/nn/utils/rnn.py)."""

@@ -164,6 +164,8 @@ class EnsembleState(NamedTuple):
     loss_scale: LossScale
     active: Tensor
 
+    without_members = ("step", "key")
+
     def __repr__(self) -> str:
         return redacted(self)
 

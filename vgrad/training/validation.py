@@ -318,6 +318,8 @@ class EarlyStopping(NamedTuple):
     patience: Tensor
     min_delta: Tensor
 
+    without_members = ("patience", "min_delta")
+
     @classmethod
     def create(
         cls, members: int, *, patience: int, min_delta: float = 0.0

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from vgrad.conditions import Unrepeatable, checks_collected
 from vgrad.loss.grad_flags import UnsupportedOp
 from vgrad.loss.values import NONE, Partition, SplitBatch
-from vgrad.ops.record import OPS, Rule
+from vgrad.ops.record import OPS, Rule, Transposed
 from vgrad.persample.engine.proxies import ParamProxy
 from vgrad.torch_private import modes
 from vgrad.tree import tensors
@@ -35,16 +35,12 @@ class Derivatives:
     def __init__(self, recorder: Any) -> None:
         self._recorder: Any = recorder
         self._known = recorder.call.fallbacks.inner
+        self.twice = self._known is not None  # uses may be differentiated twice
         self._leaves: list[Tensor] = []  # that the loss has made
         self._grads: dict[int, tuple[Tensor, Tensor]] = {}  # leaves and their `.grad`
         self._met: dict[str, str] = {}  # parameters, and ops of theirs
         self._end = recorder.anchor(torch.zeros(())) if self.twice else None
         self.runs = self._accumulated = False
-
-    @property
-    def twice(self) -> bool:
-        """Whether uses of parameters may be differentiated twice."""
-        return self._known is not None
 
     def close(self) -> None:
         """Break cycles, of which Python cannot see those through graphs."""
@@ -220,22 +216,29 @@ class Derivatives:
     # Ops whose derivatives have factors.
 
     def applied(
-        self, op: str, func: Callable, bound: dict, uses: Mapping[str, ParamProxy]
-    ) -> Tensor:
-        """Run an op that is linear in its first argument, on physical tensors."""
-        (_, x), *others = bound.items()
-        rest = dict(others) | {name: known.value for name, known in uses.items()}
+        self,
+        op: str,
+        func: Callable,
+        x: Tensor,
+        rest: dict[str, Any],
+        uses: Mapping[str, ParamProxy],
+    ) -> Tensor | None:
+        """Run an op that is linear in `x`; None if its derivative is none that has."""
+        rest = rest | {name: known.value for name, known in uses.items()}
+        transposed = _rule(func).transposed
+        if transposed is None or (back := transposed(x, **rest)) is None:
+            return None
         for known in uses.values():
             self._recorder.expect(known)
-        return cast(Tensor, _Product.apply(self, op, func, rest, uses, x, self._end))
+        product: Any = _Product.apply
+        return product(self, op, func, rest, uses, back, x, self._end)
 
     def back(
         self, op: str, func: Callable, rest: dict, uses: dict, x: Tensor, g: Tensor
     ) -> None:
         """Take the factors, in the pass for the gradients of the loss."""
         if not self.runs:
-            rule = cast(Rule, OPS[func].rule)
-            makers: Any = rule.factors(x.detach(), **rest)
+            makers: Any = _rule(func).factors(x.detach(), **rest)
             for name, known in uses.items():
                 self._recorder.accept(known, makers[name](g), op, g)
 
@@ -251,34 +254,38 @@ class _Product(Function):
         func: Callable,
         rest: dict[str, Any],
         uses: dict[str, ParamProxy],
+        back: Transposed,
         x: Tensor,
         end: Tensor,
     ) -> Tensor:
-        ctx.own = own, op, func, rest, uses
+        ctx.own = own, op, func, rest, uses, back
         ctx.save_for_backward(x)
         ctx.set_materialize_grads(False)
-        return _run(func, x, *rest.values())
+        return _run(func, x, **rest)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (g,) = grads
-        none = (None,) * 5
+        none = (None,) * 6
         if g is None:
             return *none, None, None
-        own, op, func, rest, uses = ctx.own
+        own, op, func, rest, uses, (back, given) = ctx.own
         own.back(op, func, rest, uses, *ctx.saved_tensors, g)
-        if not ctx.needs_input_grad[5]:
+        if not ctx.needs_input_grad[6]:
             return *none, None, None
-        func, bound = cast(Any, OPS[func].rule).transposed(g, **rest)
         if torch.is_grad_enabled():
-            uses = {name: uses[name] for name in bound if name in uses}
+            uses = {name: uses[name] for name in given if name in uses}
             op = op if op.startswith("derivative") else f"derivative of {op}"
-            return *none, own.applied(op, func, bound, uses), None
-        return *none, _run(func, *bound.values()), None
+            return *none, own.applied(op, back, g, given, uses), None
+        return *none, _run(back, g, **given), None
 
 
-def _run(func: Callable, *args: Any) -> Tensor:
-    return (cast(Rule, OPS[func].rule).run or func)(*args)
+def _rule(func: Callable) -> Rule:
+    return cast(Rule, OPS[func].rule)
+
+
+def _run(func: Callable, x: Tensor, /, **rest: Any) -> Tensor:
+    return (_rule(func).run or func)(x, **rest)
 
 
 def refusal(op: str, got: str) -> UnsupportedOp:

@@ -107,6 +107,7 @@ class Recorder:
         self._mode: Any = None
         self._level = 0
         self.inner = Derivatives(self)
+        self.twice = self.inner.twice
         for name, value in call.params.items():
             proxy = value.detach().requires_grad_()
             root = ParamProxy((name,), proxy, proxy.detach(), proxy, lambda root: root)
@@ -329,12 +330,13 @@ class Recorder:
             )
         if not batched:  # the same for all samples: computed once
             physical = bound
-        if self.twice and follows and weights:
-            if rule.transposed is not None and torch.is_grad_enabled():
-                name = op_name(self._op or func)
-                with self.below():
-                    output = self.inner.applied(name, func, physical, weights)
-                    return self.logical(output)
+        if self.twice and follows and weights and torch.is_grad_enabled():
+            name = op_name(self._op or func)
+            (_, x), *rest = physical.items()
+            with self.below():
+                output = self.inner.applied(name, func, x, dict(rest), weights)
+            if output is not None:
+                return self.logical(output)
         with self.below():
             for name, known in weights.items():
                 # Only where no input leads on to other parameters does a weight have to
@@ -365,15 +367,15 @@ class Recorder:
         """Hook the node of an op, at which the backward pass `ends` or goes on."""
         whole, output = _with_node(output)
         number, shape = whole.output_nr, output.shape
-        left, names = [*uses], [known.names for known, _ in uses]
+        left = [*uses]
         stamps = stamped(op, [maker for _, maker in uses]) if kept else []
         for known, _ in uses:
             self.expect(known)
 
         def hook(grads: tuple[Tensor | None, ...]) -> Any:
             if self.inner.runs:
-                for each in names:
-                    self.inner.meet(each, op)
+                for known, _ in left:
+                    self.inner.meet(known.names, op)
                 return None
             self._check_open()
             g = grads[number]
@@ -491,10 +493,6 @@ class Recorder:
         return [*(each for each in copies if each is not None), *self._ends.values()]
 
     # The methods of `Recording`.
-
-    @property
-    def twice(self) -> bool:
-        return self.inner.twice
 
     def physical(self, tensor: Tensor) -> Tensor:
         own = modes.in_front(tensor, self._level)

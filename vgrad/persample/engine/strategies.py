@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks, tree
-from vgrad.conditions import Unrepeatable, checks_collected
+from vgrad.conditions import checks_collected
 from vgrad.factors.base import Dense
 from vgrad.generators import (
     RandomState,
@@ -125,8 +125,6 @@ def _recorded_once(
                 collector.between_passes()
             if foreign:  # nodes that may have written into their saved tensors
                 if state is not None:
-                    if checks_collected():
-                        raise Unrepeatable("it draws the same random numbers twice")
                     set_random_state(state)
                 recorder, losses, aux = run()
                 recorder.foreign(losses)
@@ -287,7 +285,8 @@ def _first(call: Call, params: Params, *, seen: bool = False) -> Tensor:
 
 def _check_unreached(call: Call, names: frozenset[str]) -> None:
     """Confirm with plain autograd that gradients that did not arrive are zero."""
-    asked = call.draws.values_read  # the graph may depend on values
+    # The graph may depend on values, which a capture has from the eager run before.
+    asked = call.draws.values_read and not checks_collected()
     if not names or (names in call.unreached and not asked):
         return
     leaves = {n: each.detach().requires_grad_() for n, each in call.params.items()}
@@ -304,8 +303,7 @@ def _check_unreached(call: Call, names: frozenset[str]) -> None:
             f"got none of {checks.listed(reached)}: an op hides its graph from the "
             f'recorder. Use strategy="vmap" or "loop".'
         )
-    if not asked:
-        call.unreached.add(names)
+    call.unreached.add(names)
 
 
 def _collected(

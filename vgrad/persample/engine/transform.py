@@ -30,10 +30,18 @@ Reduce = Callable[[Params], Params]
 
 
 class Evaluation:
-    """One run of a call, chunk after chunk; `reduce` sums tensors over ranks."""
+    """One run of a call, chunk after chunk; `reduce` sums tensors over ranks.
 
-    def __init__(self, call: Call, reduce: Reduce | None = None) -> None:
-        self.call, self.reduce = call, reduce
+    `whole` runs a chunk that has not been split.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        reduce: Reduce | None = None,
+        whole: Callable[[Call], Chunk] | None = None,
+    ) -> None:
+        self.call, self.reduce, self.whole = call, reduce, whole
         self.params = call.params
         self.dtype = call.dtype
         self.done = 0  # samples
@@ -41,12 +49,8 @@ class Evaluation:
         self._rows: list[Sequence[int]] = []
         self._split = False
 
-    def parts(
-        self,
-        execute: Callable[[Call], Chunk],
-        whole: Callable[[Call], Chunk] | None = None,
-    ) -> Iterator[Any]:
-        """Run chunk after chunk, unsplit ones by `whole`, and yield their values."""
+    def parts(self, execute: Callable[[Call], Chunk]) -> Iterator[Any]:
+        """Run chunk after chunk, and yield their values."""
         call = self.call
         if call.batch.size == 0:
             return
@@ -60,11 +64,11 @@ class Evaluation:
             state = random_state(call.tensors) if same else None
         first = True
         for samples in batches.chunks(call.batch.size, at_a_time(call)):
-            left: list[tuple[Call, Sequence[int]]]
-            left = [(call.take(samples), range(samples.start, samples.stop))]
-            run = whole or execute
+            left: list[tuple[Call, Sequence[int], Callable[[Call], Chunk]]]
+            rows = range(samples.start, samples.stop)
+            left = [(call.take(samples), rows, self.whole or execute)]
             while left:
-                part, rows = left.pop(0)
+                part, rows, run = left.pop(0)
                 with lock:
                     if state is not None and not first:
                         set_random_state(state)
@@ -72,13 +76,14 @@ class Evaluation:
                     chunk = attempt(part, run, execute, _note)
                 if not isinstance(chunk, Chunk):
                     left[:0] = [
-                        (some, [rows[place] for place in places.tolist()])
-                        for some, places in chunk
+                        (some, [rows[place] for place in places.tolist()], of)
+                        for some, places, of in chunk
                     ]
-                    self._split, run = True, execute
+                    self._split = True
                     continue
                 self.done += len(rows)
-                self._rows.append(rows)
+                copies = len(chunk.losses) - len(rows)  # which fill up a part
+                self._rows.append([*rows, *[call.batch.size] * copies])
                 self.chunks_run.append(chunk._replace(collected=None))
                 yield chunk.collected
         after = versions_of([value for _, value in fixed])
@@ -103,9 +108,9 @@ class Evaluation:
         if not self._split:
             return None
         rows = [row for part in self._rows for row in part]
-        if rows == sorted(rows):
+        if len(rows) == self.done and rows == sorted(rows):
             return None
-        return torch.tensor(rows).argsort()
+        return torch.tensor(rows).argsort()[: self.done]
 
     @property
     def losses(self) -> Tensor:
@@ -184,7 +189,10 @@ def attempt(
     again: Callable[[Any], Any],
     note: Callable[[Any, Partition], None],
 ) -> Any:
-    """Run a call of samples or members; return the result, or parts and their rows."""
+    """Run a call of samples or members; return the result, or parts.
+
+    Each part is a call, its rows, and the function that runs it.
+    """
 
     def with_draws(run: Callable[[Any], Any], draws: Draws) -> Any:
         return run(part if draws is part.draws else replace(part, draws=draws))
@@ -201,7 +209,10 @@ def attempt(
         return result
     note(part, result)
     part = replace(part, draws=draws, strategy=result.strategy or part.strategy)
-    return [(part.take(rows), rows) for rows in result.rows]
+    runs = result.runs or [again] * len(result.rows)
+    return [
+        (part.take(rows), rows, of) for rows, of in zip(result.rows, runs, strict=True)
+    ]
 
 
 def _note(part: Call, parts: Partition) -> None:
@@ -352,11 +363,9 @@ class Transform(Generic[Result]):
                 return self.run(inputs, evaluate)
         return self.evaluated(evaluate(self.options.on(inputs)))
 
-    def evaluated(
-        self, run: Evaluation, whole: Callable[[Call], Chunk] | None = None
-    ) -> Any:
-        """Compute the quantity; `whole` runs a chunk that has not been split."""
-        value = run.result(self.quantity.total(run.parts(self.measured, whole), run))
+    def evaluated(self, run: Evaluation) -> Any:
+        """Compute the quantity."""
+        value = run.result(self.quantity.total(run.parts(self.measured), run))
         return self.selected(value, run.places, run.call)
 
     def chunk(self, inputs: Inputs) -> Chunk:

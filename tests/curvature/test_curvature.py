@@ -1,0 +1,450 @@
+"""Curvature against dense matrices of plain autograd in float64."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import vgrad
+from tests import oracle
+from vgrad import curvature
+
+
+class Last(nn.Module):
+    """The last position of a recurrent net, or the mean of all positions."""
+
+    def __init__(self, layer, head):
+        super().__init__()
+        self.layer, self.head = layer, head
+
+    def forward(self, x):
+        output = self.layer(x)
+        recurrent = isinstance(output, tuple)
+        return self.head(output[0][:, -1] if recurrent else output.mean(1))
+
+
+class Twice(nn.Module):
+    """One layer on both halves of an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(3, 2), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.head(torch.cat([self.layer(half) for half in x.chunk(2, 1)], 1))
+
+
+class Tied(nn.Module):
+    """An embedding that is the output layer as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5, 3)
+
+    def forward(self, x):
+        return F.linear(self.table(x).mean(1).tanh(), self.table.weight)
+
+
+def attention():
+    return nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+
+
+NETS = {
+    "mlp": lambda: (nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), (4,)),
+    "cnn": lambda: (
+        nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2)),
+        (2, 4, 4),
+    ),
+    "grouped": lambda: (
+        nn.Sequential(nn.Conv1d(4, 4, 2, groups=2), nn.Flatten(), nn.Linear(8, 2)),
+        (4, 3),
+    ),
+    "segmentation": lambda: (nn.Conv2d(1, 3, 3), (1, 4, 4)),
+    "lstm": lambda: (Last(nn.LSTM(3, 3, batch_first=True), nn.Linear(3, 2)), (4, 3)),
+    "attention": lambda: (Last(attention(), nn.Linear(4, 2)), (3, 4)),
+    "norm": lambda: (nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)), (4,)),
+    "twice": lambda: (Twice(), (6,)),
+    "tied": lambda: (Tied(), None),
+    "words": lambda: (
+        nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(9, 2)),
+        None,
+    ),
+}
+
+
+def problem(name, sizes=(3, 2)):
+    """Return a module, its functional form and batches, in float64."""
+    torch.manual_seed(0)
+    module, shape = NETS[name]()
+    module = module.double()
+
+    def batch(size):
+        if shape is None:
+            return (torch.randint(5, (size, 3)),)
+        return (torch.randn(size, *shape).double(),)
+
+    return module, vgrad.make_functional_with_buffers(module), [batch(n) for n in sizes]
+
+
+def jacobian(module, x):
+    """The Jacobian of one sample's output, [K, P], and the output."""
+    params, output = list(module.parameters()), module(x)
+    rows = []
+    for number in output.flatten():
+        grads = torch.autograd.grad(
+            number, params, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        rows.append(torch.cat([each.flatten() for each in grads]))
+    return torch.stack(rows), output.detach()
+
+
+def samples(batches):
+    return [x[row : row + 1] for (x, *_) in batches for row in range(len(x))]
+
+
+def dense(module, batches, likelihood):
+    """The GGN by its definition, with torch's Hessian of the likelihood."""
+    total = 0.0
+    for x in samples(batches):
+        jac, output = jacobian(module, x)
+        classes = output.argmax(1)
+
+        def negative(flat, output=output, classes=classes):
+            flat = flat.view_as(output)
+            if likelihood == "gaussian":
+                return flat.square().sum() / 2
+            return F.cross_entropy(flat, classes, reduction="sum")
+
+        total = total + jac.T @ torch.func.hessian(negative)(output.flatten()) @ jac
+    return total / len(samples(batches))
+
+
+def flat(tree):
+    return torch.cat([each.flatten() for each in tree.values()])
+
+
+def like(params, vector):
+    sizes = [each.numel() for each in params.values()]
+    pairs = zip(params.items(), vector.split(sizes), strict=True)
+    return {name: part.view_as(value) for (name, value), part in pairs}
+
+
+def assembled(product, params):
+    """The matrix of a product, column by column."""
+    size = sum(each.numel() for each in params.values())
+    units = torch.eye(size, dtype=torch.float64)
+    return torch.stack([flat(product(like(params, unit))) for unit in units], 1)
+
+
+every_likelihood = pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
+every_net = pytest.mark.parametrize("name", NETS)
+
+
+@pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")  # of attention in vmap
+@every_net
+@every_likelihood
+def test_products_diagonal_and_trace_are_those_of_the_dense_matrix(name, likelihood):
+    module, (fmodel, params, buffers), batches = problem(name)
+    exact = dense(module, batches, likelihood)
+    matrix = curvature.ggn(fmodel, likelihood)
+    given = params, buffers, batches
+    vector = torch.randn(len(exact), dtype=torch.float64)
+    found = curvature.vector_product(matrix, *given)(like(params, vector))
+    oracle.assert_exact(flat(found), exact @ vector)
+    oracle.assert_exact(flat(curvature.diagonal(matrix, *given)), exact.diagonal())
+    oracle.assert_exact(curvature.trace(matrix, *given), exact.trace())
+    for options in ({"chunk_size": 4}, {"strategy": "vmap"}):
+        found = curvature.diagonal(matrix, *given, **options)
+        oracle.assert_exact(flat(found), exact.diagonal())
+        assert not any(each.requires_grad for each in found.values())
+
+
+@every_net
+def test_jacobians_are_those_of_plain_autograd(name):
+    module, (fmodel, params, buffers), [batch, _] = problem(name)
+    found = curvature.per_sample_jacobian(fmodel)(params, buffers, *batch)
+    out = module(*batch).shape[1:]
+    for row, x in enumerate(samples([batch])):
+        exact, _ = jacobian(module, x)
+        own = {n: each[row].reshape(math.prod(out), -1) for n, each in found.items()}
+        oracle.assert_exact(torch.cat([*own.values()], 1), exact)
+    for each, value in zip(found.values(), params.values(), strict=True):
+        assert each.shape == (3, *out, *value.shape)
+
+
+def test_jacobians_by_vmap_can_be_differentiated():
+    _, (fmodel, params, buffers), [(x,), _] = problem("mlp")
+    compute = curvature.per_sample_jacobian(fmodel, strategy="vmap")
+    x.requires_grad_()
+    size = sum(each.square().sum() for each in compute(params, buffers, x).values())
+
+    def plain(x):
+        return sum(each.square().sum() for each in rows(x).values())
+
+    def rows(x):
+        def one(params, x):
+            return fmodel(params, buffers, x[None])[0]
+
+        return torch.func.vmap(torch.func.jacrev(one), (None, 0))(params, x)
+
+    (found,) = torch.autograd.grad(size, x)
+    oracle.assert_exact(found, torch.autograd.grad(plain(x), x)[0])
+    constant = flat(curvature.per_sample_jacobian(fmodel)(params, buffers, x)).sum()
+    with pytest.raises(RuntimeError, match='use strategy="vmap"'):
+        constant.backward()
+
+
+@every_net
+@every_likelihood
+def test_drawn_targets_have_the_same_matrix_on_average(name, likelihood):
+    module, (fmodel, params, buffers), batches = problem(name)
+    exact = dense(module, batches, likelihood).diagonal()
+    fisher = curvature.fisher(fmodel, likelihood, seed=0, samples=3000)
+    found = flat(curvature.diagonal(fisher, params, buffers, batches))
+    oracle.assert_exact(found, exact, 0.15)
+
+
+def test_a_seed_gives_one_matrix():
+    _, (fmodel, params, buffers), batches = problem("mlp")
+    state = torch.get_rng_state()
+    given = params, buffers, batches
+    fishers = [
+        curvature.fisher(fmodel, "categorical", seed=s, samples=2) for s in (0, 0, 1)
+    ]
+    one, same, other = (flat(curvature.diagonal(each, *given)) for each in fishers)
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    assert torch.equal(state, torch.get_rng_state())
+    product = curvature.vector_product(fishers[0], *given)
+    matrix = assembled(product, params)
+    oracle.assert_exact(matrix.diagonal(), one)
+    oracle.assert_exact(matrix, matrix.T)
+
+
+@every_likelihood
+@pytest.mark.parametrize("name", ["mlp", "segmentation"])
+def test_the_empirical_fisher_is_the_mean_of_outer_products(name, likelihood):
+    module, (fmodel, params, buffers), batches = problem(name)
+
+    def target(x):
+        output = module(x).detach()
+        if likelihood == "gaussian":
+            return torch.randn_like(output)
+        return torch.randint(output.shape[1], (len(x), *output.shape[2:]))
+
+    batches = [(x, target(x)) for (x,) in batches]
+    total = 0.0
+    for x, y in batches:
+        for row in range(len(x)):
+            output, own = module(x[row : row + 1]), y[row : row + 1]
+            if likelihood == "gaussian":
+                value = (output - own).square().sum() / 2
+            else:
+                value = F.cross_entropy(output, own, reduction="sum")
+            grad = torch.autograd.grad(value, list(module.parameters()))
+            grad = torch.cat([each.flatten() for each in grad])
+            total = total + torch.outer(grad, grad)
+    exact = total / 5
+    matrix = curvature.empirical_fisher(fmodel, likelihood)
+    product = curvature.vector_product(matrix, params, buffers, batches)
+    oracle.assert_exact(assembled(product, params), exact)
+    found = curvature.diagonal(matrix, params, buffers, batches)
+    oracle.assert_exact(flat(found), exact.diagonal())
+
+
+@pytest.mark.parametrize("name", ["mlp", "lstm", "attention", "norm"])
+def test_products_with_the_hessian(name):
+    _, (fmodel, params, buffers), batches = problem(name)
+    batches = [(x, torch.randint(2, (len(x),))) for (x,) in batches]
+    loss = vgrad.batch_loss(fmodel, F.cross_entropy)
+    names = list(params)
+
+    def whole(*values):
+        own = dict(zip(names, values, strict=True))
+        parts = [len(x) * loss(own, buffers, x, y) for x, y in batches]
+        return sum(parts) / 5
+
+    vector = {n: torch.randn_like(value) for n, value in params.items()}
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        _, exact = torch.autograd.functional.vhp(
+            whole, tuple(params.values()), tuple(vector.values())
+        )
+    product = curvature.hessian_vector_product(loss, params, buffers, batches)
+    oracle.assert_exact(flat(product(vector)), torch.cat([e.flatten() for e in exact]))
+
+
+def test_the_hessian_of_a_linear_loss_is_zero():
+    def loss(params, buffers, x):
+        return (x @ params["w"]).mean()
+
+    given = {"w": torch.ones(2)}, {}, [(torch.ones(3, 2),)]
+    product = curvature.hessian_vector_product(loss, *given)
+    assert torch.equal(product({"w": torch.ones(2)})["w"], torch.zeros(2))
+
+
+def blocks(matrix, params):
+    sizes = [each.numel() for each in params.values()]
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    pairs = zip(params, starts, sizes, strict=True)
+    return {n: matrix[a : a + size, a : a + size] for n, a, size in pairs}
+
+
+EXACT = {
+    "deep linear": (nn.Linear(5, 4), nn.Linear(4, 3)),
+    "one output": (nn.Linear(6, 3), nn.Linear(3, 1)),
+    "shared": (nn.Linear(8, 5),),
+}
+"""Nets for which Kronecker factors lose nothing, with a Gaussian likelihood."""
+
+
+@pytest.mark.parametrize("sizes", [(2, 5), (1, 7)])
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("method", [curvature.kfac, curvature.ekfac])
+def test_kronecker_factors_are_exact_for_linear_nets(method, name, sizes):
+    torch.manual_seed(1)
+    module = nn.Sequential(*EXACT[name]).double()
+    shared = (2, 4) if name == "shared" else ()  # positions, as in images
+    width = module[0].in_features
+    batches = [(torch.randn(size, *shared, width).double(),) for size in sizes]
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
+    exact = blocks(dense(module, batches, "gaussian"), params)
+    found = method(curvature.ggn(fmodel, "gaussian"), params, buffers, batches)
+    oracle.assert_exact(blocks(assembled(found.product, params), params), exact)
+
+
+@pytest.mark.parametrize("method", [curvature.kfac, curvature.ekfac])
+@pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
+def test_one_sample_with_one_output_is_exact(method, likelihood):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
+    batches = [(torch.randn(1, 3).double(),)]
+    exact = blocks(dense(module, batches, likelihood), params)
+    found = method(curvature.ggn(fmodel, likelihood), params, buffers, batches)
+    oracle.assert_exact(blocks(assembled(found.product, params), params), exact)
+
+
+@every_net
+@every_likelihood
+def test_corrected_eigenvalues_fit_better_and_keep_the_trace(name, likelihood):
+    module, (fmodel, params, buffers), batches = problem(name)
+    exact = dense(module, batches, likelihood)
+    given = curvature.ggn(fmodel, likelihood), params, buffers, batches
+    errors = []
+    for method in (curvature.kfac, curvature.ekfac):
+        found = assembled(method(*given).product, params)
+        own = blocks(found, params).items()
+        errors.append({n: float((b - blocks(exact, params)[n]).norm()) for n, b in own})
+        rest = found - torch.block_diag(*blocks(found, params).values())
+        assert float(rest.abs().max()) < 1e-12
+    assert all(errors[1][n] <= errors[0][n] + 1e-10 for n in params)
+    oracle.assert_exact(curvature.ekfac(*given).trace(), exact.trace())
+    chunked = curvature.ekfac(*given, chunk_size=4)
+    for each, one in zip(
+        chunked._values(), curvature.ekfac(*given)._values(), strict=True
+    ):
+        oracle.assert_exact(each, one, 1e-8)
+
+
+@pytest.mark.parametrize("method", [curvature.kfac, curvature.ekfac])
+@pytest.mark.parametrize("name", ["cnn", "lstm", "words"])
+def test_solutions_and_determinants_are_those_of_the_matrix(name, method):
+    _, (fmodel, params, buffers), batches = problem(name)
+    found = method(curvature.ggn(fmodel, "categorical"), params, buffers, batches)
+    matrix = assembled(found.product, params)
+    damped = matrix + 0.1 * torch.eye(len(matrix)).double()
+    vector = torch.randn(len(matrix), dtype=torch.float64)
+    solved = found.solve(like(params, vector), damping=0.1)
+    oracle.assert_exact(flat(solved), torch.linalg.solve(damped, vector), 1e-8)
+    oracle.assert_exact(found.logdet(damping=0.1), torch.logdet(damped), 1e-8)
+    oracle.assert_exact(found.trace(), matrix.trace())
+    values = torch.cat([*found.eigenvalues().values()]).sort().values
+    exact = torch.linalg.eigvalsh(matrix).sort().values
+    oracle.assert_exact(values, exact, 1e-8)
+    with pytest.raises(ValueError, match=r"damping=0.0\): expected a larger number"):
+        found.solve(like(params, vector), damping=0.0)
+
+
+def test_a_solver_of_scipy_takes_a_product():
+    linalg = pytest.importorskip("scipy.sparse.linalg")
+    module, (fmodel, params, buffers), batches = problem("mlp")
+    exact = dense(module, batches, "categorical")
+    matrix = curvature.ggn(fmodel, "categorical")
+    product = curvature.vector_product(matrix, params, buffers, batches)
+    operator = curvature.linear_operator(product, params)
+    largest = linalg.eigsh(operator, k=2, return_eigenvectors=False)
+    expected = torch.linalg.eigvalsh(exact)[-2:]
+    oracle.assert_exact(torch.from_numpy(largest).sort().values, expected, 1e-8)
+
+
+def test_arguments_in_float32_stay_float32():
+    module, _, batches = problem("attention")
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(module.float())
+    batches = [(x.float(),) for (x,) in batches]
+    given = curvature.ggn(fmodel, "categorical"), params, buffers, batches
+    exact = dense(module.double(), [(x.double(),) for (x,) in batches], "categorical")
+    module.float()
+    found = curvature.diagonal(*given)
+    assert {each.dtype for each in found.values()} == {torch.float32}
+    oracle.assert_exact(flat(found), exact.diagonal(), 1e-5)
+    vector = {n: torch.randn_like(value) for n, value in params.items()}
+    product = flat(curvature.vector_product(*given)(vector))
+    oracle.assert_exact(product, exact @ flat(vector).double(), 1e-5)
+    assert curvature.kfac(*given).trace().dtype == torch.float64
+
+
+def test_models_whose_samples_depend_on_each_other_are_refused():
+    x = torch.randn(4, 3)
+    for layer in (nn.BatchNorm1d(2), nn.Dropout(0.5)):
+        module = nn.Sequential(nn.Linear(3, 2), layer)
+        fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
+        matrix = curvature.ggn(fmodel, "gaussian")
+        with pytest.raises(ValueError, match=r"depend on the batch|more than 1 value"):
+            curvature.trace(matrix, params, buffers, [(x,)])
+
+
+def test_what_cannot_be_computed_is_refused():
+    module, (fmodel, params, buffers), batches = problem("mlp")
+    ggn = curvature.ggn(fmodel, "categorical")
+    with pytest.raises(TypeError, match=r"ggn\(fmodel\): expected a functional model"):
+        curvature.ggn(module, "categorical")
+    with pytest.raises(ValueError, match="likelihood='poisson'.*expected one of"):
+        curvature.ggn(fmodel, "poisson")
+    with pytest.raises(ValueError, match=r"diagonal\(batches\): expected a sample"):
+        curvature.diagonal(ggn, params, buffers, [])
+    product = curvature.vector_product(ggn, params, buffers, iter(batches))
+    vector = {n: torch.ones_like(value) for n, value in params.items()}
+    product(vector)
+    with pytest.raises(ValueError, match="an iterator is used up"):
+        product(vector)
+    with pytest.raises(ValueError, match=r"product\(vector\): expected the name"):
+        product({"w": torch.ones(1)})
+    with pytest.raises(TypeError, match=r"ggn\(batches\): expected tuples"):
+        curvature.trace(ggn, params, buffers, batches[0])
+    matrix = curvature.empirical_fisher(fmodel, "categorical")
+    ignored = [(batches[0][0], torch.tensor([0, -100, 1]))]
+    with pytest.raises(ValueError, match="expected classes from 0 to 2"):
+        curvature.trace(matrix, params, buffers, ignored)
+    with pytest.raises(ValueError, match=r"expected classes of int64 \(3,\), got"):
+        curvature.trace(matrix, params, buffers, [(batches[0][0], torch.ones(3))])
+    with pytest.raises(TypeError, match="has_aux|unknown|expected options"):
+        curvature.trace(ggn, params, buffers, batches, size=3)
+
+
+def test_large_parameters_without_sides_are_named():
+    weight = nn.Parameter(torch.randn(70, 70))
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x):
+            return (self.weight.sin() * x[:, None, :]).sum(2)
+
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(Own())
+    matrix = curvature.ggn(fmodel, "gaussian")
+    with pytest.raises(ValueError, match=r"got 'weight' of shape \(70, 70\).*freeze"):
+        curvature.kfac(matrix, params, buffers, [(torch.randn(2, 70),)])

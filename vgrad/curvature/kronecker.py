@@ -1,0 +1,278 @@
+"""Curvature as Kronecker products, a block for each parameter.
+
+A parameter is a matrix `[O, I]` of its first dimension and all others. T positions of a
+sample use it, with inputs a_t and gradients g_t at their outputs; K columns, N samples.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from operator import methodcaller
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from vgrad import checks
+from vgrad.curvature.outputs import Batches, Curvature, check_count
+from vgrad.factors import Covariances, Factor, Probes, Sums
+from vgrad.persample import Options
+from vgrad.persample.engine import (
+    Call,
+    Collector,
+    Evaluation,
+    Mapped,
+    Quantity,
+    Transform,
+)
+from vgrad.tree import double
+from vgrad.typing import Buffers, Params
+
+
+@dataclass(frozen=True)
+class Block:
+    """The curvature of one parameter, `(Q_o x Q_i) diag(values) (Q_o x Q_i)^T`.
+
+    -> left [O, O] and right [I, I], orthogonal, in float64, None for the identity;
+    values [O, I].
+    """
+
+    left: Tensor | None
+    right: Tensor | None
+    values: Tensor
+
+    def rotated(self, matrix: Tensor, *, back: bool = False) -> Tensor:
+        """Return `Q_o^T M Q_i`, or `Q_o M Q_i^T`, of [..., O, I]."""
+        if self.left is not None:
+            matrix = (self.left if back else self.left.mT) @ matrix
+        if self.right is not None:
+            matrix = matrix @ (self.right.mT if back else self.right)
+        return matrix
+
+
+@dataclass(frozen=True)
+class Kronecker:
+    """A block-diagonal curvature matrix; `kfac` and `ekfac` make it.
+
+    Vectors are dictionaries `{name: shape}`. Results are float64.
+    """
+
+    blocks: dict[str, Block]
+
+    def solve(self, vector: Params, *, damping: float) -> Params:
+        """Solve `(matrix + damping I) x = vector` for x."""
+        damping = self._damping("solve", damping)
+        return self._scaled(vector, lambda values: 1 / (values + damping))
+
+    def product(self, vector: Params) -> Params:
+        """Multiply a vector by the matrix."""
+        return self._scaled(vector, lambda values: values)
+
+    def logdet(self, *, damping: float) -> Tensor:
+        """Return `log det(matrix + damping I)`."""
+        damping = self._damping("logdet", damping)
+        logs = [(each + damping).log().sum() for each in self._values()]
+        return torch.stack(logs).sum()
+
+    def trace(self) -> Tensor:
+        """Return the sum of all eigenvalues."""
+        return torch.stack([each.sum() for each in self._values()]).sum()
+
+    def eigenvalues(self) -> dict[str, Tensor]:
+        """Return the eigenvalues of each block, [P], in no order."""
+        return {name: each.values.flatten() for name, each in self.blocks.items()}
+
+    def _values(self) -> list[Tensor]:
+        return [each.values for each in self.blocks.values()]
+
+    def _damping(self, function: str, damping: float) -> float:
+        [damping] = checks.non_negative(f"Kronecker.{function}", damping=damping)
+        for name, values in self.eigenvalues().items():
+            least, most = (float(each) for each in values.aminmax())
+            if least + damping <= len(values) * torch.finfo(values.dtype).eps * most:
+                raise ValueError(
+                    f"Kronecker.{function}(damping={damping}): expected a larger "
+                    f"number, since {name!r} has eigenvalues down to {least:.2g}, "
+                    f"which are lost in the rounding of {most:.2g}."
+                )
+        return damping
+
+    def _scaled(self, vector: Params, function: Any) -> Params:
+        checks.names("Kronecker(vector)", self.blocks, vector)
+        result = {}
+        for name, block in self.blocks.items():
+            value = vector[name]
+            matrix = double(value).reshape(block.values.shape)
+            matrix = block.rotated(matrix) * function(block.values)
+            result[name] = block.rotated(matrix, back=True).view(value.shape)
+        return result
+
+
+@torch.no_grad()
+def kfac(
+    curvature: Curvature,
+    params: Params,
+    buffers: Buffers,
+    batches: Batches,
+    **options: Unpack[Options],
+) -> Kronecker:
+    """Kronecker-factored curvature of each parameter, `S x A / mean T`.
+
+    `S = mean_n sum_kt g_nkt g_nkt^T` [O, O] and `A = mean_n sum_t a_nt a_nt^T` [I, I],
+    with T positions of a sample, "expand" in the terms of weight sharing; a weight that
+    is used twice has the positions of both uses. A parameter with one dimension, such
+    as a bias, has its whole covariance, and so has one of up to 4,096 numbers that no
+    product uses. Weight and bias of a layer are blocks of their own. The options are in
+    `vgrad.persample.Options`.
+
+    Cost: two products of matrices for each layer beside the recorded passes of all
+    rows, and the memory of two covariances.
+
+    Raises:
+        ValueError: a parameter has no factors, and too many numbers.
+
+    Reference: Martens and Grosse, arXiv 1503.05671; Eschenhagen et al., arXiv
+    2311.00636 (weight sharing).
+
+    Example:
+        >>> import torch, vgrad
+        >>> from vgrad import curvature
+        >>> model = torch.nn.Linear(2, 2, bias=False)
+        >>> fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+        >>> matrix = curvature.ggn(fmodel, "gaussian")
+        >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]])
+        >>> blocks = curvature.kfac(matrix, params, buffers, [(x,)])
+        >>> blocks.logdet(damping=1.0).exp()  # of two blocks [[2, 1], [1, 3]]
+        tensor(25.0000, dtype=torch.float64)
+    """
+    call = Call.of(kfac, curvature.loss, options)
+    sums: dict[str, Covariances] = {}
+    count = 0
+    for rows in curvature.rows(params, buffers, batches):
+        found = Transform(call, _Covariances())(params, buffers, *rows.batch)
+        for name, each in found.items():
+            sums[name] = each.plus(sums[name]) if name in sums else each
+        count += rows.samples
+    check_count("kfac", count)
+    blocks = {}
+    for name in params:
+        left, right, positions = sums[name]
+        (values, basis), (others, other) = _eigen(left / count), _eigen(right / count)
+        # Positions of all columns, each of which has the inputs once more.
+        scale = count / max(1, positions)
+        blocks[name] = Block(basis, other, torch.outer(values, others) * scale)
+    return Kronecker(blocks)
+
+
+@torch.no_grad()
+def ekfac(
+    curvature: Curvature,
+    params: Params,
+    buffers: Buffers,
+    batches: Batches,
+    **options: Unpack[Options],
+) -> Kronecker:
+    """Kronecker-factored eigenvectors with the eigenvalues that fit them best.
+
+    The eigenvalues of `kfac` are replaced by the curvature along its eigenvectors,
+    `mean_n sum_k (Q_o^T G_nk Q_i)^2`, which makes the smallest error (in the norm of
+    Frobenius) that these eigenvectors allow. It has the arguments and errors of `kfac`.
+
+    Cost: twice the passes of `kfac`, and the rotated gradients of one layer at a time.
+
+    Reference: George et al., arXiv 1806.03884.
+    """
+    start = kfac(curvature, params, buffers, batches, **options)
+    call = Call.of(ekfac, curvature.loss, options)
+    transform = Transform(call, _Eigenvalues(start.blocks))
+    sums: dict[str, Any] = dict.fromkeys(params, 0.0)
+    count = 0
+    for rows in curvature.rows(params, buffers, batches):
+        for name, each in transform(params, buffers, *rows.batch).items():
+            sums[name] = sums[name] + each
+        count += rows.samples
+    check_count("ekfac", count)
+    blocks = start.blocks.items()
+    return Kronecker({n: replace(b, values=sums[n] / count) for n, b in blocks})
+
+
+class _Covariances(Quantity):
+    def collector(self, call: Call) -> Mapped:
+        return Mapped(methodcaller("covariances"))
+
+    def partial(self, collector: Mapped, call: Call) -> dict[str, Covariances | None]:
+        return collector.values
+
+    def total(self, partials: Iterator[dict[str, Any]], run: Evaluation) -> Any:
+        sums: dict[str, Covariances] = {}
+        for part in partials:
+            for name, each in part.items():
+                if each is None:
+                    shape = tuple(run.params[name].shape)
+                    raise ValueError(
+                        f"{run.call.function}(params): expected parameters of layers "
+                        f"with two sides, or with few numbers, got {name!r} of shape "
+                        f"{shape}, whose gradients have one side. Leave it out: "
+                        f"fmodel, params, buffers = vgrad.freeze(fmodel, params, "
+                        f"buffers, [{name!r}])."
+                    )
+                sums[name] = each.plus(sums[name]) if name in sums else each
+        return sums
+
+    def mapped(self, function: Any, value: Any) -> Any:
+        return value
+
+
+@dataclass
+class _Rotated(Collector):
+    """Adds up the squares of rotated gradients, [O, I] in float64."""
+
+    blocks: dict[str, Block]
+    values: Params = field(default_factory=dict)
+
+    def take(self, name: str, factor: Factor) -> None:
+        block = self.blocks[name]
+        most = max(1, _AT_ONCE // block.values.numel())
+        total = torch.zeros_like(block.values)
+        for rows in torch.arange(factor.size, device=total.device).split(most):
+            total += self._squares(factor.take(rows), block)
+        self.values[name] = total
+
+    def _squares(self, factor: Factor, block: Block) -> Tensor:
+        shape, left, right = block.values.shape, block.left, block.right
+        if left is None or right is None or shape[:1] != factor.shape[:1]:
+            grads = double(factor.grad()).reshape(-1, *shape)
+            return block.rotated(grads).square().sum(0)
+        probes = Probes(left.mT, right.mT, pairs=True)
+        return double(factor.project(probes)).view(-1, *shape).square().sum(0)
+
+
+@dataclass(frozen=True)
+class _Eigenvalues(Quantity):
+    blocks: dict[str, Block]
+
+    def collector(self, call: Call) -> _Rotated:
+        return _Rotated(self.blocks)
+
+    def partial(self, collector: _Rotated, call: Call) -> Params:
+        return collector.values
+
+    def total(self, partials: Iterator[Params], run: Evaluation) -> Params:
+        sums = Sums()
+        for part in partials:
+            sums.add(part)
+        return sums.totals
+
+    def mapped(self, function: Any, value: Any) -> Any:
+        return value
+
+
+_AT_ONCE = 2**22
+"""Numbers of rotated gradients in memory at once."""
+
+
+def _eigen(matrix: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return eigenvalues, none below zero, and eigenvectors; None for a diagonal."""
+    if matrix.ndim == 1:
+        return matrix, None
+    values, vectors = torch.linalg.eigh(matrix)
+    return values.clamp(min=0), vectors

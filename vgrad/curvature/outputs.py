@@ -1,0 +1,294 @@
+"""Curvature of a loss through the outputs of a model.
+
+B samples, K columns, N samples in all. The curvature of a sample is
+`sum_k (J^T c_k) (J^T c_k)^T`: J is the Jacobian of the outputs, and c_k are the columns
+of a square root of the likelihood's curvature.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Unpack, get_args
+
+import torch
+from torch import Tensor
+
+from vgrad import batches, checks
+from vgrad.functional.losses import check_model, read, sample_loss
+from vgrad.functional.model import FunctionalModel
+from vgrad.persample import Options, per_sample_grad
+from vgrad.persample.engine import check_options
+from vgrad.tree import map_tensors, wide
+from vgrad.typing import Buffers, LossFn, Params, Tree
+
+Likelihood = Literal["categorical", "gaussian"]
+
+Batches = Iterable[tuple[Tree, ...]]
+"""Batches `(*inputs)`, with targets at the end where the curvature has some."""
+
+
+class Rows(NamedTuple):
+    """A sample for each column: `(*inputs, cotangent)`, `[B * K, ...]`."""
+
+    batch: tuple[Tree, ...]
+    samples: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """The curvature of the mean loss of samples; `ggn` and its neighbours make it."""
+
+    function: str
+    fmodel: FunctionalModel
+    columns: Callable[[Tensor, Any, int], Tensor]
+    has_targets: bool = False
+
+    @property
+    def loss(self) -> LossFn:
+        """The loss of a row, whose gradient is `J^T c_k`."""
+        return sample_loss(self.fmodel, _contracted)
+
+    def rows(
+        self, params: Params, buffers: Buffers, batches: Batches
+    ) -> Iterator[Rows]:
+        """Yield the rows of each batch."""
+        for number, batch in enumerate(batches):
+            with torch.no_grad():
+                output, target = self.outputs(params, buffers, batch)
+                columns = self.columns(output, target, number)
+            count = columns.shape[1]
+
+            def copies(leaf: Tensor, count: int = count) -> Tensor:
+                return leaf.repeat_interleave(count, dim=0)
+
+            inputs = batch[: len(batch) - self.has_targets]
+            cotangents = columns.flatten(0, 1)
+            yield Rows((*map_tensors(copies, inputs), cotangents), len(columns), count)
+
+    def outputs(
+        self, params: Params, buffers: Buffers, batch: tuple[Tree, ...]
+    ) -> tuple[Tensor, Any]:
+        """Run the model on a batch, and return its target; refuse coupled samples."""
+        if not isinstance(batch, tuple | list):
+            raise TypeError(
+                f"{self.function}(batches): expected tuples of a model's inputs, such "
+                f"as [(x,)], got a {type(batch).__name__}."
+            )
+        criterion = _contracted if self.has_targets else None
+        args, kwargs, target = read(self.function, batch, criterion)
+        size = batches.read(self.function, batch).size
+        output = self.fmodel(params, buffers, *args, **kwargs)
+        shaped = isinstance(output, Tensor) and output.is_floating_point()
+        if not shaped or output.ndim < 2 or len(output) != size:
+            got = tuple(output.shape) if isinstance(output, Tensor) else type(output)
+            raise ValueError(
+                f"{self.function}(fmodel): expected a model whose output is one "
+                f"floating-point tensor [B, K] or [B, K, ...], got {got} for a batch "
+                f"of {size}. Wrap the model in a module that returns such a tensor."
+            )
+        with torch.no_grad():
+            one, kept = map_tensors(lambda leaf: leaf[:1], (args, kwargs))
+            gap = (self.fmodel(params, buffers, *one, **kept) - output[:1]).abs().max()
+            room = output[:1].abs().max() * math.sqrt(torch.finfo(output.dtype).eps)
+            if gap > room:
+                raise ValueError(
+                    f"{self.function}(fmodel): expected outputs of a sample that do "
+                    f"not depend on the batch or on chance, got a model whose first "
+                    f"output differs by {float(gap):.2g} from the one of the sample "
+                    f"alone. Split the model in eval mode, or see "
+                    f"vgrad.replace_batch_norm."
+                )
+        return output, target
+
+
+def check_count(function: str, count: int) -> None:
+    """Refuse batches without samples."""
+    if not count:
+        raise ValueError(
+            f"{function}(batches): expected a sample at least, got none. Pass a list "
+            f"of batches, since an iterator is used up after its first use."
+        )
+
+
+def _contracted(output: Tensor, cotangent: Tensor) -> Tensor:
+    return (output * cotangent).sum()
+
+
+def ggn(fmodel: FunctionalModel, likelihood: Likelihood) -> Curvature:
+    """Generalised Gauss-Newton matrix: `mean_n J_n^T H_n J_n`, H the likelihood's own.
+
+    `"categorical"`: outputs are logits `[B, C, ...]`, as for
+    `torch.nn.functional.cross_entropy`, summed over positions behind the classes, and
+    `H = diag(p) - p p^T`. `"gaussian"`: the loss is `|output - target|^2 / 2`, and H
+    the identity. It needs no targets: batches are `(*inputs,)`. For these two the GGN
+    is the Fisher information.
+
+    Cost: K columns for each sample, one for each number of its output.
+
+    Raises:
+        ValueError: `likelihood` is unknown.
+
+    Reference: Martens, arXiv 1412.1193.
+
+    Example:
+        >>> import torch, vgrad
+        >>> from vgrad import curvature
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+        >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]])
+        >>> matrix = curvature.ggn(fmodel, "gaussian")
+        >>> curvature.diagonal(matrix, params, buffers, [(x,)])  # the mean of squares
+        {'weight': tensor([[1., 2.]])}
+    """
+    _check("ggn", fmodel, likelihood)
+    exact = {"categorical": _classes, "gaussian": _units}[likelihood]
+    return Curvature("ggn", fmodel, lambda output, *_: exact(output))
+
+
+def fisher(
+    fmodel: FunctionalModel, likelihood: Likelihood, *, seed: int, samples: int = 1
+) -> Curvature:
+    """Monte Carlo Fisher information: targets drawn from the model, as of `ggn`.
+
+    Its mean over seeds is the GGN of the same likelihood. The targets of a batch follow
+    from `seed` and the batch's place in the sequence, so a matrix is the same one each
+    time; generators of torch stay as they are. Batches are `(*inputs,)`.
+
+    Cost: `samples` columns for each sample.
+
+    Raises:
+        ValueError: `likelihood` is unknown, or a number is not whole.
+
+    Reference: Kunstner et al., arXiv 1905.12558.
+    """
+    _check("fisher", fmodel, likelihood)
+    [count] = checks.whole("fisher", least=1, samples=samples)
+    [seed] = checks.whole("fisher", least=0, seed=seed)
+    drawn = {"categorical": _drawn_classes, "gaussian": _drawn_numbers}[likelihood]
+
+    def columns(output: Tensor, target: Any, number: int) -> Tensor:
+        digest = hashlib.sha256(f"{seed}/{number}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+        return drawn(output, count, generator) / math.sqrt(count)
+
+    return Curvature("fisher", fmodel, columns)
+
+
+def empirical_fisher(fmodel: FunctionalModel, likelihood: Likelihood) -> Curvature:
+    """Uncentred covariance of gradients at the targets, `mean_n g_n g_n^T`.
+
+    It has the likelihoods of `ggn`; batches are `(*inputs, target)`.
+
+    Raises:
+        ValueError: `likelihood` is unknown, or a class is out of range.
+
+    Reference: Kunstner et al., arXiv 1905.12558 (where it differs from the GGN).
+    """
+    _check("empirical_fisher", fmodel, likelihood)
+
+    def columns(output: Tensor, target: Any, number: int) -> Tensor:
+        if likelihood == "gaussian":
+            return (output - target.view_as(output)).unsqueeze(1)
+        kind = torch.long if isinstance(target, Tensor) else None
+        shape = (len(output), *output.shape[2:])
+        if kind is None or target.dtype != kind or target.shape != shape:
+            raise ValueError(
+                f"empirical_fisher(batches): expected classes of int64 {shape}, got "
+                f"{checks.shown(target)}."
+            )
+        if not bool(((target >= 0) & (target < output.shape[1])).all()):
+            raise ValueError(
+                f"empirical_fisher(batches): expected classes from 0 to "
+                f"{output.shape[1] - 1}, got others, such as those to be ignored. "
+                f"Leave their samples out."
+            )
+        chosen = torch.zeros_like(output).scatter_(1, target.unsqueeze(1), 1.0)
+        return (output.softmax(1) - chosen).unsqueeze(1)
+
+    return Curvature("empirical_fisher", fmodel, columns, has_targets=True)
+
+
+def per_sample_jacobian(
+    fmodel: FunctionalModel, **options: Unpack[Options]
+) -> Callable[..., Params]:
+    """Jacobians: `(params, buffers, *inputs) -> {name: [B, *out, *shape]}`.
+
+    `out` is the shape of a sample's output, which is one tensor. The options are in
+    `vgrad.persample.Options`; with `strategy="vmap"` the result can be differentiated,
+    with respect to parameters and inputs.
+
+    Cost: a forward and a backward pass of one sample for each number of its output, all
+    of them at once or `chunk_size` at a time, and the memory of the result.
+
+    Raises:
+        ValueError: the output of the model is no tensor with a row for each sample.
+
+    Example:
+        >>> import torch, vgrad
+        >>> from vgrad import curvature
+        >>> model = torch.nn.Linear(2, 3, bias=False)
+        >>> fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+        >>> jacobian = curvature.per_sample_jacobian(fmodel)
+        >>> jacobian(params, buffers, torch.ones(5, 2))["weight"].shape
+        torch.Size([5, 3, 3, 2])
+    """
+    check_model("per_sample_jacobian", fmodel)
+    check_options(per_sample_jacobian, options)
+    units = Curvature("per_sample_jacobian", fmodel, lambda output, *_: _units(output))
+    compute = per_sample_grad(units.loss, **options)
+
+    def jacobian(params: Params, buffers: Buffers, /, *inputs: Tree) -> Params:
+        """Return the Jacobian of the outputs with respect to each parameter."""
+        [rows] = units.rows(params, buffers, [inputs])
+        out = rows.batch[-1].shape[1:]
+        grads = compute(params, buffers, *rows.batch).items()
+        return {name: each.view(-1, *out, *each.shape[1:]) for name, each in grads}
+
+    return jacobian
+
+
+def _check(function: str, fmodel: Any, likelihood: Any) -> None:
+    check_model(function, fmodel)
+    checks.choice(function, get_args(Likelihood), likelihood=likelihood)
+
+
+def _units(output: Tensor) -> Tensor:
+    """Return the identity for each sample, [B, K, *out]."""
+    numbers = output[0].numel()
+    units = torch.eye(numbers, dtype=output.dtype, device=output.device)
+    return units.view(1, numbers, *output.shape[1:]).expand(
+        len(output), -1, *output[0].shape
+    )
+
+
+def _classes(output: Tensor) -> Tensor:
+    """Return a root of `diag(p) - p p^T` at each position, [B, C * positions, *out]."""
+    p = (
+        output.flatten(2).softmax(1)
+        if output.ndim > 2
+        else output.softmax(1)[..., None]
+    )
+    p = p.mT  # [B, positions, C]
+    root = p.sqrt()
+    columns = root.diag_embed() - root[..., None] * p[..., None, :]
+    places = torch.eye(p.shape[1], dtype=p.dtype, device=p.device)
+    columns = torch.einsum("blkc,lm->blkcm", columns, places)
+    return columns.reshape(len(p), -1, *output.shape[1:])
+
+
+def _drawn_classes(output: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    p = output.softmax(1).movedim(1, -1)
+    flat = p.reshape(-1, p.shape[-1]).double().cpu()
+    labels = torch.multinomial(flat, count, replacement=True, generator=generator)
+    labels = labels.to(p.device).view(*p.shape[:-1], count).movedim(-1, 1)
+    chosen = torch.zeros_like(p).unsqueeze(1).repeat(1, count, *(1,) * (p.ndim - 1))
+    chosen.scatter_(-1, labels.unsqueeze(-1), 1.0)
+    return (p.unsqueeze(1) - chosen).movedim(-1, 2)
+
+
+def _drawn_numbers(output: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    shape = len(output), count, *output.shape[1:]
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return drawn.to(wide(output.dtype)).to(output.device)

@@ -1,0 +1,225 @@
+"""Products of curvature matrices with vectors, diagonals and traces.
+
+The matrices are over all parameters; vectors are dictionaries of their names and
+shapes. N samples in all batches.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vgrad import batches as _batches
+from vgrad import checks
+from vgrad.curvature.outputs import Batches, Curvature, check_count
+from vgrad.factors import Sums
+from vgrad.functional.losses import check_loss
+from vgrad.persample import Options, gradient_moments, per_sample_norm
+from vgrad.tree import double, map_values, no_autocast, wide
+from vgrad.typing import BatchLossFn, Buffers, Params
+
+Product = Callable[[Params], Params]
+
+
+def vector_product(
+    curvature: Curvature, params: Params, buffers: Buffers, batches: Batches
+) -> Product:
+    """Product with a curvature matrix: `vector {name: shape} -> {name: shape}`.
+
+    It is exact: `mean_n J_n^T C_n C_n^T J_n v`, with C the columns of `ggn`, `fisher`
+    or `empirical_fisher`. The dtype is the parameters', float32 or wider.
+
+    Cost: for each batch and vector a forward pass and three backward passes, one of
+    them through the backward pass, whatever the number of outputs.
+
+    Args:
+        batches: a list, or what can be gone through more than once.
+
+    Raises:
+        ValueError: names or shapes of the vector are others than the parameters'.
+        RuntimeError: an op of the model has no second derivative.
+
+    Reference: Schraudolph, Neural Computation 14(7), 2002; van den Berg, Townsend's
+    trick of two backward passes.
+    """
+    checks.dictionaries("vector_product", params=params, buffers=buffers)
+
+    def product(vector: Params) -> Params:
+        """Multiply a vector by the matrix."""
+        _check("vector_product", params, vector)
+        sums, count = Sums(), 0
+        for number, batch in enumerate(batches):
+            leaves = _leaves(params)
+            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+                output, target = curvature.outputs(leaves, buffers, batch)
+                start = torch.zeros_like(output, requires_grad=True)
+                pulled = _pulled(output, leaves, start, create_graph=True)
+                inner = _inner(pulled, params, vector)
+            with no_autocast(output.device):
+                (pushed,) = torch.autograd.grad(inner, start, retain_graph=True)
+                columns = curvature.columns(output.detach(), target, number)
+                weights = (columns * pushed.unsqueeze(1)).flatten(2).sum(2)
+                seen = torch.einsum("bk,bk...->b...", weights, columns)
+            sums.add(dict(zip(leaves, _pulled(output, leaves, seen), strict=True)))
+            count += len(output)
+        return _mean("vector_product", sums, params, count)
+
+    return product
+
+
+def hessian_vector_product(
+    loss: BatchLossFn, params: Params, buffers: Buffers, batches: Batches
+) -> Product:
+    """Product with the Hessian of a batch loss: `vector {name: shape} -> the same`.
+
+    The loss is a mean over the batch, as `batch_loss` makes it; over batches the mean
+    is by their sizes. The dtype is the parameters', float32 or wider.
+
+    Cost: for each batch and vector a forward pass and two backward passes.
+
+    Raises:
+        TypeError: the loss is one of a sample.
+        ValueError: names or shapes of the vector are others than the parameters'.
+        RuntimeError: an op of the loss has no second derivative.
+
+    Reference: Pearlmutter, Neural Computation 6(1), 1994.
+    """
+    check_loss("hessian_vector_product", loss, of_batch=True)
+
+    def product(vector: Params) -> Params:
+        """Multiply a vector by the matrix."""
+        _check("hessian_vector_product", params, vector)
+        sums, count = Sums(), 0
+        for batch in batches:
+            leaves, size = _leaves(params), _batches.read("loss", batch).size
+            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+                value = loss(leaves, buffers, *batch)
+                ones = torch.ones_like(value)
+                grads = _pulled(value, leaves, ones, create_graph=True)
+                inner = _inner(grads, params, vector)
+            if inner.requires_grad:  # else the loss is linear
+                found = _pulled(inner, leaves, torch.full_like(inner, size))
+                sums.add(dict(zip(leaves, found, strict=True)))
+            count += size
+        return _mean("hessian_vector_product", sums, params, count)
+
+    return product
+
+
+@torch.no_grad()
+def diagonal(
+    curvature: Curvature,
+    params: Params,
+    buffers: Buffers,
+    batches: Batches,
+    **options: Unpack[Options],
+) -> Params:
+    """Diagonal of a curvature matrix, `mean_n sum_k (J_n^T c_nk)^2`: {name: shape}.
+
+    In the parameters' dtype, float32 or wider. The options are in
+    `vgrad.persample.Options`; samples of chunks are rows, K of them for each sample.
+
+    Cost: per-sample gradients of all rows of a batch, one parameter's at a time.
+    """
+    compute = gradient_moments(curvature.loss, **options)
+    sums, count = Sums(), 0
+    for rows in curvature.rows(params, buffers, batches):
+        size = rows.samples * rows.columns
+        moments = compute(params, buffers, *rows.batch).second_moment
+        sums.add(map_values(lambda each, size=size: double(each) * size, moments))
+        count += rows.samples
+    return _mean("diagonal", sums, params, count)
+
+
+@torch.no_grad()
+def trace(
+    curvature: Curvature,
+    params: Params,
+    buffers: Buffers,
+    batches: Batches,
+    **options: Unpack[Options],
+) -> Tensor:
+    """Trace of a curvature matrix, `mean_n sum_k |J_n^T c_nk|^2`: a float64 number.
+
+    Cost: per-sample norms of all rows, for which few gradients are formed. It has the
+    options of `diagonal`.
+    """
+    compute = per_sample_norm(curvature.loss, **options)
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for rows in curvature.rows(params, buffers, batches):
+        norms = double(compute(params, buffers, *rows.batch)).square()
+        total = total.to(norms.device) + norms.sum()
+        count += rows.samples
+    check_count("trace", count)
+    return total / count
+
+
+def linear_operator(product: Product, params: Params) -> Any:
+    """Wrap a product as a `scipy.sparse.linalg.LinearOperator` of size [P, P].
+
+    Vectors are the parameters one after another, each by rows, as by
+    `torch.nn.utils.parameters_to_vector`. Needs scipy: `pip install "vgrad[dp]"`.
+
+    Example:
+        >>> import torch
+        >>> from vgrad import curvature
+        >>> twice = lambda vector: {"w": 2 * vector["w"]}
+        >>> operator = curvature.linear_operator(twice, {"w": torch.ones(3)})
+        >>> operator @ [1.0, 2.0, 3.0]
+        array([2., 4., 6.])
+    """
+    linalg = checks.package("scipy.sparse.linalg", "dp")
+    numbers = [value.numel() for value in params.values()]
+
+    def matvec(flat: Any) -> Any:
+        parts = torch.as_tensor(flat, dtype=torch.float64).flatten().split(numbers)
+        vector = {
+            name: part.to(value.device, value.dtype).view(value.shape)
+            for (name, value), part in zip(params.items(), parts, strict=True)
+        }
+        found = product(vector)
+        return torch.cat(
+            [double(found[name]).flatten().cpu() for name in names]
+        ).numpy()
+
+    names, size = list(params), sum(numbers)
+    shape = size, size
+    return linalg.LinearOperator(shape, matvec, rmatvec=matvec, dtype="float64")
+
+
+def _inner(grads: Sequence[Tensor], params: Params, vector: Params) -> Tensor:
+    pairs = zip(grads, params, strict=True)
+    parts = [(grad * vector[name].to(grad.dtype)).sum() for grad, name in pairs]
+    return torch.stack([part.to(wide(part.dtype)) for part in parts]).sum()
+
+
+def _leaves(params: Params) -> Params:
+    return {name: value.detach().requires_grad_() for name, value in params.items()}
+
+
+def _pulled(
+    output: Tensor, leaves: Params, cotangent: Tensor, *, create_graph: bool = False
+) -> Sequence[Tensor]:
+    return torch.autograd.grad(
+        output,
+        list(leaves.values()),
+        cotangent.to(output.dtype),
+        create_graph=create_graph,
+        retain_graph=True,
+        allow_unused=True,
+        materialize_grads=True,
+    )
+
+
+def _check(function: str, params: Params, vector: Params) -> None:
+    shapes = {name: value.shape for name, value in params.items()}
+    checks.names(f"{function}(vector)", params, vector)
+    checks.shapes(f"{function}(vector)", shapes, vector)
+
+
+def _mean(function: str, sums: Sums, params: Params, count: int) -> Params:
+    check_count(function, count)
+    sums.divide(count)
+    return sums.rounded(params)
