@@ -459,3 +459,26 @@ def test_the_grad_of_the_callers_tensors_is_not_read():
     with pytest.raises(vgrad.UnsupportedOp, match=f"backward: .*{SHARED}"):
         vgrad.per_sample_grad(loss, strategy="recorded")(P, {}, X)
     assert OUTER.grad is None
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, on graphs of gradients
+@pytest.mark.parametrize("read", [False, True])
+def test_the_grad_of_the_callers_tensors_is_as_before(read):
+    """Also where a sample by itself shows whether a parameter has a gradient."""
+
+    def loss(p, b, x):
+        x = leaf(x)
+        net(p, x * outer).backward(create_graph=not read)
+        return net(p, x.grad + (outer.grad.sum() if read else 0))
+
+    outer = OUTER[:3].detach().requires_grad_()
+    before, exact = randn(3, seed=12), []
+    for row in oracle.rows(X, B):
+        outer.grad = before.clone()
+        exact.append(oracle.loss_gradients(loss, P, {}, (row,)))
+    outer.grad = given = before.clone()
+    found = vgrad.per_sample_grad(loss)(P | {"no": X}, {}, X)
+    for name in P:
+        oracle.assert_exact(found[name], torch.cat([each[name] for each in exact]))
+    assert outer.grad is given
+    assert given.equal(before)

@@ -93,6 +93,8 @@ z = (a + first + b[:3]) * h""",
     "data, of rows": "y = zeros(4, 3); z = y.data; y[1] = h[0]; z = z * h",
     "expand": "y = zeros(3); z = y.expand(4, 3); y += h[0]; z = z * h",
     "overlapping slices": "z = zeros(5, 3); z[:3] += h[:3]; z[1:4] *= h[1:]; z = z[:4]",
+    "beside the operands": "z = zeros(4, 3); z += h; z[::2].add_(z[1::2]); z.add_(z)\n"
+    "z[1:, 2].sub_(z[:3, 1]); z[:, 0] = z[:, 1]",
     "moves in place": "z = zeros(4, 3); z[1:] = h[1:]; z[:2] = z[2:].clone()",
     # Reads before and after.
     "a version": "z = zeros(4, 3); z[0] = h[0]; z = z * (2 + z._version)",
@@ -454,6 +456,25 @@ z = scores[:, :3] * h[tokens[:, 1]]""",
 }
 
 TIMED = programs(3, 4, 5, torch.float64)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        "torch.mul(q[1:], 2, out=q[:3])",
+        "q[1:].add_(q[:3])",
+        "q[:3].T.mul_(q[:3])",
+    ],
+)
+def test_a_write_over_a_part_of_an_operand_raises_as_in_torch(write):
+    text = f"q = zeros(4, 3); q += h; q = q.detach(); {write}; z = q * h"
+    loss = program(text)
+    for strategy in ("auto", "loop"):
+        with pytest.raises(RuntimeError, match="refer to a single memory location"):
+            vgrad.per_sample_grad(loss, strategy=strategy)(PARAMS, BUFFERS, X, K)
+    for strategy in ("recorded", "vmap"):
+        with pytest.raises(vgrad.UnsupportedOp, match="writes beside the operands"):
+            vgrad.per_sample_grad(loss, strategy=strategy)(PARAMS, BUFFERS, X, K)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -216,11 +216,12 @@ class GradFlags:
     def sync(self, tensor: Tensor) -> bool:
         """Copy `requires_grad` from below; return whether this vmap maps over it."""
         level = outermost = modes.level_of(tensor)
-        while level > self.level:
-            tensor = modes.unwrapped(tensor)
-            level = modes.level_of(tensor)
         if level != self.level:
-            return False
+            while level > self.level:
+                tensor = modes.unwrapped(tensor)
+                level = modes.level_of(tensor)
+            if level != self.level:
+                return False
         if not tensor.requires_grad:
             if modes.unwrapped(tensor).requires_grad:
                 tensor.requires_grad = True
@@ -253,13 +254,16 @@ def _memory(tensor: Tensor) -> Any:
     return storage(modes.unwrap_all(tensor))
 
 
+_TREES = tuple, list, dict  # `|` would make a type at each call
+
+
 def among(args: tuple, kwargs: dict) -> list[Tensor]:
     """Return the tensors among the arguments of a call."""
     found = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             found.append(value)
-        elif isinstance(value, tuple | list | dict):
+        elif isinstance(value, _TREES):
             leaves = tree_leaves(value)
             found += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return found

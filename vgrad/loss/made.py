@@ -23,6 +23,7 @@ from torch import Tensor
 from vgrad.conditions import checks_collected
 from vgrad.loss.grad_flags import UnsupportedOp, among, only_reads
 from vgrad.loss.values import loss_frame
+from vgrad.memory import Bytes, overlaps
 from vgrad.ops.record import register
 from vgrad.torch_private import modes
 from vgrad.torch_private.autograd import is_foreign_op
@@ -57,13 +58,13 @@ class Made:
 
     def __exit__(self, *raised: Any) -> None:
         """Refuse copies that the loss has kept; none can be used after the run."""
-        if not self._copies:
+        if not (copies := self._copies.values()):
             return
         for generation in (1, 2):  # of cycles
-            if raised[1] is None and self._any_left():
+            if raised[1] is None and any(each() is not None for each, _ in copies):
                 gc.collect(generation)
         places = {}
-        for each, place in self._copies.values():
+        for each, place in copies:
             if (tensor := each()) is not None:
                 tensor.__class__ = _Kept
                 places[place] = _line(place)
@@ -72,9 +73,6 @@ class Made:
                 self._places.copied.pop(place, None)
             self._places.kept.update(places)
             raise _outlives(next(iter(places.values())))
-
-    def _any_left(self) -> bool:
-        return any(each() is not None for each, _ in self._copies.values())
 
     def copies_here(self) -> bool:
         """Return whether results of the call that runs now get copies."""
@@ -207,6 +205,25 @@ def _outlives(line: str) -> UnsupportedOp:
         f"with it, got one that is kept beyond, made at {line}. Return it in aux, or "
         f'use strategy="loop".'
     )
+
+
+def check_apart(target: Tensor, tensors: Sequence[Tensor], name: str) -> None:
+    """Refuse a write over a part of its operands, as torch does for one sample."""
+
+    def block(tensor: Tensor) -> tuple[Any, Bytes]:
+        stored = modes.unwrap_all(tensor)
+        start = int(stored.storage_offset())
+        place = memory(stored), start, tensor.shape, tensor.stride()
+        return place, Bytes(tensor, start * tensor.element_size())
+
+    place, written = block(target)
+    for other, read in map(block, tensors):
+        if other[0] == place[0] and other != place:
+            if any(overlaps({"written": written, "read": read})):
+                raise UnsupportedOp(
+                    f"{name}: expected a loss that writes beside the operands, got "
+                    f'a write over a part of one. Clone it, or use strategy="loop".'
+                )
 
 
 def into_out(run: Callable[..., Any], args: tuple, kwargs: dict, name: str) -> Any:

@@ -31,7 +31,7 @@ from vgrad.loss.grad_flags import (
     own_backward_pass,
     raise_clearly,
 )
-from vgrad.loss.made import Made, into_out, is_mapped
+from vgrad.loss.made import Made, check_apart, into_out, is_mapped
 from vgrad.loss.randomness import Draws, Undrawn
 from vgrad.loss.values import (
     NONE,
@@ -85,6 +85,7 @@ class LossMode(WriteGuard):
         self._watched: Callable[..., AbstractContextManager] = nullcontext
         self._casts: Callable[[], AbstractContextManager] = nullcontext
         self._later: list[list[Again]] = []
+        self.grads: dict[int, tuple[Tensor, Tensor | None]] = {}  # of leaves, as before
         # The mode that casts for autocast, entered where the loss turns that on.
         self.waiting: AbstractContextManager | None = None
 
@@ -101,8 +102,12 @@ class LossMode(WriteGuard):
         self.size, self.randomness = size, randomness
         self._watched = partial(self.draws.watched, size, alone=alone)
         self._casts = casts
-        with uncompiled(), self, self._watched(), self._casting():
-            yield
+        try:
+            with uncompiled(), self, self._watched(), self._casting():
+                yield
+        finally:
+            for leaf, grad in self.grads.values():
+                leaf.grad = grad
 
     @contextmanager
     def _casting(self) -> Iterator[None]:
@@ -178,9 +183,13 @@ class LossMode(WriteGuard):
         level = self._level
         with modes.without_modes():
             if func is not None:
+                others = among(args, kwargs)
+                if func is not Tensor.__setitem__:  # which writes into a part
+                    for each in filter(modes.is_wrapped, targets):
+                        check_apart(each, others, modes.op_name(func))
                 targets = [each for each in targets if not is_mapped(each, level)]
-                others = among(args, kwargs) if targets else []
-                if not self.differ(others) and not any(map(self.is_parameter, others)):
+                own = self.differ(others) or any(map(self.is_parameter, others))
+                if not (targets and own):
                     return None
             try:
                 if not self.made.needs_copies(targets):
@@ -351,7 +360,12 @@ def refusals(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def one_sample(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Run a call for one sample by itself."""
+    """Run a call for one sample by itself, which has `.grad` of others for itself."""
+    for node in autograd.graph_nodes(args[:1]) if func is Tensor.backward else ():
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in mode.grads:
+            mode.grads[id(leaf)] = leaf, leaf.grad
+            leaf.grad = None if leaf.grad is None else leaf.grad.clone()
     if func is Tensor.requires_grad_ and not modes.is_wrapped(args[0]):
         with modes.exit_all():  # inside of transforms it raises
             return func(*args, **kwargs)

@@ -5,6 +5,7 @@ B samples, C channels, O outputs, E members
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,37 +84,24 @@ def _transposed(
     return {"weight": kernel, "bias": lambda g: _shift(g, count)}
 
 
-def _back_by(op: Callable, *, adjoint: bool = False) -> Callable:
-    """Return the derivative of a convolution, or of its `adjoint`, which is the other.
-
-    A convolution that pads its ends differently has none.
-    """
-
-    def back(
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-        output_padding: Any = 0,
-    ) -> Transposed | None:
-        sizes = weight.shape[2:]
-        options = stride, dilation, output_padding
-        stride, dilation, extra = (_each(value, len(sizes)) for value in options)
-        pads = _pads(padding, sizes, dilation)[::-1]
-        rest = {"weight": weight, "stride": stride, "padding": pads[::2]}
-        rest |= {"dilation": dilation, "groups": groups}
-        if not adjoint:  # numbers at the end that no window reaches
-            space = input.shape[-len(sizes) :]
-            each = zip(space, sizes, stride, pads[::2], dilation, strict=True)
-            extra = [(n + 2 * p - d * (k - 1) - 1) % s for n, k, s, p, d in each]
-            rest["output_padding"] = tuple(extra)
-        fits = pads[::2] == pads[1::2] and all(map(operator.lt, extra, stride))
-        return (op, rest) if fits else None
-
-    return back
+def _back(
+    op: Callable, input: Tensor, weight: Tensor, **given: Any
+) -> Transposed | None:
+    """Return the derivative of a convolution or of its adjoint: the other, `op`."""
+    sizes = weight.shape[2:]
+    stride, dilation = (_each(given[n], len(sizes)) for n in ("stride", "dilation"))
+    pads = _pads(given["padding"], sizes, dilation)[::-1]
+    space, sides = input.shape[-len(sizes) :], pads[::2]
+    rest = {"weight": weight, "groups": given["groups"], "stride": stride}
+    rest |= {"padding": sides, "dilation": dilation}
+    if "output_padding" in given:
+        extra = _each(given["output_padding"], len(sizes))
+    else:  # numbers at the end that no window reaches
+        each = zip(space, sizes, stride, sides, dilation, strict=True)
+        extra = tuple((n + 2 * p - d * (k - 1) - 1) % s for n, k, s, p, d in each)
+        rest["output_padding"] = extra
+    fits = sides == pads[1::2] and all(map(operator.lt, extra, stride))
+    return (op, rest) if fits else None
 
 
 def _patches(
@@ -218,14 +206,15 @@ def _of_members(op: Callable) -> Callable[..., tuple[Form | None, str]]:
     return choose
 
 
-_NAMES = "weight", "bias"
+def _rule(factors: Callable, op: Callable, back: Callable) -> Rule:
+    return Rule(factors, ("weight", "bias"), _as_one_batch(op), partial(_back, back))
+
+
 for _op, _adjoint in (
     (F.conv1d, F.conv_transpose1d),
     (F.conv2d, F.conv_transpose2d),
     (F.conv3d, F.conv_transpose3d),
 ):
-    _run, _back = _as_one_batch(_op), _back_by(_adjoint)
-    _rule = Rule(_convolution, _NAMES, _run, _back)
-    register(_op, rule=_rule, per_member=_of_members(_op))
-    _run, _back = _as_one_batch(_adjoint), _back_by(_op, adjoint=True)
-    register(_adjoint, rule=Rule(_transposed, _NAMES, _run, _back))
+    _there = _rule(_convolution, _op, _adjoint)
+    register(_op, rule=_there, per_member=_of_members(_op))
+    register(_adjoint, rule=_rule(_transposed, _adjoint, _op))

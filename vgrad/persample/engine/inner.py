@@ -18,8 +18,7 @@ from torch.autograd import Function
 from vgrad.conditions import Unrepeatable, checks_collected
 from vgrad.loss.grad_flags import UnsupportedOp
 from vgrad.loss.values import NONE, Partition, SplitBatch
-from vgrad.ops.record import OPS, Rule, Transposed
-from vgrad.persample.engine.proxies import ParamProxy
+from vgrad.ops.record import OPS, Rule
 from vgrad.torch_private import modes
 from vgrad.tree import tensors
 
@@ -33,7 +32,7 @@ class Derivatives:
     """The backward passes of the loss in one run of it."""
 
     def __init__(self, recorder: Any) -> None:
-        self._recorder: Any = recorder
+        self.recorder: Any = recorder
         self._known = recorder.call.fallbacks.inner
         self.twice = self._known is not None  # uses may be differentiated twice
         self._leaves: list[Tensor] = []  # that the loss has made
@@ -44,15 +43,15 @@ class Derivatives:
 
     def close(self) -> None:
         """Break cycles, of which Python cannot see those through graphs."""
-        self._recorder = None
+        self.recorder = None
         self._grads.clear()
         self._leaves.clear()
 
     def start(self) -> None:
         """Give parameters that a pass of the loss has met a copy for each sample."""
         for name, why in (self._known or {}).items():
-            known = self._recorder.parameter(self._recorder.params[name])
-            own = self._recorder.params[name] = self._recorder.expanded(known, why)
+            known = self.recorder.parameter(self.recorder.params[name])
+            own = self.recorder.params[name] = self.recorder.expanded(known, why)
             self._leaves.append(own)
 
     def meet(self, names: Sequence[str], op: str) -> None:
@@ -102,7 +101,7 @@ class Derivatives:
         materialize_grads: bool = False,
         others: Sequence[Tensor] = (),  # leaves below, whose gradients nobody needs
     ) -> tuple[Tensor | None, ...]:
-        recorder = self._recorder
+        recorder = self.recorder
         if recorder.checkpoints:
             raise refusal("grad", "activation checkpoints")
         if create_graph and not self.twice:
@@ -156,10 +155,10 @@ class Derivatives:
 
     def _seed(self, output: Tensor, seed: Tensor | None) -> Tensor:
         if seed is not None:
-            return self._recorder.copies(seed)
+            return self.recorder.copies(seed)
         if output.numel() != 1 or output.is_complex():
             raise refusal("grad", "no grad_outputs for more than one number")
-        return torch.ones_like(self._recorder.physical(output.detach()))
+        return torch.ones_like(self.recorder.physical(output.detach()))
 
     def _backward(
         self,
@@ -174,7 +173,7 @@ class Derivatives:
         if inputs is not None:
             leaves = _listed(inputs)
         elif not (create_graph if retain_graph is None else retain_graph):
-            others = self._recorder.ends()  # so that autograd frees the graph
+            others = self.recorder.ends()  # so that autograd frees the graph
         if not leaves and not others:
             return
         grads = self._grad(
@@ -195,16 +194,16 @@ class Derivatives:
 
     def needs_copies(self, tensor: Tensor, op: str) -> NoReturn:
         """Run again with copies of a tensor that all samples share."""
-        known = self._recorder.parameter(tensor)
+        known = self.recorder.parameter(tensor)
         if known is not None:
             self._again(dict.fromkeys(known.names, op))
-        if not self._recorder.made.needs_copies([tensor]):
+        if not self.recorder.made.needs_copies([tensor]):
             raise refusal(op, "one that all samples share")
         self._again({})
 
     def _again(self, names: Mapping[str, str]) -> NoReturn:
         """Run the loss again, by ops that can be differentiated twice."""
-        call = self._recorder.call
+        call = self.recorder.call
         if call.draws.own:
             raise refusal("grad", "random numbers of a generator of the loss's own")
         if checks_collected():
@@ -216,12 +215,7 @@ class Derivatives:
     # Ops whose derivatives have factors.
 
     def applied(
-        self,
-        op: str,
-        func: Callable,
-        x: Tensor,
-        rest: dict[str, Any],
-        uses: Mapping[str, ParamProxy],
+        self, op: str, func: Callable, x: Tensor, rest: dict, uses: Mapping
     ) -> Tensor | None:
         """Run an op that is linear in `x`; None if its derivative is none that has."""
         rest = rest | {name: known.value for name, known in uses.items()}
@@ -229,55 +223,38 @@ class Derivatives:
         if transposed is None or (back := transposed(x, **rest)) is None:
             return None
         for known in uses.values():
-            self._recorder.expect(known)
-        product: Any = _Product.apply
-        return product(self, op, func, rest, uses, back, x, self._end)
-
-    def back(
-        self, op: str, func: Callable, rest: dict, uses: dict, x: Tensor, g: Tensor
-    ) -> None:
-        """Take the factors, in the pass for the gradients of the loss."""
-        if not self.runs:
-            makers: Any = _rule(func).factors(x.detach(), **rest)
-            for name, known in uses.items():
-                self._recorder.accept(known, makers[name](g), op, g)
+            self.recorder.expect(known)
+        given = self, op, func, rest, uses, back
+        return cast(Tensor, _Product.apply(given, x, self._end))
 
 
 class _Product(Function):
     """An op that is linear in its first argument; its derivative is one as well."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        own: Derivatives,
-        op: str,
-        func: Callable,
-        rest: dict[str, Any],
-        uses: dict[str, ParamProxy],
-        back: Transposed,
-        x: Tensor,
-        end: Tensor,
-    ) -> Tensor:
-        ctx.own = own, op, func, rest, uses, back
+    def forward(ctx: Any, given: tuple, x: Tensor, end: Tensor) -> Tensor:
+        _, _, func, rest, *_ = ctx.given = given
         ctx.save_for_backward(x)
         ctx.set_materialize_grads(False)
         return _run(func, x, **rest)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (g,) = grads
-        none = (None,) * 6
+        (g,), (x,) = grads, ctx.saved_tensors
         if g is None:
-            return *none, None, None
-        own, op, func, rest, uses, (back, given) = ctx.own
-        own.back(op, func, rest, uses, *ctx.saved_tensors, g)
-        if not ctx.needs_input_grad[6]:
-            return *none, None, None
-        if torch.is_grad_enabled():
-            uses = {name: uses[name] for name in given if name in uses}
-            op = op if op.startswith("derivative") else f"derivative of {op}"
-            return *none, own.applied(op, back, g, given, uses), None
-        return *none, _run(back, g, **given), None
+            return None, None, None
+        own, op, func, rest, uses, (back, rest_of_back) = ctx.given
+        if not own.runs:  # but the pass for the gradients of the loss
+            makers: Any = _rule(func).factors(x.detach(), **rest)
+            for name, known in uses.items():
+                own.recorder.accept(known, makers[name](g), op, g)
+        if not ctx.needs_input_grad[1]:
+            return None, None, None
+        if not torch.is_grad_enabled():
+            return None, _run(back, g, **rest_of_back), None
+        uses = {name: uses[name] for name in rest_of_back if name in uses}
+        op = op if op.startswith("derivative") else f"derivative of {op}"
+        return None, own.applied(op, back, g, rest_of_back, uses), None
 
 
 def _rule(func: Callable) -> Rule:

@@ -50,6 +50,9 @@ class Stamp(NamedTuple):
     version: int
 
 
+_NAMESPACES = type, ModuleType  # `|` would make a type at each call
+
+
 def stamped(op: str, value: Any) -> list[Stamp]:
     """Stamp all tensors that an object refers to, itself or through others."""
     stamps: list[Stamp] = []
@@ -64,7 +67,7 @@ def stamped(op: str, value: Any) -> list[Stamp]:
         elif isinstance(value, FunctionType):  # not to its globals
             fields = (value.__defaults__, value.__kwdefaults__, vars(value))
             left += gc.get_referents(*(value.__closure__ or ()), *fields)
-        elif not isinstance(value, type | ModuleType):
+        elif not isinstance(value, _NAMESPACES):
             left += gc.get_referents(value)
     return stamps
 

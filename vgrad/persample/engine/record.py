@@ -187,8 +187,9 @@ class Recorder:
         """Run a call for all samples, and keep the uses of parameters."""
         if self.repeats:
             args, kwargs = tree_map_only(Tensor, self._original, (args, kwargs))
-        if leaf_of_loss := bool(kwargs) and kwargs.get("requires_grad") is True:
-            kwargs = kwargs | {"requires_grad": False}  # once it has its copies
+        if kwargs and kwargs.get("requires_grad") is True:  # once it has its copies
+            output = self._handle(mode, func, args, kwargs | {"requires_grad": False})
+            return self._requiring_grad(output)
         ordinary = is_ordinary(func)
         flags, tensors = self._mode.flags, among(args, kwargs)
         proxies: list[ParamProxy] = []
@@ -228,7 +229,7 @@ class Recorder:
         if not batched or self.made.copied:
             output = self.made.note(func, tensors, output, self._level, self.size)
         flags.after(func, tensors, output)
-        return self._requiring_grad(output) if leaf_of_loss else output
+        return output
 
     def _check_shown(self, func: Callable, proxies: list[ParamProxy]) -> None:
         """Refuse to show the graph or memory of a value computed from parameters."""
