@@ -99,7 +99,7 @@ def _each(size: int, level: int, axis: int, hook: Callable, *grads: Grads) -> Gr
 
 
 class _OfSample(TorchFunctionMode):
-    """Has tensors of the loss, which a hook may close over, be those of a sample."""
+    """Takes tensors of the loss, which a hook may close over, for one sample's."""
 
     def __init__(self, level: int, number: int) -> None:
         super().__init__()
@@ -125,6 +125,6 @@ def check_saved(tensor: Tensor, unpacked: Tensor) -> None:
     if tensor.dtype != unpacked.dtype or not same.all():
         raise UnsupportedOp(
             "loss: expected hooks on saved tensors that return the values they get, as "
-            "those of save_on_cpu do, got some that change them, which in a recorded "
+            "save_on_cpu does, got some that change them, which in a recorded "
             'pass would be other tensors. Use strategy="loop".'
         )
