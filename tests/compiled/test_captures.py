@@ -671,6 +671,23 @@ def test_without_a_compiler_the_graph_is_replayed():
     assert report.why.startswith("Inductor fails")
 
 
+@pytest.mark.parametrize(("kind", "backend"), [(nn.LSTM, "inductor"), (nn.GRU, "auto")])
+def test_inductor_is_refused_for_the_steps_of_recurrent_nets(kind, backend):
+    net = kind(3, 4, batch_first=True)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(net)
+
+    def loss(params, buffers, x):
+        return fmodel(params, buffers, x[None])[0].square().sum()
+
+    eager, x = vgrad.per_sample_norm(loss), losses.randn(4, 17, 3).float()
+    compiled = vgrad.compile(eager, backend=backend)
+    text = r"replays, since 6[89] ops write into one tensor, .*would need minutes"
+    with pytest.warns(vgrad.CompileWarning, match=text):
+        check((eager, compiled), params, buffers, x)
+    (report,) = compiled.reports()
+    assert (report.backend, report.calls) == ("replay", 1)
+
+
 # Reports.
 
 

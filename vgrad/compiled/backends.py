@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from vgrad.compiled.graph import Graph, written_to
+from vgrad.compiled.graph import Graph, most_writes, written_to
 from vgrad.conditions import Unrepeatable
 from vgrad.torch_private import modes, tracing
 from vgrad.torch_private.kernels import copy_all_
@@ -62,8 +62,18 @@ def fastest(
     return best, ", ".join(f"{name} took {x:.3g} ms" for name, x in taken.items())
 
 
+_STEPS = 64
+"""Writes into one tensor from which Inductor's time grows with their square."""
+
+
 def compiled(graph: Graph, tensors: list[Tensor]) -> Run:
-    """Compile a graph; `Unrepeatable` if there is no compiler, or it fails."""
+    """Compile a graph; `Unrepeatable` if it has no compiler, fails or takes minutes."""
+    if (count := most_writes(graph.module.graph)) > _STEPS:
+        raise Unrepeatable(
+            f"{count} ops write into one tensor, as the time steps of a recurrent net "
+            f"do, and Inductor would need minutes to build them, for no gain. Pass "
+            f'backend="replay", or "cudagraph" on a GPU; up to {_STEPS} are built'
+        )
     try:
         inputs = [*tensors, *graph.closed]
         small = graph.largest <= _SMALL

@@ -6,6 +6,7 @@ import re
 import sys
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from enum import Enum
@@ -400,14 +401,23 @@ def _as_function(module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
 
 def written_to(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes whose memory an op writes to, and the nodes that lie in it."""
-    return _in_memory_of(
-        [
-            _argument(node, *place[:2])
-            for node in graph.nodes
-            if isinstance(node.target, OPS)
-            for place in written(node.target)
-        ]
-    )
+    return _in_memory_of(_writes(graph))
+
+
+def most_writes(graph: fx.Graph) -> int:
+    """Return how many ops write into the tensor that most of them write into."""
+    counts = Counter(node for each in _writes(graph) for node in _in_memory_of([each]))
+    return max(counts.values(), default=0)
+
+
+def _writes(graph: fx.Graph) -> list[Any]:
+    """Return the arguments that ops write into, once for each op."""
+    return [
+        _argument(node, *place[:2])
+        for node in graph.nodes
+        if isinstance(node.target, OPS)
+        for place in written(node.target)
+    ]
 
 
 def _in_memory_of(left: list[Any]) -> set[fx.Node]:

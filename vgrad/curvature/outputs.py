@@ -120,7 +120,8 @@ def ggn(fmodel: FunctionalModel, likelihood: Likelihood) -> Curvature:
     """Generalised Gauss-Newton matrix: `mean_n J_n^T H_n J_n`, H the likelihood's own.
 
     `"categorical"`: outputs are logits `[B, C, ...]`, as for
-    `torch.nn.functional.cross_entropy`, summed over positions behind the classes, and
+    `torch.nn.functional.cross_entropy`, summed over positions behind the classes (so
+    logits `[B, T, C]` of a language model are to be transposed), and
     `H = diag(p) - p p^T`. `"gaussian"`: the loss is `|output - target|^2 / 2`, and H
     the identity. It needs no targets: batches are `(*inputs,)`. For these two the GGN
     is the Fisher information.

@@ -4,7 +4,6 @@ B samples, S rows of one sample, E matrices (experts), I inputs, O outputs.
 """
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,26 +51,46 @@ class Experts(Pair):
         parts = (each.split(step) for each in (*self.sides, self.ends, weights))
         return reductions.total([*map(_weighted, *parts)])
 
-    def settled(self) -> tuple[Factor, Norms]:
-        """Multiply the rows of each matrix, where that costs less than gradients."""
-        count, i, o = self.shape
-        if checks_collected() or not self.rows:
-            return Dense(self.grad()).settled()
+    @property
+    def by_gram(self) -> bool:
+        """Whether norms are computed without gradients."""
+        return bool(self._alike()[0])
+
+    def _alike(self) -> tuple[dict[tuple[int, int], int], Tensor]:
+        """Sort the matrices of each sample by their rows, and cut where those halve.
+
+        -> the rows of matrices from one place to another, none where gradients are
+        cheaper; the matrices at these places, [B, E].
+        """
         sizes, which = self.counts[:, :-1].sort(1, descending=True)
-        largest: list[int] = sizes.amax(0).tolist()
-        blocks = [*_alike(largest)]
-        pairs = sum((end - start) * largest[start] ** 2 for start, end in blocks)
-        if not pairs or not costs.outer_by_gram(math.isqrt(pairs // count), i, o):
+        if checks_collected() or not self.rows:
+            return {}, which
+        found, start = {}, 0
+        largest: list[int] = [*sizes.amax(0).tolist(), 0]
+        for place, size in enumerate(largest):
+            if 2 * size < (first := largest[start]) or not size:
+                if first:
+                    found[start, place] = first
+                start = place
+        pairs = sum((end - start) * n**2 for (start, end), n in found.items())
+        count, i, o = self.shape
+        fits = costs.outer_by_gram(math.isqrt(pairs // count), i, o)
+        return found if fits else {}, which
+
+    def settled(self) -> tuple[Factor, Norms]:
+        """Multiply the rows of each matrix, of several with about as many at once."""
+        blocks, which = self._alike()
+        if not blocks:
             return Dense(self.grad()).settled()
-        squares, found = torch.zeros((), device=sizes.device), []
-        for start, end in blocks:
-            n = largest[start]
+        squares, found = torch.zeros((), device=which.device), []
+        most, length = max(blocks.values()), max(self.shape[1:])
+        for (start, end), n in blocks.items():
             a, b = self._products(which[:, start:end], n)
             own, positions = multiplied(a, b)
             squares = squares + own
-            found.append(F.pad(positions, (0, largest[0] - n)))
+            found.append(F.pad(positions, (0, most - n)))
         sizes = torch.cat(found, 2)
-        return self, [Products(squares, sizes, max(i, o), self, None, 0.0, 0.0)]
+        return self, [Products(squares, sizes, length, self, None, 0.0, 0.0)]
 
     def _products(self, which: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Multiply the first rows of matrices [B, G]. -> 2 x [B, G, count, count]"""
@@ -96,18 +115,6 @@ def by_expert(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     own = torch.searchsorted(ends, place.contiguous(), right=True)
     counts = torch.cat([ends[:, :1], ends.diff(dim=1), rows - ends[:, -1:]], 1)
     return own.flatten().argsort(stable=True), counts.sum(0)
-
-
-def _alike(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Cut falling sizes where they are less than half of the first, and at zero."""
-    start = 0
-    for place, size in enumerate([*sizes, 0]):
-        if 2 * size < sizes[start] or not size:
-            if sizes[start]:
-                yield start, place
-            start = place
-        if not size:
-            return
 
 
 def _weighted(inputs: Tensor, outputs: Tensor, ends: Tensor, weights: Tensor) -> Tensor:

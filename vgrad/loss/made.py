@@ -178,11 +178,9 @@ def _line(place: Place) -> str:
 @lru_cache(maxsize=4096)
 def _makes(func: Callable) -> bool:
     """Return whether results of a function lie on memory of arguments or on new one."""
-    if func is modes.custom_function_call or is_foreign_op(func):
-        return False
-    if isinstance(func, FunctionType) and not (func.__module__ or "").startswith(
-        "torch"
-    ):
+    module = getattr(func, "__module__", None) or ""
+    own = isinstance(func, FunctionType) and not module.startswith("torch")
+    if own or func is modes.custom_function_call or is_foreign_op(func):
         return False
     return getattr(func, "__name__", "") not in _OUTSIDE
 
@@ -207,8 +205,10 @@ def _outlives(line: str) -> UnsupportedOp:
     )
 
 
-def check_apart(target: Tensor, tensors: Sequence[Tensor], name: str) -> None:
-    """Refuse a write over a part of its operands, as torch does for one sample."""
+def check_apart(
+    targets: Sequence[Tensor], tensors: Sequence[Tensor], name: str
+) -> None:
+    """Refuse a write over a part of an operand, as torch does for one sample."""
 
     def block(tensor: Tensor) -> tuple[Any, Bytes]:
         stored = modes.unwrap_all(tensor)
@@ -216,14 +216,16 @@ def check_apart(target: Tensor, tensors: Sequence[Tensor], name: str) -> None:
         place = memory(stored), start, tensor.shape, tensor.stride()
         return place, Bytes(tensor, start * tensor.element_size())
 
-    place, written = block(target)
-    for other, read in map(block, tensors):
-        if other[0] == place[0] and other != place:
-            if any(overlaps({"written": written, "read": read})):
-                raise UnsupportedOp(
-                    f"{name}: expected a loss that writes beside the operands, got "
-                    f'a write over a part of one. Clone it, or use strategy="loop".'
-                )
+    blocks = [*map(block, tensors)]
+    for place, written in map(block, filter(modes.is_wrapped, targets)):
+        for other, read in blocks:
+            if other[0] == place[0] and other != place:
+                if any(overlaps({"written": written, "read": read})):
+                    raise UnsupportedOp(
+                        f"{name}: expected a loss that writes beside the operands, got "
+                        f"a write over a part of one. Clone it, or use "
+                        f'strategy="loop".'
+                    )
 
 
 def into_out(run: Callable[..., Any], args: tuple, kwargs: dict, name: str) -> Any:

@@ -185,8 +185,7 @@ class LossMode(WriteGuard):
             if func is not None:
                 others = among(args, kwargs)
                 if func is not Tensor.__setitem__:  # which writes into a part
-                    for each in filter(modes.is_wrapped, targets):
-                        check_apart(each, others, modes.op_name(func))
+                    check_apart(targets, others, modes.op_name(func))
                 targets = [each for each in targets if not is_mapped(each, level)]
                 own = self.differ(others) or any(map(self.is_parameter, others))
                 if not (targets and own):

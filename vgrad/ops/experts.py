@@ -7,14 +7,15 @@ brought together, so that there are as many products as experts.
 B samples, S rows of one sample, E experts, I inputs, O outputs
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
+from torch.overrides import wrap_torch_function
 
-from vgrad.conditions import rare
 from vgrad.factors.experts import Experts, by_expert
 from vgrad.ops.record import Rule, register
 from vgrad.torch_private import kernels
@@ -32,15 +33,26 @@ def _grouped(
         return None
     if (input.ndim, mat2.ndim, offs.ndim) != (3, 3, 2):
         return None
-    shape, ends = mat2.shape, offs.long()
+    return {"mat2": lambda g: Experts(input, g, mat2.shape, offs.long())}
 
-    def stack(g: Tensor) -> Experts:
-        a, none = input, torch.arange(input.shape[1], device=g.device) >= ends[:, -1:]
-        if rare(none):  # such rows may hold anything
-            a, g = (each.masked_fill(none[..., None], 0) for each in (a, g))
-        return Experts(a, g, shape, ends)
 
-    return {"mat2": stack}
+@wrap_torch_function(lambda input, mat2, offs: (input, mat2))
+def grouped_back(input: Tensor, mat2: Tensor, offs: Tensor) -> Tensor:
+    """Multiply by the transposes, as in the derivative of a grouped product."""
+    return F.grouped_mm(input, mat2.mT, offs=offs)
+
+
+def _grouped_back(input: Tensor, mat2: Tensor, offs: Tensor) -> dict:
+    return {"mat2": lambda g: Experts(g, input, mat2.shape, offs.long())}
+
+
+def _back_by(op: Callable) -> Callable:
+    """Return the derivative of a grouped product, which is one by `op`."""
+
+    def back(g: Tensor, mat2: Tensor, offs: Tensor, *_: Any, **options: Any) -> Any:
+        return op, {"input": g, "mat2": mat2, "offs": offs}
+
+    return back
 
 
 def _run(
@@ -48,7 +60,7 @@ def _run(
 ) -> Tensor:
     """Multiply the rows of all samples by one grouped product."""
     if input.ndim == 2:  # the same for all samples
-        return F.grouped_mm(input, mat2, offs=offs, bias=bias, out_dtype=out_dtype)
+        return F.grouped_mm(input, mat2, offs=offs)
     order, counts = by_expert(offs.long(), input.shape[1])
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
@@ -72,4 +84,12 @@ class _Permuted(Function):
         return _Permuted.apply(grads[0], inverse, order), None, None
 
 
-register(kernels.grouped_mm, rule=Rule(_grouped, ("mat2",), _run), fused=True)
+_rule = Rule(_grouped, ("mat2",), _run, _back_by(grouped_back))
+register(kernels.grouped_mm, rule=_rule, fused=True)
+_rule = Rule(
+    _grouped_back,
+    ("mat2",),
+    lambda input, mat2, offs: _run(input, mat2.mT, offs),
+    _back_by(kernels.grouped_mm),
+)
+register(grouped_back, rule=_rule)

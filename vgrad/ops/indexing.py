@@ -45,8 +45,9 @@ def _histc(
     if min >= max or options or not modes.is_batched(input):
         return torch.histc(input, bins, min, max, **options)
     x = input.detach().flatten()
-    place = ((x - min) * bins).div(max - min, rounding_mode="trunc")
-    inside = (x >= min) & (x <= max)
+    low, high = (x.new_full((), each) for each in (min, max))
+    place = ((x - low) * bins).div(high - low, rounding_mode="trunc")
+    inside = (x >= low) & (x <= high)
     place = torch.where(inside, place, 0).long().clamp(max=bins - 1)
     counts = x.new_zeros(bins)
     return counts.scatter_add(0, place, inside.to(x.dtype))

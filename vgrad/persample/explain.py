@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from vgrad import checks
-from vgrad.factors import Conv, Dense, Factor, Outer, Rows, Tied, Zero
+from vgrad.factors import Conv, Dense, Experts, Factor, Outer, Rows, Tied, Zero
 from vgrad.factors.combined import Moved
 from vgrad.generators import kept_random_state
 from vgrad.loss.grad_flags import only_reads
@@ -306,7 +306,7 @@ def _for_norms(factor: Factor, number: int) -> tuple[str, int]:
             return "rows", factor.bytes
         case Outer() if factor.inputs.shape[2] == 1:
             return "both sides", factor.bytes
-        case Outer(by_gram=True) | Conv(form="gram"):
+        case Outer(by_gram=True) | Experts(by_gram=True) | Conv(form="gram"):
             return "gram", factor.bytes
         case Tied() if factor.outer.by_gram:
             return "gram and rows", factor.bytes
@@ -317,7 +317,7 @@ def _for_norms(factor: Factor, number: int) -> tuple[str, int]:
         case Conv():
             form, size = _for_gradients(factor, number)
             return f"{form} by {factor.form}", size
-        case Dense() | Outer() | Tied():
+        case Dense() | Outer() | Experts() | Tied():
             return _for_gradients(factor, number)
     return "its own", factor.bytes
 

@@ -35,9 +35,9 @@ class Derivatives:
         self.recorder: Any = recorder
         self._known = recorder.call.fallbacks.inner
         self.twice = self._known is not None  # uses may be differentiated twice
-        self._leaves: list[Tensor] = []  # that the loss has made
+        self.leaves: list[Tensor] = []  # that the loss has made
         self._grads: dict[int, tuple[Tensor, Tensor]] = {}  # leaves and their `.grad`
-        self._met: dict[str, str] = {}  # parameters, and ops of theirs
+        self.met: dict[str, str] = {}  # parameters, and ops of theirs
         self._end = recorder.anchor(torch.zeros(())) if self.twice else None
         self.runs = self._accumulated = False
 
@@ -45,23 +45,14 @@ class Derivatives:
         """Break cycles, of which Python cannot see those through graphs."""
         self.recorder = None
         self._grads.clear()
-        self._leaves.clear()
+        self.leaves.clear()
 
     def start(self) -> None:
         """Give parameters that a pass of the loss has met a copy for each sample."""
         for name, why in (self._known or {}).items():
             known = self.recorder.parameter(self.recorder.params[name])
             own = self.recorder.params[name] = self.recorder.expanded(known, why)
-            self._leaves.append(own)
-
-    def meet(self, names: Sequence[str], op: str) -> None:
-        """Note a use that a pass of the loss has reached."""
-        self._met.update(dict.fromkeys(names, f"derivative of {op}"))
-
-    def requires_grad(self, tensor: Tensor) -> None:
-        """Note a tensor of the loss that has become a leaf."""
-        if modes.is_mapped_here(tensor):
-            self._leaves.append(tensor)
+            self.leaves.append(own)
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a call of the loss to autograd; `NONE` for others."""
@@ -120,7 +111,7 @@ class Derivatives:
         if is_grads_batched:
             rows = [*zip(*(seed.unbind(1) for seed in seeds), strict=True)]
         keep = create_graph if retain_graph is None else retain_graph
-        self.runs, self._met = True, {}
+        self.runs, self.met = True, {}
         try:
             with recorder.below(), torch.set_grad_enabled(create_graph):
                 found = [
@@ -142,16 +133,13 @@ class Derivatives:
                     grads = found[0]
         finally:
             self.runs = False
-        if create_graph and self._met:
-            self._again(self._met)
+        if create_graph and self.met:
+            self._again(self.met)
+        places = [(modes.batch_axis(x), modes.level_of(x)) for x in inputs]
         return tuple(
-            None if g is None else self._like(g, each, is_grads_batched)
-            for g, each in zip(grads, inputs, strict=False)
+            g if g is None else modes.add_batch_axis(g, axis + is_grads_batched, level)
+            for g, (axis, level) in zip(grads, places, strict=False)
         )
-
-    def _like(self, grad: Tensor, tensor: Tensor, stacked: bool) -> Tensor:
-        axis, level = modes.batch_axis(tensor), modes.level_of(tensor)
-        return modes.add_batch_axis(grad, axis + stacked, level)
 
     def _seed(self, output: Tensor, seed: Tensor | None) -> Tensor:
         if seed is not None:
@@ -169,7 +157,7 @@ class Derivatives:
         inputs: Any = None,
     ) -> None:
         self._accumulated = True
-        leaves, others = self._leaves, []
+        leaves, others = self.leaves, []
         if inputs is not None:
             leaves = _listed(inputs)
         elif not (create_graph if retain_graph is None else retain_graph):

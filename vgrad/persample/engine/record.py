@@ -282,7 +282,8 @@ class Recorder:
                 stored = modes.unwrap_all(tensor).requires_grad_()
             self._ends[id(stored)] = stored
             self._mode.flags.sync(tensor)
-            self.inner.requires_grad(tensor)
+            if modes.is_mapped_here(tensor):
+                self.inner.leaves.append(tensor)
         return tensor
 
     def _by_form(self, form: Callable, func: Callable, args: tuple, kwargs: dict):
@@ -376,7 +377,8 @@ class Recorder:
         def hook(grads: tuple[Tensor | None, ...]) -> Any:
             if self.inner.runs:
                 for known, _ in left:
-                    self.inner.meet(known.names, op)
+                    why = f"derivative of {op}"
+                    self.inner.met.update(dict.fromkeys(known.names, why))
                 return None
             self._check_open()
             g = grads[number]
