@@ -70,17 +70,18 @@ FORMULAS = {
 
 
 class Bytes(TorchDispatchMode):
-    """Adds up the sizes of what ops read and write; views cost nothing."""
+    """Adds up launches and the sizes of operands and results; views cost nothing."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = 0
+        self.total = self.launches = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         if not func.is_view:
+            self.launches += 1
             seen = {}
             for leaf in pytree.tree_leaves((args, kwargs, output)):
                 if isinstance(leaf, Tensor) and leaf.device.type != "meta":

@@ -196,11 +196,17 @@ def test_random_generators_are_put_back(strategy, randomness):
 
 def test_the_text_is_an_aligned_table():
     params = {"w": torch.randn(30, 40), "a.long.name": torch.randn(1)}
-    title, empty, *lines = str(explained(linear, params, floats(40))).split("\n")
+    title, costs, rows = str(explained(linear, params, floats(40))).split("\n\n")
+    lines = rows.split("\n")
     assert title == (
         "clipped_grad of 4 samples, strategy recorded: the loss can be recorded"
     )
-    assert not empty
+    assert costs.split("\n") == [
+        "strategy  passes   bytes",
+        "recorded       1   1,120",
+        "vmap           1  19,216",
+        "loop           4   4,804",
+    ]
     assert [line.split()[0] for line in lines] == ["parameter", "w", "a.long.name"]
     column = lines[0].index("factor")
     assert [line[column:].split()[0] for line in lines] == ["factor", "Outer", "Zero"]

@@ -78,16 +78,6 @@ class Row:
 LEAF = "x = leaf(x); "
 SHARED = "one that all samples share"
 ROWS = {
-    "laplacian of a physics-informed net": Row(
-        LEAF + "slope, = grad(net(p, x), x);"
-        "value = sum(grad(slope[n], x)[0][n] for n in range(D)).square()"
-    ),
-    "forces of a potential": Row(
-        LEAF + "gaps = (x[:, None] - x).square().sum(-1, keepdim=True).expand(2, 2, D);"
-        "energy = net(p, gaps.exp().neg().exp()).sum(); force, = grad(energy, x);"
-        "value = energy.square() + (force - 1).square().sum()",
-        batch=(SEQUENCES,),
-    ),
     "gradient penalty": Row(
         "value = net(p, x); x = (x * 0.3).requires_grad_();"
         "value = value + (grad(net(p, x), x)[0].norm() - 1).square()"
@@ -107,12 +97,6 @@ ROWS = {
     "by an intermediate value, past a tied weight": Row(
         "h = F.linear(x, w, b).tanh(); y = F.linear(F.linear(h, v).sin(), v) @ u;"
         "value = grad(y, h)[0].square().sum() + y"
-    ),
-    "past a convolution": Row(
-        LEAF + "y = F.conv2d(x, w, b).tanh().sum((1, 2)) @ u;"
-        "value = grad(y, x)[0].square().sum() + y",
-        params=KERNELS,
-        batch=(IMAGES,),
     ),
     "past convolutions with steps, gaps, groups and ends, three times": Row(
         LEAF + "y = F.conv2d(x[None], w[:, :1], b, (2, 1), (1, 0), (1, 2), 2).sin()"

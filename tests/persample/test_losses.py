@@ -965,9 +965,11 @@ def test_a_loss_is_exact_under_every_strategy_or_refused(name, strategy):
     assert all(each.grad is None for each in params.values())
     if strategy != "auto":
         return
-    assert found.strategy == next(x for x in STRATEGIES if x not in row.refused)
+    apart = found.why.startswith("one sample costs least")
+    ways = ["loop"] if apart else [x for x in STRATEGIES if x not in row.refused]
+    assert found.strategy == ways[0]
     texts = [str(x.message) for x in caught if x.category is vgrad.FallbackWarning]
-    warns = row.warns or "one sample after" * (found.strategy == "loop")
+    warns = row.warns or "one sample after" * (found.strategy == "loop" and not apart)
     assert bool(texts) == bool(warns)
     assert not texts or any(re.search(warns, text) for text in texts)
     if row.parts is not None:

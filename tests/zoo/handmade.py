@@ -1,5 +1,7 @@
 """Architectures as people write them: sharing, reshaping, indexing, solving."""
 
+import functools
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -516,87 +518,26 @@ def low_rank() -> Use:
     return use
 
 
-def slopes(output, *inputs):
-    return torch.autograd.grad(output.sum(), inputs, create_graph=True)
-
-
-def tanh_net(inputs: int, outputs: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))
-
-
-@row("physics-informed net: heat equation")
-def physics_informed() -> Use:
-    """The residual of u_t = u_xx at the points of a sample, and its start."""
-
-    def forward(self, points):
-        t, x = (each.requires_grad_() for each in points.unbind(-1))
-        u_t, u_x = slopes(u := self.body(torch.stack([t, x], -1)), t, x)
-        (u_xx,) = slopes(u_x, x)
-        start = u[..., 0] - torch.sin(x)
-        return ((u_t - u_xx).square() + (start * (t < 0)).square()).sum()
-
-    return Use(Net(forward, body=tanh_net(2, 1)), (noise(5, 2),), None)
-
-
 @row("physics-informed net: Laplacian")
 def laplacian() -> Use:
     def forward(self, x):
         x = x.requires_grad_()
-        (gradient,) = slopes(self.body(x), x)
-        rows = [slopes(gradient[..., i], x)[0][..., i] for i in range(x.shape[-1])]
+        (gradient,) = slope(self.body(x).sum(), x)
+        rows = [slope(gradient[..., i].sum(), x)[0][..., i] for i in range(D)]
         return (sum(rows) + x.prod(-1)).square().sum()
 
-    return Use(Net(forward, body=tanh_net(3, 1)), (noise(4, 3),), None)
-
-
-@row("interatomic potential: scalars and vectors, forces")
-def equivariant() -> Use:
-    """As PaiNN: vectors [3, D] beside the features of atoms, mixed by their norms."""
-
-    def forward(self, kinds, places):
-        h, places = self.kinds(kinds), places.requires_grad_()
-        away = places[:, :, None] - places[:, None]
-        far = (away.square().sum(-1, keepdim=True) + torch.eye(5)[..., None]).sqrt()
-        weights = self.filters(torch.cat([far, torch.exp(-far)], -1))
-        a, b, c = (weights * self.messages(h)[:, None]).chunk(3, -1)
-        v = (b[..., None, :] * (away / far)[..., None]).sum(2)
-        h = h + a.sum(2) + (c * far).sum(2)
-        u, w = self.mix(v).chunk(2, -1)
-        size = (w.square().sum(-2) + 1e-3).sqrt()
-        x, y = self.update(torch.cat([h, size], -1)).chunk(2, -1)
-        energy = self.head(h + x + y * (u * w).sum(-2)).sum((1, 2))
-        return torch.cat([slopes(energy, places)[0][0], energy.expand(1, 3)])[None]
-
-    parts = dict(filters=nn.Linear(2, 3 * D), messages=tanh_net(D, 3 * D))
-    parts |= dict(mix=nn.Linear(D, 2 * D, bias=False), update=tanh_net(2 * D, 2 * D))
-    parts |= dict(kinds=nn.Embedding(4, D), head=tanh_net(D, 1))
-    batch = torch.randint(4, (SIZE, 5)), noise(5, 3), noise(6, 3)
-    return Use(Net(forward, **parts), batch, F.mse_loss)
+    slope = functools.partial(torch.autograd.grad, create_graph=True)
+    return Use(Net(forward, body=mlp(1)), (noise(4, D),), None)
 
 
 @row("critic of pictures with a gradient penalty")
 def penalised_critic() -> Use:
     def forward(self, x, mixed):
         mixed = mixed.requires_grad_()
-        (slope,) = slopes(self.body(mixed), mixed)
+        value = self.body(mixed).sum()
+        (slope,) = torch.autograd.grad(value, mixed, create_graph=True)
         return self.body(x).sum() + (slope.flatten(1).norm(dim=1) - 1).square().sum()
 
     body = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, stride=2), nn.LeakyReLU(0.2))
     body.extend([nn.Conv2d(4, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 1)])
     return Use(Net(forward, body=body), (noise(2, 6, 6), noise(2, 6, 6)), None)
-
-
-@row("meta-learning: two inner steps by torch.autograd")
-def adapted() -> Use:
-    def forward(self, x, y):
-        def error(first, second, x, y):
-            return (F.linear(F.linear(x, first).tanh(), second) - y).square().mean()
-
-        own = [self.first, self.second]
-        for _ in range(2):
-            inner = slopes(error(*own, x[:, :3], y[:, :3]), *own)
-            own = [w - 0.1 * g for w, g in zip(own, inner, strict=True)]
-        return error(*own, x, y)
-
-    parts = dict(first=torch.randn(4, D), second=torch.randn(2, 4))
-    return Use(Net(forward, **parts), (noise(5, D), noise(5, 2)), None)

@@ -395,18 +395,6 @@ def looked_up(**options) -> Use:
     return Use(Net(forward, **parts), (torch.randint(9, (SIZE, 5)), classes()))
 
 
-@row("derivative in the loss, by torch.autograd")
-def differentiates_itself() -> Use:
-    """Physics-informed: the derivative of the net is a part of the loss."""
-
-    def forward(self, x):
-        x = x.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(self.body(x).sum(), x, create_graph=True)
-        return (slope + self.body(x)).square().sum()
-
-    return Use(Net(forward, body=mlp(1)), (noise(D),), None)
-
-
 @row("derivative in the loss, by torch.func")
 def differentiates_by_function() -> Use:
     def forward(self, x):

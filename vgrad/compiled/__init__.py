@@ -130,6 +130,8 @@ def compile(
     function: Any = transform
 
     def as_graphs(transform: Transform) -> Transform:
+        options = replace(transform.options, singly=False)
+        transform = replace(transform, options=options)
         plain = replace(transform, execute=eager, reduce=None, keys=None)
         return replace(transform, execute=Captured(plain, captures, sizes))
 

@@ -254,16 +254,13 @@ def _memory(tensor: Tensor) -> Any:
     return storage(modes.unwrap_all(tensor))
 
 
-_TREES = tuple, list, dict  # `|` would make a type at each call
-
-
 def among(args: tuple, kwargs: dict) -> list[Tensor]:
     """Return the tensors among the arguments of a call."""
     found = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             found.append(value)
-        elif isinstance(value, _TREES):
+        elif isinstance(value, (tuple, list, dict)):  # `|` would make a type
             leaves = tree_leaves(value)
             found += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     return found

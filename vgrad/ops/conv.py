@@ -206,15 +206,12 @@ def _of_members(op: Callable) -> Callable[..., tuple[Form | None, str]]:
     return choose
 
 
-def _rule(factors: Callable, op: Callable, back: Callable) -> Rule:
-    return Rule(factors, ("weight", "bias"), _as_one_batch(op), partial(_back, back))
-
-
 for _op, _adjoint in (
     (F.conv1d, F.conv_transpose1d),
     (F.conv2d, F.conv_transpose2d),
     (F.conv3d, F.conv_transpose3d),
 ):
-    _there = _rule(_convolution, _op, _adjoint)
-    register(_op, rule=_there, per_member=_of_members(_op))
-    register(_adjoint, rule=_rule(_transposed, _adjoint, _op))
+    _rule = partial(Rule, _convolution, ("weight", "bias"), _as_one_batch(_op))
+    register(_op, rule=_rule(partial(_back, _adjoint)), per_member=_of_members(_op))
+    _rule = partial(Rule, _transposed, ("weight", "bias"), _as_one_batch(_adjoint))
+    register(_adjoint, rule=_rule(partial(_back, _op)))

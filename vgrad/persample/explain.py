@@ -46,6 +46,14 @@ class Row(NamedTuple):
     why: str  # how the factor came about
 
 
+class Cost(NamedTuple):
+    """The cost of a way to compute the gradients of the first chunk."""
+
+    strategy: Strategy
+    passes: int  # forward and backward; the launches of each are nearly as many
+    bytes: int  # that it keeps of gradients at once
+
+
 @dataclasses.dataclass(frozen=True)
 class Explanation(Report):
     """The report of `explain` for a per-sample transform."""
@@ -61,6 +69,7 @@ class Explanation(Report):
     copied: int = 0  # bytes that factors hold as copies for that reason
     written: tuple[str, ...] = ()  # lines that make a tensor for each sample to write
     hooks: tuple[str, ...] = ()  # on gradients, called for one sample after another
+    costs: tuple[Cost, ...] = ()  # of the strategy that ran, and of slower ones
 
     def __str__(self) -> str:
         samples = f"{self.samples} sample{'s' * (self.samples != 1)}"
@@ -85,6 +94,8 @@ class Explanation(Report):
             title += (
                 "\n\nHooks on gradients are called for one sample after another:\n"
             ) + "\n".join(f"  {line}" for line in self.hooks)
+        costs = table([Cost._fields, *self.costs], right={1, 2})
+        title += f"\n\n{costs}"
         head = ("parameter", *Row._fields[1:])
         cells = [(", ".join(row.names), *row[1:]) for row in self.rows]
         return f"{title}\n\n{table([head, *cells], right={4})}"
@@ -113,8 +124,9 @@ def explain(transform: Any) -> Any:
     transform. Its loss runs once, forward and backward, on the first chunk of the batch
     and with the transform's options (and on one sample, if a parameter gets no
     gradient); random generators are restored. Print the report, or read `.strategy`,
-    `.why`, `.rows` and `.splits`. For `ensemble_forward(...)` and `ensemble_grad(...)`
-    it has the strategy and the form of each op, for a compiled function its captures.
+    `.why`, `.costs`, `.rows` and `.splits`. For `ensemble_forward(...)` and
+    `ensemble_grad(...)` it has the strategy and the form of each op, for a compiled
+    function its captures.
 
     Each use of a parameter leaves a factor. Where the op has no rule that fits, the
     parameter is expanded over the samples: exact, but all gradients are stored. A
@@ -186,7 +198,7 @@ def _explained(call: Call) -> Explanation:
     quantity = _Described(call)
     for collector in run.parts(Transform(call, quantity).measured):
         uses.append(collector)
-        if run.chunks_run[-1].strategy == "loop":
+        if run.chunks_run[-1].strategy == "loop" and not fallbacks.splits:
             break  # the other samples run in the same way
     sizes = tuple(len(chunk.losses) for chunk in run.chunks_run)
     largest = sizes.index(max(sizes))
@@ -200,22 +212,33 @@ def _explained(call: Call) -> Explanation:
         why = f'as strategy="{call.strategy}" says'
     elif modes.inside_transform():
         why = "inside a transform of torch.func"
+    elif strategy == "loop":
+        why = "one sample costs least by plain autograd"
     else:
         why = "the loss can be recorded"
     copied = {} if strategy == "loop" else fallbacks.places.copied
     hooks = fallbacks.hooks if strategy == "recorded" else {}
+    rows = tuple(uses[largest].rows(strategy, watch))
+    one = sum(each.numel() * each.element_size() for each in call.params.values())
+    costs = (
+        Cost("recorded", len(sizes), sum(row.bytes for row in rows)),
+        Cost("vmap", len(sizes), sizes[largest] * one),
+        Cost("loop", size, one),
+    )
+    names = [each.strategy for each in costs]
     return Explanation(
         call.function,
         strategy,
         why,
         sizes[largest],
-        tuple(uses[largest].rows(strategy, watch)),
+        rows,
         sizes,
         tuple(fallbacks.splits.items()),
         tuple(sorted(fallbacks.foreign)),
         uses[largest].copied,
         tuple(dict.fromkeys(copied.values())),
         tuple(f"{name} ({line})" for name, line in hooks.items()),
+        costs[names.index(strategy) :],
     )
 
 

@@ -48,8 +48,10 @@ class Options(TypedDict, total=False):
             gradient; `"vmap"` differentiates all samples at once and stores every
             gradient; `"loop"` runs one sample after another, and everything that plain
             autograd runs. `"auto"`, the default, records, and falls back to `"vmap"`
-            and then to `"loop"` for a loss that cannot be recorded. Inside transforms
-            of `torch.func` it is `"vmap"`.
+            and then to `"loop"` for a loss that cannot be recorded; later samples of
+            the same shapes take that way at once. A part of one sample, where
+            values split a chunk, may run as in a loop. Inside transforms of
+            `torch.func` it is `"vmap"`.
         chunk_size: samples at a time; None, the default, for all, `"auto"` for as many
             as fit into half of the free memory (the loss runs on one sample to find
             out).
@@ -182,6 +184,8 @@ class Call:
     cross: Tree = None
     draws: Draws = field(default_factory=Draws)
     reducer: Reducer = LOCAL
+    # Whether parts of one sample may run by plain autograd: graphs have other numbers.
+    singly: bool = True
 
     @classmethod
     def of(

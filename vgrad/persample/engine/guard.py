@@ -22,6 +22,7 @@ from vgrad.loss.made import Places
 from vgrad.loss.values import Partition, stopped_at
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import version_of
+from vgrad.typing import Strategy
 
 
 @contextmanager
@@ -92,6 +93,8 @@ class Fallbacks:
         self._known: set[str] | None = None
         self._told: set[str] = set()
         self.failure: Failure | None = None  # why the last loss was not recorded
+        # Of losses that are not recorded, by the shapes of a sample.
+        self.ways: dict[int, tuple[Strategy, Failure]] = {}
         self.split: Failure | None = None  # why samples ran one after another
         self.draws: bool | None = None  # whether a loss with keys has drawn so far
         self.splits: Counter[str] = Counter()  # chunks that fell into parts, by line

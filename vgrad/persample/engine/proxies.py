@@ -50,9 +50,6 @@ class Stamp(NamedTuple):
     version: int
 
 
-_NAMESPACES = type, ModuleType  # `|` would make a type at each call
-
-
 def stamped(op: str, value: Any) -> list[Stamp]:
     """Stamp all tensors that an object refers to, itself or through others."""
     stamps: list[Stamp] = []
@@ -67,7 +64,7 @@ def stamped(op: str, value: Any) -> list[Stamp]:
         elif isinstance(value, FunctionType):  # not to its globals
             fields = (value.__defaults__, value.__kwdefaults__, vars(value))
             left += gc.get_referents(*(value.__closure__ or ()), *fields)
-        elif not isinstance(value, _NAMESPACES):
+        elif not isinstance(value, (type, ModuleType)):  # `|` would make a type
             left += gc.get_referents(value)
     return stamps
 

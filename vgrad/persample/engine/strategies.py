@@ -170,42 +170,58 @@ def loop(call: Call, collect: Collect) -> Chunk:
 
 
 def auto(call: Call, collect: Collect) -> Chunk:
-    """Record; else differentiate under `torch.vmap`; else one sample after another."""
+    """Record; else differentiate under `torch.vmap`; else one sample after another.
+
+    A loss that was refused is so again for tensors of the same shapes, unless it reads
+    values. So it takes its way at once from then on, and a run that is resumed, too.
+    """
     fallbacks = call.fallbacks
     if modes.inside_transform():
         return vmap(call, collect)
     if checks_collected():  # eager mode has run the loss before
         return (recorded if fallbacks.failure is None else vmap)(call, collect)
     state = random_state(call.tensors) if call.randomness != "error" else None
-    fallbacks.failure = None
-    try:
-        return recorded(call, collect)
-    except NON_RETRYABLE:
-        raise
-    except Exception as error:
-        _restore_rng(call, state)
-        failure = fallbacks.failure = Failure.of(error)
-    try:
-        chunk = vmap(call, collect)
-    except NON_RETRYABLE:
-        raise
-    except Exception:
-        _restore_rng(call, state)
-    else:
-        if not failure.refused:
-            fallbacks.fell_back(
-                f"{call.function}: the recorder stopped at {failure.where}, so all "
-                f"gradients are stored, which is slow. {failure.why}"
-            )
-        return chunk
-    try:  # raises the error of plain autograd for the first sample
-        with kept_random_state(call.tensors):
-            _alone(call.take(slice(1)))
-    except Exception as error:
-        if failure.refused:
-            why = _ADVICE.sub("", failure.why)
-            error.add_note(f"A loop was tried, since a recorded pass ended in: {why}.")
-        raise
+    shapes = _shapes(call) if fallbacks.ways else 0
+    way, fallbacks.failure = fallbacks.ways.get(shapes, ("recorded", None))
+    if way == "recorded":
+        try:
+            return recorded(call, collect)
+        except NON_RETRYABLE:
+            raise
+        except Exception as error:
+            _restore_rng(call, state)
+            fallbacks.failure = Failure.of(error)
+    failure = cast(Failure, fallbacks.failure)
+    known = failure.refused
+    if way != "loop":
+        try:
+            chunk = vmap(call, collect)
+        except NON_RETRYABLE:
+            raise
+        except Exception as error:
+            _restore_rng(call, state)
+            known = known and isinstance(error, UnsupportedOp)
+        else:
+            if not known:
+                fallbacks.fell_back(
+                    f"{call.function}: the recorder stopped at {failure.where}, so all "
+                    f"gradients are stored, which is slow. {failure.why}"
+                )
+            elif not call.draws.values_read:
+                fallbacks.ways[shapes or _shapes(call)] = "vmap", failure
+            return chunk
+        try:  # raises the error of plain autograd for the first sample
+            with kept_random_state(call.tensors):
+                _alone(call.take(slice(1)))
+        except Exception as error:
+            if failure.refused:
+                why = _ADVICE.sub("", failure.why)
+                error.add_note(
+                    f"A loop was tried, since a recorded pass ended in: {why}."
+                )
+            raise
+        if known and not call.draws.values_read:
+            fallbacks.ways[shapes or _shapes(call)] = "loop", failure
     fallbacks.fell_back(
         f"{call.function}: runs one sample after another, since neither a recorded "
         f"pass nor vmap can run the loss. The numbers are right, but slow. It stopped "
@@ -214,6 +230,15 @@ def auto(call: Call, collect: Collect) -> Chunk:
     raise SplitBatch(
         Partition(torch.arange(call.batch.size).split(1), failure.where, "loop")
     )
+
+
+def _shapes(call: Call) -> int:
+    """Return a number for the shapes of a sample and all else that ways depend on."""
+    fixed = [*call.params.items(), *call.buffers.items()]
+    facts = [(name, each.shape, each.dtype) for name, each in fixed]
+    batch = map_tensors(lambda each: (each.shape[1:], each.dtype), call.batch.tree)
+    switches = modes.autocast_is_on(), call.differentiable, call.device
+    return hash((*facts, repr(batch), switches))
 
 
 STRATEGIES: dict[Strategy, Callable[[Call, Collect], Chunk]] = {

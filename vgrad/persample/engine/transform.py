@@ -12,6 +12,7 @@ from torch import Tensor
 from vgrad import batches
 from vgrad.conditions import checks_collected
 from vgrad.factors import Sums, reductions
+from vgrad.factors.costs import without_factors
 from vgrad.generators import RNG_LOCK, drawn_since, random_state, set_random_state
 from vgrad.loss.mode import run_or_split
 from vgrad.loss.randomness import Draws, check_drawn
@@ -76,7 +77,11 @@ class Evaluation:
                     chunk = attempt(part, run, execute, _note)
                 if not isinstance(chunk, Chunk):
                     left[:0] = [
-                        (some, [rows[place] for place in places.tolist()], of)
+                        (
+                            _cheapest(some) if chunk[1:] else some,
+                            [rows[place] for place in places.tolist()],
+                            of,
+                        )
                         for some, places, of in chunk
                     ]
                     self._split = True
@@ -213,6 +218,20 @@ def attempt(
     return [
         (part.take(rows), rows, of) for rows, of in zip(result.rows, runs, strict=True)
     ]
+
+
+def _cheapest(part: Call) -> Call:
+    """Run a part of one sample by plain autograd, without vmap and factors.
+
+    The way depends on the part alone, and the random numbers do not depend on the way.
+    """
+    draws = part.randomness != "error" and part.draws.keys is None
+    if part.batch.size > 1 or part.strategy != "auto" or not part.singly or draws:
+        return part
+    sizes = [each.numel() * each.element_size() for each in part.params.values()]
+    if modes.inside_transform() or part.differentiable or not without_factors(sizes):
+        return part
+    return replace(part, strategy="loop")
 
 
 def _note(part: Call, parts: Partition) -> None:
