@@ -195,19 +195,11 @@ def _next_gru(at_input: Tensor, at_state: Tensor, h: Tensor) -> State:
     return (n + (input_z + state_z).sigmoid() * (h - n),)
 
 
-def _next_tanh(at_input: Tensor, at_state: Tensor, h: Tensor) -> State:
-    return ((at_input + at_state).tanh(),)
-
-
-def _next_relu(at_input: Tensor, at_state: Tensor, h: Tensor) -> State:
-    return ((at_input + at_state).relu(),)
-
-
 _NEXT = {
     "lstm": _next_lstm,
     "gru": _next_gru,
-    "rnn_tanh": _next_tanh,
-    "rnn_relu": _next_relu,
+    "rnn_tanh": lambda at_input, at_state, h: ((at_input + at_state).tanh(),),
+    "rnn_relu": lambda at_input, at_state, h: ((at_input + at_state).relu(),),
 }
 """The next state of each mode."""
 
@@ -282,11 +274,8 @@ class _Layer(Function):
             results = (_Layer.forward(mode, report, anchor, *side) for side in sides)
             output, *final = zip(*results, strict=True)
             return torch.stack(output, 1), *map(torch.stack, final)
-        state, weights = (
-            [each for each in some if each is not None]
-            for some in (tensors[:2], tensors[2:])
-        )
-        state = [each[None].contiguous() for each in state]
+        state = [each[None].contiguous() for each in tensors[:2] if each is not None]
+        weights = [each for each in tensors[2:] if each is not None]
         output, *final = kernels.recurrent_layer(mode, x, state, weights)
         return output, *(each.squeeze(0) for each in final)
 
@@ -453,12 +442,9 @@ def _gru_steps(
 
 def _gru_again(run: _Run) -> tuple[Tensor, ...]:
     """Compute the same from inputs and outputs."""
-    gates, sums = (
-        _affine(run.x, run.w_ih, run.b_ih),
-        _affine(run.before, run.w_hh, run.b_hh),
-    )
+    gates = _affine(run.x, run.w_ih, run.b_ih)
     r, z, n = gates.chunk(3, -1)
-    of_r, of_z, inner = sums.chunk(3, -1)
+    of_r, of_z, inner = _affine(run.before, run.w_hh, run.b_hh).chunk(3, -1)
     r.add_(of_r).sigmoid_()
     z.add_(of_z).sigmoid_()
     n.addcmul_(r, inner).tanh_()
