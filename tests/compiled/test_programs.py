@@ -74,7 +74,12 @@ def early_exit(p, b, x, mask, number):
 
 
 def length(p, b, x, mask, number):
-    return ((x[: int(mask.sum())] @ p["w"]).relu() @ p["s"]).logsumexp(0)
+    y = (x[: int(mask.sum())] @ p["w"]).detach()
+    memory = y.view(-1)
+    if memory.sum() > 0:
+        y.mul_(-1).sub_(1)  # between two reads of the same memory
+    factor = 2 if memory.sum() > 0 else 3
+    return ((x @ p["w"]).relu() @ p["s"]).logsumexp(0) * factor
 
 
 def two_questions(p, b, x, mask, number):
@@ -258,7 +263,7 @@ def test_gradients_are_those_of_plain_autograd_whatever_samples_answer(program):
         warned = pytest.warns(vgrad.CompileWarning, match=program.refused)
     with warned:
         for seed in (0, 1, 2, 1):
-            counts = sum(each.calls for each in compiled.reports())
+            before = calls(compiled)
             torch.manual_seed(seed)
             found, state = compiled(PARAMS, {}, *batch(seed)), torch.get_rng_state()
             torch.manual_seed(seed)
@@ -269,8 +274,12 @@ def test_gradients_are_those_of_plain_autograd_whatever_samples_answer(program):
             if program.draws:
                 assert torch.equal(torch.get_rng_state(), state)
     assert not any(each.redos for each in compiled.reports())
-    ran = sum(each.calls for each in compiled.reports()) > counts
-    assert ran == (not program.refused)
+    assert (calls(compiled) > before) == (not program.refused)
+
+
+def calls(compiled):
+    reports = compiled.reports()
+    return sum(x.calls for x in reports if not x.name.startswith("answers"))
 
 
 def oracled(loss, params, buffers, *given):
@@ -306,7 +315,7 @@ def test_quantities_of_groups(name, masked):
         given = PARAMS, {}, *batch(seed, size)
         results = [problems.call(key, f, given, mask) for f in (compiled, eager)]
         oracle.assert_exact(*results)
-    assert sum(each.calls for each in compiled.reports()) > 4
+    assert calls(compiled) > 3
 
 
 def test_a_private_step_on_poisson_batches():
@@ -318,8 +327,18 @@ def test_a_private_step_on_poisson_batches():
     compiled = vgrad.compile(step, batch_sizes=[16], fallback="error")
     found, expected = (problems.taken(f, start, batches) for f in (compiled, step))
     oracle.assert_exact(found, expected)
-    groups = [each for each in compiled.reports() if each.name == "clipped_grad"]
-    assert sum(each.calls for each in groups) > 8
+    assert any(each.name.startswith("answers") for each in compiled.reports())
+
+
+def test_samples_that_differ_later_drop_one_result():
+    eager = vgrad.per_sample_grad(full_mask)
+    compiled = vgrad.compile(eager, fallback="error")
+    x, _, _ = batch(0)
+    for row in (8, 8, 5, 8, 5, 8, 5):
+        given = PARAMS, {}, x, torch.arange(8)[:, None].expand(8, 3) < row, x
+        oracle.assert_exact(compiled(*given), eager(*given))
+    assert sum(each.redos for each in compiled.reports()) == 1
+    assert calls(compiled) > 4
 
 
 def test_a_group_is_computed_again_where_it_has_other_answers(monkeypatch):
@@ -344,8 +363,10 @@ def by_number(p, b, x, mask, number):
     return ((x @ p["w"]).square() * p["s"]).sum() * (number.item() + 1)
 
 
-def closed(p, b, x, mask, number, held={"least": 0}):  # noqa: B006
-    return branch(p, b, x if number > held["least"] else -x, mask, number)
+def closed(p, b, x, mask, number, held={"lists": False}):  # noqa: B006
+    if held["lists"]:
+        return branch(p, b, x * sum(mask.tolist()), mask, number)
+    return branch(p, b, x if number > 0 else -x, mask, number)
 
 
 def shared(p, b, x, mask, number):
@@ -394,7 +415,7 @@ def test_special_answers(name, monkeypatch):
             if loss is by_number:
                 given = (*given[:2], torch.arange(8) + 8 * seed % 24)
             if loss is closed:
-                monkeypatch.setitem(closed.__defaults__[0], "least", seed // 3)
+                monkeypatch.setitem(closed.__defaults__[0], "lists", seed > 2)
             if loss is shared and seed > 2:
                 params["s"] = -PARAMS["s"]
             found = compiled(params, {}, *given)
@@ -418,11 +439,14 @@ def restored(first, second, after=True):
         changed = one.clone()
         one.add_(1)
         later = torch.get_rng_state()
-        torch.set_rng_state(state)
-        two = second(x)
+        for _ in range(2):
+            torch.set_rng_state(state)
+            two = second(x)
+            again = two.clone()
+            two.add_(1)
         if after:
             torch.set_rng_state(later)
-        return changed, two
+        return changed, again
 
     return function
 
@@ -433,7 +457,7 @@ STATES = {
     "another probability": restored(
         lambda x: torch.bernoulli(x, 0.2), lambda x: torch.bernoulli(x, 0.7)
     ),
-    "put back": restored(torch.rand_like, lambda x: x, after=False),
+    "put back": restored(torch.rand_like, torch.neg, after=False),
     "a seed": lambda x: (torch.manual_seed(1), torch.rand_like(x))[1],
 }
 

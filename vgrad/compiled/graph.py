@@ -292,11 +292,13 @@ def _check_shapes(module: fx.GraphModule) -> None:
 def _merge(graph: fx.Graph) -> None:
     """Let ops that compute the same run once, of arguments that nothing writes to."""
     # Not in general: it would keep in memory what a checkpoint computes again.
-    fixed = {*graph.nodes} - written_to(graph)
+    changed = written_to(graph)
     first: dict[tuple, fx.Node] = {}
     for node in graph.nodes:
-        pure = node.op == "call_function" and not may_draw(node.target)
-        if pure and fixed.issuperset([node, *node.all_input_nodes]):
+        fixed = changed.isdisjoint([node, *node.all_input_nodes])
+        if not fixed and (node.target in _VIEWS or not makes_memory(node.target)):
+            changed.add(node)  # which may lie in the same memory
+        if fixed and node.op == "call_function" and not may_draw(node.target):
             key = node.target, repr(node.args), repr(node.kwargs)
             if (same := first.setdefault(key, node)) is not node:
                 node.replace_all_uses_with(same)
