@@ -6,17 +6,26 @@ Where one of these fails, a new torch has changed what the name says, and
 
 import shutil
 import warnings
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
+import torch._higher_order_ops as hops
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from tests import losses
-from vgrad.torch_private import autograd, kernels, modes, shards, tensors, tracing
+from vgrad.torch_private import (
+    autograd,
+    control,
+    kernels,
+    modes,
+    shards,
+    tensors,
+    tracing,
+)
 
 X = torch.arange(6.0).reshape(3, 2)
 
@@ -137,6 +146,11 @@ FACTS = [
     "{type(kernels.cpu_multiplies(d)) for d in (torch.bfloat16, torch.float16)} "
     "== {bool}",
     "kernels.cpu_multiplies(torch.float32)",
+    # Functions that torch.compile has made, and the ops behind those of control flow.
+    "in_block(control.uncompiled(), seen, COMPILED, X)[0] is torch.sin",
+    "control.as_written(COMPILED) is WRITTEN",
+    "control.as_written(WRAPPER) is WRAPPER",
+    "all(flows(*call) for call in CONTROL)",
     # Checkpoints need help before torch 2.12, and less of it before 2.13.
     "(autograd.SAVES_ARGUMENTS is None) == (torch.__version__ >= (2, 12))",
 ]
@@ -145,6 +159,22 @@ FACTS = [
 ATEN = torch.ops.aten
 SINE = X.clone().requires_grad_().sin()
 GRAD_FN = Tensor.grad_fn.__get__
+
+
+WRITTEN = lambda x: torch.sin(x)  # noqa: E731
+COMPILED = torch.compile(WRITTEN, backend=lambda *_: pytest.fail("it compiles"))
+WRAPPER = wraps(COMPILED)(lambda x: x)
+CONTROL = [
+    (torch.cond, X.sum() > 0, torch.sin, torch.cos, (X,)),
+    (hops.while_loop, lambda x: x.sum() < 99, lambda x: (x + 9,), (X,)),
+    (hops.scan, lambda x, y: (x + y, x * y), X[0], X),
+    (hops.map, torch.sin, X),
+]
+
+
+def flows(function, *args):
+    ops = in_block(control.uncompiled(), seen, function, *args)
+    return not control.CONTROL_FLOW.keys().isdisjoint(ops)
 
 
 def LEVEL(x):
@@ -238,6 +268,33 @@ def test_hooks_on_modules_are_where_they_are_looked_for(name):
     assert len(getattr(module, name)) == 1
     assert tensors.has_forward_hooks(module) == ("forward" in name)
     assert tensors.has_backward_hooks(module) == ("backward" in name)
+
+
+def test_backward_hooks_are_set_up_where_they_are_looked_for():
+    module, calls = nn.Linear(2, 1), []
+
+    class Noting(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            calls.append(autograd.hooked_call())
+            return func(*args, **(kwargs or {}))
+
+    module.register_full_backward_hook(old)
+    module.register_full_backward_pre_hook(print)
+    in_block(Noting(), module, X)
+    assert autograd.hooked_call() is None
+    call = calls[0]
+    assert call.module is module
+    assert (call.user_hooks, call.user_pre_hooks) == ([old], [print])
+
+
+def test_hooks_at_work_unpack_at_once():
+    pairs = []
+    with torch.autograd.graph.saved_tensors_hooks(torch.neg, torch.abs):
+        autograd.unpack_at_once(lambda *pair: pairs.append(pair))
+        result = X.clone().requires_grad_().sin()
+    assert autograd.hooks() is None
+    assert torch.equal(pairs[0][1], X)
+    assert torch.equal(torch.autograd.grad(result.sum(), pairs[0][0])[0], X.cos())
 
 
 def test_registries_are_the_dictionaries_themselves():

@@ -316,7 +316,7 @@ value = F.linear(y + F.linear(h, b_w), o_w).square().sum()"""
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(REPEATED, "linear: expected an input that stays"), (HOOKED, "register_hook")],
+    [(REPEATED, "linear: expected an input that stays"), (HOOKED, "writes in place")],
 )
 def test_writes_of_repetitions_and_hooks_are_refused_or_run_one_by_one(text, message):
     loss = losses.written(text, globals())

@@ -820,9 +820,11 @@ NESTED = """
 def outer(x):
     return checkpoint(lambda x: F.linear(x, w).tanh(), x.sin()).exp()
 value = checkpoint(outer, F.linear(x, w)).sum()"""
-for text, warns in ((PACKS, "other hooks"), (NESTED, "one sample after another")):
-    refused = {"recorded": 'strategy="loop"', "vmap": "got activation checkpointing"}
-    add([text], {"w": (4, 4)}, refused=refused, warns=warns, **SAMPLES)
+refused = {"vmap": "got activation checkpointing"}
+add([PACKS], {"w": (4, 4)}, refused=refused, **SAMPLES)
+refused = refused | {"recorded": 'strategy="loop"'}
+warns = "one sample after another"
+add([NESTED], {"w": (4, 4)}, refused=refused, warns=warns, **SAMPLES)
 
 
 # What code can ask a tensor, and then take another way.
@@ -889,7 +891,6 @@ h = columns(p, x).clone(); h += 1; value = marked(h)""",
         "w = w * 2; h = F.linear(x, w); w.detach_(); h = h * F.linear(x, w)",
         "value = compiled(out(p, h, y))",
         "h = torch.vmap(lambda k: compiled(h) + k)(x[:2]).sum(0)",
-        "if h.requires_grad: h.register_hook(lambda grad: 10 * grad)",
         "if h.grad_fn: h.grad_fn.register_prehook(lambda grads: (10 * grads[0],))",
         "h = h.sin() if h.grad_fn is None else h.cos()",
         "h.mul_(2); h = h.cos() if h._version else h.sin()",
@@ -897,6 +898,7 @@ h = columns(p, x).clone(); h += 1; value = marked(h)""",
         "h = compiled(h)",
     ],
     ("members",): [
+        "if h.requires_grad: h.register_hook(lambda grad: 10 * grad)",
         "h = h.detach(); h.requires_grad = True",
         "h = torch.autograd.grad(h.square().sum(), h, create_graph=True)[0]",
         "if h.requires_grad: h = h * (1 + torch.autograd.grad(h, h, h.new_ones(5))[0])",

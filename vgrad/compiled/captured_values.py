@@ -39,6 +39,7 @@ from vgrad import ops
 from vgrad.compiled.guards import CACHE, INNER, Guards, is_plain, parts
 from vgrad.conditions import Unrepeatable
 from vgrad.functional.slots import Placeholder
+from vgrad.torch_private.control import as_written
 from vgrad.torch_private.tensors import GLOBAL_HOOKS, OPS, TensorGuards
 
 # Code.
@@ -216,6 +217,7 @@ class Closure:
 
     def _follow(self, value: Any, path: str, strict: bool) -> None:
         """Note the parts of an object, and add them to the objects to follow."""
+        value = as_written(value)  # which runs in a loss
         if id(value) in self._seen:
             return
         self._seen[id(value)] = value  # kept, so that no other gets its id

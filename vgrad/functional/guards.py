@@ -6,7 +6,7 @@ backward pass, with the values of the call.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import lru_cache
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -41,14 +41,15 @@ class Protected(NamedTuple):
 class WriteGuard(TorchFunctionMode):
     """The function mode that refuses writes into protected tensors."""
 
+    hooked = 0  # the level of a transform that runs backward hooks
+
     def __init__(self, *protected: Protected) -> None:
         super().__init__()
         self._protected = [*protected]
         self._saved: WeakSet[Callable] = WeakSet()  # hooks that were seen
 
     def __enter__(self) -> "WriteGuard":
-        if (active := autograd.hooks()) is not None:
-            self._saved.add(active[0])
+        self._note_hooks()
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
@@ -69,11 +70,17 @@ class WriteGuard(TorchFunctionMode):
         active = autograd.hooks()
         if active is None or active[0] in self._saved:
             return
-        self._saved.add(active[0])
+        self._note_hooks()
         protected = tuple(self._protected)
         blocks = [each.again() for each in protected if each.again is not None]
+        self._note_hooks()  # which a block may have replaced
         again = self.held(lambda: self.repeating(protected, blocks))
         autograd.repeats(active[0], again)
+
+    def _note_hooks(self) -> None:
+        if (active := autograd.hooks()) is not None:
+            with suppress(TypeError):  # a method in C, which no checkpoint has
+                self._saved.add(active[0])
 
     def held(self, again: Again) -> Again:
         """Return the function that a checkpoint holds for its re-run."""
@@ -132,6 +139,12 @@ def protect(protected: Protected) -> AbstractContextManager:
         if isinstance(mode, WriteGuard):
             return mode.protecting(protected)
     return WriteGuard(protected)
+
+
+def hooks_run() -> bool:
+    """Return whether the transform here runs backward hooks of modules."""
+    level, running = modes.current_level(), modes.function_modes()
+    return any(getattr(mode, "hooked", None) == level for mode in running)
 
 
 _OF_THE_OBJECT = {"__set__", "set_", "requires_grad_", "detach_", "rename_"}

@@ -252,7 +252,7 @@ class FunctionalModel:
         self, values: dict[str, Tensor], args: tuple, kwargs: dict
     ) -> tuple[Any, dict[str, Tensor]]:
         """Call the module; return its output and the values that it has left."""
-        if self._hooked and modes.inside_transform():
+        if self._hooked and modes.inside_transform() and not guards.hooks_run():
             raise RuntimeError(
                 f"fmodel(params, buffers): expected a model without backward hooks, "
                 f"which transforms of torch.func skip, got some on "

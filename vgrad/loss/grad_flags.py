@@ -168,14 +168,15 @@ class GradFlags:
         elif isinstance(output, tuple | list):
             outputs = [each for each in output if isinstance(each, Tensor)]
         else:
+            if func is Tensor.register_hook:  # on a node that a write may replace
+                self._doubt(tensors[0])
             return
         for each in outputs:
             self.sync(each)
         if func in RESHAPES:
             if not tensors[0].is_contiguous() and self._is_odd(tensors[0]):
                 for each in (tensors[0], *outputs):
-                    below = modes.unwrap_all(each)
-                    self._doubtful.append((below, version_of(below)))
+                    self._doubt(each)
             return
         for each in outputs:
             if not modes.is_wrapped(each) or each.is_contiguous():
@@ -189,6 +190,10 @@ class GradFlags:
                     break
             else:
                 self._odd.add(place)
+
+    def _doubt(self, tensor: Tensor) -> None:
+        below = modes.unwrap_all(tensor)
+        self._doubtful.append((below, version_of(below)))
 
     def _is_odd(self, tensor: Tensor) -> bool:
         """Return whether a tensor may have another layout than for one sample."""
@@ -204,8 +209,8 @@ class GradFlags:
             raise UnsupportedOp(
                 f"loss: expected writes in place whose target is the same for one "
                 f"{self.one} and for all, got one behind a reshape, flatten or "
-                f"contiguous that copies here and not there. Write into a clone, or "
-                f"use {self.otherwise}."
+                f"contiguous that copies here and not there, or into a tensor with a "
+                f"hook. Write into a clone, or use {self.otherwise}."
             )
 
     def sync(self, tensor: Tensor) -> bool:

@@ -47,6 +47,7 @@ from vgrad.loss.values import (
 from vgrad.ops.record import OPS, Form
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private.autograd import is_foreign_op
+from vgrad.torch_private.control import CONTROL_FLOW, uncompiled
 
 Handler = Callable[["LossMode", Callable, tuple, dict], Any]
 """From the mode, a function of torch and its arguments to the result, or `NONE`."""
@@ -62,6 +63,7 @@ class LossMode(WriteGuard):
         flags: GradFlags | None = None,
         draws: Draws | None = None,
         looped: dict[str, str] | None = None,
+        hooks: dict[str, str] | None = None,
         is_parameter: Callable[[Tensor], bool] = lambda _: False,
         made: Made | None = None,
         seen: bool = False,
@@ -73,6 +75,7 @@ class LossMode(WriteGuard):
         self._handlers = handlers
         self.flags = flags  # of a vmap; None for one sample or member by itself
         self.looped = {} if looped is None else looped  # autograd.Functions, and lines
+        self.hooks = {} if hooks is None else hooks  # on gradients, and lines
         self.is_parameter = is_parameter
         self.made = made  # of a run that may be repeated
         self.seen = seen  # whether it has run under vmap, where batch norms are refused
@@ -100,7 +103,7 @@ class LossMode(WriteGuard):
         self._watched = partial(self.draws.watched, size, alone=alone)
         self._casts = casts
         try:
-            with self, self._watched(), self._casting():
+            with uncompiled(), self, self._watched(), self._casting():
                 yield
         finally:
             for leaf, grad in self.grads.values():
@@ -135,6 +138,9 @@ class LossMode(WriteGuard):
                     return func(*args, **kwargs)
             finally:
                 self.waiting = waiting
+        if (run := CONTROL_FLOW.get(func)) is not None:
+            with self:
+                return run(*args, **kwargs)
         targets: list[Tensor] = []
         if may_write(func) or (kwargs and not _OPTIONS.isdisjoint(kwargs)):
             targets = self.check(func, args, kwargs)
@@ -144,6 +150,8 @@ class LossMode(WriteGuard):
         try:
             if targets and (again := self._room(targets, func, args, kwargs)):
                 raise again
+            if func is Tensor.register_hook:
+                self.note_hook("register_hook")
             for handle in handlers[-1:] if is_ordinary(func) else handlers:
                 if (output := handle(self, func, args, kwargs)) is not NONE:
                     return output
@@ -160,6 +168,10 @@ class LossMode(WriteGuard):
                 self._stop(error, func, args, kwargs)
         self.draws.values_read = True
         return self.__torch_function__(func, types, *arguments)
+
+    def note_hook(self, name: str) -> None:
+        """Note the line of a hook on a gradient."""
+        self.hooks.setdefault(name, where(sys._getframe()))
 
     def _room(
         self, targets: list[Tensor], func: Any = None, args: Any = (), kwargs: Any = ()
@@ -235,6 +247,7 @@ class LossMode(WriteGuard):
                         'strategy="loop".'
                     )
                 self.flags = flags.afresh()
+            stack.enter_context(uncompiled())
             for block in (super().repeating(*args), again, self._casting()):
                 stack.enter_context(block)
             try:

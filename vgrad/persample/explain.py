@@ -68,6 +68,7 @@ class Explanation(Report):
     foreign: tuple[str, ...] = ()  # nodes and ops of others, which may write anywhere
     copied: int = 0  # bytes that factors hold as copies for that reason
     written: tuple[str, ...] = ()  # lines that make a tensor for each sample to write
+    hooks: tuple[str, ...] = ()  # on gradients, called for one sample after another
     costs: tuple[Cost, ...] = ()  # of the strategy that ran, and of slower ones
 
     def __str__(self) -> str:
@@ -89,6 +90,10 @@ class Explanation(Report):
                 "\n\nEach sample has a tensor of its own, into which it is written, "
                 "from\n"
             ) + "\n".join(f"  {line}" for line in self.written)
+        if self.hooks:
+            title += (
+                "\n\nHooks on gradients are called for one sample after another:\n"
+            ) + "\n".join(f"  {line}" for line in self.hooks)
         costs = table([Cost._fields, *self.costs], right={1, 2})
         title += f"\n\n{costs}"
         head = ("parameter", *Row._fields[1:])
@@ -212,6 +217,7 @@ def _explained(call: Call) -> Explanation:
     else:
         why = "the loss can be recorded"
     copied = {} if strategy == "loop" else fallbacks.places.copied
+    hooks = fallbacks.hooks if strategy == "recorded" else {}
     rows = tuple(uses[largest].rows(strategy, watch))
     one = sum(each.numel() * each.element_size() for each in call.params.values())
     costs = (
@@ -231,6 +237,7 @@ def _explained(call: Call) -> Explanation:
         tuple(sorted(fallbacks.foreign)),
         uses[largest].copied,
         tuple(dict.fromkeys(copied.values())),
+        tuple(f"{name} ({line})" for name, line in hooks.items()),
         costs[names.index(strategy) :],
     )
 

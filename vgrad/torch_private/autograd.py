@@ -1,6 +1,7 @@
 """Tensors that autograd saves, checkpoints that recompute them, and nodes of graphs."""
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,19 +11,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import (  # pyright: ignore[reportMissingModuleSource]
-    _top_saved_tensors_default_hooks as _top,
-)
+from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import function as _functions
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules._functions import BackwardHookFunction as ModuleHooks
 from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import CheckpointFunction as Reentrant
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import BackwardHook
 
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import OPS, leaf, version_of
 
-__all__ = ["Reentrant"]
+__all__ = ["ModuleHooks", "Reentrant"]
+
+# `ModuleHooks` is the identity on whose nodes torch puts the backward hooks of modules.
 
 
 # The classes of all nodes that torch compiles in. Nodes of an autograd.Function have
@@ -71,7 +74,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 def hooks() -> Hooks | None:
     """Return the hooks on saved tensors that are at work, the innermost ones."""
-    return _top(False)
+    return _autograd._top_saved_tensors_default_hooks(False)
 
 
 # Dynamo, which cannot trace it, may take the answer for a constant. That is
@@ -97,6 +100,19 @@ def keeps_values(pack: Callable) -> bool:
 
 # The classes of hooks in torch/utils/checkpoint.py, of the first run and of the re-run.
 _FIRST, *_OTHERS = "_checkpoint_hook.", "_recomputation_hook.", "save_on_cpu."
+
+
+def unpack_at_once(check: Callable[[Tensor, Tensor], None]) -> None:
+    """Have the hooks at work unpack each tensor that they pack, for a check of both."""
+    pack, unpack = _autograd._top_saved_tensors_default_hooks(False)
+
+    def packed(tensor: Tensor) -> Any:
+        handle = pack(tensor)
+        check(tensor, unpack(handle))
+        return handle
+
+    _autograd._pop_saved_tensors_default_hooks()
+    _autograd._push_saved_tensors_default_hooks(packed, unpack)
 
 
 def repeats(pack: Callable, around: Callable[[], AbstractContextManager]) -> None:
@@ -208,6 +224,17 @@ def _saved(tensor: Tensor, active: Hooks | None) -> Callable[[], Tensor]:
         return leaf(value) if requires_grad else value
 
     return unpacked
+
+
+def hooked_call() -> Any:
+    """Return the `BackwardHook` that torch sets up for a call of a module, or None."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not _SETS_UP:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
+
+
+_SETS_UP = BackwardHook._apply_on_tensors.__code__
 
 
 def reenters(loss: Tensor) -> bool:

@@ -270,9 +270,9 @@ class Call:
 
     def mode(self, *protected: Protected, **options: Any) -> LossMode:
         """Make the function mode of the loss, which must leave its arguments alone."""
-        fixed, looped = {**self.params, **self.buffers}, self.fallbacks.looped
-        protected = unchanged(fixed), *protected
-        return LossMode(*protected, draws=self.draws, looped=looped, **options)
+        fixed, notes = {**self.params, **self.buffers}, self.fallbacks
+        options |= {"looped": notes.looped, "hooks": notes.hooks, "draws": self.draws}
+        return LossMode(unchanged(fixed), *protected, **options)
 
     def cotangent(self, losses: Tensor) -> Tensor:
         """Return the loss scale, or one, for each loss."""

@@ -99,6 +99,7 @@ class Fallbacks:
         self.draws: bool | None = None  # whether a loss with keys has drawn so far
         self.splits: Counter[str] = Counter()  # chunks that fell into parts, by line
         self.looped: dict[str, str] = {}  # functions that no vmap ran, and their lines
+        self.hooks: dict[str, str] = {}  # on gradients, and their lines
         self.places = Places()  # calls of the loss that make tensors
         self.foreign: set[str] = set()  # nodes and ops that are not torch's own
         # Parameters that get copies since the loss differentiates by or past them, and
@@ -131,6 +132,7 @@ class Fallbacks:
     def reported(self, function: str) -> Iterator[None]:
         """Run a block, then warn about ops and functions that ran sample by sample."""
         self.looped.clear()
+        self.hooks.clear()
         caught: Any = ()
         ops: set[str] = set()
         try:

@@ -69,7 +69,7 @@ class Derivatives:
             if modes.is_mapped_here(args[0]):
                 return self._grads.get(id(modes.unwrapped(args[0])), (None, None))[1]
             if self._accumulated and args[0].requires_grad:
-                self._needs_copies(args[0], "backward")
+                self.needs_copies(args[0], "backward")
         elif func in SETS and modes.is_mapped_here(args[0]):
             tensor, value, *_ = *args, None  # `del` sets none
             below = modes.unwrapped(tensor)
@@ -102,7 +102,7 @@ class Derivatives:
             if not isinstance(each, Tensor):
                 raise refusal("grad", "an edge of the graph")
             if not modes.is_mapped_here(each):
-                self._needs_copies(each, "grad")
+                self.needs_copies(each, "grad")
         seeds = [None] * len(outputs) if grad_outputs is None else _listed(grad_outputs)
         with torch.enable_grad():
             ends = [recorder.copies(each) for each in outputs]
@@ -180,7 +180,7 @@ class Derivatives:
                 new = grad.clone() if before is None else before + grad
                 self._grads[id(below)] = below, new
 
-    def _needs_copies(self, tensor: Tensor, op: str) -> NoReturn:
+    def needs_copies(self, tensor: Tensor, op: str) -> NoReturn:
         """Run again with copies of a tensor that all samples share."""
         known = self.recorder.parameter(tensor)
         if known is not None:

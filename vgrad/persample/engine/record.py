@@ -9,7 +9,7 @@ autograd's gradient of the expansion is the per-sample gradient.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ from vgrad.loss.mode import SAMPLES, LossMode, is_ordinary, run_op
 from vgrad.loss.values import NONE
 from vgrad.ops.record import OPS, Maker, Op
 from vgrad.persample.engine.call import Call, Take
+from vgrad.persample.engine.hooks import check_saved, run_hooks
 from vgrad.persample.engine.inner import REQUIRE, Derivatives, refusal
 from vgrad.persample.engine.proxies import (
     ParamProxy,
@@ -100,13 +101,13 @@ class Recorder:
         self._open = self._last = False  # whether a backward pass runs, and the last
         self._op: Callable | None = None  # of the recorded form that runs
         self.checkpoints = False  # whether ops run again in the backward pass
-        self._repeats = False  # whether a checkpoint runs again now
+        self.repeats = False  # whether a checkpoint runs again now
         self._owns = False  # whether a node may write into any tensor it reaches
         self._foreign: dict[str, None] = {}  # ops of libraries
         self._mode: Any = None
         self._level = 0
-        self._inner = Derivatives(self)
-        self.twice = self._inner.twice
+        self.inner = Derivatives(self)
+        self.twice = self.inner.twice
         for name, value in call.params.items():
             proxy = value.detach().requires_grad_()
             root = ParamProxy((name,), proxy, proxy.detach(), proxy, lambda root: root)
@@ -125,7 +126,8 @@ class Recorder:
             is_parameter=self.is_parameter,
             made=self.made,
         )
-        self._inner.start()
+        self._mode.hooked = self._level
+        self.inner.start()
         return self._mode
 
     def checked(self, result: tuple[Tensor, Tree]) -> tuple[Tensor, Tree]:
@@ -141,7 +143,7 @@ class Recorder:
         """Break cycles, and free tensors that no backward pass reached."""
         for left in self._hooked.values():
             left.clear()
-        self._inner.close()
+        self.inner.close()
         if self._mode is not None:
             self._mode.close()
             self._mode = None
@@ -151,12 +153,8 @@ class Recorder:
     def _checkpoint(self) -> Callable[[], AbstractContextManager]:
         """Have a checkpoint inside of the loss run again as it ran first."""
         hooks = autograd.hooks()
-        if hooks is None or not autograd.keeps_values(hooks[0]):
-            raise UnsupportedOp(
-                "loss: expected tensors that are saved for the backward pass as they "
-                "are, by an activation checkpoint or by save_on_cpu, got other hooks "
-                'on saved tensors, which would see all samples. Use strategy="loop".'
-            )
+        if hooks is not None and not autograd.keeps_values(hooks[0]):
+            autograd.unpack_at_once(check_saved)
         if self.twice:
             raise refusal("checkpoint", "activation checkpoints")
         self.checkpoints = True
@@ -165,11 +163,11 @@ class Recorder:
     @contextmanager
     def _repeating(self) -> Iterator[None]:
         # For values alone: nothing is differentiated, so no use counts twice.
-        self._repeats = True
+        self.repeats = True
         try:
             yield
         finally:
-            self._repeats = False
+            self.repeats = False
 
     def _original(self, tensor: Tensor) -> Tensor:
         """Return the proxy itself for a copy that was saved with its data."""
@@ -187,7 +185,7 @@ class Recorder:
 
     def _handle(self, mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a call for all samples, and keep the uses of parameters."""
-        if self._repeats:
+        if self.repeats:
             args, kwargs = tree_map_only(Tensor, self._original, (args, kwargs))
         if kwargs and kwargs.get("requires_grad") is True:  # once it has its copies
             output = self._handle(mode, func, args, kwargs | {"requires_grad": False})
@@ -205,7 +203,7 @@ class Recorder:
             elif tensor.requires_grad:
                 # The loss closes over it. The backward pass must visit the ops between
                 # it and the loss, which may use parameters.
-                if not modes.is_wrapped(tensor) and not self._repeats:
+                if not modes.is_wrapped(tensor) and not self.repeats:
                     self._ends[id(tensor)] = tensor
         if not ordinary:
             if modes.current_level() == self._level:  # not a transform inside
@@ -213,7 +211,9 @@ class Recorder:
                     tensor = self._requiring_grad(args[0])
                     # Torch would keep a result of the setter forever.
                     return tensor if func is Tensor.requires_grad_ else None
-                if (output := self._inner.run(func, args, kwargs)) is not NONE:
+                if (output := self.inner.run(func, args, kwargs)) is NONE:
+                    output = run_hooks(self, func, args, kwargs)
+                if output is not NONE:
                     flags.after(func, tensors, output)
                     return output
             if is_foreign_op(func):
@@ -267,7 +267,9 @@ class Recorder:
             return run_op(self._mode, func, args, kwargs)
         if here and not batched and not self.made.copies_here():
             # The graph is kept: factors are taken back through it in the end.
-            with autograd.plain():
+            active = autograd.hooks()
+            keeps = active is None or autograd.keeps_values(active[0])
+            with autograd.plain() if keeps else nullcontext():
                 return self._derived(func, args, kwargs, proxies)
         user = args[0] if func is modes.custom_function_call else func
         copies = {id(known.proxy): self.expanded(known, user) for known in proxies}
@@ -281,7 +283,7 @@ class Recorder:
             self._ends[id(stored)] = stored
             self._mode.flags.sync(tensor)
             if modes.is_mapped_here(tensor):
-                self._inner.leaves.append(tensor)
+                self.inner.leaves.append(tensor)
         return tensor
 
     def _by_form(self, form: Callable, func: Callable, args: tuple, kwargs: dict):
@@ -334,7 +336,7 @@ class Recorder:
             name = op_name(self._op or func)
             (_, x), *rest = physical.items()
             with self.below():
-                output = self._inner.applied(name, func, x, dict(rest), weights)
+                output = self.inner.applied(name, func, x, dict(rest), weights)
             if output is not None:
                 return self.logical(output)
         with self.below():
@@ -350,7 +352,7 @@ class Recorder:
                 hooks = autograd.hooks()
                 if hooks is not None:
                     makers = _packed(rule.factors, kept, weights, hooks)
-                if not self._repeats:
+                if not self.repeats:
                     uses = [(known, makers[name]) for name, known in weights.items()]
                     name, ends = op_name(self._op or func), not follows
                     output = self._tapped(name, output, uses, ends, hooks is None)
@@ -373,10 +375,10 @@ class Recorder:
             self.expect(known)
 
         def hook(grads: tuple[Tensor | None, ...]) -> Any:
-            if self._inner.runs:
+            if self.inner.runs:
                 for known, _ in left:
                     why = f"derivative of {op}"
-                    self._inner.met.update(dict.fromkeys(known.names, why))
+                    self.inner.met.update(dict.fromkeys(known.names, why))
                 return None
             self._check_open()
             g = grads[number]
@@ -536,7 +538,7 @@ class Recorder:
 
     def _end(self, value: Tensor) -> Tensor:
         value.requires_grad_()
-        if not self._repeats:
+        if not self.repeats:
             self._ends[id(value)] = value
         return value
 
@@ -544,13 +546,13 @@ class Recorder:
         known = self._known.get(id(tensor))
         if known is None:
             return None
-        if self._repeats:
+        if self.repeats:
             return lambda _: None
         name = op_name(self._op)
         self.expect(known)
 
         def arrived(factor: Factor) -> None:
-            if not self._inner.runs:
+            if not self.inner.runs:
                 self._check_open()
                 self.accept(known, factor, name)
 
@@ -564,6 +566,8 @@ class Recorder:
         known = self._known.values()
         origins = [each.origin for each in known if each.replay is None]
         nodes = foreign_nodes([losses, *origins])
+        hooked = f"{autograd.ModuleHooks.__name__}Backward"  # which writes nothing
+        nodes = [name for name in nodes if name != hooked]
         names = list(dict.fromkeys([*nodes, *self._foreign]))
         self._owns = bool(names)
         return names

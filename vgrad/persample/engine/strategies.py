@@ -135,9 +135,9 @@ def _recorded_once(
 
 
 def _same_numbers(call: Call) -> AbstractContextManager:
-    """Refuse random numbers in the backward passes of functions that no vmap runs."""
-    looped = call.fallbacks.looped
-    if not looped:
+    """Refuse random numbers in backward passes of what runs for each sample."""
+    looped = call.fallbacks.looped or call.fallbacks.hooks
+    if not looped or checks_collected():  # eager mode has found out
         return nullcontext()
     return undrawn(call.tensors, partial(refused, next(iter(looped))))
 
@@ -366,7 +366,7 @@ def _plain_gradient(of_params: Callable, call: Call) -> tuple:
     params = call.params.values() if create_graph else ()
     with torch.enable_grad():
         value, aux = of_params(leaves)
-        _copied_on_arrival(value, leaves)
+        _copied_on_arrival(value, leaves, call)
         if not value.requires_grad:  # it depends on no parameter
             zeros = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
             return zeros, value, aux
@@ -398,7 +398,7 @@ def _plain_gradient(of_params: Callable, call: Call) -> tuple:
 def _functional_gradient(of_params: Callable, call: Call) -> tuple:
     def watched(params: Params) -> tuple[Tensor, Tree]:
         value, aux = of_params(params)
-        _copied_on_arrival(value, params)
+        _copied_on_arrival(value, params, call)
         return value, aux
 
     forward = torch.func.vjp(watched, dict(call.params), has_aux=True)
@@ -409,8 +409,8 @@ def _functional_gradient(of_params: Callable, call: Call) -> tuple:
     return grads, value, aux
 
 
-def _copied_on_arrival(value: Tensor, params: Params) -> None:
-    if foreign_nodes([value]):
+def _copied_on_arrival(value: Tensor, params: Params, call: Call) -> None:
+    if call.fallbacks.hooks or foreign_nodes([value]):  # they may write in place
         for param in params.values():
             copy_on_arrival(param)
 
