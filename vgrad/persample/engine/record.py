@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from vgrad import checks, tree
 from vgrad.factors.base import Dense, Factor, Outer, Zero, owned
@@ -98,6 +99,7 @@ class Recorder:
         self._ends: dict[int, Tensor] = {}  # where the backward pass ends, too
         self._stamps: list[Stamp] = []
         self._hooked: dict[int, list] = {}  # makers of nodes that wait for gradients
+        self.of_hooks = WeakTensorKeyDictionary()  # tensors of hooks, and their samples
         self._open = self._last = False  # whether a backward pass runs, and the last
         self._op: Callable | None = None  # of the recorded form that runs
         self.checkpoints = False  # whether ops run again in the backward pass
