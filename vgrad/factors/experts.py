@@ -41,9 +41,12 @@ class Experts(Pair):
         return Experts(inputs, outputs, self.shape, ends)
 
     def grad(self) -> Tensor:
+        return self._formed().to(self.inputs.dtype)
+
+    def _formed(self) -> Tensor:
         a, b = (each.flatten(0, 1) for each in products.exact(*self.sides))
         found = _sums(a, b, self.counts.flatten()).unflatten(0, (self.size, -1))
-        return found[:, :-1].to(self.inputs.dtype)
+        return found[:, :-1]
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Scale the rows, and add up products, some samples at a time."""
@@ -81,7 +84,7 @@ class Experts(Pair):
         """Multiply the rows of each matrix, of several with about as many at once."""
         blocks, which = self._alike()
         if not blocks:
-            return Dense(self.grad()).settled()
+            return Dense(self._formed()).settled()
         squares, found = torch.zeros((), device=which.device), []
         most, length = max(blocks.values()), max(self.shape[1:])
         for (start, end), n in blocks.items():

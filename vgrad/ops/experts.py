@@ -49,8 +49,8 @@ def _grouped_back(input: Tensor, mat2: Tensor, offs: Tensor) -> dict:
 def _back_by(op: Callable) -> Callable:
     """Return the derivative of a grouped product, which is one by `op`."""
 
-    def back(g: Tensor, mat2: Tensor, offs: Tensor, *_: Any, **options: Any) -> Any:
-        return op, {"input": g, "mat2": mat2, "offs": offs}
+    def back(input: Tensor, mat2: Tensor, offs: Tensor, *_: Any, **rest: Any) -> Any:
+        return op, {"mat2": mat2, "offs": offs}
 
     return back
 
