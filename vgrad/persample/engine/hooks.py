@@ -3,8 +3,8 @@
 A gradient in such a pass is one of all samples, `[B, ...]`. A hook is any function of
 one sample's: it may clip by a norm, read values, or keep some for itself. So it is
 called for one sample after another, with plain tensors, as a loop calls it. But a loop
-calls all hooks of one sample before those of the next, so tensors that one call keeps
-for another may be of another sample here, and are refused.
+calls all hooks of one sample before any hook of the next, so tensors that one call
+keeps for another may be of another sample here, and are refused.
 
 Autograd saves other tensors in such a pass than for one sample. So hooks on them have
 to keep all values.
