@@ -366,7 +366,7 @@ def matched() -> Use:
     return Use(Net(forward, layer=nn.Linear(D, 2)), (noise(4, D), noise(4, 2)), None)
 
 
-@row("nested tensor of ragged rows", today=looks("_nested_view_from_jagged"))
+@row("nested tensor of ragged rows", today=SPLITS)
 def nested() -> Use:
     def forward(self, x, length):
         rows = [each[: int(n)] for each, n in zip(x, length, strict=True)]

@@ -12,6 +12,7 @@ from torch.utils import checkpoint as checkpointing
 from tests.zoo.entries import (
     SAME,
     SIZE,
+    SPLITS,
     D,
     Entries,
     Exact,
@@ -34,7 +35,6 @@ row = ENTRIES.row
 JITTED = Refused("expected modules whose tensors can be exchanged")
 SPARSE = Refused("expected dense tensors, got sparse ones")
 PLAIN = Refused("expected a plain torch.nn.Module")
-UNTRACED = Exact("loop", "True != False")
 NO_FLEX = Impossible("FlexAttention does not support backward on CPU")
 ON_META = "expected parameters with values"
 AVERAGE, MAXIMUM = nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d
@@ -291,8 +291,8 @@ def compiled_norm(x):
     return x / (1 + x.square().mean(-1, keepdim=True))
 
 
-@row("compiled function of an activation", of_parameter=False, today=UNTRACED)
-@row("compiled function of a parameter", of_parameter=True, today=UNTRACED)
+@row("compiled function of an activation", of_parameter=False)
+@row("compiled function of a parameter", of_parameter=True)
 def compiled_function(*, of_parameter: bool) -> Use:
     def forward(self, x):
         x = self.layer(x)
@@ -324,10 +324,7 @@ def compiled_layer() -> Use:
     return use
 
 
-@row(
-    "torch.cond",
-    today=Exact("loop", "operator doesn't work unless it is captured completely"),
-)
+@row("torch.cond", today=SPLITS)
 def conditional() -> Use:
     def forward(self, x):
         def yes(y):

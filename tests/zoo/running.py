@@ -125,6 +125,8 @@ def drawn_by(entry: Entry) -> list[Tensor]:
     return drawn
 
 
+ALONE = "one sample costs least"
+
 LOOPS = (
     r"(?<=no batching rule for ).*(?= and loops)|(?<=vmap cannot run )\S+(?=, which)"
 )
@@ -157,8 +159,10 @@ def found(entry: Entry, bound: float, **options: Any) -> Found:
             loops.update(re.findall(LOOPS, str(each.message)))
     grads, norms, clipped, told = results
     loops = tuple(sorted(", ".join(loops).split(", ") if loops else ()))
-    splits = bool(clip.options.fallbacks.splits) and told.strategy != "loop"
-    return Found(grads, norms, clipped.grads, told.strategy, told.why, loops, splits)
+    # A part of one sample runs by plain autograd, which is no loop.
+    strategy = "recorded" if ALONE in told.why else told.strategy
+    splits = bool(clip.options.fallbacks.splits) and strategy != "loop"
+    return Found(grads, norms, clipped.grads, strategy, told.why, loops, splits)
 
 
 def bound_of(expected: oracle.Grads) -> float:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vgrad.factors import costs, products, reductions
-from vgrad.factors.base import Covariances, Dense, Factor, Norm, Norms, Probes
+from vgrad.factors.base import Covariances, Factor, Norm, Norms, Probes
 from vgrad.tree import double, wide
 
 
@@ -50,7 +50,7 @@ class Rows(Factor):
         if self.index.numel() == 0:
             norms = self.outputs.new_zeros(self.size, dtype=torch.float64)
         elif self.shape[0] <= self.index.shape[1] // 4:  # tables are the smaller ones
-            return Dense(self.grad()).settled()
+            norms = reductions.row_norms(self.double().grad())
         elif self.index.shape[1] == 1:
             norms = reductions.row_norms(self.outputs)
         elif self.index.shape[1] <= costs.FEW_LOOKUPS:
