@@ -395,14 +395,82 @@ def test_arguments_in_float32_stay_float32():
     assert curvature.kfac(*given).trace().dtype == torch.float64
 
 
-def test_models_whose_samples_depend_on_each_other_are_refused():
-    x = torch.randn(4, 3)
-    for layer in (nn.BatchNorm1d(2), nn.Dropout(0.5)):
-        module = nn.Sequential(nn.Linear(3, 2), layer)
-        fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
-        matrix = curvature.ggn(fmodel, "gaussian")
-        with pytest.raises(ValueError, match=r"depend on the batch|more than 1 value"):
-            curvature.trace(matrix, params, buffers, [(x,)])
+class OverTheBatch(nn.Module):
+    """A recurrent net that takes samples for steps: the first one is as if alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.RNN(2, 2)
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+@pytest.mark.parametrize(
+    ("layer", "text"),
+    [
+        (nn.BatchNorm1d(2), "depend on the batch|more than 1 value"),
+        (OverTheBatch(), "depend on the batch"),
+        (nn.Dropout(1e-6), "draws random numbers"),
+    ],
+)
+def test_models_whose_samples_depend_on_others_or_on_chance_are_refused(layer, text):
+    module = nn.Sequential(nn.Linear(3, 2), layer)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
+    matrix, x = curvature.ggn(fmodel, "gaussian"), torch.randn(4, 3)
+    with pytest.raises(ValueError, match=text):
+        curvature.trace(matrix, params, buffers, [(x,)])
+    if "random" in text:
+        loss = vgrad.batch_loss(fmodel, F.mse_loss)
+        given = loss, params, buffers, [(x, torch.ones(4, 2))]
+        with pytest.raises(ValueError, match=text):
+            curvature.hessian_vector_product(*given)(params)
+
+
+class Branches(nn.Module):
+    """A parameter that some samples do not use, or use in another way."""
+
+    def __init__(self, *, both=False):
+        super().__init__()
+        self.w, self.v = (nn.Parameter(torch.randn(1, 4).double()) for _ in range(2))
+        self.both = both
+
+    def forward(self, x):
+        if x.sum() > 0:
+            return F.linear(x, self.v)
+        return (x * (self.v if self.both else self.w)).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("method", [curvature.kfac, curvature.ekfac])
+def test_samples_that_do_not_use_a_parameter_have_no_positions(method):
+    module, x = Branches(), torch.randn(5, 4).double()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
+    matrix = curvature.ggn(fmodel, "gaussian")
+    parts = x.split(1)
+    blocks = method(matrix, params, buffers, [(part,) for part in parts])
+    exact = {"w": 0.0, "v": 0.0}
+    for part in parts:
+        exact["v" if part.sum() > 0 else "w"] += part.T @ part / len(x)
+    for name, each in exact.items():
+        zero = dict.fromkeys(params, torch.zeros(1, 4))
+        columns = [
+            blocks.product(zero | {name: unit[None]})[name] for unit in torch.eye(4)
+        ]
+        oracle.assert_exact(torch.cat(columns), each, 1e-10)
+    module.both = True
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
+    matrix = curvature.ggn(fmodel, "gaussian")
+    with pytest.raises(ValueError, match=r"uses of 'v' of one kind"):
+        method(matrix, params, buffers, [(part,) for part in parts])
+
+
+def test_a_model_without_parameters_in_its_output_has_no_curvature():
+    module = nn.Identity()
+    module.weight = nn.Parameter(torch.ones(3))
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
+    given = params, buffers, [(torch.ones(2, 3),)]
+    product = curvature.vector_product(curvature.ggn(fmodel, "gaussian"), *given)
+    assert not product(params)["weight"].any()
 
 
 def test_what_cannot_be_computed_is_refused():
@@ -429,6 +497,22 @@ def test_what_cannot_be_computed_is_refused():
         curvature.trace(matrix, params, buffers, ignored)
     with pytest.raises(ValueError, match=r"expected classes of int64 \(3,\), got"):
         curvature.trace(matrix, params, buffers, [(batches[0][0], torch.ones(3))])
+    conv = vgrad.make_functional_with_buffers(nn.Conv1d(2, 3, 1))
+    matrix = curvature.empirical_fisher(conv[0], "gaussian")
+    with pytest.raises(
+        ValueError, match=r"outputs' shape \(2, 3, 2\), got .* \(2, 2, 3\)"
+    ):
+        curvature.trace(matrix, *conv[1:], [(torch.ones(2, 2, 2), torch.ones(2, 2, 3))])
+    with pytest.raises(ValueError, match=r"sample at least, got an empty one"):
+        curvature.trace(ggn, params, buffers, [(torch.ones(0, 4).double(),)])
+    complex_params = {n: each.to(torch.complex128) for n, each in params.items()}
+    for function in (curvature.kfac, lambda *x: curvature.vector_product(*x)(params)):
+        with pytest.raises(ValueError, match=r"\(params\): expected real parameters"):
+            function(ggn, complex_params, buffers, batches)
+    table = nn.Embedding(3, 2, scale_grad_by_freq=True)
+    table = vgrad.make_functional_with_buffers(table)[0]
+    with pytest.raises(ValueError, match="scale_grad_by_freq=True"):
+        curvature.ggn(table, "gaussian")
     with pytest.raises(TypeError, match="has_aux|unknown|expected options"):
         curvature.trace(ggn, params, buffers, batches, size=3)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.curvature.outputs import Batches, Curvature, check_count
+from vgrad.curvature.outputs import Batches, Curvature, check_count, check_real
 from vgrad.factors import Covariances, Factor, Probes, Sums
 from vgrad.persample import Options
 from vgrad.persample.engine import (
@@ -144,13 +144,14 @@ def kfac(
         >>> blocks.logdet(damping=1.0).exp()  # of two blocks [[2, 1], [1, 3]]
         tensor(25.0000, dtype=torch.float64)
     """
+    check_real("kfac", params)
     call = Call.of(kfac, curvature.loss, options)
     sums: dict[str, Covariances] = {}
     count = 0
     for rows in curvature.rows(params, buffers, batches):
         found = Transform(call, _Covariances())(params, buffers, *rows.batch)
         for name, each in found.items():
-            sums[name] = each.plus(sums[name]) if name in sums else each
+            _add(sums, name, each)
         count += rows.samples
     check_count("kfac", count)
     blocks = {}
@@ -215,7 +216,7 @@ class _Covariances(Quantity):
                         f"fmodel, params, buffers = vgrad.freeze(fmodel, params, "
                         f"buffers, [{name!r}])."
                     )
-                sums[name] = each.plus(sums[name]) if name in sums else each
+                _add(sums, name, each)
         return sums
 
     def mapped(self, function: Any, value: Any) -> Any:
@@ -268,6 +269,18 @@ class _Eigenvalues(Quantity):
 
 _AT_ONCE = 2**22
 """Numbers of rotated gradients in memory at once."""
+
+
+def _add(sums: dict[str, Covariances], name: str, each: Covariances) -> None:
+    known = sums.get(name, each)
+    used = known.positions and each.positions
+    if used and len(known.left) != len(each.left):
+        raise ValueError(
+            f"kfac(fmodel): expected uses of {name!r} of one kind, got samples where a "
+            f"layer multiplies it and others where it is used otherwise. Leave it out: "
+            f"vgrad.freeze(fmodel, params, buffers, [{name!r}])."
+        )
+    sums[name] = each.plus(known) if name in sums else each
 
 
 def _eigen(matrix: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -7,7 +7,9 @@ of a square root of the likelihood's curvature.
 
 import hashlib
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Unpack, get_args
 
@@ -17,9 +19,10 @@ from torch import Tensor
 from vgrad import batches, checks
 from vgrad.functional.losses import check_model, read, sample_loss
 from vgrad.functional.model import FunctionalModel
+from vgrad.generators import RandomState, random_state
 from vgrad.persample import Options, per_sample_grad
 from vgrad.persample.engine import check_options
-from vgrad.tree import map_tensors, wide
+from vgrad.tree import map_tensors, tensors, wide
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
 Likelihood = Literal["categorical", "gaussian"]
@@ -79,7 +82,13 @@ class Curvature:
         criterion = _contracted if self.has_targets else None
         args, kwargs, target = read(self.function, batch, criterion)
         size = batches.read(self.function, batch).size
-        output = self.fmodel(params, buffers, *args, **kwargs)
+        if not size:
+            raise ValueError(
+                f"{self.function}(batches): expected batches with a sample at least, "
+                f"got an empty one. Leave it out."
+            )
+        with fixed(f"{self.function}(fmodel)", tensors((params, batch))):
+            output = self.fmodel(params, buffers, *args, **kwargs)
         shaped = isinstance(output, Tensor) and output.is_floating_point()
         if not shaped or output.ndim < 2 or len(output) != size:
             got = tuple(output.shape) if isinstance(output, Tensor) else type(output)
@@ -88,19 +97,52 @@ class Curvature:
                 f"floating-point tensor [B, K] or [B, K, ...], got {got} for a batch "
                 f"of {size}. Wrap the model in a module that returns such a tensor."
             )
-        with torch.no_grad():
-            one, kept = map_tensors(lambda leaf: leaf[:1], (args, kwargs))
-            gap = (self.fmodel(params, buffers, *one, **kept) - output[:1]).abs().max()
-            room = output[:1].abs().max() * math.sqrt(torch.finfo(output.dtype).eps)
+        # A recurrent net over the batch changes all samples but the first one.
+        for place in {0, size - 1}:
+            row = slice(place, place + 1)
+            with torch.no_grad():
+                one, kept = map_tensors(operator.itemgetter(row), (args, kwargs))
+                alone = self.fmodel(params, buffers, *one, **kept)
+                gap = (alone - output[row]).abs().max()
+                room = output[row].abs().max() * math.sqrt(
+                    torch.finfo(output.dtype).eps
+                )
             if gap > room:
                 raise ValueError(
                     f"{self.function}(fmodel): expected outputs of a sample that do "
-                    f"not depend on the batch or on chance, got a model whose first "
-                    f"output differs by {float(gap):.2g} from the one of the sample "
-                    f"alone. Split the model in eval mode, or see "
-                    f"vgrad.replace_batch_norm."
+                    f"not depend on the batch, got a model with an output that differs "
+                    f"by {float(gap):.2g} from the one of the sample alone. Split the "
+                    f"model in eval mode, see vgrad.replace_batch_norm, or pass "
+                    f"batch_first=True to recurrent layers."
                 )
         return output, target
+
+
+@contextmanager
+def fixed(what: str, tensors: list[Tensor]) -> Iterator[None]:
+    """Refuse random numbers, which would make another matrix at each product."""
+    before = random_state(tensors)
+    yield
+    if _numbers(before) != _numbers(random_state(tensors)):
+        raise ValueError(
+            f"{what}: expected results that do not depend on chance, got a model that "
+            f"draws random numbers, as dropout does. Split it in eval mode."
+        )
+
+
+def check_real(function: str, params: Params) -> None:
+    """Refuse complex parameters, whose curvature is no product of complex numbers."""
+    for name, value in params.items():
+        if value.is_complex():
+            raise ValueError(
+                f"{function}(params): expected real parameters, got {name!r} of "
+                f"{value.dtype}. Make the model of real parameters, and put them "
+                f"together by torch.view_as_complex."
+            )
+
+
+def _numbers(state: RandomState) -> list[list[int]]:
+    return [each.tolist() for each in (state[0], *state[1].values())]
 
 
 def check_count(function: str, count: int) -> None:
@@ -191,6 +233,12 @@ def empirical_fisher(fmodel: FunctionalModel, likelihood: Likelihood) -> Curvatu
 
     def columns(output: Tensor, target: Any, number: int) -> Tensor:
         if likelihood == "gaussian":
+            shapes = {output.shape, output.squeeze(-1).shape}
+            if not isinstance(target, Tensor) or target.shape not in shapes:
+                raise ValueError(
+                    f"empirical_fisher(batches): expected targets of the outputs' "
+                    f"shape {tuple(output.shape)}, got {checks.shown(target)}."
+                )
             return (output - target.view_as(output)).unsqueeze(1)
         kind = torch.long if isinstance(target, Tensor) else None
         shape = (len(output), *output.shape[2:])
@@ -253,6 +301,12 @@ def per_sample_jacobian(
 def _check(function: str, fmodel: Any, likelihood: Any) -> None:
     check_model(function, fmodel)
     checks.choice(function, get_args(Likelihood), likelihood=likelihood)
+    for name, module in fmodel.named_modules():
+        if getattr(module, "scale_grad_by_freq", False):
+            raise ValueError(
+                f"{function}(fmodel): expected gradients that are derivatives, got "
+                f"{name!r}, an embedding with scale_grad_by_freq=True. Set it to False."
+            )
 
 
 def _units(output: Tensor) -> Tensor:

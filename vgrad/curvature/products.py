@@ -13,11 +13,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vgrad import batches as _batches
 from vgrad import checks
-from vgrad.curvature.outputs import Batches, Curvature, check_count
+from vgrad.curvature.outputs import (
+    Batches,
+    Curvature,
+    check_count,
+    check_real,
+    fixed,
+)
 from vgrad.factors import Sums
 from vgrad.functional.losses import check_loss
 from vgrad.persample import Options, gradient_moments, per_sample_norm
-from vgrad.tree import double, map_values, no_autocast, wide
+from vgrad.tree import double, map_values, no_autocast, tensors, wide
 from vgrad.typing import BatchLossFn, Buffers, Params
 
 Product = Callable[[Params], Params]
@@ -58,7 +64,7 @@ def vector_product(
                 pulled = _pulled(output, leaves, start, create_graph=True)
                 inner = _inner(pulled, params, vector)
             with no_autocast(output.device):
-                (pushed,) = torch.autograd.grad(inner, start, retain_graph=True)
+                (pushed,) = _pulled(inner, {"": start}, torch.ones_like(inner))
                 columns = curvature.columns(output.detach(), target, number)
                 weights = (columns * pushed.unsqueeze(1)).flatten(2).sum(2)
                 seen = torch.einsum("bk,bk...->b...", weights, columns)
@@ -95,7 +101,8 @@ def hessian_vector_product(
         for batch in batches:
             leaves, size = _leaves(params), _batches.read("loss", batch).size
             with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-                value = loss(leaves, buffers, *batch)
+                with fixed("hessian_vector_product(loss)", tensors((params, batch))):
+                    value = loss(leaves, buffers, *batch)
                 ones = torch.ones_like(value)
                 grads = _pulled(value, leaves, ones, create_graph=True)
                 inner = _inner(grads, params, vector)
@@ -202,6 +209,8 @@ def _leaves(params: Params) -> Params:
 def _pulled(
     output: Tensor, leaves: Params, cotangent: Tensor, *, create_graph: bool = False
 ) -> Sequence[Tensor]:
+    if not output.requires_grad:
+        return [*map(torch.zeros_like, leaves.values())]
     return torch.autograd.grad(
         output,
         list(leaves.values()),
@@ -215,6 +224,7 @@ def _pulled(
 
 def _check(function: str, params: Params, vector: Params) -> None:
     shapes = {name: value.shape for name, value in params.items()}
+    check_real(function, params)
     checks.names(f"{function}(vector)", params, vector)
     checks.shapes(f"{function}(vector)", shapes, vector)
 

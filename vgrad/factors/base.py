@@ -70,7 +70,9 @@ class Covariances(NamedTuple):
     positions: float
 
     def plus(self, other: "Covariances") -> "Covariances":
-        """Add the sums over other samples."""
+        """Add the sums over other samples, which may have no position at all."""
+        if not (self.positions and other.positions):
+            return self if self.positions else other
         left, right = map(_full_or_diagonal, self[:2], other[:2])
         return Covariances(left, right, self.positions + other.positions)
 
@@ -331,7 +333,7 @@ class Zero(Factor):
     def covariances(self) -> Covariances:
         zeros = self.like.new_zeros(self.shape, dtype=torch.float64)
         sides = zeros.reshape(*self.shape[:1], -1)
-        return Covariances(sides.sum(1), sides.sum(0), self.size)
+        return Covariances(sides.sum(1), sides.sum(0), 0)
 
 
 @dataclass(frozen=True)
