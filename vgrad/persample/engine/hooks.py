@@ -149,7 +149,16 @@ class _OfSample(TorchFunctionMode):
         )
 
 
-def check_saved(tensor: Tensor, unpacked: Tensor) -> None:
+def check_saved() -> bool:
+    """Return whether hooks on saved tensors begin that may change values; check them."""
+    active = autograd.hooks()
+    if active is None or autograd.keeps_values(active[0]):
+        return False
+    autograd.unpack_at_once(_check_unpacked)
+    return True
+
+
+def _check_unpacked(tensor: Tensor, unpacked: Tensor) -> None:
     """Refuse hooks on saved tensors that change values."""
     if checks_collected():
         raise Unrepeatable("hooks on saved tensors are Python")

@@ -103,6 +103,7 @@ class Recorder:
         self._open = self._last = False  # whether a backward pass runs, and the last
         self._op: Callable | None = None  # of the recorded form that runs
         self.checkpoints = False  # whether ops run again in the backward pass
+        self.saves = False  # whether saved tensors go through hooks of the loss
         self.repeats = False  # whether a checkpoint runs again now
         self._owns = False  # whether a node may write into any tensor it reaches
         self._foreign: dict[str, None] = {}  # ops of libraries
@@ -154,9 +155,7 @@ class Recorder:
 
     def _checkpoint(self) -> Callable[[], AbstractContextManager]:
         """Have a checkpoint inside of the loss run again as it ran first."""
-        hooks = autograd.hooks()
-        if hooks is not None and not autograd.keeps_values(hooks[0]):
-            autograd.unpack_at_once(check_saved)
+        self.saves |= check_saved()
         if self.twice:
             raise refusal("checkpoint", "activation checkpoints")
         self.checkpoints = True
