@@ -184,7 +184,7 @@ hooks on saved tensors, which keep them: 1
 hooks on saved tensors, which round them: loop since ... that return the values they get
     with graph.saved_tensors_hooks(torch.Tensor.float, torch.Tensor.double):
         h = F.linear(x, w).exp()
-hooks on saved tensors, which round one shape: loop since ... that return the values they get
+hooks on saved tensors, which round one shape: loop since ... the values they get
     pack = lambda t: t.round() if t.shape == (4,) else t
     with graph.saved_tensors_hooks(pack, lambda t: t):
         h = F.linear(x, w).exp()

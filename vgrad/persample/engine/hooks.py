@@ -150,7 +150,7 @@ class _OfSample(TorchFunctionMode):
 
 
 def check_saved() -> bool:
-    """Return whether hooks on saved tensors begin that may change values; check them."""
+    """Check hooks on saved tensors that begin; return whether they are to be."""
     active = autograd.hooks()
     if active is None or autograd.keeps_values(active[0]):
         return False

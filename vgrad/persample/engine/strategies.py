@@ -338,7 +338,7 @@ def _check_unreached(call: Call, names: frozenset[str]) -> None:
 
 
 def _check_saved(call: Call) -> None:
-    """Check hooks on tensors of the shapes that one sample saves, as they may differ."""
+    """Check hooks on the tensors that one sample saves, whose shapes are others."""
 
     def begun() -> Callable[[], AbstractContextManager]:
         check_saved()
