@@ -174,7 +174,7 @@ def with_scale():
 
 REFUSED = [
     (with_scale, {}, "without attributes 'r' and 's', got one with 'r' at ''"),
-    (mlp, {"shared": ["0.bias"], "own": ["*.bias"]}, "got '0.bias' in both"),
+    (mlp, {"shared": ["3.bias"], "own": ["*.bias"]}, "got '3.bias' in both"),
     (lambda: nn.LSTM(3, 2), {}, "got 'weight_hh_l0 of LSTM', 'weight_ih_l0 of LSTM'"),
     (tied, {}, "expected weights of Linear and Conv.*'embed.weight of Embedding'"),
     (lambda: nn.Conv2d(1, 1, 3, padding_mode="circular"), {}, "padded with zeros"),
