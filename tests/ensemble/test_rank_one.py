@@ -166,7 +166,15 @@ def encoder():
     return nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
 
 
+def with_scale():
+    layer = nn.Linear(2, 2)
+    layer.r = nn.Parameter(torch.ones(2))
+    return layer
+
+
 REFUSED = [
+    (with_scale, {}, "without attributes 'r' and 's', got one with 'r' at ''"),
+    (mlp, {"shared": ["0.bias"], "own": ["*.bias"]}, "got '0.bias' in both"),
     (lambda: nn.LSTM(3, 2), {}, "got 'weight_hh_l0 of LSTM', 'weight_ih_l0 of LSTM'"),
     (tied, {}, "expected weights of Linear and Conv.*'embed.weight of Embedding'"),
     (lambda: nn.Conv2d(1, 1, 3, padding_mode="circular"), {}, "padded with zeros"),

@@ -160,6 +160,21 @@ a hook that writes in place: vmap since ... writes in place
 a hook in front of a write in place: loop since ... into a tensor with a hook
     h.register_hook(clip)
     h.relu_()
+a hook that uses a gradient which another one has kept: vmap since ... another call
+    kept = []
+    y = h.sin()
+    y.register_hook(lambda g: kept.append(g * 2))
+    h.register_hook(lambda g: g * kept[0].norm())
+    h = y * y
+a hook that returns a gradient which another one has kept: loop since ... another call
+    kept = torch.zeros(4, dtype=x.dtype)
+    y = h.sin()
+    y.register_hook(lambda g: None if kept.copy_(g) is kept else 0)
+    h.register_hook(lambda g: kept)
+    h = y * y
+a hook that adds to what the loss holds: 1
+    shift, seen = b.detach().new_ones(4), []
+    h.register_hook(lambda g: seen.append(g) or g * shift.to(g).norm())
 hooks on saved tensors, which keep them: 1
     pack = lambda t: (t.detach().numpy().copy(),)
     with graph.saved_tensors_hooks(pack, lambda t: torch.from_numpy(t[0])):
@@ -168,6 +183,10 @@ hooks on saved tensors, which keep them: 1
             h = F.linear(h.sin(), v.exp()).exp()
 hooks on saved tensors, which round them: loop since ... that return the values they get
     with graph.saved_tensors_hooks(torch.Tensor.float, torch.Tensor.double):
+        h = F.linear(x, w).exp()
+hooks on saved tensors, which round one shape: loop since ... the values they get
+    pack = lambda t: t.round() if t.shape == (4,) else t
+    with graph.saved_tensors_hooks(pack, lambda t: t):
         h = F.linear(x, w).exp()
 hooks on tensors of parameters, which round them: loop since ... the values they get
     with graph.saved_tensors_hooks(torch.Tensor.float, torch.Tensor.double):
@@ -250,6 +269,12 @@ def hooked(part, full=hook, pre=hook):
     return part
 
 
+def keeping():
+    kept = []
+    keep = lambda _, out: kept.__setitem__(slice(None), out)  # noqa: E731
+    return lambda _, into, out: (into[0] * kept[0].norm(),), keep
+
+
 def of_old(part):
     part[1].register_backward_hook(lambda module, into, out: (into[0] * 2,))
     return part
@@ -274,6 +299,8 @@ hooks that read values: recorded
     hooked(layers(), lambda _, g, o: g if o[0][0, 0] > 0 else None), nn.Module.__call__
 hooks that write in place: loop since ... writes in place
     hooked(layers(), lambda _, into, out: in_place(out[0])), nn.Module.__call__
+hooks that use gradients which others keep: loop since ... another call
+    hooked(nn.Linear(4, 4), *keeping()), nn.Module.__call__
 hooks of old: loop since ... leaves the graph, the hooks
     of_old(layers()), nn.Module.__call__
 a compiled part: recorded

@@ -49,7 +49,8 @@ def rank_one(
     and Babenko, TabM, arXiv 2410.24210.
 
     Raises:
-        ValueError: another matrix matches nothing, no layer is left, a pattern is idle.
+        ValueError: another matrix matches nothing, no layer is left, a pattern is idle,
+            an entry matches both `shared` and `own`, or a layer has an `r` or `s`.
         RuntimeError: in a call, if other code than its layer reads a weight, as does
             `nn.TransformerEncoderLayer` in evaluation mode.
 
@@ -100,7 +101,13 @@ def _layers(
         firsts.setdefault(id(tensor), name)
     entries, kind = [*firsts.values()], "parameter or buffer"
     common = checks.all_matched("rank_one", entries, shared, kind=kind)
-    fixed = {*common, *checks.all_matched("rank_one", entries, own, kind=kind)}
+    each = checks.all_matched("rank_one", entries, own, kind=kind)
+    if both := {*common}.intersection(each):
+        raise ValueError(
+            f"rank_one(shared=, own=): expected an entry in one of them at most, got "
+            f"{checks.listed(both)} in both."
+        )
+    fixed = {*common, *each}
     layers, others = [], []
     for path, module in model.named_modules():
         matrices = {
@@ -111,6 +118,11 @@ def _layers(
         padded = getattr(module, "padding_mode", "zeros") == "zeros"
         plain = type(module) in _FORMS and padded and "forward" not in vars(module)
         if plain and [*matrices] == ["weight"]:
+            if taken := [name for name in "rs" if hasattr(module, name)]:
+                raise ValueError(
+                    f"rank_one(make): expected layers without attributes 'r' and 's', "
+                    f"got one with {checks.listed(taken)} at {path!r}."
+                )
             layers.append(path)
             common.append(matrices["weight"])
         else:

@@ -2,14 +2,16 @@
 
 A gradient in such a pass is one of all samples, `[B, ...]`. A hook is any function of
 one sample's: it may clip by a norm, read values, or keep some for itself. So it is
-called for one sample after another, with plain tensors, as a loop calls it.
+called for one sample after another, with plain tensors, as a loop calls it. But a loop
+calls all hooks of one sample before any hook of the next, so tensors that one call
+keeps for another may be of another sample here, and are refused.
 
 Autograd saves other tensors in such a pass than for one sample. So hooks on them have
 to keep all values.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +30,8 @@ from vgrad.tree import tensors, tree_map_only
 _GRAD_FN: Any = Tensor.grad_fn
 
 Grads = tuple[Tensor | None, ...]
+Owners = MutableMapping[Tensor, int]
+"""The samples that tensors of hooks are of."""
 
 
 def run_hooks(recorder: Any, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -54,7 +58,7 @@ def _on_tensor(recorder: Any, tensor: Tensor, hook: Callable) -> Any:
         new = hook(*grads)
         return None if new is None else (new,)
 
-    each = partial(_each, recorder.size, level, axis, of_one)
+    each = partial(_each, recorder.size, recorder.of_hooks, level, axis, of_one)
     return modes.unwrapped(tensor).register_hook(lambda grad: each((grad,))[0])
 
 
@@ -62,7 +66,8 @@ def _on_module(recorder: Any, given: Sequence[Tensor]) -> Sequence[Tensor]:
     """Run the identity on whose nodes torch puts the backward hooks of a module."""
     call = autograd.hooked_call()
     recorder.watching().note_hook(f"backward hooks of {type(call.module).__name__}")
-    each = partial(_each, recorder.size, modes.current_level(), 0)
+    of, level = recorder.of_hooks, modes.current_level()
+    each = partial(_each, recorder.size, of, level, 0)
 
     def of_samples(hook: Callable) -> Callable:
         return lambda module, *grads: each(partial(hook, module), *grads)
@@ -78,14 +83,18 @@ def _on_module(recorder: Any, given: Sequence[Tensor]) -> Sequence[Tensor]:
     )
 
 
-def _each(size: int, level: int, axis: int, hook: Callable, *grads: Grads) -> Grads:
+def _each(
+    size: int, of: Owners, level: int, axis: int, hook: Callable, *grads: Grads
+) -> Grads:
     """Return the first of some gradients, replaced by a hook for one sample's."""
     own = tree_map_only(Tensor, lambda g: g.movedim(axis, 0).clone(), grads)
     versions, results = [*map(version_of, tensors(own))], []
     for number in range(size):
         row = tree_map_only(Tensor, lambda g, n=number: g.select(0, n), own)
-        with _OfSample(level, number):
+        of.update(dict.fromkeys(tensors(row), number))
+        with _OfSample(of, level, number) as mode:
             new = hook(*row)
+        mode.check(tensors(new))
         results.append(row[0] if new is None else new)
         shapes = [[getattr(g, "shape", g) for g in x] for x in (row[0], results[-1])]
         if shapes[0] != shapes[1] or versions != [*map(version_of, tensors(own))]:
@@ -101,9 +110,9 @@ def _each(size: int, level: int, axis: int, hook: Callable, *grads: Grads) -> Gr
 class _OfSample(TorchFunctionMode):
     """Takes tensors of the loss, which a hook may close over, for one sample's."""
 
-    def __init__(self, level: int, number: int) -> None:
+    def __init__(self, of: Owners, level: int, number: int) -> None:
         super().__init__()
-        self._level, self._number = level, number
+        self._of, self._level, self._number = of, level, number
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -111,13 +120,45 @@ class _OfSample(TorchFunctionMode):
         def row(tensor: Tensor) -> Tensor:
             wrapped = modes.is_wrapped(tensor)
             own = modes.in_front(tensor, self._level) if wrapped else None
-            return tensor if own is None else own.select(0, self._number)
+            if own is None:
+                return tensor
+            own = own.select(0, self._number)
+            self._of[own] = self._number
+            return own
 
         args, named = tree_map_only(Tensor, row, (args, kwargs or {}))
-        return func(*args, **named)
+        given = tensors((args, named))
+        versions = [*map(version_of, given)]
+        result = func(*args, **named)
+        if self.check(given):
+            pairs = zip(given, versions, strict=True)
+            same = {id(each) for each, version in pairs if version_of(each) == version}
+            made = [each for each in tensors((result, given)) if id(each) not in same]
+            self._of.update(dict.fromkeys(made, self._number))
+        return result
+
+    def check(self, given: Sequence[Tensor]) -> bool:
+        """Return whether some are of this sample; refuse some of another one."""
+        numbers = {self._of.get(each) for each in given} - {None}
+        if numbers <= {self._number}:
+            return bool(numbers)
+        raise UnsupportedOp(
+            "hook: expected one that uses no tensor of another call of a hook, which "
+            "in a recorded pass may be of another sample, got one that does. Use "
+            'strategy="loop".'
+        )
 
 
-def check_saved(tensor: Tensor, unpacked: Tensor) -> None:
+def check_saved() -> bool:
+    """Check hooks on saved tensors that begin; return whether they are to be."""
+    active = autograd.hooks()
+    if active is None or autograd.keeps_values(active[0]):
+        return False
+    autograd.unpack_at_once(_check_unpacked)
+    return True
+
+
+def _check_unpacked(tensor: Tensor, unpacked: Tensor) -> None:
     """Refuse hooks on saved tensors that change values."""
     if checks_collected():
         raise Unrepeatable("hooks on saved tensors are Python")

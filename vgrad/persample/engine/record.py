@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from vgrad import checks, tree
 from vgrad.factors.base import Dense, Factor, Outer, Zero, owned
@@ -98,9 +99,11 @@ class Recorder:
         self._ends: dict[int, Tensor] = {}  # where the backward pass ends, too
         self._stamps: list[Stamp] = []
         self._hooked: dict[int, list] = {}  # makers of nodes that wait for gradients
+        self.of_hooks = WeakTensorKeyDictionary()  # tensors of hooks, and their samples
         self._open = self._last = False  # whether a backward pass runs, and the last
         self._op: Callable | None = None  # of the recorded form that runs
         self.checkpoints = False  # whether ops run again in the backward pass
+        self.saves = False  # whether saved tensors go through hooks of the loss
         self.repeats = False  # whether a checkpoint runs again now
         self._owns = False  # whether a node may write into any tensor it reaches
         self._foreign: dict[str, None] = {}  # ops of libraries
@@ -152,9 +155,7 @@ class Recorder:
 
     def _checkpoint(self) -> Callable[[], AbstractContextManager]:
         """Have a checkpoint inside of the loss run again as it ran first."""
-        hooks = autograd.hooks()
-        if hooks is not None and not autograd.keeps_values(hooks[0]):
-            autograd.unpack_at_once(check_saved)
+        self.saves |= check_saved()
         if self.twice:
             raise refusal("checkpoint", "activation checkpoints")
         self.checkpoints = True

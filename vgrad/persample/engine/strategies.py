@@ -12,6 +12,7 @@ from torch import Tensor
 from vgrad import checks, tree
 from vgrad.conditions import checks_collected
 from vgrad.factors.base import Dense
+from vgrad.functional.guards import Protected
 from vgrad.generators import (
     RandomState,
     drawn_since,
@@ -32,6 +33,7 @@ from vgrad.persample.engine.guard import (
     UnsupportedOp,
     own_backward_passes,
 )
+from vgrad.persample.engine.hooks import check_saved
 from vgrad.persample.engine.proxies import copy_on_arrival
 from vgrad.persample.engine.record import Recorder, Take
 from vgrad.torch_private import autograd, modes
@@ -130,6 +132,8 @@ def _recorded_once(
                 recorder.foreign(losses)
         back(collector.take, last=True)
     _check_unreached(call, frozenset(recorder.unreached))
+    if recorder.saves:
+        _check_saved(call)
     losses, aux = map_tensors(Tensor.detach, (losses, aux))
     return Chunk(collector, losses, aux, "recorded")
 
@@ -303,8 +307,10 @@ def saved_bytes(call: Call) -> int:
     return sum(seen.values()) * (2 if foreign_nodes([loss]) else 1)
 
 
-def _first(call: Call, params: Params, *, seen: bool = False) -> Tensor:
-    mode = call.mode(handlers=SINGLE, seen=seen)
+def _first(
+    call: Call, params: Params, *protected: Protected, seen: bool = False
+) -> Tensor:
+    mode = call.mode(*protected, handlers=SINGLE, seen=seen)
     return call.run_loss(params, call.batch.one(0), mode, alone=True)[0]
 
 
@@ -329,6 +335,17 @@ def _check_unreached(call: Call, names: frozenset[str]) -> None:
             f'recorder. Use strategy="vmap" or "loop".'
         )
     call.unreached.add(names)
+
+
+def _check_saved(call: Call) -> None:
+    """Check hooks on the tensors that one sample saves, whose shapes are others."""
+
+    def begun() -> Callable[[], AbstractContextManager]:
+        check_saved()
+        return nullcontext
+
+    with _trial(call):
+        _first(call, _leaves(call), Protected({}, "", "", begun))
 
 
 def _collected(
