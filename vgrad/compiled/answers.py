@@ -124,7 +124,7 @@ class Groups:
         inputs = inputs_of(call).padded(size, -(-size // step) * step)
         try:
             return self._captures(_Of(self._name, self._computed, pattern), inputs)
-        except SplitBatch:  # of an eager run: what the loss closes over has changed
+        except SplitBatch:  # of an eager run: values of the closure have changed
             self._known[kind_of(call.batch.tensors)] = ()
             return self._plain.measured(call)  # without the samples filled up
 
