@@ -423,6 +423,25 @@ def test_special_answers(name, monkeypatch):
             assert math.isfinite(float(found["w"].sum()))
 
 
+def further(p, b, x, mask, number, held={"further": False}):  # noqa: B006
+    y = x @ p["w"] if number > 0 else x @ p["v"]
+    if held["further"] and y.sum() > 0:
+        y = y.tanh()
+    return (y * p["s"]).square().sum()
+
+
+def test_groups_with_further_answers_are_split_without_the_samples_filled_up(
+    monkeypatch,
+):
+    eager = vgrad.per_sample_grad(further)
+    compiled = vgrad.compile(eager)
+    for seed in range(5):
+        monkeypatch.setitem(further.__defaults__[0], "further", seed > 1)
+        given = PARAMS, {}, *batch(seed, 18)
+        oracle.assert_exact(compiled(*given), eager(*given))
+    assert calls(compiled) > 1
+
+
 def test_inner_products_are_refused():
     compiled = vgrad.compile(vgrad.per_sample_gram(branch), fallback="error")
     with pytest.raises(RuntimeError, match="samples take different branches"):

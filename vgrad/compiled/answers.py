@@ -122,7 +122,11 @@ class Groups:
         """Run samples of one pattern, filled up to a multiple of `step`."""
         size = call.batch.size
         inputs = inputs_of(call).padded(size, -(-size // step) * step)
-        return self._captures(_Of(self._name, self._computed, pattern), inputs)
+        try:
+            return self._captures(_Of(self._name, self._computed, pattern), inputs)
+        except SplitBatch:  # of an eager run: values of the closure have changed
+            self._known[kind_of(call.batch.tensors)] = ()
+            return self._plain.measured(call)  # without the samples filled up
 
     def _computed(self, inputs: Inputs, pattern: str) -> Chunk:
         return self._plain.chunk(inputs)
