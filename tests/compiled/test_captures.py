@@ -695,7 +695,7 @@ def test_attributes_are_those_of_the_transform():
     eager = vgrad.clipped_grad(squared, max_norm=2.0, normalize_by=4.0)
     compiled = vgrad.compile(eager)
     assert compiled.sensitivity == eager.sensitivity
-    assert compiled.options is eager.options
+    assert compiled.quantity is eager.quantity
     with pytest.raises(AttributeError, match="nothing"):
         _ = compiled.nothing
 
