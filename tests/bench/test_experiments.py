@@ -106,7 +106,10 @@ def changed(results, path, by):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "private" else pytest.mark.large) for n in NAMES],
+)
 def test_an_experiment_runs_once_and_its_check_sees_errors(name, tmp_path, monkeypatch):
     one, place = named(name), Place("tiny", "cpu", tmp_path)
     sentences = study.run(name, one, place)
