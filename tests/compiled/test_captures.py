@@ -696,6 +696,7 @@ def test_attributes_are_those_of_the_transform():
     compiled = vgrad.compile(eager)
     assert compiled.sensitivity == eager.sensitivity
     assert compiled.quantity is eager.quantity
+    assert replace(compiled.options, singly=True) == eager.options
     with pytest.raises(AttributeError, match="nothing"):
         _ = compiled.nothing
 
