@@ -13,7 +13,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,8 +26,6 @@ import vgrad
 from vgrad import curvature
 
 DAMPING = 0.1
-DIM, SIDE = 512, 16
-"""Features of TRAK, and of each side of a layer for LoGra."""
 
 Run = Callable[[], Any]
 Build = Callable[["Problem"], Run]
@@ -42,6 +40,11 @@ class Problem:
     train: tuple[Tensor, Tensor]
     queries: tuple[Tensor, Tensor]
     batch_size: int
+    dim: int
+    """Features of TRAK."""
+
+    side: int
+    """Features of each side of a layer, for LoGra."""
 
     @cached_property
     def functional(self) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
@@ -72,15 +75,16 @@ class Problem:
             for name, p in self.model.named_parameters()
         }
 
+    @property
+    def ridge(self) -> float:
+        """The ridge for gradients over sqrt(P), whose kernel is so much smaller."""
+        return DAMPING / sum(each.numel() for each in self.params)
+
     def loader(self, batch_size: int | None = None) -> DataLoader:
         return DataLoader(TensorDataset(*self.train), batch_size or self.batch_size)
 
     def asked(self) -> DataLoader:
         return DataLoader(TensorDataset(*self.queries), len(self.queries[0]))
-
-
-def of_loss(params: dict, buffers: dict, x: Tensor, y: Tensor, fmodel: Any) -> Tensor:
-    return F.cross_entropy(fmodel(params, buffers, x[None]), y[None])
 
 
 def loss_of(p: Problem) -> Any:
@@ -220,12 +224,13 @@ def func_diagonal(p: Problem) -> Run:
     return run
 
 
-def laplace_diagonal(name: str) -> Build:
+def laplace_diagonal(name: str, batch_size: int | None = None) -> Build:
     def build(p: Problem) -> Run:
         backend, count = laplace_backend(p, name), len(p.train[0])
+        batches = replace(p, batch_size=batch_size or p.batch_size).batches
 
         def run() -> Tensor:
-            parts = [backend.diag(x, y, N=count)[1] for x, y in p.batches]
+            parts = [backend.diag(x, y, N=count)[1] for x, y in batches]
             return torch.stack(parts).sum(0) / count
 
         return run
@@ -281,7 +286,7 @@ def laplace_kronecker(name: str) -> Build:
                 _, part = backend.kron(x, y, N=count)
                 total = part if isinstance(total, int) else total + part
             found = total.decompose()
-            return lambda: found.bmm(flat[None], exponent=1)[0] / count
+            return lambda: found.bmm(flat[None, None], exponent=1)[0, 0] / count
 
         return run
 
@@ -403,7 +408,7 @@ class Kronfluence:
         )
 
     def score(self) -> Tensor:
-        return self.analyzer.compute_pairwise_scores(
+        self.analyzer.compute_pairwise_scores(
             "it",
             "it",
             TensorDataset(*self.p.queries),
@@ -412,7 +417,8 @@ class Kronfluence:
             per_device_train_batch_size=self.p.batch_size,
             score_args=self.scores,
             overwrite_output_dir=True,
-        )["all_modules"]
+        )
+        return self.analyzer.load_pairwise_scores("it")["all_modules"]
 
     def product(self) -> list[Tensor]:
         """Multiply the vector by the fitted matrix."""
@@ -448,16 +454,14 @@ def kronfluence_scores(strategy: str) -> Build:
     return build
 
 
-def dattri_task(p: Problem, *, model_called: bool = False, margins: bool = False) -> Any:
+def dattri_task(p: Problem, *, margins: bool = False) -> Any:
     """A task whose loss is of one sample or a mean over a batch."""
     from dattri.task import AttributionTask
 
     model = copy.deepcopy(p.model)
 
-    def loss(params: Any, data: Any, device: str = "cpu") -> Tensor:
+    def loss(params: dict, data: Any) -> Tensor:
         x, y = data
-        if model_called:
-            return F.cross_entropy(params(x), y, reduction="sum")
         if y.ndim == 0:
             x, y = x[None], y[None]
         output = torch.func.functional_call(model, params, x)
@@ -527,7 +531,10 @@ def dattri_grad_dot(p: Problem) -> Run:
     from dattri.algorithm.tracin import TracInAttributor
 
     attributor = TracInAttributor(
-        dattri_task(p), weight_list=torch.ones(1), normalized_grad=False
+        dattri_task(p),
+        weight_list=torch.ones(1),
+        normalized_grad=False,
+        projector_kwargs={"proj_dim": -1, "proj_type": "identity"},
     )
 
     def run() -> Tensor:
@@ -542,7 +549,7 @@ def vgrad_trak(p: Problem) -> Run:
 
     fmodel, params, buffers = p.functional
     return lambda: attribution.trak(
-        fmodel, params, buffers, p.queries, p.batches, dim=DIM, seed=0, ridge=DAMPING
+        fmodel, params, buffers, p.queries, p.batches, dim=p.dim, seed=0, ridge=DAMPING
     )
 
 
@@ -557,8 +564,9 @@ def dattri_trak(p: Problem) -> Run:
 
     def run() -> Tensor:
         with in_dtype(p):
+            projector = {"proj_dim": p.dim, "proj_type": "normal"}
             attributor = TRAKAttributor(
-                task, right, {"proj_dim": DIM}, regularization=DAMPING
+                task, right, projector, regularization=p.ridge
             )
             attributor.cache(p.loader())
             return attributor.attribute(p.asked()).mT
@@ -579,10 +587,10 @@ def traker(p: Problem) -> Run:
                 len(p.train[0]),
                 save_dir=folder,
                 device="cpu",
-                proj_dim=DIM,
+                proj_dim=p.dim,
                 use_half_precision=False,
                 logging_level=logging.ERROR,
-                lambda_reg=DAMPING,
+                lambda_reg=p.ridge * p.dim,  # of projections without a scale
             )
             state = p.model.state_dict()
             peer.load_checkpoint(state, model_id=0)
@@ -600,7 +608,7 @@ def traker(p: Problem) -> Run:
 def vgrad_logra(p: Problem) -> Run:
     loss, params, buffers = loss_of(p)
     compute = vgrad.per_sample_projection(
-        loss, dim=(SIDE, SIDE), seed=0, kind="kronecker", distribution="gaussian"
+        loss, dim=(p.side, p.side), seed=0, kind="kronecker", distribution="gaussian"
     )
     return lambda: torch.cat(
         [torch.cat([*compute(params, buffers, *b).values()], 1) for b in p.batches]
@@ -608,15 +616,31 @@ def vgrad_logra(p: Problem) -> Run:
 
 
 def dattri_logra(p: Problem) -> Run:
+    """Dictionaries are read by name; of tensors it would take the first sample."""
     from dattri.algorithm.logra import LoGraAttributor
+    from dattri.task import AttributionTask
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = copy.deepcopy(p.model)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(self.model(x), y)
+
+    def loss(model: nn.Module, data: dict[str, Tensor], device: str) -> Tensor:
+        return model(**data)
+
+    rows = [dict(x=x, y=y) for x, y in zip(*p.train, strict=True)]
+    model = Named()
+    task = AttributionTask(loss, model, model.state_dict())
 
     def run() -> Tensor:
         with in_dtype(p):
-            task = dattri_task(p, model_called=True)
             peer = LoGraAttributor(
-                task, hessian="Identity", proj_dim=SIDE**2, offload="none"
+                task, hessian="Identity", proj_dim=p.side**2, offload="none"
             )
-            peer.cache(p.loader())
+            peer.cache(DataLoader(rows, p.batch_size))
             kept = peer.offload_manager
             parts = [kept.retrieve_gradients(i) for i in range(len(p.batches))]
             return torch.cat([torch.cat(list(each), 1) for each in parts])
