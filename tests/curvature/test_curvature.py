@@ -387,8 +387,13 @@ def test_the_whole_matrix_is_the_dense_one(name):
     oracle.assert_exact(found.trace(), exact.trace())
     values = torch.linalg.eigvalsh(exact)
     oracle.assert_exact(found.eigenvalues()[""], values.clamp(min=0), 1e-8)
+    many = {n: torch.stack([each, 2 * each]) for n, each in solved.items()}
+    both = found.product(many)
+    for name, each in found.product(solved).items():
+        oracle.assert_exact(both[name], torch.stack([each, 2 * each]), 1e-8)
+    name = max(params, key=lambda name: params[name].ndim)
     with pytest.raises(ValueError, match=r"Full\(vector\): expected shape"):
-        found.solve({n: value[None] for n, value in params.items()}, damping=1.0)
+        found.solve(many | {name: many[name].mT}, damping=1.0)
 
 
 def test_a_matrix_that_does_not_fit_is_refused():

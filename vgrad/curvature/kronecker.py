@@ -53,7 +53,7 @@ class Block:
 class Kronecker:
     """A block-diagonal curvature matrix; `kfac` and `ekfac` make it.
 
-    Vectors are dictionaries `{name: shape}`. Results are float64.
+    Vectors are dictionaries `{name: [..., *shape]}`. Results are float64.
     """
 
     blocks: dict[str, Block]
@@ -107,7 +107,7 @@ class Kronecker:
         result = {}
         for name, block in self.blocks.items():
             value = vector[name]
-            matrix = double(value).reshape(block.values.shape)
+            matrix = double(value).reshape(-1, *block.values.shape)
             matrix = block.rotated(matrix) * function(block.values)
             result[name] = block.rotated(matrix, back=True).view(value.shape)
         return result
