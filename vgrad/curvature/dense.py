@@ -36,7 +36,7 @@ class Full(Kronecker):
         shapes = {n: torch.Size((*lead, *each)) for n, each in self.shapes.items()}
         checks.shapes("Full(vector)", shapes, vector)
         sizes = [shape.numel() for shape in self.shapes.values()]
-        parts = [double(vector[name]).view(*lead, -1) for name in shapes]
+        parts = [double(vector[name]).reshape(*lead, -1) for name in shapes]
         [flat] = super()._scaled({"": torch.cat(parts, -1)}, function).values()
         pairs = zip(shapes.items(), flat.split(sizes, -1), strict=True)
         return {name: part.reshape(shape) for (name, shape), part in pairs}
