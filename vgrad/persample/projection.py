@@ -169,12 +169,12 @@ def per_sample_projection(
     """
     function = "per_sample_projection"
     call = Call.of(per_sample_projection, loss, options, has_aux)
+    if (seed is None) != isinstance(dim, Mapping):
+        raise TypeError(
+            f"{function}(dim, seed={checks.shown(seed)}): expected a seed of random "
+            f"directions, and none for sides, which are not drawn."
+        )
     if isinstance(dim, Mapping):
-        if seed is not None:
-            raise ValueError(
-                f"{function}(sides, seed={checks.shown(seed)}): expected no seed, as "
-                f"sides are not drawn. Leave it out."
-            )
         return Transform(call, _Projection((), None, kind, dim))
     sides: dict[str, Any] = {"dim": dim}
     if isinstance(dim, tuple | list) and len(dim) == 2:
