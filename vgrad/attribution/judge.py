@@ -208,7 +208,7 @@ def _chosen(function: str, shape: str, **values: Any) -> Tensor:
 
 
 def _numbers(function: str, shape: tuple[int, ...], **values: Any) -> Tensor:
-    """Return numbers as float64 on the CPU; refuse shapes and what is not finite."""
+    """Return numbers as float64 on the CPU; refuse NaN, infinity and other shapes."""
     [(name, value)] = values.items()
     real = isinstance(value, Tensor) and value.is_floating_point()
     if not real or value.shape != shape:
