@@ -30,12 +30,16 @@ class Full(Kronecker):
 
     def _scaled(self, vector: Params, function: Any) -> Params:
         checks.names("Full(vector)", self.shapes, vector)
-        checks.shapes("Full(vector)", self.shapes, vector)
-        row = torch.cat([double(vector[name]).flatten() for name in self.shapes])
-        [row] = super()._scaled({"": row}, function).values()
-        parts = row.split([shape.numel() for shape in self.shapes.values()])
-        shapes = self.shapes.items()
-        return {n: x.view(shape) for (n, shape), x in zip(shapes, parts, strict=True)}
+        name, first = next(iter(self.shapes.items()))
+        given = vector[name].shape  # with axes of several vectors in front
+        lead = given[: len(given) - len(first)]
+        shapes = {n: torch.Size((*lead, *each)) for n, each in self.shapes.items()}
+        checks.shapes("Full(vector)", shapes, vector)
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        parts = [double(vector[name]).reshape(*lead, -1) for name in shapes]
+        [flat] = super()._scaled({"": torch.cat(parts, -1)}, function).values()
+        pairs = zip(shapes.items(), flat.split(sizes, -1), strict=True)
+        return {name: part.reshape(shape) for (name, shape), part in pairs}
 
 
 @torch.no_grad()
