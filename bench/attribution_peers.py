@@ -25,7 +25,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import vgrad
 from vgrad import curvature
 
-DAMPING = 0.1
+DAMPING, SHIFT = 0.1, 3.0
+"""Damping, and the one of Hessians, which are not positive."""
+
 
 Run = Callable[[], Any]
 Build = Callable[["Problem"], Run]
@@ -325,7 +327,7 @@ def vgrad_cg(p: Problem) -> Run:
     fmodel, params, buffers = p.functional
     loss = vgrad.batch_loss(fmodel, F.cross_entropy)
     product = curvature.hessian_vector_product(loss, params, buffers, p.batches)
-    return vgrad_scores(p, curvature.iterative(product, params), DAMPING)
+    return vgrad_scores(p, curvature.iterative(product, params), SHIFT)
 
 
 def func_gradients(p: Problem) -> Callable[[Tensor, Tensor], Tensor]:
@@ -608,7 +610,7 @@ def traker(p: Problem) -> Run:
 def vgrad_logra(p: Problem) -> Run:
     loss, params, buffers = loss_of(p)
     compute = vgrad.per_sample_projection(
-        loss, dim=(p.side, p.side), seed=0, kind="kronecker", distribution="gaussian"
+        loss, dim=(p.side, p.side), seed=0, kind="gaussian"
     )
     return lambda: torch.cat(
         [torch.cat([*compute(params, buffers, *b).values()], 1) for b in p.batches]
