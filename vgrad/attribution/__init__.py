@@ -8,11 +8,13 @@ is helpful: it raises the log likelihood, or the measurement, of the query.
 * `trak`: random projections of margins' gradients, and their kernel
 * `margin`: the log odds of the target, a measurement
 * `Top`: the largest scores of each query
+* `Store`: features of a training set, in files
 """
 
 from vgrad.attribution.scores import Top, influence, margin, self_influence, trak
+from vgrad.attribution.store import Store
 
-__all__ = ["Top", "influence", "margin", "self_influence", "trak"]
+__all__ = ["Store", "Top", "influence", "margin", "self_influence", "trak"]
 
 
 def __dir__() -> list[str]:

@@ -67,7 +67,7 @@ class Options:
         seen: dict[int, Any] = {}
         while left:
             path, value, live, named = left.pop()
-            if (text := _text(value)) is not None:
+            if (text := self.text(value)) is not None:
                 self._facts[path] = text
                 continue
             if id(value) in seen or isinstance(value, _UNCOMPARED):
@@ -85,6 +85,11 @@ class Options:
         fixed = {path: text for path, text in self._facts.items() if path not in now}
         self._fixed = json.dumps(fixed, sort_keys=True)
 
+    @staticmethod
+    def text(value: Any) -> str | None:
+        """Return the text of a value that is compared; None of any other."""
+        return _text(value)
+
     def digest(self) -> str:
         """Hash all facts."""
         text = self._fixed + json.dumps(self._now(), sort_keys=True)
@@ -99,7 +104,7 @@ class Options:
             f"{path}.{name}": text
             for path, holder, named in self._holders
             for name, part in _parts(holder, named)
-            if (text := _text(part)) is not None
+            if (text := self.text(part)) is not None
         }
 
 
