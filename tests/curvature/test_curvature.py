@@ -365,6 +365,52 @@ def test_solutions_and_determinants_are_those_of_the_matrix(name, method):
         found.solve(like(params, vector), damping=0.0)
 
 
+@pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")  # of attention in vmap
+@pytest.mark.parametrize("name", ["cnn", "attention", "tied"])
+def test_the_whole_matrix_is_the_dense_one(name):
+    module, (fmodel, params, buffers), batches = problem(name)
+    exact = dense(module, batches, "categorical")
+    found = curvature.full(
+        curvature.ggn(fmodel, "categorical"), params, buffers, batches
+    )
+    oracle.assert_exact(assembled(found.product, params), exact)
+    vector = torch.randn(len(exact), dtype=torch.float64)
+    damped = exact + 0.1 * torch.eye(len(exact)).double()
+    solved = found.solve(like(params, vector), damping=0.1)
+    oracle.assert_exact(flat(solved), torch.linalg.solve(damped, vector), 1e-8)
+    twice = found.root(found.root(like(params, vector), damping=0.1), damping=0.1)
+    oracle.assert_exact(flat(twice), flat(solved), 1e-8)
+    assert [each.shape for each in solved.values()] == [
+        p.shape for p in params.values()
+    ]
+    oracle.assert_exact(found.logdet(damping=0.1), torch.logdet(damped), 1e-8)
+    oracle.assert_exact(found.trace(), exact.trace())
+    values = torch.linalg.eigvalsh(exact)
+    oracle.assert_exact(found.eigenvalues()[""], values.clamp(min=0), 1e-8)
+    many = {n: torch.stack([each, 2 * each]) for n, each in solved.items()}
+    both = found.product(many)
+    for name, each in found.product(solved).items():
+        oracle.assert_exact(both[name], torch.stack([each, 2 * each]), 1e-8)
+    name = max(params, key=lambda name: params[name].ndim)
+    with pytest.raises(ValueError, match=r"Full\(vector\): expected shape"):
+        found.solve(many | {name: many[name][:, :-1]}, damping=1.0)
+
+
+def test_a_matrix_that_does_not_fit_is_refused():
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(nn.Linear(200, 100))
+    matrix = curvature.ggn(fmodel, "gaussian")
+    with pytest.raises(ValueError, match="got 20100, .* 3.01 GiB. Use kfac"):
+        curvature.full(matrix, params, buffers, [(torch.ones(1, 200),)])
+    params, buffers = vgrad.freeze(params, buffers, ["weight"])
+    found = curvature.full(matrix, params, buffers, [(torch.ones(1, 200),)])
+    assert found.trace() == 100
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(nn.Linear(2, 1))
+    matrix = curvature.ggn(fmodel, "gaussian")
+    found = curvature.full(matrix, params, buffers, [(torch.ones(1, 2),)])
+    with pytest.raises(ValueError, match=r"Full.solve\(damping=0.0\): .* 'the matrix'"):
+        found.solve(params, damping=0.0)
+
+
 def test_a_solver_of_scipy_takes_a_product():
     linalg = pytest.importorskip("scipy.sparse.linalg")
     module, (fmodel, params, buffers), batches = problem("mlp")

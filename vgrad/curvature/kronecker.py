@@ -53,7 +53,7 @@ class Block:
 class Kronecker:
     """A block-diagonal curvature matrix; `kfac` and `ekfac` make it.
 
-    Vectors are dictionaries `{name: shape}`. Results are float64.
+    Vectors are dictionaries `{name: [..., *shape]}`. Results are float64.
     """
 
     blocks: dict[str, Block]
@@ -62,6 +62,11 @@ class Kronecker:
         """Solve `(matrix + damping I) x = vector` for x."""
         damping = self._damping("solve", damping)
         return self._scaled(vector, lambda values: 1 / (values + damping))
+
+    def root(self, vector: Params, *, damping: float) -> Params:
+        """Multiply a vector by the symmetric root `(matrix + damping I)^-1/2`."""
+        damping = self._damping("root", damping)
+        return self._scaled(vector, lambda values: (values + damping).rsqrt())
 
     def product(self, vector: Params) -> Params:
         """Multiply a vector by the matrix."""
@@ -84,15 +89,16 @@ class Kronecker:
     def _values(self) -> list[Tensor]:
         return [each.values for each in self.blocks.values()]
 
-    def _damping(self, function: str, damping: float) -> float:
-        [damping] = checks.non_negative(f"Kronecker.{function}", damping=damping)
+    def _damping(self, method: str, damping: float) -> float:
+        function = f"{type(self).__name__}.{method}"
+        [damping] = checks.non_negative(function, damping=damping)
         for name, values in self.eigenvalues().items():
             least, most = (float(each) for each in values.aminmax())
             if least + damping <= len(values) * torch.finfo(values.dtype).eps * most:
                 raise ValueError(
-                    f"Kronecker.{function}(damping={damping}): expected a larger "
-                    f"number, since {name!r} has eigenvalues down to {least:.2g}, "
-                    f"which are lost in the rounding of {most:.2g}."
+                    f"{function}(damping={damping}): expected a larger number, "
+                    f"since {name or 'the matrix'!r} has eigenvalues down to "
+                    f"{least:.2g}, which are lost in the rounding of {most:.2g}."
                 )
         return damping
 
@@ -101,7 +107,7 @@ class Kronecker:
         result = {}
         for name, block in self.blocks.items():
             value = vector[name]
-            matrix = double(value).reshape(block.values.shape)
+            matrix = double(value).reshape(-1, *block.values.shape)
             matrix = block.rotated(matrix) * function(block.values)
             result[name] = block.rotated(matrix, back=True).view(value.shape)
         return result
@@ -213,8 +219,7 @@ class _Covariances(Quantity):
                         f"{run.call.function}(params): expected parameters of layers "
                         f"with two sides, or with few numbers, got {name!r} of shape "
                         f"{shape}, whose gradients have one side. Leave it out: "
-                        f"fmodel, params, buffers = vgrad.freeze(fmodel, params, "
-                        f"buffers, [{name!r}])."
+                        f"params, buffers = vgrad.freeze(params, buffers, [{name!r}])."
                     )
                 _add(sums, name, each)
         return sums
@@ -278,7 +283,7 @@ def _add(sums: dict[str, Covariances], name: str, each: Covariances) -> None:
         raise ValueError(
             f"kfac(fmodel): expected uses of {name!r} of one kind, got samples where a "
             f"layer multiplies it and others where it is used otherwise. Leave it out: "
-            f"vgrad.freeze(fmodel, params, buffers, [{name!r}])."
+            f"params, buffers = vgrad.freeze(params, buffers, [{name!r}])."
         )
     sums[name] = each.plus(known) if name in sums else each
 
