@@ -382,8 +382,9 @@ def _add_attribute(parser: ArgumentParser) -> None:
         "--damping",
         metavar="DAMPING",
         type=_typed(float, above(0)),
-        help="what is added to the curvature, a mean over samples; use more if the "
-        "scores of a few samples outweigh all others (default: 0.001)",
+        default=1e-3,
+        help="added to the curvature, which is a mean over samples; grad-dot has none "
+        "(default: 0.001)",
     )
     parser.add_argument(
         "--not-private",

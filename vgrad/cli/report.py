@@ -412,9 +412,10 @@ th, td {{ padding: .2rem .8rem; border-bottom: 1px solid #ddd; text-align: right
 th {{ overflow-wrap: normal; }}
 th:first-child, td:first-child {{ text-align: left; }}
 img {{ max-width: 100%; height: auto; }}
-.sample {{ display: inline-block; width: 6rem; margin: 0 .4rem .4rem 0;
-  vertical-align: top; text-align: center; font-size: .8rem; line-height: 1.2; }}
-.sample img {{ width: 4rem; image-rendering: pixelated; }}
+.samples th, .samples td {{ text-align: left; vertical-align: top; }}
+.sample {{ display: inline-block; width: 4.4rem; margin: .2rem; text-align: center;
+  vertical-align: top; font-size: .75rem; line-height: 1.2; }}
+.sample img {{ width: 3rem; image-rendering: pixelated; }}
 .warning {{ border-left: .4rem solid #D55E00; padding: .4rem 1rem;
   background: #fdf1e9; }}
 </style>
