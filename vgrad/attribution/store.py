@@ -17,13 +17,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from vgrad import batches as _batches
 from vgrad import checks, files
-from vgrad.distributed.options import Options as Facts
 from vgrad.functional.losses import SampleLoss
 from vgrad.persample import Options, per_sample_projection
 from vgrad.persample.engine import Transform
@@ -419,24 +417,16 @@ def _bar(text: str, count: int) -> Iterator[Callable[[int], Any]]:
 # The description of features.
 
 
-class _Facts(Facts):
-    """The facts of a loss, with its tensors, which may differ between ranks."""
-
-    @staticmethod
-    def text(value: Any) -> str | None:
-        if isinstance(value, Tensor | np.ndarray):
-            return files.digest({"": torch.as_tensor(value)})
-        return Facts.text(value)
-
-
 def _facts(
     function: str, loss: Any, params: Params, buffers: Buffers, text: str | None
 ) -> dict[str, str]:
     """Return everything but the projection that features depend on, as text."""
+    from vgrad.distributed.options import WithTensors  # takes a second to import
+
     facts = {"params": files.digest(params), "buffers": files.digest(buffers)}
     if text is not None:
         return facts | {"loss": repr(text)}
-    found, criterion = _Facts(loss=loss).facts(), getattr(loss, "_criterion", None)
+    found, criterion = WithTensors(loss=loss).facts(), getattr(loss, "_criterion", None)
     code = any(re.match(r"loss\._criterion.*\.code$", name) for name in found)
     if code or not isinstance(loss, SampleLoss):
         raise ValueError(

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vgrad import files
 from vgrad.compiled.guards import INNER, parts
 from vgrad.functional.model import FunctionalModel
 from vgrad.persample.clipped import ClipRule
@@ -106,6 +107,17 @@ class Options:
             for name, part in _parts(holder, named)
             if (text := self.text(part)) is not None
         }
+
+
+class WithTensors(Options):
+    """Options with the tensors and arrays that they reach, as hashes."""
+
+    @staticmethod
+    def text(value: Any) -> str | None:
+        """Return the text of a value, or its hash."""
+        if isinstance(value, Tensor | np.ndarray):
+            return files.digest({"": torch.as_tensor(value)})
+        return _text(value)
 
 
 def of_transform(transform: Transform) -> dict[str, Any]:
