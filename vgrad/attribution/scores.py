@@ -235,8 +235,8 @@ def trak(
     Cost: one recorded pass of each batch and checkpoint, and `N dim` numbers.
 
     Args:
-        params: of one model, or a list with those of several, trained apart, or on
-            parts of the samples.
+        params: of one model, or a list of the dictionaries of several, each trained on
+            its own part of the samples, or from its own start.
         buffers: the same; one dictionary may be for all.
         batches: a list for several checkpoints, each of which goes through it.
 
@@ -342,7 +342,7 @@ def _of_rank(vectors: Tensor, rank: int | None, param: Tensor) -> Factor:
 
 
 def _largest(best: list[Top], scores: Tensor, start: int, count: int) -> Top:
-    """Merge the largest scores so far, if any, with those of one more batch, [Q, b]."""
+    """Merge the largest scores so far, if any, with one more batch's, [Q, b]."""
     indices = torch.arange(start, start + scores.shape[1], device=scores.device)
     scores = torch.cat([*(each.values for each in best), scores], 1)
     indices = indices.expand(len(scores), -1)

@@ -17,8 +17,8 @@ over samples; the functions take `(matrix, params, buffers, batches)`.
 * `Curvature`, `Kronecker`, `Full`, `Iterative`: the kinds of matrices
 """
 
+from vgrad.curvature.conjugate import Iterative, iterative
 from vgrad.curvature.dense import Full, full
-from vgrad.curvature.iterative import Iterative, iterative
 from vgrad.curvature.kronecker import Kronecker, ekfac, kfac
 from vgrad.curvature.outputs import (
     Curvature,
