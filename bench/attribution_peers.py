@@ -3,7 +3,8 @@
 A contender is built from a problem and gives a function that is timed. Its result is a
 tensor, a dictionary or list in the order of the parameters, or a function that returns
 one of them, which is not timed. Peers that are not installed raise
-`ModuleNotFoundError` when built. N training samples, Q queries, K outputs, P parameters.
+`ModuleNotFoundError` when built. N training samples, Q queries, K outputs, P numbers
+of parameters.
 """
 
 import contextlib
@@ -11,7 +12,6 @@ import copy
 import logging
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import vgrad
-from vgrad import curvature
+from vgrad import attribution, curvature
 
 DAMPING, SHIFT = 0.1, 3.0
 """Damping, and the one of Hessians, which are not positive."""
@@ -299,8 +299,6 @@ def laplace_kronecker(name: str) -> Build:
 
 
 def vgrad_scores(p: Problem, blocks: Any, damping: float) -> Run:
-    from vgrad import attribution
-
     loss, params, buffers = loss_of(p)
     return lambda: attribution.influence(
         loss,
@@ -322,8 +320,6 @@ def vgrad_grad_dot(p: Problem) -> Run:
 
 
 def vgrad_cg(p: Problem) -> Run:
-    from vgrad import attribution
-
     fmodel, params, buffers = p.functional
     loss = vgrad.batch_loss(fmodel, F.cross_entropy)
     product = curvature.hessian_vector_product(loss, params, buffers, p.batches)
@@ -547,8 +543,6 @@ def dattri_grad_dot(p: Problem) -> Run:
 
 
 def vgrad_trak(p: Problem) -> Run:
-    from vgrad import attribution
-
     fmodel, params, buffers = p.functional
     return lambda: attribution.trak(
         fmodel, params, buffers, p.queries, p.batches, dim=p.dim, seed=0, ridge=DAMPING
@@ -567,9 +561,7 @@ def dattri_trak(p: Problem) -> Run:
     def run() -> Tensor:
         with in_dtype(p):
             projector = {"proj_dim": p.dim, "proj_type": "normal"}
-            attributor = TRAKAttributor(
-                task, right, projector, regularization=p.ridge
-            )
+            attributor = TRAKAttributor(task, right, projector, regularization=p.ridge)
             attributor.cache(p.loader())
             return attributor.attribute(p.asked()).mT
 
