@@ -238,6 +238,24 @@ def test_trak_is_its_formula():
         attribution.trak(fmodel, params, *given, dim=64, seed=0, ridge=0.0)
 
 
+def test_a_store_stands_for_the_batches(tmp_path):
+    case = Problem("mlp")
+    project = vgrad.per_sample_projection(case.loss, (100, 100), seed=0)  # the whole
+    store = attribution.Store.write(
+        tmp_path, project, *case.given[1:], case.batches, samples_per_file=4
+    )
+    given = *case.given, case.queries
+    exact = case.query @ case.train.T
+    oracle.assert_exact(attribution.influence(*given, store), exact)
+    best = attribution.influence(*given, store, measurement=case.loss, top=2)
+    assert torch.equal(best.indices, exact.topk(2, largest=False).indices)
+    with pytest.raises(ValueError, match=r"influence\(store\): expected none of"):
+        attribution.influence(*given, store, groups="layer")
+    other = {name: value + 1 for name, value in case.params.items()}
+    with pytest.raises(ValueError, match=r"Store\.check"):
+        attribution.influence(case.loss, other, case.buffers, case.queries, store)
+
+
 def test_wrong_arguments_are_refused():
     _, fmodel, params, buffers, (x, y) = classifier()
     loss = vgrad.sample_loss(fmodel, F.cross_entropy)
