@@ -184,7 +184,7 @@ def influence(
 
 
 def _dot(features: Params, others: Params) -> Params:
-    """Inner products of features with those of queries, [n, Q]."""
+    """Inner products of features with features of queries, [n, Q]."""
     pairs = ((each, others[name].to(each.device)) for name, each in features.items())
     products = [double(each) @ double(other).mT for each, other in pairs]
     return {"": torch.stack(products).sum(0).to(norm_dtype(features))}
