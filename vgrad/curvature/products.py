@@ -4,7 +4,8 @@ The matrices are over all parameters; vectors are dictionaries of their names an
 shapes. N samples in all batches.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 import torch
@@ -20,10 +21,13 @@ from vgrad.curvature.outputs import (
     check_real,
     fixed,
 )
-from vgrad.factors import Sums
+from vgrad.factors import Factor, Sums
+from vgrad.factors.columns import squares
 from vgrad.functional.losses import check_loss
-from vgrad.persample import Options, gradient_moments, per_sample_norm
-from vgrad.tree import double, map_values, no_autocast, tensors, wide
+from vgrad.persample import Options
+from vgrad.persample.engine import Call, Collector, Evaluation, Quantity
+from vgrad.persample.grad import Norms
+from vgrad.tree import double, no_autocast, tensors, wide
 from vgrad.typing import BatchLossFn, Buffers, Params
 
 Product = Callable[[Params], Params]
@@ -130,13 +134,11 @@ def diagonal(
 
     Cost: per-sample gradients of all rows of a batch, one parameter's at a time.
     """
-    compute = gradient_moments(curvature.loss, **options)
     sums, count = Sums(), 0
-    for rows in curvature.rows(params, buffers, batches):
-        size = rows.samples * rows.columns
-        moments = compute(params, buffers, *rows.batch).second_moment
-        sums.add(map_values(lambda each, size=size: double(each) * size, moments))
-        count += rows.samples
+    given = params, buffers, batches, options
+    for found, size in curvature.measured(diagonal, Squares(), *given):
+        sums.add({name: each.view_as(params[name]) for name, each in found.items()})
+        count += size
     return _mean("diagonal", sums, params, count)
 
 
@@ -153,14 +155,46 @@ def trace(
     Cost: per-sample norms of all rows, for which few gradients are formed. It has the
     options of `diagonal`.
     """
-    compute = per_sample_norm(curvature.loss, **options)
     total, count = torch.zeros((), dtype=torch.float64), 0
-    for rows in curvature.rows(params, buffers, batches):
-        norms = double(compute(params, buffers, *rows.batch)).square()
-        total = total.to(norms.device) + norms.sum()
-        count += rows.samples
-    check_count("trace", count)
+    given = params, buffers, batches, options
+    for norms, size in curvature.measured(trace, Norms(None), *given):
+        total = total.to(norms.device) + double(norms).square().sum()
+        count += size
     return total / count
+
+
+@dataclass(frozen=True)
+class Squares(Quantity):
+    """Sums of squares of `left^T G right` over samples and columns, {name: [O, I]}.
+
+    `sides` has the two for each parameter, None for the identity.
+    """
+
+    sides: dict[str, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
+
+    def collector(self, call: Call) -> "_Squared":
+        return _Squared(self.sides)
+
+    def partial(self, collector: "_Squared", call: Call) -> Params:
+        return collector.values
+
+    def total(self, partials: Iterator[Params], run: Evaluation) -> Params:
+        sums = Sums()
+        for part in partials:
+            sums.add(part)
+        return sums.totals
+
+    def mapped(self, function: Any, value: Any) -> Any:
+        return value
+
+
+@dataclass
+class _Squared(Collector):
+    sides: dict[str, tuple[Tensor | None, Tensor | None]]
+    values: Params = field(default_factory=dict)
+
+    def take(self, name: str, factor: Factor) -> None:
+        self.values[name] = squares(factor, *self.sides.get(name, ()))
 
 
 def linear_operator(product: Product, params: Params) -> Any:
