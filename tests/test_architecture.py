@@ -26,6 +26,7 @@ LAYERS = [
     {"curvature", "dp", "testing"},
     {"ensemble"},
     {"training"},
+    {"attribution"},
     {"compiled"},
     {"distributed"},
     {"cli"},

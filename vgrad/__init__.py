@@ -41,6 +41,7 @@ Rooms; `vgrad.distributed`, of many ranks, and `vgrad.cli` are imported by name:
 
 * `persample`: the options that all per-sample transforms share
 * `dp`, `training`: private training, and the steps of any training
+* `attribution`: the training samples that made a prediction
 * `curvature`: Gauss-Newton and Fisher matrices, Kronecker factors, Jacobians
 * `optim`, `precision`: optimizers as pairs of pure functions, policies
 * `ensemble`, `compiled`: predictions and calibration, reports of `compile`
@@ -52,6 +53,7 @@ from typing import TYPE_CHECKING
 from torch.func import functional_call, grad, grad_and_value, vmap
 
 from vgrad import (
+    attribution,
     compiled,
     curvature,
     dp,
@@ -111,6 +113,7 @@ __all__ = [
     "Report",
     "Sensitivity",
     "UnsupportedOp",
+    "attribution",
     "autocast",
     "batch_loss",
     "clipped_grad",

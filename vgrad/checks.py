@@ -104,7 +104,7 @@ _MOST = 8
 def choice(function: str, allowed: Collection[Any], **values: Any) -> None:
     """Each value is one of `allowed`; the message lists them."""
     for name, value in values.items():
-        if value not in allowed:
+        if value not in [*allowed]:  # which need not hash it
             names = ", ".join(repr(choice) for choice in allowed)
             raise ValueError(
                 f"{function}({name}={shown(value)}): expected one of {names}."

@@ -20,6 +20,7 @@ from prose import plain, underlined
 PACKAGES = (
     "vgrad",
     "vgrad.training",
+    "vgrad.attribution",
     "vgrad.curvature",
     "vgrad.dp",
     "vgrad.dp.audit",

@@ -47,7 +47,8 @@ RANGES = [
     (Plan, vars(PLAN), {
         "dataset_size": (0, 10.0), "sampling_rate": (0.0, 1.0001), "delta": (0.0, 1.0),
         "noise_multiplier": (-0.1, math.inf), "max_norm": (0.0, math.inf, math.nan),
-        "steps": (0, 1.5), "accountant": ("gdp",)}),
+        "steps": (0, 1.5), "accountant": ("gdp", []),
+        "sampling": ("once", ["poisson"])}),
     (PLAN.epsilon, {}, {"steps": (21, -1, 2.0, True)}),
     (epsilon, SPENT, {
         "sampling_rate": (0.0, 1.5), "noise_multiplier": (-1.0, math.inf),

@@ -11,10 +11,12 @@ over samples; the functions take `(matrix, params, buffers, batches)`.
 * `linear_operator`: wrap a product for scipy's solvers
 * `diagonal`, `trace`: entries of such a matrix
 * `kfac`, `ekfac`: Kronecker products for each parameter, a `Kronecker` matrix
+* `full`: the matrix of all parameters of a small model, a `Full` matrix
 * `per_sample_jacobian`: the Jacobian of a model's outputs for every sample
-* `Curvature`, `Kronecker`: the two kinds of matrices
+* `Curvature`, `Kronecker`, `Full`: the kinds of matrices
 """
 
+from vgrad.curvature.dense import Full, full
 from vgrad.curvature.kronecker import Kronecker, ekfac, kfac
 from vgrad.curvature.outputs import (
     Curvature,
@@ -33,11 +35,13 @@ from vgrad.curvature.products import (
 
 __all__ = [
     "Curvature",
+    "Full",
     "Kronecker",
     "diagonal",
     "ekfac",
     "empirical_fisher",
     "fisher",
+    "full",
     "ggn",
     "hessian_vector_product",
     "kfac",

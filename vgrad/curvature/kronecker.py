@@ -14,11 +14,11 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.curvature.outputs import Batches, Curvature
-from vgrad.curvature.products import Squares
 from vgrad.factors import Sums
 from vgrad.factors.columns import Covariances, covariances
 from vgrad.persample import Options
 from vgrad.persample.engine import Call, Evaluation, Mapped, Quantity
+from vgrad.persample.moments import Squares
 from vgrad.tree import double
 from vgrad.typing import Buffers, Params
 
@@ -50,7 +50,7 @@ class Block:
 class Kronecker:
     """A block-diagonal curvature matrix; `kfac` and `ekfac` make it.
 
-    Vectors are dictionaries `{name: shape}`. Results are float64.
+    Vectors are dictionaries `{name: [..., *shape]}`. Results are float64.
     """
 
     blocks: dict[str, Block]
@@ -59,6 +59,11 @@ class Kronecker:
         """Solve `(matrix + damping I) x = vector` for x."""
         damping = self._damping("solve", damping)
         return self._scaled(vector, lambda values: 1 / (values + damping))
+
+    def root(self, vector: Params, *, damping: float) -> Params:
+        """Multiply a vector by the symmetric root `(matrix + damping I)^-1/2`."""
+        damping = self._damping("root", damping)
+        return self._scaled(vector, lambda values: (values + damping).rsqrt())
 
     def product(self, vector: Params) -> Params:
         """Multiply a vector by the matrix."""
@@ -78,18 +83,41 @@ class Kronecker:
         """Return the eigenvalues of each block, [P], in no order."""
         return {name: each.values.flatten() for name, each in self.blocks.items()}
 
+    def sides(
+        self, dim: tuple[int, int]
+    ) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+        """Return the eigenvectors of most curvature, for `per_sample_projection`.
+
+        {name: (left [k_o, O], right [k_i, I])} for `dim=(k_o, k_i)`, at most (O, I), in
+        float64 and by falling curvature, which is summed over the other side. None is
+        the identity. A parameter of one dimension has k_o k_i directions on the left.
+        """
+        sizes = {"dim[0]": dim[0], "dim[1]": dim[1]}
+        k_o, k_i = checks.whole("Kronecker.sides", least=1, **sizes)
+        sides = {}
+        for name, block in self.blocks.items():
+            values, column = block.values, block.values.shape[1] == 1
+            count = k_o * k_i if column else k_o
+            left = _top(block.left, values.sum(1), count)
+            sides[name] = (
+                left,
+                None if column else _top(block.right, values.sum(0), k_i),
+            )
+        return sides
+
     def _values(self) -> list[Tensor]:
         return [each.values for each in self.blocks.values()]
 
-    def _damping(self, function: str, damping: float) -> float:
-        [damping] = checks.non_negative(f"Kronecker.{function}", damping=damping)
+    def _damping(self, method: str, damping: float) -> float:
+        function = f"{type(self).__name__}.{method}"
+        [damping] = checks.non_negative(function, damping=damping)
         for name, values in self.eigenvalues().items():
             least, most = (float(each) for each in values.aminmax())
             if least + damping <= len(values) * torch.finfo(values.dtype).eps * most:
                 raise ValueError(
-                    f"Kronecker.{function}(damping={damping}): expected a larger "
-                    f"number, since {name!r} has eigenvalues down to {least:.2g}, "
-                    f"which are lost in the rounding of {most:.2g}."
+                    f"{function}(damping={damping}): expected a larger number, "
+                    f"since {name or 'the matrix'!r} has eigenvalues down to "
+                    f"{least:.2g}, which are lost in the rounding of {most:.2g}."
                 )
         return damping
 
@@ -98,7 +126,7 @@ class Kronecker:
         result = {}
         for name, block in self.blocks.items():
             value = vector[name]
-            matrix = double(value).reshape(block.values.shape)
+            matrix = double(value).reshape(-1, *block.values.shape)
             matrix = block.rotated(matrix) * function(block.values)
             result[name] = block.rotated(matrix, back=True).view(value.shape)
         return result
@@ -181,8 +209,9 @@ def ekfac(
 
     Reference: George et al., arXiv 1806.03884.
     """
-    given, shared = (params, buffers, batches), {"weight_sharing": weight_sharing}
-    blocks = kfac(curvature, *given, **shared, **options).blocks
+    given = params, buffers, batches
+    start = kfac(curvature, *given, weight_sharing=weight_sharing, **options)
+    blocks = start.blocks
     sides = {name: (each.left, each.right) for name, each in blocks.items()}
     sums, count = Sums(), 0
     for found, size in curvature.measured(ekfac, Squares(sides), *given, options):
@@ -213,14 +242,23 @@ class _Covariances(Quantity):
                         f"{run.call.function}(params): expected parameters of layers "
                         f"with two sides, or with few numbers, got {name!r} of shape "
                         f"{shape}, whose gradients have one side. Leave it out: "
-                        f"fmodel, params, buffers = vgrad.freeze(fmodel, params, "
-                        f"buffers, [{name!r}])."
+                        f"params, buffers = vgrad.freeze(params, buffers, [{name!r}])."
                     )
                 _add(sums, name, each)
         return sums
 
     def mapped(self, function: Any, value: Any) -> Any:
         return value
+
+
+def _top(vectors: Tensor | None, values: Tensor, count: int) -> Tensor | None:
+    """Return the columns with the largest values as rows, at most `count`."""
+    order = values.argsort(descending=True, stable=True)[:count]
+    if vectors is not None:
+        return vectors.mT[order]
+    if count >= len(values):
+        return None
+    return torch.eye(len(values), dtype=values.dtype, device=values.device)[order]
 
 
 def _add(sums: dict[str, Covariances], name: str, each: Covariances) -> None:
@@ -230,7 +268,7 @@ def _add(sums: dict[str, Covariances], name: str, each: Covariances) -> None:
         raise ValueError(
             f"kfac(fmodel): expected uses of {name!r} of one kind, got samples where a "
             f"layer multiplies it and others where it is used otherwise. Leave it out: "
-            f"vgrad.freeze(fmodel, params, buffers, [{name!r}])."
+            f"params, buffers = vgrad.freeze(params, buffers, [{name!r}])."
         )
     sums[name] = each.plus(known) if name in sums else each
 

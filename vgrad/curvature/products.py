@@ -4,8 +4,7 @@ The matrices are over all parameters; vectors are dictionaries of their names an
 shapes. N samples in all batches.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -21,12 +20,11 @@ from vgrad.curvature.outputs import (
     check_real,
     fixed,
 )
-from vgrad.factors import Factor, Sums
-from vgrad.factors.columns import squares
+from vgrad.factors import Sums
 from vgrad.functional.losses import check_loss
 from vgrad.persample import Options
-from vgrad.persample.engine import Call, Collector, Evaluation, Quantity
 from vgrad.persample.grad import Norms
+from vgrad.persample.moments import Squares
 from vgrad.tree import double, no_autocast, tensors, wide
 from vgrad.typing import BatchLossFn, Buffers, Params
 
@@ -161,40 +159,6 @@ def trace(
         total = total.to(norms.device) + double(norms).square().sum()
         count += size
     return total / count
-
-
-@dataclass(frozen=True)
-class Squares(Quantity):
-    """Sums of squares of `left^T G right` over samples and columns, {name: [O, I]}.
-
-    `sides` has the two for each parameter, None for the identity.
-    """
-
-    sides: dict[str, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
-
-    def collector(self, call: Call) -> "_Squared":
-        return _Squared(self.sides)
-
-    def partial(self, collector: "_Squared", call: Call) -> Params:
-        return collector.values
-
-    def total(self, partials: Iterator[Params], run: Evaluation) -> Params:
-        sums = Sums()
-        for part in partials:
-            sums.add(part)
-        return sums.totals
-
-    def mapped(self, function: Any, value: Any) -> Any:
-        return value
-
-
-@dataclass
-class _Squared(Collector):
-    sides: dict[str, tuple[Tensor | None, Tensor | None]]
-    values: Params = field(default_factory=dict)
-
-    def take(self, name: str, factor: Factor) -> None:
-        self.values[name] = squares(factor, *self.sides.get(name, ()))
 
 
 def linear_operator(product: Product, params: Params) -> Any:

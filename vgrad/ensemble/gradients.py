@@ -56,10 +56,8 @@ from vgrad.typing import (
     BatchLossFn,
     Buffers,
     Clipping,
-    EnsembleStrategy,
     LossFn,
     Params,
-    Randomness,
     Result,
     Tree,
 )
@@ -253,11 +251,8 @@ def ensemble_grad(
 def ensemble_grad(
     loss: BatchLossFn | LossFn,
     *,
-    in_dims: InDims = None,
-    randomness: Randomness = "different",
-    strategy: EnsembleStrategy = "auto",
-    shared: Patterns = (),
     has_aux: bool = False,
+    **options: Unpack[EnsembleOptions],
 ) -> EnsembleGradFn[Any]:
     """Differentiate every member's loss: `(params, buffers, *batch) -> EnsembleGrads`.
 
@@ -298,16 +293,11 @@ def ensemble_grad(
         >>> result.grads["weight"].shape, result.losses.shape
         (torch.Size([4, 2, 3]), torch.Size([4]))
     """
-    options = Call.of(
-        "ensemble_grad",
-        in_dims=in_dims,
-        randomness=randomness,
-        strategy=strategy,
-        shared=shared,
-    )
+    check_options(ensemble_grad, options, EnsembleOptions)
+    call = Call.of("ensemble_grad", **options)
     check_loss("ensemble_grad", loss, of_batch=True)
     run = returning_buffers("ensemble_grad", loss, has_aux=has_aux)
-    return EnsembleGradFn(options=options, loss=loss, run=run, has_aux=has_aux)
+    return EnsembleGradFn(options=call, loss=loss, run=run, has_aux=has_aux)
 
 
 # Per-sample quantities. Members run one after the other, each through the recorded

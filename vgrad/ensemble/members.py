@@ -45,6 +45,11 @@ def take(tree: T, indices: Iterable[int] | Tensor, *, shared: Patterns = ()) -> 
         {'lr': tensor([0.1000, 0.3000, 0.3000])}
     """
     rows = indices.tolist() if isinstance(indices, Tensor) else indices
+    if not isinstance(rows, Iterable):
+        raise TypeError(
+            f"take(indices={checks.shown(rows)}): expected numbers of members in a "
+            f"list or a tensor [K], got a {type(rows).__name__}. Take one as [1]."
+        )
     places = [i for x in rows for i in checks.whole("take", least=0, index=x)]
     states: Any = tree
     # Members that are trained one by one have keys and counts of their own.

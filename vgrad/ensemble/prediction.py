@@ -32,6 +32,7 @@ from vgrad.functional.model import FunctionalModel
 from vgrad.generators import fold_in
 from vgrad.loss.mode import SINGLE, LossMode
 from vgrad.loss.randomness import Draws
+from vgrad.persample.engine.call import check_options
 from vgrad.ranks import RankError, Ranks
 from vgrad.tree import map_tensors, tensors, tree_map, wide
 from vgrad.typing import Buffers, EnsembleStrategy, Params, Tree
@@ -157,6 +158,7 @@ def ensemble_forward(
         >>> ensemble_forward(fmodel)(params, buffers, torch.ones(5, 3)).shape
         torch.Size([4, 5, 2])
     """
+    check_options(ensemble_forward, options, EnsembleOptions)
     call = Call.of("ensemble_forward", **options)
     if chunk_size is not None:
         [chunk_size] = checks.whole("ensemble_forward", least=1, chunk_size=chunk_size)

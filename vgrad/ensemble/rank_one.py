@@ -65,13 +65,11 @@ def rank_one(
     models: list[nn.Module] = []
     first: dict[str, Tensor] = {}  # the shared entries of member 0
 
-    def built() -> nn.Module:
-        model = make if isinstance(make, nn.Module) else make()
-        kept = {id(x): first[n] for n, x in slots.named_tensors(model) if n in first}
-        return copy.deepcopy(model, {**kept})  # which adds to a memo
-
+    build: Any = (lambda: make) if isinstance(make, nn.Module) else make
     for i in range(members):
-        models += made("rank_one(make)", [built], [member_seed(seed, i)])
+        [model] = made("rank_one(make)", [build], [member_seed(seed, i)])
+        kept = {id(x): first[n] for n, x in slots.named_tensors(model) if n in first}
+        models.append(copy.deepcopy(model, {**kept}))  # which adds to a memo
         if i == 0:
             layers, names = _layers(models[0], shared, own)
             entries = dict(slots.named_tensors(models[0]))

@@ -137,7 +137,13 @@ def made(
     with kept_random_state(places):
         for make, seed in zip(makes, seeds, strict=True):
             torch.manual_seed(seed)
-            models.append(make())
+            model = make() if callable(make) else make
+            if not isinstance(model, nn.Module):
+                raise TypeError(
+                    f"{where}: expected a function that returns a module, got a "
+                    f"{type(model).__name__}."
+                )
+            models.append(model)
     if len({id(model) for model in models}) < len(models):
         raise ValueError(
             f"{where}: expected a new model from each call, got one of them again. "

@@ -136,7 +136,7 @@ def covariances(factor: Factor, *, reduce: bool = False) -> Covariances | None:
     match _inner(factor):
         case Zero(like=like):
             zeros = like.new_zeros(factor.shape[1:], dtype=torch.float64)
-            zeros = zeros.reshape(*zeros.shape[:1], -1)
+            zeros = zeros.reshape(zeros.shape[:1].numel(), -1)
             return Covariances(zeros.sum(1), zeros.sum(0), 0)
         case Rows() as rows:  # whose lookups count, but for those without a gradient
             out = double(rows.outputs).unflatten(2, (factor.shape[0], -1)).flatten(0, 1)
@@ -215,11 +215,13 @@ def _sides(factor: Factor) -> Iterator[tuple[Tensor, Tensor]]:
     (k, *_), o, i = factor.shape, factor.shape[1:2].numel(), factor.shape[2:].numel()
     inner = _inner(factor)
     outers = inner.outers() if isinstance(inner, Conv) else (inner,)
+    before = factor.before if isinstance(factor, Columns) else 1
     for outer in outers:
         if not isinstance(outer, Outer) or outer.inputs.shape[1] != 1:
             return
         b, a = double(outer.outputs[:, 0]), double(outer.inputs[:, 0])
-        if (b.shape[2], a.shape[2]) == (k * o, i):
+        sizes = b.shape[2], a.shape[2], before
+        if sizes == (k * o, i, 1):
             yield b.unflatten(2, (k, o)), a.unsqueeze(2)
-        elif (b.shape[2], a.shape[2], factor.before) == (o, k * i, o):
+        elif sizes == (o, k * i, o):
             yield b.unsqueeze(2), a.unflatten(2, (k, i))

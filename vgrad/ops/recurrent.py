@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from vgrad.factors.base import Dense, Outer, Positions
 from vgrad.ops.record import Form, Recording, Samples, register
 from vgrad.torch_private import kernels, modes
-from vgrad.tree import no_autocast
+from vgrad.tree import map_tensors, no_autocast
 
 State = tuple[Tensor, ...]
 """The state of one layer in one direction: `(h,)`, of an LSTM `(h, c)`."""
@@ -327,22 +327,21 @@ def _with_columns(
     if not mapped:
         return back(run)
     level = modes.level_of(mapped[0])
-    count, tensors = len(modes.in_front(mapped[0], level)), []
-    for each in (*run[:7], *run.kept):
-        if each is not None:
-            own = modes.in_front(each, level)
-            own = each.expand(count, *each.shape) if own is None else own
-            each = own.movedim(0, -2).flatten(-3, -2)  # [..., N * K, H]
-        tensors.append(each)
+    count = modes.unwrapped(mapped[0]).shape[modes.batch_axis(mapped[0])]
+
+    def joined(tensor: Tensor) -> Tensor:  # [..., N, H] -> [..., N * K, H]
+        own = modes.in_front(tensor, level)
+        own = tensor.expand(count, *tensor.shape) if own is None else own
+        return own.movedim(0, -2).flatten(-3, -2)
+
+    def apart(tensor: Tensor) -> Tensor:
+        own = tensor.unflatten(-2, (-1, count)).movedim(-2, 0)
+        return modes.add_batch_axis(own, 0, level)
+
     with modes.without_innermost():
-        found = back(_Run(*tensors[:7], *run[7:11], kept=tensors[7:]))
-        # Two of them may be one, and stay so.
-        parts = {
-            id(each): modes.add_batch_axis(
-                each.unflatten(-2, (-1, count)).movedim(-2, 0), 0, level
-            )
-            for each in found
-        }
+        tensors: Any = map_tensors(joined, (*run[:7], run.kept))
+        found = back(_Run(*(*tensors[:7], *run[7:11], tensors[7])))
+        parts = {id(each): apart(each) for each in found}  # two may be one, and stay so
     return tuple(parts[id(each)] for each in found)
 
 

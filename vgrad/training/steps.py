@@ -15,13 +15,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from vgrad import batches, optim
-from vgrad.checks import Patterns
 from vgrad.conditions import checks_collected
 from vgrad.devices import is_host
 from vgrad.dp.adaptive import count_below
@@ -33,7 +32,7 @@ from vgrad.dp.rows import step_of_rows
 from vgrad.dp.units import UnitLoss, check_units
 from vgrad.ensemble.execution import run_eager
 from vgrad.ensemble.gradients import EnsembleGradFn, ensemble_grad, returning_buffers
-from vgrad.ensemble.layout import InDims, shared_names
+from vgrad.ensemble.layout import EnsembleOptions, shared_names
 from vgrad.ensemble.optimizer import MembersState, of_members
 from vgrad.functional.losses import SampleLoss, check_loss, gradient
 from vgrad.generators import Tag
@@ -47,6 +46,7 @@ from vgrad.optim.private import (
     with_deviation,
 )
 from vgrad.persample.clipped import clipped_grad
+from vgrad.persample.engine import check_options
 from vgrad.persample.grad import weighted_grad
 from vgrad.precision import (
     DynamicLossScale,
@@ -78,7 +78,6 @@ from vgrad.typing import (
     BatchLossFn,
     Buffers,
     ChunkSize,
-    EnsembleStrategy,
     LossFn,
     Params,
     Passes,
@@ -774,14 +773,11 @@ def ensemble_train_step(
     loss: BatchLossFn | LossFn,
     tx: GradientTransformation,
     *,
-    in_dims: InDims = None,
-    randomness: Randomness = "different",
-    strategy: EnsembleStrategy = "auto",
-    shared: Patterns = (),
     policy: Policy | str | None = None,
     loss_scale: LossScale | None = None,
     donate: bool = False,
     has_aux: bool = False,
+    **options: Unpack[EnsembleOptions],
 ) -> Step[EnsembleState]:
     """Make one step of all members: gradient of each one's loss, optimizer, buffers.
 
@@ -799,8 +795,8 @@ def ensemble_train_step(
     gradients, because such steps are skipped first.
 
     Args:
-        in_dims, randomness, strategy, shared: as in `ensemble_grad`.
-        policy, loss_scale, donate, has_aux: as in `train_step`.
+        policy, loss_scale, donate, has_aux: as in `train_step`; `in_dims`,
+            `randomness`, `strategy` and `shared` as in `ensemble_grad`.
 
     Raises:
         ValueError: parameters are shared and losses scaled, which would weigh members
@@ -821,14 +817,8 @@ def ensemble_train_step(
     function = "ensemble_train_step"
     check_loss(function, loss, of_batch=True)
     scale = initial_loss_scale(function, loss_scale, policy, DynamicLossScale())
-    tx = of_members(function, tx, shared)
-    gradient = ensemble_grad(
-        with_policy(policy, loss),
-        in_dims=in_dims,
-        randomness=randomness,
-        strategy=strategy,
-        shared=shared,
-        has_aux=has_aux,
-    )
+    check_options(ensemble_train_step, options, EnsembleOptions)
+    tx = of_members(function, tx, options.get("shared", ()))
+    gradient: Any = ensemble_grad(with_policy(policy, loss), has_aux=has_aux, **options)
     source = MemberSource(gradient=gradient)
     return TrainingStep(function, source, tx, scale, donate, has_aux)

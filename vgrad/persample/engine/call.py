@@ -77,9 +77,9 @@ Take = Callable[[str, Factor], None]
 """Accepts the factor of one parameter."""
 
 
-def check_options(function: Callable, options: Options) -> None:
-    """Refuse options that no per-sample transform has."""
-    if unknown := sorted(options.keys() - Options.__annotations__):
+def check_options(function: Callable, options: Any, known: type = Options) -> None:
+    """Refuse options that are neither known nor the function's own."""
+    if unknown := sorted(options.keys() - known.__annotations__):
         own = [
             name
             for name, each in inspect.signature(function).parameters.items()
@@ -87,7 +87,7 @@ def check_options(function: Callable, options: Options) -> None:
         ]
         raise TypeError(
             f"{function.__name__}({unknown[0]}=...): expected options among "
-            f"{', '.join([*own, *Options.__annotations__])}, got {unknown[0]!r}."
+            f"{', '.join([*own, *known.__annotations__])}, got {unknown[0]!r}."
         )
 
 
