@@ -64,18 +64,16 @@ from bench.attribution_peers import (
     vgrad_cg,
     vgrad_diagonal,
     vgrad_ekfac_scores,
-    vgrad_evidence,
     vgrad_grad_dot,
     vgrad_jacobian,
     vgrad_kronecker,
     vgrad_logra,
-    vgrad_predictive,
     vgrad_product,
     vgrad_trak,
 )
 
 RESULTS = Path(__file__).parent / "results/cpu_1_thread/attribution.json"
-SECONDS, ROUNDS = 12.0, (3, 15)
+SECONDS, ROUNDS = 4.0, (3, 15)
 """Of a row on one net, and the fewest and most rounds in it."""
 
 EXACT, CLOSE = 1e-8, 1e-3
@@ -441,7 +439,6 @@ ROWS = {
         "Laplace's log marginal likelihood, with the fit",
         lambda p: dense_posterior(p)[0],
         {
-            "vgrad": vgrad_evidence,
             "laplace-torch": laplace_evidence("CurvlinopsGGN"),
             "laplace-torch, BackPACK": laplace_evidence("BackPackGGN"),
             "laplace-torch, ASDL": laplace_evidence("AsdlGGN"),
@@ -451,7 +448,6 @@ ROWS = {
         "Laplace's covariance of the queries, `[Q, K, K]`",
         lambda p: dense_posterior(p)[1],
         {
-            "vgrad": vgrad_predictive,
             "laplace-torch": laplace_predictive("CurvlinopsGGN"),
             "laplace-torch, BackPACK": laplace_predictive("BackPackGGN"),
             "laplace-torch, ASDL": laplace_predictive("AsdlGGN"),
@@ -507,22 +503,28 @@ def peak(key: str, net: str, name: str) -> int:
     return int(memory.above_base(run, "cpu")["peak_bytes"])
 
 
-def measure(key: str, net: str, *, sizes: dict[str, Size] = TIMED) -> dict[str, Any]:
-    """Check and time the contenders of a row that are installed, on one net."""
-    row, runs, reasons = ROWS[key], {}, {}
-    for name, build in row.contenders.items():
+def refused(key: str, net: str) -> dict[str, str]:
+    """Check the contenders of a row; return reasons not to time some of them."""
+    row, reasons = ROWS[key], {}
+    for name in row.contenders:
         try:
             reason = refusal(row, name, SMALL[net])
-            if name == row.dense:
-                reason = reason or "right, with `[P, P]` numbers"
-            if reason is None:
-                runs[name] = build(row.problem(sizes[net], torch.float32))
-                runs[name]()
-            else:
-                reasons[name] = reason
         except ModuleNotFoundError as missing:
-            reasons[name] = f"{missing.name} is not installed"
-    return {"seconds": seconds(runs), "refused": reasons}
+            reason = f"{missing.name} is not installed"
+        if name == row.dense:
+            reason = reason or "right, with `[P, P]` numbers"
+        if reason is not None:
+            reasons[name] = reason
+    return reasons
+
+
+def timed(key: str, size: Size, reasons: dict[str, str]) -> dict[str, float]:
+    """Time the other contenders of a row."""
+    row, runs = ROWS[key], {}
+    for name in row.contenders.keys() - reasons.keys():
+        runs[name] = row.contenders[name](row.problem(size, torch.float32))
+        runs[name]()
+    return seconds({name: runs[name] for name in row.contenders if name in runs})
 
 
 def commit() -> str:
@@ -579,7 +581,9 @@ def main() -> None:
     parser.add_argument("rows", nargs="*", choices=[*ROWS, []], metavar="ROW")
     parser.add_argument("--net", choices=list(TIMED))
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument(
+        "--times", action="store_true", help="time again, without checks and memory"
+    )
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -592,12 +596,17 @@ def main() -> None:
             continue
     for key in asked.rows or ROWS:
         for net in [asked.net] if asked.net else TIMED:
-            row = measure(key, net)
-            row |= {"row": key, "net": net, "commit": commit(), "bytes": {}}
-            for name in [] if asked.no_memory else row["seconds"]:
-                row["bytes"][name] = memory.in_fresh_process(peak, key, net, name)
-            kept["rows"][f"{key}, {net}"] = row
-            print(key, net, row["seconds"], row["bytes"], row["refused"], flush=True)
+            name = f"{key}, {net}"
+            row = kept["rows"].get(name, {}) if asked.times else {}
+            if not row:
+                row = {"row": key, "net": net, "refused": refused(key, net)}
+                right = [n for n in ROWS[key].contenders if n not in row["refused"]]
+                peaks = [memory.in_fresh_process(peak, key, net, n) for n in right]
+                row["bytes"] = dict(zip(right, peaks, strict=True))
+            row["seconds"] = timed(key, TIMED[net], row["refused"])
+            row["commit"] = commit()
+            kept["rows"][name] = row
+            print(name, row["seconds"], row["refused"], flush=True)
     order = {f"{key}, {net}": None for key in ROWS for net in TIMED}
     kept["rows"] = {k: kept["rows"][k] for k in order if k in kept["rows"]}
     asked.out.write_text(json.dumps(kept, indent=1) + "\n")

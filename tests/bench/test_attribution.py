@@ -14,6 +14,8 @@ TORCH = ("vgrad", "vmap(jacrev)", "vmap(grad)", "torch.func")
 @pytest.mark.parametrize("net", SMALL)
 @pytest.mark.parametrize("key", ROWS)
 def test_a_contender_is_right(key, net):
+    if (key, net) == ("hessian", "transformer"):
+        pytest.skip("a dense Hessian takes seconds")
     row = ROWS[key]
     for name in row.contenders:
         if name in TORCH:
@@ -38,7 +40,7 @@ def test_wrong_numbers_and_errors_are_reasons():
     assert attribution.refusal(row, "twice", size) == "wrong, by 1"
     assert attribution.refusal(row, "single", size) is None
     reason = attribution.refusal(row, "broken", size)
-    assert reason.startswith("raises RuntimeError: ")
+    assert reason is not None and reason.startswith("raises RuntimeError: ")
     with pytest.raises(ModuleNotFoundError):
         attribution.refusal(row, "absent", size)
 
@@ -49,9 +51,11 @@ def test_a_row_is_timed_in_turn(monkeypatch):
     kept = {n: run for n, run in row.contenders.items() if n in TORCH}
     absent = {"absent": lambda p: __import__("no_such_package")}
     monkeypatch.setitem(ROWS, "product", row._replace(contenders=kept | absent))
-    measured = attribution.measure("product", "perceptron", sizes=SMALL)
-    assert list(measured["seconds"]) == ["vgrad", "torch.func"]
-    assert measured["refused"] == {"absent": "no_such_package is not installed"}
+    reasons = attribution.refused("product", "perceptron")
+    assert reasons == {"absent": "no_such_package is not installed"}
+    times = attribution.timed("product", SMALL["perceptron"], reasons)
+    assert list(times) == ["vgrad", "torch.func"]
+    assert min(times.values()) > 0
 
 
 def test_the_table_is_of_the_results():
