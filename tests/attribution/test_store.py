@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import oracle
+from tests.distributed.processes import SERVER
 from vgrad import curvature, files
 from vgrad.attribution import Store
 
@@ -540,3 +541,31 @@ def test_what_cannot_be_stored_is_refused(tmp_path):
             use(Store(tmp_path / "half"))
     write(tmp_path / "half")
     assert content(tmp_path / "half") == content(tmp_path / "store")
+
+
+def writes(folder, names):
+    """Write a store, slowly."""
+    torch.set_num_threads(1)
+    return write(folder, cut(0, N, 1) * 40, ids=names, samples_per_file=8)
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_a_store_that_is_completed(tmp_path):
+    names = [*range(40 * N)]
+    writes(tmp_path / "whole", names)
+    kept, moments = set(), 0
+    while moments < 20:
+        process = SERVER.Process(target=writes, args=(tmp_path / "killed", names))
+        process.start()
+        process.join(timeout=0.5 + 0.037 * moments)
+        killed = process.exitcode is None
+        process.kill()
+        process.join()
+        found = {path.name for path in (tmp_path / "killed").glob("0*")}
+        assert kept <= found
+        kept, moments = found, moments + killed
+        if not killed:
+            shutil.rmtree(tmp_path / "killed")
+            kept = set()
+    assert writes(tmp_path / "killed", names).ids == names
+    assert content(tmp_path / "killed") == content(tmp_path / "whole")

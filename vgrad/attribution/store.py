@@ -227,13 +227,14 @@ class Store:
                     kind = {"kind": _OF_SIDES}
                     files.write_tensors(path / _SIDES, sides, kind, private=True)
                 _write_index(path, index)
-        compute, store = partial(projection, params, buffers), cls(path)
+        compute = partial(projection, params, buffers)
         shown = _bar(text, count) if progress and ranks.rank == 0 else nullcontext(int)
         seen, end = hashlib.sha256(), first
         wrong = ValueError(
             f"{function}(ids): expected one for each sample, got others."
         )
         with ranks.together(f"{function}, features") as agreed, shown as advance:
+            store = cls(path)
 
             def note(samples: list[Sample]) -> None:
                 nonlocal end
@@ -249,7 +250,7 @@ class Store:
                     store._complete(number, some, compute)
             if ids is not None and end - first < len(ids):
                 raise wrong
-            agreed.same["samples"] = seen.hexdigest()
+            agreed.same["data"] = seen.hexdigest()
         with ranks.together(f"{function}, end"):
             if ranks.rank == 0 and end > index["samples"]:
                 _write_index(path, index | {"samples": end})
