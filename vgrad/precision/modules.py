@@ -16,7 +16,7 @@ from vgrad.functional.model import FunctionalModel
 from vgrad.precision.autocasting import autocast
 from vgrad.precision.policy import Policy
 from vgrad.torch_private.tensors import NormBase
-from vgrad.tree import tree_leaves
+from vgrad.tree import tensors
 from vgrad.typing import Buffers, Params, Tree
 
 _LOW = (torch.float16, torch.bfloat16)
@@ -268,5 +268,4 @@ def _computing(dtype: torch.dtype, device: str) -> autocast:
 
 
 def _device(tree: Tree) -> str:
-    leaves = tree_leaves(tree)
-    return next((x.device.type for x in leaves if isinstance(x, Tensor)), "cpu")
+    return next((x.device.type for x in tensors(tree)), "cpu")
