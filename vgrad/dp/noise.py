@@ -66,7 +66,7 @@ from vgrad.devices import HOST, is_host
 from vgrad.dp import chacha
 from vgrad.dp.noising import Filter
 from vgrad.torch_private import kernels, shards
-from vgrad.tree import map_values
+from vgrad.tree import map_values, wide
 from vgrad.typing import Params, Tree
 
 TILE = 8 * chacha.BLOCKS
@@ -303,11 +303,11 @@ class Noise:
         """
         _check_sums(sums)
         if not self.multiplier:
-            return [{name: x.to(_wide(x), copy=True) for name, x in sums.items()}]
+            return [{name: x.to(wide(x.dtype), copy=True) for name, x in sums.items()}]
 
         def flat(x: Tensor) -> Tensor:
             local = shards.local(x).detach()
-            return local.to(_drawn_on(x.device), _wide(x)).reshape(-1)
+            return local.to(_drawn_on(x.device), wide(x.dtype)).reshape(-1)
 
         given = [{name: flat(x[name]) for name in sums} for x in (sums, *old)]
         kinds = None, *[torch.float64] * self.filter.made
@@ -468,7 +468,7 @@ class Drawn(NamedTuple):
             old = [each[name] for each in self.buffers]
             noise, made[name] = self.filter.filtered(*own, old)
             value = noise * self.deviation + total.double()
-            noisy[name] = _rounded(value, grid).to(_wide(total))
+            noisy[name] = _rounded(value, grid).to(wide(total.dtype))
             start += TILE * math.ceil(total.numel() / TILE)
         places = range(self.filter.made)
         return noisy, [{name: new[i] for name, new in made.items()} for i in places]
@@ -726,10 +726,6 @@ def _drawn_on(device: torch.device) -> torch.device:
     except (RuntimeError, TypeError):
         return HOST
     return device
-
-
-def _wide(total: Tensor) -> torch.dtype:
-    return torch.promote_types(total.dtype, torch.float32)
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
