@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -28,16 +28,17 @@ _BUCKET = 2**25
 """Bytes of small tensors that are summed in one collective."""
 
 
-class Options(Protocol):
+class Values(dict[str, str]):
     """Values that have to be the same on all ranks, too many to send each time."""
 
     def digest(self) -> str:
-        """Return a hash of the facts."""
-        ...
+        """Return a hash of the values."""
+        text = json.dumps(self, sort_keys=True).encode()
+        return hashlib.blake2b(text, digest_size=16).hexdigest()
 
-    def facts(self) -> dict[str, str]:
-        """Return the values by name."""
-        ...
+    def facts(self) -> "Values":
+        """Return the values by name, as `distributed.options.Options` does."""
+        return self
 
 
 class RankError(RuntimeError):
@@ -134,7 +135,7 @@ class Ranks(NamedTuple):
     ) -> list[dict[str, Any]]:
         """Refuse facts that differ between ranks; return all, with `own` ones."""
         # Of options a hash is sent; the error has the values.
-        options: Options | None = facts.get("options")
+        options: Any = facts.get("options")
         if options is not None:
             facts["options"] = options.digest()
         found = self.agree(what, **(own or {}), **facts)
