@@ -68,9 +68,6 @@ def for_members(
     Parameters that match `shared` have no member axis and are stepped by `shared_tx`,
     by default the same transformation, which then must not differ between members.
 
-    Args:
-        shared: patterns of the entries without a member axis.
-
     Example:
         >>> from vgrad import optim
         >>> tx = for_members(optim.sgd, lr=torch.tensor([0.5, 2.0]), momentum=0.9)
