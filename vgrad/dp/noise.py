@@ -372,7 +372,8 @@ class Noise:
             noise *= deviation
             for piece in group:
                 noise[piece.places()] += total[piece.name][piece.entries]
-            if _near_zero(noise, grid):
+            most = 2.0**50 * grid  # NaN is not below it
+            if -most < noise.min(initial=0.0) and noise.max(initial=0.0) < most:
                 # Rounded to the grid, and without -0.0.
                 noise += 1.5 * 2.0**52 * grid
                 noise -= 1.5 * 2.0**52 * grid
@@ -738,13 +739,6 @@ def _grid(deviation: Any) -> Any:
         bits = (deviation.double() * _GRID).view(torch.int64)
         return (bits & (0x7FF << 52)).view(torch.float64)
     return 2.0 ** (math.frexp(deviation * _GRID)[1] - 1)
-
-
-def _near_zero(values: np.ndarray, grid: float) -> bool:
-    """Return whether all numbers are within 2^50 steps of the grid; NaN is not."""
-    most = 2.0**50 * grid
-    least, highest = values.min(initial=0.0), values.max(initial=0.0)
-    return bool(-most < least and highest < most)
 
 
 def _rounded(values: Tensor, grid: float | Tensor) -> Tensor:

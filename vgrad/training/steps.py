@@ -258,7 +258,10 @@ class TrainingStep(Generic[State]):
         donate = self.donate and all_taken and self.tx.donated is not None
         loss, aux, grads = found.loss, found.aux, found.grads
         noise: Any = found.noise
-        donate = donate and _may_write(state.params, found.buffers)
+        # A buffer, which stays, may have the memory of a parameter.
+        if donate and found.buffers and not modes.inside_transform():
+            memory = [*state.params.values(), *found.buffers.values()]
+            donate = torch.compiler.is_compiling() or disjoint(memory)
         drawn, made, changes = None, [], found.changes
         if noise is not None:
             # Other code than Inductor's draws faster outside of a graph.
@@ -318,13 +321,6 @@ def _without_key(state: Any) -> Any:
     """Leave out the key and others that no function of tensors needs."""
     names = {"key", "step", "plan_digest", "noise"}.intersection(state._fields)
     return state._replace(**dict.fromkeys(names))
-
-
-def _may_write(params: Params, buffers: Buffers) -> bool:
-    """Return whether no buffer, which stays, has the memory of a parameter."""
-    if not buffers or modes.inside_transform() or torch.compiler.is_compiling():
-        return True
-    return disjoint([*params.values(), *buffers.values()])
 
 
 # Sources of gradients: `(state, batch) -> Gradients`.
