@@ -622,8 +622,8 @@ def train_step(
     loss of one sample, from `sample_loss`, is averaged over the batch and changes no
     buffers.
 
-    Under a `policy`, or its text, the passes run in its dtypes, while parameters and
-    the optimizer keep theirs: float32 parameters are master weights.
+    Under a `policy` the passes run in its dtypes, while parameters and the optimizer
+    keep theirs: float32 parameters are master weights.
 
     With a loss scale the loss is multiplied by it before the backward pass and the
     gradients are divided by it in float32. A step whose gradients are not finite leaves
@@ -633,6 +633,8 @@ def train_step(
     for a policy that computes in float16 is a `DynamicLossScale()` by default.
 
     Args:
+        policy: dtypes of the passes, a `Policy` or its text; None for those given.
+        loss_scale: multiplies losses before the backward pass; results are without it.
         donate: the step may write into the old state, which must not be used again.
         has_aux: the loss returns `(scalar, aux)`, and `metrics["aux"]` holds aux.
 
