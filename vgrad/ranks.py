@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, distributed
 
 from vgrad import checks, devices
+from vgrad.generators import from_bytes
 from vgrad.torch_private import shards
 from vgrad.typing import Params
 
@@ -114,7 +115,7 @@ class Ranks(NamedTuple):
         stopped = None if error is None else f"{type(error).__name__}: {error}"
         notes = [{"what": what, "error": stopped, **facts}]
         if self.size > 1:
-            own = torch.frombuffer(bytearray(_encoded(notes[0])), dtype=torch.uint8)
+            own = from_bytes(_encoded(notes[0]))
             texts = self.padded(own.to(self.device), _NOTE).cpu().split(_NOTE)
             notes = [json.loads(bytes(each.tolist()).rstrip(b"\0")) for each in texts]
         if error is not None:
@@ -201,7 +202,7 @@ class Ranks(NamedTuple):
 
     def exchanged(self, what: str, text: str) -> list[Any]:
         """Return the JSON values of all ranks, whose texts may be of any length."""
-        own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        own = from_bytes(text.encode())
         sizes = [note["size"] for note in self.agree(what, size=len(own))]
         texts = self.joined(own.to(self.device), sizes).cpu().split(sizes)
         return [json.loads(bytes(each.numpy())) for each in texts]

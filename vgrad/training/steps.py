@@ -27,7 +27,7 @@ from vgrad.dp.adaptive import count_below
 from vgrad.dp.discrete import DiscreteNoise, integer_sums
 from vgrad.dp.group_clip import scaled
 from vgrad.dp.noise import Drawn, Noise, Streams
-from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
+from vgrad.dp.plan import Plan, check_spent, spent_under
 from vgrad.dp.rows import step_of_rows
 from vgrad.dp.units import UnitLoss, check_units
 from vgrad.ensemble.execution import run_eager
@@ -35,7 +35,7 @@ from vgrad.ensemble.gradients import EnsembleGradFn, ensemble_grad, returning_bu
 from vgrad.ensemble.layout import EnsembleOptions, shared_names
 from vgrad.ensemble.optimizer import MembersState, of_members
 from vgrad.functional.losses import SampleLoss, check_loss, gradient
-from vgrad.generators import Tag
+from vgrad.generators import Tag, from_bytes
 from vgrad.memory import disjoint
 from vgrad.optim.base import GradientTransformation, check_transformation
 from vgrad.optim.private import (
@@ -198,7 +198,7 @@ class TrainingStep(Generic[State]):
         source = replace(source, transform=transform, has_aux=False, **own)
         step = replace(self, source=source, tx=_RECORDER, has_aux=False)
         step = replace(step, reduce=self.reduce.of(step), execute=copy(self.execute))
-        digest = as_digest(spent_under(plan, plan.earlier_steps))
+        digest = from_bytes(spent_under(plan, plan.earlier_steps))
         state = state._replace(
             key=key,
             step=torch.full_like(state.step, plan.earlier_steps),
@@ -457,7 +457,7 @@ class PrivateSource(Source):
             "nonfinite": result.nonfinite,
         }
         changes = {
-            "plan_digest": as_digest(identity).to(state.plan_digest.device),
+            "plan_digest": from_bytes(identity).to(state.plan_digest.device),
             "loss_scale": scale.adjust(result.nonfinite == 0),
             "max_norm": (),
         }
