@@ -365,6 +365,73 @@ def test_solutions_and_determinants_are_those_of_the_matrix(name, method):
         found.solve(like(params, vector), damping=0.0)
 
 
+def captured(side, matrices):
+    """Return the mean curvature along the rows of a side, the most first."""
+    rotated = matrices if side is None else side @ matrices
+    return rotated.square().mean(0).sum(1).sort(descending=True).values
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "norm", "words"])
+def test_sides_are_the_eigenvectors_of_most_curvature(name):
+    _, (fmodel, params, buffers), batches = problem(name)
+    batches = [(*each, torch.arange(len(each[0])) % 2) for each in batches]
+    matrix = curvature.empirical_fisher(fmodel, "categorical")
+    blocks = curvature.ekfac(matrix, params, buffers, batches)
+    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
+    batch = [*map(torch.cat, zip(*batches, strict=True))]
+    grads = vgrad.per_sample_grad(loss)(params, buffers, *batch)
+    few, every = blocks.sides((2, 1)), blocks.sides((99, 99))
+    for sides in (few, every):
+        project = vgrad.per_sample_projection(loss, sides, chunk_size=2)
+        for each, found in project(params, buffers, *batch).items():
+            matrices = grads[each].reshape(len(found), len(grads[each][0]), -1)
+            expected = matrices
+            for side, whole in zip(sides[each], every[each], strict=True):
+                if side is not None:
+                    expected = side @ expected
+                    most = captured(whole, matrices)[: len(side)]
+                    oracle.assert_exact(captured(side, matrices), most)
+                expected, matrices = expected.mT, matrices.mT
+            oracle.assert_exact(found, expected.flatten(1))
+            if sides is every:  # directions without which nothing is lost
+                own = blocks.eigenvalues()[each].sort().values
+                oracle.assert_exact(found.square().mean(0).sort().values, own)
+    sizes = {n: [None if each is None else len(each) for each in few[n]] for n in few}
+    assert all(
+        max(left, 1) <= 2 and right in (None, 1) for left, right in sizes.values()
+    )
+
+
+def test_sides_that_do_not_fit_are_refused():
+    _, (fmodel, params, buffers), [(x,), _] = problem("mlp")
+    loss = vgrad.sample_loss(fmodel, F.mse_loss)
+    one, none = torch.ones(1, 4).double(), (None, None)
+
+    def project(**changes):
+        sides = dict.fromkeys(params, none) | changes
+        projection = vgrad.per_sample_projection(loss, sides)
+        return projection(params, buffers, x, torch.zeros(len(x), 3).double())
+
+    assert {n: each.shape[1] for n, each in project().items()} == {
+        n: value.numel() for n, value in params.items()
+    }
+    with pytest.raises(ValueError, match=r"sides\): .* unexpected: 'other'"):
+        project(other=none)
+    for sides, text in (
+        ((one, None), r"\[k, 5\] on the left of '0.weight', got shape \(1, 4\)"),
+        ((None, one[:, :3]), r"\[k, 4\] on the right of '0.weight'"),
+        ((None, one[0]), r"\[k, 4\] on the right of '0.weight', got shape \(4,\)"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            project(**{"0.weight": sides})
+    with pytest.raises(ValueError, match=r"\[k, 0\] on the right of '0.bias'"):
+        project(**{"0.bias": (None, one)})
+    with pytest.raises(TypeError, match="seed=0.*none for sides"):
+        vgrad.per_sample_projection(loss, dict.fromkeys(params, none), seed=0)
+    with pytest.raises(ValueError, match=r"Kronecker.sides\(dim\[1\]=0\)"):
+        curvature.Kronecker({}).sides((1, 0))
+
+
 @pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")  # of attention in vmap
 @pytest.mark.parametrize("name", ["cnn", "attention", "tied"])
 def test_the_whole_matrix_is_the_dense_one(name):

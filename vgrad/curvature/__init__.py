@@ -12,10 +12,12 @@ over samples; the functions take `(matrix, params, buffers, batches)`.
 * `diagonal`, `trace`: entries of such a matrix
 * `kfac`, `ekfac`: Kronecker products for each parameter, a `Kronecker` matrix
 * `full`: the matrix of all parameters of a small model, a `Full` matrix
+* `iterative`: solve by products alone, an `Iterative` matrix
 * `per_sample_jacobian`: the Jacobian of a model's outputs for every sample
-* `Curvature`, `Kronecker`, `Full`: the kinds of matrices
+* `Curvature`, `Kronecker`, `Full`, `Iterative`: the kinds of matrices
 """
 
+from vgrad.curvature.conjugate import Iterative, iterative
 from vgrad.curvature.dense import Full, full
 from vgrad.curvature.kronecker import Kronecker, ekfac, kfac
 from vgrad.curvature.outputs import (
@@ -36,6 +38,7 @@ from vgrad.curvature.products import (
 __all__ = [
     "Curvature",
     "Full",
+    "Iterative",
     "Kronecker",
     "diagonal",
     "ekfac",
@@ -44,6 +47,7 @@ __all__ = [
     "full",
     "ggn",
     "hessian_vector_product",
+    "iterative",
     "kfac",
     "linear_operator",
     "per_sample_jacobian",

@@ -86,6 +86,28 @@ class Kronecker:
         """Return the eigenvalues of each block, [P], in no order."""
         return {name: each.values.flatten() for name, each in self.blocks.items()}
 
+    def sides(
+        self, dim: tuple[int, int]
+    ) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+        """Return the eigenvectors of most curvature, for `per_sample_projection`.
+
+        {name: (left [k_o, O], right [k_i, I])} for `dim=(k_o, k_i)`, at most (O, I), in
+        float64 and by falling curvature, which is summed over the other side. None is
+        the identity. A parameter of one dimension has k_o k_i directions on the left.
+        """
+        sizes = {"dim[0]": dim[0], "dim[1]": dim[1]}
+        k_o, k_i = checks.whole("Kronecker.sides", least=1, **sizes)
+        sides = {}
+        for name, block in self.blocks.items():
+            values, column = block.values, block.values.shape[1] == 1
+            count = k_o * k_i if column else k_o
+            left = _top(block.left, values.sum(1), count)
+            sides[name] = (
+                left,
+                None if column else _top(block.right, values.sum(0), k_i),
+            )
+        return sides
+
     def _values(self) -> list[Tensor]:
         return [each.values for each in self.blocks.values()]
 
@@ -274,6 +296,16 @@ class _Eigenvalues(Quantity):
 
 _AT_ONCE = 2**22
 """Numbers of rotated gradients in memory at once."""
+
+
+def _top(vectors: Tensor | None, values: Tensor, count: int) -> Tensor | None:
+    """Return the columns with the largest values as rows, at most `count`."""
+    order = values.argsort(descending=True, stable=True)[:count]
+    if vectors is not None:
+        return vectors.mT[order]
+    if count >= len(values):
+        return None
+    return torch.eye(len(values), dtype=values.dtype, device=values.device)[order]
 
 
 def _add(sums: dict[str, Covariances], name: str, each: Covariances) -> None:

@@ -24,10 +24,13 @@ from vgrad.persample.engine import (
     Transform,
     joined,
 )
-from vgrad.tree import double
+from vgrad.tree import double, wide
 from vgrad.typing import LossFn, Params, Tree
 
 Kind = Literal["rademacher", "gaussian"]
+
+Sides = Mapping[str, tuple[Tensor | None, Tensor | None]]
+"""For each parameter the directions of both sides, [k_o, O] and [k_i, P / O]."""
 
 
 @overload
@@ -70,11 +73,27 @@ def per_sample_projection(
     has_aux: Literal[True],
     **options: Unpack[Options],
 ) -> Transform[tuple[Params, Tree]]: ...
+@overload
 def per_sample_projection(
     loss: LossFn,
-    dim: int | tuple[int, int],
+    dim: Sides,
     *,
-    seed: int,
+    has_aux: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Transform[Params]: ...
+@overload
+def per_sample_projection(
+    loss: LossFn,
+    dim: Sides,
+    *,
+    has_aux: Literal[True],
+    **options: Unpack[Options],
+) -> Transform[tuple[Params, Tree]]: ...
+def per_sample_projection(
+    loss: LossFn,
+    dim: int | tuple[int, int] | Sides,
+    *,
+    seed: int | None = None,
     kind: Kind = "rademacher",
     has_aux: bool = False,
     **options: Unpack[Options],
@@ -104,6 +123,15 @@ def per_sample_projection(
     A side that is no longer than its k is kept as it is, and adds no variance. A
     parameter with fewer than two dimensions has k_o k_i directions, at most P.
 
+    With sides of its own for each parameter, `{name: (left [k_o, O] | None, right [k_i,
+    P / O] | None)}`, the result is `left G_b right^T` as it is, by rows. None is the
+    identity. A left side of P columns, and no right one, holds directions of the whole
+    parameter, such as a bias. There is no seed. `curvature.Kronecker.sides` has
+    eigenvectors, which keep the most curved directions and leave all others out: their
+    projections do not keep inner products.
+
+    All parameters as one are `torch.cat([*features.values()], 1)`, [B, sum of k].
+
     The directions follow from `seed`, the parameter's name and its shape alone: the
     same for every batch, chunk size, strategy, dtype and device, and with any other
     parameters. Generators of torch stay as they are. Directions are float32,
@@ -122,7 +150,8 @@ def per_sample_projection(
 
     Raises:
         ValueError: `dim` is no positive whole number or pair of them, `seed` is
-            negative or no whole number, `kind` is unknown.
+            negative or no whole number, `kind` is unknown. When called: sides are not
+            of these parameters.
 
     Example:
         >>> import torch
@@ -139,18 +168,25 @@ def per_sample_projection(
                 [0., 2.]])}
     """
     function = "per_sample_projection"
+    call = Call.of(per_sample_projection, loss, options, has_aux)
+    if (seed is None) != isinstance(dim, Mapping):
+        raise TypeError(
+            f"{function}(dim, seed={checks.shown(seed)}): expected a seed of random "
+            f"directions, and none for sides, which are not drawn."
+        )
+    if isinstance(dim, Mapping):
+        return Transform(call, Projection((), None, kind, dim))
     sides: dict[str, Any] = {"dim": dim}
     if isinstance(dim, tuple | list) and len(dim) == 2:
         sides = {"dim[0]": dim[0], "dim[1]": dim[1]}
     sizes = tuple(checks.whole(function, least=1, **sides))
     [seed] = checks.whole(function, least=0, seed=seed)
     checks.choice(function, get_args(Kind), kind=kind)
-    call = Call.of(per_sample_projection, loss, options, has_aux)
-    return Transform(call, _Projection(sizes, seed, kind))
+    return Transform(call, Projection(sizes, seed, kind))
 
 
 @dataclass
-class _Projections(Collector):
+class _Projected(Collector):
     """Keeps inner products with directions, [B, dim]; their sum in float64 as ""."""
 
     probes: Mapping[str, Probes]
@@ -166,31 +202,35 @@ class _Projections(Collector):
 
 
 @dataclass(frozen=True)
-class _Projection(Quantity):
-    """Projections on random directions, each of which is drawn once.
+class Projection(Quantity):
+    """Projections on sides, or on random directions, each of which is drawn once.
 
     `sizes` are the number of directions, or of the vectors on both sides of pairs.
     """
 
     sizes: tuple[int, ...]
-    seed: int
+    seed: int | None
     kind: Kind
+    sides: Sides | None = None
     _drawn: dict[tuple, Probes] = field(default_factory=dict, compare=False, repr=False)
 
-    def collector(self, call: Call) -> _Projections:
-        return _Projections(self._of(call.params), not self.pairs)
+    def collector(self, call: Call) -> _Projected:
+        return _Projected(self._of(call.params), not self.pairs)
 
-    def partial(self, collector: _Projections, call: Call) -> Params:
-        scales = {"": math.sqrt(self.sizes[0])}
-        if self.pairs:
-            scales = {name: _scale(each) for name, each in collector.probes.items()}
+    def partial(self, collector: _Projected, call: Call) -> Params:
         values = collector.values.items()
+        if self.sides is not None:
+            return {name: each.to(call.dtype) for name, each in values}
+        scales = {} if self.pairs else {"": math.sqrt(self.sizes[0])}
+        scales |= {name: _scale(each) for name, each in collector.probes.items()}
         return {name: (each / scales[name]).to(call.dtype) for name, each in values}
 
     def total(self, partials: Iterator[Params], run: Evaluation) -> Any:
-        chunks, sizes = list(partials), {"": self.sizes[0]}
-        if self.pairs:
-            sizes = {name: each.dim for name, each in self._of(run.params).items()}
+        # Before the loss runs, in which a ValueError is a reason to fall back.
+        probes = self._of(run.params) if self.pairs else {}
+        sizes = {name: each.dim for name, each in probes.items()}
+        sizes = sizes if self.pairs else {"": self.sizes[0]}
+        chunks = list(partials)
         empty = reductions.no_norms(run.params, run.dtype)
         whole = {
             name: joined(empty.new_zeros(0, dim), [chunk[name] for chunk in chunks])
@@ -201,14 +241,18 @@ class _Projection(Quantity):
     @property
     def pairs(self) -> bool:
         """Whether each parameter has directions for pairs of vectors."""
-        return len(self.sizes) > 1
+        return len(self.sizes) != 1
 
     def _of(self, params: Params) -> dict[str, Probes]:
+        if self.sides is not None:
+            checks.names("per_sample_projection(sides)", params, self.sides)
         return {name: self._probes(name, each) for name, each in params.items()}
 
     def _probes(self, name: str, like: Tensor) -> Probes:
         shape = (*like.shape, 2) if like.is_complex() else tuple(like.shape)
         key = (name, shape, like.device)
+        if self.sides is not None:
+            return _of_sides(name, shape, self.sides[name], like)
         if key not in self._drawn:
             # Keys of 128 bits: of a seed for the CPU torch uses 32, in which the names
             # of large models would meet. Nor does torch draw under vmap.
@@ -237,6 +281,30 @@ class _Projection(Quantity):
         bits = (octets.unsqueeze(-1) >> places) & 1
         signs = bits.view(-1)[:count].to(torch.float32) * 2 - 1
         return signs.view(rows, size)
+
+
+def _of_sides(
+    name: str,
+    shape: tuple[int, ...],
+    sides: tuple[Tensor | None, Tensor | None],
+    like: Tensor,
+) -> Probes:
+    """Return the directions of both sides, or those on the left of a whole one."""
+    left, right = sides
+    size, whole = math.prod(shape), len(shape) < 2
+    whole |= right is None and left is not None and left.shape[1:] == (size,)
+    lengths = (size, 0) if whole else (shape[0], math.prod(shape[1:]))
+    found = []
+    for place, side, length in zip(("left", "right"), sides, lengths, strict=True):
+        if side is None:
+            side = torch.eye(length)
+        elif side.shape[1:] != (length,) or not length:
+            raise ValueError(
+                f"per_sample_projection(sides): expected directions [k, {length}] on "
+                f"the {place} of {name!r}, got shape {tuple(side.shape)}."
+            )
+        found.append(side.detach().to(like.device, wide(like.dtype)))
+    return Probes(None, found[0]) if whole else Probes(*found, pairs=True)
 
 
 def _scale(probes: Probes) -> float:
