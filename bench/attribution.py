@@ -536,15 +536,19 @@ def markdown(measured: dict[str, Any]) -> str:
     """Return a table, times and memory of each row over those of vgrad."""
     versions = measured["versions"]
     rows = measured["rows"].values()
-    commits = dict.fromkeys(row["commit"] for row in rows)
+    commits, earlier = (
+        ", ".join(dict.fromkeys(row[each] for row in rows))
+        for each in ("commit", "measured")
+    )
     lines = [
         "# Curvature and attribution",
         "",
-        f"Commit {', '.join(commits)}: one thread of {platform.machine()}, torch "
-        f"{torch.__version__}, medians of rounds of all in turn, float32",
-        "(`python -m bench.attribution`). "
-        + ", ".join(f"{name} {each}" for name, each in versions.items())
-        + ". A contender that raises or is wrong on the small net is not timed.",
+        f"Times of commit {commits}, checks and memory of {earlier}: one thread of "
+        f"{measured['machine']}, torch",
+        f"{measured['torch']}, CPU time, medians of rounds of all in turn, float32 "
+        "(`python -m bench.attribution`).",
+        ", ".join(f"{name} {each}" for name, each in versions.items()) + ".",
+        "A contender that raises or is wrong on the small net is not timed.",
     ]
     for net, size in TIMED.items():
         count = sum(p.numel() for p in size.build().parameters())
@@ -553,7 +557,7 @@ def markdown(measured: dict[str, Any]) -> str:
             f"## {net.capitalize()}: {count:,} parameters, N = {size.samples}, "
             f"Q = {size.queries}, K = {size.classes}",
             "",
-            "| | | ms | times vgrad | MiB |",
+            "| | | ms | over vgrad | MiB |",
             "| --- | --- | ---: | ---: | ---: |",
         ]
         for row in rows:
@@ -588,6 +592,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     kept = json.loads(asked.out.read_text()) if asked.out.exists() else {"rows": {}}
+    kept["machine"], kept["torch"] = platform.machine(), torch.__version__
     kept["versions"] = {}
     for package, name in LIBRARIES.items():
         try:
@@ -603,13 +608,14 @@ def main() -> None:
                 right = [n for n in ROWS[key].contenders if n not in row["refused"]]
                 peaks = [memory.in_fresh_process(peak, key, net, n) for n in right]
                 row["bytes"] = dict(zip(right, peaks, strict=True))
+                row["measured"] = commit()
             row["seconds"] = timed(key, TIMED[net], row["refused"])
             row["commit"] = commit()
             kept["rows"][name] = row
+            order = [f"{key}, {net}" for key in ROWS for net in TIMED]
+            kept["rows"] = {k: kept["rows"][k] for k in order if k in kept["rows"]}
+            asked.out.write_text(json.dumps(kept, indent=1) + "\n")
             print(name, row["seconds"], row["refused"], flush=True)
-    order = {f"{key}, {net}": None for key in ROWS for net in TIMED}
-    kept["rows"] = {k: kept["rows"][k] for k in order if k in kept["rows"]}
-    asked.out.write_text(json.dumps(kept, indent=1) + "\n")
     asked.out.with_suffix(".md").write_text(markdown(kept))
 
 
