@@ -12,12 +12,15 @@ over samples; the functions take `(matrix, params, buffers, batches)`.
 * `diagonal`, `trace`: entries of such a matrix
 * `kfac`, `ekfac`: Kronecker products for each parameter, a `Kronecker` matrix
 * `full`: the matrix of all parameters of a small model, a `Full` matrix
+* `laplace`: a Gaussian posterior of the parameters, a `Laplace`, which predicts
+  probabilities, or numbers as a `Gaussian`
 * `per_sample_jacobian`: the Jacobian of a model's outputs for every sample
 * `Curvature`, `Kronecker`, `Full`: the kinds of matrices
 """
 
 from vgrad.curvature.dense import Full, full
 from vgrad.curvature.kronecker import Kronecker, ekfac, kfac
+from vgrad.curvature.laplace import Gaussian, Laplace, laplace
 from vgrad.curvature.outputs import (
     Curvature,
     empirical_fisher,
@@ -36,7 +39,9 @@ from vgrad.curvature.products import (
 __all__ = [
     "Curvature",
     "Full",
+    "Gaussian",
     "Kronecker",
+    "Laplace",
     "diagonal",
     "ekfac",
     "empirical_fisher",
@@ -45,6 +50,7 @@ __all__ = [
     "ggn",
     "hessian_vector_product",
     "kfac",
+    "laplace",
     "linear_operator",
     "per_sample_jacobian",
     "trace",
