@@ -8,11 +8,25 @@ is helpful: it raises the log likelihood, or the measurement, of the query.
 * `trak`: random projections of margins' gradients, and their kernel
 * `margin`: the log odds of the target, a measurement
 * `Top`: the largest scores of each query
+* `lds`, `LDS`: rank correlations of scores with models trained on subsets
+* `retrain`: train a model on each subset, as one ensemble
+* `mislabelled_auc`: whether scores find wrong labels
 """
 
+from vgrad.attribution.judge import LDS, lds, mislabelled_auc, retrain
 from vgrad.attribution.scores import Top, influence, margin, self_influence, trak
 
-__all__ = ["Top", "influence", "margin", "self_influence", "trak"]
+__all__ = [
+    "LDS",
+    "Top",
+    "influence",
+    "lds",
+    "margin",
+    "mislabelled_auc",
+    "retrain",
+    "self_influence",
+    "trak",
+]
 
 
 def __dir__() -> list[str]:

@@ -24,6 +24,9 @@ from vgrad.factors import costs, products, reductions
 from vgrad.torch_private.tensors import memory
 from vgrad.tree import double, wide
 
+_AT_ONCE = 2**22
+"""Numbers of gradients formed at once for inner products with others."""
+
 _WHOLE = 4096
 """Numbers of a parameter up to which the covariance of all of them is formed."""
 
@@ -192,8 +195,19 @@ class Factor(ABC):
 
     def gram(self, other: "Factor") -> Tensor:
         """Return all inner products with other samples' gradients, [B, B']."""
-        grads = self.grad()
-        return products.inner(grads, grads if other is self else other.grad())
+        right = other.grad()
+        if other is self:
+            return products.inner(right, right)
+        parts = [products.inner(part.grad(), right) for part in self._in_cache(right)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _in_cache(self, gradients: Tensor) -> "list[Factor]":
+        """Return factors of some samples, whose gradients fit into a cache."""
+        most = max(1, _AT_ONCE // max(1, gradients[:1].numel()))
+        if self.size <= most:
+            return [self]
+        rows = torch.arange(self.size, device=gradients.device).split(most)
+        return [self.take(some) for some in rows]
 
     def project(self, probes: Probes) -> Tensor:
         """Return the inner products with probes, [B, dim]."""
@@ -439,14 +453,31 @@ class Outer(Pair):
 
     def gram(self, other: Factor) -> Tensor:
         """Inner products of factors, none of them `far`, where gradients cost more."""
-        if not isinstance(other, Outer) or self.inputs.shape[1] != 1:
+        if self.inputs.shape[1] != 1:
             return super().gram(other)
-        if not costs.cross_by_gram(self.inputs.shape, self.outputs.shape, other.size):
-            return super().gram(other)
+        if not isinstance(other, Outer):
+            return self._products(other.grad())
+        sizes = other.size, other.inputs.shape[2]
+        if not costs.cross_by_gram(self.inputs.shape, self.outputs.shape, *sizes):
+            return self._products(other.grad())
         sizes = (self.size, self.inputs.shape[2], other.size, other.inputs.shape[2])
         k = products.inner(self.inputs.flatten(0, 2), other.inputs.flatten(0, 2))
         k *= products.inner(self.outputs.flatten(0, 2), other.outputs.flatten(0, 2))
         return k.view(sizes).sum((1, 3))
+
+    def _products(self, others: Tensor) -> Tensor:
+        """Inner products with gradients [B', *shape], by one side where cheaper."""
+        count, (_, _, positions, i) = len(others), self.inputs.shape
+        if positions > 1 or count >= i:
+            return super().gram(Dense(others))
+        a, b = self.inputs[:, 0, 0], self.outputs[:, 0, 0]
+        a, b, others = products.exact(a, b, others.reshape(-1, i))
+        step = max(1, _AT_ONCE // len(others))
+        parts = [
+            ((some @ others.mH).view(len(some), count, -1) @ out.unsqueeze(2))[..., 0]
+            for some, out in zip(a.split(step), b.split(step), strict=True)
+        ]
+        return torch.cat(parts).to(wide(self.inputs.dtype))
 
     def times(self, scales: Sequence[Tensor]) -> Factor:
         """Multiply the two sides of a matrix."""
@@ -534,7 +565,7 @@ class Scaled(Compound):
 
     def gram(self, other: Factor) -> Tensor:
         if not isinstance(other, Scaled):
-            return super().gram(other)
+            return self.factor.gram(other) / self.scale
         return self.factor.gram(other.factor) / self.scale / other.scale
 
     def project(self, probes: Probes) -> Tensor:

@@ -130,6 +130,10 @@ class Tied(Compound):
         """Add the rows to the other sum, which is as large as the table."""
         return self.rows.add_weighted(weights, self.outer.weighted(weights))
 
+    def gram(self, other: Factor) -> Tensor:
+        other = Dense(other.grad())
+        return self.outer.gram(other) + self.rows.gram(other)
+
     def project(self, probes: Probes) -> Tensor:
         return self.outer.project(probes) + self.rows.project(probes)
 

@@ -141,13 +141,15 @@ def wide_table(rows: int, width: int, lookups: int) -> bool:
     return rows <= 4 * lookups or rows * width <= _SMALL_TABLE
 
 
-def cross_by_gram(inputs: Sequence[int], outputs: Sequence[int], other: int) -> bool:
+def cross_by_gram(
+    inputs: Sequence[int], outputs: Sequence[int], others: int, their_positions: int
+) -> bool:
     """Return whether factors [B, G, T, I], [B, G, T, O] give cheaper inner products."""
     size, _, positions, i = inputs
     o = outputs[3]
-    gram = 2 * size * other * positions**2 * (i + o)
-    direct = 2 * (size + other) * positions * i * o + 2 * size * other * i * o
-    return gram < direct
+    gram = 2 * size * others * positions * their_positions * (i + o)
+    formed = size * positions + others * their_positions
+    return gram < 2 * (formed + size * others) * i * o
 
 
 def project_factors(

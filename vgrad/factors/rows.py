@@ -13,6 +13,9 @@ from vgrad.factors import costs, products, reductions
 from vgrad.factors.base import Covariances, Factor, Norm, Norms, Probes
 from vgrad.tree import double, wide
 
+_AT_ONCE = 2**22
+"""Numbers of other tables that are looked up at once."""
+
 
 @dataclass(frozen=True)
 class Rows(Factor):
@@ -87,15 +90,28 @@ class Rows(Factor):
         return Rows(self.index, double(self.outputs), self.shape)
 
     def gram(self, other: Factor) -> Tensor:
-        """Inner products of rows of equal index."""
+        """Inner products of rows of equal index, or with rows that are looked up."""
         if not isinstance(other, Rows):
-            return super().gram(other)
+            return self._looked_up(other.grad())
         sizes = (self.size, self.index.shape[1], other.size, other.index.shape[1])
         k = products.inner(self.outputs.flatten(0, 1), other.outputs.flatten(0, 1))
         equal = self.index.reshape(-1, 1) == other.index.reshape(1, -1)
         found = torch.where(equal, k, 0).view(sizes).sum((1, 3))
         # A sample that is not finite shows in every product, as it does for gradients.
         return found + self._spoils()[:, None] + other._spoils()
+
+    def _looked_up(self, tables: Tensor) -> Tensor:
+        """Inner products with tables [B', *shape], at the rows of the index."""
+        rows, tables = products.exact(self.outputs, tables)
+        step = max(1, _AT_ONCE // max(1, len(tables) * rows[0].numel()))
+        parts = [
+            torch.einsum("bto,qbto->bq", some, tables[:, index].conj())
+            for some, index in zip(
+                rows.split(step), self.index.split(step), strict=True
+            )
+        ]
+        found = torch.cat(parts) if parts else rows.new_zeros(0, len(tables))
+        return found + self._spoils()[:, None]
 
     def project(self, probes: Probes) -> Tensor:
         """Look the probes up, `sum_t left[index_t] <out_t, right>`."""
