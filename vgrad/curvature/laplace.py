@@ -11,11 +11,12 @@ from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
+from torch.distributions import MultivariateNormal
 from torch.nn import functional as F
 
 from vgrad import checks
 from vgrad.curvature.dense import Full, full
-from vgrad.curvature.kronecker import AT_ONCE, Block, Kronecker, ekfac, kfac
+from vgrad.curvature.kronecker import Block, Kronecker, ekfac, kfac
 from vgrad.curvature.outputs import (
     Batches,
     Curvature,
@@ -25,7 +26,8 @@ from vgrad.curvature.outputs import (
     ggn,
 )
 from vgrad.curvature.products import diagonal
-from vgrad.factors import Dense, Factor
+from vgrad.factors import Factor
+from vgrad.factors.columns import inner_products
 from vgrad.functional.model import FunctionalModel
 from vgrad.generators import secret_key, torch_seed
 from vgrad.persample import Options
@@ -35,12 +37,11 @@ from vgrad.persample.engine import (
     Evaluation,
     Groups,
     Quantity,
-    Transform,
     check_groups,
     members,
 )
-from vgrad.persample.grad import _Grads as Gradients
-from vgrad.tree import double, wide
+from vgrad.persample.grad import Gradients
+from vgrad.tree import double, map_values, wide
 from vgrad.typing import Buffers, Params, Tree
 
 Structure = Literal["kfac", "ekfac", "diagonal", "full"]
@@ -56,44 +57,44 @@ class Gaussian(NamedTuple):
     covariance: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Laplace:
     """A Gaussian posterior of parameters; `laplace` makes it.
 
     Its mean are the parameters, and its precision is `N / (temperature noise^2) matrix`
-    plus the prior's, which is a number, or one for each parameter by name. Another
-    prior, temperature or noise is `dataclasses.replace(posterior, noise=0.1)`.
+    plus the prior's, a number or one for each parameter by name. Another prior,
+    temperature or noise is `dataclasses.replace(posterior, noise=0.1)`.
 
     Attributes:
-        loss: sum over N samples, of cross-entropies or of half the squared distances.
-        numbers: how many numbers the outputs of all N samples have.
+        samples: N, of the training data.
+        loss: sum over samples, of cross-entropies or of half the squared distances.
+        numbers: how many numbers the outputs of all samples have.
     """
 
-    likelihood: Likelihood
-    prior_precision: float | Mapping[str, float]
-    temperature: float
-    noise: float
-    samples: int
-    loss: float
-    numbers: int
     fmodel: FunctionalModel = field(repr=False)
+    likelihood: Likelihood
     params: Params = field(repr=False)
     buffers: Buffers = field(repr=False)
     matrix: Kronecker = field(repr=False)
+    samples: int
+    loss: float
+    numbers: int
+    prior_precision: float | Mapping[str, float]
+    temperature: float
+    noise: float
 
     def __post_init__(self) -> None:
-        precision = self.prior_precision
-        if isinstance(precision, Mapping) and isinstance(self.matrix, Full):
+        prior: Any = self.prior_precision
+        by_name = isinstance(prior, Mapping)
+        if by_name and isinstance(self.matrix, Full):
             raise ValueError(
-                f"laplace(prior_precision={checks.shown(precision)}): expected a "
-                f"number, since the matrix of all parameters has one prior. Pass "
+                f"laplace(prior_precision={checks.shown(prior)}): expected a number, "
+                f"since one matrix of all parameters has one prior. Pass "
                 f'structure="kfac".'
             )
-        if isinstance(precision, Mapping):
-            checks.names("laplace(prior_precision)", self.matrix.blocks, precision)
-            numbers = dict(precision)
-        else:
-            numbers = {"prior_precision": precision}
+        if by_name:
+            checks.names("laplace(prior_precision)", self.matrix.blocks, prior)
+        numbers = dict(prior) if by_name else {"prior_precision": prior}
         numbers |= {"temperature": self.temperature, "noise": self.noise}
         checks.between("laplace", 0, math.inf, **numbers)
         if self.likelihood == "categorical" and self.noise != 1:
@@ -133,62 +134,37 @@ class Laplace:
             ValueError: parameters or curvature of a group are zero, so that the optimum
                 is infinite or zero.
         """
-        check_groups("Laplace.fit_prior", groups)
-        optimize = checks.package("scipy.optimize", "dp")
+        function, blocks = "Laplace.fit_prior", self.matrix.blocks
+        check_groups(function, groups)
         priors = dict(self._priors)
-        for group, names in members(
-            "Laplace.fit_prior", groups, self.matrix.blocks
-        ).items():
+        for group, names in members(function, groups, blocks).items():
             parts, squares = zip(*map(self._evidence, names), strict=True)
-            values, square = torch.cat(parts), float(sum(squares))
-            most = float(values.max())
-            if not (square and most):
+            values, square = torch.cat(parts), sum(squares)
+            if not (square and values.any()):
                 raise ValueError(
-                    f"Laplace.fit_prior(groups): expected parameters and curvature "
-                    f"that are not all zero in {group!r}. Put them in a group with "
-                    f"others."
+                    f"{function}(groups): expected parameters and curvature that are "
+                    f"not all zero in {group!r}. Put them in a group with others."
                 )
-
-            # The negative derivative by the logarithm, which increases.
-            def slope(log: float, values: Tensor = values, s: float = square) -> float:
-                tau = math.exp(log)
-                return tau * s - float((values / (values + tau)).sum())
-
-            low, high = min(most, 0.5 / square), len(values) / square
-            tau = math.exp(optimize.brentq(slope, math.log(low), math.log(high)))
-            priors |= dict.fromkeys(names, tau)
+            priors |= dict.fromkeys(names, _fitted(values, square))
         prior = priors if groups is not None else next(iter(priors.values()))
         return replace(self, prior_precision=prior)
 
-    def search_prior(
-        self, batches: Batches, precisions: Iterable[float] | Tensor
-    ) -> "Laplace":
-        """Return the posterior whose prior predicts other data best.
-
-        Batches are `(*inputs, target)`, and are predicted once for each of the
-        precisions, which are numbers.
-        """
-        priors = [float(each) for each in precisions]
-        found = [replace(self, prior_precision=each) for each in priors]
-        return max(found, key=lambda each: float(each.log_likelihood(batches)))
-
     def log_likelihood(self, batches: Batches) -> Tensor:
         """Return the mean of `log p(target)` of other data, by `predict`; a number."""
-        function, total, count = "Laplace.log_likelihood", torch.zeros(()).double(), 0
-        given = self.fmodel, self.likelihood, self.params, self.buffers, batches
-        for *inputs, _, target in _with_targets(function, *given):
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        data = ggn(self.fmodel, self.likelihood)
+        data = replace(data, function="Laplace.log_likelihood", has_targets=True)
+        given = self.likelihood, self.params, self.buffers, batches
+        for *inputs, _, target in _with_targets(data, *given):
             found = self.predict(*inputs)
             if isinstance(found, Gaussian):
                 apart = double(target.view_as(found.mean) - found.mean).flatten(1)
-                normal = torch.distributions.MultivariateNormal(
-                    apart, double(found.covariance)
-                )
+                normal = MultivariateNormal(apart, double(found.covariance))
                 logs = normal.log_prob(torch.zeros_like(apart))
             else:
-                logs = found.log().gather(1, target.unsqueeze(1))
-            total = total.to(logs.device) + double(logs).sum()
-            count += len(logs)
-        check_count(function, count)
+                logs = double(found.log().gather(1, target.unsqueeze(1)))
+            total, count = total.to(logs.device) + logs.sum(), count + len(logs)
+        check_count(data.function, count)
         return total / count
 
     @torch.no_grad()
@@ -206,12 +182,18 @@ class Laplace:
         Reference: Immer et al., arXiv 2008.08400.
         """
         blocks, precisions = self.matrix.blocks, self._precisions
-        if not isinstance(self.matrix, Full):
-            return self._measured(_Covariance(blocks, precisions), inputs, options)
-        found = self._measured(Gradients(), inputs, options).values()
-        rows = torch.cat([double(each.flatten(2)) for each in found], 2)
-        return _between(rows.unsqueeze(2), blocks[""], precisions[""])
+        whole = isinstance(self.matrix, Full)
+        quantity = Gradients() if whole else _Covariance(blocks, precisions)
+        given = self.params, self.buffers, [inputs], options
+        [(found, _)] = self._units.measured(Laplace.covariance, quantity, *given)
+        if not whole:
+            return found
+        grads = found.values()
+        rows = torch.cat([double(x).reshape(*x.shape[:2], -1) for x in grads], 2)
+        rows = blocks[""].rotated(rows)
+        return (rows / precisions[""]) @ rows.mT
 
+    @torch.no_grad()
     def sample(self, count: int, *, seed: int) -> Params:
         """Draw parameters from the posterior: `{name: [count, *shape]}`.
 
@@ -220,16 +202,13 @@ class Laplace:
         """
         [count] = checks.whole("Laplace.sample", least=1, count=count)
         key = secret_key(seed=seed)
-        noise = {}
-        for name, value in self.params.items():
-            noise[name] = _normal((count, *value.shape), torch_seed(key, name), value)
-        apart = self.matrix.scaled(
-            noise, {name: each.rsqrt() for name, each in self._precisions.items()}
-        )
-        return {
-            name: (double(value) + apart[name]).to(value.dtype)
+        noise = {
+            name: _normal((count, *value.shape), torch_seed(key, name), value)
             for name, value in self.params.items()
         }
+        scales = map_values(torch.rsqrt, self._precisions)
+        apart, params = self.matrix.scaled(noise, scales), self.params.items()
+        return {name: (double(x) + apart[name]).to(x.dtype) for name, x in params}
 
     def draw(
         self, *inputs: Tree, count: int, seed: int, **options: Unpack[Options]
@@ -273,32 +252,6 @@ class Laplace:
     @property
     def _units(self) -> Curvature:
         return replace(ggn(self.fmodel, "gaussian"), function="Laplace")
-
-    def _measured(self, quantity, inputs, options):  # INTERIM
-        given = self.params, self.buffers
-        [rows] = self._units.rows(*given, [inputs])
-        call = Call.of(Laplace.covariance, self._units.loss, options)
-        k = rows.columns
-
-        class Own(type(quantity)):
-            def __init__(self):
-                pass
-
-            def collector(self, call):
-                inner = quantity.collector(call)
-                old = inner.take
-                inner.take = lambda name, f: old(
-                    name, Dense(f.grad().view(-1, k, *f.shape))
-                )
-                return inner
-
-            def partial(self, c, call):
-                return quantity.partial(c, call)
-
-            def total(self, p, run):
-                return quantity.total(p, run)
-
-        return Transform(call, Own())(*given, *rows.batch)
 
     @property
     def _scale(self) -> float:
@@ -378,13 +331,13 @@ def laplace(
     given = params, buffers, batches
     if isinstance(structure, Kronecker):
         matrix = structure
-        if not isinstance(matrix, Full):
-            checks.names("laplace(structure)", params, matrix.blocks)
+        names = matrix.shapes if isinstance(matrix, Full) else matrix.blocks
+        checks.names("laplace(structure)", params, names)
     else:
         checks.choice("laplace", functions, structure=structure)
         matrix = functions[structure](data, *given, **options)
     samples, numbers, loss = 0, 0, 0.0
-    for *_, output, target in _with_targets("laplace", fmodel, likelihood, *given):
+    for *_, output, target in _with_targets(data, likelihood, *given):
         output = double(output)
         if likelihood == "gaussian":
             loss += float((output - target.view_as(output)).square().sum() / 2)
@@ -392,36 +345,36 @@ def laplace(
             loss += float(F.cross_entropy(output, target, reduction="sum"))
         samples, numbers = samples + len(output), numbers + output.numel()
     check_count("laplace", samples)
-    return Laplace(
-        likelihood=likelihood,
-        prior_precision=prior_precision,
-        temperature=temperature,
-        noise=noise,
-        samples=samples,
-        loss=loss,
-        numbers=numbers,
-        fmodel=fmodel,
-        params=params,
-        buffers=buffers,
-        matrix=matrix,
-    )
+    kind = fmodel, likelihood, params, buffers, matrix
+    return Laplace(*kind, samples, loss, numbers, prior_precision, temperature, noise)
 
 
 def _with_targets(
-    function: str,
-    fmodel: FunctionalModel,
+    data: Curvature,
     likelihood: Likelihood,
     params: Params,
     buffers: Buffers,
     batches: Batches,
 ) -> Iterator[tuple[Any, ...]]:
     """Yield `(*inputs, output, target)` of each batch."""
-    data = replace(ggn(fmodel, likelihood), function=function, has_targets=True)
     for batch in batches:
         with torch.no_grad():
             output, target = data.outputs(params, buffers, batch)
-        check_targets(function, likelihood, output, target)
+        check_targets(data.function, likelihood, output, target)
         yield *batch[:-1], output, target
+
+
+def _fitted(values: Tensor, square: float) -> float:
+    """Return the precision of the largest evidence, by eigenvalues and `|params|^2`."""
+    optimize = checks.package("scipy.optimize", "dp")
+
+    # The derivative by the logarithm, but for -1/2; it increases.
+    def slope(log: float) -> float:
+        precision = math.exp(log)
+        return precision * square - float((values / (values + precision)).sum())
+
+    low, high = min(float(values.max()), 0.5 / square), len(values) / square
+    return math.exp(optimize.brentq(slope, math.log(low), math.log(high)))
 
 
 def _diagonal(*given: Any, **options: Unpack[Options]) -> Kronecker:
@@ -439,14 +392,9 @@ class _Covariances(Collector):
     total: Any = 0.0
 
     def take(self, name: str, factor: Factor) -> None:
-        block, values = self.blocks[name], self.precisions[name]
-        most = max(1, AT_ONCE // (factor.shape[0] * values.numel()))
-        parts = []
-        for rows in torch.arange(factor.size, device=values.device).split(most):
-            grads = factor.take(rows).grad()  # [b, K, *shape]
-            grads = grads.reshape(*grads.shape[:2], *values.shape)
-            parts.append(_between(grads, block, values))
-        self.total = self.total + torch.cat(parts)
+        block, weights = self.blocks[name], 1 / self.precisions[name]
+        found = inner_products(factor, block.left, block.right, weights)
+        self.total = self.total + found
 
 
 @dataclass(frozen=True)
@@ -462,12 +410,6 @@ class _Covariance(Quantity):
 
     def total(self, partials: Iterator[Tensor], run: Evaluation) -> Tensor:
         return torch.cat(list(partials))
-
-
-def _between(rows: Tensor, block: Block, precisions: Tensor) -> Tensor:
-    """Return `G precision^-1 G^T` between rows, [B, K, O, I] -> [B, K, K]."""
-    rotated = block.rotated(double(rows))
-    return (rotated / precisions).flatten(2) @ rotated.flatten(2).mT
 
 
 def _normal(shape: tuple[int, ...], seed: int, like: Tensor) -> Tensor:

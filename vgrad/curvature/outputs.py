@@ -10,33 +10,28 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Unpack, get_args
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, Unpack, get_args
 
 import torch
 from torch import Tensor
 
 from vgrad import batches, checks
-from vgrad.functional.losses import check_model, read, sample_loss
+from vgrad.functional.losses import check_model, read
 from vgrad.functional.model import FunctionalModel
 from vgrad.generators import RandomState, random_state
-from vgrad.persample import Options, per_sample_grad
-from vgrad.persample.engine import check_options
+from vgrad.persample import Options
+from vgrad.persample.engine import Call, Evaluation, Quantity, Transform
+from vgrad.persample.grad import Gradients
+from vgrad.torch_private import modes
 from vgrad.tree import map_tensors, tensors, wide
-from vgrad.typing import Buffers, LossFn, Params, Tree
+from vgrad.typing import Buffers, Params, Tree
 
 Likelihood = Literal["categorical", "gaussian"]
 
 Batches = Iterable[tuple[Tree, ...]]
 """Batches `(*inputs)`, with targets at the end where the curvature has some."""
-
-
-class Rows(NamedTuple):
-    """A sample for each column: `(*inputs, cotangent)`, `[B * K, ...]`."""
-
-    batch: tuple[Tree, ...]
-    samples: int
-    columns: int
 
 
 @dataclass(frozen=True)
@@ -48,27 +43,31 @@ class Curvature:
     columns: Callable[[Tensor, Any, int], Tensor]
     has_targets: bool = False
 
-    @property
-    def loss(self) -> LossFn:
-        """The loss of a row, whose gradient is `J^T c_k`."""
-        return sample_loss(self.fmodel, _contracted)
+    def measured(
+        self,
+        function: Callable,
+        quantity: Quantity,
+        params: Params,
+        buffers: Buffers,
+        batches: Batches,
+        options: Options,
+    ) -> Iterator[tuple[Any, int]]:
+        """Yield a quantity of the gradients `J^T c_k`, [B, K, ...], and B of a batch.
 
-    def rows(
-        self, params: Params, buffers: Buffers, batches: Batches
-    ) -> Iterator[Rows]:
-        """Yield the rows of each batch."""
+        It is for the `function` of a user, with its options.
+        """
+        check_real(function.__name__, params)
+        call = Call.of(function, partial(_with_columns, self.fmodel), options)
+        transform = Transform(replace(call, columns=True, singly=False), quantity)
+        count = 0
         for number, batch in enumerate(batches):
             with torch.no_grad():
                 output, target = self.outputs(params, buffers, batch)
                 columns = self.columns(output, target, number)
-            count = columns.shape[1]
-
-            def copies(leaf: Tensor, count: int = count) -> Tensor:
-                return leaf.repeat_interleave(count, dim=0)
-
             inputs = batch[: len(batch) - self.has_targets]
-            cotangents = columns.flatten(0, 1)
-            yield Rows((*map_tensors(copies, inputs), cotangents), len(columns), count)
+            yield transform(params, buffers, *inputs, columns), len(columns)
+            count += len(columns)
+        check_count(function.__name__, count)
 
     def outputs(
         self, params: Params, buffers: Buffers, batch: tuple[Tree, ...]
@@ -79,7 +78,7 @@ class Curvature:
                 f"{self.function}(batches): expected tuples of a model's inputs, such "
                 f"as [(x,)], got a {type(batch).__name__}."
             )
-        criterion = _contracted if self.has_targets else None
+        criterion = torch.sub if self.has_targets else None  # for a target
         args, kwargs, target = read(self.function, batch, criterion)
         size = batches.read(self.function, batch).size
         if not size:
@@ -89,14 +88,7 @@ class Curvature:
             )
         with fixed(f"{self.function}(fmodel)", tensors((params, batch))):
             output = self.fmodel(params, buffers, *args, **kwargs)
-        shaped = isinstance(output, Tensor) and output.is_floating_point()
-        if not shaped or output.ndim < 2 or len(output) != size:
-            got = tuple(output.shape) if isinstance(output, Tensor) else type(output)
-            raise ValueError(
-                f"{self.function}(fmodel): expected a model whose output is one "
-                f"floating-point tensor [B, K] or [B, K, ...], got {got} for a batch "
-                f"of {size}. Wrap the model in a module that returns such a tensor."
-            )
+        check_output(self.function, output, size)
         # A recurrent net over the batch changes all samples but the first one.
         for place in {0, size - 1}:
             row = slice(place, place + 1)
@@ -145,6 +137,18 @@ def _numbers(state: RandomState) -> list[list[int]]:
     return [each.tolist() for each in (state[0], *state[1].values())]
 
 
+def check_output(function: str, output: Any, size: int) -> None:
+    """Refuse outputs that are not a row for each sample."""
+    shaped = isinstance(output, Tensor) and output.is_floating_point()
+    if not shaped or output.ndim < 2 or len(output) != size:
+        got = tuple(output.shape) if isinstance(output, Tensor) else type(output)
+        raise ValueError(
+            f"{function}(fmodel): expected a model whose output is one floating-point "
+            f"tensor [B, K] or [B, K, ...], got {got} for a batch of {size}. Wrap the "
+            f"model in a module that returns such a tensor."
+        )
+
+
 def check_count(function: str, count: int) -> None:
     """Refuse batches without samples."""
     if not count:
@@ -180,8 +184,30 @@ def check_targets(
         )
 
 
-def _contracted(output: Tensor, cotangent: Tensor) -> Tensor:
-    return (output * cotangent).sum()
+def _with_columns(
+    fmodel: FunctionalModel, params: Params, buffers: Buffers, *sample: Tree
+) -> tuple[Tensor, Tensor]:
+    *inputs, columns = sample
+    return _output(fmodel, params, buffers, inputs), columns
+
+
+def _with_units(
+    fmodel: FunctionalModel, params: Params, buffers: Buffers, *sample: Tree
+) -> tuple[Tensor, Tensor]:
+    output = _output(fmodel, params, buffers, sample)
+    units = torch.eye(output.numel(), dtype=output.dtype, device=output.device)
+    return output, units.view(-1, *output.shape)
+
+
+def _output(
+    fmodel: FunctionalModel, params: Params, buffers: Buffers, inputs: Any
+) -> Tensor:
+    with modes.without_modes():  # which would see every op of these
+        inputs = map_tensors(lambda leaf: leaf.unsqueeze(0), inputs)
+        args, kwargs, _ = read("curvature", inputs, None)
+    output = fmodel(params, buffers, *args, **kwargs)
+    check_output("per_sample_jacobian", output, 1)
+    return output[0]
 
 
 def ggn(fmodel: FunctionalModel, likelihood: Likelihood) -> Curvature:
@@ -292,18 +318,20 @@ def per_sample_jacobian(
         torch.Size([5, 3, 3, 2])
     """
     check_model("per_sample_jacobian", fmodel)
-    check_options(per_sample_jacobian, options)
-    units = Curvature("per_sample_jacobian", fmodel, lambda output, *_: _units(output))
-    compute = per_sample_grad(units.loss, **options)
+    call = Call.of(per_sample_jacobian, partial(_with_units, fmodel), options)
+    return Transform(replace(call, columns=True), _Jacobians())
 
-    def jacobian(params: Params, buffers: Buffers, /, *inputs: Tree) -> Params:
-        """Return the Jacobian of the outputs with respect to each parameter."""
-        [rows] = units.rows(params, buffers, [inputs])
-        out = rows.batch[-1].shape[1:]
-        grads = compute(params, buffers, *rows.batch).items()
-        return {name: each.view(-1, *out, *each.shape[1:]) for name, each in grads}
 
-    return jacobian
+class _Jacobians(Gradients):
+    def total(self, partials: Iterator[Params], run: Evaluation) -> Params:
+        grads = super().total(partials, run)
+        if not run.done:
+            raise ValueError(
+                "per_sample_jacobian(fmodel)(params, buffers, *inputs): expected a "
+                "sample at least, got an empty batch, whose outputs have no shape."
+            )
+        out = run.chunks_run[0].losses.shape[1:]
+        return {name: each.unflatten(1, out) for name, each in grads.items()}
 
 
 def _check(function: str, fmodel: Any, likelihood: Any) -> None:

@@ -22,8 +22,10 @@ from vgrad.curvature.outputs import (
 )
 from vgrad.factors import Sums
 from vgrad.functional.losses import check_loss
-from vgrad.persample import Options, gradient_moments, per_sample_norm
-from vgrad.tree import double, map_values, no_autocast, tensors, wide
+from vgrad.persample import Options
+from vgrad.persample.grad import Norms
+from vgrad.persample.moments import Squares
+from vgrad.tree import double, no_autocast, tensors, wide
 from vgrad.typing import BatchLossFn, Buffers, Params
 
 Product = Callable[[Params], Params]
@@ -130,13 +132,11 @@ def diagonal(
 
     Cost: per-sample gradients of all rows of a batch, one parameter's at a time.
     """
-    compute = gradient_moments(curvature.loss, **options)
     sums, count = Sums(), 0
-    for rows in curvature.rows(params, buffers, batches):
-        size = rows.samples * rows.columns
-        moments = compute(params, buffers, *rows.batch).second_moment
-        sums.add(map_values(lambda each, size=size: double(each) * size, moments))
-        count += rows.samples
+    given = params, buffers, batches, options
+    for found, size in curvature.measured(diagonal, Squares(), *given):
+        sums.add({name: each.view_as(params[name]) for name, each in found.items()})
+        count += size
     return _mean("diagonal", sums, params, count)
 
 
@@ -153,13 +153,11 @@ def trace(
     Cost: per-sample norms of all rows, for which few gradients are formed. It has the
     options of `diagonal`.
     """
-    compute = per_sample_norm(curvature.loss, **options)
     total, count = torch.zeros((), dtype=torch.float64), 0
-    for rows in curvature.rows(params, buffers, batches):
-        norms = double(compute(params, buffers, *rows.batch)).square()
-        total = total.to(norms.device) + norms.sum()
-        count += rows.samples
-    check_count("trace", count)
+    given = params, buffers, batches, options
+    for norms, size in curvature.measured(trace, Norms(None), *given):
+        total = total.to(norms.device) + double(norms).square().sum()
+        count += size
     return total / count
 
 

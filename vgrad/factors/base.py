@@ -7,7 +7,6 @@ matrices are in `factors/products.py`.
 
 import copy
 import functools
-import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -26,9 +25,6 @@ from vgrad.tree import double, wide
 
 _AT_ONCE = 2**22
 """Numbers of gradients formed at once for inner products with others."""
-
-_WHOLE = 4096
-"""Numbers of a parameter up to which the covariance of all of them is formed."""
 
 
 class Probes(NamedTuple):
@@ -60,30 +56,6 @@ class Probes(NamedTuple):
     def summed(self, left: Tensor, right: Tensor) -> Tensor:
         """Sum products of two sides at T positions, [B, T, k] each. -> [B, dim]."""
         return (left.mT @ right).flatten(1) if self.pairs else (left * right).sum(1)
-
-
-class Covariances(NamedTuple):
-    """Sums over samples and positions of outer products of the two sides of a factor.
-
-    -> left [O, O] and right [I, I], their diagonals [O], [I] where the rest is zero.
-    """
-
-    left: Tensor
-    right: Tensor
-    positions: float
-
-    def plus(self, other: "Covariances") -> "Covariances":
-        """Add the sums over other samples, which may have no position at all."""
-        if not (self.positions and other.positions):
-            return self if self.positions else other
-        left, right = map(_full_or_diagonal, self[:2], other[:2])
-        return Covariances(left, right, self.positions + other.positions)
-
-
-def _full_or_diagonal(one: Tensor, other: Tensor) -> Tensor:
-    if one.ndim != other.ndim:
-        one, other = (each.diag() if each.ndim == 1 else each for each in (one, other))
-    return one + other
 
 
 class Norm(NamedTuple):
@@ -213,17 +185,6 @@ class Factor(ABC):
         """Return the inner products with probes, [B, dim]."""
         return Dense(self.grad()).project(probes)
 
-    def covariances(self) -> Covariances | None:
-        """Return sums of both sides; of the whole, [P, P] and [1, 1], if it has none.
-
-        None for so many numbers that the latter is not to be formed.
-        """
-        size = math.prod(self.shape)
-        if size > _WHOLE:
-            return None
-        g = double(self.grad().reshape(self.size, size))
-        return Covariances(g.mT @ g, g.new_full((1, 1), self.size), self.size)
-
 
 class Positions:
     """Gradients `[B, G, T, O]` at an output that two parameters of one op have."""
@@ -343,11 +304,6 @@ class Zero(Factor):
 
     def project(self, probes: Probes) -> Tensor:
         return probes.right.new_zeros(self.size, probes.dim)
-
-    def covariances(self) -> Covariances:
-        zeros = self.like.new_zeros(self.shape, dtype=torch.float64)
-        sides = zeros.reshape(*self.shape[:1], -1)
-        return Covariances(sides.sum(1), sides.sum(0), 0)
 
 
 @dataclass(frozen=True)
@@ -496,13 +452,6 @@ class Outer(Pair):
         a, right = products.exact(self.inputs[:, 0], probes.right)
         b, left = products.exact(self.outputs[:, 0], left)
         return probes.summed(b @ left.T, a @ right.T)
-
-    def covariances(self) -> Covariances | None:
-        _, groups, positions, _ = self.inputs.shape
-        if groups > 1 or self.outputs.shape[3] != self.shape[0]:
-            return super().covariances()
-        a, b = (double(each.flatten(0, 2)) for each in self.sides)
-        return Covariances(b.mT @ b, a.mT @ a, self.size * positions)
 
     def _of(self, inputs: Tensor, outputs: Tensor) -> Self:
         return replace(self, inputs=inputs, outputs=outputs, shared=None)

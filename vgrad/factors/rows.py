@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vgrad.factors import costs, products, reductions
-from vgrad.factors.base import Covariances, Factor, Norm, Norms, Probes
+from vgrad.factors.base import Factor, Norm, Norms, Probes
 from vgrad.tree import double, wide
 
 _AT_ONCE = 2**22
@@ -120,14 +120,6 @@ class Rows(Factor):
         rows, right = products.exact(self.outputs, probes.right)
         left = probes.left.T[self.index].to(rows.dtype)
         return probes.summed(left, rows @ right.T)
-
-    def covariances(self) -> Covariances:
-        """Count the lookups of each row, but for those without a gradient."""
-        out = double(self.outputs.flatten(0, 1))
-        used = out.any(1).to(out.dtype)
-        counts = out.new_zeros(self.shape[0])
-        counts.index_add_(0, self.index.flatten(), used)
-        return Covariances(counts, out.mT @ out, float(used.sum()))
 
     def _scaled(self, weights: Tensor) -> Tensor:
         return (double(self.outputs) * weights.double().view(-1, 1, 1)).flatten(0, 1)

@@ -93,7 +93,10 @@ def _recorded(record: Recording, *args: Any, **kwargs: Any) -> Tensor | None:
         *folded, unfold = fold(
             dims, record.size, q, k, v, mask, enable_gqa=call.enable_gqa
         )
-        output = call.kernel(*folded, call.dropout_p)
+        if record.columns and not call.dropout_p:
+            output = _Attend.apply(call.kernel, *folded)
+        else:
+            output = call.kernel(*folded, call.dropout_p)
         return record.logical(unfold(output))
 
 

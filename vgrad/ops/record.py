@@ -52,6 +52,7 @@ class Recording(Protocol):
 
     size: int
     randomness: str
+    columns: bool  # whether a vmap runs the backward pass
 
     # Whether the loss differentiates, so that ops need second derivatives.
     @property

@@ -118,7 +118,9 @@ def check_groups(function: str, groups: Groups) -> None:
         checks.choice(function, get_args(Partition), groups=groups)
 
 
-def members(function: str, groups: Groups, params: Params) -> dict[str, list[str]]:
+def members(
+    function: str, groups: Groups, params: Mapping[str, Any]
+) -> dict[str, list[str]]:
     """Return the names in each group, each in one; all are in "" for None."""
     names: dict[str, list[str]] = {}
     if not isinstance(groups, Mapping):
