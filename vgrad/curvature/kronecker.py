@@ -142,14 +142,16 @@ def kfac(
     """Kronecker-factored curvature of each parameter, `S x A / mean T`.
 
     `S = mean_n sum_kt g_nkt g_nkt^T` [O, O] and `A = mean_n sum_t a_nt a_nt^T` [I, I],
-    with T positions of a sample, "expand" in the terms of weight sharing; a weight that
-    is used twice has the positions of both uses. A parameter with one dimension, such
+    with T positions of a sample; a weight that is used twice has the positions of both
+    uses. With `weight_sharing="reduce"` a sample has one position, `sum_t g_nkt` and
+    `mean_t a_nt`, which is exact for models that average over positions; tables of
+    lookups stay expanded. A parameter with one dimension, such
     as a bias, has its whole covariance, and so has one of up to 4,096 numbers that no
     product uses. Weight and bias of a layer are blocks of their own. The options are in
     `vgrad.persample.Options`.
 
-    Cost: two products of matrices for each layer beside the recorded passes of all
-    rows, and the memory of two covariances.
+    Cost: a forward pass and a backward pass of K columns for each batch, two products
+    of matrices in float64 for each layer, and the memory of two covariances.
 
     Raises:
         ValueError: a parameter has no factors, and too many numbers.

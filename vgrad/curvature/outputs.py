@@ -70,9 +70,17 @@ class Curvature:
         check_count(function.__name__, count)
 
     def outputs(
-        self, params: Params, buffers: Buffers, batch: tuple[Tree, ...]
+        self,
+        params: Params,
+        buffers: Buffers,
+        batch: tuple[Tree, ...],
+        *,
+        apart: bool = False,
     ) -> tuple[Tensor, Any]:
-        """Run the model on a batch, and return its target; refuse coupled samples."""
+        """Run the model on a batch, and return its target; refuse coupled samples.
+
+        `apart` is whether they are known not to be.
+        """
         if not isinstance(batch, tuple | list):
             raise TypeError(
                 f"{self.function}(batches): expected tuples of a model's inputs, such "
@@ -90,7 +98,7 @@ class Curvature:
             output = self.fmodel(params, buffers, *args, **kwargs)
         check_output(self.function, output, size)
         # A recurrent net over the batch changes all samples but the first one.
-        for place in {0, size - 1}:
+        for place in () if apart else {0, size - 1}:
             row = slice(place, place + 1)
             with torch.no_grad():
                 one, kept = map_tensors(operator.itemgetter(row), (args, kwargs))
@@ -220,7 +228,8 @@ def ggn(fmodel: FunctionalModel, likelihood: Likelihood) -> Curvature:
     the identity. It needs no targets: batches are `(*inputs,)`. For these two the GGN
     is the Fisher information.
 
-    Cost: K columns for each sample, one for each number of its output.
+    Cost: K columns for each sample, one for each number of its output: a backward pass
+    has K times the activations, but the inputs of layers once.
 
     Raises:
         ValueError: `likelihood` is unknown.
@@ -302,11 +311,15 @@ def per_sample_jacobian(
     `vgrad.persample.Options`; with `strategy="vmap"` the result can be differentiated,
     with respect to parameters and inputs.
 
-    Cost: a forward and a backward pass of one sample for each number of its output, all
-    of them at once or `chunk_size` at a time, and the memory of the result.
+    The model runs as on each sample alone, so batch statistics raise an error and
+    samples cannot depend on each other.
+
+    Cost: a forward pass and one backward pass for all numbers of an output together,
+    for all samples or `chunk_size` at a time, and the memory of the result.
 
     Raises:
-        ValueError: the output of the model is no tensor with a row for each sample.
+        ValueError: the output of the model is no tensor with a row for each sample, or
+            the batch is empty.
 
     Example:
         >>> import torch, vgrad

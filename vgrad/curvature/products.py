@@ -53,15 +53,18 @@ def vector_product(
     trick of two backward passes.
     """
     checks.dictionaries("vector_product", params=params, buffers=buffers)
+    first = True
 
     def product(vector: Params) -> Params:
         """Multiply a vector by the matrix."""
+        nonlocal first
         _check("vector_product", params, vector)
         sums, count = Sums(), 0
         for number, batch in enumerate(batches):
             leaves = _leaves(params)
             with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-                output, target = curvature.outputs(leaves, buffers, batch)
+                given = leaves, buffers, batch
+                output, target = curvature.outputs(*given, apart=not first)
                 start = torch.zeros_like(output, requires_grad=True)
                 pulled = _pulled(output, leaves, start, create_graph=True)
                 inner = _inner(pulled, params, vector)
@@ -72,6 +75,7 @@ def vector_product(
                 seen = torch.einsum("bk,bk...->b...", weights, columns)
             sums.add(dict(zip(leaves, _pulled(output, leaves, seen), strict=True)))
             count += len(output)
+        first = False
         return _mean("vector_product", sums, params, count)
 
     return product
@@ -128,9 +132,10 @@ def diagonal(
     """Diagonal of a curvature matrix, `mean_n sum_k (J_n^T c_nk)^2`: {name: shape}.
 
     In the parameters' dtype, float32 or wider. The options are in
-    `vgrad.persample.Options`; samples of chunks are rows, K of them for each sample.
+    `vgrad.persample.Options`.
 
-    Cost: per-sample gradients of all rows of a batch, one parameter's at a time.
+    Cost: a forward pass and a backward pass of K columns for each batch; where samples
+    have one position no gradient is formed, else those of one parameter at a time.
     """
     sums, count = Sums(), 0
     given = params, buffers, batches, options
@@ -150,7 +155,7 @@ def trace(
 ) -> Tensor:
     """Trace of a curvature matrix, `mean_n sum_k |J_n^T c_nk|^2`: a float64 number.
 
-    Cost: per-sample norms of all rows, for which few gradients are formed. It has the
+    Cost: the same passes, and norms for which few gradients are formed. It has the
     options of `diagonal`.
     """
     total, count = torch.zeros((), dtype=torch.float64), 0

@@ -340,7 +340,8 @@ def _with_columns(
 
     with modes.without_innermost():
         tensors: Any = map_tensors(joined, (*run[:7], run.kept))
-        found = back(_Run(*(*tensors[:7], *run[7:11], tensors[7])))
+        every: Any = *tensors[:7], *run[7:11], tensors[7]
+        found = back(_Run(*every))
         parts = {id(each): apart(each) for each in found}  # two may be one, and stay so
     return tuple(parts[id(each)] for each in found)
 
