@@ -5,7 +5,7 @@ matrices [O, I] as in `kronecker`.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Unpack
 
@@ -310,8 +310,8 @@ def laplace(
         prior_precision: a number, or one for each parameter by name.
 
     Raises:
-        ValueError: a precision, temperature or noise is not positive; targets are not
-            those of the likelihood; and as the structure.
+        ValueError: a precision, temperature or noise is not positive; targets do
+            not fit the likelihood; and as the structure.
 
     Reference: Daxberger et al., Laplace Redux, arXiv 2106.14806.
 

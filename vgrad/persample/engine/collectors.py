@@ -14,7 +14,6 @@ from vgrad.devices import is_host
 from vgrad.factors.base import Dense, Factor, Zero
 from vgrad.factors.norms import FORMED_AT_ONCE
 from vgrad.persample.engine.proxies import Use
-from vgrad.typing import Params
 
 
 class Collector(Protocol):
