@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -170,15 +170,22 @@ class Factor(ABC):
         right = other.grad()
         if other is self:
             return products.inner(right, right)
-        parts = [products.inner(part.grad(), right) for part in self._in_cache(right)]
+        parts = [products.inner(part.grad(), right) for part in self.in_cache()]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _in_cache(self, gradients: Tensor) -> "list[Factor]":
-        """Return factors of some samples, whose gradients fit into a cache."""
-        most = max(1, _AT_ONCE // max(1, gradients[:1].numel()))
+    def by_position(self, others: Tensor) -> Tensor | None:
+        """Return inner products of each position with gradients, [B, B', T].
+
+        None for gradients that are no sums over positions.
+        """
+        return None
+
+    def in_cache(self) -> "list[Factor]":
+        """Return factors of some samples each, whose gradients fit into a cache."""
+        most = max(1, _AT_ONCE // max(1, self.shape.numel()))
         if self.size <= most:
             return [self]
-        rows = torch.arange(self.size, device=gradients.device).split(most)
+        rows = torch.arange(self.size).split(most)
         return [self.take(some) for some in rows]
 
     def project(self, probes: Probes) -> Tensor:
@@ -409,31 +416,36 @@ class Outer(Pair):
 
     def gram(self, other: Factor) -> Tensor:
         """Inner products of factors, none of them `far`, where gradients cost more."""
-        if self.inputs.shape[1] != 1:
-            return super().gram(other)
-        if not isinstance(other, Outer):
-            return self._products(other.grad())
-        sizes = other.size, other.inputs.shape[2]
-        if not costs.cross_by_gram(self.inputs.shape, self.outputs.shape, *sizes):
+        if not isinstance(other, Outer) or not self.crosses(other):
             return self._products(other.grad())
         sizes = (self.size, self.inputs.shape[2], other.size, other.inputs.shape[2])
         k = products.inner(self.inputs.flatten(0, 2), other.inputs.flatten(0, 2))
         k *= products.inner(self.outputs.flatten(0, 2), other.outputs.flatten(0, 2))
         return k.view(sizes).sum((1, 3))
 
+    def crosses(self, other: "Outer") -> bool:
+        """Return whether inner products are to be taken of both sides."""
+        a, b, others = self.inputs.shape, self.outputs.shape, other.inputs.shape
+        return a[1] == others[1] == 1 and costs.cross_by_gram(a, b, others)
+
     def _products(self, others: Tensor) -> Tensor:
         """Inner products with gradients [B', *shape], by one side where cheaper."""
-        count, (_, _, positions, i) = len(others), self.inputs.shape
-        if positions > 1 or count >= i:
+        _, groups, positions, i = self.inputs.shape
+        if groups > 1 or positions > 1 or len(others) >= i:
             return super().gram(Dense(others))
-        a, b = self.inputs[:, 0, 0], self.outputs[:, 0, 0]
-        a, b, others = products.exact(a, b, others.reshape(-1, i))
-        step = max(1, _AT_ONCE // len(others))
-        parts = [
-            ((some @ others.mH).view(len(some), count, -1) @ out.unsqueeze(2))[..., 0]
-            for some, out in zip(a.split(step), b.split(step), strict=True)
-        ]
-        return torch.cat(parts).to(wide(self.inputs.dtype))
+        return cast(Tensor, self.by_position(others)).squeeze(2)
+
+    def by_position(self, others: Tensor) -> Tensor | None:
+        count, (size, groups, positions, i) = len(others), self.inputs.shape
+        if groups > 1:
+            return None
+        a, b, others = products.exact(*self.sides, others.reshape(-1, i))
+        step = max(1, _AT_ONCE // max(1, positions * len(others)))
+        found = others.new_empty(size, count, positions)
+        for rows in map(slice, range(0, size, step), range(step, size + step, step)):
+            seen = (a[rows, 0] @ others.mH).unflatten(2, (count, -1))
+            found[rows] = (seen @ b[rows, 0].unsqueeze(3))[..., 0].mT
+        return found.to(wide(self.inputs.dtype))
 
     def times(self, scales: Sequence[Tensor]) -> Factor:
         """Multiply the two sides of a matrix."""

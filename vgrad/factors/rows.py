@@ -92,7 +92,7 @@ class Rows(Factor):
     def gram(self, other: Factor) -> Tensor:
         """Inner products of rows of equal index, or with rows that are looked up."""
         if not isinstance(other, Rows):
-            return self._looked_up(other.grad())
+            return self.by_position(other.grad()).sum(2) + self._spoils()[:, None]
         sizes = (self.size, self.index.shape[1], other.size, other.index.shape[1])
         k = products.inner(self.outputs.flatten(0, 1), other.outputs.flatten(0, 1))
         equal = self.index.reshape(-1, 1) == other.index.reshape(1, -1)
@@ -100,18 +100,17 @@ class Rows(Factor):
         # A sample that is not finite shows in every product, as it does for gradients.
         return found + self._spoils()[:, None] + other._spoils()
 
-    def _looked_up(self, tables: Tensor) -> Tensor:
-        """Inner products with tables [B', *shape], at the rows of the index."""
-        rows, tables = products.exact(self.outputs, tables)
-        step = max(1, _AT_ONCE // max(1, len(tables) * rows[0].numel()))
+    def by_position(self, others: Tensor) -> Tensor:
+        """Look the other tables up at the rows of the index."""
+        rows, others = products.exact(self.outputs, others)
+        step = max(1, _AT_ONCE // max(1, len(others) * rows[:1].numel()))
         parts = [
-            torch.einsum("bto,qbto->bq", some, tables[:, index].conj())
+            torch.einsum("bto,qbto->bqt", some, others[:, index].conj())
             for some, index in zip(
                 rows.split(step), self.index.split(step), strict=True
             )
         ]
-        found = torch.cat(parts) if parts else rows.new_zeros(0, len(tables))
-        return found + self._spoils()[:, None]
+        return torch.cat(parts)
 
     def project(self, probes: Probes) -> Tensor:
         """Look the probes up, `sum_t left[index_t] <out_t, right>`."""
