@@ -64,10 +64,12 @@ from bench.attribution_peers import (
     vgrad_cg,
     vgrad_diagonal,
     vgrad_ekfac_scores,
+    vgrad_evidence,
     vgrad_grad_dot,
     vgrad_jacobian,
     vgrad_kronecker,
     vgrad_logra,
+    vgrad_predictive,
     vgrad_product,
     vgrad_trak,
 )
@@ -439,6 +441,7 @@ ROWS = {
         "Laplace's log marginal likelihood, with the fit",
         lambda p: dense_posterior(p)[0],
         {
+            "vgrad": vgrad_evidence,
             "laplace-torch": laplace_evidence("CurvlinopsGGN"),
             "laplace-torch, BackPACK": laplace_evidence("BackPackGGN"),
             "laplace-torch, ASDL": laplace_evidence("AsdlGGN"),
@@ -448,6 +451,7 @@ ROWS = {
         "Laplace's covariance of the queries, `[Q, K, K]`",
         lambda p: dense_posterior(p)[1],
         {
+            "vgrad": vgrad_predictive,
             "laplace-torch": laplace_predictive("CurvlinopsGGN"),
             "laplace-torch, BackPACK": laplace_predictive("BackPackGGN"),
             "laplace-torch, ASDL": laplace_predictive("AsdlGGN"),
