@@ -22,6 +22,7 @@ COMPILING = ("eager", "replay", "inductor")
 DISCRETE = ("no", "yes", "sum")
 EXPERIMENTS = (
     *("per-sample", "ensembles", "jmp", "mobilenet", "tensor-cores", "private"),
+    "attribution",
     "all",
 )
 
@@ -437,8 +438,8 @@ COMMANDS = {
     ),
     "experiment": Command(
         "Repeat experiments of articles: functorch, jmp, mixed precision, tensor cores "
-        "with cross-validation, and the price of privacy. Each ends with a check, a "
-        "table and a figure.",
+        "with cross-validation; the price of privacy, and attribution judged by "
+        "retraining. Each ends with a check, a table and a figure.",
         _add_experiment,
     ),
     "help": Command("Print this help, or the help of a command.", _add_help),
