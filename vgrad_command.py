@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 PRECISIONS = ("float32", "bfloat16", "float16")
 COMPILING = ("eager", "replay", "inductor")
 DISCRETE = ("no", "yes", "sum")
+METHODS = ("ekfac", "kfac", "trak", "grad-dot")
 EXPERIMENTS = (
     *("per-sample", "ensembles", "jmp", "mobilenet", "tensor-cores", "private"),
     "attribution",
@@ -108,6 +109,13 @@ GROUPS = Kind(
         and bool(re.fullmatch(r"none|([^\s:,]+:[0-9.]{1,9}(,(?!$)|$))+", value))
     ),
 )
+QUERIES = Kind(
+    "misclassified, or indices of held-out samples, such as 0:10 or 3,17,20",
+    lambda value: (
+        isinstance(value, str)
+        and bool(re.fullmatch(rf"misclassified|{_PLACES}(,{_PLACES})*", value))
+    ),
+)
 LARGEST = Kind(
     "a whole number above zero, auto or none",
     lambda value: (
@@ -115,6 +123,10 @@ LARGEST = Kind(
         and bool(re.fullmatch("none|auto|[1-9][0-9]{0,9}", value))
     ),
 )
+
+
+_PLACES = "[0-9]{1,9}(:[0-9]{1,9})?"
+"""An index, or a start and the end after it."""
 
 
 def _finite(value: Any) -> bool:
@@ -316,25 +328,21 @@ def _add_train(parser: ArgumentParser) -> None:
     _add(parser, KINDS, default=SUPPRESS)
 
 
+_FACTORY = (
+    "the module:factory that the model was trained with, if it was: a file may not "
+    "choose the code that runs"
+)
+
+
 def _add_evaluate(parser: ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="the folder of a run")
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="the module:factory that the model was trained with, if it was: a file "
-        "may not choose the code that runs",
-    )
+    parser.add_argument("--model", metavar="MODEL", help=_FACTORY)
     _add(parser, ["data", "device"])
 
 
 def _add_audit(parser: ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="the folder of a private run")
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="the module:factory that the model was trained with, if it was: a file "
-        "may not choose the code that runs",
-    )
+    parser.add_argument("--model", metavar="MODEL", help=_FACTORY)
     parser.add_argument(
         "--canaries",
         metavar="COUNT",
@@ -350,6 +358,50 @@ def _add_audit(parser: ArgumentParser) -> None:
         help="the probability that a step which is right exceeds its claim "
         "(default: 0.01)",
     )
+
+
+def _add_attribute(parser: ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", help="the folder of a run")
+    parser.add_argument(
+        "--queries",
+        metavar="QUERIES",
+        type=_typed(str, QUERIES),
+        default="misclassified",
+        help="held-out samples whose predictions are to be explained: misclassified, "
+        "or their indices, such as 0:10 for the first ten or 3,17,20 (default: "
+        "misclassified)",
+    )
+    parser.add_argument(
+        "--method",
+        metavar="METHOD",
+        type=_typed(str, one_of(METHODS)),
+        default=METHODS[0],
+        help="ekfac or kfac, influence by Kronecker factors of the curvature, trak, or "
+        f"grad-dot, inner products of gradients (default: {METHODS[0]})",
+    )
+    parser.add_argument(
+        "--damping",
+        metavar="DAMPING",
+        type=_typed(float, above(0)),
+        default=1e-3,
+        help="added to the curvature, which is a mean over samples; grad-dot has none "
+        "(default: 0.001)",
+    )
+    parser.add_argument(
+        "--not-private",
+        action="store_true",
+        help="score the training samples of a private run, too; the scores have no "
+        "privacy",
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", help="where to write (default: the folder of the run)"
+    )
+    parser.add_argument(
+        "--data",
+        metavar="DATA",
+        help="the data of the run, if the file has moved since",
+    )
+    parser.add_argument("--model", metavar="MODEL", help=_FACTORY)
 
 
 def _add_bench(parser: ArgumentParser) -> None:
@@ -430,6 +482,13 @@ COMMANDS = {
         "below, by canaries, without the data. The folder gets audit.png. The exit "
         "status is 1 if the step spends more than it claims.",
         _add_audit,
+    ),
+    "attribute": Command(
+        "Show which training samples made the predictions of the run in a folder: the "
+        "most helpful and the most harmful ones of each query, and those that are most "
+        "likely mislabelled. The folder gets attribution.safetensors and "
+        "attribution.html, neither of which is for release.",
+        _add_attribute,
     ),
     "bench": Command(
         "Run the benchmarks of a checkout and print them as tables: loop, vmap, vgrad "

@@ -26,9 +26,9 @@ LAYERS = [
     {"curvature", "dp", "testing"},
     {"ensemble"},
     {"training"},
-    {"attribution"},
     {"compiled"},
     {"distributed"},
+    {"attribution"},
     {"cli"},
     {"__main__"},
 ]

@@ -32,6 +32,7 @@ PEERS = {  # what the left column imports
     "jmp": {"jmp": [], "jax.numpy": []},
     "Private optimizers": {},
     "Audits": {},
+    "Attribution": {},
 }
 
 

@@ -8,6 +8,7 @@ is helpful: it raises the log likelihood, or the measurement, of the query.
 * `trak`: random projections of margins' gradients, and their kernel
 * `margin`: the log odds of the target, a measurement
 * `Top`: the largest scores of each query
+* `Store`: features of a training set, in files
 * `lds`, `LDS`: rank correlations of scores with models trained on subsets
 * `retrain`: train a model on each subset, as one ensemble
 * `mislabelled_auc`: whether scores find wrong labels
@@ -15,9 +16,11 @@ is helpful: it raises the log likelihood, or the measurement, of the query.
 
 from vgrad.attribution.judge import LDS, lds, mislabelled_auc, retrain
 from vgrad.attribution.scores import Top, influence, margin, self_influence, trak
+from vgrad.attribution.store import Store
 
 __all__ = [
     "LDS",
+    "Store",
     "Top",
     "influence",
     "lds",

@@ -11,16 +11,21 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.factors import Dense, Factor
+from vgrad.attribution.store import Store
+from vgrad.curvature import Full, Kronecker
+from vgrad.curvature.kronecker import Block
+from vgrad.factors import Dense, Factor, Outer, Probes, Rows
 from vgrad.factors.norms import far
+from vgrad.factors.reductions import norm_dtype
 from vgrad.functional.losses import check_model, sample_loss
 from vgrad.functional.model import FunctionalModel
-from vgrad.persample import per_sample_grad, per_sample_projection
+from vgrad.persample import per_sample_grad, per_sample_norm, per_sample_projection
 from vgrad.persample.engine import (
     Call,
     Collector,
     Evaluation,
     Groups,
+    Mapped,
     Options,
     Quantity,
     Transform,
@@ -58,7 +63,7 @@ def influence(
     params: Params,
     buffers: Buffers,
     queries: tuple[Tree, ...],
-    batches: Batches,
+    batches: Batches | Store,
     *,
     curvature: Inverse | None = None,
     damping: float = 0.0,
@@ -72,15 +77,48 @@ def influence(
     """Influence of training samples on queries: scores [Q, N], positive is helpful.
 
     `g_q^T (H + damping I)^-1 g_n`, with the gradients of losses of a query and of a
-    training sample, and a curvature matrix H that is a mean over samples. The options
-    are in `vgrad.persample.Options`.
+    training sample, and a curvature matrix H that is a mean over samples. It is, to
+    first order and up to 1 / N, how much a query's loss rises when the training sample
+    is left out of a mean loss with a decay of `damping / 2 |params|^2`. Scores are
+    float32 or wider.
+
+    Over checkpoints, `sum(rate * influence(loss, each, ...) for each, rate in ...)` is
+    TracIn. `vgrad.freeze` leaves layers out.
+
+    Cost: the gradients of the queries, which are solved for once, and a recorded pass
+    of each training batch, whose factors are multiplied with them as they come, by up
+    to `2 Q P` operations a sample. No gradient is stored, and 4 million numbers of one
+    layer's are formed at once. The options are in `vgrad.persample.Options`.
 
     Args:
         queries: one batch, such as `(x, y)`.
-        curvature: of `vgrad.curvature`; None for the identity, inner products.
-        measurement: a function of a query, larger is better, in the place of its loss.
+        batches: training samples, gone through once; or a `Store`, whose features stand
+            for their gradients, and no pass of them runs.
+        curvature: a matrix of `vgrad.curvature` (`kfac`, `ekfac`, `full`, `iterative`),
+            or any object with its `solve`; None for the identity, inner products of
+            gradients.
+        measurement: a function of a query that has the form of a loss, such as
+            `margin`, in the place of its loss; larger is better. With the loss as a
+            measurement all signs change, and `top` has the most harmful samples.
+        groups: as for `vgrad.per_sample_norm`, {group: scores}, which add up to the
+            whole.
+        top: keep the `top` largest scores of each query alone, as a `Top`; [Q, N] is
+            never formed.
+        rank: approximate the queries' matrix of each layer, after the solve, by the
+            nearest one of this rank, which takes less memory, and less time for layers
+            with few positions.
+        per_position: split scores over the T positions of a sample that a layer is
+            applied to, [Q, N, T]. Weights of linear layers and embeddings alone have
+            positions: select them by `groups`, or by `vgrad.freeze`. A weight that is
+            used twice has the positions of both uses, one after the other.
 
-    Reference: Koh and Liang, arXiv 1703.04730.
+    Raises:
+        ValueError: no batch; two options do not go together; `per_position`, and a
+            parameter without positions, or with another number of them; a store of
+            another loss or model.
+
+    Reference: Koh and Liang, arXiv 1703.04730; Grosse et al., arXiv 2308.03296; Pruthi
+    et al., TracIn, arXiv 2002.08484.
 
     Example:
         >>> import torch
@@ -88,23 +126,68 @@ def influence(
         >>> params, x = {"w": torch.ones(2)}, torch.tensor([[3.0, 4.0], [1.0, 0.0]])
         >>> influence(loss, params, {}, (x[:1],), [(x,)])
         tensor([[25.,  3.]])
+        >>> influence(loss, params, {}, (x[:1],), [(x,)], top=1).indices
+        tensor([[0]])
     """
-    if top is not None or rank is not None or per_position:
-        raise NotImplementedError("influence")
+    if top is not None:
+        [top] = checks.whole("influence", least=1, top=top)
+    if rank is not None:
+        [rank] = checks.whole("influence", least=1, rank=rank)
+    if per_position and (top is not None or rank is not None):
+        raise ValueError(
+            "influence(per_position=True): expected neither top nor rank. Take the "
+            "largest of the scores by torch.topk."
+        )
     check_groups("influence", groups)
     names = members("influence", groups, params)
-    vectors = _query_gradients(loss, params, buffers, queries, measurement, options)
-    if curvature is not None:
-        vectors = curvature.solve(vectors, damping=damping)
-    factors = {
-        name: [Dense(each.to(wide(params[name].dtype)))]
-        for name, each in vectors.items()
+    [batch] = _read("influence", [queries])
+    sign, of_query = (1, loss) if measurement is None else (-1, measurement)
+    of_call = Call.of(influence, of_query, options), Call.of(influence, loss, options)
+    given = params, buffers, *batch
+    parts: Any
+    if isinstance(batches, Store):
+        whole = list(names) == [""] and rank is None and not per_position
+        if curvature is not None or not whole:
+            raise ValueError(
+                "influence(store): expected none of curvature, groups, rank and "
+                "per_position, got one. Pass the batches themselves."
+            )
+        batches.check(loss, params, buffers)
+        asked = batches.project(of_query, *given, **options)
+        parts = (_dot(features, asked) for features in batches)
+    else:
+        if curvature is None and rank is None and not per_position:
+            found: Any = Transform(of_call[0], _Queries())(*given)
+        else:
+            found = per_sample_grad(of_query, **options)(*given)
+            if curvature is not None:
+                found = _solved(curvature, found, damping)
+            found = {n: [_of_rank(each, rank, params[n])] for n, each in found.items()}
+        compute: Any = Transform(of_call[1], _Scores(found, names, per_position))
+        read = _read("influence", batches)
+        parts = (compute(params, buffers, *batch) for batch in read)
+    kept: dict[str, list[Any]] = {group: [] for group in names}
+    start = 0
+    for scores in parts:
+        for group, each in scores.items():
+            each = sign * each.movedim(0, 1)
+            if top is not None:
+                each = _largest(kept[group], each, start, top)
+                kept[group].clear()
+            kept[group].append(each)
+        start += len(next(iter(scores.values())))
+    result = {
+        group: torch.cat(some, 1) if top is None else some[0]
+        for group, some in kept.items()
     }
-    call = Call.of(influence, loss, options)
-    compute: Any = Transform(call, _Scores(factors, names))
-    parts = [compute(params, buffers, *batch) for batch in _read("influence", batches)]
-    scores = {group: torch.cat([part[group] for part in parts]).mT for group in names}
-    return scores[""] if groups is None else scores
+    return result[""] if groups is None else result
+
+
+def _dot(features: Params, others: Params) -> Params:
+    """Inner products of features with features of queries, [n, Q]."""
+    pairs = ((each, others[name].to(each.device)) for name, each in features.items())
+    products = [double(each) @ double(other).mT for each, other in pairs]
+    return {"": torch.stack(products).sum(0).to(norm_dtype(features))}
 
 
 def self_influence(
@@ -122,6 +205,9 @@ def self_influence(
     Mislabelled and rare samples have large ones. It has the arguments of `influence`,
     and the options are in `vgrad.persample.Options`.
 
+    Cost: for a matrix of `kfac` or `ekfac` the gradients of one layer at a time,
+    rotated; without a curvature norms; else all gradients of a chunk.
+
     Example:
         >>> import torch
         >>> loss = lambda params, buffers, x: (params["w"] * x).sum()
@@ -129,25 +215,29 @@ def self_influence(
         >>> self_influence(loss, {"w": torch.ones(2)}, {}, [(x,)])
         tensor([25.,  1.])
     """
-    compute = per_sample_grad(loss, **options)
-    parts = []
-    for batch in _read("self_influence", batches):
-        grads = compute(params, buffers, *batch)
-        solved = grads
-        if curvature is not None:
-            solved = curvature.solve(grads, damping=damping)
-        products = [
-            (double(each) * double(solved[name])).flatten(1).sum(1)
-            for name, each in grads.items()
-        ]
-        parts.append(torch.stack(products).sum(0).to(wide(products[0].dtype)))
-    return torch.cat(parts).to(wide(next(iter(params.values())).dtype))
+    read = _read("self_influence", batches)
+    if curvature is None:
+        norms = per_sample_norm(loss, **options)
+        return torch.cat([norms(params, buffers, *each).square() for each in read])
+    if isinstance(curvature, Kronecker) and not isinstance(curvature, Full):
+        checks.names("self_influence(curvature)", curvature.blocks, params)
+        curvature._damping("self_influence", damping)
+        call = Call.of(self_influence, loss, options)
+        squares = Transform(call, _Own(curvature.blocks, damping))
+        return torch.cat([squares(params, buffers, *each) for each in read])
+    gradients, parts = per_sample_grad(loss, **options), []
+    for each in read:
+        grads = gradients(params, buffers, *each)
+        solved = _solved(curvature, grads, damping)
+        pairs = ((double(each), double(solved[name])) for name, each in grads.items())
+        parts.append(sum((one * other).flatten(1).sum(1) for one, other in pairs))
+    return torch.cat(parts).to(norm_dtype(params))
 
 
 def trak(
     fmodel: FunctionalModel,
-    params: Params,
-    buffers: Buffers,
+    params: Params | Sequence[Params],
+    buffers: Buffers | Sequence[Buffers],
     queries: tuple[Tree, ...],
     batches: Batches,
     *,
@@ -158,10 +248,22 @@ def trak(
 ) -> Tensor:
     """Scores of TRAK for a classifier: [Q, N], positive is helpful.
 
-    `phi_q (Phi^T Phi + ridge I)^-1 phi_n (1 - p_n)`, with phi the `dim` random
-    projections of `margin`'s gradient, as of `per_sample_projection`, and p the
-    probability of a sample's target. Batches are `(*inputs, target)`. The options are
-    in `vgrad.persample.Options`.
+    `phi_q (Phi^T Phi + ridge I)^-1 phi_n (1 - p_n)`, with phi the random projections
+    [dim] of `margin`'s gradient, by `vgrad.per_sample_projection`, and p the
+    probability of a sample's target; the sum `Phi^T Phi` is over all N samples. Of M
+    checkpoints, the factor before `1 - p` and `1 - p` are averages over them. Batches
+    are `(*inputs, target)`. The options are in `vgrad.persample.Options`.
+
+    Cost: one recorded pass of each batch and checkpoint, and `N dim` numbers.
+
+    Args:
+        params: of one model, or a list of the dictionaries of several, each trained on
+            its own part of the samples, or from its own start.
+        buffers: the same; one dictionary may be for all.
+        batches: a list for several checkpoints, each of which goes through it.
+
+    Raises:
+        ValueError: `Phi^T Phi + ridge I` is singular.
 
     Reference: Park et al., arXiv 2303.14186.
 
@@ -182,16 +284,34 @@ def trak(
         return value, value
 
     project = per_sample_projection(with_value, dim, seed=seed, has_aux=True, **options)
-    query, _ = project(params, buffers, *queries)
-    features, margins = zip(
-        *(project(params, buffers, *batch) for batch in _read("trak", batches)),
-        strict=True,
-    )
-    phi = double(torch.cat(features))
-    kernel = phi.mT @ phi
-    kernel.diagonal().add_(ridge)
-    scores = double(query) @ torch.linalg.solve(kernel, phi.mT)
-    return (scores * torch.cat(margins).neg().sigmoid()).to(query.dtype)
+    checkpoints = [params] if isinstance(params, Mapping) else params
+    states = [buffers] * len(checkpoints) if isinstance(buffers, Mapping) else buffers
+    [query] = _read("trak", [queries])
+    scores: Any = 0.0
+    weights: Any = 0.0
+    for each, state in zip(checkpoints, states, strict=True):
+        found = [project(each, state, *batch) for batch in _read("trak", batches)]
+        phi, margins = (torch.cat(some) for some in zip(*found, strict=True))
+        phi = double(phi)
+        kernel = phi.mT @ phi
+        kernel.diagonal().add_(ridge)
+        left = double(project(each, state, *query)[0])
+        scores = scores + left @ torch.cholesky_solve(phi.mT, _root(kernel))
+        weights = weights + double(margins).neg().sigmoid()
+    result = scores * weights / len(checkpoints) ** 2
+    return result.to(found[0][0].dtype)
+
+
+def _root(kernel: Tensor) -> Tensor:
+    """Return the lower root of a matrix; refuse one that is singular by rounding."""
+    root, failed = torch.linalg.cholesky_ex(kernel)
+    least, most = root.diagonal().square().aminmax()
+    if failed or least <= len(kernel) * torch.finfo(kernel.dtype).eps * most:
+        raise ValueError(
+            "trak(ridge): expected a larger number, since the kernel of the features "
+            "is singular, as it is for fewer samples than dim."
+        )
+    return root
 
 
 def margin(fmodel: FunctionalModel) -> LossFn:
@@ -224,29 +344,77 @@ def _margin(output: Tensor, target: Tensor) -> Tensor:
     return output.gather(1, place).squeeze(1) - others
 
 
-def _query_gradients(
-    loss: LossFn,
-    params: Params,
-    buffers: Buffers,
-    queries: tuple[Tree, ...],
-    measurement: LossFn | None,
-    options: Options,
-) -> Params:
-    """Return the gradients of losses, or of measurements with a minus, [Q, *shape]."""
-    [batch] = _read("influence", [queries])
-    if measurement is None:
-        return per_sample_grad(loss, **options)(params, buffers, *batch)
-    grads = per_sample_grad(measurement, **options)(params, buffers, *batch)
-    return {name: -each for name, each in grads.items()}
+def _solved(curvature: Inverse, vectors: Params, damping: float) -> Params:
+    solved = curvature.solve(vectors, damping=damping)
+    checks.names("influence(curvature).solve", vectors, solved)
+    shapes = {name: each.shape for name, each in vectors.items()}
+    checks.shapes("influence(curvature).solve", shapes, solved)
+    return solved
+
+
+def _of_rank(vectors: Tensor, rank: int | None, param: Tensor) -> Factor:
+    """Return vectors [Q, *shape], or the nearest matrices of a rank as two sides."""
+    shape, dtype = param.shape, wide(param.dtype)
+    if rank is None or param.ndim < 2 or rank >= min(shape[0], shape[1:].numel()):
+        return Dense(vectors.to(dtype))
+    left, values, right = torch.linalg.svd(double(vectors).flatten(2), False)
+    outputs = (left * values.unsqueeze(1))[..., :rank].mT
+    inputs, outputs = (x.unsqueeze(1).to(dtype) for x in (right[:, :rank], outputs))
+    return Outer(inputs, outputs, shape)
+
+
+def _largest(best: list[Top], scores: Tensor, start: int, count: int) -> Top:
+    """Merge the largest scores so far, if any, with one more batch's, [Q, b]."""
+    indices = torch.arange(start, start + scores.shape[1], device=scores.device)
+    scores = torch.cat([*(each.values for each in best), scores], 1)
+    indices = indices.expand(len(scores), -1)
+    indices = torch.cat([*(each.indices for each in best), indices], 1)
+    values, places = scores.topk(min(count, scores.shape[1]), 1)
+    return Top(values, indices.gather(1, places))
+
+
+@dataclass(frozen=True)
+class _Queries(Quantity):
+    """The factors of queries, or their gradients where products with these are less."""
+
+    chunked = False
+
+    def collector(self, call: Call) -> Mapped:
+        return Mapped(_compact)
+
+    def partial(self, collector: Mapped, call: Call) -> dict[str, Factor]:
+        return collector.values
+
+    def total(self, partials: Iterator[Any], run: Evaluation) -> dict[str, Any]:
+        chunks = list(partials)
+        factors = {name: [chunk[name] for chunk in chunks] for name in run.params}
+        if run.places is None:
+            return factors
+        grads = {n: torch.cat([x.grad() for x in some]) for n, some in factors.items()}
+        return {name: [Dense(each[run.places])] for name, each in grads.items()}
+
+    def selected(self, value: Any, rows: Any, inputs: Any) -> Any:
+        return value
+
+
+def _compact(factor: Factor) -> Factor:
+    match factor:
+        case Outer() if factor.crosses(factor):
+            return factor
+        case Rows() if factor.index.shape[1] < factor.shape[0] // 4:
+            return factor
+    return Dense(factor.grad())
 
 
 @dataclass
 class _Products(Collector):
-    """Adds up inner products with queries, [B, Q] in float64 for each group."""
+    """Adds up inner products with queries, [B, Q] or [B, Q, T] in float64."""
 
     queries: Mapping[str, Sequence[Factor]]
     owner: dict[str, str]
+    per_position: bool
     values: dict[str, Tensor] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)  # their numbers of positions
 
     def take(self, name: str, factor: Factor) -> None:
         if name not in self.owner:
@@ -254,20 +422,36 @@ class _Products(Collector):
         group, others = self.owner[name], self.queries[name]
         if far({name: [factor, *others]}):
             factor, others = factor.double(), [each.double() for each in others]
-        found = torch.cat([factor.gram(each) for each in others], 1)
-        self.values[group] = self.values.get(group, 0.0) + double(found).real
+        if self.per_position:
+            [found] = [factor.by_position(each.grad()) for each in others]
+        else:
+            found = torch.cat([factor.gram(each) for each in others], 1)
+        known = self.values.get(group)
+        if found is None or (known is not None and known.shape != found.shape):
+            self.refused[name] = 0 if found is None else found.shape[2]
+        else:
+            found = double(found).real
+            self.values[group] = found if known is None else known + found
 
 
 @dataclass(frozen=True)
 class _Scores(Quantity):
     queries: Mapping[str, Sequence[Factor]]
     groups: dict[str, list[str]]
+    per_position: bool
 
     def collector(self, call: Call) -> _Products:
         owner = {name: group for group, some in self.groups.items() for name in some}
-        return _Products(self.queries, owner)
+        return _Products(self.queries, owner, self.per_position)
 
     def partial(self, collector: _Products, call: Call) -> dict[str, Tensor]:
+        for name, positions in collector.refused.items():
+            raise ValueError(
+                f"influence(per_position=True): expected parameters of recorded linear "
+                f"layers or embeddings, used at as many positions as the others of "
+                f"their group, got {name!r}, with {positions or 'none'}. Leave it out, "
+                f"by groups={{'': ['*.weight']}} or vgrad.freeze."
+            )
         return {n: each.to(call.dtype) for n, each in collector.values.items()}
 
     def total(self, partials: Iterator[Any], run: Evaluation) -> dict[str, Tensor]:
@@ -278,6 +462,44 @@ class _Scores(Quantity):
             group: joined(empty, [chunk[group] for chunk in chunks])
             for group in self.groups
         }
+
+
+@dataclass
+class _Squares(Collector):
+    """Adds up squares of rotated gradients over eigenvalues, [B] in float64."""
+
+    blocks: dict[str, Block]
+    damping: float
+    values: Any = 0.0
+
+    def take(self, name: str, factor: Factor) -> None:
+        block = self.blocks[name]
+        (left, right), shape = (block.left, block.right), block.values.shape
+        weights = 1 / (block.values + self.damping)
+        found = []
+        for some in factor.in_cache():
+            if left is None or right is None or shape[:1] != factor.shape[:1]:
+                rotated = block.rotated(double(some.grad()).reshape(-1, *shape))
+            else:
+                rotated = double(some.project(Probes(left.mT, right.mT, pairs=True)))
+            found.append(rotated.view(-1, *shape).square().mul(weights).sum((1, 2)))
+        self.values = self.values + torch.cat(found)
+
+
+@dataclass(frozen=True)
+class _Own(Quantity):
+    blocks: dict[str, Block]
+    damping: float
+
+    def collector(self, call: Call) -> _Squares:
+        return _Squares(self.blocks, self.damping)
+
+    def partial(self, collector: _Squares, call: Call) -> Tensor:
+        return collector.values.to(call.dtype)
+
+    def total(self, partials: Iterator[Tensor], run: Evaluation) -> Tensor:
+        empty = torch.zeros(0, dtype=run.dtype, device=run.call.device)
+        return joined(empty, [*partials])
 
 
 def _read(function: str, batches: Iterable[Any]) -> Iterator[tuple[Tree, ...]]:

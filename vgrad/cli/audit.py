@@ -5,7 +5,7 @@ from argparse import Namespace
 
 from vgrad import dp
 from vgrad.cli import checkpoint, report, setup
-from vgrad.cli.settings import Settings, check, folder_of, shape_of
+from vgrad.cli.settings import check, shape_of
 from vgrad_command import whole
 
 PICTURE = "audit.png"
@@ -13,13 +13,7 @@ PICTURE = "audit.png"
 
 def audit(arguments: Namespace) -> None:
     """Audit the step of a run; exit with status 1 if it exceeds its claim."""
-    folder = folder_of("audit", arguments.folder)
-    _, before = checkpoint.read_state(folder)
-    checkpoint.check_entries(before)
-    again = Namespace(extend=False)
-    if arguments.model is not None:
-        again.model = arguments.model
-    settings = Settings.recorded(before["arguments"], again, command="audit")
+    folder, settings, before = checkpoint.described("audit", arguments)
     if not before["plan"]:
         raise ValueError(
             f"audit {folder}: expected a run with privacy, got one without."

@@ -7,6 +7,7 @@ figures are computed without noise, and are not. Nothing is pickled.
 
 import json
 import os
+from argparse import Namespace
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, overload
@@ -15,7 +16,16 @@ from torch import Tensor, nn
 
 from vgrad import checks, files, tree
 from vgrad.cli import models
-from vgrad.cli.settings import TABLE, check, optional, parsed, several, shape_of
+from vgrad.cli.settings import (
+    TABLE,
+    Settings,
+    check,
+    folder_of,
+    optional,
+    parsed,
+    several,
+    shape_of,
+)
 from vgrad.files import Description
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
 from vgrad.training.state import with_history
@@ -58,6 +68,18 @@ def save_state(folder: Path, state: Tree, description: Description) -> None:
 def read_state(folder: Path) -> tuple[dict[str, Tensor], Description]:
     """Read the tensors by name and the description. Raises as `files.read_tensors`."""
     return files.read_tensors(folder / STATE, _STATE_KIND)
+
+
+def described(command: str, arguments: Namespace) -> tuple[Path, Settings, Description]:
+    """Return folder, settings and description of the run that a command is for."""
+    folder = folder_of(command, arguments.folder)
+    _, before = read_state(folder)
+    check_entries(before)
+    again = Namespace(extend=False)
+    if arguments.model is not None:
+        again.model = arguments.model
+    settings = Settings.recorded(before["arguments"], again, command=command)
+    return folder, settings, before
 
 
 def check_entries(before: Description) -> None:

@@ -12,7 +12,8 @@ from vgrad_command import fail
 def run(name: str, arguments: Namespace) -> int:
     """Run a command and return the exit status: 2 with one line for bad input."""
     try:
-        module = {"train": "run", "audit": "audit"}.get(name, "evaluate")
+        own = {"train": "run", "audit": "audit", "attribute": "attribute"}
+        module = own.get(name, "evaluate")
         getattr(import_module(f"vgrad.cli.{module}"), name)(arguments)
     except ModuleNotFoundError as error:
         of_demo = error.name in ("rich", "matplotlib", "sklearn")

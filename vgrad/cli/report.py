@@ -346,7 +346,7 @@ def most_uncertain(
     for axes in grid:
         axes.set_axis_off()
     for index, axes in zip(order, grid, strict=False):
-        axes.imshow(_pixels(images[index].cpu()), cmap="gray_r")
+        axes.imshow(pixels(images[index].cpu()), cmap="gray_r")
         guess = int(prediction.mean[index].argmax())
         nats = float(prediction.predictive_entropy[index])
         text = f"guess {guess}, is {int(labels[index])}\n{nats:.2f} nats"
@@ -362,8 +362,8 @@ def most_uncertain(
     return figure
 
 
-def _pixels(image: Tensor) -> np.ndarray:
-    # [C, H, W] between zero and one; three channels are colours.
+def pixels(image: Tensor) -> np.ndarray:
+    """Return an image [C, H, W] between zero and one; three channels are colours."""
     low, high = image.min(), image.max()
     image = (image - low) / torch.clamp(high - low, min=torch.finfo(image.dtype).tiny)
     image = image.permute(1, 2, 0) if len(image) == 3 else image.mean(0)
@@ -412,6 +412,10 @@ th, td {{ padding: .2rem .8rem; border-bottom: 1px solid #ddd; text-align: right
 th {{ overflow-wrap: normal; }}
 th:first-child, td:first-child {{ text-align: left; }}
 img {{ max-width: 100%; height: auto; }}
+.samples th, .samples td {{ text-align: left; vertical-align: top; }}
+.sample {{ display: inline-block; width: 4.4rem; margin: .2rem; text-align: center;
+  vertical-align: top; font-size: .75rem; line-height: 1.2; }}
+.sample img {{ width: 3rem; image-rendering: pixelated; }}
 .warning {{ border-left: .4rem solid #D55E00; padding: .4rem 1rem;
   background: #fdf1e9; }}
 </style>
@@ -460,14 +464,11 @@ def write_page(
     folder: Path, job: Job, figures: Figures, images: Mapping[str, bytes]
 ) -> None:
     """Write the page of a finished run; `images` are its pictures by file name."""
-    name = _text(title(job))
     parts = [
-        _HEAD.format(title=name),
-        f"<h1>{name}</h1>\n",
         '<p class="warning"><strong>This page is not for release.</strong> Its figures '
         "and pictures come from the private data without noise.</p>\n",
-        f"<h2>What may be released</h2>\n<p>{_text(release(job, folder))}</p>\n",
-        *(f"<p>{_text(line)}</p>\n" for line in extensions(job)),
+        f"<h2>What may be released</h2>\n<p>{text(release(job, folder))}</p>\n",
+        *(f"<p>{text(line)}</p>\n" for line in extensions(job)),
     ]
     if job.plan:
         secret, shown = (
@@ -479,7 +480,7 @@ def write_page(
             f"</li>\n<li>{shown}: not for release. They were computed from the private "
             f"data without noise.</li>\n</ul>\n"
         )
-    parts += ["<h2>At the end</h2>\n", _table(("", *COLUMNS), last_figures(figures))]
+    parts += ["<h2>At the end</h2>\n", table(("", *COLUMNS), last_figures(figures))]
     for name, image in images.items():
         heading, caption = PICTURES[name]
         parts.append(
@@ -492,10 +493,17 @@ def write_page(
         "<h2>Epsilon and accuracy, epoch by epoch</h2>\n",
         _epochs(figures),
         "<h2>Settings</h2>\n",
-        _table(("", "value"), _settings(job)),
-        "<p>Made by <code>python -m vgrad train</code>.</p>\n</body>\n</html>\n",
+        table(("", "value"), _settings(job)),
+        "<p>Made by <code>python -m vgrad train</code>.</p>\n",
     ]
-    files.replace(folder / PAGE, "".join(parts).encode(), private=True)
+    save_page(folder / PAGE, title(job), parts)
+
+
+def save_page(path: Path, title: str, parts: Iterable[str]) -> None:
+    """Write a page of HTML, whose title is not escaped yet, for its owner alone."""
+    head = _HEAD.format(title=text(title)) + f"<h1>{text(title)}</h1>\n"
+    content = "".join([head, *parts, "</body>\n</html>\n"])
+    files.replace(path, content.encode(), private=True)
 
 
 def _epochs(figures: Figures) -> str:
@@ -514,7 +522,7 @@ def _epochs(figures: Figures) -> str:
         for records in figures.values():
             line += [percent(records[i].test_accuracy), decimals(records[i].loss)]
         lines.append(line)
-    return _table(head, lines)
+    return table(head, lines)
 
 
 def _settings(job: Job) -> list[tuple[str, object]]:
@@ -530,13 +538,15 @@ def _settings(job: Job) -> list[tuple[str, object]]:
     return [*lines.items(), *job.description["machine"].items()]
 
 
-def _table(head: Iterable[object], lines: Iterable[Iterable[object]]) -> str:
+def table(head: Iterable[object], lines: Iterable[Iterable[object]]) -> str:
+    """Return a table of a page."""
     rows = []
     for kind, cells in (("th", head), *(("td", line) for line in lines)):
-        inner = "".join(f"<{kind}>{_text(cell)}</{kind}>" for cell in cells)
+        inner = "".join(f"<{kind}>{text(cell)}</{kind}>" for cell in cells)
         rows.append(f"<tr>{inner}</tr>\n")
     return f"<table>\n{''.join(rows)}</table>\n"
 
 
-def _text(value: object) -> str:
+def text(value: object) -> str:
+    """Return a value as text of a page."""
     return escape(printable(str(value)))

@@ -12,12 +12,17 @@ over samples; the functions take `(matrix, params, buffers, batches)`.
 * `diagonal`, `trace`: entries of such a matrix
 * `kfac`, `ekfac`: Kronecker products for each parameter, a `Kronecker` matrix
 * `full`: the matrix of all parameters of a small model, a `Full` matrix
+* `iterative`: solve by products alone, an `Iterative` matrix
 * `per_sample_jacobian`: the Jacobian of a model's outputs for every sample
-* `Curvature`, `Kronecker`, `Full`: the kinds of matrices
+* `Curvature`, `Kronecker`, `Full`, `Iterative`: the kinds of matrices
+* `laplace`: a Gaussian posterior of parameters around trained ones
+* `Laplace`, `Gaussian`: the posterior, and its prediction of numbers
 """
 
+from vgrad.curvature.conjugate import Iterative, iterative
 from vgrad.curvature.dense import Full, full
 from vgrad.curvature.kronecker import Kronecker, ekfac, kfac
+from vgrad.curvature.laplace import Gaussian, Laplace, laplace
 from vgrad.curvature.outputs import (
     Curvature,
     empirical_fisher,
@@ -36,7 +41,10 @@ from vgrad.curvature.products import (
 __all__ = [
     "Curvature",
     "Full",
+    "Gaussian",
+    "Iterative",
     "Kronecker",
+    "Laplace",
     "diagonal",
     "ekfac",
     "empirical_fisher",
@@ -44,7 +52,9 @@ __all__ = [
     "full",
     "ggn",
     "hessian_vector_product",
+    "iterative",
     "kfac",
+    "laplace",
     "linear_operator",
     "per_sample_jacobian",
     "trace",

@@ -4,14 +4,15 @@ P numbers in all parameters, one after another, each by rows.
 """
 
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 
 from vgrad import checks
 from vgrad.curvature.kronecker import Block, Kronecker
-from vgrad.curvature.outputs import Batches, Curvature, check_count, check_real
-from vgrad.persample import Options, per_sample_grad
+from vgrad.curvature.outputs import Batches, Curvature
+from vgrad.persample import Options
+from vgrad.persample.grad import Gradients
 from vgrad.tree import double
 from vgrad.typing import Buffers, Params
 
@@ -28,7 +29,8 @@ class Full(Kronecker):
 
     shapes: dict[str, torch.Size]
 
-    def _scaled(self, vector: Params, function: Any) -> Params:
+    def scaled(self, vector: Params, values: Params) -> Params:
+        """Multiply a vector by a matrix of the same eigenvectors, and these values."""
         checks.names("Full(vector)", self.shapes, vector)
         name, first = next(iter(self.shapes.items()))
         given = vector[name].shape  # with axes of several vectors in front
@@ -37,7 +39,7 @@ class Full(Kronecker):
         checks.shapes("Full(vector)", shapes, vector)
         sizes = [shape.numel() for shape in self.shapes.values()]
         parts = [double(vector[name]).reshape(*lead, -1) for name in shapes]
-        [flat] = super()._scaled({"": torch.cat(parts, -1)}, function).values()
+        [flat] = super().scaled({"": torch.cat(parts, -1)}, values).values()
         pairs = zip(shapes.items(), flat.split(sizes, -1), strict=True)
         return {name: part.reshape(shape) for (name, shape), part in pairs}
 
@@ -55,7 +57,7 @@ def full(
     The square is an outer product, [P, P] in float64, which is kept as eigenvalues and
     eigenvectors. The options are in `vgrad.persample.Options`.
 
-    Cost: the per-sample gradients of all rows of a batch, and an eigendecomposition:
+    Cost: the gradients of all columns of a batch, and an eigendecomposition:
     about `10 P^3` operations, and `24 P^2` bytes.
 
     Raises:
@@ -72,7 +74,6 @@ def full(
         >>> whole.solve({"weight": torch.tensor([[5.0, 0.0]])}, damping=1.0)
         {'weight': tensor([[ 3.0000, -1.0000]], dtype=torch.float64)}
     """
-    check_real("full", params)
     size = sum(value.numel() for value in params.values())
     if size > _MOST:
         raise ValueError(
@@ -80,14 +81,13 @@ def full(
             f"would take {size * size * 8 / 2**30:.3g} GiB. Use kfac, ekfac or "
             f"vector_product, or leave parameters out by vgrad.freeze."
         )
-    compute = per_sample_grad(curvature.loss, **options)
     total, count = torch.zeros((), dtype=torch.float64), 0
-    for rows in curvature.rows(params, buffers, batches):
-        grads = compute(params, buffers, *rows.batch).values()
-        flat = torch.cat([double(each.flatten(1)) for each in grads], 1)
+    given = params, buffers, batches, options
+    for grads, samples in curvature.measured(full, Gradients(), *given):
+        rows = [double(each.flatten(0, 1).flatten(1)) for each in grads.values()]
+        flat = torch.cat(rows, 1)
         total = total.to(flat.device) + flat.mT @ flat
-        count += rows.samples
-    check_count("full", count)
+        count += samples
     values, vectors = torch.linalg.eigh(total / count)
     block = Block(None, vectors, values.clamp(min=0)[None])
     return Full({"": block}, {name: each.shape for name, each in params.items()})

@@ -5,27 +5,24 @@ sample use it, with inputs a_t and gradients g_t at their outputs; K columns, N 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from operator import methodcaller
-from typing import Any, Unpack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, Unpack, get_args
 
 import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.curvature.outputs import Batches, Curvature, check_count, check_real
-from vgrad.factors import Covariances, Factor, Probes, Sums
+from vgrad.curvature.outputs import Batches, Curvature
+from vgrad.factors import Sums
+from vgrad.factors.columns import Covariances, covariances
 from vgrad.persample import Options
-from vgrad.persample.engine import (
-    Call,
-    Collector,
-    Evaluation,
-    Mapped,
-    Quantity,
-    Transform,
-)
+from vgrad.persample.engine import Call, Evaluation, Mapped, Quantity
+from vgrad.persample.moments import Squares
 from vgrad.tree import double
 from vgrad.typing import Buffers, Params
+
+Sharing = Literal["expand", "reduce"]
 
 
 @dataclass(frozen=True)
@@ -61,16 +58,23 @@ class Kronecker:
     def solve(self, vector: Params, *, damping: float) -> Params:
         """Solve `(matrix + damping I) x = vector` for x."""
         damping = self._damping("solve", damping)
-        return self._scaled(vector, lambda values: 1 / (values + damping))
-
-    def root(self, vector: Params, *, damping: float) -> Params:
-        """Multiply a vector by the symmetric root `(matrix + damping I)^-1/2`."""
-        damping = self._damping("root", damping)
-        return self._scaled(vector, lambda values: (values + damping).rsqrt())
+        values = {name: 1 / (b.values + damping) for name, b in self.blocks.items()}
+        return self.scaled(vector, values)
 
     def product(self, vector: Params) -> Params:
         """Multiply a vector by the matrix."""
-        return self._scaled(vector, lambda values: values)
+        return self.scaled(vector, {n: b.values for n, b in self.blocks.items()})
+
+    def scaled(self, vector: Params, values: Params) -> Params:
+        """Multiply a vector by a matrix of the same eigenvectors, and these values."""
+        checks.names("Kronecker(vector)", self.blocks, vector)
+        result = {}
+        for name, block in self.blocks.items():
+            value = vector[name]
+            matrix = double(value).reshape(-1, *block.values.shape)
+            matrix = block.rotated(matrix) * values[name]
+            result[name] = block.rotated(matrix, back=True).view(value.shape)
+        return result
 
     def logdet(self, *, damping: float) -> Tensor:
         """Return `log det(matrix + damping I)`."""
@@ -124,16 +128,6 @@ class Kronecker:
                 )
         return damping
 
-    def _scaled(self, vector: Params, function: Any) -> Params:
-        checks.names("Kronecker(vector)", self.blocks, vector)
-        result = {}
-        for name, block in self.blocks.items():
-            value = vector[name]
-            matrix = double(value).reshape(-1, *block.values.shape)
-            matrix = block.rotated(matrix) * function(block.values)
-            result[name] = block.rotated(matrix, back=True).view(value.shape)
-        return result
-
 
 @torch.no_grad()
 def kfac(
@@ -141,19 +135,23 @@ def kfac(
     params: Params,
     buffers: Buffers,
     batches: Batches,
+    *,
+    weight_sharing: Sharing = "expand",
     **options: Unpack[Options],
 ) -> Kronecker:
     """Kronecker-factored curvature of each parameter, `S x A / mean T`.
 
     `S = mean_n sum_kt g_nkt g_nkt^T` [O, O] and `A = mean_n sum_t a_nt a_nt^T` [I, I],
-    with T positions of a sample, "expand" in the terms of weight sharing; a weight that
-    is used twice has the positions of both uses. A parameter with one dimension, such
+    with T positions of a sample; a weight that is used twice has the positions of both
+    uses. With `weight_sharing="reduce"` a sample has one position, `sum_t g_nkt` and
+    `mean_t a_nt`, which is exact for models that average over positions; tables of
+    lookups stay expanded. A parameter with one dimension, such
     as a bias, has its whole covariance, and so has one of up to 4,096 numbers that no
     product uses. Weight and bias of a layer are blocks of their own. The options are in
     `vgrad.persample.Options`.
 
-    Cost: two products of matrices for each layer beside the recorded passes of all
-    rows, and the memory of two covariances.
+    Cost: a forward pass and a backward pass of K columns for each batch, two products
+    of matrices in float64 for each layer, and the memory of two covariances.
 
     Raises:
         ValueError: a parameter has no factors, and too many numbers.
@@ -172,21 +170,19 @@ def kfac(
         >>> blocks.logdet(damping=1.0).exp()  # of two blocks [[2, 1], [1, 3]]
         tensor(25.0000, dtype=torch.float64)
     """
-    check_real("kfac", params)
-    call = Call.of(kfac, curvature.loss, options)
+    checks.choice("kfac", get_args(Sharing), weight_sharing=weight_sharing)
     sums: dict[str, Covariances] = {}
     count = 0
-    for rows in curvature.rows(params, buffers, batches):
-        found = Transform(call, _Covariances())(params, buffers, *rows.batch)
+    quantity = _Covariances(reduce=weight_sharing == "reduce")
+    given = params, buffers, batches, options
+    for found, size in curvature.measured(kfac, quantity, *given):
         for name, each in found.items():
             _add(sums, name, each)
-        count += rows.samples
-    check_count("kfac", count)
+        count += size
     blocks = {}
     for name in params:
         left, right, positions = sums[name]
         (values, basis), (others, other) = _eigen(left / count), _eigen(right / count)
-        # Positions of all columns, each of which has the inputs once more.
         scale = count / max(1, positions)
         blocks[name] = Block(basis, other, torch.outer(values, others) * scale)
     return Kronecker(blocks)
@@ -198,6 +194,8 @@ def ekfac(
     params: Params,
     buffers: Buffers,
     batches: Batches,
+    *,
+    weight_sharing: Sharing = "expand",
     **options: Unpack[Options],
 ) -> Kronecker:
     """Kronecker-factored eigenvectors with the eigenvalues that fit them best.
@@ -210,23 +208,25 @@ def ekfac(
 
     Reference: George et al., arXiv 1806.03884.
     """
-    start = kfac(curvature, params, buffers, batches, **options)
-    call = Call.of(ekfac, curvature.loss, options)
-    transform = Transform(call, _Eigenvalues(start.blocks))
-    sums: dict[str, Any] = dict.fromkeys(params, 0.0)
-    count = 0
-    for rows in curvature.rows(params, buffers, batches):
-        for name, each in transform(params, buffers, *rows.batch).items():
-            sums[name] = sums[name] + each
-        count += rows.samples
-    check_count("ekfac", count)
-    blocks = start.blocks.items()
-    return Kronecker({n: replace(b, values=sums[n] / count) for n, b in blocks})
+    given = params, buffers, batches
+    start = kfac(curvature, *given, weight_sharing=weight_sharing, **options)
+    blocks = start.blocks
+    sides = {name: (each.left, each.right) for name, each in blocks.items()}
+    sums, count = Sums(), 0
+    for found, size in curvature.measured(ekfac, Squares(sides), *given, options):
+        sums.add(found)
+        count += size
+    sums.divide(count)
+    values = sums.totals
+    return Kronecker({n: replace(b, values=values[n]) for n, b in blocks.items()})
 
 
+@dataclass(frozen=True)
 class _Covariances(Quantity):
+    reduce: bool
+
     def collector(self, call: Call) -> Mapped:
-        return Mapped(methodcaller("covariances"))
+        return Mapped(partial(covariances, reduce=self.reduce))
 
     def partial(self, collector: Mapped, call: Call) -> dict[str, Covariances | None]:
         return collector.values
@@ -248,54 +248,6 @@ class _Covariances(Quantity):
 
     def mapped(self, function: Any, value: Any) -> Any:
         return value
-
-
-@dataclass
-class _Rotated(Collector):
-    """Adds up the squares of rotated gradients, [O, I] in float64."""
-
-    blocks: dict[str, Block]
-    values: Params = field(default_factory=dict)
-
-    def take(self, name: str, factor: Factor) -> None:
-        block = self.blocks[name]
-        most = max(1, _AT_ONCE // block.values.numel())
-        total = torch.zeros_like(block.values)
-        for rows in torch.arange(factor.size, device=total.device).split(most):
-            total += self._squares(factor.take(rows), block)
-        self.values[name] = total
-
-    def _squares(self, factor: Factor, block: Block) -> Tensor:
-        shape, left, right = block.values.shape, block.left, block.right
-        if left is None or right is None or shape[:1] != factor.shape[:1]:
-            grads = double(factor.grad()).reshape(-1, *shape)
-            return block.rotated(grads).square().sum(0)
-        probes = Probes(left.mT, right.mT, pairs=True)
-        return double(factor.project(probes)).view(-1, *shape).square().sum(0)
-
-
-@dataclass(frozen=True)
-class _Eigenvalues(Quantity):
-    blocks: dict[str, Block]
-
-    def collector(self, call: Call) -> _Rotated:
-        return _Rotated(self.blocks)
-
-    def partial(self, collector: _Rotated, call: Call) -> Params:
-        return collector.values
-
-    def total(self, partials: Iterator[Params], run: Evaluation) -> Params:
-        sums = Sums()
-        for part in partials:
-            sums.add(part)
-        return sums.totals
-
-    def mapped(self, function: Any, value: Any) -> Any:
-        return value
-
-
-_AT_ONCE = 2**22
-"""Numbers of rotated gradients in memory at once."""
 
 
 def _top(vectors: Tensor | None, values: Tensor, count: int) -> Tensor | None:

@@ -10,33 +10,28 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Unpack, get_args
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, Unpack, get_args
 
 import torch
 from torch import Tensor
 
 from vgrad import batches, checks
-from vgrad.functional.losses import check_model, read, sample_loss
+from vgrad.functional.losses import check_model, read
 from vgrad.functional.model import FunctionalModel
 from vgrad.generators import RandomState, random_state
-from vgrad.persample import Options, per_sample_grad
-from vgrad.persample.engine import check_options
+from vgrad.persample import Options
+from vgrad.persample.engine import Call, Evaluation, Quantity, Transform
+from vgrad.persample.grad import Gradients
+from vgrad.torch_private import modes
 from vgrad.tree import map_tensors, tensors, wide
-from vgrad.typing import Buffers, LossFn, Params, Tree
+from vgrad.typing import Buffers, Params, Tree
 
 Likelihood = Literal["categorical", "gaussian"]
 
 Batches = Iterable[tuple[Tree, ...]]
 """Batches `(*inputs)`, with targets at the end where the curvature has some."""
-
-
-class Rows(NamedTuple):
-    """A sample for each column: `(*inputs, cotangent)`, `[B * K, ...]`."""
-
-    batch: tuple[Tree, ...]
-    samples: int
-    columns: int
 
 
 @dataclass(frozen=True)
@@ -48,38 +43,50 @@ class Curvature:
     columns: Callable[[Tensor, Any, int], Tensor]
     has_targets: bool = False
 
-    @property
-    def loss(self) -> LossFn:
-        """The loss of a row, whose gradient is `J^T c_k`."""
-        return sample_loss(self.fmodel, _contracted)
+    def measured(
+        self,
+        function: Callable,
+        quantity: Quantity,
+        params: Params,
+        buffers: Buffers,
+        batches: Batches,
+        options: Options,
+    ) -> Iterator[tuple[Any, int]]:
+        """Yield a quantity of the gradients `J^T c_k`, [B, K, ...], and B of a batch.
 
-    def rows(
-        self, params: Params, buffers: Buffers, batches: Batches
-    ) -> Iterator[Rows]:
-        """Yield the rows of each batch."""
+        It is for the `function` of a user, with its options.
+        """
+        check_real(function.__name__, params)
+        call = Call.of(function, partial(_with_columns, self.fmodel), options)
+        transform = Transform(replace(call, columns=True, singly=False), quantity)
+        count = 0
         for number, batch in enumerate(batches):
             with torch.no_grad():
                 output, target = self.outputs(params, buffers, batch)
                 columns = self.columns(output, target, number)
-            count = columns.shape[1]
-
-            def copies(leaf: Tensor, count: int = count) -> Tensor:
-                return leaf.repeat_interleave(count, dim=0)
-
             inputs = batch[: len(batch) - self.has_targets]
-            cotangents = columns.flatten(0, 1)
-            yield Rows((*map_tensors(copies, inputs), cotangents), len(columns), count)
+            yield transform(params, buffers, *inputs, columns), len(columns)
+            count += len(columns)
+        check_count(function.__name__, count)
 
     def outputs(
-        self, params: Params, buffers: Buffers, batch: tuple[Tree, ...]
+        self,
+        params: Params,
+        buffers: Buffers,
+        batch: tuple[Tree, ...],
+        *,
+        apart: bool = False,
     ) -> tuple[Tensor, Any]:
-        """Run the model on a batch, and return its target; refuse coupled samples."""
+        """Run the model on a batch, and return its target; refuse coupled samples.
+
+        `apart` is whether they are known not to be.
+        """
         if not isinstance(batch, tuple | list):
             raise TypeError(
                 f"{self.function}(batches): expected tuples of a model's inputs, such "
                 f"as [(x,)], got a {type(batch).__name__}."
             )
-        criterion = _contracted if self.has_targets else None
+        criterion = torch.sub if self.has_targets else None  # for a target
         args, kwargs, target = read(self.function, batch, criterion)
         size = batches.read(self.function, batch).size
         if not size:
@@ -89,16 +96,9 @@ class Curvature:
             )
         with fixed(f"{self.function}(fmodel)", tensors((params, batch))):
             output = self.fmodel(params, buffers, *args, **kwargs)
-        shaped = isinstance(output, Tensor) and output.is_floating_point()
-        if not shaped or output.ndim < 2 or len(output) != size:
-            got = tuple(output.shape) if isinstance(output, Tensor) else type(output)
-            raise ValueError(
-                f"{self.function}(fmodel): expected a model whose output is one "
-                f"floating-point tensor [B, K] or [B, K, ...], got {got} for a batch "
-                f"of {size}. Wrap the model in a module that returns such a tensor."
-            )
+        check_output(self.function, output, size)
         # A recurrent net over the batch changes all samples but the first one.
-        for place in {0, size - 1}:
+        for place in () if apart else {0, size - 1}:
             row = slice(place, place + 1)
             with torch.no_grad():
                 one, kept = map_tensors(operator.itemgetter(row), (args, kwargs))
@@ -145,6 +145,18 @@ def _numbers(state: RandomState) -> list[list[int]]:
     return [each.tolist() for each in (state[0], *state[1].values())]
 
 
+def check_output(function: str, output: Any, size: int) -> None:
+    """Refuse outputs that are not a row for each sample."""
+    shaped = isinstance(output, Tensor) and output.is_floating_point()
+    if not shaped or output.ndim < 2 or len(output) != size:
+        got = tuple(output.shape) if isinstance(output, Tensor) else type(output)
+        raise ValueError(
+            f"{function}(fmodel): expected a model whose output is one floating-point "
+            f"tensor [B, K] or [B, K, ...], got {got} for a batch of {size}. Wrap the "
+            f"model in a module that returns such a tensor."
+        )
+
+
 def check_count(function: str, count: int) -> None:
     """Refuse batches without samples."""
     if not count:
@@ -154,8 +166,56 @@ def check_count(function: str, count: int) -> None:
         )
 
 
-def _contracted(output: Tensor, cotangent: Tensor) -> Tensor:
-    return (output * cotangent).sum()
+def check_targets(
+    function: str, likelihood: Likelihood, output: Tensor, target: Any
+) -> None:
+    """Refuse targets that are not numbers of the outputs' shape, or classes."""
+    if likelihood == "gaussian":
+        shapes = {output.shape, output.squeeze(-1).shape}
+        if not isinstance(target, Tensor) or target.shape not in shapes:
+            raise ValueError(
+                f"{function}(batches): expected targets of the outputs' shape "
+                f"{tuple(output.shape)}, got {checks.shown(target)}."
+            )
+        return
+    kind = torch.long if isinstance(target, Tensor) else None
+    shape = (len(output), *output.shape[2:])
+    if kind is None or target.dtype != kind or target.shape != shape:
+        raise ValueError(
+            f"{function}(batches): expected classes of int64 {shape}, got "
+            f"{checks.shown(target)}."
+        )
+    if not bool(((target >= 0) & (target < output.shape[1])).all()):
+        raise ValueError(
+            f"{function}(batches): expected classes from 0 to {output.shape[1] - 1}, "
+            f"got others, such as those to be ignored. Leave their samples out."
+        )
+
+
+def _with_columns(
+    fmodel: FunctionalModel, params: Params, buffers: Buffers, *sample: Tree
+) -> tuple[Tensor, Tensor]:
+    *inputs, columns = sample
+    return _output(fmodel, params, buffers, inputs), columns
+
+
+def _with_units(
+    fmodel: FunctionalModel, params: Params, buffers: Buffers, *sample: Tree
+) -> tuple[Tensor, Tensor]:
+    output = _output(fmodel, params, buffers, sample)
+    units = torch.eye(output.numel(), dtype=output.dtype, device=output.device)
+    return output, units.view(-1, *output.shape)
+
+
+def _output(
+    fmodel: FunctionalModel, params: Params, buffers: Buffers, inputs: Any
+) -> Tensor:
+    with modes.without_modes():  # which would see every op of these
+        inputs = map_tensors(lambda leaf: leaf.unsqueeze(0), inputs)
+        args, kwargs, _ = read("curvature", inputs, None)
+    output = fmodel(params, buffers, *args, **kwargs)
+    check_output("per_sample_jacobian", output, 1)
+    return output[0]
 
 
 def ggn(fmodel: FunctionalModel, likelihood: Likelihood) -> Curvature:
@@ -168,7 +228,8 @@ def ggn(fmodel: FunctionalModel, likelihood: Likelihood) -> Curvature:
     the identity. It needs no targets: batches are `(*inputs,)`. For these two the GGN
     is the Fisher information.
 
-    Cost: K columns for each sample, one for each number of its output.
+    Cost: K columns for each sample, one for each number of its output: a backward pass
+    has K times the activations, but the inputs of layers once.
 
     Raises:
         ValueError: `likelihood` is unknown.
@@ -232,27 +293,9 @@ def empirical_fisher(fmodel: FunctionalModel, likelihood: Likelihood) -> Curvatu
     _check("empirical_fisher", fmodel, likelihood)
 
     def columns(output: Tensor, target: Any, number: int) -> Tensor:
+        check_targets("empirical_fisher", likelihood, output, target)
         if likelihood == "gaussian":
-            shapes = {output.shape, output.squeeze(-1).shape}
-            if not isinstance(target, Tensor) or target.shape not in shapes:
-                raise ValueError(
-                    f"empirical_fisher(batches): expected targets of the outputs' "
-                    f"shape {tuple(output.shape)}, got {checks.shown(target)}."
-                )
             return (output - target.view_as(output)).unsqueeze(1)
-        kind = torch.long if isinstance(target, Tensor) else None
-        shape = (len(output), *output.shape[2:])
-        if kind is None or target.dtype != kind or target.shape != shape:
-            raise ValueError(
-                f"empirical_fisher(batches): expected classes of int64 {shape}, got "
-                f"{checks.shown(target)}."
-            )
-        if not bool(((target >= 0) & (target < output.shape[1])).all()):
-            raise ValueError(
-                f"empirical_fisher(batches): expected classes from 0 to "
-                f"{output.shape[1] - 1}, got others, such as those to be ignored. "
-                f"Leave their samples out."
-            )
         chosen = torch.zeros_like(output).scatter_(1, target.unsqueeze(1), 1.0)
         return (output.softmax(1) - chosen).unsqueeze(1)
 
@@ -268,11 +311,15 @@ def per_sample_jacobian(
     `vgrad.persample.Options`; with `strategy="vmap"` the result can be differentiated,
     with respect to parameters and inputs.
 
-    Cost: a forward and a backward pass of one sample for each number of its output, all
-    of them at once or `chunk_size` at a time, and the memory of the result.
+    The model runs as on each sample alone, so batch statistics raise an error and
+    samples cannot depend on each other.
+
+    Cost: a forward pass and one backward pass for all numbers of an output together,
+    for all samples or `chunk_size` at a time, and the memory of the result.
 
     Raises:
-        ValueError: the output of the model is no tensor with a row for each sample.
+        ValueError: the output of the model is no tensor with a row for each sample, or
+            the batch is empty.
 
     Example:
         >>> import torch, vgrad
@@ -284,18 +331,20 @@ def per_sample_jacobian(
         torch.Size([5, 3, 3, 2])
     """
     check_model("per_sample_jacobian", fmodel)
-    check_options(per_sample_jacobian, options)
-    units = Curvature("per_sample_jacobian", fmodel, lambda output, *_: _units(output))
-    compute = per_sample_grad(units.loss, **options)
+    call = Call.of(per_sample_jacobian, partial(_with_units, fmodel), options)
+    return Transform(replace(call, columns=True), _Jacobians())
 
-    def jacobian(params: Params, buffers: Buffers, /, *inputs: Tree) -> Params:
-        """Return the Jacobian of the outputs with respect to each parameter."""
-        [rows] = units.rows(params, buffers, [inputs])
-        out = rows.batch[-1].shape[1:]
-        grads = compute(params, buffers, *rows.batch).items()
-        return {name: each.view(-1, *out, *each.shape[1:]) for name, each in grads}
 
-    return jacobian
+class _Jacobians(Gradients):
+    def total(self, partials: Iterator[Params], run: Evaluation) -> Params:
+        grads = super().total(partials, run)
+        if not run.done:
+            raise ValueError(
+                "per_sample_jacobian(fmodel)(params, buffers, *inputs): expected a "
+                "sample at least, got an empty batch, whose outputs have no shape."
+            )
+        out = run.chunks_run[0].losses.shape[1:]
+        return {name: each.unflatten(1, out) for name, each in grads.items()}
 
 
 def _check(function: str, fmodel: Any, likelihood: Any) -> None:

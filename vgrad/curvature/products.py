@@ -22,8 +22,10 @@ from vgrad.curvature.outputs import (
 )
 from vgrad.factors import Sums
 from vgrad.functional.losses import check_loss
-from vgrad.persample import Options, gradient_moments, per_sample_norm
-from vgrad.tree import double, map_values, no_autocast, tensors, wide
+from vgrad.persample import Options
+from vgrad.persample.grad import Norms
+from vgrad.persample.moments import Squares
+from vgrad.tree import double, no_autocast, tensors, wide
 from vgrad.typing import BatchLossFn, Buffers, Params
 
 Product = Callable[[Params], Params]
@@ -51,15 +53,18 @@ def vector_product(
     trick of two backward passes.
     """
     checks.dictionaries("vector_product", params=params, buffers=buffers)
+    first = True
 
     def product(vector: Params) -> Params:
         """Multiply a vector by the matrix."""
+        nonlocal first
         _check("vector_product", params, vector)
         sums, count = Sums(), 0
         for number, batch in enumerate(batches):
             leaves = _leaves(params)
             with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-                output, target = curvature.outputs(leaves, buffers, batch)
+                given = leaves, buffers, batch
+                output, target = curvature.outputs(*given, apart=not first)
                 start = torch.zeros_like(output, requires_grad=True)
                 pulled = _pulled(output, leaves, start, create_graph=True)
                 inner = _inner(pulled, params, vector)
@@ -70,6 +75,7 @@ def vector_product(
                 seen = torch.einsum("bk,bk...->b...", weights, columns)
             sums.add(dict(zip(leaves, _pulled(output, leaves, seen), strict=True)))
             count += len(output)
+        first = False
         return _mean("vector_product", sums, params, count)
 
     return product
@@ -126,17 +132,16 @@ def diagonal(
     """Diagonal of a curvature matrix, `mean_n sum_k (J_n^T c_nk)^2`: {name: shape}.
 
     In the parameters' dtype, float32 or wider. The options are in
-    `vgrad.persample.Options`; samples of chunks are rows, K of them for each sample.
+    `vgrad.persample.Options`.
 
-    Cost: per-sample gradients of all rows of a batch, one parameter's at a time.
+    Cost: a forward pass and a backward pass of K columns for each batch; where samples
+    have one position none of the gradients is formed, else one parameter at a time.
     """
-    compute = gradient_moments(curvature.loss, **options)
     sums, count = Sums(), 0
-    for rows in curvature.rows(params, buffers, batches):
-        size = rows.samples * rows.columns
-        moments = compute(params, buffers, *rows.batch).second_moment
-        sums.add(map_values(lambda each, size=size: double(each) * size, moments))
-        count += rows.samples
+    given = params, buffers, batches, options
+    for found, size in curvature.measured(diagonal, Squares(), *given):
+        sums.add({name: each.view_as(params[name]) for name, each in found.items()})
+        count += size
     return _mean("diagonal", sums, params, count)
 
 
@@ -150,16 +155,14 @@ def trace(
 ) -> Tensor:
     """Trace of a curvature matrix, `mean_n sum_k |J_n^T c_nk|^2`: a float64 number.
 
-    Cost: per-sample norms of all rows, for which few gradients are formed. It has the
+    Cost: the same passes, and norms for which few gradients are formed. It has the
     options of `diagonal`.
     """
-    compute = per_sample_norm(curvature.loss, **options)
     total, count = torch.zeros((), dtype=torch.float64), 0
-    for rows in curvature.rows(params, buffers, batches):
-        norms = double(compute(params, buffers, *rows.batch)).square()
-        total = total.to(norms.device) + norms.sum()
-        count += rows.samples
-    check_count("trace", count)
+    given = params, buffers, batches, options
+    for norms, size in curvature.measured(trace, Norms(None), *given):
+        total = total.to(norms.device) + double(norms).square().sum()
+        count += size
     return total / count
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vgrad import files
 from vgrad.compiled.guards import INNER, parts
 from vgrad.functional.model import FunctionalModel
 from vgrad.persample.clipped import ClipRule
@@ -67,7 +68,7 @@ class Options:
         seen: dict[int, Any] = {}
         while left:
             path, value, live, named = left.pop()
-            if (text := _text(value)) is not None:
+            if (text := self.text(value)) is not None:
                 self._facts[path] = text
                 continue
             if id(value) in seen or isinstance(value, _UNCOMPARED):
@@ -85,6 +86,11 @@ class Options:
         fixed = {path: text for path, text in self._facts.items() if path not in now}
         self._fixed = json.dumps(fixed, sort_keys=True)
 
+    @staticmethod
+    def text(value: Any) -> str | None:
+        """Return the text of a value that is compared; None of any other."""
+        return _text(value)
+
     def digest(self) -> str:
         """Hash all facts."""
         text = self._fixed + json.dumps(self._now(), sort_keys=True)
@@ -99,8 +105,19 @@ class Options:
             f"{path}.{name}": text
             for path, holder, named in self._holders
             for name, part in _parts(holder, named)
-            if (text := _text(part)) is not None
+            if (text := self.text(part)) is not None
         }
+
+
+class WithTensors(Options):
+    """Options with the tensors and arrays that they reach, as hashes."""
+
+    @staticmethod
+    def text(value: Any) -> str | None:
+        """Return the text of a value, or its hash."""
+        if isinstance(value, Tensor | np.ndarray):
+            return files.digest({"": torch.as_tensor(value)})
+        return _text(value)
 
 
 def of_transform(transform: Transform) -> dict[str, Any]:

@@ -7,13 +7,12 @@ matrices are in `factors/products.py`.
 
 import copy
 import functools
-import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -26,9 +25,6 @@ from vgrad.tree import double, wide
 
 _AT_ONCE = 2**22
 """Numbers of gradients formed at once for inner products with others."""
-
-_WHOLE = 4096
-"""Numbers of a parameter up to which the covariance of all of them is formed."""
 
 
 class Probes(NamedTuple):
@@ -60,30 +56,6 @@ class Probes(NamedTuple):
     def summed(self, left: Tensor, right: Tensor) -> Tensor:
         """Sum products of two sides at T positions, [B, T, k] each. -> [B, dim]."""
         return (left.mT @ right).flatten(1) if self.pairs else (left * right).sum(1)
-
-
-class Covariances(NamedTuple):
-    """Sums over samples and positions of outer products of the two sides of a factor.
-
-    -> left [O, O] and right [I, I], their diagonals [O], [I] where the rest is zero.
-    """
-
-    left: Tensor
-    right: Tensor
-    positions: float
-
-    def plus(self, other: "Covariances") -> "Covariances":
-        """Add the sums over other samples, which may have no position at all."""
-        if not (self.positions and other.positions):
-            return self if self.positions else other
-        left, right = map(_full_or_diagonal, self[:2], other[:2])
-        return Covariances(left, right, self.positions + other.positions)
-
-
-def _full_or_diagonal(one: Tensor, other: Tensor) -> Tensor:
-    if one.ndim != other.ndim:
-        one, other = (each.diag() if each.ndim == 1 else each for each in (one, other))
-    return one + other
 
 
 class Norm(NamedTuple):
@@ -198,31 +170,27 @@ class Factor(ABC):
         right = other.grad()
         if other is self:
             return products.inner(right, right)
-        parts = [products.inner(part.grad(), right) for part in self._in_cache(right)]
+        parts = [products.inner(part.grad(), right) for part in self.in_cache()]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _in_cache(self, gradients: Tensor) -> "list[Factor]":
-        """Return factors of some samples, whose gradients fit into a cache."""
-        most = max(1, _AT_ONCE // max(1, gradients[:1].numel()))
+    def by_position(self, others: Tensor) -> Tensor | None:
+        """Return inner products of each position with gradients, [B, B', T].
+
+        None for gradients that are no sums over positions.
+        """
+        return None
+
+    def in_cache(self) -> "list[Factor]":
+        """Return factors of some samples each, whose gradients fit into a cache."""
+        most = max(1, _AT_ONCE // max(1, self.shape.numel()))
         if self.size <= most:
             return [self]
-        rows = torch.arange(self.size, device=gradients.device).split(most)
+        rows = torch.arange(self.size).split(most)
         return [self.take(some) for some in rows]
 
     def project(self, probes: Probes) -> Tensor:
         """Return the inner products with probes, [B, dim]."""
         return Dense(self.grad()).project(probes)
-
-    def covariances(self) -> Covariances | None:
-        """Return sums of both sides; of the whole, [P, P] and [1, 1], if it has none.
-
-        None for so many numbers that the latter is not to be formed.
-        """
-        size = math.prod(self.shape)
-        if size > _WHOLE:
-            return None
-        g = double(self.grad().reshape(self.size, size))
-        return Covariances(g.mT @ g, g.new_full((1, 1), self.size), self.size)
 
 
 class Positions:
@@ -344,11 +312,6 @@ class Zero(Factor):
     def project(self, probes: Probes) -> Tensor:
         return probes.right.new_zeros(self.size, probes.dim)
 
-    def covariances(self) -> Covariances:
-        zeros = self.like.new_zeros(self.shape, dtype=torch.float64)
-        sides = zeros.reshape(*self.shape[:1], -1)
-        return Covariances(sides.sum(1), sides.sum(0), 0)
-
 
 @dataclass(frozen=True)
 class Pair(Factor):
@@ -453,31 +416,36 @@ class Outer(Pair):
 
     def gram(self, other: Factor) -> Tensor:
         """Inner products of factors, none of them `far`, where gradients cost more."""
-        if self.inputs.shape[1] != 1:
-            return super().gram(other)
-        if not isinstance(other, Outer):
-            return self._products(other.grad())
-        sizes = other.size, other.inputs.shape[2]
-        if not costs.cross_by_gram(self.inputs.shape, self.outputs.shape, *sizes):
+        if not isinstance(other, Outer) or not self.crosses(other):
             return self._products(other.grad())
         sizes = (self.size, self.inputs.shape[2], other.size, other.inputs.shape[2])
         k = products.inner(self.inputs.flatten(0, 2), other.inputs.flatten(0, 2))
         k *= products.inner(self.outputs.flatten(0, 2), other.outputs.flatten(0, 2))
         return k.view(sizes).sum((1, 3))
 
+    def crosses(self, other: "Outer") -> bool:
+        """Return whether inner products are to be taken of both sides."""
+        a, b, others = self.inputs.shape, self.outputs.shape, other.inputs.shape
+        return a[1] == others[1] == 1 and costs.cross_by_gram(a, b, others)
+
     def _products(self, others: Tensor) -> Tensor:
         """Inner products with gradients [B', *shape], by one side where cheaper."""
-        count, (_, _, positions, i) = len(others), self.inputs.shape
-        if positions > 1 or count >= i:
+        _, groups, positions, i = self.inputs.shape
+        if groups > 1 or positions > 1 or len(others) >= i:
             return super().gram(Dense(others))
-        a, b = self.inputs[:, 0, 0], self.outputs[:, 0, 0]
-        a, b, others = products.exact(a, b, others.reshape(-1, i))
-        step = max(1, _AT_ONCE // len(others))
-        parts = [
-            ((some @ others.mH).view(len(some), count, -1) @ out.unsqueeze(2))[..., 0]
-            for some, out in zip(a.split(step), b.split(step), strict=True)
-        ]
-        return torch.cat(parts).to(wide(self.inputs.dtype))
+        return cast(Tensor, self.by_position(others)).squeeze(2)
+
+    def by_position(self, others: Tensor) -> Tensor | None:
+        count, (size, groups, positions, i) = len(others), self.inputs.shape
+        if groups > 1:
+            return None
+        a, b, others = products.exact(*self.sides, others.reshape(-1, i))
+        step = max(1, _AT_ONCE // max(1, positions * len(others)))
+        found = others.new_empty(size, count, positions)
+        for rows in map(slice, range(0, size, step), range(step, size + step, step)):
+            seen = (a[rows, 0] @ others.mH).unflatten(2, (count, -1))
+            found[rows] = (seen @ b[rows, 0].unsqueeze(3))[..., 0].mT
+        return found.to(wide(self.inputs.dtype))
 
     def times(self, scales: Sequence[Tensor]) -> Factor:
         """Multiply the two sides of a matrix."""
@@ -496,13 +464,6 @@ class Outer(Pair):
         a, right = products.exact(self.inputs[:, 0], probes.right)
         b, left = products.exact(self.outputs[:, 0], left)
         return probes.summed(b @ left.T, a @ right.T)
-
-    def covariances(self) -> Covariances | None:
-        _, groups, positions, _ = self.inputs.shape
-        if groups > 1 or self.outputs.shape[3] != self.shape[0]:
-            return super().covariances()
-        a, b = (double(each.flatten(0, 2)) for each in self.sides)
-        return Covariances(b.mT @ b, a.mT @ a, self.size * positions)
 
     def _of(self, inputs: Tensor, outputs: Tensor) -> Self:
         return replace(self, inputs=inputs, outputs=outputs, shared=None)

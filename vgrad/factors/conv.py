@@ -5,12 +5,10 @@ of the output. The gradient of one sample is, in every group, a sum over positio
 outer products of the output's gradient and the patch of the input that is seen there.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +17,6 @@ from torch.nn import functional as F
 from vgrad.devices import is_host
 from vgrad.factors import costs, products, reductions
 from vgrad.factors.base import (
-    Covariances,
     Dense,
     Factor,
     Norms,
@@ -95,7 +92,7 @@ class Conv(Pair):
         if self.form == "groups" and not self.plain:
             return Dense(self.grad()).weighted(weights)
         if not self.plain:
-            pairs = zip(self._parts(), weights.split(self._step), strict=True)
+            pairs = zip(self.outers(), weights.split(self._step), strict=True)
             return reductions.total([part.weighted(some) for part, some in pairs])
         inputs, outputs = products.exact(self.inputs, self.outputs)
         column = weights.to(inputs.dtype).view(-1, *(1,) * (inputs.ndim - 1))
@@ -110,7 +107,7 @@ class Conv(Pair):
     def project(self, probes: Probes) -> Tensor:
         """Convolve with the right sides of the probes, multiply with the left ones."""
         if not self.plain:
-            return torch.cat([part.project(probes) for part in self._parts()])
+            return torch.cat([part.project(probes) for part in self.outers()])
         if self.groups > 1 or probes.left is None:
             return super().project(probes)
         if not probes.cheaper_by_sides(math.prod(self.outputs.shape[2:])):
@@ -124,19 +121,14 @@ class Conv(Pair):
             seen += kernels[:, :, number] @ window.flatten(2)
         return probes.summed((left @ positions).mT, seen.mT)
 
-    def covariances(self) -> Covariances | None:
-        if self.groups > 1:
-            return super().covariances()
-        parts: Any = [part.covariances() for part in self._parts()]
-        return functools.reduce(Covariances.plus, parts)
-
     @property
     def _step(self) -> int:
         """How many samples have their windows in memory at once."""
         seen = math.prod(self.outputs.shape[2:]) * math.prod(self.shape[1:])
         return max(1, _AT_ONCE // max(1, seen * self.groups))
 
-    def _parts(self) -> Iterator[Outer]:
+    def outers(self) -> Iterator[Outer]:
+        """Yield products of outputs and windows, of some samples after the other."""
         pairs = zip(*(each.split(self._step) for each in self.sides), strict=True)
         return (self._of(*pair)._unfolded() for pair in pairs)
 
@@ -156,7 +148,7 @@ class Conv(Pair):
 
     def _by_windows(self) -> Tensor:
         """Multiply outputs with the windows of inputs that they meet."""
-        parts = [part.formed() for part in self._parts()]
+        parts = [part.formed() for part in self.outers()]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _by_groups(self) -> Tensor:

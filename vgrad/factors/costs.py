@@ -142,14 +142,13 @@ def wide_table(rows: int, width: int, lookups: int) -> bool:
 
 
 def cross_by_gram(
-    inputs: Sequence[int], outputs: Sequence[int], others: int, their_positions: int
+    inputs: Sequence[int], outputs: Sequence[int], others: Sequence[int]
 ) -> bool:
     """Return whether factors [B, G, T, I], [B, G, T, O] give cheaper inner products."""
-    size, _, positions, i = inputs
-    o = outputs[3]
-    gram = 2 * size * others * positions * their_positions * (i + o)
-    formed = size * positions + others * their_positions
-    return gram < 2 * (formed + size * others) * i * o
+    (size, _, positions, i), o, (count, _, length, _) = inputs, outputs[3], others
+    gram = 2 * size * count * positions * length * (i + o)
+    formed = size * positions + count * length
+    return gram < 2 * (formed + size * count) * i * o
 
 
 def project_factors(

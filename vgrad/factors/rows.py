@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vgrad.factors import costs, products, reductions
-from vgrad.factors.base import Covariances, Factor, Norm, Norms, Probes
+from vgrad.factors.base import Factor, Norm, Norms, Probes
 from vgrad.tree import double, wide
 
 _AT_ONCE = 2**22
@@ -92,7 +92,7 @@ class Rows(Factor):
     def gram(self, other: Factor) -> Tensor:
         """Inner products of rows of equal index, or with rows that are looked up."""
         if not isinstance(other, Rows):
-            return self._looked_up(other.grad())
+            return self.by_position(other.grad()).sum(2) + self._spoils()[:, None]
         sizes = (self.size, self.index.shape[1], other.size, other.index.shape[1])
         k = products.inner(self.outputs.flatten(0, 1), other.outputs.flatten(0, 1))
         equal = self.index.reshape(-1, 1) == other.index.reshape(1, -1)
@@ -100,18 +100,17 @@ class Rows(Factor):
         # A sample that is not finite shows in every product, as it does for gradients.
         return found + self._spoils()[:, None] + other._spoils()
 
-    def _looked_up(self, tables: Tensor) -> Tensor:
-        """Inner products with tables [B', *shape], at the rows of the index."""
-        rows, tables = products.exact(self.outputs, tables)
-        step = max(1, _AT_ONCE // max(1, len(tables) * rows[0].numel()))
+    def by_position(self, others: Tensor) -> Tensor:
+        """Look the other tables up at the rows of the index."""
+        rows, others = products.exact(self.outputs, others)
+        step = max(1, _AT_ONCE // max(1, len(others) * rows[:1].numel()))
         parts = [
-            torch.einsum("bto,qbto->bq", some, tables[:, index].conj())
+            torch.einsum("bto,qbto->bqt", some, others[:, index].conj())
             for some, index in zip(
                 rows.split(step), self.index.split(step), strict=True
             )
         ]
-        found = torch.cat(parts) if parts else rows.new_zeros(0, len(tables))
-        return found + self._spoils()[:, None]
+        return torch.cat(parts)
 
     def project(self, probes: Probes) -> Tensor:
         """Look the probes up, `sum_t left[index_t] <out_t, right>`."""
@@ -120,14 +119,6 @@ class Rows(Factor):
         rows, right = products.exact(self.outputs, probes.right)
         left = probes.left.T[self.index].to(rows.dtype)
         return probes.summed(left, rows @ right.T)
-
-    def covariances(self) -> Covariances:
-        """Count the lookups of each row, but for those without a gradient."""
-        out = double(self.outputs.flatten(0, 1))
-        used = out.any(1).to(out.dtype)
-        counts = out.new_zeros(self.shape[0])
-        counts.index_add_(0, self.index.flatten(), used)
-        return Covariances(counts, out.mT @ out, float(used.sum()))
 
     def _scaled(self, weights: Tensor) -> Tensor:
         return (double(self.outputs) * weights.double().view(-1, 1, 1)).flatten(0, 1)

@@ -14,7 +14,7 @@ from vgrad.devices import is_host
 from vgrad.factors.base import Dense
 from vgrad.functional.batch_norm import mended
 from vgrad.ops.record import Recording, Rule, register
-from vgrad.torch_private import kernels
+from vgrad.torch_private import kernels, modes
 
 
 def _layer_norm(
@@ -131,7 +131,8 @@ def _by_channels(
 
 
 def _times(normal: Tensor, g: Tensor) -> Tensor:
-    return normal.mul_(g) if normal.dtype == g.dtype else normal * g
+    in_place = normal.dtype == g.dtype and not modes.is_batched(g)
+    return normal.mul_(g) if in_place else normal * g
 
 
 def _summed(tensor: Tensor, count: int) -> Dense:

@@ -52,6 +52,7 @@ class Recording(Protocol):
 
     size: int
     randomness: str
+    columns: bool  # whether a vmap runs the backward pass
 
     # Whether the loss differentiates, so that ops need second derivatives.
     @property
@@ -180,6 +181,11 @@ def register(*functions: Callable, **fields: Any) -> None:
 def in_place(form: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Write the result of a form into its first argument."""
     return lambda input, *args, **options: input.copy_(form(input, *args, **options))
+
+
+def expanded(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    """Put the axis of samples in front, of stride 0 where there is none."""
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
 def below_members(form: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:

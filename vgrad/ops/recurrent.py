@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from vgrad.factors.base import Dense, Outer, Positions
 from vgrad.ops.record import Form, Recording, Samples, register
 from vgrad.torch_private import kernels, modes
-from vgrad.tree import no_autocast
+from vgrad.tree import map_tensors, no_autocast
 
 State = tuple[Tensor, ...]
 """The state of one layer in one direction: `(h,)`, of an LSTM `(h, c)`."""
@@ -308,7 +308,7 @@ class _Layer(Function):
         with no_autocast(x.device):
             wide: Any = [None if each is None else each.to(dtype) for each in tensors]
             run = _Run(*wide[:11], kept=wide[11:])
-            d_ih, d_hh, *d_state = _BACKWARD[ctx.mode](run)
+            d_ih, d_hh, *d_state = _with_columns(_BACKWARD[ctx.mode], run)
             ctx.report(d_ih, d_hh, x.detach(), before)  # not the graph
             d_x = _affine(d_ih, run.w_ih.mT) if ctx.needs_input_grad[3] else None
         pairs = zip((d_x, *d_state, None), (x, h, c), strict=False)
@@ -316,6 +316,34 @@ class _Layer(Function):
             None if d is None or each is None else d.to(each.dtype) for d, each in pairs
         )
         return None, None, output.new_zeros(()), *to_inputs, *[None] * 4
+
+
+def _with_columns(
+    back: Callable[["_Run"], tuple[Tensor, ...]], run: "_Run"
+) -> tuple[Tensor, ...]:
+    """Run a backward pass; under a vmap with its columns joined to the N samples."""
+    # Steps write in place, which a vmap refuses for tensors that it does not map over.
+    mapped = [each for each in run[:3] if modes.is_batched(each)]
+    if not mapped:
+        return back(run)
+    level = modes.level_of(mapped[0])
+    count = modes.unwrapped(mapped[0]).shape[modes.batch_axis(mapped[0])]
+
+    def joined(tensor: Tensor) -> Tensor:  # [..., N, H] -> [..., N * K, H]
+        own = modes.in_front(tensor, level)
+        own = tensor.expand(count, *tensor.shape) if own is None else own
+        return own.movedim(0, -2).flatten(-3, -2)
+
+    def apart(tensor: Tensor) -> Tensor:
+        own = tensor.unflatten(-2, (-1, count)).movedim(-2, 0)
+        return modes.add_batch_axis(own, 0, level)
+
+    with modes.without_innermost():
+        tensors: Any = map_tensors(joined, (*run[:7], run.kept))
+        every: Any = *tensors[:7], *run[7:11], tensors[7]
+        found = back(_Run(*every))
+        parts = {id(each): apart(each) for each in found}  # two may be one, and stay so
+    return tuple(parts[id(each)] for each in found)
 
 
 def _by_steps(*tensors: Tensor | None) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vgrad.conditions import rare
 from vgrad.factors import Dense, Factor, Norm, Sums, reductions
-from vgrad.factors.base import Norms
+from vgrad.factors.base import Norms as FactorNorms
 from vgrad.factors.norms import Joint, doubtful, gathered, recomputed, settled
 from vgrad.factors.reductions import ordinary, reach, total
 from vgrad.persample.engine import (
@@ -64,10 +64,12 @@ def per_sample_grad(
                 [ 6., 12.]])}
     """
     call = Call.of(per_sample_grad, loss, options, has_aux)
-    return Transform(call, _Grads())
+    return Transform(call, Gradients())
 
 
-class _Grads(Quantity):
+class Gradients(Quantity):
+    """The gradients themselves."""
+
     def collector(self, call: Call) -> Mapped:
         return Mapped(methodcaller("grad"))
 
@@ -150,7 +152,7 @@ def per_sample_norm(
     """
     check_groups("per_sample_norm", groups)
     call = Call.of(per_sample_norm, loss, options, has_aux)
-    return Transform(call, _Norms(groups))
+    return Transform(call, Norms(groups))
 
 
 class _NormCollector(Holding):
@@ -169,7 +171,7 @@ class _NormCollector(Holding):
     def take(self, name: str, factor: Factor) -> None:
         self.hold(name, factor.settled()[1], factor.bytes)
 
-    def settle(self, held: dict[str, Norms]) -> None:
+    def settle(self, held: dict[str, FactorNorms]) -> None:
         alone = {name: each for name, (each, *more) in held.items() if not more}
         small = {n: each for n, each in alone.items() if isinstance(each, Dense)}
         gathered(small, held, self.groups.values())
@@ -180,7 +182,9 @@ class _NormCollector(Holding):
 
 
 @dataclass(frozen=True)
-class _Norms(Quantity):
+class Norms(Quantity):
+    """The norms in groups, {group: [B]}, or [B] without groups."""
+
     groups: Groups
 
     def collector(self, call: Call) -> _NormCollector:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from vgrad.factors import Factor
+from vgrad.factors import Factor, Sums
+from vgrad.factors.columns import squares
 from vgrad.persample.engine import (
     Call,
     Collector,
@@ -205,6 +206,40 @@ class MomentsOfGrads(Quantity):
 
     def mapped(self, function: Any, value: GradientMoments) -> GradientMoments:
         return value._replace(losses=function(value.losses))
+
+
+@dataclass
+class _Squared(Collector):
+    sides: dict[str, tuple[Tensor | None, Tensor | None]]
+    values: Params = field(default_factory=dict)
+
+    def take(self, name: str, factor: Factor) -> None:
+        self.values[name] = squares(factor, *self.sides.get(name, ()))
+
+
+@dataclass(frozen=True)
+class Squares(Quantity):
+    """Sums of squares of `left^T G right` over samples and columns, {name: [O, I]}.
+
+    `sides` has the two for each parameter, None for the identity.
+    """
+
+    sides: dict[str, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
+
+    def collector(self, call: Call) -> _Squared:
+        return _Squared(self.sides)
+
+    def partial(self, collector: _Squared, call: Call) -> Params:
+        return collector.values
+
+    def total(self, partials: Iterator[Params], run: Evaluation) -> Params:
+        sums = Sums()
+        for part in partials:
+            sums.add(part)
+        return sums.totals
+
+    def mapped(self, function: Any, value: Any) -> Any:
+        return value
 
 
 def _joined(

@@ -175,18 +175,18 @@ def per_sample_projection(
             f"directions, and none for sides, which are not drawn."
         )
     if isinstance(dim, Mapping):
-        return Transform(call, _Projection((), None, kind, dim))
+        return Transform(call, Projection((), None, kind, dim))
     sides: dict[str, Any] = {"dim": dim}
     if isinstance(dim, tuple | list) and len(dim) == 2:
         sides = {"dim[0]": dim[0], "dim[1]": dim[1]}
     sizes = tuple(checks.whole(function, least=1, **sides))
     [seed] = checks.whole(function, least=0, seed=seed)
     checks.choice(function, get_args(Kind), kind=kind)
-    return Transform(call, _Projection(sizes, seed, kind))
+    return Transform(call, Projection(sizes, seed, kind))
 
 
 @dataclass
-class _Projections(Collector):
+class _Projected(Collector):
     """Keeps inner products with directions, [B, dim]; their sum in float64 as ""."""
 
     probes: Mapping[str, Probes]
@@ -202,7 +202,7 @@ class _Projections(Collector):
 
 
 @dataclass(frozen=True)
-class _Projection(Quantity):
+class Projection(Quantity):
     """Projections on sides, or on random directions, each of which is drawn once.
 
     `sizes` are the number of directions, or of the vectors on both sides of pairs.
@@ -214,10 +214,10 @@ class _Projection(Quantity):
     sides: Sides | None = None
     _drawn: dict[tuple, Probes] = field(default_factory=dict, compare=False, repr=False)
 
-    def collector(self, call: Call) -> _Projections:
-        return _Projections(self._of(call.params), not self.pairs)
+    def collector(self, call: Call) -> _Projected:
+        return _Projected(self._of(call.params), not self.pairs)
 
-    def partial(self, collector: _Projections, call: Call) -> Params:
+    def partial(self, collector: _Projected, call: Call) -> Params:
         values = collector.values.items()
         if self.sides is not None:
             return {name: each.to(call.dtype) for name, each in values}

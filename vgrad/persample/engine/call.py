@@ -172,6 +172,9 @@ class Call:
     loss_scale: LossScale | None = None
     max_norm: Tensor | None = None
     scales: Scales | None = None
+    # The loss returns an output of any shape, and cotangents [K, ...] of it: gradients
+    # are [B, K, ...], from one forward pass.
+    columns: bool = False
     # Of all calls: warnings, why a loss was not recorded, and the parameters that
     # receive no gradient, as plain autograd on one sample has confirmed.
     fallbacks: Fallbacks = field(default_factory=Fallbacks)
@@ -274,9 +277,9 @@ class Call:
         options |= {"looped": notes.looped, "hooks": notes.hooks, "draws": self.draws}
         return LossMode(unchanged(fixed), *protected, **options)
 
-    def cotangent(self, losses: Tensor) -> Tensor:
-        """Return the loss scale, or one, for each loss."""
-        ones = torch.ones_like(losses)
+    def cotangent(self, losses: Tensor, aux: Any = None) -> Tensor:
+        """Return the loss scale, or one, for each loss; of columns times `aux`."""
+        ones = aux if self.columns else torch.ones_like(losses)
         return ones if self.loss_scale is None else ones * self._scale(losses.dtype)
 
     def unscaled(self, take: Take) -> Take:
@@ -314,7 +317,9 @@ class Call:
         casts, size = partial(AutocastMode, [*params.values()]), self.batch.size
         with mode.inside(size, self.randomness, casts, alone=alone):
             # Dictionaries of its own, in which the loss may rebind names.
-            result = self.loss(dict(params), dict(self.buffers), *sample)
+            result: Any = self.loss(dict(params), dict(self.buffers), *sample)
+        if self.columns:
+            return result
         value, aux = returned(self.function, result, has_aux=self.has_aux)
         for leaf in tree_leaves(aux) if self.has_aux else ():
             if not isinstance(leaf, Tensor):

@@ -92,6 +92,7 @@ class Recorder:
     ) -> None:
         self.call, self.made, self._callback = call, made, callback
         self.size, self.randomness = call.batch.size, call.randomness
+        self.columns = call.columns
         self.params: Params = {}
         self.unreached: set[str] = set()
         self._known: dict[int, ParamProxy] = {}
@@ -723,15 +724,15 @@ class Recorder:
 
     def _pulled_back(self, known: ParamProxy, root: ParamProxy, factor: Factor):
         """Differentiate a value computed from a parameter, for every sample."""
-        (grads,) = torch.autograd.grad(
-            known.origin,
-            root.origin,
-            factor.grad().to(known.origin.dtype),
-            is_grads_batched=True,
-            retain_graph=True,
-            allow_unused=True,
-        )
-        return Zero(self.size, root.value) if grads is None else Dense(grads)
+
+        def back(grad: Tensor) -> Tensor:
+            ends = known.origin, root.origin, grad.to(known.origin.dtype)
+            return torch.autograd.grad(
+                *ends, retain_graph=True, materialize_grads=True
+            )[0]
+
+        # Unlike is_grads_batched, it runs inside of a vmap over columns.
+        return Dense(torch.vmap(back)(factor.grad()))
 
 
 def _unseen(names: Iterable[str]) -> UnsupportedOp:

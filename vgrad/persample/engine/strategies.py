@@ -11,7 +11,8 @@ from torch import Tensor
 
 from vgrad import checks, tree
 from vgrad.conditions import checks_collected
-from vgrad.factors.base import Dense
+from vgrad.factors.base import Dense, Factor
+from vgrad.factors.columns import Columns
 from vgrad.functional.guards import Protected
 from vgrad.generators import (
     RandomState,
@@ -112,8 +113,13 @@ def _recorded_once(
 
     def back(accept: Take, *, last: bool) -> None:
         take = call.unscaled(accept)
-        with torch.no_grad(), no_autocast(losses.device), _same_numbers(call):
-            recorder.backward(losses, call.cotangent(losses), take, last=last)
+        with (
+            torch.no_grad(),
+            no_autocast(losses.device),
+            _same_numbers(call),
+            _columns(call, call.cotangent(losses, aux), take) as (scales, take),
+        ):
+            recorder.backward(losses, scales, take, last=last)
 
     # A checkpoint around this call runs all again.
     plain = autograd.plain()
@@ -136,6 +142,25 @@ def _recorded_once(
         _check_saved(call)
     losses, aux = map_tensors(Tensor.detach, (losses, aux))
     return Chunk(collector, losses, aux, "recorded")
+
+
+@contextmanager
+def _columns(call: Call, scales: Tensor, take: Take) -> Iterator[tuple[Tensor, Take]]:
+    """Run a backward pass for several columns under a vmap over them."""
+    count = scales.shape[1] if call.columns else 1
+    if not call.columns:
+        yield scales, take
+    elif count == 1:
+        yield scales[:, 0], lambda name, factor: take(name, Columns.one(factor))
+    else:
+        with modes.vmapped(count) as (inside, outside):
+
+            def taken(name: str, factor: Factor) -> None:
+                joint = Columns.of(factor, count, outside)
+                with modes.without_innermost():
+                    take(name, joint)
+
+            yield inside(scales.movedim(1, 0)), taken
 
 
 def _same_numbers(call: Call) -> AbstractContextManager:
@@ -311,7 +336,7 @@ def _first(
     call: Call, params: Params, *protected: Protected, seen: bool = False
 ) -> Tensor:
     mode = call.mode(*protected, handlers=SINGLE, seen=seen)
-    return call.run_loss(params, call.batch.one(0), mode, alone=True)[0]
+    return call.run_loss(params, call.batch.one(0), mode, alone=True)[0].sum()
 
 
 def _check_unreached(call: Call, names: frozenset[str]) -> None:
@@ -384,29 +409,42 @@ def _plain_gradient(of_params: Callable, call: Call) -> tuple:
     with torch.enable_grad():
         value, aux = of_params(leaves)
         _copied_on_arrival(value, leaves, call)
+        scales = call.cotangent(value, aux)
         if not value.requires_grad:  # it depends on no parameter
-            zeros = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+            more = scales.shape[:1] if call.columns else ()
+            zeros = {
+                n: leaf.new_zeros((*more, *leaf.shape)) for n, leaf in leaves.items()
+            }
             return zeros, value, aux
         if autograd.reenters(value):
             raise UnsupportedOp(autograd.REENTRANT_ERROR)
-        for leaf in leaves.values():
-            if leaf.is_leaf:
-                leaf.grad = None  # in which the loss has accumulated for itself
-        with no_autocast(value.device), own_backward_passes(params):
+
+        def back(scales: Tensor) -> list[Tensor]:
+            for leaf in leaves.values():
+                if leaf.is_leaf:
+                    leaf.grad = None  # in which the loss has accumulated for itself
             grads = torch.autograd.grad(
                 value,
                 list(leaves.values()),
-                grad_outputs=call.cotangent(value),
+                grad_outputs=scales,
                 create_graph=create_graph,
+                retain_graph=create_graph or call.columns,
                 allow_unused=True,
                 materialize_grads=True,
             )
-    # Gradients of a backward pass inside of that one, as of reversible layers.
-    inner = [leaf.grad if leaf.is_leaf else None for leaf in leaves.values()]
-    grads = [
-        (grad if more is None else grad + more).to_dense()
-        for grad, more in zip(grads, inner, strict=True)
-    ]
+            # Gradients of a backward pass inside of that one, as of reversible layers.
+            inner = [leaf.grad if leaf.is_leaf else None for leaf in leaves.values()]
+            return [
+                (grad if more is None else grad + more).to_dense()
+                for grad, more in zip(grads, inner, strict=True)
+            ]
+
+        with no_autocast(value.device), own_backward_passes(params):
+            if call.columns:
+                columns = zip(*map(back, scales.unbind()), strict=True)
+                grads = [*map(torch.stack, columns)]
+            else:
+                grads = back(scales)
     if not create_graph:
         value, aux = tree_map_only(Tensor, torch.Tensor.detach, (value, aux))
     return dict(zip(leaves, grads, strict=True)), value, aux
@@ -422,7 +460,8 @@ def _functional_gradient(of_params: Callable, call: Call) -> tuple:
     value, pullback, aux = cast(tuple[Tensor, Callable, Tree], forward)
     # As in eager training, autocast covers the forward pass alone.
     with no_autocast(value.device):
-        (grads,) = pullback(call.cotangent(value))
+        back = torch.vmap(pullback) if call.columns else pullback
+        (grads,) = back(call.cotangent(value, aux))
     return grads, value, aux
 
 

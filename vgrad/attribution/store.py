@@ -1,0 +1,622 @@
+"""Features of the samples of a training set, in files.
+
+N samples with k features of each parameter. `index.json` has the projection and all
+that features depend on; every other file has a fixed number of samples, is bound to the
+index and hashed. No file names another one, and nothing that is read is run.
+"""
+
+import hashlib
+import itertools
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from vgrad import batches as _batches
+from vgrad import checks, files
+from vgrad.curvature import Curvature, Kronecker
+from vgrad.curvature.kronecker import Block
+from vgrad.functional.losses import SampleLoss
+from vgrad.persample import Options, per_sample_projection
+from vgrad.persample.engine import Transform
+from vgrad.persample.grad import Gradients
+from vgrad.persample.projection import Projection, Sides
+from vgrad.ranks import Ranks, differences
+from vgrad.tree import double, map_tensors
+from vgrad.typing import Buffers, LossFn, Params, Tree
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Id = int | str
+Sample = list[Any]
+"""The id of a sample, and a hash of its data."""
+Piece = tuple[int, Tree, list[Sample]]
+"""Samples of one file: the number of the first one, and the data."""
+
+_INDEX, _SIDES = "index.json", "sides.safetensors"
+_FEATURES, _OF_SIDES = "features of a store", "sides of a store"
+_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
+
+
+class Store:
+    """Features of a training set's samples, in the folder that `write` has made.
+
+    Iteration yields `{name: [n, k]}` for one file after another, in the order of the
+    samples; "" is the name of a joined projection. Tensors are mapped from the disk. A
+    file is hashed before it is first used, which finds damage, but not malice.
+
+    Features reveal the samples: **a store is as secret as the data**. Its files can be
+    read by their owner alone.
+
+    Args:
+        folder: of `write`.
+        description: of `write`, where that had one.
+
+    Raises:
+        FileNotFoundError: the folder has no store, or lacks a file of it.
+        ValueError: the store is not complete, or a file is damaged or of another store.
+    """
+
+    def __init__(self, folder: str | Path, *, description: str | None = None) -> None:
+        self._folder = Path(folder)
+        self._description = description
+        self._index = _read_index(self._folder)
+        self._checked: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"Store({str(self._folder)!r})"
+
+    def __len__(self) -> int:
+        if not self._index["samples"]:
+            raise ValueError(
+                f"Store({str(self._folder)!r}): expected a complete store, got one "
+                f"whose writing was stopped. Call Store.write again."
+            )
+        return self._index["samples"]
+
+    def __iter__(self) -> Iterator[Params]:
+        return (features for features, _ in self._files())
+
+    @property
+    def ids(self) -> list[Id]:
+        """The ids of the samples, by default their numbers."""
+        return [each for _, samples in self._files() for each, _ in samples]
+
+    def features(self, rows: Tensor | Sequence[int]) -> Params:
+        """Return the features of some samples by their numbers, {name: [R, k]}."""
+        rows, size = torch.as_tensor(rows), self._index["samples_per_file"]
+        whole = rows.dtype == torch.int64 and rows.ndim == 1
+        if not whole or not bool(((rows >= 0) & (rows < len(self))).all()):
+            raise ValueError(
+                f"Store.features(rows): expected numbers of samples from 0 to "
+                f"{len(self) - 1}, got {checks.shown(rows)}."
+            )
+        found = {
+            name: torch.empty(len(rows), k, dtype=_DTYPES[dtype])
+            for name, (dtype, k) in self._index["features"].items()
+        }
+        for number in (rows // size).unique().tolist():
+            own = rows // size == number
+            for name, each in self._read(number)[0].items():
+                found[name][own] = each[rows[own] % size]
+        return found
+
+    def check(self, loss: LossFn, params: Params, buffers: Buffers) -> None:
+        """Raise a ValueError unless the features are of this loss and this model."""
+        facts = _facts("Store.check", loss, params, buffers, self._description)
+        _compare("Store.check", self._index["facts"], facts)
+
+    def project(
+        self,
+        loss: LossFn,
+        params: Params,
+        buffers: Buffers,
+        /,
+        *batch: Tree,
+        **options: Unpack[Options],
+    ) -> Params:
+        """Project gradients of other samples, or of another loss: {name: [B, k]}.
+
+        The directions are the store's; the options are in `vgrad.persample.Options`.
+        """
+        own = self._index["projection"]
+        dim: Any = own["sizes"] if len(own["sizes"]) == 2 else sum(own["sizes"])
+        settings = {"seed": own["seed"], "kind": own["kind"]}
+        if own["sides"]:
+            dim, settings = self._sides(), {}
+        project: Any = per_sample_projection(loss, dim, **settings, **options)
+        return _by_name(project(params, buffers, *batch))
+
+    def empirical_fisher(self, *, diagonal: bool = False) -> Kronecker:
+        """Mean over the samples of outer products of features, [k, k] for each name.
+
+        Its vectors are features. It is the empirical Fisher matrix if the loss is a
+        negative log likelihood. With `diagonal` the rest of it is left out.
+        """
+        squares = ((features, len(ids)) for features, ids in self._files())
+        return self._matrix(squares, diagonal)
+
+    def curvature(
+        self,
+        matrix: Curvature,
+        params: Params,
+        buffers: Buffers,
+        batches: Iterable[tuple[Tree, ...]],
+        *,
+        diagonal: bool = False,
+        **options: Unpack[Options],
+    ) -> Kronecker:
+        """Curvature along the store's directions, [k, k] for each name: `P H_p P^T`.
+
+        Its vectors are features. `diagonal` leaves the rest of it out: with
+        eigenvectors of `curvature.ekfac` as directions, it is that matrix.
+
+        Args:
+            matrix: such as `curvature.ggn(fmodel, "categorical")`.
+            batches: of its inputs, of all samples or of some.
+
+        Cost: the gradients of all columns of a batch, and [k, k] in float64.
+        """
+        facts = self._index["facts"]
+        now = {"params": files.digest(params), "buffers": files.digest(buffers)}
+        _compare("Store.curvature", {name: facts[name] for name in now}, now)
+        given = params, buffers, batches, options
+        found = (
+            (
+                self.project(
+                    _linear, params, {}, {n: g.flatten(0, 1) for n, g in grads.items()}
+                ),
+                samples,
+            )
+            for grads, samples in matrix.measured(Store.curvature, Gradients(), *given)
+        )
+        return self._matrix(found, diagonal)
+
+    def fits(self, curvature: Any) -> None:
+        """Raise a ValueError unless a matrix is one of this store's directions."""
+        own = getattr(curvature, "store", None)
+        if own != _binding(self._index):
+            raise ValueError(
+                f"{self!r}: expected a curvature of its own features, got a "
+                f"{type(curvature).__name__} of "
+                f"{'parameters' if own is None else 'another store'}. Use "
+                f"Store.curvature or Store.empirical_fisher, or batches for a store."
+            )
+
+    @torch.no_grad()
+    def _matrix(
+        self, parts: Iterable[tuple[Params, int]], diagonal: bool
+    ) -> "OfFeatures":
+        sums: dict[str, Any] = {}
+        count = 0
+        for features, samples in parts:
+            for name, each in features.items():
+                rows = double(each)
+                found = rows.square().sum(0) if diagonal else rows.mT @ rows
+                sums[name] = sums.get(name, 0.0) + found
+            count += samples
+        blocks = {}
+        for name, found in sums.items():
+            values, vectors = found / count, None
+            if not diagonal:
+                values, vectors = torch.linalg.eigh(values)
+            blocks[name] = Block(vectors, None, values.clamp(min=0).unsqueeze(1))
+        return OfFeatures(blocks, _binding(self._index))
+
+    @classmethod
+    @torch.no_grad()
+    def write(
+        cls,
+        folder: str | Path,
+        projection: Transform[Any],
+        params: Params,
+        buffers: Buffers,
+        batches: Iterable[tuple[Tree, ...]],
+        *,
+        ids: Sequence[Id] | None = None,
+        first: int = 0,
+        description: str | None = None,
+        samples_per_file: int = 1024,
+        mesh: "DeviceMesh | None" = None,
+        progress: bool = False,
+    ) -> "Store":
+        """Write the features of samples, and return the store.
+
+        A call that was stopped, at any moment, is made again with the same arguments:
+        samples that are there are skipped, and none is lost or there twice. To append
+        samples, pass them with the number of the `first` one, `len(store)`.
+
+        On a mesh every rank passes the same batches and computes whole files. Any
+        number of ranks writes the same bytes.
+
+        Args:
+            projection: of `vgrad.per_sample_projection`.
+            batches: a list or a loader, in the same order each time.
+            ids: of the samples in `batches`, numbers or texts, no two the same.
+            description: text that stands for the loss, and has to change with it. It is
+                needed for a loss that is not of `vgrad.sample_loss`, or whose criterion
+                is a function of one's own, since code is not compared.
+            samples_per_file: whose features are in memory at once.
+            progress: show a bar, with the size on the disk; needs `vgrad[demo]`.
+
+        Raises:
+            ValueError: the folder has features of another model, loss or projection, or
+                of other samples; the message names the difference.
+            OSError: the disk lacks the room.
+
+        Example:
+            >>> import tempfile, torch, vgrad
+            >>> from vgrad.attribution import Store
+            >>> model = torch.nn.Linear(3, 2)
+            >>> fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+            >>> loss = vgrad.sample_loss(fmodel, torch.nn.functional.mse_loss)
+            >>> project = vgrad.per_sample_projection(loss, (2, 2), seed=0)
+            >>> batches = [(torch.ones(4, 3), torch.zeros(4, 2))]
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     store = Store.write(folder, project, params, buffers, batches)
+            ...     {name: rows.shape for name, rows in store.features([0, 3]).items()}
+            {'weight': torch.Size([2, 4]), 'bias': torch.Size([2, 2])}
+        """
+        function, path = "Store.write", Path(folder)
+        ranks = Ranks.of_all(function, mesh)
+        with ranks.together(function) as agreed:
+            [first] = checks.whole(function, least=0, first=first)
+            [size] = checks.whole(function, least=1, samples_per_file=samples_per_file)
+            count, empty = _counted(batches)
+            sides, settings = _settings(projection)
+            shapes = _by_name(projection(params, buffers, *empty))
+            loss = projection.options.loss
+            index = {
+                "format": 1,
+                "facts": _facts(function, loss, params, buffers, description),
+                "projection": settings,
+                "features": {n: [str(x.dtype), x.shape[1]] for n, x in shapes.items()},
+                "samples_per_file": size,
+                "samples": 0,
+            }
+            known: list[Id] = []
+            if is_new := not _exists(path / _INDEX):
+                _check_new(path)
+            else:
+                old = _read_index(path)
+                _compare(function, _flat(old), _flat(index))
+                index["samples"] = old["samples"]
+                known = cls(path).ids[:first] if first and old["samples"] else []
+            if first > len(known):
+                raise ValueError(
+                    f"{function}(first={first}): expected at most {index['samples']}, "
+                    f"the number of samples in {path}."
+                )
+            ids = None if ids is None else _checked_ids(ids, known)
+            text = f"{count} samples, {_check_room(path, index, first + count):.3g} MB"
+            agreed.same |= {"index": _binding(index), "first": first, "count": count}
+        with ranks.together(f"{function}, index"):
+            if is_new and ranks.rank == 0:
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if sides:
+                    kind = {"kind": _OF_SIDES}
+                    files.write_tensors(path / _SIDES, sides, kind, private=True)
+                _write_index(path, index)
+        compute = partial(projection, params, buffers)
+        shown = _bar(text, count) if progress and ranks.rank == 0 else nullcontext(int)
+        seen, end = hashlib.sha256(), first
+        wrong = ValueError(
+            f"{function}(ids): expected one for each sample, got others."
+        )
+        with ranks.together(f"{function}, features") as agreed, shown as advance:
+            store = cls(path)
+
+            def note(samples: list[Sample]) -> None:
+                nonlocal end
+                end += len(samples)
+                if ids is not None and end - first > len(ids):
+                    raise wrong
+                seen.update(json.dumps(samples).encode())
+                advance(len(samples))
+
+            pieces = _pieces(batches, ids, first, size, note)
+            for number, some in itertools.groupby(pieces, lambda each: each[0] // size):
+                if number % ranks.size == ranks.rank:
+                    store._complete(number, some, compute)
+            if ids is not None and end - first < len(ids):
+                raise wrong
+            agreed.same["data"] = seen.hexdigest()
+        with ranks.together(f"{function}, end"):
+            if ranks.rank == 0 and end > index["samples"]:
+                _write_index(path, index | {"samples": end})
+        return cls(path, description=description)
+
+    def _files(self) -> Iterator[tuple[Params, list[Sample]]]:
+        size = self._index["samples_per_file"]
+        for start in range(0, len(self), size):
+            features, samples = self._read(start // size)
+            rows = len(self) - start  # a call that was stopped may have written more
+            yield {name: each[:rows] for name, each in features.items()}, samples[:rows]
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number:08d}.safetensors"
+
+    def _read(self, number: int) -> tuple[Params, list[Sample]]:
+        """Map the features of a file, and return the ids and hashes of its samples."""
+        path, index = self._path(number), self._index
+        _exists(path)
+        found, own = files.read_tensors(
+            path, _FEATURES, called=_FEATURES, checked=self._checked
+        )
+        samples, size = own.get("samples", ()), index["samples_per_file"]
+        expected = {
+            name: (_DTYPES[dtype], (len(samples), k))
+            for name, (dtype, k) in index["features"].items()
+        }
+        got = {name: (each.dtype, tuple(each.shape)) for name, each in found.items()}
+        least = min(size, index["samples"] - number * size)
+        whole = least <= len(samples) <= size and own.get("number") == number
+        if not whole or expected != got or own.get("store") != _binding(index):
+            raise ValueError(
+                f"{path}: expected {least} samples of this store, got a file of "
+                f"another store, another place or an earlier time. Delete it, and call "
+                f"Store.write with all batches."
+            )
+        return {name: found[name] for name in expected}, samples
+
+    def _complete(
+        self, number: int, pieces: Iterator[Piece], compute: Callable[..., Any]
+    ) -> None:
+        """Add the samples that a file has not; refuse others than those it has.
+
+        Samples of a call that was stopped are replaced where they differ.
+        """
+        path, size = self._path(number), self._index["samples_per_file"]
+        features, samples = self._read(number) if _exists(path) else ({}, [])
+        parts, changed = [features] if features else [], False
+        for place, rows, own in pieces:
+            offset = place - number * size
+            there = samples[offset : offset + len(own)]
+            pairs = enumerate(zip(there, own, strict=False))
+            same = next((row for row, (a, b) in pairs if a != b), len(there))
+            if same < len(there):
+                if place + same < self._index["samples"]:
+                    raise ValueError(
+                        f"Store.write(batches, ids): expected sample {place + same} to "
+                        f"be {there[same][0]!r} as in {path}, got {own[same][0]!r} or "
+                        f"other data. Pass the same batches, not shuffled; or new ones "
+                        f"with first=len(store)."
+                    )
+                samples = samples[: offset + same]
+                parts = [{n: each[: len(samples)] for n, each in features.items()}]
+            if same < len(own):
+                new = map_tensors(itemgetter(slice(same, None)), rows)
+                found = _by_name(compute(*new))
+                parts.append({name: each.cpu() for name, each in found.items()})
+                samples, changed = samples + own[same:], True
+        if changed:
+            joined = {n: torch.cat([each[n] for each in parts]) for n in parts[0]}
+            own = {"store": _binding(self._index), "number": number, "samples": samples}
+            files.write_tensors(path, joined, {"kind": _FEATURES} | own, private=True)
+
+    def _sides(self) -> Sides:
+        path = self._folder / _SIDES
+        _exists(path)
+        found, _ = files.read_tensors(path, _OF_SIDES, called=_OF_SIDES)
+        if files.digest(found) != self._index["projection"]["sides"]:
+            raise ValueError(f"{path}: expected the sides of this store, got others.")
+        names = self._index["features"]
+        return {n: (found.get(f"{n}.left"), found.get(f"{n}.right")) for n in names}
+
+
+@dataclass(frozen=True)
+class OfFeatures(Kronecker):
+    """A curvature matrix of the features of one store, by its hash."""
+
+    store: str
+
+
+def _linear(params: Params, buffers: Buffers, grads: Params) -> Tensor:
+    """Return a loss with these gradients."""
+    return torch.stack([(params[n] * each).sum() for n, each in grads.items()]).sum()
+
+
+def _pieces(
+    batches: Iterable[Any],
+    ids: list[Id] | None,
+    place: int,
+    size: int,
+    note: Callable[[list[Sample]], None],
+) -> Iterator[Piece]:
+    """Cut batches where a file ends."""
+    names = (
+        itertools.count(place) if ids is None else itertools.chain(ids, [None] * size)
+    )
+    for batch in batches:
+        read, start = _batches.read("Store.write", tuple(batch)), 0
+        flat = [each.detach().cpu().contiguous() for each in read.tensors]
+        data = [_hash_of(row) for row in zip(*flat, strict=True)]
+        samples = [[next(names), each] for each in data]
+        note(samples)
+        while start < read.size:
+            rows = slice(start, min(read.size, start + size - place % size))
+            yield place, map_tensors(itemgetter(rows), read.tree), samples[rows]
+            place, start = place + rows.stop - start, rows.stop
+
+
+def _hash_of(tensors: Iterable[Tensor]) -> str:
+    found = hashlib.blake2b(digest_size=8)
+    for each in tensors:
+        found.update(each.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def _by_name(found: Params | Tensor) -> Params:
+    return {"": found} if isinstance(found, Tensor) else found
+
+
+def _checked_ids(ids: Any, known: list[Id]) -> list[Id]:
+    ids = ids.tolist() if hasattr(ids, "tolist") else [*ids]
+    texts = all(type(each) in (int, str) for each in ids)
+    if not texts or len({*ids, *known}) < len(ids) + len(known):
+        raise ValueError(
+            "Store.write(ids): expected whole numbers or texts, no two the same, and "
+            "none that the store has."
+        )
+    return ids
+
+
+def _counted(batches: Any) -> tuple[int, Tree]:
+    """Return the number of samples, about, and a batch of none."""
+    first = next(iter(batches), None) if hasattr(batches, "__len__") else None
+    if not isinstance(first, tuple | list):
+        raise TypeError(
+            f"Store.write(batches): expected a list or a loader of tuples, with a "
+            f"length, got {checks.shown(batches)}."
+        )
+    size = _batches.read("Store.write", first).size
+    return len(batches) * size, map_tensors(itemgetter(slice(0)), tuple(first))
+
+
+def _check_room(folder: Path, index: dict[str, Any], samples: int) -> float:
+    """Return the size of so many samples in MB; refuse more than the disk can take."""
+    widths = index["features"].values()
+    total = samples * sum(_DTYPES[dtype].itemsize * k for dtype, k in widths)
+    left = total - sum(each.stat().st_size for each in folder.glob("*.safetensors"))
+    above = folder.absolute(), *folder.absolute().parents
+    free = shutil.disk_usage(next(filter(Path.exists, above))).free
+    if left > free:
+        raise OSError(
+            f"Store.write({folder}): expected {left / 1e6:.3g} MB on the disk for "
+            f"features of {samples} samples, got {free / 1e6:.3g} MB. Project on fewer "
+            f"directions."
+        )
+    return total / 1e6
+
+
+@contextmanager
+def _bar(text: str, count: int) -> Iterator[Callable[[int], Any]]:
+    rich = checks.package("rich.progress", "demo")
+    with rich.Progress() as bar:
+        task = bar.add_task(text, total=count)
+        yield lambda done: bar.advance(task, done)
+
+
+# The description of features.
+
+
+def _facts(
+    function: str, loss: Any, params: Params, buffers: Buffers, text: str | None
+) -> dict[str, str]:
+    """Return everything but the projection that features depend on, as text."""
+    from vgrad.distributed.options import WithTensors  # takes a second to import
+
+    facts = {"params": files.digest(params), "buffers": files.digest(buffers)}
+    if text is not None:
+        return facts | {"loss": repr(text)}
+    found, criterion = WithTensors(loss=loss).facts(), getattr(loss, "_criterion", None)
+    code = any(re.match(r"loss\._criterion.*\.code$", name) for name in found)
+    if code or not isinstance(loss, SampleLoss):
+        raise ValueError(
+            f"{function}(loss): expected vgrad.sample_loss(fmodel, criterion) with a "
+            f"criterion of torch or a module, got code of your own, which is not "
+            f"compared. Pass description=, a text that changes with it."
+        )
+    if isinstance(criterion, nn.Module):
+        found["loss._criterion.tensors"] = files.digest(criterion.state_dict())
+    return facts | found
+
+
+def _settings(projection: Any) -> tuple[Params, dict[str, Any]]:
+    """Return the sides of a projection by name, and its settings."""
+    own: Any = getattr(projection, "quantity", None)
+    options: Any = getattr(projection, "options", None)
+    fixed = isinstance(own, Projection) and options.randomness == "error"
+    if not fixed or options.has_aux or options.scales is not None:
+        raise ValueError(
+            f"Store.write(projection): expected a vgrad.per_sample_projection, without "
+            f"aux, scales and random numbers, got {checks.shown(projection)}."
+        )
+    sides = {
+        f"{name}.{side}": each.detach().cpu().contiguous()
+        for name, pair in (own.sides or {}).items()
+        for side, each in zip(("left", "right"), pair, strict=True)
+        if each is not None
+    }
+    digest = None if own.sides is None else files.digest(sides)
+    settings = {"sizes": [*own.sizes], "seed": own.seed, "kind": own.kind}
+    return sides, settings | {"sides": digest}
+
+
+# The index.
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    path = folder / _INDEX
+    if not _exists(path):
+        raise FileNotFoundError(f"{path}: expected the index of a store, got no file.")
+    try:
+        index = files.from_json(path.read_bytes())
+        if index.pop("sha256") != _hash(index) or index["format"] != 1:
+            raise ValueError("its checksum or format does not match")
+        sizes = [index["samples"], index["samples_per_file"] - 1]
+        sizes += [k for dtype, k in index["features"].values() if _DTYPES[dtype]]
+        if any(type(each) is not int or each < 0 for each in sizes):
+            raise ValueError("a size is no whole number")
+        _flat(index)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: expected the index of a store, got a damaged file ({error})."
+        ) from error
+    return index
+
+
+def _write_index(folder: Path, index: dict[str, Any]) -> None:
+    text = json.dumps(index | {"sha256": _hash(index)}, indent=1)
+    files.replace(folder / _INDEX, text.encode(), private=True)
+
+
+def _binding(index: dict[str, Any]) -> str:
+    """Hash everything in an index but the number of samples."""
+    return _hash(index | {"samples": 0})
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _flat(index: Mapping[str, Any]) -> dict[str, str]:
+    """Return everything in an index but the number of samples, as text."""
+    flat = {"samples_per_file": str(index["samples_per_file"])}
+    for group in ("projection", "features"):
+        flat |= {f"{group}.{name}": str(each) for name, each in index[group].items()}
+    return flat | index["facts"]
+
+
+def _compare(function: str, stored: dict[str, str], now: dict[str, str]) -> None:
+    if stored != now:
+        raise ValueError(
+            f"{function}: expected the model, loss and projection of the store, got "
+            f"others: {differences([stored, now])}, in the store and now."
+        )
+
+
+def _exists(path: Path) -> bool:
+    """Return whether there is such a file; refuse links, which leave the folder."""
+    if path.is_symlink():
+        raise ValueError(f"{path}: expected a file of a store, got a link.")
+    return path.is_file()
+
+
+def _check_new(folder: Path) -> None:
+    own = {_SIDES, *(f".{name}.partial" for name in (_SIDES, _INDEX))}
+    if folder.exists() and not {each.name for each in folder.iterdir()} <= own:
+        raise FileExistsError(
+            f"{folder}: expected a store, or a new or an empty folder, got other files "
+            f"and no {_INDEX}. Name another folder."
+        )
