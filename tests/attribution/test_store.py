@@ -620,12 +620,12 @@ def test_a_curvature_of_other_features_is_refused(folder, tmp_path):
 def writes(folder, names):
     """Write a store, slowly."""
     torch.set_num_threads(1)
-    return write(folder, cut(0, N, 1) * 40, ids=names, samples_per_file=8)
+    return write(folder, cut(0, N, 1) * 15, ids=names, samples_per_file=8)
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_a_killed_process_leaves_a_store_that_is_completed(tmp_path):
-    names = [*range(40 * N)]
+    names = [*range(15 * N)]
     writes(tmp_path / "whole", names)
     kept, moments = set(), 0
     while moments < 20:
