@@ -2,8 +2,8 @@
 
 Some held-out digits get the wrong class. An influence score says how each training
 sample moved such a prediction, from gradients and curvature, without training again.
-Here one training label in twenty is wrong, and among the most harmful samples half are.
-Trained again without these few, the network gets most of the digits right.
+Here one training label in twenty is wrong, but half of the most harmful samples have
+wrong labels. Trained again without these few, the network gets most of the digits right.
 """
 
 # %% Digits, of which one training label in twenty is wrong.
@@ -59,8 +59,8 @@ guesses = fmodel(params, buffers, held_x).argmax(1)
 mistakes = (guesses != held_y).nonzero().flatten()
 print(f"{len(mistakes)} of {len(held_y)} held-out digits get the wrong class")
 
-# %% The curvature of the loss by EK-FAC. Weight decay has a curvature, too, which is
-# the damping.
+# %% The curvature of the loss, by EK-FAC. Weight decay has a curvature, too, which is
+# part of the damping.
 batches = list(zip(x.split(400), y.split(400), strict=True))
 ggn = curvature.ggn(fmodel, "categorical")
 inverse = curvature.ekfac(ggn, params, buffers, [(part,) for part, _ in batches])
@@ -77,8 +77,8 @@ areas = {
 print("wrong labels found:", ", ".join(f"{k} {v:.4f}" for k, v in areas.items()))
 assert min(areas.values()) > 0.99
 
-# %% The loss does as well, since this network has not learned wrong labels by heart.
-# Tutorial 10 has one that did, whose loss no longer tells, and another score for it.
+# %% The loss finds them, too. This network has not learned wrong labels by heart;
+# tutorial 10 has one that did, and another score for it.
 
 # %% Influence says more: which samples made each mistake. Positive is helpful.
 REMOVED, SHOWN = 20, 6
@@ -90,8 +90,8 @@ share = flipped[harmful].float().mean()
 print(f"wrong labels among the {REMOVED} most harmful: {share:.0%}")
 assert share > 0.3
 
-# %% Is that so? For each mistake the network is trained again without its twenty most
-# harmful samples, and without twenty at random.
+# %% The judge is training again. For each mistake a network is trained without its
+# twenty most harmful samples, and another one without twenty at random.
 count = len(queries)
 removed = torch.cat([harmful, torch.rand(count, TRAIN).argsort()[:, :REMOVED]])
 subsets = torch.ones(2 * count, TRAIN, dtype=torch.bool).scatter(1, removed, False)
