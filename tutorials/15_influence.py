@@ -2,8 +2,8 @@
 
 Some held-out digits get the wrong class. An influence score says how each training
 sample moved such a prediction, from gradients and curvature, without training again.
-Here one training label in twenty is wrong, but half of the most harmful samples have
-wrong labels. Trained again without these few, the network gets most of the digits right.
+Here one training label in twenty is wrong, but about half of the most harmful samples
+have wrong labels. Trained again without these few, the network gets most digits right.
 """
 
 # %% Digits, of which one training label in twenty is wrong.
@@ -28,8 +28,7 @@ true, held_y = classes[:TRAIN], classes[TRAIN:]
 flipped = torch.rand(TRAIN) < WRONG
 y = torch.where(flipped, (true + torch.randint(1, 10, (TRAIN,))) % 10, true)
 
-# %% A network with one hidden layer, trained to a minimum: weight decay is part of its
-# objective. `retrain` trains a model on each of several subsets of the samples, as one
+# %% A network with one hidden layer. Weight decay is part of its objective. `retrain` trains a model on each of several subsets of the samples, as one
 # ensemble; the first subset is all of them.
 model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
 fmodel, start, buffers = vgrad.make_functional_with_buffers(
@@ -81,7 +80,7 @@ assert min(areas.values()) > 0.99
 # tutorial 10 has one that did, and another score for it.
 
 # %% Influence says more: which samples made each mistake. Positive is helpful.
-REMOVED, SHOWN = 20, 6
+REMOVED = 20
 queries = mistakes[:6]
 batch = held_x[queries], held_y[queries]
 scores = attribution.influence(loss, params, buffers, batch, batches, **by)
