@@ -28,8 +28,9 @@ true, held_y = classes[:TRAIN], classes[TRAIN:]
 flipped = torch.rand(TRAIN) < WRONG
 y = torch.where(flipped, (true + torch.randint(1, 10, (TRAIN,))) % 10, true)
 
-# %% A network with one hidden layer. Weight decay is part of its objective. `retrain` trains a model on each of several subsets of the samples, as one
-# ensemble; the first subset is all of them.
+# %% A network with one hidden layer. Weight decay is part of its objective. `retrain`
+# trains a model on each of several subsets of the samples, as one ensemble; the first
+# subset is all of them.
 model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
 fmodel, start, buffers = vgrad.make_functional_with_buffers(
     model, disable_autograd_tracking=True
