@@ -252,6 +252,71 @@ def test_the_empirical_fisher_is_the_mean_of_outer_products(name, likelihood):
     oracle.assert_exact(flat(found), exact.diagonal())
 
 
+@pytest.mark.parametrize("name", ["mlp", "segmentation"])
+@pytest.mark.parametrize(
+    ("criterion", "of_classes"),
+    [
+        (F.cross_entropy, True),
+        (nn.CrossEntropyLoss(reduction="sum"), True),
+        (F.mse_loss, False),
+        (nn.MSELoss(reduction="sum"), False),
+    ],
+)
+def test_a_loss_has_the_curvature_of_its_criterion(name, criterion, of_classes):
+    module, (fmodel, params, buffers), batches = problem(name)
+    loss, total, outer = vgrad.sample_loss(fmodel, criterion), 0.0, 0.0
+    pairs = []
+    for (x,) in batches:
+        output = module(x).detach()
+        shape = (len(x), *output.shape[2:])
+        y = torch.randint(3, shape) if of_classes else torch.randn_like(output)
+        pairs.append((x, y))
+        for row in range(len(x)):
+            jac, own = jacobian(module, x[row : row + 1])
+            target = y[row : row + 1]
+
+            def value(flat, own=own, target=target):
+                return criterion(flat.view_as(own), target)
+
+            hessian = torch.func.hessian(value)(own.flatten())
+            grad = jac.T @ torch.func.grad(value)(own.flatten())
+            total = total + jac.T @ hessian @ jac / 5
+            outer = outer + torch.outer(grad, grad) / 5
+    given = params, buffers
+    found = curvature.diagonal(curvature.ggn(loss), *given, batches)
+    oracle.assert_exact(flat(found), total.diagonal())
+    found = curvature.diagonal(curvature.empirical_fisher(loss), *given, pairs)
+    oracle.assert_exact(flat(found), outer.diagonal())
+    drawn = curvature.fisher(loss, seed=0, samples=3000)
+    found = curvature.diagonal(drawn, *given, batches)
+    oracle.assert_exact(flat(found), total.diagonal(), 0.15)
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        F.l1_loss,
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+        nn.CrossEntropyLoss(torch.ones(3)),
+        nn.CrossEntropyLoss(ignore_index=0),
+        nn.MSELoss(reduction="none"),
+        lambda output, target: F.mse_loss(output, target),
+        None,
+    ],
+)
+def test_losses_of_unknown_curvature_are_refused(criterion):
+    fmodel, *_ = vgrad.make_functional_with_buffers(nn.Linear(2, 3))
+    loss = vgrad.sample_loss(fmodel, criterion)
+    with pytest.raises(ValueError, match=r"ggn\(loss\): expected a sample_loss of"):
+        curvature.ggn(loss)
+    known = vgrad.sample_loss(fmodel, F.mse_loss)
+    with pytest.raises(ValueError, match="no likelihood beside it"):
+        curvature.ggn(known, "gaussian")
+    copies = vgrad.sample_loss(fmodel, F.mse_loss, augmentations=2)
+    with pytest.raises(ValueError, match="without augmentations"):
+        curvature.fisher(copies, seed=0)
+
+
 @pytest.mark.parametrize("name", ["mlp", "lstm", "attention", "norm"])
 def test_products_with_the_hessian(name):
     _, (fmodel, params, buffers), batches = problem(name)

@@ -15,10 +15,11 @@ from functools import partial
 from typing import Any, Literal, Unpack, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from vgrad import batches, checks
-from vgrad.functional.losses import check_model, read
+from vgrad.functional.losses import SampleLoss, check_model, read
 from vgrad.functional.model import FunctionalModel
 from vgrad.generators import RandomState, random_state
 from vgrad.persample import Options
@@ -26,7 +27,7 @@ from vgrad.persample.engine import Call, Evaluation, Quantity, Transform
 from vgrad.persample.grad import Gradients
 from vgrad.torch_private import modes
 from vgrad.tree import map_tensors, tensors, wide
-from vgrad.typing import Buffers, Params, Tree
+from vgrad.typing import Buffers, LossFn, Params, Tree
 
 Likelihood = Literal["categorical", "gaussian"]
 
@@ -192,7 +193,9 @@ def _output(
     return output[0]
 
 
-def ggn(fmodel: FunctionalModel, likelihood: Likelihood) -> Curvature:
+def ggn(
+    fmodel: FunctionalModel | LossFn, likelihood: Likelihood | None = None
+) -> Curvature:
     """Generalised Gauss-Newton matrix: `mean_n J_n^T H_n J_n`, H the likelihood's own.
 
     `"categorical"`: outputs are logits `[B, C, ...]`, as for
@@ -202,11 +205,17 @@ def ggn(fmodel: FunctionalModel, likelihood: Likelihood) -> Curvature:
     the identity. It needs no targets: batches are `(*inputs,)`. For these two the GGN
     is the Fisher information.
 
+    In place of both, `sample_loss(fmodel, criterion)` with torch's `cross_entropy`,
+    `CrossEntropyLoss()`, `mse_loss` or `MSELoss()`, of the two reductions, is one of
+    them times a number: the mean over T positions divides by T, and the squared error
+    is twice the Gaussian loss, as a mean over K numbers `2 / K` times it. H is
+    multiplied by that number.
+
     Cost: K columns for each sample, one for each number of its output: a backward pass
     has K times the activations, but the inputs of layers once.
 
     Raises:
-        ValueError: `likelihood` is unknown.
+        ValueError: `likelihood` is unknown, or the criterion of the loss.
 
     Reference: Martens, arXiv 1412.1193.
 
@@ -220,19 +229,27 @@ def ggn(fmodel: FunctionalModel, likelihood: Likelihood) -> Curvature:
         >>> curvature.diagonal(matrix, params, buffers, [(x,)])  # the mean of squares
         {'weight': tensor([[1., 2.]])}
     """
-    _check("ggn", fmodel, likelihood)
+    fmodel, likelihood, weight = likelihood_of("ggn", fmodel, likelihood)
     exact = {"categorical": _classes, "gaussian": _units}[likelihood]
-    return Curvature("ggn", fmodel, lambda output, *_: exact(output))
+
+    def columns(output: Tensor, *rest: Any) -> Tensor:
+        return exact(output) * math.sqrt(weight(output))
+
+    return Curvature("ggn", fmodel, columns)
 
 
 def fisher(
-    fmodel: FunctionalModel, likelihood: Likelihood, *, seed: int, samples: int = 1
+    fmodel: FunctionalModel | LossFn,
+    likelihood: Likelihood | None = None,
+    *,
+    seed: int,
+    samples: int = 1,
 ) -> Curvature:
     """Monte Carlo Fisher information: targets drawn from the model, as of `ggn`.
 
-    Its mean over seeds is the GGN of the same likelihood. The targets of a batch follow
-    from `seed` and the batch's place in the sequence, so a matrix is the same one each
-    time; generators of torch stay as they are. Batches are `(*inputs,)`.
+    Its mean over seeds is the GGN of the same likelihood or loss. The targets of a
+    batch follow from `seed` and the batch's place in the sequence, so a matrix is the
+    same one each time; generators of torch stay as they are. Batches are `(*inputs,)`.
 
     Cost: `samples` columns for each sample.
 
@@ -241,7 +258,7 @@ def fisher(
 
     Reference: Kunstner et al., arXiv 1905.12558.
     """
-    _check("fisher", fmodel, likelihood)
+    fmodel, likelihood, weight = likelihood_of("fisher", fmodel, likelihood)
     [count] = checks.whole("fisher", least=1, samples=samples)
     [seed] = checks.whole("fisher", least=0, seed=seed)
     drawn = {"categorical": _drawn_classes, "gaussian": _drawn_numbers}[likelihood]
@@ -249,22 +266,26 @@ def fisher(
     def columns(output: Tensor, target: Any, number: int) -> Tensor:
         digest = hashlib.sha256(f"{seed}/{number}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
-        return drawn(output, count, generator) / math.sqrt(count)
+        scale = math.sqrt(weight(output) / count)
+        return drawn(output, count, generator) * scale
 
     return Curvature("fisher", fmodel, columns)
 
 
-def empirical_fisher(fmodel: FunctionalModel, likelihood: Likelihood) -> Curvature:
+def empirical_fisher(
+    fmodel: FunctionalModel | LossFn, likelihood: Likelihood | None = None
+) -> Curvature:
     """Uncentred covariance of gradients at the targets, `mean_n g_n g_n^T`.
 
-    It has the likelihoods of `ggn`; batches are `(*inputs, target)`.
+    It has the likelihoods and losses of `ggn`; batches are `(*inputs, target)`.
 
     Raises:
         ValueError: `likelihood` is unknown, or a class is out of range.
 
     Reference: Kunstner et al., arXiv 1905.12558 (where it differs from the GGN).
     """
-    _check("empirical_fisher", fmodel, likelihood)
+    given = likelihood_of("empirical_fisher", fmodel, likelihood)
+    fmodel, likelihood, weight = given
 
     def columns(output: Tensor, target: Any, number: int) -> Tensor:
         if likelihood == "gaussian":
@@ -274,7 +295,7 @@ def empirical_fisher(fmodel: FunctionalModel, likelihood: Likelihood) -> Curvatu
                     f"empirical_fisher(batches): expected targets of the outputs' "
                     f"shape {tuple(output.shape)}, got {checks.shown(target)}."
                 )
-            return (output - target.view_as(output)).unsqueeze(1)
+            return (output - target.view_as(output)).unsqueeze(1) * weight(output)
         kind = torch.long if isinstance(target, Tensor) else None
         shape = (len(output), *output.shape[2:])
         if kind is None or target.dtype != kind or target.shape != shape:
@@ -289,7 +310,7 @@ def empirical_fisher(fmodel: FunctionalModel, likelihood: Likelihood) -> Curvatu
                 f"Leave their samples out."
             )
         chosen = torch.zeros_like(output).scatter_(1, target.unsqueeze(1), 1.0)
-        return (output.softmax(1) - chosen).unsqueeze(1)
+        return (output.softmax(1) - chosen).unsqueeze(1) * weight(output)
 
     return Curvature("empirical_fisher", fmodel, columns, has_targets=True)
 
@@ -337,6 +358,53 @@ class _Jacobians(Gradients):
             )
         out = run.chunks_run[0].losses.shape[1:]
         return {name: each.unflatten(1, out) for name, each in grads.items()}
+
+
+_KNOWN: list[tuple[Any, Likelihood]] = [
+    (F.cross_entropy, "categorical"),
+    (nn.CrossEntropyLoss, "categorical"),
+    (F.mse_loss, "gaussian"),
+    (nn.MSELoss, "gaussian"),
+]
+
+
+def likelihood_of(
+    function: str, fmodel: Any, likelihood: Any
+) -> tuple[FunctionalModel, Likelihood, Callable[[Tensor], float]]:
+    """Return model, likelihood, and by how much a loss is larger for an output."""
+    if not isinstance(fmodel, SampleLoss):
+        _check(function, fmodel, likelihood)
+        return fmodel, likelihood, lambda output: 1.0
+    fmodel, criterion, copies = fmodel.parts
+    kind = type(criterion) if isinstance(criterion, nn.Module) else criterion
+    found = [known for each, known in _KNOWN if kind is each]
+    options = vars(criterion) if isinstance(criterion, nn.Module) else {}
+    reduction = options.get("reduction", "mean")
+    plain = (
+        getattr(criterion, "weight", None) is None
+        and not options.get("label_smoothing")
+        and options.get("ignore_index", -100) == -100
+        and reduction in ("mean", "sum")
+        and copies is None
+    )
+    if likelihood is not None or not found or not plain:
+        raise ValueError(
+            f"{function}(loss): expected a sample_loss of cross_entropy, "
+            f"CrossEntropyLoss(), mse_loss or MSELoss(), without augmentations, and of "
+            f"the options reduction alone, 'mean' or 'sum', and no likelihood beside "
+            f"it, got {checks.shown(criterion)}. Pass the model and its likelihood: "
+            f'{function}(fmodel, "categorical").'
+        )
+    [likelihood] = found
+    _check(function, fmodel, likelihood)
+
+    def weight(output: Tensor) -> float:
+        numbers = output[0].numel() if reduction == "mean" else 1
+        if likelihood == "gaussian":
+            return 2 / numbers
+        return output.shape[1] / numbers if reduction == "mean" else 1.0
+
+    return fmodel, likelihood, weight
 
 
 def _check(function: str, fmodel: Any, likelihood: Any) -> None:
