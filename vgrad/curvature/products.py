@@ -135,7 +135,7 @@ def diagonal(
     `vgrad.persample.Options`.
 
     Cost: a forward pass and a backward pass of K columns for each batch; where samples
-    have one position no gradient is formed, else those of one parameter at a time.
+    have one position none of the gradients is formed, else one parameter at a time.
     """
     sums, count = Sums(), 0
     given = params, buffers, batches, options
