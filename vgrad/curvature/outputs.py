@@ -8,7 +8,7 @@ of a square root of the likelihood's curvature.
 import hashlib
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -360,62 +360,50 @@ class _Jacobians(Gradients):
         return {name: each.unflatten(1, out) for name, each in grads.items()}
 
 
-_KNOWN: list[tuple[Any, Likelihood]] = [
-    (F.cross_entropy, "categorical"),
-    (nn.CrossEntropyLoss, "categorical"),
-    (F.mse_loss, "gaussian"),
-    (nn.MSELoss, "gaussian"),
-]
-
-
 def likelihood_of(
     function: str, fmodel: Any, likelihood: Any
 ) -> tuple[FunctionalModel, Likelihood, Callable[[Tensor], float]]:
     """Return model, likelihood, and by how much a loss is larger for an output."""
-    if not isinstance(fmodel, SampleLoss):
-        _check(function, fmodel, likelihood)
-        return fmodel, likelihood, lambda output: 1.0
-    fmodel, criterion, copies = fmodel.parts
-    kind = type(criterion) if isinstance(criterion, nn.Module) else criterion
-    found = [known for each, known in _KNOWN if kind is each]
-    options = vars(criterion) if isinstance(criterion, nn.Module) else {}
-    reduction = options.get("reduction", "mean")
-    plain = (
-        getattr(criterion, "weight", None) is None
-        and not options.get("label_smoothing")
-        and options.get("ignore_index", -100) == -100
-        and reduction in ("mean", "sum")
-        and copies is None
-    )
-    if likelihood is not None or not found or not plain:
-        raise ValueError(
-            f"{function}(loss): expected a sample_loss of cross_entropy, "
-            f"CrossEntropyLoss(), mse_loss or MSELoss(), without augmentations, and of "
-            f"the options reduction alone, 'mean' or 'sum', and no likelihood beside "
-            f"it, got {checks.shown(criterion)}. Pass the model and its likelihood: "
-            f'{function}(fmodel, "categorical").'
-        )
-    [likelihood] = found
-    _check(function, fmodel, likelihood)
-
-    def weight(output: Tensor) -> float:
-        numbers = output[0].numel() if reduction == "mean" else 1
-        if likelihood == "gaussian":
-            return 2 / numbers
-        return output.shape[1] / numbers if reduction == "mean" else 1.0
-
-    return fmodel, likelihood, weight
-
-
-def _check(function: str, fmodel: Any, likelihood: Any) -> None:
+    known: Any = likelihood
+    mean = None
+    if isinstance(fmodel, SampleLoss):
+        fmodel, criterion, copies = fmodel.parts
+        options = vars(criterion) if isinstance(criterion, nn.Module) else {}
+        mean = {"mean": True, "sum": False}.get(options.get("reduction", "mean"))
+        kind = type(criterion) if options else criterion
+        known = _KNOWN.get(kind) if isinstance(kind, Hashable) else None
+        plain = not options.get("label_smoothing") and copies is None
+        plain &= getattr(criterion, "weight", None) is None
+        plain &= options.get("ignore_index", -100) == -100
+        if likelihood is not None or not known or mean is None or not plain:
+            raise ValueError(
+                f"{function}(loss): expected a sample_loss of cross_entropy, "
+                f"CrossEntropyLoss(), mse_loss or MSELoss(), without augmentations and "
+                f"options but for a reduction by mean or sum, and no likelihood beside "
+                f"it, got {checks.shown(criterion)}. Pass the model and its "
+                f'likelihood: {function}(fmodel, "categorical").'
+            )
     check_model(function, fmodel)
-    checks.choice(function, get_args(Likelihood), likelihood=likelihood)
+    checks.choice(function, get_args(Likelihood), likelihood=known)
     for name, module in fmodel.named_modules():
         if getattr(module, "scale_grad_by_freq", False):
             raise ValueError(
                 f"{function}(fmodel): expected gradients that are derivatives, got "
                 f"{name!r}, an embedding with scale_grad_by_freq=True. Set it to False."
             )
+
+    def weight(output: Tensor) -> float:
+        squared = known == "gaussian" and mean is not None
+        terms = output[0].numel() // (1 if squared else output.shape[1])
+        return (2 if squared else 1) / (terms if mean else 1)
+
+    return fmodel, known, weight
+
+
+_KNOWN: dict[Any, Any] = dict.fromkeys(
+    (F.cross_entropy, nn.CrossEntropyLoss), "categorical"
+)
+_KNOWN |= dict.fromkeys((F.mse_loss, nn.MSELoss), "gaussian")
 
 
 def _units(output: Tensor) -> Tensor:
