@@ -67,6 +67,30 @@ def test_scores_are_those_of_dense_solves(name):
     oracle.assert_exact(sum(layers.values()), exact, 1e-8)
 
 
+@pytest.mark.parametrize("name", ["cnn", "tied", "padding_idx"])
+def test_parts_of_the_samples_make_the_whole(name, monkeypatch):
+    for place in ("base", "rows"):
+        monkeypatch.setattr(f"vgrad.factors.{place}._AT_ONCE", 1)
+    case = Problem(name)
+    damped = {"curvature": case.matrix, "damping": 0.1}
+    exact = case.query @ case.matrix.inverse(0.1) @ case.train.T
+    oracle.assert_exact(case.influence(**damped), exact, 1e-8)
+
+
+def test_queries_that_split_keep_their_order():
+    def loss(params, buffers, x):
+        total = (params["w"] @ x).tanh().sum()
+        return total if bool(x.sum() > 0) else total.square()
+
+    torch.manual_seed(0)
+    params, x = {"w": torch.randn(2, 3).double()}, torch.randn(8, 3).double()
+    x[::2] = -x[::2].abs()
+    x[1::2] = x[1::2].abs()
+    grads = flattened(oracle.loss_gradients(loss, params, {}, (x,)))
+    found = attribution.influence(loss, params, {}, (x,), [(x[:3],), (x[3:],)])
+    oracle.assert_exact(found, grads @ grads.T)
+
+
 @every_strategy
 def test_strategies_chunks_and_options_agree(strategy):
     case = Problem("cnn")
@@ -126,6 +150,15 @@ def test_positions_add_up_and_each_is_its_own():
         one[:, t] = 1
         part = attribution.influence(*given, [(x, one)], groups=groups)
         oracle.assert_exact(found["all"][..., t], part["all"])
+
+    def pooled(params, buffers, x, y):
+        hidden = F.linear(params["a.weight"][x], params["b.weight"])
+        return F.linear(hidden.tanh().mean(0), params["c.weight"])[y]
+
+    weights = {f"{n}.weight": torch.randn(3, 3).double() for n in "abc"}
+    batch = torch.randint(3, (5, 4)), torch.randint(3, (5,))
+    with pytest.raises(ValueError, match=r"got 'b\.weight', with 4"):  # c comes first
+        attribution.influence(pooled, weights, {}, batch, [batch], per_position=True)
     for options in ({}, {"strategy": "vmap", "groups": groups}):
         with pytest.raises(ValueError, match=r"per_position.* got '\d.(bias|weight)'"):
             attribution.influence(*given, [(x, ones)], per_position=True, **options)
@@ -236,6 +269,24 @@ def test_trak_is_its_formula():
     oracle.assert_exact(found, exact, 1e-8)
     with pytest.raises(ValueError, match=r"trak\(ridge\).*singular"):
         attribution.trak(fmodel, params, *given, dim=64, seed=0, ridge=0.0)
+
+
+def test_a_store_stands_for_the_batches(tmp_path):
+    case = Problem("mlp")
+    project = vgrad.per_sample_projection(case.loss, (100, 100), seed=0)  # the whole
+    store = attribution.Store.write(
+        tmp_path, project, *case.given[1:], case.batches, samples_per_file=4
+    )
+    given = *case.given, case.queries
+    exact = case.query @ case.train.T
+    oracle.assert_exact(attribution.influence(*given, store), exact)
+    best = attribution.influence(*given, store, measurement=case.loss, top=2)
+    assert torch.equal(best.indices, exact.topk(2, largest=False).indices)
+    with pytest.raises(ValueError, match=r"influence\(store\): expected none of"):
+        attribution.influence(*given, store, groups="layer")
+    other = {name: value + 1 for name, value in case.params.items()}
+    with pytest.raises(ValueError, match=r"Store\.check"):
+        attribution.influence(case.loss, other, case.buffers, case.queries, store)
 
 
 def test_wrong_arguments_are_refused():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.attribution.store import Store
 from vgrad.curvature import Full, Kronecker
 from vgrad.curvature.kronecker import Block
 from vgrad.factors import Dense, Factor, Outer, Probes, Rows
@@ -62,7 +63,7 @@ def influence(
     params: Params,
     buffers: Buffers,
     queries: tuple[Tree, ...],
-    batches: Batches,
+    batches: Batches | Store,
     *,
     curvature: Inverse | None = None,
     damping: float = 0.0,
@@ -91,7 +92,8 @@ def influence(
 
     Args:
         queries: one batch, such as `(x, y)`.
-        batches: training samples, gone through once.
+        batches: training samples, gone through once; or a `Store`, whose features stand
+            for their gradients, and no pass of them runs.
         curvature: a matrix of `vgrad.curvature` (`kfac`, `ekfac`, `full`, `iterative`),
             or any object with its `solve`; None for the identity, inner products of
             gradients.
@@ -112,7 +114,8 @@ def influence(
 
     Raises:
         ValueError: no batch; two options do not go together; `per_position`, and a
-            parameter without positions, or with another number of them.
+            parameter without positions, or with another number of them; a store of
+            another loss or model.
 
     Reference: Koh and Liang, arXiv 1703.04730; Grosse et al., arXiv 2308.03296; Pruthi
     et al., TracIn, arXiv 2002.08484.
@@ -139,21 +142,33 @@ def influence(
     names = members("influence", groups, params)
     [batch] = _read("influence", [queries])
     sign, of_query = (1, loss) if measurement is None else (-1, measurement)
-    found: Any
-    if curvature is None and rank is None and not per_position:
-        call = Call.of(influence, of_query, options)
-        found = Transform(call, _Queries())(params, buffers, *batch)
+    of_call = Call.of(influence, of_query, options), Call.of(influence, loss, options)
+    given = params, buffers, *batch
+    parts: Any
+    if isinstance(batches, Store):
+        whole = list(names) == [""] and rank is None and not per_position
+        if curvature is not None or not whole:
+            raise ValueError(
+                "influence(store): expected none of curvature, groups, rank and "
+                "per_position, got one. Pass the batches themselves."
+            )
+        batches.check(loss, params, buffers)
+        asked = batches.project(of_query, *given, **options)
+        parts = (_dot(features, asked) for features in batches)
     else:
-        found = per_sample_grad(of_query, **options)(params, buffers, *batch)
-        if curvature is not None:
-            found = _solved(curvature, found, damping)
-        found = {n: [_of_rank(each, rank, params[n])] for n, each in found.items()}
-    call = Call.of(influence, loss, options)
-    compute: Any = Transform(call, _Scores(found, names, per_position))
+        if curvature is None and rank is None and not per_position:
+            found: Any = Transform(of_call[0], _Queries())(*given)
+        else:
+            found = per_sample_grad(of_query, **options)(*given)
+            if curvature is not None:
+                found = _solved(curvature, found, damping)
+            found = {n: [_of_rank(each, rank, params[n])] for n, each in found.items()}
+        compute: Any = Transform(of_call[1], _Scores(found, names, per_position))
+        read = _read("influence", batches)
+        parts = (compute(params, buffers, *batch) for batch in read)
     kept: dict[str, list[Any]] = {group: [] for group in names}
     start = 0
-    for batch in _read("influence", batches):
-        scores = compute(params, buffers, *batch)
+    for scores in parts:
         for group, each in scores.items():
             each = sign * each.movedim(0, 1)
             if top is not None:
@@ -166,6 +181,13 @@ def influence(
         for group, some in kept.items()
     }
     return result[""] if groups is None else result
+
+
+def _dot(features: Params, others: Params) -> Params:
+    """Inner products of features with features of queries, [n, Q]."""
+    pairs = ((each, others[name].to(each.device)) for name, each in features.items())
+    products = [double(each) @ double(other).mT for each, other in pairs]
+    return {"": torch.stack(products).sum(0).to(norm_dtype(features))}
 
 
 def self_influence(
