@@ -60,9 +60,9 @@ def secret_key(*, seed: int | None = None, member: int = 0) -> Tensor:
     """
     [member] = checks.whole("secret_key", least=0, member=member)
     if seed is None:
-        return _tensor(secrets.token_bytes(KEY_BYTES))
+        return from_bytes(secrets.token_bytes(KEY_BYTES))
     [seed] = checks.whole("secret_key", least=0, seed=seed)
-    return _tensor(_digest(b"", ("seed", seed, member), KEY_BYTES))
+    return from_bytes(_digest(b"", ("seed", seed, member), KEY_BYTES))
 
 
 def fold_in(key: Tensor, *tags: Tag) -> Tensor:
@@ -74,7 +74,7 @@ def fold_in(key: Tensor, *tags: Tag) -> Tensor:
     if isinstance(key, Tensor) and key.dtype == torch.int64:
         [tag] = tags
         return splitmix64(key + _signed((int(tag) + 1) * _TO_PLACE))
-    return _tensor(_digest(_bytes(key), tags, KEY_BYTES))
+    return from_bytes(_digest(_bytes(key), tags, KEY_BYTES))
 
 
 def stream(key: Tensor, *tags: Tag) -> int:
@@ -264,5 +264,6 @@ def _bytes(key: Tensor) -> bytes:
     return key.cpu().numpy().tobytes()
 
 
-def _tensor(key: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(key), dtype=torch.uint8)
+def from_bytes(data: bytes) -> Tensor:
+    """Return bytes as a tensor, uint8."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

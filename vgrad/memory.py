@@ -24,7 +24,7 @@ def apart(places: Sequence[int], sizes: Sequence[int]) -> bool:
 def disjoint(tensors: Sequence[Tensor]) -> bool:
     """Return whether no two tensors overlap, by their first and last entries."""
     local = list(map(shards.local, tensors))
-    return apart([x.data_ptr() for x in local], list(map(_extent, local)))
+    return apart([x.data_ptr() for x in local], list(map(extent, local)))
 
 
 def sharing(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
@@ -40,7 +40,7 @@ class Bytes:
 
     def __init__(self, tensor: Tensor, start: int) -> None:
         size = tensor.element_size()
-        self.start, self.stop = start, start + _extent(tensor)
+        self.start, self.stop = start, start + extent(tensor)
         self.__array_interface__ = {
             "version": 3,
             "shape": tuple(tensor.shape),
@@ -64,8 +64,8 @@ def overlaps(blocks: Mapping[str, Bytes]) -> Iterator[tuple[str, str]]:
                 yield name, other_name
 
 
-def _extent(tensor: Tensor) -> int:
-    # The bytes from the first entry to the end of the last one.
+def extent(tensor: Tensor) -> int:
+    """Return the bytes from the first entry to the end of the last one."""
     if tensor.is_contiguous():
         return tensor.nbytes
     steps = zip(tensor.shape, tensor.stride(), strict=True)

@@ -9,12 +9,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
 
 from vgrad import checks, devices
+from vgrad.generators import from_bytes
 from vgrad.torch_private import shards
 from vgrad.typing import Params
 
@@ -28,16 +29,17 @@ _BUCKET = 2**25
 """Bytes of small tensors that are summed in one collective."""
 
 
-class Options(Protocol):
+class Values(dict[str, str]):
     """Values that have to be the same on all ranks, too many to send each time."""
 
     def digest(self) -> str:
-        """Return a hash of the facts."""
-        ...
+        """Return a hash of the values."""
+        text = json.dumps(self, sort_keys=True).encode()
+        return hashlib.blake2b(text, digest_size=16).hexdigest()
 
-    def facts(self) -> dict[str, str]:
-        """Return the values by name."""
-        ...
+    def facts(self) -> "Values":
+        """Return the values by name, as `distributed.options.Options` does."""
+        return self
 
 
 class RankError(RuntimeError):
@@ -113,7 +115,7 @@ class Ranks(NamedTuple):
         stopped = None if error is None else f"{type(error).__name__}: {error}"
         notes = [{"what": what, "error": stopped, **facts}]
         if self.size > 1:
-            own = torch.frombuffer(bytearray(_encoded(notes[0])), dtype=torch.uint8)
+            own = from_bytes(_encoded(notes[0]))
             texts = self.padded(own.to(self.device), _NOTE).cpu().split(_NOTE)
             notes = [json.loads(bytes(each.tolist()).rstrip(b"\0")) for each in texts]
         if error is not None:
@@ -134,7 +136,7 @@ class Ranks(NamedTuple):
     ) -> list[dict[str, Any]]:
         """Refuse facts that differ between ranks; return all, with `own` ones."""
         # Of options a hash is sent; the error has the values.
-        options: Options | None = facts.get("options")
+        options: Any = facts.get("options")
         if options is not None:
             facts["options"] = options.digest()
         found = self.agree(what, **(own or {}), **facts)
@@ -200,7 +202,7 @@ class Ranks(NamedTuple):
 
     def exchanged(self, what: str, text: str) -> list[Any]:
         """Return the JSON values of all ranks, whose texts may be of any length."""
-        own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        own = from_bytes(text.encode())
         sizes = [note["size"] for note in self.agree(what, size=len(own))]
         texts = self.joined(own.to(self.device), sizes).cpu().split(sizes)
         return [json.loads(bytes(each.numpy())) for each in texts]

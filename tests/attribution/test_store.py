@@ -16,8 +16,9 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import oracle
+from tests.distributed.processes import SERVER
 from vgrad import curvature, files
-from vgrad.attribution import Store
+from vgrad.attribution import Store, influence
 
 N, SIZE = 43, 16
 torch.manual_seed(0)
@@ -163,7 +164,9 @@ def test_a_store_that_was_stopped_at_any_moment_is_completed(tmp_path):
                 else:
                     break
             if given is new:  # the first samples are there at any moment
-                found = whole(Store(folder))
+                store = Store(folder)
+                found = whole(store)
+                assert len(store) == len(store.ids) == len(found[""])
                 assert all(found[n][:N].equal(each) for n, each in features.items())
             write(folder, **given)
             assert content(folder) == expected
@@ -534,9 +537,109 @@ def test_what_cannot_be_stored_is_refused(tmp_path):
         with pytest.raises(ValueError, match=r"rows\): expected numbers .* 0 to 42"):
             store.features(rows)
     with pytest.raises(RuntimeError):  # as a user's code may
-        write(tmp_path / "half", [*cut(0, 20), (X[:2, :1], Y[:2])])
+        write(tmp_path / "half", [*cut(9, 40), (X[:2, :1], Y[:2])])
     for use in (len, list, lambda each: each.ids):
         with pytest.raises(ValueError, match="whose writing was stopped"):
             use(Store(tmp_path / "half"))
     write(tmp_path / "half")
     assert content(tmp_path / "half") == content(tmp_path / "store")
+
+
+def scores(store, matrix, damping, queries):
+    """Scores from a store alone."""
+    solved = matrix.solve(
+        store.project(LOSS, PARAMS, BUFFERS, *queries), damping=damping
+    )
+    return sum(solved[n] @ each.T for n, each in whole(store).items())
+
+
+@pytest.mark.parametrize("kind", ["pairs", "joined", "sides"])
+def test_curvature_of_features_is_that_of_the_parameters_along_directions(
+    kind, tmp_path
+):
+    """Against dense matrices of all parameters."""
+    dim = {"pairs": (2, 3), "joined": 8, "sides": sides()}[kind]
+    options = {} if kind == "sides" else {"seed": 3}
+    project = vgrad.per_sample_projection(LOSS, dim, **options)
+    store = write(tmp_path, projection=project)
+    ggn, batches = curvature.ggn(FMODEL, "categorical"), [(X[:9],), (X[9:N],)]
+    sizes = [each.numel() for each in PARAMS.values()]
+    units = torch.eye(sum(sizes)).double()
+    parts = zip(PARAMS.items(), units.split(sizes, 1), strict=True)
+    grads = {n: part.reshape(-1, *each.shape) for (n, each), part in parts}
+    dense = curvature.full(ggn, PARAMS, BUFFERS, batches).product(grads)
+    dense = torch.cat([each.flatten(1) for each in dense.values()], 1)
+
+    def directional(params, buffers, grads):
+        return sum((params[n] * each).sum() for n, each in grads.items())
+
+    directions = store.project(directional, PARAMS, {}, grads)
+    found = store.curvature(ggn, PARAMS, BUFFERS, batches)
+    fisher = store.empirical_fisher()
+    for name, along in directions.items():
+        vector = {n: torch.ones(each.shape[1]) for n, each in directions.items()}
+        features = whole(store)[name]
+        for matrix, expected in (
+            (found, along.T @ dense @ along),
+            (fisher, features.T @ features / N),
+        ):
+            damped = expected + 0.1 * torch.eye(len(expected)).double()
+            solved = torch.linalg.solve(damped, vector[name].double())
+            oracle.assert_exact(matrix.solve(vector, damping=0.1)[name], solved)
+    store.fits(found)
+    store.fits(fisher)
+
+
+def test_along_eigenvectors_a_store_has_the_scores_of_ekfac(tmp_path):
+    ggn, inputs = curvature.ggn(FMODEL, "categorical"), [(X[:N],)]
+    blocks = curvature.ekfac(ggn, PARAMS, BUFFERS, inputs)
+    project = vgrad.per_sample_projection(LOSS, blocks.sides((99, 99)))
+    store, queries = write(tmp_path, projection=project), (X[N:], Y[N:])
+    matrix = store.curvature(ggn, PARAMS, BUFFERS, inputs, diagonal=True)
+    expected = influence(
+        LOSS, PARAMS, BUFFERS, queries, cut(0, N), curvature=blocks, damping=0.01
+    )
+    oracle.assert_exact(scores(store, matrix, 0.01, queries), expected)
+
+
+def test_a_curvature_of_other_features_is_refused(folder, tmp_path):
+    store, other = Store(folder), write(tmp_path / "other", samples_per_file=8)
+    ggn = curvature.ggn(FMODEL, "categorical")
+    blocks = curvature.kfac(ggn, PARAMS, BUFFERS, [(X,)])
+    for matrix, text in (
+        (other.empirical_fisher(), "OfFeatures of another store"),
+        (blocks, "Kronecker of parameters"),
+        (None, "NoneType of parameters"),
+    ):
+        with pytest.raises(ValueError, match=f"curvature of its own.*{text}"):
+            store.fits(matrix)
+    with pytest.raises(ValueError, match=r"Store.curvature: .* others: params \["):
+        store.curvature(ggn, changed("0.bias", 1.0), BUFFERS, [(X,)])
+
+
+def writes(folder, names):
+    """Write a store, slowly."""
+    torch.set_num_threads(1)
+    return write(folder, cut(0, N, 1) * 40, ids=names, samples_per_file=8)
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_a_store_that_is_completed(tmp_path):
+    names = [*range(40 * N)]
+    writes(tmp_path / "whole", names)
+    kept, moments = set(), 0
+    while moments < 20:
+        process = SERVER.Process(target=writes, args=(tmp_path / "killed", names))
+        process.start()
+        process.join(timeout=0.5 + 0.037 * moments)
+        killed = process.exitcode is None
+        process.kill()
+        process.join()
+        found = {path.name for path in (tmp_path / "killed").glob("0*")}
+        assert kept <= found
+        kept, moments = found, moments + killed
+        if not killed:
+            shutil.rmtree(tmp_path / "killed")
+            kept = set()
+    assert writes(tmp_path / "killed", names).ids == names
+    assert content(tmp_path / "killed") == content(tmp_path / "whole")

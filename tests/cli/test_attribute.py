@@ -86,19 +86,16 @@ def test_a_large_damping_makes_products_of_gradients(method, copied):
     assert not torch.allclose(usual["scores"] * 1e-3, plain["scores"], rtol=0.1)
 
 
-def test_trak_scores_by_the_mean_ridge(images, copied):
+def test_trak_has_the_members_for_checkpoints_and_a_mean_ridge(images, copied):
     folder = copied("plain")
     more = "--method", "trak", "--queries", "5", "--damping", "0.01"
     found = attribute(folder, *more)["scores"]
     (x, y), (q, r) = samples(images, "train"), samples(images, "test")
-    expected = torch.zeros(1, SIZE)
-    for model in modules(folder):
-        entries = vgrad.make_functional_with_buffers(
-            model.float(), disable_autograd_tracking=True
-        )
-        batches = (q[5:6].float(), r[5:6]), [(x.float(), y)]
-        options = {"dim": 1024, "seed": 0, "ridge": 0.01 * SIZE}
-        expected += attribution.trak(*entries, *batches, **options) / 3
+    fmodel, params, buffers = vgrad.cli.load(folder)
+    params = [{n: v[i].detach() for n, v in params.items()} for i in range(3)]
+    batches = (q[5:6].float(), r[5:6]), [(x.float(), y)]
+    options = {"dim": 1024, "seed": 0, "ridge": 0.01 * SIZE}
+    expected = attribution.trak(fmodel, params, buffers, *batches, **options)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -118,18 +115,25 @@ def test_the_misclassified_come_first_and_the_page_shows_the_extremes(images, co
     assert "This page is not for release." in shown.text
     assert "not private, whatever the run is" in shown.text
     first, scores = int(found["queries"][0]), found["scores"][0]
-    labels = samples(images, "train")[1]
-    best, worst = int(scores.argmax()), int(scores.argmin())
-    words = shown.text
-    query = words.index(f" {first} label {y[first]} guess {mean[first].argmax()} ")
-    high = words.index(f" {best} label {labels[best]} {scores[best]:+.3g} ")
-    low = words.index(f" {worst} label {labels[worst]} {scores[worst]:+.3g} ")
-    assert query < high < low
-    suspect = int(found["self_influence"].argmax())
-    check = words[words.index("Labels to check first") :]
-    assert re.search(
-        rf"its score\. [-\d., e]+ {suspect} label {labels[suspect]} guess", check
-    )
+    guess = int(mean[first].argmax())
+    share = f"{100 * mean[first, guess].item():.1f} %"
+    assert f" {first} label {y[first]} guess {guess} {share} " in shown.text
+    assert "img" not in {tag for tag, _ in shown.tags}
+    z, labels = samples(images, "train")
+    score = r"[-+][\d.]+(?:e[-+]\d+)?"
+    listed = re.findall(rf"(\d+) label (\d) ({score}) ", shown.text)[:16]
+    order = scores.argsort(descending=True).tolist()
+    expected = [*order[:8], *order[:-9:-1]]
+    assert listed == [
+        (str(n), str(int(labels[n])), f"{scores[n]:+.3g}") for n in expected
+    ]
+    mean = torch.stack([model(z).softmax(1) for model in modules(folder)]).mean(0)
+    own = found["self_influence"]
+    suspects = re.findall(rf"(\d+) label (\d) guess (\d) ({score}) ", shown.text)
+    assert suspects == [
+        (str(n), str(int(labels[n])), str(int(mean[n].argmax())), f"{own[n]:+.3g}")
+        for n in own.argsort(descending=True)[:40].tolist()
+    ]
     assert NAMES <= private(folder)
 
 

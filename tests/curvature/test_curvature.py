@@ -558,8 +558,6 @@ def test_the_whole_matrix_is_the_dense_one(name):
     damped = exact + 0.1 * torch.eye(len(exact)).double()
     solved = found.solve(like(params, vector), damping=0.1)
     oracle.assert_exact(flat(solved), torch.linalg.solve(damped, vector), 1e-8)
-    twice = found.root(found.root(like(params, vector), damping=0.1), damping=0.1)
-    oracle.assert_exact(flat(twice), flat(solved), 1e-8)
     assert [each.shape for each in solved.values()] == [
         p.shape for p in params.values()
     ]

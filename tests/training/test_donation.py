@@ -138,8 +138,8 @@ REFUSED = {
     "an optimizer that cannot be made": (
         for_members(half, momentum=torch.tensor([0.9, 0.5])), "half"
     ),
-    "fewer": (for_members(optim.sgd, lr=torch.ones(1)), "one number of members"),
-    "more": (for_members(optim.sgd, lr=torch.ones(11)), "one number of members"),
+    "fewer": (for_members(optim.sgd, lr=torch.ones(1)), "2 members as in .w.*hyperp"),
+    "more": (for_members(optim.sgd, lr=torch.ones(11)), "2 members as in .w.*hyperp"),
     "overlap": (MOMENTUM, "'a' and 'b', which overlap"),
 }  # fmt: skip
 

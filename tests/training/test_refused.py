@@ -102,9 +102,9 @@ REFUSED = [
     (lambda: for_members(optim.sgd, lr=torch.ones(3), shared=["a"]),
      "expected shared_tx, the transformation"),
     (lambda: init(for_members(optim.sgd, lr=-1.0)), "lr=-1.0"),
-    (lambda: init(for_members(SGD), ()), "member axis in 'w', got a scalar"),
+    (lambda: init(for_members(SGD), ()), "members on the first axis of 'w', got shape"),
     (lambda: init(for_members(NESTED), (3, 3, 2)), "a single member.*Wrap the whole"),
-    (lambda: continued(1), r"one number of members in .* state': \[1, 3\]"),
+    (lambda: continued(1), r"3 members as in 'w'.*state 1', got shape \(1,\)"),
     (counted_in_python, "expected tensors in .* and state, got a int"),
     # Early stopping.
     (lambda: STOPPING(patience=0), "patience=0.*whole number >= 1"),

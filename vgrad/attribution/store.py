@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -22,12 +23,15 @@ from torch import Tensor, nn
 
 from vgrad import batches as _batches
 from vgrad import checks, files
+from vgrad.curvature import Curvature, Kronecker
+from vgrad.curvature.kronecker import Block
 from vgrad.functional.losses import SampleLoss
 from vgrad.persample import Options, per_sample_projection
 from vgrad.persample.engine import Transform
+from vgrad.persample.grad import Gradients
 from vgrad.persample.projection import Projection, Sides
 from vgrad.ranks import Ranks, differences
-from vgrad.tree import map_tensors
+from vgrad.tree import double, map_tensors
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
 if TYPE_CHECKING:
@@ -133,6 +137,82 @@ class Store:
         project: Any = per_sample_projection(loss, dim, **settings, **options)
         return _by_name(project(params, buffers, *batch))
 
+    def empirical_fisher(self, *, diagonal: bool = False) -> Kronecker:
+        """Mean over the samples of outer products of features, [k, k] for each name.
+
+        Its vectors are features. It is the empirical Fisher matrix if the loss is a
+        negative log likelihood. With `diagonal` the rest of it is left out.
+        """
+        squares = ((features, len(ids)) for features, ids in self._files())
+        return self._matrix(squares, diagonal)
+
+    def curvature(
+        self,
+        matrix: Curvature,
+        params: Params,
+        buffers: Buffers,
+        batches: Iterable[tuple[Tree, ...]],
+        *,
+        diagonal: bool = False,
+        **options: Unpack[Options],
+    ) -> Kronecker:
+        """Curvature along the store's directions, [k, k] for each name: `P H_p P^T`.
+
+        Its vectors are features. `diagonal` leaves the rest of it out: with
+        eigenvectors of `curvature.ekfac` as directions, it is that matrix.
+
+        Args:
+            matrix: such as `curvature.ggn(fmodel, "categorical")`.
+            batches: of its inputs, of all samples or of some.
+
+        Cost: the gradients of all columns of a batch, and [k, k] in float64.
+        """
+        facts = self._index["facts"]
+        now = {"params": files.digest(params), "buffers": files.digest(buffers)}
+        _compare("Store.curvature", {name: facts[name] for name in now}, now)
+        given = params, buffers, batches, options
+        found = (
+            (
+                self.project(
+                    _linear, params, {}, {n: g.flatten(0, 1) for n, g in grads.items()}
+                ),
+                samples,
+            )
+            for grads, samples in matrix.measured(Store.curvature, Gradients(), *given)
+        )
+        return self._matrix(found, diagonal)
+
+    def fits(self, curvature: Any) -> None:
+        """Raise a ValueError unless a matrix is one of this store's directions."""
+        own = getattr(curvature, "store", None)
+        if own != _binding(self._index):
+            raise ValueError(
+                f"{self!r}: expected a curvature of its own features, got a "
+                f"{type(curvature).__name__} of "
+                f"{'parameters' if own is None else 'another store'}. Use "
+                f"Store.curvature or Store.empirical_fisher, or batches for a store."
+            )
+
+    @torch.no_grad()
+    def _matrix(
+        self, parts: Iterable[tuple[Params, int]], diagonal: bool
+    ) -> "OfFeatures":
+        sums: dict[str, Any] = {}
+        count = 0
+        for features, samples in parts:
+            for name, each in features.items():
+                rows = double(each)
+                found = rows.square().sum(0) if diagonal else rows.mT @ rows
+                sums[name] = sums.get(name, 0.0) + found
+            count += samples
+        blocks = {}
+        for name, found in sums.items():
+            values, vectors = found / count, None
+            if not diagonal:
+                values, vectors = torch.linalg.eigh(values)
+            blocks[name] = Block(vectors, None, values.clamp(min=0).unsqueeze(1))
+        return OfFeatures(blocks, _binding(self._index))
+
     @classmethod
     @torch.no_grad()
     def write(
@@ -227,13 +307,14 @@ class Store:
                     kind = {"kind": _OF_SIDES}
                     files.write_tensors(path / _SIDES, sides, kind, private=True)
                 _write_index(path, index)
-        compute, store = partial(projection, params, buffers), cls(path)
+        compute = partial(projection, params, buffers)
         shown = _bar(text, count) if progress and ranks.rank == 0 else nullcontext(int)
         seen, end = hashlib.sha256(), first
         wrong = ValueError(
             f"{function}(ids): expected one for each sample, got others."
         )
         with ranks.together(f"{function}, features") as agreed, shown as advance:
+            store = cls(path)
 
             def note(samples: list[Sample]) -> None:
                 nonlocal end
@@ -249,7 +330,7 @@ class Store:
                     store._complete(number, some, compute)
             if ids is not None and end - first < len(ids):
                 raise wrong
-            agreed.same["samples"] = seen.hexdigest()
+            agreed.same["data"] = seen.hexdigest()
         with ranks.together(f"{function}, end"):
             if ranks.rank == 0 and end > index["samples"]:
                 _write_index(path, index | {"samples": end})
@@ -331,6 +412,18 @@ class Store:
             raise ValueError(f"{path}: expected the sides of this store, got others.")
         names = self._index["features"]
         return {n: (found.get(f"{n}.left"), found.get(f"{n}.right")) for n in names}
+
+
+@dataclass(frozen=True)
+class OfFeatures(Kronecker):
+    """A curvature matrix of the features of one store, by its hash."""
+
+    store: str
+
+
+def _linear(params: Params, buffers: Buffers, grads: Params) -> Tensor:
+    """Return a loss with these gradients."""
+    return torch.stack([(params[n] * each).sum() for n, each in grads.items()]).sum()
 
 
 def _pieces(

@@ -152,7 +152,6 @@ def _scores(
     matrix = curvature.ggn(fmodel, "categorical")
     if dataset.classes > _EXACT:
         matrix = curvature.fisher(fmodel, "categorical", seed=0)
-    sketch = {"dim": _DIRECTIONS, "seed": 0, "ridge": arguments.damping * len(y)}
     scores, own = [], []
     for params, buffers in members:
         options: dict[str, Any] = {}
@@ -160,19 +159,21 @@ def _scores(
             inputs = [(images,) for images in x.split(_BATCH)]
             inverse = getattr(curvature, method)(matrix, params, buffers, inputs)
             options = {"curvature": inverse, "damping": arguments.damping}
-        score: Any = partial(attribution.influence, loss, **options)
-        if method == "trak":
-            score = partial(attribution.trak, fmodel, **sketch)
+        influence = partial(attribution.influence, loss, params, buffers, **options)
         size = sum(value.numel() for value in params.values())
-        parts = [
-            score(
-                params, buffers, (dataset.x_test[some], dataset.y_test[some]), batches
-            )
-            for some in queries.split(max(1, _NUMBERS // size))
-        ]
-        scores.append(torch.cat(parts))
+        if method != "trak":
+            parts = [
+                influence((dataset.x_test[some], dataset.y_test[some]), batches)
+                for some in queries.split(max(1, _NUMBERS // size))
+            ]
+            scores.append(torch.cat(parts))
         itself = attribution.self_influence(loss, params, buffers, batches, **options)
         own.append(itself)
+    if method == "trak":
+        params, buffers = ([*some] for some in zip(*members, strict=True))
+        batch = dataset.x_test[queries], dataset.y_test[queries]
+        sketch = {"dim": _DIRECTIONS, "seed": 0, "ridge": arguments.damping * len(y)}
+        scores = [attribution.trak(fmodel, params, buffers, batch, batches, **sketch)]
     return torch.stack(scores).mean(0), torch.stack(own).mean(0)
 
 

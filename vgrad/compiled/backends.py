@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from vgrad import memory
 from vgrad.compiled.graph import Graph, most_writes, written_to
 from vgrad.conditions import Unrepeatable
 from vgrad.torch_private import modes, tracing
@@ -177,7 +178,5 @@ def _is_seed(node: fx.Node) -> bool:
 
 def memory_of(tensor: Tensor) -> Tensor:
     """Return all numbers from the first of a tensor to its last, as they lie."""
-    axes = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in axes)
-    extent = 1 + last if tensor.numel() else 0
+    extent = memory.extent(tensor) // tensor.element_size()
     return tensor.detach().as_strided((extent,), (1,))

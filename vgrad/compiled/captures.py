@@ -236,17 +236,6 @@ def in_words(distinct: Sequence[Tensor]) -> str:
     return "; ".join([", ".join(tensors), *switches])
 
 
-def _transformed() -> bool:
-    """Return whether transforms or modes are on, of which a graph would run nothing."""
-    # The mode of `torch.set_default_device` only matters to ops that make tensors.
-    return bool(
-        modes.inside_transform()
-        or tracing.dispatch_modes()
-        or torch.is_anomaly_enabled()
-        or any(type(each) is not modes.DeviceMode for each in modes.function_modes())
-    )
-
-
 # Captures.
 
 
@@ -314,7 +303,14 @@ class Captures:
         """
         tensors: list[Tensor] = []
         try:
-            if _transformed():
+            # The mode of `torch.set_default_device` only matters to new tensors.
+            around = (type(each) for each in modes.function_modes())
+            if (
+                modes.inside_transform()
+                or tracing.dispatch_modes()
+                or torch.is_anomaly_enabled()
+                or any(kind is not modes.DeviceMode for kind in around)
+            ):  # of which a graph would run nothing
                 raise Unrepeatable(
                     "a transform of torch.func or a mode is on around it"
                 )

@@ -278,15 +278,15 @@ _LITERAL = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
 def _check_shapes(module: fx.GraphModule) -> None:
     """Refuse ops whose results have shapes that depend on values."""
     depends = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    masks = {torch.bool, torch.uint8}  # which select entries, and not by numbers
     for node in module.graph.nodes:
-        if node.op == "call_function" and depends.intersection(
-            getattr(node.target, "tags", ())
-        ):
-            if node.target is _aten.index.Tensor and not _by_mask(node):
-                continue
-            raise Unrepeatable(
-                f"the shape of a result of {node.target} depends on values"
-            )
+        op: Any = node.target
+        if node.op != "call_function" or depends.isdisjoint(getattr(op, "tags", ())):
+            continue
+        indices: Any = node.args[1] if op is _aten.index.Tensor else ()
+        kinds = {each.meta["val"].dtype for each in indices if each is not None}
+        if op is not _aten.index.Tensor or masks & kinds:
+            raise Unrepeatable(f"the shape of a result of {op} depends on values")
 
 
 def _merge(graph: fx.Graph) -> None:
@@ -302,13 +302,6 @@ def _merge(graph: fx.Graph) -> None:
             key = node.target, repr(node.args), repr(node.kwargs)
             if (same := first.setdefault(key, node)) is not node:
                 node.replace_all_uses_with(same)
-
-
-def _by_mask(node: fx.Node) -> bool:
-    """Return whether a mask selects entries, and not their numbers."""
-    indices: Any = node.args[1]
-    masks = (torch.bool, torch.uint8)
-    return any(each is not None and each.meta["val"].dtype in masks for each in indices)
 
 
 # The replay.

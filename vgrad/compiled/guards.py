@@ -154,6 +154,8 @@ class Guards:
         self._entries = _Reads(partial(starmap, dict.get), _same)
         self._attributes = _Reads(partial(starmap, getattr), _same)
         self._results = _Reads(partial(starmap, operator.call), operator.eq)
+        self._reads = [self._sizes, self._keys, self._items, self._cells]
+        self._reads += [self._entries, self._attributes, self._results]
         self._named: set[tuple[int, int, Any]] = set()  # entries and attributes noted
         self._tensors: dict[int, Tensor] = {}
         self._described: list[tuple] = []
@@ -166,13 +168,7 @@ class Guards:
         shared = self._closed_over(arguments)
         return (
             not any(self._empty)
-            and self._sizes.hold()
-            and self._keys.hold()
-            and self._items.hold()
-            and self._cells.hold()
-            and self._entries.hold()
-            and self._attributes.hold()
-            and self._results.hold()
+            and all(map(_Reads.hold, self._reads))
             and self._tensors_hold()
             # A graph is traced with other tensors in the place of arguments, so that it
             # is right where none is closed over.

@@ -15,11 +15,14 @@ over samples; the functions take `(matrix, params, buffers, batches)`.
 * `iterative`: solve by products alone, an `Iterative` matrix
 * `per_sample_jacobian`: the Jacobian of a model's outputs for every sample
 * `Curvature`, `Kronecker`, `Full`, `Iterative`: the kinds of matrices
+* `laplace`: a Gaussian posterior of parameters around trained ones
+* `Laplace`, `Gaussian`: the posterior, and its prediction of numbers
 """
 
 from vgrad.curvature.conjugate import Iterative, iterative
 from vgrad.curvature.dense import Full, full
 from vgrad.curvature.kronecker import Kronecker, ekfac, kfac
+from vgrad.curvature.laplace import Gaussian, Laplace, laplace
 from vgrad.curvature.outputs import (
     Curvature,
     empirical_fisher,
@@ -38,8 +41,10 @@ from vgrad.curvature.products import (
 __all__ = [
     "Curvature",
     "Full",
+    "Gaussian",
     "Iterative",
     "Kronecker",
+    "Laplace",
     "diagonal",
     "ekfac",
     "empirical_fisher",
@@ -49,6 +54,7 @@ __all__ = [
     "hessian_vector_product",
     "iterative",
     "kfac",
+    "laplace",
     "linear_operator",
     "per_sample_jacobian",
     "trace",

@@ -4,7 +4,7 @@ P numbers in all parameters, one after another, each by rows.
 """
 
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 
@@ -29,7 +29,8 @@ class Full(Kronecker):
 
     shapes: dict[str, torch.Size]
 
-    def _scaled(self, vector: Params, function: Any) -> Params:
+    def scaled(self, vector: Params, values: Params) -> Params:
+        """Multiply a vector by a matrix of the same eigenvectors, and these values."""
         checks.names("Full(vector)", self.shapes, vector)
         name, first = next(iter(self.shapes.items()))
         given = vector[name].shape  # with axes of several vectors in front
@@ -38,7 +39,7 @@ class Full(Kronecker):
         checks.shapes("Full(vector)", shapes, vector)
         sizes = [shape.numel() for shape in self.shapes.values()]
         parts = [double(vector[name]).reshape(*lead, -1) for name in shapes]
-        [flat] = super()._scaled({"": torch.cat(parts, -1)}, function).values()
+        [flat] = super().scaled({"": torch.cat(parts, -1)}, values).values()
         pairs = zip(shapes.items(), flat.split(sizes, -1), strict=True)
         return {name: part.reshape(shape) for (name, shape), part in pairs}
 

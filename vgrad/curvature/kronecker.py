@@ -58,16 +58,23 @@ class Kronecker:
     def solve(self, vector: Params, *, damping: float) -> Params:
         """Solve `(matrix + damping I) x = vector` for x."""
         damping = self._damping("solve", damping)
-        return self._scaled(vector, lambda values: 1 / (values + damping))
-
-    def root(self, vector: Params, *, damping: float) -> Params:
-        """Multiply a vector by the symmetric root `(matrix + damping I)^-1/2`."""
-        damping = self._damping("root", damping)
-        return self._scaled(vector, lambda values: (values + damping).rsqrt())
+        values = {name: 1 / (b.values + damping) for name, b in self.blocks.items()}
+        return self.scaled(vector, values)
 
     def product(self, vector: Params) -> Params:
         """Multiply a vector by the matrix."""
-        return self._scaled(vector, lambda values: values)
+        return self.scaled(vector, {n: b.values for n, b in self.blocks.items()})
+
+    def scaled(self, vector: Params, values: Params) -> Params:
+        """Multiply a vector by a matrix of the same eigenvectors, and these values."""
+        checks.names("Kronecker(vector)", self.blocks, vector)
+        result = {}
+        for name, block in self.blocks.items():
+            value = vector[name]
+            matrix = double(value).reshape(-1, *block.values.shape)
+            matrix = block.rotated(matrix) * values[name]
+            result[name] = block.rotated(matrix, back=True).view(value.shape)
+        return result
 
     def logdet(self, *, damping: float) -> Tensor:
         """Return `log det(matrix + damping I)`."""
@@ -120,16 +127,6 @@ class Kronecker:
                     f"{least:.2g}, which are lost in the rounding of {most:.2g}."
                 )
         return damping
-
-    def _scaled(self, vector: Params, function: Any) -> Params:
-        checks.names("Kronecker(vector)", self.blocks, vector)
-        result = {}
-        for name, block in self.blocks.items():
-            value = vector[name]
-            matrix = double(value).reshape(-1, *block.values.shape)
-            matrix = block.rotated(matrix) * function(block.values)
-            result[name] = block.rotated(matrix, back=True).view(value.shape)
-        return result
 
 
 @torch.no_grad()

@@ -167,6 +167,34 @@ def check_count(function: str, count: int) -> None:
         )
 
 
+def check_targets(
+    function: str, likelihood: Likelihood, output: Tensor, target: Any
+) -> None:
+    """Refuse targets that are not numbers of the outputs' shape, or classes."""
+    if likelihood == "gaussian":
+        # Criteria of torch broadcast [B, T] and [B, T, 1].
+        flat = output.squeeze(1) if output.ndim == 2 else output
+        shapes = {output.shape, flat.shape}
+        if not isinstance(target, Tensor) or target.shape not in shapes:
+            raise ValueError(
+                f"{function}(batches): expected targets of the outputs' shape "
+                f"{tuple(output.shape)}, got {checks.shown(target)}."
+            )
+        return
+    kind = torch.long if isinstance(target, Tensor) else None
+    shape = (len(output), *output.shape[2:])
+    if kind is None or target.dtype != kind or target.shape != shape:
+        raise ValueError(
+            f"{function}(batches): expected classes of int64 {shape}, got "
+            f"{checks.shown(target)}."
+        )
+    if not bool(((target >= 0) & (target < output.shape[1])).all()):
+        raise ValueError(
+            f"{function}(batches): expected classes from 0 to {output.shape[1] - 1}, "
+            f"got others, such as those to be ignored. Leave their samples out."
+        )
+
+
 def _with_columns(
     fmodel: FunctionalModel, params: Params, buffers: Buffers, *sample: Tree
 ) -> tuple[Tensor, Tensor]:
@@ -288,27 +316,9 @@ def empirical_fisher(
     fmodel, likelihood, weight = given
 
     def columns(output: Tensor, target: Any, number: int) -> Tensor:
+        check_targets("empirical_fisher", likelihood, output, target)
         if likelihood == "gaussian":
-            shapes = {output.shape, output.squeeze(-1).shape}
-            if not isinstance(target, Tensor) or target.shape not in shapes:
-                raise ValueError(
-                    f"empirical_fisher(batches): expected targets of the outputs' "
-                    f"shape {tuple(output.shape)}, got {checks.shown(target)}."
-                )
             return (output - target.view_as(output)).unsqueeze(1) * weight(output)
-        kind = torch.long if isinstance(target, Tensor) else None
-        shape = (len(output), *output.shape[2:])
-        if kind is None or target.dtype != kind or target.shape != shape:
-            raise ValueError(
-                f"empirical_fisher(batches): expected classes of int64 {shape}, got "
-                f"{checks.shown(target)}."
-            )
-        if not bool(((target >= 0) & (target < output.shape[1])).all()):
-            raise ValueError(
-                f"empirical_fisher(batches): expected classes from 0 to "
-                f"{output.shape[1] - 1}, got others, such as those to be ignored. "
-                f"Leave their samples out."
-            )
         chosen = torch.zeros_like(output).scatter_(1, target.unsqueeze(1), 1.0)
         return (output.softmax(1) - chosen).unsqueeze(1) * weight(output)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from vgrad import batches, files, tree
 from vgrad.dp.discrete import IntegerSum
@@ -31,7 +31,7 @@ from vgrad.persample.grad import WeightedSum
 from vgrad.persample.gram import Products
 from vgrad.persample.moments import MomentsOfGrads
 from vgrad.ranks import Ranks, layout
-from vgrad.torch_private import modes
+from vgrad.torch_private import modes, shards
 from vgrad.torch_private.tensors import Lazy
 from vgrad.tree import cast, wide
 from vgrad.typing import Buffers, Params, T
@@ -74,7 +74,7 @@ def shard(params: Params, mesh: DeviceMesh, *, data: str = "dp") -> Params:
         placement = Shard(0) if value.ndim else Replicate()
         local = value[_rows_of(ranks, len(value))] if value.ndim else value
         local = local.clone(memory_format=torch.contiguous_format)
-        parts[name] = _placed(local, mesh, placement, value.shape)
+        parts[name] = shards.made(local, mesh, [placement], value.shape)
     return parts
 
 
@@ -97,26 +97,7 @@ def gather(state: T, mesh: DeviceMesh | None) -> T:
     with ranks.together("gather") as facts:
         facts.same["tensors"] = layout(tree.state_dict(state))
     with torch.no_grad():
-        return tree.map_tensors(_whole, state)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _placed(
-    local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size
-) -> DTensor:
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, mesh, [placement], run_check=False, shape=shape, stride=stride
-    )
-
-
-def _like(local: Tensor, like: Tensor) -> DTensor:
-    """Make this rank's part of a tensor one that is cut as `like`."""
-    assert isinstance(like, DTensor)
-    return _placed(local, like.device_mesh, like.placements[0], like.shape)
+        return tree.map_tensors(shards.whole, state)
 
 
 def _is_cut(value: DTensor) -> bool:
@@ -275,7 +256,7 @@ def sharded_call(transform: Transform, ranks: Ranks, inputs: Inputs) -> Any:
     notes = facts.notes
     sizes = [note["size"] for note in notes]
     with torch.inference_mode(False), torch.no_grad():
-        inputs = inputs._replace(scales=tree.map_tensors(_whole, inputs.scales))
+        inputs = inputs._replace(scales=tree.map_tensors(shards.whole, inputs.scales))
         recorded = options.strategy == "recorded"
         if not any(note["mapped"] for note in notes):
             recorded |= options.strategy == "auto"
@@ -289,11 +270,11 @@ def sharded_call(transform: Transform, ranks: Ranks, inputs: Inputs) -> Any:
             except Exception as error:
                 _check_fallback(transform, ranks, error)
             else:
-                laid = lambda name, local: _like(local, params[name])  # noqa: E731
+                laid = lambda name, local: shards.like(params[name], local)  # noqa: E731
                 return _of_all_ranks(transform, ranks, result, laid)
         # All parameters are gathered before the call.
         parameters, fixed = (
-            tree.map_tensors(_whole, each) for each in (params, buffers)
+            tree.map_tensors(shards.whole, each) for each in (params, buffers)
         )
         with ranks.together(f"{what}, run"):
             whole = inputs._replace(params=parameters, buffers=fixed)
@@ -301,7 +282,7 @@ def sharded_call(transform: Transform, ranks: Ranks, inputs: Inputs) -> Any:
 
         def scattered(name: str, value: Tensor) -> Tensor:
             like: Any = params[name]
-            return _like(_reduced(ranks, value, like), like)
+            return shards.like(like, _reduced(ranks, value, like))
 
         return _of_all_ranks(transform, ranks, result, scattered)
 

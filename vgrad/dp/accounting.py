@@ -298,23 +298,14 @@ def _signal(kind: Steps) -> int:
 
 
 def _width_of(kind: Steps) -> float:
+    # Every spacing gives a valid bound; a fine one is tight, and costs time and memory.
     rate, noise, steps, truncated, *_ = kind
-    largest = _largest_loss(rate, noise / _signal(kind))
-    if truncated is None:
-        noise /= _signal(kind)
-    # 2^16 points for one step, and more for all of them.
-    return max(_grid_width(rate, noise, steps), largest / 2**16)
-
-
-def _largest_loss(rate: float, noise: float) -> float:
+    own = noise / _signal(kind)
     # With rate q and noise s, the loss of a step at z is log(1 - q + q exp(x)),
     # x = z / s + 1 / (2 s^2), where z is standard normal and hardly ever beyond 10.
-    x = 10 / noise + 0.5 / noise**2
-    return x + math.log(rate + (1 - rate) * math.exp(-x))
-
-
-def _grid_width(rate: float, noise: float, steps: int) -> float:
-    # Every spacing gives a valid bound; a fine one is tight, and costs time and memory.
+    x = 10 / own + 0.5 / own**2
+    largest = x + math.log(rate + (1 - rate) * math.exp(-x))
+    noise = own if truncated is None else noise
     # Two upper estimates of its standard deviation, for much and for little noise.
     deviation = min(
         rate * math.sqrt(math.expm1(1 / noise**2)),
@@ -323,7 +314,8 @@ def _grid_width(rate: float, noise: float, steps: int) -> float:
     return max(
         rate / noise / 50,  # 50 points per standard deviation of a step are enough,
         20 * math.sqrt(steps) * deviation / 2**20,  # 2^20 for all steps are.
-        1e-6,  # Finer ones lose the probability of a point in rounding errors.
+        1e-6,  # finer ones lose the probability of a point in rounding errors.
+        largest / 2**16,  # 2^16 for one step are.
     )
 
 

@@ -169,7 +169,7 @@ class Canaries:
         for name, value in params.items():
             flips = torch.from_numpy(draw.integers(0, 2, tuple(value.shape)))
             signs[name] = 1 - 2 * flips.float().to(value.device)
-        scales = {name: [*map(_whole, own)] for name, own in scales.items()}
+        scales = {name: [*map(shards.whole, own)] for name, own in scales.items()}
         over_scales = unscaled(signs, scales).items()
         self._signs = {name: value.reshape(-1) for name, value in over_scales}
         # They repeat after all of a block.
@@ -240,7 +240,7 @@ class Canaries:
     def scores(self, rows: Tensor, grads: Params) -> Tensor:
         """Return inner products of directions and gradients, float64 `[rows]`."""
         flat = {
-            name: (_whole(grad).reshape(-1) / self._signs[name]).cpu().double()
+            name: (shards.whole(grad).reshape(-1) / self._signs[name]).cpu().double()
             for name, grad in grads.items()
         }
         total = torch.zeros(len(rows), dtype=torch.float64)
@@ -252,10 +252,6 @@ class Canaries:
                 self._weights[rows, place] * products[self._frequencies[rows, place]]
             )
         return total
-
-
-def _whole(value: Any) -> Tensor:
-    return value.full_tensor() if shards.is_distributed(value) else value
 
 
 def _blocks(name: str, value: Any) -> Iterator[Block]:

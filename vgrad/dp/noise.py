@@ -66,7 +66,7 @@ from vgrad.devices import HOST, is_host
 from vgrad.dp import chacha
 from vgrad.dp.noising import Filter
 from vgrad.torch_private import kernels, shards
-from vgrad.tree import map_values
+from vgrad.tree import map_values, wide
 from vgrad.typing import Params, Tree
 
 TILE = 8 * chacha.BLOCKS
@@ -303,11 +303,11 @@ class Noise:
         """
         _check_sums(sums)
         if not self.multiplier:
-            return [{name: x.to(_wide(x), copy=True) for name, x in sums.items()}]
+            return [{name: x.to(wide(x.dtype), copy=True) for name, x in sums.items()}]
 
         def flat(x: Tensor) -> Tensor:
             local = shards.local(x).detach()
-            return local.to(_drawn_on(x.device), _wide(x)).reshape(-1)
+            return local.to(_drawn_on(x.device), wide(x.dtype)).reshape(-1)
 
         given = [{name: flat(x[name]) for name in sums} for x in (sums, *old)]
         kinds = None, *[torch.float64] * self.filter.made
@@ -372,7 +372,8 @@ class Noise:
             noise *= deviation
             for piece in group:
                 noise[piece.places()] += total[piece.name][piece.entries]
-            if _near_zero(noise, grid):
+            most = 2.0**50 * grid  # NaN is not below it
+            if -most < noise.min(initial=0.0) and noise.max(initial=0.0) < most:
                 # Rounded to the grid, and without -0.0.
                 noise += 1.5 * 2.0**52 * grid
                 noise -= 1.5 * 2.0**52 * grid
@@ -468,7 +469,7 @@ class Drawn(NamedTuple):
             old = [each[name] for each in self.buffers]
             noise, made[name] = self.filter.filtered(*own, old)
             value = noise * self.deviation + total.double()
-            noisy[name] = _rounded(value, grid).to(_wide(total))
+            noisy[name] = _rounded(value, grid).to(wide(total.dtype))
             start += TILE * math.ceil(total.numel() / TILE)
         places = range(self.filter.made)
         return noisy, [{name: new[i] for name, new in made.items()} for i in places]
@@ -728,10 +729,6 @@ def _drawn_on(device: torch.device) -> torch.device:
     return device
 
 
-def _wide(total: Tensor) -> torch.dtype:
-    return torch.promote_types(total.dtype, torch.float32)
-
-
 def _joined(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
@@ -742,13 +739,6 @@ def _grid(deviation: Any) -> Any:
         bits = (deviation.double() * _GRID).view(torch.int64)
         return (bits & (0x7FF << 52)).view(torch.float64)
     return 2.0 ** (math.frexp(deviation * _GRID)[1] - 1)
-
-
-def _near_zero(values: np.ndarray, grid: float) -> bool:
-    """Return whether all numbers are within 2^50 steps of the grid; NaN is not."""
-    most = 2.0**50 * grid
-    least, highest = values.min(initial=0.0), values.max(initial=0.0)
-    return bool(-most < least and highest < most)
 
 
 def _rounded(values: Tensor, grid: float | Tensor) -> Tensor:

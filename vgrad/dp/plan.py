@@ -476,7 +476,7 @@ class Plan:
         It is a hash of all fields but delta, accountant and, of independent noise,
         steps, of the plans before, and of the cipher that noise comes from.
         """
-        return as_digest(self._identity)
+        return generators.from_bytes(self._identity)
 
     @property
     def _identity(self) -> bytes:
@@ -1066,11 +1066,6 @@ class Plan:
 
 NO_PLAN = bytes(32)
 """The identity in a state that has spent under no plan."""
-
-
-def as_digest(identity: bytes) -> Tensor:
-    """Return the identity of a plan as a tensor, uint8 `[32]`."""
-    return torch.frombuffer(bytearray(identity), dtype=torch.uint8)
 
 
 def spent_under(plan: Plan, steps: int) -> bytes:

@@ -21,7 +21,7 @@ from vgrad.dp.discrete import DiscreteNoise, integer_sums
 from vgrad.dp.group_clip import GroupClip, scaled
 from vgrad.dp.grouped import Augment, Grouped, seeded
 from vgrad.dp.noise import Noise, NoiseHistory, Streams
-from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
+from vgrad.dp.plan import Plan, check_spent, spent_under
 from vgrad.dp.sampling import PhysicalBatch, PoissonLoader, Run, check_options
 from vgrad.dp.units import UnitLoss, Units, check_units, present, units_of
 from vgrad.functional.live import LiveModel
@@ -30,6 +30,7 @@ from vgrad.functional.model import write_grads_
 from vgrad.generators import (
     RNG_LOCK,
     check_key,
+    from_bytes,
     kept_random_state,
     secret_key,
     set_seed,
@@ -212,7 +213,7 @@ class PrivateGradients:
     @property
     def plan_digest(self) -> Tensor:
         """The digest of the plan of the steps so far, zeros before the first one."""
-        return as_digest(spent_under(self.plan, self.step))
+        return from_bytes(spent_under(self.plan, self.step))
 
     @property
     def ready(self) -> bool:
@@ -436,7 +437,7 @@ class PrivateGradients:
                 f"in 'noise', got others ({error})."
             ) from error
         try:
-            check_spent(function, self.plan, as_digest(spent_under(saved, step)), step)
+            check_spent(function, self.plan, from_bytes(spent_under(saved, step)), step)
         except ValueError as error:
             raise ValueError(f"{error} state['plan'] is {saved}.") from error
         if step > self.plan.steps:

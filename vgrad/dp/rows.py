@@ -95,9 +95,7 @@ def step_of_rows(
 def _along(mask: Tensor, rows: Tensor) -> Tensor:
     """Give a mask of rows the dimensions of a table, cut as that is."""
     mask = mask.view(-1, *[1] * (rows.ndim - 1))
-    if shards.is_distributed(rows):
-        return shards.cut(mask.expand(rows.shape), rows)
-    return mask
+    return shards.cut(mask.expand(rows.shape), rows)
 
 
 def row_selection(

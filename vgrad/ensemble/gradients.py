@@ -275,8 +275,6 @@ def ensemble_grad(
         in_dims: 0 where each member has a batch of its own, None where all have one, or
             a sequence with an entry for each item.
         randomness: of random ops: `"error"`, `"different"` for each member, `"same"`.
-        strategy: how members run: `"vmap"` at once, `"hybrid"` at once in the best form
-            of each op, `"loop"` one by one; `"auto"` takes what suits the device.
         shared: patterns of the entries without a member axis.
         has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
 

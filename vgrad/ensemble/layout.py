@@ -49,6 +49,29 @@ def _matched(function: str, names: tuple, patterns: tuple) -> frozenset[str]:
     return frozenset(checks.all_matched(function, names, patterns, kind=kind))
 
 
+def count_members(where: str, entries: Params) -> int:
+    """Return the number of members, on which the first axes of all entries agree."""
+    axes = {value.shape[:1] for value in entries.values()}
+    if len(axes) > 1 or not all(axes):
+        (first, like), *_ = entries.items()
+        expected = f"{len(like)} members as in {first!r}" if like.ndim else "members"
+        name, shape = next(
+            (name, tuple(value.shape))
+            for name, value in entries.items()
+            if not value.ndim or value.shape[:1] != like.shape[:1]
+        )
+        raise ValueError(
+            f"{where}: expected {expected} on the first axis of {name!r}, got shape "
+            f"{shape}. If the members share one of them, name it in shared=."
+        )
+    if not axes:
+        raise ValueError(f"{where}: expected an entry with a member axis, got none.")
+    [[count]] = axes
+    if not count:
+        raise ValueError(f"{where}: expected at least one member, got none.")
+    return count
+
+
 class Layout(NamedTuple):
     """The member axis of parameters and buffers."""
 
@@ -61,29 +84,10 @@ class Layout(NamedTuple):
     ) -> "Layout":
         """Read the layout of entries, which have to agree on E."""
         checks.dictionaries(function, params=params, buffers=buffers)
-        entries, where = {**params, **buffers}, f"{function}(params, buffers)"
+        entries = {**params, **buffers}
         shared = shared_names(function, entries, patterns)
-        first, count = None, torch.Size()
-        for name, value in entries.items():
-            if name in shared:
-                continue
-            shape = value.shape
-            if first is None:
-                first, count = name, shape[:1]
-            if shape[:1] != count or not shape:
-                expected = f"{count[0]} members as in {first!r}" if count else "members"
-                raise ValueError(
-                    f"{where}: expected {expected} on the first axis of {name!r}, got "
-                    f"shape {tuple(shape)}. If the members share one of them, name it "
-                    f"in shared=."
-                )
-        if first is None:
-            raise ValueError(
-                f"{where}: expected an entry with a member axis, got none."
-            )
-        if not count[0]:
-            raise ValueError(f"{where}: expected at least one member, got none.")
-        return cls(count[0], shared)
+        own = {name: value for name, value in entries.items() if name not in shared}
+        return cls(count_members(f"{function}(params, buffers)", own), shared)
 
     def member(self, entries: Params, i: int) -> Params:
         """Return the entries of one member, as views."""

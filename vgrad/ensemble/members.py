@@ -7,6 +7,7 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.checks import Patterns
+from vgrad.ensemble.layout import count_members
 from vgrad.ensemble.optimizer import MembersState
 from vgrad.tree import map_tensors, state_dict, tree_flatten, tree_unflatten
 from vgrad.typing import T, Tree
@@ -128,24 +129,13 @@ def split(tree: Tree, shared: Patterns) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def counted(function: str, tree: Tree, shared: Patterns) -> int:
-    """Return the number of members, on which all tensors agree."""
+    """Return the number of members of a tree."""
     checks.patterns(function, shared=shared)
     kind = "parameter or buffer"
     checks.all_matched(function, _names(tree), shared, kind=kind)
     own, _ = split(tree, shared)
-    if not own:
-        raise ValueError(
-            f"{function}(tree): expected a tensor with a member axis, got none."
-        )
-    sizes = {len(value) if value.ndim else 0 for value in own}
-    if len(sizes) > 1 or 0 in sizes:
-        shapes = sorted({tuple(value.shape) for value in own})
-        raise ValueError(
-            f"{function}(tree): expected as many members in the first axis of every "
-            f"tensor, got shapes {checks.listed(map(str, shapes))}. If the members "
-            f"share an entry, name it in shared=."
-        )
-    return sizes.pop()
+    named = {f"tensor {number}": value for number, value in enumerate(own)}
+    return count_members(f"{function}(tree)", named)
 
 
 def _names(tree: Tree) -> Iterator[str]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.checks import Patterns
+from vgrad.ensemble.layout import count_members
 from vgrad.memory import disjoint
 from vgrad.optim.base import (
     GradientTransformation,
@@ -65,11 +66,9 @@ def for_members(
     everything else is the same for all. Norms (clipping, lamb, muon), counters and
     skipped steps belong to one member. State: E times the transformation's.
 
-    Parameters that match `shared` have no member axis and are stepped by `shared_tx`,
-    by default the same transformation, which then must not differ between members.
-
-    Args:
-        shared: patterns of the entries without a member axis.
+    Parameters that match `shared`, patterns of the entries without a member axis, are
+    stepped by `shared_tx`, by default the same transformation, which then must not
+    differ between members.
 
     Example:
         >>> from vgrad import optim
@@ -250,27 +249,11 @@ class _Members:
         return self._make(**tree_unflatten(leaves, self._structure))
 
     def _count(self, params: Params, *rest: Tree) -> int:
-        """Return the number of members, on which all tensors agree."""
-        places = {f"hyperparameter {n}": x for n, x in enumerate(self._values)}
-        named = {**params, **places, "gradients and state": tensors(rest)}
-        axes = {x.shape[:1] for x in tensors(named)}
-        if len(axes) == 1 and all(axes):
-            return axes.pop()[0]
-        for name, value in params.items():
-            if value.ndim == 0:
-                raise ValueError(
-                    f"for_members(params): expected a member axis in {name!r}, got a "
-                    f"scalar. If the members share it, name it in shared=."
-                )
-        found = {
-            name: sorted({len(x) if x.ndim else 0 for x in tensors(part)})
-            for name, part in named.items()
-        }
-        raise ValueError(
-            f"for_members(transformation): expected one number of members in "
-            f"parameters, hyperparameters and state, got {found}. Make the state with "
-            f"init(params)."
-        )
+        """Return the number of members of parameters, hyperparameters and all else."""
+        numbers = {f"hyperparameter {n}": x for n, x in enumerate(self._values)}
+        more = enumerate(tensors(rest))
+        named = {**params, **numbers, **{f"gradient or state {n}": x for n, x in more}}
+        return count_members("for_members(transformation)", named)
 
     def _split(self, tree: Grads) -> tuple[Any, dict]:
         """Return stacked and shared entries; a pattern may match buffers alone."""

@@ -3,8 +3,6 @@
 E members, N samples, C classes, Q quantiles.
 """
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -33,7 +31,7 @@ from vgrad.generators import fold_in
 from vgrad.loss.mode import SINGLE, LossMode
 from vgrad.loss.randomness import Draws
 from vgrad.persample.engine.call import check_options
-from vgrad.ranks import RankError, Ranks
+from vgrad.ranks import RankError, Ranks, Values
 from vgrad.tree import map_tensors, tensors, tree_map, wide
 from vgrad.typing import Buffers, EnsembleStrategy, Params, Tree
 
@@ -402,18 +400,9 @@ class _Members(NamedTuple):
         return self.ranks.joined(value.contiguous(), self.counts)
 
 
-class _Facts(dict[str, str]):
-    def digest(self) -> str:
-        text = json.dumps(self, sort_keys=True).encode()
-        return hashlib.blake2b(text, digest_size=16).hexdigest()
-
-    def facts(self) -> dict[str, str]:
-        return self
-
-
-def _facts(fmodel: Any, **options: Any) -> _Facts:
+def _facts(fmodel: Any, **options: Any) -> Values:
     """Return the options, and the plain values of all modules."""
-    facts = _Facts({name: repr(value) for name, value in options.items()})
+    facts = Values({name: repr(value) for name, value in options.items()})
     if isinstance(fmodel, FunctionalModel):  # else it is refused later
         for path, module in fmodel.eval().named_modules():
             place = f"fmodel.{path}" if path else "fmodel"
@@ -435,7 +424,7 @@ def _text(value: Any) -> str:
 
 
 def _over_ranks(
-    ranks: Ranks, facts: _Facts, chunks: Iterator[Tensor], summary: Callable
+    ranks: Ranks, facts: Values, chunks: Iterator[Tensor], summary: Callable
 ) -> list[Any]:
     """Summarise chunks of outputs `[E of the rank, chunk, ...]` one by one."""
     parts = []

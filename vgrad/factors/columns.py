@@ -165,6 +165,45 @@ def squares(
     factor: Factor, left: Tensor | None = None, right: Tensor | None = None
 ) -> Tensor:
     """Sum squares of `left^T G right` over samples and columns. -> [O, I] in float64"""
+    total: Any = 0.0
+    for part in _rotated(factor, left, right):
+        if isinstance(part, tuple):
+            b, a = (side.square().sum(1) for side in part)
+            total = total + b.mT @ a
+        else:
+            total = total + part.square().sum((0, 1))
+    return total
+
+
+def inner_products(
+    factor: Factor, left: Tensor | None, right: Tensor | None, weights: Tensor
+) -> Tensor:
+    """Inner products of `R = left^T G right` between the columns of a sample.
+
+    `sum_oi R_koi R_loi weights_oi`. -> [B, K, K] in float64
+    """
+    parts = []
+    for part in _rotated(factor, left, right):
+        if isinstance(part, tuple):
+            # One side is the same for all columns, and is summed over first.
+            (b, a), w = part, weights
+            if b.shape[1] < a.shape[1]:
+                b, a, w = a, b, w.mT
+            rows, scales = b, a.square() @ w.mT
+        else:
+            rows, scales = part.flatten(2), weights.flatten()
+        parts.append((rows * scales) @ rows.mT)
+    return torch.cat(parts)
+
+
+def _rotated(
+    factor: Factor, left: Tensor | None, right: Tensor | None
+) -> Iterator[tuple[Tensor, Tensor] | Tensor]:
+    """Yield `left^T G right` of some samples after the other, [B, K, O, I] in float64.
+
+    Of samples with one position they are two sides, [B, K, O] and [B, K, I], one of
+    them with 1 for K.
+    """
     k, o, i = factor.shape[0], factor.shape[1:2].numel(), factor.shape[2:].numel()
     # Either both sides of each position are rotated, or the gradients are.
     cost = 0 if left is None or right is None else k * o**2 + i**2
@@ -176,22 +215,19 @@ def squares(
     def rotated(matrix: Tensor, columns: Tensor | None) -> Tensor:
         return matrix if columns is None else matrix @ columns
 
-    total: Any = 0.0
     rows = torch.arange(factor.size).split(max(1, _AT_ONCE // factor.shape.numel()))
     for part in [factor] if len(rows) == 1 else map(factor.take, rows):
         for b, a in (sides := [*_sides(part)] if by_sides else []):
             b, a = rotated(b, left), rotated(a, right)
             if positions == 1:
-                b, a = b.square().sum((1, 2)), a.square().sum((1, 2))
-                total = total + b.mT @ a
+                yield b[:, 0], a[:, 0]
             else:
                 grads = b.flatten(2).mT @ a.flatten(2)
                 grads = grads.unflatten(1, b.shape[2:]).unflatten(3, a.shape[2:])
-                total = total + grads.square().sum((0, 1, 3))
+                yield grads.transpose(2, 3).flatten(1, 2)
         if not sides:
-            grads = rotated(double(part.grad()).reshape(-1, o, i), right).mT
-            total = total + rotated(grads, left).square().sum(0).mT
-    return total
+            grads = double(part.grad()).reshape(-1, k, o, i)
+            yield rotated(rotated(grads, right).mT, left).mT
 
 
 def _inner(factor: Factor) -> Factor:

@@ -270,7 +270,10 @@ class Keyed(DispatchMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         name, given = op_name(func), named(func, args, kwargs)
-        if _does_not(name, given):
+        idle = given.get("dropout_p") == 0  # of attention
+        if name == "native_dropout":
+            idle = given["train"] is False or not given["p"]
+        if idle:
             return func(*args, **kwargs)
         if checks_collected():
             raise Unrepeatable("its random numbers follow from keys of samples")
@@ -443,13 +446,6 @@ class Keyed(DispatchMode):
         where = kwargs.get("device") or "cpu"
         state = random_state([*among(args, kwargs), torch.empty(0, device=where)])
         self._before = self._before[0], {**state[1], **self._before[1]}
-
-
-def _does_not(name: str, given: dict[str, Any]) -> bool:
-    """Return whether this call of a random op draws nothing."""
-    if name == "native_dropout":
-        return given["train"] is False or not given["p"]
-    return given.get("dropout_p") == 0  # of attention
 
 
 def _seed(device: torch.device, seed: int) -> None:

@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vgrad.ops.record import Recording, register
+from vgrad.ops.record import Recording, expanded, register
 from vgrad.torch_private import modes
 from vgrad.torch_private.kernels import attention
 from vgrad.tree import no_autocast
@@ -149,12 +149,6 @@ def _front(tensor: Tensor, dim: int | None) -> Tensor:
     return tensor.unsqueeze(0) if dim is None else tensor.movedim(dim, 0)
 
 
-def _expanded(tensor: Tensor, dim: int | None, size: int) -> Tensor:
-    """Put the axis of samples in front, of stride 0 where there is none."""
-    front = _front(tensor, dim)
-    return front.expand(size, *front.shape[1:])
-
-
 def _padded(tensor: Tensor, rank: int) -> Tensor:
     """Insert axes of size 1 behind the first until there are `rank`."""
     ones = [1] * (rank - tensor.dim())
@@ -243,9 +237,9 @@ class _Gradient(_Refusing):
         kernel, needed, grad, *tensors = args
         size, dims = info.batch_size, list(in_dims[3:])
         if needed[3]:  # each sample has its own gradient of a mask that all share
-            tensors[3], dims[3] = _expanded(tensors[3], dims[3], size), 0
+            tensors[3], dims[3] = expanded(tensors[3], dims[3], size), 0
         *folded, _ = fold(dims, size, *tensors, enable_gqa=True)
-        grad = _expanded(grad, in_dims[2], size)
+        grad = expanded(grad, in_dims[2], size)
         found = _Gradient.apply(kernel, needed, grad.flatten(0, 1), *folded)
         grads = [x.unflatten(0, grad.shape[:2]) for x in found]
         if needed[3]:

@@ -35,7 +35,11 @@ def _factors(
         if padding is not None:
             outputs = outputs.masked_fill((index == padding)[..., None], 0)
         factor = Rows(index, outputs, shape)
-        return _by_frequency(factor) if scale_grad_by_freq else factor
+        if not scale_grad_by_freq:
+            return factor
+        # Each row is divided by how often the sample looks it up.
+        _, at, counts = factor.keys.unique(return_inverse=True, return_counts=True)
+        return Rows(index, outputs / counts[at][..., None], shape)
 
     return {"weight": rows}
 
@@ -84,12 +88,6 @@ def _bag(
             rows = rows[None]
             member = member & _bags(offsets, len(input), include_last_offset)
         return _reduced(rows, member[..., None], mode)
-
-
-def _by_frequency(rows: Rows) -> Rows:
-    """Divide each row by how often the sample looks it up."""
-    _, places, counts = rows.keys.unique(return_inverse=True, return_counts=True)
-    return Rows(rows.index, rows.outputs / counts[places][..., None], rows.shape)
 
 
 def _bags(offsets: Any, length: int, include_last_offset: bool) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from vgrad.ops.record import Form, Samples, in_place, register
+from vgrad.ops.record import Form, Samples, expanded, in_place, register
 from vgrad.torch_private import modes
 
 
@@ -104,7 +104,7 @@ class _IndexAdd(Function):
     def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[Tensor, int]:
         size, (input, dim, index, source) = info.batch_size, args
         input, source = (
-            _front(each, axis, size)
+            expanded(each, axis, size)
             for each, axis in ((input, in_dims[0]), (source, in_dims[3]))
         )
         if in_dims[2] is None:
@@ -119,13 +119,6 @@ class _IndexAdd(Function):
         )
         found = _IndexAdd.apply(input, 0, rows, source)
         return found.unflatten(0, (size, count)).movedim(1, dim + 1), 0
-
-
-def _front(tensor: Tensor, place: int | None, size: int) -> Tensor:
-    """Put the axis of samples in front."""
-    if place is None:
-        return tensor.expand(size, *tensor.shape)
-    return tensor.movedim(place, 0)
 
 
 class _Mask(NamedTuple):
@@ -299,13 +292,6 @@ def _one_hot(samples: Samples, tensor: Tensor, num_classes: int = -1) -> Form | 
     return lambda: (tensor.unsqueeze(-1) == classes).long()
 
 
-def _by_each(
-    func: Callable, samples: Samples, *args: Any, **kwargs: Any
-) -> Form | None:
-    """Run a function without a derivative for one sample after another."""
-    return samples.stacked(func, args, kwargs)
-
-
 def _masks(samples: Samples, x: Tensor, items: Sequence[Any]) -> list[_Mask]:
     """Return the masks of each sample's own in an index; none if it is another one."""
     if not any(map(_is_mask, items)):
@@ -391,6 +377,6 @@ register(Tensor.repeat_interleave, selected=_repeat_interleave)
 register(F.one_hot, selected=_one_hot)
 for _op in (torch.index_put, torch.index_put_, Tensor.index_put, Tensor.index_put_):
     register(_op, selected=partial(_index_put, _op))
-for _name in ("bincount", "unique", "unique_consecutive"):
+for _name in ("bincount", "unique", "unique_consecutive"):  # one after another
     for _op in (getattr(torch, _name), getattr(Tensor, _name)):
-        register(_op, selected=partial(_by_each, _op))
+        register(_op, selected=lambda x, *a, f=_op, **k: x.stacked(f, a, k))

@@ -257,11 +257,6 @@ def _matmul(record: Recording, *operands: Tensor, **named: Any) -> Tensor | None
     return output if vector or left.ndim == 1 else output.mT
 
 
-def _rmatmul(record: Recording, right: Tensor, left: Tensor) -> Tensor | None:
-    """Multiply by an operand on the left."""
-    return _matmul(record, left, right)
-
-
 def _addmm(
     record: Recording, *operands: Tensor, beta: Any = 1, alpha: Any = 1, **named: Any
 ) -> Tensor | None:
@@ -381,6 +376,7 @@ register(Tensor.addbmm_, mapped=in_place(torch.addbmm))
 register(torch.einsum, recorded=_einsum)
 register(torch.matmul, torch.linalg.matmul, torch.mm, torch.mv, recorded=_matmul)
 register(torch.bmm, Tensor.matmul, Tensor.mm, Tensor.mv, Tensor.bmm, recorded=_matmul)
-register(Tensor.__rmatmul__, recorded=_rmatmul)
+_swapped = lambda record, right, left: _matmul(record, left, right)  # noqa: E731
+register(Tensor.__rmatmul__, recorded=_swapped)
 register(torch.addmm, torch.addmv, torch.baddbmm, recorded=_addmm)
 register(Tensor.addmm, Tensor.addmv, Tensor.baddbmm, recorded=_addmm)

@@ -183,6 +183,11 @@ def in_place(form: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda input, *args, **options: input.copy_(form(input, *args, **options))
 
 
+def expanded(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    """Put the axis of samples in front, of stride 0 where there is none."""
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
 def below_members(form: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
     """Call a form with the tensors of all members, below the level of the vmap.
 

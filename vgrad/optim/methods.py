@@ -765,8 +765,7 @@ def adafactor(
             else:
                 mean, least = whole, _least(eps[0], whole)
             update = widened(g) * mean.clamp_min(least * least).rsqrt()
-            update = shards.placed(update, g) if shards.is_distributed(g) else update
-            return update, row, column, whole
+            return shards.placed(update, g), row, column, whole
 
         return rule
 
@@ -799,7 +798,7 @@ def _start(dim: int) -> Callable:
             return None
         shape = [*param.shape]
         shape[dim] = 1
-        return filled(_shard(param.new_empty(shape), param, dim))
+        return filled(shards.reduced(param.new_empty(shape), param, dim))
 
     return mean
 
@@ -822,13 +821,9 @@ def mean_squares(grad: Tensor, row: Any, column: Any, whole: Any, share: Number)
 
 
 def _mean(square: Tensor, dim: int) -> Tensor:
-    mean = square.sum(dim, keepdim=True) / max(square.shape[dim], 1)
-    return _shard(mean, square, dim)
-
-
-def _shard(mean: Tensor, square: Tensor, dim: int) -> Tensor:
     # torch would shard some of one row along their columns, or replicate them.
-    return shards.reduced(mean, square, dim) if shards.is_distributed(square) else mean
+    mean = square.sum(dim, keepdim=True) / max(square.shape[dim], 1)
+    return shards.reduced(mean, square, dim)
 
 
 def _least(eps: Number | None, like: Tensor) -> Any:
@@ -940,7 +935,8 @@ def orthogonalize(
 
     def iterate(grad):
         if hasattr(grad, "full_tensor"):
-            return _on_whole(iterate, grad)
+            # Sums of parts would round in another way, in bfloat16 at the third digit.
+            return shards.cut(iterate(grad.full_tensor()), grad)
         tall = grad.shape[0] > grad.shape[1]
         x = grad.to(dtype).mT if tall else grad.to(dtype)
         with no_autocast(x.device):
@@ -965,16 +961,6 @@ def _check_matrices(argument: str, tensors: Grads) -> None:
                 f"{name!r}. Use vgrad.optim.partition to give other parameters another "
                 f"optimizer."
             )
-
-
-def _on_whole(function: Callable[[Tensor], Tensor], value: Any) -> Tensor:
-    # Sums of parts would round in another way, in bfloat16 from the third digit on.
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = value.device_mesh
-    whole = function(value.full_tensor())
-    whole = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return whole.redistribute(placements=value.placements)
 
 
 def _addmm(added, left, right, beta, alpha) -> Tensor:

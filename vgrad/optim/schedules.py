@@ -262,10 +262,11 @@ def one_cycle(
             corners.append((2 * peak, start))
         corners.append((done, start / last))
         t = torch.minimum(t, done)
-        *earlier, (_, rate) = [
-            (end, anneal(high, low, _share(t, begin, end)))
-            for (begin, high), (end, low) in pairwise(corners)
-        ]
+        phases = []
+        for (begin, high), (end, low) in pairwise(corners):
+            span = (end - begin).masked_fill(end == begin, 1)  # zero, not NaN, then
+            phases.append((end, anneal(high, low, (t - begin) / span)))
+        *earlier, (_, rate) = phases
         for end, phase in reversed(earlier):
             rate = torch.where(t <= end, phase, rate)
         return rate
@@ -347,12 +348,6 @@ def _half_cosine(start: Tensor, end: Tensor, share: Tensor) -> Tensor:
 
 ANNEAL: dict[Anneal, Callable] = {"cos": _half_cosine, "linear": _line}
 """How `one_cycle` gets from corner to corner."""
-
-
-def _share(t: Tensor, begin: Tensor, end: Tensor) -> Tensor:
-    span = end - begin
-    # Zero, not NaN, of a phase without steps.
-    return (t - begin) / torch.where(span == 0, torch.ones_like(span), span)
 
 
 def _curve(function, formula, rates, *, least=1, **lengths) -> Curve:

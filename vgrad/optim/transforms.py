@@ -506,8 +506,7 @@ def _normal(like: Params, seed: Tensor, count: Tensor) -> Params:
     parts = flat[: sum(sizes)].split(sizes)
     for (name, value), part in zip(like.items(), parts, strict=True):
         part = part.reshape(value.shape).to(value.device, value.dtype)
-        distributed = shards.is_distributed(value)
-        noise[name] = shards.cut(part, value) if distributed else part
+        noise[name] = shards.cut(part, value)
     return noise
 
 

@@ -21,7 +21,7 @@ from vgrad.ops.record import OPS
 from vgrad.report import Report, table
 from vgrad.torch_private.tensors import memory, op_name
 from vgrad.torch_private.tracing import DispatchMode
-from vgrad.tree import tree_leaves
+from vgrad.tree import tensors
 from vgrad.typing import Buffers, Params
 
 
@@ -124,10 +124,9 @@ def alignment_report(
         )
     checks.dictionaries("alignment_report", params=params, buffers=buffers)
     [multiple] = checks.whole("alignment_report", least=1, multiple=multiple)
-    leaves = tree_leaves((params, buffers, args, kwargs))
-    tensors = [x for x in leaves if isinstance(x, Tensor)]
     recorder = _Recorder({**params, **buffers}, multiple)
-    with kept_random_state(tensors), torch.no_grad():
+    seen = tensors((params, buffers, args, kwargs))
+    with kept_random_state(seen), torch.no_grad():
         with recorder, _StepByStep(recorder):
             fmodel(params, buffers, *args, **kwargs)
     return AlignmentReport(multiple, tuple(recorder.rows()))
@@ -246,8 +245,7 @@ class _StepByStep(TorchFunctionMode):
         if gates is None:
             return func(*args, **kwargs)
         # The first weight has the rows of all gates; biases have no columns.
-        weights = [x for x in tree_leaves(args[2:]) if isinstance(x, Tensor)]
-        rows = next(len(weight) for weight in weights if weight.dim() == 2)
+        rows = next(len(weight) for weight in tensors(args[2:]) if weight.dim() == 2)
         self._recorder.gates = (rows, gates) if gates > 1 else None
         packed = len(args) > 4 and isinstance(args[3], list | tuple)
         try:

@@ -22,7 +22,7 @@ from vgrad.ops.record import OPS
 from vgrad.torch_private import modes
 from vgrad.torch_private.kernels import autocast_ops
 from vgrad.torch_private.tensors import version_of
-from vgrad.tree import tree_leaves, tree_map_only
+from vgrad.tree import tensors, tree_map_only
 
 
 class Kind(Enum):
@@ -217,13 +217,16 @@ class AutocastMode(TorchFunctionMode):
         if not modes.autocast_is_on():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
+        clashes = False
+        if name == "batch_norm":  # low weights and float32 statistics: torch refuses
+            clashes = len({x.dtype for x in _eligible(args, kwargs)[1:]}) > 1
         if (
             name in ("__get__", "grad", "backward")  # of autograd, which keep it on
-            or (modes.current_level() is None and not _clashes(name, args, kwargs))
+            or (modes.current_level() is None and not clashes)
             or func is modes.custom_function_call  # torch casts the ops inside
         ):
             return func(*args, **kwargs)
-        device = next((x.device.type for x in _tensors(args, kwargs)), None)
+        device = next((x.device.type for x in tensors((args, kwargs))), None)
         if (
             device is None
             or not torch.amp.is_autocast_available(device)
@@ -314,13 +317,6 @@ def _kind(device: str, name: str, args: tuple, kwargs: dict) -> Kind | None:
     return kind
 
 
-def _clashes(name: str, args: tuple, kwargs: dict) -> bool:
-    # Low weights and float32 statistics of a batch norm, which torch refuses.
-    if name != "batch_norm":
-        return False
-    return len({x.dtype for x in _eligible(args, kwargs)[1:]}) > 1
-
-
 def _mixes(func: Callable, args: tuple, kwargs: dict) -> bool:
     # A batch norm runs on inputs of several dtypes as in eager mode, in float32 without
     # a float32 copy of the input for the backward pass; under `torch.vmap` the kernel
@@ -336,7 +332,7 @@ def _mixes(func: Callable, args: tuple, kwargs: dict) -> bool:
 
 def _one_number(name: str, args: tuple, kwargs: dict) -> bool:
     """Return whether `inner` or `tensordot` sums a product up to one number."""
-    one, other, *_ = _tensors(args, kwargs)
+    one, other, *_ = tensors((args, kwargs))
     if name == "inner" and not (one.ndim and other.ndim):
         return True
     dims = kwargs.get("dims", ((-1,), (-1,)))
@@ -350,13 +346,8 @@ def _one_number(name: str, args: tuple, kwargs: dict) -> bool:
     return numel == 1
 
 
-def _tensors(args: tuple, kwargs: dict) -> list[Tensor]:
-    leaves = tree_leaves((args, kwargs))
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
 def _eligible(args: tuple, kwargs: dict) -> list[Tensor]:
-    return [x for x in _tensors(args, kwargs) if _may_cast(x)]
+    return [x for x in tensors((args, kwargs)) if _may_cast(x)]
 
 
 def _may_cast(leaf: Tensor) -> bool:

@@ -16,7 +16,7 @@ from vgrad.functional.model import FunctionalModel
 from vgrad.precision.autocasting import autocast
 from vgrad.precision.policy import Policy
 from vgrad.torch_private.tensors import NormBase
-from vgrad.tree import tree_leaves
+from vgrad.tree import tensors
 from vgrad.typing import Buffers, Params, Tree
 
 _LOW = (torch.float16, torch.bfloat16)
@@ -67,7 +67,7 @@ def policy_for(
             "them. Pass one dictionary of all policies."
         )
     policies = policy if isinstance(policy, Mapping) else {"": policy}
-    return PolicyModel(fmodel, {key: _parsed(p) for key, p in policies.items()})
+    return PolicyModel(fmodel, {key: Policy.parse(p) for key, p in policies.items()})
 
 
 def loss_under(policy: Policy | str, loss: Callable) -> Callable:
@@ -81,7 +81,7 @@ def loss_under(policy: Policy | str, loss: Callable) -> Callable:
         >>> loss_under("mixed_bfloat16", loss)(params, {}, x)
         tensor(6., dtype=torch.bfloat16)
     """
-    parsed = _parsed(policy)
+    parsed = Policy.parse(policy)
 
     def run(params: Params, buffers: Buffers, /, *batch: Tree) -> Any:
         params = {name: _cast_param(parsed, x) for name, x in params.items()}
@@ -225,10 +225,6 @@ def _letters(pattern: str) -> int:
     return len(re.sub(r"\[.+?\]|[*?]", "", pattern))
 
 
-def _parsed(policy: Policy | str) -> Policy:
-    return policy if isinstance(policy, Policy) else Policy.parse(policy)
-
-
 def _owner(module: nn.Module, policy: Policy | None) -> Policy | None:
     # Torch normalises low activations only by parameters in the dtype of the running
     # statistics, which stay in float32.
@@ -268,5 +264,4 @@ def _computing(dtype: torch.dtype, device: str) -> autocast:
 
 
 def _device(tree: Tree) -> str:
-    leaves = tree_leaves(tree)
-    return next((x.device.type for x in leaves if isinstance(x, Tensor)), "cpu")
+    return next((x.device.type for x in tensors(tree)), "cpu")

@@ -62,8 +62,8 @@ class Policy:
                 )
 
     @classmethod
-    def parse(cls, text: str) -> "Policy":
-        """Read a policy from a string.
+    def parse(cls, text: "str | Policy") -> "Policy":
+        """Read a policy from a string; one that is read already is returned.
 
         Either `params=DTYPE,compute=DTYPE,output=DTYPE` (short `p=`, `c=`, `o=`) in any
         order; by default parameters are float32, the computation is like the parameters
@@ -77,6 +77,8 @@ class Policy:
             >>> Policy.parse("c=f16").output_dtype
             torch.float16
         """
+        if isinstance(text, cls):
+            return text
         if not isinstance(text, str):
             kind = type(text).__name__
             raise TypeError(f"Policy.parse({text!r}): expected a string, got a {kind}.")

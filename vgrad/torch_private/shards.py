@@ -32,6 +32,11 @@ def local(tensor: Any) -> Tensor:
     return tensor.to_local() if is_distributed(tensor) else tensor
 
 
+def whole(tensor: Any) -> Tensor:
+    """Return the tensor that all ranks have together, on each of them."""
+    return tensor.full_tensor() if is_distributed(tensor) else tensor
+
+
 def offsets(tensor: Any) -> tuple[int, ...]:
     """Return where the part of this rank begins."""
     if not is_distributed(tensor):
@@ -45,7 +50,9 @@ def offsets(tensor: Any) -> tuple[int, ...]:
 
 
 def cut(whole: Tensor, like: Any) -> Tensor:
-    """Make a DTensor of a tensor that every rank has, placed like another one."""
+    """Place a tensor that every rank has like another one, if that is a DTensor."""
+    if not is_distributed(like):
+        return whole
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     module: Any = sys.modules[_MODULE]
@@ -56,11 +63,13 @@ def cut(whole: Tensor, like: Any) -> Tensor:
     part = whole
     for dim, (start, size) in enumerate(zip(starts, shape, strict=True)):
         part = part.narrow(dim, min(start, whole.shape[dim]), size)
-    return _made(like, part.contiguous(), placements)
+    return made(part.contiguous(), mesh, placements, like.shape)
 
 
 def reduced(tensor: Any, like: Any, dim: int) -> Tensor:
-    """Place a DTensor like another one, but whole on all ranks along a dimension."""
+    """Do the same to a DTensor, but whole on all ranks along a dimension."""
+    if not is_distributed(like):
+        return tensor
     module: Any = sys.modules[_MODULE]
     along = dim % like.ndim
     placements = [
@@ -70,22 +79,23 @@ def reduced(tensor: Any, like: Any, dim: int) -> Tensor:
 
 
 def placed(tensor: Any, like: Any) -> Tensor:
-    """Place a DTensor like another one."""
+    """Place a DTensor like another one, if that is one."""
+    if not is_distributed(like):
+        return tensor
     return tensor.redistribute(placements=like.placements)
 
 
 def like(tensor: Any, part: Tensor) -> Tensor:
     """Make a DTensor of the parts of all ranks, placed like another one if that is."""
-    return _made(tensor, part, tensor.placements) if is_distributed(tensor) else part
+    if not is_distributed(tensor):
+        return part
+    return made(part, tensor.device_mesh, tensor.placements, tensor.shape)
 
 
-def _made(like: Any, part: Tensor, placements: Any) -> Tensor:
-    stride = torch.empty(like.shape, device="meta").stride()  # contiguous
-    return type(like).from_local(
-        part,
-        like.device_mesh,
-        placements,
-        run_check=False,
-        shape=like.shape,
-        stride=stride,
-    )
+def made(part: Tensor, mesh: Any, placements: Any, shape: torch.Size) -> Tensor:
+    """Make a DTensor of the parts of all ranks."""
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(shape, device="meta").stride()  # contiguous
+    options: Any = {"run_check": False, "shape": shape, "stride": stride}
+    return DTensor.from_local(part, mesh, placements, **options)

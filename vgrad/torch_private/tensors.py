@@ -75,11 +75,7 @@ class Lazy(Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls,
-        func: Any,
-        types: Sequence[type],
-        args: tuple = (),
-        kwargs: Any = None,
+        cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func in _SIZES:

@@ -127,7 +127,14 @@ def _claim(state: TrainState | PrivateGradients, plan: Plan) -> dict[str, Any]:
             f"{function}: expected a plan of a finite epsilon, got {epsilon} after "
             f"{steps} steps. A plan without noise claims nothing."
         )
-    unit = {} if plan.samples_per_unit is None else {"unit": _unit(plan)}
+    unit, count = {}, plan.samples_per_unit
+    if count is not None:
+        unit["unit"] = f"a person or group, at most {count} samples of it in a step"
+    account = []  # without the size of the data set
+    for term in plan.account(steps):
+        own = {name: getattr(term, name) for name in Steps._fields[:3]}
+        cut = {} if term.truncated is None else {"largest_batch": term.truncated[0]}
+        account += [own | cut] if term.steps else []
     return {
         "epsilon": epsilon,
         "delta": plan.delta,
@@ -135,7 +142,7 @@ def _claim(state: TrainState | PrivateGradients, plan: Plan) -> dict[str, Any]:
         **unit,
         "mechanism": ", then ".join(dict.fromkeys(_mechanisms(plan, steps))),
         "steps": steps,
-        "account": [_term(term) for term in plan.account(steps) if term.steps],
+        "account": account,
         "accountant": plan.accountant,
     }
 
@@ -152,13 +159,3 @@ def _mechanisms(plan: Plan, steps: int) -> list[str]:
     if plan.noise.correlated:
         noise += f" correlated by {plan.noise.scheme}({plan.noise.size})"
     return [*earlier, f"{noise} on clipped sums of {_BATCHES[str(plan.sampling)]}"]
-
-
-def _unit(plan: Plan) -> str:
-    return f"a person or group, at most {plan.samples_per_unit} samples of it in a step"
-
-
-def _term(term: Steps) -> dict[str, Any]:
-    """Return steps of one kind, without the size of the data set."""
-    own = {name: getattr(term, name) for name in Steps._fields[:3]}
-    return own if term.truncated is None else own | {"largest_batch": term.truncated[0]}

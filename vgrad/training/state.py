@@ -272,8 +272,8 @@ def initial_loss_scale(
     _check_scale(function, loss_scale)
     if loss_scale is not None or policy is None:
         return loss_scale
-    policy = policy if isinstance(policy, Policy) else Policy.parse(policy)
-    return for_float16 if policy.compute_dtype == torch.float16 else None
+    low = Policy.parse(policy).compute_dtype == torch.float16
+    return for_float16 if low else None
 
 
 def _check_scale(function: str, loss_scale: LossScale | None) -> None:

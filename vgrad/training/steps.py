@@ -27,7 +27,7 @@ from vgrad.dp.adaptive import count_below
 from vgrad.dp.discrete import DiscreteNoise, integer_sums
 from vgrad.dp.group_clip import scaled
 from vgrad.dp.noise import Drawn, Noise, Streams
-from vgrad.dp.plan import Plan, as_digest, check_spent, spent_under
+from vgrad.dp.plan import Plan, check_spent, spent_under
 from vgrad.dp.rows import step_of_rows
 from vgrad.dp.units import UnitLoss, check_units
 from vgrad.ensemble.execution import run_eager
@@ -35,7 +35,7 @@ from vgrad.ensemble.gradients import EnsembleGradFn, ensemble_grad, returning_bu
 from vgrad.ensemble.layout import EnsembleOptions, shared_names
 from vgrad.ensemble.optimizer import MembersState, of_members
 from vgrad.functional.losses import SampleLoss, check_loss, gradient
-from vgrad.generators import Tag
+from vgrad.generators import Tag, from_bytes
 from vgrad.memory import disjoint
 from vgrad.optim.base import GradientTransformation, check_transformation
 from vgrad.optim.private import (
@@ -198,7 +198,7 @@ class TrainingStep(Generic[State]):
         source = replace(source, transform=transform, has_aux=False, **own)
         step = replace(self, source=source, tx=_RECORDER, has_aux=False)
         step = replace(step, reduce=self.reduce.of(step), execute=copy(self.execute))
-        digest = as_digest(spent_under(plan, plan.earlier_steps))
+        digest = from_bytes(spent_under(plan, plan.earlier_steps))
         state = state._replace(
             key=key,
             step=torch.full_like(state.step, plan.earlier_steps),
@@ -258,7 +258,10 @@ class TrainingStep(Generic[State]):
         donate = self.donate and all_taken and self.tx.donated is not None
         loss, aux, grads = found.loss, found.aux, found.grads
         noise: Any = found.noise
-        donate = donate and _may_write(state.params, found.buffers)
+        # A buffer, which stays, may have the memory of a parameter.
+        if donate and found.buffers and not modes.inside_transform():
+            memory = [*state.params.values(), *found.buffers.values()]
+            donate = torch.compiler.is_compiling() or disjoint(memory)
         drawn, made, changes = None, [], found.changes
         if noise is not None:
             # Other code than Inductor's draws faster outside of a graph.
@@ -318,13 +321,6 @@ def _without_key(state: Any) -> Any:
     """Leave out the key and others that no function of tensors needs."""
     names = {"key", "step", "plan_digest", "noise"}.intersection(state._fields)
     return state._replace(**dict.fromkeys(names))
-
-
-def _may_write(params: Params, buffers: Buffers) -> bool:
-    """Return whether no buffer, which stays, has the memory of a parameter."""
-    if not buffers or modes.inside_transform() or torch.compiler.is_compiling():
-        return True
-    return disjoint([*params.values(), *buffers.values()])
 
 
 # Sources of gradients: `(state, batch) -> Gradients`.
@@ -461,7 +457,7 @@ class PrivateSource(Source):
             "nonfinite": result.nonfinite,
         }
         changes = {
-            "plan_digest": as_digest(identity).to(state.plan_digest.device),
+            "plan_digest": from_bytes(identity).to(state.plan_digest.device),
             "loss_scale": scale.adjust(result.nonfinite == 0),
             "max_norm": (),
         }
@@ -730,7 +726,6 @@ def private_step(
     Reference: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133.
 
     Args:
-        passes: backward passes that clip, 1 or 2 (see `clipped_grad`).
         strategy, chunk_size, randomness: see `vgrad.persample.Options`.
         policy, loss_scale, donate, has_aux: as in `train_step`.
 

@@ -163,7 +163,7 @@ def cross_validate(
             f"output and a target as the metric does, got a model that returns its "
             f"loss. Leave out the metric."
         )
-    policy = Policy.parse(policy) if isinstance(policy, str) else policy
+    policy = None if policy is None else Policy.parse(policy)
     scale = initial_loss_scale(function, loss_scale, policy, DynamicLossScale())
     options: EnsembleOptions
     options = {"in_dims": 0, "randomness": randomness, "strategy": strategy}

@@ -14,7 +14,6 @@ from vgrad.devices import is_host
 from vgrad.factors.base import Dense, Factor, Zero
 from vgrad.factors.norms import FORMED_AT_ONCE
 from vgrad.persample.engine.proxies import Use
-from vgrad.typing import Params
 
 
 class Collector(Protocol):
@@ -118,7 +117,9 @@ def check_groups(function: str, groups: Groups) -> None:
         checks.choice(function, get_args(Partition), groups=groups)
 
 
-def members(function: str, groups: Groups, params: Params) -> dict[str, list[str]]:
+def members(
+    function: str, groups: Groups, params: Mapping[str, Any]
+) -> dict[str, list[str]]:
     """Return the names in each group, each in one; all are in "" for None."""
     names: dict[str, list[str]] = {}
     if not isinstance(groups, Mapping):

@@ -1,0 +1,418 @@
+"""Laplace approximation: a Gaussian posterior of the parameters of a trained model.
+
+B samples, K numbers of an output, N samples of the training data; parameters are
+matrices [O, I] as in `kronecker`.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Unpack
+
+import torch
+from torch import Tensor
+from torch.distributions import MultivariateNormal
+from torch.nn import functional as F
+
+from vgrad import checks
+from vgrad.curvature.dense import Full, full
+from vgrad.curvature.kronecker import Block, Kronecker, ekfac, kfac
+from vgrad.curvature.outputs import (
+    Batches,
+    Curvature,
+    Likelihood,
+    check_count,
+    check_targets,
+    ggn,
+)
+from vgrad.curvature.products import diagonal
+from vgrad.factors import Factor
+from vgrad.factors.columns import inner_products
+from vgrad.functional.model import FunctionalModel
+from vgrad.generators import secret_key, torch_seed
+from vgrad.persample import Options
+from vgrad.persample.engine import (
+    Call,
+    Collector,
+    Evaluation,
+    Groups,
+    Quantity,
+    check_groups,
+    members,
+)
+from vgrad.persample.grad import Gradients
+from vgrad.tree import double, map_values, wide
+from vgrad.typing import Buffers, Params, Tree
+
+Structure = Literal["kfac", "ekfac", "diagonal", "full"]
+
+
+class Gaussian(NamedTuple):
+    """A normal distribution of outputs, with `mean [B, ...]`.
+
+    `covariance [B, K, K]` is between the K numbers of a sample's output.
+    """
+
+    mean: Tensor
+    covariance: Tensor
+
+
+@dataclass(frozen=True)
+class Laplace:
+    """A Gaussian posterior of parameters; `laplace` makes it.
+
+    Its mean are the parameters, and its precision is `N / (temperature noise^2) matrix`
+    plus the prior's, a number or one for each parameter by name. Another prior,
+    temperature or noise is `dataclasses.replace(posterior, noise=0.1)`.
+
+    Attributes:
+        samples: N, of the training data.
+        loss: sum over samples, of cross-entropies or of half the squared distances.
+        numbers: how many numbers the outputs of all samples have.
+    """
+
+    fmodel: FunctionalModel = field(repr=False)
+    likelihood: Likelihood
+    params: Params = field(repr=False)
+    buffers: Buffers = field(repr=False)
+    matrix: Kronecker = field(repr=False)
+    samples: int
+    loss: float
+    numbers: int
+    prior_precision: float | Mapping[str, float]
+    temperature: float
+    noise: float
+
+    def __post_init__(self) -> None:
+        prior: Any = self.prior_precision
+        by_name = isinstance(prior, Mapping)
+        if by_name and isinstance(self.matrix, Full):
+            raise ValueError(
+                f"laplace(prior_precision={checks.shown(prior)}): expected a number, "
+                f"since one matrix of all parameters has one prior. Pass "
+                f'structure="kfac".'
+            )
+        if by_name:
+            checks.names("laplace(prior_precision)", self.matrix.blocks, prior)
+        numbers = dict(prior) if by_name else {"prior_precision": prior}
+        numbers |= {"temperature": self.temperature, "noise": self.noise}
+        checks.between("laplace", 0, math.inf, **numbers)
+        if self.likelihood == "categorical" and self.noise != 1:
+            raise ValueError(
+                f"laplace(noise={self.noise}): expected noise of a Gaussian "
+                f'likelihood, got a categorical one. Pass likelihood="gaussian", or '
+                f"temperature={self.noise}."
+            )
+
+    def log_marginal_likelihood(self) -> Tensor:
+        """Return `log p(targets)`, a float64 number, by Laplace's approximation.
+
+        It is the log-likelihood at the parameters plus the prior's log-density, minus
+        half the log-determinant of the posterior's precision, with all constants.
+
+        Reference: MacKay, Neural Computation 4(3), 1992; Immer et al., arXiv
+        2104.04975.
+        """
+        scale = self._scale
+        value = torch.tensor(-self.loss * scale / self.samples, dtype=torch.float64)
+        if self.likelihood == "gaussian":
+            value -= self.numbers * math.log(self.noise * math.sqrt(2 * math.pi))
+        for name, precision in self._priors.items():
+            values, square = self._evidence(name)
+            ratio = torch.log1p(values / precision).sum()
+            value = value.to(ratio.device) - (ratio + precision * square) / 2
+        return value
+
+    def fit_prior(self, *, groups: Groups = None) -> "Laplace":
+        """Return the posterior with the prior of the largest marginal likelihood.
+
+        Each of the `groups`, `"parameter"`, `"layer"` or patterns by name, has a
+        precision of its own; None is for one of all. The optimum is unique, and exact.
+        Needs scipy: `pip install "vgrad[dp]"`.
+
+        Raises:
+            ValueError: parameters or curvature of a group are zero, so that the optimum
+                is infinite or zero.
+        """
+        function, blocks = "Laplace.fit_prior", self.matrix.blocks
+        check_groups(function, groups)
+        priors = dict(self._priors)
+        for group, names in members(function, groups, blocks).items():
+            parts, squares = zip(*map(self._evidence, names), strict=True)
+            values, square = torch.cat(parts), sum(squares)
+            if not (square and values.any()):
+                raise ValueError(
+                    f"{function}(groups): expected parameters and curvature that are "
+                    f"not all zero in {group!r}. Put them in a group with others."
+                )
+            priors |= dict.fromkeys(names, _fitted(values, square))
+        prior = priors if groups is not None else next(iter(priors.values()))
+        return replace(self, prior_precision=prior)
+
+    def log_likelihood(self, batches: Batches) -> Tensor:
+        """Return the mean of `log p(target)` of other data, by `predict`; a number."""
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        data = ggn(self.fmodel, self.likelihood)
+        data = replace(data, function="Laplace.log_likelihood", has_targets=True)
+        given = self.likelihood, self.params, self.buffers, batches
+        for *inputs, _, target in _with_targets(data, *given):
+            found = self.predict(*inputs)
+            if isinstance(found, Gaussian):
+                apart = double(target.view_as(found.mean) - found.mean).flatten(1)
+                normal = MultivariateNormal(apart, double(found.covariance))
+                logs = normal.log_prob(torch.zeros_like(apart))
+            else:
+                logs = double(found.log().gather(1, target.unsqueeze(1)))
+            total, count = total.to(logs.device) + logs.sum(), count + len(logs)
+        check_count(data.function, count)
+        return total / count
+
+    @torch.no_grad()
+    def covariance(self, *inputs: Tree, **options: Unpack[Options]) -> Tensor:
+        """Covariance of outputs, `J (precision)^-1 J^T`: [B, K, K] in float64.
+
+        J is the Jacobian [K, P] of a sample's outputs, so it is of the model that is
+        linear in its parameters. The options are in `vgrad.persample.Options`.
+
+        Cost: K backward passes on one forward pass, and for each layer
+        `B (O I + K^2 O)` operations in its eigenbasis, where samples have one position;
+        else its gradients [B, K, O, I], some samples at a time. With
+        `structure="full"` the gradients of all layers are formed.
+
+        Reference: Immer et al., arXiv 2008.08400.
+        """
+        blocks, precisions = self.matrix.blocks, self._precisions
+        whole = isinstance(self.matrix, Full)
+        quantity = Gradients() if whole else _Covariance(blocks, precisions)
+        given = self.params, self.buffers, [inputs], options
+        [(found, _)] = self._units.measured(Laplace.covariance, quantity, *given)
+        if not whole:
+            return found
+        grads = found.values()
+        rows = torch.cat([double(x).reshape(*x.shape[:2], -1) for x in grads], 2)
+        rows = blocks[""].rotated(rows)
+        return (rows / precisions[""]) @ rows.mT
+
+    @torch.no_grad()
+    def sample(self, count: int, *, seed: int) -> Params:
+        """Draw parameters from the posterior: `{name: [count, *shape]}`.
+
+        They are members as `vgrad.ensemble.predict` takes them. The numbers follow from
+        `seed` and the names of parameters; generators of torch stay as they are.
+        """
+        [count] = checks.whole("Laplace.sample", least=1, count=count)
+        key = secret_key(seed=seed)
+        noise = {
+            name: _normal((count, *value.shape), torch_seed(key, name), value)
+            for name, value in self.params.items()
+        }
+        scales = map_values(torch.rsqrt, self._precisions)
+        apart, params = self.matrix.scaled(noise, scales), self.params.items()
+        return {name: (double(x) + apart[name]).to(x.dtype) for name, x in params}
+
+    def draw(
+        self, *inputs: Tree, count: int, seed: int, **options: Unpack[Options]
+    ) -> Tensor:
+        """Draw outputs of the linear model, [count, B, ...], by their covariance.
+
+        `vgrad.ensemble.EnsemblePrediction.from_logits` and
+        `ValuePrediction.from_outputs` take them: the Monte Carlo link.
+        """
+        [count] = checks.whole("Laplace.draw", least=1, count=count)
+        mean, covariance = self._outputs(inputs, options)
+        values, vectors = torch.linalg.eigh(covariance)
+        root = vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
+        seed = torch_seed(secret_key(seed=seed))
+        noise = _normal((count, *covariance.shape[:2], 1), seed, covariance)
+        drawn = double(mean) + (root @ noise).view(count, *mean.shape)
+        return drawn.to(wide(mean.dtype))
+
+    def predict(self, *inputs: Tree, **options: Unpack[Options]) -> Tensor | Gaussian:
+        """Predict targets: probabilities `[B, C, ...]`, or a `Gaussian` of numbers.
+
+        Probabilities are `softmax(mean / sqrt(1 + pi / 8 variance))`, the probit
+        approximation; a Gaussian has the noise in its covariance.
+
+        Reference: MacKay, Neural Computation 4(5), 1992.
+        """
+        mean, covariance = self._outputs(inputs, options)
+        dtype = wide(mean.dtype)
+        if self.likelihood == "gaussian":
+            noise = self.noise**2 * torch.eye(len(covariance.mT[0])).to(covariance)
+            return Gaussian(mean, (covariance + noise).to(dtype))
+        variance = covariance.diagonal(dim1=1, dim2=2).view(mean.shape)
+        scaled = double(mean) / (1 + math.pi / 8 * variance).sqrt()
+        return scaled.softmax(1).to(dtype)
+
+    def _outputs(self, inputs: tuple[Tree, ...], options: Options) -> Gaussian:
+        with torch.no_grad():
+            mean, _ = self._units.outputs(self.params, self.buffers, inputs)
+        return Gaussian(mean, self.covariance(*inputs, **options))
+
+    @property
+    def _units(self) -> Curvature:
+        return replace(ggn(self.fmodel, "gaussian"), function="Laplace")
+
+    @property
+    def _scale(self) -> float:
+        return self.samples / (self.temperature * self.noise**2)
+
+    @property
+    def _priors(self) -> dict[str, float]:
+        prior = self.prior_precision
+        if isinstance(prior, Mapping):
+            return dict(prior)
+        return dict.fromkeys(self.matrix.blocks, prior)
+
+    @property
+    def _precisions(self) -> dict[str, Tensor]:
+        """The eigenvalues of the posterior's precision, [O, I] of each block."""
+        blocks, priors = self.matrix.blocks.items(), self._priors
+        return {name: self._scale * b.values + priors[name] for name, b in blocks}
+
+    def _evidence(self, name: str) -> tuple[Tensor, float]:
+        """Return the likelihood's part of a block's eigenvalues, and `|params|^2`."""
+        whole = isinstance(self.matrix, Full)
+        values = self.params.values() if whole else [self.params[name]]
+        square = sum(float(double(value).square().sum()) for value in values)
+        return self._scale * self.matrix.blocks[name].values.flatten(), square
+
+
+def laplace(
+    fmodel: FunctionalModel,
+    likelihood: Likelihood,
+    params: Params,
+    buffers: Buffers,
+    batches: Batches,
+    *,
+    structure: Structure | Kronecker = "kfac",
+    prior_precision: float | Mapping[str, float] = 1.0,
+    temperature: float = 1.0,
+    noise: float = 1.0,
+    **options: Unpack[Options],
+) -> Laplace:
+    """Gaussian posterior around trained parameters: `N(params, (N H + tau I)^-1)`.
+
+    H is the Gauss-Newton matrix `ggn(fmodel, likelihood)` of the training data, batches
+    `(*inputs, target)`, and tau the precision of a prior around zero: a decay of
+    `tau / (2 N) |params|^2` in a mean loss. With a temperature and the standard
+    deviation `noise` of a Gaussian's targets, N is `N / (temperature noise^2)`.
+
+    Parameters that are frozen have no posterior:
+    `params, buffers = vgrad.freeze(params, buffers, ["encoder.*"])`, for the last layer
+    all but its own. The options are in `vgrad.persample.Options`.
+
+    Cost: the one of the structure, and a forward pass.
+
+    Args:
+        structure: `"kfac"`, `"ekfac"`, `"diagonal"`, `"full"` for small models, or a
+            matrix, such as `kfac(fisher(...), ...)`.
+        prior_precision: a number, or one for each parameter by name.
+
+    Raises:
+        ValueError: a precision, temperature or noise is not positive; targets do
+            not fit the likelihood; and as the structure.
+
+    Reference: Daxberger et al., Laplace Redux, arXiv 2106.14806.
+
+    Example:
+        >>> import torch, vgrad
+        >>> from vgrad import curvature
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+        >>> data = [(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.0]]))]
+        >>> given = fmodel, "gaussian", params, buffers, data
+        >>> posterior = curvature.laplace(*given, prior_precision=3.0, noise=2.0)
+        >>> posterior.covariance(torch.tensor([[2.0]]))  # 4 / (5 / 4 + 3)
+        tensor([[[0.9412]]], dtype=torch.float64)
+    """
+    functions = {"kfac": kfac, "ekfac": ekfac, "full": full, "diagonal": _diagonal}
+    data = replace(ggn(fmodel, likelihood), function="laplace", has_targets=True)
+    given = params, buffers, batches
+    if isinstance(structure, Kronecker):
+        matrix = structure
+        names = matrix.shapes if isinstance(matrix, Full) else matrix.blocks
+        checks.names("laplace(structure)", params, names)
+    else:
+        checks.choice("laplace", functions, structure=structure)
+        matrix = functions[structure](data, *given, **options)
+    samples, numbers, loss = 0, 0, 0.0
+    for *_, output, target in _with_targets(data, likelihood, *given):
+        output = double(output)
+        if likelihood == "gaussian":
+            loss += float((output - target.view_as(output)).square().sum() / 2)
+        else:
+            loss += float(F.cross_entropy(output, target, reduction="sum"))
+        samples, numbers = samples + len(output), numbers + output.numel()
+    check_count("laplace", samples)
+    kind = fmodel, likelihood, params, buffers, matrix
+    return Laplace(*kind, samples, loss, numbers, prior_precision, temperature, noise)
+
+
+def _with_targets(
+    data: Curvature,
+    likelihood: Likelihood,
+    params: Params,
+    buffers: Buffers,
+    batches: Batches,
+) -> Iterator[tuple[Any, ...]]:
+    """Yield `(*inputs, output, target)` of each batch."""
+    for batch in batches:
+        with torch.no_grad():
+            output, target = data.outputs(params, buffers, batch)
+        check_targets(data.function, likelihood, output, target)
+        yield *batch[:-1], output, target
+
+
+def _fitted(values: Tensor, square: float) -> float:
+    """Return the precision of the largest evidence, by eigenvalues and `|params|^2`."""
+    optimize = checks.package("scipy.optimize", "dp")
+
+    # The derivative by the logarithm, but for -1/2; it increases.
+    def slope(log: float) -> float:
+        precision = math.exp(log)
+        return precision * square - float((values / (values + precision)).sum())
+
+    low, high = min(float(values.max()), 0.5 / square), len(values) / square
+    return math.exp(optimize.brentq(slope, math.log(low), math.log(high)))
+
+
+def _diagonal(*given: Any, **options: Unpack[Options]) -> Kronecker:
+    entries = diagonal(*given, **options).items()
+    sides = {name: double(x).reshape(*x.shape[:1], -1) for name, x in entries}
+    return Kronecker({name: Block(None, None, x) for name, x in sides.items()})
+
+
+@dataclass
+class _Covariances(Collector):
+    """Adds up covariances of outputs, [B, K, K], one parameter's after another."""
+
+    blocks: dict[str, Block]
+    precisions: dict[str, Tensor]
+    total: Any = 0.0
+
+    def take(self, name: str, factor: Factor) -> None:
+        block, weights = self.blocks[name], 1 / self.precisions[name]
+        found = inner_products(factor, block.left, block.right, weights)
+        self.total = self.total + found
+
+
+@dataclass(frozen=True)
+class _Covariance(Quantity):
+    blocks: dict[str, Block]
+    precisions: dict[str, Tensor]
+
+    def collector(self, call: Call) -> _Covariances:
+        return _Covariances(self.blocks, self.precisions)
+
+    def partial(self, collector: _Covariances, call: Call) -> Tensor:
+        return collector.total
+
+    def total(self, partials: Iterator[Tensor], run: Evaluation) -> Tensor:
+        return torch.cat(list(partials))
+
+
+def _normal(shape: tuple[int, ...], seed: int, like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return drawn.to(like.device)
