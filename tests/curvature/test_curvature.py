@@ -161,10 +161,12 @@ def test_products_diagonal_and_trace_are_those_of_the_dense_matrix(name, likelih
         assert not any(each.requires_grad for each in found.values())
 
 
+@pytest.mark.parametrize("strategy", ["recorded", "loop"])
 @every_net
-def test_jacobians_are_those_of_plain_autograd(name):
+def test_jacobians_are_those_of_plain_autograd(name, strategy):
     module, (fmodel, params, buffers), [batch, _] = problem(name)
-    found = curvature.per_sample_jacobian(fmodel)(params, buffers, *batch)
+    compute = curvature.per_sample_jacobian(fmodel, strategy=strategy, chunk_size=2)
+    found = compute(params, buffers, *batch)
     out = module(*batch).shape[1:]
     for row, x in enumerate(samples([batch])):
         exact, _ = jacobian(module, x)
@@ -172,6 +174,8 @@ def test_jacobians_are_those_of_plain_autograd(name):
         oracle.assert_exact(torch.cat([*own.values()], 1), exact)
     for each, value in zip(found.values(), params.values(), strict=True):
         assert each.shape == (3, *out, *value.shape)
+    with pytest.raises(ValueError, match="expected a sample at least, got an empty"):
+        compute(params, buffers, batch[0][:0])
 
 
 def test_jacobians_by_vmap_can_be_differentiated():
