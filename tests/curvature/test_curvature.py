@@ -627,6 +627,17 @@ def test_samples_that_do_not_use_a_parameter_have_no_positions(method):
         method(matrix, params, buffers, [(part,) for part in parts])
 
 
+def test_padding_has_no_curvature():
+    module = nn.Sequential(nn.Embedding(4, 3, padding_idx=1), nn.Flatten())
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(module.double())
+    batches = [(torch.tensor([[0, 1], [1, 2]]),)]
+    given = curvature.ggn(fmodel, "gaussian"), params, buffers, batches
+    for method in (curvature.kfac, curvature.ekfac):
+        [found] = method(*given).product(params).values()
+        assert not found[[1, 3]].any()
+        assert found[[0, 2]].all()
+
+
 def test_samples_run_alone_at_the_first_product_only():
     module, (fmodel, params, buffers), batches = problem("mlp")
     sizes = []
