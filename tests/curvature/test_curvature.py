@@ -161,10 +161,12 @@ def test_products_diagonal_and_trace_are_those_of_the_dense_matrix(name, likelih
         assert not any(each.requires_grad for each in found.values())
 
 
+@pytest.mark.parametrize("strategy", ["recorded", "loop"])
 @every_net
-def test_jacobians_are_those_of_plain_autograd(name):
+def test_jacobians_are_those_of_plain_autograd(name, strategy):
     module, (fmodel, params, buffers), [batch, _] = problem(name)
-    found = curvature.per_sample_jacobian(fmodel)(params, buffers, *batch)
+    compute = curvature.per_sample_jacobian(fmodel, strategy=strategy, chunk_size=2)
+    found = compute(params, buffers, *batch)
     out = module(*batch).shape[1:]
     for row, x in enumerate(samples([batch])):
         exact, _ = jacobian(module, x)
@@ -172,6 +174,8 @@ def test_jacobians_are_those_of_plain_autograd(name):
         oracle.assert_exact(torch.cat([*own.values()], 1), exact)
     for each, value in zip(found.values(), params.values(), strict=True):
         assert each.shape == (3, *out, *value.shape)
+    with pytest.raises(ValueError, match="expected a sample at least, got an empty"):
+        compute(params, buffers, batch[0][:0])
 
 
 def test_jacobians_by_vmap_can_be_differentiated():
@@ -684,6 +688,18 @@ def test_samples_that_do_not_use_a_parameter_have_no_positions(method):
     matrix = curvature.ggn(fmodel, "gaussian")
     with pytest.raises(ValueError, match=r"uses of 'v' of one kind"):
         method(matrix, params, buffers, [(part,) for part in parts])
+
+
+def test_padding_has_no_curvature():
+    module = nn.Sequential(nn.Embedding(4, 3, padding_idx=1), nn.Flatten())
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(module.double())
+    batches = [(torch.tensor([[0, 1], [1, 2]]),)]
+    given = curvature.ggn(fmodel, "gaussian"), params, buffers, batches
+    for method in (curvature.kfac, curvature.ekfac):
+        ones = {name: torch.ones_like(value) for name, value in params.items()}
+        [found] = method(*given).product(ones).values()
+        assert not found[[1, 3]].any()
+        assert found[[0, 2]].all()
 
 
 def test_samples_run_alone_at_the_first_product_only():
