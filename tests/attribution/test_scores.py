@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import oracle
-from tests.losses import build, every_strategy, rows
+from tests.losses import Peak, build, every_strategy, rows
 from vgrad import attribution, curvature
 
 CASES = ["mlp", "cnn", "transformer", "tied", "padding_idx", "two_calls_and_unused"]
@@ -188,6 +188,23 @@ def test_kronecker_factors_are_solved_as_dense_blocks():
     slow = curvature.iterative(product, case.params, tolerance=1e-10)
     whole = case.influence(curvature=curvature.full(*shared), damping=0.1)
     oracle.assert_exact(case.influence(curvature=slow, damping=0.1), whole, 1e-7)
+
+
+def test_no_gradients_of_the_samples_are_stored():
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    fmodel, *state = vgrad.make_functional_with_buffers(
+        net, disable_autograd_tracking=True
+    )
+    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
+    batch = torch.randn(1024, 64), torch.randint(64, (1024,))
+    queries = batch[0][:4], batch[1][:4]
+    fisher = curvature.empirical_fisher(fmodel, "categorical")
+    damped = {"curvature": curvature.kfac(fisher, *state, [batch]), "damping": 0.1}
+    gradients = 4 * 1024 * sum(each.numel() for each in state[0].values())
+    with Peak() as peak:
+        attribution.influence(loss, *state, queries, [batch], **damped)
+        attribution.self_influence(loss, *state, [batch], **damped)
+    assert peak.most < gradients / 4
 
 
 def test_a_solve_that_does_not_converge_raises():

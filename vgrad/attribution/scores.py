@@ -476,6 +476,11 @@ class _Squares(Collector):
         block = self.blocks[name]
         (left, right), shape = (block.left, block.right), block.values.shape
         weights = 1 / (block.values + self.damping)
+        if isinstance(factor, Outer) and factor.inputs.shape[1:3] == (1, 1):
+            b, a = double(factor.outputs[:, 0, 0]), double(factor.inputs[:, 0, 0])
+            b, a = (b if left is None else b @ left, a if right is None else a @ right)
+            self.values = self.values + (b.square() @ weights * a.square()).sum(1)
+            return
         found = []
         for some in factor.in_cache():
             if left is None or right is None or shape[:1] != factor.shape[:1]:
