@@ -334,6 +334,9 @@ def test_wrong_arguments_are_refused():
         influence(*given, batch, [])
     with pytest.raises(ValueError, match="neither top nor rank"):
         influence(*given, batch, [batch], top=1, per_position=True)
+    for function, asked in ((influence, [batch]), (own, [])):
+        with pytest.raises(ValueError, match=r"damping=0.1\): expected a curvature"):
+            function(*given, *asked, [batch], damping=0.1)
     with pytest.raises(ValueError, match=r"influence\(top=0\)"):
         influence(*given, batch, [batch], top=0)
     with pytest.raises(TypeError, match=r"influence\(chunks=\.\.\.\)"):

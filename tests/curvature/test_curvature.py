@@ -47,6 +47,17 @@ class Tied(nn.Module):
         return F.linear(self.table(x).mean(1).tanh(), self.table.weight)
 
 
+class Scaled(nn.Module):
+    """A layer times one number, which has no dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 2), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.scale * self.layer(x).tanh()
+
+
 def attention():
     return nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
 
@@ -65,6 +76,7 @@ NETS = {
     "lstm": lambda: (Last(nn.LSTM(3, 3, batch_first=True), nn.Linear(3, 2)), (4, 3)),
     "attention": lambda: (Last(attention(), nn.Linear(4, 2)), (3, 4)),
     "norm": lambda: (nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)), (4,)),
+    "scaled": lambda: (Scaled(), (3,)),
     "twice": lambda: (Twice(), (6,)),
     "tied": lambda: (Tied(), None),
     "words": lambda: (
@@ -481,7 +493,7 @@ def test_sides_that_do_not_fit_are_refused():
 
 
 @pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")  # of attention in vmap
-@pytest.mark.parametrize("name", ["cnn", "attention", "tied"])
+@pytest.mark.parametrize("name", ["cnn", "attention", "tied", "scaled"])
 def test_the_whole_matrix_is_the_dense_one(name):
     module, (fmodel, params, buffers), batches = problem(name)
     exact = dense(module, batches, "categorical")

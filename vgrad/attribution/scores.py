@@ -147,6 +147,8 @@ def influence(
     of_call = Call.of(influence, of_query, options), Call.of(influence, loss, options)
     given = params, buffers, *batch
     parts: Any
+    if not isinstance(batches, Store) or curvature is None:
+        _check("influence", curvature, damping)
     if isinstance(batches, Store):
         whole = list(names) == [""] and rank is None and not per_position
         if not whole:
@@ -165,7 +167,6 @@ def influence(
             found: Any = Transform(of_call[0], _Queries())(*given)
         else:
             found = per_sample_grad(of_query, **options)(*given)
-            _check("influence", curvature)
             if curvature is not None:
                 found = _solved(curvature, found, damping)
             found = {n: [_of_rank(each, rank, params[n])] for n, each in found.items()}
@@ -222,7 +223,7 @@ def self_influence(
         tensor([25.,  1.])
     """
     read = _read("self_influence", batches)
-    _check("self_influence", curvature)
+    _check("self_influence", curvature, damping)
     if curvature is None:
         norms = per_sample_norm(loss, **options)
         return torch.cat([norms(params, buffers, *each).square() for each in read])
@@ -351,8 +352,12 @@ def _margin(output: Tensor, target: Tensor) -> Tensor:
     return output.gather(1, place).squeeze(1) - others
 
 
-def _check(function: str, curvature: Any) -> None:
-    """Refuse a matrix of features, whose vectors may have the sizes of parameters."""
+def _check(function: str, curvature: Any, damping: float) -> None:
+    """Refuse damping of nothing, and a matrix of features: their sizes may agree."""
+    if curvature is None and damping:
+        raise ValueError(
+            f"{function}(damping={damping}): expected a curvature beside it, got none."
+        )
     if isinstance(curvature, OfFeatures):
         raise ValueError(
             f"{function}(curvature): expected a matrix of the parameters, got one of "
