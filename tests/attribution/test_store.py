@@ -200,7 +200,7 @@ def test_samples_are_skipped_where_they_are_the_same(tmp_path):
         (cut(0, 9), {"first": N, "ids": range(140, 149)}, "none that the store has"),
         (cut(0, 2), {"first": N, "ids": [1, 1]}, "no two the same"),
         (cut(0, 2), {"first": N, "ids": [True, None]}, "whole numbers or texts"),
-        (cut(0, 2), {"first": N, "ids": [1]}, "one for each sample"),
+        (cut(0, 20, 20), {"first": N, "ids": [1]}, "one for each sample"),
         (cut(0, 2), {"first": N, "ids": [1, 2, 3]}, "one for each sample"),
     ):
         with pytest.raises(ValueError, match=text):
