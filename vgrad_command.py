@@ -23,6 +23,7 @@ DISCRETE = ("no", "yes", "sum")
 METHODS = ("ekfac", "kfac", "trak", "grad-dot")
 EXPERIMENTS = (
     *("per-sample", "ensembles", "jmp", "mobilenet", "tensor-cores", "private"),
+    "attribution",
     "all",
 )
 
@@ -496,8 +497,8 @@ COMMANDS = {
     ),
     "experiment": Command(
         "Repeat experiments of articles: functorch, jmp, mixed precision, tensor cores "
-        "with cross-validation, and the price of privacy. Each ends with a check, a "
-        "table and a figure.",
+        "with cross-validation; the price of privacy, and attribution judged by "
+        "retraining. Each ends with a check, a table and a figure.",
         _add_experiment,
     ),
     "help": Command("Print this help, or the help of a command.", _add_help),

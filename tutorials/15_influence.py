@@ -2,8 +2,8 @@
 
 Some held-out digits get the wrong class. An influence score says how each training
 sample moved such a prediction, from gradients and curvature, without training again.
-Here one training label in twenty is wrong, and among the most harmful samples half are.
-Trained again without these few, the network gets most of the digits right.
+Here one training label in twenty is wrong, but about half of the most harmful samples
+have wrong labels. Trained again without these few, the network gets most digits right.
 """
 
 # %% Digits, of which one training label in twenty is wrong.
@@ -28,9 +28,9 @@ true, held_y = classes[:TRAIN], classes[TRAIN:]
 flipped = torch.rand(TRAIN) < WRONG
 y = torch.where(flipped, (true + torch.randint(1, 10, (TRAIN,))) % 10, true)
 
-# %% A network with one hidden layer, trained to a minimum: weight decay is part of its
-# objective. `retrain` trains a model on each of several subsets of the samples, as one
-# ensemble; the first subset is all of them.
+# %% A network with one hidden layer. Weight decay is part of its objective. `retrain`
+# trains a model on each of several subsets of the samples, as one ensemble; the first
+# subset is all of them.
 model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
 fmodel, start, buffers = vgrad.make_functional_with_buffers(
     model, disable_autograd_tracking=True
@@ -59,8 +59,8 @@ guesses = fmodel(params, buffers, held_x).argmax(1)
 mistakes = (guesses != held_y).nonzero().flatten()
 print(f"{len(mistakes)} of {len(held_y)} held-out digits get the wrong class")
 
-# %% The curvature of the loss by EK-FAC. Weight decay has a curvature, too, which is
-# the damping.
+# %% The curvature of the loss, by EK-FAC. Weight decay has a curvature, too, which is
+# part of the damping.
 batches = list(zip(x.split(400), y.split(400), strict=True))
 ggn = curvature.ggn(fmodel, "categorical")
 inverse = curvature.ekfac(ggn, params, buffers, [(part,) for part, _ in batches])
@@ -77,11 +77,11 @@ areas = {
 print("wrong labels found:", ", ".join(f"{k} {v:.4f}" for k, v in areas.items()))
 assert min(areas.values()) > 0.99
 
-# %% The loss does as well, since this network has not learned wrong labels by heart.
-# Tutorial 10 has one that did, whose loss no longer tells, and another score for it.
+# %% The loss finds them, too. This network has not learned wrong labels by heart;
+# tutorial 10 has one that did, and another score for it.
 
 # %% Influence says more: which samples made each mistake. Positive is helpful.
-REMOVED, SHOWN = 20, 6
+REMOVED = 20
 queries = mistakes[:6]
 batch = held_x[queries], held_y[queries]
 scores = attribution.influence(loss, params, buffers, batch, batches, **by)
@@ -90,8 +90,8 @@ share = flipped[harmful].float().mean()
 print(f"wrong labels among the {REMOVED} most harmful: {share:.0%}")
 assert share > 0.3
 
-# %% Is that so? For each mistake the network is trained again without its twenty most
-# harmful samples, and without twenty at random.
+# %% The judge is training again. For each mistake a network is trained without its
+# twenty most harmful samples, and another one without twenty at random.
 count = len(queries)
 removed = torch.cat([harmful, torch.rand(count, TRAIN).argsort()[:, :REMOVED]])
 subsets = torch.ones(2 * count, TRAIN, dtype=torch.bool).scatter(1, removed, False)

@@ -120,7 +120,7 @@ for (name, found), style in zip(
     shown = reliability(found, held_y, bins=8)
     right.plot(shown.confidence, shown.accuracy, style, markersize=4)
 left.set(xlabel="digits turned by, degrees", ylabel="negative log-likelihood, nats")
-left.set_title("Digits such as no training sample", fontsize="medium")
+left.set_title("Digits turned as no training sample is", fontsize="medium")
 left.legend(loc="upper left", fontsize="small")
 right.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
 right.set(xlabel="confidence", ylabel="accuracy")

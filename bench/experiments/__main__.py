@@ -7,7 +7,10 @@ from pathlib import Path
 
 from bench.experiments.study import Place, Study, run
 
-NAMES = ("per-sample", "ensembles", "jmp", "mobilenet", "tensor-cores", "private")
+NAMES = (
+    *("per-sample", "ensembles", "jmp", "mobilenet", "tensor-cores", "private"),
+    "attribution",
+)
 """Each is a module of this folder; the most telling first."""
 
 

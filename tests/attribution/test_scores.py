@@ -299,7 +299,24 @@ def test_a_store_stands_for_the_batches(tmp_path):
     oracle.assert_exact(attribution.influence(*given, store), exact)
     best = attribution.influence(*given, store, measurement=case.loss, top=2)
     assert torch.equal(best.indices, exact.topk(2, largest=False).indices)
-    with pytest.raises(ValueError, match=r"influence\(store\): expected none of"):
+    fisher = store.empirical_fisher()
+    damped = {"curvature": fisher, "damping": 0.1}
+    exact = 0.0  # a block for each parameter
+    for each in case.grads.values():
+        flat = each.flatten(1)
+        block = Matrix(flat[3:]).inverse(0.1)
+        exact = exact + flat[:3] @ block @ flat[3:].T
+    oracle.assert_exact(attribution.influence(*given, store, **damped), exact, 1e-8)
+    of_weights = {"curvature": case.matrix, "damping": 0.1}
+    with pytest.raises(ValueError, match="expected a curvature of its own features"):
+        attribution.influence(*given, store, **of_weights)
+    for compute in (
+        lambda: case.influence(**damped),
+        lambda: attribution.self_influence(*case.given, case.batches, **damped),
+    ):
+        with pytest.raises(ValueError, match=r"influence\(curvature\): .* features"):
+            compute()
+    with pytest.raises(ValueError, match=r"influence\(store\): expected neither"):
         attribution.influence(*given, store, groups="layer")
     other = {name: value + 1 for name, value in case.params.items()}
     with pytest.raises(ValueError, match=r"Store\.check"):
@@ -317,6 +334,9 @@ def test_wrong_arguments_are_refused():
         influence(*given, batch, [])
     with pytest.raises(ValueError, match="neither top nor rank"):
         influence(*given, batch, [batch], top=1, per_position=True)
+    for function, asked in ((influence, [batch]), (own, [])):
+        with pytest.raises(ValueError, match=r"damping=0.1\): expected a curvature"):
+            function(*given, *asked, [batch], damping=0.1)
     with pytest.raises(ValueError, match=r"influence\(top=0\)"):
         influence(*given, batch, [batch], top=0)
     with pytest.raises(TypeError, match=r"influence\(chunks=\.\.\.\)"):

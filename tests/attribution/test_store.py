@@ -200,7 +200,7 @@ def test_samples_are_skipped_where_they_are_the_same(tmp_path):
         (cut(0, 9), {"first": N, "ids": range(140, 149)}, "none that the store has"),
         (cut(0, 2), {"first": N, "ids": [1, 1]}, "no two the same"),
         (cut(0, 2), {"first": N, "ids": [True, None]}, "whole numbers or texts"),
-        (cut(0, 2), {"first": N, "ids": [1]}, "one for each sample"),
+        (cut(0, 20, 20), {"first": N, "ids": [1]}, "one for each sample"),
         (cut(0, 2), {"first": N, "ids": [1, 2, 3]}, "one for each sample"),
     ):
         with pytest.raises(ValueError, match=text):
@@ -620,12 +620,12 @@ def test_a_curvature_of_other_features_is_refused(folder, tmp_path):
 def writes(folder, names):
     """Write a store, slowly."""
     torch.set_num_threads(1)
-    return write(folder, cut(0, N, 1) * 40, ids=names, samples_per_file=8)
+    return write(folder, cut(0, N, 1) * 15, ids=names, samples_per_file=8)
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_a_killed_process_leaves_a_store_that_is_completed(tmp_path):
-    names = [*range(40 * N)]
+    names = [*range(15 * N)]
     writes(tmp_path / "whole", names)
     kept, moments = set(), 0
     while moments < 20:

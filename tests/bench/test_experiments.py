@@ -82,6 +82,11 @@ ERRORS = {
         (("CNN: no privacy", "accuracies"), value([0.1, 0.2]), "where chance is 0.1"),
         (("CNN: time", "error"), value(1e-3), "relative error of 0.001"),
     ],
+    "attribution": [
+        (("LR", "accuracy"), value(0.3), "LR: accuracy 0.300"),
+        (("MLP", "lds", "inner product", "0"), value(0.9), "of 0.900 without curv"),
+        (("LR", "models"), value(100), "by GGN at 0.002, 0.951 by dense"),
+    ],
 }
 """Place in the results, a wrong change, and the message of the check."""
 
@@ -91,7 +96,11 @@ SENTENCES = {
         "the clipped sum is that of the float64 loop",
     ],
     "tensor-cores": ["ended with all bits of one that was not"],
+    "attribution": ["LR: the GGN's LDS is "],
 }
+
+
+QUICK = "private", "attribution"
 
 
 def changed(results, path, by):
@@ -108,7 +117,7 @@ def changed(results, path, by):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n == "private" else pytest.mark.large) for n in NAMES],
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.large) for n in NAMES],
 )
 def test_an_experiment_runs_once_and_its_check_sees_errors(name, tmp_path, monkeypatch):
     one, place = named(name), Place("tiny", "cpu", tmp_path)

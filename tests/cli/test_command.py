@@ -54,7 +54,7 @@ MISTAKES = [
     ("train --out a b", "unrecognized arguments: b. See vgrad train --help."),
     ("experiment", "the following arguments are required: NAME. See vgrad exp"),
     ("experiment privat", "NAME: expected one of per-sample, ensembles, jmp, mob"),
-    ("experiment jmp speed", "private, all, got 'speed'. See vgrad exp"),
+    ("experiment jmp speed", "attribution, all, got 'speed'. See vgrad exp"),
 ]
 
 

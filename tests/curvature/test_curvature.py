@@ -47,6 +47,17 @@ class Tied(nn.Module):
         return F.linear(self.table(x).mean(1).tanh(), self.table.weight)
 
 
+class Scaled(nn.Module):
+    """A layer times one number, which has no dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 2), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.scale * self.layer(x).tanh()
+
+
 def attention():
     return nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
 
@@ -65,6 +76,7 @@ NETS = {
     "lstm": lambda: (Last(nn.LSTM(3, 3, batch_first=True), nn.Linear(3, 2)), (4, 3)),
     "attention": lambda: (Last(attention(), nn.Linear(4, 2)), (3, 4)),
     "norm": lambda: (nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)), (4,)),
+    "scaled": lambda: (Scaled(), (3,)),
     "twice": lambda: (Twice(), (6,)),
     "tied": lambda: (Tied(), None),
     "words": lambda: (
@@ -161,10 +173,12 @@ def test_products_diagonal_and_trace_are_those_of_the_dense_matrix(name, likelih
         assert not any(each.requires_grad for each in found.values())
 
 
+@pytest.mark.parametrize("strategy", ["recorded", "loop"])
 @every_net
-def test_jacobians_are_those_of_plain_autograd(name):
+def test_jacobians_are_those_of_plain_autograd(name, strategy):
     module, (fmodel, params, buffers), [batch, _] = problem(name)
-    found = curvature.per_sample_jacobian(fmodel)(params, buffers, *batch)
+    compute = curvature.per_sample_jacobian(fmodel, strategy=strategy, chunk_size=2)
+    found = compute(params, buffers, *batch)
     out = module(*batch).shape[1:]
     for row, x in enumerate(samples([batch])):
         exact, _ = jacobian(module, x)
@@ -172,6 +186,8 @@ def test_jacobians_are_those_of_plain_autograd(name):
         oracle.assert_exact(torch.cat([*own.values()], 1), exact)
     for each, value in zip(found.values(), params.values(), strict=True):
         assert each.shape == (3, *out, *value.shape)
+    with pytest.raises(ValueError, match="expected a sample at least, got an empty"):
+        compute(params, buffers, batch[0][:0])
 
 
 def test_jacobians_by_vmap_can_be_differentiated():
@@ -250,6 +266,71 @@ def test_the_empirical_fisher_is_the_mean_of_outer_products(name, likelihood):
     oracle.assert_exact(assembled(product, params), exact)
     found = curvature.diagonal(matrix, params, buffers, batches)
     oracle.assert_exact(flat(found), exact.diagonal())
+
+
+@pytest.mark.parametrize("name", ["mlp", "segmentation"])
+@pytest.mark.parametrize(
+    ("criterion", "of_classes"),
+    [
+        (F.cross_entropy, True),
+        (nn.CrossEntropyLoss(reduction="sum"), True),
+        (F.mse_loss, False),
+        (nn.MSELoss(reduction="sum"), False),
+    ],
+)
+def test_a_loss_has_the_curvature_of_its_criterion(name, criterion, of_classes):
+    module, (fmodel, params, buffers), batches = problem(name)
+    loss, total, outer = vgrad.sample_loss(fmodel, criterion), 0.0, 0.0
+    pairs = []
+    for (x,) in batches:
+        output = module(x).detach()
+        shape = (len(x), *output.shape[2:])
+        y = torch.randint(3, shape) if of_classes else torch.randn_like(output)
+        pairs.append((x, y))
+        for row in range(len(x)):
+            jac, own = jacobian(module, x[row : row + 1])
+            target = y[row : row + 1]
+
+            def value(flat, own=own, target=target):
+                return criterion(flat.view_as(own), target)
+
+            hessian = torch.func.hessian(value)(own.flatten())
+            grad = jac.T @ torch.func.grad(value)(own.flatten())
+            total = total + jac.T @ hessian @ jac / 5
+            outer = outer + torch.outer(grad, grad) / 5
+    given = params, buffers
+    found = curvature.diagonal(curvature.ggn(loss), *given, batches)
+    oracle.assert_exact(flat(found), total.diagonal())
+    found = curvature.diagonal(curvature.empirical_fisher(loss), *given, pairs)
+    oracle.assert_exact(flat(found), outer.diagonal())
+    drawn = curvature.fisher(loss, seed=0, samples=3000)
+    found = curvature.diagonal(drawn, *given, batches)
+    oracle.assert_exact(flat(found), total.diagonal(), 0.15)
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        F.l1_loss,
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+        nn.CrossEntropyLoss(torch.ones(3)),
+        nn.CrossEntropyLoss(ignore_index=0),
+        nn.MSELoss(reduction="none"),
+        lambda output, target: F.mse_loss(output, target),
+        None,
+    ],
+)
+def test_losses_of_unknown_curvature_are_refused(criterion):
+    fmodel, *_ = vgrad.make_functional_with_buffers(nn.Linear(2, 3))
+    loss = vgrad.sample_loss(fmodel, criterion)
+    with pytest.raises(ValueError, match=r"ggn\(loss\): expected a sample_loss of"):
+        curvature.ggn(loss)
+    known = vgrad.sample_loss(fmodel, F.mse_loss)
+    with pytest.raises(ValueError, match="no likelihood beside it"):
+        curvature.ggn(known, "gaussian")
+    copies = vgrad.sample_loss(fmodel, F.mse_loss, augmentations=2)
+    with pytest.raises(ValueError, match="without augmentations"):
+        curvature.fisher(copies, seed=0)
 
 
 @pytest.mark.parametrize("name", ["mlp", "lstm", "attention", "norm"])
@@ -481,7 +562,7 @@ def test_sides_that_do_not_fit_are_refused():
 
 
 @pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")  # of attention in vmap
-@pytest.mark.parametrize("name", ["cnn", "attention", "tied"])
+@pytest.mark.parametrize("name", ["cnn", "attention", "tied", "scaled"])
 def test_the_whole_matrix_is_the_dense_one(name):
     module, (fmodel, params, buffers), batches = problem(name)
     exact = dense(module, batches, "categorical")
@@ -619,6 +700,18 @@ def test_samples_that_do_not_use_a_parameter_have_no_positions(method):
     matrix = curvature.ggn(fmodel, "gaussian")
     with pytest.raises(ValueError, match=r"uses of 'v' of one kind"):
         method(matrix, params, buffers, [(part,) for part in parts])
+
+
+def test_padding_has_no_curvature():
+    module = nn.Sequential(nn.Embedding(4, 3, padding_idx=1), nn.Flatten())
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(module.double())
+    batches = [(torch.tensor([[0, 1], [1, 2]]),)]
+    given = curvature.ggn(fmodel, "gaussian"), params, buffers, batches
+    for method in (curvature.kfac, curvature.ekfac):
+        ones = {name: torch.ones_like(value) for name, value in params.items()}
+        [found] = method(*given).product(ones).values()
+        assert not found[[1, 3]].any()
+        assert found[[0, 2]].all()
 
 
 def test_samples_run_alone_at_the_first_product_only():

@@ -86,6 +86,9 @@ CASES = [
     ("lstm", "kfac", "gaussian"),
     ("attention", "ekfac", "categorical"),
     ("norm", "kfac", "gaussian"),
+    ("scaled", "kfac", "categorical"),
+    ("scaled", "diagonal", "gaussian"),
+    ("scaled", "full", "gaussian"),
     ("twice", "kfac", "categorical"),
     ("tied", "ekfac", "gaussian"),
     ("tied", "full", "gaussian"),
@@ -239,6 +242,7 @@ def test_draws_have_the_covariances():
 def test_members_of_blocks_have_the_covariance_of_the_posterior(structure):
     _, _, found, precision = posterior("twice", structure, "categorical")
     drawn = found.sample(20_000, seed=0)
+    assert not any(each.requires_grad for each in drawn.values())
     apart = [(drawn[n] - value).flatten(1) for n, value in found.params.items()]
     oracle.assert_exact(torch.cat(apart, 1).T.cov(), torch.linalg.inv(precision), 0.03)
 
@@ -340,5 +344,7 @@ def test_what_has_no_posterior_is_refused():
     assert "tensor" not in repr(whole)
     with pytest.raises(ValueError, match="count=0"):
         whole.sample(0, seed=0)
+    with pytest.raises(ValueError, match=r"Laplace.draw\(seed=-1"):
+        whole.draw(data[0][0], count=1, seed=-1)
     with pytest.raises(ValueError, match=r"log_likelihood\(batches\): expected a"):
         whole.log_likelihood([])

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.attribution.store import Store
+from vgrad.attribution.store import OfFeatures, Store
 from vgrad.curvature import Full, Kronecker
 from vgrad.curvature.kronecker import Block
-from vgrad.factors import Dense, Factor, Outer, Probes, Rows
+from vgrad.factors import Dense, Factor, Outer, Rows
+from vgrad.factors.columns import Columns, inner_products
 from vgrad.factors.norms import far
 from vgrad.factors.reductions import norm_dtype
 from vgrad.functional.losses import check_model, sample_loss
@@ -93,7 +94,8 @@ def influence(
     Args:
         queries: one batch, such as `(x, y)`.
         batches: training samples, gone through once; or a `Store`, whose features stand
-            for their gradients, and no pass of them runs.
+            for their gradients, and no pass of them runs. Its curvature is of
+            `Store.curvature` or `Store.empirical_fisher`.
         curvature: a matrix of `vgrad.curvature` (`kfac`, `ekfac`, `full`, `iterative`),
             or any object with its `solve`; None for the identity, inner products of
             gradients.
@@ -145,15 +147,20 @@ def influence(
     of_call = Call.of(influence, of_query, options), Call.of(influence, loss, options)
     given = params, buffers, *batch
     parts: Any
+    if not isinstance(batches, Store) or curvature is None:
+        _check("influence", curvature, damping)
     if isinstance(batches, Store):
         whole = list(names) == [""] and rank is None and not per_position
-        if curvature is not None or not whole:
+        if not whole:
             raise ValueError(
-                "influence(store): expected none of curvature, groups, rank and "
-                "per_position, got one. Pass the batches themselves."
+                "influence(store): expected neither groups nor rank nor per_position. "
+                "Pass the batches themselves."
             )
         batches.check(loss, params, buffers)
         asked = batches.project(of_query, *given, **options)
+        if curvature is not None:
+            batches.fits(curvature)
+            asked = curvature.solve(asked, damping=damping)
         parts = (_dot(features, asked) for features in batches)
     else:
         if curvature is None and rank is None and not per_position:
@@ -216,6 +223,7 @@ def self_influence(
         tensor([25.,  1.])
     """
     read = _read("self_influence", batches)
+    _check("self_influence", curvature, damping)
     if curvature is None:
         norms = per_sample_norm(loss, **options)
         return torch.cat([norms(params, buffers, *each).square() for each in read])
@@ -342,6 +350,19 @@ def _margin(output: Tensor, target: Tensor) -> Tensor:
     place = target.unsqueeze(1)
     others = output.scatter(1, place, -torch.inf).logsumexp(1)
     return output.gather(1, place).squeeze(1) - others
+
+
+def _check(function: str, curvature: Any, damping: float) -> None:
+    """Refuse damping of nothing, and a matrix of features: their sizes may agree."""
+    if curvature is None and damping:
+        raise ValueError(
+            f"{function}(damping={damping}): expected a curvature beside it, got none."
+        )
+    if isinstance(curvature, OfFeatures):
+        raise ValueError(
+            f"{function}(curvature): expected a matrix of the parameters, got one of "
+            f"the features of a store. Pass the store in the place of the batches."
+        )
 
 
 def _solved(curvature: Inverse, vectors: Params, damping: float) -> Params:
@@ -474,21 +495,10 @@ class _Squares(Collector):
 
     def take(self, name: str, factor: Factor) -> None:
         block = self.blocks[name]
-        (left, right), shape = (block.left, block.right), block.values.shape
         weights = 1 / (block.values + self.damping)
-        if isinstance(factor, Outer) and factor.inputs.shape[1:3] == (1, 1):
-            b, a = double(factor.outputs[:, 0, 0]), double(factor.inputs[:, 0, 0])
-            b, a = (b if left is None else b @ left, a if right is None else a @ right)
-            self.values = self.values + (b.square() @ weights * a.square()).sum(1)
-            return
-        found = []
-        for some in factor.in_cache():
-            if left is None or right is None or shape[:1] != factor.shape[:1]:
-                rotated = block.rotated(double(some.grad()).reshape(-1, *shape))
-            else:
-                rotated = double(some.project(Probes(left.mT, right.mT, pairs=True)))
-            found.append(rotated.view(-1, *shape).square().mul(weights).sum((1, 2)))
-        self.values = self.values + torch.cat(found)
+        columns = Columns.one(factor)
+        found = inner_products(columns, block.left, block.right, weights)
+        self.values = self.values + found[:, 0, 0]
 
 
 @dataclass(frozen=True)

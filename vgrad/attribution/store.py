@@ -129,13 +129,15 @@ class Store:
 
         The directions are the store's; the options are in `vgrad.persample.Options`.
         """
+        return _by_name(self._projection(loss, **options)(params, buffers, *batch))
+
+    def _projection(self, loss: LossFn, **options: Unpack[Options]) -> Transform[Any]:
         own = self._index["projection"]
         dim: Any = own["sizes"] if len(own["sizes"]) == 2 else sum(own["sizes"])
-        settings = {"seed": own["seed"], "kind": own["kind"]}
+        settings: Any = {"seed": own["seed"], "kind": own["kind"]}
         if own["sides"]:
             dim, settings = self._sides(), {}
-        project: Any = per_sample_projection(loss, dim, **settings, **options)
-        return _by_name(project(params, buffers, *batch))
+        return per_sample_projection(loss, dim, **settings, **options)
 
     def empirical_fisher(self, *, diagonal: bool = False) -> Kronecker:
         """Mean over the samples of outer products of features, [k, k] for each name.
@@ -143,8 +145,8 @@ class Store:
         Its vectors are features. It is the empirical Fisher matrix if the loss is a
         negative log likelihood. With `diagonal` the rest of it is left out.
         """
-        squares = ((features, len(ids)) for features, ids in self._files())
-        return self._matrix(squares, diagonal)
+        found = ((features, len(samples)) for features, samples in self._files())
+        return self._matrix(found, diagonal)
 
     def curvature(
         self,
@@ -170,17 +172,15 @@ class Store:
         facts = self._index["facts"]
         now = {"params": files.digest(params), "buffers": files.digest(buffers)}
         _compare("Store.curvature", {name: facts[name] for name in now}, now)
-        given = params, buffers, batches, options
-        found = (
-            (
-                self.project(
-                    _linear, params, {}, {n: g.flatten(0, 1) for n, g in grads.items()}
-                ),
-                samples,
-            )
-            for grads, samples in matrix.measured(Store.curvature, Gradients(), *given)
-        )
-        return self._matrix(found, diagonal)
+        project = self._projection(_linear)
+
+        def features() -> Iterator[tuple[Params, int]]:
+            given = params, buffers, batches, options
+            for each, samples in matrix.measured(Store.curvature, Gradients(), *given):
+                rows = {name: grads.flatten(0, 1) for name, grads in each.items()}
+                yield _by_name(project(params, buffers, rows)), samples
+
+        return self._matrix(features(), diagonal)
 
     def fits(self, curvature: Any) -> None:
         """Raise a ValueError unless a matrix is one of this store's directions."""
@@ -310,9 +310,7 @@ class Store:
         compute = partial(projection, params, buffers)
         shown = _bar(text, count) if progress and ranks.rank == 0 else nullcontext(int)
         seen, end = hashlib.sha256(), first
-        wrong = ValueError(
-            f"{function}(ids): expected one for each sample, got others."
-        )
+        wrong = ValueError(f"{function}(ids): expected one for each sample, got others")
         with ranks.together(f"{function}, features") as agreed, shown as advance:
             store = cls(path)
 
@@ -434,9 +432,9 @@ def _pieces(
     note: Callable[[list[Sample]], None],
 ) -> Iterator[Piece]:
     """Cut batches where a file ends."""
-    names = (
-        itertools.count(place) if ids is None else itertools.chain(ids, [None] * size)
-    )
+    names: Iterator[Any] = itertools.count(place)
+    if ids is not None:
+        names = itertools.chain(ids, itertools.repeat(None))  # counted by `note`
     for batch in batches:
         read, start = _batches.read("Store.write", tuple(batch)), 0
         flat = [each.detach().cpu().contiguous() for each in read.tensors]

@@ -215,6 +215,7 @@ def _sample(image: Tensor, *words: str) -> str:
     """Show an image `[C, H, W]`, or the first numbers of a row, with words below."""
     if image.shape[:2] == (1, 1):
         shown = ", ".join(f"{number:.3g}" for number in image.flatten()[:_FEATURES])
+        shown += ", ..." * (image.numel() > _FEATURES)
     else:
         content = io.BytesIO()
         imsave(content, report.pixels(image.cpu()), cmap="gray_r", format="png")

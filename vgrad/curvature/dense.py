@@ -84,8 +84,8 @@ def full(
     total, count = torch.zeros((), dtype=torch.float64), 0
     given = params, buffers, batches, options
     for grads, samples in curvature.measured(full, Gradients(), *given):
-        rows = [double(each.flatten(0, 1).flatten(1)) for each in grads.values()]
-        flat = torch.cat(rows, 1)
+        rows = [double(x).reshape(*x.shape[:2], -1) for x in grads.values()]
+        flat = torch.cat(rows, 2).flatten(0, 1)
         total = total.to(flat.device) + flat.mT @ flat
         count += samples
     values, vectors = torch.linalg.eigh(total / count)

@@ -201,6 +201,7 @@ class Laplace:
         `seed` and the names of parameters; generators of torch stay as they are.
         """
         [count] = checks.whole("Laplace.sample", least=1, count=count)
+        [seed] = checks.whole("Laplace.sample", least=0, seed=seed)
         key = secret_key(seed=seed)
         noise = {
             name: _normal((count, *value.shape), torch_seed(key, name), value)
@@ -219,6 +220,7 @@ class Laplace:
         `ValuePrediction.from_outputs` take them: the Monte Carlo link.
         """
         [count] = checks.whole("Laplace.draw", least=1, count=count)
+        [seed] = checks.whole("Laplace.draw", least=0, seed=seed)
         mean, covariance = self._outputs(inputs, options)
         values, vectors = torch.linalg.eigh(covariance)
         root = vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
@@ -274,7 +276,7 @@ class Laplace:
         """Return the likelihood's part of a block's eigenvalues, and `|params|^2`."""
         whole = isinstance(self.matrix, Full)
         values = self.params.values() if whole else [self.params[name]]
-        square = sum(float(double(value).square().sum()) for value in values)
+        square = sum(float(double(value.detach()).square().sum()) for value in values)
         return self._scale * self.matrix.blocks[name].values.flatten(), square
 
 

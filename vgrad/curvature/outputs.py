@@ -8,17 +8,18 @@ of a square root of the likelihood's curvature.
 import hashlib
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Unpack, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from vgrad import batches, checks
-from vgrad.functional.losses import check_model, read
+from vgrad.functional.losses import SampleLoss, check_model, read
 from vgrad.functional.model import FunctionalModel
 from vgrad.generators import RandomState, random_state
 from vgrad.persample import Options
@@ -26,7 +27,7 @@ from vgrad.persample.engine import Call, Evaluation, Quantity, Transform
 from vgrad.persample.grad import Gradients
 from vgrad.torch_private import modes
 from vgrad.tree import map_tensors, tensors, wide
-from vgrad.typing import Buffers, Params, Tree
+from vgrad.typing import Buffers, LossFn, Params, Tree
 
 Likelihood = Literal["categorical", "gaussian"]
 
@@ -171,7 +172,9 @@ def check_targets(
 ) -> None:
     """Refuse targets that are not numbers of the outputs' shape, or classes."""
     if likelihood == "gaussian":
-        shapes = {output.shape, output.squeeze(-1).shape}
+        # Criteria of torch broadcast [B, T] and [B, T, 1].
+        flat = output.squeeze(1) if output.ndim == 2 else output
+        shapes = {output.shape, flat.shape}
         if not isinstance(target, Tensor) or target.shape not in shapes:
             raise ValueError(
                 f"{function}(batches): expected targets of the outputs' shape "
@@ -218,7 +221,9 @@ def _output(
     return output[0]
 
 
-def ggn(fmodel: FunctionalModel, likelihood: Likelihood) -> Curvature:
+def ggn(
+    fmodel: FunctionalModel | LossFn, likelihood: Likelihood | None = None
+) -> Curvature:
     """Generalised Gauss-Newton matrix: `mean_n J_n^T H_n J_n`, H the likelihood's own.
 
     `"categorical"`: outputs are logits `[B, C, ...]`, as for
@@ -228,11 +233,17 @@ def ggn(fmodel: FunctionalModel, likelihood: Likelihood) -> Curvature:
     the identity. It needs no targets: batches are `(*inputs,)`. For these two the GGN
     is the Fisher information.
 
+    In place of both, `sample_loss(fmodel, criterion)` with torch's `cross_entropy`,
+    `CrossEntropyLoss()`, `mse_loss` or `MSELoss()`, of the two reductions, is one of
+    them times a number: the mean over T positions divides by T, and the squared error
+    is twice the Gaussian loss, as a mean over K numbers `2 / K` times it. H is
+    multiplied by that number.
+
     Cost: K columns for each sample, one for each number of its output: a backward pass
     has K times the activations, but the inputs of layers once.
 
     Raises:
-        ValueError: `likelihood` is unknown.
+        ValueError: `likelihood` is unknown, or the criterion of the loss.
 
     Reference: Martens, arXiv 1412.1193.
 
@@ -246,19 +257,27 @@ def ggn(fmodel: FunctionalModel, likelihood: Likelihood) -> Curvature:
         >>> curvature.diagonal(matrix, params, buffers, [(x,)])  # the mean of squares
         {'weight': tensor([[1., 2.]])}
     """
-    _check("ggn", fmodel, likelihood)
+    fmodel, likelihood, weight = likelihood_of("ggn", fmodel, likelihood)
     exact = {"categorical": _classes, "gaussian": _units}[likelihood]
-    return Curvature("ggn", fmodel, lambda output, *_: exact(output))
+
+    def columns(output: Tensor, *rest: Any) -> Tensor:
+        return exact(output) * math.sqrt(weight(output))
+
+    return Curvature("ggn", fmodel, columns)
 
 
 def fisher(
-    fmodel: FunctionalModel, likelihood: Likelihood, *, seed: int, samples: int = 1
+    fmodel: FunctionalModel | LossFn,
+    likelihood: Likelihood | None = None,
+    *,
+    seed: int,
+    samples: int = 1,
 ) -> Curvature:
     """Monte Carlo Fisher information: targets drawn from the model, as of `ggn`.
 
-    Its mean over seeds is the GGN of the same likelihood. The targets of a batch follow
-    from `seed` and the batch's place in the sequence, so a matrix is the same one each
-    time; generators of torch stay as they are. Batches are `(*inputs,)`.
+    Its mean over seeds is the GGN of the same likelihood or loss. The targets of a
+    batch follow from `seed` and the batch's place in the sequence, so a matrix is the
+    same one each time; generators of torch stay as they are. Batches are `(*inputs,)`.
 
     Cost: `samples` columns for each sample.
 
@@ -267,7 +286,7 @@ def fisher(
 
     Reference: Kunstner et al., arXiv 1905.12558.
     """
-    _check("fisher", fmodel, likelihood)
+    fmodel, likelihood, weight = likelihood_of("fisher", fmodel, likelihood)
     [count] = checks.whole("fisher", least=1, samples=samples)
     [seed] = checks.whole("fisher", least=0, seed=seed)
     drawn = {"categorical": _drawn_classes, "gaussian": _drawn_numbers}[likelihood]
@@ -275,29 +294,33 @@ def fisher(
     def columns(output: Tensor, target: Any, number: int) -> Tensor:
         digest = hashlib.sha256(f"{seed}/{number}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
-        return drawn(output, count, generator) / math.sqrt(count)
+        scale = math.sqrt(weight(output) / count)
+        return drawn(output, count, generator) * scale
 
     return Curvature("fisher", fmodel, columns)
 
 
-def empirical_fisher(fmodel: FunctionalModel, likelihood: Likelihood) -> Curvature:
+def empirical_fisher(
+    fmodel: FunctionalModel | LossFn, likelihood: Likelihood | None = None
+) -> Curvature:
     """Uncentred covariance of gradients at the targets, `mean_n g_n g_n^T`.
 
-    It has the likelihoods of `ggn`; batches are `(*inputs, target)`.
+    It has the likelihoods and losses of `ggn`; batches are `(*inputs, target)`.
 
     Raises:
         ValueError: `likelihood` is unknown, or a class is out of range.
 
     Reference: Kunstner et al., arXiv 1905.12558 (where it differs from the GGN).
     """
-    _check("empirical_fisher", fmodel, likelihood)
+    given = likelihood_of("empirical_fisher", fmodel, likelihood)
+    fmodel, likelihood, weight = given
 
     def columns(output: Tensor, target: Any, number: int) -> Tensor:
         check_targets("empirical_fisher", likelihood, output, target)
         if likelihood == "gaussian":
-            return (output - target.view_as(output)).unsqueeze(1)
+            return (output - target.view_as(output)).unsqueeze(1) * weight(output)
         chosen = torch.zeros_like(output).scatter_(1, target.unsqueeze(1), 1.0)
-        return (output.softmax(1) - chosen).unsqueeze(1)
+        return (output.softmax(1) - chosen).unsqueeze(1) * weight(output)
 
     return Curvature("empirical_fisher", fmodel, columns, has_targets=True)
 
@@ -347,15 +370,50 @@ class _Jacobians(Gradients):
         return {name: each.unflatten(1, out) for name, each in grads.items()}
 
 
-def _check(function: str, fmodel: Any, likelihood: Any) -> None:
+def likelihood_of(
+    function: str, fmodel: Any, likelihood: Any
+) -> tuple[FunctionalModel, Likelihood, Callable[[Tensor], float]]:
+    """Return model, likelihood, and by how much a loss is larger for an output."""
+    known: Any = likelihood
+    mean = None
+    if isinstance(fmodel, SampleLoss):
+        fmodel, criterion, copies = fmodel.parts
+        options = vars(criterion) if isinstance(criterion, nn.Module) else {}
+        mean = {"mean": True, "sum": False}.get(options.get("reduction", "mean"))
+        kind = type(criterion) if options else criterion
+        known = _KNOWN.get(kind) if isinstance(kind, Hashable) else None
+        plain = not options.get("label_smoothing") and copies is None
+        plain &= getattr(criterion, "weight", None) is None
+        plain &= options.get("ignore_index", -100) == -100
+        if likelihood is not None or not known or mean is None or not plain:
+            raise ValueError(
+                f"{function}(loss): expected a sample_loss of cross_entropy, "
+                f"CrossEntropyLoss(), mse_loss or MSELoss(), without augmentations and "
+                f"options but for a reduction by mean or sum, and no likelihood beside "
+                f"it, got {checks.shown(criterion)}. Pass the model and its "
+                f'likelihood: {function}(fmodel, "categorical").'
+            )
     check_model(function, fmodel)
-    checks.choice(function, get_args(Likelihood), likelihood=likelihood)
+    checks.choice(function, get_args(Likelihood), likelihood=known)
     for name, module in fmodel.named_modules():
         if getattr(module, "scale_grad_by_freq", False):
             raise ValueError(
                 f"{function}(fmodel): expected gradients that are derivatives, got "
                 f"{name!r}, an embedding with scale_grad_by_freq=True. Set it to False."
             )
+
+    def weight(output: Tensor) -> float:
+        squared = known == "gaussian" and mean is not None
+        terms = output[0].numel() // (1 if squared else output.shape[1])
+        return (2 if squared else 1) / (terms if mean else 1)
+
+    return fmodel, known, weight
+
+
+_KNOWN: dict[Any, Any] = dict.fromkeys(
+    (F.cross_entropy, nn.CrossEntropyLoss), "categorical"
+)
+_KNOWN |= dict.fromkeys((F.mse_loss, nn.MSELoss), "gaussian")
 
 
 def _units(output: Tensor) -> Tensor:

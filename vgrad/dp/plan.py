@@ -192,8 +192,7 @@ class Plan:
         correlated, before = self.noise.correlated, self.before
         known = _SAMPLINGS.get(self.noise.scheme, ("fixed_order",))
         own["sampling"] = self.sampling or known[0]
-        checks.choice("Plan", _NEIGHBOURS, sampling=self.sampling)
-        relations = _NEIGHBOURS[own["sampling"]]
+        relations = _NEIGHBOURS.get(str(own["sampling"]), ("",))
         if self.max_batch_size is not None:
             relations = tuple(r for r in relations if r != "replace_one")
         own["neighbours"] = self.neighbours or relations[0]

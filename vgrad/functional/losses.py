@@ -77,6 +77,11 @@ class SampleLoss(LossFn):
         self._criterion = criterion
         self._augmentations = augmentations
 
+    @property
+    def parts(self) -> tuple[FunctionalModel, Criterion, int | None]:
+        """The model, the criterion and the number of augmentations."""
+        return self._fmodel, self._criterion, self._augmentations
+
     def __call__(self, params: Params, buffers: Buffers, /, *sample: Tree) -> Tensor:
         """Return the loss of one sample."""
         with modes.without_modes():  # which would see every op of these
