@@ -15,7 +15,7 @@ from vgrad.attribution.store import OfFeatures, Store
 from vgrad.curvature import Full, Kronecker
 from vgrad.curvature.kronecker import Block
 from vgrad.factors import Dense, Factor, Outer, Rows
-from vgrad.factors.columns import Columns, inner_products
+from vgrad.factors.columns import inner_products
 from vgrad.factors.norms import far
 from vgrad.factors.reductions import norm_dtype
 from vgrad.functional.losses import check_model, sample_loss
@@ -228,10 +228,11 @@ def self_influence(
         norms = per_sample_norm(loss, **options)
         return torch.cat([norms(params, buffers, *each).square() for each in read])
     if isinstance(curvature, Kronecker) and not isinstance(curvature, Full):
-        checks.names("self_influence(curvature)", curvature.blocks, params)
+        checks.names("self_influence(curvature)", curvature.shapes, params)
         curvature._damping("self_influence", damping)
         call = Call.of(self_influence, loss, options)
-        squares = Transform(call, _Own(curvature.blocks, damping))
+        own = curvature.of_blocks(_Own(curvature.blocks, damping))
+        squares = Transform(call, own)
         return torch.cat([squares(params, buffers, *each) for each in read])
     gradients, parts = per_sample_grad(loss, **options), []
     for each in read:
@@ -496,8 +497,7 @@ class _Squares(Collector):
     def take(self, name: str, factor: Factor) -> None:
         block = self.blocks[name]
         weights = 1 / (block.values + self.damping)
-        columns = Columns.one(factor)
-        found = inner_products(columns, block.left, block.right, weights)
+        found = inner_products(factor, block.left, block.right, weights)
         self.values = self.values + found[:, 0, 0]
 
 

@@ -210,7 +210,8 @@ class Store:
             values, vectors = found / count, None
             if not diagonal:
                 values, vectors = torch.linalg.eigh(values)
-            blocks[name] = Block(vectors, None, values.clamp(min=0).unsqueeze(1))
+            values = values.clamp(min=0).unsqueeze(1)
+            blocks[name] = Block(vectors, None, values, {name: values.shape[:1]})
         return OfFeatures(blocks, _binding(self._index))
 
     @classmethod

@@ -8,7 +8,6 @@ from typing import Unpack
 
 import torch
 
-from vgrad import checks
 from vgrad.curvature.kronecker import Block, Kronecker
 from vgrad.curvature.outputs import Batches, Curvature
 from vgrad.persample import Options
@@ -26,22 +25,6 @@ class Full(Kronecker):
 
     It has the methods of `Kronecker`, with one block of all parameters, named "".
     """
-
-    shapes: dict[str, torch.Size]
-
-    def scaled(self, vector: Params, values: Params) -> Params:
-        """Multiply a vector by a matrix of the same eigenvectors, and these values."""
-        checks.names("Full(vector)", self.shapes, vector)
-        name, first = next(iter(self.shapes.items()))
-        given = vector[name].shape  # with axes of several vectors in front
-        lead = given[: len(given) - len(first)]
-        shapes = {n: torch.Size((*lead, *each)) for n, each in self.shapes.items()}
-        checks.shapes("Full(vector)", shapes, vector)
-        sizes = [shape.numel() for shape in self.shapes.values()]
-        parts = [double(vector[name]).reshape(*lead, -1) for name in shapes]
-        [flat] = super().scaled({"": torch.cat(parts, -1)}, values).values()
-        pairs = zip(shapes.items(), flat.split(sizes, -1), strict=True)
-        return {name: part.reshape(shape) for (name, shape), part in pairs}
 
 
 @torch.no_grad()
@@ -89,5 +72,5 @@ def full(
         total = total.to(flat.device) + flat.mT @ flat
         count += samples
     values, vectors = torch.linalg.eigh(total / count)
-    block = Block(None, vectors, values.clamp(min=0)[None])
-    return Full({"": block}, {name: each.shape for name, each in params.items()})
+    shapes = {name: each.shape for name, each in params.items()}
+    return Full({"": Block(None, vectors, values.clamp(min=0)[None], shapes)})

@@ -4,9 +4,9 @@ A parameter is a matrix `[O, I]` of its first dimension and all others. T positi
 sample use it, with inputs a_t and gradients g_t at their outputs; K columns, N samples.
 """
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Unpack, get_args
 
 import torch
@@ -14,15 +14,18 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.curvature.outputs import Batches, Curvature
-from vgrad.factors import Sums
-from vgrad.factors.columns import Covariances, covariances
+from vgrad.factors import Columns, Factor, Sums
+from vgrad.factors.columns import Appended, Covariances, covariances
 from vgrad.persample import Options
-from vgrad.persample.engine import Call, Evaluation, Mapped, Quantity
+from vgrad.persample.engine import Call, Collector, Evaluation, Mapped, Quantity
 from vgrad.persample.moments import Squares
 from vgrad.tree import double
 from vgrad.typing import Buffers, Params
 
 Sharing = Literal["expand", "reduce"]
+
+Pairs = dict[str, tuple[str, ...]]
+"""A weight and its bias, by either name."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +33,13 @@ class Block:
     """The curvature of one parameter, `(Q_o x Q_i) diag(values) (Q_o x Q_i)^T`.
 
     -> left [O, O] and right [I, I], orthogonal, in float64, None for the identity;
-    values [O, I].
+    values [O, I]. Several parameters, with their `shapes`, follow each other in rows.
     """
 
     left: Tensor | None
     right: Tensor | None
     values: Tensor
+    shapes: dict[str, torch.Size]
 
     def rotated(self, matrix: Tensor, *, back: bool = False) -> Tensor:
         """Return `Q_o^T M Q_i`, or `Q_o M Q_i^T`, of [..., O, I]."""
@@ -67,14 +71,25 @@ class Kronecker:
 
     def scaled(self, vector: Params, values: Params) -> Params:
         """Multiply a vector by a matrix of the same eigenvectors, and these values."""
-        checks.names("Kronecker(vector)", self.blocks, vector)
+        what, shapes = f"{type(self).__name__}(vector)", self.shapes
+        checks.names(what, shapes, vector)
+        name, first = next(iter(shapes.items()))
+        given = vector[name].shape  # with axes of several vectors in front
+        lead = given[: len(given) - len(first)]
+        full = {n: torch.Size((*lead, *each)) for n, each in shapes.items()}
+        checks.shapes(what, full, vector)
         result = {}
         for name, block in self.blocks.items():
-            value = vector[name]
-            matrix = double(value).reshape(-1, *block.values.shape)
-            matrix = block.rotated(matrix) * values[name]
-            result[name] = block.rotated(matrix, back=True).view(value.shape)
-        return result
+            rows = len(block.values)
+            widths = {n: each.numel() // rows for n, each in block.shapes.items()}
+            sizes = {n: (*lead, rows, width) for n, width in widths.items()}
+            parts = [double(vector[n]).reshape(size) for n, size in sizes.items()]
+            matrix = block.rotated(torch.cat(parts, -1)) * values[name]
+            parts = block.rotated(matrix, back=True).split([*widths.values()], -1)
+            result |= {
+                n: part.reshape(full[n]) for n, part in zip(widths, parts, strict=True)
+            }
+        return {name: result[name] for name in vector}
 
     def logdet(self, *, damping: float) -> Tensor:
         """Return `log det(matrix + damping I)`."""
@@ -103,6 +118,12 @@ class Kronecker:
         k_o, k_i = checks.whole("Kronecker.sides", least=1, **sizes)
         sides = {}
         for name, block in self.blocks.items():
+            if len(block.shapes) > 1:
+                raise ValueError(
+                    f"Kronecker.sides: expected a block for each parameter, got one "
+                    f"of {checks.listed(block.shapes)}. Pass "
+                    f"separate_weight_and_bias=True to kfac or ekfac."
+                )
             values, column = block.values, block.values.shape[1] == 1
             count = k_o * k_i if column else k_o
             left = _top(block.left, values.sum(1), count)
@@ -111,6 +132,17 @@ class Kronecker:
                 None if column else _top(block.right, values.sum(0), k_i),
             )
         return sides
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shapes of all parameters."""
+        blocks = self.blocks.values()
+        return {name: each for block in blocks for name, each in block.shapes.items()}
+
+    def of_blocks(self, quantity: Quantity) -> Quantity:
+        """Return a quantity that takes a factor [B, K, O, I] for each block."""
+        several = [(*b.shapes,) for b in self.blocks.values() if len(b.shapes) > 1]
+        return _OfBlocks(quantity, {name: each for each in several for name in each})
 
     def _values(self) -> list[Tensor]:
         return [each.values for each in self.blocks.values()]
@@ -137,6 +169,7 @@ def kfac(
     batches: Batches,
     *,
     weight_sharing: Sharing = "expand",
+    separate_weight_and_bias: bool = True,
     **options: Unpack[Options],
 ) -> Kronecker:
     """Kronecker-factored curvature of each parameter, `S x A / mean T`.
@@ -147,8 +180,13 @@ def kfac(
     `mean_t a_nt`, which is exact for models that average over positions; tables of
     lookups stay expanded. A parameter with one dimension, such
     as a bias, has its whole covariance, and so has one of up to 4,096 numbers that no
-    product uses. Weight and bias of a layer are blocks of their own. The options are in
-    `vgrad.persample.Options`.
+    product uses. The options are in `vgrad.persample.Options`.
+
+    With `separate_weight_and_bias=False` a bias is one more column of its weight, for
+    an input that is 1, in a block [O, I + 1] under the weight's name. Their names
+    differ in "bias" for "weight", as of torch's modules, and in each sample the bias
+    has the gradients at all outputs of the weight, and no others; else the two stay
+    separate, as those of grouped convolutions do.
 
     Cost: a forward pass and a backward pass of K columns for each batch, two products
     of matrices in float64 for each layer, and the memory of two covariances.
@@ -173,19 +211,35 @@ def kfac(
     checks.choice("kfac", get_args(Sharing), weight_sharing=weight_sharing)
     sums: dict[str, Covariances] = {}
     count = 0
-    quantity = _Covariances(reduce=weight_sharing == "reduce")
+    pairs = {} if separate_weight_and_bias else _pairs(params)
+    quantity = _OfBlocks(_Covariances(pairs, weight_sharing == "reduce"), pairs)
     given = params, buffers, batches, options
     for found, size in curvature.measured(kfac, quantity, *given):
         for name, each in found.items():
             _add(sums, name, each)
         count += size
+    shapes = {name: {name: each.shape} for name, each in params.items()}
+    for weight, bias in dict.fromkeys(pairs.values()):
+        if len(sums[weight].right) > params[weight].shape[1:].numel():
+            shapes[weight] |= shapes.pop(bias)
     blocks = {}
-    for name in params:
+    for name, of_block in shapes.items():
         left, right, positions = sums[name]
         (values, basis), (others, other) = _eigen(left / count), _eigen(right / count)
-        scale = count / max(1, positions)
-        blocks[name] = Block(basis, other, torch.outer(values, others) * scale)
+        values = torch.outer(values, others) * (count / max(1, positions))
+        blocks[name] = Block(basis, other, values, of_block)
     return Kronecker(blocks)
+
+
+def _pairs(params: Params) -> Pairs:
+    found: Pairs = {}
+    for name, value in params.items():
+        layer, dot, own = name.rpartition(".")
+        bias = f"{layer}{dot}{own.replace('weight', 'bias')}"
+        fits = bias in params and params[bias].shape == value.shape[:1] != value.shape
+        if fits and bias not in found:
+            found |= dict.fromkeys((name, bias), (name, bias))
+    return found
 
 
 @torch.no_grad()
@@ -196,6 +250,7 @@ def ekfac(
     batches: Batches,
     *,
     weight_sharing: Sharing = "expand",
+    separate_weight_and_bias: bool = True,
     **options: Unpack[Options],
 ) -> Kronecker:
     """Kronecker-factored eigenvectors with the eigenvalues that fit them best.
@@ -209,11 +264,14 @@ def ekfac(
     Reference: George et al., arXiv 1806.03884.
     """
     given = params, buffers, batches
-    start = kfac(curvature, *given, weight_sharing=weight_sharing, **options)
+    own: Any = {"weight_sharing": weight_sharing}
+    own |= {"separate_weight_and_bias": separate_weight_and_bias}
+    start = kfac(curvature, *given, **own, **options)
     blocks = start.blocks
     sides = {name: (each.left, each.right) for name, each in blocks.items()}
     sums, count = Sums(), 0
-    for found, size in curvature.measured(ekfac, Squares(sides), *given, options):
+    quantity = start.of_blocks(Squares(sides))
+    for found, size in curvature.measured(ekfac, quantity, *given, options):
         sums.add(found)
         count += size
     sums.divide(count)
@@ -221,15 +279,58 @@ def ekfac(
     return Kronecker({n: replace(b, values=values[n]) for n, b in blocks.items()})
 
 
+@dataclass
+class _Joining(Collector):
+    taken: Collector
+    pairs: Pairs
+    columns: bool
+    held: dict[str, Factor] = field(default_factory=dict)
+
+    def take(self, name: str, factor: Factor) -> None:
+        pair = self.pairs.get(name, (name,))
+        self.held[name] = factor if self.columns else Columns.one(factor)
+        if all(each in self.held for each in pair):
+            factors = [self.held.pop(each) for each in pair]
+            joint = Appended(*factors) if len(pair) > 1 else factors[0]
+            self.taken.take(pair[0], joint)
+
+
+@dataclass(frozen=True)
+class _OfBlocks(Quantity):
+    quantity: Quantity
+    pairs: Pairs
+
+    def collector(self, call: Call) -> _Joining:
+        return _Joining(self.quantity.collector(call), self.pairs, call.columns)
+
+    def partial(self, collector: _Joining, call: Call) -> Any:
+        return self.quantity.partial(collector.taken, call)
+
+    def total(self, partials: Iterator[Any], run: Evaluation) -> Any:
+        return self.quantity.total(partials, run)
+
+    def mapped(self, function: Any, value: Any) -> Any:
+        return self.quantity.mapped(function, value)
+
+
 @dataclass(frozen=True)
 class _Covariances(Quantity):
+    pairs: Pairs
     reduce: bool
 
     def collector(self, call: Call) -> Mapped:
-        return Mapped(partial(covariances, reduce=self.reduce))
+        return Mapped(self._of)
+
+    def _of(self, factor: Factor) -> list[Covariances | None]:
+        parts = [factor]
+        if isinstance(factor, Appended):  # whose bias may not be shared by all samples
+            parts = [factor if factor.is_shared else factor.weight, factor.bias]
+        return [covariances(part, reduce=self.reduce) for part in parts]
 
     def partial(self, collector: Mapped, call: Call) -> dict[str, Covariances | None]:
-        return collector.values
+        values = collector.values.items()
+        named = (zip(self.pairs.get(n, [n]), each, strict=True) for n, each in values)
+        return dict(itertools.chain(*named))
 
     def total(self, partials: Iterator[dict[str, Any]], run: Evaluation) -> Any:
         sums: dict[str, Covariances] = {}
@@ -262,6 +363,10 @@ def _top(vectors: Tensor | None, values: Tensor, count: int) -> Tensor | None:
 
 def _add(sums: dict[str, Covariances], name: str, each: Covariances) -> None:
     known = sums.get(name, each)
+    size = min(len(known.right), len(each.right))  # without a bias if one has none
+    known, each = (
+        x._replace(right=x.right[(slice(size),) * x.right.ndim]) for x in (known, each)
+    )
     used = known.positions and each.positions
     if used and len(known.left) != len(each.left):
         raise ValueError(

@@ -183,7 +183,9 @@ class Laplace:
         """
         blocks, precisions = self.matrix.blocks, self._precisions
         whole = isinstance(self.matrix, Full)
-        quantity = Gradients() if whole else _Covariance(blocks, precisions)
+        quantity: Quantity = Gradients()
+        if not whole:
+            quantity = self.matrix.of_blocks(_Covariance(blocks, precisions))
         given = self.params, self.buffers, [inputs], options
         [(found, _)] = self._units.measured(Laplace.covariance, quantity, *given)
         if not whole:
@@ -274,10 +276,10 @@ class Laplace:
 
     def _evidence(self, name: str) -> tuple[Tensor, float]:
         """Return the likelihood's part of a block's eigenvalues, and `|params|^2`."""
-        whole = isinstance(self.matrix, Full)
-        values = self.params.values() if whole else [self.params[name]]
-        square = sum(float(double(value.detach()).square().sum()) for value in values)
-        return self._scale * self.matrix.blocks[name].values.flatten(), square
+        block = self.matrix.blocks[name]
+        values = [double(self.params[each].detach()) for each in block.shapes]
+        square = sum(float(value.square().sum()) for value in values)
+        return self._scale * block.values.flatten(), square
 
 
 def laplace(
@@ -333,8 +335,7 @@ def laplace(
     given = params, buffers, batches
     if isinstance(structure, Kronecker):
         matrix = structure
-        names = matrix.shapes if isinstance(matrix, Full) else matrix.blocks
-        checks.names("laplace(structure)", params, names)
+        checks.names("laplace(structure)", params, matrix.shapes)
     else:
         checks.choice("laplace", functions, structure=structure)
         matrix = functions[structure](data, *given, **options)
@@ -380,9 +381,11 @@ def _fitted(values: Tensor, square: float) -> float:
 
 
 def _diagonal(*given: Any, **options: Unpack[Options]) -> Kronecker:
-    entries = diagonal(*given, **options).items()
-    sides = {name: double(x).reshape(*x.shape[:1], -1) for name, x in entries}
-    return Kronecker({name: Block(None, None, x) for name, x in sides.items()})
+    blocks = {}
+    for name, each in diagonal(*given, **options).items():
+        values = double(each).reshape(*each.shape[:1], -1)
+        blocks[name] = Block(None, None, values, {name: each.shape})
+    return Kronecker(blocks)
 
 
 @dataclass
