@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vgrad.factors import Factor, Sums
-from vgrad.factors.columns import squares
+from vgrad.factors.columns import Columns, inner_products, squares
 from vgrad.persample.engine import (
     Call,
     Collector,
@@ -21,6 +21,7 @@ from vgrad.persample.engine import (
     Quantity,
     Reduce,
     Transform,
+    joined,
 )
 from vgrad.tree import double, map_values, wide
 from vgrad.typing import LossFn, Params
@@ -208,9 +209,13 @@ class MomentsOfGrads(Quantity):
         return value._replace(losses=function(value.losses))
 
 
+Sides = dict[str, tuple[Tensor | None, Tensor | None]]
+"""Matrices on both sides of each gradient, None for the identity."""
+
+
 @dataclass
 class _Squared(Collector):
-    sides: dict[str, tuple[Tensor | None, Tensor | None]]
+    sides: Sides
     values: Params = field(default_factory=dict)
 
     def take(self, name: str, factor: Factor) -> None:
@@ -219,12 +224,9 @@ class _Squared(Collector):
 
 @dataclass(frozen=True)
 class Squares(Quantity):
-    """Sums of squares of `left^T G right` over samples and columns, {name: [O, I]}.
+    """Sums of squares of `left^T G right` over samples and columns, {name: [O, I]}."""
 
-    `sides` has the two for each parameter, None for the identity.
-    """
-
-    sides: dict[str, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
+    sides: Sides = field(default_factory=dict)
 
     def collector(self, call: Call) -> _Squared:
         return _Squared(self.sides)
@@ -240,6 +242,40 @@ class Squares(Quantity):
 
     def mapped(self, function: Any, value: Any) -> Any:
         return value
+
+
+@dataclass
+class _Weighted(Collector):
+    sides: Sides
+    weights: Params
+    columns: bool
+    total: Any = 0.0
+
+    def take(self, name: str, factor: Factor) -> None:
+        factor = factor if self.columns else Columns.one(factor)
+        products = inner_products(factor, *self.sides[name], self.weights[name])
+        self.total = self.total + products
+
+
+@dataclass(frozen=True)
+class InnerProducts(Quantity):
+    """Inner products of `left^T G right` between the columns of a sample, [B, K, K].
+
+    Each of the [O, I] products of a parameter has its weight, {name: [O, I]}.
+    """
+
+    sides: Sides
+    weights: Params
+
+    def collector(self, call: Call) -> _Weighted:
+        return _Weighted(self.sides, self.weights, call.columns)
+
+    def partial(self, collector: _Weighted, call: Call) -> Tensor:
+        return collector.total
+
+    def total(self, partials: Iterator[Tensor], run: Evaluation) -> Tensor:
+        chunks = list(partials)
+        return joined(run.losses.new_zeros(0, 1, 1, dtype=torch.float64), chunks)
 
 
 def _joined(
