@@ -3,7 +3,7 @@
 B is the number of samples; every tensor of a batch is `[B, ...]`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -84,6 +84,28 @@ def read(function: str, batch: Tree) -> Batch:
             f"got {got}."
         )
     return Batch(sizes.pop(), batch, tensors)
+
+
+def each(function: str, batches: Iterable[Any]) -> Iterator[tuple[Tree, ...]]:
+    """Yield batches of samples; refuse none, an empty one, and other things."""
+    size = 0
+    for batch in batches:
+        if not isinstance(batch, tuple | list):
+            raise TypeError(
+                f"{function}(batches): expected tuples of a sample's items, such as "
+                f"[(x, y)], got a {type(batch).__name__}."
+            )
+        if not (size := read(function, batch).size):
+            raise ValueError(
+                f"{function}(batches): expected a sample at least in each batch, got "
+                f"an empty one. Leave it out."
+            )
+        yield tuple(batch)
+    if not size:
+        raise ValueError(
+            f"{function}(batches): expected a batch at least, got none. Pass a list of "
+            f"batches, since an iterator is used up after its first use."
+        )
 
 
 def check_mask(function: str, mask: Any, size: int) -> None:

@@ -126,7 +126,7 @@ def measure(place: Place, task: Task, tell: Tell) -> Result:
     found: dict[str, dict[str, float]] = {}
     for name, damping, scores in _scores(fmodel.to_module(whole, {}), batch, queried):
         found.setdefault(name, {})[f"{damping:g}"] = float(
-            lds(scores, subsets, outputs).mean
+            lds(scores, subsets, outputs).mean()
         )
         tell(0.5 + len(found) / len(NAMES) / 2)
     return {

@@ -16,10 +16,7 @@ OUTPUTS = torch.tensor([[0.3, 0.3], [0.4, 0.4], [0.5, 0.3]])
 
 
 def test_rank_correlations_are_those_of_dattri():
-    found = lds(SCORES, SUBSETS, OUTPUTS)
-    assert found.correlations.tolist() == pytest.approx([1, 0.8660254])
-    assert found.pvalues.tolist() == pytest.approx([0, 1 / 3])
-    assert float(found.mean) == pytest.approx(0.9330127)
+    assert lds(SCORES, SUBSETS, OUTPUTS).tolist() == pytest.approx([1, 0.8660254])
 
 
 DECAY, RATE, STEPS, SEED = 0.1, 0.05, 7, 3

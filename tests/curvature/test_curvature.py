@@ -743,7 +743,7 @@ def test_what_cannot_be_computed_is_refused():
         curvature.ggn(module, "categorical")
     with pytest.raises(ValueError, match="likelihood='poisson'.*expected one of"):
         curvature.ggn(fmodel, "poisson")
-    with pytest.raises(ValueError, match=r"diagonal\(batches\): expected a sample"):
+    with pytest.raises(ValueError, match=r"diagonal\(batches\): expected a batch"):
         curvature.diagonal(ggn, params, buffers, [])
     product = curvature.vector_product(ggn, params, buffers, iter(batches))
     vector = {n: torch.ones_like(value) for n, value in params.items()}
@@ -752,7 +752,7 @@ def test_what_cannot_be_computed_is_refused():
         product(vector)
     with pytest.raises(ValueError, match=r"product\(vector\): expected the name"):
         product({"w": torch.ones(1)})
-    with pytest.raises(TypeError, match=r"ggn\(batches\): expected tuples"):
+    with pytest.raises(TypeError, match=r"trace\(batches\): expected tuples"):
         curvature.trace(ggn, params, buffers, batches[0])
     matrix = curvature.empirical_fisher(fmodel, "categorical")
     ignored = [(batches[0][0], torch.tensor([0, -100, 1]))]
@@ -766,7 +766,7 @@ def test_what_cannot_be_computed_is_refused():
         ValueError, match=r"outputs' shape \(2, 3, 2\), got .* \(2, 2, 3\)"
     ):
         curvature.trace(matrix, *conv[1:], [(torch.ones(2, 2, 2), torch.ones(2, 2, 3))])
-    with pytest.raises(ValueError, match=r"sample at least, got an empty one"):
+    with pytest.raises(ValueError, match="sample at least in each batch, got an empty"):
         curvature.trace(ggn, params, buffers, [(torch.ones(0, 4).double(),)])
     complex_params = {n: each.to(torch.complex128) for n, each in params.items()}
     for function in (curvature.kfac, lambda *x: curvature.vector_product(*x)(params)):

@@ -334,7 +334,7 @@ def test_what_has_no_posterior_is_refused():
         make("gaussian")
     with pytest.raises(ValueError, match=r"laplace\(batches\): expected classes"):
         make(data=[(x, y + 7) for x, y in data])
-    with pytest.raises(ValueError, match="sample at least, got none"):
+    with pytest.raises(ValueError, match="batch at least, got none"):
         make(data=[])
     with pytest.raises(ValueError, match="an iterator is used up"):
         make(data=iter(data))

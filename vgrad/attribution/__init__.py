@@ -9,17 +9,16 @@ is helpful: it raises the log likelihood, or the measurement, of the query.
 * `margin`: the log odds of the target, a measurement
 * `Top`: the largest scores of each query
 * `Store`: features of a training set, in files
-* `lds`, `LDS`: rank correlations of scores with models trained on subsets
+* `lds`: rank correlations of scores with models trained on subsets
 * `retrain`: train a model on each subset, as one ensemble
 * `mislabelled_auc`: whether scores find wrong labels
 """
 
-from vgrad.attribution.judge import LDS, lds, mislabelled_auc, retrain
+from vgrad.attribution.judge import lds, mislabelled_auc, retrain
 from vgrad.attribution.scores import Top, influence, margin, self_influence, trak
 from vgrad.attribution.store import Store
 
 __all__ = [
-    "LDS",
     "Store",
     "Top",
     "influence",

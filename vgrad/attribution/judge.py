@@ -4,7 +4,7 @@ N training samples, Q queries, S subsets of the training samples.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,27 +17,14 @@ from vgrad.tree import double, map_tensors, map_values
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
 
-class LDS(NamedTuple):
-    """The result of `lds`, in float64.
-
-    Attributes:
-        mean: the mean of the correlations.
-        correlations: Spearman's rank correlation of each query, `[Q]`.
-        pvalues: of the hypothesis that ranks of a query are unrelated, `[Q]`.
-    """
-
-    mean: Tensor
-    correlations: Tensor
-    pvalues: Tensor
-
-
-def lds(scores: Tensor, subsets: Tensor, outputs: Tensor) -> LDS:
-    """Linear datamodeling score: rank correlation of scores with retrained models.
+def lds(scores: Tensor, subsets: Tensor, outputs: Tensor) -> Tensor:
+    """Linear datamodeling score: rank correlation with retrained models, float64 [Q].
 
     For each query, the sums of its scores `[Q, N]` over subsets, bool `[S, N]`, are
     correlated with `outputs` `[S, Q]` of models that were trained on these subsets (by
     `retrain`): 1 is best, 0 is chance. Outputs are of the kind that the scores explain,
-    such as log p of the right class where positive scores are helpful ones.
+    such as log p of the right class where positive scores are helpful ones. Its mean
+    over queries is the LDS of TRAK's authors.
 
     Needs scipy: `pip install "vgrad[dp]"`.
 
@@ -50,7 +37,7 @@ def lds(scores: Tensor, subsets: Tensor, outputs: Tensor) -> LDS:
     Example:
         >>> scores = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
         >>> subsets = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [0, 1, 1, 0]]) == 1
-        >>> lds(scores, subsets, torch.tensor([[0.3], [0.5], [0.4]])).correlations
+        >>> lds(scores, subsets, torch.tensor([[0.3], [0.5], [0.4]]))
         tensor([0.5000], dtype=torch.float64)
     """
     stats = checks.package("scipy.stats", "dp")
@@ -67,8 +54,8 @@ def lds(scores: Tensor, subsets: Tensor, outputs: Tensor) -> LDS:
                 f"Leave it out, or draw other subsets."
             )
     pairs = zip(sums.mT.numpy(), results.mT.numpy(), strict=True)
-    found = torch.tensor([tuple(stats.spearmanr(*pair)) for pair in pairs])
-    return LDS(found[:, 0].mean(), *found.unbind(1))
+    found = [stats.spearmanr(*pair).statistic for pair in pairs]
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def retrain(

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple, Protocol, Unpack
 import torch
 from torch import Tensor
 
+from vgrad import batches as _batches
 from vgrad import checks
 from vgrad.attribution.store import OfFeatures, Store
 from vgrad.curvature import Full, Kronecker
-from vgrad.curvature.kronecker import Block
 from vgrad.factors import Dense, Factor, Outer, Rows
-from vgrad.factors.columns import inner_products
 from vgrad.factors.norms import far
 from vgrad.factors.reductions import norm_dtype
 from vgrad.functional.losses import check_model, sample_loss
@@ -34,6 +33,7 @@ from vgrad.persample.engine import (
     joined,
     members,
 )
+from vgrad.persample.moments import InnerProducts
 from vgrad.tree import double, wide
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
@@ -142,7 +142,7 @@ def influence(
         )
     check_groups("influence", groups)
     names = members("influence", groups, params)
-    [batch] = _read("influence", [queries])
+    [batch] = _batches.each("influence", [queries])
     sign, of_query = (1, loss) if measurement is None else (-1, measurement)
     of_call = Call.of(influence, of_query, options), Call.of(influence, loss, options)
     given = params, buffers, *batch
@@ -171,7 +171,7 @@ def influence(
                 found = _solved(curvature, found, damping)
             found = {n: [_of_rank(each, rank, params[n])] for n, each in found.items()}
         compute: Any = Transform(of_call[1], _Scores(found, names, per_position))
-        read = _read("influence", batches)
+        read = _batches.each("influence", batches)
         parts = (compute(params, buffers, *batch) for batch in read)
     kept: dict[str, list[Any]] = {group: [] for group in names}
     start = 0
@@ -222,7 +222,7 @@ def self_influence(
         >>> self_influence(loss, {"w": torch.ones(2)}, {}, [(x,)])
         tensor([25.,  1.])
     """
-    read = _read("self_influence", batches)
+    read = _batches.each("self_influence", batches)
     _check("self_influence", curvature, damping)
     if curvature is None:
         norms = per_sample_norm(loss, **options)
@@ -230,10 +230,12 @@ def self_influence(
     if isinstance(curvature, Kronecker) and not isinstance(curvature, Full):
         checks.names("self_influence(curvature)", curvature.shapes, params)
         curvature._damping("self_influence", damping)
+        blocks = curvature.blocks.items()
+        weights = {name: 1 / (each.values + damping) for name, each in blocks}
         call = Call.of(self_influence, loss, options)
-        own = curvature.of_blocks(_Own(curvature.blocks, damping))
-        squares = Transform(call, own)
-        return torch.cat([squares(params, buffers, *each) for each in read])
+        squares = Transform(call, InnerProducts(*curvature.bases, weights))
+        parts = [squares(params, buffers, *each)[:, 0, 0] for each in read]
+        return torch.cat(parts).to(norm_dtype(params))
     gradients, parts = per_sample_grad(loss, **options), []
     for each in read:
         grads = gradients(params, buffers, *each)
@@ -295,11 +297,13 @@ def trak(
     project = per_sample_projection(with_value, dim, seed=seed, has_aux=True, **options)
     checkpoints = [params] if isinstance(params, Mapping) else params
     states = [buffers] * len(checkpoints) if isinstance(buffers, Mapping) else buffers
-    [query] = _read("trak", [queries])
+    [query] = _batches.each("trak", [queries])
     scores: Any = 0.0
     weights: Any = 0.0
     for each, state in zip(checkpoints, states, strict=True):
-        found = [project(each, state, *batch) for batch in _read("trak", batches)]
+        found = [
+            project(each, state, *batch) for batch in _batches.each("trak", batches)
+        ]
         phi, margins = (torch.cat(some) for some in zip(*found, strict=True))
         phi = double(phi)
         kernel = phi.mT @ phi
@@ -484,51 +488,3 @@ class _Scores(Quantity):
             group: joined(empty, [chunk[group] for chunk in chunks])
             for group in self.groups
         }
-
-
-@dataclass
-class _Squares(Collector):
-    """Adds up squares of rotated gradients over eigenvalues, [B] in float64."""
-
-    blocks: dict[str, Block]
-    damping: float
-    values: Any = 0.0
-
-    def take(self, name: str, factor: Factor) -> None:
-        block = self.blocks[name]
-        weights = 1 / (block.values + self.damping)
-        found = inner_products(factor, block.left, block.right, weights)
-        self.values = self.values + found[:, 0, 0]
-
-
-@dataclass(frozen=True)
-class _Own(Quantity):
-    blocks: dict[str, Block]
-    damping: float
-
-    def collector(self, call: Call) -> _Squares:
-        return _Squares(self.blocks, self.damping)
-
-    def partial(self, collector: _Squares, call: Call) -> Tensor:
-        return collector.values.to(call.dtype)
-
-    def total(self, partials: Iterator[Tensor], run: Evaluation) -> Tensor:
-        empty = torch.zeros(0, dtype=run.dtype, device=run.call.device)
-        return joined(empty, [*partials])
-
-
-def _read(function: str, batches: Iterable[Any]) -> Iterator[tuple[Tree, ...]]:
-    empty = True
-    for batch in batches:
-        empty = False
-        if not isinstance(batch, tuple | list):
-            raise TypeError(
-                f"{function}(batches): expected tuples of a sample's items, such as "
-                f"[(x, y)], got a {type(batch).__name__}."
-            )
-        yield tuple(batch)
-    if empty:
-        raise ValueError(
-            f"{function}(batches): expected a batch at least, got none. Pass a list of "
-            f"batches, since an iterator is used up after its first use."
-        )

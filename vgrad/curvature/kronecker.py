@@ -4,9 +4,8 @@ A parameter is a matrix `[O, I]` of its first dimension and all others. T positi
 sample use it, with inputs a_t and gradients g_t at their outputs; K columns, N samples.
 """
 
-import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack, get_args
 
 import torch
@@ -14,18 +13,15 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.curvature.outputs import Batches, Curvature
-from vgrad.factors import Columns, Factor, Sums
+from vgrad.factors import Factor, Sums
 from vgrad.factors.columns import Appended, Covariances, covariances
 from vgrad.persample import Options
-from vgrad.persample.engine import Call, Collector, Evaluation, Mapped, Quantity
-from vgrad.persample.moments import Squares
+from vgrad.persample.engine import Call, Evaluation, Quantity
+from vgrad.persample.moments import OfBlocks, Pairs, Sides, Squares
 from vgrad.tree import double
 from vgrad.typing import Buffers, Params
 
 Sharing = Literal["expand", "reduce"]
-
-Pairs = dict[str, tuple[str, ...]]
-"""A weight and its bias, by either name."""
 
 
 @dataclass(frozen=True)
@@ -139,10 +135,12 @@ class Kronecker:
         blocks = self.blocks.values()
         return {name: each for block in blocks for name, each in block.shapes.items()}
 
-    def of_blocks(self, quantity: Quantity) -> Quantity:
-        """Return a quantity that takes a factor [B, K, O, I] for each block."""
-        several = [(*b.shapes,) for b in self.blocks.values() if len(b.shapes) > 1]
-        return _OfBlocks(quantity, {name: each for each in several for name in each})
+    @property
+    def bases(self) -> tuple[Sides, Pairs]:
+        """The eigenvectors of the blocks, and the names of those of two parameters."""
+        sides = {name: (each.left, each.right) for name, each in self.blocks.items()}
+        names = [(*each.shapes,) for each in self.blocks.values()]
+        return sides, {name: each for each in names if each[1:] for name in each}
 
     def _values(self) -> list[Tensor]:
         return [each.values for each in self.blocks.values()]
@@ -212,7 +210,7 @@ def kfac(
     sums: dict[str, Covariances] = {}
     count = 0
     pairs = {} if separate_weight_and_bias else _pairs(params)
-    quantity = _OfBlocks(_Covariances(pairs, weight_sharing == "reduce"), pairs)
+    quantity = _Covariances(pairs, weight_sharing == "reduce")
     given = params, buffers, batches, options
     for found, size in curvature.measured(kfac, quantity, *given):
         for name, each in found.items():
@@ -268,9 +266,7 @@ def ekfac(
     own |= {"separate_weight_and_bias": separate_weight_and_bias}
     start = kfac(curvature, *given, **own, **options)
     blocks = start.blocks
-    sides = {name: (each.left, each.right) for name, each in blocks.items()}
-    sums, count = Sums(), 0
-    quantity = start.of_blocks(Squares(sides))
+    quantity, sums, count = Squares(*start.bases), Sums(), 0
     for found, size in curvature.measured(ekfac, quantity, *given, options):
         sums.add(found)
         count += size
@@ -280,37 +276,15 @@ def ekfac(
 
 
 @dataclass
-class _Joining(Collector):
-    taken: Collector
-    pairs: Pairs
-    columns: bool
-    held: dict[str, Factor] = field(default_factory=dict)
+class _Covaried(OfBlocks):
+    reduce: bool
 
-    def take(self, name: str, factor: Factor) -> None:
-        pair = self.pairs.get(name, (name,))
-        self.held[name] = factor if self.columns else Columns.one(factor)
-        if all(each in self.held for each in pair):
-            factors = [self.held.pop(each) for each in pair]
-            joint = Appended(*factors) if len(pair) > 1 else factors[0]
-            self.taken.take(pair[0], joint)
-
-
-@dataclass(frozen=True)
-class _OfBlocks(Quantity):
-    quantity: Quantity
-    pairs: Pairs
-
-    def collector(self, call: Call) -> _Joining:
-        return _Joining(self.quantity.collector(call), self.pairs, call.columns)
-
-    def partial(self, collector: _Joining, call: Call) -> Any:
-        return self.quantity.partial(collector.taken, call)
-
-    def total(self, partials: Iterator[Any], run: Evaluation) -> Any:
-        return self.quantity.total(partials, run)
-
-    def mapped(self, function: Any, value: Any) -> Any:
-        return self.quantity.mapped(function, value)
+    def add(self, names: tuple[str, ...], factor: Factor) -> None:
+        parts = [factor]
+        if isinstance(factor, Appended):  # whose bias other samples may not share
+            parts = [factor if factor.is_shared else factor.weight, factor.bias]
+        for name, each in zip(names, parts, strict=True):
+            self.values[name] = covariances(each, reduce=self.reduce)
 
 
 @dataclass(frozen=True)
@@ -318,19 +292,13 @@ class _Covariances(Quantity):
     pairs: Pairs
     reduce: bool
 
-    def collector(self, call: Call) -> Mapped:
-        return Mapped(self._of)
+    def collector(self, call: Call) -> _Covaried:
+        return _Covaried(call, self.pairs, self.reduce)
 
-    def _of(self, factor: Factor) -> list[Covariances | None]:
-        parts = [factor]
-        if isinstance(factor, Appended):  # whose bias may not be shared by all samples
-            parts = [factor if factor.is_shared else factor.weight, factor.bias]
-        return [covariances(part, reduce=self.reduce) for part in parts]
-
-    def partial(self, collector: Mapped, call: Call) -> dict[str, Covariances | None]:
-        values = collector.values.items()
-        named = (zip(self.pairs.get(n, [n]), each, strict=True) for n, each in values)
-        return dict(itertools.chain(*named))
+    def partial(
+        self, collector: _Covaried, call: Call
+    ) -> dict[str, Covariances | None]:
+        return collector.values
 
     def total(self, partials: Iterator[dict[str, Any]], run: Evaluation) -> Any:
         sums: dict[str, Covariances] = {}

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 from torch.nn import functional as F
 
+from vgrad import batches as _batches
 from vgrad import checks
 from vgrad.curvature.dense import Full, full
 from vgrad.curvature.kronecker import Block, Kronecker, ekfac, kfac
@@ -21,26 +22,16 @@ from vgrad.curvature.outputs import (
     Batches,
     Curvature,
     Likelihood,
-    check_count,
     check_targets,
     ggn,
 )
 from vgrad.curvature.products import diagonal
-from vgrad.factors import Factor
-from vgrad.factors.columns import inner_products
 from vgrad.functional.model import FunctionalModel
 from vgrad.generators import secret_key, torch_seed
 from vgrad.persample import Options
-from vgrad.persample.engine import (
-    Call,
-    Collector,
-    Evaluation,
-    Groups,
-    Quantity,
-    check_groups,
-    members,
-)
+from vgrad.persample.engine import Groups, check_groups, members
 from vgrad.persample.grad import Gradients
+from vgrad.persample.moments import InnerProducts
 from vgrad.tree import double, map_values, wide
 from vgrad.typing import Buffers, Params, Tree
 
@@ -164,7 +155,6 @@ class Laplace:
             else:
                 logs = double(found.log().gather(1, target.unsqueeze(1)))
             total, count = total.to(logs.device) + logs.sum(), count + len(logs)
-        check_count(data.function, count)
         return total / count
 
     @torch.no_grad()
@@ -183,9 +173,9 @@ class Laplace:
         """
         blocks, precisions = self.matrix.blocks, self._precisions
         whole = isinstance(self.matrix, Full)
-        quantity: Quantity = Gradients()
-        if not whole:
-            quantity = self.matrix.of_blocks(_Covariance(blocks, precisions))
+        weights = map_values(torch.reciprocal, precisions)
+        of_blocks = InnerProducts(*self.matrix.bases, weights)
+        quantity = Gradients() if whole else of_blocks
         given = self.params, self.buffers, [inputs], options
         [(found, _)] = self._units.measured(Laplace.covariance, quantity, *given)
         if not whole:
@@ -347,7 +337,6 @@ def laplace(
         else:
             loss += float(F.cross_entropy(output, target, reduction="sum"))
         samples, numbers = samples + len(output), numbers + output.numel()
-    check_count("laplace", samples)
     kind = fmodel, likelihood, params, buffers, matrix
     return Laplace(*kind, samples, loss, numbers, prior_precision, temperature, noise)
 
@@ -360,7 +349,7 @@ def _with_targets(
     batches: Batches,
 ) -> Iterator[tuple[Any, ...]]:
     """Yield `(*inputs, output, target)` of each batch."""
-    for batch in batches:
+    for batch in _batches.each(data.function, batches):
         with torch.no_grad():
             output, target = data.outputs(params, buffers, batch)
         check_targets(data.function, likelihood, output, target)
@@ -386,35 +375,6 @@ def _diagonal(*given: Any, **options: Unpack[Options]) -> Kronecker:
         values = double(each).reshape(*each.shape[:1], -1)
         blocks[name] = Block(None, None, values, {name: each.shape})
     return Kronecker(blocks)
-
-
-@dataclass
-class _Covariances(Collector):
-    """Adds up covariances of outputs, [B, K, K], one parameter's after another."""
-
-    blocks: dict[str, Block]
-    precisions: dict[str, Tensor]
-    total: Any = 0.0
-
-    def take(self, name: str, factor: Factor) -> None:
-        block, weights = self.blocks[name], 1 / self.precisions[name]
-        found = inner_products(factor, block.left, block.right, weights)
-        self.total = self.total + found
-
-
-@dataclass(frozen=True)
-class _Covariance(Quantity):
-    blocks: dict[str, Block]
-    precisions: dict[str, Tensor]
-
-    def collector(self, call: Call) -> _Covariances:
-        return _Covariances(self.blocks, self.precisions)
-
-    def partial(self, collector: _Covariances, call: Call) -> Tensor:
-        return collector.total
-
-    def total(self, partials: Iterator[Tensor], run: Evaluation) -> Tensor:
-        return torch.cat(list(partials))
 
 
 def _normal(shape: tuple[int, ...], seed: int, like: Tensor) -> Tensor:

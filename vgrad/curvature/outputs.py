@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vgrad import batches, checks
+from vgrad import batches as _batches
+from vgrad import checks
 from vgrad.functional.losses import SampleLoss, check_model, read
 from vgrad.functional.model import FunctionalModel
 from vgrad.generators import RandomState, random_state
@@ -57,18 +58,16 @@ class Curvature:
 
         It is for the `function` of a user, with its options.
         """
-        check_real(function.__name__, params)
+        name = function.__name__
+        check_real(name, params)
         call = Call.of(function, partial(_with_columns, self.fmodel), options)
         transform = Transform(replace(call, columns=True, singly=False), quantity)
-        count = 0
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(_batches.each(name, batches)):
             with torch.no_grad():
                 output, target = self.outputs(params, buffers, batch)
                 columns = self.columns(output, target, number)
             inputs = batch[: len(batch) - self.has_targets]
             yield transform(params, buffers, *inputs, columns), len(columns)
-            count += len(columns)
-        check_count(function.__name__, count)
 
     def outputs(
         self,
@@ -82,19 +81,9 @@ class Curvature:
 
         `apart` is whether they are known not to be.
         """
-        if not isinstance(batch, tuple | list):
-            raise TypeError(
-                f"{self.function}(batches): expected tuples of a model's inputs, such "
-                f"as [(x,)], got a {type(batch).__name__}."
-            )
         criterion = torch.sub if self.has_targets else None  # for a target
         args, kwargs, target = read(self.function, batch, criterion)
-        size = batches.read(self.function, batch).size
-        if not size:
-            raise ValueError(
-                f"{self.function}(batches): expected batches with a sample at least, "
-                f"got an empty one. Leave it out."
-            )
+        size = _batches.read(self.function, batch).size
         with fixed(f"{self.function}(fmodel)", tensors((params, batch))):
             output = self.fmodel(params, buffers, *args, **kwargs)
         check_output(self.function, output, size)
@@ -158,15 +147,6 @@ def check_output(function: str, output: Any, size: int) -> None:
         )
 
 
-def check_count(function: str, count: int) -> None:
-    """Refuse batches without samples."""
-    if not count:
-        raise ValueError(
-            f"{function}(batches): expected a sample at least, got none. Pass a list "
-            f"of batches, since an iterator is used up after its first use."
-        )
-
-
 def check_targets(
     function: str, likelihood: Likelihood, output: Tensor, target: Any
 ) -> None:
@@ -206,8 +186,7 @@ def _with_units(
     fmodel: FunctionalModel, params: Params, buffers: Buffers, *sample: Tree
 ) -> tuple[Tensor, Tensor]:
     output = _output(fmodel, params, buffers, sample)
-    units = torch.eye(output.numel(), dtype=output.dtype, device=output.device)
-    return output, units.view(-1, *output.shape)
+    return output, _units(output.unsqueeze(0))[0]
 
 
 def _output(
@@ -418,21 +397,14 @@ _KNOWN |= dict.fromkeys((F.mse_loss, nn.MSELoss), "gaussian")
 
 def _units(output: Tensor) -> Tensor:
     """Return the identity for each sample, [B, K, *out]."""
-    numbers = output[0].numel()
-    units = torch.eye(numbers, dtype=output.dtype, device=output.device)
-    return units.view(1, numbers, *output.shape[1:]).expand(
-        len(output), -1, *output[0].shape
-    )
+    units = torch.eye(output[0].numel(), dtype=output.dtype, device=output.device)
+    units = units.view(-1, *output.shape[1:])
+    return units.expand(len(output), *units.shape)
 
 
 def _classes(output: Tensor) -> Tensor:
     """Return a root of `diag(p) - p p^T` at each position, [B, C * positions, *out]."""
-    p = (
-        output.flatten(2).softmax(1)
-        if output.ndim > 2
-        else output.softmax(1)[..., None]
-    )
-    p = p.mT  # [B, positions, C]
+    p = output.reshape(*output.shape[:2], -1).softmax(1).mT  # [B, positions, C]
     root = p.sqrt()
     columns = root.diag_embed() - root[..., None] * p[..., None, :]
     places = torch.eye(p.shape[1], dtype=p.dtype, device=p.device)
@@ -444,10 +416,8 @@ def _drawn_classes(output: Tensor, count: int, generator: torch.Generator) -> Te
     p = output.softmax(1).movedim(1, -1)
     flat = p.reshape(-1, p.shape[-1]).double().cpu()
     labels = torch.multinomial(flat, count, replacement=True, generator=generator)
-    labels = labels.to(p.device).view(*p.shape[:-1], count).movedim(-1, 1)
-    chosen = torch.zeros_like(p).unsqueeze(1).repeat(1, count, *(1,) * (p.ndim - 1))
-    chosen.scatter_(-1, labels.unsqueeze(-1), 1.0)
-    return (p.unsqueeze(1) - chosen).movedim(-1, 2)
+    chosen = F.one_hot(labels.view(*p.shape[:-1], count), p.shape[-1]).to(p)
+    return (p.unsqueeze(-2) - chosen).movedim((-2, -1), (1, 2))
 
 
 def _drawn_numbers(output: Tensor, count: int, generator: torch.Generator) -> Tensor:

@@ -16,7 +16,6 @@ from vgrad import checks
 from vgrad.curvature.outputs import (
     Batches,
     Curvature,
-    check_count,
     check_real,
     fixed,
 )
@@ -60,7 +59,7 @@ def vector_product(
         nonlocal first
         _check("vector_product", params, vector)
         sums, count = Sums(), 0
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(_batches.each("vector_product", batches)):
             leaves = _leaves(params)
             with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
                 given = leaves, buffers, batch
@@ -76,7 +75,7 @@ def vector_product(
             sums.add(dict(zip(leaves, _pulled(output, leaves, seen), strict=True)))
             count += len(output)
         first = False
-        return _mean("vector_product", sums, params, count)
+        return _mean(sums, params, count)
 
     return product
 
@@ -104,7 +103,7 @@ def hessian_vector_product(
         """Multiply a vector by the matrix."""
         _check("hessian_vector_product", params, vector)
         sums, count = Sums(), 0
-        for batch in batches:
+        for batch in _batches.each("hessian_vector_product", batches):
             leaves, size = _leaves(params), _batches.read("loss", batch).size
             with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
                 with fixed("hessian_vector_product(loss)", tensors((params, batch))):
@@ -116,7 +115,7 @@ def hessian_vector_product(
                 found = _pulled(inner, leaves, torch.full_like(inner, size))
                 sums.add(dict(zip(leaves, found, strict=True)))
             count += size
-        return _mean("hessian_vector_product", sums, params, count)
+        return _mean(sums, params, count)
 
     return product
 
@@ -142,7 +141,7 @@ def diagonal(
     for found, size in curvature.measured(diagonal, Squares(), *given):
         sums.add({name: each.view_as(params[name]) for name, each in found.items()})
         count += size
-    return _mean("diagonal", sums, params, count)
+    return _mean(sums, params, count)
 
 
 @torch.no_grad()
@@ -232,7 +231,6 @@ def _check(function: str, params: Params, vector: Params) -> None:
     checks.shapes(f"{function}(vector)", shapes, vector)
 
 
-def _mean(function: str, sums: Sums, params: Params, count: int) -> Params:
-    check_count(function, count)
+def _mean(sums: Sums, params: Params, count: int) -> Params:
     sums.divide(count)
     return sums.rounded(params)

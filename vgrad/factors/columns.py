@@ -129,16 +129,14 @@ class Appended(Compound):
         if isinstance(_inner(self.weight), Zero):
             return not grads.any()
         sums = [(b.sum(1), b.abs().sum(1)) for b, _ in _sides(self.weight)]
-        found, sizes = (
-            map(torch.cat, zip(*sums, strict=True)) if sums else [grads[:0]] * 2
-        )
+        if not sums or sums[0][0].shape[1:] != grads.shape[1:]:
+            return False
+        found, sizes = map(torch.cat, zip(*sums, strict=True))
         # Both sum up the same numbers, in some order, and at least in float32.
         eps, own = (torch.finfo(x).eps for x in (wide(grads.dtype), grads.dtype))
         grads = double(grads)
         room = 8 * eps * sizes + 2 * own * grads.abs()
-        return found.shape == grads.shape and bool(
-            ((found - grads).abs() <= room).all()
-        )
+        return bool(((found - grads).abs() <= room).all())
 
     def grad(self) -> Tensor:
         columns = self.weight.grad().flatten(3), self.bias.grad().unsqueeze(3)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vgrad.factors import Factor, Sums
-from vgrad.factors.columns import squares
+from vgrad.factors.columns import Appended, Columns, inner_products, squares
 from vgrad.persample.engine import (
     Call,
     Collector,
@@ -21,6 +21,7 @@ from vgrad.persample.engine import (
     Quantity,
     Reduce,
     Transform,
+    joined,
 )
 from vgrad.tree import double, map_values, wide
 from vgrad.typing import LossFn, Params
@@ -208,26 +209,53 @@ class MomentsOfGrads(Quantity):
         return value._replace(losses=function(value.losses))
 
 
+Sides = dict[str, tuple[Tensor | None, Tensor | None]]
+"""Matrices on both sides of each gradient, None for the identity."""
+
+
+Pairs = dict[str, tuple[str, ...]]
+"""The names of a weight and a bias that is a column of it, by either of them."""
+
+
 @dataclass
-class _Squared(Collector):
-    sides: dict[str, tuple[Tensor | None, Tensor | None]]
-    values: Params = field(default_factory=dict)
+class OfBlocks(Collector):
+    """Takes the factors [B, K, O, I] of blocks, which have one or two parameters."""
+
+    call: Call
+    pairs: Pairs
+    values: dict[str, Any] = field(default_factory=dict, init=False)
+    _held: dict[str, Factor] = field(default_factory=dict, init=False)
 
     def take(self, name: str, factor: Factor) -> None:
+        names = self.pairs.get(name, (name,))
+        self._held[name] = factor if self.call.columns else Columns.one(factor)
+        if all(each in self._held for each in names):
+            factors = [self._held.pop(each) for each in names]
+            self.add(names, Appended(*factors) if factors[1:] else factors[0])
+
+    def add(self, names: tuple[str, ...], factor: Factor) -> None:
+        """Accept the factor of one block."""
+        raise NotImplementedError
+
+
+@dataclass
+class _Squared(OfBlocks):
+    sides: Sides
+
+    def add(self, names: tuple[str, ...], factor: Factor) -> None:
+        name = names[0]
         self.values[name] = squares(factor, *self.sides.get(name, ()))
 
 
 @dataclass(frozen=True)
 class Squares(Quantity):
-    """Sums of squares of `left^T G right` over samples and columns, {name: [O, I]}.
+    """Sums of squares of `left^T G right` over samples and columns, {name: [O, I]}."""
 
-    `sides` has the two for each parameter, None for the identity.
-    """
-
-    sides: dict[str, tuple[Tensor | None, Tensor | None]] = field(default_factory=dict)
+    sides: Sides = field(default_factory=dict)
+    pairs: Pairs = field(default_factory=dict)
 
     def collector(self, call: Call) -> _Squared:
-        return _Squared(self.sides)
+        return _Squared(call, self.pairs, self.sides)
 
     def partial(self, collector: _Squared, call: Call) -> Params:
         return collector.values
@@ -240,6 +268,40 @@ class Squares(Quantity):
 
     def mapped(self, function: Any, value: Any) -> Any:
         return value
+
+
+@dataclass
+class _Weighted(OfBlocks):
+    sides: Sides
+    weights: Params
+    total: Any = 0.0
+
+    def add(self, names: tuple[str, ...], factor: Factor) -> None:
+        name = names[0]
+        products = inner_products(factor, *self.sides[name], self.weights[name])
+        self.total = self.total + products
+
+
+@dataclass(frozen=True)
+class InnerProducts(Quantity):
+    """Inner products of `left^T G right` between the columns of a sample, [B, K, K].
+
+    Each of the [O, I] products of a parameter has its weight, {name: [O, I]}.
+    """
+
+    sides: Sides
+    pairs: Pairs
+    weights: Params
+
+    def collector(self, call: Call) -> _Weighted:
+        return _Weighted(call, self.pairs, self.sides, self.weights)
+
+    def partial(self, collector: _Weighted, call: Call) -> Tensor:
+        return collector.total
+
+    def total(self, partials: Iterator[Tensor], run: Evaluation) -> Tensor:
+        chunks = list(partials)
+        return joined(run.losses.new_zeros(0, 1, 1, dtype=torch.float64), chunks)
 
 
 def _joined(
