@@ -228,7 +228,7 @@ def self_influence(
         norms = per_sample_norm(loss, **options)
         return torch.cat([norms(params, buffers, *each).square() for each in read])
     if isinstance(curvature, Kronecker) and not isinstance(curvature, Full):
-        checks.names("self_influence(curvature)", curvature.blocks, params)
+        curvature.check("self_influence(curvature)", params)
         curvature._damping("self_influence", damping)
         blocks = curvature.blocks.items()
         weights = {name: 1 / (each.values + damping) for name, each in blocks}
@@ -242,7 +242,8 @@ def self_influence(
         grads = gradients(params, buffers, *each)
         solved = _solved(curvature, grads, damping)
         pairs = ((double(each), double(solved[name])) for name, each in grads.items())
-        parts.append(sum((one * other).flatten(1).sum(1) for one, other in pairs))
+        products = ((one * other).reshape(len(one), -1) for one, other in pairs)
+        parts.append(torch.cat([*products], 1).sum(1))
     return torch.cat(parts).to(norm_dtype(params))
 
 

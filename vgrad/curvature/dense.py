@@ -31,17 +31,12 @@ class Full(Kronecker):
 
     def scaled(self, vector: Params, values: Params) -> Params:
         """Multiply a vector by a matrix of the same eigenvectors, and these values."""
-        checks.names("Full(vector)", self.shapes, vector)
-        name, first = next(iter(self.shapes.items()))
-        given = vector[name].shape  # with axes of several vectors in front
-        lead = given[: len(given) - len(first)]
-        shapes = {n: torch.Size((*lead, *each)) for n, each in self.shapes.items()}
-        checks.shapes("Full(vector)", shapes, vector)
+        lead = checks.vectors("Full(vector)", self.shapes, vector)
         sizes = [shape.numel() for shape in self.shapes.values()]
-        parts = [double(vector[name]).reshape(*lead, -1) for name in shapes]
+        parts = [double(vector[name]).reshape(*lead, -1) for name in self.shapes]
         [flat] = super().scaled({"": torch.cat(parts, -1)}, values).values()
-        pairs = zip(shapes.items(), flat.split(sizes, -1), strict=True)
-        return {name: part.reshape(shape) for (name, shape), part in pairs}
+        pairs = zip(self.shapes, flat.split(sizes, -1), strict=True)
+        return {name: part.reshape(vector[name].shape) for name, part in pairs}
 
 
 @torch.no_grad()

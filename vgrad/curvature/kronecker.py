@@ -4,6 +4,7 @@ A parameter is a matrix `[O, I]` of its first dimension and all others. T positi
 sample use it, with inputs a_t and gradients g_t at their outputs; K columns, N samples.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -67,7 +68,7 @@ class Kronecker:
 
     def scaled(self, vector: Params, values: Params) -> Params:
         """Multiply a vector by a matrix of the same eigenvectors, and these values."""
-        checks.names("Kronecker(vector)", self.blocks, vector)
+        self.check("Kronecker(vector)", vector)
         result = {}
         for name, block in self.blocks.items():
             value = vector[name]
@@ -75,6 +76,20 @@ class Kronecker:
             matrix = block.rotated(matrix) * values[name]
             result[name] = block.rotated(matrix, back=True).view(value.shape)
         return result
+
+    def check(self, function: str, vector: Params) -> None:
+        """Refuse vectors of other names or shapes: their sizes may agree."""
+        checks.names(function, self.blocks, vector)
+        for name, block in self.blocks.items():
+            shape, (o, i) = tuple(vector[name].shape), block.values.shape
+            ends = (shape[start:] for start in range(len(shape) + 1))
+            fit = [each for each in ends if math.prod(each) == o * i]
+            if not any(1 in (o, i) or each[0] == o for each in fit):
+                raise ValueError(
+                    f"{function}: expected [..., {o}, {i}] in {name!r}, dimensions "
+                    f"after the first as one, got shape {shape}. Make the matrix of "
+                    f"these parameters."
+                )
 
     def logdet(self, *, damping: float) -> Tensor:
         """Return `log det(matrix + damping I)`."""
