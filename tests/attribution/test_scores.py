@@ -316,8 +316,9 @@ def test_a_store_stands_for_the_batches(tmp_path):
     ):
         with pytest.raises(ValueError, match=r"influence\(curvature\): .* OfFeatures"):
             compute()
-    with pytest.raises(ValueError, match=r"influence\(store\): expected neither"):
-        attribution.influence(*given, store, groups="layer")
+    for groups in ("layer", {"": ["0.*"]}):
+        with pytest.raises(ValueError, match=r"influence\(store\): expected neither"):
+            attribution.influence(*given, store, groups=groups)
     other = {name: value + 1 for name, value in case.params.items()}
     with pytest.raises(ValueError, match=r"Store\.check"):
         attribution.influence(case.loss, other, case.buffers, case.queries, store)

@@ -150,8 +150,7 @@ def influence(
     store = batches if isinstance(batches, Store) else None
     _check("influence", curvature, damping, store)
     if isinstance(batches, Store):
-        whole = list(names) == [""] and rank is None and not per_position
-        if not whole:
+        if groups is not None or rank is not None or per_position:
             raise ValueError(
                 "influence(store): expected neither groups nor rank nor per_position. "
                 "Pass the batches themselves."
