@@ -168,6 +168,18 @@ def shapes(
             )
 
 
+def vectors(
+    function: str, expected: Mapping[str, torch.Size], got: Mapping[str, Tensor]
+) -> tuple[int, ...]:
+    """The names and shapes are those expected after common axes; return these."""
+    names(function, expected, got)
+    name, first = next(iter(expected.items()))
+    lead = tuple(got[name].shape[: max(0, got[name].ndim - len(first))])
+    wanted = {n: torch.Size((*lead, *each)) for n, each in expected.items()}
+    shapes(function, wanted, got)
+    return lead
+
+
 def same_values(a: Tensor, b: Tensor) -> bool:
     """Compare two tensors, NaN equal to NaN; unseen values, in a transform, pass."""
     if a is b or modes.inside_transform():

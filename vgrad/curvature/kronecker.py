@@ -67,23 +67,20 @@ class Kronecker:
 
     def scaled(self, vector: Params, values: Params) -> Params:
         """Multiply a vector by a matrix of the same eigenvectors, and these values."""
-        what, shapes = f"{type(self).__name__}(vector)", self.shapes
-        checks.names(what, shapes, vector)
-        name, first = next(iter(shapes.items()))
-        given = vector[name].shape  # with axes of several vectors in front
-        lead = given[: len(given) - len(first)]
-        full = {n: torch.Size((*lead, *each)) for n, each in shapes.items()}
-        checks.shapes(what, full, vector)
+        lead = checks.vectors(f"{type(self).__name__}(vector)", self.shapes, vector)
         result = {}
         for name, block in self.blocks.items():
             rows = len(block.values)
             widths = {n: each.numel() // rows for n, each in block.shapes.items()}
-            sizes = {n: (*lead, rows, width) for n, width in widths.items()}
-            parts = [double(vector[n]).reshape(size) for n, size in sizes.items()]
+            parts = [
+                double(vector[n]).reshape(*lead, rows, width)
+                for n, width in widths.items()
+            ]
             matrix = block.rotated(torch.cat(parts, -1)) * values[name]
             parts = block.rotated(matrix, back=True).split([*widths.values()], -1)
             result |= {
-                n: part.reshape(full[n]) for n, part in zip(widths, parts, strict=True)
+                n: part.reshape(vector[n].shape)
+                for n, part in zip(widths, parts, strict=True)
             }
         return {name: result[name] for name in vector}
 
