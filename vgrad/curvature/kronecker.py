@@ -71,17 +71,14 @@ class Kronecker:
         result = {}
         for name, block in self.blocks.items():
             rows = len(block.values)
-            widths = {n: each.numel() // rows for n, each in block.shapes.items()}
-            parts = [
-                double(vector[n]).reshape(*lead, rows, width)
-                for n, width in widths.items()
-            ]
+            own = {n: (*lead, rows, s.numel() // rows) for n, s in block.shapes.items()}
+            parts = [double(vector[n]).reshape(size) for n, size in own.items()]
             matrix = block.rotated(torch.cat(parts, -1)) * values[name]
-            parts = block.rotated(matrix, back=True).split([*widths.values()], -1)
-            result |= {
-                n: part.reshape(vector[n].shape)
-                for n, part in zip(widths, parts, strict=True)
-            }
+            parts = block.rotated(matrix, back=True).split(
+                [s[-1] for s in own.values()], -1
+            )
+            for each, part in zip(own, parts, strict=True):
+                result[each] = part.reshape(vector[each].shape)
         return {name: result[name] for name in vector}
 
     def logdet(self, *, damping: float) -> Tensor:
@@ -113,9 +110,8 @@ class Kronecker:
         for name, block in self.blocks.items():
             if len(block.shapes) > 1:
                 raise ValueError(
-                    f"Kronecker.sides: expected a block for each parameter, got one "
-                    f"of {checks.listed(block.shapes)}. Pass "
-                    f"separate_weight_and_bias=True to kfac or ekfac."
+                    f"Kronecker.sides: expected separate_weight_and_bias=True, got a "
+                    f"block of {checks.listed(block.shapes)}."
                 )
             values, column = block.values, block.values.shape[1] == 1
             count = k_o * k_i if column else k_o
@@ -276,12 +272,11 @@ def ekfac(
 class _Covaried(OfBlocks):
     reduce: bool
 
-    def add(self, names: tuple[str, ...], factor: Factor) -> None:
-        parts = [factor]
+    def add(self, name: str, factor: Factor) -> None:
         if isinstance(factor, Appended):  # whose bias other samples may not share
-            parts = [factor if factor.is_shared else factor.weight, factor.bias]
-        for name, each in zip(names, parts, strict=True):
-            self.values[name] = covariances(each, reduce=self.reduce)
+            self.add(self.pairs[name][1], factor.bias)
+            factor = factor if factor.is_shared else factor.weight
+        self.values[name] = covariances(factor, reduce=self.reduce)
 
 
 @dataclass(frozen=True)

@@ -231,10 +231,10 @@ class OfBlocks(Collector):
         self._held[name] = factor if self.call.columns else Columns.one(factor)
         if all(each in self._held for each in names):
             factors = [self._held.pop(each) for each in names]
-            self.add(names, Appended(*factors) if factors[1:] else factors[0])
+            self.add(names[0], Appended(*factors) if factors[1:] else factors[0])
 
-    def add(self, names: tuple[str, ...], factor: Factor) -> None:
-        """Accept the factor of one block."""
+    def add(self, name: str, factor: Factor) -> None:
+        """Accept the factor of a block, under the name of its first parameter."""
         raise NotImplementedError
 
 
@@ -242,8 +242,7 @@ class OfBlocks(Collector):
 class _Squared(OfBlocks):
     sides: Sides
 
-    def add(self, names: tuple[str, ...], factor: Factor) -> None:
-        name = names[0]
+    def add(self, name: str, factor: Factor) -> None:
         self.values[name] = squares(factor, *self.sides.get(name, ()))
 
 
@@ -276,8 +275,7 @@ class _Weighted(OfBlocks):
     weights: Params
     total: Any = 0.0
 
-    def add(self, names: tuple[str, ...], factor: Factor) -> None:
-        name = names[0]
+    def add(self, name: str, factor: Factor) -> None:
         products = inner_products(factor, *self.sides[name], self.weights[name])
         self.total = self.total + products
 
