@@ -330,7 +330,7 @@ def test_another_index_than_ones_own_is_refused(tmp_path, monkeypatch):
         write(tmp_path / "store", projection=project)
 
     monkeypatch.setattr(files, "replace", overtaken)
-    with pytest.raises(ValueError, match=r"projection.seed \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"projection.seed \[1, 0\]"):
         write(tmp_path / "store")
 
 
