@@ -401,11 +401,11 @@ DAMAGE = {
     ),
     "sizes that are no numbers": (
         lambda f: edited(f / INDEX, samples=1.5),
-        "expected whole numbers as sizes",
+        "a size is no whole number",
     ),
     "files of no sample": (
         lambda f: edited(f / INDEX, samples_per_file=0),
-        "expected whole numbers as sizes",
+        "a size is no whole number",
     ),
     "an index in a link": (
         lambda f: linked(f / INDEX, f.with_name("index")),
