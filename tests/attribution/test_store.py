@@ -1,7 +1,5 @@
 """A store has each sample's features once, after faults at any moment, or refuses."""
 
-import hashlib
-import json
 import os
 import shutil
 import stat
@@ -20,7 +18,7 @@ from tests.distributed.processes import SERVER
 from vgrad import curvature, files
 from vgrad.attribution import Store, influence
 
-N, SIZE = 43, 16
+N, SIZE, INDEX = 43, 16, "index.safetensors"
 torch.manual_seed(0)
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 FMODEL, PARAMS, BUFFERS = vgrad.make_functional_with_buffers(MODEL)
@@ -80,14 +78,9 @@ def test_it_has_the_projections_of_all_samples_in_order(kind, tmp_path):
         assert each.ids == [*range(N)]
         assert [len(next(iter(part.values()))) for part in each] == [16, 16, 11]
         oracle.assert_exact(whole(each), expected)
-    rows = [40, 3, 3, 17]
-    some = {name: each[rows] for name, each in expected.items()}
-    oracle.assert_exact(store.features(rows), some)
     store.check(LOSS, PARAMS, BUFFERS)
-    batch = X[rows], Y[rows]
-    oracle.assert_exact(
-        store.project(LOSS, PARAMS, BUFFERS, *batch, chunk_size=3), some
-    )
+    again = store.project(LOSS, PARAMS, BUFFERS, X[:N], Y[:N], chunk_size=9)
+    oracle.assert_exact(again, expected)
     for each in (tmp_path / "new" / "store").iterdir():
         assert stat.S_IMODE(each.stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "new" / "store").stat().st_mode) == 0o700
@@ -200,8 +193,8 @@ def test_samples_are_skipped_where_they_are_the_same(tmp_path):
         (cut(0, 9), {"first": N, "ids": range(140, 149)}, "none that the store has"),
         (cut(0, 2), {"first": N, "ids": [1, 1]}, "no two the same"),
         (cut(0, 2), {"first": N, "ids": [True, None]}, "whole numbers or texts"),
-        (cut(0, 20, 20), {"first": N, "ids": [1]}, "one for each sample"),
-        (cut(0, 2), {"first": N, "ids": [1, 2, 3]}, "one for each sample"),
+        (cut(0, 20, 20), {"first": N, "ids": [1]}, "one for each of the"),
+        (cut(0, 2), {"first": N, "ids": [1, 2, 3]}, "one for each of the"),
     ):
         with pytest.raises(ValueError, match=text):
             write(tmp_path, batches, **options)
@@ -317,18 +310,14 @@ def flip(path):
     path.write_bytes(data)
 
 
-def resealed(path, tensors=None, **description):
+def resealed(path, tensors=None, kind="features of a store", **description):
     """Write a file again, with a hash that fits."""
-    found, own = files.read_tensors(path, "features of a store")
+    found, own = files.read_tensors(path, kind)
     files.write_tensors(path, found if tensors is None else tensors, own | description)
 
 
 def edited(path, **changes):
-    index = json.loads(path.read_text()) | changes
-    del index["sha256"]
-    text = json.dumps(index, sort_keys=True).encode()
-    index["sha256"] = hashlib.sha256(text).hexdigest()
-    path.write_text(json.dumps(index))
+    resealed(path, kind="index of a store", **changes)
 
 
 def swap(one, two):
@@ -347,35 +336,45 @@ def first_file(folder):
 
 
 DAMAGE = {
-    "an index cut off": (lambda f: truncate(f / "index.json"), "damaged file"),
-    "an index with another bit": (lambda f: flip(f / "index.json"), "damaged file"),
-    "an index of text": (lambda f: (f / "index.json").write_text("[]"), "damaged"),
+    "an index cut off": (lambda f: truncate(f / INDEX), "damaged file"),
+    "an index with another bit": (
+        lambda f: flip(f / INDEX),
+        "damaged file",
+    ),
+    "features for an index": (
+        lambda f: shutil.copy(first_file(f), f / INDEX),
+        "expected the index of a store, got a features",
+    ),
     "no index": (
-        lambda f: (f / "index.json").unlink(),
+        lambda f: (f / INDEX).unlink(),
         "index of a store, got no file",
     ),
     "an index with more samples": (
-        lambda f: edited(f / "index.json", samples=N + 1),
+        lambda f: edited(f / INDEX, samples=N + 1),
         "expected 12 samples",
     ),
     "an index of other facts": (
-        lambda f: edited(f / "index.json", facts={"params": "0"}),
+        lambda f: edited(f / INDEX, facts={"params": "0"}),
         "another store",
     ),
     "an index of fewer features": (
-        lambda f: edited(f / "index.json", features={"0.bias": ["torch.float64", 4]}),
+        lambda f: edited(f / INDEX, features={"0.bias": ["torch.float64", 4]}),
         "another store",
     ),
+    "an index without features": (
+        lambda f: edited(f / INDEX, features=[]),
+        "expected other entries",
+    ),
     "sizes that are no numbers": (
-        lambda f: edited(f / "index.json", samples=1.5),
-        "a size is no whole number",
+        lambda f: edited(f / INDEX, samples=1.5),
+        "expected whole numbers as sizes",
     ),
     "files of no sample": (
-        lambda f: edited(f / "index.json", samples_per_file=0),
-        "a size is no whole number",
+        lambda f: edited(f / INDEX, samples_per_file=0),
+        "expected whole numbers as sizes",
     ),
     "an index in a link": (
-        lambda f: linked(f / "index.json", f.with_name("index")),
+        lambda f: linked(f / INDEX, f.with_name("index")),
         "got a link",
     ),
     "a file cut off": (lambda f: truncate(first_file(f)), "damaged file"),
@@ -435,9 +434,6 @@ def test_damage_is_refused(name, folder):
     damage(folder)
     with pytest.raises((ValueError, FileNotFoundError), match=text):
         whole(Store(folder))
-    if "index" not in name:
-        with pytest.raises((ValueError, FileNotFoundError), match=text):
-            Store(folder).features([3, N - 1])
 
 
 def test_a_file_that_is_gone_is_written_again(folder):
@@ -450,20 +446,6 @@ def test_a_file_that_is_gone_is_written_again(folder):
         write(folder, cut(N, N + 2), first=N)  # without the samples that are missing
 
 
-def test_sides_of_another_store_are_refused(tmp_path):
-    projection = vgrad.per_sample_projection(LOSS, sides())
-    store = write(tmp_path, projection=projection)
-    path = tmp_path / "sides.safetensors"
-    kind = "sides of a store"
-    tensors, own = files.read_tensors(path, kind)
-    files.write_tensors(path, {n: 2 * x for n, x in tensors.items()}, own)
-    with pytest.raises(ValueError, match="expected the sides of this store"):
-        store.project(LOSS, PARAMS, BUFFERS, X, Y)
-    linked(path, tmp_path.with_name("elsewhere"))
-    with pytest.raises(ValueError, match="got a link"):
-        store.project(LOSS, PARAMS, BUFFERS, X, Y)
-
-
 def test_names_of_parameters_are_no_paths(tmp_path):
     params = {"../../w": torch.ones(3).double(), "": torch.ones(3).double()}
 
@@ -474,7 +456,7 @@ def test_names_of_parameters_are_no_paths(tmp_path):
     folder = tmp_path / "a" / "b" / "store"
     store = write(folder, None, projection, params, description="a sum")
     assert {each.name for each in folder.iterdir()} == {
-        "index.json",
+        INDEX,
         *(f"0000000{number}.safetensors" for number in range(3)),
     }
     assert [each.name for each in tmp_path.rglob("*") if each.is_dir()] == [
@@ -528,14 +510,11 @@ def test_what_cannot_be_stored_is_refused(tmp_path):
         call(first=-1)
     assert not (tmp_path / "store").exists()
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"got other files and no index.json"):
+    with pytest.raises(FileExistsError, match=r"got other files and no index"):
         write(tmp_path)
     with pytest.raises(FileNotFoundError, match="index of a store, got no file"):
         Store(tmp_path)
-    store = call()
-    for rows in ([N], [-1], [[1]], [0.5], torch.tensor(3)):
-        with pytest.raises(ValueError, match=r"rows\): expected numbers .* 0 to 42"):
-            store.features(rows)
+    call()
     with pytest.raises(RuntimeError):  # as a user's code may
         write(tmp_path / "half", [*cut(9, 40), (X[:2, :1], Y[:2])])
     for use in (len, list, lambda each: each.ids):
@@ -586,8 +565,6 @@ def test_curvature_of_features_is_that_of_the_parameters_along_directions(
             damped = expected + 0.1 * torch.eye(len(expected)).double()
             solved = torch.linalg.solve(damped, vector[name].double())
             oracle.assert_exact(matrix.solve(vector, damping=0.1)[name], solved)
-    store.fits(found)
-    store.fits(fisher)
 
 
 def test_along_eigenvectors_a_store_has_the_scores_of_ekfac(tmp_path):
@@ -602,17 +579,12 @@ def test_along_eigenvectors_a_store_has_the_scores_of_ekfac(tmp_path):
     oracle.assert_exact(scores(store, matrix, 0.01, queries), expected)
 
 
-def test_a_curvature_of_other_features_is_refused(folder, tmp_path):
+def test_a_curvature_is_of_the_same_model_and_store(folder, tmp_path):
     store, other = Store(folder), write(tmp_path / "other", samples_per_file=8)
-    ggn = curvature.ggn(FMODEL, "categorical")
-    blocks = curvature.kfac(ggn, PARAMS, BUFFERS, [(X,)])
-    for matrix, text in (
-        (other.empirical_fisher(), "OfFeatures of another store"),
-        (blocks, "Kronecker of parameters"),
-        (None, "NoneType of parameters"),
-    ):
-        with pytest.raises(ValueError, match=f"curvature of its own.*{text}"):
-            store.fits(matrix)
+    ggn, matrix = curvature.ggn(FMODEL, "categorical"), other.empirical_fisher()
+    given = LOSS, PARAMS, BUFFERS, (X[N:], Y[N:])
+    with pytest.raises(ValueError, match="OfFeatures of another store"):
+        influence(*given, store, curvature=matrix, damping=0.1)
     with pytest.raises(ValueError, match=r"Store.curvature: .* others: params \["):
         store.curvature(ggn, changed("0.bias", 1.0), BUFFERS, [(X,)])
 

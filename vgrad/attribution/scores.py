@@ -147,8 +147,8 @@ def influence(
     of_call = Call.of(influence, of_query, options), Call.of(influence, loss, options)
     given = params, buffers, *batch
     parts: Any
-    if not isinstance(batches, Store) or curvature is None:
-        _check("influence", curvature, damping)
+    store = batches if isinstance(batches, Store) else None
+    _check("influence", curvature, damping, store)
     if isinstance(batches, Store):
         whole = list(names) == [""] and rank is None and not per_position
         if not whole:
@@ -159,7 +159,6 @@ def influence(
         batches.check(loss, params, buffers)
         asked = batches.project(of_query, *given, **options)
         if curvature is not None:
-            batches.fits(curvature)
             asked = curvature.solve(asked, damping=damping)
         parts = (_dot(features, asked) for features in batches)
     else:
@@ -358,16 +357,21 @@ def _margin(output: Tensor, target: Tensor) -> Tensor:
     return output.gather(1, place).squeeze(1) - others
 
 
-def _check(function: str, curvature: Any, damping: float) -> None:
-    """Refuse damping of nothing, and a matrix of features: their sizes may agree."""
+def _check(
+    function: str, curvature: Any, damping: float, store: Store | None = None
+) -> None:
+    """Refuse damping of nothing, and a matrix of other vectors: sizes may agree."""
     if curvature is None and damping:
         raise ValueError(
             f"{function}(damping={damping}): expected a curvature beside it, got none."
         )
-    if isinstance(curvature, OfFeatures):
+    own = curvature.store if isinstance(curvature, OfFeatures) else None
+    if curvature is not None and own != (store and store.binding):
         raise ValueError(
-            f"{function}(curvature): expected a matrix of the parameters, got one of "
-            f"the features of a store. Pass the store in the place of the batches."
+            f"{function}(curvature): expected a matrix of the parameters for batches, "
+            f"and for a store one of its Store.curvature or Store.empirical_fisher, "
+            f"got a {type(curvature).__name__} of "
+            f"{'the parameters' if own is None else 'another store'}."
         )
 
 

@@ -1,8 +1,8 @@
 """Features of the samples of a training set, in files.
 
-N samples with k features of each parameter. `index.json` has the projection and all
-that features depend on; every other file has a fixed number of samples, is bound to the
-index and hashed. No file names another one, and nothing that is read is run.
+N samples with k features of each parameter. The index has the projection and all that
+features depend on; every other file has a fixed number of samples, and is bound to the
+index. All are hashed. No file names another one, and nothing that is read is run.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from vgrad.functional.losses import SampleLoss
 from vgrad.persample import Options, per_sample_projection
 from vgrad.persample.engine import Transform
 from vgrad.persample.grad import Gradients
-from vgrad.persample.projection import Projection, Sides
+from vgrad.persample.projection import Projection
 from vgrad.ranks import Ranks, differences
 from vgrad.tree import double, map_tensors
 from vgrad.typing import Buffers, LossFn, Params, Tree
@@ -43,8 +43,8 @@ Sample = list[Any]
 Piece = tuple[int, Tree, list[Sample]]
 """Samples of one file: the number of the first one, and the data."""
 
-_INDEX, _SIDES = "index.json", "sides.safetensors"
-_FEATURES, _OF_SIDES = "features of a store", "sides of a store"
+_NAME = "index.safetensors"
+_INDEX, _FEATURES = "index of a store", "features of a store"
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
 
 
@@ -70,7 +70,8 @@ class Store:
     def __init__(self, folder: str | Path, *, description: str | None = None) -> None:
         self._folder = Path(folder)
         self._description = description
-        self._index = _read_index(self._folder)
+        self._sides, self._index = _read_index(self._folder)
+        self.binding = _binding(self._index)
         self._checked: set[str] = set()
 
     def __repr__(self) -> str:
@@ -79,8 +80,8 @@ class Store:
     def __len__(self) -> int:
         if not self._index["samples"]:
             raise ValueError(
-                f"Store({str(self._folder)!r}): expected a complete store, got one "
-                f"whose writing was stopped. Call Store.write again."
+                f"{self!r}: expected a complete store, got one whose writing was "
+                f"stopped. Call Store.write again."
             )
         return self._index["samples"]
 
@@ -91,25 +92,6 @@ class Store:
     def ids(self) -> list[Id]:
         """The ids of the samples, by default their numbers."""
         return [each for _, samples in self._files() for each, _ in samples]
-
-    def features(self, rows: Tensor | Sequence[int]) -> Params:
-        """Return the features of some samples by their numbers, {name: [R, k]}."""
-        rows, size = torch.as_tensor(rows), self._index["samples_per_file"]
-        whole = rows.dtype == torch.int64 and rows.ndim == 1
-        if not whole or not bool(((rows >= 0) & (rows < len(self))).all()):
-            raise ValueError(
-                f"Store.features(rows): expected numbers of samples from 0 to "
-                f"{len(self) - 1}, got {checks.shown(rows)}."
-            )
-        found = {
-            name: torch.empty(len(rows), k, dtype=_DTYPES[dtype])
-            for name, (dtype, k) in self._index["features"].items()
-        }
-        for number in (rows // size).unique().tolist():
-            own = rows // size == number
-            for name, each in self._read(number)[0].items():
-                found[name][own] = each[rows[own] % size]
-        return found
 
     def check(self, loss: LossFn, params: Params, buffers: Buffers) -> None:
         """Raise a ValueError unless the features are of this loss and this model."""
@@ -132,11 +114,13 @@ class Store:
         return _by_name(self._projection(loss, **options)(params, buffers, *batch))
 
     def _projection(self, loss: LossFn, **options: Unpack[Options]) -> Transform[Any]:
-        own = self._index["projection"]
+        own, settings = self._index["projection"], {}
         dim: Any = own["sizes"] if len(own["sizes"]) == 2 else sum(own["sizes"])
-        settings: Any = {"seed": own["seed"], "kind": own["kind"]}
-        if own["sides"]:
-            dim, settings = self._sides(), {}
+        if own["sides"] is None:
+            settings = {"seed": own["seed"], "kind": own["kind"]}
+        else:
+            names, side = self._index["features"], self._sides.get
+            dim = {n: (side(f"{n}.left"), side(f"{n}.right")) for n in names}
         return per_sample_projection(loss, dim, **settings, **options)
 
     def empirical_fisher(self, *, diagonal: bool = False) -> Kronecker:
@@ -182,17 +166,6 @@ class Store:
 
         return self._matrix(features(), diagonal)
 
-    def fits(self, curvature: Any) -> None:
-        """Raise a ValueError unless a matrix is one of this store's directions."""
-        own = getattr(curvature, "store", None)
-        if own != _binding(self._index):
-            raise ValueError(
-                f"{self!r}: expected a curvature of its own features, got a "
-                f"{type(curvature).__name__} of "
-                f"{'parameters' if own is None else 'another store'}. Use "
-                f"Store.curvature or Store.empirical_fisher, or batches for a store."
-            )
-
     @torch.no_grad()
     def _matrix(
         self, parts: Iterable[tuple[Params, int]], diagonal: bool
@@ -211,7 +184,7 @@ class Store:
             if not diagonal:
                 values, vectors = torch.linalg.eigh(values)
             blocks[name] = Block(vectors, None, values.clamp(min=0).unsqueeze(1))
-        return OfFeatures(blocks, _binding(self._index))
+        return OfFeatures(blocks, self.binding)
 
     @classmethod
     @torch.no_grad()
@@ -264,8 +237,9 @@ class Store:
             >>> batches = [(torch.ones(4, 3), torch.zeros(4, 2))]
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     store = Store.write(folder, project, params, buffers, batches)
-            ...     {name: rows.shape for name, rows in store.features([0, 3]).items()}
-            {'weight': torch.Size([2, 4]), 'bias': torch.Size([2, 2])}
+            ...     [part] = store
+            >>> {name: each.shape for name, each in part.items()}
+            {'weight': torch.Size([4, 4]), 'bias': torch.Size([4, 2])}
         """
         function, path = "Store.write", Path(folder)
         ranks = Ranks.of_all(function, mesh)
@@ -277,48 +251,40 @@ class Store:
             shapes = _by_name(projection(params, buffers, *empty))
             loss = projection.options.loss
             index = {
-                "format": 1,
+                "kind": _INDEX,
                 "facts": _facts(function, loss, params, buffers, description),
                 "projection": settings,
                 "features": {n: [str(x.dtype), x.shape[1]] for n, x in shapes.items()},
                 "samples_per_file": size,
                 "samples": 0,
             }
-            known: list[Id] = []
-            if is_new := not _exists(path / _INDEX):
-                _check_new(path)
-            else:
-                old = _read_index(path)
+            if not (is_new := _is_new(path)):
+                old = cls(path)._index
                 _compare(function, _flat(old), _flat(index))
                 index["samples"] = old["samples"]
-                known = cls(path).ids[:first] if first and old["samples"] else []
-            if first > len(known):
+            if first > index["samples"]:
                 raise ValueError(
                     f"{function}(first={first}): expected at most {index['samples']}, "
                     f"the number of samples in {path}."
                 )
+            known = cls(path).ids[:first] if first else []  # which reads all files
             ids = None if ids is None else _checked_ids(ids, known)
             text = f"{count} samples, {_check_room(path, index, first + count):.3g} MB"
             agreed.same |= {"index": _binding(index), "first": first, "count": count}
+        write = partial(files.write_tensors, path / _NAME, sides, private=True)
         with ranks.together(f"{function}, index"):
             if is_new and ranks.rank == 0:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
-                if sides:
-                    kind = {"kind": _OF_SIDES}
-                    files.write_tensors(path / _SIDES, sides, kind, private=True)
-                _write_index(path, index)
+                write(index)
         compute = partial(projection, params, buffers)
         shown = _bar(text, count) if progress and ranks.rank == 0 else nullcontext(int)
         seen, end = hashlib.sha256(), first
-        wrong = ValueError(f"{function}(ids): expected one for each sample, got others")
         with ranks.together(f"{function}, features") as agreed, shown as advance:
             store = cls(path)
 
             def note(samples: list[Sample]) -> None:
                 nonlocal end
                 end += len(samples)
-                if ids is not None and end - first > len(ids):
-                    raise wrong
                 seen.update(json.dumps(samples).encode())
                 advance(len(samples))
 
@@ -326,12 +292,15 @@ class Store:
             for number, some in itertools.groupby(pieces, lambda each: each[0] // size):
                 if number % ranks.size == ranks.rank:
                     store._complete(number, some, compute)
-            if ids is not None and end - first < len(ids):
-                raise wrong
+            if ids is not None and end - first != len(ids):
+                raise ValueError(
+                    f"{function}(ids): expected one for each of the {end - first} "
+                    f"samples, got {len(ids)}."
+                )
             agreed.same["data"] = seen.hexdigest()
         with ranks.together(f"{function}, end"):
             if ranks.rank == 0 and end > index["samples"]:
-                _write_index(path, index | {"samples": end})
+                write(index | {"samples": end})
         return cls(path, description=description)
 
     def _files(self) -> Iterator[tuple[Params, list[Sample]]]:
@@ -342,12 +311,11 @@ class Store:
             yield {name: each[:rows] for name, each in features.items()}, samples[:rows]
 
     def _path(self, number: int) -> Path:
-        return self._folder / f"{number:08d}.safetensors"
+        return _inside(self._folder, f"{number:08d}.safetensors")
 
     def _read(self, number: int) -> tuple[Params, list[Sample]]:
         """Map the features of a file, and return the ids and hashes of its samples."""
         path, index = self._path(number), self._index
-        _exists(path)
         found, own = files.read_tensors(
             path, _FEATURES, called=_FEATURES, checked=self._checked
         )
@@ -359,7 +327,7 @@ class Store:
         got = {name: (each.dtype, tuple(each.shape)) for name, each in found.items()}
         least = min(size, index["samples"] - number * size)
         whole = least <= len(samples) <= size and own.get("number") == number
-        if not whole or expected != got or own.get("store") != _binding(index):
+        if not whole or expected != got or own.get("store") != self.binding:
             raise ValueError(
                 f"{path}: expected {least} samples of this store, got a file of "
                 f"another store, another place or an earlier time. Delete it, and call "
@@ -375,7 +343,7 @@ class Store:
         Samples of a call that was stopped are replaced where they differ.
         """
         path, size = self._path(number), self._index["samples_per_file"]
-        features, samples = self._read(number) if _exists(path) else ({}, [])
+        features, samples = self._read(number) if path.is_file() else ({}, [])
         parts, changed = [features] if features else [], False
         for place, rows, own in pieces:
             offset = place - number * size
@@ -399,17 +367,8 @@ class Store:
                 samples, changed = samples + own[same:], True
         if changed:
             joined = {n: torch.cat([each[n] for each in parts]) for n in parts[0]}
-            own = {"store": _binding(self._index), "number": number, "samples": samples}
+            own = {"store": self.binding, "number": number, "samples": samples}
             files.write_tensors(path, joined, {"kind": _FEATURES} | own, private=True)
-
-    def _sides(self) -> Sides:
-        path = self._folder / _SIDES
-        _exists(path)
-        found, _ = files.read_tensors(path, _OF_SIDES, called=_OF_SIDES)
-        if files.digest(found) != self._index["projection"]["sides"]:
-            raise ValueError(f"{path}: expected the sides of this store, got others.")
-        names = self._index["features"]
-        return {n: (found.get(f"{n}.left"), found.get(f"{n}.right")) for n in names}
 
 
 @dataclass(frozen=True)
@@ -554,38 +513,46 @@ def _settings(projection: Any) -> tuple[Params, dict[str, Any]]:
 # The index.
 
 
-def _read_index(folder: Path) -> dict[str, Any]:
-    path = folder / _INDEX
-    if not _exists(path):
-        raise FileNotFoundError(f"{path}: expected the index of a store, got no file.")
+def _inside(folder: Path, name: str) -> Path:
+    """Return the path of a file; refuse a link, which leaves the folder."""
+    if (path := folder / name).is_symlink():
+        raise ValueError(f"{path}: expected a file of a store, got a link.")
+    return path
+
+
+def _is_new(folder: Path) -> bool:
+    """Return whether there is no store; refuse a folder with other files."""
+    if _inside(folder, _NAME).exists():
+        return False
+    own = {f".{_NAME}.partial"}  # of a process that was killed
+    if folder.exists() and not {each.name for each in folder.iterdir()} <= own:
+        raise FileExistsError(
+            f"{folder}: expected a store, or a new or an empty folder, got other files "
+            f"and no {_NAME}. Name another folder."
+        )
+    return True
+
+
+def _read_index(folder: Path) -> tuple[Params, dict[str, Any]]:
+    """Return the sides of the projection by name, and the index."""
+    path, checked = _inside(folder, _NAME), set[str]()
+    found = files.read_tensors(path, _INDEX, called=f"the {_INDEX}", checked=checked)
+    sides, index = found
     try:
-        index = files.from_json(path.read_bytes())
-        if index.pop("sha256") != _hash(index) or index["format"] != 1:
-            raise ValueError("its checksum or format does not match")
         sizes = [index["samples"], index["samples_per_file"] - 1]
         sizes += [k for dtype, k in index["features"].values() if _DTYPES[dtype]]
-        if any(type(each) is not int or each < 0 for each in sizes):
-            raise ValueError("a size is no whole number")
         _flat(index)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path}: expected the index of a store, got a damaged file ({error})."
-        ) from error
-    return index
-
-
-def _write_index(folder: Path, index: dict[str, Any]) -> None:
-    text = json.dumps(index | {"sha256": _hash(index)}, indent=1)
-    files.replace(folder / _INDEX, text.encode(), private=True)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: expected other entries, got {error!r}.") from error
+    if any(type(each) is not int or each < 0 for each in sizes):
+        raise ValueError(f"{path}: expected whole numbers as sizes, got others.")
+    return sides, index
 
 
 def _binding(index: dict[str, Any]) -> str:
     """Hash everything in an index but the number of samples."""
-    return _hash(index | {"samples": 0})
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    text = json.dumps(index | {"samples": 0}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _flat(index: Mapping[str, Any]) -> dict[str, str]:
@@ -601,20 +568,4 @@ def _compare(function: str, stored: dict[str, str], now: dict[str, str]) -> None
         raise ValueError(
             f"{function}: expected the model, loss and projection of the store, got "
             f"others: {differences([stored, now])}, in the store and now."
-        )
-
-
-def _exists(path: Path) -> bool:
-    """Return whether there is such a file; refuse links, which leave the folder."""
-    if path.is_symlink():
-        raise ValueError(f"{path}: expected a file of a store, got a link.")
-    return path.is_file()
-
-
-def _check_new(folder: Path) -> None:
-    own = {_SIDES, *(f".{name}.partial" for name in (_SIDES, _INDEX))}
-    if folder.exists() and not {each.name for each in folder.iterdir()} <= own:
-        raise FileExistsError(
-            f"{folder}: expected a store, or a new or an empty folder, got other files "
-            f"and no {_INDEX}. Name another folder."
         )
