@@ -168,6 +168,23 @@ def shapes(
             )
 
 
+def stacked(
+    function: str, expected: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]
+) -> torch.Size:
+    """Names and shapes are those expected, behind the same axes, which are returned."""
+    names(function, expected, tensors)
+    lead = torch.Size()
+    for place, (name, shape) in enumerate(expected.items()):
+        own = tensors[name].shape
+        lead = own[: max(0, len(own) - len(shape))] if place == 0 else lead
+        if own != lead + shape:
+            raise ValueError(
+                f"{function}: expected shape {tuple(shape)} in {name!r}, or several "
+                f"such vectors in front in all names, got {tuple(own)}."
+            )
+    return lead
+
+
 def same_values(a: Tensor, b: Tensor) -> bool:
     """Compare two tensors, NaN equal to NaN; unseen values, in a transform, pass."""
     if a is b or modes.inside_transform():

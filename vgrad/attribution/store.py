@@ -184,7 +184,8 @@ class Store:
             if not diagonal:
                 values, vectors = torch.linalg.eigh(values)
             blocks[name] = Block(vectors, None, values.clamp(min=0).unsqueeze(1))
-        return OfFeatures(blocks, self.binding)
+        shapes = {name: torch.Size((len(b.values),)) for name, b in blocks.items()}
+        return OfFeatures(blocks, shapes, self.binding)
 
     @classmethod
     @torch.no_grad()

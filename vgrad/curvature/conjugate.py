@@ -32,7 +32,8 @@ class Iterative:
         function = "Iterative.solve"
         linalg = checks.package("scipy.sparse.linalg", "dp")
         [damping] = checks.non_negative(function, damping=damping)
-        checks.names(f"{function}(vector)", self.params, vector)
+        shapes = {name: value.shape for name, value in self.params.items()}
+        checks.stacked(f"{function}(vector)", shapes, vector)
         sizes = [value.numel() for value in self.params.values()]
         pairs = zip(self.params, sizes, strict=True)
         rows = [double(vector[name]).reshape(-1, size) for name, size in pairs]

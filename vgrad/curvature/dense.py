@@ -27,21 +27,16 @@ class Full(Kronecker):
     It has the methods of `Kronecker`, with one block of all parameters, named "".
     """
 
-    shapes: dict[str, torch.Size]
-
     def scaled(self, vector: Params, values: Params) -> Params:
         """Multiply a vector by a matrix of the same eigenvectors, and these values."""
-        checks.names("Full(vector)", self.shapes, vector)
-        name, first = next(iter(self.shapes.items()))
-        given = vector[name].shape  # with axes of several vectors in front
-        lead = given[: len(given) - len(first)]
-        shapes = {n: torch.Size((*lead, *each)) for n, each in self.shapes.items()}
-        checks.shapes("Full(vector)", shapes, vector)
+        lead = self._check(vector)
         sizes = [shape.numel() for shape in self.shapes.values()]
-        parts = [double(vector[name]).reshape(*lead, -1) for name in shapes]
-        [flat] = super().scaled({"": torch.cat(parts, -1)}, values).values()
-        pairs = zip(shapes.items(), flat.split(sizes, -1), strict=True)
-        return {name: part.reshape(shape) for (name, shape), part in pairs}
+        parts = [double(vector[name]).reshape(*lead, -1) for name in self.shapes]
+        [block], [own] = self.blocks.values(), values.values()
+        flat = block.rotated(torch.cat(parts, -1).unsqueeze(-2)) * own
+        flat = block.rotated(flat, back=True).squeeze(-2).split(sizes, -1)
+        pairs = zip(self.shapes.items(), flat, strict=True)
+        return {name: part.reshape(lead + shape) for (name, shape), part in pairs}
 
 
 @torch.no_grad()

@@ -54,6 +54,7 @@ class Kronecker:
     """
 
     blocks: dict[str, Block]
+    shapes: dict[str, torch.Size]
 
     def solve(self, vector: Params, *, damping: float) -> Params:
         """Solve `(matrix + damping I) x = vector` for x."""
@@ -67,13 +68,13 @@ class Kronecker:
 
     def scaled(self, vector: Params, values: Params) -> Params:
         """Multiply a vector by a matrix of the same eigenvectors, and these values."""
-        checks.names("Kronecker(vector)", self.blocks, vector)
+        self._check(vector)
         result = {}
         for name, block in self.blocks.items():
             value = vector[name]
             matrix = double(value).reshape(-1, *block.values.shape)
             matrix = block.rotated(matrix) * values[name]
-            result[name] = block.rotated(matrix, back=True).view(value.shape)
+            result[name] = block.rotated(matrix, back=True).reshape(value.shape)
         return result
 
     def logdet(self, *, damping: float) -> Tensor:
@@ -111,6 +112,10 @@ class Kronecker:
                 None if column else _top(block.right, values.sum(0), k_i),
             )
         return sides
+
+    def _check(self, vector: Params) -> torch.Size:
+        """Refuse vectors of other shapes; return the axes of several in front."""
+        return checks.stacked(f"{type(self).__name__}(vector)", self.shapes, vector)
 
     def _values(self) -> list[Tensor]:
         return [each.values for each in self.blocks.values()]
@@ -185,7 +190,7 @@ def kfac(
         (values, basis), (others, other) = _eigen(left / count), _eigen(right / count)
         scale = count / max(1, positions)
         blocks[name] = Block(basis, other, torch.outer(values, others) * scale)
-    return Kronecker(blocks)
+    return Kronecker(blocks, {name: each.shape for name, each in params.items()})
 
 
 @torch.no_grad()
@@ -218,7 +223,8 @@ def ekfac(
         count += size
     sums.divide(count)
     values = sums.totals
-    return Kronecker({n: replace(b, values=values[n]) for n, b in blocks.items()})
+    blocks = {name: replace(b, values=values[name]) for name, b in blocks.items()}
+    return replace(start, blocks=blocks)
 
 
 @dataclass(frozen=True)

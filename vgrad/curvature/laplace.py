@@ -325,8 +325,8 @@ def laplace(
     given = params, buffers, batches
     if isinstance(structure, Kronecker):
         matrix = structure
-        names = matrix.shapes if isinstance(matrix, Full) else matrix.blocks
-        checks.names("laplace(structure)", params, names)
+        checks.names("laplace(structure)", params, matrix.shapes)
+        checks.shapes("laplace(structure)", matrix.shapes, params)
     else:
         checks.choice("laplace", functions, structure=structure)
         matrix = functions[structure](data, *given, **options)
@@ -373,7 +373,8 @@ def _fitted(values: Tensor, square: float) -> float:
 def _diagonal(*given: Any, **options: Unpack[Options]) -> Kronecker:
     entries = diagonal(*given, **options).items()
     sides = {name: double(x).reshape(*x.shape[:1], -1) for name, x in entries}
-    return Kronecker({name: Block(None, None, x) for name, x in sides.items()})
+    blocks = {name: Block(None, None, x) for name, x in sides.items()}
+    return Kronecker(blocks, {name: x.shape for name, x in entries})
 
 
 def _normal(shape: tuple[int, ...], seed: int, like: Tensor) -> Tensor:

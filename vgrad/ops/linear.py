@@ -365,13 +365,6 @@ def _distances(x1: Tensor, x2: Tensor, p: float) -> Tensor:
     return most[..., 0] + torch.where(reached, gaps - gaps.detach(), 0).sum(-1)
 
 
-def _solve(A: Tensor, B: Tensor, **options: Any) -> Tensor:
-    """Solve a system; torch's rule stacks the results of a shared matrix wrongly."""
-    if B.ndim > A.ndim:
-        A = A.expand(*B.shape[:-2], *A.shape[-2:])
-    return torch.linalg.solve(A, B, **options)
-
-
 def _is_mapped(tensor: Tensor) -> bool:
     """Return whether any vmap maps over a tensor."""
     while modes.is_wrapped(tensor) and not modes.is_batched(tensor):
@@ -390,7 +383,6 @@ _rule = Rule(_product, ("weight", "bias"), transposed=_back_by(F.linear))
 register(product, rule=_rule)
 _rule = Rule(_contraction, ("weight",), transposed=_back_by_contraction)
 register(contraction, rule=_rule)
-register(torch.linalg.solve, mapped=_solve)
 register(torch.cdist, mapped=_cdist, recorded=_cdist_of_columns)
 # Torch enlarges the tensor that it writes into, under vmap without its axis of samples.
 register(Tensor.addbmm_, mapped=in_place(torch.addbmm))
