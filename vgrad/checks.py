@@ -168,14 +168,14 @@ def shapes(
             )
 
 
-def stacked(
-    function: str, expected: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]
+def vectors(
+    function: str, expected: Mapping[str, torch.Size], got: Mapping[str, Tensor]
 ) -> torch.Size:
     """Names and shapes are those expected, behind the same axes, which are returned."""
-    names(function, expected, tensors)
+    names(function, expected, got)
     lead = torch.Size()
     for place, (name, shape) in enumerate(expected.items()):
-        own = tensors[name].shape
+        own = got[name].shape
         lead = own[: max(0, len(own) - len(shape))] if place == 0 else lead
         if own != lead + shape:
             raise ValueError(

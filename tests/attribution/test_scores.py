@@ -30,7 +30,7 @@ class Matrix:
 
 
 def flattened(grads):
-    return torch.cat([each.flatten(1) for each in grads.values()], 1)
+    return torch.cat([each.reshape(len(each), -1) for each in grads.values()], 1)
 
 
 class Problem:
@@ -316,11 +316,50 @@ def test_a_store_stands_for_the_batches(tmp_path):
     ):
         with pytest.raises(ValueError, match=r"influence\(curvature\): .* OfFeatures"):
             compute()
-    with pytest.raises(ValueError, match=r"influence\(store\): expected neither"):
-        attribution.influence(*given, store, groups="layer")
+    for groups in ("layer", {"": ["0.*"]}):
+        with pytest.raises(ValueError, match=r"influence\(store\): expected neither"):
+            attribution.influence(*given, store, groups=groups)
     other = {name: value + 1 for name, value in case.params.items()}
     with pytest.raises(ValueError, match=r"Store\.check"):
         attribution.influence(case.loss, other, case.buffers, case.queries, store)
+
+
+def test_a_matrix_of_other_shapes_is_refused():
+    # (4, 5) and (5, 4) have as many numbers, which were taken in another order.
+    matrices = []
+    for sizes in ((4, 5), (5, 4)):
+        fmodel, params, buffers = vgrad.make_functional_with_buffers(
+            nn.Linear(*sizes, bias=False).double()
+        )
+        x = torch.randn(6, sizes[0]).double()
+        given = curvature.ggn(fmodel, "gaussian"), params, buffers, [(x,)]
+        matrices.append(curvature.ekfac(*given))
+        product = curvature.vector_product(*given)
+        matrices.append(curvature.iterative(product, params))
+    loss = vgrad.sample_loss(fmodel, F.mse_loss)
+    batch = x, torch.randn(6, 4).double()
+    of_batch = loss, params, buffers, batch, [batch]
+    for other, own in zip(matrices[:2], matrices[2:], strict=True):
+        attribution.influence(*of_batch, curvature=own, damping=0.1)
+        with pytest.raises(ValueError, match=r"in 'weight'.*got \(6, 4, 5\)"):
+            attribution.influence(*of_batch, curvature=other, damping=0.1)
+        if isinstance(other, curvature.Kronecker):
+            with pytest.raises(ValueError, match=r"in 'weight'.*got \(4, 5\)"):
+                attribution.self_influence(
+                    *of_batch[:3], [batch], curvature=other, damping=0.1
+                )
+
+
+def test_scalars_have_influence_on_themselves():
+    def loss(params, buffers, x):
+        return (params["a"] * x).sum() + params["b"] @ x
+
+    params = {"a": torch.tensor(2.0).double(), "b": torch.ones(3).double()}
+    x = torch.randn(4, 3).double()
+    flat = torch.cat([x.sum(1, keepdim=True), x], 1)
+    damped = {"curvature": (matrix := Matrix(flat)), "damping": 0.1}
+    found = attribution.self_influence(loss, params, {}, [(x,)], **damped)
+    oracle.assert_exact(found, (flat @ matrix.inverse(0.1) * flat).sum(1), 1e-8)
 
 
 def test_wrong_arguments_are_refused():

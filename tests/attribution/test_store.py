@@ -191,6 +191,7 @@ def test_samples_are_skipped_where_they_are_the_same(tmp_path):
         ),
         (cut(0, 9), {"first": 44}, r"first=44\): expected at most 43"),
         (cut(0, 9), {"first": N, "ids": range(140, 149)}, "none that the store has"),
+        (cut(0, 9), {"first": N}, r"first=43\): expected ids, which the samples"),
         (cut(0, 2), {"first": N, "ids": [1, 1]}, "no two the same"),
         (cut(0, 2), {"first": N, "ids": [True, None]}, "whole numbers or texts"),
         (cut(0, 20, 20), {"first": N, "ids": [1]}, "one for each of the"),
@@ -214,6 +215,18 @@ def test_one_sample_twice_or_left_out_is_noticed(folder):
         ValueError, match="sample 20 to be 20 as in .*00000001.safetensors"
     ):
         write(folder, [(X[:N], labels)])
+
+
+def test_items_that_are_no_tensors_and_shapes_are_data(tmp_path):
+    def loss(params, buffers, x, y, factor):
+        return LOSS(params, buffers, x.flatten(), y) * factor
+
+    given = {"projection": vgrad.per_sample_projection(loss, 2, seed=0)}
+    given |= {"description": "times a factor"}
+    write(tmp_path, [(X[:9], Y[:9], 1.0)], **given)
+    for x, factor in ((X[:20], 2.0), (X[:20, None], 1.0)):
+        with pytest.raises(ValueError, match="sample 0 to be 0 as in .* other data"):
+            write(tmp_path, [(x, Y[:20], factor)], **given)
 
 
 def changed(name, value):
@@ -298,6 +311,27 @@ def test_a_loss_of_ones_own_code_takes_a_description(tmp_path):
     for text in (None, "cross entropy 2"):
         with pytest.raises(ValueError, match=r"loss \['cross entropy', "):
             Store(tmp_path, description=text).check(LOSS, PARAMS, BUFFERS)
+    other = nn.Sequential(MODEL[0], nn.ReLU(), MODEL[2])  # of the same parameters
+    fmodel, *_ = vgrad.make_functional_with_buffers(other)
+    loss = vgrad.sample_loss(fmodel, criterion)
+    with pytest.raises(ValueError, match=r"Store.check: .* others: loss.fmodel.1 \["):
+        Store(tmp_path, description="cross entropy").check(loss, PARAMS, BUFFERS)
+
+
+def test_another_index_than_ones_own_is_refused(tmp_path, monkeypatch):
+    """A process may be overtaken by one that writes another store."""
+    own = files.replace
+
+    def overtaken(path, *content, **options):
+        own(path, *content, **options)
+        monkeypatch.undo()
+        project = vgrad.per_sample_projection(LOSS, (2, 3), seed=1)
+        shutil.rmtree(tmp_path / "store")
+        write(tmp_path / "store", projection=project)
+
+    monkeypatch.setattr(files, "replace", overtaken)
+    with pytest.raises(ValueError, match=r"projection.seed \[1, 0\]"):
+        write(tmp_path / "store")
 
 
 def truncate(path):

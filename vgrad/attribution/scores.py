@@ -150,8 +150,7 @@ def influence(
     store = batches if isinstance(batches, Store) else None
     _check("influence", curvature, damping, store)
     if isinstance(batches, Store):
-        whole = list(names) == [""] and rank is None and not per_position
-        if not whole:
+        if groups is not None or rank is not None or per_position:
             raise ValueError(
                 "influence(store): expected neither groups nor rank nor per_position. "
                 "Pass the batches themselves."
@@ -227,7 +226,7 @@ def self_influence(
         norms = per_sample_norm(loss, **options)
         return torch.cat([norms(params, buffers, *each).square() for each in read])
     if isinstance(curvature, Kronecker) and not isinstance(curvature, Full):
-        checks.names("self_influence(curvature)", curvature.blocks, params)
+        curvature.check("self_influence(curvature)", params)
         curvature._damping("self_influence", damping)
         blocks = curvature.blocks.items()
         weights = {name: 1 / (each.values + damping) for name, each in blocks}
@@ -241,7 +240,8 @@ def self_influence(
         grads = gradients(params, buffers, *each)
         solved = _solved(curvature, grads, damping)
         pairs = ((double(each), double(solved[name])) for name, each in grads.items())
-        parts.append(sum((one * other).flatten(1).sum(1) for one, other in pairs))
+        products = ((one * other).reshape(len(one), -1) for one, other in pairs)
+        parts.append(torch.cat([*products], 1).sum(1))
     return torch.cat(parts).to(norm_dtype(params))
 
 

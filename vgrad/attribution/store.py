@@ -269,6 +269,11 @@ class Store:
                     f"the number of samples in {path}."
                 )
             known = cls(path).ids[:first] if first else []  # which reads all files
+            if ids is None and known != [*range(first)]:
+                raise ValueError(
+                    f"{function}(first={first}): expected ids, which the samples "
+                    f"before have, got none: numbers may be among these."
+                )
             ids = None if ids is None else _checked_ids(ids, known)
             text = f"{count} samples, {_check_room(path, index, first + count):.3g} MB"
             agreed.same |= {"index": _binding(index), "first": first, "count": count}
@@ -281,7 +286,8 @@ class Store:
         shown = _bar(text, count) if progress and ranks.rank == 0 else nullcontext(int)
         seen, end = hashlib.sha256(), first
         with ranks.together(f"{function}, features") as agreed, shown as advance:
-            store = cls(path)
+            store = cls(path)  # whose index another process may have written
+            _compare(function, _flat(store._index), _flat(index))
 
             def note(samples: list[Sample]) -> None:
                 nonlocal end
@@ -398,7 +404,9 @@ def _pieces(
     for batch in batches:
         read, start = _batches.read("Store.write", tuple(batch)), 0
         flat = [each.detach().cpu().contiguous() for each in read.tensors]
-        data = [_hash_of(row) for row in zip(*flat, strict=True)]
+        kinds = map_tensors(lambda each: (each.dtype, each.shape[1:]), read.tree)
+        kind = repr(kinds).encode()  # with items that are no tensors
+        data = [_hash_of(kind, row) for row in zip(*flat, strict=True)]
         samples = [[next(names), each] for each in data]
         note(samples)
         while start < read.size:
@@ -407,8 +415,8 @@ def _pieces(
             place, start = place + rows.stop - start, rows.stop
 
 
-def _hash_of(tensors: Iterable[Tensor]) -> str:
-    found = hashlib.blake2b(digest_size=8)
+def _hash_of(kind: bytes, tensors: Iterable[Tensor]) -> str:
+    found = hashlib.blake2b(kind, digest_size=8)
     for each in tensors:
         found.update(each.reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
@@ -475,9 +483,10 @@ def _facts(
     from vgrad.distributed.options import WithTensors  # takes a second to import
 
     facts = {"params": files.digest(params), "buffers": files.digest(buffers)}
-    if text is not None:
-        return facts | {"loss": repr(text)}
     found, criterion = WithTensors(loss=loss).facts(), getattr(loss, "_criterion", None)
+    if text is not None:
+        model = {n: each for n, each in found.items() if n.startswith("loss._fmodel")}
+        return facts | model | {"loss": repr(text)}
     code = any(re.match(r"loss\._criterion.*\.code$", name) for name in found)
     if code or not isinstance(loss, SampleLoss):
         raise ValueError(

@@ -33,7 +33,7 @@ class Iterative:
         linalg = checks.package("scipy.sparse.linalg", "dp")
         [damping] = checks.non_negative(function, damping=damping)
         shapes = {name: value.shape for name, value in self.params.items()}
-        checks.stacked(f"{function}(vector)", shapes, vector)
+        checks.vectors(f"{function}(vector)", shapes, vector)
         sizes = [value.numel() for value in self.params.values()]
         pairs = zip(self.params, sizes, strict=True)
         rows = [double(vector[name]).reshape(-1, size) for name, size in pairs]
@@ -44,7 +44,7 @@ class Iterative:
 
         operator = linalg.LinearOperator(matrix.shape, damped, dtype="float64")
         found = []
-        for right in torch.cat(rows, 1).cpu():
+        for right in torch.cat(rows, 1).detach().cpu():
             left, _ = linalg.cg(
                 operator, right.numpy(), rtol=self.tolerance, maxiter=self.max_steps
             )

@@ -8,7 +8,6 @@ from typing import Unpack
 
 import torch
 
-from vgrad import checks
 from vgrad.curvature.kronecker import Block, Kronecker
 from vgrad.curvature.outputs import Batches, Curvature
 from vgrad.persample import Options
@@ -29,7 +28,7 @@ class Full(Kronecker):
 
     def scaled(self, vector: Params, values: Params) -> Params:
         """Multiply a vector by a matrix of the same eigenvectors, and these values."""
-        lead = self._check(vector)
+        lead = self.check("Full(vector)", vector)
         sizes = [shape.numel() for shape in self.shapes.values()]
         parts = [double(vector[name]).reshape(*lead, -1) for name in self.shapes]
         [block], [own] = self.blocks.values(), values.values()

@@ -68,7 +68,7 @@ class Kronecker:
 
     def scaled(self, vector: Params, values: Params) -> Params:
         """Multiply a vector by a matrix of the same eigenvectors, and these values."""
-        self._check(vector)
+        self.check("Kronecker(vector)", vector)
         result = {}
         for name, block in self.blocks.items():
             value = vector[name]
@@ -76,6 +76,10 @@ class Kronecker:
             matrix = block.rotated(matrix) * values[name]
             result[name] = block.rotated(matrix, back=True).reshape(value.shape)
         return result
+
+    def check(self, function: str, vector: Params) -> torch.Size:
+        """Refuse vectors of other names or shapes; return the axes in front."""
+        return checks.vectors(function, self.shapes, vector)
 
     def logdet(self, *, damping: float) -> Tensor:
         """Return `log det(matrix + damping I)`."""
@@ -112,10 +116,6 @@ class Kronecker:
                 None if column else _top(block.right, values.sum(0), k_i),
             )
         return sides
-
-    def _check(self, vector: Params) -> torch.Size:
-        """Refuse vectors of other shapes; return the axes of several in front."""
-        return checks.stacked(f"{type(self).__name__}(vector)", self.shapes, vector)
 
     def _values(self) -> list[Tensor]:
         return [each.values for each in self.blocks.values()]
