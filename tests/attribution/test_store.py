@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,6 +16,7 @@ from tests import oracle
 from tests.distributed.processes import SERVER
 from vgrad import curvature, files
 from vgrad.attribution import Store, influence
+from vgrad.tree import map_values
 
 N, SIZE, INDEX = 43, 16, "index.safetensors"
 torch.manual_seed(0)
@@ -344,10 +344,10 @@ def flip(path):
     path.write_bytes(data)
 
 
-def resealed(path, tensors=None, kind="features of a store", **description):
+def resealed(path, change=dict, kind="features of a store", **description):
     """Write a file again, with a hash that fits."""
     found, own = files.read_tensors(path, kind)
-    files.write_tensors(path, found if tensors is None else tensors, own | description)
+    files.write_tensors(path, change(found), own | description)
 
 
 def edited(path, **changes):
@@ -360,103 +360,82 @@ def swap(one, two):
     two.write_bytes(kept)
 
 
-def linked(path, to):
-    path.rename(to)
-    path.symlink_to(to)
+def linked(path):
+    path.symlink_to(path.rename(path.parent.with_name("elsewhere")))
 
 
 def first_file(folder):
     return folder / "00000000.safetensors"
 
 
+OTHER = "expected 16 samples of this store"
 DAMAGE = {
-    "an index cut off": (lambda f: truncate(f / INDEX), "damaged file"),
-    "an index with another bit": (
-        lambda f: flip(f / INDEX),
-        "damaged file",
-    ),
+    "an index cut off": (lambda index, _: truncate(index), "damaged file"),
+    "an index with another bit": (lambda index, _: flip(index), "damaged file"),
     "features for an index": (
-        lambda f: shutil.copy(first_file(f), f / INDEX),
+        lambda index, first: shutil.copy(first, index),
         "expected the index of a store, got a features",
     ),
-    "no index": (
-        lambda f: (f / INDEX).unlink(),
-        "index of a store, got no file",
-    ),
+    "no index": (lambda index, _: index.unlink(), "index of a store, got no file"),
     "an index with more samples": (
-        lambda f: edited(f / INDEX, samples=N + 1),
+        lambda index, _: edited(index, samples=N + 1),
         "expected 12 samples",
     ),
     "an index of other facts": (
-        lambda f: edited(f / INDEX, facts={"params": "0"}),
+        lambda index, _: edited(index, facts={"params": "0"}),
         "another store",
     ),
     "an index of fewer features": (
-        lambda f: edited(f / INDEX, features={"0.bias": ["torch.float64", 4]}),
+        lambda index, _: edited(index, features={"0.bias": ["torch.float64", 4]}),
         "another store",
     ),
     "an index without features": (
-        lambda f: edited(f / INDEX, features=[]),
+        lambda index, _: edited(index, features=[]),
         "expected other entries",
     ),
     "sizes that are no numbers": (
-        lambda f: edited(f / INDEX, samples=1.5),
-        "expected whole numbers as sizes",
+        lambda index, _: edited(index, samples=1.5),
+        "a size is no whole number",
     ),
     "files of no sample": (
-        lambda f: edited(f / INDEX, samples_per_file=0),
-        "expected whole numbers as sizes",
+        lambda index, _: edited(index, samples_per_file=0),
+        "a size is no whole number",
     ),
-    "an index in a link": (
-        lambda f: linked(f / INDEX, f.with_name("index")),
-        "got a link",
-    ),
-    "a file cut off": (lambda f: truncate(first_file(f)), "damaged file"),
-    "a file with another bit": (
-        lambda f: flip(first_file(f)),
-        "checksum does not match",
-    ),
-    "a file that is gone": (lambda f: first_file(f).unlink(), "got no file"),
+    "an index in a link": (lambda index, _: linked(index), "got a link"),
+    "a file cut off": (lambda _, first: truncate(first), "damaged file"),
+    "a file with another bit": (lambda _, first: flip(first), "checksum does not"),
+    "a file that is gone": (lambda _, first: first.unlink(), "got no file"),
     "two files swapped": (
-        lambda f: swap(first_file(f), f / "00000001.safetensors"),
+        lambda _, first: swap(first, first.with_name("00000001.safetensors")),
         "another place",
     ),
-    "a file in a link": (
-        lambda f: linked(first_file(f), f.with_name("elsewhere")),
-        "got a link",
-    ),
+    "a file in a link": (lambda _, first: linked(first), "got a link"),
     "a folder for a file": (
-        lambda f: (first_file(f).unlink(), first_file(f).mkdir()),
+        lambda _, first: (first.unlink(), first.mkdir()),
         "got no file",
     ),
     "features in another dtype": (
-        lambda f: resealed(
-            first_file(f), {n: x.float() for n, x in load_file(first_file(f)).items()}
-        ),
-        "expected 16 samples of this store",
+        lambda _, first: resealed(first, partial(map_values, torch.Tensor.float)),
+        OTHER,
     ),
     "features of another shape": (
-        lambda f: resealed(
-            first_file(f), {n: x[:, :1] for n, x in load_file(first_file(f)).items()}
-        ),
-        "expected 16 samples of this store",
+        lambda _, first: resealed(first, partial(map_values, lambda x: x[:, :1])),
+        OTHER,
     ),
     "features by another name": (
-        lambda f: resealed(
-            first_file(f), {f"../{n}": x for n, x in load_file(first_file(f)).items()}
-        ),
-        "expected 16 samples of this store",
+        lambda _, first: resealed(first, lambda x: {f"../{n}": x[n] for n in x}),
+        OTHER,
     ),
     "fewer samples": (
-        lambda f: resealed(
-            first_file(f),
-            {n: x[:9] for n, x in load_file(first_file(f)).items()},
+        lambda _, first: resealed(
+            first,
+            partial(map_values, lambda x: x[:9]),
             samples=[[n, ""] for n in range(9)],
         ),
         "an earlier time",
     ),
     "a file of another store": (
-        lambda f: resealed(first_file(f), store="0" * 64),
+        lambda _, first: resealed(first, store="0" * 64),
         "of another store",
     ),
 }
@@ -465,7 +444,7 @@ DAMAGE = {
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_refused(name, folder):
     damage, text = DAMAGE[name]
-    damage(folder)
+    damage(folder / INDEX, first_file(folder))
     with pytest.raises((ValueError, FileNotFoundError), match=text):
         whole(Store(folder))
 
@@ -558,14 +537,6 @@ def test_what_cannot_be_stored_is_refused(tmp_path):
     assert content(tmp_path / "half") == content(tmp_path / "store")
 
 
-def scores(store, matrix, damping, queries):
-    """Scores from a store alone."""
-    solved = matrix.solve(
-        store.project(LOSS, PARAMS, BUFFERS, *queries), damping=damping
-    )
-    return sum(solved[n] @ each.T for n, each in whole(store).items())
-
-
 @pytest.mark.parametrize("kind", ["pairs", "joined", "sides"])
 def test_curvature_of_features_is_that_of_the_parameters_along_directions(
     kind, tmp_path
@@ -607,10 +578,10 @@ def test_along_eigenvectors_a_store_has_the_scores_of_ekfac(tmp_path):
     project = vgrad.per_sample_projection(LOSS, blocks.sides((99, 99)))
     store, queries = write(tmp_path, projection=project), (X[N:], Y[N:])
     matrix = store.curvature(ggn, PARAMS, BUFFERS, inputs, diagonal=True)
-    expected = influence(
-        LOSS, PARAMS, BUFFERS, queries, cut(0, N), curvature=blocks, damping=0.01
-    )
-    oracle.assert_exact(scores(store, matrix, 0.01, queries), expected)
+    given = LOSS, PARAMS, BUFFERS, queries
+    expected = influence(*given, cut(0, N), curvature=blocks, damping=0.01)
+    found = influence(*given, store, curvature=matrix, damping=0.01)
+    oracle.assert_exact(found, expected)
 
 
 def test_a_curvature_is_of_the_same_model_and_store(folder, tmp_path):

@@ -123,14 +123,13 @@ class Store:
             dim = {n: (side(f"{n}.left"), side(f"{n}.right")) for n in names}
         return per_sample_projection(loss, dim, **settings, **options)
 
-    def empirical_fisher(self, *, diagonal: bool = False) -> Kronecker:
+    def empirical_fisher(self) -> Kronecker:
         """Mean over the samples of outer products of features, [k, k] for each name.
 
         Its vectors are features. It is the empirical Fisher matrix if the loss is a
-        negative log likelihood. With `diagonal` the rest of it is left out.
+        negative log likelihood.
         """
-        found = ((features, len(samples)) for features, samples in self._files())
-        return self._matrix(found, diagonal)
+        return self._matrix((part, len(ids)) for part, ids in self._files())
 
     def curvature(
         self,
@@ -168,7 +167,7 @@ class Store:
 
     @torch.no_grad()
     def _matrix(
-        self, parts: Iterable[tuple[Params, int]], diagonal: bool
+        self, parts: Iterable[tuple[Params, int]], diagonal: bool = False
     ) -> "OfFeatures":
         sums: dict[str, Any] = {}
         count = 0
@@ -401,8 +400,8 @@ def _pieces(
     names: Iterator[Any] = itertools.count(place)
     if ids is not None:
         names = itertools.chain(ids, itertools.repeat(None))  # counted by `note`
-    for batch in batches:
-        read, start = _batches.read("Store.write", tuple(batch)), 0
+    for batch in _batches.each("Store.write", batches):
+        read, start = _batches.read("Store.write", batch), 0
         flat = [each.detach().cpu().contiguous() for each in read.tensors]
         kinds = map_tensors(lambda each: (each.dtype, each.shape[1:]), read.tree)
         kind = repr(kinds).encode()  # with items that are no tensors
@@ -551,11 +550,11 @@ def _read_index(folder: Path) -> tuple[Params, dict[str, Any]]:
     try:
         sizes = [index["samples"], index["samples_per_file"] - 1]
         sizes += [k for dtype, k in index["features"].values() if _DTYPES[dtype]]
+        if any(type(each) is not int or each < 0 for each in sizes):
+            raise ValueError("a size is no whole number")
         _flat(index)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: expected other entries, got {error!r}.") from error
-    if any(type(each) is not int or each < 0 for each in sizes):
-        raise ValueError(f"{path}: expected whole numbers as sizes, got others.")
     return sides, index
 
 

@@ -192,13 +192,7 @@ class Laplace:
         They are members as `vgrad.ensemble.predict` takes them. The numbers follow from
         `seed` and the names of parameters; generators of torch stay as they are.
         """
-        [count] = checks.whole("Laplace.sample", least=1, count=count)
-        [seed] = checks.whole("Laplace.sample", least=0, seed=seed)
-        key = secret_key(seed=seed)
-        noise = {
-            name: _normal((count, *value.shape), torch_seed(key, name), value)
-            for name, value in self.params.items()
-        }
+        noise = _normal("Laplace.sample", count, seed, self.params)
         scales = map_values(torch.rsqrt, self._precisions)
         apart, params = self.matrix.scaled(noise, scales), self.params.items()
         return {name: (double(x) + apart[name]).to(x.dtype) for name, x in params}
@@ -211,14 +205,12 @@ class Laplace:
         `vgrad.ensemble.EnsemblePrediction.from_logits` and
         `ValuePrediction.from_outputs` take them: the Monte Carlo link.
         """
-        [count] = checks.whole("Laplace.draw", least=1, count=count)
-        [seed] = checks.whole("Laplace.draw", least=0, seed=seed)
         mean, covariance = self._outputs(inputs, options)
         values, vectors = torch.linalg.eigh(covariance)
         root = vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
-        seed = torch_seed(secret_key(seed=seed))
-        noise = _normal((count, *covariance.shape[:2], 1), seed, covariance)
-        drawn = double(mean) + (root @ noise).view(count, *mean.shape)
+        like = {"": covariance[..., :1]}
+        noise = root @ _normal("Laplace.draw", count, seed, like)[""]
+        drawn = double(mean) + noise.view(count, *mean.shape)
         return drawn.to(wide(mean.dtype))
 
     def predict(self, *inputs: Tree, **options: Unpack[Options]) -> Tensor | Gaussian:
@@ -377,7 +369,14 @@ def _diagonal(*given: Any, **options: Unpack[Options]) -> Kronecker:
     return Kronecker(blocks, {name: x.shape for name, x in entries})
 
 
-def _normal(shape: tuple[int, ...], seed: int, like: Tensor) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
-    return drawn.to(like.device)
+def _normal(function: str, count: int, seed: int, like: Params) -> Params:
+    """Draw normal numbers in float64, {name: [count, *shape]}."""
+    [count] = checks.whole(function, least=1, count=count)
+    [seed] = checks.whole(function, least=0, seed=seed)
+    key, drawn = secret_key(seed=seed), {}
+    for name, value in like.items():
+        source = torch.Generator().manual_seed(torch_seed(key, name))
+        shape = count, *value.shape
+        numbers = torch.randn(shape, generator=source, dtype=torch.float64)
+        drawn[name] = numbers.to(value.device)
+    return drawn
