@@ -170,13 +170,18 @@ def shapes(
 
 def vectors(
     function: str, expected: Mapping[str, torch.Size], got: Mapping[str, Tensor]
-) -> tuple[int, ...]:
-    """The names and shapes are those expected after common axes; return these."""
+) -> torch.Size:
+    """Names and shapes are those expected, behind the same axes, which are returned."""
     names(function, expected, got)
-    name, first = next(iter(expected.items()))
-    lead = tuple(got[name].shape[: max(0, got[name].ndim - len(first))])
-    wanted = {n: torch.Size((*lead, *each)) for n, each in expected.items()}
-    shapes(function, wanted, got)
+    lead = torch.Size()
+    for place, (name, shape) in enumerate(expected.items()):
+        own = got[name].shape
+        lead = own[: max(0, len(own) - len(shape))] if place == 0 else lead
+        if own != lead + shape:
+            raise ValueError(
+                f"{function}: expected shape {tuple(shape)} in {name!r}, or several "
+                f"such vectors in front in all names, got {tuple(own)}."
+            )
     return lead
 
 

@@ -341,10 +341,10 @@ def test_a_matrix_of_other_shapes_is_refused():
     of_batch = loss, params, buffers, batch, [batch]
     for other, own in zip(matrices[:2], matrices[2:], strict=True):
         attribution.influence(*of_batch, curvature=own, damping=0.1)
-        with pytest.raises(ValueError, match=r"in 'weight'.*got (shape )?\(6, 4, 5\)"):
+        with pytest.raises(ValueError, match=r"in 'weight'.*got \(6, 4, 5\)"):
             attribution.influence(*of_batch, curvature=other, damping=0.1)
         if isinstance(other, curvature.Kronecker):
-            with pytest.raises(ValueError, match=r"shape \(5, 4\) in .weight., got"):
+            with pytest.raises(ValueError, match=r"in 'weight'.*got \(4, 5\)"):
                 attribution.self_influence(
                     *of_batch[:3], [batch], curvature=other, damping=0.1
                 )

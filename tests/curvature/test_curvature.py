@@ -558,7 +558,7 @@ def test_sides_that_do_not_fit_are_refused():
     with pytest.raises(TypeError, match="seed=0.*none for sides"):
         vgrad.per_sample_projection(loss, dict.fromkeys(params, none), seed=0)
     with pytest.raises(ValueError, match=r"Kronecker.sides\(dim\[1\]=0\)"):
-        curvature.Kronecker({}).sides((1, 0))
+        curvature.Kronecker({}, {}).sides((1, 0))
 
 
 @pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")  # of attention in vmap
@@ -795,3 +795,60 @@ def test_large_parameters_without_sides_are_named():
     matrix = curvature.ggn(fmodel, "gaussian")
     with pytest.raises(ValueError, match=r"got 'weight' of shape \(70, 70\).*freeze"):
         curvature.kfac(matrix, params, buffers, [(torch.randn(2, 70),)])
+
+
+@pytest.mark.parametrize("method", [curvature.kfac, curvature.ekfac, curvature.full])
+def test_vectors_of_other_shapes_are_refused(method):
+    _, (fmodel, params, buffers), batches = problem("mlp")
+    given = curvature.ggn(fmodel, "gaussian"), params, buffers, batches
+    solvers = [method(*given)]
+    solvers += [curvature.iterative(curvature.vector_product(*given), params)]
+    for name in ("0.weight", "2.weight"):
+        wrong = params | {name: params[name].mT}
+        for solver in solvers:
+            with pytest.raises(ValueError, match=rf"expected shape .* in '{name}', or"):
+                solver.solve(wrong, damping=1.0)
+    both = {n: torch.stack([each, each]) for n, each in params.items()}
+    one, two = (solvers[0].solve(each, damping=1.0) for each in (params, both))
+    for name, each in one.items():
+        oracle.assert_exact(two[name], torch.stack([each, each]))
+    with pytest.raises(ValueError, match="or several such vectors in front"):
+        solvers[0].solve(both | {"2.bias": params["2.bias"]}, damping=1.0)
+
+
+class Op(nn.Module):
+    """A function of inputs [B, 3] and two parameters."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        for name in ("a", "b"):
+            self.register_parameter(name, nn.Parameter(torch.randn(3, 3).double()))
+
+    def forward(self, x):
+        return self.function(x, self.a, self.b)
+
+
+OPS = {
+    "logcumsumexp": lambda x, a, b: (x @ a + b[0]).logcumsumexp(1),
+    "prelu": lambda x, a, b: F.prelu(x @ a, b[0]),
+    "det": lambda x, a, b: torch.linalg.det(a * x[:, None])[:, None] * b[0, :2],
+    "cdist": lambda x, a, b: torch.cdist(x, a) @ b,
+    "cdist of parameters": lambda x, a, b: x @ torch.cdist(a, b),
+}
+"""Ops of which torch maps a backward pass wrongly, or differentiates it so at zero."""
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_ops_whose_backward_pass_torch_maps_wrongly(name):
+    torch.manual_seed(0)
+    module, x = Op(OPS[name]), torch.randn(3, 3).double()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
+    exact = dense(module, [(x,)], "gaussian")
+    given = curvature.ggn(fmodel, "gaussian"), params, buffers, [(x,)]
+    for strategy in ("recorded", "vmap", "loop"):
+        found = curvature.diagonal(*given, strategy=strategy)
+        oracle.assert_exact(flat(found), exact.diagonal())
+    if "cdist" not in name:  # which torch cannot differentiate twice
+        found = assembled(curvature.vector_product(*given), params)
+        oracle.assert_exact(found, exact)

@@ -327,7 +327,7 @@ def test_what_has_no_posterior_is_refused():
     with pytest.raises(ValueError, match="structure='dense'.*expected one of"):
         make(structure="dense")
     with pytest.raises(ValueError, match=r"laplace\(structure\): .* missing"):
-        make(structure=curvature.Kronecker({}))
+        make(structure=curvature.Kronecker({}, {}))
     with pytest.raises(ValueError, match=r"expected the model's inputs and then"):
         make(data=batches)
     with pytest.raises(ValueError, match=r"laplace\(batches\): .* outputs' shape"):

@@ -109,6 +109,10 @@ def test_a_sum_in_place_writes_where_it_is_told():
 
 
 WRONG = {
+    "cdist, of parameters": (
+        (2, 2),
+        "value = torch.cdist(w[:, None], w[:, None].sin())[:2, 1:3] * x",
+    ),
     "squeeze_": ((1, 4), "h = x * w; h.squeeze_(); value = h * h.ndim"),
     "squeeze_, of numbers alone": ((1,), "h = x.clone(); h.squeeze_(); value = h * w"),
     "roll": ((), "value = (x * w.sum()).roll(1) * x"),

@@ -226,7 +226,7 @@ def self_influence(
         norms = per_sample_norm(loss, **options)
         return torch.cat([norms(params, buffers, *each).square() for each in read])
     if isinstance(curvature, Kronecker) and not isinstance(curvature, Full):
-        checks.vectors("self_influence(curvature)", curvature.shapes, params)
+        curvature.check("self_influence(curvature)", params)
         curvature._damping("self_influence", damping)
         blocks = curvature.blocks.items()
         weights = {name: 1 / (each.values + damping) for name, each in blocks}

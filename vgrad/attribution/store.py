@@ -182,9 +182,9 @@ class Store:
             values, vectors = found / count, None
             if not diagonal:
                 values, vectors = torch.linalg.eigh(values)
-            values = values.clamp(min=0).unsqueeze(1)
-            blocks[name] = Block(vectors, None, values, {name: values.shape[:1]})
-        return OfFeatures(blocks, self.binding)
+            blocks[name] = Block(vectors, None, values.clamp(min=0).unsqueeze(1))
+        shapes = {name: torch.Size((len(b.values),)) for name, b in blocks.items()}
+        return OfFeatures(blocks, shapes, self.binding)
 
     @classmethod
     @torch.no_grad()

@@ -73,4 +73,5 @@ def full(
         count += samples
     values, vectors = torch.linalg.eigh(total / count)
     shapes = {name: each.shape for name, each in params.items()}
-    return Full({"": Block(None, vectors, values.clamp(min=0)[None], shapes)})
+    block = Block(None, vectors, values.clamp(min=0)[None], (*params,))
+    return Full({"": block}, shapes)

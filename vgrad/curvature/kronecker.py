@@ -29,13 +29,13 @@ class Block:
     """The curvature of one parameter, `(Q_o x Q_i) diag(values) (Q_o x Q_i)^T`.
 
     -> left [O, O] and right [I, I], orthogonal, in float64, None for the identity;
-    values [O, I]. Several parameters, with their `shapes`, follow each other in rows.
+    values [O, I]. Parameters of several `names` follow each other in rows.
     """
 
     left: Tensor | None
     right: Tensor | None
     values: Tensor
-    shapes: dict[str, torch.Size]
+    names: tuple[str, ...] = ()
 
     def rotated(self, matrix: Tensor, *, back: bool = False) -> Tensor:
         """Return `Q_o^T M Q_i`, or `Q_o M Q_i^T`, of [..., O, I]."""
@@ -54,6 +54,7 @@ class Kronecker:
     """
 
     blocks: dict[str, Block]
+    shapes: dict[str, torch.Size]
 
     def solve(self, vector: Params, *, damping: float) -> Params:
         """Solve `(matrix + damping I) x = vector` for x."""
@@ -67,19 +68,23 @@ class Kronecker:
 
     def scaled(self, vector: Params, values: Params) -> Params:
         """Multiply a vector by a matrix of the same eigenvectors, and these values."""
-        lead = checks.vectors(f"{type(self).__name__}(vector)", self.shapes, vector)
+        lead = self.check(f"{type(self).__name__}(vector)", vector)
         result = {}
         for name, block in self.blocks.items():
             rows = len(block.values)
-            own = {n: (*lead, rows, s.numel() // rows) for n, s in block.shapes.items()}
+            shapes = {n: self.shapes[n] for n in block.names or (name,)}
+            own = {n: (*lead, rows, s.numel() // rows) for n, s in shapes.items()}
             parts = [double(vector[n]).reshape(size) for n, size in own.items()]
             matrix = block.rotated(torch.cat(parts, -1)) * values[name]
-            parts = block.rotated(matrix, back=True).split(
-                [s[-1] for s in own.values()], -1
-            )
+            widths = [part.shape[-1] for part in parts]
+            parts = block.rotated(matrix, back=True).split(widths, -1)
             for each, part in zip(own, parts, strict=True):
                 result[each] = part.reshape(vector[each].shape)
-        return {name: result[name] for name in vector}
+        return {each: result[each] for each in vector}
+
+    def check(self, function: str, vector: Params) -> torch.Size:
+        """Refuse vectors of other names or shapes; return the axes in front."""
+        return checks.vectors(function, self.shapes, vector)
 
     def logdet(self, *, damping: float) -> Tensor:
         """Return `log det(matrix + damping I)`."""
@@ -108,10 +113,10 @@ class Kronecker:
         k_o, k_i = checks.whole("Kronecker.sides", least=1, **sizes)
         sides = {}
         for name, block in self.blocks.items():
-            if len(block.shapes) > 1:
+            if block.names:
                 raise ValueError(
                     f"Kronecker.sides: expected separate_weight_and_bias=True, got a "
-                    f"block of {checks.listed(block.shapes)}."
+                    f"block of {checks.listed(block.names)}."
                 )
             values, column = block.values, block.values.shape[1] == 1
             count = k_o * k_i if column else k_o
@@ -123,17 +128,11 @@ class Kronecker:
         return sides
 
     @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """The shapes of all parameters."""
-        blocks = self.blocks.values()
-        return {name: each for block in blocks for name, each in block.shapes.items()}
-
-    @property
     def bases(self) -> tuple[Sides, Pairs]:
         """The eigenvectors of the blocks, and the names of those of two parameters."""
         sides = {name: (each.left, each.right) for name, each in self.blocks.items()}
-        names = [(*each.shapes,) for each in self.blocks.values()]
-        return sides, {name: each for each in names if each[1:] for name in each}
+        blocks = self.blocks.values()
+        return sides, {name: each.names for each in blocks for name in each.names}
 
     def _values(self) -> list[Tensor]:
         return [each.values for each in self.blocks.values()]
@@ -209,17 +208,18 @@ def kfac(
         for name, each in found.items():
             _add(sums, name, each)
         count += size
-    shapes = {name: {name: each.shape} for name, each in params.items()}
+    several: dict[str, tuple[str, ...]] = dict.fromkeys(params, ())
     for weight, bias in dict.fromkeys(pairs.values()):
         if len(sums[weight].right) > params[weight].shape[1:].numel():
-            shapes[weight] |= shapes.pop(bias)
+            several |= {weight: (weight, bias)}
+            del several[bias]
     blocks = {}
-    for name, of_block in shapes.items():
+    for name, names in several.items():
         left, right, positions = sums[name]
         (values, basis), (others, other) = _eigen(left / count), _eigen(right / count)
         values = torch.outer(values, others) * (count / max(1, positions))
-        blocks[name] = Block(basis, other, values, of_block)
-    return Kronecker(blocks)
+        blocks[name] = Block(basis, other, values, names)
+    return Kronecker(blocks, {name: each.shape for name, each in params.items()})
 
 
 def _pairs(params: Params) -> Pairs:
@@ -265,7 +265,8 @@ def ekfac(
         count += size
     sums.divide(count)
     values = sums.totals
-    return Kronecker({n: replace(b, values=values[n]) for n, b in blocks.items()})
+    blocks = {name: replace(b, values=values[name]) for name, b in blocks.items()}
+    return replace(start, blocks=blocks)
 
 
 @dataclass

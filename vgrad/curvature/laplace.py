@@ -259,7 +259,7 @@ class Laplace:
     def _evidence(self, name: str) -> tuple[Tensor, float]:
         """Return the likelihood's part of a block's eigenvalues, and `|params|^2`."""
         block = self.matrix.blocks[name]
-        values = [double(self.params[each].detach()) for each in block.shapes]
+        values = [double(self.params[n].detach()) for n in block.names or (name,)]
         square = sum(float(value.square().sum()) for value in values)
         return self._scale * block.values.flatten(), square
 
@@ -318,6 +318,7 @@ def laplace(
     if isinstance(structure, Kronecker):
         matrix = structure
         checks.names("laplace(structure)", params, matrix.shapes)
+        checks.shapes("laplace(structure)", matrix.shapes, params)
     else:
         checks.choice("laplace", functions, structure=structure)
         matrix = functions[structure](data, *given, **options)
@@ -362,11 +363,10 @@ def _fitted(values: Tensor, square: float) -> float:
 
 
 def _diagonal(*given: Any, **options: Unpack[Options]) -> Kronecker:
-    blocks = {}
-    for name, each in diagonal(*given, **options).items():
-        values = double(each).reshape(*each.shape[:1], -1)
-        blocks[name] = Block(None, None, values, {name: each.shape})
-    return Kronecker(blocks)
+    entries = diagonal(*given, **options).items()
+    sides = {name: double(x).reshape(*x.shape[:1], -1) for name, x in entries}
+    blocks = {name: Block(None, None, x) for name, x in sides.items()}
+    return Kronecker(blocks, {name: x.shape for name, x in entries})
 
 
 def _normal(function: str, count: int, seed: int, like: Params) -> Params:

@@ -317,7 +317,8 @@ def per_sample_jacobian(
     samples cannot depend on each other.
 
     Cost: a forward pass and one backward pass for all numbers of an output together,
-    for all samples or `chunk_size` at a time, and the memory of the result.
+    for all samples or `chunk_size` at a time, and the memory of the result. In
+    `strategy="vmap"` it is a backward pass for each number.
 
     Raises:
         ValueError: the output of the model is no tensor with a row for each sample, or

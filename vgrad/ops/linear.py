@@ -341,9 +341,22 @@ def _axes(equation: str, *dims: int) -> tuple[str, str, str] | None:
 
 def _cdist(x1: Tensor, x2: Tensor, p: float = 2.0, *args: Any, **kwargs: Any) -> Tensor:
     """Compute distances of rows; torch's rule differentiates shared rows wrongly."""
-    shared = modes.is_wrapped(x1) or modes.is_wrapped(x2)
-    if not shared or not x1.shape[-1] or any(map(_is_mapped, (x1, x2))):
+    if not x1.shape[-1] or any(map(_is_mapped, (x1, x2))):
         return torch.cdist(x1, x2, p, *args, **kwargs)
+    return _distances(x1, x2, p)
+
+
+def _cdist_of_columns(
+    record: Recording, x1: Tensor, x2: Tensor, p: float = 2.0, *_: Any, **__: Any
+) -> Tensor | None:
+    """Compute distances; torch's rule is wrong where only gradients are mapped."""
+    if not record.columns or not x1.shape[-1]:
+        return None
+    with record.watching():
+        return _distances(x1, x2, p)
+
+
+def _distances(x1: Tensor, x2: Tensor, p: float) -> Tensor:
     gaps = (x1.unsqueeze(-2) - x2.unsqueeze(-3)).abs()
     if p < math.inf:
         return torch.linalg.vector_norm(gaps, p, -1)
@@ -370,7 +383,7 @@ _rule = Rule(_product, ("weight", "bias"), transposed=_back_by(F.linear))
 register(product, rule=_rule)
 _rule = Rule(_contraction, ("weight",), transposed=_back_by_contraction)
 register(contraction, rule=_rule)
-register(torch.cdist, mapped=_cdist)
+register(torch.cdist, mapped=_cdist, recorded=_cdist_of_columns)
 # Torch enlarges the tensor that it writes into, under vmap without its axis of samples.
 register(Tensor.addbmm_, mapped=in_place(torch.addbmm))
 register(torch.einsum, recorded=_einsum)

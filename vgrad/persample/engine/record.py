@@ -422,7 +422,9 @@ class Recorder:
         if func is modes.custom_function_call:
             output = once(args[0], args[1:], kwargs, self.is_parameter)
         else:
-            output = func(*args, **kwargs)
+            op = OPS.get(func)
+            run = func if op is None or op.mapped is None else op.mapped
+            output = run(*args, **kwargs)
         if versions != [version_of(known.origin) for known in proxies]:
             raise UnsupportedOp(
                 f"{op_name(func)}: expected a loss that computes new tensors from "

@@ -40,7 +40,7 @@ from vgrad.persample.engine.record import Recorder, Take
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private.autograd import foreign_nodes
 from vgrad.torch_private.tensors import Lazy
-from vgrad.tree import map_tensors, no_autocast, tree_map_only
+from vgrad.tree import map_tensors, map_values, no_autocast, tree_map_only
 from vgrad.typing import Params, Strategy, Tree
 
 
@@ -460,8 +460,12 @@ def _functional_gradient(of_params: Callable, call: Call) -> tuple:
     value, pullback, aux = cast(tuple[Tensor, Callable, Tree], forward)
     # As in eager training, autocast covers the forward pass alone.
     with no_autocast(value.device):
-        back = torch.vmap(pullback) if call.columns else pullback
-        (grads,) = back(call.cotangent(value, aux))
+        scales = call.cotangent(value, aux)
+        if not call.columns:
+            (grads,) = pullback(scales)
+        else:  # a vmap over columns would be inside another, for which rules are wrong
+            columns = [pullback(each)[0] for each in scales.unbind()]
+            grads = map_values(lambda *each: torch.stack(each), *columns)
     return grads, value, aux
 
 
