@@ -129,7 +129,7 @@ class Kronecker:
 
     @property
     def bases(self) -> tuple[Sides, Pairs]:
-        """The eigenvectors of the blocks, and the names of those of two parameters."""
+        """The eigenvectors of all blocks, and the names in blocks of several."""
         sides = {name: (each.left, each.right) for name, each in self.blocks.items()}
         blocks = self.blocks.values()
         return sides, {name: each.names for each in blocks for name in each.names}
@@ -175,8 +175,8 @@ def kfac(
     With `separate_weight_and_bias=False` a bias is one more column of its weight, for
     an input that is 1, in a block [O, I + 1] under the weight's name. Their names
     differ in "bias" for "weight", as of torch's modules, and in each sample the bias
-    has the gradients at all outputs of the weight, and no others; else the two stay
-    separate, as those of grouped convolutions do.
+    has the gradients at all outputs of the weight, and no others. Others stay separate,
+    as in grouped convolutions.
 
     Cost: a forward pass and a backward pass of K columns for each batch, two products
     of matrices in float64 for each layer, and the memory of two covariances.
