@@ -726,15 +726,20 @@ class Recorder:
 
     def _pulled_back(self, known: ParamProxy, root: ParamProxy, factor: Factor):
         """Differentiate a value computed from a parameter, for every sample."""
+        ends, options = (known.origin, root.origin), {"retain_graph": True}
+        cotangents = factor.grad().to(known.origin.dtype)
+        if self.columns:  # is_grads_batched would loop over them
 
-        def back(grad: Tensor) -> Tensor:
-            ends = known.origin, root.origin, grad.to(known.origin.dtype)
-            return torch.autograd.grad(
-                *ends, retain_graph=True, materialize_grads=True
-            )[0]
+            def back(grad: Tensor) -> Tensor:
+                return torch.autograd.grad(
+                    *ends, grad, materialize_grads=True, **options
+                )[0]
 
-        # Unlike is_grads_batched, it runs inside of a vmap over columns.
-        return Dense(torch.vmap(back)(factor.grad()))
+            return Dense(torch.vmap(back)(cotangents))
+        (grads,) = torch.autograd.grad(
+            *ends, cotangents, is_grads_batched=True, allow_unused=True, **options
+        )
+        return Zero(self.size, root.value) if grads is None else Dense(grads)
 
 
 def _unseen(names: Iterable[str]) -> UnsupportedOp:
