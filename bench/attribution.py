@@ -15,6 +15,7 @@ Names of rows measure these alone; the table is of all that were measured.
 """
 
 import argparse
+import datetime
 import json
 import math
 import platform
@@ -538,7 +539,7 @@ def commit() -> str:
 
 def markdown(measured: dict[str, Any]) -> str:
     """Return a table, times and memory of each row over those of vgrad."""
-    versions = measured["versions"]
+    settings, versions = measured["settings"], measured["versions"]
     rows = measured["rows"].values()
     commits, earlier = (
         ", ".join(dict.fromkeys(row[each] for row in rows))
@@ -548,8 +549,8 @@ def markdown(measured: dict[str, Any]) -> str:
         "# Curvature and attribution",
         "",
         f"Times of commit {commits}, checks and memory of {earlier}: one thread of "
-        f"{measured['machine']}, torch",
-        f"{measured['torch']}, CPU time, medians of rounds of all in turn, float32 "
+        f"{settings['processor']}, torch",
+        f"{settings['torch']}, CPU time, medians of rounds of all in turn, float32 "
         "(`python -m bench.attribution`).",
         ", ".join(f"{name} {each}" for name, each in versions.items()) + ".",
         "A contender that raises or is wrong on the small net is not timed.",
@@ -596,7 +597,12 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     kept = json.loads(asked.out.read_text()) if asked.out.exists() else {"rows": {}}
-    kept["machine"], kept["torch"] = platform.machine(), torch.__version__
+    kept["settings"] = {
+        "processor": platform.machine(),
+        "threads": 1,
+        "torch": torch.__version__,
+        "date": f"{datetime.date.today()}",
+    }
     kept["versions"] = {}
     for package, name in LIBRARIES.items():
         try:
