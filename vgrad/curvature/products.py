@@ -233,7 +233,7 @@ def _pulled(
 def _check_linear(
     start: Tensor, pushed: Tensor, pulled: Sequence[Tensor], params: Params, v: Params
 ) -> None:
-    """Refuse a backward pass that is no linear function of what it starts from."""
+    """Refuse a backward pass that is not linear in the gradient it starts from."""
     one = double(start) * double(pushed)
     pairs = zip(pulled, params, strict=True)
     other = torch.cat([(double(g) * double(v[name])).flatten() for g, name in pairs])
