@@ -69,17 +69,6 @@ class Task(NamedTuple):
     rate: float
 
 
-class Appended(nn.Module):
-    """A linear layer whose bias is a column of its weight, for an input of 1."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.cat([layer.weight, layer.bias[:, None]], 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(F.pad(x, (0, 1), value=1.0), self.weight)
-
-
 def pieces(place: Place) -> list[Piece]:
     """Train and judge one net in each."""
     hidden = place.pick(tiny=4, small=32, full=32)
@@ -182,10 +171,10 @@ def _scores(
         matrix = curvature.ggn(fmodel, "categorical")
         return model, make(matrix, *values, inputs)
 
-    appended = vgrad.make_functional_with_buffers(_appended(module))
     layers = dict.fromkeys(name.rpartition(".")[0] for name in split[1])
     frozen = [[n for n in split[1] if n.rpartition(".")[0] != each] for each in layers]
     fisher = curvature.empirical_fisher(split[0], "categorical")
+    joint: Any = {"separate_weight_and_bias": False}
     parts = {
         GGN: [ggn(curvature.full, *split)],
         FISHER: [(split, curvature.full(fisher, *split[1:], batches))],
@@ -193,8 +182,8 @@ def _scores(
             ggn(curvature.full, split[0], *vgrad.freeze(*split[1:], names))
             for names in frozen
         ],
-        KFAC: [ggn(curvature.kfac, *appended)],
-        EKFAC: [ggn(curvature.ekfac, *appended)],
+        KFAC: [ggn(partial(curvature.kfac, **joint), *split)],
+        EKFAC: [ggn(partial(curvature.ekfac, **joint), *split)],
         KFAC + APART: [ggn(curvature.kfac, *split)],
         EKFAC + APART: [ggn(curvature.ekfac, *split)],
     }
@@ -206,13 +195,6 @@ def _scores(
                 for model, matrix in matrices
             ]
             yield name, damping, torch.stack(total).sum(0)
-
-
-def _appended(module: nn.Module) -> nn.Sequential:
-    """Return the same net with each bias as a column of its layer's weight."""
-    return nn.Sequential(
-        *(Appended(x) if isinstance(x, nn.Linear) else x for x in module.children())
-    )
 
 
 def check(results: Results) -> list[str]:

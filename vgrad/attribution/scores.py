@@ -225,9 +225,8 @@ def self_influence(
         curvature._damping("self_influence", damping)
         blocks = curvature.blocks.items()
         weights = {name: 1 / (each.values + damping) for name, each in blocks}
-        sides = {name: (each.left, each.right) for name, each in blocks}
         call = Call.of(self_influence, loss, options)
-        squares = Transform(call, InnerProducts(sides, weights))
+        squares = Transform(call, InnerProducts(*curvature.bases, weights))
         parts = [squares(params, buffers, *each)[:, 0, 0] for each in read]
         return torch.cat(parts).to(norm_dtype(params))
     gradients, parts = per_sample_grad(loss, **options), []

@@ -26,17 +26,6 @@ class Full(Kronecker):
     It has the methods of `Kronecker`, with one block of all parameters, named "".
     """
 
-    def scaled(self, vector: Params, values: Params) -> Params:
-        """Multiply a vector by a matrix of the same eigenvectors, and these values."""
-        lead = self.check("Full(vector)", vector)
-        sizes = [shape.numel() for shape in self.shapes.values()]
-        parts = [double(vector[name]).reshape(*lead, -1) for name in self.shapes]
-        [block], [own] = self.blocks.values(), values.values()
-        flat = block.rotated(torch.cat(parts, -1).unsqueeze(-2)) * own
-        flat = block.rotated(flat, back=True).squeeze(-2).split(sizes, -1)
-        pairs = zip(self.shapes.items(), flat, strict=True)
-        return {name: part.reshape(lead + shape) for (name, shape), part in pairs}
-
 
 @torch.no_grad()
 def full(
@@ -83,5 +72,6 @@ def full(
         total = total.to(flat.device) + flat.mT @ flat
         count += samples
     values, vectors = torch.linalg.eigh(total / count)
-    block = Block(None, vectors, values.clamp(min=0)[None])
-    return Full({"": block}, {name: each.shape for name, each in params.items()})
+    shapes = {name: each.shape for name, each in params.items()}
+    block = Block(None, vectors, values.clamp(min=0)[None], (*params,))
+    return Full({"": block}, shapes)

@@ -6,7 +6,6 @@ sample use it, with inputs a_t and gradients g_t at their outputs; K columns, N 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal, Unpack, get_args
 
 import torch
@@ -14,11 +13,11 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.curvature.outputs import Batches, Curvature
-from vgrad.factors import Sums
-from vgrad.factors.columns import Covariances, covariances
+from vgrad.factors import Factor, Sums
+from vgrad.factors.columns import Appended, Covariances, covariances
 from vgrad.persample import Options
-from vgrad.persample.engine import Call, Evaluation, Mapped, Quantity
-from vgrad.persample.moments import Squares
+from vgrad.persample.engine import Call, Evaluation, Quantity
+from vgrad.persample.moments import OfBlocks, Pairs, Sides, Squares
 from vgrad.tree import double
 from vgrad.typing import Buffers, Params
 
@@ -30,12 +29,13 @@ class Block:
     """The curvature of one parameter, `(Q_o x Q_i) diag(values) (Q_o x Q_i)^T`.
 
     -> left [O, O] and right [I, I], orthogonal, in float64, None for the identity;
-    values [O, I].
+    values [O, I]. Parameters of several `names` follow each other in rows.
     """
 
     left: Tensor | None
     right: Tensor | None
     values: Tensor
+    names: tuple[str, ...] = ()
 
     def rotated(self, matrix: Tensor, *, back: bool = False) -> Tensor:
         """Return `Q_o^T M Q_i`, or `Q_o M Q_i^T`, of [..., O, I]."""
@@ -68,14 +68,19 @@ class Kronecker:
 
     def scaled(self, vector: Params, values: Params) -> Params:
         """Multiply a vector by a matrix of the same eigenvectors, and these values."""
-        self.check("Kronecker(vector)", vector)
+        lead = self.check(f"{type(self).__name__}(vector)", vector)
         result = {}
         for name, block in self.blocks.items():
-            value = vector[name]
-            matrix = double(value).reshape(-1, *block.values.shape)
-            matrix = block.rotated(matrix) * values[name]
-            result[name] = block.rotated(matrix, back=True).reshape(value.shape)
-        return result
+            rows = len(block.values)
+            shapes = {n: self.shapes[n] for n in block.names or (name,)}
+            own = {n: (*lead, rows, s.numel() // rows) for n, s in shapes.items()}
+            parts = [double(vector[n]).reshape(size) for n, size in own.items()]
+            matrix = block.rotated(torch.cat(parts, -1)) * values[name]
+            widths = [part.shape[-1] for part in parts]
+            parts = block.rotated(matrix, back=True).split(widths, -1)
+            for each, part in zip(own, parts, strict=True):
+                result[each] = part.reshape(vector[each].shape)
+        return {each: result[each] for each in vector}
 
     def check(self, function: str, vector: Params) -> torch.Size:
         """Refuse vectors of other names or shapes; return the axes in front."""
@@ -108,6 +113,11 @@ class Kronecker:
         k_o, k_i = checks.whole("Kronecker.sides", least=1, **sizes)
         sides = {}
         for name, block in self.blocks.items():
+            if block.names:
+                raise ValueError(
+                    f"Kronecker.sides: expected separate_weight_and_bias=True, got a "
+                    f"block of {checks.listed(block.names)}."
+                )
             values, column = block.values, block.values.shape[1] == 1
             count = k_o * k_i if column else k_o
             left = _top(block.left, values.sum(1), count)
@@ -116,6 +126,13 @@ class Kronecker:
                 None if column else _top(block.right, values.sum(0), k_i),
             )
         return sides
+
+    @property
+    def bases(self) -> tuple[Sides, Pairs]:
+        """The eigenvectors of all blocks, and the names in blocks of several."""
+        sides = {name: (each.left, each.right) for name, each in self.blocks.items()}
+        blocks = self.blocks.values()
+        return sides, {name: each.names for each in blocks for name in each.names}
 
     def _values(self) -> list[Tensor]:
         return [each.values for each in self.blocks.values()]
@@ -142,6 +159,7 @@ def kfac(
     batches: Batches,
     *,
     weight_sharing: Sharing = "expand",
+    separate_weight_and_bias: bool = True,
     **options: Unpack[Options],
 ) -> Kronecker:
     """Kronecker-factored curvature of each parameter, `S x A / mean T`.
@@ -152,8 +170,13 @@ def kfac(
     `mean_t a_nt`, which is exact for models that average over positions; tables of
     lookups stay expanded. A parameter with one dimension, such
     as a bias, has its whole covariance, and so has one of up to 4,096 numbers that no
-    product uses. Weight and bias of a layer are blocks of their own. The options are in
-    `vgrad.persample.Options`.
+    product uses. The options are in `vgrad.persample.Options`.
+
+    With `separate_weight_and_bias=False` a bias is one more column of its weight, for
+    an input that is 1, in a block [O, I + 1] under the weight's name. Their names
+    differ in "bias" for "weight", as of torch's modules, and in each sample the bias
+    has the gradients at all outputs of the weight, and no others. Others stay separate,
+    as in grouped convolutions.
 
     Cost: a forward pass and a backward pass of K columns for each batch, two products
     of matrices in float64 for each layer, and the memory of two covariances.
@@ -178,19 +201,36 @@ def kfac(
     checks.choice("kfac", get_args(Sharing), weight_sharing=weight_sharing)
     sums: dict[str, Covariances] = {}
     count = 0
-    quantity = _Covariances(reduce=weight_sharing == "reduce")
+    pairs = {} if separate_weight_and_bias else _pairs(params)
+    quantity = _Covariances(pairs, weight_sharing == "reduce")
     given = params, buffers, batches, options
     for found, size in curvature.measured(kfac, quantity, *given):
         for name, each in found.items():
             _add(sums, name, each)
         count += size
+    several: dict[str, tuple[str, ...]] = dict.fromkeys(params, ())
+    for weight, bias in dict.fromkeys(pairs.values()):
+        if len(sums[weight].right) > params[weight].shape[1:].numel():
+            several |= {weight: (weight, bias)}
+            del several[bias]
     blocks = {}
-    for name in params:
+    for name, names in several.items():
         left, right, positions = sums[name]
         (values, basis), (others, other) = _eigen(left / count), _eigen(right / count)
-        scale = count / max(1, positions)
-        blocks[name] = Block(basis, other, torch.outer(values, others) * scale)
+        values = torch.outer(values, others) * (count / max(1, positions))
+        blocks[name] = Block(basis, other, values, names)
     return Kronecker(blocks, {name: each.shape for name, each in params.items()})
+
+
+def _pairs(params: Params) -> Pairs:
+    found: Pairs = {}
+    for name, value in params.items():
+        layer, dot, own = name.rpartition(".")
+        bias = f"{layer}{dot}{own.replace('weight', 'bias')}"
+        fits = bias in params and params[bias].shape == value.shape[:1] != value.shape
+        if fits and bias not in found:
+            found |= dict.fromkeys((name, bias), (name, bias))
+    return found
 
 
 @torch.no_grad()
@@ -201,6 +241,7 @@ def ekfac(
     batches: Batches,
     *,
     weight_sharing: Sharing = "expand",
+    separate_weight_and_bias: bool = True,
     **options: Unpack[Options],
 ) -> Kronecker:
     """Kronecker-factored eigenvectors with the eigenvalues that fit them best.
@@ -214,11 +255,12 @@ def ekfac(
     Reference: George et al., arXiv 1806.03884.
     """
     given = params, buffers, batches
-    start = kfac(curvature, *given, weight_sharing=weight_sharing, **options)
+    own: Any = {"weight_sharing": weight_sharing}
+    own |= {"separate_weight_and_bias": separate_weight_and_bias}
+    start = kfac(curvature, *given, **own, **options)
     blocks = start.blocks
-    sides = {name: (each.left, each.right) for name, each in blocks.items()}
-    sums, count = Sums(), 0
-    for found, size in curvature.measured(ekfac, Squares(sides), *given, options):
+    quantity, sums, count = Squares(*start.bases), Sums(), 0
+    for found, size in curvature.measured(ekfac, quantity, *given, options):
         sums.add(found)
         count += size
     sums.divide(count)
@@ -227,14 +269,28 @@ def ekfac(
     return replace(start, blocks=blocks)
 
 
-@dataclass(frozen=True)
-class _Covariances(Quantity):
+@dataclass
+class _Covaried(OfBlocks):
     reduce: bool
 
-    def collector(self, call: Call) -> Mapped:
-        return Mapped(partial(covariances, reduce=self.reduce))
+    def add(self, name: str, factor: Factor) -> None:
+        if isinstance(factor, Appended):  # whose bias other samples may not share
+            self.add(self.pairs[name][1], factor.bias)
+            factor = factor if factor.is_shared else factor.weight
+        self.values[name] = covariances(factor, reduce=self.reduce)
 
-    def partial(self, collector: Mapped, call: Call) -> dict[str, Covariances | None]:
+
+@dataclass(frozen=True)
+class _Covariances(Quantity):
+    pairs: Pairs
+    reduce: bool
+
+    def collector(self, call: Call) -> _Covaried:
+        return _Covaried(call, self.pairs, self.reduce)
+
+    def partial(
+        self, collector: _Covaried, call: Call
+    ) -> dict[str, Covariances | None]:
         return collector.values
 
     def total(self, partials: Iterator[dict[str, Any]], run: Evaluation) -> Any:
@@ -268,6 +324,10 @@ def _top(vectors: Tensor | None, values: Tensor, count: int) -> Tensor | None:
 
 def _add(sums: dict[str, Covariances], name: str, each: Covariances) -> None:
     known = sums.get(name, each)
+    size = min(len(known.right), len(each.right))  # without a bias if one has none
+    known, each = (
+        x._replace(right=x.right[(slice(size),) * x.right.ndim]) for x in (known, each)
+    )
     used = known.positions and each.positions
     if used and len(known.left) != len(each.left):
         raise ValueError(

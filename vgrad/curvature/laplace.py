@@ -173,9 +173,9 @@ class Laplace:
         """
         blocks, precisions = self.matrix.blocks, self._precisions
         whole = isinstance(self.matrix, Full)
-        sides = {name: (each.left, each.right) for name, each in blocks.items()}
         weights = map_values(torch.reciprocal, precisions)
-        quantity = Gradients() if whole else InnerProducts(sides, weights)
+        of_blocks = InnerProducts(*self.matrix.bases, weights)
+        quantity = Gradients() if whole else of_blocks
         given = self.params, self.buffers, [inputs], options
         [(found, _)] = self._units.measured(Laplace.covariance, quantity, *given)
         if not whole:
@@ -258,10 +258,10 @@ class Laplace:
 
     def _evidence(self, name: str) -> tuple[Tensor, float]:
         """Return the likelihood's part of a block's eigenvalues, and `|params|^2`."""
-        whole = isinstance(self.matrix, Full)
-        values = self.params.values() if whole else [self.params[name]]
-        square = sum(float(double(value.detach()).square().sum()) for value in values)
-        return self._scale * self.matrix.blocks[name].values.flatten(), square
+        block = self.matrix.blocks[name]
+        values = [double(self.params[n].detach()) for n in block.names or (name,)]
+        square = sum(float(value.square().sum()) for value in values)
+        return self._scale * block.values.flatten(), square
 
 
 def laplace(

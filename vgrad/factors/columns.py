@@ -7,16 +7,18 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from vgrad.factors.base import Compound, Dense, Factor, Norms, Outer, Zero
 from vgrad.factors.conv import Conv
 from vgrad.factors.rows import Rows
 from vgrad.torch_private import modes
-from vgrad.tree import double
+from vgrad.tree import double, wide
 
 _WHOLE = 4096
 """Numbers of a parameter up to which the covariance of all of them is formed."""
@@ -100,6 +102,51 @@ class Columns(Compound):
 
     def _of(self, *parts: Factor) -> Factor:
         return replace(self, factor=parts[0])
+
+
+@dataclass(frozen=True)
+class Appended(Compound):
+    """Gradients [B, K, O, I + 1] of a weight, and of a bias as the last column."""
+
+    weight: Factor
+    bias: Factor
+
+    @property
+    def parts(self) -> tuple[Factor, Factor]:
+        return self.weight, self.bias
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.bias.shape, self.weight.shape[2:].numel() + 1))
+
+    @cached_property
+    def is_shared(self) -> bool:
+        """Whether the bias has the sum of the gradients at the weight's outputs.
+
+        Then it is a column of the weight, for one more input, which is 1.
+        """
+        grads = self.bias.grad()
+        if isinstance(_inner(self.weight), Zero):
+            return not grads.any()
+        sums = [(b.sum(1), b.abs().sum(1)) for b, _ in _sides(self.weight)]
+        if not sums or sums[0][0].shape[1:] != grads.shape[1:]:
+            return False
+        found, sizes = map(torch.cat, zip(*sums, strict=True))
+        # Both sum up the same numbers, in some order, and at least in float32.
+        eps, own = (torch.finfo(x).eps for x in (wide(grads.dtype), grads.dtype))
+        grads = double(grads)
+        room = 8 * eps * sizes + 2 * own * grads.abs()
+        return bool(((found - grads).abs() <= room).all())
+
+    def grad(self) -> Tensor:
+        columns = self.weight.grad().flatten(3), self.bias.grad().unsqueeze(3)
+        return torch.cat(columns, 3)
+
+    def weighted(self, weights: Tensor) -> Tensor:
+        return Dense(self.grad()).weighted(weights)
+
+    def _of(self, *parts: Factor) -> Factor:
+        return Appended(*parts)
 
 
 class Covariances(NamedTuple):
@@ -231,6 +278,8 @@ def _rotated(
 
 
 def _inner(factor: Factor) -> Factor:
+    if isinstance(factor, Appended) and factor.is_shared:
+        factor = factor.weight
     return factor.factor if isinstance(factor, Columns) else factor
 
 
@@ -248,6 +297,10 @@ def _sides(factor: Factor) -> Iterator[tuple[Tensor, Tensor]]:
 
     -> [B, T, K, O] and [B, T, K, I] in float64, one of them with 1 for K.
     """
+    if isinstance(factor, Appended):
+        for b, a in _sides(factor.weight) if factor.is_shared else ():
+            yield b, F.pad(a, (0, 1), value=1.0)
+        return
     (k, *_), o, i = factor.shape, factor.shape[1:2].numel(), factor.shape[2:].numel()
     inner = _inner(factor)
     outers = inner.outers() if isinstance(inner, Conv) else (inner,)

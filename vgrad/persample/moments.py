@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vgrad.factors import Factor, Sums
-from vgrad.factors.columns import Columns, inner_products, squares
+from vgrad.factors.columns import Appended, Columns, inner_products, squares
 from vgrad.persample.engine import (
     Call,
     Collector,
@@ -213,12 +213,36 @@ Sides = dict[str, tuple[Tensor | None, Tensor | None]]
 """Matrices on both sides of each gradient, None for the identity."""
 
 
+Pairs = dict[str, tuple[str, ...]]
+"""The names of a weight and a bias that is a column of it, by either of them."""
+
+
 @dataclass
-class _Squared(Collector):
-    sides: Sides
-    values: Params = field(default_factory=dict)
+class OfBlocks(Collector):
+    """Takes the factors [B, K, O, I] of blocks, which have one or two parameters."""
+
+    call: Call
+    pairs: Pairs
+    values: dict[str, Any] = field(default_factory=dict, init=False)
+    _held: dict[str, Factor] = field(default_factory=dict, init=False)
 
     def take(self, name: str, factor: Factor) -> None:
+        names = self.pairs.get(name, (name,))
+        self._held[name] = factor if self.call.columns else Columns.one(factor)
+        if all(each in self._held for each in names):
+            factors = [self._held.pop(each) for each in names]
+            self.add(names[0], Appended(*factors) if factors[1:] else factors[0])
+
+    def add(self, name: str, factor: Factor) -> None:
+        """Accept the factor of a block, under the name of its first parameter."""
+        raise NotImplementedError
+
+
+@dataclass
+class _Squared(OfBlocks):
+    sides: Sides
+
+    def add(self, name: str, factor: Factor) -> None:
         self.values[name] = squares(factor, *self.sides.get(name, ()))
 
 
@@ -227,9 +251,10 @@ class Squares(Quantity):
     """Sums of squares of `left^T G right` over samples and columns, {name: [O, I]}."""
 
     sides: Sides = field(default_factory=dict)
+    pairs: Pairs = field(default_factory=dict)
 
     def collector(self, call: Call) -> _Squared:
-        return _Squared(self.sides)
+        return _Squared(call, self.pairs, self.sides)
 
     def partial(self, collector: _Squared, call: Call) -> Params:
         return collector.values
@@ -245,14 +270,12 @@ class Squares(Quantity):
 
 
 @dataclass
-class _Weighted(Collector):
+class _Weighted(OfBlocks):
     sides: Sides
     weights: Params
-    columns: bool
     total: Any = 0.0
 
-    def take(self, name: str, factor: Factor) -> None:
-        factor = factor if self.columns else Columns.one(factor)
+    def add(self, name: str, factor: Factor) -> None:
         products = inner_products(factor, *self.sides[name], self.weights[name])
         self.total = self.total + products
 
@@ -265,10 +288,11 @@ class InnerProducts(Quantity):
     """
 
     sides: Sides
+    pairs: Pairs
     weights: Params
 
     def collector(self, call: Call) -> _Weighted:
-        return _Weighted(self.sides, self.weights, call.columns)
+        return _Weighted(call, self.pairs, self.sides, self.weights)
 
     def partial(self, collector: _Weighted, call: Call) -> Tensor:
         return collector.total
