@@ -114,7 +114,7 @@ class Store:
         return _by_name(self._projection(loss, **options)(params, buffers, *batch))
 
     def _projection(self, loss: LossFn, **options: Unpack[Options]) -> Transform[Any]:
-        settings = dict(self._index["projection"])
+        settings: Any = dict(self._index["projection"])
         if settings.pop("sides") is not None:
             names, side = self._index["features"], self._sides.get
             dim = {n: (side(f"{n}.left"), side(f"{n}.right")) for n in names}
