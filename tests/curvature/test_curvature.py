@@ -363,6 +363,16 @@ def test_the_hessian_of_a_linear_loss_is_zero():
     assert torch.equal(product({"w": torch.ones(2)})["w"], torch.zeros(2))
 
 
+def test_losses_of_each_sample_have_no_hessian():
+    def losses(params, buffers, x):
+        return (x @ params["w"]).sin()
+
+    given = {"w": torch.ones(2)}, {}, [(torch.ones(3, 2),)]
+    product = curvature.hessian_vector_product(losses, *given)
+    with pytest.raises(ValueError, match=r"without dimensions .*, got .* \(3,\)"):
+        product(given[0])
+
+
 def blocks(matrix, params):
     sizes = [each.numel() for each in params.values()]
     starts = [sum(sizes[:k]) for k in range(len(sizes))]

@@ -21,7 +21,7 @@ from vgrad.curvature.outputs import (
     fixed,
 )
 from vgrad.factors import Sums
-from vgrad.functional.losses import check_loss
+from vgrad.functional.losses import check_loss, returned
 from vgrad.persample import Options
 from vgrad.persample.grad import Norms
 from vgrad.persample.moments import Squares
@@ -97,7 +97,8 @@ def hessian_vector_product(
 
     Raises:
         TypeError: the loss is one of a sample.
-        ValueError: names or shapes of the vector are others than the parameters'.
+        ValueError: names or shapes of the vector are others than the parameters', or
+            the loss is no scalar.
         RuntimeError: an op of the loss has no second derivative.
 
     Reference: Pearlmutter, Neural Computation 6(1), 1994.
@@ -112,7 +113,8 @@ def hessian_vector_product(
             leaves, size = _leaves(params), _batches.read("loss", batch).size
             with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
                 with fixed("hessian_vector_product(loss)", tensors((params, batch))):
-                    value = loss(leaves, buffers, *batch)
+                    result = loss(leaves, buffers, *batch)
+                value, _ = returned("hessian_vector_product", result, has_aux=False)
                 ones = torch.ones_like(value)
                 grads = _pulled(value, leaves, ones, create_graph=True)
                 inner = _inner(grads, params, vector)
