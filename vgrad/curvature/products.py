@@ -4,6 +4,7 @@ The matrices are over all parameters; vectors are dictionaries of their names an
 shapes. N samples in all batches.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
@@ -71,6 +72,8 @@ def vector_product(
                 inner = _inner(pulled, params, vector)
             with no_autocast(output.device):
                 (pushed,) = _pulled(inner, {"": start}, torch.ones_like(inner))
+                if first:
+                    _check_linear(start, pushed, pulled, params, vector)
                 columns = curvature.columns(output.detach(), target, number)
                 weights = (columns * pushed.unsqueeze(1)).flatten(2).sum(2)
                 seen = torch.einsum("bk,bk...->b...", weights, columns)
@@ -224,6 +227,25 @@ def _pulled(
         allow_unused=True,
         materialize_grads=True,
     )
+
+
+@torch.no_grad()
+def _check_linear(
+    start: Tensor, pushed: Tensor, pulled: Sequence[Tensor], params: Params, v: Params
+) -> None:
+    """Refuse a backward pass that is not linear in the gradient it starts from."""
+    one = double(start) * double(pushed)
+    pairs = zip(pulled, params, strict=True)
+    other = torch.cat([(double(g) * double(v[name])).flatten() for g, name in pairs])
+    room = math.sqrt(torch.finfo(start.dtype).eps)
+    room = max(room, 0.01) * one.abs().sum() + room * other.abs().sum()
+    if (one.sum() - other.sum()).abs() > room:
+        raise ValueError(
+            "vector_product(fmodel): expected a model whose backward pass can be "
+            "differentiated, got one with another derivative than its values have, as "
+            "of an autograd.Function that leaves torch in its backward pass. Use "
+            "diagonal, kfac or full."
+        )
 
 
 def _check(function: str, params: Params, vector: Params) -> None:
