@@ -59,6 +59,7 @@ class Top(NamedTuple):
     indices: Tensor
 
 
+@torch.no_grad()
 def influence(
     loss: LossFn,
     params: Params,
@@ -190,6 +191,7 @@ def _dot(features: Params, others: Params) -> Params:
     return {"": torch.stack(products).sum(0).to(norm_dtype(features))}
 
 
+@torch.no_grad()
 def self_influence(
     loss: LossFn,
     params: Params,
@@ -239,6 +241,7 @@ def self_influence(
     return torch.cat(parts).to(norm_dtype(params))
 
 
+@torch.no_grad()
 def trak(
     fmodel: FunctionalModel,
     params: Params | Sequence[Params],
@@ -288,9 +291,15 @@ def trak(
         value = measure(params, buffers, *sample)
         return value, value
 
+    [dim] = checks.whole("trak", least=1, dim=dim)
     project = per_sample_projection(with_value, dim, seed=seed, has_aux=True, **options)
-    checkpoints = [params] if isinstance(params, Mapping) else params
+    checkpoints = [params] if isinstance(params, Mapping) else [*params]
     states = [buffers] * len(checkpoints) if isinstance(buffers, Mapping) else buffers
+    if not checkpoints or len(states) != len(checkpoints):
+        raise ValueError(
+            f"trak(params, buffers): expected as many dictionaries of buffers as of "
+            f"parameters, got {len(states)} and {len(checkpoints)}."
+        )
     [query] = _batches.each("trak", [queries])
     scores: Any = 0.0
     weights: Any = 0.0
@@ -300,6 +309,11 @@ def trak(
         ]
         phi, margins = (torch.cat(some) for some in zip(*found, strict=True))
         phi = double(phi)
+        if not bool((finite := phi.isfinite().all(1)).all()):
+            raise ValueError(
+                f"trak(batches): expected finite gradients of margins, got others of "
+                f"sample {int(finite.int().argmin())}. Leave it out."
+            )
         kernel = phi.mT @ phi
         kernel.diagonal().add_(ridge)
         left = double(project(each, state, *query)[0])
