@@ -207,6 +207,22 @@ def test_no_gradients_of_the_samples_are_stored():
     assert peak.most < gradients / 4
 
 
+def test_scores_hold_no_graph():
+    """One of each batch would stay in memory, as its parameters require grad."""
+    _, fmodel, params, buffers, batch = classifier()
+    assert params["0.weight"].requires_grad
+    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
+    for strategy in ("recorded", "vmap"):
+        given = params, buffers, batch, [batch]
+        options = {"dim": 8, "seed": 0, "ridge": 1.0, "strategy": strategy}
+        found = attribution.influence(loss, *given, strategy=strategy)
+        own = attribution.self_influence(
+            loss, params, buffers, [batch], strategy=strategy
+        )
+        for each in (found, own, attribution.trak(fmodel, *given, **options)):
+            assert not each.requires_grad
+
+
 def test_a_solve_that_does_not_converge_raises():
     matrix = torch.tensor([[1.0, 3.0], [3.0, 1.0]]).double()
     product = lambda vector: {"w": matrix @ vector["w"]}  # noqa: E731
@@ -284,6 +300,13 @@ def test_trak_is_its_formula():
     found = attribution.trak(fmodel, [params, other], *given, **options, chunk_size=3)
     exact = (kernels[0] + kernels[1]) * (weights[0] + weights[1]) / 4
     oracle.assert_exact(found, exact, 1e-8)
+    for some, states in (([params] * 2, [buffers]), ([], buffers)):
+        with pytest.raises(ValueError, match=r"trak\(params, buffers\): .* as many"):
+            attribution.trak(fmodel, some, states, *given[1:], **options)
+    x[7] = torch.nan  # would be taken for a singular kernel
+    with pytest.raises(ValueError, match=r"trak\(batches\): .* of sample 7"):
+        attribution.trak(fmodel, params, *given, **options)
+    x[7] = 0
     with pytest.raises(ValueError, match=r"trak\(ridge\).*singular"):
         attribution.trak(fmodel, params, *given, dim=64, seed=0, ridge=0.0)
 

@@ -247,7 +247,7 @@ TRAINED = vgrad.make_functional_with_buffers(
     ("options", "text"),
     [
         ({"params": changed("0.bias", 1e-12)}, r"params \[.*\], in the store and now"),
-        ({"dim": (2, 2)}, r"projection.sizes \[\[2, 3\], \[2, 2\]\]"),
+        ({"dim": (2, 2)}, r"projection.dim \[\[2, 3\], \[2, 2\]\]"),
         ({"seed": 1}, r"projection.seed \[0, 1\]"),
         ({"kind": "gaussian"}, r"projection.kind \[rademacher, gaussian\]"),
         ({"samples_per_file": 8}, r"samples_per_file \[16, 8\]"),

@@ -363,6 +363,16 @@ def test_the_hessian_of_a_linear_loss_is_zero():
     assert torch.equal(product({"w": torch.ones(2)})["w"], torch.zeros(2))
 
 
+def test_losses_of_each_sample_have_no_hessian():
+    def losses(params, buffers, x):
+        return (x @ params["w"]).sin()
+
+    given = {"w": torch.ones(2)}, {}, [(torch.ones(3, 2),)]
+    product = curvature.hessian_vector_product(losses, *given)
+    with pytest.raises(ValueError, match=r"without dimensions .*, got .* \(3,\)"):
+        product(given[0])
+
+
 def blocks(matrix, params):
     sizes = [each.numel() for each in params.values()]
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
@@ -852,3 +862,50 @@ def test_ops_whose_backward_pass_torch_maps_wrongly(name):
     if "cdist" not in name:  # which torch cannot differentiate twice
         found = assembled(curvature.vector_product(*given), params)
         oracle.assert_exact(found, exact)
+
+
+class OutsideTorch(torch.autograd.Function):
+    """A sine whose backward pass autograd does not see."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return torch.from_numpy(grad.detach().numpy() * x.detach().cos().numpy())
+
+
+@pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
+def test_backward_passes_without_a_derivative_are_refused():
+    torch.manual_seed(1)
+    module = Op(lambda x, a, b: OutsideTorch.apply(x @ a) @ b)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
+    x = torch.ones(2, 3).double()
+    given = curvature.ggn(fmodel, "gaussian"), params, buffers, [(x,)]
+    exact = dense(module, given[3], "gaussian")
+    oracle.assert_exact(flat(curvature.diagonal(*given)), exact.diagonal())
+    product = curvature.vector_product(*given)
+    with pytest.raises(ValueError, match="whose backward pass can be differentiated"):
+        product(params)
+
+
+@pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
+def test_hooks_on_gradients_are_of_one_column():
+    def doubled(x, a, b):
+        y = x @ a
+        if y.requires_grad:
+            y.register_hook(lambda grad: 2 * grad)
+        return y.tanh() @ b
+
+    module, x = Op(doubled), torch.randn(4, 3).double()
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
+    found = curvature.per_sample_jacobian(fmodel)(params, buffers, x)
+    for row in range(4):
+        exact, _ = jacobian(module, x[row : row + 1])
+        own = torch.cat([each[row].flatten(1) for each in found.values()], 1)
+        oracle.assert_exact(own, exact)
+    with pytest.raises(RuntimeError, match="expected one backward pass for each"):
+        curvature.per_sample_jacobian(fmodel, strategy="recorded")(params, buffers, x)

@@ -151,7 +151,6 @@ class Uses(nn.Module):
     def forward(self, x):
         weight, bias = self.layer.weight, self.layer.bias
         beside = {
-            "nothing": lambda: 0,
             "again": lambda: F.linear(x.sin(), weight, bias),
             "another bias": lambda: F.linear(x.sin(), weight, self.other),
             "without a bias": lambda: F.linear(x.sin(), weight),
@@ -162,14 +161,14 @@ class Uses(nn.Module):
             return F.linear(x, weight, bias[[1, 2, 0]])
         if self.kind == "transposed":
             return torch.addmm(bias, x, weight)
-        if self.kind == "apart":
-            return F.linear(x, weight) + bias[[0, 1, 2]]
-        return self.layer(x) + beside[self.kind]()
+        if self.kind == "weight in some" and x.max() > 1:
+            return x * bias
+        return self.layer(x) + beside.get(self.kind, lambda: 0)()
 
 
 SEPARATE = (
     *("another bias", "without a bias", "bias alone", "bias in some"),
-    *("moved", "transposed"),
+    *("moved", "transposed", "weight in some"),
 )
 
 
@@ -181,7 +180,7 @@ def test_a_bias_with_other_gradients_stays_separate(method, kind):
     fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
     x = torch.randn(6, 3).double().clamp(max=1)
     x[3, 0] = 2.0  # where a bias has one more use, in one sample of one batch
-    batches = [(part,) for part in x.split(2)]
+    batches = [(part,) for part in x.split((2, 1, 1, 2))]
     given = curvature.ggn(fmodel, "gaussian"), params, buffers, batches
     found = method(*given, **JOINT)
     assert ("layer.bias" in found.blocks) == (kind in SEPARATE)

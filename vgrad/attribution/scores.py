@@ -59,6 +59,7 @@ class Top(NamedTuple):
     indices: Tensor
 
 
+@torch.no_grad()
 def influence(
     loss: LossFn,
     params: Params,
@@ -146,7 +147,7 @@ def influence(
     sign, of_query = (1, loss) if measurement is None else (-1, measurement)
     of_call = Call.of(influence, of_query, options), Call.of(influence, loss, options)
     given = params, buffers, *batch
-    parts: Any
+    grads: Any
     store = batches if isinstance(batches, Store) else None
     _check("influence", curvature, damping, store)
     if isinstance(batches, Store):
@@ -156,36 +157,31 @@ def influence(
                 "Pass the batches themselves."
             )
         batches.check(loss, params, buffers)
-        asked = batches.project(of_query, *given, **options)
-        if curvature is not None:
-            asked = curvature.solve(asked, damping=damping)
-        parts = (_dot(features, asked) for features in batches)
+        grads = batches.project(of_query, *given, **options)
+        grads = _solved(curvature, grads, damping)
+        parts = (_dot(features, grads) for features in batches)
     else:
         if curvature is None and rank is None and not per_position:
-            found: Any = Transform(of_call[0], _Queries())(*given)
+            factors: Any = Transform(of_call[0], _Queries())(*given)
         else:
-            found = per_sample_grad(of_query, **options)(*given)
-            if curvature is not None:
-                found = _solved(curvature, found, damping)
-            found = {n: [_of_rank(each, rank, params[n])] for n, each in found.items()}
-        compute: Any = Transform(of_call[1], _Scores(found, names, per_position))
+            grads = per_sample_grad(of_query, **options)(*given)
+            grads = _solved(curvature, grads, damping)
+            factors = {n: [_of_rank(grads[n], rank, params[n])] for n in grads}
+        compute: Any = Transform(of_call[1], _Scores(factors, names, per_position))
         read = _batches.each("influence", batches)
         parts = (compute(params, buffers, *batch) for batch in read)
-    kept: dict[str, list[Any]] = {group: [] for group in names}
+    results: dict[str, list[Any]] = {group: [] for group in names}
     start = 0
-    for scores in parts:
-        for group, each in scores.items():
-            each = sign * each.movedim(0, 1)
-            if top is not None:
-                each = _largest(kept[group], each, start, top)
-                kept[group].clear()
-            kept[group].append(each)
-        start += len(next(iter(scores.values())))
-    result = {
-        group: torch.cat(some, 1) if top is None else some[0]
-        for group, some in kept.items()
-    }
-    return result[""] if groups is None else result
+    for part in parts:
+        for group, scores in part.items():
+            scores = sign * scores.movedim(0, 1)
+            if top is None:
+                results[group].append(scores)
+            else:
+                results[group] = [_largest(results[group], scores, start, top)]
+        start += scores.shape[1]
+    joint = {n: torch.cat(x, 1) if top is None else x[0] for n, x in results.items()}
+    return joint[""] if groups is None else joint
 
 
 def _dot(features: Params, others: Params) -> Params:
@@ -195,6 +191,7 @@ def _dot(features: Params, others: Params) -> Params:
     return {"": torch.stack(products).sum(0).to(norm_dtype(features))}
 
 
+@torch.no_grad()
 def self_influence(
     loss: LossFn,
     params: Params,
@@ -244,6 +241,7 @@ def self_influence(
     return torch.cat(parts).to(norm_dtype(params))
 
 
+@torch.no_grad()
 def trak(
     fmodel: FunctionalModel,
     params: Params | Sequence[Params],
@@ -293,9 +291,15 @@ def trak(
         value = measure(params, buffers, *sample)
         return value, value
 
+    [dim] = checks.whole("trak", least=1, dim=dim)
     project = per_sample_projection(with_value, dim, seed=seed, has_aux=True, **options)
-    checkpoints = [params] if isinstance(params, Mapping) else params
+    checkpoints = [params] if isinstance(params, Mapping) else [*params]
     states = [buffers] * len(checkpoints) if isinstance(buffers, Mapping) else buffers
+    if not checkpoints or len(states) != len(checkpoints):
+        raise ValueError(
+            f"trak(params, buffers): expected as many dictionaries of buffers as of "
+            f"parameters, got {len(states)} and {len(checkpoints)}."
+        )
     [query] = _batches.each("trak", [queries])
     scores: Any = 0.0
     weights: Any = 0.0
@@ -305,6 +309,11 @@ def trak(
         ]
         phi, margins = (torch.cat(some) for some in zip(*found, strict=True))
         phi = double(phi)
+        if not bool((finite := phi.isfinite().all(1)).all()):
+            raise ValueError(
+                f"trak(batches): expected finite gradients of margins, got others of "
+                f"sample {int(finite.int().argmin())}. Leave it out."
+            )
         kernel = phi.mT @ phi
         kernel.diagonal().add_(ridge)
         left = double(project(each, state, *query)[0])
@@ -374,7 +383,9 @@ def _check(
         )
 
 
-def _solved(curvature: Inverse, vectors: Params, damping: float) -> Params:
+def _solved(curvature: Inverse | None, vectors: Params, damping: float) -> Params:
+    if curvature is None:
+        return vectors
     solved = curvature.solve(vectors, damping=damping)
     checks.names("influence(curvature).solve", vectors, solved)
     shapes = {name: each.shape for name, each in vectors.items()}

@@ -114,14 +114,12 @@ class Store:
         return _by_name(self._projection(loss, **options)(params, buffers, *batch))
 
     def _projection(self, loss: LossFn, **options: Unpack[Options]) -> Transform[Any]:
-        own, settings = self._index["projection"], {}
-        dim: Any = own["sizes"] if len(own["sizes"]) == 2 else sum(own["sizes"])
-        if own["sides"] is None:
-            settings = {"seed": own["seed"], "kind": own["kind"]}
-        else:
+        settings: Any = dict(self._index["projection"])
+        if settings.pop("sides") is not None:
             names, side = self._index["features"], self._sides.get
             dim = {n: (side(f"{n}.left"), side(f"{n}.right")) for n in names}
-        return per_sample_projection(loss, dim, **settings, **options)
+            settings = {"dim": dim}
+        return per_sample_projection(loss, **settings, **options)
 
     def empirical_fisher(self) -> Kronecker:
         """Mean over the samples of outer products of features, [k, k] for each name.
@@ -515,8 +513,9 @@ def _settings(projection: Any) -> tuple[Params, dict[str, Any]]:
         if each is not None
     }
     digest = None if own.sides is None else files.digest(sides)
-    settings = {"sizes": [*own.sizes], "seed": own.seed, "kind": own.kind}
-    return sides, settings | {"sides": digest}
+    dim = [*own.sizes] if own.pairs else own.sizes[0]
+    settings = {"dim": dim, "seed": own.seed, "kind": own.kind, "sides": digest}
+    return sides, settings
 
 
 # The index.

@@ -152,18 +152,16 @@ def check_targets(
 ) -> None:
     """Refuse targets that are not numbers of the outputs' shape, or classes."""
     if likelihood == "gaussian":
-        # Criteria of torch broadcast [B, T] and [B, T, 1].
-        flat = output.squeeze(1) if output.ndim == 2 else output
-        shapes = {output.shape, flat.shape}
-        if not isinstance(target, Tensor) or target.shape not in shapes:
+        flat = output.squeeze(1) if output.ndim == 2 else output  # as torch broadcasts
+        if getattr(target, "shape", None) not in (output.shape, flat.shape):
             raise ValueError(
                 f"{function}(batches): expected targets of the outputs' shape "
                 f"{tuple(output.shape)}, got {checks.shown(target)}."
             )
         return
-    kind = torch.long if isinstance(target, Tensor) else None
     shape = (len(output), *output.shape[2:])
-    if kind is None or target.dtype != kind or target.shape != shape:
+    int64 = isinstance(target, Tensor) and target.dtype == torch.int64
+    if not int64 or target.shape != shape:
         raise ValueError(
             f"{function}(batches): expected classes of int64 {shape}, got "
             f"{checks.shown(target)}."

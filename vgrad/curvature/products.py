@@ -4,6 +4,7 @@ The matrices are over all parameters; vectors are dictionaries of their names an
 shapes. N samples in all batches.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
@@ -20,7 +21,7 @@ from vgrad.curvature.outputs import (
     fixed,
 )
 from vgrad.factors import Sums
-from vgrad.functional.losses import check_loss
+from vgrad.functional.losses import check_loss, returned
 from vgrad.persample import Options
 from vgrad.persample.grad import Norms
 from vgrad.persample.moments import Squares
@@ -71,6 +72,8 @@ def vector_product(
                 inner = _inner(pulled, params, vector)
             with no_autocast(output.device):
                 (pushed,) = _pulled(inner, {"": start}, torch.ones_like(inner))
+                if first:
+                    _check_linear(start, pushed, pulled, params, vector)
                 columns = curvature.columns(output.detach(), target, number)
                 weights = (columns * pushed.unsqueeze(1)).flatten(2).sum(2)
                 seen = torch.einsum("bk,bk...->b...", weights, columns)
@@ -94,7 +97,8 @@ def hessian_vector_product(
 
     Raises:
         TypeError: the loss is one of a sample.
-        ValueError: names or shapes of the vector are others than the parameters'.
+        ValueError: names or shapes of the vector are others than the parameters', or
+            the loss is no scalar.
         RuntimeError: an op of the loss has no second derivative.
 
     Reference: Pearlmutter, Neural Computation 6(1), 1994.
@@ -109,7 +113,8 @@ def hessian_vector_product(
             leaves, size = _leaves(params), _batches.read("loss", batch).size
             with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
                 with fixed("hessian_vector_product(loss)", tensors((params, batch))):
-                    value = loss(leaves, buffers, *batch)
+                    result = loss(leaves, buffers, *batch)
+                value, _ = returned("hessian_vector_product", result, has_aux=False)
                 ones = torch.ones_like(value)
                 grads = _pulled(value, leaves, ones, create_graph=True)
                 inner = _inner(grads, params, vector)
@@ -224,6 +229,25 @@ def _pulled(
         allow_unused=True,
         materialize_grads=True,
     )
+
+
+@torch.no_grad()
+def _check_linear(
+    start: Tensor, pushed: Tensor, pulled: Sequence[Tensor], params: Params, v: Params
+) -> None:
+    """Refuse a backward pass that is not linear in the gradient it starts from."""
+    one = double(start) * double(pushed)
+    pairs = zip(pulled, params, strict=True)
+    other = torch.cat([(double(g) * double(v[name])).flatten() for g, name in pairs])
+    room = math.sqrt(torch.finfo(start.dtype).eps)
+    room = max(room, 0.01) * one.abs().sum() + room * other.abs().sum()
+    if (one.sum() - other.sum()).abs() > room:
+        raise ValueError(
+            "vector_product(fmodel): expected a model whose backward pass can be "
+            "differentiated, got one with another derivative than its values have, as "
+            "of an autograd.Function that leaves torch in its backward pass. Use "
+            "diagonal, kfac or full."
+        )
 
 
 def _check(function: str, params: Params, vector: Params) -> None:

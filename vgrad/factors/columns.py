@@ -125,18 +125,16 @@ class Appended(Compound):
 
         Then it is a column of the weight, for one more input, which is 1.
         """
-        grads = self.bias.grad()
+        grads, outputs = self.bias.grad(), _outputs(self.weight)
         if isinstance(_inner(self.weight), Zero):
             return not grads.any()
-        sums = [(b.sum(1), b.abs().sum(1)) for b, _ in _sides(self.weight)]
-        if not sums or sums[0][0].shape[1:] != grads.shape[1:]:
+        if outputs is None or outputs.shape[2] != grads[0].numel():
             return False
-        found, sizes = map(torch.cat, zip(*sums, strict=True))
         # Both sum up the same numbers, in some order, and at least in float32.
         eps, own = (torch.finfo(x).eps for x in (wide(grads.dtype), grads.dtype))
-        grads = double(grads)
-        room = 8 * eps * sizes + 2 * own * grads.abs()
-        return bool(((found - grads).abs() <= room).all())
+        grads, outputs = double(grads).flatten(1), double(outputs)
+        room = 8 * eps * outputs.abs().sum(1) + 2 * own * grads.abs()
+        return bool(((outputs.sum(1) - grads).abs() <= room).all())
 
     def grad(self) -> Tensor:
         columns = self.weight.grad().flatten(3), self.bias.grad().unsqueeze(3)
@@ -254,7 +252,8 @@ def _rotated(
     k, o, i = factor.shape[0], factor.shape[1:2].numel(), factor.shape[2:].numel()
     # Either both sides of each position are rotated, or the gradients are.
     cost = 0 if left is None or right is None else k * o**2 + i**2
-    positions = _positions(factor)
+    outputs = _outputs(factor)
+    positions = 0 if outputs is None else outputs.shape[1]
     by_sides = positions == 1 or 0 < positions * cost < k * o * i * (o + i)
     if left is not None and len(left) != o:  # of the whole
         o, i, by_sides = len(left), 1, False
@@ -278,18 +277,19 @@ def _rotated(
 
 
 def _inner(factor: Factor) -> Factor:
-    if isinstance(factor, Appended) and factor.is_shared:
+    if isinstance(factor, Appended):
         factor = factor.weight
     return factor.factor if isinstance(factor, Columns) else factor
 
 
-def _positions(factor: Factor) -> int:
+def _outputs(factor: Factor) -> Tensor | None:
+    """Return one side of a product of two, [B, T, numbers]."""
     match _inner(factor):
-        case Outer(inputs=inputs):
-            return inputs.shape[2]
-        case Conv(outputs=outputs):
-            return math.prod(outputs.shape[2:])
-    return 0
+        case Outer(outputs=outputs) if outputs.shape[1] == 1:
+            return outputs[:, 0]
+        case Conv(outputs=outputs, groups=1):
+            return outputs.flatten(2).mT
+    return None
 
 
 def _sides(factor: Factor) -> Iterator[tuple[Tensor, Tensor]]:

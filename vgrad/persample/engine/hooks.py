@@ -87,6 +87,12 @@ def _each(
     size: int, of: Owners, level: int, axis: int, hook: Callable, *grads: Grads
 ) -> Grads:
     """Return the first of some gradients, replaced by a hook for one sample's."""
+    for grad in tensors(grads):
+        if modes.is_wrapped(grad) and modes.in_front(grad, level) is not None:
+            raise UnsupportedOp(
+                "hook: expected one backward pass for each sample, got several "
+                'together, as of a Jacobian. Use strategy="loop".'
+            )
     own = tree_map_only(Tensor, lambda g: g.movedim(axis, 0).clone(), grads)
     versions, results = [*map(version_of, tensors(own))], []
     for number in range(size):
