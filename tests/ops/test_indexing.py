@@ -119,6 +119,15 @@ WRONG = {
     "roll, a method": ((), "value = w.sum().roll(shifts=2) * x"),
     "roll, along no axes": ((), "value = (x * w.sum()).roll(1, ()) * x"),
     "roll, an empty list": ((), "value = torch.roll(x * w.sum(), 1, dims=[]) * x"),
+    "solve, an axis of right sides": (
+        (1, 2, 1),
+        "value = torch.linalg.solve(w.view(2, 2), x)",
+    ),
+    "solve, an axis of matrices": (
+        (2, 2),
+        "value = torch.linalg.solve(w.view(1, 2, 2), x, left=False)",
+    ),
+    "solve_ex, of vectors": ((2,), "value = torch.linalg.solve_ex(w.view(2, 2), x)[0]"),
     "select_scatter": ((5, 4), "value = x.select_scatter(w, -2, 1) * x"),
     "select_scatter, of x": (
         (4, 5),
@@ -155,6 +164,22 @@ def test_ops_that_torch_maps_wrongly_are_right(strategy, size, text):
     oracle.assert_exact(
         gradients(strategy, text, size, *shape), gradients("loop", text, size, *shape)
     )
+
+
+SYSTEMS = {
+    "lstsq": "value = torch.linalg.lstsq(w.view(1, 2, 2), x.view(1, 2, 2))[0]",
+    "lu_solve": "f = torch.linalg.lu_factor(w.view(2, 2)); "
+    "value = torch.linalg.lu_solve(*f, x.view(1, 2, 2))",
+}
+"""Systems with axes of batches, for which torch's derivatives are wrong under vmap."""
+
+
+@pytest.mark.parametrize("text", SYSTEMS.values(), ids=SYSTEMS)
+@pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
+def test_systems_with_axes_of_batches_leave_the_vmap(text):
+    oracle.assert_exact(gradients("auto", text, 3, 4), gradients("loop", text, 3, 4))
+    with pytest.raises(NotImplementedError, match="without axes of batches"):
+        gradients("vmap", text, 3, 4)
 
 
 ODD = {

@@ -365,6 +365,36 @@ def _distances(x1: Tensor, x2: Tensor, p: float) -> Tensor:
     return most[..., 0] + torch.where(reached, gaps - gaps.detach(), 0).sum(-1)
 
 
+def _solved(solve: Callable[..., Any]) -> Callable[..., Any]:
+    """Solve systems; torch's rule is wrong where one side has more axes of batches."""
+
+    def form(A: Tensor, B: Tensor, *args: Any, **options: Any) -> Any:
+        if B.ndim > 1 and B.shape != A.shape[:-1]:  # matrices, not vectors
+            batch = torch.broadcast_shapes(A.shape[:-2], B.shape[:-2])
+            A, B = (each.expand(*batch, *each.shape[-2:]) for each in (A, B))
+        return solve(A, B, *args, **options)
+
+    return form
+
+
+def _alone(solve: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse systems with axes of batches, for which torch's rules are wrong."""
+
+    def form(*args: Any, **options: Any) -> Any:
+        tensors = [
+            each for each in (*args, *options.values()) if isinstance(each, Tensor)
+        ]
+        if any(each.ndim > 2 for each in tensors) and any(map(_is_mapped, tensors)):
+            raise NotImplementedError(
+                f"{modes.op_name(solve)}({[tuple(each.shape) for each in tensors]}): "
+                f"expected matrices without axes of batches, since torch.vmap is wrong "
+                f'for others. Use torch.linalg.solve, or strategy="loop".'
+            )
+        return solve(*args, **options)
+
+    return form
+
+
 def _is_mapped(tensor: Tensor) -> bool:
     """Return whether any vmap maps over a tensor."""
     while modes.is_wrapped(tensor) and not modes.is_batched(tensor):
@@ -383,6 +413,10 @@ _rule = Rule(_product, ("weight", "bias"), transposed=_back_by(F.linear))
 register(product, rule=_rule)
 _rule = Rule(_contraction, ("weight",), transposed=_back_by_contraction)
 register(contraction, rule=_rule)
+for _op in (torch.linalg.solve, torch.linalg.solve_ex):
+    register(_op, mapped=_solved(_op))
+for _op in (torch.linalg.lstsq, torch.linalg.lu_solve, torch.lu_solve, Tensor.lu_solve):
+    register(_op, mapped=_alone(_op))
 register(torch.cdist, mapped=_cdist, recorded=_cdist_of_columns)
 # Torch enlarges the tensor that it writes into, under vmap without its axis of samples.
 register(Tensor.addbmm_, mapped=in_place(torch.addbmm))
