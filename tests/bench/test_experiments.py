@@ -100,7 +100,7 @@ SENTENCES = {
 }
 
 
-QUICK = "private", "attribution"
+QUICK = ("attribution",)
 
 
 def changed(results, path, by):

@@ -116,6 +116,7 @@ PRODUCTS = {
     "F.linear(F.linear(x, w, b).tanh(), w, b)": ([(4, 4), (4,)], [(3, 4)]),
     "F.linear(x, w).tanh() @ w": ([(5, 4)], [(3, 4)]),
     "F.linear(x, fixed(x, 5, 4), w)  # one": ([(1,)], [(3, 4)], "expanded"),
+    "torch.cdist(x, w)": ([(5, 4)], [(2, 4)], "expanded"),
     "F.bilinear(x, y, w, b)": ([(5, 3, 4), (5,)], [(2, 3), (2, 4)]),
     "F.bilinear(x, y, w)  # vectors": ([(5, 3, 4)], [(3,), (4,)]),
     "F.bilinear(x, x.tanh(), w)  # long": ([(2, 3, 3)], [(4, 6, 3)]),

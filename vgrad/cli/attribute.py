@@ -157,7 +157,8 @@ def _scores(
         options: dict[str, Any] = {}
         if method in ("ekfac", "kfac"):
             inputs = [(images,) for images in x.split(_BATCH)]
-            inverse = getattr(curvature, method)(matrix, params, buffers, inputs)
+            fit, joint = getattr(curvature, method), {"separate_weight_and_bias": False}
+            inverse = fit(matrix, params, buffers, inputs, **joint)
             options = {"curvature": inverse, "damping": arguments.damping}
         influence = partial(attribution.influence, loss, params, buffers, **options)
         size = sum(value.numel() for value in params.values())
