@@ -3,6 +3,7 @@
 import os
 import shutil
 import stat
+import time
 from functools import partial
 from pathlib import Path
 
@@ -603,20 +604,27 @@ def writes(folder, names):
 @pytest.mark.large
 def test_a_killed_process_leaves_a_store_that_is_completed(tmp_path):
     names = [*range(15 * N)]
-    writes(tmp_path / "whole", names)
-    kept, moments = set(), 0
-    while moments < 20:
+    whole = 0.0
+    for folder in "first", "whole":  # the first one starts the server
+        started = time.monotonic()
+        process = SERVER.Process(target=writes, args=(tmp_path / folder, names))
+        process.start()
+        process.join()
+        whole = time.monotonic() - started
+    kept, kills = set(), 0
+    for moment in range(1, 21):
         process = SERVER.Process(target=writes, args=(tmp_path / "killed", names))
         process.start()
-        process.join(timeout=0.5 + 0.037 * moments)
+        process.join(timeout=whole * moment / 21)
         killed = process.exitcode is None
         process.kill()
         process.join()
         found = {path.name for path in (tmp_path / "killed").glob("0*")}
         assert kept <= found
-        kept, moments = found, moments + killed
+        kept, kills = found, kills + killed
         if not killed:
             shutil.rmtree(tmp_path / "killed")
             kept = set()
+    assert kills > 5
     assert writes(tmp_path / "killed", names).ids == names
     assert content(tmp_path / "killed") == content(tmp_path / "whole")
