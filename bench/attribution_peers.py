@@ -632,7 +632,11 @@ def dattri_logra(p: Problem) -> Run:
     def run() -> Tensor:
         with in_dtype(p):
             peer = LoGraAttributor(
-                task, hessian="Identity", proj_dim=p.side**2, offload="none"
+                task,
+                hessian="Identity",
+                proj_dim=p.side**2,
+                offload="none",
+                cache_dir=tempfile.gettempdir(),  # a file in any case
             )
             peer.cache(DataLoader(rows, p.batch_size))
             kept = peer.offload_manager
