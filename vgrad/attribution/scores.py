@@ -224,9 +224,7 @@ def self_influence(
         return torch.cat([norms(params, buffers, *each).square() for each in read])
     if isinstance(curvature, Kronecker) and not isinstance(curvature, Full):
         curvature.check("self_influence(curvature)", params)
-        curvature._damping("self_influence", damping)
-        blocks = curvature.blocks.items()
-        weights = {name: 1 / (each.values + damping) for name, each in blocks}
+        weights = curvature.inverse("self_influence", damping)
         call = Call.of(self_influence, loss, options)
         squares = Transform(call, InnerProducts(*curvature.bases, weights))
         parts = [squares(params, buffers, *each)[:, 0, 0] for each in read]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Unpack
 
 import torch
+from torch import Tensor
 
 from vgrad.curvature.kronecker import Block, Kronecker
 from vgrad.curvature.outputs import Batches, Curvature
@@ -67,11 +68,16 @@ def full(
     total, count = torch.zeros((), dtype=torch.float64), 0
     given = params, buffers, batches, options
     for grads, samples in curvature.measured(full, Gradients(), *given):
-        rows = [double(x).reshape(*x.shape[:2], -1) for x in grads.values()]
-        flat = torch.cat(rows, 2).flatten(0, 1)
+        flat = joint(grads).flatten(0, 1)
         total = total.to(flat.device) + flat.mT @ flat
         count += samples
     values, vectors = torch.linalg.eigh(total / count)
     shapes = {name: each.shape for name, each in params.items()}
     block = Block(None, vectors, values.clamp(min=0)[None], (*params,))
     return Full({"": block}, shapes)
+
+
+def joint(grads: Params) -> Tensor:
+    """Join gradients [B, K, ...] of all parameters, [B, K, P] in float64."""
+    rows = [double(each).reshape(*each.shape[:2], -1) for each in grads.values()]
+    return torch.cat(rows, 2)

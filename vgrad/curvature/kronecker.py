@@ -58,9 +58,13 @@ class Kronecker:
 
     def solve(self, vector: Params, *, damping: float) -> Params:
         """Solve `(matrix + damping I) x = vector` for x."""
-        damping = self._damping("solve", damping)
-        values = {name: 1 / (b.values + damping) for name, b in self.blocks.items()}
-        return self.scaled(vector, values)
+        function = f"{type(self).__name__}.solve"
+        return self.scaled(vector, self.inverse(function, damping))
+
+    def inverse(self, function: str, damping: float) -> Params:
+        """Return the eigenvalues of `(matrix + damping I)^-1`, {name: [O, I]}."""
+        damping = self._damping(function, damping)
+        return {name: 1 / (b.values + damping) for name, b in self.blocks.items()}
 
     def product(self, vector: Params) -> Params:
         """Multiply a vector by the matrix."""
@@ -88,7 +92,7 @@ class Kronecker:
 
     def logdet(self, *, damping: float) -> Tensor:
         """Return `log det(matrix + damping I)`."""
-        damping = self._damping("logdet", damping)
+        damping = self._damping(f"{type(self).__name__}.logdet", damping)
         logs = [(each + damping).log().sum() for each in self._values()]
         return torch.stack(logs).sum()
 
@@ -137,8 +141,7 @@ class Kronecker:
     def _values(self) -> list[Tensor]:
         return [each.values for each in self.blocks.values()]
 
-    def _damping(self, method: str, damping: float) -> float:
-        function = f"{type(self).__name__}.{method}"
+    def _damping(self, function: str, damping: float) -> float:
         [damping] = checks.non_negative(function, damping=damping)
         for name, values in self.eigenvalues().items():
             least, most = (float(each) for each in values.aminmax())
@@ -178,8 +181,8 @@ def kfac(
     has the gradients at all outputs of the weight, and no others. Others stay separate,
     as in grouped convolutions.
 
-    Cost: a forward pass and a backward pass of K columns for each batch, two products
-    of matrices in float64 for each layer, and the memory of two covariances.
+    Cost: two forward passes and a backward pass of K columns for each batch, two
+    products of matrices in float64 for each layer, and the memory of two covariances.
 
     Raises:
         ValueError: a parameter has no factors, and too many numbers.

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from vgrad import batches as _batches
 from vgrad import checks
-from vgrad.curvature.dense import Full, full
+from vgrad.curvature.dense import Full, full, joint
 from vgrad.curvature.kronecker import Block, Kronecker, ekfac, kfac
 from vgrad.curvature.outputs import (
     Batches,
@@ -164,7 +164,7 @@ class Laplace:
         J is the Jacobian [K, P] of a sample's outputs, so it is of the model that is
         linear in its parameters. The options are in `vgrad.persample.Options`.
 
-        Cost: K backward passes on one forward pass, and for each layer
+        Cost: two forward passes, a backward pass of K columns, and for each layer
         `B (O I + K^2 O)` operations in its eigenbasis, where samples have one position;
         else its gradients [B, K, O, I], some samples at a time. With
         `structure="full"` the gradients of all layers are formed.
@@ -180,9 +180,7 @@ class Laplace:
         [(found, _)] = self._units.measured(Laplace.covariance, quantity, *given)
         if not whole:
             return found
-        grads = found.values()
-        rows = torch.cat([double(x).reshape(*x.shape[:2], -1) for x in grads], 2)
-        rows = blocks[""].rotated(rows)
+        rows = blocks[""].rotated(joint(found))
         return (rows / precisions[""]) @ rows.mT
 
     @torch.no_grad()

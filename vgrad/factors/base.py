@@ -9,7 +9,7 @@ import copy
 import functools
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self, cast
@@ -24,7 +24,7 @@ from vgrad.torch_private.tensors import memory
 from vgrad.tree import double, wide
 
 _AT_ONCE = 2**22
-"""Numbers of gradients formed at once for inner products with others."""
+"""Numbers of gradients formed at once for inner products and squares."""
 
 
 class Probes(NamedTuple):
@@ -180,13 +180,11 @@ class Factor(ABC):
         """
         return None
 
-    def in_cache(self) -> "list[Factor]":
-        """Return factors of some samples each, whose gradients fit into a cache."""
+    def in_cache(self) -> "Iterator[Factor]":
+        """Yield factors of some samples each, whose gradients fit into a cache."""
         most = max(1, _AT_ONCE // max(1, self.shape.numel()))
-        if self.size <= most:
-            return [self]
         rows = torch.arange(self.size).split(most)
-        return [self.take(some) for some in rows]
+        return iter([self]) if len(rows) == 1 else map(self.take, rows)
 
     def project(self, probes: Probes) -> Tensor:
         """Return the inner products with probes, [B, dim]."""

@@ -23,9 +23,6 @@ from vgrad.tree import double, wide
 _WHOLE = 4096
 """Numbers of a parameter up to which the covariance of all of them is formed."""
 
-_AT_ONCE = 2**22
-"""Numbers of gradients that are squared at once."""
-
 
 @dataclass(frozen=True)
 class Columns(Compound):
@@ -261,8 +258,7 @@ def _rotated(
     def rotated(matrix: Tensor, columns: Tensor | None) -> Tensor:
         return matrix if columns is None else matrix @ columns
 
-    rows = torch.arange(factor.size).split(max(1, _AT_ONCE // factor.shape.numel()))
-    for part in [factor] if len(rows) == 1 else map(factor.take, rows):
+    for part in factor.in_cache():
         for b, a in (sides := [*_sides(part)] if by_sides else []):
             b, a = rotated(b, left), rotated(a, right)
             if positions == 1:
