@@ -214,9 +214,13 @@ a large array: 16392 bytes
   held = np.full(2**11 + 1, 2.0) => float(held[0])
 an array of objects: numpy with 8
   held = np.array([2.0], dtype=object) => held[0]
-a dictionary with values of its own: a way of its own
-  Own = type("Own", (dict,), {"values": lambda self: [*dict.values(self)]})
-  thing = Own(k=2.0) => thing["k"] => thing["k"] = 3.0
+a dictionary with values of its own
+  thing = kind(dict, values=lambda self: [])(k=2.0) => thing["k"] => thing["k"] = 3.0
+a list that shows other items
+  thing = kind(list, __iter__=lambda self: iter(()))([[2.0]]) => thing[0][0]
+  => thing[0][0] = 3.0
+an iterator that code of a package has too: count
+  f = installed_function() => f() + next(COUNT)
 
 # Globals, builtins, modules and the environment.
 
