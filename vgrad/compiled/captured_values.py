@@ -188,7 +188,8 @@ class Closure:
     def __init__(self, function: Any, ran: Iterable[Code]) -> None:
         self.tensors: dict[int, Tensor] = {}
         self._holders: list[Any] = []
-        self._reads: dict[tuple, tuple] = {}
+        self._entries: dict[tuple, tuple] = {}
+        self._calls: dict[tuple, tuple] = {}
         self._left: list[tuple[Any, str, bool]] = []
         # Dictionaries of which only entries that code names are followed, and objects,
         # which are kept, so that no other gets their ids; and whether strictly.
@@ -215,15 +216,19 @@ class Closure:
             else:
                 module = self._modules.pop()
                 self._follow_variables(vars(module), module.__name__)
-        self.guards = Guards(self._holders, [*self._reads.values()], self.tensors)
+        reads = self._entries.values(), self._calls.values()
+        self.guards = Guards(self._holders, *reads, self.tensors)
 
     def _add(self, value: Any, path: str, strict: bool = True) -> None:
         if not is_plain(value):
             self._left.append((value, path, strict))
 
-    def _note(self, *read: Any) -> None:
-        """Compare the result of a call at every call of the graph."""
-        self._reads[tuple(map(id, read))] = read
+    def _note(self, holder: dict[Any, Any], name: Any) -> None:
+        """Compare an entry of a dictionary, or that there is none."""
+        self._entries[id(holder), name] = holder, name, GONE
+
+    def _note_call(self, function: Any, *arguments: Any) -> None:
+        self._calls[id(function), *map(id, arguments)] = function, *arguments
 
     def _follow(self, value: Any, path: str, strict: bool) -> None:
         """Note the parts of an object, and add them to the objects to follow."""
@@ -245,9 +250,12 @@ class Closure:
                     f"it closes over an array of numpy with {value.nbytes} bytes, "
                     f"which are too many to compare. Make it a tensor"
                 )
-            self._note(_copy, value)
+            self._note_call(_copy, value)
         elif isinstance(value, types.ModuleType):
-            self._follow_module(value)
+            if _origin_of(value) == _USERS:
+                self._note_call(len, vars(value))
+                self._modules.append(value)
+            self._follow_names(value)
         elif isinstance(value, type):
             self._follow_class(value)
         elif isinstance(value, _CONSTANT) or value is _RANDOM:
@@ -270,7 +278,7 @@ class Closure:
             for part in gc.get_referents(value):
                 entries = part if type(part) is dict else {}
                 for key in entries:
-                    self._note(dict.get, entries, key, GONE)
+                    self._note(entries, key)
                 for each in entries.values() if entries else (part,):
                     if type(each).__name__ != "_lru_list_elem":  # of a part beside
                         self._add(each, path, strict)
@@ -303,8 +311,8 @@ class Closure:
         for name in named:
             holder = variables if name in variables else code.builtins
             value = holder.get(name)
-            self._note(dict.get, variables, name, GONE)
-            self._note(dict.get, holder, name, GONE)
+            self._note(variables, name)
+            self._note(holder, name)
             if code.origin != SYSTEM or _replaces(value):
                 self._add(value, f"the global {name!r}", strict)
             if strict and value is builtins.globals:
@@ -312,44 +320,27 @@ class Closure:
         for module in modules:
             packages = module.split(".")
             names = (".".join(packages[: n + 1]) for n in range(len(packages)))
-            self._follow_entries(sys.modules, names, "", strict)
+            for name in names:
+                self._note(sys.modules, name)
+                self._add(sys.modules.get(name), name, strict)
         if not code.names.isdisjoint(("environ", "getenv")):
             self._add(os.environ, "os.environ", strict)
         self._computes_names |= strict and not code.names.isdisjoint(_COMPUTE_NAMES)
 
-    def _follow_entries(
-        self, holder: dict[Any, Any], names: Iterable[Any], path: str, strict: bool
-    ) -> None:
-        """Note and follow entries of a dictionary, or that there are none."""
-        for name in names:
-            self._note(dict.get, holder, name, GONE)
-            self._add(holder.get(name), f"{path}{name}", strict)
-
-    def _follow_module(self, module: types.ModuleType) -> None:
-        origin = _origin_of(module)
-        if origin != SYSTEM:
-            path, strict = f"{module.__name__}.", origin == _USERS
-            self._follow_entries(vars(module), ["__getattr__"], path, strict)
-        if origin == _USERS:
-            self._note(len, vars(module))
-            self._modules.append(module)
-        self._follow_names(module, origin)
-
-    def _follow_names(self, holder: type | types.ModuleType, origin: str) -> None:
+    def _follow_names(self, holder: type | types.ModuleType) -> None:
         """Follow the parts of a module or a class of the system that code names."""
-        found = vars(holder)
+        found, origin = _names_of(holder), _origin_of(holder)
         names = found.keys() & self._names.keys()
         if holder is Tensor:  # whose operators have no names in code
             names |= {name for name in found if name.startswith("__")}
+        if isinstance(holder, types.ModuleType) and origin != SYSTEM:
+            names.add("__getattr__")
         for name in names:
-            value, path = found[name], f"{holder.__name__}.{name}"
-            if isinstance(holder, types.ModuleType):
-                self._note(dict.get, found, name, GONE)
-            elif holder is nn.Module and name in ("__call__", "__getattr__"):
+            if holder is nn.Module and name in ("__call__", "__getattr__"):
                 continue  # a trace replaces them; the signature has them
-            elif isinstance(value, _METHODS) and _may_change(holder):
-                # Others are bound each time.
-                self._note(getattr, holder, name, GONE)
+            value, path = found.get(name), f"{holder.__name__}.{name}"
+            if isinstance(holder, types.ModuleType) or _may_change(holder):
+                self._note(found, name)
             if origin == _USERS or _replaces(value):
                 self._add(value, path, origin == _USERS)
             elif self._names.get(name):
@@ -358,25 +349,31 @@ class Closure:
     def _follow_variables(self, variables: dict[str, Any], path: str) -> None:
         """Follow all variables of a module, which code may name by any text."""
         for name in [each for each in variables if not each.startswith("__")]:
-            self._note(dict.get, variables, name, GONE)
+            self._note(variables, name)
             if _refusal(variables[name]) is None:  # which that code hardly calls
                 self._add(variables[name], f"{path}.{name}")
 
     def _follow_class(self, kind: type) -> None:
         """Follow the attributes of a class written by users, and its bases."""
         if isinstance(kind, abc.ABCMeta):  # which all share their registrations
-            self._note(abc.get_cache_token)
+            self._note_call(abc.get_cache_token)
         for each in (*kind.__bases__, type(kind)):
             self._add(each, kind.__name__, False)
-        origin = _origin_of(kind)
+        origin, found = _origin_of(kind), _names_of(kind)
         if origin == SYSTEM:
             if _may_change(kind):
-                self._note(len, vars(kind))
-            self._follow_names(kind, origin)
+                self._note_call(len, found)
+            self._follow_names(kind)
             return
-        self._holders += gc.get_referents(vars(kind))
-        for name, value in vars(kind).items():
+        self._holders.append(found)
+        for name, value in found.items():
             self._add(value, f"{kind.__name__}.{name}", origin == _USERS)
+
+
+def _names_of(holder: type | types.ModuleType) -> dict[str, Any]:
+    """Return the dictionary of a module or a class itself."""
+    found = vars(holder)
+    return found if type(found) is dict else gc.get_referents(found)[0]
 
 
 _MOST_BYTES = 2**14

@@ -10,7 +10,7 @@ import operator
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, starmap
 from typing import Any
 
@@ -111,14 +111,16 @@ _END = (object(),)
 class Guards:
     """All values that a function can reach, as they were.
 
-    The parts of an object are the objects that Python's garbage collector finds in it,
-    and the keys of a dictionary. `reads` are calls, as `(getattr, owner, name, GONE)`.
+    The parts of `holders` are the objects that Python's garbage collector finds in
+    them, and keys of dictionaries. `entries` are arguments of `dict.get`, and `calls`
+    functions with their arguments.
     """
 
     def __init__(
         self,
         holders: Iterable[Any],
-        reads: Collection[tuple],
+        entries: Iterable[tuple],
+        calls: Iterable[tuple],
         tensors: Mapping[int, Tensor],
     ) -> None:
         self._empty: list[Any] = []  # as most containers of a module are
@@ -135,14 +137,14 @@ class Guards:
                 keys = kind.keys(each)
                 texts = {str}.issuperset(map(type, keys))
                 (self._texts if texts else self._keys).append(keys)
-        self._entries = [read[1:] for read in reads if read[0] is dict.get]
-        self._attributes = [read[1:] for read in reads if read[0] is getattr]
-        self._others = [x for x in reads if x[0] not in (dict.get, getattr)]
+        self._entries, self._calls = [*entries], [*calls]
         self._values, self._results = self._read()
         self._tensors = tensors
         self._described = [*map(description, tensors.values())]
         self._versions = versions_of(tensors.values())
-        self._alike: Callable[..., bool] | None = None
+        self._alike: Callable[..., bool] | None = None  # the same in one go
+        if all(each.layout is torch.strided for each in tensors.values()):
+            self._alike = like([*tensors.values()])
         self._shared: list[int | None] = []
 
     def _read(self) -> tuple[list, list]:
@@ -151,10 +153,9 @@ class Guards:
             gc.get_referents(*self._holders),
             chain.from_iterable(self._keys),
             starmap(dict.get, self._entries),
-            starmap(getattr, self._attributes),
         )
-        others = starmap(operator.call, self._others)
-        return [*values], [*chain.from_iterable(self._texts), *others]
+        calls = starmap(operator.call, self._calls)
+        return [*values], [*chain.from_iterable(self._texts), *calls]
 
     def hold(self, arguments: Sequence[Tensor] = ()) -> bool:
         """Return whether all values are as they were, for a call of these tensors."""
@@ -171,15 +172,10 @@ class Guards:
         )
 
     def _tensors_hold(self) -> bool:
-        """Compare the descriptions of tensors the first time, and then in one go."""
         tensors = self._tensors.values()
-        if self._alike is None or not torch.is_grad_enabled():
-            if [*map(description, tensors)] != self._described:
-                return False
-            if all(tensor.layout is torch.strided for tensor in tensors):
-                self._alike = like([*tensors])
-            return True
-        return self._alike(*tensors)
+        if self._alike is not None and torch.is_grad_enabled():
+            return self._alike(*tensors)
+        return [*map(description, tensors)] == self._described
 
     def written(self) -> bool:
         """Return whether a tensor has been written to since it was noted."""
