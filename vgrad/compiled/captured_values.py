@@ -288,7 +288,7 @@ class Closure:
             in_torch = kind.__module__.startswith("torch.")
             strict &= not in_torch or isinstance(value, nn.Module)
             strict |= origin == _USERS
-            if kind is not tuple:
+            if kind not in _FIXED:
                 self._holders.append(value)
             if kind.__dictoffset__:
                 self._holders.append(attributes(value))
@@ -403,6 +403,9 @@ _OPEN = {
     weakref.ref,
 }
 """Classes written in C whose contents are all visible."""
+
+_FIXED = {tuple, types.MethodType, types.BuiltinMethodType, types.MethodWrapperType}
+"""Classes whose objects keep the parts that they have."""
 
 _RANDOM = getattr(random.random, "__self__", None)
 """Python's own generator, whose state is compared before and after a capture."""
