@@ -143,6 +143,7 @@ held = defaultdict(lambda: 2.0) => held.copy()["a"]
 held = kind(dict)() => perhaps(held) => held.beta = 3.0
 thing = Plain(); held = {thing: 1.0} => first(held).beta => thing.beta = 3.0
 held = [0.0] => 2.0 + math.copysign(1.0, held[0]) => held[0] = -0.0
+held = [7.0], [2.0, 5.0] => 1.0 + len(held[0]) => held[0].append(held[1].pop(0))
 held = {2.0} => sum(held) => held.add(1.0)
 held = deque([2.0]) => held[0] => held[0] = 3.0
 held = {"beta": 2.0}; proxy = types.MappingProxyType(held) => proxy["beta"]

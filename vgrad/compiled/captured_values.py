@@ -292,7 +292,7 @@ class Closure:
                 self._holders.append(value)
             if kind.__dictoffset__:
                 self._holders.append(attributes(value))
-            if kind is types.FunctionType:
+            if isinstance(value, types.FunctionType):
                 self._holders += value.__closure__ or ()
             if _may_change(kind):
                 self._add(kind, path, False)

@@ -45,6 +45,8 @@ _PLAIN = {
     *(TreeSpec, types.NotImplementedType),
 }
 
+_SEQUENCES: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
+
 GONE = ...
 """The value of a name that is not there; it is as plain as others."""
 
@@ -76,7 +78,7 @@ def parts(value: Any) -> Iterator[tuple[str, Any]]:
         for key, entry in dict.items(value):
             yield "key", key
             yield repr(key), entry
-    for base in (list, tuple, set, frozenset, deque):
+    for base in _SEQUENCES:
         if isinstance(value, base):  # whose own class may show others
             names = getattr(value, "_fields", range(base.__len__(value)))
             yield from zip(map(str, names), base.__iter__(value), strict=True)
@@ -133,7 +135,7 @@ class Guards:
                 continue
             self._holders += each, _END
             if isinstance(each, dict):
-                kind = OrderedDict if isinstance(each, OrderedDict) else dict
+                kind: Any = OrderedDict if isinstance(each, OrderedDict) else dict
                 keys = kind.keys(each)
                 texts = {str}.issuperset(map(type, keys))
                 (self._texts if texts else self._keys).append(keys)
