@@ -218,6 +218,8 @@ held = installed("state_c.state_b", beta=2.0); installed("state_c", state_b=held
   f = function("import state_c.state_b; return state_c.state_b.beta") => f()
   => held.beta = 3.0
 held = module(__file__=INSTALLED, beta=COUNT) => 3.0 - bool(held.beta) --> same capture
+held = module(__file__=INSTALLED, table={"beta": 2.0}) => held.table["beta"]
+  => held.table.update(beta=3.0)
 f = installed_function() => f() --> same capture
 installed(__file__=INSTALLED);
   thing = kind(__module__="state_b", beta=2.0, count=COUNT)() => thing.beta
@@ -238,6 +240,7 @@ generator = random.Random(1) => generator.random() --> Random
 random.seed(1) => random.random() --> draws random numbers
 np.random.seed(1) => np.random.rand() --> draws random numbers
 => float(os.urandom(1)[0]) --> draws random numbers
+=> random.SystemRandom().random() --> draws random numbers
 => torch.manual_seed(3) and torch.rand(()) --> seed
 torch.manual_seed(1) => 1.0 + (torch.initial_seed() == 1) => torch.manual_seed(2)
   --> seed or the state

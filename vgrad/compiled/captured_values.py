@@ -341,9 +341,9 @@ class Closure:
             value, path = found.get(name), f"{holder.__name__}.{name}"
             if isinstance(holder, types.ModuleType) or _may_change(holder):
                 self._note(found, name)
-            if origin == _USERS or _replaces(value):
+            if origin != SYSTEM or _replaces(value):
                 self._add(value, path, origin == _USERS)
-            elif self._names.get(name):
+            if self._names.get(name):
                 _check(value, path)
 
     def _follow_variables(self, variables: dict[str, Any], path: str) -> None:
