@@ -318,6 +318,7 @@ held = [3.0]; t = ones(); F.gelu = lambda x: held[0] * x => F.gelu(t).sum()
   => held[0] = 7.0
 => math.erf(4.0) => vars(math)["erf"] = lambda x: 7.0
 f = nn.ReLU(); t = ones() => f(t).sum() => nn.ReLU.forward = lambda self, x: 3 * x
+f = nn.ReLU(); t = ones() => f(t).sum() => nn.ReLU.__call__ = lambda self, x: 3 * x
 f = nn.ReLU(); t = ones() => f(t).sum() => nn.Module.__call__ = lambda self, x: 3 * x
   --> does not repeat
 t = ones() => t.erfc().sum() => torch.Tensor.erfc = lambda self: 3 * self
@@ -478,6 +479,8 @@ def put_back(monkeypatch):
         yield
     for name in [each for each in sys.modules if each.startswith("state_")]:
         del sys.modules[name]
+    if "__call__" in vars(nn.ReLU):
+        del nn.ReLU.__call__
     while HOOKS:
         HOOKS.pop().remove()
     torch.set_rng_state(state)
