@@ -157,9 +157,9 @@ class Store:
 
         def features() -> Iterator[tuple[Params, int]]:
             given = params, buffers, batches, options
-            for each, samples in matrix.measured(Store.curvature, Gradients(), *given):
+            for each, output in matrix.measured(Store.curvature, Gradients(), *given):
                 rows = {name: grads.flatten(0, 1) for name, grads in each.items()}
-                yield _by_name(project(params, buffers, rows)), samples
+                yield _by_name(project(params, buffers, rows)), len(output)
 
         return self._matrix(features(), diagonal)
 

@@ -67,10 +67,10 @@ def full(
         )
     total, count = torch.zeros((), dtype=torch.float64), 0
     given = params, buffers, batches, options
-    for grads, samples in curvature.measured(full, Gradients(), *given):
+    for grads, output in curvature.measured(full, Gradients(), *given):
         flat = joint(grads).flatten(0, 1)
         total = total.to(flat.device) + flat.mT @ flat
-        count += samples
+        count += len(output)
     values, vectors = torch.linalg.eigh(total / count)
     shapes = {name: each.shape for name, each in params.items()}
     block = Block(None, vectors, values.clamp(min=0)[None], (*params,))

@@ -207,10 +207,10 @@ def kfac(
     pairs = {} if separate_weight_and_bias else _pairs(params)
     quantity = _Covariances(pairs, weight_sharing == "reduce")
     given = params, buffers, batches, options
-    for found, size in curvature.measured(kfac, quantity, *given):
+    for found, output in curvature.measured(kfac, quantity, *given):
         for name, each in found.items():
             _add(sums, name, each)
-        count += size
+        count += len(output)
     several: dict[str, tuple[str, ...]] = dict.fromkeys(params, ())
     for weight, bias in dict.fromkeys(pairs.values()):
         if len(sums[weight].right) > params[weight].shape[1:].numel():
@@ -263,9 +263,10 @@ def ekfac(
     start = kfac(curvature, *given, **own, **options)
     blocks = start.blocks
     quantity, sums, count = Squares(*start.bases), Sums(), 0
-    for found, size in curvature.measured(ekfac, quantity, *given, options):
+    curvature = replace(curvature, note=None)  # which has seen the batches
+    for found, output in curvature.measured(ekfac, quantity, *given, options):
         sums.add(found)
-        count += size
+        count += len(output)
     sums.divide(count)
     values = sums.totals
     blocks = {name: replace(b, values=values[name]) for name, b in blocks.items()}

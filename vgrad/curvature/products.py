@@ -18,6 +18,7 @@ from vgrad.curvature.outputs import (
     Batches,
     Curvature,
     check_real,
+    first_and_last,
     fixed,
 )
 from vgrad.factors import Sums
@@ -63,8 +64,14 @@ def vector_product(
         for number, batch in enumerate(_batches.each("vector_product", batches)):
             leaves = _leaves(params)
             with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-                given = leaves, buffers, batch
-                output, target = curvature.outputs(*given, apart=not first)
+                given = leaves, buffers, batch, number
+                output, own = curvature.outputs(*given)
+                if first:
+                    ends = first_and_last(len(output))
+                    rows = range(len(output))[ends]
+                    runs = [curvature.outputs(*given, slice(n, n + 1)) for n in rows]
+                    alone = torch.cat([each for each, _ in runs])
+                    curvature.check_apart(output[ends], alone)
                 # Where gradients are zero, the ones of logcumsumexp have no derivative.
                 start = torch.arange(1.0, output.numel() + 1).sin().view(output.shape)
                 start = start.to(output).requires_grad_()
@@ -74,7 +81,7 @@ def vector_product(
                 (pushed,) = _pulled(inner, {"": start}, torch.ones_like(inner))
                 if first:
                     _check_linear(start, pushed, pulled, params, vector)
-                columns = curvature.columns(output.detach(), target, number)
+                columns = curvature.columns(output.detach(), own)
                 weights = (columns * pushed.unsqueeze(1)).flatten(2).sum(2)
                 seen = torch.einsum("bk,bk...->b...", weights, columns)
             sums.add(dict(zip(leaves, _pulled(output, leaves, seen), strict=True)))
@@ -145,9 +152,9 @@ def diagonal(
     """
     sums, count = Sums(), 0
     given = params, buffers, batches, options
-    for found, size in curvature.measured(diagonal, Squares(), *given):
+    for found, output in curvature.measured(diagonal, Squares(), *given):
         sums.add({name: each.view_as(params[name]) for name, each in found.items()})
-        count += size
+        count += len(output)
     return _mean(sums, params, count)
 
 
@@ -166,9 +173,9 @@ def trace(
     """
     total, count = torch.zeros((), dtype=torch.float64), 0
     given = params, buffers, batches, options
-    for norms, size in curvature.measured(trace, Norms(None), *given):
+    for norms, output in curvature.measured(trace, Norms(None), *given):
         total = total.to(norms.device) + double(norms).square().sum()
-        count += size
+        count += len(output)
     return total / count
 
 
