@@ -9,7 +9,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from vgrad.curvature.kronecker import Block, Kronecker
+from vgrad.curvature.kronecker import Block, Kronecker, eigen
 from vgrad.curvature.outputs import Batches, Curvature
 from vgrad.persample import Options
 from vgrad.persample.grad import Gradients
@@ -71,9 +71,9 @@ def full(
         flat = joint(grads).flatten(0, 1)
         total = total.to(flat.device) + flat.mT @ flat
         count += len(output)
-    values, vectors = torch.linalg.eigh(total / count)
+    values, vectors = eigen("full(batches)", "", total / count)
     shapes = {name: each.shape for name, each in params.items()}
-    block = Block(None, vectors, values.clamp(min=0)[None], (*params,))
+    block = Block(None, vectors, values[None], (*params,))
     return Full({"": block}, shapes)
 
 

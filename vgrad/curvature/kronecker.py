@@ -219,7 +219,9 @@ def kfac(
     blocks = {}
     for name, names in several.items():
         left, right, positions = sums[name]
-        (values, basis), (others, other) = _eigen(left / count), _eigen(right / count)
+        sides = (left / count, right / count)
+        found = (eigen("kfac(batches)", name, each) for each in sides)
+        (values, basis), (others, other) = found
         values = torch.outer(values, others) * (count / max(1, positions))
         blocks[name] = Block(basis, other, values, names)
     return Kronecker(blocks, {name: each.shape for name, each in params.items()})
@@ -342,8 +344,13 @@ def _add(sums: dict[str, Covariances], name: str, each: Covariances) -> None:
     sums[name] = each.plus(known) if name in sums else each
 
 
-def _eigen(matrix: Tensor) -> tuple[Tensor, Tensor | None]:
+def eigen(function: str, name: str, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return eigenvalues, none below zero, and eigenvectors; None for a diagonal."""
+    if not bool(matrix.isfinite().all()):
+        raise ValueError(
+            f"{function}: expected gradients whose squares are finite, got others of "
+            f"{name or 'a parameter'!r}. Leave out samples with such inputs or outputs."
+        )
     if matrix.ndim == 1:
         return matrix, None
     values, vectors = torch.linalg.eigh(matrix)

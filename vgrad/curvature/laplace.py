@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from vgrad import batches as _batches
 from vgrad import checks
 from vgrad.curvature.dense import Full, full, joint
-from vgrad.curvature.kronecker import Block, Kronecker, ekfac, kfac
+from vgrad.curvature.kronecker import Block, Kronecker, eigen, ekfac, kfac
 from vgrad.curvature.outputs import (
     Batches,
     Likelihood,
@@ -206,8 +206,8 @@ class Laplace:
         `ValuePrediction.from_outputs` take them: the Monte Carlo link.
         """
         mean, covariance = self._outputs(inputs, options)
-        values, vectors = torch.linalg.eigh(covariance)
-        root = vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
+        values, vectors = eigen("Laplace.draw(inputs)", "", covariance)
+        root = vectors * values.sqrt().unsqueeze(-2)
         like = {"": covariance[..., :1]}
         noise = root @ _normal("Laplace.draw", count, seed, like)[""]
         drawn = double(mean) + noise.view(count, *mean.shape)
