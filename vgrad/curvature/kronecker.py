@@ -181,7 +181,7 @@ def kfac(
     has the gradients at all outputs of the weight, and no others. Others stay separate,
     as in grouped convolutions.
 
-    Cost: two forward passes and a backward pass of K columns for each batch, two
+    Cost: a forward pass and a backward pass of K columns for each batch, two
     products of matrices in float64 for each layer, and the memory of two covariances.
 
     Raises:

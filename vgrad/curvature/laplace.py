@@ -162,7 +162,7 @@ class Laplace:
         J is the Jacobian [K, P] of a sample's outputs, so it is of the model that is
         linear in its parameters. The options are in `vgrad.persample.Options`.
 
-        Cost: two forward passes, a backward pass of K columns, and for each layer
+        Cost: a forward pass, a backward pass of K columns, and for each layer
         `B (O I + K^2 O)` operations in its eigenbasis, where samples have one position;
         else its gradients [B, K, O, I], some samples at a time. With
         `structure="full"` the gradients of all layers are formed.
@@ -279,7 +279,7 @@ def laplace(
     `params, buffers = vgrad.freeze(params, buffers, ["encoder.*"])`, for the last layer
     all but its own. The options are in `vgrad.persample.Options`.
 
-    Cost: the one of the structure, and a forward pass.
+    Cost: the one of the structure; of a matrix a forward pass.
 
     Args:
         structure: `"kfac"`, `"ekfac"`, `"diagonal"`, `"full"` for small models, or a

@@ -149,7 +149,7 @@ def diagonal(
     In the parameters' dtype, float32 or wider. The options are in
     `vgrad.persample.Options`.
 
-    Cost: two forward passes and a backward pass of K columns for each batch; if samples
+    Cost: a forward pass and a backward pass of K columns for each batch; if samples
     have one position none of the gradients is formed, else one parameter at a time.
     """
     sums, count = Sums(), 0
