@@ -344,7 +344,7 @@ def _add(sums: dict[str, Covariances], name: str, each: Covariances) -> None:
     sums[name] = each.plus(known) if name in sums else each
 
 
-def eigen(function: str, name: str, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
+def eigen(function: str, name: str, matrix: Tensor) -> tuple[Tensor, Any]:
     """Return eigenvalues, none below zero, and eigenvectors; None for a diagonal."""
     if not bool(matrix.isfinite().all()):
         raise ValueError(
