@@ -557,6 +557,50 @@ class Peak(TorchDispatchMode):
         return len(set(alive) - storages)
 
 
+class Ops(TorchDispatchMode):
+    """Notes the calls of ops, each by its name and its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple, dict]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func.overloadpacket.__name__, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def count(self, *starts: str) -> int:
+        """Return the number of calls of ops whose names begin so."""
+        return sum(name.startswith(starts) for name, *_ in self.calls)
+
+
+def errors_of_sums(
+    net: nn.Module, batch: tuple, dtype: torch.dtype, within: Any, clipping: str
+) -> tuple[float, float]:
+    """Errors under autocast of a clipped sum, and of the gradient of the batch."""
+    (x, y), where = batch, batch[0].device.type
+    loss, params, buffers = of_model(net, F.cross_entropy, torch.float32)
+    exact = oracle.loss_gradients(loss, params, buffers, batch)
+    norms = oracle.norms(exact)
+    bound = 0.7 * float(norms.mean())
+    weights = bound / (norms + 0.01)
+    weights = (bound / norms).clamp(max=1) if clipping == "flat" else weights
+    scale = vgrad.precision.NoOpLossScale()
+    if dtype == torch.float16:
+        scale = vgrad.precision.StaticLossScale(2.0**10)
+    options = {"clipping": clipping, "strategy": "recorded", "loss_scale": scale}
+    compute = vgrad.clipped_grad(loss, max_norm=bound, **options)
+    with torch.autocast(where, dtype):
+        with within:
+            found = compute(params, buffers, x, y).grads
+        value = scale.scale(F.cross_entropy(net(x), y, reduction="sum"))
+    plain = torch.autograd.grad(value, [*net.parameters()])
+    plain = dict(zip(params, scale.unscale(plain), strict=True))
+    return (
+        oracle.distance(found, oracle.weighted(exact, weights)),
+        oracle.distance(plain, oracle.weighted(exact, torch.ones_like(norms))),
+    )
+
+
 def old_function(forward: Callable, backward: Callable) -> type:
     """Make a function of autograd in the old style: `forward(ctx, *inputs)`."""
     methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}

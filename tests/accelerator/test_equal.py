@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import TensorDataset
 
 import vgrad
-from bench import modelled
 from tests import losses, oracle
 from tests.accelerator import device
 from tests.golden import calls
@@ -206,15 +205,6 @@ def test_compiled_and_keyed_quantities(kind):
     equal(lambda place: run(place, lambda each: each.keyed(keys)))
 
 
-def distance(found, exact):
-    """Return the error of a whole tree of tensors, relative to its length."""
-    pairs = [*zip(*map(pytree.tree_leaves, (found, exact)), strict=True)]
-    pairs = [each for each in pairs if isinstance(each[0], torch.Tensor)]
-    found, exact = zip(*pairs, strict=True)
-    gaps = {n: a.cpu() - b for n, (a, b) in enumerate(zip(found, exact, strict=True))}
-    return losses.length(gaps) / losses.length(dict(enumerate(exact)))
-
-
 WAYS = [(True, False, 2**28), (True, True, 2**28), (True, True, 0), (False, True, 0)]
 """Whether a device multiplies halves into float32, whether it rounds float32 to TF32,
 and how many products are worth a sum in terms."""
@@ -244,29 +234,7 @@ def test_autocast(name, low):
             with multiplying(halves, tf32, few), torch.autocast(HERE, low):
                 found = run(partial(moved, HERE), *given)
             case = kind, strategy, halves, tf32, few
-            assert distance(found, expected) <= limit, case
-
-
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("positions", [3, 60])
-def test_norms_of_halves_are_products_of_halves(positions, low):
-    def loss(params, buffers, x, g):
-        return (F.linear(x, params["w"]) * g).sum()
-
-    params = {"w": torch.zeros(40, 40, dtype=low)}
-    batch = torch.randn(2, 5, positions, 40).to(low).unbind(0)
-    exact = oracle.norms(oracle.loss_gradients(loss, params, {}, batch))
-    given = moved(HERE, (params, {}, *batch))
-    compute = vgrad.per_sample_norm(loss, strategy="recorded")
-    with device.counted() as counts:
-        found = compute(*given)
-    torch.testing.assert_close(found.double().cpu(), exact, rtol=1e-6, atol=0)
-    events = [each for each in counts.events if each.op in ("mm", "bmm")]
-    events = [each for each in events if each.line.startswith("factors/")]
-    assert len(events) == (2 if positions == 3 else 1)
-    for event in events:
-        assert {each.dtype for each in event.outputs} == {"Float"}
-        assert modelled.rate(event, tf32=False) == "half"
+            assert oracle.distance(found, expected) <= limit, case
 
 
 def test_autocast_inside_a_transform_of_torch():

@@ -14,7 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import vgrad
 from tests import oracle
-from tests.losses import clipped_lengths, length, of_images, singles
+from tests.losses import (
+    clipped_lengths,
+    errors_of_sums,
+    length,
+    of_images,
+    singles,
+)
 from tests.persample.test_bounds import CLIPPING, made
 from vgrad.factors import Conv, Outer, costs, norms, products
 from vgrad.precision import StaticLossScale
@@ -376,36 +382,9 @@ def test_clipped_sums_are_as_near_to_float64_as_gradients_of_the_batch(
 ):
     torch.manual_seed(0)
     make, sizes = NETS[name]
-    net = make()
-    batch = torch.randn(32, *sizes), torch.randint(5, (32,))
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(net)
-    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
-    exact = oracle.loss_gradients(loss, params, buffers, batch)
-    norms = oracle.norms(exact)
-    bound = 0.7 * float(norms.mean())
-    if clipping == "flat":
-        expected = oracle.clipped(exact, bound)
-    else:
-        expected = oracle.weighted(exact, bound / (norms + 0.01))
-    scale = StaticLossScale(2.0**10) if dtype == torch.float16 else None
-    compute = vgrad.clipped_grad(
-        loss, max_norm=bound, clipping=clipping, strategy="recorded", loss_scale=scale
-    )
-    with torch.autocast("cpu", dtype):
-        with device():
-            found = compute(params, buffers, *batch).grads
-        factor = 1.0 if scale is None else 2.0**10
-        value = F.cross_entropy(net(batch[0]), batch[1], reduction="sum") * factor
-    plain = torch.autograd.grad(value, [*net.parameters()])
-    plain = {n: g.float() / factor for n, g in zip(params, plain, strict=True)}
-    total = oracle.weighted(exact, torch.ones(32))
-
-    def error(value, exact):
-        gaps = [(value[n].double() - exact[n]).norm() for n in exact]
-        whole = torch.stack([exact[n].norm() for n in exact])
-        return float(torch.stack(gaps).norm() / whole.norm())
-
-    assert error(found, expected) <= 1.2 * error(plain, total)
+    net, batch = make(), (torch.randn(32, *sizes), torch.randint(5, (32,)))
+    found, plain = errors_of_sums(net, batch, dtype, device(), clipping)
+    assert found <= 1.2 * plain
 
 
 def test_gradients_of_convolutions_on_a_device_take_the_windows():

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import vgrad
 from tests import oracle
-from tests.losses import Net, Pick, TiedLanguageModel
+from tests.losses import Net, Ops, Pick, TiedLanguageModel
 from vgrad import explain
 from vgrad.precision import Policy, loss_under, modules, policy_for
 from vgrad.torch_private import modes
@@ -321,19 +320,6 @@ def test_batch_norm_keeps_its_statistics_in_float32(policy, training):
         assert int(new["1.num_batches_tracked"]) == int(training)
 
 
-class InputsOf(TorchDispatchMode):
-    """Notes the dtype of the first argument of each call of a kernel."""
-
-    def __init__(self, kernel):
-        super().__init__()
-        self.kernel, self.dtypes = kernel, []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket is self.kernel:
-            self.dtypes.append(args[0].dtype)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 @in_both_modes
 def test_a_mixed_batch_norm_is_eager_autocast_bit_for_bit(policy, training):
@@ -348,9 +334,10 @@ def test_a_mixed_batch_norm_is_eager_autocast_bit_for_bit(policy, training):
     def loss(params):
         return under(params, buffers, x).square().mean()
 
-    with InputsOf(torch.ops.aten.native_batch_norm) as seen:
+    with Ops() as ops:
         found = torch.func.grad(loss)(params)
-    assert seen.dtypes == [compute_dtype(policy)]
+    norms = [args[0] for name, args, _ in ops.calls if name == "native_batch_norm"]
+    assert [x.dtype for x in norms] == [compute_dtype(policy)]
     output = eager(model, x, compute_dtype(policy))
     assert torch.equal(outputs, output.float())
     oracle.assert_exact(updated, dict(model.named_buffers()), 0)
