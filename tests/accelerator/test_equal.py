@@ -7,6 +7,7 @@ on the device. Every tensor of a result lies on the device, unless the case says
 import copy
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from vgrad import ensemble, training
 from vgrad.factors import products
 from vgrad.precision import DynamicLossScale, StaticLossScale
 from vgrad.torch_private import kernels
-from vgrad.training import EnsembleState, TrainState
+from vgrad.training import TrainState
 
 HERE = device.NAME
 
@@ -265,58 +266,26 @@ def test_a_capture_holds_for_one_autocast():
 ADAMW = vgrad.optim.adamw(1e-2)
 
 
-def steps_of(create, make, place, entries, batches, tx):
-    step = make(tx)
-    state = create(tx, *place(entries), seed=7)
-    for batch in batches(state) if callable(batches) else batches:
+def steps_of(kind, place, tx=ADAMW, *, count=3, compiled=False, **options):
+    evaluated = kind == "members"
+    step, state = calls.begun(kind, tx, place, evaluated=evaluated, **options)
+    batches, sizes = [calls.data()] * count, {}
+    if kind == "private":
+        everything, sizes = calls.data(calls.SIZE), {"batch_sizes": (calls.SIZE,)}
+        drawn = vgrad.dp.Plan(**calls.PLAN).sampler(state)
+        batches = [[part[rows] for part in everything] for rows in islice(drawn, 4)]
+    step = vgrad.compile(step, backend="replay", **sizes) if compiled else step
+    for batch in batches:
         state, metrics = step(state, *place(batch))
     return state.params, state.buffers, state.optimizer, metrics
 
 
-def plain(place, of=calls.of_batch, count=3, compiled=False, tx=ADAMW, **options):
-    fmodel, params, buffers = calls.functional()
-
-    def make(tx):
-        step = training.train_step(of(fmodel), tx, **options)
-        return vgrad.compile(step, backend="replay") if compiled else step
-
-    batches = [calls.data()] * count
-    return steps_of(TrainState.create, make, place, (params, buffers), batches, tx)
-
-
-def private(place, compiled=False, tx=ADAMW, **options):
-    fmodel, params, buffers = calls.functional()
-    plan = losses.plan(dataset_size=24, sampling_rate=0.25, steps=4)
-
-    def make(tx):
-        options.setdefault("randomness", "different")
-        step = training.private_step(calls.of_sample(fmodel), tx, plan, **options)
-        if compiled:
-            step = vgrad.compile(step, batch_sizes=(24,), backend="replay")
-        return step
-
-    def batches(state):
-        for rows in plan.sampler(state):
-            yield tuple(part[rows] for part in calls.data(24))
-
-    return steps_of(TrainState.create, make, place, (params, buffers), batches, tx)
-
-
-def members(place, tx=ADAMW, **options):
-    models = [calls.net(seed).eval() for seed in range(3)]
-    fmodel, *entries = vgrad.stack(models, disable_autograd_tracking=True)
-
-    def make(tx):
-        loss = calls.of_batch(fmodel)
-        return training.ensemble_train_step(loss, tx, **options)
-
-    return steps_of(EnsembleState.create, make, place, entries, [calls.data()] * 3, tx)
-
-
+KINDS = ["batches", "private", "members"]
+plain, private, members = (partial(steps_of, kind) for kind in KINDS)
 SCALED = dict(loss_scale=StaticLossScale(2.0**10))
 STEPS = {
     "train": plain,
-    "train, sample loss": partial(plain, of=calls.of_sample),
+    "train, sample loss": partial(steps_of, "samples"),
     "train, donated": partial(plain, donate=True),
     "train, replayed": partial(plain, compiled=True, count=4),
     "train, scaled": partial(plain, **SCALED),
@@ -342,7 +311,7 @@ def test_steps(name):
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-@pytest.mark.parametrize("run", [plain, private, members])
+@pytest.mark.parametrize("run", [plain, private, members], ids=KINDS)
 def test_policies(run, policy):
     """What autocast casts differs; the steps are those of float32, nearly."""
 
