@@ -5,7 +5,7 @@ stands what tests of per-sample quantities share.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -46,9 +46,6 @@ class Case:
     criterion: Callable | None = F.cross_entropy
     loops: bool = False
     """Whether torch's vmap loops over samples in one of its ops."""
-    tolerance: dict[torch.dtype, float] = field(
-        default_factory=lambda: {torch.float64: 1e-10, torch.float32: 2e-5}
-    )
 
     def run(self, model: nn.Module, *sample: Any) -> Tensor:
         """Run a module as `sample_loss` does, for the reference."""

@@ -149,7 +149,8 @@ def test_no_sample_adds_more_than_its_bound(name, batch, dtype, kind):
         pytest.skip("torch rounds nothing there")
     if name == "twice" and batch == "one position":
         pytest.skip("takes two positions at least")
-    params, pair = {"w": torch.zeros(8, 8, dtype=dtype)}, BATCHES[batch](dtype)
+    params = {"w": torch.zeros(8, 8, dtype=dtype)}
+    pair = [each[:8] for each in BATCHES[batch](dtype)]
     with device(tf32=kind == "tf32"):
         for clipping in ("flat", "automatic"):
             more = excess(LOSSES[name], params, pair, 0.7, clipping=clipping)
@@ -191,7 +192,7 @@ def test_the_bound_holds_where_units_cut_long_sums(width, dtype):
 )
 @pytest.mark.parametrize("width", [40, 256, 2048])
 def test_norms_of_factors_of_two_dtypes(width, options, other, dtype):
-    both = torch.rand(2, 9, 1, 1, width, generator=torch.manual_seed(0))
+    both = torch.rand(2, 3, 1, 1, width, generator=torch.manual_seed(0))
     x, g = both.expand(-1, -1, -1, 6, -1).unbind(0)
     factor = Outer(x.to(dtype), g.to(other), torch.Size([width, width]))
     exact = factor.double().grad().flatten(1).norm(dim=1)

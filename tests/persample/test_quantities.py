@@ -166,14 +166,13 @@ def test_a_quantity_is_that_of_the_samples_that_count(name, executor, net, maske
 
 @pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
 @every_strategy
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", losses.CASES)
-def test_every_quantity_equals_the_reference(name, dtype, strategy):
-    loss, params, buffers, batch, exact = losses.build(name, 5, dtype)
-    tolerance = losses.CASES[name].tolerance[dtype]
+def test_every_quantity_equals_the_reference(name, strategy):
+    """In float32; in float64 those of the table above do."""
+    loss, params, buffers, batch, exact = losses.build(name, 5, torch.float32)
     chunk_size = 2 if strategy == "vmap" else None
     options = {"strategy": strategy, "chunk_size": chunk_size}
-    options |= {"buffers": buffers, "expected": exact, "tolerance": tolerance}
+    options |= {"buffers": buffers, "expected": exact, "tolerance": 2e-5}
     assert_quantities(loss, params, batch, **options)
 
 
@@ -247,9 +246,11 @@ def test_aux_is_stacked_over_samples(name, masked, strategy):
     assert problems.call(name, compute, (params, {}, x[:0], g[:0]))[1] is None
 
 
-@every_way
+@pytest.mark.parametrize(
+    ("strategy", "chunk_size"),
+    [("auto", None), ("recorded", 4), ("vmap", 4), ("loop", None)],
+)
 @every_quantity
-@pytest.mark.parametrize("chunk_size", [None, 4])
 @pytest.mark.parametrize("planted", problems.PLANTED)
 def test_samples_left_out_change_no_bit_whatever_they_hold(
     planted, chunk_size, name, strategy
