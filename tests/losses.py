@@ -486,6 +486,11 @@ def product(params: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) ->
     return (params["w"] * x).sum()
 
 
+def linear(params: dict, buffers: dict, x: Tensor, g: Tensor) -> Tensor:
+    """A loss whose gradient is a product of inputs, added up over positions."""
+    return (F.linear(x, params["w"]) * g).sum()
+
+
 def squared(params: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
     """A loss that is no linear function of its parameter."""
     return (params["w"] * x).square().sum()

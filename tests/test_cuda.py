@@ -6,7 +6,6 @@ import importlib.util
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import vgrad
 from tests import losses, oracle, streams
@@ -368,10 +367,6 @@ def test_sums_in_terms_lose_no_more_than_they_say(rows, widths, dtype):
         assert float(((found - exact).abs() / most).max()) <= lost
 
 
-def of_linear(params, buffers, x, g):
-    return (F.linear(x, params["w"]) * g).sum()
-
-
 @pytest.mark.parametrize("clipping", ["flat", "automatic"])
 @pytest.mark.parametrize("positions", [1, 64])
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
@@ -387,7 +382,7 @@ def test_no_sample_adds_more_than_its_bound(matmul, dtype, positions, clipping):
     g = (sizes[:, 1:] * signs).expand(-1, -1, 512).to(dtype)
     params = {"w": torch.zeros(512, 1024, device="cuda", dtype=dtype)}
     compute = vgrad.clipped_grad(
-        of_linear, max_norm=0.7, clipping=clipping, strategy="recorded"
+        losses.linear, max_norm=0.7, clipping=clipping, strategy="recorded"
     )
     with switched(matmul):
         for row in range(12):
@@ -465,7 +460,7 @@ def test_products_of_halves_are_captured(backend):
         pytest.skip("no triton here")
     params = {"w": torch.zeros(512, 512, device="cuda")}
     x, g = drawn(8, 16, 512), drawn(8, 16, 512, seed=1)
-    compute = vgrad.clipped_grad(of_linear, max_norm=0.7)
+    compute = vgrad.clipped_grad(losses.linear, max_norm=0.7)
     captured = vgrad.compile(compute, backend=backend)
     with torch.autocast("cuda", torch.bfloat16), switched("ieee"):
         expected = compute(params, {}, x, g).grads["w"]

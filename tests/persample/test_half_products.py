@@ -18,6 +18,7 @@ from tests.losses import (
     clipped_lengths,
     errors_of_sums,
     length,
+    linear,
     of_images,
     singles,
 )
@@ -79,10 +80,6 @@ def device(*, tf32=False, few=0, halves=True):
         yield units
 
 
-def linear(w, x, g):
-    return (F.linear(x, w) * g).sum()
-
-
 def even(dtype, positions=1, size=16):
     """Samples whose numbers, all equal, are all rounded alike."""
     numbers = 1 + torch.rand(size, 2, generator=torch.Generator().manual_seed(0))
@@ -108,10 +105,6 @@ BATCHES = {
 }
 
 
-def of_linear(params, buffers, x, g):
-    return linear(params["w"], x, g)
-
-
 def in_groups(params, buffers, x, g):
     w = params["w"].unflatten(0, (2, 4)).unflatten(2, (2, 4))[:, :, 0]
     pairs = x.unflatten(1, (2, 4)), g.unflatten(1, (2, 4))
@@ -120,17 +113,16 @@ def in_groups(params, buffers, x, g):
 
 def tied(params, buffers, x, g):
     index = torch.arange(len(x)) % 8
-    return linear(params["w"], x, g) + (F.embedding(index, params["w"]) * g).sum()
+    return linear(params, {}, x, g) + (F.embedding(index, params["w"]) * g).sum()
 
 
 def twice(params, buffers, x, g):
     half = (len(x) + 1) // 2
-    return linear(params["w"], x[:half], g[:half]) + linear(
-        params["w"], x[half:], g[half:]
-    )
+    first = linear(params, {}, x[:half], g[:half])
+    return first + linear(params, {}, x[half:], g[half:])
 
 
-LOSSES = {"linear": of_linear, "groups": in_groups, "tied": tied, "twice": twice}
+LOSSES = {"linear": linear, "groups": in_groups, "tied": tied, "twice": twice}
 """All with a weight [8, 8], under samples [T, 8] and gradients [T, 8]."""
 
 
@@ -166,7 +158,7 @@ def test_the_bound_rests_on_the_rounding_of_scaled_factors(batch, dtype, monkeyp
     monkeypatch.setattr(products, "_LOST", 1e-30)
     monkeypatch.setattr(products, "CUT", 0.0)
     with device(tf32=dtype == torch.float32):
-        more = excess(of_linear, params, pair, 0.7)
+        more = excess(linear, params, pair, 0.7)
     if (batch, dtype) != ("equal positions", torch.float32):
         assert more > 2e-6
 
@@ -178,10 +170,10 @@ def test_the_bound_holds_where_units_cut_long_sums(width, dtype):
     params = {"w": torch.zeros(width, width, dtype=dtype)}
     with device(few=2**60):
         assert Outer(x[:, None], x[:, None], params["w"].shape).by_gram
-        assert -1e-5 < excess(of_linear, params, (x, x), 1.0) <= 1e-6
-        compute = vgrad.per_sample_norm(of_linear, strategy="recorded")
+        assert -1e-5 < excess(linear, params, (x, x), 1.0) <= 1e-6
+        compute = vgrad.per_sample_norm(linear, strategy="recorded")
         found = compute(params, {}, x, x)
-    exact = oracle.norms(oracle.loss_gradients(of_linear, params, {}, (x, x)))
+    exact = oracle.norms(oracle.loss_gradients(linear, params, {}, (x, x)))
     torch.testing.assert_close(found.double(), exact, rtol=4e-6, atol=0)
 
 
@@ -242,9 +234,9 @@ def test_scaled_factors_of_float16_do_not_underflow():
     x = torch.full((4, 2, 8), 1e-3).half()
     g = torch.full((4, 2, 8), 60.0).half()
     params, weights = {"w": torch.zeros(8, 8).half()}, torch.full((4,), 1e-6)
-    exact = oracle.loss_gradients(of_linear, params, {}, (x, g))
+    exact = oracle.loss_gradients(linear, params, {}, (x, g))
     with device():
-        total = vgrad.weighted_grad(of_linear, strategy="recorded")
+        total = vgrad.weighted_grad(linear, strategy="recorded")
         found = total(weights, params, {}, x, g)
     oracle.assert_exact(found, oracle.weighted(exact, weights), 2e-4)
 

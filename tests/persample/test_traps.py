@@ -24,6 +24,7 @@ from tests.losses import (
     every_clipping,
     every_strategy,
     length,
+    linear,
     norms,
     of_model,
     product,
@@ -46,10 +47,6 @@ def source(seed=0):
 
 def assert_exact(loss, params, batch, strategy):
     return assert_quantities(loss, params, batch, tolerance=EXACT, strategy=strategy)
-
-
-def linear(params, buffers, x, g):
-    return (F.linear(x, params["w"]) * g).sum()
 
 
 def lookup(params, buffers, index, g):

@@ -3,7 +3,6 @@
 import copy
 import pickle
 import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -386,8 +385,16 @@ def test_buffers_and_frozen_parameters_come_back_in_the_dtype_they_had(policy):
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("around", [True, False])
-def test_an_exception_leaves_no_autocast_and_no_mode(error, around):
+@pytest.mark.parametrize("hooked", [True, False])
+def test_an_exception_leaves_no_autocast_and_no_mode(error, around, hooked):
+    """Of a module, or of a hook before it has run."""
+
+    def refuse(module, args):
+        raise error("on purpose")
+
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(failing(error)))
+    if hooked:
+        model[1].register_forward_pre_hook(refuse)
     fmodel, params, buffers = split(model)
     policies = {"": "mixed_bfloat16", "1": "float32", "1.0": "mixed_float16"}
     under = policy_for(fmodel, policies)
@@ -401,23 +408,6 @@ def test_an_exception_leaves_no_autocast_and_no_mode(error, around):
     with pytest.raises(error, match="on purpose"):
         loss(params, buffers, torch.ones(2, 3))
     assert nothing_is_left_on()
-
-
-def test_a_hook_that_raises_before_its_module_runs_leaves_nothing():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-
-    def refuse(module, args):
-        raise ValueError("not today")
-
-    model[1].register_forward_pre_hook(refuse)
-    fmodel, params, buffers = split(model)
-    under = policy_for(fmodel, {"": "mixed_bfloat16", "1": "float32"})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(2):
-            with pytest.raises(ValueError, match="not today"):
-                under(params, buffers, torch.ones(2, 3))
-            assert nothing_is_left_on()
 
 
 # Copies.
