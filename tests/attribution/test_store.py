@@ -365,7 +365,6 @@ def first_file(folder):
     return folder / "00000000.safetensors"
 
 
-OTHER = "expected 16 samples of this store"
 DAMAGE = {
     "an index cut off": (lambda index, _: truncate(index), "damaged file"),
     "an index with another bit": (lambda index, _: flip(index), "damaged file"),
@@ -396,18 +395,6 @@ DAMAGE = {
     "a folder for a file": (
         lambda _, first: (first.unlink(), first.mkdir()),
         "got no file",
-    ),
-    "features in another dtype": (
-        lambda _, first: resealed(first, partial(map_values, torch.Tensor.float)),
-        OTHER,
-    ),
-    "features of another shape": (
-        lambda _, first: resealed(first, partial(map_values, lambda x: x[:, :1])),
-        OTHER,
-    ),
-    "features by another name": (
-        lambda _, first: resealed(first, lambda x: {f"../{n}": x[n] for n in x}),
-        OTHER,
     ),
     "fewer samples": (
         lambda _, first: resealed(
