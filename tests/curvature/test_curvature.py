@@ -456,18 +456,6 @@ def test_averages_over_positions_are_exact_by_reduce(method, layer, shape):
         method(matrix, *rest, weight_sharing="sum")
 
 
-@pytest.mark.parametrize("method", [curvature.kfac, curvature.ekfac])
-@pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
-def test_one_sample_with_one_output_is_exact(method, likelihood):
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
-    batches = [(torch.randn(1, 3).double(),)]
-    exact = blocks(dense(module, batches, likelihood), params)
-    found = method(curvature.ggn(fmodel, likelihood), params, buffers, batches)
-    oracle.assert_exact(blocks(assembled(found.product, params), params), exact)
-
-
 @every_pair
 def test_corrected_eigenvalues_fit_better_and_keep_the_trace(name, likelihood):
     module, (fmodel, params, buffers), batches = problem(name)

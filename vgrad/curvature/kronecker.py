@@ -16,7 +16,7 @@ from vgrad.curvature.outputs import Batches, Curvature
 from vgrad.factors import Factor
 from vgrad.factors.columns import Appended, Covariances, covariances
 from vgrad.persample import Options
-from vgrad.persample.engine import Call, Evaluation, Quantity
+from vgrad.persample.engine import Evaluation
 from vgrad.persample.grad import Gradients
 from vgrad.persample.moments import OfBlocks, Pairs, Sides, Squares
 from vgrad.tree import double
@@ -335,29 +335,18 @@ def joint(grads: Params) -> Tensor:
     return torch.cat(rows, 2)
 
 
-@dataclass
-class _Covaried(OfBlocks):
-    reduce: bool
-
-    def add(self, name: str, factor: Factor) -> None:
-        if isinstance(factor, Appended):  # whose bias other samples may not share
-            self.add(self.pairs[name][1], factor.bias)
-            factor = factor if factor.is_shared else factor.weight
-        self.values[name] = covariances(factor, reduce=self.reduce)
-
-
 @dataclass(frozen=True)
-class _Covariances(Quantity):
+class _Covariances(OfBlocks):
     pairs: Pairs
     reduce: bool
 
-    def collector(self, call: Call) -> _Covaried:
-        return _Covaried(call, self.pairs, self.reduce)
-
-    def partial(
-        self, collector: _Covaried, call: Call
-    ) -> dict[str, Covariances | None]:
-        return collector.values
+    def of_block(self, name: str, factor: Factor) -> dict[str, Any]:
+        if not isinstance(factor, Appended):
+            return {name: covariances(factor, reduce=self.reduce)}
+        # Other samples may not share the bias.
+        joint = factor if factor.is_shared else factor.weight
+        parts = {name: joint, self.pairs[name][1]: factor.bias}
+        return {n: covariances(each, reduce=self.reduce) for n, each in parts.items()}
 
     def total(self, partials: Iterator[dict[str, Any]], run: Evaluation) -> Any:
         sums: dict[str, Covariances] = {}
