@@ -233,7 +233,7 @@ class Sums(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket.__name__ in ("index_add", "index_add_")
+        self.count += func.overloadpacket.__name__ == "scatter_add"
         return func(*args, **(kwargs or {}))
 
 

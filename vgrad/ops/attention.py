@@ -70,7 +70,6 @@ def _mapped(*args: Any, **kwargs: Any) -> Tensor:
             f"scaled_dot_product_attention(key {tuple(keys)}, value {tuple(values)}): "
             f"expected as many values as keys."
         )
-    tensors = [None if each is None else _autocast(each) for each in tensors]
     if call.dropout_p != 0.0:
         with sdpa_kernel(SDPBackend.MATH):
             return call.kernel(*tensors, call.dropout_p)
@@ -153,16 +152,6 @@ def _padded(tensor: Tensor, rank: int) -> Tensor:
     """Insert axes of size 1 behind the first until there are `rank`."""
     ones = [1] * (rank - tensor.dim())
     return tensor.unflatten(0, (tensor.shape[0], *ones)) if ones else tensor
-
-
-def _autocast(tensor: Tensor) -> Tensor:
-    """Cast as autocast casts the inputs of attention, once for both passes."""
-    kind = tensor.device.type
-    eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
-    if not (eligible and torch.amp.is_autocast_available(kind)):
-        return tensor
-    enabled = torch.is_autocast_enabled(kind)
-    return tensor.to(torch.get_autocast_dtype(kind)) if enabled else tensor
 
 
 def _attend(kernel: Kernel, *inputs: Tensor | None) -> Tensor:
