@@ -232,7 +232,6 @@ def _repeat_interleave(
 
 
 def _one_hot(samples: Samples, tensor: Tensor, num_classes: int = -1) -> Form | None:
-    """Infer the number of classes."""
     values = samples.values(tensor) if num_classes == -1 and tensor.numel() else None
     if values is None or tensor.dtype != torch.int64:
         return None

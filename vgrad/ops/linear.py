@@ -280,7 +280,6 @@ def _addmm(
 
 
 def _einsum(record: Recording, equation: Any, *operands: Any) -> Tensor | None:
-    """Contract a parameter with data."""
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     if len(operands) != 2 or not any(map(record.is_parameter, operands)):
