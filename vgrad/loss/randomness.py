@@ -12,6 +12,9 @@ to the branch that caused the split, every sample must be given the same random 
 again: redrawing them would condition their distribution on the branch taken. So the
 chunk runs once more up to the branch, the results of its random ops are noted, and
 every part takes its rows of them. From there on each part draws numbers of its own.
+Keys for every chunk that may split would need no notes, but a hash takes longer than
+torch's generators, and keys cannot stand for a generator of the loss's own, cuDNN's
+dropout or draws in a backward pass. Keys from the first split on would draw again.
 
 A sample may be a member of an ensemble as well.
 """
