@@ -101,6 +101,8 @@ thing = kind(__getattr__=lambda *_: 2.0)() => thing.beta => thing.beta = 3.0
 thing = kind(__getattr__=lambda self, name: vars(self)["held"][name])();
   thing.held = {"beta": 2.0} => thing.beta --> same capture
 own = kind(beta=2.0); thing = own() => thing.beta => own.beta = 3.0
+base = kind(beta=2.0); thing = kind(base)() => thing.beta => base.beta = 3.0
+meta = kind(type, beta=2.0); own = meta("Own", (), {}) => own.beta => meta.beta = 3.0
 held = [2.0]; thing = kind(__scale__=held)() => thing.__scale__[0] => held[0] = 3.0
 own = kind(__call__=lambda _: 2.0); thing = own() => thing()
   => own.__call__ = lambda _: 3.0
