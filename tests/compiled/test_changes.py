@@ -78,6 +78,7 @@ f = functools.cache(lambda size: torch.full((size,), 2.0)) => f(2).sum()
   --> same capture
 f = functools.lru_cache(maxsize=4)(lambda size: torch.full((size,), 2.0)) => f(2).sum()
   --> same capture
+f = functools.cache(lambda: torch.tensor(2.0)); f().fill_(3.0) => f() => f.cache_clear()
 f = functools.singledispatch(lambda thing: 2.0); thing = Plain() => f(thing)
   => f.register(Plain, lambda thing: 7.0)
 f = counter() => f() --> changes values
