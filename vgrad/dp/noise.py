@@ -136,7 +136,7 @@ def add_gaussian_noise(
     """
     function = "add_gaussian_noise"
     checks.dictionaries(function, sums=sums)
-    numbers = {"noise_multiplier": noise_multiplier, "key": key, "step": step}
+    numbers = checked(function, sensitivity, noise_multiplier, key=key, step=step)
     return gaussian_noise(function, sensitivity, **numbers).added(sums, member)
 
 
@@ -161,9 +161,6 @@ def gaussian_noise(
     Noise of a filter starts at the step `first`, and takes the history that the step
     before has returned; None where nobody keeps one.
     """
-    check_sensitivity(function, sensitivity)
-    checks.non_negative(function, noise_multiplier=noise_multiplier)
-    [noise_multiplier] = checks.finite(function, noise_multiplier=noise_multiplier)
     deviation: Any = noise_multiplier * sensitivity.value
     known = not isinstance(deviation, Tensor) and noise_multiplier != 0
     if known and not _LEAST < deviation < 1 / _LEAST:
@@ -172,15 +169,14 @@ def gaussian_noise(
             f"expected a standard deviation between {_LEAST} and {1 / _LEAST}, got "
             f"{deviation!r}. Clip to another norm."
         )
-    [step] = checks.whole(function, least=first, step=step)
-    checks.between(function, -1, 2**63, step=step)
-    generators.check_key(function, key)
     filter = filter if noise_multiplier else INDEPENDENT
-    if history is None:
-        filter = filter._replace(cached=False)
-    own = streams or Streams(), filter, first, history
+    own = streams or Streams(), filter, first, ()
     noise = Noise(key, step, float(noise_multiplier), deviation, *own)
-    return replace(noise, history=noise.checked_history(function))
+    if not filter.correlated:
+        return noise
+    if history is None:
+        noise = replace(noise, filter=filter._replace(cached=False))
+    return replace(noise, history=noise.checked_history(function, history))
 
 
 class NoiseHistory(NamedTuple):
@@ -218,9 +214,9 @@ class Noise:
     first: int
     history: Any = field(repr=False)
 
-    def checked_history(self, function: str) -> Tree:
+    def checked_history(self, function: str, history: Any) -> Tree:
         """Return the history, none before the first step; refuse another run's."""
-        history, count = self.history, len(self.filter.weights)
+        count = len(self.filter.weights)
         if history is None and count:
             raise ValueError(
                 f"{function}: expected noise that follows from the key and the step, "
@@ -228,7 +224,7 @@ class Noise:
                 f"PrivateGradients keep in their states. Take one of those, or a plan "
                 f"with bisr or band_inv_mf."
             )
-        if history is None or not self.filter.correlated or self.step == self.first:
+        if history is None or self.step == self.first:
             return ()
         count *= not self.filter.cached
         if not isinstance(history, NoiseHistory):
@@ -262,6 +258,8 @@ class Noise:
 
     def advanced(self, sums: Params) -> tuple[Params, Tree]:
         """Draw the noise of sums, and add it; return the history of the next step."""
+        if not self.filter.correlated:
+            return self.added_to(sums)[0], ()
         old = self._buffers(sums)
         noisy, *new = self.added_to(sums, old)
         return noisy, self.after(sums, old, new)
@@ -304,12 +302,7 @@ class Noise:
         _check_sums(sums)
         if not self.multiplier:
             return [{name: x.to(wide(x.dtype), copy=True) for name, x in sums.items()}]
-
-        def flat(x: Tensor) -> Tensor:
-            local = shards.local(x).detach()
-            return local.to(_drawn_on(x.device), wide(x.dtype)).reshape(-1)
-
-        given = [{name: flat(x[name]) for name in sums} for x in (sums, *old)]
+        given = [{name: _flat(x[name]) for name in sums} for x in (sums, *old)]
         kinds = None, *[torch.float64] * self.filter.made
         into = [
             {name: torch.empty_like(x, dtype=kind) for name, x in given[0].items()}
@@ -337,10 +330,9 @@ class Noise:
         self, parts: dict[Any, "Part"], given: list[dict], into: list[dict]
     ) -> None:
         """Add noise to flat sums, on all threads, each in a part of its cache."""
-        [total, *old], [noisy, *made] = (
-            [{name: x[name].numpy() for name in parts} for x in each]
-            for each in (given, into)
-        )
+        arrays = [{name: x[name].numpy() for name in parts} for x in (*given, *into)]
+        total, noisy = arrays[0], arrays[len(given)]
+        old, made = arrays[1 : len(given)], arrays[len(given) + 1 :]
         count = sum(map(len, total.values()))
         share = max(count // (2 * torch.get_num_threads()), 1)
         size = min(max(_LEAST_ON_HOST, 2 ** (share.bit_length() - 1)), _MOST_ON_HOST)
@@ -361,17 +353,16 @@ class Noise:
                 return normals_of_host(words, memory).reshape(-1)
 
             noise, last = self.filter.combined(map(draw, self._steps))
-            group = layout.groups[number]
-            for piece in group if self.filter.weights else ():
-                name, entries, places = piece.name, piece.entries, piece.places()
+            places = [(x.name, x.entries, x.places()) for x in layout.groups[number]]
+            for name, entries, place in places if made else ():
                 before = [each[name][entries] for each in old]
-                x, new = self.filter.filtered(noise[places], last[places], before)
+                x, new = self.filter.filtered(noise[place], last[place], before)
                 for each, numbers in zip(made, new, strict=True):
                     each[name][entries] = numbers
-                noise[places] = x
+                noise[place] = x
             noise *= deviation
-            for piece in group:
-                noise[piece.places()] += total[piece.name][piece.entries]
+            for name, entries, place in places:
+                noise[place] += total[name][entries]
             most = 2.0**50 * grid  # NaN is not below it
             if -most < noise.min(initial=0.0) and noise.max(initial=0.0) < most:
                 # Rounded to the grid, and without -0.0.
@@ -380,8 +371,8 @@ class Noise:
             else:
                 noise = _rounded(torch.from_numpy(noise), grid).numpy()
             with np.errstate(over="ignore"):  # it is infinite, as in torch
-                for piece in group:
-                    noisy[piece.name][piece.entries] = noise[piece.places()]
+                for name, entries, place in places:
+                    noisy[name][entries] = noise[place]
             layout.memory.append(memory)
 
         works = [partial(add, number) for number in range(len(layout.groups))]
@@ -516,7 +507,7 @@ def normals_of_host(words: Tensor, memory: Memory) -> np.ndarray:
     MKL, which torch calls, would start threads in every thread that calls it.
     """
     tiles, bits = len(words), words.numpy()
-    radius, tangent, scale, small = (numbers[:tiles] for numbers in memory.scratch)
+    radius, tangent, scale, small = [numbers[:tiles] for numbers in memory.scratch]
     whole = scale.view(np.int64)
     np.bitwise_and(bits[:, 0], 2**63 - 1, out=whole)
     np.copyto(radius, whole)
@@ -629,7 +620,7 @@ class _Layout:
         On all threads, or on this one into memory that is given.
         """
         group = self.groups[number]
-        count, alone = sum(piece.tiles for piece in group), memory is not None
+        count, alone = sum([piece.tiles for piece in group]), memory is not None
         if memory is None:
             memory = chacha.memory(count)
         most, works = _MOST_ON_HOST // TILE, []
@@ -716,8 +707,10 @@ class Piece:
 
 def _part(total: Tensor, name: Any, member: int = 0) -> Part:
     entry = name if isinstance(name, tuple) else (member, name)
-    sizes = tuple(shards.local(total).shape)
-    return Part(entry, tuple(total.shape), shards.offsets(total), sizes)
+    shape = tuple(total.shape)
+    if not shards.is_distributed(total):
+        return Part(entry, shape, (0,) * len(shape), shape)
+    return Part(entry, shape, shards.offsets(total), tuple(shards.local(total).shape))
 
 
 def _drawn_on(device: torch.device) -> torch.device:
@@ -727,6 +720,12 @@ def _drawn_on(device: torch.device) -> torch.device:
     except (RuntimeError, TypeError):
         return HOST
     return device
+
+
+def _flat(total: Tensor) -> Tensor:
+    """Return the part of a sum that this rank holds, where noise is drawn for it."""
+    local = shards.local(total).detach()
+    return local.to(_drawn_on(local.device), wide(local.dtype)).reshape(-1)
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
@@ -752,11 +751,12 @@ def _rounded(values: Tensor, grid: float | Tensor) -> Tensor:
 
 def _finished(flat: Tensor, total: Tensor) -> Tensor:
     """Bring the noise and a part's sum to its device, in a tensor like the whole."""
-    local, noisy = shards.local(total), flat.to(total.device)
+    local = shards.local(total)
+    noisy = flat.to(total.device).view(local.shape)
     if local.requires_grad and torch.is_grad_enabled():
-        near = noisy.view(local.shape) - (local.detach() - local)  # has the derivative
+        near = noisy - (local.detach() - local)  # has the derivative
         noisy = torch.where(local.isfinite(), near, local)
-    return _like(noisy, total)
+    return shards.like(total, noisy)
 
 
 def _like(flat: Tensor, total: Tensor) -> Tensor:
@@ -808,8 +808,16 @@ def _checked_buffer(buffer: Params, sums: Params) -> Params:
     return {name: x.to(_drawn_on(sums[name].device)) for name, x in buffer.items()}
 
 
-def check_sensitivity(function: str, sensitivity: Any) -> None:
-    """Refuse numbers, and an infinite sensitivity."""
+def checked(
+    function: str,
+    sensitivity: Any,
+    noise_multiplier: float,
+    *,
+    key: Tensor,
+    step: int,
+    first: int = 0,
+) -> dict[str, Any]:
+    """Check what a caller passes for a step's noise; return it as Python's numbers."""
     if not isinstance(sensitivity, Sensitivity):
         kind = type(sensitivity).__name__
         raise TypeError(
@@ -817,10 +825,15 @@ def check_sensitivity(function: str, sensitivity: Any) -> None:
             f"Sensitivity of the sum, got a {kind}. Take the one that comes with the "
             f"sum, clipped_grad(...).sensitivity."
         )
-    if not isinstance(sensitivity.value, Tensor) and not math.isfinite(
-        sensitivity.value
-    ):
+    value = sensitivity.value
+    if not isinstance(value, Tensor) and not math.isfinite(value):
         raise ValueError(
             f"{function}(sensitivity={sensitivity!r}): expected a finite sensitivity, "
-            f"got {sensitivity.value}. Clip the gradients with a finite max_norm."
+            f"got {value}. Clip the gradients with a finite max_norm."
         )
+    checks.non_negative(function, noise_multiplier=noise_multiplier)
+    [multiplier] = checks.finite(function, noise_multiplier=noise_multiplier)
+    [step] = checks.whole(function, least=first, step=step)
+    checks.between(function, -1, 2**63, step=step)
+    generators.check_key(function, key)
+    return {"noise_multiplier": multiplier, "key": key, "step": step}

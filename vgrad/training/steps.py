@@ -1,7 +1,7 @@
 """Training steps: `step(state, *batch) -> (new state, metrics)`.
 
 A step is a source of gradients and an optimizer: `train_step` has `BatchSource` or
-`SampleSource`, `private_step` has `PrivateSource`, `ensemble_train_step` has
+`SampleSource`, `private_step` has `LogicalBatchSource`, `ensemble_train_step` has
 `MemberSource`. Members that rest (`EnsembleState.active` is false) and members whose
 gradients are not finite keep their old values, running statistics of batch norm
 included, which are buffers of each member. E members.
@@ -10,7 +10,7 @@ included, which are buffers of each member. E members.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,11 +23,10 @@ from torch import Tensor
 from vgrad import batches, optim
 from vgrad.conditions import checks_collected
 from vgrad.devices import is_host
-from vgrad.dp.adaptive import count_below
-from vgrad.dp.discrete import DiscreteNoise, integer_sums
-from vgrad.dp.group_clip import scaled
+from vgrad.dp.discrete import DiscreteNoise
 from vgrad.dp.noise import Drawn, Noise, Streams
 from vgrad.dp.plan import Plan, check_spent, spent_under
+from vgrad.dp.private_gradients import PrivateSource, clipped_sums, metrics_of
 from vgrad.dp.rows import step_of_rows
 from vgrad.dp.units import UnitLoss, check_units
 from vgrad.ensemble.execution import run_eager
@@ -45,7 +44,6 @@ from vgrad.optim.private import (
     uses_of_noise,
     with_deviation,
 )
-from vgrad.persample.clipped import clipped_grad
 from vgrad.persample.engine import check_options
 from vgrad.persample.grad import weighted_grad
 from vgrad.precision import (
@@ -401,14 +399,11 @@ class SampleSource(Source):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PrivateSource(Source):
-    """Clipped sums, by `transform`, with noise; data skip no step."""
+class LogicalBatchSource(PrivateSource, Source):
+    """Private gradients of logical batches; data skip no step."""
 
-    plan: Plan
     has_aux: bool
     samples_per_unit: int | None  # of the batches
-    streams: Streams = field(default_factory=Streams)
-    counts: Streams = field(default_factory=Streams)  # of norms or of rows
 
     def __call__(self, state: TrainState, batch: tuple) -> Gradients:
         """Compute the clipped sum of a batch, and the noise for it."""
@@ -420,7 +415,7 @@ class PrivateSource(Source):
                 f"that the plan accounts for, got {taken}."
             )
         if self.samples_per_unit is not None:
-            check_units("private_step(plan)(state)", batch, self.samples_per_unit)
+            check_units(function, batch, self.samples_per_unit)
         size = batches.read("private_step", batch).size
         if size > (most := plan.largest_batch or plan.dataset_size):
             raise ValueError(
@@ -428,13 +423,14 @@ class PrivateSource(Source):
                 f"{most} samples that a batch of the plan can have, got {size}. Draw "
                 f"batches with plan.sampler(state)."
             )
-        scale, compute = state.loss_scale, self.transform
+        scale, optimizer = state.loss_scale, state.optimizer
+        device = device_of(state.params)
+        max_norm = plan.max_norm_of(state.max_norm, device, step=taken)
+        compute: Any = self.at(max_norm)
         if is_scaled(scale):
             compute = compute.with_loss_scale(scale)
-        optimizer = state.optimizer
-        scales: Scales = plan.scales(state.params)
         if uses := uses_of_noise(optimizer):
-            if plan.noise.correlated or scales or plan.rows is not None:
+            if plan.noise.correlated or plan.scales(state.params) or plan.rows:
                 raise ValueError(
                     f"private_step(tx, plan): expected independent noise of one "
                     f"deviation on all rows for adam_bc or scale_then_privatize, whose "
@@ -442,42 +438,26 @@ class PrivateSource(Source):
                     f"{plan.max_norm} and rows={plan.rows}. Take another optimizer, "
                     f"such as adam."
                 )
-            scales = scales_of(uses)
-            compute = compute.with_scales(scales)
-        device = device_of(state.params)
-        max_norm = plan.max_norm_of(state.max_norm, device, step=taken)
-        if max_norm is not None:
-            compute = compute.with_max_norm(max_norm)
+            compute = compute.with_scales(scales_of(uses))
         result = compute(state.params, state.buffers, *batch)
         result, aux = result if self.has_aux else (result, None)
-        place: dict[str, Any] = {"key": state.key, "step": taken}
-        metrics = {
-            "samples": torch.tensor(len(result.losses)),
-            "clipped": result.clipped,
-            "nonfinite": result.nonfinite,
-        }
+        place: Any = {"key": state.key, "step": taken, "history": state.noise}
+        own = result, compute.sensitivity, state.params
+        release = self.released(*own, **place, max_norm=max_norm)
+        metrics: Metrics = metrics_of(result)
+        if release.chosen:
+            metrics["rows"] = sum(rows.sum() for rows in release.chosen.values())
         changes = {
             "plan_digest": from_bytes(identity).to(state.plan_digest.device),
             "loss_scale": scale.adjust(result.nonfinite == 0),
-            "max_norm": (),
+            "max_norm": release.max_norm,
         }
-        if max_norm is not None:
-            own = max_norm, count_below(result), self.counts
-            changes["max_norm"] = plan.next_max_norm(*own, **place)
-        chosen: dict[str, Tensor] = {}
-        if plan.rows is not None:
-            chosen = plan.chosen_rows(result.rows, self.counts, **place)
-            metrics["rows"] = sum(rows.sum() for rows in chosen.values())
-        place |= {"history": state.noise, "max_norm": max_norm}
-        noise = plan.step_noise(compute.sensitivity, self.streams, **place)
-        if isinstance(noise, DiscreteNoise):
-            noise = noise.of(state.params)
-        loss = widened(result.losses).mean()
+        scales = scales_of(uses) if uses else release.scales
         if any(map(has_deviation, uses)):
-            optimizer = with_deviation(optimizer, noise.deviation)
-        grads = result.grads if uses else scaled(result.grads, scales)
-        found = grads, loss, state.buffers, aux, (), metrics, changes
-        return Gradients(*found, noise, scales, optimizer, chosen)
+            optimizer = with_deviation(optimizer, release.noise.deviation)
+        loss, noise = metrics.pop("loss"), (release.noise, scales)
+        found = release.sums, loss, state.buffers, aux, (), metrics, changes
+        return Gradients(*found, *noise, optimizer, release.chosen)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -753,14 +733,10 @@ def private_step(
             )
         loss = UnitLoss(loss)
     options: Any = {"passes": passes, "strategy": strategy, "chunk_size": chunk_size}
-    options |= {"randomness": randomness, "has_aux": has_aux, **plan.clipping}
-    clipped: Any = clipped_grad(with_policy(policy, loss), **options)
-    if plan.rows is not None:
-        clipped = plan.rows.counting(clipped)
-    if plan.discrete is True:
-        clipped = integer_sums(clipped, plan.noise_multiplier)
+    options |= {"randomness": randomness, "has_aux": has_aux}
+    clipped = clipped_sums(with_policy(policy, loss), plan, **options)
     own = {"has_aux": has_aux, "samples_per_unit": plan.samples_per_unit}
-    source = PrivateSource(transform=clipped, plan=plan, **own)
+    source = LogicalBatchSource(transform=clipped, plan=plan, **own)
     return TrainingStep(function, source, tx, scale, donate, has_aux)
 
 
