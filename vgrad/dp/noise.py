@@ -37,16 +37,13 @@ randomness. This file comes close to them:
 
 One draw, one release. The noise of a step is a function of the key, the step, the
 member, the parameter's name and shape, and of the plan's numbers; sharding, threads,
-compilation and the device do not change its words. The logarithm and the tangent may
-differ in the last bit between libraries, and then about one number in 10^10 is rounded
-to the next value of the grid. A step that is repeated from a checkpoint on the same
-batch is therefore the same release, as far as the sums are the same numbers: processor,
-device and torch decide on their rounding. Where these differ, or noise of an earlier
-vgrad that had another generator, release the results of only one of the two attempts.
-Two runs that continue from copies of one
-state with other data, another loss or another optimizer would add the same noise to
-different sums, whose difference then reveals everything: `state.fork()` gives one of
-them a new key.
+compilation and the device do not change its words. A step that is repeated from a
+checkpoint on the same batch is therefore the same release, as far as the sums are the
+same numbers: processor, device and torch decide on their rounding, and libraries on the
+last bit of a logarithm or a tangent, by which about one number in 10^10 is rounded to
+the next value of the grid. Where these differ, release the results of only one of the
+two attempts. Other sums (of other data, loss or optimizer) need another key,
+`state.fork()`: their difference would have no noise.
 """
 
 import math
@@ -793,17 +790,14 @@ def _check_sums(sums: dict[Any, Tensor]) -> None:
 
 def _checked_buffer(buffer: Params, sums: Params) -> Params:
     """Return a buffer where noise is drawn; refuse one that is not like the sums."""
-    function = "add_noise(history)"
-    checks.names(function, sums, buffer)
-    for name, total in buffer.items():
-        (wanted, got), kind = (
-            (_part(x[name], name) for x in (sums, buffer)),
-            total.dtype,
-        )
-        if wanted != got or kind != torch.float64:
+    checks.names("add_noise(history)", sums, buffer)
+    for name, x in buffer.items():
+        expected, got = _part(sums[name], name), _part(x, name)
+        if expected != got or x.dtype != torch.float64:
             raise ValueError(
-                f"{function}: expected a buffer for the {wanted}, in float64, got one "
-                f"for the {got}, in {kind}. Shard a state as a whole."
+                f"add_noise(history): expected a buffer for the {expected}, in "
+                f"float64, got one for the {got}, in {x.dtype}. Shard a state as a "
+                f"whole."
             )
     return {name: x.to(_drawn_on(sums[name].device)) for name, x in buffer.items()}
 

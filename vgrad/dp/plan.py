@@ -865,7 +865,8 @@ class Plan:
                 f"Plan.add_noise(sums): expected a plan that trains all rows, got "
                 f"rows={self.rows}, which private_step alone chooses."
             )
-        place: dict[str, Any] = {"key": key, "step": step, "first": self.earlier_steps}
+        first = self.earlier_steps if self.noise.correlated else 0
+        place: dict[str, Any] = {"key": key, "step": step, "first": first}
         own = checked("Plan.add_noise", sensitivity, self.noise_multiplier, **place)
         place = {"key": key, "step": own["step"], "max_norm": max_norm}
         noise = self.step_noise(sensitivity, Streams(), **place)

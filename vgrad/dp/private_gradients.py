@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from vgrad import batches, checks
-from vgrad.batches import Sensitivity
 from vgrad.dp.adaptive import QuantileClip, count_below
 from vgrad.dp.discrete import DiscreteNoise, integer_sums
 from vgrad.dp.group_clip import GroupClip, scaled
@@ -82,25 +81,24 @@ class PrivateSource:
         own = self.transform
         return own if max_norm is None else own.with_max_norm(max_norm)
 
+    def noise(
+        self, max_norm: Tensor | None, history: Tree, **place: Any
+    ) -> Noise | DiscreteNoise:
+        """Return the noise of a step at a place, a key and the number of the step."""
+        own = self.at(max_norm).sensitivity, self.streams
+        return self.plan.step_noise(*own, history=history, max_norm=max_norm, **place)
+
     def released(
-        self,
-        result: Any,
-        sensitivity: Sensitivity,
-        params: Params,
-        *,
-        max_norm: Tensor | None,
-        history: Tree,
-        **place: Any,
+        self, result: Any, params: Params, max_norm: Any, history: Tree, **place: Any
     ) -> Release:
-        """Return the release of a clipped sum at a place, a key and a step."""
+        """Return the release of a clipped sum at a place."""
         plan, following, chosen = self.plan, (), {}
+        own = {"streams": self.counts, **place}
         if max_norm is not None:
-            own = {"streams": self.counts, **place}
             following = plan.next_max_norm(max_norm, count_below(result), **own)
         if plan.rows is not None:
-            chosen = plan.chosen_rows(result.rows, streams=self.counts, **place)
-        place |= {"history": history, "max_norm": max_norm}
-        noise = plan.step_noise(sensitivity, self.streams, **place)
+            chosen = plan.chosen_rows(result.rows, **own)
+        noise = self.noise(max_norm, history, **place)
         if isinstance(noise, DiscreteNoise):
             noise = noise.of(params)
         scales = plan.scales(params)
@@ -342,10 +340,8 @@ class PrivateGradients:
             sums = result._replace(grads=map_values(Tensor.double, result.grads))
         if pending.last:
             total = map_values(lambda x, y: x.to(y.dtype), sums.grads, result.grads)
-            own = sums._replace(grads=total), clipped.sensitivity, params
-            place: Any = {"key": self.key, "step": self.step}
-            place |= {"history": self._history, "max_norm": max_norm}
-            release = self._source.released(*own, **place)
+            own = sums._replace(grads=total), params, max_norm, self._history
+            release = self._source.released(*own, key=self.key, step=self.step)
             noisy, history = release.noise.advanced(release.sums)
             noisy, kept = unscaled(noisy, release.scales), (history, release.max_norm)
         self._commit(pending, sums, noisy, kept)
@@ -510,11 +506,8 @@ class PrivateGradients:
         max_norm: Any = state.get("max_norm", ())
         if step < self.plan.steps:
             max_norm = self._bound(max_norm, step)
-            sensitivity = self._source.at(max_norm).sensitivity
-            place: Any = {"key": state["key"], "step": step, "max_norm": max_norm}
-            noise: Any = self.plan.step_noise(
-                sensitivity, Streams(), **place, history=history
-            )
+            place = {"key": state["key"], "step": step}
+            noise: Any = self._source.noise(max_norm, history, **place)
             history = noise.history if self.plan.noise.correlated else ()
         self._run.key, self._history = state["key"].cpu().clone(), history
         self._max_norm = () if max_norm is None else max_norm

@@ -441,9 +441,8 @@ class LogicalBatchSource(PrivateSource, Source):
             compute = compute.with_scales(scales_of(uses))
         result = compute(state.params, state.buffers, *batch)
         result, aux = result if self.has_aux else (result, None)
-        place: Any = {"key": state.key, "step": taken, "history": state.noise}
-        own = result, compute.sensitivity, state.params
-        release = self.released(*own, **place, max_norm=max_norm)
+        own = result, state.params, max_norm, state.noise
+        release = self.released(*own, key=state.key, step=taken)
         metrics: Metrics = metrics_of(result)
         if release.chosen:
             metrics["rows"] = sum(rows.sum() for rows in release.chosen.values())
