@@ -255,7 +255,7 @@ class PrivateGradients:
         self._options |= {"randomness": randomness}
         self._function = self._live.function
         self._source = PrivateSource(plan=self.plan, transform=self._clip())
-        self._sums: ClippedGrad | None = None  # of a part of a logical batch
+        self._sums: Any = None  # of a part of a logical batch
         self._history: Tree = ()  # of the noise
         self._max_norm: Tree = ()  # of the next step, where it adapts
 
@@ -334,7 +334,7 @@ class PrivateGradients:
                 clipped = self._source.at(max_norm)
                 result = self._live.run(clipped, params, buffers, *batch)
         sums, noisy, kept = result, None, ()
-        if self._sums is not None and pending.number:
+        if pending.number:
             sums = _joined(self._sums, result)
         elif not pending.last and self.plan.discrete is not True:
             sums = result._replace(grads=map_values(Tensor.double, result.grads))

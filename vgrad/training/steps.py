@@ -261,16 +261,16 @@ class TrainingStep(Generic[State]):
             memory = [*state.params.values(), *found.buffers.values()]
             donate = torch.compiler.is_compiling() or disjoint(memory)
         drawn, made, changes = None, [], found.changes
-        if noise is not None:
-            # Other code than Inductor's draws faster outside of a graph.
-            if getattr(execute, "compiles", False):
-                drawn = noise.drawn(grads)
-            if drawn is None:
-                grads, changes["noise"] = noise.advanced(grads)
-            elif donate or found.chosen:  # no graph can write into the state
-                grads, made = execute(Drawn.added, drawn, grads)
-            if drawn is None or donate or found.chosen:
-                grads = unscaled(grads, found.scales)
+        if noise is not None and getattr(execute, "compiles", False):
+            drawn = noise.drawn(grads)  # other code draws faster outside of a graph
+        # No graph can write into the state.
+        joint = drawn is not None and not donate and not found.chosen
+        if drawn is not None and not joint:
+            grads, made = execute(Drawn.added, drawn, grads)
+        elif noise is not None and drawn is None:
+            grads, changes["noise"] = noise.advanced(grads)
+        if found.scales and not joint:
+            grads = unscaled(grads, found.scales)
         optimizer = state.optimizer if noise is None else found.optimizer
         arguments = self.tx, grads, optimizer, state.params
         if found.chosen:
@@ -278,7 +278,7 @@ class TrainingStep(Generic[State]):
         elif donate:
             loss, aux = map_tensors(Tensor.clone, (loss, aux))  # they may be parameters
             params, optimizer = optim.step(*arguments, donate=True)
-        elif drawn is not None:
+        elif joint:
             parts = drawn, found.scales, *arguments
             params, optimizer, made = execute(noisy_step, *parts)
         else:
