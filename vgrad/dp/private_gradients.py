@@ -76,29 +76,26 @@ class PrivateSource:
     streams: Streams = field(default_factory=Streams)
     counts: Streams = field(default_factory=Streams)  # of norms or of rows
 
-    def at(self, max_norm: Tensor | None) -> ClippedGradFn:
-        """Return the clipped sum at the bound of a step, None if it is fixed."""
-        own = self.transform
-        return own if max_norm is None else own.with_max_norm(max_norm)
-
-    def noise(
-        self, max_norm: Tensor | None, history: Tree, **place: Any
-    ) -> Noise | DiscreteNoise:
-        """Return the noise of a step at a place, a key and the number of the step."""
-        own = self.at(max_norm).sensitivity, self.streams
-        return self.plan.step_noise(*own, history=history, max_norm=max_norm, **place)
+    def at(
+        self, max_norm: Tree, params: Mapping[str, Tensor], step: int
+    ) -> ClippedGradFn:
+        """Return the clipped sum of a step: at the bound of a state, if it adapts."""
+        device = next(iter(params.values())).device
+        bound, own = self.plan.max_norm_of(max_norm, device, step=step), self.transform
+        return own if bound is None else own.with_max_norm(bound)
 
     def released(
-        self, result: Any, params: Params, max_norm: Any, history: Tree, **place: Any
+        self, clipped: Any, result: Any, params: Params, history: Tree, **place: Any
     ) -> Release:
-        """Return the release of a clipped sum at a place."""
+        """Return the release of the result of `clipped` at a key and a step."""
         plan, following, chosen = self.plan, (), {}
-        own = {"streams": self.counts, **place}
-        if max_norm is not None:
-            following = plan.next_max_norm(max_norm, count_below(result), **own)
+        bound, own = clipped.options.max_norm, {"streams": self.counts, **place}
+        if bound is not None:
+            following = plan.next_max_norm(bound, count_below(result), **own)
         if plan.rows is not None:
             chosen = plan.chosen_rows(result.rows, **own)
-        noise = self.noise(max_norm, history, **place)
+        place |= {"max_norm": bound, "history": history}
+        noise = plan.step_noise(clipped.sensitivity, self.streams, **place)
         if isinstance(noise, DiscreteNoise):
             noise = noise.of(params)
         scales = plan.scales(params)
@@ -277,7 +274,8 @@ class PrivateGradients:
     @property
     def max_norm(self) -> Tensor | None:
         """The bound of the next step where the plan's adapts, float64 `[]`."""
-        return self._bound(self._max_norm, self.step)
+        own = self._max_norm, self._live.parameters, self.step
+        return self._source.at(*own).options.max_norm
 
     @property
     def plan_digest(self) -> Tensor:
@@ -330,8 +328,7 @@ class PrivateGradients:
             with torch.no_grad(), kept_random_state(params.values()):
                 set_seed(seed, params.values())
                 batch = self._with_mask(pending, batch)
-                max_norm = self.max_norm
-                clipped = self._source.at(max_norm)
+                clipped = self._source.at(self._max_norm, params, self.step)
                 result = self._live.run(clipped, params, buffers, *batch)
         sums, noisy, kept = result, None, ()
         if pending.number:
@@ -340,7 +337,7 @@ class PrivateGradients:
             sums = result._replace(grads=map_values(Tensor.double, result.grads))
         if pending.last:
             total = map_values(lambda x, y: x.to(y.dtype), sums.grads, result.grads)
-            own = sums._replace(grads=total), params, max_norm, self._history
+            own = clipped, sums._replace(grads=total), params, self._history
             release = self._source.released(*own, key=self.key, step=self.step)
             noisy, history = release.noise.advanced(release.sums)
             noisy, kept = unscaled(noisy, release.scales), (history, release.max_norm)
@@ -505,9 +502,11 @@ class PrivateGradients:
             )
         max_norm: Any = state.get("max_norm", ())
         if step < self.plan.steps:
-            max_norm = self._bound(max_norm, step)
-            place = {"key": state["key"], "step": step}
-            noise: Any = self._source.noise(max_norm, history, **place)
+            clipped = self._source.at(max_norm, self._live.parameters, step)
+            max_norm = clipped.options.max_norm
+            place: Any = {"key": state["key"], "step": step, "max_norm": max_norm}
+            own = clipped.sensitivity, Streams()
+            noise: Any = self.plan.step_noise(*own, **place, history=history)
             history = noise.history if self.plan.noise.correlated else ()
         self._run.key, self._history = state["key"].cpu().clone(), history
         self._max_norm = () if max_norm is None else max_norm
@@ -560,11 +559,6 @@ class PrivateGradients:
                 f"their own batches and noise. Use vgrad.distributed with private_step."
             )
         return pending
-
-    def _bound(self, known: Tree, step: int) -> Tensor | None:
-        """Return the bound of a step on the module's device, None if it is fixed."""
-        device = next(iter(self._live.parameters.values())).device
-        return self.plan.max_norm_of(known, device, step=step)
 
     def _commit(
         self,

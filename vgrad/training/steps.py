@@ -424,9 +424,7 @@ class LogicalBatchSource(PrivateSource, Source):
                 f"batches with plan.sampler(state)."
             )
         scale, optimizer = state.loss_scale, state.optimizer
-        device = device_of(state.params)
-        max_norm = plan.max_norm_of(state.max_norm, device, step=taken)
-        compute: Any = self.at(max_norm)
+        compute: Any = self.at(state.max_norm, state.params, taken)
         if is_scaled(scale):
             compute = compute.with_loss_scale(scale)
         if uses := uses_of_noise(optimizer):
@@ -441,7 +439,7 @@ class LogicalBatchSource(PrivateSource, Source):
             compute = compute.with_scales(scales_of(uses))
         result = compute(state.params, state.buffers, *batch)
         result, aux = result if self.has_aux else (result, None)
-        own = result, state.params, max_norm, state.noise
+        own = compute, result, state.params, state.noise
         release = self.released(*own, key=state.key, step=taken)
         metrics: Metrics = metrics_of(result)
         if release.chosen:
