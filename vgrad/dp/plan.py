@@ -916,17 +916,17 @@ class Plan:
             # The very tensor, since a device would wait for values.
             fits = max_norm is not None and bound is max_norm
             fits = fits and math.isclose(divisor, size)
-            expected = f"of a sum / {size!r}, clipped to the tensor max_norm of a state"
+            expected = f"one of a sum / {size!r}, clipped to the max_norm of a state"
             how += ".with_max_norm(state.max_norm), pass max_norm=state.max_norm"
         elif isinstance(clip, GroupClip):
             fits = bound == clip.bounds and math.isclose(divisor, size)
-            expected = f"of a sum / {size!r}, clipped to the bounds of the groups"
+            expected = f"one of a sum / {size!r}, clipped to the bounds of groups"
         else:
             fits = math.isclose(sensitivity.value, clip / size, rel_tol=1e-9)
-            expected = f"max_norm / expected_batch_size = {clip / size!r}"
+            expected = f"the value max_norm / expected_batch_size = {clip / size!r}"
         if not fits:
             raise ValueError(
-                f"Plan.add_noise(sensitivity): expected the one {expected}, got "
+                f"Plan.add_noise(sensitivity): expected {expected}, got "
                 f"{checks.shown(sensitivity.value)}. Clip with {how}, and pass its "
                 f".sensitivity."
             )
