@@ -383,28 +383,22 @@ class Noise:
         sizes, grid = (ON_DEVICE, _MOST_ON_DEVICE), _grid(self.deviation)
         layout = self.streams.layout(self, parts, device, *sizes)
 
-        def add(number: int) -> None:
-            group = layout.groups[number]
-
-            def placed(draws: Tensor) -> Tensor:
-                return _joined([draws[piece.places(device)] for piece in group])
-
-            parts = [
+        for number, group in enumerate(layout.groups):
+            parts_of = [
                 [each[p.name][p.entries] for p in group] for each in (*given, *into)
             ]
-            total, *old = map(_joined, parts[: len(given)])
+            total, *old = map(_joined, parts_of[: len(given)])
             noise, last = self.filter.combined(layout.noise(number, self._steps))
-            noise = placed(noise)
-            last = placed(last) if self.filter.cached else noise
+            noise = _joined([noise[p.places(device)] for p in group])
+            if self.filter.cached:
+                last = _joined([last[p.places(device)] for p in group])
             value, new = self.filter.filtered(noise, last, old)
             value = _rounded((value * self.deviation).add_(total.double()), grid)
-            for target, numbers in zip(parts[len(given) :], (value, *new), strict=True):
+            targets = zip(parts_of[len(given) :], (value, *new), strict=True)
+            for target, numbers in targets:
                 if len(dtypes := {each.dtype for each in target}) == 1:
                     numbers = numbers.to(*dtypes)
                 kernels.copy_all_(target, numbers.split([*map(len, target)]))
-
-        for number in range(len(layout.groups)):
-            add(number)
 
     def drawn(self, sums: Params) -> "Drawn | None":
         """Return the noise as an input of a graph; None where eager mode has to add."""

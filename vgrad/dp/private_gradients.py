@@ -419,7 +419,6 @@ class PrivateGradients:
         clipped = self._source.transform.with_loss(loss, chunk_size)
         private._source = PrivateSource(plan=plan, transform=clipped)
         private._run, private._padding = copy.copy(self._run), None
-        private._sums = None
         private._count = None  # a canary stands for a unit
         private.loader = cast(Any, SimpleNamespace(pending=None, restart=lambda: None))
         before = plan if plan.before is None else plan.before
