@@ -402,10 +402,8 @@ class PrivateGradients:
         own: Any = {"canaries": canaries, "guesses": guesses}
         own |= {"significance": significance, "key": secret_key(seed=seed)}
         options, (params, _) = self._source.transform.options, self._live.values()
-        release = self._noisy_gradients
-        return audit(
-            "PrivateGradients.audit", self.plan, release, options, params, **own
-        )
+        function, release = "PrivateGradients.audit", self._noisy_gradients
+        return audit(function, self.plan, release, options, params, **own)
 
     def _noisy_gradients(
         self, loss: LossFn, key: Tensor, batches: Sequence[tuple], chunk_size: Any
@@ -519,10 +517,8 @@ class PrivateGradients:
         if count is None:
             return batch
         mask = present([len(unit.rows) for unit in pending.rows], count)
-        batch = (
-            *batch,
-            mask.to(batches.read("PrivateGradients", batch).tensors[0].device),
-        )
+        first, *_ = batches.read("PrivateGradients", batch).tensors
+        batch = *batch, mask.to(first.device)
         check_units("PrivateGradients.backward", batch, count)
         return batch
 
