@@ -931,15 +931,6 @@ class Plan:
                 f".sensitivity."
             )
 
-    def max_norm_of(
-        self, known: Tree, device: torch.device, *, step: int
-    ) -> Tensor | None:
-        """Return the bound of a step where it adapts, `known` from the state."""
-        if not isinstance(self.max_norm, QuantileClip):
-            return None
-        first = step == self.earlier_steps
-        return self.max_norm.bound(known, device, first=first)
-
     def next_max_norm(self, max_norm: Tensor, count: Tensor, **place: Any) -> Tensor:
         """Return the bound of the next step, from a step's sum of b_i - 1/2."""
         clip: Any = self.max_norm

@@ -80,9 +80,11 @@ class PrivateSource:
         self, max_norm: Tree, params: Mapping[str, Tensor], step: int
     ) -> ClippedGradFn:
         """Return the clipped sum of a step: at the bound of a state, if it adapts."""
-        device = next(iter(params.values())).device
-        bound, own = self.plan.max_norm_of(max_norm, device, step=step), self.transform
-        return own if bound is None else own.with_max_norm(bound)
+        clip, own = self.plan.max_norm, self.transform
+        if not isinstance(clip, QuantileClip):
+            return own
+        device, first = next(iter(params.values())).device, self.plan.earlier_steps
+        return own.with_max_norm(clip.bound(max_norm, device, first=step == first))
 
     def released(
         self, clipped: Any, result: Any, params: Params, history: Tree, **place: Any

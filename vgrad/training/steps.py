@@ -189,8 +189,7 @@ class TrainingStep(Generic[State]):
         and loaded before the last step; the one passed stays as it is.
         """
         source: Any = self.source
-        plan, device = source.plan, device_of(state.params)
-        transform = source.transform.with_loss(loss, chunk_size)
+        plan, transform = source.plan, source.transform.with_loss(loss, chunk_size)
         # A canary stands for a unit. The streams of this step stay as they are.
         own = {"samples_per_unit": None, "streams": Streams(), "counts": Streams()}
         source = replace(source, transform=transform, has_aux=False, **own)
@@ -212,11 +211,11 @@ class TrainingStep(Generic[State]):
             if number == len(parts):
                 state = step.reduce.reloaded(state)
             state = state._replace(optimizer=optimizer)
-            bound = plan.max_norm_of(state.max_norm, device, step=int(state.step))
+            clipped = source.at(state.max_norm, state.params, int(state.step))
             if step.execute is not run_eager:  # a first call is captured, and not run
                 step(state, *batch)
             state, _ = step(state, *batch)
-            found.append((state.optimizer["grads"], bound))
+            found.append((state.optimizer["grads"], clipped.options.max_norm))
         return found
 
     def __call__(self, state: State, /, *batch: Tree) -> tuple[State, Metrics]:
