@@ -571,9 +571,13 @@ class Plan:
         """The steps of this plan alone that its noise is made for."""
         return (self.horizon or self.steps) - self.earlier_steps
 
-    @functools.cached_property
+    @property
     def fitted(self) -> Fitted:
         """The scheme of the noise, fitted to the steps and to their batches."""
+        return self._fitted
+
+    @functools.cached_property
+    def _fitted(self) -> Fitted:
         return self.noise.fitted(**self._participation)
 
     @property
