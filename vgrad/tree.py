@@ -216,9 +216,12 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+_WIDE = torch.float32, torch.float64, torch.complex64, torch.complex128
+
+
 def widened(tensor: Tensor) -> Tensor:
     """Cast a tensor to float32 or wider."""
-    return cast(tensor, wide(tensor.dtype))
+    return tensor if tensor.dtype in _WIDE else tensor.to(wide(tensor.dtype))
 
 
 def double(tensor: Tensor) -> Tensor:
