@@ -355,7 +355,7 @@ class Outer(Pair):
 
     shared: Positions | None = None
 
-    @property
+    @cached_property
     def rounding(self) -> float:
         """How much of its terms a weighted sum may lose."""
         return products.rounding(self.inputs, self.outputs)
@@ -408,8 +408,8 @@ class Outer(Pair):
         if self.rounding > 0:
             run, rows = products.by_terms, products.ROWS
         step = max(1, rows // max(1, self.inputs.shape[2]))
-        parts = (each.split(step) for each in (*self.sides, weights))
-        parts = [run(*part) for part in zip(*parts, strict=True)]
+        sides = self.inputs.split(step), self.outputs.split(step)
+        parts = [*map(run, *sides, weights.split(step))]
         return reductions.total(parts).reshape(self.shape)
 
     def gram(self, other: Factor) -> Tensor:

@@ -162,9 +162,8 @@ GLOBAL_HOOKS = tuple(getattr(modules, f"_global{name}") for name in HOOKS)
 """Hooks on the calls of all modules, by number."""
 
 
-def version_of(tensor: Tensor) -> int:
-    """Return how often the memory of a tensor was written to in place."""
-    return tensor._version
+version_of: Callable[[Tensor], int] = Tensor._version.__get__  # pyright: ignore[reportAttributeAccessIssue]
+"""How often the memory of a tensor was written to in place."""
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
