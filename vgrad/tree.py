@@ -82,7 +82,7 @@ def tensors(tree: Tree) -> list[Tensor]:
     for branch in tree:
         if isinstance(branch, Tensor):
             found.append(branch)
-        else:
+        elif branch is not None:
             found += tensors(branch)
     return found
 

@@ -116,8 +116,7 @@ def at_once(function: Callable, call: Call, forms: Forms | None) -> tuple[Any, B
             params, buffers, *batch = call.map(wrapped)
             flags = GradFlags(modes.current_level(), "member", 'strategy="loop"')
             with modes.without_modes():  # modes around it do not see this
-                for value in (*params.values(), *buffers.values(), *tensors(batch)):
-                    flags.sync(value)
+                flags.sync([*params.values(), *buffers.values(), *tensors(batch)])
             handlers = of_members(note, chosen=call.strategy == "hybrid")
             mode = LossMode(
                 call.protected(),

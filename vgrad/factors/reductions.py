@@ -81,7 +81,7 @@ def row_norms(grad: Tensor) -> Tensor:
     exact = flat.dtype == torch.float64 or flat.requires_grad
     if exact or modes.inside_transform():
         return together(flat)
-    if not is_host(flat.device) or flat.numel() <= _SMALL:
+    if flat.numel() <= _SMALL or not is_host(flat.device):
         # Squares of float32 have room in float64; on a CPU this is slow.
         return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
     norms = _block_norms(flat.float())

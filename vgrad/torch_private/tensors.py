@@ -187,9 +187,8 @@ def with_attributes(stand_in: Tensor, tensor: Tensor) -> Tensor:
     return stand_in
 
 
-def viewed(tensor: Tensor) -> Tensor | None:
-    """Return the tensor that `tensor` is a view of; None if it is no view."""
-    return tensor._base if tensor._is_view() else None
+viewed: Callable[[Tensor], Tensor | None] = Tensor._base.__get__  # pyright: ignore[reportOptionalMemberAccess]
+"""The tensor that another one is a view of; None if it is no view."""
 
 
 def leaf(value: Tensor) -> Tensor:

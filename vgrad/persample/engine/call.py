@@ -15,6 +15,7 @@ from vgrad.factors.base import Factor, Scaled
 from vgrad.factors.reductions import norm_dtype
 from vgrad.functional.guards import Protected
 from vgrad.functional.losses import check_loss, returned
+from vgrad.loss.grad_flags import REQUIRES_GRAD
 from vgrad.loss.mode import LossMode, unchanged
 from vgrad.loss.randomness import Draws
 from vgrad.persample.engine.guard import Fallbacks
@@ -252,9 +253,8 @@ class Call:
 
     @cached_property
     def tensors(self) -> list[Tensor]:
-        weights = () if self.weights is None else (self.weights,)
         fixed = *self.params.values(), *self.buffers.values()
-        return [*fixed, *self.batch.tensors, *weights]
+        return [*fixed, *self.batch.tensors, *tensors((self.weights, self.cross))]
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -268,8 +268,7 @@ class Call:
     @property
     def differentiable(self) -> bool:
         """Whether the caller can differentiate the gradients once more."""
-        wanted = torch.is_grad_enabled()
-        return wanted and any([tensor.requires_grad for tensor in self.tensors])
+        return torch.is_grad_enabled() and any(map(REQUIRES_GRAD, self.tensors))
 
     def mode(self, *protected: Protected, **options: Any) -> LossMode:
         """Make the function mode of the loss, which must leave its arguments alone."""
@@ -310,7 +309,7 @@ class Call:
         alone: bool = False,
     ) -> tuple[Tensor, Tree]:
         """Return `(scalar, aux)` of a copy of a sample, one of many or `alone`."""
-        sample = self.batch.sample(tuple(tensor.clone() for tensor in tensors))
+        sample = self.batch.sample([*map(Tensor.clone, tensors)])
         for name, value in self.params.items():
             if vars(value):
                 with_attributes(params[name], value)
