@@ -6,6 +6,7 @@ and torch/distributed/tensor/_api.py, which makes wrapper subclasses.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -162,7 +163,7 @@ GLOBAL_HOOKS = tuple(getattr(modules, f"_global{name}") for name in HOOKS)
 """Hooks on the calls of all modules, by number."""
 
 
-version_of: Callable[[Tensor], int] = Tensor._version.__get__  # pyright: ignore[reportAttributeAccessIssue]
+version_of: Callable[[Tensor], int] = attrgetter("_version")
 """How often the memory of a tensor was written to in place."""
 
 
@@ -187,7 +188,7 @@ def with_attributes(stand_in: Tensor, tensor: Tensor) -> Tensor:
     return stand_in
 
 
-viewed: Callable[[Tensor], Tensor | None] = Tensor._base.__get__  # pyright: ignore[reportOptionalMemberAccess]
+viewed: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """The tensor that another one is a view of; None if it is no view."""
 
 

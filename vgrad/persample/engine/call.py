@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any, NamedTuple, TypedDict, get_args
 
 import torch
@@ -15,7 +16,6 @@ from vgrad.factors.base import Factor, Scaled
 from vgrad.factors.reductions import norm_dtype
 from vgrad.functional.guards import Protected
 from vgrad.functional.losses import check_loss, returned
-from vgrad.loss.grad_flags import REQUIRES_GRAD
 from vgrad.loss.mode import LossMode, unchanged
 from vgrad.loss.randomness import Draws
 from vgrad.persample.engine.guard import Fallbacks
@@ -268,7 +268,7 @@ class Call:
     @property
     def differentiable(self) -> bool:
         """Whether the caller can differentiate the gradients once more."""
-        return torch.is_grad_enabled() and any(map(REQUIRES_GRAD, self.tensors))
+        return torch.is_grad_enabled() and any(map(attrgetter("requires_grad"), self.tensors))
 
     def mode(self, *protected: Protected, **options: Any) -> LossMode:
         """Make the function mode of the loss, which must leave its arguments alone."""
