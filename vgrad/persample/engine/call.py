@@ -268,7 +268,9 @@ class Call:
     @property
     def differentiable(self) -> bool:
         """Whether the caller can differentiate the gradients once more."""
-        return torch.is_grad_enabled() and any(map(attrgetter("requires_grad"), self.tensors))
+        return torch.is_grad_enabled() and any(
+            map(attrgetter("requires_grad"), self.tensors)
+        )
 
     def mode(self, *protected: Protected, **options: Any) -> LossMode:
         """Make the function mode of the loss, which must leave its arguments alone."""
