@@ -6,10 +6,10 @@ its caches, and convolutions have no batched kernel there. E members.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -31,7 +31,7 @@ from vgrad.loss.mode import LossMode, of_members
 from vgrad.loss.randomness import Draws
 from vgrad.loss.values import Partition, SplitBatch
 from vgrad.persample.engine.guard import NON_RETRYABLE, Failure
-from vgrad.persample.engine.transform import attempt
+from vgrad.persample.engine.transform import in_parts
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.report import Report, table
 from vgrad.torch_private import modes
@@ -118,8 +118,7 @@ def at_once(
             params, buffers, *batch = call.map(wrapped)
             flags = GradFlags(modes.current_level(), "member", 'strategy="loop"')
             with modes.without_modes():  # modes around it do not see this
-                for value in (*params.values(), *buffers.values(), *tensors(batch)):
-                    flags.sync(value)
+                flags.sync([*params.values(), *buffers.values(), *tensors(batch)])
             handlers = of_members(note, chosen=call.strategy == "hybrid")
             mode = LossMode(
                 call.protected(),
@@ -187,25 +186,12 @@ def run(
             )
         found.append(parts)
 
-    def in_groups(part: Any, rows: Any) -> Iterator[tuple[Any, Any]]:
-        if state is not None and found:
-            set_random_state(state)
-        result = attempt(part, one_part, one_part, note)
-        if not isinstance(result, list):
-            yield result, rows
-            return
-        for group, places, _ in result:
-            yield from in_groups(group, places if rows is None else rows[places])
-
-    whole: Any = call.replaced(strategy=way)
-    with RNG_LOCK if call.randomness != "error" else nullcontext():
-        same = call.randomness == "same" and way != "loop"
-        state = random_state(call.tensors) if same else None
-        groups = [*in_groups(whole, None)]
+    whole = (call.replaced(strategy=way), range(call.layout.members))
+    groups = [*in_parts([whole], one_part, one_part, note)]
     if len(groups) == 1:
         return groups[0][0]
     results, rows = zip(*groups, strict=True)
-    places = torch.cat(rows).argsort()
+    places = torch.tensor([*chain(*rows)]).argsort()
     joined = call.joined(
         results,
         lambda *leaves: torch.cat(leaves).index_select(0, places.to(leaves[0].device)),

@@ -204,6 +204,11 @@ class Positions:
         return norms.view(self.tensor.shape[:2])
 
     @cached_property
+    def largest(self) -> Tensor:
+        """The largest of these norms, [B]."""
+        return self.norms[:, 0] if self.tensor.shape[1] == 1 else self.norms.amax(1)
+
+    @cached_property
     def products(self) -> Tensor:
         """Inner products between the positions of a sample, [B * G, T, T]."""
         return products.self_products(self.tensor.flatten(0, 1))
@@ -243,7 +248,7 @@ class Dense(Factor):
     def norm(self) -> Norm:
         """Take the norms of the gradients."""
         shared = self.shared
-        norms = reductions.row_norms(self.g) if shared is None else shared.norms[:, 0]
+        norms = reductions.row_norms(self.g) if shared is None else shared.largest
         return Norm(norms, (norms,), norms)
 
     def weighted(self, weights: Tensor) -> Tensor:
@@ -355,7 +360,7 @@ class Outer(Pair):
 
     shared: Positions | None = None
 
-    @property
+    @cached_property
     def rounding(self) -> float:
         """How much of its terms a weighted sum may lose."""
         return products.rounding(self.inputs, self.outputs)
@@ -390,11 +395,9 @@ class Outer(Pair):
     def settled(self) -> tuple[Factor, Norms]:
         outputs = self.shared or Positions(self.outputs)
         if self.inputs.shape[2] == 1:
-            a, b = Positions(self.inputs).norms, outputs.norms
-            norms = reductions.root(a * b, 1, self.inputs.dtype)
-            single = a.shape[1] == 1
-            reach = (a[:, 0], b[:, 0]) if single else (a.amax(1), b.amax(1))
-            lost = self.rounding
+            inputs, lost = Positions(self.inputs), self.rounding
+            reach = inputs.largest, outputs.largest
+            norms = reductions.root(inputs.norms * outputs.norms, 1, self.inputs.dtype)
             return self, [Norm(norms, reach, norms * (1 + lost) if lost else norms)]
         if not self.by_gram:
             return Dense(self.formed()).settled()
@@ -408,8 +411,8 @@ class Outer(Pair):
         if self.rounding > 0:
             run, rows = products.by_terms, products.ROWS
         step = max(1, rows // max(1, self.inputs.shape[2]))
-        parts = (each.split(step) for each in (*self.sides, weights))
-        parts = [run(*part) for part in zip(*parts, strict=True)]
+        sides = self.inputs.split(step), self.outputs.split(step)
+        parts = [*map(run, *sides, weights.split(step))]
         return reductions.total(parts).reshape(self.shape)
 
     def gram(self, other: Factor) -> Tensor:

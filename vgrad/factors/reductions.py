@@ -81,7 +81,7 @@ def row_norms(grad: Tensor) -> Tensor:
     exact = flat.dtype == torch.float64 or flat.requires_grad
     if exact or modes.inside_transform():
         return together(flat)
-    if not is_host(flat.device) or flat.numel() <= _SMALL:
+    if flat.numel() <= _SMALL or not is_host(flat.device):
         # Squares of float32 have room in float64; on a CPU this is slow.
         return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
     norms = _block_norms(flat.float())
@@ -217,15 +217,15 @@ def normal_rounded_down(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 def weighted_rows(grad: Tensor, weights: Tensor) -> Tensor:
     """Sum rows with weights, [B, ...] and [B] -> [...] in float32 or wider."""
-    axes = list(range(grad.ndim)) if grad.is_contiguous() else memory_order(grad)
-    grad = grad.permute(axes)
-    flat = grad.reshape(grad.shape[0], math.prod(grad.shape[1:]))
+    order = None if grad.is_contiguous() else memory_order(grad)
+    grad = grad if order is None else grad.permute(order)
     dtype = torch.promote_types(wide(grad.dtype), weights.dtype)
-    rows, row = flat.to(dtype), weights[None].to(dtype)
+    rows = grad.reshape(grad.shape[0], math.prod(grad.shape[1:])).to(dtype)
+    row = weights[None].to(dtype)
     long = torch.promote_types(dtype, torch.float64)
     size = rows.shape[0]
     whole = size // _SAMPLES * _SAMPLES
-    if dtype != long and products.rounded(rows.device, "matmul"):
+    if dtype != long and products.bits(rows.device) < 24:
         found = (rows * row.mT).sum(0)
     elif size <= _SAMPLES:
         found = row @ rows
@@ -236,4 +236,6 @@ def weighted_rows(grad: Tensor, weights: Tensor) -> Tensor:
         if whole < size:
             found = found + row[:, whole:] @ rows[whole:]
     found = found.to(wide(grad.dtype)).reshape(grad.shape[1:])
-    return found.permute([axes.index(axis) - 1 for axis in range(1, len(axes))])
+    if order is None:
+        return found
+    return found.permute([order.index(axis) - 1 for axis in range(1, grad.ndim)])

@@ -576,7 +576,7 @@ class ClippedSum(Quantity):
         sums.divide(self.normalize_by)
         result = ClippedGrad(
             grads=sums.rounded(run.params),
-            norms=joined(norms[0], [*norms]).to(run.dtype),
+            norms=joined([*norms]).to(run.dtype),
             losses=run.losses,
             clipped=clipped,
             nonfinite=nonfinite,

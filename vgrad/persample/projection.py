@@ -230,12 +230,10 @@ class Projection(Quantity):
         probes = self._of(run.params) if self.pairs else {}
         sizes = {name: each.dim for name, each in probes.items()}
         sizes = sizes if self.pairs else {"": self.sizes[0]}
-        chunks = list(partials)
         empty = reductions.no_norms(run.params, run.dtype)
-        whole = {
-            name: joined(empty.new_zeros(0, dim), [chunk[name] for chunk in chunks])
-            for name, dim in sizes.items()
-        }
+        none = {name: empty.new_zeros(0, dim) for name, dim in sizes.items()}
+        chunks = list(partials) or [none]
+        whole = {name: joined([chunk[name] for chunk in chunks]) for name in sizes}
         return whole if self.pairs else whole[""]
 
     @property
