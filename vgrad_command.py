@@ -162,14 +162,12 @@ class Options:
         whole(1, 10**4),  # all of them are in memory
         1,
         "how many models to train; more than one make a deep ensemble, whose members "
-        "differ in initialisation and batches",
+        "differ in initialisation and batches, with --without-privacy",
     )
     without_privacy: bool = _option(
-        FLAG, False, "train the ensemble without privacy alone, not one with it beside"
+        FLAG, False, "train without privacy, as ensembles are"
     )
-    epsilon: float = _option(
-        above(0), 3.0, "the budget of the whole run, all members together"
-    )
+    epsilon: float = _option(above(0), 3.0, "the budget of the whole run")
     delta: float = _option(
         above(0, 1),
         1e-5,
