@@ -198,20 +198,19 @@ class Positions:
         self.tensor = tensor
 
     @cached_property
-    def norms(self) -> Tensor:
-        """Norms over the positions and numbers of each group, [B, G] in float64."""
-        norms = reductions.row_norms(self.tensor.flatten(0, 1))
-        return norms.view(self.tensor.shape[:2])
-
-    @cached_property
-    def largest(self) -> Tensor:
-        """The largest of these norms, [B]."""
-        return self.norms[:, 0] if self.tensor.shape[1] == 1 else self.norms.amax(1)
+    def norms(self) -> tuple[Tensor, Tensor]:
+        return _group_norms(self.tensor)
 
     @cached_property
     def products(self) -> Tensor:
         """Inner products between the positions of a sample, [B * G, T, T]."""
         return products.self_products(self.tensor.flatten(0, 1))
+
+
+def _group_norms(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Norms over positions, [B, G, T, O] -> [B, G] in float64; the largest, [B]."""
+    norms = reductions.row_norms(tensor.flatten(0, 1)).view(tensor.shape[:2])
+    return norms, norms[:, 0] if norms.shape[1] == 1 else norms.amax(1)
 
 
 @dataclass(frozen=True)
@@ -248,7 +247,7 @@ class Dense(Factor):
     def norm(self) -> Norm:
         """Take the norms of the gradients."""
         shared = self.shared
-        norms = reductions.row_norms(self.g) if shared is None else shared.largest
+        norms = reductions.row_norms(self.g) if shared is None else shared.norms[1]
         return Norm(norms, (norms,), norms)
 
     def weighted(self, weights: Tensor) -> Tensor:
@@ -395,10 +394,10 @@ class Outer(Pair):
     def settled(self) -> tuple[Factor, Norms]:
         outputs = self.shared or Positions(self.outputs)
         if self.inputs.shape[2] == 1:
-            inputs, lost = Positions(self.inputs), self.rounding
-            reach = inputs.largest, outputs.largest
-            norms = reductions.root(inputs.norms * outputs.norms, 1, self.inputs.dtype)
-            return self, [Norm(norms, reach, norms * (1 + lost) if lost else norms)]
+            (a, most), (b, others) = _group_norms(self.inputs), outputs.norms
+            norms = reductions.root(a * b, 1, self.inputs.dtype)
+            upper = norms * (1 + self.rounding) if self.rounding else norms
+            return self, [Norm(norms, (most, others), upper)]
         if not self.by_gram:
             return Dense(self.formed()).settled()
         a, b = products.self_products(self.inputs.flatten(0, 1)), outputs.products
@@ -411,6 +410,8 @@ class Outer(Pair):
         if self.rounding > 0:
             run, rows = products.by_terms, products.ROWS
         step = max(1, rows // max(1, self.inputs.shape[2]))
+        if self.size <= step:
+            return run(*self.sides, weights).reshape(self.shape)
         sides = self.inputs.split(step), self.outputs.split(step)
         parts = [*map(run, *sides, weights.split(step))]
         return reductions.total(parts).reshape(self.shape)

@@ -221,7 +221,7 @@ def weighted_rows(grad: Tensor, weights: Tensor) -> Tensor:
     grad = grad if order is None else grad.permute(order)
     dtype = torch.promote_types(wide(grad.dtype), weights.dtype)
     rows = grad.reshape(grad.shape[0], math.prod(grad.shape[1:])).to(dtype)
-    row = weights[None].to(dtype)
+    row = weights.to(dtype).unsqueeze(0)
     long = torch.promote_types(dtype, torch.float64)
     size = rows.shape[0]
     whole = size // _SAMPLES * _SAMPLES
