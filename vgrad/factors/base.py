@@ -198,8 +198,8 @@ class Positions:
         self.tensor = tensor
 
     @cached_property
-    def norms(self) -> tuple[Tensor, Tensor]:
-        return _group_norms(self.tensor)
+    def norms(self) -> Tensor:
+        return _norms(self.tensor)
 
     @cached_property
     def products(self) -> Tensor:
@@ -207,10 +207,11 @@ class Positions:
         return products.self_products(self.tensor.flatten(0, 1))
 
 
-def _group_norms(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Norms over positions, [B, G, T, O] -> [B, G] in float64; the largest, [B]."""
-    norms = reductions.row_norms(tensor.flatten(0, 1)).view(tensor.shape[:2])
-    return norms, norms[:, 0] if norms.shape[1] == 1 else norms.amax(1)
+def _norms(tensor: Tensor) -> Tensor:
+    """Norms over positions, [B, G, T, O] -> [B, G] in float64; [B] of one group."""
+    if tensor.shape[1] == 1:
+        return reductions.row_norms(tensor)
+    return reductions.row_norms(tensor.flatten(0, 1)).view(tensor.shape[:2])
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,7 @@ class Dense(Factor):
     def norm(self) -> Norm:
         """Take the norms of the gradients."""
         shared = self.shared
-        norms = reductions.row_norms(self.g) if shared is None else shared.norms[1]
+        norms = reductions.row_norms(self.g) if shared is None else shared.norms
         return Norm(norms, (norms,), norms)
 
     def weighted(self, weights: Tensor) -> Tensor:
@@ -394,10 +395,13 @@ class Outer(Pair):
     def settled(self) -> tuple[Factor, Norms]:
         outputs = self.shared or Positions(self.outputs)
         if self.inputs.shape[2] == 1:
-            (a, most), (b, others) = _group_norms(self.inputs), outputs.norms
-            norms = reductions.root(a * b, 1, self.inputs.dtype)
+            a, b = _norms(self.inputs), outputs.norms
+            norms, reach = a * b, (a, b)
+            if a.ndim > 1:
+                norms = reductions.root(norms, 1, self.inputs.dtype)
+                reach = a.amax(1), b.amax(1)
             upper = norms * (1 + self.rounding) if self.rounding else norms
-            return self, [Norm(norms, (most, others), upper)]
+            return self, [Norm(norms, reach, upper)]
         if not self.by_gram:
             return Dense(self.formed()).settled()
         a, b = products.self_products(self.inputs.flatten(0, 1)), outputs.products
