@@ -122,7 +122,9 @@ SHARED = STEPPED | calls("""
     inner | 2,3 4,3 | torch.inner(x, a)
     bilinear | 2,3 5,3,3 5 | F.bilinear(x, x, a, b)
 
-    cross_entropy_loss | 2,3 | F.cross_entropy(x, labels(x))
+    cross_entropy_loss cross_entropy | 2,3 | F.cross_entropy(x, labels(x))
+    embedding | 4,3 | F.embedding(labels(x), x)
+    embedding_bag | 4,3 | F.embedding_bag(labels(x)[None], x)
     nll_loss multi_margin_loss | 2,3 | F.{}(x, labels(x))
     nll_loss_nd | 2,3 | torch._C._nn.nll_loss_nd(x, labels(x))
     nll_loss2d | 2,3,2,2 | torch._C._nn.nll_loss2d(x, zeros(x, 2, 2, 2))
@@ -248,8 +250,6 @@ UNLISTED = calls("""
     exp sum norm | 2,3 | torch.{}(x)
     gelu | 2,3 | F.gelu(x)
     where | 2,3 2,3 | torch.where(a > 0, x, a)
-    embedding | 4,3 | F.embedding(labels(x), x)
-    embedding_bag | 4,3 | F.embedding_bag(labels(x)[None], x)
     avg_pool2d max_pool2d | 1,2,4,4 | F.{}(x, 2)
     interpolate | 1,2,4,4 | resized(x)
     pad | 1,2,4,4 | F.pad(x, (1, 1))
@@ -259,14 +259,13 @@ UNLISTED = calls("""
     no_sum | 2 3 | torch.einsum("i,j->ij", x, a)
 """)
 PYTHON = {
-    name: UNLISTED[name]
-    for name in ("embedding", "embedding_bag", "interpolate", "pad")
+    name: (SHARED | UNLISTED)[name]
+    for name in ("embedding", "embedding_bag", "interpolate", "pad", "cross_entropy")
 } | calls("""
     celu normalize silu tanhshrink | 2,4 | F.{}(x)
     softmax log_softmax | 2,3 | F.{}(x, -1)
     dropout alpha_dropout | 1,2,4,4 | F.{}(x, 0.5, False)
     grid_sample | 1,2,4,4 | F.grid_sample(x, places(x), "bilinear", "zeros", False)
-    cross_entropy | 2,3 | F.cross_entropy(x, labels(x))
     gaussian_nll_loss | 2,3 2,3 | F.{}(x, a, 1.0)
     triplet_margin_with_distance_loss | 2,3 2,3 2,3 | F.{}(x, a, b)
     fold | 1,8,9 | F.fold(x, (4, 4), 2)
@@ -287,6 +286,6 @@ UNFAKED = """
     rnn_relu_cell kl_div margin_ranking_loss soft_margin_loss triplet_margin_loss
     multi_margin_loss multilabel_margin_loss bilinear grid_sampler cov corrcoef
     linalg_pinv affine_grid_generator renorm pdist _upsample_nearest_exact1d
-    _upsample_nearest_exact2d _upsample_nearest_exact3d
+    _upsample_nearest_exact2d _upsample_nearest_exact3d embedding_bag
 """.split()
 """What needs a real GPU, or has no batching rule."""

@@ -10,6 +10,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.overrides import wrap_torch_function
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,6 +18,7 @@ import vgrad
 from tests import oracle
 from tests.losses import STRATEGIES, Net, Pick, TiedLanguageModel
 from tests.precision.autocast_ops import CPU, CUDA, PYTHON, STEPPED, UNFAKED, UNLISTED
+from vgrad import ops
 from vgrad.precision import KINDS, autocast, autocasting
 from vgrad.torch_private import modes
 
@@ -492,7 +494,7 @@ def check_op(call, low, dtype, tolerance, device="cpu"):
 def check_either(call, low, device="cpu"):
     """Compare an op of the lists for both dtypes of its input, of which one may run."""
     kind, kinds = KINDS[device][call.name], autocasting.Kind
-    exact = kind in (kinds.FLOAT32, kinds.WIDEST)
+    exact = kind in (kinds.FLOAT32, kinds.WIDEST, kinds.OWN)
     if (call.name, device) == ("cross_entropy_loss", "cuda"):
         exact = False  # torch's log-softmax of half precision is rounded to it
     given = 1e-5 if exact else 3 * eps(low), device
@@ -541,6 +543,21 @@ def test_an_op_of_the_table_for_cuda_has_the_dtype_of_torch(name, in_cuda_autoca
         with autocasting.AutocastMode():
             found = torch.vmap(op, (0, *(None for _ in rest)))(batch, *rest)
         assert [each.dtype for each in leaves(found)] == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(None, torch.float32), ("LOW", BF16), ((None, "LOW"), torch.float32)],
+)
+def test_an_op_of_ones_own_is_cast_as_its_record_says(kind, dtype, monkeypatch):
+    plus = wrap_torch_function(lambda x, weight: (x, weight))(torch.Tensor.add)
+    kinds = ops.Kind.LOW if kind == "LOW" else kind and (None, ops.Kind.LOW)
+    monkeypatch.setitem(ops.OPS, plus, ops.Op(autocast=kinds))
+    x, weight = torch.randn(3, 2), torch.randn(2)
+    with autocast("cpu", BF16):
+        found = torch.vmap(lambda x: plus(x, weight))(x)
+    oracle.assert_exact(found, x.to(dtype) + weight.to(dtype), 0)
+    assert found.dtype == dtype
 
 
 def test_what_torch_refuses_to_autocast_is_refused_under_transforms(in_cuda_autocast):

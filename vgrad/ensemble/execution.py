@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vgrad.devices import is_host
-from vgrad.ensemble.layout import Call
+from vgrad.ensemble.layout import MemberCall
 from vgrad.functional.guards import protect
 from vgrad.generators import (
     RNG_LOCK,
@@ -61,7 +61,7 @@ def run_member(
         return function(params, buffers, *batch)
 
 
-def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
+def looped(function: Callable, call: MemberCall, randomness: Randomness) -> list[Any]:
     """Run `function(member, params, buffers, *batch)` for one member after another."""
     # Each member draws from where the one before it stopped, unless told otherwise.
     given = () if randomness == "different" else call.tensors
@@ -82,7 +82,7 @@ def looped(function: Callable, call: Call, randomness: Randomness) -> list[Any]:
     return results
 
 
-def in_turn(function: Callable, call: Call) -> tuple[Any, Buffers]:
+def in_turn(function: Callable, call: MemberCall) -> tuple[Any, Buffers]:
     """Run a function for one member after another; tensors gain the axis 0."""
 
     def of_member(member: int, *own: Any) -> Any:
@@ -105,7 +105,9 @@ def _tensor(value: Any) -> Tensor:
     )
 
 
-def at_once(function: Callable, call: Call, forms: Forms | None) -> tuple[Any, Buffers]:
+def at_once(
+    function: Callable, call: MemberCall, forms: Forms | None
+) -> tuple[Any, Buffers]:
     """Run a function under a vmap; `forms` is extended where it succeeds."""
     seen: Forms = []
     note = None if forms is None else lambda *form: seen.append(form)
@@ -145,7 +147,7 @@ def at_once(function: Callable, call: Call, forms: Forms | None) -> tuple[Any, B
 
 def run(
     function: Callable,
-    call: Call,
+    call: MemberCall,
     strategy: str | None = None,
     *,
     forms: Forms | None = None,
@@ -219,7 +221,7 @@ def run(
 # The choice of a way.
 
 
-def choose(function: Callable, call: Call) -> tuple[str, str]:
+def choose(function: Callable, call: MemberCall) -> tuple[str, str]:
     """Return the strategy and the reason for it."""
     if call.strategy != "auto":
         return call.strategy, f'as strategy="{call.strategy}" says'
@@ -233,11 +235,11 @@ def choose(function: Callable, call: Call) -> tuple[str, str]:
     return call.known[key]
 
 
-def _signature(call: Call) -> tuple:
+def _signature(call: MemberCall) -> tuple:
     return tuple([(x.shape, x.dtype, x.device) for x in call.tensors])
 
 
-def _by_work(function: Callable, call: Call) -> tuple[str, str]:
+def _by_work(function: Callable, call: MemberCall) -> tuple[str, str]:
     if not is_host(call.tensors[0].device):
         return "hybrid", "an accelerator has room for all members at once"
     counter = modes.flop_counter()
@@ -253,7 +255,7 @@ def _by_work(function: Callable, call: Call) -> tuple[str, str]:
     return "hybrid", f"the {total:.1f} MFLOP of a member leave a CPU waiting for calls"
 
 
-def fall_back(call: Call, why: str) -> None:
+def fall_back(call: MemberCall, why: str) -> None:
     """Remember that these members run one after the other, and warn once."""
     call.known[_signature(call)] = "loop", why
     call.fallbacks.warn(
@@ -304,7 +306,7 @@ class EnsembleExplanation(Report):
         return f"{title}\n\n{table([('op', 'form'), *self.forms])}"
 
 
-def explain(function: Callable, call: Call) -> EnsembleExplanation:
+def explain(function: Callable, call: MemberCall) -> EnsembleExplanation:
     """Run the forward pass once, and restore the generators."""
     strategy, why = choose(function, call)
     forms: Forms = []
@@ -328,7 +330,7 @@ def explain(function: Callable, call: Call) -> EnsembleExplanation:
 
 
 def run_eager(function: Callable, *arguments: Any) -> Any:
-    """Call a function."""
+    """MemberCall a function."""
     return function(*arguments)
 
 
@@ -341,7 +343,7 @@ def local(method: Any, *arguments: Any) -> Any:
 class EnsembleFn:
     """A function of an ensemble."""
 
-    options: Call  # without tensors
+    options: MemberCall  # without tensors
     execute: Any = run_eager  # runs methods in this process, or captures of them
     # Runs methods over all processes, each by `execute`.
     reduce: Callable[..., Any] = local
@@ -360,7 +362,7 @@ class EnsembleFn:
         """Return a report of every capture; none in eager mode."""
         return getattr(self.execute, "reports", tuple)()
 
-    def _explained(self, function: Callable, call: Call) -> Any:
+    def _explained(self, function: Callable, call: MemberCall) -> Any:
         explained = explain(function, call)
         captured = getattr(self.execute, "explanation", None)
         return explained if captured is None else captured(explained)

@@ -24,7 +24,6 @@ from torch import Tensor
 from vgrad import batches, checks
 from vgrad.batches import Sensitivity
 from vgrad.checks import Patterns
-from vgrad.conditions import checks_collected
 from vgrad.dp.noise import gaussian_noise
 from vgrad.ensemble import execution
 from vgrad.ensemble.execution import (
@@ -34,7 +33,7 @@ from vgrad.ensemble.execution import (
     run_member,
     stack_results,
 )
-from vgrad.ensemble.layout import Call, EnsembleOptions, InDims
+from vgrad.ensemble.layout import EnsembleOptions, InDims, MemberCall
 from vgrad.functional.losses import check_loss, gradient, returned
 from vgrad.generators import (
     RandomState,
@@ -109,7 +108,9 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
                 return self._differentiated(params, buffers, batch, loss_scale)
         call = self.options.on(params, buffers, batch, self.keys)
         if any(map(Tensor.is_inference, call.tensors)):
-            call = call.replaced(args=map_tensors(usable, call.args))
+            names = ("params", "buffers", "items")
+            fixed = {name: getattr(call, name) for name in names}
+            call = call.replaced(**map_tensors(usable, fixed))
         sizes = ((), (call.layout.members,))
         if isinstance(loss_scale, Tensor) and loss_scale.shape not in sizes:
             raise ValueError(
@@ -137,16 +138,16 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         return self._explained(self.run, self.options.on(params, buffers, batch))
 
     def _of_sum(
-        self, call: Call, strategy: str, loss_scale: Any, before: RandomState
+        self, call: MemberCall, strategy: str, loss_scale: Any, before: RandomState
     ) -> tuple[Params, Any, Buffers]:
         """Differentiate the sum of all losses: no member's depends on another's."""
 
         def total(params: Params) -> tuple[Tensor, tuple[Tensor, Tree, Buffers]]:
-            own = call.replaced(args=(params, *call.args[1:]))
+            own = call.replaced(params=params)
             (losses, aux), new = execution.run(self.run, own, strategy)
             return (losses * loss_scale).sum(), (losses, aux, new)
 
-        grads, (losses, aux, new), unreached = gradient(total, call.args[0])
+        grads, (losses, aux, new), unreached = gradient(total, call.params)
         if unreached and strategy != "loop":
             try:
                 self._check_unreached(call, frozenset(unreached), before)
@@ -159,12 +160,11 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         return grads, (losses, aux), new
 
     def _check_unreached(
-        self, call: Call, names: frozenset[str], before: RandomState
+        self, call: MemberCall, names: frozenset[str], before: RandomState
     ) -> None:
-        # A graph is captured after a call in eager mode, which has checked.
-        branches = call.draws.values_read and not checks_collected()
-        if names in call.unreached and not branches:
+        if call.confirmed(names):
             return
+        branches = call.by_values
         if branches and drawn_since(before, call.tensors):
             return  # other numbers may lead to other branches
         for member in range(call.layout.members if branches else 1):
@@ -191,7 +191,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         return gradient(scaled, params)
 
     def _by_members(
-        self, call: Call, loss_scale: Tensor | float
+        self, call: MemberCall, loss_scale: Tensor | float
     ) -> tuple[Params, Any, Buffers]:
         """Write each member's gradients into their place: nothing is copied twice."""
         shared = call.layout.shared
@@ -201,7 +201,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
             name: torch.zeros_like(value)
             if name in shared
             else torch.empty_like(value, memory_format=torch.contiguous_format)
-            for name, value in call.args[0].items()
+            for name, value in call.params.items()
         }
         scales = loss_scale.expand(call.layout.members).unbind(0)
 
@@ -292,7 +292,7 @@ def ensemble_grad(
         (torch.Size([4, 2, 3]), torch.Size([4]))
     """
     check_options(ensemble_grad, options, EnsembleOptions)
-    call = Call.of("ensemble_grad", **options)
+    call = MemberCall.of("ensemble_grad", **options)
     check_loss("ensemble_grad", loss, of_batch=True)
     run = returning_buffers("ensemble_grad", loss, has_aux=has_aux)
     return EnsembleGradFn(options=call, loss=loss, run=run, has_aux=has_aux)
@@ -312,7 +312,7 @@ class EnsemblePerSampleFn(EnsembleFn, Generic[Result]):
     def of(cls, function: str, transforms: Sequence[Transform], **options: Any) -> Any:
         """Make the function; members draw their own numbers if samples draw any."""
         draws = any(x.options.randomness != "error" for x in transforms)
-        call = Call.of(
+        call = MemberCall.of(
             function, randomness="different" if draws else "error", **options
         )
         return cls(options=call, transforms=tuple(transforms))

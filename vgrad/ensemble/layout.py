@@ -6,7 +6,7 @@ E members. A stacked entry is a tensor `[E, *shape]`, a shared one `[*shape]`.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from typing import Any, NamedTuple, TypedDict, Unpack, get_args
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from vgrad.checks import Patterns
 from vgrad.conditions import checks_collected
 from vgrad.functional.guards import Protected
 from vgrad.loss.randomness import Draws
-from vgrad.persample.engine.guard import Fallbacks
+from vgrad.persample.engine.call import AnyCall
 from vgrad.torch_private import modes
 from vgrad.tree import map_tensors, tensors, tree_map
 from vgrad.typing import Buffers, EnsembleStrategy, Params, Randomness, Tree
@@ -97,31 +97,24 @@ class Layout(NamedTuple):
 _NO_MEMBERS = Layout(0, frozenset())
 
 
-@dataclass(frozen=True)
-class Call:
+@dataclass(frozen=True, kw_only=True)
+class MemberCall(AnyCall):
     """The options of a function of an ensemble; `on` adds the tensors of one call."""
 
-    function: str  # its name, for errors
-    in_dims: InDims = None
-    randomness: Randomness = "different"
     strategy: EnsembleStrategy = "auto"
+    randomness: Randomness = "different"
+    in_dims: InDims = None
     shared: Patterns = ()
-    # Of all calls: warnings, the strategies of the shapes so far with the reasons, and
-    # sets of parameters that receive no gradient, as one member has confirmed.
-    fallbacks: Fallbacks = field(default_factory=Fallbacks)
+    # Of all calls: the strategies of the shapes so far, with the reasons.
     known: dict[Any, tuple[str, str]] = field(default_factory=dict)
-    unreached: set[frozenset[str]] = field(default_factory=set)
     layout: Layout = _NO_MEMBERS
-    args: tuple = ()  # parameters, buffers and items of the batch, members in front
+    items: tuple = ()  # of the batch, members in front
     dims: tuple[int | None, ...] = ()  # the member axis of each item, 0 or None
-    draws: Draws = field(default_factory=Draws)
 
     @classmethod
-    def of(cls, function: str, **options: Unpack[EnsembleOptions]) -> "Call":
+    def of(cls, function: str, **options: Unpack[EnsembleOptions]) -> "MemberCall":
         """Check the options of a function."""
-        call = cls(function, **options)
-        checks.choice(function, get_args(EnsembleStrategy), strategy=call.strategy)
-        checks.choice(function, get_args(Randomness), randomness=call.randomness)
+        call = cls(function=function, **options).checked(EnsembleStrategy)
         checks.patterns(function, shared=call.shared)
         return call
 
@@ -131,31 +124,18 @@ class Call:
         buffers: Buffers,
         batch: tuple[Tree, ...],
         keys: Tensor | None = None,
-    ) -> "Call":
+    ) -> "MemberCall":
         """Check the tensors of a call; `keys` are of the members, int64 `[E]`."""
         layout = Layout.of(self.function, params, buffers, self.shared)
         dims = self._dims(batch, layout.members)
-        items = [
-            map_tensors(partial(torch.movedim, source=dim, destination=0), item)
-            if dim
-            else item
-            for dim, item in zip(dims, batch, strict=True)
-        ]
         return self.replaced(
+            params=dict(params),
+            buffers=dict(buffers),
             layout=layout,
-            args=(dict(params), dict(buffers), *items),
-            dims=tuple([None if dim is None else 0 for dim in dims]),
-            draws=Draws() if keys is None else self._draws(keys, layout.members),
+            items=tuple(map(_in_front, dims, batch)),
+            dims=tuple([dim if dim is None else 0 for dim in dims]),
+            draws=self.draws_by_keys(keys, layout.members, "member"),
         )
-
-    def replaced(self, **fields: Any) -> "Call":
-        """Return a copy with other fields."""
-        # As `dataclasses.replace`, which takes as long as a small op.
-        copy = object.__new__(Call)
-        copy.__dict__.update(self.__dict__)
-        copy.__dict__.pop("tensors", None)  # cached, from the old fields
-        copy.__dict__.update(fields)
-        return copy
 
     def _dims(self, batch: tuple[Tree, ...], count: int) -> Sequence[int | None]:
         dims = self.in_dims
@@ -180,21 +160,6 @@ class Call:
                     )
         return dims
 
-    def _draws(self, keys: Tensor, count: int) -> Draws:
-        if self.randomness != "different":
-            return Draws()
-        if len(keys) != count:
-            raise ValueError(
-                f"{self.function}(params): expected the {len(keys)} members of this "
-                f"rank, got {count}."
-            )
-        if modes.inside_transform():
-            raise ValueError(
-                f"{self.function}(params): expected a call outside of transforms of "
-                f"torch.func, where members have keys, got one inside."
-            )
-        return Draws(keys=keys)
-
     def member(self, i: int) -> tuple:
         """Return the arguments of one member."""
         return self.map(lambda value: value[i])
@@ -205,31 +170,34 @@ class Call:
             return Draws()  # of the generators, in turn
         return self.draws.of(slice(member, member + 1))
 
-    def take(self, rows: Tensor) -> "Call":
+    def take(self, rows: Tensor) -> "MemberCall":
         """Return the call of these members, in this order."""
+        own = self.map(lambda x: x.index_select(0, rows.to(x.device)))
         return self.replaced(
+            params=own[0],
+            buffers=own[1],
+            items=own[2:],
             layout=Layout(len(rows), self.layout.shared),
-            args=self.map(lambda x: x.index_select(0, rows.to(x.device))),
             draws=self.draws.of(rows),
         )
 
     def map(self, function: Callable[[Tensor], Tensor]) -> tuple:
         """Apply a function to all tensors with a member axis, in new containers."""
-        shared, (params, buffers, *items) = self.layout.shared, self.args
-        return (
-            {n: x if n in shared else function(x) for n, x in params.items()},
-            {n: x if n in shared else function(x) for n, x in buffers.items()},
-            *[
-                map_tensors(_itself if dim is None else function, item)
-                for dim, item in zip(self.dims, items, strict=True)
-            ],
-        )
+
+        def mapped(named: Params) -> Params:
+            shared = self.layout.shared
+            return {n: x if n in shared else function(x) for n, x in named.items()}
+
+        items = [
+            map_tensors(_itself if dim is None else function, item)
+            for dim, item in zip(self.dims, self.items, strict=True)
+        ]
+        return mapped(self.params), mapped(self.buffers), *items
 
     @cached_property
     def tensors(self) -> list[Tensor]:
         """All tensors of the caller."""
-        params, buffers, *batch = self.args
-        return [*params.values(), *buffers.values(), *tensors(batch)]
+        return tensors((self.params, self.buffers, self.items))
 
     @property
     def may_loop(self) -> bool:
@@ -239,10 +207,11 @@ class Call:
 
     def protected(self) -> Protected:
         """Return the tensors as ones that must not change."""
-        params, buffers, *batch = self.args
-        items = {f"tensor {n} of the batch": x for n, x in enumerate(tensors(batch))}
+        batch = enumerate(tensors(self.items))
+        items = {f"tensor {n} of the batch": x for n, x in batch}
         expected = "ensemble: expected a function that changes nothing it is given"
-        return Protected({**items, **buffers, **params}, expected, "Copy it first.")
+        fixed = {**items, **self.buffers, **self.params}
+        return Protected(fixed, expected, "Copy it first.")
 
     def joined(
         self,
@@ -278,6 +247,12 @@ def _joint(join: Callable[..., Tensor], trees: Sequence[Any]) -> Tree:
     if type(trees[0]) is tuple:
         return tuple([_joint(join, parts) for parts in zip(*trees, strict=True)])
     return tree_map(join, *trees)
+
+
+def _in_front(dim: int | None, item: Tree) -> Tree:
+    if not dim:
+        return item
+    return map_tensors(partial(torch.movedim, source=dim, destination=0), item)
 
 
 def _same(values: Sequence[Tensor]) -> bool:

@@ -25,7 +25,7 @@ from vgrad import batches, checks
 from vgrad.checks import Patterns
 from vgrad.ensemble import execution
 from vgrad.ensemble.execution import EnsembleExplanation, EnsembleFn
-from vgrad.ensemble.layout import Call, EnsembleOptions
+from vgrad.ensemble.layout import EnsembleOptions, MemberCall
 from vgrad.functional.model import FunctionalModel
 from vgrad.generators import fold_in
 from vgrad.loss.mode import SINGLE, LossMode
@@ -97,11 +97,11 @@ class EnsembleForward(EnsembleFn):
         return self.fmodel(params, buffers, *batch), {}
 
 
-def _chunks(call: Call, chunk_size: int) -> list[Call]:
+def _chunks(call: MemberCall, chunk_size: int) -> list[MemberCall]:
     """Split the batch along the axis of samples, behind the member axis."""
-    params, buffers, *batch = call.args
     items = [
-        (item, int(dim is not None)) for item, dim in zip(batch, call.dims, strict=True)
+        (item, int(dim is not None))
+        for item, dim in zip(call.items, call.dims, strict=True)
     ]
     cut = [(x, axis) for item, axis in items for x in tensors(item) if x.ndim > axis]
     sizes = {leaf.shape[axis] for leaf, axis in cut}
@@ -111,15 +111,14 @@ def _chunks(call: Call, chunk_size: int) -> list[Call]:
             f"got {sorted(sizes)}."
         )
 
-    def chunk(start: int) -> Call:
+    def chunk(start: int) -> MemberCall:
         rows = slice(start, start + chunk_size)
 
         def part(item: Tree, axis: int) -> Tree:
             index = (slice(None), rows) if axis else rows
             return map_tensors(lambda x: x[index] if x.ndim > axis else x, item)
 
-        parts = [part(item, axis) for item, axis in items]
-        return call.replaced(args=(params, buffers, *parts))
+        return call.replaced(items=tuple(part(*each) for each in items))
 
     # An empty batch is one chunk.
     return [chunk(start) for start in range(0, max(*sizes, 1), chunk_size)]
@@ -157,7 +156,7 @@ def ensemble_forward(
         torch.Size([4, 5, 2])
     """
     check_options(ensemble_forward, options, EnsembleOptions)
-    call = Call.of("ensemble_forward", **options)
+    call = MemberCall.of("ensemble_forward", **options)
     if chunk_size is not None:
         [chunk_size] = checks.whole("ensemble_forward", least=1, chunk_size=chunk_size)
     return EnsembleForward(options=call, fmodel=fmodel, chunk_size=chunk_size)

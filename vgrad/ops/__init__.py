@@ -7,7 +7,7 @@ pass. Other forms of an op go into the same record by `register`.
 * `rule`: register a function as the rule of some ops
 * `register`: fill other fields of the records of some ops
 * `OPS`: all records, by op
-* `Op`, `Rule`, `Read`: a record, and two of its fields
+* `Op`, `Rule`, `Read`, `Kind`: a record, and types of its fields
 * `Outer`, `Conv`, `Rows`, `Dense`: factors; the last holds the gradients themselves
 * `Factor`: the methods of a factor of your own
 * `Norm`, `Probes`: the types of its results and arguments
@@ -24,13 +24,14 @@ from vgrad.ops import indexing as indexing
 from vgrad.ops import norm as norm
 from vgrad.ops import recurrent as recurrent
 from vgrad.ops.linear import over_positions, positions
-from vgrad.ops.record import OPS, Op, Read, Rule, register, rule
+from vgrad.ops.record import OPS, Kind, Op, Read, Rule, register, rule
 
 __all__ = [
     "OPS",
     "Conv",
     "Dense",
     "Factor",
+    "Kind",
     "Norm",
     "Op",
     "Outer",

@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vgrad.ops.record import Recording, expanded, register
+from vgrad.ops.record import Kind, Recording, expanded, register
 from vgrad.torch_private import modes
 from vgrad.torch_private.kernels import attention
 from vgrad.tree import no_autocast
@@ -293,5 +293,10 @@ def _parts(projected: Tensor, count: int) -> tuple[Tensor, ...]:
     return tuple(part.contiguous() for part in parts)
 
 
-register(F.scaled_dot_product_attention, mapped=_mapped, recorded=_recorded)
+register(
+    F.scaled_dot_product_attention,
+    mapped=_mapped,
+    recorded=_recorded,
+    autocast=Kind.LOW,
+)
 register(F.multi_head_attention_forward, recorded=_multi_head)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from vgrad.devices import is_host
 from vgrad.factors.base import Dense, Factor, Outer
 from vgrad.factors.conv import Conv
-from vgrad.ops.record import Form, Rule, Transposed, below_members, register
+from vgrad.ops.record import Form, Kind, Rule, Transposed, below_members, register
 from vgrad.torch_private import kernels, modes
 
 Sizes = tuple[int, ...]
@@ -213,5 +213,6 @@ for _op, _adjoint in (
 ):
     _rule = partial(Rule, _convolution, ("weight", "bias"), _as_one_batch(_op))
     register(_op, rule=_rule(partial(_back, _adjoint)), per_member=_of_members(_op))
+    register(_op, _adjoint, autocast=Kind.LOW)
     _rule = partial(Rule, _transposed, ("weight", "bias"), _as_one_batch(_adjoint))
     register(_adjoint, rule=_rule(partial(_back, _op)))

@@ -5,57 +5,13 @@ B samples, N the batch of each, C classes
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
 
-from vgrad.ops.record import Recording, register
-from vgrad.torch_private import kernels
-
-_REDUCTIONS = ("none", "mean", "sum")
-"""The names of torch's numbers of reductions (torch/nn/_reduction.py)."""
-
-
-def _by_name(op: Callable) -> Callable[..., Tensor | None]:
-    """Return the form of a function of `torch.nn.functional`."""
-
-    def form(
-        record: Recording,
-        input: Tensor,
-        target: Tensor,
-        weight: Tensor | None = None,
-        size_average: Any = None,
-        ignore_index: int = -100,
-        reduce: Any = None,
-        reduction: str = "mean",
-        **options: Any,
-    ) -> Tensor | None:
-        if size_average is not None or reduce is not None:
-            return None
-        options["ignore_index"] = ignore_index
-        return _losses(op, record, input, target, weight, reduction, options)
-
-    return form
-
-
-def _by_number(op: Callable) -> Callable[..., Tensor | None]:
-    """Return the form of the function of torch below, which autocast casts for."""
-
-    def form(
-        record: Recording,
-        input: Tensor,
-        target: Tensor,
-        weight: Tensor | None = None,
-        reduction: int = 1,
-        ignore_index: int = -100,
-        *smoothing: float,
-    ) -> Tensor | None:
-        options: Any = dict(zip(("label_smoothing",), smoothing, strict=False))
-        options["ignore_index"], name = ignore_index, _REDUCTIONS[reduction]
-        return _losses(op, record, input, target, weight, name, options)
-
-    return form
+from vgrad.ops.record import Kind, Recording, register
 
 
 def _losses(
@@ -63,15 +19,20 @@ def _losses(
     record: Recording,
     input: Tensor,
     target: Tensor,
-    weight: Tensor | None,
-    reduction: str,
-    options: dict[str, Any],
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
 ) -> Tensor | None:
     """Run torch's own kernel on `[N, C, ...]` of all samples as one batch.
 
     The positions of each sample are added up then; for a mean they are divided by the
     sum of its own weights.
     """
+    if not (size_average is None and reduce is None):
+        return None
     axis = min(1, input.ndim - 1)  # of classes
     shape = input.shape[:axis] + input.shape[axis + 1 :]
     by_class, positions = target.shape == shape, math.prod(shape)
@@ -79,8 +40,11 @@ def _losses(
         return None  # which torch refuses, or warns of
     tensors = [each for each in (input, target, weight) if each is not None]
     own = weight is not None and record.is_batched(weight)
-    if own or any(map(record.is_parameter, tensors)) or reduction not in _REDUCTIONS:
+    own |= any(map(record.is_parameter, tensors))
+    if own or reduction not in ("none", "mean", "sum"):
         return None
+    options: Any = {"label_smoothing": label_smoothing} if label_smoothing else {}
+    options["ignore_index"] = ignore_index
     x, y = record.physical(input), record.physical(target)
     size = len(x)
     with record.below():
@@ -96,17 +60,15 @@ def _losses(
             return record.logical(sums)
         if not by_class:
             return record.logical(sums if positions == 1 else sums / positions)
-        counts = (y != options["ignore_index"]).view(own)
+        counts = (y != ignore_index).view(own)
         if weight is not None:
             counts = weight[y.view(own).where(counts, 0)] * counts
         counts = counts if positions == 1 else counts.sum(1)
-        if weight is not None and options.get("label_smoothing"):
+        if weight is not None and label_smoothing:
             # Torch's is a sum of two means, one of them NaN where weights are zero.
             return record.logical(sums / counts + 0 * sums / counts)
         return record.logical(sums / counts)
 
 
-register(F.cross_entropy, recorded=_by_name(F.cross_entropy))
-register(F.nll_loss, recorded=_by_name(F.nll_loss))
-register(kernels.cross_entropy, recorded=_by_number(F.cross_entropy))
-register(kernels.nll_loss, recorded=_by_number(F.nll_loss))
+for _op in (F.cross_entropy, F.nll_loss):
+    register(_op, recorded=partial(_losses, _op), autocast=Kind.FLOAT32)

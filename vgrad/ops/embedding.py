@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vgrad.factors.rows import Rows
-from vgrad.ops.record import Recording, Rule, register
+from vgrad.ops.record import Kind, Recording, Rule, register
 
 
 def _factors(
@@ -143,7 +143,12 @@ def _lookup(
     return _mapped(indices, weight, padding, None, 2.0, scale_grad_by_freq, sparse)
 
 
-register(F.embedding, rule=Rule(_factors, ("weight",)), mapped=_mapped)
+register(
+    F.embedding,
+    rule=Rule(_factors, ("weight",)),
+    mapped=_mapped,
+    autocast=Kind.OWN,
+)
 register(torch.embedding, mapped=_lookup)
 register(Tensor.__getitem__, recorded=_getitem)
-register(F.embedding_bag, recorded=_bag)
+register(F.embedding_bag, recorded=_bag, autocast=Kind.OWN)

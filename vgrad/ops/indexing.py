@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
-from vgrad.ops.record import Form, Samples, expanded, in_place, register
+from vgrad.ops.record import Form, Kind, Samples, expanded, in_place, register
 from vgrad.torch_private import modes
 
 
@@ -377,6 +377,7 @@ register(Tensor.repeat_interleave, selected=_repeat_interleave)
 register(F.one_hot, selected=_one_hot)
 for _op in (torch.index_put, torch.index_put_, Tensor.index_put, Tensor.index_put_):
     register(_op, selected=partial(_index_put, _op))
+register(torch.index_put, Tensor.index_put, autocast=(None, Kind.WIDEST))
 for _name in ("bincount", "unique", "unique_consecutive"):  # one after another
     for _op in (getattr(torch, _name), getattr(Tensor, _name)):
         register(_op, selected=lambda x, *a, f=_op, **k: x.stacked(f, a, k))

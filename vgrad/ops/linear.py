@@ -20,6 +20,7 @@ from torch.overrides import wrap_torch_function
 from vgrad.factors.base import Dense, Factor, Outer, Positions
 from vgrad.ops.record import (
     Form,
+    Kind,
     Recording,
     Rule,
     Transposed,
@@ -409,8 +410,13 @@ register(
     rule=Rule(_linear, ("weight", "bias"), transposed=_back_by(product)),
     fused=True,  # vmap adds a bias in a pass of its own
     per_member=_of_members,
+    autocast=Kind.LOW,
 )
-register(F.bilinear, rule=Rule(_bilinear, ("weight", "bias")))
+register(
+    F.bilinear,
+    rule=Rule(_bilinear, ("weight", "bias")),
+    autocast=(Kind.INSIDE, Kind.WIDEST),
+)
 _rule = Rule(_product, ("weight", "bias"), transposed=_back_by(F.linear))
 register(product, rule=_rule)
 _rule = Rule(_contraction, ("weight",), transposed=_back_by_contraction)
@@ -419,13 +425,18 @@ for _op in (torch.linalg.solve, torch.linalg.solve_ex):
     register(_op, mapped=_solved(_op))
 for _op in (torch.linalg.lstsq, torch.linalg.lu_solve, torch.lu_solve, Tensor.lu_solve):
     register(_op, mapped=_alone(_op))
-register(torch.cdist, mapped=_cdist, recorded=_cdist_of_columns)
+_solvers = torch.linalg.solve, torch.linalg.lstsq, torch.lu_solve, Tensor.lu_solve
+register(*_solvers, autocast=(Kind.FLOAT32, None))
+register(torch.cdist, mapped=_cdist, recorded=_cdist_of_columns, autocast=Kind.FLOAT32)
 # Torch enlarges the tensor that it writes into, under vmap without its axis of samples.
 register(Tensor.addbmm_, mapped=in_place(torch.addbmm))
-register(torch.einsum, recorded=_einsum)
-register(torch.matmul, torch.linalg.matmul, torch.mm, torch.mv, recorded=_matmul)
-register(torch.bmm, Tensor.matmul, Tensor.mm, Tensor.mv, Tensor.bmm, recorded=_matmul)
+register(torch.einsum, recorded=_einsum, autocast=(Kind.INSIDE, Kind.LOW))
+for _name in ("matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "addmv"):
+    register(
+        *(getattr(torch, _name), getattr(Tensor, _name)),
+        recorded=_addmm if "add" in _name else _matmul,
+        autocast=(None if "mv" in _name else Kind.LOW, Kind.LOW),
+    )
+register(torch.linalg.matmul, recorded=_matmul, autocast=Kind.LOW)
 _swapped = lambda record, right, left: _matmul(record, left, right)  # noqa: E731
-register(Tensor.__rmatmul__, recorded=_swapped)
-register(torch.addmm, torch.addmv, torch.baddbmm, recorded=_addmm)
-register(Tensor.addmm, Tensor.addmv, Tensor.baddbmm, recorded=_addmm)
+register(Tensor.__rmatmul__, recorded=_swapped, autocast=Kind.LOW)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from vgrad.devices import is_host
 from vgrad.factors.base import Dense
 from vgrad.functional.batch_norm import mended
-from vgrad.ops.record import Recording, Rule, register
+from vgrad.ops.record import Kind, Recording, Rule, register
 from vgrad.torch_private import kernels, modes
 
 
@@ -144,5 +144,7 @@ def _summed(tensor: Tensor, count: int) -> Dense:
 register(F.layer_norm, rule=Rule(_layer_norm, ("weight", "bias"), F.layer_norm))
 register(F.rms_norm, rule=Rule(_rms_norm, ("weight",), F.rms_norm))
 register(F.group_norm, recorded=_group_norm)
-register(F.batch_norm, recorded=_batch_norm)
-register(F.instance_norm, recorded=_instance_norm)
+_of_channels = F.layer_norm, F.rms_norm, F.group_norm
+register(*_of_channels, autocast=(Kind.NORM, Kind.FLOAT32))
+register(F.batch_norm, recorded=_batch_norm, autocast=Kind.NORM)
+register(F.instance_norm, recorded=_instance_norm, autocast=Kind.NORM)

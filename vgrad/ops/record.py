@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -140,6 +141,20 @@ ITSELF = object()
 """The dtype of the tensor."""
 
 
+class Kind(Enum):
+    """The treatment of an op while autocast is on."""
+
+    LOW = "inputs in the low dtype"
+    PRODUCT = "inputs in the low dtype, unless they are summed up to one number"
+    FLOAT32 = "inputs in float32"
+    WIDEST = "inputs in the widest dtype among them"
+    NORM = "computed in float32, in the dtype of its input afterwards"
+    STEPS = "time steps of linear maps, each in the low dtype"
+    INSIDE = "left to torch, which casts the ops inside"
+    OWN = "inputs in dtypes of their own"
+    REFUSED = "raises"
+
+
 @dataclass(frozen=True, eq=False)
 class Op:
     """The record of one op, which runs in torch's own way where a field is None.
@@ -159,6 +174,9 @@ class Op:
         per_member: its form for members whose weights differ, a function of the call's
             arguments that returns a `Form`, or None, and the name of that form.
         read: how it hands a value to Python.
+        autocast: its treatment under autocast, or a pair, on a CPU and elsewhere; None
+            for inputs in dtypes of their own, of a function in Python for the kinds of
+            the ops inside.
     """
 
     rule: Rule | None = None
@@ -168,6 +186,12 @@ class Op:
     selected: Callable[..., Form | None] | None = None
     per_member: Callable[..., tuple[Form | None, str]] | None = None
     read: Read | None = None
+    autocast: Kind | tuple[Kind | None, Kind | None] | None = None
+
+    def kind(self, *, host: bool) -> Kind | None:
+        """Return the treatment under autocast on a CPU, or elsewhere."""
+        kinds = self.autocast
+        return kinds[0 if host else 1] if isinstance(kinds, tuple) else kinds
 
 
 OPS: dict[Callable, Op] = {}

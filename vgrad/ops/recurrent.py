@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from vgrad.factors.base import Dense, Outer, Positions
-from vgrad.ops.record import Form, Recording, Samples, register
+from vgrad.ops.record import Form, Kind, Recording, Samples, register
 from vgrad.torch_private import kernels, modes
 from vgrad.tree import map_tensors, no_autocast
 
@@ -739,5 +739,6 @@ for _mode in _NEXT:
     register(
         _cell, recorded=partial(_recorded_cell, _mode), mapped=partial(cell, _mode)
     )
+    register(_net, _cell, autocast=(Kind.STEPS, Kind.LOW))
 register(kernels.pack_padded_sequence, selected=_pack)
 register(kernels.pad_packed_sequence, selected=_pad)

@@ -9,7 +9,6 @@ above them, from torch's state and lists, by the name of the function that a mod
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from enum import Enum
 from functools import cache, wraps
 from typing import Any
 
@@ -18,41 +17,28 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from vgrad.functional.guards import updated_statistics
-from vgrad.ops.record import OPS
+from vgrad.ops.record import OPS, Kind
 from vgrad.torch_private import modes
 from vgrad.torch_private.kernels import autocast_ops
 from vgrad.torch_private.tensors import version_of
 from vgrad.tree import tensors, tree_map_only
 
 
-class Kind(Enum):
-    """The treatment of an op while autocast is on."""
-
-    LOW = "inputs in the low dtype"
-    PRODUCT = "inputs in the low dtype, unless they are summed up to one number"
-    FLOAT32 = "inputs in float32"
-    WIDEST = "inputs in the widest dtype among them"
-    NORM = "computed in float32, in the dtype of its input afterwards"
-    STEPS = "time steps of linear maps, each in the low dtype"
-    INSIDE = "left to torch, which casts the ops inside"
-    REFUSED = "raises"
-
-
 def _table(**kinds: str) -> dict[str, Kind]:
     return {name: Kind[kind] for kind, names in kinds.items() for name in names.split()}
 
 
+# Ops of torch's lists without a record, about which nothing else is special.
+
 _PRODUCTS = """
-    linear matmul __matmul__ __rmatmul__ linalg_matmul mm bmm addmm addbmm baddbmm
-    chain_matmul linalg_multi_dot linalg_vecdot prelu scaled_dot_product_attention
-    conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
+    __matmul__ addbmm chain_matmul linalg_multi_dot linalg_vecdot prelu conv_tbc
 """
 
 _LOSSES = """
-    cross_entropy_loss nll_loss nll_loss_nd nll_loss2d mse_loss l1_loss smooth_l1_loss
-    huber_loss kl_div poisson_nll_loss cosine_embedding_loss hinge_embedding_loss
+    cross_entropy_loss nll_loss_nd nll_loss2d mse_loss l1_loss smooth_l1_loss huber_loss
+    kl_div poisson_nll_loss cosine_embedding_loss hinge_embedding_loss
     margin_ranking_loss soft_margin_loss triplet_margin_loss multi_margin_loss
-    multilabel_margin_loss binary_cross_entropy_with_logits cdist
+    multilabel_margin_loss binary_cross_entropy_with_logits
 """
 
 _COMPOSITE = """
@@ -68,33 +54,25 @@ _CPU = _table(
         max_unpool3d fractional_max_pool2d fractional_max_pool3d reflection_pad1d
         reflection_pad2d replication_pad1d replication_pad2d replication_pad3d quantile
         nanquantile polar view_as_complex stft trace inverse pinverse cholesky
-        cholesky_inverse cholesky_solve svd qr geqrf orgqr ormqr lu_solve _lu_with_info
+        cholesky_inverse cholesky_solve svd qr geqrf orgqr ormqr _lu_with_info
         triangular_solve fake_quantize_per_tensor_affine linalg_cholesky
         linalg_cholesky_ex linalg_cond linalg_eig linalg_eigh linalg_eigvals
-        linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex linalg_lstsq
-        linalg_matrix_rank linalg_qr linalg_solve linalg_svd linalg_svdvals
+        linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex
+        linalg_matrix_rank linalg_qr linalg_svd linalg_svdvals
         linalg_tensorinv linalg_tensorsolve fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2
         fft_ifftn fft_rfft fft_rfft2 fft_rfftn fft_irfft fft_irfft2 fft_irfftn fft_hfft
         fft_ihfft
     """,
     WIDEST="stack cat index_copy",
-    NORM="layer_norm rms_norm group_norm instance_norm batch_norm",
-    STEPS="""
-        lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
-    """,
     PRODUCT="inner tensordot",
-    INSIDE=_COMPOSITE + "einsum bilinear",
+    INSIDE=_COMPOSITE,
 )
 
 _CUDA = _table(
-    LOW=_PRODUCTS
-    + """
-        einsum mv addmv addr convolution lstm gru rnn_tanh rnn_relu lstm_cell gru_cell
-        rnn_tanh_cell rnn_relu_cell
-    """,
+    LOW=_PRODUCTS + "addr convolution",
     FLOAT32=_LOSSES
     + """
-        layer_norm native_layer_norm group_norm rms_norm softmax log_softmax softplus
+        native_layer_norm softmax log_softmax softplus
         exp expm1 log log10 log1p log2 logsumexp pow __pow__ __rpow__ reciprocal rsqrt
         __rdiv__ __rtruediv__ square special_softmax special_log_softmax
         special_logsumexp special_expm1 special_log1p special_erfinv acos arccos asin
@@ -106,29 +84,34 @@ _CUDA = _table(
         _upsample_bilinear2d_aa _upsample_bicubic2d_aa
     """,
     WIDEST="""
-        addcdiv addcmul atan2 arctan2 bilinear cross dot vdot inner tensordot
-        grid_sampler index_put scatter_add
+        addcdiv addcmul atan2 arctan2 cross dot vdot inner tensordot grid_sampler
+        scatter_add
     """,
-    NORM="batch_norm instance_norm",
     INSIDE=_COMPOSITE
     + "sum_to_size trapz trapezoid cumulative_trapezoid pairwise_distance",
     REFUSED="binary_cross_entropy",
 )
 
-if "rms_norm" not in autocast_ops("cuda"):  # before torch 2.12
-    del _CUDA["rms_norm"]
-
-KINDS: dict[str, dict[str, Kind]] = {"cpu": _CPU, "cuda": _CUDA}
-"""By device type and name; other ops run in the dtypes of their inputs."""
+KINDS: dict[str, dict[str, Kind]] = {
+    device: table
+    | {
+        modes.op_name(func): kind
+        for func, op in OPS.items()
+        if (kind := op.kind(host=device == "cpu")) is not None
+    }
+    for device, table in (("cpu", _CPU), ("cuda", _CUDA))
+}
+"""By device type and name. Other ops run in the dtypes of their inputs, and other
+accelerators cast as cuda does."""
 
 
 @cache
-def kinds_of(device: str) -> dict[str, Kind]:
-    """Return the treatment of ops by name; other accelerators cast as cuda does."""
-    if device in KINDS:
-        return KINDS[device]
-    lacking = autocast_ops("cuda") - autocast_ops(device)
-    return {name: kind for name, kind in _CUDA.items() if name not in lacking}
+def _lacking(device: str) -> set[str]:
+    """Return ops of the table that a device, or a release of torch, does not cast."""
+    if device == "cpu":
+        return set()
+    known = {"rms_norm"} if device == "cuda" else autocast_ops("cuda")
+    return known - autocast_ops(device)
 
 
 @cache
@@ -233,13 +216,13 @@ class AutocastMode(TorchFunctionMode):
             or not torch.is_autocast_enabled(device)
         ):
             return func(*args, **kwargs)
-        kind = _kind(device, name, args, kwargs)
+        kind = _kind(device, func, args, kwargs)
         if kind is Kind.INSIDE:
             return func(*args, **kwargs)
         if kind is Kind.STEPS and (mapped := OPS[func].mapped) is not None:
             with self:
                 return mapped(*args, **kwargs)
-        if kind is None and name not in _WHOLE and modes.is_python(func):
+        if kind is None and modes.is_python(func):
             with self:
                 return modes.opened(func)(*args, **kwargs)
         low = torch.get_autocast_dtype(device)
@@ -252,7 +235,7 @@ class AutocastMode(TorchFunctionMode):
     def _run(
         self, kind: Kind | None, func: Callable, args: Any, kwargs: Any, low: Any
     ) -> Any:
-        if kind is None:
+        if kind in (None, Kind.OWN):
             return func(*args, **kwargs)
         dtypes = [x.dtype for x in _eligible(args, kwargs)]
         match kind:
@@ -297,13 +280,9 @@ class AutocastMode(TorchFunctionMode):
         return tree_map_only(Tensor, cast, tree)
 
 
-_WHOLE = {"layer_norm", "rms_norm", "group_norm", "instance_norm", "batch_norm"}
-_WHOLE |= {"embedding", "embedding_bag"}
-"""Python functions of torch that call no op of the lists."""
-
-
-def _kind(device: str, name: str, args: tuple, kwargs: dict) -> Kind | None:
-    table = kinds_of(device)
+def _kind(device: str, func: Callable, args: tuple, kwargs: dict) -> Kind | None:
+    name, op = getattr(func, "__name__", ""), OPS.get(func)
+    table = KINDS["cpu" if device == "cpu" else "cuda"]
     if kwargs.get("out") is not None:
         return None  # torch has no kernels of autocast for these
     if name == "pad":
@@ -311,7 +290,10 @@ def _kind(device: str, name: str, args: tuple, kwargs: dict) -> Kind | None:
         kinds = {"reflect": "reflection", "replicate": "replication"}
         inner = f"{kinds.get(bound.get('mode', ''))}_pad{len(bound['pad']) // 2}d"
         return table.get(inner, Kind.INSIDE)
-    kind = table.get(name)
+    if name in _lacking(device):
+        return None if op is None else Kind.OWN
+    kind = None if op is None else op.kind(host=device == "cpu")
+    kind = kind or table.get(name)
     if kind is Kind.PRODUCT:
         return None if _one_number(name, args, kwargs) else Kind.LOW
     return kind

@@ -44,12 +44,6 @@ tanh_backward = torch.ops.aten.tanh_backward
 """The derivatives that autograd calls (tools/autograd/derivatives.yaml); for a
 convolution, of a choice of input, weight and bias."""
 
-_losses: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
-cross_entropy = _losses.cross_entropy_loss
-nll_loss = _losses.nll_loss_nd
-"""The functions that `F.cross_entropy` and `F.nll_loss` call, and autocast casts for
-(torch/nn/functional.py)."""
-
 grouped_mm: Any = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
 """The function that `F.grouped_mm` calls, without a rule of vmap
 (torch/nn/functional.py)."""

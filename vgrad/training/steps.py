@@ -568,7 +568,8 @@ class MemberSource(Source):
         rows = torch.where(active, rows, active.int().argmax())
         call = gradient.options.on(state.params, state.buffers, batch).take(rows)
         options = replace(gradient.options, in_dims=call.dims)
-        return replace(gradient, options=options), call.args
+        arguments = (call.params, call.buffers, *call.items)
+        return replace(gradient, options=options), arguments
 
 
 def _kept_dtypes(buffers: Buffers, old: Buffers) -> Buffers:

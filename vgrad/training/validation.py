@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vgrad import batches, checks, files, tree
 from vgrad.ensemble import execution
-from vgrad.ensemble.layout import Call, EnsembleOptions
+from vgrad.ensemble.layout import EnsembleOptions, MemberCall
 from vgrad.ensemble.resampling import fold_indices
 from vgrad.ensemble.stacking import made, member_seed, stack
 from vgrad.functional.losses import Criterion, batch_loss
@@ -167,7 +167,7 @@ def cross_validate(
     scale = initial_loss_scale(function, loss_scale, policy, DynamicLossScale())
     options: EnsembleOptions
     options = {"in_dims": 0, "randomness": randomness, "strategy": strategy}
-    call = Call.of(function, **options)
+    call = MemberCall.of(function, **options)
     settings: dict[str, Any] = {}
     if folder is not None:  # settings that have to be the same when the run goes on
         named = {str(i): x for i, x in enumerate(tree.tensors(data))}

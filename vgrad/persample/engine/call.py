@@ -2,15 +2,16 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import Any, NamedTuple, TypedDict, get_args
+from typing import Any, NamedTuple, Self, TypedDict, get_args
 
 import torch
 from torch import Tensor
 
 from vgrad import batches, checks
+from vgrad.conditions import checks_collected
 from vgrad.devices import is_host
 from vgrad.factors.base import Factor, Scaled
 from vgrad.factors.reductions import norm_dtype
@@ -160,15 +161,80 @@ class Reducer:
 LOCAL = Reducer()
 
 
-@dataclass(frozen=True)
-class Call:
+@dataclass(frozen=True, kw_only=True)
+class AnyCall:
+    """The options and the tensors that calls of samples and of members have in common.
+
+    It is made without tensors, and run by `attempt` in parts that `take` returns.
+    """
+
+    function: str  # its name, for errors
+    strategy: Any = "auto"
+    randomness: Randomness = "error"
+    # Of all calls: warnings, why a loss was not recorded, and the parameters that
+    # receive no gradient, as plain autograd on one sample or member has confirmed.
+    fallbacks: Fallbacks = field(default_factory=Fallbacks)
+    unreached: set[frozenset[str]] = field(default_factory=set)
+    params: Params = field(default_factory=dict)
+    buffers: Buffers = field(default_factory=dict)
+    draws: Draws = field(default_factory=Draws)
+
+    def replaced(self, **fields: Any) -> Self:
+        """Return a copy with other fields."""
+        # As `dataclasses.replace`, which takes as long as a small op.
+        copy = object.__new__(type(self))
+        vars(copy).update(vars(self))
+        for cached in ("tensors", "dtype"):  # of the old fields
+            vars(copy).pop(cached, None)
+        vars(copy).update(fields)
+        return copy
+
+    def checked(self, strategies: Any) -> Self:
+        """Refuse unknown strategies and kinds of randomness."""
+        checks.choice(self.function, get_args(strategies), strategy=self.strategy)
+        checks.choice(self.function, get_args(Randomness), randomness=self.randomness)
+        return self
+
+    def draws_by_keys(self, keys: Tensor | None, size: int, one: str) -> Draws:
+        """Return the random numbers of as many samples or members, by keys if any."""
+        if keys is None:
+            return Draws()
+        if (
+            keys.dtype != torch.int64
+            or keys.shape != (size,)
+            or not is_host(keys.device)
+        ):
+            raise ValueError(
+                f"{self.function}(keys): expected one key a {one}, int64 [{size}] on "
+                f"the CPU as sample_keys makes them, got {keys.dtype} "
+                f"{tuple(keys.shape)} on {keys.device}."
+            )
+        if modes.inside_transform():
+            raise ValueError(
+                f"{self.function}(keys): expected a call outside of transforms of "
+                f"torch.func, got one inside, where other {one}s draw as well. Leave "
+                f"the keys out."
+            )
+        return Draws(keys=keys if self.randomness == "different" else None)
+
+    @property
+    def by_values(self) -> bool:
+        """Whether the graph may depend on values that were read."""
+        # A capture has the graph of the eager run before.
+        return self.draws.values_read and not checks_collected()
+
+    def confirmed(self, names: frozenset[str]) -> bool:
+        """Return whether plain autograd has found that these receive no gradient."""
+        return names in self.unreached and not self.by_values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call(AnyCall):
     """The options of a transform; `on` adds the tensors of one batch."""
 
-    function: str  # the transform's name, for errors
     loss: LossFn
     strategy: Strategy = "auto"
     chunk_size: ChunkSize = None
-    randomness: Randomness = "error"
     has_aux: bool = False
     loss_scale: LossScale | None = None
     max_norm: Tensor | None = None
@@ -176,17 +242,10 @@ class Call:
     # The loss returns an output of any shape, and cotangents [K, ...] of it: gradients
     # are [B, K, ...], from one forward pass.
     columns: bool = False
-    # Of all calls: warnings, why a loss was not recorded, and the parameters that
-    # receive no gradient, as plain autograd on one sample has confirmed.
-    fallbacks: Fallbacks = field(default_factory=Fallbacks)
-    unreached: set[frozenset[str]] = field(default_factory=set)
-    params: Params = field(default_factory=dict)
-    buffers: Buffers = field(default_factory=dict)
     batch: batches.Batch = batches.NONE
     mask: Tensor | None = None  # as of `Inputs`
     weights: Tensor | None = None
     cross: Tree = None
-    draws: Draws = field(default_factory=Draws)
     reducer: Reducer = LOCAL
     # Whether parts of one sample may run by plain autograd: graphs have other numbers.
     singly: bool = True
@@ -197,33 +256,27 @@ class Call:
     ) -> "Call":
         """Check the options of a transform."""
         check_options(function, options)
-        call = cls(function.__name__, loss, has_aux=has_aux, **options)
-        name = call.function
+        name = function.__name__
         check_loss(name, loss)
-        checks.choice(name, get_args(Strategy), strategy=call.strategy)
-        checks.choice(name, get_args(Randomness), randomness=call.randomness)
+        call = cls(function=name, loss=loss, has_aux=has_aux, **options)
+        call.checked(Strategy)
         check_loss_scale(name, call.loss_scale)
         size = batches.checked_chunk_size(name, call.chunk_size)
-        return replace(call, chunk_size=size)
+        return call.replaced(chunk_size=size)
 
     def on(self, inputs: Inputs) -> "Call":
         """Check the tensors of a batch, and return the call on it."""
         params, buffers, batch, mask, weights, cross = inputs[:6]
-        keys = inputs.keys
         checks.dictionaries(self.function, params=params, buffers=buffers)
         read = batches.read(self.function, batch)
         _check_tensors(self.function, params, buffers, read.tensors)
         if mask is not None:
             batches.check_mask(self.function, mask, read.size)
-        if keys is not None:
-            _check_keys(self.function, keys, read.size)
-            keys = keys if self.randomness == "different" else None
         if any(map(Tensor.is_inference, (*params.values(), *buffers.values()))):
             params, buffers = (map_values(usable, each) for each in (params, buffers))
         if not torch.is_grad_enabled():  # nor can the caller differentiate
             buffers = map_values(_constant, buffers)
-        return replace(
-            self,
+        return self.replaced(
             params=dict(params),
             buffers=dict(buffers),
             batch=read,
@@ -233,7 +286,7 @@ class Call:
             loss_scale=inputs.loss_scale,
             max_norm=inputs.max_norm,
             scales=inputs.scales,
-            draws=Draws(keys=keys),
+            draws=self.draws_by_keys(inputs.keys, read.size, "sample"),
         )
 
     def take(self, rows: slice | Tensor) -> "Call":
@@ -242,8 +295,7 @@ class Call:
         if isinstance(rows, slice) and rows.indices(size) == (0, size, 1):
             return self
         mask, weights = self.mask, self.weights
-        return replace(
-            self,
+        return self.replaced(
             batch=self.batch.take(rows),
             mask=None if mask is None else batches.taken(mask, rows),
             weights=None if weights is None else batches.taken(weights, rows),
@@ -338,20 +390,6 @@ def usable(value: Tensor) -> Tensor:
 
 def _constant(value: Tensor) -> Tensor:
     return with_attributes(value.detach(), value) if value.requires_grad else value
-
-
-def _check_keys(function: str, keys: Tensor, size: int) -> None:
-    if keys.dtype != torch.int64 or keys.shape != (size,) or not is_host(keys.device):
-        raise ValueError(
-            f"{function}(keys): expected one key a sample, int64 [{size}] on the CPU "
-            f"as sample_keys makes them, got {keys.dtype} {tuple(keys.shape)} on "
-            f"{keys.device}."
-        )
-    if modes.inside_transform():
-        raise ValueError(
-            f"{function}(keys): expected a call outside of transforms of torch.func, "
-            f"got one inside, where other samples draw as well. Leave the keys out."
-        )
 
 
 def _check_tensors(

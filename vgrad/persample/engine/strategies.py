@@ -327,9 +327,7 @@ def _first(
 
 def _check_unreached(call: Call, names: frozenset[str]) -> None:
     """Confirm with plain autograd that gradients that did not arrive are zero."""
-    # The graph may depend on values, which a capture has from the eager run before.
-    asked = call.draws.values_read and not checks_collected()
-    if names in call.unreached and not asked:
+    if call.confirmed(names):
         return
     leaves = {n: each.detach().requires_grad_() for n, each in call.params.items()}
     grads: Sequence[Tensor | None] = [None] * len(names)
