@@ -215,23 +215,23 @@ class Joint:
         """The norms."""
         return self._root(self._rows[: self._count])
 
-    @cached_property
+    @property
     def upper(self) -> Tensor:
         """Bounds of the norms, despite rounding."""
         count = self._count
         return self.value if self._exact else self._root(self._rows[count : 2 * count])
 
-    @cached_property
+    @property
     def total(self) -> Tensor:
         """Norms over all groups, [B]."""
         return root(self.value, 0, self._dtype)
 
-    @cached_property
+    @property
     def most(self) -> Tensor:
         """The largest of all norms, numbers that are multiplied, and doubts; or NaN."""
         return self._multiplied(self._rows.amax())
 
-    @cached_property
+    @property
     def reach(self) -> Tensor:
         """No less than any number that is multiplied for a sum, [P, B]."""
         sizes = [torch.stack(each).amax(0) for each in self._reaches]

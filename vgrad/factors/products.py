@@ -11,6 +11,7 @@ Matrix units cut sums instead of rounding them: on an H100, by 1.5e-9 (bfloat16)
 
 import functools
 import math
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -43,8 +44,8 @@ def exact_dtype(*factors: Tensor) -> torch.dtype:
     # Float64 where torch may round float32 to TF32 or bfloat16, which would break the
     # bound on clipped gradients.
     dtype = torch.float32
-    for factor in factors:
-        dtype = torch.promote_types(dtype, factor.dtype)
+    for each in {*map(attrgetter("dtype"), factors)}:
+        dtype = torch.promote_types(dtype, each)
     single = dtype in (torch.float32, torch.complex64)
     if single and bits(factors[0].device) < 24:
         dtype = torch.promote_types(dtype, torch.float64)
@@ -121,8 +122,11 @@ def scaled(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
     column = weights.to(dtype).view(-1, 1, 1, 1)
     # The smaller factor is scaled, then one product runs over samples and positions.
     a, b = (a * column, b) if a.shape[3] <= b.shape[3] else (a, b * column)
+    a, b = a.to(dtype), b.to(dtype)
+    if a.shape[1] == a.shape[2] == 1:
+        return b.flatten(1).mT @ a.flatten(1)
     order = _order(a)
-    a, b = a.to(dtype).permute(order), b.to(dtype).permute(order)
+    a, b = a.permute(order), b.permute(order)
     if len(a) == 1:
         a, b = a.squeeze(0), b.squeeze(0)
     return b.flatten(-3, -2).mT @ a.flatten(-3, -2)

@@ -202,7 +202,9 @@ class GradFlags:
         """Refuse results that would be others for one sample."""
         with modes.without_modes():
             self.sync(results)
-            written = any(version_of(each) != was for each, was in self._doubtful)
+            written = any([version_of(each) != was for each, was in self._doubtful])
+        self._odd.clear()  # another run has no use for them
+        self._doubtful.clear()
         if written:
             raise UnsupportedOp(
                 f"loss: expected writes in place whose target is the same for one "

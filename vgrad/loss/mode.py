@@ -8,7 +8,6 @@ that returns a result ends it; a handler that leaves the call to the next one re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NoReturn
 
@@ -514,7 +513,7 @@ def run_or_split(
         again_all = len(result.rows) == 1 and result.strategy is None
         if again_all and not draws.values_read:
             return result, part  # which draws the same numbers again
-        part = replace(part, draws=Draws(known=[]))
+        part = part.replaced(draws=Draws(known=[]))
         result = _run_or_parts(part, again)
     return result, part
 

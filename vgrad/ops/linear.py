@@ -67,7 +67,7 @@ class _Output:
         if g.ndim == 1 or math.prod(g.shape[1:-1]) != 1:
             return Dense(over_positions(g))
         output = self.at(g)
-        return Dense(output.tensor[:, 0, 0], output)
+        return Dense(output.tensor.flatten(1), output)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict | None:

@@ -11,6 +11,7 @@ autograd's gradient of the expansion is the per-sample gradient.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -100,7 +101,6 @@ class Recorder:
         self._ends: dict[int, Tensor] = {}  # where the backward pass ends, too
         self._stamps: list[Stamp] = []
         self._hooked: dict[int, list] = {}  # makers of nodes that wait for gradients
-        self.of_hooks = WeakTensorKeyDictionary()  # tensors of hooks, and their samples
         self._open = self._last = False  # whether a backward pass runs, and the last
         self._op: Callable | None = None  # of the recorded form that runs
         self.checkpoints = False  # whether ops run again in the backward pass
@@ -137,12 +137,15 @@ class Recorder:
 
     def checked(self, result: tuple[Tensor, Tree]) -> tuple[Tensor, Tree]:
         """Return results, one for each sample; refuse others than a loop has."""
-        flags = self._mode.flags
         value, aux = result
-        flags.end([value, *tree.tensors(aux)])
-        self._mode.flags = flags.afresh()  # nor does it keep their memory
+        self._mode.flags.end([value, *tree.tensors(aux)])
         known = self._known.get(id(value))
         return (value if known is None else self.expanded(known, Tensor.expand)), aux
+
+    @cached_property
+    def of_hooks(self) -> WeakTensorKeyDictionary:
+        """The tensors of hooks, and their samples."""
+        return WeakTensorKeyDictionary()
 
     def close(self) -> None:
         """Break cycles, and free tensors that no backward pass reached."""
