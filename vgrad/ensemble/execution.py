@@ -20,7 +20,6 @@ from vgrad.ensemble.layout import MemberCall
 from vgrad.functional.guards import protect
 from vgrad.generators import (
     RNG_LOCK,
-    drawn_since,
     kept_random_state,
     random_state,
     set_random_state,
@@ -36,7 +35,7 @@ from vgrad.precision.autocasting import AutocastMode
 from vgrad.report import Report, table
 from vgrad.torch_private import modes
 from vgrad.tree import tensors
-from vgrad.typing import Buffers, Params, Randomness, Tree
+from vgrad.typing import Buffers, Params, Tree
 
 BUSY = 50.0
 """MFLOP of a forward pass above which one member saturates a CPU."""
@@ -61,24 +60,19 @@ def run_member(
         return function(params, buffers, *batch)
 
 
-def looped(function: Callable, call: MemberCall, randomness: Randomness) -> list[Any]:
+def looped(function: Callable, call: MemberCall) -> list[Any]:
     """Run `function(member, params, buffers, *batch)` for one member after another."""
-    # Each member draws from where the one before it stopped, unless told otherwise.
-    given = () if randomness == "different" else call.tensors
     results = []
     arguments = [*map(call.member, range(call.layout.members))]
     with RNG_LOCK, protect(call.protected()):
-        before = random_state(given)
+        before = random_state(call.tensors)
         for member, own in enumerate(arguments):
-            if randomness == "same":
+            # Each member draws from where the one before it stopped, unless told
+            # otherwise.
+            if call.randomness == "same":
                 set_random_state(before)
             results.append(function(member, *own))
-            if randomness == "error" and drawn_since(before, given):
-                set_random_state(before)
-                raise RuntimeError(
-                    'ensemble: expected no random numbers, since randomness="error". '
-                    'Pass randomness="different" (each member draws its own) or "same".'
-                )
+            call.refuse_draws(before, "member")
     return results
 
 
@@ -88,7 +82,7 @@ def in_turn(function: Callable, call: MemberCall) -> tuple[Any, Buffers]:
     def of_member(member: int, *own: Any) -> Any:
         return run_member(function, call.draws_of(member), *own)
 
-    return call.joined(looped(of_member, call, call.randomness), stack_results)
+    return call.joined(looped(of_member, call), stack_results)
 
 
 def stack_results(*leaves: Any) -> Tensor:

@@ -18,6 +18,7 @@ from vgrad.factors.costs import without_factors
 from vgrad.factors.reductions import norm_dtype
 from vgrad.functional.guards import Protected
 from vgrad.functional.losses import check_loss, returned
+from vgrad.generators import RandomState, drawn_since, set_random_state
 from vgrad.loss.mode import LossMode, unchanged
 from vgrad.loss.randomness import Draws
 from vgrad.persample.engine.guard import Fallbacks
@@ -180,6 +181,11 @@ class AnyCall:
     buffers: Buffers = field(default_factory=dict)
     draws: Draws = field(default_factory=Draws)
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the caller."""
+        raise NotImplementedError
+
     def replaced(self, **fields: Any) -> Self:
         """Return a copy with other fields."""
         # As `dataclasses.replace`, which takes as long as a small op.
@@ -217,6 +223,16 @@ class AnyCall:
                 f"the keys out."
             )
         return Draws(keys=keys if self.randomness == "different" else None)
+
+    def refuse_draws(self, before: RandomState, one: str) -> None:
+        """Refuse random numbers drawn since then, unless the caller allows them."""
+        if self.randomness == "error" and drawn_since(before, self.tensors):
+            set_random_state(before)
+            raise RuntimeError(
+                f"{self.function}: expected a loss without random numbers, since "
+                f'randomness="error". Pass randomness="different" (each {one} draws '
+                f'its own) or "same".'
+            )
 
     def by_itself(self) -> Self:
         """Return a part of a call that is split in the way that suits it best."""
