@@ -171,8 +171,8 @@ class _NormCollector(Holding):
         self.hold(name, factor.settled()[1], factor.bytes)
 
     def settle(self, held: dict[str, FactorNorms]) -> None:
-        alone = {name: each for name, (each, *more) in held.items() if not more}
-        small = {n: each for n, each in alone.items() if isinstance(each, Dense)}
+        firsts = {name: parts[0] for name, parts in held.items() if len(parts) == 1}
+        small = {n: each for n, each in firsts.items() if isinstance(each, Dense)}
         gathered(small, held, self.groups.values())
         norms = settled(held)
         where = doubtful(norms)
@@ -302,7 +302,6 @@ class WeightedSum(Quantity):
     """The sum of gradients with the weights of a call."""
 
     def collector(self, call: Call) -> _Weighted:
-        check_weights(call.weights, call.batch.size)
         return _Weighted(call)
 
     def partial(self, collector: _Weighted, call: Call) -> Params:

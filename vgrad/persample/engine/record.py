@@ -261,7 +261,11 @@ class Recorder:
                 if proxies or (batched and op.fused):
                     output = self._by_rule(op, func, args, kwargs)
             elif op.recorded is not None and batched:
-                output = self._by_form(op.recorded, func, args, kwargs)
+                around, self._op = self._op, self._op or func
+                try:
+                    output = op.recorded(self, *args, **kwargs)
+                finally:
+                    self._op = around
             if output is not None:
                 return output
         if func in modes.ASKING:
@@ -289,13 +293,6 @@ class Recorder:
             if modes.is_mapped_here(tensor):
                 self.inner.leaves.append(tensor)
         return tensor
-
-    def _by_form(self, form: Callable, func: Callable, args: tuple, kwargs: dict):
-        around, self._op = self._op, self._op or func
-        try:
-            return form(self, *args, **kwargs)
-        finally:
-            self._op = around
 
     def _by_rule(self, op: Op, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run an op on physical tensors; None where its rule does not fit this call."""

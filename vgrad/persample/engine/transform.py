@@ -331,14 +331,8 @@ class Transform(Generic[Result]):
     def on(self, *given: Any, **more: Any) -> Any:
         """Compute the quantity of `Inputs` but for fields of the options, and keys."""
         own = self.options
-        inputs = Inputs(
-            *given,
-            **more,
-            loss_scale=own.loss_scale,
-            keys=self.keys,
-            max_norm=own.max_norm,
-            scales=own.scales,
-        )
+        more |= {"loss_scale": own.loss_scale, "max_norm": own.max_norm}
+        inputs = Inputs(*given, **more, scales=own.scales, keys=self.keys)
         return (self.reduce or self.execute)(self, inputs)
 
     def run(
