@@ -65,10 +65,10 @@ def looped(function: Callable, call: MemberCall) -> list[Any]:
     results = []
     arguments = [*map(call.member, range(call.layout.members))]
     with RNG_LOCK, protect(call.protected()):
-        before = random_state(call.tensors)
+        # Each member draws from where the one before it stopped, unless told otherwise.
+        different = call.randomness == "different"
+        before = random_state(() if different else call.tensors)
         for member, own in enumerate(arguments):
-            # Each member draws from where the one before it stopped, unless told
-            # otherwise.
             if call.randomness == "same":
                 set_random_state(before)
             results.append(function(member, *own))
