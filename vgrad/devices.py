@@ -5,7 +5,6 @@ is an accelerator: cuda, xpu, mps and the backends of others take one way.
 """
 
 from collections.abc import Iterable
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ def is_host(device: torch.device) -> bool:
 
 def accelerators(tensors: Iterable[Tensor]) -> set[torch.device]:
     """Return the accelerators that tensors are on."""
-    devices = {*map(attrgetter("device"), tensors)}
-    return {device for device in devices if device.type not in ("cpu", "meta")}
+    return {x.device for x in tensors if x.device.type not in ("cpu", "meta")}
 
 
 def all_accelerators() -> list[torch.device]:

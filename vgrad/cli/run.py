@@ -6,7 +6,6 @@ differ in anything that changes them is refused.
 """
 
 import contextlib
-import fcntl
 import math
 import os
 import sys
@@ -62,7 +61,7 @@ def _begin(settings: Settings, folder: Path, mesh: DeviceMesh | None) -> None:
             if ranks.rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
                 files.sync_folder(folder.parent)
-                locks.enter_context(_locked(folder))
+                locks.enter_context(files.locked(folder, "training"))
                 _refuse_taken(folder)
         states = {run: trainer.start for run, trainer in job.trainers.items()}
         if mesh is not None:
@@ -89,7 +88,7 @@ def _resume(folder: Path, arguments: Namespace, mesh: DeviceMesh | None) -> None
                     f"--resume {folder}: expected the folder of a run, got none there."
                 )
             if ranks.rank == 0:
-                locks.enter_context(_locked(folder))
+                locks.enter_context(files.locked(folder, "training"))
         with ranks.together("train, its checks"):
             job, states, before = _checked(folder, arguments, mesh)
         lengths = before["lengths"]
@@ -243,21 +242,6 @@ def _save(
         description["members"] = job.settings.members
     released = states[run]
     checkpoint.save_model(folder, released.params, released.buffers, description)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder, os.O_RDONLY)  # a kill releases it
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BlockingIOError(
-                f"{folder}: expected a folder in which no other process is training."
-            ) from error
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
