@@ -13,7 +13,7 @@ import sys
 import warnings
 from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, NoReturn
 
@@ -33,9 +33,6 @@ RATES = {"cnn": 1.0, "resnet": 0.1, "mlp": 0.25, "a factory": 0.1}
 BATCH = 720
 """Samples in a batch, where the data have twice as many."""
 
-MOST_EPOCHS = 10**6
-"""A run is saved after each of them."""
-
 _LONGEST = 2000
 """Characters of a message."""
 
@@ -44,94 +41,59 @@ _LONGEST = 2000
 
 
 class Kind(NamedTuple):
-    """The values that an option or an entry of a file may have, and words for them."""
+    """The values that an option may have, and words for them."""
 
     words: str
     holds: Callable[[Any], bool]
 
 
-TEXT = Kind("text", lambda value: isinstance(value, str))
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+ANY = Kind("any", lambda value: True)
 
 
-def whole(least: int = -(2**63), most: int = 2**63 - 1) -> Kind:
-    """A whole number of 64 bits within bounds, which are included."""
-    return Kind(
-        f"a whole number from {least} to {most}",
-        lambda value: type(value) is int and least <= value <= most,
-    )
-
-
-def number(least: float = -math.inf, most: float = math.inf) -> Kind:
-    """A finite number within bounds, which are included."""
-    return Kind(
-        f"a finite number from {least} to {most}",
-        lambda value: _finite(value) and least <= value <= most,
-    )
+def whole(least: int, most: int) -> Kind:
+    """A whole number within bounds, which are included."""
+    words = f"a whole number from {least} to {most}"
+    return Kind(words, lambda value: least <= value <= most)
 
 
 def above(low: float, high: float = math.inf) -> Kind:
     """A finite number within bounds, which are excluded."""
     words = f"a finite number above {low}" + f" and below {high}" * (high < math.inf)
-    return Kind(words, lambda value: _finite(value) and low < value < high)
+    return Kind(words, lambda value: low < value < high)
 
 
 def one_of(names: Collection[str]) -> Kind:
     """One of these names."""
-    words = f"one of {', '.join(names)}"
-    return Kind(words, lambda value: isinstance(value, str) and value in names)
+    return Kind(f"one of {', '.join(names)}", lambda value: value in names)
 
 
-SCHEME = Kind(
+def matching(pattern: str, words: str) -> Kind:
+    """Text that a regular expression matches."""
+    return Kind(words, lambda value: bool(re.fullmatch(pattern, value)))
+
+
+SCHEME = matching(
+    "independent|(bisr|band-inv-mf|band-mf|blt):[1-9][0-9]{0,2}",
     "independent, or a scheme and its size, such as band-mf:4, bisr:4, band-inv-mf:4 "
     "or blt:2",
-    lambda value: (
-        isinstance(value, str)
-        and bool(
-            re.fullmatch(
-                "independent|(bisr|band-inv-mf|band-mf|blt):[1-9][0-9]{0,2}", value
-            )
-        )
-    ),
 )
-
-QUANTILE = Kind(
-    "a number between 0 and 1, such as 0.5, or none",
-    lambda value: (
-        isinstance(value, str) and bool(re.fullmatch(r"none|1|0(\.[0-9]{1,9})?", value))
-    ),
+QUANTILE = matching(
+    r"none|1|0(\.[0-9]{1,9})?", "a number between 0 and 1, such as 0.5, or none"
 )
-GROUPS = Kind(
+GROUPS = matching(
+    r"none|([^\s:,]+:[0-9.]{1,9}(,(?!$)|$))+",
     "none, or patterns of names of parameters with a norm each, such as "
     "'*weight:1,*bias:0.1'",
-    lambda value: (
-        isinstance(value, str)
-        and bool(re.fullmatch(r"none|([^\s:,]+:[0-9.]{1,9}(,(?!$)|$))+", value))
-    ),
 )
-QUERIES = Kind(
-    "misclassified, or indices of held-out samples, such as 0:10 or 3,17,20",
-    lambda value: (
-        isinstance(value, str)
-        and bool(re.fullmatch(rf"misclassified|{_PLACES}(,{_PLACES})*", value))
-    ),
-)
-LARGEST = Kind(
-    "a whole number above zero, auto or none",
-    lambda value: (
-        isinstance(value, str)
-        and bool(re.fullmatch("none|auto|[1-9][0-9]{0,9}", value))
-    ),
-)
-
-
 _PLACES = "[0-9]{1,9}(:[0-9]{1,9})?"
 """An index, or a start and the end after it."""
-
-
-def _finite(value: Any) -> bool:
-    """Return whether a value is a number, and a finite one as a float."""
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+QUERIES = matching(
+    rf"misclassified|{_PLACES}(,{_PLACES})*",
+    "misclassified, or indices of held-out samples, such as 0:10 or 3,17,20",
+)
+LARGEST = matching(
+    "none|auto|[1-9][0-9]{0,9}", "a whole number above zero, auto or none"
+)
 
 
 # Options.
@@ -147,13 +109,13 @@ class Options:
     """The options of a training run, without the folder."""
 
     data: str = _option(
-        TEXT,
+        ANY,
         "digits",
         "digits (with scikit-learn), mnist, cifar10 (through torchvision) or an .npz "
         "file with x_train, y_train, x_test, y_test and, optionally, classes",
     )
     model: str = _option(
-        TEXT,
+        ANY,
         "cnn",
         "cnn, mlp, resnet, or module:factory, called with channels, height, width and "
         "classes",
@@ -162,14 +124,12 @@ class Options:
         whole(1, 10**4),  # all of them are in memory
         1,
         "how many models to train; more than one make a deep ensemble, whose members "
-        "differ in initialisation and batches",
+        "differ in initialisation and batches, with --without-privacy",
     )
     without_privacy: bool = _option(
-        FLAG, False, "train the ensemble without privacy alone, not one with it beside"
+        ANY, False, "train without privacy, as ensembles are"
     )
-    epsilon: float = _option(
-        above(0), 3.0, "the budget of the whole run, all members together"
-    )
+    epsilon: float = _option(above(0), 3.0, "the budget of the whole run")
     delta: float = _option(
         above(0, 1),
         1e-5,
@@ -217,7 +177,7 @@ class Options:
         "mean gradient is clipped; epsilon stays",
     )
     epochs: int = _option(
-        whole(1, MOST_EPOCHS), 50, "passes over the data; one is 1 / q steps"
+        whole(1, 10**6), 50, "passes over the data; one is 1 / q steps"
     )
     batch_size: int = _option(
         whole(1, 2**31 - 1),
@@ -246,7 +206,7 @@ class Options:
         "batches filled up to a few sizes, inductor, which compiles them for minutes, "
         "or eager",
     )
-    device: str = _option(TEXT, "cpu", "cpu, cuda, cuda:1, ...")
+    device: str = _option(ANY, "cpu", "cpu, cuda, cuda:1, ...")
     seed: int = _option(
         whole(0, 2**32 - 1),  # torch's generators on the CPU use 32 bits
         0,
@@ -254,7 +214,7 @@ class Options:
         "never the noise",
     )
     reproducible_noise: bool = _option(
-        FLAG,
+        ANY,
         False,
         "let the seed fix batches and noise too; epsilon may then not be claimed",
     )
@@ -275,13 +235,10 @@ def _typed(convert: Callable[[str], Any], kind: Kind) -> Callable[[str], Any]:
     """Return a function that reads a value from the text that was typed."""
 
     def read(text: str) -> Any:
-        try:
-            value = convert(text)
-        except ValueError:
-            value = None
-        if not kind.holds(value):
-            raise ArgumentTypeError(f"expected {kind.words}, got {text!r}")
-        return value
+        with suppress(ValueError):
+            if kind.holds(value := convert(text)):
+                return value
+        raise ArgumentTypeError(f"expected {kind.words}, got {text!r}")
 
     return read
 

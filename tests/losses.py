@@ -5,7 +5,7 @@ stands what tests of per-sample quantities share.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -46,9 +46,6 @@ class Case:
     criterion: Callable | None = F.cross_entropy
     loops: bool = False
     """Whether torch's vmap loops over samples in one of its ops."""
-    tolerance: dict[torch.dtype, float] = field(
-        default_factory=lambda: {torch.float64: 1e-10, torch.float32: 2e-5}
-    )
 
     def run(self, model: nn.Module, *sample: Any) -> Tensor:
         """Run a module as `sample_loss` does, for the reference."""
@@ -489,6 +486,11 @@ def product(params: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) ->
     return (params["w"] * x).sum()
 
 
+def linear(params: dict, buffers: dict, x: Tensor, g: Tensor) -> Tensor:
+    """A loss whose gradient is a product of inputs, added up over positions."""
+    return (F.linear(x, params["w"]) * g).sum()
+
+
 def squared(params: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
     """A loss that is no linear function of its parameter."""
     return (params["w"] * x).square().sum()
@@ -555,6 +557,50 @@ class Peak(TorchDispatchMode):
         storages = {leaf.untyped_storage()._cdata for leaf in leaves}
         alive = (key for key, (ref, _) in self.alive.items() if not ref.expired())
         return len(set(alive) - storages)
+
+
+class Ops(TorchDispatchMode):
+    """Notes the calls of ops, each by its name and its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple, dict]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func.overloadpacket.__name__, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def count(self, *starts: str) -> int:
+        """Return the number of calls of ops whose names begin so."""
+        return sum(name.startswith(starts) for name, *_ in self.calls)
+
+
+def errors_of_sums(
+    net: nn.Module, batch: tuple, dtype: torch.dtype, within: Any, clipping: str
+) -> tuple[float, float]:
+    """Errors under autocast of a clipped sum, and of the gradient of the batch."""
+    (x, y), where = batch, batch[0].device.type
+    loss, params, buffers = of_model(net, F.cross_entropy, torch.float32)
+    exact = oracle.loss_gradients(loss, params, buffers, batch)
+    norms = oracle.norms(exact)
+    bound = 0.7 * float(norms.mean())
+    weights = bound / (norms + 0.01)
+    weights = (bound / norms).clamp(max=1) if clipping == "flat" else weights
+    scale = vgrad.precision.NoOpLossScale()
+    if dtype == torch.float16:
+        scale = vgrad.precision.StaticLossScale(2.0**10)
+    options = {"clipping": clipping, "strategy": "recorded", "loss_scale": scale}
+    compute = vgrad.clipped_grad(loss, max_norm=bound, **options)
+    with torch.autocast(where, dtype):
+        with within:
+            found = compute(params, buffers, x, y).grads
+        value = scale.scale(F.cross_entropy(net(x), y, reduction="sum"))
+    plain = torch.autograd.grad(value, [*net.parameters()])
+    plain = dict(zip(params, scale.unscale(plain), strict=True))
+    return (
+        oracle.distance(found, oracle.weighted(exact, weights)),
+        oracle.distance(plain, oracle.weighted(exact, torch.ones_like(norms))),
+    )
 
 
 def old_function(forward: Callable, backward: Callable) -> type:

@@ -106,6 +106,16 @@ def error(found, expected) -> float:
     return worst
 
 
+def distance(found, expected) -> float:
+    """Relative error of a whole tree: the norm of what differs over that of all."""
+    gap = whole = 0.0
+    for value, exact in _pairs(found, expected):
+        value, exact = (each.detach().cpu().double() for each in (value, exact))
+        gap += float((value - exact).square().sum())
+        whole += float(exact.square().sum())
+    return (gap / whole) ** 0.5
+
+
 def assert_exact(found, expected, tolerance: float = EXACT) -> None:
     """Compare trees of tensors, each relative to its largest expected entry.
 

@@ -6,7 +6,7 @@ Where one of these fails, a new torch has changed what the name says, and
 
 import shutil
 import warnings
-from functools import partial, wraps
+from functools import wraps
 
 import pytest
 import torch
@@ -325,22 +325,6 @@ def test_modes_and_subclasses_are_left_out():
         assert (X.as_subclass(Refusing) + 1).shape == X.shape
 
 
-def test_opened_attention_projects_as_it_should():
-    layer, given = torch.nn.MultiheadAttention(2, 1), []
-    own = layer.in_proj_weight, layer.in_proj_bias
-
-    def projections(*args):
-        given.extend(args)
-        return [args[0] * factor for factor in (1, 0, 3)]
-
-    more = None, None, False, 0.0, torch.eye(2), None
-    attention = modes.opened_attention(projections)
-    out, weights = attention(X, X, X, 2, 1, *own, *more)
-    assert all(a is b for a, b in zip(given[3:], own, strict=True))
-    assert torch.equal(weights, torch.full((3, 3), 1 / 3))
-    torch.testing.assert_close(out, 3 * X.mean(0).expand(3, 2))
-
-
 def test_saved_arguments_are_those_of_the_call():
     x = torch.ones(2)
     saved = autograd.SavedArguments({"y": 1}, x, None)
@@ -378,54 +362,6 @@ def test_an_exception_leaves_no_hooks_of_checkpoints():
     assert (autograd.hooks() is None) == (torch.__version__ >= (2, 13))
     autograd.close(caught.value)
     assert autograd.hooks() is None
-
-
-ADAM = dict(beta1=0.9, beta2=0.999, eps=1e-8, amsgrad=False)
-SGD = dict(momentum=0.9, dampening=0.0, nesterov=False, is_first_step=False)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "reference", "options"),
-    [
-        (kernels.fused_adam_, torch.optim.Adam, ADAM),
-        (kernels.fused_adamw_, torch.optim.AdamW, ADAM),
-        (kernels.fused_sgd_, partial(torch.optim.SGD, momentum=0.9), SGD),
-    ],
-)
-def test_fused_steps_are_those_of_torch(kernel, reference, options):
-    own, grad = torch.randn(5), torch.randn(5)
-    leaf = own.clone().requires_grad_()
-    leaf.grad = grad.clone()
-    reference([leaf], lr=0.1, weight_decay=0.01).step()
-    slots = [[torch.zeros(5)] for _ in range(2)]
-    slots = slots[:1] if options is SGD else [*slots, [], [torch.tensor(1.0)]]
-    common = dict(lr=torch.tensor(0.1), weight_decay=0.01, maximize=False)
-    kernel([own], [grad], *slots, **common, **options)
-    torch.testing.assert_close(own, leaf.detach())
-
-
-CONVOLVED = (None, (1,), (0,), (1,), False, (0,), 1, [False, True, False])
-
-
-@pytest.mark.parametrize(
-    ("function", "derivative"),
-    [
-        (torch.tanh, lambda g, w, output: kernels.tanh_backward(g, output)),
-        (torch.sigmoid, lambda g, w, output: kernels.sigmoid_backward(g, output)),
-        (
-            lambda w: F.conv1d(X[None], w),
-            lambda g, w, output: kernels.convolution_backward(
-                g, X[None], w.new_empty(()).expand(w.shape), *CONVOLVED
-            )[1],
-        ),
-    ],
-)
-def test_derivatives_are_those_of_autograd(function, derivative):
-    w = torch.randn(4, 3, 2, requires_grad=True)
-    output = function(w)
-    (expected,) = torch.autograd.grad(output.sum(), w)
-    found = derivative(torch.ones_like(output), w.detach(), output.detach())
-    torch.testing.assert_close(found, expected)
 
 
 def checkpointed(x):

@@ -4,7 +4,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,24 @@ def replace(path: Path, *content: bytes | memoryview, private: bool = False) -> 
         partial.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+@contextmanager
+def locked(folder: Path, doing: str) -> Iterator[None]:
+    """Refuse a folder that another process has locked, and lock it in a block."""
+    import fcntl  # which Windows lacks
+
+    descriptor = os.open(folder, os.O_RDONLY)  # a kill releases it
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(
+                f"{folder}: expected a folder in which no other process is {doing}."
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def new_folder(

@@ -218,9 +218,12 @@ wide: Callable[[torch.dtype], torch.dtype] = partial(torch.promote_types, torch.
 """The dtype for arithmetic on numbers of a dtype: float32 or wider."""
 
 
+_WIDE = torch.float32, torch.float64, torch.complex64, torch.complex128
+
+
 def widened(tensor: Tensor) -> Tensor:
     """Cast a tensor to float32 or wider."""
-    return cast(tensor, wide(tensor.dtype))
+    return tensor if tensor.dtype in _WIDE else tensor.to(wide(tensor.dtype))
 
 
 def double(tensor: Tensor) -> Tensor:

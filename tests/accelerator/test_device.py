@@ -1,11 +1,9 @@
 """The device itself: its memory, generators and kernels, and the counts of its work."""
 
-import copy
 import io
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from tests.accelerator import device
@@ -100,36 +98,6 @@ def test_operands_have_shapes_and_bytes():
     assert [each.shape for each in event.inputs] == [(3, 4), (4, 2)]
     assert [each.bytes for each in event.inputs] == [48, 16]
     assert event.outputs == [device.Operand((3, 2), "Float", 24)]
-
-
-def test_a_seed_means_the_numbers_of_the_host_in_states_apart():
-    ours, theirs = torch.Generator(HERE), torch.Generator()
-    ours.manual_seed(3), theirs.manual_seed(3)
-    numbers = torch.randn(5, generator=theirs)
-    state = ours.get_state()
-    assert torch.randn(5, device=HERE, generator=ours).tolist() == numbers.tolist()
-    ours.set_state(state)
-    assert torch.randn(5, device=HERE, generator=ours).tolist() == numbers.tolist()
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    assert torch.randn(5, device=HERE).tolist() == numbers.tolist()
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-@pytest.mark.parametrize("bias", [True, False])
-def test_recurrent_layers_have_the_numbers_of_the_host(kind, bias):
-    theirs = getattr(nn, kind)(3, 5, num_layers=2, bias=bias).double()
-    ours = copy.deepcopy(theirs).to(HERE)
-    x = torch.randn(4, 2, 3, dtype=torch.float64, requires_grad=True)
-    y = x.detach().to(HERE).requires_grad_()
-    outputs = theirs(x)[0], ours(y)[0]
-    torch.testing.assert_close(outputs[1].cpu(), outputs[0])
-    for output in outputs:
-        output.sin().sum().backward()
-    torch.testing.assert_close(y.grad.cpu(), x.grad)
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a.grad.cpu(), b.grad)
 
 
 def test_memory_has_an_end_and_comes_back():

@@ -7,6 +7,7 @@ on the device. Every tensor of a result lies on the device, unless the case says
 import copy
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import TensorDataset
 
 import vgrad
-from bench import modelled
 from tests import losses, oracle
 from tests.accelerator import device
 from tests.golden import calls
@@ -26,7 +26,7 @@ from vgrad import ensemble, training
 from vgrad.factors import products
 from vgrad.precision import DynamicLossScale, StaticLossScale
 from vgrad.torch_private import kernels
-from vgrad.training import EnsembleState, TrainState
+from vgrad.training import TrainState
 
 HERE = device.NAME
 
@@ -206,15 +206,6 @@ def test_compiled_and_keyed_quantities(kind):
     equal(lambda place: run(place, lambda each: each.keyed(keys)))
 
 
-def distance(found, exact):
-    """Return the error of a whole tree of tensors, relative to its length."""
-    pairs = [*zip(*map(pytree.tree_leaves, (found, exact)), strict=True)]
-    pairs = [each for each in pairs if isinstance(each[0], torch.Tensor)]
-    found, exact = zip(*pairs, strict=True)
-    gaps = {n: a.cpu() - b for n, (a, b) in enumerate(zip(found, exact, strict=True))}
-    return losses.length(gaps) / losses.length(dict(enumerate(exact)))
-
-
 WAYS = [(True, False, 2**28), (True, True, 2**28), (True, True, 0), (False, True, 0)]
 """Whether a device multiplies halves into float32, whether it rounds float32 to TF32,
 and how many products are worth a sum in terms."""
@@ -230,43 +221,27 @@ def multiplying(halves, tf32, few):
         yield
 
 
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", [*losses.CASES, *RECURRENT, *PACKED])
+@pytest.mark.parametrize(
+    ("name", "low"),
+    [(name, torch.bfloat16) for name in (*losses.CASES, *RECURRENT, *PACKED)]
+    + [(name, torch.float16) for name in ("mlp", "cnn", "tied", "LSTM", "packed")],
+)
 def test_autocast(name, low):
     loss, params, buffers, batch = built(name, torch.float32)
     exact = oracle.in_double((params, buffers, *batch))
     given = moved(HERE, (params, buffers, *batch))
+    expected = {
+        kind: quantity(kind, loss)(partial(moved, "cpu"), *exact)
+        for kind in calls.QUANTITIES
+    }
     for kind, strategy in table():
-        expected = quantity(kind, loss)(partial(moved, "cpu"), *exact)
         run = quantity(kind, loss, strategy=strategy)
         limit = torch.finfo(low).eps * (24 if kind == "moments" else 8)  # of squares
         for halves, tf32, few in WAYS if strategy == "recorded" else WAYS[:1]:
             with multiplying(halves, tf32, few), torch.autocast(HERE, low):
                 found = run(partial(moved, HERE), *given)
             case = kind, strategy, halves, tf32, few
-            assert distance(found, expected) <= limit, case
-
-
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("positions", [3, 60])
-def test_norms_of_halves_are_products_of_halves(positions, low):
-    def loss(params, buffers, x, g):
-        return (F.linear(x, params["w"]) * g).sum()
-
-    params = {"w": torch.zeros(40, 40, dtype=low)}
-    batch = torch.randn(2, 5, positions, 40).to(low).unbind(0)
-    exact = oracle.norms(oracle.loss_gradients(loss, params, {}, batch))
-    given = moved(HERE, (params, {}, *batch))
-    compute = vgrad.per_sample_norm(loss, strategy="recorded")
-    with device.counted() as counts:
-        found = compute(*given)
-    torch.testing.assert_close(found.double().cpu(), exact, rtol=1e-6, atol=0)
-    events = [each for each in counts.events if each.op in ("mm", "bmm")]
-    events = [each for each in events if each.line.startswith("factors/")]
-    assert len(events) == (2 if positions == 3 else 1)
-    for event in events:
-        assert {each.dtype for each in event.outputs} == {"Float"}
-        assert modelled.rate(event, tf32=False) == "half"
+            assert oracle.distance(found, expected[kind]) <= limit, case
 
 
 def test_autocast_inside_a_transform_of_torch():
@@ -297,58 +272,26 @@ def test_a_capture_holds_for_one_autocast():
 ADAMW = vgrad.optim.adamw(1e-2)
 
 
-def steps_of(create, make, place, entries, batches, tx):
-    step = make(tx)
-    state = create(tx, *place(entries), seed=7)
-    for batch in batches(state) if callable(batches) else batches:
+def steps_of(kind, place, tx=ADAMW, *, count=3, compiled=False, **options):
+    evaluated = kind == "members"
+    step, state = calls.begun(kind, tx, place, evaluated=evaluated, **options)
+    batches, sizes = [calls.data()] * count, {}
+    if kind == "private":
+        everything, sizes = calls.data(calls.SIZE), {"batch_sizes": (calls.SIZE,)}
+        drawn = vgrad.dp.Plan(**calls.PLAN).sampler(state)
+        batches = [[part[rows] for part in everything] for rows in islice(drawn, 4)]
+    step = vgrad.compile(step, backend="replay", **sizes) if compiled else step
+    for batch in batches:
         state, metrics = step(state, *place(batch))
     return state.params, state.buffers, state.optimizer, metrics
 
 
-def plain(place, of=calls.of_batch, count=3, compiled=False, tx=ADAMW, **options):
-    fmodel, params, buffers = calls.functional()
-
-    def make(tx):
-        step = training.train_step(of(fmodel), tx, **options)
-        return vgrad.compile(step, backend="replay") if compiled else step
-
-    batches = [calls.data()] * count
-    return steps_of(TrainState.create, make, place, (params, buffers), batches, tx)
-
-
-def private(place, compiled=False, tx=ADAMW, **options):
-    fmodel, params, buffers = calls.functional()
-    plan = losses.plan(dataset_size=24, sampling_rate=0.25, steps=4)
-
-    def make(tx):
-        options.setdefault("randomness", "different")
-        step = training.private_step(calls.of_sample(fmodel), tx, plan, **options)
-        if compiled:
-            step = vgrad.compile(step, batch_sizes=(24,), backend="replay")
-        return step
-
-    def batches(state):
-        for rows in plan.sampler(state):
-            yield tuple(part[rows] for part in calls.data(24))
-
-    return steps_of(TrainState.create, make, place, (params, buffers), batches, tx)
-
-
-def members(place, tx=ADAMW, **options):
-    models = [calls.net(seed).eval() for seed in range(3)]
-    fmodel, *entries = vgrad.stack(models, disable_autograd_tracking=True)
-
-    def make(tx):
-        loss = calls.of_batch(fmodel)
-        return training.ensemble_train_step(loss, tx, **options)
-
-    return steps_of(EnsembleState.create, make, place, entries, [calls.data()] * 3, tx)
-
-
+KINDS = ["batches", "private", "members"]
+plain, private, members = (partial(steps_of, kind) for kind in KINDS)
 SCALED = dict(loss_scale=StaticLossScale(2.0**10))
 STEPS = {
     "train": plain,
-    "train, sample loss": partial(plain, of=calls.of_sample),
+    "train, sample loss": partial(steps_of, "samples"),
     "train, donated": partial(plain, donate=True),
     "train, replayed": partial(plain, compiled=True, count=4),
     "train, scaled": partial(plain, **SCALED),
@@ -374,7 +317,7 @@ def test_steps(name):
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-@pytest.mark.parametrize("run", [plain, private, members])
+@pytest.mark.parametrize("run", [plain, private, members], ids=KINDS)
 def test_policies(run, policy):
     """What autocast casts differs; the steps are those of float32, nearly."""
 

@@ -12,7 +12,6 @@ from tests import oracle
 from tests.accelerator import device, ranks
 from tests.distributed.processes import Processes
 from tests.golden import calls
-from vgrad import training
 from vgrad.distributed import (
     data_parallel,
     gather,
@@ -23,12 +22,11 @@ from vgrad.distributed import (
     shard_members,
     single_process_mesh,
 )
-from vgrad.training import EnsembleState, TrainState
 
 STARTS_PROCESSES = True
 """Of its own, from the process of pytest."""
 
-ADAMW = vgrad.optim.adamw(1e-2)
+begun = partial(calls.begun, tx=vgrad.optim.adamw(1e-2), evaluated=True)
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +64,13 @@ def quantity(name, mesh, place):
 
 
 def private(mesh, place, shards=False):
-    fmodel, params, buffers = functional()
-    plan = vgrad.dp.Plan(**calls.PLAN)
-    loss = calls.of_sample(fmodel)
-    step = training.private_step(loss, ADAMW, plan)
-    params = place(params)
-    if mesh is not None and shards:
-        params = shard(params, mesh)
-    state = TrainState.create(ADAMW, params, place(buffers), seed=7)
-    batches = plan.sampler(state)
+    def placed(entries):
+        params, buffers = place(entries)
+        sharded = shards and mesh is not None
+        return shard(params, mesh) if sharded else params, buffers
+
+    step, state = begun("private", place=placed, randomness="error")
+    batches = vgrad.dp.Plan(**calls.PLAN).sampler(state)
     if mesh is not None:
         step, batches = data_parallel(step, mesh), local_batches(batches, mesh)
     everything = calls.data(calls.SIZE)
@@ -84,9 +80,7 @@ def private(mesh, place, shards=False):
 
 
 def plain(mesh, place):
-    fmodel, params, buffers = functional()
-    step = training.train_step(calls.of_sample(fmodel), ADAMW)
-    state = TrainState.create(ADAMW, *place((params, buffers)), seed=7)
+    step, state = begun("samples", place=place)
     batch = calls.data()
     if mesh is not None:
         step = data_parallel(step, mesh)
@@ -98,10 +92,7 @@ def plain(mesh, place):
 
 
 def members(mesh, place):
-    models = [calls.net(seed).eval() for seed in range(3)]
-    fmodel, *entries = vgrad.stack(models, disable_autograd_tracking=True)
-    step = training.ensemble_train_step(calls.of_batch(fmodel), ADAMW)
-    state = EnsembleState.create(ADAMW, *place(entries), seed=7)
+    step, state = begun("members", place=place)
     if mesh is not None:
         step = member_parallel(step, mesh, members=3, axis="dp")
         state = shard_members(state, mesh, axis="dp")

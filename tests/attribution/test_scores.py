@@ -410,3 +410,9 @@ def test_wrong_arguments_are_refused():
         own(*given, [batch], curvature=blocks, damping=0.0)
     with pytest.raises(ValueError, match=r"margin\(fmodel\): expected logits"):
         attribution.margin(fmodel)(params, buffers, x[:1], y[0])
+    for target in (y - 100, y + 1, y.double(), y[:, None]):  # some of them are right
+        for strategy in ("recorded", "loop"):
+            measure = attribution.margin(fmodel)
+            margins = vgrad.per_sample_grad(measure, strategy=strategy)
+            with pytest.raises(ValueError, match="expected a class from 0 to 2 as the"):
+                margins(params, buffers, x, target)

@@ -460,6 +460,16 @@ def test_a_file_that_is_gone_is_written_again(folder):
         write(folder, cut(N, N + 2), first=N)  # without the samples that are missing
 
 
+def test_two_processes_do_not_write_one_store(folder):
+    before = content(folder)
+    with files.locked(folder, "writing a store"):  # as of any other open file
+        with pytest.raises(BlockingIOError, match="no other process is writing a sto"):
+            write(folder, cut(N, N + 2), first=N)
+        assert len(whole(Store(folder))["0.bias"]) == N
+    assert content(folder) == before
+    assert len(write(folder, cut(N, N + 2), first=N)) == N + 2
+
+
 def test_names_of_parameters_are_no_paths(tmp_path):
     params = {"../../w": torch.ones(3).double(), "": torch.ones(3).double()}
 

@@ -12,11 +12,10 @@ from tests.cli import runs
 
 KINDS = {
     "one": ["--epsilon", "2"],
-    "three": [*runs.THREE, "--epsilon", "2"],
     "plain": [*runs.THREE, runs.PLAIN],
     "fixed": [runs.FIXED, "--max-norm", "0.8"],
 }
-"""Runs of two epochs: of one model, of three, of three without privacy."""
+"""Runs of two epochs: of one model, of three without privacy, of one again."""
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -220,8 +220,9 @@ def reference(
     y = torch.from_numpy(held["y_train"])
     model = built(images, seed)
     params = list(model.parameters())
-    own = streams.of_plan(key, plan)
-    sizes = {"multiplier": plan["noise_multiplier"], "sensitivity": max_norm / BATCH}
+    if private:
+        own, sizes = streams.of_plan(key, plan), {"sensitivity": max_norm / BATCH}
+        sizes["multiplier"] = plan["noise_multiplier"]
     cast = contextlib.nullcontext
     if dtype is not None:
         cast = functools.partial(torch.autocast, "cpu", dtype=dtype)

@@ -4,7 +4,9 @@ import _pickle
 import json
 import os
 import pickle
+import shutil
 import stat
+import sys
 
 import pytest
 import safetensors.torch
@@ -13,8 +15,9 @@ from torch import nn
 
 import vgrad
 from tests import oracle
-from tests.cli.runs import watched
+from tests.cli.runs import error, forge, net, refuse, watched
 from vgrad import files, optim
+from vgrad.__main__ import main
 from vgrad.cli import checkpoint, models
 from vgrad.training import TrainState
 
@@ -243,3 +246,118 @@ def test_a_model_whose_code_has_changed_is_not_loaded(tmp_path, changed, message
     save_model(tmp_path, values, **changed)
     with pytest.raises(ValueError, match=rf"model\.safetensors: .*{message}"):
         checkpoint.load(tmp_path)
+
+
+def forge_model(folder, **changed):
+    """Change entries of a model, and seal it."""
+    path = folder / "model.safetensors"
+    tensors, description = files.read_tensors(path, "model")
+    files.write_tensors(path, tensors, description | changed)
+
+
+@pytest.fixture
+def evil(tmp_path, module):
+    code = 'import pathlib\npathlib.Path(__file__).with_name("sprung").touch()\n'
+    layers = "torch.nn.Linear(6, 64), torch.nn.Tanh(), torch.nn.Linear(64, classes)"
+    module("evil", code + net(layers))
+    return tmp_path / "sprung"
+
+
+def test_no_model_chooses_the_code_that_runs(copied, images, capsys, evil):
+    run = copied("one")
+    forge_model(run, model="evil:make")
+    judge = ["evaluate", run, "--data", images]
+    other = "expected the model 'math:sqrt', got 'evil:make'"
+    assert "name it: with --model" in error(capsys, *judge)
+    assert other in error(capsys, *judge, "--model", "math:sqrt")
+    with pytest.raises(ValueError, match="a file may not choose the code that runs"):
+        checkpoint.load(run)
+    with pytest.raises(ValueError, match=other):
+        checkpoint.load(run, model="math:sqrt")
+    assert not evil.exists()
+    assert "evil" not in sys.modules
+    checkpoint.load(run, model="evil:make")
+    assert evil.exists()
+    assert main([*map(str, judge), "--model", "evil:make"]) == 0
+
+
+def test_no_state_chooses_the_code_that_runs(copied, capsys, evil):
+    run = copied("one")
+    (run / "report.html").unlink()
+    forge(run, lambda entries: entries["arguments"].update(model="evil:make"))
+    command = ["train", "--resume", run]
+    assert "name it: with --model" in error(capsys, *command)
+    message = error(capsys, *command, "--model", "mlp")
+    assert "expected --model evil:make, which the run was started with" in message
+    assert not evil.exists()
+    # Named again, it is imported, and is not the model that the run was started with.
+    assert "source_sha256" in error(capsys, *command, "--model", "evil:make")
+    assert evil.exists()
+
+
+def test_an_ensemble_and_its_members_are_loaded_from_their_folder(finished):
+    three, single = (finished(kind)[0] for kind in ("plain", "one"))
+    fmodel, params, buffers = checkpoint.load(three)
+    state, _ = checkpoint.read_state(three)
+    assert not fmodel.training
+    assert buffers == {}
+    for name, value in params.items():
+        assert value.is_leaf
+        assert value.requires_grad
+        oracle.assert_exact(value, state[f".plain.params['{name}']"], 0)
+    x = torch.randn(5, 1, 1, 6)
+    scores = vgrad.ensemble_forward(fmodel)(params, buffers, x)
+    for i in range(3):
+        model = checkpoint.load(three, member=i)
+        assert not model.training
+        assert all(value.requires_grad for value in model.parameters())
+        oracle.assert_exact(model(x), scores[i], 1e-6)
+    for folder, member, message in (
+        *((three, member, "a whole number >= 0") for member in (-1, True, 1.0, "0")),
+        (three, 3, "expected a file with member 3, got 3 mem"),
+        (single, 0, "which holds one model. Leave member out."),
+        (three / "none", 0, "got no file"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            checkpoint.load(folder, member=member)
+
+
+def test_a_folder_of_two_runs_is_no_guess(copied, finished, images, capsys):
+    one = copied("one")
+    for name in ("ensemble.json", "ensemble.safetensors"):
+        shutil.copy(finished("plain")[0] / name, one / name)
+    with pytest.raises(ValueError, match=r"one run, got model\.safetensors and ens"):
+        checkpoint.load(one)
+    message = error(capsys, "evaluate", one, "--data", images)
+    assert "expected the folder of one run" in message
+
+
+def test_a_message_is_one_short_line_whatever_is_in_a_file(copied, images, capsys):
+    one = copied("one")
+    forge_model(one, model="\x1b[31m\n\ud83d\ude00" + "x" * 10_000)
+    message = error(capsys, "evaluate", one, "--data", images)
+    assert message[:-1].isprintable()
+    assert len(message) < 2100
+
+
+def test_figures_that_were_changed_are_refused_before_anything_is_cut(copied, capsys):
+    one = copied("one")
+    (one / "report.html").unlink()
+    with (one / "metrics.jsonl").open("a") as file:
+        file.write("of a lost step")
+    plain = (one / "plain.jsonl").read_bytes()
+    for content, message in (
+        (plain[:-1], "bytes of the saved state"),
+        (b"[" + plain, "plain.jsonl: expected figures of a run, got"),
+        (plain.replace(b"step", b"stop"), "plain.jsonl: expected figures of a run"),
+    ):
+        (one / "plain.jsonl").write_bytes(content)
+        refuse(capsys, one, message)
+
+
+@pytest.mark.parametrize("name", ["file", ".file.partial"])
+def test_no_link_is_followed(tmp_path, name):
+    os.symlink(tmp_path / "victim", tmp_path / name)
+    files.replace(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["file"]

@@ -640,7 +640,9 @@ def test_arguments_in_float32_stay_float32():
     vector = {n: torch.randn_like(value) for n, value in params.items()}
     product = flat(curvature.vector_product(*given)(vector))
     oracle.assert_exact(product, exact @ flat(vector).double(), 1e-5)
-    assert curvature.kfac(*given).trace().dtype == torch.float64
+    found = curvature.ekfac(*given).trace()  # rotated in float32
+    assert found.dtype == torch.float64
+    oracle.assert_exact(found, exact.trace(), 1e-6)
 
 
 class OverTheBatch(nn.Module):
@@ -657,7 +659,7 @@ class OverTheBatch(nn.Module):
 @pytest.mark.parametrize(
     ("layer", "text"),
     [
-        (nn.BatchNorm1d(2), "depend on the batch|more than 1 value"),
+        (nn.BatchNorm1d(2), "treats every sample by itself"),
         (OverTheBatch(), "depend on the batch"),
         (nn.Dropout(1e-6), "draws random numbers"),
     ],
@@ -790,6 +792,20 @@ def test_what_cannot_be_computed_is_refused():
         curvature.trace(ggn, params, buffers, batches, size=3)
 
 
+@pytest.mark.parametrize(
+    ("method", "text"),
+    [
+        (curvature.kfac, r"kfac\(batches\): .* finite, got others of '0.weight'"),
+        (curvature.full, r"full\(batches\): .* finite, got others of 'a parameter'"),
+    ],
+)
+def test_gradients_without_finite_squares_are_named(method, text):
+    _, (fmodel, params, buffers), [(x,), _] = problem("mlp")
+    x[0], params = 1e200, params | {"0.weight": 0 * params["0.weight"]}
+    with pytest.raises(ValueError, match=text):
+        method(curvature.ggn(fmodel, "gaussian"), params, buffers, [(x,)])
+
+
 def test_large_parameters_without_sides_are_named():
     weight = nn.Parameter(torch.randn(70, 70))
 
@@ -879,9 +895,13 @@ class OutsideTorch(torch.autograd.Function):
 
 
 @pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
-def test_backward_passes_without_a_derivative_are_refused():
+@pytest.mark.parametrize("share", [1.0, 1e-3])
+def test_backward_passes_without_a_derivative_are_refused(share):
+    def function(x, a, b):
+        return (x @ a + share * OutsideTorch.apply(x @ a)) @ b
+
     torch.manual_seed(1)
-    module = Op(lambda x, a, b: OutsideTorch.apply(x @ a) @ b)
+    module = Op(function)
     fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
     x = torch.ones(2, 3).double()
     given = curvature.ggn(fmodel, "gaussian"), params, buffers, [(x,)]
@@ -890,6 +910,16 @@ def test_backward_passes_without_a_derivative_are_refused():
     product = curvature.vector_product(*given)
     with pytest.raises(ValueError, match="whose backward pass can be differentiated"):
         product(params)
+
+
+def test_half_precision_inside_of_a_model_is_no_other_derivative():
+    torch.manual_seed(1)
+    module, x = Op(lambda x, a, b: (x @ a).bfloat16().double() @ b), torch.ones(2, 3)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
+    given = curvature.ggn(fmodel, "gaussian"), params, buffers, [(x.double(),)]
+    exact = dense(module, given[3], "gaussian") @ flat(params)
+    found = flat(curvature.vector_product(*given)(params))
+    oracle.assert_exact(found, exact, 0.02)
 
 
 @pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")

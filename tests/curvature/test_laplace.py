@@ -337,7 +337,7 @@ def test_what_has_no_posterior_is_refused():
     with pytest.raises(ValueError, match="batch at least, got none"):
         make(data=[])
     with pytest.raises(ValueError, match="an iterator is used up"):
-        make(data=iter(data))
+        make(data=iter(data), structure="ekfac")
     whole = make(structure="full")
     with pytest.raises(ValueError, match="expected a number, since"):
         replace(whole, prior_precision=dict.fromkeys(params, 1.0))

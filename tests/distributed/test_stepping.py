@@ -101,29 +101,41 @@ def test_private_steps_are_those_of_one_process(some, name):
         assert equal(state for _, (state, _) in results)
 
 
-def _discrete(size):
-    plan, dtype = plan_of(6, discrete=True), torch.float32
-    forms = PLAIN, COMPILED
-    return [private(size, "mlp", dtype, plan, **form)[0] for form in forms]
+CLIP = quantile_clip(rate=0.5, start=0.2, count_deviation=2.0)
+CORRELATED = noising.bisr(3), noising.band_mf(2), noising.blt(2)
+OPTIONS = {
+    "scaled gradients": ({"tx": SCALED}, {}, 1e-10),
+    "a bound that adapts": ({"tx": optim.adam(0.01)}, {"max_norm": CLIP}, 1e-4),
+    "dropout": ({"drop": 0.5}, {}, 1e-12),
+    # The gradient of a sample does not depend on the others of its rank.
+    "integers": ({}, {"discrete": True}, 0),
+    **{each.scheme: ({}, {"scheme": each}, 1e-12) for each in CORRELATED},
+}
+"""Options of a step, fields of its plan, and the largest difference."""
 
 
-def test_sums_of_integers_are_exact_on_any_number_of_ranks(some):
-    """The gradient of a sample does not depend on the others of its rank."""
-    results = some.run(_discrete, some.size)
-    for states in zip(*results, strict=True):
-        assert equal([*_discrete(0), *states])
+def _with_options(size, name):
+    options, fields, _ = OPTIONS[name]
+    dtype, forms = torch.float64, [PLAIN, SHARDS, COMPILED]
+    if name == "integers":
+        dtype, forms = torch.float32, [PLAIN, COMPILED]
+    given = "mlp", dtype, plan_of(4, **fields)
+    return [
+        private(size, *given, **form, **options)[0]
+        for form in (forms if size > 1 else [PLAIN])
+    ]
 
 
-def _scaled(size):
-    cases, given = (PLAIN, SHARDS, COMPILED), ("mlp", torch.float64, plan_of(4))
-    return [private(size, *given, tx=SCALED, **case)[0] for case in cases]
-
-
-def test_so_are_steps_that_scale_gradients(some):
-    expected, _ = private(0, "mlp", torch.float64, plan_of(4), tx=SCALED)
-    for states in some.run(_scaled, some.size):
-        for state in states:
-            oracle.assert_exact(state.params, expected.params, 1e-10)
+@pytest.mark.filterwarnings("ignore:.*runs in eager mode")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_so_are_steps_with_options(ranks, name):
+    with distributed.single_process_mesh("dp"):
+        [expected] = _with_options(int(name == "dropout"), name)
+    results = ranks(2).run(_with_options, 2, name)
+    for state in (state for states in results for state in states):
+        oracle.assert_exact(state.params, expected.params, OPTIONS[name][-1])
+        oracle.assert_exact(state.max_norm, expected.max_norm, 1e-12)
+    assert all(map(equal, zip(*results, strict=True)))
 
 
 def _of_rows(size):
@@ -140,12 +152,6 @@ def test_all_ranks_choose_the_same_rows(some):
         for state, found in results:
             oracle.assert_exact(state.params, expected.params, 1e-12)
             assert found["rows"] == metrics["rows"]
-
-
-CLIP = quantile_clip(rate=0.5, start=0.2, count_deviation=2.0)
-
-
-CORRELATED = noising.bisr(3), noising.band_mf(2), noising.blt(2)
 
 
 def _of_noise(size, scheme, folder):
@@ -188,40 +194,6 @@ def test_correlated_noise_is_the_same_bits_on_any_number_of_ranks(
     assert all(value.any() for value in expected.values())
 
 
-def _correlated(size):
-    cases = (PLAIN, SHARDS, COMPILED) if size else (PLAIN,)
-    plans = [plan_of(4, scheme=scheme) for scheme in CORRELATED]
-    given = "mlp", torch.float64
-    return [
-        [private(size, *given, plan, **form)[0] for form in cases] for plan in plans
-    ]
-
-
-def test_steps_with_correlated_noise_are_those_of_one_process(some):
-    for found in some.run(_correlated, some.size):
-        for [one], states in zip(_correlated(0), found, strict=True):
-            for state in states:
-                oracle.assert_exact(state.params, one.params, 1e-12)
-
-
-def _adapting(size):
-    cases = PLAIN, SHARDS, COMPILED
-    given = "mlp", torch.float64, plan_of(4, max_norm=CLIP)
-    return [private(size, *given, **case, tx=optim.adam(0.01))[0] for case in cases]
-
-
-def test_the_bound_of_the_next_step_is_that_of_the_whole_batch(some):
-    given = "mlp", torch.float64, plan_of(4, max_norm=CLIP)
-    expected, _ = private(0, *given, tx=optim.adam(0.01))
-    results = some.run(_adapting, some.size)
-    for state in (state for states in results for state in states):
-        oracle.assert_exact(state.max_norm, expected.max_norm, 1e-12)
-        oracle.assert_exact(state.params, expected.params, 1e-4)
-    for states in zip(*results, strict=True):
-        assert equal(states)
-        assert len({float(state.max_norm) for state in states}) == 1
-
-
 def units(size):
     """Take steps on units of three samples, 0 for a plain process."""
     mesh = mesh_of(size)[0] if size else None
@@ -244,21 +216,6 @@ def test_whole_units_are_cut_among_ranks(some):
     states = some.run(units, some.size)
     assert equal(states)
     oracle.assert_exact(states[0].params, expected.params, 1e-12)
-
-
-def _dropping(size):
-    cases = PLAIN, SHARDS, COMPILED
-    plan = plan_of(4)
-    return [private(size, "mlp", torch.float64, plan, drop=0.5, **c)[0] for c in cases]
-
-
-@pytest.mark.filterwarnings("ignore:.*runs in eager mode")
-def test_private_steps_with_dropout_are_those_of_one_rank(some):
-    with distributed.single_process_mesh("dp"):
-        expected, _ = private(1, "mlp", torch.float64, plan_of(4), drop=0.5)
-    for states in some.run(_dropping, some.size):
-        for state in states:
-            oracle.assert_exact(state.params, expected.params, 1e-12)
 
 
 ORDERS = {

@@ -126,9 +126,7 @@ def test_epsilon_stays_tight_for_little_privacy_loss_per_step(rate, noise):
 
 RUNS = [
     (0.01, 0.8, 1000, 1e-5),
-    (0.5, 5.0, 200, 1e-5),
     pytest.param(0.1, 0.4, 10, 1e-6, marks=SLOW),
-    pytest.param(1e-4, 0.7, 10_000, 1e-7, marks=SLOW),
     pytest.param(0.999, 2.0, 5, 1e-3, marks=SLOW),
 ]
 

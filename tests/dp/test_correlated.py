@@ -109,8 +109,9 @@ def by_tensors(noise, sums):
 WAYS = {"host": gaussian.Noise.advanced, "graph": graph, "device": by_tensors}
 
 
-@pytest.mark.parametrize("first", [0, 5])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "first"), [("host", 0), ("host", 5), ("graph", 5), ("device", 0)]
+)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_noise_is_the_inverse_of_c_times_all_draws(kind, way, first, monkeypatch):
     """Before it is rounded: the grid is much finer here."""
@@ -239,8 +240,12 @@ def test_the_grid_of_a_tensor_is_that_of_a_number(number):
 # Parts.
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize(("sizes", "text"), [((2,), "0"), ((4,), "1"), ((2, 2), "R0")])
+@pytest.mark.parametrize(
+    ("kind", "sizes", "text"),
+    [(KINDS[0], (2,), "0"), (KINDS[2], (4,), "1")]
+    + [(kind, (2, 2), "R0") for kind in KINDS],
+    ids=str,
+)
 def test_every_rank_adds_its_part_of_the_noise(kind, sizes, text):
     full = {"a": torch.randn(9, 6), "b": torch.zeros(3)}
     expected, last = run(full, range(6), *kind)
@@ -356,8 +361,10 @@ def test_donated_and_replayed_steps_are_the_same(name):
 @pytest.mark.slow
 @pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("name", CORRELATED)
+@pytest.mark.parametrize(
+    ("name", "donate"),
+    [(name, bool(number % 2)) for number, name in enumerate(CORRELATED)],
+)
 def test_compiled_steps_add_the_noise_of_eager_ones_in_one_capture(name, donate):
     expected, made = steps_of(plan_of(name)), []
 
@@ -419,12 +426,12 @@ def plain(value):
 # Secrets.
 
 
-@pytest.mark.parametrize("name", CORRELATED)
-def test_nothing_that_is_shown_or_released_has_a_history(name, tmp_path):
-    state = steps_of(plan_of(name), count=3)[-1]
+def test_nothing_that_is_shown_or_released_has_a_history(tmp_path):
+    plan = plan_of("blt")
+    state = steps_of(plan, count=3)[-1]
     assert "noise=NoiseHistory(<secret>)" in repr(state)
     assert repr(state.noise) == "NoiseHistory(<secret>)"
-    noise = plan_of(name).step_noise(
+    noise = plan.step_noise(
         Sensitivity(0.25),
         gaussian.Streams(),
         key=state.key,
@@ -432,7 +439,7 @@ def test_nothing_that_is_shown_or_released_has_a_history(name, tmp_path):
         history=state.noise,
     )
     assert "history" not in repr(noise)
-    release(tmp_path / "model", state, plan_of(name))
+    release(tmp_path / "model", state, plan)
     assert {path.name for path in (tmp_path / "model").iterdir()} == {
         "model.safetensors",
         "privacy.json",
@@ -445,7 +452,7 @@ def test_nothing_that_is_shown_or_released_has_a_history(name, tmp_path):
 # Refusals.
 
 
-@pytest.mark.parametrize("name", CORRELATED)
+@pytest.mark.parametrize("name", ["bisr, cached", "band_mf", "blt"])
 def test_a_history_of_another_run_is_refused(name):
     plan, states = plan_of(name), steps_of(plan_of(name))
     third = states[3]
@@ -485,7 +492,7 @@ def test_a_run_whose_noise_or_bound_goes_on_starts_without_plain_steps(name):
     private_step(loss, ADAM, plan_of("independent"))(state, DATA[:4])
 
 
-@pytest.mark.parametrize("name", CORRELATED)
+@pytest.mark.parametrize("name", ["bisr, cached", "blt"])
 def test_a_fork_needs_a_plan_that_begins_with_it(name):
     plan, states = plan_of(name), steps_of(plan_of(name))
     assert states[0].fork().noise == ()

@@ -253,11 +253,6 @@ ENCODER_LAYER = partial(layer, "encoder", "eval")
 TRANSFORMERS = {
     **transformers("train", norm_first=True),
     **transformers("eval", norm_first=False),  # which torch would run by a fused kernel
-    "encoder, train": case(partial(ENCODER, "train", **FIRST), TOKENS),
-    "encoder, eval": case(partial(ENCODER, "eval", **FIRST), TOKENS),
-    "encoder, padded": case(
-        partial(ENCODER, "train", **FIRST), TOKENS, PADDED, call=encoded
-    ),
     "encoder, gelu, no bias": case(
         partial(ENCODER, "train", activation="gelu", bias=False, norm_first=True), TIME
     ),
@@ -334,13 +329,7 @@ CONVOLUTIONS = {
         call=lambda m, x: m(x, output_size=[6, 6]),
     ),
     "classifier": case(CLASSIFIER, PIXELS, expanded=["7.weight"]),
-    "batch norm, evaluated": case(
-        "nn.Conv1d(3, 4, 2), evaluated(nn.BatchNorm1d(4))", (1, 3, 6)
-    ),
-    "batch norm 3d": case("evaluated(nn.BatchNorm3d(2))", (1, 2, 2, 3, 2)),
     "group and instance norms": case(NORMS, PIXELS),
-    "instance norm": case("nn.InstanceNorm1d(3, affine=True)", (1, 3, 5)),
-    "instance norm 3d": case("nn.InstanceNorm3d(2, affine=True)", (2, 2, 3, 2)),
     "instance norm, running statistics": case(RUNNING, (1, 3, 3, 3)),
 }
 
@@ -365,7 +354,7 @@ CASES = {name: each for cases in CASES for name, each in cases.items()}
 ALONE = ["itself", "itself, no weights", "bias_kv", "bias is a parameter", "function"]
 ALONE += ["function, positions", "encoder layer, train", "encoder layer, eval"]
 ALONE += ["gru, no batch", "lstm with a state", "classifier"]
-ALONE += ["group and instance norms", "batch norm, evaluated", "norms"]
+ALONE += ["group and instance norms", "norms"]
 """Cases that run without a layer in front, too: inputs then need no gradient."""
 
 

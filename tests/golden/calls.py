@@ -14,7 +14,13 @@ from torch.utils.data import TensorDataset
 import vgrad
 from tests.distributed.processes import Processes, mesh_of
 from tests.optim import optimizers
-from vgrad.training import EnsembleState, TrainState, private_step, train_step
+from vgrad.training import (
+    EnsembleState,
+    TrainState,
+    ensemble_train_step,
+    private_step,
+    train_step,
+)
 
 SAMPLES, STEPS = 6, 20
 
@@ -171,40 +177,53 @@ PLAN = dict(dataset_size=SIZE, sampling_rate=0.25, noise_multiplier=0.7, max_nor
 PLAN |= dict(steps=STEPS, delta=1e-3)
 
 
-def private(*, passes=1, compiled=False, **options):
-    fmodel, params, buffers = functional()
-    plan, tx = vgrad.dp.Plan(**PLAN), vgrad.optim.adamw(1e-2)
-    step = private_step(
-        of_sample(fmodel), tx, plan, passes=passes, randomness="different", **options
+def begun(
+    kind,
+    tx,
+    place=lambda tree: tree,
+    *,
+    dtype=torch.float64,
+    evaluated=False,
+    **options,
+):
+    """Return a step of a kind and its first state, whose tensors are placed."""
+    models = [net(seed) for seed in range(3 if kind == "members" else 1)]
+    models = [each.to(dtype).train(not evaluated) for each in models]
+    if kind == "members":
+        fmodel, *entries = vgrad.stack(models, disable_autograd_tracking=True)
+        step = ensemble_train_step(of_batch(fmodel), tx, **options)
+        return step, EnsembleState.create(tx, *place(entries), seed=7)
+    fmodel, *entries = vgrad.make_functional_with_buffers(
+        *models, disable_autograd_tracking=True
     )
+    if kind == "private":
+        plan = vgrad.dp.Plan(**PLAN)
+        options = {"randomness": "different"} | options
+        step = private_step(of_sample(fmodel), tx, plan, **options)
+    else:
+        loss = {"batches": of_batch, "samples": of_sample}[kind](fmodel)
+        step = train_step(loss, tx, **options)
+    return step, TrainState.create(tx, *place(entries), seed=7)
+
+
+def private(*, compiled=False, **options):
+    step, state = begun("private", vgrad.optim.adamw(1e-2), **options)
     step = vgrad.compile(step, batch_sizes=(8, 16, SIZE)) if compiled else step
-    state = TrainState.create(tx, params, buffers, seed=7)
     everything = data(SIZE)
-    for rows in plan.sampler(state):
+    for rows in vgrad.dp.Plan(**PLAN).sampler(state):
         state, _ = step(state, *(part[rows] for part in everything))
     return state.params
 
 
-def plain(loss, *, compiled=False, **options):
-    fmodel, params, buffers = functional()
-    tx = vgrad.optim.sgd(0.1, momentum=0.9)
-    step = train_step(loss(fmodel), tx, **options)
+def plain(kind, tx=None, *, compiled=False, **options):
+    step, state = begun(kind, tx or vgrad.optim.sgd(0.1, momentum=0.9), **options)
     step = vgrad.compile(step) if compiled else step
-    state = TrainState.create(tx, params, buffers, seed=7)
     for _ in range(STEPS):
         state, _ = step(state, *data())
     return state.params
 
 
-def members(*, donate=False):
-    models = [net(seed) for seed in range(3)]
-    fmodel, params, buffers = vgrad.stack(models, disable_autograd_tracking=True)
-    tx = vgrad.optim.adam(1e-2)
-    step = vgrad.training.ensemble_train_step(of_batch(fmodel), tx, donate=donate)
-    state = EnsembleState.create(tx, params, buffers, seed=7)
-    for _ in range(STEPS):
-        state, _ = step(state, *data())
-    return state.params
+members = partial(plain, "members", vgrad.optim.adam(1e-2))
 
 
 def gradients_of_a_module():
@@ -225,10 +244,10 @@ def gradients_of_a_module():
 
 
 KINDS = {
-    "train, batch loss": partial(plain, of_batch),
-    "train, sample loss": partial(plain, of_sample),
-    "train, donated": partial(plain, of_batch, donate=True),
-    "train, compiled": partial(plain, of_batch, compiled=True),
+    "train, batch loss": partial(plain, "batches"),
+    "train, sample loss": partial(plain, "samples"),
+    "train, donated": partial(plain, "batches", donate=True),
+    "train, compiled": partial(plain, "batches", compiled=True),
     "private": private,
     "private, chunks": partial(private, chunk_size=4),
     "private, two passes": partial(private, passes=2),

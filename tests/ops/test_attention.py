@@ -142,8 +142,14 @@ def test_outputs_and_gradients_equal_those_of_a_loop(problem, kind):
     torch.testing.assert_close(found, summed, **close)
 
 
-@pytest.mark.parametrize("in_dims", [(0, 1, 0), (0, None, 0), (None, 0, 1)])
-@pytest.mark.parametrize("dims", [(0, None, 0, 0), (None, 0, 1, 0), (0, 0, 0, 0)])
+@pytest.mark.parametrize(
+    ("in_dims", "dims"),
+    [
+        *(((0, 1, 0), dims) for dims in ((0, None, 0, 0), (None, 0, 1, 0))),
+        *(((0, None, 0), dims) for dims in ((0, None, 0, 0), (0, 0, 0, 0))),
+        *(((None, 0, 1), dims) for dims in ((None, 0, 1, 0), (0, 0, 0, 0))),
+    ],
+)
 def test_gradients_of_nested_vmaps_equal_those_of_a_loop(in_dims, dims):
     tensors, shapes = [], [(2, 5, 4), (2, 6, 4), (2, 6, 4), (5, 6)]
     axes = zip(shapes, (*in_dims, 0), dims, strict=True)

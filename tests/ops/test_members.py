@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from tests import oracle
@@ -232,19 +231,6 @@ def test_autograd_may_differentiate_twice_and_for_many_vectors_at_once(plain, sh
         return *twice, *torch.autograd.grad(value, leaves, many, is_grads_batched=True)
 
     close(derivatives(mapped), derivatives(looped), tolerance=1e-10)
-
-
-def test_forward_mode_of_autograd_goes_through_a_linear_layer():
-    dims = (None, 0, 0)
-    x, weight, bias = own(*LINEAR, dims=dims)
-    direction = random(*weight.shape, seed=3)
-
-    def tangent(run):
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(weight.clone().requires_grad_(), direction)
-            return forward_ad.unpack_dual(run(F.linear, dims, x, dual, bias)).tangent
-
-    torch.testing.assert_close(tangent(mapped), tangent(looped))
 
 
 # Forms.

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import vgrad
-from tests import oracle
+from tests import losses, oracle
 from tests.examples import examples
 from tests.losses import (
     STRATEGIES,
@@ -41,10 +41,6 @@ LARGEST = 3.4e38
 
 def linear(w, x, g):
     return (F.linear(x, w) * g).sum()
-
-
-def linear_with_buffers(params, buffers, x, g):
-    return linear(params["w"], x, g)
 
 
 def convolved(w, x, g):
@@ -318,11 +314,7 @@ def test_room_for_rounding_is_not_more_than_rounding_needs(name, size):
 def test_features_that_are_all_equal_round_alike(sizes, positions):
     """Positions cancel, and no error of a sum over features averages out."""
     inputs, outputs = sizes
-    clipped = vgrad.clipped_grad(
-        lambda params, buffers, x, g: (F.linear(x, params["w"]) * g).sum(),
-        max_norm=0.7,
-        strategy="recorded",
-    )
+    clipped = vgrad.clipped_grad(losses.linear, max_norm=0.7, strategy="recorded")
     params = {"w": torch.zeros(outputs, inputs)}
     for apart in (2**-4, 2**-5, 2**-6, 2**-8):
         signs = torch.ones(positions, 1)
@@ -341,8 +333,8 @@ def test_norms_are_right_where_positions_cancel(apart):
     signs = torch.tensor([1.0, -1 - apart, 1 + apart, -1])[:, None]
     # The last position differs, so that something is left of two of them.
     batch = x.expand(-1, 4, -1), g * signs * torch.tensor([1, 1, 1, 1 + apart])[:, None]
-    exact = oracle.norms(oracle.loss_gradients(linear_with_buffers, params, {}, batch))
-    found = norms(linear_with_buffers, params, *batch, strategy="recorded")
+    exact = oracle.norms(oracle.loss_gradients(losses.linear, params, {}, batch))
+    found = norms(losses.linear, params, *batch, strategy="recorded")
     torch.testing.assert_close(found.double(), exact, rtol=2e-6, atol=0)
 
 
@@ -525,11 +517,7 @@ def test_what_rounding_adds_to_the_sensitivity_is_what_the_text_says(chunk_size,
     torch.manual_seed(0)
     size, w = 8192, torch.randn(10, 20)
     x, g = torch.rand(size, 20) + 0.1, torch.rand(size, 10) + 0.1
-    compute = vgrad.clipped_grad(
-        lambda params, buffers, x, g: linear(params["w"], x, g),
-        max_norm=1.0,
-        chunk_size=chunk_size,
-    )
+    compute = vgrad.clipped_grad(losses.linear, max_norm=1.0, chunk_size=chunk_size)
     alone = torch.outer(g[0].double(), x[0].double())
     alone /= alone.norm().clamp(min=1)
     error = float((moved(compute, {"w": w}, x, g) - alone).norm())

@@ -323,8 +323,11 @@ def test_nothing_stays_behind_after_a_call_or_an_error(run, requires_grad, strat
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("options", [{}, {"chunk_size": "auto"}], ids=str)
-@pytest.mark.parametrize("transform", [*problems.TRANSFORMS, "explain"])
+@pytest.mark.parametrize(
+    ("transform", "options"),
+    [(name, {}) for name in (*problems.TRANSFORMS, "explain")]
+    + [(name, {"chunk_size": "auto"}) for name in ("flat", "explain")],
+)
 def test_nothing_is_alive_after_a_call(transform, options, fails):
     """Neither inputs, nor factors, nor the graph, without help of the collector."""
 

@@ -21,13 +21,9 @@ ENTRIES = {entry.name: entry for entry in of_transformers.ENTRIES}
 RMS = ("norm.weight", "norm_f.weight")  # scales of norms that are written out
 NOT_RULED = {  # endings of names
     "GPT-2": (),
-    "GPT-2, ragged mask, eager": (),
-    "OPT, ragged mask": (),
     "Llama": RMS,
-    "Llama, ragged mask, eager": RMS,
     "T5": RMS,
     "BERT": (),
-    "DistilBERT, ragged mask, sdpa": (),
     "BART": (),
     "ViT": ("cls_token", "position_embeddings"),
     "Swin": ("relative_position_bias_table",),

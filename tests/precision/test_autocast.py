@@ -12,11 +12,10 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import wrap_torch_function
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import vgrad
 from tests import oracle
-from tests.losses import STRATEGIES, Net, Pick, TiedLanguageModel
+from tests.losses import STRATEGIES, Net, Ops, Pick, TiedLanguageModel
 from tests.precision.autocast_ops import CPU, CUDA, PYTHON, STEPPED, UNFAKED, UNLISTED
 from vgrad import ops
 from vgrad.precision import KINDS, autocast, autocasting
@@ -155,14 +154,6 @@ def eps(dtype):
     return torch.finfo(dtype).eps
 
 
-def distance(found, expected):
-    """Return the relative distance of all gradients together."""
-    assert found.keys() == expected.keys()
-    gaps = sum(float((found[n] - expected[n]).double().square().sum()) for n in found)
-    whole = sum(float(each.double().square().sum()) for each in expected.values())
-    return (gaps / whole) ** 0.5
-
-
 def check(name, criterion, low, device="cpu"):
     """Compare transforms of torch and of vgrad with the reference."""
     model, reference, batch = build(name, device)
@@ -192,7 +183,7 @@ def check(name, criterion, low, device="cpu"):
         assert mapped.dtype == outputs.dtype
         gap = float((mapped - outputs).abs().max())
         assert gap <= near * float(outputs.abs().max())
-        assert distance(single, {n: e[0] for n, e in expected.items()}) <= near
+        assert oracle.distance(single, {n: e[0] for n, e in expected.items()}) <= near
     for strategy in STRATEGIES:
         if (name, strategy, device) == ("lstm", "loop", "cpu"):
             continue  # it runs the kernel
@@ -208,7 +199,7 @@ def check(name, criterion, low, device="cpu"):
         torch.testing.assert_close(measured.double(), norms, rtol=near, atol=0)
     for grads in found:
         assert all(each.dtype == torch.float32 for each in grads.values())
-        assert distance(grads, expected) <= near
+        assert oracle.distance(grads, expected) <= near
 
 
 FEW = ["conv, batch norm", "encoder layer", "gru"]
@@ -279,17 +270,10 @@ def test_two_calls_in_one_region_both_have_the_right_gradient():
                 torch.testing.assert_close(found.sum(0), right, rtol=2**-6, atol=2**-6)
 
 
-class Casts(TorchDispatchMode):
-    """Counts casts of what has the shape of a weight."""
-
-    def __init__(self, shape):
-        super().__init__()
-        self.shape, self.count = shape, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._to_copy.default and args[0].shape == self.shape:
-            self.count += kwargs.get("dtype") == BF16
-        return func(*args, **(kwargs or {}))
+def casts(ops):
+    """Count the casts of a weight [7, 7]."""
+    copies = [(args[0], more) for name, args, more in ops.calls if name == "_to_copy"]
+    return sum(x.shape == (7, 7) and more.get("dtype") == BF16 for x, more in copies)
 
 
 @pytest.mark.parametrize("strategy", ["recorded", "vmap"])
@@ -304,9 +288,9 @@ def test_a_weight_that_is_used_again_is_cast_once(strategy):
         return wide.float().sum()
 
     params = {"w": torch.randn(7, 7)}
-    with torch.autocast("cpu", BF16), Casts((7, 7)) as casts:
+    with torch.autocast("cpu", BF16), Ops() as ops:
         vgrad.per_sample_grad(loss, strategy=strategy)(params, {}, x)
-    assert casts.count == 1
+    assert casts(ops) == 1
 
 
 def test_a_weight_is_cast_again_after_a_change_and_at_another_level():
@@ -318,16 +302,16 @@ def test_a_weight_is_cast_again_after_a_change_and_at_another_level():
             for _ in range(2):
                 for _ in range(2):
                     outputs.append(x @ weight)
-                    counts.append(casts.count)
+                    counts.append(casts(ops))
                 weight.mul_(2)
             for _ in range(2):
                 outputs.append(torch.vmap(lambda one: one @ weight)(x))
-                counts.append(casts.count)
+                counts.append(casts(ops))
         seen.append(counts)
         return torch.stack([each[0, 0] for each in outputs])
 
     seen = []
-    with torch.autocast("cpu", BF16), Casts((7, 7)) as casts:
+    with torch.autocast("cpu", BF16), Ops() as ops:
         found = torch.vmap(run)(torch.ones(1, 3, 7))
     assert seen == [[1, 1, 2, 2, 3, 4]]
     assert found[0].tolist() == [7, 7, 14, 14, 28, 28]
@@ -351,7 +335,7 @@ def test_transforms_in_a_loss_get_no_stale_cast(strategy):
     wide = compute(params, {}, x)
     with torch.autocast("cpu", BF16):
         low = compute(params, {}, x)
-    assert 0 < distance(low, wide) <= 0.05
+    assert 0 < oracle.distance(low, wide) <= 0.05
 
 
 def state():

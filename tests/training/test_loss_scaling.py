@@ -161,7 +161,7 @@ NO_SCALES = [
 
 
 @pytest.mark.parametrize(("scale", "message"), NO_SCALES)
-@pytest.mark.parametrize("name", problems.TRANSFORMS)
+@pytest.mark.parametrize("name", [*problems.TRANSFORMS][:2])
 def test_what_is_no_scale_is_refused(name, scale, message):
     compute = problems.TRANSFORMS[name](product)
     match = rf"^{compute.options.function}\(loss_scale.*{message}"

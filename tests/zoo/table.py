@@ -4,10 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 from tests.zoo import (
-    branching,
-    features,
-    handmade,
-    modules,
+    by_hand,
     of_diffusers,
     of_e3nn,
     of_geometric,
@@ -18,10 +15,10 @@ from tests.zoo import (
 from tests.zoo.entries import Entry, Exact, Impossible, Refused
 
 SECTIONS: dict[str, tuple[str, list[Entry]]] = {
-    "Architectures by hand": ("", handmade.ENTRIES),
-    "Modules": ("", modules.ENTRIES),
-    "Python that looks at values": ("", branching.ENTRIES),
-    "Features of torch": ("", features.ENTRIES),
+    "Architectures by hand": ("", by_hand.HANDMADE),
+    "Modules": ("", by_hand.MODULES),
+    "Python that looks at values": ("", by_hand.BRANCHING),
+    "Features of torch": ("", by_hand.FEATURES),
     "transformers": (of_transformers.LIBRARY, of_transformers.ENTRIES),
     "peft": (of_peft.LIBRARY, of_peft.ENTRIES),
     "diffusers": (of_diffusers.LIBRARY, of_diffusers.ENTRIES),

@@ -359,8 +359,16 @@ def _margin(output: Tensor, target: Tensor) -> Tensor:
             f"shape {tuple(output.shape)}."
         )
     place = target.unsqueeze(1)
-    others = output.scatter(1, place, -torch.inf).logsumexp(1)
-    return output.gather(1, place).squeeze(1) - others
+    try:
+        own = output.gather(1, place).squeeze(1)
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:
+            raise
+        raise ValueError(
+            f"margin(fmodel): expected a class from 0 to {output.shape[1] - 1} as the "
+            f"last item of a sample, got another: {error}."
+        ) from error
+    return own - output.scatter(1, place, -torch.inf).logsumexp(1)
 
 
 def _check(

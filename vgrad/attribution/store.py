@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from vgrad import batches as _batches
 from vgrad import checks, files
 from vgrad.curvature import Curvature, Kronecker
-from vgrad.curvature.kronecker import Block
+from vgrad.curvature.kronecker import Block, eigen
 from vgrad.functional.losses import SampleLoss
 from vgrad.persample import Options, per_sample_projection
 from vgrad.persample.engine import Transform
@@ -157,9 +157,9 @@ class Store:
 
         def features() -> Iterator[tuple[Params, int]]:
             given = params, buffers, batches, options
-            for each, samples in matrix.measured(Store.curvature, Gradients(), *given):
+            for each, output in matrix.measured(Store.curvature, Gradients(), *given):
                 rows = {name: grads.flatten(0, 1) for name, grads in each.items()}
-                yield _by_name(project(params, buffers, rows)), samples
+                yield _by_name(project(params, buffers, rows)), len(output)
 
         return self._matrix(features(), diagonal)
 
@@ -177,10 +177,8 @@ class Store:
             count += samples
         blocks = {}
         for name, found in sums.items():
-            values, vectors = found / count, None
-            if not diagonal:
-                values, vectors = torch.linalg.eigh(values)
-            blocks[name] = Block(vectors, None, values.clamp(min=0).unsqueeze(1))
+            values, vectors = eigen("Store.curvature(batches)", name, found / count)
+            blocks[name] = Block(vectors, None, values.unsqueeze(1))
         shapes = {name: torch.Size((len(b.values),)) for name, b in blocks.items()}
         return OfFeatures(blocks, shapes, self.binding)
 
@@ -224,6 +222,7 @@ class Store:
             ValueError: the folder has features of another model, loss or projection, or
                 of other samples; the message names the difference.
             OSError: the disk lacks the room.
+            BlockingIOError: another process writes the store.
 
         Example:
             >>> import tempfile, torch, vgrad
@@ -256,7 +255,7 @@ class Store:
                 "samples_per_file": size,
                 "samples": 0,
             }
-            if not (is_new := _is_new(path)):
+            if not _is_new(path):
                 old = cls(path)._index
                 _compare(function, _flat(old), _flat(index))
                 index["samples"] = old["samples"]
@@ -274,37 +273,44 @@ class Store:
             ids = None if ids is None else _checked_ids(ids, known)
             text = f"{count} samples, {_check_room(path, index, first + count):.3g} MB"
             agreed.same |= {"index": _binding(index), "first": first, "count": count}
-        write = partial(files.write_tensors, path / _NAME, sides, private=True)
-        with ranks.together(f"{function}, index"):
-            if is_new and ranks.rank == 0:
-                path.mkdir(mode=0o700, parents=True, exist_ok=True)
-                write(index)
-        compute = partial(projection, params, buffers)
-        shown = _bar(text, count) if progress and ranks.rank == 0 else nullcontext(int)
-        seen, end = hashlib.sha256(), first
-        with ranks.together(f"{function}, features") as agreed, shown as advance:
-            store = cls(path)  # whose index another process may have written
-            _compare(function, _flat(store._index), _flat(index))
+        with ExitStack() as stack:
+            write = partial(files.write_tensors, path / _NAME, sides, private=True)
+            with ranks.together(f"{function}, index"):
+                if ranks.rank == 0:
+                    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    stack.enter_context(files.locked(path, "writing a store"))
+                    if _is_new(path):
+                        write(index)
+            compute = partial(projection, params, buffers)
+            shown = (
+                _bar(text, count) if progress and ranks.rank == 0 else nullcontext(int)
+            )
+            seen, end = hashlib.sha256(), first
+            with ranks.together(f"{function}, features") as agreed, shown as advance:
+                store = cls(path)  # whose index another process may have written
+                _compare(function, _flat(store._index), _flat(index))
 
-            def note(samples: list[Sample]) -> None:
-                nonlocal end
-                end += len(samples)
-                seen.update(json.dumps(samples).encode())
-                advance(len(samples))
+                def note(samples: list[Sample]) -> None:
+                    nonlocal end
+                    end += len(samples)
+                    seen.update(json.dumps(samples).encode())
+                    advance(len(samples))
 
-            pieces = _pieces(batches, ids, first, size, note)
-            for number, some in itertools.groupby(pieces, lambda each: each[0] // size):
-                if number % ranks.size == ranks.rank:
-                    store._complete(number, some, compute)
-            if ids is not None and end - first != len(ids):
-                raise ValueError(
-                    f"{function}(ids): expected one for each of the {end - first} "
-                    f"samples, got {len(ids)}."
-                )
-            agreed.same["data"] = seen.hexdigest()
-        with ranks.together(f"{function}, end"):
-            if ranks.rank == 0 and end > index["samples"]:
-                write(index | {"samples": end})
+                pieces = _pieces(batches, ids, first, size, note)
+                for number, some in itertools.groupby(
+                    pieces, lambda each: each[0] // size
+                ):
+                    if number % ranks.size == ranks.rank:
+                        store._complete(number, some, compute)
+                if ids is not None and end - first != len(ids):
+                    raise ValueError(
+                        f"{function}(ids): expected one for each of the {end - first} "
+                        f"samples, got {len(ids)}."
+                    )
+                agreed.same["data"] = seen.hexdigest()
+            with ranks.together(f"{function}, end"):
+                if ranks.rank == 0 and end > index["samples"]:
+                    write(index | {"samples": end})
         return cls(path, description=description)
 
     def _files(self) -> Iterator[tuple[Params, list[Sample]]]:

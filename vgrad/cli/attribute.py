@@ -55,7 +55,7 @@ def attribute(arguments: Namespace) -> None:
     fmodel, *entries, _ = checkpoint.read_model(folder, named=arguments.model)
     source = arguments.data or settings.data
     dataset = data.load(source, seed=settings.seed)
-    if data.digest(dataset) != before["data"].get("sha256"):
+    if data.digest(dataset) != before["data"]["sha256"]:
         raise ValueError(
             f"--data {source}: expected the data that the run was trained on, got "
             f"others. Name their file, if it has moved."

@@ -5,8 +5,7 @@ from argparse import Namespace
 
 from vgrad import dp
 from vgrad.cli import checkpoint, report, setup
-from vgrad.cli.settings import check, shape_of
-from vgrad_command import whole
+from vgrad.cli.models import Shape
 
 PICTURE = "audit.png"
 
@@ -18,9 +17,7 @@ def audit(arguments: Namespace) -> None:
         raise ValueError(
             f"audit {folder}: expected a run with privacy, got one without."
         )
-    check(f"audit {folder}, forms", before["forms"], {"chunk_size": whole(1)})
-    plan = dp.Plan(**before["plan"])
-    shape = shape_of(f"audit {folder}", before["data"].get("shape"))
+    plan, shape = dp.Plan(**before["plan"]), Shape(**before["data"]["shape"])
     step, state = setup.audited(settings, shape, plan, before["forms"]["chunk_size"])
     entries = sum(value.numel() for value in state.params.values())
     counts = {"canaries": arguments.canaries, "significance": arguments.significance}

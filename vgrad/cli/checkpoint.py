@@ -8,7 +8,6 @@ figures are computed without noise, and are not. Nothing is pickled.
 import json
 import os
 from argparse import Namespace
-from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
@@ -16,21 +15,12 @@ from torch import Tensor, nn
 
 from vgrad import checks, files, tree
 from vgrad.cli import models
-from vgrad.cli.settings import (
-    TABLE,
-    Settings,
-    check,
-    folder_of,
-    optional,
-    parsed,
-    several,
-    shape_of,
-)
+from vgrad.cli.models import Shape
+from vgrad.cli.settings import Settings, folder_of
 from vgrad.files import Description
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
 from vgrad.training.state import with_history
 from vgrad.typing import Buffers, Params, Tree
-from vgrad_command import MOST_EPOCHS, TEXT, number, whole
 
 STATE = "state.safetensors"
 STATE_TEXT = "state.json"
@@ -44,8 +34,6 @@ FIGURES = {"private": "metrics.jsonl", "plain": "plain.jsonl"}
 """A line of JSON for each epoch of the two runs, private and plain SGD."""
 
 _STATE_KIND = "training state"
-_SECTIONS = ("arguments", "lengths", "data", "plan", "model", "machine", "forms")
-"""Dictionaries in the description of every state."""
 
 # States.
 
@@ -74,19 +62,11 @@ def described(command: str, arguments: Namespace) -> tuple[Path, Settings, Descr
     """Return folder, settings and description of the run that a command is for."""
     folder = folder_of(command, arguments.folder)
     _, before = read_state(folder)
-    check_entries(before)
     again = Namespace(extend=False)
     if arguments.model is not None:
         again.model = arguments.model
     settings = Settings.recorded(before["arguments"], again, command=command)
     return folder, settings, before
-
-
-def check_entries(before: Description) -> None:
-    """Raise a ValueError if a state lacks an entry that every state has."""
-    kinds = {"step": whole(0), **dict.fromkeys(_SECTIONS, TABLE)}
-    kinds["extended"] = optional(several(whole(1, MOST_EPOCHS)))
-    check(STATE, before, kinds)
 
 
 def restored(template: Tree, tensors: dict[str, Tensor]) -> Tree:
@@ -109,31 +89,6 @@ def check_same(before: Description, now: Description) -> None:
                 )
 
 
-def check_progress(
-    folder: Path,
-    before: Description,
-    *,
-    taken: set[int],
-    ends: Sequence[int],
-    names: Collection[str],
-) -> None:
-    """Raise unless states and figures have the progress that the state claims."""
-    path, step, lengths = folder / STATE, before["step"], before["lengths"]
-    if taken != {step} or step not in (0, *ends):
-        raise ValueError(
-            f"{path}: expected states at the end of an epoch, after the {step} steps "
-            f"that it claims, got some after {sorted(taken)}."
-        )
-    check(f"{path}, lengths", lengths, dict.fromkeys(names, whole(0)))
-    past = [end for end in ends if end <= step]
-    for name in names:
-        if [line.step for line in read(folder / name, lengths[name])] != past:
-            raise ValueError(
-                f"{folder / name}: expected one line for each of {len(past)} epochs, "
-                f"got others. The file was changed after it was written."
-            )
-
-
 # Figures.
 
 
@@ -148,18 +103,6 @@ class Record(NamedTuple):
     loss_scale: float | None = None  # of the next step, the smallest of the members
     skipped: int | None = None  # steps without a finite gradient; not of private ones
     member_accuracies: list[float] | None = None
-
-
-_KINDS = {
-    "step": whole(0),
-    "loss": optional(number()),
-    "test_accuracy": number(0, 1),
-    "epsilon": optional(number(0)),
-    "samples_per_second": number(0),
-    "loss_scale": optional(number(0)),
-    "skipped": optional(whole(0)),
-    "member_accuracies": optional(several(number(0, 1))),
-}
 
 
 def append(path: Path, record: Record) -> int:
@@ -194,11 +137,10 @@ def read(path: Path, length: int) -> list[Record]:
             f"{path}: expected the {length} bytes of the saved state, got "
             f"{len(content)}. The file was changed after it was written."
         )
-    records = []
-    for i, line in enumerate(content.splitlines(), start=1):
-        entries = parsed(f"{path}, line {i}", line, _KINDS)
-        records.append(Record(**{name: entries.get(name) for name in Record._fields}))
-    return records
+    try:
+        return [Record(**files.from_json(line)) for line in content.splitlines()]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: expected figures of a run, got {error}.") from error
 
 
 # Models.
@@ -235,11 +177,9 @@ def read_model(
             raise FileNotFoundError(
                 f"{text}: expected the description of an ensemble, got no file."
             )
-        description = parsed(str(text), text.read_bytes(), {"members": whole(1)})
-        tensors, _ = files.read_tensors(path, "ensemble")
-        count = description["members"]
-        if any(tensor.shape[:1] != (count,) for tensor in tensors.values()):
-            raise ValueError(f"{path}: expected {count} members, got another number.")
+        description = files.from_json(text.read_bytes())
+        tensors, about = files.read_tensors(path, "ensemble")
+        count = about["members"]
         if member is not None and member >= count:
             raise ValueError(
                 f"{path}: expected a file with member {member}, got {count} members."
@@ -247,15 +187,13 @@ def read_model(
         one = {name: tensor[0] for name, tensor in tensors.items()}
     else:
         tensors, description = files.read_tensors(path, "model")
-        description.pop("members", None)  # which an ensemble alone has
         if member is not None:
             raise ValueError(
                 f"load(member={member}): expected the folder of an ensemble, got "
                 f"{folder}, which holds one model. Leave member out."
             )
         one = tensors
-    check(str(text), description, {"model": TEXT, "shape": TABLE})
-    spec, shape = description["model"], shape_of(str(text), description["shape"])
+    spec, shape = description["model"], Shape(**description["shape"])
     models.check_named(str(text), spec, named)
     model = models.build(spec, shape, seed=0)
     fmodel, params, buffers = make_functional_with_buffers(model)

@@ -16,12 +16,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from vgrad import files
-from vgrad.cli.models import MOST_CLASSES, Shape
+from vgrad.cli.models import Shape
 
 Arrays = dict[str, np.ndarray]
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
 """The arrays of an .npz file; `classes`, one number, is optional."""
+
+_MOST_CLASSES = 2**16
 
 _PUBLIC_CLASSES = 10
 """Of digits, MNIST and CIFAR-10, by their public descriptions."""
@@ -160,10 +162,10 @@ def _checked(arrays: Mapping[str, Any]) -> Dataset:
             f"{count.shape}."
         )
     classes = int(count)
-    if not 2 <= classes <= MOST_CLASSES or largest >= classes:
+    if not 2 <= classes <= _MOST_CLASSES or largest >= classes:
         raise ValueError(
             f"expected labels from 0 to classes - 1 of at least two classes and at "
-            f"most {MOST_CLASSES}, got the label {largest} and {classes} classes."
+            f"most {_MOST_CLASSES}, got the label {largest} and {classes} classes."
         )
     return Dataset(x_train, y_train, x_test, y_test, classes)
 

@@ -5,7 +5,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -14,22 +13,11 @@ import vgrad
 from vgrad import tree
 from vgrad.cli import checkpoint, data, models
 from vgrad.cli.models import Shape
-from vgrad.cli.settings import TABLE, check, device, folder_of, optional, shape_of
-from vgrad.dp.accounting import Neighbours
+from vgrad.cli.settings import device, folder_of
 from vgrad.ensemble.prediction import EnsemblePrediction, ensemble_forward
-from vgrad_command import KINDS, PRECISIONS, number, one_of
 
 ROWS = 1024
 """Images at a time, so that memory does not grow with the data."""
-
-_TRAINING = {
-    "seed": KINDS["seed"],
-    # Models of earlier versions lack a precision, and were trained in float32.
-    "precision": optional(one_of(PRECISIONS)),
-    "plan": optional(TABLE),
-    "epsilon": optional(number(0)),
-}
-"""Entries of a saved model about its training."""
 
 
 def judge(
@@ -60,18 +48,15 @@ def evaluate(arguments: Namespace) -> None:
     fmodel, params, buffers, description = checkpoint.read_model(
         path, named=arguments.model
     )
-    check(str(path), description, _TRAINING)
     epsilon, privacy = description.get("epsilon"), "trained without privacy"
     if description.get("plan") is not None:
-        check(str(path), description, {"delta": number(0, 1)})
         privacy = "no claim of privacy: the noise is reproducible"
         if epsilon is not None:
             privacy = f"epsilon {epsilon:.3f} at delta {description['delta']:g}"
-            relation = description["plan"].get("neighbours")
-            if relation in get_args(Neighbours):
+            if relation := description["plan"].get("neighbours"):
                 privacy += f", {relation}"
     dataset = data.load(arguments.data, seed=description["seed"])
-    expected, shape = shape_of(str(path), description["shape"]), dataset.shape
+    expected, shape = Shape(**description["shape"]), dataset.shape
     # A file may happen to lack the last classes.
     if shape[:3] != expected[:3] or shape.classes > expected.classes:
         raise ValueError(
@@ -79,7 +64,8 @@ def evaluate(arguments: Namespace) -> None:
             f"made for, got {_words(shape)}."
         )
     params, buffers, dataset = tree.to_device((params, buffers, dataset), where)
-    run = models.under(description.get("precision") or "float32", fmodel)
+    # Models of earlier versions lack a precision, and were trained in float32.
+    run = models.under(description.get("precision", "float32"), fmodel)
     if "members" in description:
         run = ensemble_forward(run, strategy="loop")
     share, of_members = judge(

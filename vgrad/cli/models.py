@@ -22,8 +22,6 @@ from vgrad.precision import policy_for
 from vgrad.torch_private import kernels
 from vgrad_command import RATES
 
-MOST_CLASSES = 2**16
-
 POLICIES: dict[str, str | None] = {
     "float32": None,
     "bfloat16": "mixed_bfloat16",

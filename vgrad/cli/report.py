@@ -30,7 +30,7 @@ from torch import Tensor
 from vgrad import files
 from vgrad.cli import checkpoint
 from vgrad.cli.checkpoint import FIGURES, Record
-from vgrad.cli.setup import Job, stacked
+from vgrad.cli.setup import Job
 from vgrad.dp import Plan
 from vgrad.ensemble.calibration import reliability
 from vgrad.ensemble.prediction import EnsemblePrediction
@@ -63,8 +63,7 @@ def announce(job: Job, ranks: int) -> None:
     start = job.trainers["plain"].start.params.values()
     params = sum(value.numel() for value in start) // count
     members = f", {count} members" if count > 1 else ""
-    steps = f"{job.ends[-1]} steps{' of each member' if count > 1 else ''}"
-    steps += f" on {ranks} ranks" if ranks > 1 else ""
+    steps = f"{job.ends[-1]} steps" + f" on {ranks} ranks" * (ranks > 1)
     noise = "without privacy."
     if plan:
         noise = (
@@ -75,9 +74,6 @@ def announce(job: Job, ranks: int) -> None:
         f"{settings.data}: {sizes} samples. {settings.model}: {params} "
         f"parameters{members}. {steps} at learning rate {settings.lr:g}, {noise}"
     )
-    if plan and count > 1:
-        steps = plan.steps * count
-        say(f"All members share the budget: {steps} steps on the same data.")
     for line in extensions(job):
         say(line)
     if settings.reproducible_noise:
@@ -239,14 +235,11 @@ def draw(job: Job, states: Mapping[str, Any], figures: Figures) -> dict[str, Fig
     pictures = {CURVES: curves(of_run, figures, delta=job.settings.delta)}
     if job.settings.members > 1:
         images, labels = job.data.x_test, job.data.y_test
-        scores = {}
+        state = states["plain"]
         with torch.no_grad():
-            for run in job.trainers:
-                state = stacked(states[run])
-                scores[run] = job.scores(state.params, state.buffers, images)
-        run, logits = next(iter(scores.items()))
-        pictures[RELIABILITY] = reliability_diagram(of_run, scores, labels)
-        pictures[UNCERTAIN] = most_uncertain(of_run, run, logits, images, labels)
+            logits = job.scores(state.params, state.buffers, images)
+        pictures[RELIABILITY] = reliability_diagram(of_run, logits, labels)
+        pictures[UNCERTAIN] = most_uncertain(of_run, logits, images, labels)
     return pictures
 
 
@@ -263,7 +256,7 @@ def title(job: Job) -> str:
     else:
         spent = f"{settings.epsilon:g}"
         if job.extended and job.plan:
-            spent = f"{job.plan.epsilon(releases=settings.members):.3f}"
+            spent = f"{job.plan.epsilon():.3f}"
         words.append(f"epsilon {spent} at delta {settings.delta:g}")
     return ", ".join([*words, f"seed {settings.seed}"])
 
@@ -305,22 +298,19 @@ def curves(title: str, figures: Figures, *, delta: float) -> Figure:
     return figure
 
 
-def reliability_diagram(
-    title: str, scores: Mapping[str, Tensor], labels: Tensor
-) -> Figure:
+def reliability_diagram(title: str, logits: Tensor, labels: Tensor) -> Figure:
     """Draw accuracy and number of samples over confidence, for logits `[E, N, C]`."""
     figure = Figure(figsize=(6, 6.5), layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
     perfect = {"color": "grey", "linestyle": ":", "label": "perfectly calibrated"}
     above.plot([0, 1], [0, 1], **perfect)
-    for run, logits in scores.items():
-        mean = EnsemblePrediction.from_logits(logits).mean
-        known = mean.isfinite().all(1)  # not where a member has diverged
-        bins = reliability(mean[known], labels[known], bins=_BINS)
-        filled = (bins.count > 0).cpu()
-        sure, right, count = (values.cpu()[filled].tolist() for values in bins)
-        above.plot(sure, right, label=TITLES[run], **_LOOKS[run])
-        below.plot(sure, count, **_LOOKS[run])
+    mean = EnsemblePrediction.from_logits(logits).mean
+    known = mean.isfinite().all(1)  # not where a member has diverged
+    bins = reliability(mean[known], labels[known], bins=_BINS)
+    filled = (bins.count > 0).cpu()
+    sure, right, count = (values.cpu()[filled].tolist() for values in bins)
+    above.plot(sure, right, label=TITLES["plain"], **_LOOKS["plain"])
+    below.plot(sure, count, **_LOOKS["plain"])
     above.set_ylabel("accuracy")
     below.set_ylabel("held-out samples")
     below.set_xlabel("confidence: probability of the guess")
@@ -332,7 +322,7 @@ def reliability_diagram(
 
 
 def most_uncertain(
-    title: str, run: str, logits: Tensor, images: Tensor, labels: Tensor
+    title: str, logits: Tensor, images: Tensor, labels: Tensor
 ) -> Figure:
     """Show the samples with the largest predictive entropy, `[N, C, H, W]`."""
     prediction = EnsemblePrediction.from_logits(logits)
@@ -353,8 +343,8 @@ def most_uncertain(
         axes.set_title(text, fontsize=8)
     _head(
         figure,
-        f"The {len(order)} of {len(labels)} held-out samples that the ensemble trained "
-        f"by {TITLES[run]} is least sure of",
+        f"The {len(order)} of {len(labels)} held-out samples that the ensemble is "
+        f"least sure of",
         "Above each: its guess, its label, and the entropy of the mean prediction",
         title,
         width=105,
@@ -433,14 +423,11 @@ def release(job: Job, folder: Path) -> str:
             f"Saved: {folder / checkpoint.ENSEMBLE}, trained without privacy. Nothing "
             f"here hides the training data."
         )
-    names = checkpoint.MODEL
-    if job.settings.members > 1:
-        names = f"{checkpoint.ENSEMBLE} and {checkpoint.ENSEMBLE_TEXT}"
-    epsilon = job.plan.epsilon(releases=job.settings.members)
+    epsilon = job.plan.epsilon()
     return (
-        f"For release: {folder / names}, with epsilon {epsilon:.3f} at delta "
-        f"{job.plan.delta:g} ({job.plan.neighbours}). The other files reveal more "
-        f"of the training data."
+        f"For release: {folder / checkpoint.MODEL}, with epsilon {epsilon:.3f} at "
+        f"delta {job.plan.delta:g} ({job.plan.neighbours}). The other files reveal "
+        f"more of the training data."
     )
 
 

@@ -6,7 +6,6 @@ differ in anything that changes them is refused.
 """
 
 import contextlib
-import fcntl
 import math
 import os
 import sys
@@ -28,7 +27,7 @@ from vgrad.cli import checkpoint, models, report, setup
 from vgrad.cli.checkpoint import FIGURES, Record, States
 from vgrad.cli.evaluate import judge
 from vgrad.cli.settings import Settings, folder_of
-from vgrad.cli.setup import Job, Taken, Trainer, stacked, states_of
+from vgrad.cli.setup import Job, Taken, Trainer
 from vgrad.distributed import RankError, Ranks, replicated
 from vgrad.dp.plan import check_spent
 from vgrad.precision import NoOpLossScale
@@ -62,7 +61,7 @@ def _begin(settings: Settings, folder: Path, mesh: DeviceMesh | None) -> None:
             if ranks.rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
                 files.sync_folder(folder.parent)
-                locks.enter_context(_locked(folder))
+                locks.enter_context(files.locked(folder, "training"))
                 _refuse_taken(folder)
         states = {run: trainer.start for run, trainer in job.trainers.items()}
         if mesh is not None:
@@ -89,12 +88,10 @@ def _resume(folder: Path, arguments: Namespace, mesh: DeviceMesh | None) -> None
                     f"--resume {folder}: expected the folder of a run, got none there."
                 )
             if ranks.rank == 0:
-                locks.enter_context(_locked(folder))
+                locks.enter_context(files.locked(folder, "training"))
         with ranks.together("train, its checks"):
             job, states, before = _checked(folder, arguments, mesh)
-        lengths = {
-            FIGURES[run]: before["lengths"][FIGURES[run]] for run in job.trainers
-        }
+        lengths = before["lengths"]
         if before["step"] == job.ends[-1] and (folder / report.PAGE).exists():
             report.say(f"The run in {folder} is finished; nothing was changed.")
             return
@@ -109,9 +106,8 @@ def _checked(
     folder: Path, arguments: Namespace, mesh: DeviceMesh | None
 ) -> tuple[Job, dict[str, Any], files.Description]:
     tensors, before = checkpoint.read_state(folder)
-    checkpoint.check_entries(before)
     settings = Settings.recorded(before["arguments"], arguments)
-    epochs = [settings.epochs, *(before.get("extended") or [])]
+    epochs = [settings.epochs, *before["extended"]]
     job = setup.prepare(settings, _extended(epochs, arguments), mesh)
     description = job.description
     if job.plan:  # a run that is extended now has more steps
@@ -122,27 +118,15 @@ def _checked(
     restored = checkpoint.restored(States(**starts), tensors)._asdict()
     states = {run: restored[run] for run in job.trainers}
     if job.plan:
-        for state in states_of(states["private"]):
-            check_spent(
-                f"--resume {folder}", job.plan, state.plan_digest, int(state.step)
-            )
-    checkpoint.check_progress(
-        folder,
-        before,
-        taken={int(one.step) for each in states.values() for one in states_of(each)},
-        ends=job.ends,
-        names=[FIGURES[run] for run in job.trainers],
-    )
+        digest = states["private"].plan_digest
+        check_spent(f"--resume {folder}", job.plan, digest, before["step"])
+    for name, length in before["lengths"].items():
+        checkpoint.read(folder / name, length)
     return job, states, before
 
 
 def _extended(epochs: list[int], arguments: Namespace) -> list[int]:
     # The epochs of each extension; `epochs` begins with the number at the start.
-    if epochs != sorted(set(epochs)):
-        raise ValueError(
-            f"{checkpoint.STATE}: expected more epochs after each extension, got "
-            f"{epochs}. The file was changed after it was written."
-        )
     extended = epochs[1:]
     # The same command once more goes on with its extension.
     if not arguments.extend or extended[-1:] == [arguments.epochs]:
@@ -209,7 +193,7 @@ def _epoch(
     show: Callable[[int], None] | None,
 ) -> tuple[Any, Record]:
     total, started = Taken(torch.zeros(()), 0, torch.zeros(())), time.perf_counter()
-    while (step := int(states_of(state)[0].step)) < end:
+    while (step := int(state.step)) < end:
         state, taken = trainer.advance(state, job.data)
         total = total.plus(taken)
         if show is not None:
@@ -217,13 +201,12 @@ def _epoch(
     samples = total.samples
     loss = total.loss.item() / max(1, samples)
     seconds = time.perf_counter() - started  # after item(), which waits for a GPU
-    whole = stacked(state)
     share, members = judge(
-        lambda images: job.scores(whole.params, whole.buffers, images),
+        lambda images: job.scores(state.params, state.buffers, images),
         job.data.x_test,
         job.data.y_test,
     )
-    loss_scale = states_of(state)[0].loss_scale
+    loss_scale = state.loss_scale
     scaled = not isinstance(loss_scale, NoOpLossScale)
     return state, Record(
         step=end,
@@ -257,23 +240,8 @@ def _save(
     }
     if job.settings.members > 1:
         description["members"] = job.settings.members
-    released = stacked(states[run])
+    released = states[run]
     checkpoint.save_model(folder, released.params, released.buffers, description)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder, os.O_RDONLY)  # a kill releases it
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise BlockingIOError(
-                f"{folder}: expected a folder in which no other process is training."
-            ) from error
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

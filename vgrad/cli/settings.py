@@ -1,10 +1,9 @@
-"""The arguments of a training run, and checks of entries that come from files."""
+"""The arguments of a training run."""
 
 import math
 import os
 import re
 from argparse import Namespace
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,69 +11,10 @@ from typing import Any
 import torch
 
 import vgrad_command
-from vgrad import checks, files
+from vgrad import checks
 from vgrad.cli import models
-from vgrad.cli.models import MOST_CLASSES, Shape
-from vgrad_command import BATCH, KINDS, Kind, spelled, whole
-
-# Entries of files: a Kind has words for the values of an entry, and a test.
-
-TABLE = Kind("a dictionary", lambda value: isinstance(value, dict))
-
-
-def optional(kind: Kind) -> Kind:
-    """Of a kind, or None, or missing."""
-    words, holds = kind
-    return Kind(f"{words}, or null", lambda value: value is None or holds(value))
-
-
-def several(kind: Kind) -> Kind:
-    """A list of values of a kind."""
-    words, holds = kind
-    return Kind(
-        f"a list, each {words}",
-        lambda value: isinstance(value, list) and all(map(holds, value)),
-    )
-
-
-def check(where: str, entries: Any, kinds: Mapping[str, Kind]) -> None:
-    """Refuse anything but a dictionary with values of these kinds."""
-    if not isinstance(entries, dict):
-        raise ValueError(
-            f"{where}: expected a dictionary of {', '.join(kinds)}, got a "
-            f"{type(entries).__name__}."
-        )
-    for name, (words, holds) in kinds.items():
-        value = entries.get(name)
-        if not holds(value):
-            shown = repr(value)
-            shown = shown if len(shown) < 80 else f"a {type(value).__name__}"
-            raise ValueError(
-                f"{where}: expected {words} in {name!r}, got "
-                f"{shown if name in entries else 'no such entry'}. It was not written "
-                f"by this version of vgrad, or was changed."
-            )
-
-
-def parsed(where: str, text: bytes, kinds: Mapping[str, Kind]) -> Any:
-    """Read a dictionary from JSON; a ValueError as of `check`."""
-    try:
-        entries = files.from_json(text)
-    except ValueError as error:
-        message = f"{where}: expected JSON, got an error: {error}"
-        raise ValueError(message) from error
-    check(where, entries, kinds)
-    return entries
-
-
-def shape_of(where: str, entries: Any) -> Shape:
-    """Return the images and classes of a saved model; a ValueError as of `check`."""
-    kinds = dict.fromkeys(Shape._fields, whole(1)) | {"classes": whole(1, MOST_CLASSES)}
-    check(f"{where}, shape", entries, kinds)
-    return Shape(**{name: entries[name] for name in Shape._fields})
-
-
-# Arguments.
+from vgrad.cli.models import Shape
+from vgrad_command import BATCH, KINDS, spelled
 
 _OF_PRIVACY = "epsilon delta max_norm group_norms clip_quantile noise".split()
 _OF_PRIVACY += "max_batch_size discrete augmentations reproducible_noise".split()
@@ -91,11 +31,11 @@ class Settings(vgrad_command.Options):
     """
 
     def __post_init__(self) -> None:
-        if self.without_privacy and self.members == 1:
+        if self.without_privacy != (self.members > 1):
             raise ValueError(
-                "--without-privacy: expected --members 2 or more with it, got one "
-                "model. A run of one model trains it with privacy, and without beside "
-                "it; see plain.jsonl."
+                f"--without-privacy {self.without_privacy} --members {self.members}: "
+                f"expected an ensemble without privacy, or one model, which is trained "
+                f"with privacy, and without beside it; see plain.jsonl."
             )
         device(self.device)
 
@@ -118,16 +58,15 @@ class Settings(vgrad_command.Options):
 
     @classmethod
     def recorded(
-        cls, arguments: Any, again: Namespace, *, command: str = "--resume"
+        cls, arguments: dict[str, Any], again: Namespace, *, command: str = "--resume"
     ) -> "Settings":
         """Return the settings in the file of a run; those given again are the same."""
-        if not isinstance(arguments, dict) or arguments.keys() != KINDS.keys():
-            got = checks.listed(arguments) if isinstance(arguments, dict) else "none"
+        if arguments.keys() != KINDS.keys():
             raise ValueError(
                 f"{command}: expected a run with the arguments {', '.join(KINDS)}, got "
-                f"one with {got}. It belongs to another version of vgrad."
+                f"one with {checks.listed(arguments)}. It belongs to another version "
+                f"of vgrad."
             )
-        check(f"{command}: arguments of the run", arguments, KINDS)
         typed = _typed(again)
         if again.extend:
             del typed["epochs"]  # of the longer run

@@ -1,8 +1,8 @@
 """A training run before its first step: data, models, plan and two trainers.
 
 Private and plain SGD start from the same weights and take the same number of steps at
-the same rate and batch size. The E members of a deep ensemble differ in initialisation
-and in batches. T private steps of each spend as much as E * T steps of one model.
+the same rate and batch size. The members of a deep ensemble, which have no privacy,
+differ in initialisation and in batches.
 
 Reference: Lakshminarayanan et al., Simple and Scalable Predictive Uncertainty
 Estimation using Deep Ensembles, arXiv 1612.01474.
@@ -12,7 +12,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ from vgrad.compiled import compile
 from vgrad.distributed import Ranks, data_parallel
 from vgrad.ensemble.gradients import ensemble_grad
 from vgrad.ensemble.prediction import ensemble_forward
-from vgrad.ensemble.stacking import member, member_seed, stack
+from vgrad.ensemble.stacking import member_seed, stack
 from vgrad.files import Description
 from vgrad.functional.losses import batch_loss, sample_loss
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
@@ -80,30 +79,12 @@ class Trainer(NamedTuple):
     epsilon: Callable[[int], float | None]
 
 
-class PrivateMembers(NamedTuple):
-    """The states of members that take private steps, all equally many."""
-
-    members: tuple[TrainState, ...]
-
-
-def states_of(state: Any) -> Sequence[Any]:
-    """Return the states of private members, or a list of any other state."""
-    return state.members if isinstance(state, PrivateMembers) else [state]
-
-
-def stacked(state: Any) -> Any:
-    """Return the state of private members as one, with entries `[E, ...]`."""
-    if isinstance(state, PrivateMembers):
-        return tree.tree_map(lambda *values: torch.stack(values), *state.members)
-    return state
-
-
 class Job(NamedTuple):
     """Everything about a run that does not change while it runs."""
 
     settings: Settings
     data: Dataset
-    plan: dp.Plan | None  # of the private steps of each member
+    plan: dp.Plan | None
     extended: Sequence[int]  # the epochs after each extension
     ends: list[int]  # the steps at the end of each epoch
     trainers: Mapping[str, Trainer]  # "private", unless without privacy, and "plain"
@@ -132,7 +113,7 @@ def prepare(
     modules = [models.build(settings.model, dataset.shape, seed=seed) for seed in seeds]
     images = torch.zeros(2, *dataset.shape[:3], device=device)
     labels = torch.zeros(2, dtype=torch.int64, device=device)
-    one = model = _tried(settings, modules[0], dataset.classes, images, labels)
+    model = _tried(settings, modules[0], dataset.classes, images, labels)
     forms, strategy, plan = {}, None, None
     if count > 1:
         model = stack(module.train().to(device) for module in modules)
@@ -140,22 +121,22 @@ def prepare(
             settings, model, images, labels
         )
     scores = models.under(settings.precision, model[0].eval())
+    trainers = {"plain": _plain(settings, dataset, model, strategy, mesh)}
     if strategy is not None:
         scores = ensemble_forward(scores, chunk_size=ROWS, strategy=strategy)
-    trainers = {"plain": _plain(settings, dataset, model, strategy, mesh)}
-    if not settings.without_privacy:
+    else:
         # Others round differently. "auto" as a chunk size depends on free memory, which
         # may differ when a run goes on.
-        gradient = sum(t.numel() * t.element_size() for t in one[1].values())
+        gradient = sum(t.numel() * t.element_size() for t in model[1].values())
         most = min(_MOST_ROWS, _GRADIENT_BYTES // gradient)
         rows = max(1, most // settings.augmentations)
         forms |= {"strategy": STRATEGY, "chunk_size": rows}
         plan = planned(settings, len(dataset.y_train), ends)
         try:
-            plan.scales(one[1])
+            plan.scales(model[1])
         except ValueError as error:
             raise ValueError(settings.spelling(str(error))) from error
-        private = _private(settings, one[0], model, plan, rows, mesh)
+        private = _private(settings, model, plan, rows, mesh)
         trainers = {"private": private, **trainers}
     return Job(
         settings,
@@ -170,7 +151,7 @@ def prepare(
 
 
 def planned(settings: Settings, size: int, ends: Sequence[int]) -> dp.Plan:
-    """Plan the steps of each member; extensions have the noise of the start."""
+    """Plan the private steps; extensions have the noise of the start."""
     scheme, _, bands = settings.noise.replace("-", "_").partition(":")
     noise = getattr(dp.noising, scheme)(*map(int, filter(None, [bands])))
     fields: dict[str, Any] = {"noise": noise}
@@ -200,7 +181,6 @@ def planned(settings: Settings, size: int, ends: Sequence[int]) -> dp.Plan:
             max_norm=max_norm,
             steps=ends[settings.epochs - 1],
             delta=settings.delta,
-            releases=settings.members,
             **fields,
         )
     except ValueError as error:
@@ -211,7 +191,7 @@ def planned(settings: Settings, size: int, ends: Sequence[int]) -> dp.Plan:
             f"--extend: expected --noise independent, got {settings.noise}, the "
             f"sensitivity of which depends on the number of steps. Start another run."
         )
-    if longer != plan and longer.epsilon(releases=settings.members) == math.inf:
+    if longer != plan and longer.epsilon() == math.inf:
         raise ValueError(
             f"--extend: expected fewer epochs than {len(ends)}, for which no epsilon "
             f"can be given at delta {settings.delta}."
@@ -271,74 +251,53 @@ def _strategy(
 
 def _private(
     settings: Settings,
-    fmodel: FunctionalModel,
     model: Model,
     plan: dp.Plan,
     rows: int,
     mesh: DeviceMesh | None,
 ) -> Trainer:
-    count, tx = settings.members, optim.sgd(settings.lr)
-    step = _private_step(settings, fmodel, plan, rows)
+    step, state = _private_start(settings, model, plan, rows)
 
     def draw(state: TrainState) -> Tensor:
         return plan.sample(key=state.key, step=int(state.step))
 
-    def in_turn(state: PrivateMembers, data: Dataset) -> tuple[PrivateMembers, Taken]:
-        results = [advance(each, data) for each in state.members]
-        states, taken = zip(*results, strict=True)
-        return PrivateMembers(states), reduce(Taken.plus, taken)
-
-    def start(i: int) -> TrainState:
-        one = [member(values, i) if count > 1 else values for values in entries]
-        key = dp.secret_key(seed=seed, member=i)
-        return TrainState.create(tx, *one, loss_scale=scale)._replace(key=key)
-
-    def epsilon(steps: int) -> float:
-        return plan.epsilon(steps, releases=count)
-
-    advance = _advance(settings, step, draw, mesh, settings.augmentations)
-    # Without a seed the keys are secrets.
+    # Without a seed the key is a secret.
     seed = settings.seed if settings.reproducible_noise else None
-    (_, *entries), scale = model, _scale(settings)
-    if count == 1:
-        return Trainer(start(0), advance, epsilon)
-    return Trainer(PrivateMembers(tuple(map(start, range(count)))), in_turn, epsilon)
+    state = state._replace(key=dp.secret_key(seed=seed))
+    advance = _advance(settings, step, draw, mesh, settings.augmentations)
+    return Trainer(state, advance, plan.epsilon)
 
 
-def _private_step(
-    settings: Settings, fmodel: FunctionalModel, plan: dp.Plan, rows: int
-) -> Any:
+def _private_start(
+    settings: Settings, model: Model, plan: dp.Plan, rows: int
+) -> tuple[Any, TrainState]:
+    (fmodel, *entries), tx = model, optim.sgd(settings.lr)
     copies = settings.augmentations if settings.augmentations > 1 else None
-    return private_step(
+    step = private_step(
         sample_loss(fmodel, F.cross_entropy, augmentations=copies),
-        optim.sgd(settings.lr),
+        tx,
         plan,
         strategy=STRATEGY,
         chunk_size=1 if plan.discrete is True else rows,
         randomness="different",
         policy=models.POLICIES[settings.precision],
     )
+    scale = StaticLossScale(2.0**10) if settings.precision == "float16" else None
+    return _compiled(settings, step), TrainState.create(tx, *entries, loss_scale=scale)
 
 
-def _scale(settings: Settings) -> StaticLossScale | None:
-    return StaticLossScale(2.0**10) if settings.precision == "float16" else None
+def _compiled(settings: Settings, step: Any) -> Any:
+    backend: Any = settings.compile
+    return step if backend == "eager" else compile(step, backend=backend)
 
 
 def audited(
     settings: Settings, shape: Shape, plan: dp.Plan, rows: int
 ) -> tuple[Any, TrainState]:
-    """Return the step and a state of a member of a private run, without its data."""
+    """Return the step and a state of a private run, without its data."""
     module = models.build(settings.model, shape, seed=settings.seed)
-    module = module.train().to(settings.device)
-    fmodel, *entries = make_functional_with_buffers(module)
-    step = _private_step(settings, fmodel, plan, rows)
-    if settings.compile != "eager":
-        backend: Any = settings.compile
-        step = compile(step, backend=backend)
-    state = TrainState.create(
-        optim.sgd(settings.lr), *entries, loss_scale=_scale(settings)
-    )
-    return step, state
+    model = make_functional_with_buffers(module.train().to(settings.device))
+    return _private_start(settings, model, plan, rows)
 
 
 def _plain(
@@ -371,7 +330,8 @@ def _plain(
     scale = DynamicLossScale() if settings.precision == "float16" else None
     state = create(tx, params, buffers, loss_scale=scale)
     state = state._replace(key=fold_in(dp.secret_key(seed=settings.seed), "plain"))
-    return Trainer(state, _advance(settings, step, draw, mesh), lambda steps: None)
+    advance = _advance(settings, _compiled(settings, step), draw, mesh)
+    return Trainer(state, advance, lambda steps: None)
 
 
 def _advance(
@@ -381,9 +341,6 @@ def _advance(
     mesh: DeviceMesh | None,
     copies: int | None = None,  # of an image; without it the step takes no axis of them
 ) -> Advance:
-    if settings.compile != "eager":
-        backend: Any = settings.compile
-        step = compile(step, backend=backend)
     if mesh is not None:
         step = data_parallel(step, mesh)
     ranks = Ranks.of_all("train", mesh)

@@ -36,7 +36,15 @@ import torch
 from torch import Tensor, nn
 
 from vgrad import ops
-from vgrad.compiled.guards import CACHE, INNER, Guards, is_plain, parts
+from vgrad.compiled.guards import (
+    CACHE,
+    GONE,
+    INNER,
+    Guards,
+    attributes,
+    is_plain,
+    parts,
+)
 from vgrad.conditions import Unrepeatable
 from vgrad.functional.slots import Placeholder
 from vgrad.torch_private.control import as_written
@@ -178,12 +186,14 @@ class Closure:
     """
 
     def __init__(self, function: Any, ran: Iterable[Code]) -> None:
-        self.guards = Guards()
         self.tensors: dict[int, Tensor] = {}
+        self._holders: list[Any] = []
+        self._entries: dict[tuple, tuple] = {}
+        self._calls: dict[tuple, tuple] = {}
         self._left: list[tuple[Any, str, bool]] = []
-        # Dictionaries of which only entries that code names are followed.
-        self._seen: dict[int, Any] = {id(x): x for x in (vars(builtins), sys.modules)}
-        self._classes: dict[int, type] = {}
+        # Dictionaries of which only entries that code names are followed, and objects,
+        # which are kept, so that no other gets their ids; and whether strictly.
+        self._seen = {id(x): (x, True) for x in (vars(builtins), sys.modules)}
         self._modules: list[types.ModuleType] = []  # of users
         self._computes_names = False
         self._names: dict[str, bool] = {}  # whether code of users has them
@@ -197,42 +207,55 @@ class Closure:
             self._names |= {n: strict or self._names.get(n, False) for n in each.names}
         for each in ran:
             self._follow_code(each)
-        self._add(function, "the function")
-        self._follow_class(Tensor)
-        for op in ops.OPS.values():
-            rule = op.rule and (op.rule.run, op.rule.factors)
-            self._add((op.recorded, rule), "a rule")
-        for hooks in GLOBAL_HOOKS:
-            self._add(hooks, "a hook of all modules")
+        rules = (*((op.recorded, op.rule) for op in ops.OPS.values()),)
+        for value in (function, Tensor, rules, GLOBAL_HOOKS):
+            self._add(value, "the function")
         while self._left or (self._modules and self._computes_names):
             if self._left:
                 self._follow(*self._left.pop())
             else:
                 module = self._modules.pop()
                 self._follow_variables(vars(module), module.__name__)
+        reads = self._entries.values(), self._calls.values()
+        self.guards = Guards(self._holders, *reads, self.tensors)
 
     def _add(self, value: Any, path: str, strict: bool = True) -> None:
         if not is_plain(value):
             self._left.append((value, path, strict))
 
+    def _note(self, holder: dict[Any, Any], name: Any) -> None:
+        """Compare an entry of a dictionary, or that there is none."""
+        self._entries[id(holder), name] = holder, name, GONE
+
+    def _note_call(self, function: Any, *arguments: Any) -> None:
+        self._calls[id(function), *map(id, arguments)] = function, *arguments
+
     def _follow(self, value: Any, path: str, strict: bool) -> None:
         """Note the parts of an object, and add them to the objects to follow."""
         value = as_written(value)  # which runs in a loss
-        if id(value) in self._seen:
+        _, before = self._seen.get(id(value), (None, None))
+        if before or before is strict:
             return
-        self._seen[id(value)] = value  # kept, so that no other gets its id
+        self._seen[id(value)] = value, strict
         kind = type(value)
         if strict:
             _check(value, path)
         if isinstance(value, Tensor):
             if not isinstance(value, Placeholder):  # of an argument of a model
                 self.tensors[id(value)] = value
-                self.guards.note_tensor(value)
             self._add(vars(value), path)
         elif isinstance(value, np.ndarray):
-            self.guards.note_array(value)
+            if value.nbytes > _MOST_BYTES or value.dtype.hasobject:
+                raise Unrepeatable(
+                    f"it closes over an array of numpy with {value.nbytes} bytes, "
+                    f"which are too many to compare. Make it a tensor"
+                )
+            self._note_call(_copy, value)
         elif isinstance(value, types.ModuleType):
-            self._follow_module(value)
+            if _origin_of(value) == _USERS:
+                self._note_call(len, vars(value))
+                self._modules.append(value)
+            self._follow_names(value)
         elif isinstance(value, type):
             self._follow_class(value)
         elif isinstance(value, _CONSTANT) or value is _RANDOM:
@@ -254,22 +277,25 @@ class Closure:
         if kind is CACHE:  # it may come to have more entries
             for part in gc.get_referents(value):
                 entries = part if type(part) is dict else {}
-                self.guards.note_entries(entries, entries)
+                for key in entries:
+                    self._note(entries, key)
                 for each in entries.values() if entries else (part,):
                     if type(each).__name__ != "_lru_list_elem":  # of a part beside
                         self._add(each, path, strict)
             return
         own = kind.__module__.startswith("vgrad.")  # it changes nothing but its caches
         if not own and not (kind is types.FunctionType and origin == SYSTEM):
-            if strict:
-                _check_views(value, path)
             in_torch = kind.__module__.startswith("torch.")
             strict &= not in_torch or isinstance(value, nn.Module)
             strict |= origin == _USERS
-            self.guards.note(value)
+            if kind not in _FIXED:
+                self._holders.append(value)
+            if kind.__dictoffset__:
+                self._holders.append(attributes(value))
+            if isinstance(value, types.FunctionType):
+                self._holders += value.__closure__ or ()
             if _may_change(kind):
-                self.guards.note_attributes(value, "__class__")
-                self._follow_class(kind)
+                self._add(kind, path, False)
         for name, part in parts(value):
             if own and isinstance(part, dict | list | set):  # which may come to grow
                 part = tuple(part.values() if isinstance(part, dict) else part)
@@ -285,81 +311,77 @@ class Closure:
         for name in named:
             holder = variables if name in variables else code.builtins
             value = holder.get(name)
-            self.guards.note_entries(variables, [name])
-            self.guards.note_entries(holder, [name])
+            self._note(variables, name)
+            self._note(holder, name)
             if code.origin != SYSTEM or _replaces(value):
                 self._add(value, f"the global {name!r}", strict)
             if strict and value is builtins.globals:
                 self._follow_variables(variables, "globals()")
         for module in modules:
             packages = module.split(".")
-            for end in range(1, len(packages) + 1):
-                self._follow_entry(sys.modules, ".".join(packages[:end]), "", strict)
+            names = (".".join(packages[: n + 1]) for n in range(len(packages)))
+            for name in names:
+                self._note(sys.modules, name)
+                self._add(sys.modules.get(name), name, strict)
         if not code.names.isdisjoint(("environ", "getenv")):
             self._add(os.environ, "os.environ", strict)
         self._computes_names |= strict and not code.names.isdisjoint(_COMPUTE_NAMES)
 
-    def _follow_entry(
-        self, holder: dict[str, Any], name: str, path: str, strict: bool
-    ) -> None:
-        """Note and follow an entry of a dictionary, or note that there is none."""
-        self.guards.note_entries(holder, [name])
-        self._add(holder.get(name), f"{path}{name}", strict)
-
-    def _follow_module(self, module: types.ModuleType) -> None:
-        origin = _origin_of(module)
-        if origin != SYSTEM:
-            path, strict = f"{module.__name__}.", origin == _USERS
-            self._follow_entry(vars(module), "__getattr__", path, strict)
-        if origin == _USERS:
-            self.guards.note_size(vars(module))
-            self._modules.append(module)
-        self._follow_names(module, origin)
-
-    def _follow_names(self, holder: type | types.ModuleType, origin: str) -> None:
+    def _follow_names(self, holder: type | types.ModuleType) -> None:
         """Follow the parts of a module or a class of the system that code names."""
-        found = vars(holder)
+        found, origin = _names_of(holder), _origin_of(holder)
         names = found.keys() & self._names.keys()
         if holder is Tensor:  # whose operators have no names in code
             names |= {name for name in found if name.startswith("__")}
+        if isinstance(holder, types.ModuleType) and origin != SYSTEM:
+            names.add("__getattr__")
         for name in names:
-            value, path = found[name], f"{holder.__name__}.{name}"
-            if isinstance(holder, types.ModuleType):
-                self.guards.note_entries(found, [name])
-            elif holder is nn.Module and name in ("__call__", "__getattr__"):
+            if holder is nn.Module and name in ("__call__", "__getattr__"):
                 continue  # a trace replaces them; the signature has them
-            elif isinstance(value, _METHODS) and _may_change(holder):
-                self.guards.note_attributes(holder, name)  # others are bound each time
-            if origin == _USERS or _replaces(value):
+            value, path = found.get(name), f"{holder.__name__}.{name}"
+            if isinstance(holder, types.ModuleType) or _may_change(holder):
+                self._note(found, name)
+            if origin != SYSTEM or _replaces(value):
                 self._add(value, path, origin == _USERS)
-            elif self._names.get(name):
+            if self._names.get(name):
                 _check(value, path)
 
     def _follow_variables(self, variables: dict[str, Any], path: str) -> None:
         """Follow all variables of a module, which code may name by any text."""
-        names = [name for name in variables if not name.startswith("__")]
-        self.guards.note_entries(variables, names)
-        for name in names:
+        for name in [each for each in variables if not each.startswith("__")]:
+            self._note(variables, name)
             if _refusal(variables[name]) is None:  # which that code hardly calls
                 self._add(variables[name], f"{path}.{name}")
 
     def _follow_class(self, kind: type) -> None:
-        """Follow the attributes of a class written by users, and of its bases."""
-        if isinstance(kind, abc.ABCMeta):
-            self.guards.note_registrations()
-        for each in (*kind.__mro__, *type.mro(type(kind))):
-            if id(each) in self._classes:
-                continue
-            self._classes[id(each)] = each
-            origin = _origin_of(each)
-            if origin == SYSTEM:
-                if _may_change(each):
-                    self.guards.note_size(vars(each))
-                self._follow_names(each, origin)
-                continue
-            self.guards.note_items(vars(each))
-            for name, value in vars(each).items():
-                self._add(value, f"{each.__name__}.{name}", origin == _USERS)
+        """Follow the attributes of a class written by users, and its bases."""
+        if isinstance(kind, abc.ABCMeta):  # which all share their registrations
+            self._note_call(abc.get_cache_token)
+        for each in (*kind.__bases__, type(kind)):
+            self._add(each, kind.__name__, False)
+        origin, found = _origin_of(kind), _names_of(kind)
+        if origin == SYSTEM:
+            if _may_change(kind):
+                self._note_call(len, found)
+            self._follow_names(kind)
+            return
+        self._holders.append(found)
+        for name, value in found.items():
+            self._add(value, f"{kind.__name__}.{name}", origin == _USERS)
+
+
+def _names_of(holder: type | types.ModuleType) -> dict[str, Any]:
+    """Return the dictionary of a module or a class itself."""
+    found = vars(holder)
+    return found if type(found) is dict else gc.get_referents(found)[0]
+
+
+_MOST_BYTES = 2**14
+"""Of an array whose values are compared, which takes about a microsecond."""
+
+
+def _copy(array: np.ndarray) -> tuple:
+    return array.shape, array.dtype, array.tobytes()
 
 
 # Kinds of objects.
@@ -381,6 +403,9 @@ _OPEN = {
     weakref.ref,
 }
 """Classes written in C whose contents are all visible."""
+
+_FIXED = {tuple, types.MethodType, types.BuiltinMethodType, types.MethodWrapperType}
+"""Classes whose objects keep the parts that they have."""
 
 _RANDOM = getattr(random.random, "__self__", None)
 """Python's own generator, whose state is compared before and after a capture."""
@@ -406,20 +431,6 @@ def _may_change(kind: type) -> bool:
     return kind.__flags__ & (_HEAP | _IMMUTABLE) == _HEAP
 
 
-def _check_views(value: Any, path: str) -> None:
-    """Refuse a container that shows its entries in a way of its own."""
-    kind = type(value)
-    if not isinstance(value, dict | list | set | deque):
-        return
-    base = next(x for x in kind.__mro__ if x.__module__ in ("builtins", "collections"))
-    views = "__iter__", "__len__", "keys", "values", "items"
-    if any(getattr(kind, name, 0) is not getattr(base, name, 0) for name in views):
-        raise Unrepeatable(
-            f"{path} is a {kind.__module__}.{kind.__qualname__}, which shows its "
-            f"entries in a way of its own"
-        )
-
-
 # Functions whose results no value that could be noted decides.
 
 _COMPUTE_NAMES = {"__dict__", "__getattribute__", "attrgetter", "delattr", "dir"}
@@ -428,39 +439,30 @@ _COMPUTE_NAMES |= {"hasattr", "setattr", "vars"}
 """Functions and attributes that find attributes of modules by any text."""
 
 _CLOCKS = "time perf_counter monotonic process_time thread_time".split()
-_CLOCKS += [*(f"{name}_ns" for name in _CLOCKS), "localtime", "gmtime", "ctime"]
-_TODAY = [
-    read(owner, name)
-    for owner in (datetime.date, datetime.datetime)
-    for name in ("now", "today", "utcnow")
-    for read in (getattr, lambda owner, name: vars(owner).get(name))
-    if name in vars(owner)
-]
-_OF_GENERATORS = "fork_rng manual_seed seed initial_seed get_rng_state".split()
-_OF_GENERATORS += "set_rng_state thread_safe_generator".split()
-_OF_GENERATORS += [f"{name}_all" for name in _OF_GENERATORS]
+_CLOCKS += [f"{name}_ns" for name in _CLOCKS]
+_CLOCKS += "localtime gmtime ctime strftime asctime".split()
+_SEEDS = "fork_rng manual_seed seed initial_seed get_rng_state set_rng_state".split()
+_SEEDS += [*(f"{name}_all" for name in _SEEDS), "thread_safe_generator"]
+_CALLS: tuple[tuple[str, Any, list[str]], ...] = (
+    ("reads the time", time, _CLOCKS),
+    ("reads the time", datetime.date, ["today"]),
+    ("reads the time", datetime.datetime, ["now", "today", "utcnow"]),
+    ("draws random numbers from the operating system", os, ["urandom"]),
+    ("draws random numbers from the operating system", random, ["SystemRandom"]),
+    ("finds variables of any name", sys, ["_getframe"]),
+    ("finds variables of any name", builtins, ["__import__"]),
+    ("finds variables of any name", importlib, ["import_module"]),
+    *(
+        ("sets or reads the seed or the state of a generator of torch", owner, _SEEDS)
+        for owner in (torch.random, torch.cuda, torch.xpu, torch.mps, torch.mtia)
+    ),
+)
 _REFUSED = {
-    **dict.fromkeys(
-        [getattr(time, name) for name in (*_CLOCKS, "strftime", "asctime")] + _TODAY,
-        "reads the time",
-    ),
-    **dict.fromkeys(
-        [
-            getattr(module, name)
-            for module in (torch.random, torch.cuda, torch.xpu, torch.mps, torch.mtia)
-            for name in _OF_GENERATORS
-            if hasattr(module, name)
-        ],
-        "sets or reads the seed or the state of a generator of torch",
-    ),
-    **dict.fromkeys(
-        [os.urandom, random.SystemRandom],
-        "draws random numbers from the operating system",
-    ),
-    **dict.fromkeys(
-        [sys._getframe, builtins.__import__, importlib.import_module],
-        "finds variables of any name",
-    ),
+    function: reason
+    for reason, owner, names in _CALLS
+    for name in names
+    for function in (getattr(owner, name, None), vars(owner).get(name))
+    if function is not None  # of a class there are two, bound and in its dictionary
 }
 
 

@@ -5,13 +5,12 @@ and compared by identity. Python only compares values that are other objects.
 """
 
 import functools
+import gc
 import operator
 import types
 import weakref
-from abc import get_cache_token
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, starmap
 from typing import Any
 
@@ -19,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vgrad.conditions import Unrepeatable
 from vgrad.functional.model import FunctionalModel
 from vgrad.torch_private.tensors import like, versions_of
 from vgrad.tree import TreeSpec
@@ -47,6 +45,8 @@ _PLAIN = {
     *(TreeSpec, types.NotImplementedType),
 }
 
+_SEQUENCES: tuple[Any, ...] = (list, tuple, set, frozenset, deque)
+
 GONE = ...
 """The value of a name that is not there; it is as plain as others."""
 
@@ -68,23 +68,33 @@ def parts(value: Any) -> Iterator[tuple[str, Any]]:
     for name in INNER.get(kind, ()):
         yield name.strip("_"), getattr(value, name)
     if kind is types.FunctionType:
-        cells = _contents(value.__closure__ or ())
-        yield from zip(value.__code__.co_freevars, cells, strict=True)
+        cells = value.__closure__ or ()
+        yield from zip(value.__code__.co_freevars, map(_content, cells), strict=True)
     elif isinstance(value, weakref.ref):
         yield "object", value()
-    elif isinstance(value, dict | types.MappingProxyType):
-        for key, entry in value.items():
+    elif isinstance(value, types.MappingProxyType):
+        yield "mapping", *gc.get_referents(value)
+    elif isinstance(value, dict):
+        for key, entry in dict.items(value):
             yield "key", key
             yield repr(key), entry
-    elif isinstance(value, list | tuple | set | frozenset | deque):
-        names = getattr(value, "_fields", range(len(value)))
-        yield from zip(map(str, names), value, strict=True)
-    yield from _attributes(value).items()
-    for name in _slots(kind):
-        yield name, getattr(value, name, None)
+    for base in _SEQUENCES:
+        if isinstance(value, base):  # whose own class may show others
+            names = getattr(value, "_fields", range(base.__len__(value)))
+            yield from zip(map(str, names), base.__iter__(value), strict=True)
+    yield from attributes(value).items()
+    for base in kind.__mro__:
+        if "__slots__" in vars(base) or base is defaultdict:
+            for name, each in vars(base).items():
+                if type(each) is types.MemberDescriptorType:
+                    yield name, getattr(value, name, None)
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def _content(cell: types.CellType) -> Any:
+    return next(iter(gc.get_referents(cell)), GONE)
+
+
+def attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object's own, without code of its class."""
     try:
         return object.__getattribute__(value, "__dict__")
@@ -92,83 +102,71 @@ def _attributes(value: Any) -> dict[str, Any]:
         return {}
 
 
-def _slots(kind: type) -> list[str]:
-    """Name the attributes that objects of a class have outside of `__dict__`."""
-    names = ["default_factory"] if issubclass(kind, defaultdict) else []
-    for base in kind.__mro__:
-        if "__slots__" in vars(base):
-            members = types.MemberDescriptorType
-            names += [n for n, each in vars(base).items() if type(each) is members]
-    return names
-
-
-def _contents(cells: Collection[types.CellType]) -> list:
-    """Return the contents of a closure, `GONE` where a cell is empty."""
-    try:
-        return [*map(operator.attrgetter("cell_contents"), cells)]
-    except ValueError:
-        return [*map(_content, cells)]
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return GONE
-
-
 # Comparisons.
 
 _FALSE_IF_EMPTY = dict, OrderedDict, list, set, deque
 
-_MOST_BYTES = 2**14
-"""Of an array whose values are compared, which takes about a microsecond."""
-
-
-class _Reads:
-    """Values as they were, of places that code in C reads in one go."""
-
-    def __init__(self, read: Callable[[list], Iterable], same: Callable) -> None:
-        self._read = read
-        self._same = same
-        self._places: list[Any] = []
-        self._values: list[Any] = []
-
-    def note(self, *places: Any) -> None:
-        self._places += places
-        self._values += self._read([*places])
-
-    def hold(self) -> bool:
-        return self._same([*self._read(self._places)], self._values)
+_END = (object(),)
+"""An object with one part, between the parts of two others."""
 
 
 class Guards:
-    """All values that a function can reach, as they were."""
+    """All values that a function can reach, as they were.
 
-    def __init__(self) -> None:
-        self._empty: list[Collection] = []  # as most containers of a module are
-        self._sizes = _Reads(partial(map, len), operator.eq)
-        self._keys = _Reads(chain.from_iterable, operator.eq)  # texts alone
-        self._items = _Reads(chain.from_iterable, _same)
-        self._cells = _Reads(_contents, _same)
-        self._entries = _Reads(partial(starmap, dict.get), _same)
-        self._attributes = _Reads(partial(starmap, getattr), _same)
-        self._results = _Reads(partial(starmap, operator.call), operator.eq)
-        self._reads = [self._sizes, self._keys, self._items, self._cells]
-        self._reads += [self._entries, self._attributes, self._results]
-        self._named: set[tuple[int, int, Any]] = set()  # entries and attributes noted
-        self._tensors: dict[int, Tensor] = {}
-        self._described: list[tuple] = []
-        self._alike: Callable[..., bool] | None = None
-        self._versions: list[int] = []
+    The parts of `holders` are the objects that Python's garbage collector finds in
+    them, and keys of dictionaries. `entries` are arguments of `dict.get`, and `calls`
+    functions with their arguments.
+    """
+
+    def __init__(
+        self,
+        holders: Iterable[Any],
+        entries: Iterable[tuple],
+        calls: Iterable[tuple],
+        tensors: Mapping[int, Tensor],
+    ) -> None:
+        self._empty: list[Any] = []  # as most containers of a module are
+        self._holders: list[Any] = []
+        self._texts: list[Iterable] = []  # keys of dictionaries
+        self._keys: list[Iterable] = []  # of other dictionaries
+        for each in holders:
+            if type(each) in _FALSE_IF_EMPTY and not each:
+                self._empty.append(each)
+                continue
+            self._holders += each, _END
+            if isinstance(each, dict):
+                kind: Any = OrderedDict if isinstance(each, OrderedDict) else dict
+                keys = kind.keys(each)
+                texts = {str}.issuperset(map(type, keys))
+                (self._texts if texts else self._keys).append(keys)
+        self._entries, self._calls = [*entries], [*calls]
+        self._values, self._results = self._read()
+        self._tensors = tensors
+        self._described = [*map(description, tensors.values())]
+        self._versions = versions_of(tensors.values())
+        self._alike: Callable[..., bool] | None = None  # the same in one go
+        if all(each.layout is torch.strided for each in tensors.values()):
+            self._alike = like([*tensors.values()])
         self._shared: list[int | None] = []
+
+    def _read(self) -> tuple[list, list]:
+        """Return values to compare by identity, and values to compare by `==`."""
+        values = chain(
+            gc.get_referents(*self._holders),
+            chain.from_iterable(self._keys),
+            starmap(dict.get, self._entries),
+        )
+        calls = starmap(operator.call, self._calls)
+        return [*values], [*chain.from_iterable(self._texts), *calls]
 
     def hold(self, arguments: Sequence[Tensor] = ()) -> bool:
         """Return whether all values are as they were, for a call of these tensors."""
-        shared = self._closed_over(arguments)
+        if any(self._empty):
+            return False
+        (values, results), shared = self._read(), self._closed_over(arguments)
         return (
-            not any(self._empty)
-            and all(map(_Reads.hold, self._reads))
+            results == self._results
+            and _same(values, self._values)
             and self._tensors_hold()
             # A graph is traced with other tensors in the place of arguments, so that it
             # is right where none is closed over.
@@ -176,70 +174,14 @@ class Guards:
         )
 
     def _tensors_hold(self) -> bool:
-        """Compare the descriptions of tensors the first time, and then in one go."""
         tensors = self._tensors.values()
-        if self._alike is None or not torch.is_grad_enabled():
-            if [*map(description, tensors)] != self._described:
-                return False
-            if all(tensor.layout is torch.strided for tensor in tensors):
-                self._alike = like([*tensors])
-            return True
-        return self._alike(*tensors)
+        if self._alike is not None and torch.is_grad_enabled():
+            return self._alike(*tensors)
+        return [*map(description, tensors)] == self._described
 
     def written(self) -> bool:
         """Return whether a tensor has been written to since it was noted."""
         return versions_of(self._tensors.values()) != self._versions
-
-    def note(self, value: Any) -> None:
-        """Note all parts of a function, a container or an object, and its class."""
-        kind = type(value)
-        self.note_attributes(value, *INNER.get(kind, ()), *_slots(kind))
-        if kind is types.FunctionType:
-            self._cells.note(*(value.__closure__ or ()))
-        elif isinstance(value, dict | types.MappingProxyType | list | set | deque):
-            self.note_items(value)
-        if kind.__dictoffset__:
-            self.note_items(_attributes(value))
-
-    def note_items(self, holder: Mapping | list | set | deque) -> None:
-        """Note the entries of a container, and their order."""
-        if not holder and type(holder) in _FALSE_IF_EMPTY:
-            self._empty.append(holder)
-            return
-        self.note_size(holder)
-        texts = isinstance(holder, Mapping) and {str}.issuperset(map(type, holder))
-        (self._keys if texts else self._items).note(holder)
-        if isinstance(holder, Mapping):
-            self._items.note(holder.values())
-
-    def note_size(self, holder: Collection) -> None:
-        """Note the number of entries of a container."""
-        self._sizes.note(holder)
-
-    def note_entries(self, holder: dict[Any, Any], names: Iterable[Any]) -> None:
-        """Note some entries of a dictionary, or that there are none of these names."""
-        self._note_named(self._entries, holder, names)
-
-    def note_attributes(self, owner: Any, *names: str) -> None:
-        """Note some attributes, or that there are none of these names."""
-        self._note_named(self._attributes, owner, names)
-
-    def _note_named(self, reads: _Reads, owner: Any, names: Iterable[Any]) -> None:
-        for name in names:  # a dictionary may have an attribute and an entry of a name
-            place = id(reads), id(owner), name
-            if place not in self._named:
-                self._named.add(place)
-                reads.note((owner, name, GONE))
-
-    def note_registrations(self) -> None:
-        """Note which classes are registered with abstract ones, all over Python."""
-        self._results.note((get_cache_token,))
-
-    def note_tensor(self, tensor: Tensor) -> None:
-        """Note everything about a tensor but its values."""
-        self._tensors[id(tensor)] = tensor
-        self._described.append(description(tensor))
-        self._versions += versions_of([tensor])
 
     def note_arguments(self, arguments: Sequence[Tensor]) -> None:
         """Note which arguments are closed over too, as their identity can be compared.
@@ -252,19 +194,6 @@ class Guards:
         if not self._tensors:
             return []
         return [id(each) if id(each) in self._tensors else None for each in arguments]
-
-    def note_array(self, array: np.ndarray) -> None:
-        """Note the values of an array of numpy; large ones raise `Unrepeatable`."""
-        if array.nbytes > _MOST_BYTES or array.dtype.hasobject:
-            raise Unrepeatable(
-                f"it closes over an array of numpy with {array.nbytes} bytes, which "
-                f"are too many to compare. Make it a tensor"
-            )
-        self._results.note((_copy, array))
-
-
-def _copy(array: np.ndarray) -> tuple:
-    return array.shape, array.dtype, array.tobytes()
 
 
 def description(tensor: Tensor) -> tuple:
@@ -282,6 +211,8 @@ def description(tensor: Tensor) -> tuple:
 
 def _same(values: list, noted: list) -> bool:
     """Return whether these are the same objects, or equal where that is enough."""
+    if len(values) != len(noted):
+        return False
     return all(map(operator.is_, values, noted)) or all(map(_is_same, values, noted))
 
 

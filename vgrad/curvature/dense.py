@@ -9,7 +9,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from vgrad.curvature.kronecker import Block, Kronecker
+from vgrad.curvature.kronecker import Block, Kronecker, eigen
 from vgrad.curvature.outputs import Batches, Curvature
 from vgrad.persample import Options
 from vgrad.persample.grad import Gradients
@@ -67,13 +67,13 @@ def full(
         )
     total, count = torch.zeros((), dtype=torch.float64), 0
     given = params, buffers, batches, options
-    for grads, samples in curvature.measured(full, Gradients(), *given):
+    for grads, output in curvature.measured(full, Gradients(), *given):
         flat = joint(grads).flatten(0, 1)
         total = total.to(flat.device) + flat.mT @ flat
-        count += samples
-    values, vectors = torch.linalg.eigh(total / count)
+        count += len(output)
+    values, vectors = eigen("full(batches)", "", total / count)
     shapes = {name: each.shape for name, each in params.items()}
-    block = Block(None, vectors, values.clamp(min=0)[None], (*params,))
+    block = Block(None, vectors, values[None], (*params,))
     return Full({"": block}, shapes)
 
 

@@ -181,7 +181,7 @@ def kfac(
     has the gradients at all outputs of the weight, and no others. Others stay separate,
     as in grouped convolutions.
 
-    Cost: two forward passes and a backward pass of K columns for each batch, two
+    Cost: a forward pass and a backward pass of K columns for each batch, two
     products of matrices in float64 for each layer, and the memory of two covariances.
 
     Raises:
@@ -207,10 +207,10 @@ def kfac(
     pairs = {} if separate_weight_and_bias else _pairs(params)
     quantity = _Covariances(pairs, weight_sharing == "reduce")
     given = params, buffers, batches, options
-    for found, size in curvature.measured(kfac, quantity, *given):
+    for found, output in curvature.measured(kfac, quantity, *given):
         for name, each in found.items():
             _add(sums, name, each)
-        count += size
+        count += len(output)
     several: dict[str, tuple[str, ...]] = dict.fromkeys(params, ())
     for weight, bias in dict.fromkeys(pairs.values()):
         if len(sums[weight].right) > params[weight].shape[1:].numel():
@@ -219,7 +219,9 @@ def kfac(
     blocks = {}
     for name, names in several.items():
         left, right, positions = sums[name]
-        (values, basis), (others, other) = _eigen(left / count), _eigen(right / count)
+        sides = (left / count, right / count)
+        found = (eigen("kfac(batches)", name, each) for each in sides)
+        (values, basis), (others, other) = found
         values = torch.outer(values, others) * (count / max(1, positions))
         blocks[name] = Block(basis, other, values, names)
     return Kronecker(blocks, {name: each.shape for name, each in params.items()})
@@ -263,9 +265,10 @@ def ekfac(
     start = kfac(curvature, *given, **own, **options)
     blocks = start.blocks
     quantity, sums, count = Squares(*start.bases), Sums(), 0
-    for found, size in curvature.measured(ekfac, quantity, *given, options):
+    curvature = replace(curvature, note=None)  # which has seen the batches
+    for found, output in curvature.measured(ekfac, quantity, *given, options):
         sums.add(found)
-        count += size
+        count += len(output)
     sums.divide(count)
     values = sums.totals
     blocks = {name: replace(b, values=values[name]) for name, b in blocks.items()}
@@ -341,8 +344,13 @@ def _add(sums: dict[str, Covariances], name: str, each: Covariances) -> None:
     sums[name] = each.plus(known) if name in sums else each
 
 
-def _eigen(matrix: Tensor) -> tuple[Tensor, Tensor | None]:
+def eigen(function: str, name: str, matrix: Tensor) -> tuple[Tensor, Any]:
     """Return eigenvalues, none below zero, and eigenvectors; None for a diagonal."""
+    if not bool(matrix.isfinite().all()):
+        raise ValueError(
+            f"{function}: expected gradients whose squares are finite, got others of "
+            f"{name or 'a parameter'!r}. Leave out samples with such inputs or outputs."
+        )
     if matrix.ndim == 1:
         return matrix, None
     values, vectors = torch.linalg.eigh(matrix)

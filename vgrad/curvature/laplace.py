@@ -5,7 +5,7 @@ matrices [O, I] as in `kronecker`.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Unpack
 
@@ -17,10 +17,9 @@ from torch.nn import functional as F
 from vgrad import batches as _batches
 from vgrad import checks
 from vgrad.curvature.dense import Full, full, joint
-from vgrad.curvature.kronecker import Block, Kronecker, ekfac, kfac
+from vgrad.curvature.kronecker import Block, Kronecker, eigen, ekfac, kfac
 from vgrad.curvature.outputs import (
     Batches,
-    Curvature,
     Likelihood,
     check_targets,
     ggn,
@@ -143,11 +142,11 @@ class Laplace:
     def log_likelihood(self, batches: Batches) -> Tensor:
         """Return the mean of `log p(target)` of other data, by `predict`; a number."""
         total, count = torch.zeros((), dtype=torch.float64), 0
-        data = ggn(self.fmodel, self.likelihood)
-        data = replace(data, function="Laplace.log_likelihood", has_targets=True)
-        given = self.likelihood, self.params, self.buffers, batches
-        for *inputs, _, target in _with_targets(data, *given):
+        function = "Laplace.log_likelihood"
+        for *inputs, target in _batches.each(function, batches):
             found = self.predict(*inputs)
+            mean = found.mean if isinstance(found, Gaussian) else found
+            check_targets(function, self.likelihood, mean.shape, target)
             if isinstance(found, Gaussian):
                 apart = double(target.view_as(found.mean) - found.mean).flatten(1)
                 normal = MultivariateNormal(apart, double(found.covariance))
@@ -157,31 +156,34 @@ class Laplace:
             total, count = total.to(logs.device) + logs.sum(), count + len(logs)
         return total / count
 
-    @torch.no_grad()
     def covariance(self, *inputs: Tree, **options: Unpack[Options]) -> Tensor:
         """Covariance of outputs, `J (precision)^-1 J^T`: [B, K, K] in float64.
 
         J is the Jacobian [K, P] of a sample's outputs, so it is of the model that is
         linear in its parameters. The options are in `vgrad.persample.Options`.
 
-        Cost: two forward passes, a backward pass of K columns, and for each layer
+        Cost: a forward pass, a backward pass of K columns, and for each layer
         `B (O I + K^2 O)` operations in its eigenbasis, where samples have one position;
         else its gradients [B, K, O, I], some samples at a time. With
         `structure="full"` the gradients of all layers are formed.
 
         Reference: Immer et al., arXiv 2008.08400.
         """
-        blocks, precisions = self.matrix.blocks, self._precisions
-        whole = isinstance(self.matrix, Full)
+        return self._outputs(inputs, options).covariance
+
+    @torch.no_grad()
+    def _outputs(self, inputs: tuple[Tree, ...], options: Options) -> Gaussian:
+        precisions, whole = self._precisions, isinstance(self.matrix, Full)
         weights = map_values(torch.reciprocal, precisions)
         of_blocks = InnerProducts(*self.matrix.bases, weights)
         quantity = Gradients() if whole else of_blocks
+        data = replace(ggn(self.fmodel, "gaussian"), function="Laplace")
         given = self.params, self.buffers, [inputs], options
-        [(found, _)] = self._units.measured(Laplace.covariance, quantity, *given)
-        if not whole:
-            return found
-        rows = blocks[""].rotated(joint(found))
-        return (rows / precisions[""]) @ rows.mT
+        [(found, mean)] = data.measured(Laplace.covariance, quantity, *given)
+        if whole:
+            rows = self.matrix.blocks[""].rotated(joint(found))
+            found = (rows / precisions[""]) @ rows.mT
+        return Gaussian(mean, found)
 
     @torch.no_grad()
     def sample(self, count: int, *, seed: int) -> Params:
@@ -204,8 +206,8 @@ class Laplace:
         `ValuePrediction.from_outputs` take them: the Monte Carlo link.
         """
         mean, covariance = self._outputs(inputs, options)
-        values, vectors = torch.linalg.eigh(covariance)
-        root = vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
+        values, vectors = eigen("Laplace.draw(inputs)", "", covariance)
+        root = vectors * values.sqrt().unsqueeze(-2)
         like = {"": covariance[..., :1]}
         noise = root @ _normal("Laplace.draw", count, seed, like)[""]
         drawn = double(mean) + noise.view(count, *mean.shape)
@@ -227,15 +229,6 @@ class Laplace:
         variance = covariance.diagonal(dim1=1, dim2=2).view(mean.shape)
         scaled = double(mean) / (1 + math.pi / 8 * variance).sqrt()
         return scaled.softmax(1).to(dtype)
-
-    def _outputs(self, inputs: tuple[Tree, ...], options: Options) -> Gaussian:
-        with torch.no_grad():
-            mean, _ = self._units.outputs(self.params, self.buffers, inputs)
-        return Gaussian(mean, self.covariance(*inputs, **options))
-
-    @property
-    def _units(self) -> Curvature:
-        return replace(ggn(self.fmodel, "gaussian"), function="Laplace")
 
     @property
     def _scale(self) -> float:
@@ -286,7 +279,7 @@ def laplace(
     `params, buffers = vgrad.freeze(params, buffers, ["encoder.*"])`, for the last layer
     all but its own. The options are in `vgrad.persample.Options`.
 
-    Cost: the one of the structure, and a forward pass.
+    Cost: the one of the structure; of a matrix a forward pass.
 
     Args:
         structure: `"kfac"`, `"ekfac"`, `"diagonal"`, `"full"` for small models, or a
@@ -311,40 +304,31 @@ def laplace(
         tensor([[[0.9412]]], dtype=torch.float64)
     """
     functions = {"kfac": kfac, "ekfac": ekfac, "full": full, "diagonal": _diagonal}
-    data = replace(ggn(fmodel, likelihood), function="laplace", has_targets=True)
-    given = params, buffers, batches
-    if isinstance(structure, Kronecker):
-        matrix = structure
-        checks.names("laplace(structure)", params, matrix.shapes)
-        checks.shapes("laplace(structure)", matrix.shapes, params)
-    else:
-        checks.choice("laplace", functions, structure=structure)
-        matrix = functions[structure](data, *given, **options)
     samples, numbers, loss = 0, 0, 0.0
-    for *_, output, target in _with_targets(data, likelihood, *given):
+
+    def note(output: Tensor, target: Tensor) -> None:
+        nonlocal samples, numbers, loss
         output = double(output)
         if likelihood == "gaussian":
             loss += float((output - target.view_as(output)).square().sum() / 2)
         else:
             loss += float(F.cross_entropy(output, target, reduction="sum"))
         samples, numbers = samples + len(output), numbers + output.numel()
+
+    data = ggn(fmodel, likelihood)
+    data = replace(data, function="laplace", has_targets=True, note=note)
+    if isinstance(structure, Kronecker):
+        matrix = structure
+        checks.names("laplace(structure)", params, matrix.shapes)
+        checks.shapes("laplace(structure)", matrix.shapes, params)
+        for batch in _batches.each("laplace", batches):
+            with torch.no_grad():
+                note(*data.outputs(params, buffers, batch))
+    else:
+        checks.choice("laplace", functions, structure=structure)
+        matrix = functions[structure](data, params, buffers, batches, **options)
     kind = fmodel, likelihood, params, buffers, matrix
     return Laplace(*kind, samples, loss, numbers, prior_precision, temperature, noise)
-
-
-def _with_targets(
-    data: Curvature,
-    likelihood: Likelihood,
-    params: Params,
-    buffers: Buffers,
-    batches: Batches,
-) -> Iterator[tuple[Any, ...]]:
-    """Yield `(*inputs, output, target)` of each batch."""
-    for batch in _batches.each(data.function, batches):
-        with torch.no_grad():
-            output, target = data.outputs(params, buffers, batch)
-        check_targets(data.function, likelihood, output, target)
-        yield *batch[:-1], output, target
 
 
 def _fitted(values: Tensor, square: float) -> float:

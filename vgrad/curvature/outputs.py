@@ -5,7 +5,6 @@ B samples, K columns, N samples in all. The curvature of a sample is
 of a square root of the likelihood's curvature.
 """
 
-import hashlib
 import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -22,12 +21,20 @@ from vgrad import batches as _batches
 from vgrad import checks
 from vgrad.functional.losses import SampleLoss, check_model, read
 from vgrad.functional.model import FunctionalModel
-from vgrad.generators import RandomState, random_state
+from vgrad.generators import (
+    RandomState,
+    random_bits,
+    random_state,
+    sample_keys,
+    secret_key,
+    torch_seed,
+    unit,
+)
 from vgrad.persample import Options
 from vgrad.persample.engine import Call, Evaluation, Quantity, Transform
 from vgrad.persample.grad import Gradients
 from vgrad.torch_private import modes
-from vgrad.tree import map_tensors, tensors, wide
+from vgrad.tree import map_tensors, no_autocast, tensors, wide
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
 Likelihood = Literal["categorical", "gaussian"]
@@ -38,12 +45,19 @@ Batches = Iterable[tuple[Tree, ...]]
 
 @dataclass(frozen=True)
 class Curvature:
-    """The curvature of the mean loss of samples; `ggn` and its neighbours make it."""
+    """The curvature of the mean loss of samples; `ggn` and its neighbours make it.
+
+    `columns` are of outputs [B, ...] and targets or keys [B, ...]: [B, K, ...].
+    """
 
     function: str
     fmodel: FunctionalModel
-    columns: Callable[[Tensor, Any, int], Tensor]
+    likelihood: Likelihood
+    columns: Callable[[Tensor, Any], Tensor]
     has_targets: bool = False
+    seed: int | None = None  # of the keys
+    note: Callable[[Tensor, Any], None] | None = None
+    """Called with the outputs and targets of each batch."""
 
     def measured(
         self,
@@ -53,59 +67,78 @@ class Curvature:
         buffers: Buffers,
         batches: Batches,
         options: Options,
-    ) -> Iterator[tuple[Any, int]]:
-        """Yield a quantity of the gradients `J^T c_k`, [B, K, ...], and B of a batch.
+    ) -> Iterator[tuple[Any, Tensor]]:
+        """Yield a quantity of the gradients `J^T c_k`, [B, K, ...], and outputs.
 
         It is for the `function` of a user, with its options.
         """
         name = function.__name__
         check_real(name, params)
-        call = Call.of(function, partial(_with_columns, self.fmodel), options)
-        transform = Transform(replace(call, columns=True, singly=False), quantity)
+        loss = partial(_with_columns, self.columns, self.fmodel)
+        call = Call.of(function, loss, options)
+        transform = _Measured(replace(call, columns=True, singly=False), quantity)
         for number, batch in enumerate(_batches.each(name, batches)):
+            ends = first_and_last(_batches.read(name, batch).size)
             with torch.no_grad():
-                output, target = self.outputs(params, buffers, batch)
-                columns = self.columns(output, target, number)
+                given = params, buffers, batch, number
+                together, own = self.outputs(*given, ends)
             inputs = batch[: len(batch) - self.has_targets]
-            yield transform(params, buffers, *inputs, columns), len(columns)
+            value, output = transform(params, buffers, *inputs, own)
+            self.check_apart(together, output[ends])
+            if self.note is not None:
+                self.note(output, own)
+            yield value, output
 
     def outputs(
         self,
         params: Params,
         buffers: Buffers,
         batch: tuple[Tree, ...],
-        *,
-        apart: bool = False,
+        number: int = 0,
+        rows: slice = slice(None),
     ) -> tuple[Tensor, Any]:
-        """Run the model on a batch, and return its target; refuse coupled samples.
-
-        `apart` is whether they are known not to be.
-        """
+        """Return the outputs of some samples together, and all targets or keys."""
         criterion = torch.sub if self.has_targets else None  # for a target
-        args, kwargs, target = read(self.function, batch, criterion)
+        args, kwargs, own = read(self.function, batch, criterion)
         size = _batches.read(self.function, batch).size
+        if self.seed is not None:
+            seed = torch_seed(secret_key(seed=self.seed), number)
+            own = sample_keys(seed, 0, size).to(next(iter(params.values())).device)
+        args, kwargs = map_tensors(operator.itemgetter(rows), (args, kwargs))
         with fixed(f"{self.function}(fmodel)", tensors((params, batch))):
             output = self.fmodel(params, buffers, *args, **kwargs)
-        check_output(self.function, output, size)
+        check_output(self.function, output, len(range(size)[rows]))
+        if self.has_targets:
+            shape = torch.Size((size, *output.shape[1:]))
+            check_targets(self.function, self.likelihood, shape, own)
+        return output, own
+
+    def check_apart(self, together: Tensor, alone: Tensor) -> None:
+        """Refuse outputs of samples that depend on others beside them."""
         # A recurrent net over the batch changes all samples but the first one.
-        for place in () if apart else {0, size - 1}:
-            row = slice(place, place + 1)
-            with torch.no_grad():
-                one, kept = map_tensors(operator.itemgetter(row), (args, kwargs))
-                alone = self.fmodel(params, buffers, *one, **kept)
-                gap = (alone - output[row]).abs().max()
-                room = output[row].abs().max() * math.sqrt(
-                    torch.finfo(output.dtype).eps
-                )
-            if gap > room:
-                raise ValueError(
-                    f"{self.function}(fmodel): expected outputs of a sample that do "
-                    f"not depend on the batch, got a model with an output that differs "
-                    f"by {float(gap):.2g} from the one of the sample alone. Split the "
-                    f"model in eval mode, see vgrad.replace_batch_norm, or pass "
-                    f"batch_first=True to recurrent layers."
-                )
-        return output, target
+        gaps = (alone - together).flatten(1).abs().amax(1)
+        room = math.sqrt(torch.finfo(together.dtype).eps)
+        if bool((gaps > room * together.flatten(1).abs().amax(1)).any()):
+            raise ValueError(
+                f"{self.function}(fmodel): expected outputs of a sample that do not "
+                f"depend on the batch, got a model with an output that differs by "
+                f"{float(gaps.max()):.2g} from the one of the sample alone. Split the "
+                f"model in eval mode, see vgrad.replace_batch_norm, or pass "
+                f"batch_first=True to recurrent layers."
+            )
+
+
+def first_and_last(size: int) -> slice:
+    """Return the places of two samples, or of the only one."""
+    return slice(None, None, max(1, size - 1))
+
+
+class _Measured(Transform):
+    """Returns the outputs as well."""
+
+    def evaluated(self, run: Evaluation) -> Any:
+        value, output = super().evaluated(run), run.losses
+        return value, output if run.places is None else output[run.places]
 
 
 @contextmanager
@@ -148,54 +181,46 @@ def check_output(function: str, output: Any, size: int) -> None:
 
 
 def check_targets(
-    function: str, likelihood: Likelihood, output: Tensor, target: Any
+    function: str, likelihood: Likelihood, shape: torch.Size, target: Any
 ) -> None:
     """Refuse targets that are not numbers of the outputs' shape, or classes."""
     if likelihood == "gaussian":
-        flat = output.squeeze(1) if output.ndim == 2 else output  # as torch broadcasts
-        if getattr(target, "shape", None) not in (output.shape, flat.shape):
+        flat = shape[:1] if shape[1:] == (1,) else shape  # as torch broadcasts
+        if getattr(target, "shape", None) not in (shape, flat):
             raise ValueError(
                 f"{function}(batches): expected targets of the outputs' shape "
-                f"{tuple(output.shape)}, got {checks.shown(target)}."
+                f"{tuple(shape)}, got {checks.shown(target)}."
             )
         return
-    shape = (len(output), *output.shape[2:])
+    count, classes, *positions = shape
     int64 = isinstance(target, Tensor) and target.dtype == torch.int64
-    if not int64 or target.shape != shape:
+    if not int64 or target.shape != (count, *positions):
         raise ValueError(
-            f"{function}(batches): expected classes of int64 {shape}, got "
-            f"{checks.shown(target)}."
+            f"{function}(batches): expected classes of int64 {(count, *positions)}, "
+            f"got {checks.shown(target)}."
         )
-    if not bool(((target >= 0) & (target < output.shape[1])).all()):
+    if not bool(((target >= 0) & (target < classes)).all()):
         raise ValueError(
-            f"{function}(batches): expected classes from 0 to {output.shape[1] - 1}, "
-            f"got others, such as those to be ignored. Leave their samples out."
+            f"{function}(batches): expected classes from 0 to {classes - 1}, got "
+            f"others, such as those to be ignored. Leave their samples out."
         )
 
 
 def _with_columns(
-    fmodel: FunctionalModel, params: Params, buffers: Buffers, *sample: Tree
+    columns: Callable[[Tensor, Any], Tensor],
+    fmodel: FunctionalModel,
+    params: Params,
+    buffers: Buffers,
+    *sample: Tree,
 ) -> tuple[Tensor, Tensor]:
-    *inputs, columns = sample
-    return _output(fmodel, params, buffers, inputs), columns
-
-
-def _with_units(
-    fmodel: FunctionalModel, params: Params, buffers: Buffers, *sample: Tree
-) -> tuple[Tensor, Tensor]:
-    output = _output(fmodel, params, buffers, sample)
-    return output, _units(output.unsqueeze(0))[0]
-
-
-def _output(
-    fmodel: FunctionalModel, params: Params, buffers: Buffers, inputs: Any
-) -> Tensor:
     with modes.without_modes():  # which would see every op of these
-        inputs = map_tensors(lambda leaf: leaf.unsqueeze(0), inputs)
+        *inputs, own = map_tensors(lambda leaf: leaf.unsqueeze(0), sample)
         args, kwargs, _ = read("curvature", inputs, None)
     output = fmodel(params, buffers, *args, **kwargs)
-    check_output("per_sample_jacobian", output, 1)
-    return output[0]
+    check_output("curvature", output, 1)
+    with modes.without_modes(), torch.no_grad(), no_autocast(output.device):
+        found = columns(output.detach(), own)
+    return output[0], found[0]
 
 
 def ggn(
@@ -237,10 +262,10 @@ def ggn(
     fmodel, likelihood, weight = likelihood_of("ggn", fmodel, likelihood)
     exact = {"categorical": _classes, "gaussian": _units}[likelihood]
 
-    def columns(output: Tensor, *rest: Any) -> Tensor:
+    def columns(output: Tensor, own: Any) -> Tensor:
         return exact(output) * math.sqrt(weight(output))
 
-    return Curvature("ggn", fmodel, columns)
+    return Curvature("ggn", fmodel, likelihood, columns)
 
 
 def fisher(
@@ -253,8 +278,9 @@ def fisher(
     """Monte Carlo Fisher information: targets drawn from the model, as of `ggn`.
 
     Its mean over seeds is the GGN of the same likelihood or loss. The targets of a
-    batch follow from `seed` and the batch's place in the sequence, so a matrix is the
-    same one each time; generators of torch stay as they are. Batches are `(*inputs,)`.
+    sample follow from `seed`, the place of its batch and its own in there, so a matrix
+    is the same one each time; generators of torch stay as they are. Batches are
+    `(*inputs,)`.
 
     Cost: `samples` columns for each sample.
 
@@ -268,13 +294,10 @@ def fisher(
     [seed] = checks.whole("fisher", least=0, seed=seed)
     drawn = {"categorical": _drawn_classes, "gaussian": _drawn_numbers}[likelihood]
 
-    def columns(output: Tensor, target: Any, number: int) -> Tensor:
-        digest = hashlib.sha256(f"{seed}/{number}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
-        scale = math.sqrt(weight(output) / count)
-        return drawn(output, count, generator) * scale
+    def columns(output: Tensor, keys: Tensor) -> Tensor:
+        return drawn(output, keys, count) * math.sqrt(weight(output) / count)
 
-    return Curvature("fisher", fmodel, columns)
+    return Curvature("fisher", fmodel, likelihood, columns, seed=seed)
 
 
 def empirical_fisher(
@@ -289,17 +312,16 @@ def empirical_fisher(
 
     Reference: Kunstner et al., arXiv 1905.12558 (where it differs from the GGN).
     """
-    given = likelihood_of("empirical_fisher", fmodel, likelihood)
-    fmodel, likelihood, weight = given
+    function = "empirical_fisher"
+    fmodel, likelihood, weight = likelihood_of(function, fmodel, likelihood)
 
-    def columns(output: Tensor, target: Any, number: int) -> Tensor:
-        check_targets("empirical_fisher", likelihood, output, target)
+    def columns(output: Tensor, target: Tensor) -> Tensor:
         if likelihood == "gaussian":
             return (output - target.view_as(output)).unsqueeze(1) * weight(output)
-        chosen = torch.zeros_like(output).scatter_(1, target.unsqueeze(1), 1.0)
+        chosen = F.one_hot(target, output.shape[1]).movedim(-1, 1)
         return (output.softmax(1) - chosen).unsqueeze(1) * weight(output)
 
-    return Curvature("empirical_fisher", fmodel, columns, has_targets=True)
+    return Curvature(function, fmodel, likelihood, columns, has_targets=True)
 
 
 def per_sample_jacobian(
@@ -332,7 +354,11 @@ def per_sample_jacobian(
         torch.Size([5, 3, 3, 2])
     """
     check_model("per_sample_jacobian", fmodel)
-    call = Call.of(per_sample_jacobian, partial(_with_units, fmodel), options)
+
+    def loss(*given: Any) -> tuple[Tensor, Tensor]:
+        return _with_columns(lambda output, own: _units(output), fmodel, *given, None)
+
+    call = Call.of(per_sample_jacobian, loss, options)
     return Transform(replace(call, columns=True), _Jacobians())
 
 
@@ -411,15 +437,21 @@ def _classes(output: Tensor) -> Tensor:
     return columns.reshape(len(p), -1, *output.shape[1:])
 
 
-def _drawn_classes(output: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    p = output.softmax(1).movedim(1, -1)
-    flat = p.reshape(-1, p.shape[-1]).double().cpu()
-    labels = torch.multinomial(flat, count, replacement=True, generator=generator)
-    chosen = F.one_hot(labels.view(*p.shape[:-1], count), p.shape[-1]).to(p)
-    return (p.unsqueeze(-2) - chosen).movedim((-2, -1), (1, 2))
+def _drawn_classes(output: Tensor, keys: Tensor, count: int) -> Tensor:
+    p = output.softmax(1).movedim(1, -1).unsqueeze(-2)  # [B, ..., 1, C]
+    shape = *p.shape[:-2], count
+    drawn = _drawn(keys, shape).unsqueeze(-1)
+    labels = (p[..., :-1].cumsum(-1) <= drawn).sum(-1)
+    return (p - F.one_hot(labels, p.shape[-1])).movedim((-2, -1), (1, 2))
 
 
-def _drawn_numbers(output: Tensor, count: int, generator: torch.Generator) -> Tensor:
+def _drawn_numbers(output: Tensor, keys: Tensor, count: int) -> Tensor:
     shape = len(output), count, *output.shape[1:]
-    drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
-    return drawn.to(wide(output.dtype)).to(output.device)
+    normal = torch.special.ndtri(_drawn(keys, shape) + 2.0**-54)  # of neither 0 nor 1
+    return normal.to(wide(output.dtype))
+
+
+def _drawn(keys: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Draw numbers in [0, 1) in float64."""
+    bits = random_bits(keys, math.prod(shape[1:]))
+    return unit(bits, 53, torch.float64).view(shape)

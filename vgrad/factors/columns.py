@@ -18,7 +18,7 @@ from vgrad.factors.base import Compound, Dense, Factor, Norms, Outer, Zero
 from vgrad.factors.conv import Conv
 from vgrad.factors.rows import Rows
 from vgrad.torch_private import modes
-from vgrad.tree import double, wide
+from vgrad.tree import double, wide, widened
 
 _WHOLE = 4096
 """Numbers of a parameter up to which the covariance of all of them is formed."""
@@ -196,6 +196,7 @@ def covariances(factor: Factor, *, reduce: bool = False) -> Covariances | None:
 
 
 def _of_sides(b: Tensor, a: Tensor, reduce: bool) -> Covariances:
+    b, a = double(b), double(a)
     if reduce:
         b, a = b.sum(1, keepdim=True), a.mean(1, keepdim=True)
     positions = math.prod(a.shape[:2])
@@ -210,10 +211,10 @@ def squares(
     total: Any = 0.0
     for part in _rotated(factor, left, right):
         if isinstance(part, tuple):
-            b, a = (side.square().sum(1) for side in part)
+            b, a = (double(side).square().sum(1) for side in part)
             total = total + b.mT @ a
         else:
-            total = total + part.square().sum((0, 1))
+            total = total + double(part).square().sum((0, 1))
     return total
 
 
@@ -228,12 +229,12 @@ def inner_products(
     for part in _rotated(factor, left, right):
         if isinstance(part, tuple):
             # One side is the same for all columns, and is summed over first.
-            (b, a), w = part, weights
+            (b, a), w = map(double, part), weights
             if b.shape[1] < a.shape[1]:
                 b, a, w = a, b, w.mT
             rows, scales = b, a.square() @ w.mT
         else:
-            rows, scales = part.flatten(2), weights.flatten()
+            rows, scales = double(part).flatten(2), weights.flatten()
         parts.append((rows * scales) @ rows.mT)
     return torch.cat(parts)
 
@@ -241,10 +242,10 @@ def inner_products(
 def _rotated(
     factor: Factor, left: Tensor | None, right: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor] | Tensor]:
-    """Yield `left^T G right` of some samples after the other, [B, K, O, I] in float64.
+    """Yield `left^T G right` of some samples after the other, [B, K, O, I].
 
     Of samples with one position they are two sides, [B, K, O] and [B, K, I], one of
-    them with 1 for K.
+    them with 1 for K. The dtype is the gradients', whose rounding is no smaller.
     """
     k, o, i = factor.shape[0], factor.shape[1:2].numel(), factor.shape[2:].numel()
     # Either both sides of each position are rotated, or the gradients are.
@@ -256,7 +257,7 @@ def _rotated(
         o, i, by_sides = len(left), 1, False
 
     def rotated(matrix: Tensor, columns: Tensor | None) -> Tensor:
-        return matrix if columns is None else matrix @ columns
+        return matrix if columns is None else matrix @ columns.to(matrix.dtype)
 
     for part in factor.in_cache():
         for b, a in (sides := [*_sides(part)] if by_sides else []):
@@ -268,7 +269,7 @@ def _rotated(
                 grads = grads.unflatten(1, b.shape[2:]).unflatten(3, a.shape[2:])
                 yield grads.transpose(2, 3).flatten(1, 2)
         if not sides:
-            grads = double(part.grad()).reshape(-1, k, o, i)
+            grads = widened(part.grad()).reshape(-1, k, o, i)
             yield rotated(rotated(grads, right).mT, left).mT
 
 
@@ -291,7 +292,7 @@ def _outputs(factor: Factor) -> Tensor | None:
 def _sides(factor: Factor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield both sides of some samples after the other, where a factor is a matrix.
 
-    -> [B, T, K, O] and [B, T, K, I] in float64, one of them with 1 for K.
+    -> [B, T, K, O] and [B, T, K, I] in float32 or wider, one of them with 1 for K.
     """
     if isinstance(factor, Appended):
         for b, a in _sides(factor.weight) if factor.is_shared else ():
@@ -304,7 +305,7 @@ def _sides(factor: Factor) -> Iterator[tuple[Tensor, Tensor]]:
     for outer in outers:
         if not isinstance(outer, Outer) or outer.inputs.shape[1] != 1:
             return
-        b, a = double(outer.outputs[:, 0]), double(outer.inputs[:, 0])
+        b, a = widened(outer.outputs[:, 0]), widened(outer.inputs[:, 0])
         sizes = b.shape[2], a.shape[2], before
         if sizes == (k * o, i, 1):
             yield b.unflatten(2, (k, o)), a.unsqueeze(2)

@@ -52,6 +52,12 @@ def graph_nodes(
     return nodes
 
 
+def coarsest(tensor: Tensor) -> float:
+    """Return the largest rounding of a gradient in the graph of a tensor."""
+    metadata = [each for node in graph_nodes([tensor]) for each in node._input_metadata]
+    return max((torch.finfo(each.dtype).eps for each in metadata), default=0.0)
+
+
 def foreign_nodes(tensors: Iterable[Tensor]) -> list[str]:
     """Name the nodes of these graphs whose backward passes are not torch's own."""
     nodes = graph_nodes(tensors)
