@@ -360,7 +360,7 @@ class Outer(Pair):
 
     shared: Positions | None = None
 
-    @cached_property
+    @property
     def rounding(self) -> float:
         """How much of its terms a weighted sum may lose."""
         return products.rounding(self.inputs, self.outputs)
