@@ -64,8 +64,10 @@ class _Output:
 
     def shift(self, g: Tensor) -> Dense:
         """Return the factor of the bias, whose norms are known if it is the output."""
-        single = math.prod(g.shape[1:-1]) == 1 and g.ndim > 1
-        return Dense(over_positions(g), self.at(g) if single else None)
+        if g.ndim == 1 or math.prod(g.shape[1:-1]) != 1:
+            return Dense(over_positions(g))
+        output = self.at(g)
+        return Dense(output.tensor.flatten(1), output)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict | None:
