@@ -5,6 +5,7 @@ B is the number of samples; every tensor of a batch is `[B, ...]`.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -42,10 +43,10 @@ class Batch:
         part = self.take(slice(number, number + 1))
         return tuple(tensor.squeeze(0) for tensor in part.inputs)
 
-    def sample(self, tensors: tuple[Tensor, ...]) -> Tree:
+    def sample(self, tensors: Iterable[Tensor]) -> Tree:
         """Put the tensors of one sample where they are in the batch."""
-        values = iter(tensors)
-        return map_tensors(lambda _: next(values), self.tree)
+        # There are as many: `next` never returns the tensor of the batch, its default.
+        return map_tensors(partial(next, iter(tensors)), self.tree)
 
 
 def taken(values: Tensor, rows: slice | Tensor) -> Tensor:

@@ -21,8 +21,7 @@ def is_host(device: torch.device) -> bool:
 
 def accelerators(tensors: Iterable[Tensor]) -> set[torch.device]:
     """Return the accelerators that tensors are on."""
-    devices = {tensor.device for tensor in tensors}
-    return {device for device in devices if device.type not in ("cpu", "meta")}
+    return {x.device for x in tensors if x.device.type not in ("cpu", "meta")}
 
 
 def all_accelerators() -> list[torch.device]:

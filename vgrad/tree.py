@@ -6,6 +6,7 @@ The only place that imports `torch.utils._pytree`, which torch does not promise.
 import copy
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def tensors(tree: Tree) -> list[Tensor]:
     for branch in tree:
         if isinstance(branch, Tensor):
             found.append(branch)
-        else:
+        elif branch is not None:
             found += tensors(branch)
     return found
 
@@ -138,7 +139,9 @@ def map_once(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
 
 def copied(tree: Tree) -> Tree:
     """Copy the tensors of a tree; one that is there twice stays one."""
-    return map_once(lambda tensor: with_attributes(tensor.clone(), tensor), tree)
+    if isinstance(tree, Tensor):
+        return with_attributes(tree.clone(), tree)
+    return map_once(copied, tree)
 
 
 def _is_named(kind: type) -> bool:
@@ -211,14 +214,16 @@ def check_fit(
             )
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for arithmetic on numbers of `dtype`: float32 or wider."""
-    return torch.promote_types(dtype, torch.float32)
+wide: Callable[[torch.dtype], torch.dtype] = partial(torch.promote_types, torch.float32)
+"""The dtype for arithmetic on numbers of a dtype: float32 or wider."""
+
+
+_WIDE = torch.float32, torch.float64, torch.complex64, torch.complex128
 
 
 def widened(tensor: Tensor) -> Tensor:
     """Cast a tensor to float32 or wider."""
-    return cast(tensor, wide(tensor.dtype))
+    return tensor if tensor.dtype in _WIDE else tensor.to(wide(tensor.dtype))
 
 
 def double(tensor: Tensor) -> Tensor:

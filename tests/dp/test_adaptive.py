@@ -434,7 +434,7 @@ def test_sums_of_other_bounds_get_no_noise():
         (good, tensor(0.7)),
         (divided.with_max_norm(bound).sensitivity, bound),
     ):
-        with pytest.raises(ValueError, match=r"the tensor max_norm of the state"):
+        with pytest.raises(ValueError, match=r"clipped to the max_norm of a state"):
             PLAN.add_noise(sums, sensitivity, **place, max_norm=max_norm)
 
 

@@ -225,7 +225,7 @@ def little_noise(monkeypatch):
         return {n: x / scales[n][0] / (1 + n.startswith("2.")) for n, x in sums.items()}
 
     monkeypatch.setattr("vgrad.training.steps.unscaled", wrong)
-    monkeypatch.setattr("vgrad.training.steps.scaled", twice)
+    monkeypatch.setattr("vgrad.dp.private_gradients.scaled", twice)
 
 
 def twice(sums, scales):

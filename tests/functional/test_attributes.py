@@ -85,8 +85,11 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("name", COPIES)
-@every_strategy
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [(name, "auto") for name in COPIES]
+    + [("itself", name) for name in ("recorded", "vmap", "loop")],
+)
 def test_attributes_per_sample(model, strategy, name):
     model.again = strategy != "vmap"  # which takes no checkpoints
     fmodel, params, buffers = split(model)

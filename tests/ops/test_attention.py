@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import vgrad
 from tests.examples import examples
 from tests.losses import DEVICES, randn
 from vgrad.ops import OPS, attention
@@ -142,8 +143,14 @@ def test_outputs_and_gradients_equal_those_of_a_loop(problem, kind):
     torch.testing.assert_close(found, summed, **close)
 
 
-@pytest.mark.parametrize("in_dims", [(0, 1, 0), (0, None, 0), (None, 0, 1)])
-@pytest.mark.parametrize("dims", [(0, None, 0, 0), (None, 0, 1, 0), (0, 0, 0, 0)])
+@pytest.mark.parametrize(
+    ("in_dims", "dims"),
+    [
+        *(((0, 1, 0), dims) for dims in ((0, None, 0, 0), (None, 0, 1, 0))),
+        *(((0, None, 0), dims) for dims in ((0, None, 0, 0), (0, 0, 0, 0))),
+        *(((None, 0, 1), dims) for dims in ((None, 0, 1, 0), (0, 0, 0, 0))),
+    ],
+)
 def test_gradients_of_nested_vmaps_equal_those_of_a_loop(in_dims, dims):
     tensors, shapes = [], [(2, 5, 4), (2, 6, 4), (2, 6, 4), (5, 6)]
     axes = zip(shapes, (*in_dims, 0), dims, strict=True)
@@ -309,9 +316,19 @@ def test_dropout_zeroes_weights_and_scales_the_others():
 
 def test_dropout_in_autocast_has_the_dtype_of_autocast_and_needs_randomness():
     tensors = inputs(3, 2, 5, 4, dtype=torch.float32)
+    seen = []
+
+    def loss(params, buffers, *inputs):
+        out = F.scaled_dot_product_attention(*inputs, dropout_p=0.5) * params["w"]
+        seen.append(out.dtype)
+        return out.sum()
+
+    options = {"strategy": "vmap", "randomness": "different"}
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = vmap(dropped, randomness="different")(*tensors)
-    assert out.dtype == torch.bfloat16
+        vgrad.per_sample_norm(loss, **options)(
+            {"w": torch.ones((), dtype=torch.bfloat16)}, {}, *tensors
+        )
+    assert {*seen} == {torch.bfloat16}
     with pytest.raises(RuntimeError, match="randomness error mode"):
         vmap(dropped)(*tensors)
 

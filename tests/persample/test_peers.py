@@ -40,15 +40,11 @@ def broadcast_positions():
     return model
 
 
-def circular():
-    conv = nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular")
-    return nn.Sequential(conv, nn.Flatten(), nn.Linear(48, 3))
-
-
 PADDED, FLATTENED = losses.CASES["padding_idx"], losses.CASES["flattened"]
+CIRCULAR = losses.CASES["circular_conv"]
 README = {  # a model, its batch, and what Opacus and BackPACK do
     "padding_idx": (PADDED.model, PADDED.batch, WRONG, RAISES),
-    "circular padding": (circular, losses.images(2, 4), WRONG, WRONG),
+    "circular padding": (CIRCULAR.model, CIRCULAR.batch, WRONG, WRONG),
     "tied weights": (tied_linear, losses.vectors(4), EXACT, WRONG),
     "broadcast positions": (broadcast_positions, losses.tokens(7, 3), RAISES, RAISES),
     "flattened rows": (FLATTENED.model, FLATTENED.batch, RAISES, RAISES),

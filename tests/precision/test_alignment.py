@@ -209,10 +209,7 @@ FLAT, BATCHED = ((4, 5), (5, 6), (4, 6, 5, 1)), ((3, 4, 5), (3, 5, 6), (4, 6, 5,
 ONES = torch.ones(4, 6)
 PRODUCTS = {
     "vector on the right": (lambda x, y: x @ y, (4, 5), (5,), (4, 1, 5, 1)),
-    "vector on the left": (lambda x, y: x @ y, (5,), (5, 6), (1, 6, 5, 1)),
-    "folded": (lambda x, y: x @ y, (3, 4, 5), (5, 6), (12, 6, 5, 1)),
     "batched": (torch.matmul, (1, 2, 4, 5), (3, 1, 5, 6), (4, 6, 5, 6)),
-    "bmm": (torch.bmm, *BATCHED),
     "addmm": (lambda x, y: torch.addmm(ONES[0], x, y, beta=2), *FLAT),
     "in place": (lambda x, y: ONES.clone().addmm_(mat1=x, mat2=y), *FLAT),
     "addmv": (lambda x, y: torch.addmv(ONES[:, 0], x, y), (4, 5), (5,), (4, 1, 5, 1)),

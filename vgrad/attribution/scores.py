@@ -502,10 +502,7 @@ class _Scores(Quantity):
         return {n: each.to(call.dtype) for n, each in collector.values.items()}
 
     def total(self, partials: Iterator[Any], run: Evaluation) -> dict[str, Tensor]:
-        chunks = list(partials)
         count = sum(each.size for each in next(iter(self.queries.values())))
         empty = torch.zeros(0, count, dtype=run.dtype, device=run.call.device)
-        return {
-            group: joined(empty, [chunk[group] for chunk in chunks])
-            for group in self.groups
-        }
+        chunks = list(partials) or [dict.fromkeys(self.groups, empty)]
+        return {n: joined([chunk[n] for chunk in chunks]) for n in self.groups}

@@ -26,11 +26,12 @@ from vgrad.compiled.functions import (
     checked_sizes,
     sizes_of_plan,
 )
+from vgrad.dp.private_gradients import PrivateSource
 from vgrad.ensemble.gradients import EnsembleGradFn
 from vgrad.ensemble.prediction import EnsembleForward
 from vgrad.persample.engine import Transform, eager
 from vgrad.renamed import attributes
-from vgrad.training.steps import PrivateSource, TrainingStep
+from vgrad.training.steps import TrainingStep
 from vgrad.typing import Arguments, Found, Same
 
 __all__ = ["Compiled", "choices"]

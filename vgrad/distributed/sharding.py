@@ -362,8 +362,8 @@ def _where_used(
     call = transform.options.on(inputs)
     chunk = gathering.least(at_a_time(call) or size)
     call = replace(call, chunk_size=chunk, strategy="recorded", reducer=gathering)
-    result = transform.evaluated(Evaluation(call))
-    return transform.selected(result, inputs.mask, inputs)
+    value, mask = transform.evaluated(Evaluation(call)), inputs.mask
+    return value if mask is None else transform.selected(value, mask, inputs)
 
 
 def _of_all_ranks(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.batches import Sensitivity
-from vgrad.dp.noise import Streams, gaussian_noise
+from vgrad.dp.noise import gaussian_noise
 from vgrad.persample.clipped import LEAST, MOST, ClippedGrad
 from vgrad.typing import Tree
 
@@ -91,19 +91,15 @@ class QuantileClip:
         bound: Tensor,
         count: Tensor,
         expected_batch_size: float,
-        *,
-        streams: Streams,
-        key: Tensor,
-        step: int,
+        **place: Any,
     ) -> Tensor:
         """Return the bound of the next step, from the sum of b_i - 1/2 and its noise.
 
         Cost: some forty small kernels on a device, and no wait.
         """
         # A sample moves the sum by 1/2.
-        numbers = {"noise_multiplier": 2 * self.deviation(expected_batch_size)}
-        place: Any = {"key": key, "step": step, "streams": streams}
-        noise = gaussian_noise("quantile_clip", Sensitivity(0.5), **numbers, **place)
+        place["noise_multiplier"] = 2 * self.deviation(expected_batch_size)
+        noise = gaussian_noise("quantile_clip", Sensitivity(0.5), **place)
         noisy = noise.added({"count": count})["count"]
         return self.after(bound, self.fraction(noisy, expected_batch_size))
 

@@ -37,16 +37,13 @@ randomness. This file comes close to them:
 
 One draw, one release. The noise of a step is a function of the key, the step, the
 member, the parameter's name and shape, and of the plan's numbers; sharding, threads,
-compilation and the device do not change its words. The logarithm and the tangent may
-differ in the last bit between libraries, and then about one number in 10^10 is rounded
-to the next value of the grid. A step that is repeated from a checkpoint on the same
-batch is therefore the same release, as far as the sums are the same numbers: processor,
-device and torch decide on their rounding. Where these differ, or noise of an earlier
-vgrad that had another generator, release the results of only one of the two attempts.
-Two runs that continue from copies of one
-state with other data, another loss or another optimizer would add the same noise to
-different sums, whose difference then reveals everything: `state.fork()` gives one of
-them a new key.
+compilation and the device do not change its words. A step that is repeated from a
+checkpoint on the same batch is therefore the same release, as far as the sums are the
+same numbers: processor, device and torch decide on their rounding, and libraries on the
+last bit of a logarithm or a tangent, by which about one number in 10^10 is rounded to
+the next value of the grid. Where these differ, release the results of only one of the
+two attempts. Other sums (of other data, loss or optimizer) need another key,
+`state.fork()`: their difference would have no noise.
 """
 
 import math
@@ -136,7 +133,7 @@ def add_gaussian_noise(
     """
     function = "add_gaussian_noise"
     checks.dictionaries(function, sums=sums)
-    numbers = {"noise_multiplier": noise_multiplier, "key": key, "step": step}
+    numbers = checked(function, sensitivity, noise_multiplier, key=key, step=step)
     return gaussian_noise(function, sensitivity, **numbers).added(sums, member)
 
 
@@ -161,9 +158,6 @@ def gaussian_noise(
     Noise of a filter starts at the step `first`, and takes the history that the step
     before has returned; None where nobody keeps one.
     """
-    check_sensitivity(function, sensitivity)
-    checks.non_negative(function, noise_multiplier=noise_multiplier)
-    [noise_multiplier] = checks.finite(function, noise_multiplier=noise_multiplier)
     deviation: Any = noise_multiplier * sensitivity.value
     known = not isinstance(deviation, Tensor) and noise_multiplier != 0
     if known and not _LEAST < deviation < 1 / _LEAST:
@@ -172,15 +166,14 @@ def gaussian_noise(
             f"expected a standard deviation between {_LEAST} and {1 / _LEAST}, got "
             f"{deviation!r}. Clip to another norm."
         )
-    [step] = checks.whole(function, least=first, step=step)
-    checks.between(function, -1, 2**63, step=step)
-    generators.check_key(function, key)
     filter = filter if noise_multiplier else INDEPENDENT
-    if history is None:
-        filter = filter._replace(cached=False)
-    own = streams or Streams(), filter, first, history
+    own = streams or Streams(), filter, first, ()
     noise = Noise(key, step, float(noise_multiplier), deviation, *own)
-    return replace(noise, history=noise.checked_history(function))
+    if not filter.correlated:
+        return noise
+    if history is None:
+        noise = replace(noise, filter=filter._replace(cached=False))
+    return replace(noise, history=noise.checked_history(function, history))
 
 
 class NoiseHistory(NamedTuple):
@@ -218,9 +211,9 @@ class Noise:
     first: int
     history: Any = field(repr=False)
 
-    def checked_history(self, function: str) -> Tree:
+    def checked_history(self, function: str, history: Any) -> Tree:
         """Return the history, none before the first step; refuse another run's."""
-        history, count = self.history, len(self.filter.weights)
+        count = len(self.filter.weights)
         if history is None and count:
             raise ValueError(
                 f"{function}: expected noise that follows from the key and the step, "
@@ -228,7 +221,7 @@ class Noise:
                 f"PrivateGradients keep in their states. Take one of those, or a plan "
                 f"with bisr or band_inv_mf."
             )
-        if history is None or not self.filter.correlated or self.step == self.first:
+        if history is None or self.step == self.first:
             return ()
         count *= not self.filter.cached
         if not isinstance(history, NoiseHistory):
@@ -262,6 +255,8 @@ class Noise:
 
     def advanced(self, sums: Params) -> tuple[Params, Tree]:
         """Draw the noise of sums, and add it; return the history of the next step."""
+        if not self.filter.correlated:
+            return self.added_to(sums)[0], ()
         old = self._buffers(sums)
         noisy, *new = self.added_to(sums, old)
         return noisy, self.after(sums, old, new)
@@ -304,12 +299,7 @@ class Noise:
         _check_sums(sums)
         if not self.multiplier:
             return [{name: x.to(wide(x.dtype), copy=True) for name, x in sums.items()}]
-
-        def flat(x: Tensor) -> Tensor:
-            local = shards.local(x).detach()
-            return local.to(_drawn_on(x.device), wide(x.dtype)).reshape(-1)
-
-        given = [{name: flat(x[name]) for name in sums} for x in (sums, *old)]
+        given = [{name: _flat(x[name]) for name in sums} for x in (sums, *old)]
         kinds = None, *[torch.float64] * self.filter.made
         into = [
             {name: torch.empty_like(x, dtype=kind) for name, x in given[0].items()}
@@ -337,10 +327,9 @@ class Noise:
         self, parts: dict[Any, "Part"], given: list[dict], into: list[dict]
     ) -> None:
         """Add noise to flat sums, on all threads, each in a part of its cache."""
-        [total, *old], [noisy, *made] = (
-            [{name: x[name].numpy() for name in parts} for x in each]
-            for each in (given, into)
-        )
+        arrays = [{name: x[name].numpy() for name in parts} for x in (*given, *into)]
+        total, noisy = arrays[0], arrays[len(given)]
+        old, made = arrays[1 : len(given)], arrays[len(given) + 1 :]
         count = sum(map(len, total.values()))
         share = max(count // (2 * torch.get_num_threads()), 1)
         size = min(max(_LEAST_ON_HOST, 2 ** (share.bit_length() - 1)), _MOST_ON_HOST)
@@ -361,17 +350,16 @@ class Noise:
                 return normals_of_host(words, memory).reshape(-1)
 
             noise, last = self.filter.combined(map(draw, self._steps))
-            group = layout.groups[number]
-            for piece in group if self.filter.weights else ():
-                name, entries, places = piece.name, piece.entries, piece.places()
+            places = [(x.name, x.entries, x.places()) for x in layout.groups[number]]
+            for name, entries, place in places if made else ():
                 before = [each[name][entries] for each in old]
-                x, new = self.filter.filtered(noise[places], last[places], before)
+                x, new = self.filter.filtered(noise[place], last[place], before)
                 for each, numbers in zip(made, new, strict=True):
                     each[name][entries] = numbers
-                noise[places] = x
+                noise[place] = x
             noise *= deviation
-            for piece in group:
-                noise[piece.places()] += total[piece.name][piece.entries]
+            for name, entries, place in places:
+                noise[place] += total[name][entries]
             most = 2.0**50 * grid  # NaN is not below it
             if -most < noise.min(initial=0.0) and noise.max(initial=0.0) < most:
                 # Rounded to the grid, and without -0.0.
@@ -380,8 +368,8 @@ class Noise:
             else:
                 noise = _rounded(torch.from_numpy(noise), grid).numpy()
             with np.errstate(over="ignore"):  # it is infinite, as in torch
-                for piece in group:
-                    noisy[piece.name][piece.entries] = noise[piece.places()]
+                for name, entries, place in places:
+                    noisy[name][entries] = noise[place]
             layout.memory.append(memory)
 
         works = [partial(add, number) for number in range(len(layout.groups))]
@@ -395,28 +383,22 @@ class Noise:
         sizes, grid = (ON_DEVICE, _MOST_ON_DEVICE), _grid(self.deviation)
         layout = self.streams.layout(self, parts, device, *sizes)
 
-        def add(number: int) -> None:
-            group = layout.groups[number]
-
-            def placed(draws: Tensor) -> Tensor:
-                return _joined([draws[piece.places(device)] for piece in group])
-
-            parts = [
+        for number, group in enumerate(layout.groups):
+            parts_of = [
                 [each[p.name][p.entries] for p in group] for each in (*given, *into)
             ]
-            total, *old = map(_joined, parts[: len(given)])
+            total, *old = map(_joined, parts_of[: len(given)])
             noise, last = self.filter.combined(layout.noise(number, self._steps))
-            noise = placed(noise)
-            last = placed(last) if self.filter.cached else noise
+            noise = _joined([noise[p.places(device)] for p in group])
+            if self.filter.cached:
+                last = _joined([last[p.places(device)] for p in group])
             value, new = self.filter.filtered(noise, last, old)
             value = _rounded((value * self.deviation).add_(total.double()), grid)
-            for target, numbers in zip(parts[len(given) :], (value, *new), strict=True):
+            targets = zip(parts_of[len(given) :], (value, *new), strict=True)
+            for target, numbers in targets:
                 if len(dtypes := {each.dtype for each in target}) == 1:
                     numbers = numbers.to(*dtypes)
                 kernels.copy_all_(target, numbers.split([*map(len, target)]))
-
-        for number in range(len(layout.groups)):
-            add(number)
 
     def drawn(self, sums: Params) -> "Drawn | None":
         """Return the noise as an input of a graph; None where eager mode has to add."""
@@ -516,7 +498,7 @@ def normals_of_host(words: Tensor, memory: Memory) -> np.ndarray:
     MKL, which torch calls, would start threads in every thread that calls it.
     """
     tiles, bits = len(words), words.numpy()
-    radius, tangent, scale, small = (numbers[:tiles] for numbers in memory.scratch)
+    radius, tangent, scale, small = [numbers[:tiles] for numbers in memory.scratch]
     whole = scale.view(np.int64)
     np.bitwise_and(bits[:, 0], 2**63 - 1, out=whole)
     np.copyto(radius, whole)
@@ -629,7 +611,7 @@ class _Layout:
         On all threads, or on this one into memory that is given.
         """
         group = self.groups[number]
-        count, alone = sum(piece.tiles for piece in group), memory is not None
+        count, alone = sum([piece.tiles for piece in group]), memory is not None
         if memory is None:
             memory = chacha.memory(count)
         most, works = _MOST_ON_HOST // TILE, []
@@ -716,8 +698,10 @@ class Piece:
 
 def _part(total: Tensor, name: Any, member: int = 0) -> Part:
     entry = name if isinstance(name, tuple) else (member, name)
-    sizes = tuple(shards.local(total).shape)
-    return Part(entry, tuple(total.shape), shards.offsets(total), sizes)
+    shape = tuple(total.shape)
+    if not shards.is_distributed(total):
+        return Part(entry, shape, (0,) * len(shape), shape)
+    return Part(entry, shape, shards.offsets(total), tuple(shards.local(total).shape))
 
 
 def _drawn_on(device: torch.device) -> torch.device:
@@ -727,6 +711,12 @@ def _drawn_on(device: torch.device) -> torch.device:
     except (RuntimeError, TypeError):
         return HOST
     return device
+
+
+def _flat(total: Tensor) -> Tensor:
+    """Return the part of a sum that this rank holds, where noise is drawn for it."""
+    local = shards.local(total).detach()
+    return local.to(_drawn_on(local.device), wide(local.dtype)).reshape(-1)
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
@@ -752,11 +742,12 @@ def _rounded(values: Tensor, grid: float | Tensor) -> Tensor:
 
 def _finished(flat: Tensor, total: Tensor) -> Tensor:
     """Bring the noise and a part's sum to its device, in a tensor like the whole."""
-    local, noisy = shards.local(total), flat.to(total.device)
+    local = shards.local(total)
+    noisy = flat.to(total.device).view(local.shape)
     if local.requires_grad and torch.is_grad_enabled():
-        near = noisy.view(local.shape) - (local.detach() - local)  # has the derivative
+        near = noisy - (local.detach() - local)  # has the derivative
         noisy = torch.where(local.isfinite(), near, local)
-    return _like(noisy, total)
+    return shards.like(total, noisy)
 
 
 def _like(flat: Tensor, total: Tensor) -> Tensor:
@@ -793,23 +784,28 @@ def _check_sums(sums: dict[Any, Tensor]) -> None:
 
 def _checked_buffer(buffer: Params, sums: Params) -> Params:
     """Return a buffer where noise is drawn; refuse one that is not like the sums."""
-    function = "add_noise(history)"
-    checks.names(function, sums, buffer)
-    for name, total in buffer.items():
-        (wanted, got), kind = (
-            (_part(x[name], name) for x in (sums, buffer)),
-            total.dtype,
-        )
-        if wanted != got or kind != torch.float64:
+    checks.names("add_noise(history)", sums, buffer)
+    for name, x in buffer.items():
+        expected, got = _part(sums[name], name), _part(x, name)
+        if expected != got or x.dtype != torch.float64:
             raise ValueError(
-                f"{function}: expected a buffer for the {wanted}, in float64, got one "
-                f"for the {got}, in {kind}. Shard a state as a whole."
+                f"add_noise(history): expected a buffer for the {expected}, in "
+                f"float64, got one for the {got}, in {x.dtype}. Shard a state as a "
+                f"whole."
             )
     return {name: x.to(_drawn_on(sums[name].device)) for name, x in buffer.items()}
 
 
-def check_sensitivity(function: str, sensitivity: Any) -> None:
-    """Refuse numbers, and an infinite sensitivity."""
+def checked(
+    function: str,
+    sensitivity: Any,
+    noise_multiplier: float,
+    *,
+    key: Tensor,
+    step: int,
+    first: int = 0,
+) -> dict[str, Any]:
+    """Check what a caller passes for a step's noise; return it as Python's numbers."""
     if not isinstance(sensitivity, Sensitivity):
         kind = type(sensitivity).__name__
         raise TypeError(
@@ -817,10 +813,15 @@ def check_sensitivity(function: str, sensitivity: Any) -> None:
             f"Sensitivity of the sum, got a {kind}. Take the one that comes with the "
             f"sum, clipped_grad(...).sensitivity."
         )
-    if not isinstance(sensitivity.value, Tensor) and not math.isfinite(
-        sensitivity.value
-    ):
+    value = sensitivity.value
+    if not isinstance(value, Tensor) and not math.isfinite(value):
         raise ValueError(
             f"{function}(sensitivity={sensitivity!r}): expected a finite sensitivity, "
-            f"got {sensitivity.value}. Clip the gradients with a finite max_norm."
+            f"got {value}. Clip the gradients with a finite max_norm."
         )
+    checks.non_negative(function, noise_multiplier=noise_multiplier)
+    [multiplier] = checks.finite(function, noise_multiplier=noise_multiplier)
+    [step] = checks.whole(function, least=first, step=step)
+    checks.between(function, -1, 2**63, step=step)
+    generators.check_key(function, key)
+    return {"noise_multiplier": multiplier, "key": key, "step": step}

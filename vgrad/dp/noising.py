@@ -79,8 +79,8 @@ class Filter(NamedTuple):
     def weights(self) -> tuple[float, ...]:
         """The weights of the buffers."""
         if self.feedback:
-            return tuple(-each / self.feedback[0] for each in self.feedback[1:])
-        return self.draws[1:] if self.cached else tuple(-each for each in self.scales)
+            return tuple([-x / self.feedback[0] for x in self.feedback[1:]])
+        return self.draws[1:] if self.cached else tuple([-x for x in self.scales])
 
     @property
     def made(self) -> int:
@@ -90,7 +90,7 @@ class Filter(NamedTuple):
     @property
     def correlated(self) -> bool:
         """Whether noise depends on the draws of earlier steps."""
-        return len(self.taken + self.weights) > 1
+        return bool(self.decays) or len(self.draws) > 1 or len(self.feedback) > 1
 
     def combined(self, draws: Iterable[Any]) -> tuple[Any, Any]:
         """Return the sum of draws, the last one first, with their weights; and it."""
@@ -198,7 +198,7 @@ class Noising:
         settled = self.settled(steps, **run)
         found, size = settled.coefficients, settled.size
         if self.scheme == "bisr":
-            found = _tuple(_half(size, -0.5))
+            found = tuple(_half(size, -0.5).tolist())
         forms = {
             "band_mf": Filter(feedback=found),
             "blt": Filter(decays=found[:size], scales=found[size:]),
@@ -439,23 +439,16 @@ def _repeated(column: Array, separation: int, times: int) -> Array:
 
 def _padded(coefficients: Sequence[float] | Array, n: int) -> Array:
     """Cut coefficients to `n`, or append zeros."""
-    return np.pad(
-        np.asarray(coefficients, float)[:n], (0, max(0, n - len(coefficients)))
-    )
+    missing = max(0, n - len(coefficients))
+    return np.pad(np.asarray(coefficients, float)[:n], (0, missing))
 
 
 def _divided(
     series: Sequence[float] | Array, by: Sequence[float] | Array, n: int
 ) -> Array:
     """Divide power series, to `n` coefficients."""
-    try:
-        from scipy.signal import lfilter
-    except ImportError as error:
-        raise ImportError(
-            "vgrad.dp: expected the package SciPy, which is not installed. It comes "
-            'with pip install "vgrad[dp]".'
-        ) from error
-    return np.asarray(lfilter([1.0], by, _padded(series, n)))
+    signal = checks.package("scipy.signal", "dp")
+    return np.asarray(signal.lfilter([1.0], by, _padded(series, n)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -465,15 +458,12 @@ def _optimised(
     """Return the coefficients of a scheme for a run: a pure function."""
     times = min(participations, -(-n // separation))
     if scheme == "blt":
-        return _tuple(_blt(n, size, separation, times))
-    bands = min(size, n)
-    if scheme == "band_mf":
-        return _tuple(_padded(_bands(n, bands), size))
-    return _tuple(_padded(_inverse_bands(n, bands, separation, times), size))
-
-
-def _tuple(values: Array) -> tuple[float, ...]:
-    return tuple(values.tolist())
+        found = _blt(n, size, separation, times)
+    elif scheme == "band_mf":
+        found = _padded(_bands(n, min(size, n)), size)
+    else:
+        found = _padded(_inverse_bands(n, min(size, n), separation, times), size)
+    return tuple(found.tolist())
 
 
 def _half(bands: int, power: float) -> Array:
@@ -493,9 +483,8 @@ def _bands(n: int, bands: int) -> Array:
         slopes, weighted = _divided(sums, c, n), weights * sums
         squares, error = c @ c, weighted @ sums
         moved = [weighted[j:] @ slopes[: n - j] for j in range(1, bands)]
-        return math.log(squares * error), 2 * tail / squares - 2 * np.array(
-            moved
-        ) / error
+        slope = tail / squares - np.array(moved) / error
+        return math.log(squares * error), 2 * slope
 
     c = np.array([1.0, *_minimum(loss, _half(bands, 0.5)[1:])])
     return c / np.linalg.norm(c)

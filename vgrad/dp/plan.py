@@ -18,7 +18,7 @@ from vgrad.dp import accounting, discrete
 from vgrad.dp.adaptive import QuantileClip
 from vgrad.dp.discrete import DiscreteNoise
 from vgrad.dp.group_clip import GroupClip, clip_of, scaled
-from vgrad.dp.noise import Noise, Streams, check_sensitivity, gaussian_noise
+from vgrad.dp.noise import Noise, Streams, checked, gaussian_noise
 from vgrad.dp.noise_figure import plot_noise
 from vgrad.dp.noising import Fitted, Noising, independent
 from vgrad.dp.rows import RowSelection
@@ -477,7 +477,7 @@ class Plan:
         """
         return generators.from_bytes(self._identity)
 
-    @property
+    @functools.cached_property
     def _identity(self) -> bytes:
         return self._identity_under(_CIPHER)
 
@@ -869,7 +869,10 @@ class Plan:
                 f"Plan.add_noise(sums): expected a plan that trains all rows, got "
                 f"rows={self.rows}, which private_step alone chooses."
             )
-        place: Any = {"key": key, "step": step, "max_norm": max_norm}
+        first = self.earlier_steps if self.noise.correlated else 0
+        place: dict[str, Any] = {"key": key, "step": step, "first": first}
+        own = checked("Plan.add_noise", sensitivity, self.noise_multiplier, **place)
+        place = {"key": key, "step": own["step"], "max_norm": max_norm}
         noise = self.step_noise(sensitivity, Streams(), **place)
         scales = self.scales(sums)
         return unscaled(noise.added(scaled(sums, scales), member), scales)
@@ -891,18 +894,7 @@ class Plan:
         returned; None where the caller keeps none. Where the bound adapts, it takes the
         `max_norm` of the step.
         """
-        check_sensitivity("Plan.add_noise", sensitivity)
-        expected = self._numbers[-1] / self.expected_batch_size
-        if self._adapts:
-            self._check_bound(sensitivity, max_norm)
-        elif isinstance(self.max_norm, GroupClip):
-            self._check_groups(sensitivity)
-        elif not math.isclose(sensitivity.value, expected, rel_tol=1e-9):
-            raise ValueError(
-                f"Plan.add_noise(sensitivity={sensitivity!r}): expected the value "
-                f"max_norm / expected_batch_size = {expected!r}, got "
-                f"{sensitivity.value!r}. Clip with clipped_grad(loss, **plan.clipping)."
-            )
+        self._check_sum(sensitivity, max_norm)
         own: dict[str, Any] = {"key": self._subkey(key), "step": step}
         own |= {"streams": streams, "history": history}
         multiplier = self._gradient_multiplier
@@ -919,71 +911,40 @@ class Plan:
         dtypes = {} if self.discrete is True else None
         return DiscreteNoise(noise.key, noise.step, deviation, dtypes)
 
-    def _check_groups(self, sensitivity: Sensitivity) -> None:
-        """Refuse a sum that was clipped to other bounds of groups, of any total."""
-        bounds, divisor = sensitivity.made_of or (None, 0.0)
-        expected = self.clipping
-        same = bounds == expected["max_norm"]
-        if not same or not math.isclose(divisor, expected["normalize_by"]):
-            raise ValueError(
-                f"Plan.add_noise(sensitivity): expected the one of sums that were "
-                f"clipped to {expected}, got one of max_norm={checks.shown(bounds)} "
-                f"and normalize_by={divisor!r}. Clip with clipped_grad(loss, "
-                f"**plan.clipping), and pass its .sensitivity."
-            )
-
-    def _check_bound(self, sensitivity: Sensitivity, max_norm: Tensor | None) -> None:
-        """Refuse a sum that was clipped to another bound than a step's tensor."""
+    def _check_sum(self, sensitivity: Sensitivity, max_norm: Tensor | None) -> None:
+        """Refuse the sensitivity of a sum that was clipped or divided otherwise."""
+        clip, size = self.max_norm, self.expected_batch_size
         bound, divisor = sensitivity.made_of or (None, 0.0)
-        expected = self.expected_batch_size
-        # The very tensor, since a device would wait for values.
-        if (
-            max_norm is None
-            or bound is not max_norm
-            or not math.isclose(divisor, expected)
-        ):
+        how = "clipped_grad(loss, **plan.clipping)"
+        if isinstance(clip, QuantileClip):
+            # The very tensor, since a device would wait for values.
+            fits = max_norm is not None and bound is max_norm
+            fits = fits and math.isclose(divisor, size)
+            expected = f"one of a sum / {size!r}, clipped to the max_norm of a state"
+            how += ".with_max_norm(state.max_norm), pass max_norm=state.max_norm"
+        elif isinstance(clip, GroupClip):
+            fits = bound == clip.bounds and math.isclose(divisor, size)
+            expected = f"one of a sum / {size!r}, clipped to the bounds of groups"
+        else:
+            fits = math.isclose(sensitivity.value, clip / size, rel_tol=1e-9)
+            expected = f"the value max_norm / expected_batch_size = {clip / size!r}"
+        if not fits:
             raise ValueError(
-                f"Plan.add_noise(sensitivity, max_norm): expected a sum that was "
-                f"clipped to the tensor max_norm of the state, and divided by "
-                f"{expected!r}, since the plan's bound adapts. Clip with "
-                f"clipped_grad(loss, max_norm=1.0, normalize_by="
-                f"plan.expected_batch_size).with_max_norm(state.max_norm), and pass "
-                f"max_norm=state.max_norm."
+                f"Plan.add_noise(sensitivity): expected {expected}, got "
+                f"{checks.shown(sensitivity.value)}. Clip with {how}, and pass its "
+                f".sensitivity."
             )
 
-    def max_norm_of(
-        self, known: Tree, device: torch.device, *, step: int
-    ) -> Tensor | None:
-        """Return the bound of a step where it adapts, `known` from the state."""
-        if not isinstance(self.max_norm, QuantileClip):
-            return None
-        first = step == self.earlier_steps
-        return self.max_norm.bound(known, device, first=first)
-
-    def next_max_norm(
-        self,
-        max_norm: Tensor | None,
-        count: Tensor,
-        streams: Streams,
-        *,
-        key: Tensor,
-        step: int,
-    ) -> Tree:
+    def next_max_norm(self, max_norm: Tensor, count: Tensor, **place: Any) -> Tensor:
         """Return the bound of the next step, from a step's sum of b_i - 1/2."""
-        if not isinstance(self.max_norm, QuantileClip) or max_norm is None:
-            return ()
-        key = generators.fold_in(self._subkey(key), "count")
-        place: Any = {"key": key, "step": step, "streams": streams}
-        size = self.expected_batch_size
-        return self.max_norm.following(max_norm, count, size, **place)
+        clip: Any = self.max_norm
+        place["key"] = generators.fold_in(self._subkey(place["key"]), "count")
+        return clip.following(max_norm, count, self.expected_batch_size, **place)
 
-    def chosen_rows(
-        self, counts: Params, streams: Streams, *, key: Tensor, step: int
-    ) -> dict[str, Tensor]:
+    def chosen_rows(self, counts: Params, **place: Any) -> dict[str, Tensor]:
         """Return the rows of a step, bool `[V]`, from sums of their counts."""
         rows: Any = self.rows
-        key = generators.fold_in(self._subkey(key), "rows")
-        place = {"key": key, "step": step, "streams": streams}
+        place["key"] = generators.fold_in(self._subkey(place["key"]), "rows")
         return rows.chosen(counts, self.noise_multiplier, **place)
 
     def audit(

@@ -5,9 +5,9 @@ import io
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import WeakSet
 
 import torch
@@ -37,7 +37,7 @@ from vgrad.generators import (
     torch_seed,
 )
 from vgrad.optim.private import unscaled
-from vgrad.persample.clipped import ClippedGradFn, clipped_grad
+from vgrad.persample.clipped import ClippedGrad, ClippedGradFn, clipped_grad
 from vgrad.tree import map_values, tree_flatten, tree_leaves, tree_unflatten, widened
 from vgrad.typing import (
     Buffers,
@@ -45,6 +45,7 @@ from vgrad.typing import (
     LossFn,
     Params,
     Randomness,
+    Scales,
     Strategy,
     Tree,
 )
@@ -54,6 +55,74 @@ if TYPE_CHECKING:
 
 _PADDING_SAMPLES = 64
 """Samples among which `check_collate` looks for two of different shapes."""
+
+
+class Release(NamedTuple):
+    """The sum of a logical batch, in the scales of its noise, which is not drawn."""
+
+    sums: Params
+    scales: Scales
+    noise: Noise | DiscreteNoise
+    max_norm: Tree  # of the next step
+    chosen: dict[str, Tensor]  # rows that alone take the step
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PrivateSource:
+    """Clipped sums, by `transform`, and the noise of a plan for them."""
+
+    plan: Plan
+    transform: Any
+    streams: Streams = field(default_factory=Streams)
+    counts: Streams = field(default_factory=Streams)  # of norms or of rows
+
+    def at(
+        self, max_norm: Tree, params: Mapping[str, Tensor], step: int
+    ) -> ClippedGradFn:
+        """Return the clipped sum of a step: at the bound of a state, if it adapts."""
+        clip, own = self.plan.max_norm, self.transform
+        if not isinstance(clip, QuantileClip):
+            return own
+        device, first = next(iter(params.values())).device, self.plan.earlier_steps
+        return own.with_max_norm(clip.bound(max_norm, device, first=step == first))
+
+    def released(
+        self, clipped: Any, result: Any, params: Params, history: Tree, **place: Any
+    ) -> Release:
+        """Return the release of the result of `clipped` at a key and a step."""
+        plan, following, chosen = self.plan, (), {}
+        bound, own = clipped.options.max_norm, {"streams": self.counts, **place}
+        if bound is not None:
+            following = plan.next_max_norm(bound, count_below(result), **own)
+        if plan.rows is not None:
+            chosen = plan.chosen_rows(result.rows, **own)
+        place |= {"max_norm": bound, "history": history}
+        noise = plan.step_noise(clipped.sensitivity, self.streams, **place)
+        if isinstance(noise, DiscreteNoise):
+            noise = noise.of(params)
+        scales = plan.scales(params)
+        sums = scaled(result.grads, scales) if scales else result.grads
+        return Release(sums, scales, noise, following, chosen)
+
+
+def clipped_sums(loss: LossFn, plan: Plan, **options: Any) -> Any:
+    """Return the clipped sum of a plan, of integers or with counts of rows."""
+    clipped: Any = clipped_grad(loss, **options, **plan.clipping)
+    if plan.rows is not None:
+        clipped = plan.rows.counting(clipped)
+    if plan.discrete is True:
+        clipped = integer_sums(clipped, plan.noise_multiplier)
+    return clipped
+
+
+def metrics_of(result: ClippedGrad) -> dict[str, Tensor]:
+    """Return the mean loss of a batch and counts of its samples, without noise."""
+    return {
+        "loss": widened(result.losses).mean(),
+        "samples": torch.tensor(len(result.losses)),
+        "clipped": result.clipped,
+        "nonfinite": result.nonfinite,
+    }
 
 
 class PrivateGradients:
@@ -183,12 +252,11 @@ class PrivateGradients:
         self._criterion, self._copies = criterion, made or augmentations
         self._options: Any = {"strategy": strategy, "chunk_size": chunk_size}
         self._options |= {"randomness": randomness}
-        self._clipped, self._function = self._clip(), self._live.function
-        self._sums: Params = {}
-        self._below: Any = 0.0  # the count of norms below a bound that adapts
+        self._function = self._live.function
+        self._source = PrivateSource(plan=self.plan, transform=self._clip())
+        self._sums: Any = None  # of a part of a logical batch
         self._history: Tree = ()  # of the noise
         self._max_norm: Tree = ()  # of the next step, where it adapts
-        self._streams, self._counts = Streams(), Streams()
 
     @property
     def model(self) -> nn.Module:
@@ -208,7 +276,8 @@ class PrivateGradients:
     @property
     def max_norm(self) -> Tensor | None:
         """The bound of the next step where the plan's adapts, float64 `[]`."""
-        return self._bound(self._max_norm, self.step)
+        own = self._max_norm, self._live.parameters, self.step
+        return self._source.at(*own).options.max_norm
 
     @property
     def plan_digest(self) -> Tensor:
@@ -248,7 +317,8 @@ class PrivateGradients:
         with RNG_LOCK:  # calls on one module from several threads take turns
             function = self._live.follow(within=pending.number > 0)
             if function is not self._function:
-                self._clipped, self._function = self._clip(), function
+                self._source = replace(self._source, transform=self._clip())
+                self._function = function
             self._guard.check(first=pending.number == 0)
             if self._padding is not None and pending.rows:
                 loaded = pending.loaded
@@ -260,34 +330,21 @@ class PrivateGradients:
             with torch.no_grad(), kept_random_state(params.values()):
                 set_seed(seed, params.values())
                 batch = self._with_mask(pending, batch)
-                max_norm = self.max_norm
-                clipped = self._clipped_to(max_norm)
+                clipped = self._source.at(self._max_norm, params, self.step)
                 result = self._live.run(clipped, params, buffers, *batch)
-        sums, noisy, kept = result.grads, None, ()
-        below: Any = 0.0 if max_norm is None else count_below(result)
-        below = below + self._below if pending.number else below
+        sums, noisy, kept = result, None, ()
         if pending.number:
-            sums = map_values(torch.add, self._sums, sums)
+            sums = _joined(self._sums, result)
         elif not pending.last and self.plan.discrete is not True:
-            sums = map_values(Tensor.double, sums)
+            sums = result._replace(grads=map_values(Tensor.double, result.grads))
         if pending.last:
-            total = {name: sums[name].to(x.dtype) for name, x in result.grads.items()}
-            noise = self._noise(self.key, self.step, self._history, max_norm)
-            if isinstance(noise, DiscreteNoise):
-                noise = noise.of(params)
-            scales = self.plan.scales(total)
-            noisy, history = noise.advanced(scaled(total, scales))
-            noisy = unscaled(noisy, scales)
-            place: Any = {"key": self.key, "step": self.step}
-            own = max_norm, below, self._counts
-            kept = history, self.plan.next_max_norm(*own, **place)
-        self._commit(pending, (sums, below), noisy, kept)
-        return {
-            "loss": widened(result.losses).mean(),
-            "samples": torch.tensor(len(result.losses)),
-            "clipped": result.clipped,
-            "nonfinite": result.nonfinite,
-        }
+            total = map_values(lambda x, y: x.to(y.dtype), sums.grads, result.grads)
+            own = clipped, sums._replace(grads=total), params, self._history
+            release = self._source.released(*own, key=self.key, step=self.step)
+            noisy, history = release.noise.advanced(release.sums)
+            noisy, kept = unscaled(noisy, release.scales), (history, release.max_norm)
+        self._commit(pending, sums, noisy, kept)
+        return metrics_of(result)
 
     def watch(self, optimizer: Optimizer) -> Optimizer:
         """Check each step of an optimizer of torch, and return it.
@@ -346,11 +403,9 @@ class PrivateGradients:
 
         own: Any = {"canaries": canaries, "guesses": guesses}
         own |= {"significance": significance, "key": secret_key(seed=seed)}
-        options, (params, _) = self._clipped.options, self._live.values()
-        release = self._noisy_gradients
-        return audit(
-            "PrivateGradients.audit", self.plan, release, options, params, **own
-        )
+        options, (params, _) = self._source.transform.options, self._live.values()
+        function, release = "PrivateGradients.audit", self._noisy_gradients
+        return audit(function, self.plan, release, options, params, **own)
 
     def _noisy_gradients(
         self, loss: LossFn, key: Tensor, batches: Sequence[tuple], chunk_size: Any
@@ -361,10 +416,9 @@ class PrivateGradients:
             private._live = LiveModule(copy.deepcopy(self.model))
         private._guard = GradGuard(private._live)
         private._function = private._live.function
-        private._clipped = self._clipped.with_loss(loss, chunk_size)
+        clipped = self._source.transform.with_loss(loss, chunk_size)
+        private._source = PrivateSource(plan=plan, transform=clipped)
         private._run, private._padding = copy.copy(self._run), None
-        private._streams, private._counts = Streams(), Streams()
-        private._sums, private._below = {}, 0.0
         private._count = None  # a canary stands for a unit
         private.loader = cast(Any, SimpleNamespace(pending=None, restart=lambda: None))
         before = plan if plan.before is None else plan.before
@@ -447,8 +501,11 @@ class PrivateGradients:
             )
         max_norm: Any = state.get("max_norm", ())
         if step < self.plan.steps:
-            max_norm = self._bound(max_norm, step)
-            noise: Any = self._noise(state["key"], step, history, max_norm)
+            clipped = self._source.at(max_norm, self._live.parameters, step)
+            max_norm = clipped.options.max_norm
+            place: Any = {"key": state["key"], "step": step, "max_norm": max_norm}
+            own = clipped.sensitivity, Streams()
+            noise: Any = self.plan.step_noise(*own, **place, history=history)
             history = noise.history if self.plan.noise.correlated else ()
         self._run.key, self._history = state["key"].cpu().clone(), history
         self._max_norm = () if max_norm is None else max_norm
@@ -462,25 +519,16 @@ class PrivateGradients:
         if count is None:
             return batch
         mask = present([len(unit.rows) for unit in pending.rows], count)
-        batch = (
-            *batch,
-            mask.to(batches.read("PrivateGradients", batch).tensors[0].device),
-        )
+        first, *_ = batches.read("PrivateGradients", batch).tensors
+        batch = *batch, mask.to(first.device)
         check_units("PrivateGradients.backward", batch, count)
         return batch
 
     def _clip(self) -> ClippedGradFn:
-        plan = self.plan
         copies = {"augmentations": self._copies}
         loss = sample_loss(self._live.function, self._criterion, **copies)
-        clipped = clipped_grad(
-            loss if self._run.units is None else UnitLoss(loss),
-            **plan.clipping,
-            **self._options,
-        )
-        if plan.discrete is True:
-            clipped = integer_sums(clipped, plan.noise_multiplier)
-        return clipped
+        loss = loss if self._run.units is None else UnitLoss(loss)
+        return clipped_sums(loss, self.plan, **self._options)
 
     def _pending(self, batch: tuple) -> PhysicalBatch:
         function, pending = "PrivateGradients.backward(*batch)", self.loader.pending
@@ -509,26 +557,10 @@ class PrivateGradients:
             )
         return pending
 
-    def _bound(self, known: Tree, step: int) -> Tensor | None:
-        """Return the bound of a step on the module's device, None if it is fixed."""
-        device = next(iter(self._live.parameters.values())).device
-        return self.plan.max_norm_of(known, device, step=step)
-
-    def _noise(
-        self, key: Tensor, step: int, history: Tree, max_norm: Tensor | None
-    ) -> Noise | DiscreteNoise:
-        own = self._clipped_to(max_norm).sensitivity, self._streams
-        place: Any = {"key": key, "step": step, "max_norm": max_norm}
-        return self.plan.step_noise(*own, **place, history=history)
-
-    def _clipped_to(self, max_norm: Tensor | None) -> ClippedGradFn:
-        own = self._clipped
-        return own if max_norm is None else own.with_max_norm(max_norm)
-
     def _commit(
         self,
         batch: PhysicalBatch,
-        partial: tuple[Params, Tensor],
+        sums: ClippedGrad,
         noisy: Params | None,
         kept: tuple[Tree, ...],
     ) -> None:
@@ -538,11 +570,11 @@ class PrivateGradients:
         before = [vars(each).copy() for each in changed]
         try:
             self.loader.pending = None  # the batch is not used twice
-            self._sums, self._below = partial
+            self._sums = sums
             if batch.number == 0:
                 self._guard.begin()
             if noisy is not None:
-                self._sums, self._run.step = {}, self.step + 1
+                self._sums, self._run.step = None, self.step + 1
                 self._history, self._max_norm = kept
                 write_grads_(self._live.model, noisy)
                 self._guard.release()
@@ -552,6 +584,14 @@ class PrivateGradients:
             for parameter, grad in grads:
                 parameter.grad = grad
             raise
+
+
+def _joined(one: ClippedGrad, other: ClippedGrad) -> ClippedGrad:
+    """Join the sums of two parts of a logical batch."""
+    grads = map_values(torch.add, one.grads, other.grads)
+    norms, losses = (torch.cat(pair) for pair in zip(one[1:3], other[1:3], strict=True))
+    counts = one.clipped + other.clipped, one.nonfinite + other.nonfinite
+    return ClippedGrad(grads, norms, losses, *counts)
 
 
 def _planned(

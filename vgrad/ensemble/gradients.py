@@ -24,7 +24,7 @@ from torch import Tensor
 from vgrad import batches, checks
 from vgrad.batches import Sensitivity
 from vgrad.checks import Patterns
-from vgrad.dp.noise import gaussian_noise
+from vgrad.dp.noise import checked, gaussian_noise
 from vgrad.ensemble import execution
 from vgrad.ensemble.execution import (
     EnsembleExplanation,
@@ -216,7 +216,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
                         grads[name][member].copy_(grad)
             return pair
 
-        pairs = looped(one, call, call.randomness)
+        pairs = looped(one, call)
         return grads, *call.joined(pairs, stack_results)
 
 
@@ -338,7 +338,7 @@ class EnsemblePerSampleFn(EnsembleFn, Generic[Result]):
                 transform = transform.keyed(sample_keys(key, 0, size))
             return run_member(transform, Draws(), params, buffers, *batch)
 
-        return tree_map(stack_results, *looped(one, call, "different"))
+        return tree_map(stack_results, *looped(one, call))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -390,8 +390,9 @@ class EnsembleClippedGradFn(EnsemblePerSampleFn[Result]):
             alike.setdefault(numbers, []).append(member)
         noisy: dict[tuple[int, str], Tensor] = {}
         for (sensitivity, multiplier), members in alike.items():
-            numbers = {"noise_multiplier": multiplier, "key": key, "step": step}
-            noise = gaussian_noise("add_gaussian_noise", sensitivity, **numbers)
+            function, place = "add_gaussian_noise", {"key": key, "step": step}
+            numbers = checked(function, sensitivity, multiplier, **place)
+            noise = gaussian_noise(function, sensitivity, **numbers)
             sums = {
                 (first + member, name): value[member]
                 for name, value in grads.items()

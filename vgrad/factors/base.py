@@ -199,14 +199,19 @@ class Positions:
 
     @cached_property
     def norms(self) -> Tensor:
-        """Norms over the positions and numbers of each group, [B, G] in float64."""
-        norms = reductions.row_norms(self.tensor.flatten(0, 1))
-        return norms.view(self.tensor.shape[:2])
+        return _norms(self.tensor)
 
     @cached_property
     def products(self) -> Tensor:
         """Inner products between the positions of a sample, [B * G, T, T]."""
         return products.self_products(self.tensor.flatten(0, 1))
+
+
+def _norms(tensor: Tensor) -> Tensor:
+    """Norms over positions, [B, G, T, O] -> [B, G] in float64; [B] of one group."""
+    if tensor.shape[1] == 1:
+        return reductions.row_norms(tensor)
+    return reductions.row_norms(tensor.flatten(0, 1)).view(tensor.shape[:2])
 
 
 @dataclass(frozen=True)
@@ -243,7 +248,7 @@ class Dense(Factor):
     def norm(self) -> Norm:
         """Take the norms of the gradients."""
         shared = self.shared
-        norms = reductions.row_norms(self.g) if shared is None else shared.norms[:, 0]
+        norms = reductions.row_norms(self.g) if shared is None else shared.norms
         return Norm(norms, (norms,), norms)
 
     def weighted(self, weights: Tensor) -> Tensor:
@@ -390,12 +395,13 @@ class Outer(Pair):
     def settled(self) -> tuple[Factor, Norms]:
         outputs = self.shared or Positions(self.outputs)
         if self.inputs.shape[2] == 1:
-            a, b = Positions(self.inputs).norms, outputs.norms
-            norms = reductions.root(a * b, 1, self.inputs.dtype)
-            single = a.shape[1] == 1
-            reach = (a[:, 0], b[:, 0]) if single else (a.amax(1), b.amax(1))
-            lost = self.rounding
-            return self, [Norm(norms, reach, norms * (1 + lost) if lost else norms)]
+            a, b = _norms(self.inputs), outputs.norms
+            norms, reach = a * b, (a, b)
+            if a.ndim > 1:
+                norms = reductions.root(norms, 1, self.inputs.dtype)
+                reach = a.amax(1), b.amax(1)
+            upper = norms * (1 + self.rounding) if self.rounding else norms
+            return self, [Norm(norms, reach, upper)]
         if not self.by_gram:
             return Dense(self.formed()).settled()
         a, b = products.self_products(self.inputs.flatten(0, 1)), outputs.products
@@ -408,8 +414,10 @@ class Outer(Pair):
         if self.rounding > 0:
             run, rows = products.by_terms, products.ROWS
         step = max(1, rows // max(1, self.inputs.shape[2]))
-        parts = (each.split(step) for each in (*self.sides, weights))
-        parts = [run(*part) for part in zip(*parts, strict=True)]
+        if self.size <= step:
+            return run(*self.sides, weights).reshape(self.shape)
+        sides = self.inputs.split(step), self.outputs.split(step)
+        parts = [*map(run, *sides, weights.split(step))]
         return reductions.total(parts).reshape(self.shape)
 
     def gram(self, other: Factor) -> Tensor:

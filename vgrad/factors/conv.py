@@ -59,7 +59,7 @@ class Conv(Pair):
         # Elsewhere an algorithm may mix positions before it rounds, which no bound
         # covers, or round the sum over samples.
         device = self.inputs.device
-        return is_host(device) and not products.rounded(device, "conv")
+        return is_host(device) and products.bits(device, "conv") == 24
 
     def grad(self) -> Tensor:
         """Gradients by the form that is cheapest, not by products of positions."""

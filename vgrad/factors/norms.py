@@ -215,27 +215,28 @@ class Joint:
         """The norms."""
         return self._root(self._rows[: self._count])
 
-    @cached_property
+    @property
     def upper(self) -> Tensor:
         """Bounds of the norms, despite rounding."""
         count = self._count
         return self.value if self._exact else self._root(self._rows[count : 2 * count])
 
-    @cached_property
+    @property
     def total(self) -> Tensor:
         """Norms over all groups, [B]."""
         return root(self.value, 0, self._dtype)
 
-    @cached_property
+    @property
     def most(self) -> Tensor:
         """The largest of all norms, numbers that are multiplied, and doubts; or NaN."""
         return self._multiplied(self._rows.amax())
 
-    @cached_property
+    @property
     def reach(self) -> Tensor:
         """No less than any number that is multiplied for a sum, [P, B]."""
         sizes = [torch.stack(each).amax(0) for each in self._reaches]
-        return self._multiplied(self._grouped(torch.stack(self._filled(sizes))).amax(1))
+        rows = torch.stack(self._filled(sizes)).unflatten(0, (len(self._lengths), -1))
+        return self._multiplied(rows.amax(1))
 
     def _multiplied(self, reach: Tensor) -> Tensor:
         # One over the scale is multiplied as well, by the sum and by its error.
@@ -243,11 +244,9 @@ class Joint:
         return reach if scale is None else reach.maximum(reach.clamp(min=1) / scale)
 
     def _root(self, rows: Tensor) -> Tensor:
-        norms = root(self._grouped(rows), 1, self._dtype)
+        grouped = rows.unflatten(0, (len(self._lengths), -1))
+        norms = root(grouped, 1, self._dtype)
         return norms if self._scale is None else norms / self._scale
-
-    def _grouped(self, rows: Tensor) -> Tensor:
-        return rows.unflatten(0, (len(self._lengths), -1))
 
     def _filled(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         """Add zeros where a group has fewer vectors [B] than others."""

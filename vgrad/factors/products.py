@@ -11,6 +11,7 @@ Matrix units cut sums instead of rounding them: on an H100, by 1.5e-9 (bfloat16)
 
 import functools
 import math
+from operator import attrgetter
 from typing import Literal
 
 import torch
@@ -43,10 +44,10 @@ def exact_dtype(*factors: Tensor) -> torch.dtype:
     # Float64 where torch may round float32 to TF32 or bfloat16, which would break the
     # bound on clipped gradients.
     dtype = torch.float32
-    for factor in factors:
-        dtype = torch.promote_types(dtype, factor.dtype)
+    for each in {*map(attrgetter("dtype"), factors)}:
+        dtype = torch.promote_types(dtype, each)
     single = dtype in (torch.float32, torch.complex64)
-    if single and rounded(factors[0].device, "matmul"):
+    if single and bits(factors[0].device) < 24:
         dtype = torch.promote_types(dtype, torch.float64)
     return dtype
 
@@ -62,8 +63,8 @@ def times(a: Tensor, b: Tensor) -> Tensor:
     if in_halves(a, b):
         return torch.bmm(a, b, out_dtype=torch.float32)
     # Numbers of few bits stay as they are where float32 is rounded to so many.
-    bits = {torch.bfloat16: 8, torch.float16: 11}.get(a.dtype, 24)
-    if a.dtype == b.dtype and bits < 24 and bits <= _bits(a.device):
+    few = {torch.bfloat16: 8, torch.float16: 11}.get(a.dtype, 24)
+    if a.dtype == b.dtype and few < 24 and few <= bits(a.device):
         return a.float() @ b.float()
     a, b = exact(a, b)
     return a @ b
@@ -108,7 +109,7 @@ def rounding(a: Tensor, b: Tensor) -> float:
         return 0.0
     # Torch rounds float32 to 11 bits if it may, of which terms keep 16.
     dtype = torch.promote_types(a.dtype, b.dtype)
-    fits = dtype == torch.float32 and _bits(a.device) == 11
+    fits = dtype == torch.float32 and bits(a.device) == 11
     if not (fits or dtype in _BLOCK) or not _is_plain(a, b):
         return 0.0
     # As much again for how matrix units add up.
@@ -121,8 +122,11 @@ def scaled(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
     column = weights.to(dtype).view(-1, 1, 1, 1)
     # The smaller factor is scaled, then one product runs over samples and positions.
     a, b = (a * column, b) if a.shape[3] <= b.shape[3] else (a, b * column)
+    a, b = a.to(dtype), b.to(dtype)
+    if a.shape[1] == a.shape[2] == 1:
+        return b.flatten(1).mT @ a.flatten(1)
     order = _order(a)
-    a, b = (each.to(dtype).permute(order) for each in (a, b))
+    a, b = a.permute(order), b.permute(order)
     if len(a) == 1:
         a, b = a.squeeze(0), b.squeeze(0)
     return b.flatten(-3, -2).mT @ a.flatten(-3, -2)
@@ -182,11 +186,7 @@ _BITS = {"none": 24, "ieee": 24, "tf32": 11}
 """Significant bits that float32 keeps by torch's switches, 8 where not named here."""
 
 
-def _bits(device: torch.device, op: Literal["conv", "matmul"] = "matmul") -> int:
+def bits(device: torch.device, op: Literal["conv", "matmul"] = "matmul") -> int:
+    """Return how many significant bits of float32 torch keeps in an op."""
     backend = "cuda" if device.type == "cuda" else "mkldnn"
     return _BITS.get(kernels.fp32_precision(backend, op), 8)
-
-
-def rounded(device: torch.device, op: Literal["conv", "matmul"]) -> bool:
-    """Return whether torch may round the float32 factors of an op."""
-    return _bits(device, op) < 24

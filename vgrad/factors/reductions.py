@@ -6,6 +6,7 @@ runs in float32 or wider, with autocast off, whatever the dtype of the gradients
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -34,8 +35,8 @@ LOW, HIGH = 1e-10, 1e15
 def norm_dtype(params: Params) -> torch.dtype:
     """Return the dtype of norms over all parameters: real, float32 or wider."""
     dtype = torch.float32
-    for value in params.values():
-        dtype = torch.promote_types(dtype, value.dtype)
+    for each in {*map(attrgetter("dtype"), params.values())}:
+        dtype = torch.promote_types(dtype, each)
     return dtype.to_real()
 
 
@@ -81,7 +82,7 @@ def row_norms(grad: Tensor) -> Tensor:
     exact = flat.dtype == torch.float64 or flat.requires_grad
     if exact or modes.inside_transform():
         return together(flat)
-    if not is_host(flat.device) or flat.numel() <= _SMALL:
+    if flat.numel() <= _SMALL or not is_host(flat.device):
         # Squares of float32 have room in float64; on a CPU this is slow.
         return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
     norms = _block_norms(flat.float())
@@ -217,23 +218,26 @@ def normal_rounded_down(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 def weighted_rows(grad: Tensor, weights: Tensor) -> Tensor:
     """Sum rows with weights, [B, ...] and [B] -> [...] in float32 or wider."""
-    axes = list(range(grad.ndim)) if grad.is_contiguous() else memory_order(grad)
-    grad = grad.permute(axes)
-    flat = grad.reshape(grad.shape[0], math.prod(grad.shape[1:]))
-    dtype = torch.promote_types(wide(grad.dtype), weights.dtype)
-    rows, row = flat.to(dtype), weights[None].to(dtype)
-    long = torch.promote_types(dtype, torch.float64)
+    order = None if grad.is_contiguous() else memory_order(grad)
+    grad = grad if order is None else grad.permute(order)
+    kept = wide(grad.dtype)
+    dtype = torch.promote_types(kept, weights.dtype)
+    rows = grad.reshape(grad.shape[0], math.prod(grad.shape[1:])).to(dtype)
+    row = weights.to(dtype).unsqueeze(0)
     size = rows.shape[0]
     whole = size // _SAMPLES * _SAMPLES
-    if dtype != long and products.rounded(rows.device, "matmul"):
+    single = dtype in (torch.float32, torch.complex64)
+    if single and products.bits(rows.device) < 24:
         found = (rows * row.mT).sum(0)
     elif size <= _SAMPLES:
         found = row @ rows
     else:
         left = row[:, :whole].reshape(-1, 1, _SAMPLES)
         parts = torch.bmm(left, rows[:whole].unflatten(0, (-1, _SAMPLES)))
-        found = parts.sum(0, dtype=long)
+        found = parts.sum(0, dtype=torch.promote_types(dtype, torch.float64))
         if whole < size:
             found = found + row[:, whole:] @ rows[whole:]
-    found = found.to(wide(grad.dtype)).reshape(grad.shape[1:])
-    return found.permute([axes.index(axis) - 1 for axis in range(1, len(axes))])
+    found = found.to(kept).reshape(grad.shape[1:])
+    if order is None:
+        return found
+    return found.permute([order.index(axis) - 1 for axis in range(1, grad.ndim)])

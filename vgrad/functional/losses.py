@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ class SampleLoss(LossFn):
     def __call__(self, params: Params, buffers: Buffers, /, *sample: Tree) -> Tensor:
         """Return the loss of one sample."""
         with modes.without_modes():  # which would see every op of these
-            batch = map_tensors(lambda leaf: leaf.unsqueeze(0), sample)
+            batch = map_tensors(methodcaller("unsqueeze", 0), sample)
         if self._augmentations is not None:
             return self.of_each(params, buffers, *batch)[0]
         return self._of_one(params, buffers, batch)

@@ -272,7 +272,7 @@ class FunctionalModel:
             versions = versions_of(watched.values())
             # Autograd saves no tensor of inference mode, but copies of them.
             inputs = () if self._writes else tree.tensors((args, kwargs))
-            inference = any(each.is_inference() for each in inputs)
+            inference = any(map(Tensor.is_inference, inputs))
         if self._writes or inference:
             args, kwargs = tree.copied((args, kwargs))
         guard: AbstractContextManager = nullcontext()

@@ -171,8 +171,7 @@ class GradFlags:
             if func is Tensor.register_hook:  # on a node that a write may replace
                 self._doubt(tensors[0])
             return
-        for each in outputs:
-            self.sync(each)
+        self.sync(outputs)
         if func in RESHAPES:
             if not tensors[0].is_contiguous() and self._is_odd(tensors[0]):
                 for each in (tensors[0], *outputs):
@@ -202,9 +201,10 @@ class GradFlags:
     def end(self, results: Iterable[Tensor]) -> None:
         """Refuse results that would be others for one sample."""
         with modes.without_modes():
-            for tensor in results:
-                self.sync(tensor)
-            written = any(version_of(each) != was for each, was in self._doubtful)
+            self.sync(results)
+            written = any([version_of(each) != was for each, was in self._doubtful])
+        self._odd.clear()  # another run has no use for them
+        self._doubtful.clear()
         if written:
             raise UnsupportedOp(
                 f"loss: expected writes in place whose target is the same for one "
@@ -213,31 +213,35 @@ class GradFlags:
                 f"hook. Write into a clone, or use {self.otherwise}."
             )
 
-    def sync(self, tensor: Tensor) -> bool:
-        """Copy `requires_grad` from below; return whether this vmap maps over it."""
-        level = outermost = modes.level_of(tensor)
-        if level != self.level:
+    def sync(self, tensors: Iterable[Tensor]) -> bool:
+        """Copy `requires_grad` from below; return whether this vmap maps over some."""
+        mapped = False
+        for tensor in tensors:
+            level = outermost = modes.level_of(tensor)
             while level > self.level:
                 tensor = modes.unwrapped(tensor)
                 level = modes.level_of(tensor)
             if level != self.level:
-                return False
-        if not tensor.requires_grad:
-            if modes.unwrapped(tensor).requires_grad:
-                tensor.requires_grad = True
-        elif tensor.grad_fn is not None:
-            raise UnsupportedOp(
-                f"loss: expected ops that leave autograd to torch, got one that made "
-                f"a graph of its own where one tensor stands for all {self.one}s, as "
-                f"functions of torch.jit.script do. Use {self.otherwise}."
-            )
-        elif type(tensor) is not Tensor and not modes.unwrapped(tensor).requires_grad:
-            raise UnsupportedOp(
-                f"loss: expected tensors that requires_grad_ differentiates by, got a "
-                f"leaf that no mode sees made, as torch.nn.Parameter makes one, where "
-                f"it stands for all {self.one}s. Use {self.otherwise}."
-            )
-        return level == outermost
+                continue
+            mapped |= level == outermost
+            below = modes.unwrapped(tensor)
+            if not tensor.requires_grad:
+                if below.requires_grad:
+                    tensor.requires_grad = True
+            elif tensor.grad_fn is not None:
+                raise UnsupportedOp(
+                    f"loss: expected ops that leave autograd to torch, got one that "
+                    f"made a graph of its own where one tensor stands for all "
+                    f"{self.one}s, as functions of torch.jit.script do. Use "
+                    f"{self.otherwise}."
+                )
+            elif type(tensor) is not Tensor and not below.requires_grad:
+                raise UnsupportedOp(
+                    f"loss: expected tensors that requires_grad_ differentiates by, "
+                    f"got a leaf that no mode sees made, as torch.nn.Parameter makes "
+                    f"one, where it stands for all {self.one}s. Use {self.otherwise}."
+                )
+        return mapped
 
     def hides(self, tensor: Tensor) -> bool:
         """Return whether a gradient inside takes the caller's tensors for constants."""

@@ -106,22 +106,18 @@ class LossMode(WriteGuard):
             with uncompiled(), self, self._watched(), self._casting():
                 yield
         finally:
+            self.waiting = None
             for leaf, grad in self.grads.values():
                 leaf.grad = grad
 
-    @contextmanager
-    def _casting(self) -> Iterator[None]:
-        """Cast the arguments of ops in a block while torch's autocast is on.
+    def _casting(self) -> AbstractContextManager:
+        """Return a block that casts the arguments of ops while torch's autocast is on.
 
         The mode for that waits until it is: it would take as long as a small op.
         """
-        before, casts = self.waiting, self._casts()
+        casts = self._casts()
         self.waiting = None if modes.autocast_is_on() else casts
-        try:
-            with nullcontext() if self.waiting else casts:
-                yield
-        finally:
-            self.waiting = before
+        return nullcontext() if self.waiting else casts
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -235,6 +231,7 @@ class LossMode(WriteGuard):
     def repeating(self, *args: Any) -> Iterator[None]:
         """Restore the mode of the beginning of a checkpoint, under a vmap like it."""
         flags, again = self.flags, self._watched(repeated=True)
+        waiting = self.waiting
         with ExitStack() as stack:
             if flags is not None:
                 level = stack.enter_context(
@@ -248,12 +245,13 @@ class LossMode(WriteGuard):
                     )
                 self.flags = flags.afresh()
             stack.enter_context(uncompiled())
-            for block in (super().repeating(*args), again, self._casting()):
+            for block in (super().repeating(*args), again):
                 stack.enter_context(block)
             try:
-                yield
+                with self._casting():
+                    yield
             finally:
-                self.flags = flags
+                self.flags, self.waiting = flags, waiting
 
     def held(self, again: Again) -> Again:
         """Return a function that refers to nothing after `close`."""
@@ -401,9 +399,9 @@ def at_once(run: Handler) -> Handler:
         flags, tensors = mode.flags, among(args, kwargs)
         assert flags is not None
         with modes.without_modes():  # a loss around this one has modes of its own
-            for tensor in tensors:
-                flags.sync(tensor)
-            flags.refuse(func, tensors)
+            flags.sync(tensors)
+            if not is_ordinary(func):
+                flags.refuse(func, tensors)
         output = run(mode, func, args, kwargs)
         with modes.without_modes():
             if mode.made is not None:
@@ -494,42 +492,37 @@ def unchanged(tensors: Mapping[str, Tensor]) -> Protected:
 
 
 def run_or_split(
-    run: Callable[[Draws], Any],
-    draws: Draws,
-    tensors: Sequence[Tensor],
-    *,
-    differ: bool,
-    again: Callable[[Draws], Any] | None = None,
-) -> tuple[Any, Draws]:
-    """Run samples; return the result, or the `Partition` they fall into, and draws.
+    part: Any, run: Callable[[Any], Any], again: Callable[[Any], Any]
+) -> tuple[Any, Any]:
+    """Run samples; return the result, or the `Partition` they fall into, and the part.
 
-    The draws have the random numbers that the samples of the parts must be given again.
-    If they `differ` from sample to sample and there were some, all samples run `again`
+    Its draws have the random numbers that the samples of the parts must be given again.
+    If they differ from sample to sample and there were some, all samples run `again`
     for that. `Undrawn` if they came from another generator, whose state is unknown.
     """
-    if draws.keys is not None:
-        return _run_or_parts(run, draws), draws
-    before = random_state(tensors) if differ else None
-    result = _run_or_parts(run, draws)
-    if not isinstance(result, Partition):
-        return result, draws
+    draws, tensors = part.draws, part.tensors
+    noted = part.randomness == "different" and draws.keys is None
+    before = random_state(tensors) if noted else None
+    result = _run_or_parts(part, run)
+    if draws.keys is not None or not isinstance(result, Partition):
+        return result, part
     if draws.own and draws.values_read:
         raise Undrawn("some of a torch.Generator of the loss's own")
     if before is not None and draws.known is None and drawn_since(before, tensors):
         set_random_state(before)
         again_all = len(result.rows) == 1 and result.strategy is None
         if again_all and not draws.values_read:
-            return result, draws  # which draws the same numbers again
-        draws = Draws(known=[])
-        result = _run_or_parts(again or run, draws)
-    return result, draws
+            return result, part  # which draws the same numbers again
+        part = part.replaced(draws=Draws(known=[]))
+        result = _run_or_parts(part, again)
+    return result, part
 
 
-def _run_or_parts(run: Callable[[Draws], Any], draws: Draws) -> Any:
+def _run_or_parts(part: Any, run: Callable[[Any], Any]) -> Any:
     """Return a result or parts, and keep no exception, which would keep all tensors."""
     around = modes.current_level() or 0
     try:
-        return run(draws)
+        return run(part)
     except SplitBatch as split:
         if split.level is not None and split.level <= around:
             raise  # a vmap around this call maps over these samples

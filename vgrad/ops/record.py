@@ -113,6 +113,8 @@ class Rule:
     def bind(self, args: tuple, kwargs: dict) -> dict[str, Any] | None:
         """Name the arguments of a call, in order; None if rule or call lacks one."""
         names, defaults = self._signature
+        if not kwargs and len(args) == len(names):
+            return dict(zip(names, args, strict=True))
         if len(args) > len(names) or not kwargs.keys() <= set(names):
             return None
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
@@ -325,7 +327,6 @@ def _check_parameters(
     *,
     by_position: bool,
 ) -> None:
-    """Refuse a rule with arguments that have no name or place, or without a weight."""
     refused = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
     if by_position:  # as the op gets them
         refused.append(inspect.Parameter.KEYWORD_ONLY)

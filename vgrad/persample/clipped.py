@@ -199,7 +199,8 @@ class _ClipCollector(Collector):
             factors = torch.where(self.mask, factors, 0.0)
             clipped &= self.mask
         # A product with a number on the edge of zero must not count either.
-        safe = ordinary(norms.reach, factors) & (norms.reach <= bound * _FAR)
+        reach = norms.reach
+        safe = ordinary(reach, factors) & (reach <= bound * _FAR)
         # Rounded down, so that no product is above the bound.
         rounded = rounded_down(factors, self.dtype)
         weights, direct = self._columns(rounded), finite & safe.all(0)
@@ -576,7 +577,7 @@ class ClippedSum(Quantity):
         sums.divide(self.normalize_by)
         result = ClippedGrad(
             grads=sums.rounded(run.params),
-            norms=joined(norms[0], [*norms]).to(run.dtype),
+            norms=joined([*norms]).to(run.dtype),
             losses=run.losses,
             clipped=clipped,
             nonfinite=nonfinite,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from operator import methodcaller
 from typing import Any, Literal, Unpack, overload
 
@@ -78,14 +78,13 @@ class Gradients(Quantity):
 
     def total(self, partials: Iterator[Params], run: Evaluation) -> Params:
         chunks, scaled = list(partials), run.call.loss_scale is not None
-        grads = {}
-        for name, value in run.params.items():
-            empty = value.new_zeros((0, *value.shape))
-            grad = joined(empty, [chunk[name] for chunk in chunks])
+        params, grads = run.params, {}
+        chunks = chunks or [{n: x.new_zeros(0, *x.shape) for n, x in params.items()}]
+        for name, value in params.items():
+            grad = joined([chunk[name] for chunk in chunks])
             # An unscaled gradient might underflow in the parameter's dtype.
             grad = grad.to(wide(value.dtype) if scaled else value.dtype)
-            sizes = zip(grad.stride(), grad.shape, strict=True)
-            if any(step == 0 and size > 1 for step, size in sizes):  # of vmap
+            if 0 in grad.stride():  # of vmap
                 grad = grad.clone(memory_format=torch.contiguous_format)
             grads[name] = grad
         return grads
@@ -172,8 +171,8 @@ class _NormCollector(Holding):
         self.hold(name, factor.settled()[1], factor.bytes)
 
     def settle(self, held: dict[str, FactorNorms]) -> None:
-        alone = {name: each for name, (each, *more) in held.items() if not more}
-        small = {n: each for n, each in alone.items() if isinstance(each, Dense)}
+        firsts = {name: parts[0] for name, parts in held.items() if len(parts) == 1}
+        small = {n: each for n, each in firsts.items() if isinstance(each, Dense)}
         gathered(small, held, self.groups.values())
         norms = settled(held)
         where = doubtful(norms)
@@ -198,11 +197,10 @@ class Norms(Quantity):
         return dict(zip(grouped, own, strict=True))
 
     def total(self, partials: Iterator[dict[str, Tensor]], run: Evaluation) -> Any:
-        norms, empty = list(partials), reductions.no_norms(run.params, run.dtype)
-        result = {
-            group: joined(empty, [chunk[group] for chunk in norms])
-            for group in members(run.call.function, self.groups, run.params)
-        }
+        groups = members(run.call.function, self.groups, run.params)
+        none = partial(reductions.no_norms, run.params, run.dtype)
+        chunks = list(partials) or [{group: none() for group in groups}]
+        result = {n: joined([chunk[n] for chunk in chunks]) for n in groups}
         return result[""] if self.groups is None else result
 
 
@@ -304,7 +302,6 @@ class WeightedSum(Quantity):
     """The sum of gradients with the weights of a call."""
 
     def collector(self, call: Call) -> _Weighted:
-        check_weights(call.weights, call.batch.size)
         return _Weighted(call)
 
     def partial(self, collector: _Weighted, call: Call) -> Params:

@@ -7,7 +7,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Unpack, get_args, overload
+from typing import Any, Literal, Required, Unpack, get_args, overload
 
 import torch
 from torch import Tensor
@@ -33,45 +33,36 @@ Sides = Mapping[str, tuple[Tensor | None, Tensor | None]]
 """For each parameter the directions of both sides, [k_o, O] and [k_i, P / O]."""
 
 
+class Drawn(Options, total=False):
+    """The options of random projections."""
+
+    seed: Required[int]
+    kind: Kind
+
+
 @overload
 def per_sample_projection(
-    loss: LossFn,
-    dim: int,
-    *,
-    seed: int,
-    kind: Kind = "rademacher",
-    has_aux: Literal[False] = False,
-    **options: Unpack[Options],
+    loss: LossFn, dim: int, *, has_aux: Literal[False] = False, **options: Unpack[Drawn]
 ) -> Transform[Tensor]: ...
 @overload
 def per_sample_projection(
-    loss: LossFn,
-    dim: int,
-    *,
-    seed: int,
-    kind: Kind = "rademacher",
-    has_aux: Literal[True],
-    **options: Unpack[Options],
+    loss: LossFn, dim: int, *, has_aux: Literal[True], **options: Unpack[Drawn]
 ) -> Transform[tuple[Tensor, Tree]]: ...
 @overload
 def per_sample_projection(
     loss: LossFn,
     dim: tuple[int, int],
     *,
-    seed: int,
-    kind: Kind = "rademacher",
     has_aux: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[Drawn],
 ) -> Transform[Params]: ...
 @overload
 def per_sample_projection(
     loss: LossFn,
     dim: tuple[int, int],
     *,
-    seed: int,
-    kind: Kind = "rademacher",
     has_aux: Literal[True],
-    **options: Unpack[Options],
+    **options: Unpack[Drawn],
 ) -> Transform[tuple[Params, Tree]]: ...
 @overload
 def per_sample_projection(
@@ -83,11 +74,7 @@ def per_sample_projection(
 ) -> Transform[Params]: ...
 @overload
 def per_sample_projection(
-    loss: LossFn,
-    dim: Sides,
-    *,
-    has_aux: Literal[True],
-    **options: Unpack[Options],
+    loss: LossFn, dim: Sides, *, has_aux: Literal[True], **options: Unpack[Options]
 ) -> Transform[tuple[Params, Tree]]: ...
 def per_sample_projection(
     loss: LossFn,
@@ -230,12 +217,10 @@ class Projection(Quantity):
         probes = self._of(run.params) if self.pairs else {}
         sizes = {name: each.dim for name, each in probes.items()}
         sizes = sizes if self.pairs else {"": self.sizes[0]}
-        chunks = list(partials)
         empty = reductions.no_norms(run.params, run.dtype)
-        whole = {
-            name: joined(empty.new_zeros(0, dim), [chunk[name] for chunk in chunks])
-            for name, dim in sizes.items()
-        }
+        none = {name: empty.new_zeros(0, dim) for name, dim in sizes.items()}
+        chunks = list(partials) or [none]
+        whole = {name: joined([chunk[name] for chunk in chunks]) for name in sizes}
         return whole if self.pairs else whole[""]
 
     @property

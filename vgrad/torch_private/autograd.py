@@ -60,9 +60,10 @@ def coarsest(tensor: Tensor) -> float:
 
 def foreign_nodes(tensors: Iterable[Tensor]) -> list[str]:
     """Name the nodes of these graphs whose backward passes are not torch's own."""
-    others = [node for node in graph_nodes(tensors) if type(node) not in _OWN]
-    if not others:
+    nodes = graph_nodes(tensors)
+    if _OWN.issuperset(map(type, nodes)):
         return []
+    others = [node for node in nodes if type(node) not in _OWN]
     functions = [getattr(type(node), "_forward_cls", None) for node in others]
     # Functions of vgrad write into memory of their own alone.
     own = [getattr(each, "__module__", "").startswith("vgrad.") for each in functions]

@@ -6,6 +6,7 @@ and torch/distributed/tensor/_api.py, which makes wrapper subclasses.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -162,9 +163,8 @@ GLOBAL_HOOKS = tuple(getattr(modules, f"_global{name}") for name in HOOKS)
 """Hooks on the calls of all modules, by number."""
 
 
-def version_of(tensor: Tensor) -> int:
-    """Return how often the memory of a tensor was written to in place."""
-    return tensor._version
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""How often the memory of a tensor was written to in place."""
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
@@ -188,9 +188,8 @@ def with_attributes(stand_in: Tensor, tensor: Tensor) -> Tensor:
     return stand_in
 
 
-def viewed(tensor: Tensor) -> Tensor | None:
-    """Return the tensor that `tensor` is a view of; None if it is no view."""
-    return tensor._base if tensor._is_view() else None
+viewed: Callable[[Tensor], Tensor | None] = attrgetter("_base")
+"""The tensor that another one is a view of; None if it is no view."""
 
 
 def leaf(value: Tensor) -> Tensor:

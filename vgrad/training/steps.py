@@ -1,7 +1,7 @@
 """Training steps: `step(state, *batch) -> (new state, metrics)`.
 
 A step is a source of gradients and an optimizer: `train_step` has `BatchSource` or
-`SampleSource`, `private_step` has `PrivateSource`, `ensemble_train_step` has
+`SampleSource`, `private_step` has `LogicalBatchSource`, `ensemble_train_step` has
 `MemberSource`. Members that rest (`EnsembleState.active` is false) and members whose
 gradients are not finite keep their old values, running statistics of batch norm
 included, which are buffers of each member. E members.
@@ -10,7 +10,7 @@ included, which are buffers of each member. E members.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,11 +23,10 @@ from torch import Tensor
 from vgrad import batches, optim
 from vgrad.conditions import checks_collected
 from vgrad.devices import is_host
-from vgrad.dp.adaptive import count_below
-from vgrad.dp.discrete import DiscreteNoise, integer_sums
-from vgrad.dp.group_clip import scaled
+from vgrad.dp.discrete import DiscreteNoise
 from vgrad.dp.noise import Drawn, Noise, Streams
 from vgrad.dp.plan import Plan, check_spent, spent_under
+from vgrad.dp.private_gradients import PrivateSource, clipped_sums, metrics_of
 from vgrad.dp.rows import step_of_rows
 from vgrad.dp.units import UnitLoss, check_units
 from vgrad.ensemble.execution import run_eager
@@ -45,7 +44,6 @@ from vgrad.optim.private import (
     uses_of_noise,
     with_deviation,
 )
-from vgrad.persample.clipped import clipped_grad
 from vgrad.persample.engine import check_options
 from vgrad.persample.grad import weighted_grad
 from vgrad.precision import (
@@ -191,8 +189,7 @@ class TrainingStep(Generic[State]):
         and loaded before the last step; the one passed stays as it is.
         """
         source: Any = self.source
-        plan, device = source.plan, device_of(state.params)
-        transform = source.transform.with_loss(loss, chunk_size)
+        plan, transform = source.plan, source.transform.with_loss(loss, chunk_size)
         # A canary stands for a unit. The streams of this step stay as they are.
         own = {"samples_per_unit": None, "streams": Streams(), "counts": Streams()}
         source = replace(source, transform=transform, has_aux=False, **own)
@@ -214,11 +211,11 @@ class TrainingStep(Generic[State]):
             if number == len(parts):
                 state = step.reduce.reloaded(state)
             state = state._replace(optimizer=optimizer)
-            bound = plan.max_norm_of(state.max_norm, device, step=int(state.step))
+            clipped = source.at(state.max_norm, state.params, int(state.step))
             if step.execute is not run_eager:  # a first call is captured, and not run
                 step(state, *batch)
             state, _ = step(state, *batch)
-            found.append((state.optimizer["grads"], bound))
+            found.append((state.optimizer["grads"], clipped.options.max_norm))
         return found
 
     def __call__(self, state: State, /, *batch: Tree) -> tuple[State, Metrics]:
@@ -263,16 +260,16 @@ class TrainingStep(Generic[State]):
             memory = [*state.params.values(), *found.buffers.values()]
             donate = torch.compiler.is_compiling() or disjoint(memory)
         drawn, made, changes = None, [], found.changes
-        if noise is not None:
-            # Other code than Inductor's draws faster outside of a graph.
-            if getattr(execute, "compiles", False):
-                drawn = noise.drawn(grads)
-            if drawn is None:
-                grads, changes["noise"] = noise.advanced(grads)
-            elif donate or found.chosen:  # no graph can write into the state
-                grads, made = execute(Drawn.added, drawn, grads)
-            if drawn is None or donate or found.chosen:
-                grads = unscaled(grads, found.scales)
+        if noise is not None and getattr(execute, "compiles", False):
+            drawn = noise.drawn(grads)  # other code draws faster outside of a graph
+        # No graph can write into the state.
+        joint = drawn is not None and not donate and not found.chosen
+        if drawn is not None and not joint:
+            grads, made = execute(Drawn.added, drawn, grads)
+        elif noise is not None and drawn is None:
+            grads, changes["noise"] = noise.advanced(grads)
+        if found.scales and not joint:
+            grads = unscaled(grads, found.scales)
         optimizer = state.optimizer if noise is None else found.optimizer
         arguments = self.tx, grads, optimizer, state.params
         if found.chosen:
@@ -280,7 +277,7 @@ class TrainingStep(Generic[State]):
         elif donate:
             loss, aux = map_tensors(Tensor.clone, (loss, aux))  # they may be parameters
             params, optimizer = optim.step(*arguments, donate=True)
-        elif drawn is not None:
+        elif joint:
             parts = drawn, found.scales, *arguments
             params, optimizer, made = execute(noisy_step, *parts)
         else:
@@ -401,14 +398,11 @@ class SampleSource(Source):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PrivateSource(Source):
-    """Clipped sums, by `transform`, with noise; data skip no step."""
+class LogicalBatchSource(PrivateSource, Source):
+    """Private gradients of logical batches; data skip no step."""
 
-    plan: Plan
     has_aux: bool
     samples_per_unit: int | None  # of the batches
-    streams: Streams = field(default_factory=Streams)
-    counts: Streams = field(default_factory=Streams)  # of norms or of rows
 
     def __call__(self, state: TrainState, batch: tuple) -> Gradients:
         """Compute the clipped sum of a batch, and the noise for it."""
@@ -420,7 +414,7 @@ class PrivateSource(Source):
                 f"that the plan accounts for, got {taken}."
             )
         if self.samples_per_unit is not None:
-            check_units("private_step(plan)(state)", batch, self.samples_per_unit)
+            check_units(function, batch, self.samples_per_unit)
         size = batches.read("private_step", batch).size
         if size > (most := plan.largest_batch or plan.dataset_size):
             raise ValueError(
@@ -428,13 +422,12 @@ class PrivateSource(Source):
                 f"{most} samples that a batch of the plan can have, got {size}. Draw "
                 f"batches with plan.sampler(state)."
             )
-        scale, compute = state.loss_scale, self.transform
+        scale, optimizer = state.loss_scale, state.optimizer
+        compute: Any = self.at(state.max_norm, state.params, taken)
         if is_scaled(scale):
             compute = compute.with_loss_scale(scale)
-        optimizer = state.optimizer
-        scales: Scales = plan.scales(state.params)
         if uses := uses_of_noise(optimizer):
-            if plan.noise.correlated or scales or plan.rows is not None:
+            if plan.noise.correlated or plan.scales(state.params) or plan.rows:
                 raise ValueError(
                     f"private_step(tx, plan): expected independent noise of one "
                     f"deviation on all rows for adam_bc or scale_then_privatize, whose "
@@ -442,42 +435,25 @@ class PrivateSource(Source):
                     f"{plan.max_norm} and rows={plan.rows}. Take another optimizer, "
                     f"such as adam."
                 )
-            scales = scales_of(uses)
-            compute = compute.with_scales(scales)
-        device = device_of(state.params)
-        max_norm = plan.max_norm_of(state.max_norm, device, step=taken)
-        if max_norm is not None:
-            compute = compute.with_max_norm(max_norm)
+            compute = compute.with_scales(scales_of(uses))
         result = compute(state.params, state.buffers, *batch)
         result, aux = result if self.has_aux else (result, None)
-        place: dict[str, Any] = {"key": state.key, "step": taken}
-        metrics = {
-            "samples": torch.tensor(len(result.losses)),
-            "clipped": result.clipped,
-            "nonfinite": result.nonfinite,
-        }
+        own = compute, result, state.params, state.noise
+        release = self.released(*own, key=state.key, step=taken)
+        metrics: Metrics = metrics_of(result)
+        if release.chosen:
+            metrics["rows"] = sum(rows.sum() for rows in release.chosen.values())
         changes = {
             "plan_digest": from_bytes(identity).to(state.plan_digest.device),
             "loss_scale": scale.adjust(result.nonfinite == 0),
-            "max_norm": (),
+            "max_norm": release.max_norm,
         }
-        if max_norm is not None:
-            own = max_norm, count_below(result), self.counts
-            changes["max_norm"] = plan.next_max_norm(*own, **place)
-        chosen: dict[str, Tensor] = {}
-        if plan.rows is not None:
-            chosen = plan.chosen_rows(result.rows, self.counts, **place)
-            metrics["rows"] = sum(rows.sum() for rows in chosen.values())
-        place |= {"history": state.noise, "max_norm": max_norm}
-        noise = plan.step_noise(compute.sensitivity, self.streams, **place)
-        if isinstance(noise, DiscreteNoise):
-            noise = noise.of(state.params)
-        loss = widened(result.losses).mean()
+        scales = scales_of(uses) if uses else release.scales
         if any(map(has_deviation, uses)):
-            optimizer = with_deviation(optimizer, noise.deviation)
-        grads = result.grads if uses else scaled(result.grads, scales)
-        found = grads, loss, state.buffers, aux, (), metrics, changes
-        return Gradients(*found, noise, scales, optimizer, chosen)
+            optimizer = with_deviation(optimizer, release.noise.deviation)
+        loss, noise = metrics.pop("loss"), (release.noise, scales)
+        found = release.sums, loss, state.buffers, aux, (), metrics, changes
+        return Gradients(*found, *noise, optimizer, release.chosen)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -754,14 +730,10 @@ def private_step(
             )
         loss = UnitLoss(loss)
     options: Any = {"passes": passes, "strategy": strategy, "chunk_size": chunk_size}
-    options |= {"randomness": randomness, "has_aux": has_aux, **plan.clipping}
-    clipped: Any = clipped_grad(with_policy(policy, loss), **options)
-    if plan.rows is not None:
-        clipped = plan.rows.counting(clipped)
-    if plan.discrete is True:
-        clipped = integer_sums(clipped, plan.noise_multiplier)
+    options |= {"randomness": randomness, "has_aux": has_aux}
+    clipped = clipped_sums(with_policy(policy, loss), plan, **options)
     own = {"has_aux": has_aux, "samples_per_unit": plan.samples_per_unit}
-    source = PrivateSource(transform=clipped, plan=plan, **own)
+    source = LogicalBatchSource(transform=clipped, plan=plan, **own)
     return TrainingStep(function, source, tx, scale, donate, has_aux)
 
 

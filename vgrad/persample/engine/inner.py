@@ -235,7 +235,7 @@ class _Product(Function):
         if not own.runs:  # but the pass for the gradients of the loss
             makers: Any = _rule(func).factors(x.detach(), **rest)
             for name, known in uses.items():
-                own.recorder.accept(known, makers[name](g), op, g)
+                own.recorder.accept(known, makers[name](g), {op: True}, g)
         if not ctx.needs_input_grad[1]:
             return None, None, None
         if not torch.is_grad_enabled():

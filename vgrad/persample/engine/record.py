@@ -11,6 +11,7 @@ autograd's gradient of the expansion is the per-sample gradient.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -72,10 +73,8 @@ _OF_THE_OBJECT = {"__set__", "set_"}
 class _Parameter:
     root: ParamProxy
     arrived: dict[ParamProxy, list[Factor]] = field(default_factory=dict)
-    stamps: list[Stamp] = field(default_factory=list)
-    expected: int = 0
+    expected: int = 0  # factors, of which some may never come
     pending: int = 0
-    late: bool = False  # some are known only after the whole backward pass
 
 
 class Recorder:
@@ -97,10 +96,11 @@ class Recorder:
         self.unreached: set[str] = set()
         self._known: dict[int, ParamProxy] = {}
         self._waiting: dict[str, _Parameter] = {}
+        self._copied: list[ParamProxy] = []  # which have copies
+        self._computed: list[Tensor] = []  # from parameters, not views
         self._ends: dict[int, Tensor] = {}  # where the backward pass ends, too
         self._stamps: list[Stamp] = []
         self._hooked: dict[int, list] = {}  # makers of nodes that wait for gradients
-        self.of_hooks = WeakTensorKeyDictionary()  # tensors of hooks, and their samples
         self._open = self._last = False  # whether a backward pass runs, and the last
         self._op: Callable | None = None  # of the recorded form that runs
         self.checkpoints = False  # whether ops run again in the backward pass
@@ -131,17 +131,21 @@ class Recorder:
             made=self.made,
         )
         self._mode.hooked = self._level
-        self.inner.start()
+        if self.twice:
+            self.inner.start()
         return self._mode
 
     def checked(self, result: tuple[Tensor, Tree]) -> tuple[Tensor, Tree]:
         """Return results, one for each sample; refuse others than a loop has."""
-        flags = self._mode.flags
-        flags.end(tree.tensors(result))
-        self._mode.flags = flags.afresh()  # nor does it keep their memory
         value, aux = result
+        self._mode.flags.end([value, *tree.tensors(aux)])
         known = self._known.get(id(value))
         return (value if known is None else self.expanded(known, Tensor.expand)), aux
+
+    @cached_property
+    def of_hooks(self) -> WeakTensorKeyDictionary:
+        """The tensors of hooks, and their samples."""
+        return WeakTensorKeyDictionary()
 
     def close(self) -> None:
         """Break cycles, and free tensors that no backward pass reached."""
@@ -194,18 +198,16 @@ class Recorder:
             return self._requiring_grad(output)
         ordinary = is_ordinary(func)
         flags, tensors = self._mode.flags, among(args, kwargs)
+        batched = flags.sync(tensors)  # whether some differ between samples
         proxies: list[ParamProxy] = []
-        batched = False  # some differ between samples
         for tensor in tensors:
-            if flags.sync(tensor):
-                batched = True
-            elif (known := self._known.get(id(tensor))) is not None:
+            if (known := self._known.get(id(tensor))) is not None:
                 if known not in proxies:
                     proxies.append(known)
-            elif tensor.requires_grad:
+            elif tensor.requires_grad and not modes.is_wrapped(tensor):
                 # The loss closes over it. The backward pass must visit the ops between
                 # it and the loss, which may use parameters.
-                if not modes.is_wrapped(tensor) and not self.repeats:
+                if not self.repeats:
                     self._ends[id(tensor)] = tensor
         if not ordinary:
             if modes.current_level() == self._level:  # not a transform inside
@@ -259,7 +261,11 @@ class Recorder:
                 if proxies or (batched and op.fused):
                     output = self._by_rule(op, func, args, kwargs)
             elif op.recorded is not None and batched:
-                output = self._by_form(op.recorded, func, args, kwargs)
+                around, self._op = self._op, self._op or func
+                try:
+                    output = op.recorded(self, *args, **kwargs)
+                finally:
+                    self._op = around
             if output is not None:
                 return output
         if func in modes.ASKING:
@@ -283,17 +289,10 @@ class Recorder:
             with modes.exit_all():
                 stored = modes.unwrap_all(tensor).requires_grad_()
             self._ends[id(stored)] = stored
-            self._mode.flags.sync(tensor)
+            self._mode.flags.sync([tensor])
             if modes.is_mapped_here(tensor):
                 self.inner.leaves.append(tensor)
         return tensor
-
-    def _by_form(self, form: Callable, func: Callable, args: tuple, kwargs: dict):
-        around, self._op = self._op, self._op or func
-        try:
-            return form(self, *args, **kwargs)
-        finally:
-            self._op = around
 
     def _by_rule(self, op: Op, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run an op on physical tensors; None where its rule does not fit this call."""
@@ -355,26 +354,27 @@ class Recorder:
                 if hooks is not None:
                     makers = _packed(rule.factors, kept, weights, hooks)
                 if not self.repeats:
-                    uses = [(known, makers[name]) for name, known in weights.items()]
-                    name, ends = op_name(self._op or func), not follows
-                    output = self._tapped(name, output, uses, ends, hooks is None)
+                    name, kept = op_name(self._op or func), hooks is None
+                    output = self._tapped(name, output, weights, makers, follows, kept)
             return self.logical(output)
 
     def _tapped(
         self,
         op: str,
         output: Tensor,
-        uses: list[tuple[ParamProxy, Maker]],
-        ends: bool,
+        weights: Mapping[str, ParamProxy],
+        makers: Mapping[str, Maker],
+        follows: bool,
         kept: bool,
     ) -> Tensor:
-        """Hook the node of an op, at which the backward pass `ends` or goes on."""
+        """Hook the node of an op, at which the backward pass ends, or which follows."""
         whole, output = _with_node(output)
         number, shape = whole.output_nr, output.shape
-        left = [*uses]
-        stamps = stamped(op, [maker for _, maker in uses]) if kept else []
-        for known, _ in uses:
+        left: list[tuple[ParamProxy, Maker]] = []
+        for name, known in weights.items():
+            left.append((known, makers[name]))
             self.expect(known)
+        stamps = stamped(op, [*map(makers.get, weights)]) if kept else []
 
         def hook(grads: tuple[Tensor | None, ...]) -> Any:
             if self.inner.runs:
@@ -382,7 +382,8 @@ class Recorder:
                     why = f"derivative of {op}"
                     self.inner.met.update(dict.fromkeys(known.names, why))
                 return None
-            self._check_open()
+            if not self._open:
+                raise own_backward_pass("loss")
             g = grads[number]
             if g is not None:
                 g = g.reshape(shape)
@@ -393,10 +394,10 @@ class Recorder:
                 known, maker = left.pop()
                 factor = None if g is None else maker(g)
                 del maker  # so that inputs are freed as early as possible
-                self.accept(known, factor, op, g)
+                self.accept(known, factor, {op: True}, g)
                 del factor
             left.extend(again)
-            return (None,) * len(grads) if ends else None
+            return None if follows else (None,) * len(grads)
 
         node: Any = whole.grad_fn
         node.register_prehook(hook)
@@ -461,7 +462,9 @@ class Recorder:
                     derived.replay = lambda tensor: move(replay(tensor))
                     if view.same_numbers or view.transposes:
                         derived.parent, derived.transposed = parent, view.transposes
-            self._wait_for_the_end(derived)
+            if derived.replay is None:
+                self._computed.append(value)
+            self.expect(derived)  # all of its factors, for the end of the pass
             self._known[id(proxy)] = derived
             return proxy
 
@@ -472,7 +475,7 @@ class Recorder:
     def expanded(self, known: ParamProxy, op: Callable | str) -> Tensor:
         copies = self._copies(known, op, ruled=op is self._op)
         tensor = self.logical(copies)
-        self._mode.flags.sync(tensor)
+        self._mode.flags.sync([tensor])
         return tensor
 
     def _copies(self, known: ParamProxy, op: Any, *, ruled: bool) -> Tensor:
@@ -483,12 +486,9 @@ class Recorder:
             with modes.exit_all():  # the loss may be inside a transform of its own
                 copies = known.value.expand(self.size, *known.value.shape)
                 known.copies = leaf(copies)
-            self._wait_for_the_end(known)
+            self._copied.append(known)
+            self.expect(known)
         return known.copies
-
-    def _wait_for_the_end(self, known: ParamProxy) -> None:
-        for name in known.names:
-            self._waiting[name].late = True
 
     def expect(self, known: ParamProxy) -> None:
         for name in known.names:
@@ -496,8 +496,8 @@ class Recorder:
 
     def ends(self) -> list[Tensor]:
         """Return the leaves of the graph, but for the parameters themselves."""
-        copies = [known.copies for known in self._known.values()]
-        return [*(each for each in copies if each is not None), *self._ends.values()]
+        copies: list[Any] = [known.copies for known in self._copied]
+        return [*copies, *self._ends.values()]
 
     # The methods of `Recording`.
 
@@ -508,8 +508,8 @@ class Recorder:
     def logical(self, tensor: Tensor) -> Tensor:
         return modes.add_batch_axis(tensor, 0, self._level)
 
-    def below(self) -> AbstractContextManager:
-        return modes.without_innermost()
+    below = staticmethod(modes.without_innermost)
+    is_batched = staticmethod(modes.is_batched)
 
     def drawing(self, axis: int) -> AbstractContextManager:
         return self.call.draws.samples_at(axis)
@@ -522,9 +522,6 @@ class Recorder:
 
     def parameter(self, tensor: Tensor) -> ParamProxy | None:
         return self._known.get(id(tensor))
-
-    def is_batched(self, tensor: Tensor) -> bool:
-        return modes.is_batched(tensor)
 
     def copies(self, tensor: Tensor) -> Tensor:
         known = self._known.get(id(tensor))
@@ -557,8 +554,9 @@ class Recorder:
 
         def arrived(factor: Factor) -> None:
             if not self.inner.runs:
-                self._check_open()
-                self.accept(known, factor, name)
+                if not self._open:
+                    raise own_backward_pass("loss")
+                self.accept(known, factor, {name: True})
 
         return arrived
 
@@ -567,14 +565,11 @@ class Recorder:
     def foreign(self, losses: Tensor) -> list[str]:
         """Name the nodes and ops of others, which may write into what they reach."""
         # So factors hold copies from here on: such writes may move no version.
-        known = self._known.values()
-        origins = [each.origin for each in known if each.replay is None]
-        nodes = foreign_nodes([losses, *origins])
-        hooked = f"{autograd.ModuleHooks.__name__}Backward"  # which writes nothing
-        nodes = [name for name in nodes if name != hooked]
-        names = list(dict.fromkeys([*nodes, *self._foreign]))
+        nodes = foreign_nodes([losses, *self._computed])
+        names = dict.fromkeys([*nodes, *self._foreign])
+        names.pop(f"{autograd.ModuleHooks.__name__}Backward", None)  # writes nothing
         self._owns = bool(names)
-        return names
+        return [*names]
 
     def backward(
         self, losses: Tensor, scales: Tensor, take: Take, *, last: bool
@@ -587,34 +582,30 @@ class Recorder:
         parameters = dict(self._waiting)
         for parameter in parameters.values():
             parameter.pending = parameter.expected
-        proxies = list(self._known.values())
-        expanded = [known for known in proxies if known.copies is not None]
-        copies: list[Any] = [known.copies for known in expanded]
-        for each in copies if self._owns else ():
-            copy_on_arrival(each)
+        ends = self.ends()
+        for copies in ends[: len(self._copied)] if self._owns else ():
+            copy_on_arrival(copies)
         self._open = True
         try:
             if losses.requires_grad:
+                proxies = [known.proxy for known in self._known.values()]
                 grads = torch.autograd.grad(
                     losses,
-                    [
-                        *copies,
-                        *[known.proxy for known in proxies],
-                        *self._ends.values(),
-                    ],
+                    [*ends, *proxies],
                     grad_outputs=scales,
                     allow_unused=True,
                     retain_graph=not last,
                 )
                 # None may reach the proxies themselves, past all hooks and copies.
                 unseen: set[str] = set()
-                for known, grad in zip(proxies, grads[len(copies) :], strict=False):
-                    unseen.update(known.names if grad is not None else ())
+                for proxy, grad in zip(proxies, grads[len(ends) :], strict=True):
+                    if grad is not None:
+                        unseen.update(self._known[id(proxy)].names)
                 if unseen:
                     raise _unseen(unseen)
-                for known, grad in zip(expanded, grads, strict=False):
+                for known, grad in zip(self._copied, grads, strict=False):
                     if grad is not None:
-                        self._keep(known, Dense(grad), known.copied_by)
+                        self.accept(known, Dense(grad), known.copied_by, grad)
             if self._owns:
                 self._pull_back_once()
             for name in list(self._waiting):
@@ -625,45 +616,36 @@ class Recorder:
         if not last:
             self._waiting = parameters
             return
-        waiting = {number for number, left in self._hooked.items() if left}
-        if waiting and not waiting.isdisjoint(
-            node._sequence_nr() for node in graph_nodes([losses])
-        ):
-            raise UnsupportedOp(
-                "loss: expected ops that a function mode sees, got one that it does "
-                "not, whose result requires grad through something else than "
-                'parameters, as compiled code may. Use strategy="vmap" or "loop".'
-            )
-
-    def _check_open(self) -> None:
-        if not self._open:
-            raise own_backward_pass("loss")
+        if any(self._hooked.values()):
+            for node in graph_nodes([losses]):
+                if self._hooked.get(node._sequence_nr()):
+                    raise UnsupportedOp(
+                        "loss: expected ops that a function mode sees, got one that it "
+                        "does not, whose result requires grad through something else "
+                        "than parameters, as compiled code may. Use "
+                        'strategy="vmap" or "loop".'
+                    )
 
     def accept(
-        self, known: ParamProxy, factor: Factor | None, op: str, g: Tensor | None = None
+        self,
+        known: ParamProxy,
+        factor: Factor | None,
+        ops: Mapping[str, bool],
+        g: Tensor | None = None,
     ) -> None:
-        """Accept an expected factor, to which the memory of `g` belongs."""
-        if factor is not None:
-            factor = owned(factor, g) if self._owns else factor
-            self._keep(known, factor, {op: True})
-        for name in known.names:
-            parameter = self._waiting[name]
-            parameter.pending -= 1
-            if not parameter.pending and not parameter.late:
-                self._complete(name)
+        """Keep an expected factor, to which the memory of `g` belongs.
 
-    def _keep(self, known: ParamProxy, factor: Factor, ops: Mapping[str, bool]) -> None:
-        """Note a factor, at the parameter itself where the way there is short."""
-        if self._callback is not None:
+        It is kept for the parameter itself where the way there is short.
+        """
+        if factor is not None and self._owns:
+            factor = owned(factor, g)
+        elif factor is not None and self.checkpoints:
+            self._stamps += stamped(", ".join(ops), factor)
+        if factor is not None and self._callback is not None:
             ruled, computed = all(ops.values()), known.replay is None
             copied = factor.bytes if self._owns else 0
-            self._callback(
-                Use(known.names, tuple(ops), factor, ruled, computed, copied)
-            )
-        stamps = []
-        if self.checkpoints and not self._owns:
-            stamps = stamped(", ".join(ops), factor)
-            self._stamps += stamps
+            use = Use(known.names, tuple(ops), factor, ruled, computed, copied)
+            self._callback(use)
         while known.parent is not None:
             if known.transposed:
                 if not isinstance(factor, Outer) or not factor.is_matrix:
@@ -673,16 +655,20 @@ class Recorder:
             known = known.parent
         for name in known.names:
             parameter = self._waiting[name]
-            parameter.arrived.setdefault(known, []).append(factor)
-            parameter.stamps += stamps
+            if factor is not None:
+                parameter.arrived.setdefault(known, []).append(factor)
+            parameter.pending -= 1
+            if not parameter.pending:
+                self._complete(name)
 
     def _complete(self, name: str) -> None:
         parameter = self._waiting.pop(name)
-        root, arrived, stamps = parameter.root, parameter.arrived, parameter.stamps
-        parameter.arrived, parameter.stamps = {}, []
-        check_unchanged(stamps)
-        if [*arrived] == [root]:  # as for most parameters
-            self._take(name, merged(arrived[root]))
+        root, arrived = parameter.root, parameter.arrived
+        parameter.arrived = {}
+        if self.checkpoints:
+            check_unchanged(self._stamps)
+        if len(arrived) == 1 and len(factors := arrived.get(root, ())) == 1:
+            self._take(name, factors[0])  # as for most parameters
             return
         whole = {known: merged(factors) for known, factors in arrived.items()}
         for known in [known for known in whole if known.replay is None]:

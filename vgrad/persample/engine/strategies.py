@@ -67,7 +67,8 @@ def recorded(call: Call, collect: Collect) -> Chunk:
     twice = collector.first_pass is not None
     draws = twice and call.randomness != "error"
     state = random_state(call.tensors) if draws else None
-    chunk = _recorded(call, collector, state)
+    with Made(call.fallbacks.places) as made:
+        chunk = _recorded(call, collector, made, state)
     if not twice or (single := collector.single_pass()) is None:
         return chunk
     call.fallbacks.warn(
@@ -78,22 +79,16 @@ def recorded(call: Call, collect: Collect) -> Chunk:
     )
     if state is not None:
         set_random_state(state)
-    return _recorded(call, single)
+    with Made(call.fallbacks.places) as made:
+        return _recorded(call, single, made)
 
 
 def _recorded(
-    call: Call, collector: Collector, state: RandomState | None = None
+    call: Call, collector: Collector, made: Made, state: RandomState | None = None
 ) -> Chunk:
     # `state` is the generators' state now, if random numbers may be drawn.
     # Of the caller's grad mode. Inside the loss a sample keeps `requires_grad=True`,
     # but it is detached from the caller's graph.
-    with Made(call.fallbacks.places) as made:
-        return _recorded_once(call, collector, made, state)
-
-
-def _recorded_once(
-    call: Call, collector: Collector, made: Made, state: RandomState | None
-) -> Chunk:
     differentiable, inputs = call.differentiable, call.batch.inputs
 
     def run() -> tuple[Recorder, Tensor, Tree]:
@@ -108,18 +103,19 @@ def _recorded_once(
         with modes.vmapped(call.batch.size, call.randomness) as (inside, outside):
             samples = tuple(map(inside, tensors))
             result = call.run_loss(recorder.params, samples, recorder.mode())
-            losses, aux = map_tensors(outside, recorder.checked(result))
-        return recorder, losses, aux
+            losses, aux = recorder.checked(result)
+            return recorder, outside(losses), map_tensors(outside, aux)
 
     def back(accept: Take, *, last: bool) -> None:
-        take = call.unscaled(accept)
-        with (
-            torch.no_grad(),
-            no_autocast(losses.device),
-            _same_numbers(call),
-            _columns(call, call.cotangent(losses, aux), take) as (scales, take),
-        ):
-            recorder.backward(losses, scales, take, last=last)
+        looped = call.fallbacks.looped or call.fallbacks.hooks
+        alike: AbstractContextManager = nullcontext()
+        if looped and not checks_collected():  # otherwise eager mode has found out
+            alike = undrawn(call.tensors, partial(refused, next(iter(looped))))
+        with torch.no_grad(), no_autocast(losses.device), alike:
+            given = call.cotangent(losses, aux), call.unscaled(accept)
+            columns = _columns(call, *given) if call.columns else nullcontext(given)
+            with columns as (scales, take):
+                recorder.backward(losses, scales, take, last=last)
 
     # A checkpoint around this call runs all again.
     plain = autograd.plain()
@@ -137,20 +133,18 @@ def _recorded_once(
                 recorder, losses, aux = run()
                 recorder.foreign(losses)
         back(collector.take, last=True)
-    _check_unreached(call, frozenset(recorder.unreached))
+    if recorder.unreached:
+        _check_unreached(call, frozenset(recorder.unreached))
     if recorder.saves:
         _check_saved(call)
-    losses, aux = map_tensors(Tensor.detach, (losses, aux))
-    return Chunk(collector, losses, aux, "recorded")
+    aux = map_tensors(Tensor.detach, aux)
+    return Chunk(collector, losses.detach(), aux, "recorded")
 
 
 @contextmanager
 def _columns(call: Call, scales: Tensor, take: Take) -> Iterator[tuple[Tensor, Take]]:
     """Run a backward pass for several columns under a vmap over them."""
-    count = scales.shape[1] if call.columns else 1
-    if not call.columns:
-        yield scales, take
-    elif count == 1:
+    if (count := scales.shape[1]) == 1:
         yield scales[:, 0], lambda name, factor: take(name, Columns.one(factor))
     else:
         with modes.vmapped(count) as (inside, outside):
@@ -161,14 +155,6 @@ def _columns(call: Call, scales: Tensor, take: Take) -> Iterator[tuple[Tensor, T
                     take(name, joint)
 
             yield inside(scales.movedim(1, 0)), taken
-
-
-def _same_numbers(call: Call) -> AbstractContextManager:
-    """Refuse random numbers in backward passes of what runs for each sample."""
-    looped = call.fallbacks.looped or call.fallbacks.hooks
-    if not looped or checks_collected():  # eager mode has found out
-        return nullcontext()
-    return undrawn(call.tensors, partial(refused, next(iter(looped))))
 
 
 def vmap(call: Call, collect: Collect) -> Chunk:
@@ -305,13 +291,7 @@ def _alone(call: Call) -> tuple[Params, Tensor, Tree]:
 
     with _no_weight_cache():
         result = gradient(of_params, call)
-    if call.randomness == "error" and drawn_since(before, call.tensors):
-        set_random_state(before)
-        raise RuntimeError(
-            f"{call.function}: expected a loss without random numbers, since "
-            f'randomness="error". Pass randomness="different" (each sample draws its '
-            f'own) or "same".'
-        )
+    call.refuse_draws(before, "sample")
     return result
 
 
@@ -341,7 +321,7 @@ def _first(
 
 def _check_unreached(call: Call, names: frozenset[str]) -> None:
     """Confirm with plain autograd that gradients that did not arrive are zero."""
-    if not names or call.confirmed(names):
+    if call.confirmed(names):
         return
     leaves = {n: each.detach().requires_grad_() for n, each in call.params.items()}
     grads: Sequence[Tensor | None] = [None] * len(names)

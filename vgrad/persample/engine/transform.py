@@ -12,10 +12,9 @@ from torch import Tensor
 from vgrad import batches
 from vgrad.conditions import checks_collected
 from vgrad.factors import Sums, reductions
-from vgrad.factors.costs import without_factors
 from vgrad.generators import RNG_LOCK, drawn_since, random_state, set_random_state
 from vgrad.loss.mode import run_or_split
-from vgrad.loss.randomness import Draws, check_drawn
+from vgrad.loss.randomness import check_drawn
 from vgrad.loss.values import Partition
 from vgrad.persample.engine.call import Call, Inputs, check_loss_scale
 from vgrad.persample.engine.collectors import Collector
@@ -23,8 +22,8 @@ from vgrad.persample.engine.guard import Failure, Fallbacks
 from vgrad.persample.engine.strategies import STRATEGIES, Chunk, saved_bytes
 from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import modes
-from vgrad.torch_private.tensors import versions_of
-from vgrad.tree import map_tensors, no_autocast, tensors, tree_map, tree_map_only
+from vgrad.torch_private.tensors import version_of
+from vgrad.tree import map_tensors, no_autocast, tree_map, tree_map_only
 from vgrad.typing import Buffers, LossFn, Params, Result, Scales, Tree
 
 Reduce = Callable[[Params], Params]
@@ -48,52 +47,29 @@ class Evaluation:
         self.done = 0  # samples
         self.chunks_run: list[Chunk] = []  # without the values that were collected
         self._rows: list[Sequence[int]] = []
-        self._split = False
+        self._split = self._recorded = False
 
     def parts(self, execute: Callable[[Call], Chunk]) -> Iterator[Any]:
         """Run chunk after chunk, and yield their values."""
         call = self.call
         if call.batch.size == 0:
             return
-        fixed = [*call.params.items(), *call.buffers.items()]
-        versions = versions_of([value for _, value in fixed])
-        # Only a loop checks the generators for a loss that must not draw.
-        draws = call.randomness != "error" or call.strategy == "loop"
-        lock = RNG_LOCK if draws else nullcontext()
-        with lock:
-            same = call.randomness == "same"
-            state = random_state(call.tensors) if same else None
-        first = True
-        for samples in batches.chunks(call.batch.size, at_a_time(call)):
-            left: list[tuple[Call, Sequence[int], Callable[[Call], Chunk]]]
-            rows = range(samples.start, samples.stop)
-            left = [(call.take(samples), rows, self.whole or execute)]
-            while left:
-                part, rows, run = left.pop(0)
-                with lock:
-                    if state is not None and not first:
-                        set_random_state(state)
-                    first = False
-                    chunk = attempt(part, run, execute, _note)
-                if not isinstance(chunk, Chunk):
-                    left[:0] = [
-                        (
-                            _cheapest(some) if chunk[1:] else some,
-                            [rows[place] for place in places.tolist()],
-                            of,
-                        )
-                        for some, places, of in chunk
-                    ]
-                    self._split = True
-                    continue
-                self.done += len(rows)
-                copies = len(chunk.losses) - len(rows)  # which fill up a part
-                self._rows.append([*rows, *[call.batch.size] * copies])
-                self.chunks_run.append(chunk._replace(collected=None))
-                yield chunk.collected
-        after = versions_of([value for _, value in fixed])
-        for (name, _), one, other in zip(fixed, versions, after, strict=True):
-            if one != other:
+        fixed = {**call.params, **call.buffers}
+        versions = [*map(version_of, fixed.values())]
+        size = call.batch.size
+        step = at_a_time(call) or size
+        chunks = (range(size)[start : start + step] for start in range(0, size, step))
+        calls = ((call.take(slice(rows.start, rows.stop)), rows) for rows in chunks)
+        for chunk, rows in in_parts(calls, self.whole or execute, execute, _note):
+            self.done += len(rows)
+            copies = len(chunk.losses) - len(rows)  # which fill up a part
+            self._rows.append([*rows, *[size] * copies])
+            self._split |= not isinstance(rows, range)
+            self._recorded |= chunk.strategy == "recorded"
+            self.chunks_run.append(chunk._replace(collected=None))
+            yield chunk.collected
+        for version, (name, value) in zip(versions, fixed.items(), strict=True):
+            if version_of(value) != version:
                 raise RuntimeError(
                     f"{call.function}(loss): expected a loss that changes nothing it "
                     f"is given, but it wrote into {name!r} in place. Copy it first."
@@ -119,8 +95,9 @@ class Evaluation:
 
     @property
     def losses(self) -> Tensor:
-        empty = reductions.no_norms(self.params, self.dtype)
-        return joined(empty, [chunk.losses for chunk in self.chunks_run])
+        if not self.chunks_run:
+            return reductions.no_norms(self.params, self.dtype)
+        return joined([chunk.losses for chunk in self.chunks_run])
 
     def result(self, value: Any) -> Any:
         """Add the stacked aux, and mark recorded results as constants."""
@@ -128,11 +105,9 @@ class Evaluation:
             trees = [chunk.aux for chunk in self.chunks_run]
             joint = trees and tree_map(lambda *leaves: torch.cat(leaves), *trees)
             value = value, joint if trees else None
-        recorded = "recorded" in {chunk.strategy for chunk in self.chunks_run}
-        if not recorded or not torch.is_grad_enabled():
+        if not (self._recorded and self.call.differentiable):
             return value
-        inputs = [*self.call.tensors, *tensors(self.call.cross)]
-        return constant(self.call.function, value, inputs)
+        return constant(self.call.function, value, self.call.tensors)
 
 
 def constant(function: str, value: Any, inputs: Iterable[Tensor]) -> Any:
@@ -165,10 +140,8 @@ class _Constant(torch.autograd.Function):
         )
 
 
-def joined(empty: Tensor, parts: list[Tensor]) -> Tensor:
-    """Concatenate over samples; one part is not copied, `empty` is for none."""
-    if not parts:
-        return empty
+def joined(parts: list[Tensor]) -> Tensor:
+    """Concatenate over samples; one part is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -188,50 +161,47 @@ def at_a_time(call: Call) -> int | None:
     return batches.fitting(call.params, saved_bytes(call), call.device)
 
 
-def attempt(
-    part: Any,
+def in_parts(
+    calls: Iterable[tuple[Any, Sequence[int]]],
     run: Callable[[Any], Any],
     again: Callable[[Any], Any],
     note: Callable[[Any, Partition], None],
-) -> Any:
-    """Run a call of samples or members; return the result, or parts.
+) -> Iterator[tuple[Any, Sequence[int]]]:
+    """Run calls of samples or members, each with its rows; yield results and rows.
 
-    Each part is a call, its rows, and the function that runs it.
+    Where values split a call, its parts run `again`; `note` is called for each split.
     """
-
-    def with_draws(run: Callable[[Any], Any], draws: Draws) -> Any:
-        return run(part if draws is part.draws else replace(part, draws=draws))
-
-    runs = run_or_split if part.draws.keys is None else partial(_keyed, part.fallbacks)
-    result, draws = runs(
-        partial(with_draws, run),
-        part.draws,
-        part.tensors,
-        differ=part.randomness == "different",
-        again=partial(with_draws, again),
-    )
-    if not isinstance(result, Partition):
-        return result
-    note(part, result)
-    part = replace(part, draws=draws, strategy=result.strategy or part.strategy)
-    runs = result.runs or [again] * len(result.rows)
-    return [
-        (part.take(rows), rows, of) for rows, of in zip(result.rows, runs, strict=True)
-    ]
-
-
-def _cheapest(part: Call) -> Call:
-    """Run a part of one sample by plain autograd, without vmap and factors.
-
-    The way depends on the part alone, and the random numbers do not depend on the way.
-    """
-    draws = part.randomness != "error" and part.draws.keys is None
-    if part.batch.size > 1 or part.strategy != "auto" or not part.singly or draws:
-        return part
-    sizes = [each.numel() * each.element_size() for each in part.params.values()]
-    if modes.inside_transform() or part.differentiable or not without_factors(sizes):
-        return part
-    return replace(part, strategy="loop")
+    state = None
+    for call, all_rows in calls:
+        # Only a loop checks the generators for a loss that must not draw.
+        draws = call.randomness != "error" or call.strategy == "loop"
+        left = [(call, all_rows, run)]
+        while left:
+            part, rows, execute = left.pop(0)
+            with RNG_LOCK if draws else nullcontext():
+                if call.randomness == "same":
+                    if state is not None:
+                        set_random_state(state)
+                    state = state or random_state(call.tensors)
+                # A capture must not miss a random op.
+                keyed = part.draws.keys is not None and not checks_collected()
+                split = _keyed if keyed else run_or_split
+                result, part = split(part, execute, again)
+            if not isinstance(result, Partition):
+                yield result, rows
+                continue
+            note(part, result)
+            part = part.replaced(strategy=result.strategy or part.strategy)
+            several = len(result.rows) > 1
+            ways = result.runs or [again] * len(result.rows)
+            left[:0] = [
+                (
+                    part.take(places).by_itself() if several else part.take(places),
+                    [rows[place] for place in places.tolist()],
+                    way,
+                )
+                for places, way in zip(result.rows, ways, strict=True)
+            ]
 
 
 def _note(part: Call, parts: Partition) -> None:
@@ -247,31 +217,23 @@ def _note(part: Call, parts: Partition) -> None:
 
 
 def _keyed(
-    fallbacks: Fallbacks,
-    run: Callable[[Draws], Any],
-    draws: Draws,
-    tensors: Sequence[Tensor],
-    *,
-    differ: bool,
-    again: Callable[[Draws], Any],
-) -> tuple[Any, Draws]:
+    part: Any, run: Callable[[Any], Any], again: Callable[[Any], Any]
+) -> tuple[Any, Any]:
     """Run samples that have keys; refuse numbers that are drawn outside of the loss."""
-    if checks_collected():  # a capture must not miss a random op
-        return run_or_split(run, draws, tensors, differ=differ)
-    before = random_state(tensors)
+    fallbacks, draws, before = part.fallbacks, part.draws, random_state(part.tensors)
     if fallbacks.draws is False:
         # None is looked for in a loss that had none so far, unless it draws now.
         draws.idle = True
-        chunk, _ = run_or_split(run, draws, tensors, differ=differ)
+        chunk, _ = run_or_split(part, run, again)
         draws.idle = False
-        if not drawn_since(before, tensors):
-            return chunk, draws
+        if not drawn_since(before, part.tensors):
+            return chunk, part
         set_random_state(before)
         fallbacks.draws, run = True, again
-    chunk, _ = run_or_split(run, draws, tensors, differ=differ)
-    check_drawn(before, tensors)
+    chunk, _ = run_or_split(part, run, again)
+    check_drawn(before, part.tensors)
     fallbacks.draws = draws.drew or bool(fallbacks.draws)
-    return chunk, draws
+    return chunk, part
 
 
 class Quantity:
@@ -307,8 +269,8 @@ def eager(
     ranks: int = 1,
 ) -> Any:
     """Compute a quantity op by op, of the samples that count."""
-    value = transform.run(inputs, evaluate)
-    return transform.selected(value, inputs.mask, inputs)
+    value, mask = transform.run(inputs, evaluate), inputs.mask
+    return value if mask is None else transform.selected(value, mask, inputs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -368,9 +330,9 @@ class Transform(Generic[Result]):
 
     def on(self, *given: Any, **more: Any) -> Any:
         """Compute the quantity of `Inputs` but for fields of the options, and keys."""
-        names = ("loss_scale", "max_norm", "scales")
-        own: Any = {name: getattr(self.options, name) for name in names}
-        inputs = Inputs(*given, **more, **own, keys=self.keys)
+        own = self.options
+        more |= {"loss_scale": own.loss_scale, "max_norm": own.max_norm}
+        inputs = Inputs(*given, **more, scales=own.scales, keys=self.keys)
         return (self.reduce or self.execute)(self, inputs)
 
     def run(
@@ -385,7 +347,8 @@ class Transform(Generic[Result]):
     def evaluated(self, run: Evaluation) -> Any:
         """Compute the quantity."""
         value = run.result(self.quantity.total(run.parts(self.measured), run))
-        return self.selected(value, run.places, run.call)
+        places = run.places
+        return value if places is None else self.selected(value, places, run.call)
 
     def chunk(self, inputs: Inputs) -> Chunk:
         """Compute the values of one chunk: a pure function of its tensors."""
@@ -394,15 +357,13 @@ class Transform(Generic[Result]):
     def measured(self, call: Call) -> Chunk:
         """Compute the values of a chunk from its factors."""
         quantity = self.quantity
-        chunk = STRATEGIES[call.strategy](call, lambda: quantity.collector(call))
+        chunk = STRATEGIES[call.strategy](call, partial(quantity.collector, call))
         recorded = chunk.strategy == "recorded"  # a constant for the caller
         with torch.no_grad() if recorded else nullcontext(), no_autocast(call.device):
             return chunk._replace(collected=quantity.partial(chunk.collected, call))
 
     def selected(self, value: Any, rows: Any, inputs: Inputs | Call) -> Any:
-        """Keep the entries of some samples in a result; None keeps all."""
-        if rows is None:
-            return value
+        """Keep the entries of some samples in a result."""
         value, *aux = value if self.options.has_aux else (value,)
         value = self.quantity.selected(value, rows, inputs)
         return (value, *map_tensors(lambda leaf: leaf[rows], aux)) if aux else value
