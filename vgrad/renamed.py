@@ -66,7 +66,7 @@ RENAMED = {
     "vgrad.ensemble.ModelGroups": "vgrad.ensemble.stacking.ModelGroups",
     "vgrad.ensemble.Reliability": "vgrad.ensemble.calibration.Reliability",
     "vgrad.precision.AutocastMode": "vgrad.precision.autocasting.AutocastMode",
-    "vgrad.precision.Kind": "vgrad.precision.autocasting.Kind",
+    "vgrad.precision.Kind": "vgrad.ops.Kind",
     "vgrad.precision.PolicyModel": "vgrad.precision.modules.PolicyModel",
     "vgrad.training.CrossValidation": "vgrad.training.validation.CrossValidation",
     "vgrad.training.Step": "vgrad.training.state.Step",

@@ -78,6 +78,7 @@ f = functools.cache(lambda size: torch.full((size,), 2.0)) => f(2).sum()
   --> same capture
 f = functools.lru_cache(maxsize=4)(lambda size: torch.full((size,), 2.0)) => f(2).sum()
   --> same capture
+f = functools.cache(lambda: torch.tensor(2.0)); f().fill_(3.0) => f() => f.cache_clear()
 f = functools.singledispatch(lambda thing: 2.0); thing = Plain() => f(thing)
   => f.register(Plain, lambda thing: 7.0)
 f = counter() => f() --> changes values
@@ -101,6 +102,8 @@ thing = kind(__getattr__=lambda *_: 2.0)() => thing.beta => thing.beta = 3.0
 thing = kind(__getattr__=lambda self, name: vars(self)["held"][name])();
   thing.held = {"beta": 2.0} => thing.beta --> same capture
 own = kind(beta=2.0); thing = own() => thing.beta => own.beta = 3.0
+base = kind(beta=2.0); thing = kind(base)() => thing.beta => base.beta = 3.0
+meta = kind(type, beta=2.0); own = meta("Own", (), {}) => own.beta => meta.beta = 3.0
 held = [2.0]; thing = kind(__scale__=held)() => thing.__scale__[0] => held[0] = 3.0
 own = kind(__call__=lambda _: 2.0); thing = own() => thing()
   => own.__call__ = lambda _: 3.0

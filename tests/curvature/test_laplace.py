@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import vgrad
 from tests import oracle
 from tests.curvature.test_curvature import (
+    Branches,
     assembled,
     dense,
     flat,
@@ -268,6 +269,24 @@ def test_the_links_are_the_probit_and_monte_carlo():
     values = (apart[:, None] + deviation[:, None] * nodes).sigmoid()
     integral = (values * weights).sum(1) / weights.sum()
     oracle.assert_exact(drawn.mean[:, 0], integral, 0.03)
+
+
+class ByRow(Branches):
+    """Samples that are treated apart, each in one of two ways."""
+
+    def forward(self, x):
+        return torch.cat([super(ByRow, self).forward(row) for row in x.split(1)])
+
+
+def test_outputs_of_samples_that_split_keep_their_order():
+    module, x = ByRow(), torch.randn(5, 4).double().abs()
+    x[::2] *= -1
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
+    expected = module(x).detach()
+    given = fmodel, "gaussian", params, buffers, [(x, expected)]
+    found = curvature.laplace(*given, structure="diagonal")
+    assert found.loss < 1e-20
+    oracle.assert_exact(found.predict(x).mean, expected)
 
 
 def test_the_prior_with_the_largest_evidence_is_found():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import vgrad
 from tests.examples import examples
 from tests.losses import DEVICES, randn
 from vgrad.ops import OPS, attention
@@ -315,9 +316,19 @@ def test_dropout_zeroes_weights_and_scales_the_others():
 
 def test_dropout_in_autocast_has_the_dtype_of_autocast_and_needs_randomness():
     tensors = inputs(3, 2, 5, 4, dtype=torch.float32)
+    seen = []
+
+    def loss(params, buffers, *inputs):
+        out = F.scaled_dot_product_attention(*inputs, dropout_p=0.5) * params["w"]
+        seen.append(out.dtype)
+        return out.sum()
+
+    options = {"strategy": "vmap", "randomness": "different"}
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = vmap(dropped, randomness="different")(*tensors)
-    assert out.dtype == torch.bfloat16
+        vgrad.per_sample_norm(loss, **options)(
+            {"w": torch.ones((), dtype=torch.bfloat16)}, {}, *tensors
+        )
+    assert {*seen} == {torch.bfloat16}
     with pytest.raises(RuntimeError, match="randomness error mode"):
         vmap(dropped)(*tensors)
 

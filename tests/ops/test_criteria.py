@@ -61,12 +61,21 @@ def check(loss, params, x, y):
     oracle.assert_exact(values(params, {}, x, y).losses, losses)
 
 
+UNREDUCED = {
+    "reduction": ((), {"reduction": "none"}),
+    "reduce": ((), {"reduce": False}),
+    "by place": ((None, None, -100, None, "none", 0.1), {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce")
+@pytest.mark.parametrize(("args", "options"), UNREDUCED.values(), ids=UNREDUCED)
 @pytest.mark.parametrize("shape", [(4,), (3, 4)])
-def test_losses_without_a_reduction_are_those_of_the_positions(shape):
+def test_losses_without_a_reduction_are_those_of_the_positions(shape, args, options):
     x, y = batch(shape[:-1], "classes")
 
     def loss(params, buffers, x, y):
-        losses = F.cross_entropy(params["w"] * x, y, reduction="none")
+        losses = F.cross_entropy(params["w"] * x, y, *args, **options)
         return (losses * losses).sum()
 
     check(loss, {"w": torch.tensor(0.7, dtype=torch.float64)}, x, y)

@@ -86,6 +86,13 @@ def test_an_index_out_of_range_reaches_no_other_sample():
             torch.vmap(ADD, in_dims=(0, None, 0, 0))(x, 0, index, source)
 
 
+def test_sizes_that_torch_refuses_are_refused():
+    x, source = values(0)
+    for index, rows in ((INDEX[:, :1], source), (INDEX, source[..., :1])):
+        with pytest.raises((IndexError, RuntimeError), match="should|must"):
+            torch.vmap(ADD, in_dims=(0, None, 0, 0))(x, 0, index, rows)
+
+
 def test_other_dtypes_and_no_rows_are_as_in_torch():
     x, source = (each.mul(9).long() for each in values(0))
     for index in (INDEX.int(), INDEX[:, :0]):
@@ -238,4 +245,4 @@ def test_graph_nets_have_the_gradients_of_a_loop(strategy, in_place):
         compute = vgrad.clipped_grad(loss, max_norm=0.3, strategy=strategy)
         with losses.Ops() as ops:
             compute(params, buffers, *batch)
-        assert ops.count("index_add") == 1
+        assert ops.count("scatter_add") == 1

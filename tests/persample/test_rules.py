@@ -165,6 +165,12 @@ PRODUCTS = {
     "torch.einsum('ti,oi->to', x, w.t())": ([(4, 5)], [(3, 4)]),
     "torch.einsum('t,op->top', x, w.t())": ([(4, 5)], [(3,)], "Dense"),
     "torch.einsum('ti,io->to', [x, w])": ([(4, 5)], [(3, 4)]),
+    "torch.tensordot(x, w, 1).cumsum(0)": ([(4, 5)], [(2, 3, 4)]),
+    "torch.tensordot(x, w, dims=([1], [-1]))": ([(5, 4)], [(3, 4)]),
+    "torch.tensordot(w, x, ((0, 2), (1, 0)))": ([(3, 5, 4)], [(4, 3)], "Dense"),
+    "torch.tensordot(x, w, 0)": ([(5,)], [(3,)]),
+    "torch.tensordot(x, w, torch.tensor([[1], [0]]))": ([(4, 5)], [(3, 4)]),
+    "torch.tensordot(x, w[:1], 1)": ([(1, 5)], [(3, 4)], "expanded"),
     "torch.einsum(x, [0, 1], w, [1, 2], [0, 2])": ([(4, 5)], [(3, 4)]),
 }
 

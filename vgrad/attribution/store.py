@@ -70,7 +70,9 @@ class Store:
     def __init__(self, folder: str | Path, *, description: str | None = None) -> None:
         self._folder = Path(folder)
         self._description = description
-        self._sides, self._index = _read_index(self._folder)
+        self._sides, self._index = files.read_tensors(
+            self._folder / _NAME, _INDEX, called=f"the {_INDEX}", checked=set()
+        )
         self.binding = _binding(self._index)
         self._checked: set[str] = set()
 
@@ -321,7 +323,7 @@ class Store:
             yield {name: each[:rows] for name, each in features.items()}, samples[:rows]
 
     def _path(self, number: int) -> Path:
-        return _inside(self._folder, f"{number:08d}.safetensors")
+        return self._folder / f"{number:08d}.safetensors"
 
     def _read(self, number: int) -> tuple[Params, list[Sample]]:
         """Map the features of a file, and return the ids and hashes of its samples."""
@@ -330,20 +332,15 @@ class Store:
             path, _FEATURES, called=_FEATURES, checked=self._checked
         )
         samples, size = own.get("samples", ()), index["samples_per_file"]
-        expected = {
-            name: (_DTYPES[dtype], (len(samples), k))
-            for name, (dtype, k) in index["features"].items()
-        }
-        got = {name: (each.dtype, tuple(each.shape)) for name, each in found.items()}
         least = min(size, index["samples"] - number * size)
         whole = least <= len(samples) <= size and own.get("number") == number
-        if not whole or expected != got or own.get("store") != self.binding:
+        if not whole or own.get("store") != self.binding:
             raise ValueError(
                 f"{path}: expected {least} samples of this store, got a file of "
                 f"another store, another place or an earlier time. Delete it, and call "
                 f"Store.write with all batches."
             )
-        return {name: found[name] for name in expected}, samples
+        return {name: found[name] for name in index["features"]}, samples
 
     def _complete(
         self, number: int, pieces: Iterator[Piece], compute: Callable[..., Any]
@@ -527,16 +524,9 @@ def _settings(projection: Any) -> tuple[Params, dict[str, Any]]:
 # The index.
 
 
-def _inside(folder: Path, name: str) -> Path:
-    """Return the path of a file; refuse a link, which leaves the folder."""
-    if (path := folder / name).is_symlink():
-        raise ValueError(f"{path}: expected a file of a store, got a link.")
-    return path
-
-
 def _is_new(folder: Path) -> bool:
     """Return whether there is no store; refuse a folder with other files."""
-    if _inside(folder, _NAME).exists():
+    if (folder / _NAME).exists():
         return False
     own = {f".{_NAME}.partial"}  # of a process that was killed
     if folder.exists() and not {each.name for each in folder.iterdir()} <= own:
@@ -545,22 +535,6 @@ def _is_new(folder: Path) -> bool:
             f"and no {_NAME}. Name another folder."
         )
     return True
-
-
-def _read_index(folder: Path) -> tuple[Params, dict[str, Any]]:
-    """Return the sides of the projection by name, and the index."""
-    path, checked = _inside(folder, _NAME), set[str]()
-    found = files.read_tensors(path, _INDEX, called=f"the {_INDEX}", checked=checked)
-    sides, index = found
-    try:
-        sizes = [index["samples"], index["samples_per_file"] - 1]
-        sizes += [k for dtype, k in index["features"].values() if _DTYPES[dtype]]
-        if any(type(each) is not int or each < 0 for each in sizes):
-            raise ValueError("a size is no whole number")
-        _flat(index)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: expected other entries, got {error!r}.") from error
-    return sides, index
 
 
 def _binding(index: dict[str, Any]) -> str:

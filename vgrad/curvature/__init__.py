@@ -19,9 +19,7 @@ over samples; the functions take `(matrix, params, buffers, batches)`.
 * `Laplace`, `Gaussian`: the posterior, and its prediction of numbers
 """
 
-from vgrad.curvature.conjugate import Iterative, iterative
-from vgrad.curvature.dense import Full, full
-from vgrad.curvature.kronecker import Kronecker, ekfac, kfac
+from vgrad.curvature.kronecker import Full, Kronecker, ekfac, full, kfac
 from vgrad.curvature.laplace import Gaussian, Laplace, laplace
 from vgrad.curvature.outputs import (
     Curvature,
@@ -31,8 +29,10 @@ from vgrad.curvature.outputs import (
     per_sample_jacobian,
 )
 from vgrad.curvature.products import (
+    Iterative,
     diagonal,
     hessian_vector_product,
+    iterative,
     linear_operator,
     trace,
     vector_product,

@@ -1,4 +1,4 @@
-"""Curvature as Kronecker products, a block for each parameter.
+"""Curvature as Kronecker products, a block for each parameter; or as one whole block.
 
 A parameter is a matrix `[O, I]` of its first dimension and all others. T positions of a
 sample use it, with inputs a_t and gradients g_t at their outputs; K columns, N samples.
@@ -13,15 +13,19 @@ from torch import Tensor
 
 from vgrad import checks
 from vgrad.curvature.outputs import Batches, Curvature
-from vgrad.factors import Factor, Sums
+from vgrad.factors import Factor
 from vgrad.factors.columns import Appended, Covariances, covariances
 from vgrad.persample import Options
-from vgrad.persample.engine import Call, Evaluation, Quantity
+from vgrad.persample.engine import Evaluation
+from vgrad.persample.grad import Gradients
 from vgrad.persample.moments import OfBlocks, Pairs, Sides, Squares
 from vgrad.tree import double
 from vgrad.typing import Buffers, Params
 
 Sharing = Literal["expand", "reduce"]
+
+_MOST = 10_000
+"""Numbers of all parameters; their matrix is 800 MB, and its eigenvectors too."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +97,12 @@ class Kronecker:
     def logdet(self, *, damping: float) -> Tensor:
         """Return `log det(matrix + damping I)`."""
         damping = self._damping(f"{type(self).__name__}.logdet", damping)
-        logs = [(each + damping).log().sum() for each in self._values()]
-        return torch.stack(logs).sum()
+        values = torch.cat([*self.eigenvalues().values()])
+        return (values + damping).log().sum()
 
     def trace(self) -> Tensor:
         """Return the sum of all eigenvalues."""
-        return torch.stack([each.sum() for each in self._values()]).sum()
+        return torch.cat([*self.eigenvalues().values()]).sum()
 
     def eigenvalues(self) -> dict[str, Tensor]:
         """Return the eigenvalues of each block, [P], in no order."""
@@ -137,9 +141,6 @@ class Kronecker:
         sides = {name: (each.left, each.right) for name, each in self.blocks.items()}
         blocks = self.blocks.values()
         return sides, {name: each.names for each in blocks for name in each.names}
-
-    def _values(self) -> list[Tensor]:
-        return [each.values for each in self.blocks.values()]
 
     def _damping(self, function: str, damping: float) -> float:
         [damping] = checks.non_negative(function, damping=damping)
@@ -255,7 +256,8 @@ def ekfac(
     `mean_n sum_k (Q_o^T G_nk Q_i)^2`, which makes the smallest error (in the norm of
     Frobenius) that these eigenvectors allow. It has the arguments and errors of `kfac`.
 
-    Cost: twice the passes of `kfac`, and the rotated gradients of one layer at a time.
+    Cost: twice the passes of `kfac`, and the rotated gradients of one layer at a time,
+    in the gradients' dtype.
 
     Reference: George et al., arXiv 1806.03884.
     """
@@ -263,41 +265,88 @@ def ekfac(
     own: Any = {"weight_sharing": weight_sharing}
     own |= {"separate_weight_and_bias": separate_weight_and_bias}
     start = kfac(curvature, *given, **own, **options)
-    blocks = start.blocks
-    quantity, sums, count = Squares(*start.bases), Sums(), 0
     curvature = replace(curvature, note=None)  # which has seen the batches
-    for found, output in curvature.measured(ekfac, quantity, *given, options):
-        sums.add(found)
-        count += len(output)
-    sums.divide(count)
-    values = sums.totals
-    blocks = {name: replace(b, values=values[name]) for name, b in blocks.items()}
-    return replace(start, blocks=blocks)
-
-
-@dataclass
-class _Covaried(OfBlocks):
-    reduce: bool
-
-    def add(self, name: str, factor: Factor) -> None:
-        if isinstance(factor, Appended):  # whose bias other samples may not share
-            self.add(self.pairs[name][1], factor.bias)
-            factor = factor if factor.is_shared else factor.weight
-        self.values[name] = covariances(factor, reduce=self.reduce)
+    values = curvature.mean(ekfac, Squares(*start.bases), *given, options).totals
+    blocks = start.blocks.items()
+    return replace(start, blocks={n: replace(b, values=values[n]) for n, b in blocks})
 
 
 @dataclass(frozen=True)
-class _Covariances(Quantity):
+class Full(Kronecker):
+    """A curvature matrix [P, P] with its eigenvectors; `full` makes it.
+
+    It has the methods of `Kronecker`, with one block of all parameters, named "".
+    """
+
+
+@torch.no_grad()
+def full(
+    curvature: Curvature,
+    params: Params,
+    buffers: Buffers,
+    batches: Batches,
+    **options: Unpack[Options],
+) -> Full:
+    """Whole curvature matrix of up to 10,000 numbers: `mean_n sum_k (J_n^T c_nk)^2`.
+
+    The square is an outer product, [P, P] in float64, which is kept as eigenvalues and
+    eigenvectors. The options are in `vgrad.persample.Options`.
+
+    Cost: the gradients of all columns of a batch, and an eigendecomposition:
+    about `10 P^3` operations, and `24 P^2` bytes.
+
+    Raises:
+        ValueError: the parameters have more numbers.
+
+    Example:
+        >>> import torch, vgrad
+        >>> from vgrad import curvature
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+        >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]])
+        >>> matrix = curvature.ggn(fmodel, "gaussian")  # [[1, 1], [1, 2]]
+        >>> whole = curvature.full(matrix, params, buffers, [(x,)])
+        >>> whole.solve({"weight": torch.tensor([[5.0, 0.0]])}, damping=1.0)
+        {'weight': tensor([[ 3.0000, -1.0000]], dtype=torch.float64)}
+    """
+    size = sum(value.numel() for value in params.values())
+    if size > _MOST:
+        raise ValueError(
+            f"full(params): expected up to {_MOST} numbers, got {size}, whose matrix "
+            f"would take {size * size * 8 / 2**30:.3g} GiB. Use kfac, ekfac or "
+            f"vector_product, or leave parameters out by vgrad.freeze."
+        )
+
+    def square(grads: Params) -> Params:
+        flat = joint(grads).flatten(0, 1)
+        return {"": flat.mT @ flat}
+
+    given = params, buffers, batches, options
+    matrix = curvature.mean(full, Gradients(), *given, part=square).totals[""]
+    values, vectors = eigen("full(batches)", "", matrix)
+    shapes = {name: each.shape for name, each in params.items()}
+    block = Block(None, vectors, values[None], (*params,))
+    return Full({"": block}, shapes)
+
+
+def joint(grads: Params) -> Tensor:
+    """Join gradients [B, K, ...] of all parameters, [B, K, P] in float64."""
+    rows = [double(each).reshape(*each.shape[:2], -1) for each in grads.values()]
+    return torch.cat(rows, 2)
+
+
+@dataclass(frozen=True)
+class _Covariances(OfBlocks):
     pairs: Pairs
     reduce: bool
 
-    def collector(self, call: Call) -> _Covaried:
-        return _Covaried(call, self.pairs, self.reduce)
-
-    def partial(
-        self, collector: _Covaried, call: Call
-    ) -> dict[str, Covariances | None]:
-        return collector.values
+    def of_block(self, name: str, factor: Factor) -> dict[str, Any]:
+        if not isinstance(factor, Appended):
+            return {name: covariances(factor, reduce=self.reduce)}
+        # Other samples may not share the bias.
+        joint = factor if factor.is_shared else factor.weight
+        parts = {name: joint, self.pairs[name][1]: factor.bias}
+        return {n: covariances(each, reduce=self.reduce) for n, each in parts.items()}
 
     def total(self, partials: Iterator[dict[str, Any]], run: Evaluation) -> Any:
         sums: dict[str, Covariances] = {}

@@ -16,8 +16,16 @@ from torch.nn import functional as F
 
 from vgrad import batches as _batches
 from vgrad import checks
-from vgrad.curvature.dense import Full, full, joint
-from vgrad.curvature.kronecker import Block, Kronecker, eigen, ekfac, kfac
+from vgrad.curvature.kronecker import (
+    Block,
+    Full,
+    Kronecker,
+    eigen,
+    ekfac,
+    full,
+    joint,
+    kfac,
+)
 from vgrad.curvature.outputs import (
     Batches,
     Likelihood,

@@ -19,10 +19,11 @@ from torch.nn import functional as F
 
 from vgrad import batches as _batches
 from vgrad import checks
+from vgrad.factors import Sums
 from vgrad.functional.losses import SampleLoss, check_model, read
 from vgrad.functional.model import FunctionalModel
 from vgrad.generators import (
-    RandomState,
+    drawn_since,
     random_bits,
     random_state,
     sample_keys,
@@ -89,6 +90,15 @@ class Curvature:
                 self.note(output, own)
             yield value, output
 
+    def mean(self, *given: Any, part: Callable[[Any], Params] = dict) -> Sums:
+        """Return means over samples, {name: ...}, by sums over each batch."""
+        sums, count = Sums(), 0
+        for value, output in self.measured(*given):
+            sums.add(part(value))
+            count += len(output)
+        sums.divide(count)
+        return sums
+
     def outputs(
         self,
         params: Params,
@@ -146,7 +156,7 @@ def fixed(what: str, tensors: list[Tensor]) -> Iterator[None]:
     """Refuse random numbers, which would make another matrix at each product."""
     before = random_state(tensors)
     yield
-    if _numbers(before) != _numbers(random_state(tensors)):
+    if drawn_since(before, tensors):
         raise ValueError(
             f"{what}: expected results that do not depend on chance, got a model that "
             f"draws random numbers, as dropout does. Split it in eval mode."
@@ -162,10 +172,6 @@ def check_real(function: str, params: Params) -> None:
                 f"{value.dtype}. Make the model of real parameters, and put them "
                 f"together by torch.view_as_complex."
             )
-
-
-def _numbers(state: RandomState) -> list[list[int]]:
-    return [each.tolist() for each in (state[0], *state[1].values())]
 
 
 def check_output(function: str, output: Any, size: int) -> None:

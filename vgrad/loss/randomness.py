@@ -12,6 +12,9 @@ to the branch that caused the split, every sample must be given the same random 
 again: redrawing them would condition their distribution on the branch taken. So the
 chunk runs once more up to the branch, the results of its random ops are noted, and
 every part takes its rows of them. From there on each part draws numbers of its own.
+Keys for every chunk that may split would need no notes, but a hash takes longer than
+torch's generators, and keys cannot stand for a generator of the loss's own, cuDNN's
+dropout or draws in a backward pass. Keys from the first split on would draw again.
 
 A sample may be a member of an ensemble as well.
 """
@@ -21,6 +24,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,28 +152,21 @@ class Draws:
         return _Watch(self.known, size, alone=alone, repeated=repeated)
 
     @contextmanager
-    def samples_at(self, axis: int | None) -> Iterator[None]:
-        """Set the axis of samples of random ops; None holds in blocks inside, too."""
-        before = self.axis
-        self.axis = None if before is None else axis
+    def _having(self, **state: Any) -> Iterator[None]:
+        before = {name: getattr(self, name) for name in state}
+        self.__dict__.update(state)
         try:
             yield
         finally:
-            self.axis = before
+            self.__dict__.update(before)
+
+    def samples_at(self, axis: int | None) -> AbstractContextManager:
+        """Set the axis of samples of random ops; None holds in blocks inside, too."""
+        return self._having(axis=None if self.axis is None else axis)
 
     def again(self) -> Callable[[], AbstractContextManager]:
         """Return a context that restores the place of now, for a repetition."""
-        place = self.place
-
-        @contextmanager
-        def at() -> Iterator[None]:
-            before, self.place = self.place, place
-            try:
-                yield
-            finally:
-                self.place = before
-
-        return at
+        return partial(self._having, place=self.place)
 
 
 class _Watch(DispatchMode):
@@ -410,7 +407,7 @@ class Keyed(DispatchMode):
 
             args, kwargs = tree_map_only(Tensor, own, sources)
             args, kwargs = self._sized(func, args, kwargs)
-            _seed(results[0].device, seed)
+            default_generator(results[0].device).manual_seed(seed)
             found = func(*args, **kwargs)
             pairs = zip(samples, shown_results(func, args, kwargs, found), strict=True)
             for sample, drawn in pairs:
@@ -431,7 +428,8 @@ class Keyed(DispatchMode):
         tensors = among(args, kwargs)
         if self._alone:
             device = tensors[0].device if tensors else torch.device("cpu")
-            _seed(device, *self._streams(torch.device("cpu")).tolist())
+            seed = int(self._streams(torch.device("cpu")))
+            default_generator(device).manual_seed(seed)
         before = random_state(tensors)
         found = func(*args, **kwargs)
         if drawn_since(before, tensors):
@@ -446,11 +444,6 @@ class Keyed(DispatchMode):
         where = kwargs.get("device") or "cpu"
         state = random_state([*among(args, kwargs), torch.empty(0, device=where)])
         self._before = self._before[0], {**state[1], **self._before[1]}
-
-
-def _seed(device: torch.device, seed: int) -> None:
-    """Seed the generator that ops on a device draw from."""
-    default_generator(device).manual_seed(seed)
 
 
 def _apart(size: int) -> SplitBatch:

@@ -220,7 +220,6 @@ def physical(tensor: Tensor, level: int) -> Tensor | None:
 def _values(
     func: Callable, args: tuple, kwargs: dict, mapped: dict[int, Tensor]
 ) -> list:
-    """Run a call for each sample."""
     read = OPS[func].read
     if read is not None and read.convert is not None and len(mapped) == 1:
         (values,) = mapped.values()

@@ -2,7 +2,8 @@
 
 torch has no batching rule for its fused attention kernels: under `torch.vmap` it calls
 them once per sample, forward and backward. Here the samples join the batch axis, and
-the kernel runs once for all of them.
+the kernel runs once for all of them. The backward pass of a vmap runs the forward
+kernel again and keeps only the inputs.
 
 B samples of a vmap, N leading axes as one, H heads, L queries, S keys, E and V features
 """
@@ -44,16 +45,10 @@ class _Attention(NamedTuple):
 
 
 def _mapped(*args: Any, **kwargs: Any) -> Tensor:
-    """Attend as torch does, also in vmap.
+    """Attend as torch does; in vmap one kernel serves the samples of all vmaps.
 
-    Inside of transforms the axes of all vmaps join the leading axes, so that one kernel
-    serves all samples. Unbatched tensors are expanded, which copies them only if a
-    sample has leading axes besides the heads. The backward pass runs the forward kernel
-    again and keeps only the inputs; a second or forward-mode derivative raises. Dropout
-    takes torch's math backend, which has all modes of `randomness` but holds the
-    weights `[B, ..., H, L, S]` of all samples.
-
-    Reference: https://arxiv.org/abs/2205.14135 (the fused kernel).
+    Dropout takes torch's math backend, which has all modes of `randomness` but holds
+    the weights `[B, ..., H, L, S]` of all samples.
     """
     call = _Attention(*args, **kwargs)
     tensors: Any = call[:4]
@@ -70,7 +65,6 @@ def _mapped(*args: Any, **kwargs: Any) -> Tensor:
             f"scaled_dot_product_attention(key {tuple(keys)}, value {tuple(values)}): "
             f"expected as many values as keys."
         )
-    tensors = [None if each is None else _autocast(each) for each in tensors]
     if call.dropout_p != 0.0:
         with sdpa_kernel(SDPBackend.MATH):
             return call.kernel(*tensors, call.dropout_p)
@@ -118,7 +112,7 @@ def fold(
     `[batch_size, *shape]`, of the shape of one sample's attention.
     """
     given = zip((query, key, value), in_dims[:3], strict=True)
-    fronts = [_front(x, dim) for x, dim in given]
+    fronts = [expanded(x, dim, 1) for x, dim in given]
     most = max(x.dim() for x in fronts)
     rank = max(most, 4)  # of [B, ..., H, L, E]
     padded = [_padded(x, rank) for x in fronts]
@@ -138,31 +132,16 @@ def fold(
     query, key, value = (flat(x, batch_size, *common) for x in padded)
     if attn_mask is None:
         return query, key, value, None, unfold
-    mask = _padded(_front(attn_mask, in_dims[3]), rank)
+    mask = _padded(expanded(attn_mask, in_dims[3], 1), rank)
     shared = in_dims[3] is None and mask.shape[1 : last + 1].numel() == 1
     mask = mask.flatten(0, last) if shared else flat(mask, *rows)
     return query, key, value, mask, unfold
-
-
-def _front(tensor: Tensor, dim: int | None) -> Tensor:
-    """Put the axis of samples in front, of size 1 where there is none."""
-    return tensor.unsqueeze(0) if dim is None else tensor.movedim(dim, 0)
 
 
 def _padded(tensor: Tensor, rank: int) -> Tensor:
     """Insert axes of size 1 behind the first until there are `rank`."""
     ones = [1] * (rank - tensor.dim())
     return tensor.unflatten(0, (tensor.shape[0], *ones)) if ones else tensor
-
-
-def _autocast(tensor: Tensor) -> Tensor:
-    """Cast as autocast casts the inputs of attention, once for both passes."""
-    kind = tensor.device.type
-    eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
-    if not (eligible and torch.amp.is_autocast_available(kind)):
-        return tensor
-    enabled = torch.is_autocast_enabled(kind)
-    return tensor.to(torch.get_autocast_dtype(kind)) if enabled else tensor
 
 
 def _attend(kernel: Kernel, *inputs: Tensor | None) -> Tensor:

@@ -70,7 +70,6 @@ def _bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor | None:
-    """Look rows up, and reduce the rows of each bag."""
     flat = input.ndim == 1
     wrong = flat != (offsets is not None) or input.shape[-1] == 0
     wrong |= per_sample_weights is not None and mode != "sum"

@@ -14,28 +14,27 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn import functional as F
 
-from vgrad.ops.record import Form, Kind, Samples, expanded, in_place, register
+from vgrad.ops.record import Form, Kind, Samples, in_place, register
 from vgrad.torch_private import modes
 
 
 def _index_add(
     input: Tensor, dim: int, index: Tensor, source: Tensor, **options: Any
 ) -> Tensor:
-    """Add rows at an index as `torch.index_add` does.
-
-    Where each sample has an index of its own, torch's rule of vmap loops over the
-    samples, forward and backward. Here the rows of all samples become rows of one
-    tensor.
-    """
+    """Add rows at an index; torch's rule loops where each sample has its own."""
     own = modes.is_batched(index) and index.dim() == 1 and input.dim() > 0
-    if not own or options.keys() - {"alpha"}:
+    shape = [*input.shape]
+    if own:
+        shape[dim] = len(index)
+    if not own or options.keys() - {"alpha"} or [*source.shape] != shape:
         return torch.index_add(input, dim, index, source, **options)
     alpha = options.get("alpha", 1)
     source = source if alpha == 1 else alpha * source
-    return _IndexAdd.apply(input, dim % input.dim(), index, source)
+    after = (1,) * (input.dim() - dim % input.dim() - 1)
+    index = index.long().reshape(-1, *after).expand(shape)
+    return torch.scatter_add(input, dim, index, source)
 
 
 def _histc(
@@ -74,51 +73,6 @@ def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
     before, after = input.narrow(dim, 0, start), input.shape[dim] - start - 1
     parts = before, src.unsqueeze(dim % input.ndim), input.narrow(dim, start + 1, after)
     return torch.cat([each.to(input.dtype) for each in parts], dim)
-
-
-class _IndexAdd(Function):
-    """The sum along an axis, which the samples of a vmap join."""
-
-    @staticmethod
-    def forward(input: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-        return torch.index_add(input, dim, index, source)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        _, ctx.dim, index, _ = inputs
-        ctx.save_for_backward(index)
-        ctx.save_for_forward(index)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,), (index,) = grads, ctx.saved_tensors
-        wanted = ctx.needs_input_grad[3]
-        return grad, None, None, grad.index_select(ctx.dim, index) if wanted else None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        input, _, _, source = tangents
-        return _IndexAdd.apply(input, ctx.dim, *ctx.saved_tensors, source)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[Tensor, int]:
-        size, (input, dim, index, source) = info.batch_size, args
-        input, source = (
-            expanded(each, axis, size)
-            for each, axis in ((input, in_dims[0]), (source, in_dims[3]))
-        )
-        if in_dims[2] is None:
-            return _IndexAdd.apply(input, dim + 1, index, source), 0
-        index, count = index.movedim(in_dims[2], 0).long(), input.shape[dim + 1]
-        first = torch.arange(size, device=index.device) * count
-        # An index out of range must not reach another sample.
-        fits = (index >= 0) & (index < count)
-        rows = torch.where(fits, index + first[:, None], -1).flatten()
-        input, source = (
-            each.movedim(dim + 1, 1).flatten(0, 1) for each in (input, source)
-        )
-        found = _IndexAdd.apply(input, 0, rows, source)
-        return found.unflatten(0, (size, count)).movedim(1, dim + 1), 0
 
 
 class _Mask(NamedTuple):
@@ -278,7 +232,6 @@ def _repeat_interleave(
 
 
 def _one_hot(samples: Samples, tensor: Tensor, num_classes: int = -1) -> Form | None:
-    """Infer the number of classes."""
     values = samples.values(tensor) if num_classes == -1 and tensor.numel() else None
     if values is None or tensor.dtype != torch.int64:
         return None

@@ -282,7 +282,6 @@ def _addmm(
 
 
 def _einsum(record: Recording, equation: Any, *operands: Any) -> Tensor | None:
-    """Contract a parameter with data."""
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = tuple(operands[0])
     if len(operands) != 2 or not any(map(record.is_parameter, operands)):
@@ -296,6 +295,26 @@ def _einsum(record: Recording, equation: Any, *operands: Any) -> Tensor | None:
         data, weight, x, w = weight, data, w, x
     with record.watching():
         return contraction(data, weight, x, w, out)
+
+
+def _tensordot(
+    record: Recording, a: Tensor, b: Tensor, dims: Any = 2, out: Any = None
+) -> Tensor | None:
+    """Contract axes of one operand with axes of the other, as an einsum."""
+    if isinstance(dims, Tensor):
+        dims = dims.tolist() if dims.numel() > 1 else int(dims)
+    if isinstance(dims, int):
+        dims = range(-dims, 0), range(dims)
+    pairs = [*zip(*dims, strict=True)]
+    left = [*string.ascii_lowercase[: a.ndim]]
+    right = [*string.ascii_uppercase[: b.ndim]]
+    for i, j in pairs:
+        right[j] = left[i]
+    free = [each for each in left + right if (each in left) != (each in right)]
+    once = len({*right}) == b.ndim and len(free) + 2 * len(pairs) == a.ndim + b.ndim
+    if out is not None or not once:  # torch refuses an axis that comes twice
+        return None
+    return _einsum(record, f"{''.join(left)},{''.join(right)}->{''.join(free)}", a, b)
 
 
 def _stacked(data: Tensor, weight: Tensor, *, swapped: bool = False) -> Tensor:
@@ -437,6 +456,7 @@ for _name in ("matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "addmv"):
         recorded=_addmm if "add" in _name else _matmul,
         autocast=(None if "mv" in _name else Kind.LOW, Kind.LOW),
     )
+register(torch.tensordot, recorded=_tensordot, autocast=(Kind.PRODUCT, Kind.WIDEST))
 register(torch.linalg.matmul, recorded=_matmul, autocast=Kind.LOW)
 _swapped = lambda record, right, left: _matmul(record, left, right)  # noqa: E731
 register(Tensor.__rmatmul__, recorded=_swapped, autocast=Kind.LOW)

@@ -327,7 +327,6 @@ def _check_parameters(
     *,
     by_position: bool,
 ) -> None:
-    """Refuse a rule with arguments that have no name or place, or without a weight."""
     refused = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
     if by_position:  # as the op gets them
         refused.append(inspect.Parameter.KEYWORD_ONLY)

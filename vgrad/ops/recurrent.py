@@ -469,7 +469,6 @@ def _gru_steps(
 
 
 def _gru_again(run: _Run) -> tuple[Tensor, ...]:
-    """Compute the same from inputs and outputs."""
     gates = _affine(run.x, run.w_ih, run.b_ih)
     r, z, n = gates.chunk(3, -1)
     of_r, of_z, inner = _affine(run.before, run.w_hh, run.b_hh).chunk(3, -1)
@@ -528,7 +527,6 @@ _through_tanh = kernels.tanh_backward
 
 
 def _steps_of_all(*tensors: Tensor) -> Iterator[Sequence[Tensor]]:
-    """Return the time steps of tensors, together."""
     return zip(*(each.unbind(0) for each in tensors), strict=True)
 
 
@@ -626,21 +624,13 @@ def _pack(
     samples: Samples, input: Tensor, lengths: Tensor, batch_first: bool = False
 ) -> Form | None:
     """Take the rows of all sequences at one time after another: `-> [R, ...], [T]`."""
-    known = samples.agreed(lengths, Tensor.tolist)
-    steps, count = input.shape[1 if batch_first else 0], input.shape[not batch_first]
-    if len(known) != count or known != sorted(known, reverse=True):
-        return None  # torch refuses these
-    if not count or known[0] > steps or known[-1] <= 0:
-        return None
-    sizes = [sum(length > step for length in known) for step in range(known[0])]
-    rows = [(step, n) for step, size in enumerate(sizes) for n in range(size)]
-
-    def pack() -> tuple[Tensor, Tensor]:
-        time, number = torch.tensor(rows, device=input.device).unbind(1)
-        index = (number, time) if batch_first else (time, number)
-        return input[index], torch.tensor(sizes)
-
-    return pack
+    known = torch.tensor(samples.agreed(lengths, Tensor.tolist), dtype=torch.int64)
+    if (known > input.shape[1 if batch_first else 0]).any():
+        return None  # torch refuses these in the backward pass
+    places = torch.arange(input.shape[0] * input.shape[1]).view(input.shape[:2])
+    with samples.outside():
+        index, sizes = kernels.pack_padded_sequence(places, known, batch_first)
+    return lambda: (input.flatten(0, 1)[index.to(input.device)], sizes)
 
 
 def _pad(
@@ -654,22 +644,27 @@ def _pad(
     """Put the rows back: `-> [T, N, ...]` or `[N, T, ...]`, and the lengths `[N]`."""
     if modes.is_batched(batch_sizes):
         return None
-    sizes = batch_sizes.tolist()
-    steps = max(total_length, len(sizes))
-    last = sum(sizes)  # one row more, which is padding
-    places = [[last] * sizes[0] for _ in range(steps)]
-    for step, own in enumerate(_rows(sizes)):
-        places[step][: len(own)] = own
+    index, lengths = _places(samples, data, batch_sizes, batch_first, total_length)
 
     def pad() -> tuple[Tensor, Tensor]:
-        index = torch.tensor(places, device=data.device)
         padding = torch.full(
             (1, *data.shape[1:]), padding_value, dtype=data.dtype, device=data.device
         )
-        rows = torch.cat([data, padding])[index.t() if batch_first else index]
-        return rows, torch.tensor(_lengths(sizes))
+        return torch.cat([data, padding])[index.to(data.device)], lengths
 
     return pad
+
+
+def _places(
+    samples: Samples, data: Tensor, sizes: Tensor, *options: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the row of each time step and sequence, one more for padding; lengths."""
+    batch_first, total_length = options or (False, 0)
+    with samples.outside():
+        rows = torch.arange(len(data))
+        return kernels.pad_packed_sequence(
+            rows, sizes, batch_first, len(data), total_length
+        )
 
 
 def _packed(
@@ -678,45 +673,31 @@ def _packed(
     """Run a net for all sequences of one length at once."""
     if not isinstance(rest[0], tuple | list) or modes.is_batched(sizes):
         return None  # here is `has_biases` where nothing is packed
-    rows, lengths = _rows(sizes.tolist()), _lengths(sizes.tolist())
+    places, lengths = _places(samples, data, sizes)
     states = (hx,) if isinstance(hx, Tensor) else hx
 
     def run() -> tuple[Tensor, ...]:
-        order: list[int] = []
+        order: list[Tensor] = []
         found: list[tuple[Tensor, ...]] = []
-        for length, same in groupby(enumerate(lengths), key=lambda pair: pair[1]):
-            first, *others = [number for number, _ in same]
-            stop = first + 1 + len(others)
-            own = [row for step in rows[:length] for row in step[first:stop]]
-            order += own
-            all_of_them = len(own) == len(data)
-            x = data if all_of_them else data[torch.tensor(own, device=data.device)]
-            x = x.unflatten(0, (length, stop - first))
+        first = 0
+        for length, same in groupby(lengths.tolist()):
+            stop = first + len([*same])
+            own = places[:length, first:stop]
+            order.append(own.flatten())
+            x = data if own.numel() == len(data) else data[order[-1].to(data.device)]
             state = tuple(each[:, first:stop] for each in states)
             state = state[0] if isinstance(hx, Tensor) else state
             with samples.drawing(None):  # in another order than one sample
-                output, *final = func(x, state, *rest, False)
+                output, *final = func(x.unflatten(0, own.shape), state, *rest, False)
             found.append((output.flatten(0, 1), *final))
+            first = stop
         if len(found) == 1:
             return found[0]
-        back = torch.tensor(order, device=data.device).argsort()
+        back = torch.cat(order).argsort().to(data.device)
         output, *final = zip(*found, strict=True)
         return torch.cat(output)[back], *(torch.cat(each, 1) for each in final)
 
     return run
-
-
-def _rows(sizes: list[int]) -> list[range]:
-    """Return the rows of each time step."""
-    starts = [sum(sizes[:step]) for step in range(len(sizes))]
-    return [
-        range(start, start + size) for start, size in zip(starts, sizes, strict=True)
-    ]
-
-
-def _lengths(sizes: list[int]) -> list[int]:
-    """Return the length of each sequence."""
-    return [sum(size > number for size in sizes) for number in range(sizes[0])]
 
 
 def _steps_of(mode: str, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:

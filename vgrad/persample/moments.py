@@ -4,7 +4,7 @@ N samples.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Unpack
 
@@ -218,11 +218,10 @@ Pairs = dict[str, tuple[str, ...]]
 
 
 @dataclass
-class OfBlocks(Collector):
-    """Takes the factors [B, K, O, I] of blocks, which have one or two parameters."""
-
+class _Blocks(Collector):
     call: Call
     pairs: Pairs
+    compute: Callable[[str, Factor], dict[str, Any]]
     values: dict[str, Any] = field(default_factory=dict, init=False)
     _held: dict[str, Factor] = field(default_factory=dict, init=False)
 
@@ -231,33 +230,37 @@ class OfBlocks(Collector):
         self._held[name] = factor if self.call.columns else Columns.one(factor)
         if all(each in self._held for each in names):
             factors = [self._held.pop(each) for each in names]
-            self.add(names[0], Appended(*factors) if factors[1:] else factors[0])
+            factor = Appended(*factors) if factors[1:] else factors[0]
+            for key, value in self.compute(names[0], factor).items():
+                known = self.values.get(key)
+                self.values[key] = value if known is None else known + value
 
-    def add(self, name: str, factor: Factor) -> None:
-        """Accept the factor of a block, under the name of its first parameter."""
+
+class OfBlocks(Quantity):
+    """A quantity of the factors [B, K, O, I] of blocks of one or two parameters."""
+
+    pairs: Pairs
+
+    def of_block(self, name: str, factor: Factor) -> dict[str, Any]:
+        """Return values of a block by the name of its first parameter, or to add up."""
         raise NotImplementedError
 
+    def collector(self, call: Call) -> _Blocks:
+        return _Blocks(call, self.pairs, self.of_block)
 
-@dataclass
-class _Squared(OfBlocks):
-    sides: Sides
-
-    def add(self, name: str, factor: Factor) -> None:
-        self.values[name] = squares(factor, *self.sides.get(name, ()))
+    def partial(self, collector: _Blocks, call: Call) -> dict[str, Any]:
+        return collector.values
 
 
 @dataclass(frozen=True)
-class Squares(Quantity):
+class Squares(OfBlocks):
     """Sums of squares of `left^T G right` over samples and columns, {name: [O, I]}."""
 
     sides: Sides = field(default_factory=dict)
     pairs: Pairs = field(default_factory=dict)
 
-    def collector(self, call: Call) -> _Squared:
-        return _Squared(call, self.pairs, self.sides)
-
-    def partial(self, collector: _Squared, call: Call) -> Params:
-        return collector.values
+    def of_block(self, name: str, factor: Factor) -> Params:
+        return {name: squares(factor, *self.sides.get(name, ()))}
 
     def total(self, partials: Iterator[Params], run: Evaluation) -> Params:
         sums = Sums()
@@ -269,19 +272,8 @@ class Squares(Quantity):
         return value
 
 
-@dataclass
-class _Weighted(OfBlocks):
-    sides: Sides
-    weights: Params
-    total: Any = 0.0
-
-    def add(self, name: str, factor: Factor) -> None:
-        products = inner_products(factor, *self.sides[name], self.weights[name])
-        self.total = self.total + products
-
-
 @dataclass(frozen=True)
-class InnerProducts(Quantity):
+class InnerProducts(OfBlocks):
     """Inner products of `left^T G right` between the columns of a sample, [B, K, K].
 
     Each of the [O, I] products of a parameter has its weight, {name: [O, I]}.
@@ -291,14 +283,11 @@ class InnerProducts(Quantity):
     pairs: Pairs
     weights: Params
 
-    def collector(self, call: Call) -> _Weighted:
-        return _Weighted(call, self.pairs, self.sides, self.weights)
+    def of_block(self, name: str, factor: Factor) -> Params:
+        return {"": inner_products(factor, *self.sides[name], self.weights[name])}
 
-    def partial(self, collector: _Weighted, call: Call) -> Tensor:
-        return collector.total
-
-    def total(self, partials: Iterator[Tensor], run: Evaluation) -> Tensor:
-        chunks = list(partials)
+    def total(self, partials: Iterator[Params], run: Evaluation) -> Tensor:
+        chunks = [part[""] for part in partials]
         return joined(chunks) if chunks else run.losses.double().view(0, 1, 1)
 
 

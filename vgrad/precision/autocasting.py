@@ -64,7 +64,7 @@ _CPU = _table(
         fft_ihfft
     """,
     WIDEST="stack cat index_copy",
-    PRODUCT="inner tensordot",
+    PRODUCT="inner",
     INSIDE=_COMPOSITE,
 )
 
@@ -84,8 +84,7 @@ _CUDA = _table(
         _upsample_bilinear2d_aa _upsample_bicubic2d_aa
     """,
     WIDEST="""
-        addcdiv addcmul atan2 arctan2 cross dot vdot inner tensordot grid_sampler
-        scatter_add
+        addcdiv addcmul atan2 arctan2 cross dot vdot inner grid_sampler scatter_add
     """,
     INSIDE=_COMPOSITE
     + "sum_to_size trapz trapezoid cumulative_trapezoid pairwise_distance",
