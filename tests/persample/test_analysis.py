@@ -282,10 +282,12 @@ def test_pairs_project_both_sides_of_each_parameter(name, strategy, chunk_size):
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian"])
 def test_directions_of_pairs_are_outer_products_that_keep_inner_products(kind):
     shape, options = (5, 2, 4), {"kind": kind}
-    total, count = 0.0, 3000
-    for seed in range(count):
-        each = directions("w", shape, (3, 4), seed=seed, **options)
-        total = total + each.T @ each
+    total, count, names = 0.0, 3000, [f"w{number}" for number in range(30)]
+    params = dict.fromkeys(names, torch.zeros(shape, dtype=torch.float64))
+    batch = dict.fromkeys(names, torch.eye(40, dtype=torch.float64).view(40, *shape))
+    for seed in range(count // len(names)):
+        project = per_sample_projection(inner, (3, 4), seed=seed, **options)
+        total = total + sum(x @ x.T for x in project(params, {}, batch).values())
     # The mean of P^T P is the identity; each entry has a variance of 9 at most.
     assert float((total / count - torch.eye(40)).abs().max()) < 5 * 3 / count**0.5
     each = directions("w", shape, (3, 4), seed=0, **options).view(3, 4, 5, 8)

@@ -6,10 +6,10 @@ its caches, and convolutions have no batched kernel there. E members.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -20,7 +20,6 @@ from vgrad.ensemble.layout import MemberCall
 from vgrad.functional.guards import protect
 from vgrad.generators import (
     RNG_LOCK,
-    drawn_since,
     kept_random_state,
     random_state,
     set_random_state,
@@ -31,12 +30,12 @@ from vgrad.loss.mode import LossMode, of_members
 from vgrad.loss.randomness import Draws
 from vgrad.loss.values import Partition, SplitBatch
 from vgrad.persample.engine.guard import NON_RETRYABLE, Failure
-from vgrad.persample.engine.transform import attempt
+from vgrad.persample.engine.transform import in_parts
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.report import Report, table
 from vgrad.torch_private import modes
 from vgrad.tree import tensors
-from vgrad.typing import Buffers, Params, Randomness, Tree
+from vgrad.typing import Buffers, Params, Tree
 
 BUSY = 50.0
 """MFLOP of a forward pass above which one member saturates a CPU."""
@@ -61,24 +60,19 @@ def run_member(
         return function(params, buffers, *batch)
 
 
-def looped(function: Callable, call: MemberCall, randomness: Randomness) -> list[Any]:
+def looped(function: Callable, call: MemberCall) -> list[Any]:
     """Run `function(member, params, buffers, *batch)` for one member after another."""
-    # Each member draws from where the one before it stopped, unless told otherwise.
-    given = () if randomness == "different" else call.tensors
     results = []
     arguments = [*map(call.member, range(call.layout.members))]
     with RNG_LOCK, protect(call.protected()):
-        before = random_state(given)
+        # Each member draws from where the one before it stopped, unless told otherwise.
+        different = call.randomness == "different"
+        before = random_state(() if different else call.tensors)
         for member, own in enumerate(arguments):
-            if randomness == "same":
+            if call.randomness == "same":
                 set_random_state(before)
             results.append(function(member, *own))
-            if randomness == "error" and drawn_since(before, given):
-                set_random_state(before)
-                raise RuntimeError(
-                    'ensemble: expected no random numbers, since randomness="error". '
-                    'Pass randomness="different" (each member draws its own) or "same".'
-                )
+            call.refuse_draws(before, "member")
     return results
 
 
@@ -88,7 +82,7 @@ def in_turn(function: Callable, call: MemberCall) -> tuple[Any, Buffers]:
     def of_member(member: int, *own: Any) -> Any:
         return run_member(function, call.draws_of(member), *own)
 
-    return call.joined(looped(of_member, call, call.randomness), stack_results)
+    return call.joined(looped(of_member, call), stack_results)
 
 
 def stack_results(*leaves: Any) -> Tensor:
@@ -186,25 +180,12 @@ def run(
             )
         found.append(parts)
 
-    def in_groups(part: Any, rows: Any) -> Iterator[tuple[Any, Any]]:
-        if state is not None and found:
-            set_random_state(state)
-        result = attempt(part, one_part, one_part, note)
-        if not isinstance(result, list):
-            yield result, rows
-            return
-        for group, places, _ in result:
-            yield from in_groups(group, places if rows is None else rows[places])
-
-    whole: Any = call.replaced(strategy=way)
-    with RNG_LOCK if call.randomness != "error" else nullcontext():
-        same = call.randomness == "same" and way != "loop"
-        state = random_state(call.tensors) if same else None
-        groups = [*in_groups(whole, None)]
+    whole = (call.replaced(strategy=way), range(call.layout.members))
+    groups = [*in_parts([whole], one_part, one_part, note)]
     if len(groups) == 1:
         return groups[0][0]
     results, rows = zip(*groups, strict=True)
-    places = torch.cat(rows).argsort()
+    places = torch.tensor([*chain(*rows)]).argsort()
     joined = call.joined(
         results,
         lambda *leaves: torch.cat(leaves).index_select(0, places.to(leaves[0].device)),

@@ -216,7 +216,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
                         grads[name][member].copy_(grad)
             return pair
 
-        pairs = looped(one, call, call.randomness)
+        pairs = looped(one, call)
         return grads, *call.joined(pairs, stack_results)
 
 
@@ -338,7 +338,7 @@ class EnsemblePerSampleFn(EnsembleFn, Generic[Result]):
                 transform = transform.keyed(sample_keys(key, 0, size))
             return run_member(transform, Draws(), params, buffers, *batch)
 
-        return tree_map(stack_results, *looped(one, call, "different"))
+        return tree_map(stack_results, *looped(one, call))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import repeat
 from types import CodeType, FunctionType
 from typing import Any
 from weakref import ref
@@ -101,7 +102,7 @@ class Made:
         size: int,
     ) -> Any:
         """Return the result of a call on these tensors, copied if need be."""
-        if any(is_mapped(each, level) for each in tensors):
+        if any(map(is_mapped, tensors, repeat(level))):
             if self.copied:
                 several = isinstance(output, tuple | list)
                 for each in output if several else (output,):

@@ -400,7 +400,8 @@ def at_once(run: Handler) -> Handler:
         assert flags is not None
         with modes.without_modes():  # a loss around this one has modes of its own
             flags.sync(tensors)
-            flags.refuse(func, tensors)
+            if not is_ordinary(func):
+                flags.refuse(func, tensors)
         output = run(mode, func, args, kwargs)
         with modes.without_modes():
             if mode.made is not None:

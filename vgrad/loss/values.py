@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
-from functools import reduce
+from functools import lru_cache, reduce
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -245,7 +245,7 @@ def where(frame: FrameType) -> str:
 
 def loss_frame(frame: FrameType) -> FrameType:
     """Return the innermost frame around one, itself included, that is the loss's."""
-    while frame.f_back is not None and _is_library(frame):
+    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
@@ -254,15 +254,15 @@ def stopped_at(error: BaseException) -> str:
     """Name the last such line that an error came from."""
     line, step = "", error.__traceback__
     while step is not None:
-        if not _is_library(step.tb_frame):
+        if not _is_library(step.tb_frame.f_code.co_filename):
             line = f"{step.tb_frame.f_code.co_filename}:{step.tb_lineno}"
         step = step.tb_next
     return line or where(sys._getframe(1))
 
 
-def _is_library(frame: FrameType) -> bool:
-    """Return whether code belongs to this package, to torch or to Python."""
-    file = frame.f_code.co_filename
+@lru_cache(maxsize=4096)
+def _is_library(file: str) -> bool:
+    """Return whether a file belongs to this package, to torch or to Python."""
     of_python = file.startswith(_PYTHON) and not file.startswith(_PACKAGES)
     return of_python or file.startswith(_OWN)
 

@@ -14,9 +14,11 @@ from vgrad import batches, checks
 from vgrad.conditions import checks_collected
 from vgrad.devices import is_host
 from vgrad.factors.base import Factor, Scaled
+from vgrad.factors.costs import without_factors
 from vgrad.factors.reductions import norm_dtype
 from vgrad.functional.guards import Protected
 from vgrad.functional.losses import check_loss, returned
+from vgrad.generators import RandomState, drawn_since, set_random_state
 from vgrad.loss.mode import LossMode, unchanged
 from vgrad.loss.randomness import Draws
 from vgrad.persample.engine.guard import Fallbacks
@@ -165,7 +167,7 @@ LOCAL = Reducer()
 class AnyCall:
     """The options and the tensors that calls of samples and of members have in common.
 
-    It is made without tensors, and run by `attempt` in parts that `take` returns.
+    It is made without tensors, and run by `in_parts`, whose parts `take` returns.
     """
 
     function: str  # its name, for errors
@@ -178,6 +180,11 @@ class AnyCall:
     params: Params = field(default_factory=dict)
     buffers: Buffers = field(default_factory=dict)
     draws: Draws = field(default_factory=Draws)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the caller."""
+        raise NotImplementedError
 
     def replaced(self, **fields: Any) -> Self:
         """Return a copy with other fields."""
@@ -216,6 +223,20 @@ class AnyCall:
                 f"the keys out."
             )
         return Draws(keys=keys if self.randomness == "different" else None)
+
+    def refuse_draws(self, before: RandomState, one: str) -> None:
+        """Refuse random numbers drawn since then, unless the caller allows them."""
+        if self.randomness == "error" and drawn_since(before, self.tensors):
+            set_random_state(before)
+            raise RuntimeError(
+                f"{self.function}: expected a loss without random numbers, since "
+                f'randomness="error". Pass randomness="different" (each {one} draws '
+                f'its own) or "same".'
+            )
+
+    def by_itself(self) -> Self:
+        """Return a part of a call that is split in the way that suits it best."""
+        return self
 
     @property
     def by_values(self) -> bool:
@@ -301,6 +322,22 @@ class Call(AnyCall):
             weights=None if weights is None else batches.taken(weights, rows),
             draws=self.draws.of(rows),
             reducer=self.reducer.of_part(),
+        )
+
+    def by_itself(self) -> "Call":
+        """Run a part of one sample by plain autograd, without vmap and factors.
+
+        The way depends on the part alone, and random numbers do not depend on the way.
+        """
+        draws = self.randomness != "error" and self.draws.keys is None
+        if self.batch.size > 1 or self.strategy != "auto" or not self.singly or draws:
+            return self
+        sizes = [each.numel() * each.element_size() for each in self.params.values()]
+        graph = modes.inside_transform() or self.differentiable
+        return (
+            self
+            if graph or not without_factors(sizes)
+            else self.replaced(strategy="loop")
         )
 
     @cached_property

@@ -291,13 +291,7 @@ def _alone(call: Call) -> tuple[Params, Tensor, Tree]:
 
     with _no_weight_cache():
         result = gradient(of_params, call)
-    if call.randomness == "error" and drawn_since(before, call.tensors):
-        set_random_state(before)
-        raise RuntimeError(
-            f"{call.function}: expected a loss without random numbers, since "
-            f'randomness="error". Pass randomness="different" (each sample draws its '
-            f'own) or "same".'
-        )
+    call.refuse_draws(before, "sample")
     return result
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from vgrad import batches
 from vgrad.conditions import checks_collected
 from vgrad.factors import Sums, reductions
-from vgrad.factors.costs import without_factors
 from vgrad.generators import RNG_LOCK, drawn_since, random_state, set_random_state
 from vgrad.loss.mode import run_or_split
 from vgrad.loss.randomness import check_drawn
@@ -57,44 +56,18 @@ class Evaluation:
             return
         fixed = {**call.params, **call.buffers}
         versions = [*map(version_of, fixed.values())]
-        # Only a loop checks the generators for a loss that must not draw.
-        draws = call.randomness != "error" or call.strategy == "loop"
-        lock = RNG_LOCK if draws else nullcontext()
-        with lock:
-            same = call.randomness == "same"
-            state = random_state(call.tensors) if same else None
-        first = True
         size = call.batch.size
         step = at_a_time(call) or size
-        for start in range(0, size, step):
-            left: list[tuple[Call, Sequence[int], Callable[[Call], Chunk]]]
-            rows = range(size)[start : start + step]
-            samples = call.take(slice(start, rows.stop))
-            left = [(samples, rows, self.whole or execute)]
-            while left:
-                part, rows, run = left.pop(0)
-                with lock:
-                    if state is not None and not first:
-                        set_random_state(state)
-                    first = False
-                    chunk = attempt(part, run, execute, _note)
-                if not isinstance(chunk, Chunk):
-                    left[:0] = [
-                        (
-                            _cheapest(some) if chunk[1:] else some,
-                            [rows[place] for place in places.tolist()],
-                            of,
-                        )
-                        for some, places, of in chunk
-                    ]
-                    self._split = True
-                    continue
-                self.done += len(rows)
-                copies = len(chunk.losses) - len(rows)  # which fill up a part
-                self._rows.append([*rows, *[size] * copies])
-                self._recorded |= chunk.strategy == "recorded"
-                self.chunks_run.append(chunk._replace(collected=None))
-                yield chunk.collected
+        chunks = (range(size)[start : start + step] for start in range(0, size, step))
+        calls = ((call.take(slice(rows.start, rows.stop)), rows) for rows in chunks)
+        for chunk, rows in in_parts(calls, self.whole or execute, execute, _note):
+            self.done += len(rows)
+            copies = len(chunk.losses) - len(rows)  # which fill up a part
+            self._rows.append([*rows, *[size] * copies])
+            self._split |= not isinstance(rows, range)
+            self._recorded |= chunk.strategy == "recorded"
+            self.chunks_run.append(chunk._replace(collected=None))
+            yield chunk.collected
         for version, (name, value) in zip(versions, fixed.items(), strict=True):
             if version_of(value) != version:
                 raise RuntimeError(
@@ -188,41 +161,47 @@ def at_a_time(call: Call) -> int | None:
     return batches.fitting(call.params, saved_bytes(call), call.device)
 
 
-def attempt(
-    part: Any,
+def in_parts(
+    calls: Iterable[tuple[Any, Sequence[int]]],
     run: Callable[[Any], Any],
     again: Callable[[Any], Any],
     note: Callable[[Any, Partition], None],
-) -> Any:
-    """Run a call of samples or members; return the result, or parts.
+) -> Iterator[tuple[Any, Sequence[int]]]:
+    """Run calls of samples or members, each with its rows; yield results and rows.
 
-    Each part is a call, its rows, and the function that runs it.
+    Where values split a call, its parts run `again`; `note` is called for each split.
     """
-    # A capture must not miss a random op.
-    keyed = part.draws.keys is not None and not checks_collected()
-    result, part = (_keyed if keyed else run_or_split)(part, run, again)
-    if not isinstance(result, Partition):
-        return result
-    note(part, result)
-    part = replace(part, strategy=result.strategy or part.strategy)
-    runs = result.runs or [again] * len(result.rows)
-    return [
-        (part.take(rows), rows, of) for rows, of in zip(result.rows, runs, strict=True)
-    ]
-
-
-def _cheapest(part: Call) -> Call:
-    """Run a part of one sample by plain autograd, without vmap and factors.
-
-    The way depends on the part alone, and the random numbers do not depend on the way.
-    """
-    draws = part.randomness != "error" and part.draws.keys is None
-    if part.batch.size > 1 or part.strategy != "auto" or not part.singly or draws:
-        return part
-    sizes = [each.numel() * each.element_size() for each in part.params.values()]
-    if modes.inside_transform() or part.differentiable or not without_factors(sizes):
-        return part
-    return replace(part, strategy="loop")
+    state = None
+    for call, all_rows in calls:
+        # Only a loop checks the generators for a loss that must not draw.
+        draws = call.randomness != "error" or call.strategy == "loop"
+        left = [(call, all_rows, run)]
+        while left:
+            part, rows, execute = left.pop(0)
+            with RNG_LOCK if draws else nullcontext():
+                if call.randomness == "same":
+                    if state is not None:
+                        set_random_state(state)
+                    state = state or random_state(call.tensors)
+                # A capture must not miss a random op.
+                keyed = part.draws.keys is not None and not checks_collected()
+                split = _keyed if keyed else run_or_split
+                result, part = split(part, execute, again)
+            if not isinstance(result, Partition):
+                yield result, rows
+                continue
+            note(part, result)
+            part = part.replaced(strategy=result.strategy or part.strategy)
+            several = len(result.rows) > 1
+            ways = result.runs or [again] * len(result.rows)
+            left[:0] = [
+                (
+                    part.take(places).by_itself() if several else part.take(places),
+                    [rows[place] for place in places.tolist()],
+                    way,
+                )
+                for places, way in zip(result.rows, ways, strict=True)
+            ]
 
 
 def _note(part: Call, parts: Partition) -> None:
