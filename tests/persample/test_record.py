@@ -9,6 +9,7 @@ import gc
 
 import pytest
 import torch
+import torch._dynamo  # whose first import, by an op, keeps the frames around it
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import wrap_torch_function
