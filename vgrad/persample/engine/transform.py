@@ -156,11 +156,11 @@ def in_parts(
     """
     state = None
     for call, all_rows in calls:
-        # Only a loop checks the generators for a loss that must not draw.
-        draws = call.randomness != "error" or call.strategy == "loop"
         left = [(call, all_rows, run)]
         while left:
             part, rows, execute = left.pop(0)
+            # Only a loop checks the generators for a loss that must not draw.
+            draws = part.randomness != "error" or part.strategy == "loop"
             with RNG_LOCK if draws else nullcontext():
                 if call.randomness == "same":
                     if state is not None:
