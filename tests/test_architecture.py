@@ -16,7 +16,7 @@ PACKAGE = ROOT / "vgrad"
 LAYERS = [
     {"torch_private"},
     {"renamed", "typing", "checks", "devices", "tree", "batches"}
-    | {"conditions", "files", "generators", "memory", "ranks", "report"},
+    | {"conditions", "files", "generators", "overlaps", "ranks", "report"},
     {"functional", "optim"},
     {"factors"},
     {"ops"},

@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from vgrad import checks, devices
+from vgrad import checks
 from vgrad.tree import map_tensors, with_leaves
-from vgrad.typing import ChunkSize, Params, Tree
+from vgrad.typing import ChunkSize, Tree
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
@@ -125,16 +125,6 @@ def chunks(size: int, chunk_size: int | None) -> Iterator[slice]:
     step = chunk_size or max(size, 1)
     for start in range(0, size, step):
         yield slice(start, min(start + step, size))
-
-
-def fitting(params: Params, saved_bytes: int, device: torch.device) -> int:
-    """Return how many samples at a time fit into half of the free memory."""
-    # A sample takes its activations twice (values and their gradients) and three times
-    # its gradient (as computed, and two passes of arithmetic).
-    gradient = sum(value.numel() * value.element_size() for value in params.values())
-    return max(
-        1, devices.free_bytes(device) // 2 // max(1, 3 * gradient + 2 * saved_bytes)
-    )
 
 
 def checked_chunk_size(function: str, chunk_size: ChunkSize) -> ChunkSize:

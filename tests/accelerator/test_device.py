@@ -68,6 +68,8 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_events_are_of_their_kinds(name):
+    if name == "wait for the stream" and torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 synchronizes no device of another library")
     x = torch.arange(12.0, device=HERE).view(3, 4)
     with device.counted() as counts:
         KINDS[name](x)

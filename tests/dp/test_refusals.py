@@ -44,7 +44,7 @@ DRAW = {"dataset_size": 10, "sampling_rate": 0.5, "key": KEY}
 DRAW_7 = DRAW | {"key": 7}
 RATES = (0.0, -0.1, 1.1, math.nan)
 RANGES = [
-    (Plan, vars(PLAN), {
+    (Plan, dict(vars(PLAN)), {
         "dataset_size": (0, 10.0), "sampling_rate": (0.0, 1.0001), "delta": (0.0, 1.0),
         "noise_multiplier": (-0.1, math.inf), "max_norm": (0.0, math.inf, math.nan),
         "steps": (0, 1.5), "accountant": ("gdp", []),

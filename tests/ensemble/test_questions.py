@@ -186,8 +186,11 @@ def test_a_gradient_hidden_on_one_branch_is_not_taken_for_zero():
         return out.sum()
 
     params = {"a": torch.tensor([[-1.0], [1.0]]), "b": torch.ones(2, 1)}
+    compute = ensemble_grad(loss, strategy="hybrid")
+    away = params | {"a": -torch.ones(2, 1)}  # where `b` is found to receive none
+    assert not compute(away, {}, torch.ones(1)).grads["b"].any()
     with pytest.raises(vgrad.UnsupportedOp, match="hides its graph"):
-        ensemble_grad(loss, strategy="hybrid")(params, {}, torch.ones(1))
+        compute(params, {}, torch.ones(1))
     with pytest.warns(vgrad.FallbackWarning, match="hides its graph"):
         found = ensemble_grad(loss)(params, {}, torch.ones(1))
     assert found.grads["b"].tolist() == [[0], [1]]

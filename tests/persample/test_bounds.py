@@ -289,6 +289,18 @@ def test_a_large_input_that_nothing_depends_on_spoils_no_sum(bound, size, strate
 
 
 @every_strategy
+def test_a_large_input_of_one_group_spoils_no_sum(strategy):
+    def loss(params, buffers, x):
+        return F.relu(F.conv1d(x[None], params["w"], groups=2)).sum()
+
+    params = {"w": torch.tensor([1.0, -1.0]).view(2, 1, 1)}
+    x = torch.tensor([[[1.0], [3e38]], [[1.0], [2.0]]])
+    found = clipped(loss, 1e18, params, x, clipping="automatic", strategy=strategy)
+    expected = torch.tensor([2 * 1e18 / 1.01, 0.0]).view(2, 1, 1)
+    torch.testing.assert_close(found.grads["w"], expected)
+
+
+@every_strategy
 @pytest.mark.parametrize("bound", [1e-25, 1e-6, 1e-4, 1e-2, 0.1])
 @pytest.mark.parametrize("name", ["linear", "linear, wide", "conv, products", "tied"])
 def test_the_bound_is_met_exactly_by_the_largest_of_numbers(name, bound, strategy):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from vgrad import memory
+from vgrad import overlaps
 from vgrad.compiled.graph import Graph, most_writes, written_to
 from vgrad.conditions import Unrepeatable
 from vgrad.torch_private import modes, tracing
@@ -178,5 +178,5 @@ def _is_seed(node: fx.Node) -> bool:
 
 def memory_of(tensor: Tensor) -> Tensor:
     """Return all numbers from the first of a tensor to its last, as they lie."""
-    extent = memory.extent(tensor) // tensor.element_size()
+    extent = overlaps.extent(tensor) // tensor.element_size()
     return tensor.detach().as_strided((extent,), (1,))

@@ -9,7 +9,6 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.checks import Patterns
 from vgrad.ensemble.layout import count_members
-from vgrad.memory import disjoint
 from vgrad.optim.base import (
     GradientTransformation,
     Grads,
@@ -18,6 +17,7 @@ from vgrad.optim.base import (
     check_transformation,
 )
 from vgrad.optim.fused import check_parts
+from vgrad.overlaps import disjoint
 from vgrad.torch_private import modes
 from vgrad.tree import (
     map_tensors,

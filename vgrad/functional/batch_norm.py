@@ -1,7 +1,9 @@
 """Batch normalisation has no per-sample gradient; GroupNorm replaces it.
 
 With batch statistics the output for one sample depends on all the others. On a batch of
-one the layer still runs, with wrong numbers.
+one the layer still runs, with wrong numbers. Members of an ensemble have batches of
+their own, so batch norm runs there; new statistics come from
+`FunctionalModel.call_and_update`, by `ensemble/gradients.py`.
 """
 
 import copy

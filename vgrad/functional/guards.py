@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from vgrad import checks
 from vgrad.functional.slots import named_tensors
-from vgrad.memory import Bytes, overlaps
+from vgrad.overlaps import Bytes, overlapping
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private import tensors as private
 from vgrad.tree import tensors
@@ -277,7 +277,7 @@ def _check_apart(function: str, model: nn.Module) -> None:
             for name, tensor in group.values()
             if tensor.numel()
         }
-        if any(overlaps(blocks)):
+        if any(overlapping(blocks)):
             names = ", ".join(repr(name) for name, _ in group.values())
             raise TypeError(
                 f"{function}({type(model).__name__}): expected parameters and buffers "

@@ -24,8 +24,8 @@ from torch import Tensor
 from vgrad.conditions import checks_collected
 from vgrad.loss.grad_flags import UnsupportedOp, among, only_reads
 from vgrad.loss.values import loss_frame
-from vgrad.memory import Bytes, overlaps
 from vgrad.ops.record import register
+from vgrad.overlaps import Bytes, overlapping
 from vgrad.torch_private import modes
 from vgrad.torch_private.autograd import is_foreign_op
 from vgrad.torch_private.tensors import memory, storage
@@ -221,7 +221,7 @@ def check_apart(
     for place, written in map(block, filter(modes.is_wrapped, targets)):
         for other, read in blocks:
             if other[0] == place[0] and other != place:
-                if any(overlaps({"written": written, "read": read})):
+                if any(overlapping({"written": written, "read": read})):
                     raise UnsupportedOp(
                         f"{name}: expected a loss that writes beside the operands, got "
                         f"a write over a part of one. Clone it, or use "

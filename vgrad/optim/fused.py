@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vgrad import checks, memory
+from vgrad import checks, overlaps
 from vgrad.devices import is_host
 from vgrad.optim.base import Donated, Grads, Rate, State, is_schedule, is_zero
 from vgrad.torch_private import kernels, modes
@@ -167,7 +167,7 @@ class _Checks:
             present = [*itertools.chain(*columns), *idle]
         if not layout or (layout.requires_grad and torch.is_grad_enabled()):
             return None
-        if not memory.apart(list(map(Tensor.data_ptr, present)), layout.sizes):
+        if not overlaps.apart(list(map(Tensor.data_ptr, present)), layout.sizes):
             check_parts(params)
             return None
         if layout.groups is None:
@@ -197,7 +197,7 @@ def _dense(tensor: Tensor) -> bool:
 
 def check_parts(params: Params) -> None:
     """Refuse, in a step that may write in place, parameters that overlap in part."""
-    for first, second in memory.sharing(params):
+    for first, second in overlaps.sharing(params):
         one, two = params[first], params[second]
         same = one.data_ptr() == two.data_ptr() and one.stride() == two.stride()
         if not same or one.shape != two.shape:

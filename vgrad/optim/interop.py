@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from vgrad import checks, memory, tree
+from vgrad import checks, overlaps, tree
 from vgrad.optim import methods
 from vgrad.optim.base import GradientTransformation, State, check_transformation, step
 from vgrad.optim.private import scales_of
@@ -276,7 +276,7 @@ def as_torch(
     named: Params = dict(pairs)
     if len(named) < len(pairs):
         raise ValueError("as_torch(params): expected names, got one name for several.")
-    for pair in memory.sharing(named):
+    for pair in overlaps.sharing(named):
         names = " and ".join(map(repr, dict.fromkeys(pair)))
         raise ValueError(
             f"as_torch(params): expected parameters with memory of their own, got "

@@ -35,7 +35,6 @@ from vgrad.ensemble.layout import EnsembleOptions, shared_names
 from vgrad.ensemble.optimizer import MembersState, of_members
 from vgrad.functional.losses import SampleLoss, check_loss, gradient
 from vgrad.generators import Tag, from_bytes
-from vgrad.memory import disjoint
 from vgrad.optim.base import GradientTransformation, check_transformation
 from vgrad.optim.private import (
     has_deviation,
@@ -44,6 +43,7 @@ from vgrad.optim.private import (
     uses_of_noise,
     with_deviation,
 )
+from vgrad.overlaps import disjoint
 from vgrad.persample.engine import check_options
 from vgrad.persample.grad import weighted_grad
 from vgrad.precision import (

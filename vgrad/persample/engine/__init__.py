@@ -6,6 +6,7 @@ from vgrad.persample.engine.call import Inputs as Inputs
 from vgrad.persample.engine.call import Options as Options
 from vgrad.persample.engine.call import Reducer as Reducer
 from vgrad.persample.engine.call import check_options as check_options
+from vgrad.persample.engine.chunk_size import at_a_time as at_a_time
 from vgrad.persample.engine.collectors import Collector as Collector
 from vgrad.persample.engine.collectors import Grouping as Grouping
 from vgrad.persample.engine.collectors import Groups as Groups
@@ -27,7 +28,6 @@ from vgrad.persample.engine.transform import Evaluation as Evaluation
 from vgrad.persample.engine.transform import Quantity as Quantity
 from vgrad.persample.engine.transform import Reduce as Reduce
 from vgrad.persample.engine.transform import Transform as Transform
-from vgrad.persample.engine.transform import at_a_time as at_a_time
 from vgrad.persample.engine.transform import constant as constant
 from vgrad.persample.engine.transform import eager as eager
 from vgrad.persample.engine.transform import joined as joined

@@ -9,7 +9,6 @@ from typing import Any, Generic, Self
 import torch
 from torch import Tensor
 
-from vgrad import batches
 from vgrad.conditions import checks_collected
 from vgrad.factors import Sums, reductions
 from vgrad.generators import RNG_LOCK, drawn_since, random_state, set_random_state
@@ -17,11 +16,11 @@ from vgrad.loss.mode import run_or_split
 from vgrad.loss.randomness import check_drawn
 from vgrad.loss.values import Partition
 from vgrad.persample.engine.call import Call, Inputs, check_loss_scale
+from vgrad.persample.engine.chunk_size import at_a_time
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.guard import Failure, Fallbacks
-from vgrad.persample.engine.strategies import STRATEGIES, Chunk, saved_bytes
+from vgrad.persample.engine.strategies import STRATEGIES, Chunk
 from vgrad.precision.loss_scale import LossScale
-from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import version_of
 from vgrad.tree import map_tensors, no_autocast, tree_map, tree_map_only
 from vgrad.typing import Buffers, LossFn, Params, Result, Scales, Tree
@@ -143,22 +142,6 @@ class _Constant(torch.autograd.Function):
 def joined(parts: list[Tensor]) -> Tensor:
     """Concatenate over samples; one part is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def at_a_time(call: Call) -> int | None:
-    """Return how many samples a chunk has by `chunk_size`; None for all."""
-    if call.strategy == "loop":
-        return 1
-    if call.chunk_size != "auto":
-        return call.chunk_size
-    if checks_collected():  # a capture has split the batch
-        return None
-    if modes.inside_transform():
-        raise ValueError(
-            f'{call.function}(chunk_size="auto"): expected a number inside a '
-            f"transform of torch.func, where memory cannot be measured."
-        )
-    return batches.fitting(call.params, saved_bytes(call), call.device)
 
 
 def in_parts(

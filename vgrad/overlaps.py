@@ -32,7 +32,7 @@ def sharing(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     local = {name: shards.local(tensor) for name, tensor in tensors.items()}
     local = {name: x for name, x in local.items() if x.numel() and not x.is_meta}
     yield from ((name, name) for name, x in local.items() if _is_folded(x))
-    yield from overlaps({name: Bytes(x, x.data_ptr()) for name, x in local.items()})
+    yield from overlapping({name: Bytes(x, x.data_ptr()) for name, x in local.items()})
 
 
 class Bytes:
@@ -50,7 +50,7 @@ class Bytes:
         }
 
 
-def overlaps(blocks: Mapping[str, Bytes]) -> Iterator[tuple[str, str]]:
+def overlapping(blocks: Mapping[str, Bytes]) -> Iterator[tuple[str, str]]:
     """Yield each two names whose tensors, none of which is empty, share a byte."""
     ordered = sorted(blocks.items(), key=lambda item: (item[1].start, item[1].stop))
     for number, (name, block) in enumerate(ordered, 1):
