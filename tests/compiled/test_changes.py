@@ -117,6 +117,13 @@ mode = enum.IntFlag("Mode", "A B"); mode.A.weight = 2.0
 thing = kind(__slots__=["beta"])(); thing.beta = 2.0 => thing.beta => thing.beta = 3.0
 thing = kind(__slots__=["__beta"])(); thing._Own__beta = 2.0 => thing._Own__beta
   => thing._Own__beta = 3.0
+thing = kind(__slots__=["beta", "gamma"])(); thing.gamma = 3.0 => perhaps(thing)
+  => thing.beta = thing.gamma; del thing.gamma
+own = kind(); first, thing = own(), own(); first.gamma = first.beta = thing.beta = 2.0;
+  thing.gamma = 3.0; held = {"beta": thing.gamma, "gamma": thing.beta} => thing.beta
+  => vars(thing).clear(); vars(thing).update(held)
+own = kind(kind(beta=2.0)); thing = own() => thing.beta
+  => own.__bases__ = (kind(beta=3.0),)
 thing = Plain(); ref = weakref.ref(thing) => ref().beta => thing.beta = 3.0
 thing = kind(beta=functools.cached_property(lambda _: 2.0))() => thing.beta
   --> same capture
@@ -202,6 +209,8 @@ held = module(beta=1.0) => counts(held) and 2.0 - (held.beta < 0) => held.beta =
 held = module(beta=itertools.count()) => next(held.beta) --> count
 held = installed(beta=2.0) => sys.modules["state_b"].beta => held.beta = 3.0
   --> sys.modules
+held = installed(beta=2.0); found = sys.modules => found["state_b"].beta
+  => held.beta = 3.0 --> sys.modules
 held = installed(beta=2.0) => importlib.import_module("state_b").beta => held.beta = 3.0
   --> import_module
 held = installed(beta=2.0) => __import__("state_b").beta => held.beta = 3.0

@@ -44,6 +44,7 @@ from vgrad.compiled.guards import (
     attributes,
     is_plain,
     parts,
+    unset,
 )
 from vgrad.conditions import Unrepeatable
 from vgrad.functional.slots import Placeholder
@@ -233,13 +234,13 @@ class Closure:
     def _follow(self, value: Any, path: str, strict: bool) -> None:
         """Note the parts of an object, and add them to the objects to follow."""
         value = as_written(value)  # which runs in a loss
+        if strict:
+            _check(value, path)
         _, before = self._seen.get(id(value), (None, None))
         if before or before is strict:
             return
         self._seen[id(value)] = value, strict
         kind = type(value)
-        if strict:
-            _check(value, path)
         if isinstance(value, Tensor):
             if not isinstance(value, Placeholder):  # of an argument of a model
                 self.tensors[id(value)] = value
@@ -292,6 +293,8 @@ class Closure:
                 self._holders.append(value)
             if kind.__dictoffset__:
                 self._holders.append(attributes(value))
+            if unset(value):
+                self._note_call(unset, value)
             if isinstance(value, types.FunctionType):
                 self._holders += value.__closure__ or ()
             if _may_change(kind):
@@ -365,7 +368,7 @@ class Closure:
                 self._note_call(len, found)
             self._follow_names(kind)
             return
-        self._holders.append(found)
+        self._holders += kind, found
         for name, value in found.items():
             self._add(value, f"{kind.__name__}.{name}", origin == _USERS)
 

@@ -83,11 +83,24 @@ def parts(value: Any) -> Iterator[tuple[str, Any]]:
             names = getattr(value, "_fields", range(base.__len__(value)))
             yield from zip(map(str, names), base.__iter__(value), strict=True)
     yield from attributes(value).items()
-    for base in kind.__mro__:
+    yield from _slots(value)
+
+
+def _slots(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield attributes outside of a dictionary, `GONE` for each without a value."""
+    for base in type(value).__mro__:
         if "__slots__" in vars(base) or base is defaultdict:
             for name, each in vars(base).items():
                 if type(each) is types.MemberDescriptorType:
-                    yield name, getattr(value, name, None)
+                    try:
+                        yield name, each.__get__(value)
+                    except AttributeError:
+                        yield name, GONE
+
+
+def unset(value: Any) -> list[str]:
+    """Name the attributes of an object that have no value, and no place in an order."""
+    return [name for name, each in _slots(value) if each is GONE]
 
 
 def _content(cell: types.CellType) -> Any:
@@ -114,8 +127,8 @@ class Guards:
     """All values that a function can reach, as they were.
 
     The parts of `holders` are the objects that Python's garbage collector finds in
-    them, and keys of dictionaries. `entries` are arguments of `dict.get`, and `calls`
-    functions with their arguments.
+    them, and keys and values of dictionaries, which it finds in another order.
+    `entries` are arguments of `dict.get`, and `calls` functions with their arguments.
     """
 
     def __init__(
@@ -128,17 +141,19 @@ class Guards:
         self._empty: list[Any] = []  # as most containers of a module are
         self._holders: list[Any] = []
         self._texts: list[Iterable] = []  # keys of dictionaries
-        self._keys: list[Iterable] = []  # of other dictionaries
+        self._items: list[Iterable] = []  # values of dictionaries, and other keys
         for each in holders:
             if type(each) in _FALSE_IF_EMPTY and not each:
                 self._empty.append(each)
                 continue
-            self._holders += each, _END
+            if type(each) is not dict:
+                self._holders += each, _END
             if isinstance(each, dict):
                 kind: Any = OrderedDict if isinstance(each, OrderedDict) else dict
                 keys = kind.keys(each)
                 texts = {str}.issuperset(map(type, keys))
-                (self._texts if texts else self._keys).append(keys)
+                (self._texts if texts else self._items).append(keys)
+                self._items += kind.values(each), _END
         self._entries, self._calls = [*entries], [*calls]
         self._values, self._results = self._read()
         self._tensors = tensors
@@ -153,7 +168,7 @@ class Guards:
         """Return values to compare by identity, and values to compare by `==`."""
         values = chain(
             gc.get_referents(*self._holders),
-            chain.from_iterable(self._keys),
+            chain.from_iterable(self._items),
             starmap(dict.get, self._entries),
         )
         calls = starmap(operator.call, self._calls)
