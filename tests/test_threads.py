@@ -113,7 +113,8 @@ def of_samples(strategy, randomness, dropout=True):
 
 
 def watched(params, buffers, x):
-    """A model that draws nothing, and takes its time."""
+    """A model that reads a value, draws nothing, and takes its time."""
+    float(x.sum())
     time.sleep(0.002)
     return F.linear(F.linear(x, params["first.weight"]), params["second.weight"])
 
@@ -123,9 +124,18 @@ def test_samples_share_their_numbers_whatever_other_threads_do(strategy):
     assert_apart(of_samples(strategy, "same"), stepping())
 
 
-def test_a_loop_that_draws_nothing_does_not_mind_threads_that_do():
-    work = of_samples("loop", "error", dropout=False)
+@pytest.mark.parametrize("strategy", ["loop", "auto"])  # which runs parts in a loop
+def test_a_loop_that_draws_nothing_does_not_mind_threads_that_do(strategy):
+    work = torch.no_grad()(of_samples(strategy, "error", dropout=False))
     assert_apart(work, stepping(), work)
+
+
+def test_members_of_keys_do_not_mind_threads_that_draw():
+    fmodel, params, buffers = vgrad.stack([Slow() for _ in range(2)])
+    compute = vgrad.ensemble_grad(vgrad.batch_loss(fmodel, F.mse_loss))
+    compute = compute.keyed(torch.arange(2))
+    work = partial(compute, params, buffers, X, Y)
+    assert_apart(lambda: [work().losses for _ in range(9)], stepping())
 
 
 @pytest.mark.parametrize("strategy", ["vmap", "loop"])

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import oracle
+from tests.losses import STRATEGIES
 from vgrad import curvature
 
 
@@ -236,6 +237,9 @@ def test_a_seed_gives_one_matrix():
     one, same, other = (flat(curvature.diagonal(each, *given)) for each in fishers)
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
+    for strategy in STRATEGIES:
+        found = curvature.diagonal(fishers[0], *given, strategy=strategy)
+        oracle.assert_exact(flat(found), one)
     assert torch.equal(state, torch.get_rng_state())
     product = curvature.vector_product(fishers[0], *given)
     matrix = assembled(product, params)
@@ -270,8 +274,9 @@ def test_the_empirical_fisher_is_the_mean_of_outer_products(name, likelihood):
     matrix = curvature.empirical_fisher(fmodel, likelihood)
     product = curvature.vector_product(matrix, params, buffers, batches)
     oracle.assert_exact(assembled(product, params), exact)
-    found = curvature.diagonal(matrix, params, buffers, batches)
-    oracle.assert_exact(flat(found), exact.diagonal())
+    for strategy in STRATEGIES:
+        found = curvature.diagonal(matrix, params, buffers, batches, strategy=strategy)
+        oracle.assert_exact(flat(found), exact.diagonal())
 
 
 @both_shapes

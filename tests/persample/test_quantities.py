@@ -446,6 +446,15 @@ def test_a_loss_that_writes_into_what_it_is_given_has_not_done_so(
         assert torch.equal(each, before)
 
 
+def test_a_write_into_a_parameter_that_has_the_name_of_a_buffer_is_seen():
+    def loss(params, buffers, x):
+        return (params["w"].detach().add_(1) * params["w"] * x).sum()
+
+    given = {"w": torch.ones(3)}, {"w": torch.ones(3)}, torch.ones(4, 3)
+    with pytest.raises(RuntimeError, match="changes nothing it is given"):
+        vgrad.per_sample_norm(loss, strategy="loop")(*given)
+
+
 def leaves(name, compute, w, x):
     found = tree.tensors(problems.call(name, compute, ({"w": w}, {}, x)))
     return tuple(each for each in found if each.dtype.is_floating_point)

@@ -324,7 +324,7 @@ def empirical_fisher(
     def columns(output: Tensor, target: Tensor) -> Tensor:
         if likelihood == "gaussian":
             return (output - target.view_as(output)).unsqueeze(1) * weight(output)
-        chosen = F.one_hot(target, output.shape[1]).movedim(-1, 1)
+        chosen = _one_hot(target, output.shape[1]).movedim(-1, 1)
         return (output.softmax(1) - chosen).unsqueeze(1) * weight(output)
 
     return Curvature(function, fmodel, likelihood, columns, has_targets=True)
@@ -448,7 +448,13 @@ def _drawn_classes(output: Tensor, keys: Tensor, count: int) -> Tensor:
     shape = *p.shape[:-2], count
     drawn = _drawn(keys, shape).unsqueeze(-1)
     labels = (p[..., :-1].cumsum(-1) <= drawn).sum(-1)
-    return (p - F.one_hot(labels, p.shape[-1])).movedim((-2, -1), (1, 2))
+    return (p - _one_hot(labels, p.shape[-1])).movedim((-2, -1), (1, 2))
+
+
+def _one_hot(classes: Tensor, count: int) -> Tensor:
+    # torch's own reads values, which vmap cannot.
+    places = torch.arange(count, device=classes.device)
+    return (classes.unsqueeze(-1) == places).long()
 
 
 def _drawn_numbers(output: Tensor, keys: Tensor, count: int) -> Tensor:

@@ -311,7 +311,7 @@ def explain(function: Callable, call: MemberCall) -> EnsembleExplanation:
 
 
 def run_eager(function: Callable, *arguments: Any) -> Any:
-    """MemberCall a function."""
+    """Call a function."""
     return function(*arguments)
 
 

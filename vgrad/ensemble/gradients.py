@@ -5,6 +5,7 @@ ones. E members, B samples.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from numbers import Real
 from typing import (
@@ -36,6 +37,7 @@ from vgrad.ensemble.execution import (
 from vgrad.ensemble.layout import EnsembleOptions, InDims, MemberCall
 from vgrad.functional.losses import check_loss, gradient, returned
 from vgrad.generators import (
+    RNG_LOCK,
     RandomState,
     drawn_since,
     kept_random_state,
@@ -120,13 +122,15 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
             )
         with torch.enable_grad():  # a loss may differentiate on its own
             strategy, _ = execution.choose(self.loss, call)
-        before = random_state(call.tensors)
-        if strategy == "loop" and not modes.inside_transform():
-            found = self._by_members(call, loss_scale)
-        else:
-            found = self._of_sum(call, strategy, loss_scale, before)
-        if call.draws.keys is not None:
-            check_drawn(before, call.tensors)
+        keyed = call.draws.keys is not None
+        with RNG_LOCK if keyed else nullcontext():
+            before = random_state(call.tensors)
+            if strategy == "loop" and not modes.inside_transform():
+                found = self._by_members(call, loss_scale)
+            else:
+                found = self._of_sum(call, strategy, loss_scale, before)
+            if keyed:
+                check_drawn(before, call.tensors)
         grads, (losses, aux), new = found
         result = EnsembleGrads(grads, losses, new)
         return (result, aux) if self.has_aux else result

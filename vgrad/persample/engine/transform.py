@@ -53,8 +53,8 @@ class Evaluation:
         call = self.call
         if call.batch.size == 0:
             return
-        fixed = {**call.params, **call.buffers}
-        versions = [*map(version_of, fixed.values())]
+        fixed = [*call.params.items(), *call.buffers.items()]
+        versions = [version_of(value) for _, value in fixed]
         size = call.batch.size
         step = at_a_time(call) or size
         chunks = (range(size)[start : start + step] for start in range(0, size, step))
@@ -67,7 +67,7 @@ class Evaluation:
             self._recorded |= chunk.strategy == "recorded"
             self.chunks_run.append(chunk._replace(collected=None))
             yield chunk.collected
-        for version, (name, value) in zip(versions, fixed.items(), strict=True):
+        for version, (name, value) in zip(versions, fixed, strict=True):
             if version_of(value) != version:
                 raise RuntimeError(
                     f"{call.function}(loss): expected a loss that changes nothing it "
@@ -156,11 +156,11 @@ def in_parts(
     """
     state = None
     for call, all_rows in calls:
-        # Only a loop checks the generators for a loss that must not draw.
-        draws = call.randomness != "error" or call.strategy == "loop"
         left = [(call, all_rows, run)]
         while left:
             part, rows, execute = left.pop(0)
+            # Only a loop checks the generators for a loss that must not draw.
+            draws = part.randomness != "error" or part.strategy == "loop"
             with RNG_LOCK if draws else nullcontext():
                 if call.randomness == "same":
                     if state is not None:
