@@ -80,8 +80,10 @@ SCHEME = matching(
 QUANTILE = matching(
     r"none|1|0(\.[0-9]{1,9})?", "a number between 0 and 1, such as 0.5, or none"
 )
+_BOUND = r"(?=[0.]*[1-9])(?![0-9.]{10})[0-9]*\.?[0-9]*"
+"""A number above zero, of at most nine characters."""
 GROUPS = matching(
-    r"none|([^\s:,]+:[0-9.]{1,9}(,(?!$)|$))+",
+    rf"none|([^\s:,]+:{_BOUND}(,(?!$)|$))+",
     "none, or patterns of names of parameters with a norm each, such as "
     "'*weight:1,*bias:0.1'",
 )
@@ -424,11 +426,11 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command(
         "Train a classifier with differential privacy, and one without beside it. The "
-        "folder gets model.safetensors (for an ensemble ensemble.* instead), the only "
-        "file meant for release; state.*, from which the run can go on and which would "
-        "reveal its noise; and metrics.jsonl, plain.jsonl, pictures and report.html, "
-        "a page with all of it, whose figures come from the private data without "
-        "noise.",
+        "folder gets model.safetensors, the only file meant for release (ensemble.* "
+        "instead, of an ensemble, which has no privacy); state.*, from which the run "
+        "can go on and which would reveal its noise; and metrics.jsonl, plain.jsonl, "
+        "pictures and report.html, a page with all of it, whose figures come from the "
+        "private data without noise.",
         _add_train,
     ),
     "evaluate": Command(

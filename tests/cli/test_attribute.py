@@ -212,7 +212,12 @@ def test_a_bad_option_changes_nothing(more, finished, capsys):
 def test_a_missing_or_damaged_run_is_refused(copied, tmp_path, capsys):
     assert "got no file" in error(capsys, "attribute", tmp_path / "none")
     folder = copied("plain")
-    path = folder / "ensemble.safetensors"
+    path, text = folder / "ensemble.safetensors", folder / "ensemble.json"
+    whole = text.read_bytes()
+    text.write_bytes(b"")
+    message = error(capsys, "attribute", folder)
+    assert f"{text}: expected the description of an ensemble, got Expecting" in message
+    text.write_bytes(whole)
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)

@@ -123,7 +123,7 @@ WRONG = {
     "epsilon": ["0", "-1", "nan", "inf", "1e999", "much", ""],
     "delta": ["0", "1", "-1e-5", "2", "nan", "small"],
     "max_norm": ["0", "-1", "inf", "nan", "1e-31", "1e31", "wide"],
-    "group_norms": ["1", "*:", "*:1,", ":1", "a:1,b", "* :1", ""],
+    "group_norms": ["1", "*:", "*:1,", ":1", "a:1,b", "* :1", "", "*:1.2.3", "*:0,a:1"],
     "clip_quantile": ["1.5", "-1", "median", ""],
     "noise": ["bands", "band-mf", "bisr:0", "blt:x", "independent:2", ""],
     "max_batch_size": ["0", "-1", "2.5", "all", ""],

@@ -1,7 +1,7 @@
 """The files of a run: the state it can go on from, the model, and the figures.
 
 `state.safetensors` has all tensors, the secret key included, which reveals the noise.
-`model.safetensors`, or `ensemble.safetensors` with `ensemble.json`, is for release;
+`model.safetensors` is for release, `ensemble.safetensors` has no privacy;
 figures are computed without noise, and are not. Nothing is pickled.
 """
 
@@ -177,7 +177,12 @@ def read_model(
             raise FileNotFoundError(
                 f"{text}: expected the description of an ensemble, got no file."
             )
-        description = files.from_json(text.read_bytes())
+        try:
+            description = files.from_json(text.read_bytes())
+        except ValueError as error:
+            raise ValueError(
+                f"{text}: expected the description of an ensemble, got {error}."
+            ) from error
         tensors, about = files.read_tensors(path, "ensemble")
         count = about["members"]
         if member is not None and member >= count:

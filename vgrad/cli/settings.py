@@ -33,9 +33,10 @@ class Settings(vgrad_command.Options):
     def __post_init__(self) -> None:
         if self.without_privacy != (self.members > 1):
             raise ValueError(
-                f"--without-privacy {self.without_privacy} --members {self.members}: "
-                f"expected an ensemble without privacy, or one model, which is trained "
-                f"with privacy, and without beside it; see plain.jsonl."
+                f"{'--without-privacy ' * self.without_privacy}--members "
+                f"{self.members}: expected --without-privacy for an ensemble, and only "
+                f"there. One model is trained with privacy, and without beside it; see "
+                f"plain.jsonl."
             )
         device(self.device)
 
