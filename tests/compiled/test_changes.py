@@ -58,6 +58,8 @@ beta = 2.0 => beta => beta = 3.0
 => attempt(lambda: beta) => beta = 3.0
 beta = 3.0 => attempt(lambda: beta) => del beta
 beta = 2.0, (1,) => len(repr(beta)) => beta = 2.0, (True,)
+beta = slice([2.0], 1) => beta.start[0] => beta.start[0] = 3.0
+beta = slice(2, 1) => float(beta.start) => beta = slice(3, 1)
 beta = 0.0 => 2.0 + math.copysign(1.0, beta) => beta = -0.0
 thing = Plain(math.nan) => 1.0 + math.isnan(thing.beta) => thing.beta = float("nan")
   --> same capture
@@ -193,6 +195,7 @@ vars(builtins)["SCALE_OF_ALL"] = 2.0 => SCALE_OF_ALL
 held = {"beta": 2.0}; f = eval("lambda: beta", {"__builtins__": held}) => f()
   => held["beta"] = 3.0
 held = module(beta=2.0) => held.beta => held.beta = 3.0
+held = module(other=1) => attempt(lambda: held.beta) => held.beta = 3.0; del held.other
 held = module(beta=2.0); name = "be" + "ta" => getattr(held, name) => held.beta = 3.0
 held = module(beta=2.0); get = getattr; name = "be" + "ta" => get(held, name)
   => held.beta = 3.0
@@ -356,7 +359,7 @@ HOOKS = []
 def attempt(read):
     try:
         return read()
-    except (NameError, ImportError):
+    except (NameError, ImportError, AttributeError):
         return 2.0
 
 

@@ -338,6 +338,8 @@ class Closure:
             names |= {name for name in found if name.startswith("__")}
         if isinstance(holder, types.ModuleType) and origin != SYSTEM:
             names.add("__getattr__")
+            if origin == _USERS:
+                names |= self._names.keys()  # of which some may come to be there
         for name in names:
             if holder is nn.Module and name in ("__call__", "__getattr__"):
                 continue  # a trace replaces them; the signature has them
@@ -407,7 +409,10 @@ _OPEN = {
 }
 """Classes written in C whose contents are all visible."""
 
-_FIXED = {tuple, types.MethodType, types.BuiltinMethodType, types.MethodWrapperType}
+_FIXED = {
+    *(tuple, slice, types.MethodType, types.BuiltinMethodType),
+    types.MethodWrapperType,
+}
 """Classes whose objects keep the parts that they have."""
 
 _RANDOM = getattr(random.random, "__self__", None)

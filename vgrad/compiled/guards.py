@@ -36,11 +36,12 @@ INNER: dict[type, tuple[str, ...]] = {
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
     CACHE: ("__wrapped__",),
+    slice: ("start", "stop", "step"),
 }
 """Parts of objects written in C that are no attributes of their own."""
 
 _PLAIN = {
-    *(bool, int, float, complex, str, bytes, range, slice, type(None), type(...)),
+    *(bool, int, float, complex, str, bytes, range, type(None), type(...)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
     *(TreeSpec, types.NotImplementedType),
 }
@@ -53,6 +54,8 @@ GONE = ...
 
 def is_plain(value: Any) -> bool:
     """Return whether a value cannot change, and can be compared."""
+    if type(value) is slice:
+        value = value.start, value.stop, value.step
     if type(value) is tuple:
         return all(map(is_plain, value))
     return type(value) in _PLAIN or isinstance(value, np.number | np.bool_)
