@@ -189,11 +189,10 @@ class AnyCall:
     def replaced(self, **fields: Any) -> Self:
         """Return a copy with other fields."""
         # As `dataclasses.replace`, which takes as long as a small op.
-        copy = object.__new__(type(self))
-        vars(copy).update(vars(self))
-        for cached in ("tensors", "dtype"):  # of the old fields
-            vars(copy).pop(cached, None)
-        vars(copy).update(fields)
+        own, copy = vars(self), object.__new__(type(self))
+        # Without properties, which are cached of the old fields.
+        own = {name: own[name] for name in self.__dataclass_fields__}
+        vars(copy).update(own, **fields)
         return copy
 
     def checked(self, strategies: Any) -> Self:
