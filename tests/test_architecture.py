@@ -15,7 +15,7 @@ PACKAGE = ROOT / "vgrad"
 
 LAYERS = [
     {"torch_private"},
-    {"renamed", "typing", "checks", "devices", "tree", "batches"}
+    {"typing", "checks", "devices", "tree", "batches"}
     | {"conditions", "files", "generators", "overlaps", "ranks", "report"},
     {"functional", "optim"},
     {"factors"},

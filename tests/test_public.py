@@ -4,7 +4,6 @@ import importlib
 import inspect
 import re
 import types
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -13,7 +12,6 @@ import vgrad
 from vgrad.dp import accounting
 from vgrad.optim import schedules
 from vgrad.persample import engine
-from vgrad.renamed import RENAMED
 
 
 def rooms(module=vgrad):
@@ -174,19 +172,3 @@ def test_an_unknown_option_raises_with_the_known_ones(call, known):
 )
 def test_types_have_the_names_of_the_tables(names, table):
     assert get_args(names) == tuple(table)
-
-
-PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
-
-
-@pytest.mark.parametrize("old", RENAMED)
-def test_an_old_name_raises_with_the_new_one(old):
-    module, _, name = old.rpartition(".")
-    with pytest.raises(AttributeError, match=re.escape(f"Use {RENAMED[old]}.")):
-        getattr(importlib.import_module(module), name)
-    assert f"| {old} | {RENAMED[old]} |" in PAGE.read_text()
-
-
-def test_other_names_raise_as_ever():
-    with pytest.raises(AttributeError, match="module 'vgrad' has no attribute 'norms'"):
-        getattr(vgrad, "norms")  # noqa: B009

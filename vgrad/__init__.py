@@ -48,8 +48,6 @@ Rooms; `vgrad.distributed`, of many ranks, and `vgrad.cli` are imported by name:
 * `ops`, `testing`, `typing`: rules for own ops, their test, types of annotations
 """
 
-from typing import TYPE_CHECKING
-
 from torch.func import functional_call, grad, grad_and_value, vmap
 
 from vgrad import (
@@ -99,7 +97,6 @@ from vgrad.persample import (
 from vgrad.persample.engine import FallbackWarning, UnsupportedOp
 from vgrad.persample.explain import explain
 from vgrad.precision import autocast
-from vgrad.renamed import attributes
 from vgrad.report import Report
 from vgrad.tree import to_device
 
@@ -154,5 +151,6 @@ __all__ = [
     "write_grads_",
 ]
 
-if not TYPE_CHECKING:  # which sees no other names
-    __getattr__, __dir__ = attributes(__name__)
+
+def __dir__() -> list[str]:
+    return __all__

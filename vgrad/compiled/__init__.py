@@ -12,7 +12,7 @@ the ops that it called as a graph, which later calls run again.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from vgrad.compiled.captures import (
     Backend,
@@ -30,14 +30,14 @@ from vgrad.dp.private_gradients import PrivateSource
 from vgrad.ensemble.gradients import EnsembleGradFn
 from vgrad.ensemble.prediction import EnsembleForward
 from vgrad.persample.engine import Transform, eager
-from vgrad.renamed import attributes
 from vgrad.training.steps import TrainingStep
 from vgrad.typing import Arguments, Found, Same
 
 __all__ = ["Compiled", "choices"]
 
-if not TYPE_CHECKING:  # which sees no other names
-    __getattr__, __dir__ = attributes(__name__)
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 class Compiled(Same[Arguments, Found], Protocol):

@@ -13,8 +13,6 @@ The result does not depend on how many ranks there are.
 * `RankError`: another rank has failed, or ranks are at different places
 """
 
-from typing import TYPE_CHECKING
-
 from vgrad.distributed.loading import local_batches
 from vgrad.distributed.member_parallel import (
     gather_members,
@@ -26,7 +24,6 @@ from vgrad.distributed.parallel import data_parallel, replicated, single_process
 from vgrad.distributed.sharding import gather, shard
 from vgrad.ranks import RankError
 from vgrad.ranks import Ranks as Ranks
-from vgrad.renamed import attributes
 
 __all__ = [
     "RankError",
@@ -42,5 +39,6 @@ __all__ = [
     "single_process_mesh",
 ]
 
-if not TYPE_CHECKING:  # which sees no other names
-    __getattr__, __dir__ = attributes(__name__)
+
+def __dir__() -> list[str]:
+    return __all__

@@ -18,8 +18,6 @@
 * `audit`: lower bounds of the privacy that a mechanism spends
 """
 
-from typing import TYPE_CHECKING
-
 from vgrad.dp import audit, noising
 from vgrad.dp.accounting import epsilon, noise_multiplier_for
 from vgrad.dp.adaptive import quantile_clip
@@ -31,7 +29,6 @@ from vgrad.dp.rows import row_selection
 from vgrad.dp.sampling import PoissonBatchSampler, collate
 from vgrad.dp.units import Units, unit_loader, unit_loss
 from vgrad.generators import secret_key
-from vgrad.renamed import attributes
 
 __all__ = [
     "Plan",
@@ -52,5 +49,6 @@ __all__ = [
     "unit_loss",
 ]
 
-if not TYPE_CHECKING:  # which sees no other names
-    __getattr__, __dir__ = attributes(__name__)
+
+def __dir__() -> list[str]:
+    return __all__

@@ -31,8 +31,6 @@ Predicting:
 * `reliability`: confidence and accuracy in each bin
 """
 
-from typing import TYPE_CHECKING
-
 from vgrad.ensemble.calibration import calibration, reliability
 from vgrad.ensemble.gradients import (
     EnsembleGrads,
@@ -51,7 +49,6 @@ from vgrad.ensemble.stacking import (
 )
 from vgrad.ensemble.stacking import group, member, member_seed, share, unstack
 from vgrad.ensemble.stacking import stack as stack
-from vgrad.renamed import attributes
 
 __all__ = [
     "EnsembleGrads",
@@ -73,5 +70,6 @@ __all__ = [
     "unstack",
 ]
 
-if not TYPE_CHECKING:  # which sees no other names
-    __getattr__, __dir__ = attributes(__name__)
+
+def __dir__() -> list[str]:
+    return __all__

@@ -29,15 +29,12 @@ that hold for all of them.
   and the steps of `lars` and `muon`
 """
 
-from typing import TYPE_CHECKING
-
 from vgrad.optim import methods, private, schedules, transforms
 from vgrad.optim.base import GradientTransformation, State, apply_updates, chain, step
 from vgrad.optim.interop import as_torch, from_torch, to_torch
 from vgrad.optim.methods import *  # noqa: F403
 from vgrad.optim.private import *  # noqa: F403
 from vgrad.optim.transforms import *  # noqa: F403
-from vgrad.renamed import attributes
 from vgrad.tree import load_state_dict, state_dict
 
 __all__ = [
@@ -57,5 +54,6 @@ __all__ += methods.__all__
 __all__ += private.__all__
 __all__ += transforms.__all__
 
-if not TYPE_CHECKING:  # which sees no other names
-    __getattr__, __dir__ = attributes(__name__)
+
+def __dir__() -> list[str]:
+    return __all__

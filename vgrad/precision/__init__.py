@@ -16,8 +16,6 @@
 * `alignment_report`: list matrix products whose sizes tensor cores cannot use
 """
 
-from typing import TYPE_CHECKING
-
 from vgrad.precision.alignment import alignment_report
 from vgrad.precision.autocasting import KINDS
 from vgrad.precision.autocasting import autocast as autocast
@@ -31,7 +29,6 @@ from vgrad.precision.loss_scale import (
 )
 from vgrad.precision.modules import loss_under, policy_for
 from vgrad.precision.policy import Policy
-from vgrad.renamed import attributes
 
 __all__ = [
     "KINDS",
@@ -47,5 +44,6 @@ __all__ = [
     "select_tree",
 ]
 
-if not TYPE_CHECKING:  # which sees no other names
-    __getattr__, __dir__ = attributes(__name__)
+
+def __dir__() -> list[str]:
+    return __all__

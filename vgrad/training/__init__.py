@@ -11,9 +11,6 @@
 * `EarlyStopping`: which members no longer improve
 """
 
-from typing import TYPE_CHECKING
-
-from vgrad.renamed import attributes
 from vgrad.training.released import release
 from vgrad.training.saved import load, save
 from vgrad.training.state import EnsembleState, TrainState
@@ -34,5 +31,6 @@ __all__ = [
     "train_step",
 ]
 
-if not TYPE_CHECKING:  # which sees no other names
-    __getattr__, __dir__ = attributes(__name__)
+
+def __dir__() -> list[str]:
+    return __all__
