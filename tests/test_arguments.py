@@ -212,9 +212,7 @@ def test_whole_numbers_of_numpy_and_torch_are_those_of_python(number):
     key = dp.secret_key(seed=0)
     x = torch.arange(10.0).reshape(5, 2)
     data = (x, x[:, :1])
-    targets = torch.arange(5) % 2
     sums = {"w": torch.zeros(2)}
-    probabilities = torch.softmax(x, 1)
     tree = {"w": torch.arange(8.0).reshape(4, 2)}
 
     def everything(n):
@@ -235,7 +233,6 @@ def test_whole_numbers_of_numpy_and_torch_are_those_of_python(number):
         yield ensemble.fold_indices(n, 7, seed=n)
         yield ensemble.member_seed(n, n)
         yield ensemble.member(tree, n)
-        yield ensemble.reliability(probabilities, targets, bins=n)
         yield training.EarlyStopping.create(n, patience=n)
         yield optim.schedules.cosine_with_restarts(1.0, 4, T_mult=n)(torch.arange(9))
 

@@ -12,13 +12,14 @@ from dataclasses import replace
 
 import matplotlib.pyplot as plt
 import torch
+from sklearn.calibration import calibration_curve
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
 import vgrad
 from vgrad import curvature
-from vgrad.ensemble import EnsemblePrediction, calibration, member, predict, reliability
+from vgrad.ensemble import EnsemblePrediction, member, predict
 from vgrad.training import EnsembleState, ensemble_train_step
 
 torch.set_num_threads(1)  # with models this small, more threads only wait
@@ -86,8 +87,7 @@ def predictions(degrees: float) -> dict[str, torch.Tensor]:
 losses: dict[str, list[float]] = {}
 for degrees in ANGLES:
     for name, found in predictions(degrees).items():
-        nll = calibration(found, held_y).negative_log_likelihood
-        losses.setdefault(name, []).append(float(nll))
+        losses.setdefault(name, []).append(float(F.nll_loss(found.log(), held_y)))
 print(f"\n{'turned by, degrees':30}", *(f"{degrees:5.0f}" for degrees in ANGLES[::3]))
 for name, values in losses.items():
     print(f"{name:30}", *(f"{value:5.2f}" for value in values[::3]))
@@ -117,8 +117,9 @@ for (name, found), style in zip(
     predictions(DEGREES).items(), ("C0o-", "C1s--", "C2^-.", "C3v:"), strict=True
 ):
     left.plot(ANGLES, losses[name], style, label=name, markersize=4)
-    shown = reliability(found, held_y, bins=8)
-    right.plot(shown.confidence, shown.accuracy, style, markersize=4)
+    confidence, guess = found.max(1)
+    accuracy, confidence = calibration_curve(guess == held_y, confidence, n_bins=8)
+    right.plot(confidence, accuracy, style, markersize=4)
 left.set(xlabel="digits turned by, degrees", ylabel="negative log-likelihood, nats")
 left.set_title("Digits turned as no training sample is", fontsize="medium")
 left.legend(loc="upper left", fontsize="small")

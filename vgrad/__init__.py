@@ -44,7 +44,7 @@ Rooms; `vgrad.distributed`, of many ranks, and `vgrad.cli` are imported by name:
 * `attribution`: the training samples that made a prediction
 * `curvature`: Gauss-Newton and Fisher matrices, Kronecker factors, Jacobians
 * `optim`, `precision`: optimizers as pairs of pure functions, policies
-* `ensemble`, `compiled`: predictions and calibration, reports of `compile`
+* `ensemble`, `compiled`: predictions, reports of `compile`
 * `ops`, `testing`, `typing`: rules for own ops, their test, types of annotations
 """
 

@@ -474,10 +474,9 @@ def forward(place, **options):
 def predicted(place):
     models = [nn.Linear(36, 3).double() for _ in range(3)]
     fmodel, params, buffers = vgrad.stack(models)
-    x, y = place(calls.data())
+    x, _ = place(calls.data())
     params, buffers = place((params, buffers))
-    found = ensemble.predict(fmodel, params, buffers, x.flatten(1))
-    return found, ensemble.calibration(found.mean, y)
+    return ensemble.predict(fmodel, params, buffers, x.flatten(1))
 
 
 ENSEMBLES = {

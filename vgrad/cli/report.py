@@ -32,7 +32,6 @@ from vgrad.cli import checkpoint
 from vgrad.cli.checkpoint import FIGURES, Record
 from vgrad.cli.setup import Job
 from vgrad.dp import Plan
-from vgrad.ensemble.calibration import reliability
 from vgrad.ensemble.prediction import EnsemblePrediction
 from vgrad_command import printable, spelled
 
@@ -306,11 +305,17 @@ def reliability_diagram(title: str, logits: Tensor, labels: Tensor) -> Figure:
     above.plot([0, 1], [0, 1], **perfect)
     mean = EnsemblePrediction.from_logits(logits).mean
     known = mean.isfinite().all(1)  # not where a member has diverged
-    bins = reliability(mean[known], labels[known], bins=_BINS)
-    filled = (bins.count > 0).cpu()
-    sure, right, count = (values.cpu()[filled].tolist() for values in bins)
-    above.plot(sure, right, label=TITLES["plain"], **_LOOKS["plain"])
-    below.plot(sure, count, **_LOOKS["plain"])
+    confidence, guess = mean[known].double().cpu().max(1)
+    right = (guess == labels[known].cpu()).double()
+    bins = (confidence * _BINS).long().clamp(max=_BINS - 1)
+    count = torch.bincount(bins, minlength=_BINS)
+    filled = count > 0
+    sure, accuracy = (
+        (torch.bincount(bins, values, minlength=_BINS) / count)[filled]
+        for values in (confidence, right)
+    )
+    above.plot(sure, accuracy, label=TITLES["plain"], **_LOOKS["plain"])
+    below.plot(sure, count[filled], **_LOOKS["plain"])
     above.set_ylabel("accuracy")
     below.set_ylabel("held-out samples")
     below.set_xlabel("confidence: probability of the guess")

@@ -27,11 +27,8 @@ Predicting:
 
 * `predict`: predictions and their uncertainty, on one process or over ranks
 * `EnsemblePrediction`, `ValuePrediction`: the results, of classes and of values
-* `calibration`: calibration error, Brier score and likelihood
-* `reliability`: confidence and accuracy in each bin
 """
 
-from vgrad.ensemble.calibration import calibration, reliability
 from vgrad.ensemble.gradients import (
     EnsembleGrads,
     ensemble_clipped_grad,
@@ -55,7 +52,6 @@ __all__ = [
     "EnsemblePrediction",
     "ValuePrediction",
     "bootstrap_indices",
-    "calibration",
     "ensemble_clipped_grad",
     "ensemble_per_sample_grad",
     "fold_indices",
@@ -64,7 +60,6 @@ __all__ = [
     "member_seed",
     "predict",
     "rank_one",
-    "reliability",
     "share",
     "take",
     "unstack",
