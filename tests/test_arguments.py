@@ -72,17 +72,12 @@ def test_a_loss_takes_a_model_that_has_been_split(make):
         make(MODEL, F.mse_loss)
 
 
-DATA = torch.ones(4, 2), torch.ones(4, 1)
-FOLDS = dict(folds=2, epochs=1, batch_size=2, seed=0)
 TAKE_TX = {
     "train_step": partial(training.train_step, BATCH_LOSS),
     "private_step": lambda tx: training.private_step(LOSS, tx, PLAN),
     "ensemble_train_step": partial(training.ensemble_train_step, BATCH_LOSS),
     "TrainState.create": lambda tx: training.TrainState.create(tx, PARAMS, BUFFERS),
     "EnsembleState.create": lambda tx: training.EnsembleState.create(tx, PARAMS, {}),
-    "cross_validate": lambda tx: training.cross_validate(
-        lambda fold: nn.Linear(2, 1), F.mse_loss, tx, *DATA, **FOLDS
-    ),
     "step": lambda tx: optim.step(tx, PARAMS, {}, PARAMS),
     "as_torch": lambda tx: optim.as_torch(tx, PARAMS),
     "chain": lambda tx: optim.chain(optim.zero_nans(), tx),

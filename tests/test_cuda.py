@@ -196,29 +196,6 @@ def test_ensembles_stop_early_and_scale_their_losses_on_the_device():
     assert same == [False, True, False]
 
 
-def test_folds_are_trained_where_the_models_are(tmp_path):
-    """The data stay on the CPU; a second call reads what the first one has reached."""
-    x = torch.randn(26, 4, dtype=torch.float64)
-    y = (x[:, 0] > 0).long()
-
-    def run(device, **options):
-        def factory(fold):
-            layers = torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6)
-            model = torch.nn.Sequential(*layers, torch.nn.Linear(6, 2))
-            return model.double().to(device)
-
-        def metric(output, target):
-            return (output.argmax(1) == target).double().mean()
-
-        tx, loss = vgrad.optim.sgd(0.1, momentum=0.9), torch.nn.functional.cross_entropy
-        options |= dict(folds=3, epochs=2, batch_size=5, seed=0, metric=metric)
-        return vgrad.training.cross_validate(factory, loss, tx, x, y, **options)
-
-    expected = run("cpu")
-    for options in ({"at_once": 1}, {"folder": tmp_path}, {"folder": tmp_path}):
-        oracle.assert_exact(run("cuda", **options), expected)
-
-
 SLOPE = 2.0
 
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,8 @@ from torch.nn import functional as F
 import vgrad
 from bench.experiments import data, nets
 from bench.experiments.study import Place, Result, Tell
-from vgrad.training import FoldEpoch, cross_validate
+from vgrad.ensemble import fold_indices, member_seed
+from vgrad.training import EnsembleState, ensemble_train_step, load, save
 
 
 class Folded(NamedTuple):
@@ -46,6 +48,22 @@ def _folds(place: Place) -> int:
     return place.pick(tiny=2, small=3, full=5)
 
 
+class FoldEpoch(NamedTuple):
+    """An epoch that some folds have ended; they are trained at once."""
+
+    folds: range
+    epoch: int
+
+
+class Folds(NamedTuple):
+    """K models, and their figures on the folds that they did not see, `[K, epochs]`."""
+
+    params: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    losses: Tensor
+    scores: Tensor
+
+
 class Interrupted(Exception):
     """Stands for the end of a process."""
 
@@ -63,7 +81,7 @@ def resume(place: Place, tell: Tell) -> Result:
 
     def run(**options: Any) -> Any:
         net = Folded("CNN", partial(nets.cnn, width=8), 1)
-        return _cross_validated(place, net, images, epochs, **options)
+        return cross_validate(place, net, images, epochs, **options)
 
     with _deterministic(place.device):
         whole = run()
@@ -98,10 +116,9 @@ def validate(place: Place, net: Folded, tell: Tell) -> Result:
         tell(done / (folds * epochs))
 
     start = time.perf_counter()
-    found = _cross_validated(place, net, images, epochs, folder=folder, callback=so_far)
+    found = cross_validate(place, net, images, epochs, folder=folder, callback=so_far)
     seconds = time.perf_counter() - start
     shutil.rmtree(folder)
-    assert found.scores is not None
     return {
         "net": net.name,
         "data": images.title,
@@ -120,29 +137,71 @@ def _images(place: Place) -> data.Images:
     return data.images(source, count, place.pick(tiny=8, small=32, full=32))
 
 
-def _cross_validated(
-    place: Place, net: Folded, images: data.Images, epochs: int, **options: Any
-) -> Any:
-    return cross_validate(
-        lambda _: net.build(images.classes).to(place.device),
-        F.cross_entropy,
-        vgrad.optim.adam(2e-3),
-        images.x,
-        images.y,
-        folds=_folds(place),
-        epochs=epochs,
-        batch_size=place.pick(tiny=16, small=16, full=50),
-        seed=0,
-        at_once=net.at_once,
-        metric=accuracy,
-        policy="mixed_float16" if place.device.startswith("cuda") else None,
-        **options,
-    )
+def cross_validate(
+    place: Place,
+    net: Folded,
+    images: data.Images,
+    epochs: int,
+    *,
+    seed: int = 0,
+    folder: Path | None = None,
+    callback: Callable[[FoldEpoch], None] = lambda epoch: None,
+) -> Folds:
+    """Train K models, each on all but its fold, and evaluate it on that every epoch.
 
+    The folds are members of an ensemble, `at_once` of them at a time. A `folder` keeps
+    what they have reached: the same call goes on from there.
+    """
+    folds, size = _folds(place), place.pick(tiny=16, small=16, full=50)
+    trained, held_out = fold_indices(folds, len(images.y), seed=seed)
+    half = place.device.startswith("cuda")
+    policy = "mixed_float16" if half else None
+    scale = vgrad.precision.DynamicLossScale() if half else None
+    tx = vgrad.optim.adam(2e-3)
 
-def accuracy(scores: Tensor, y: Tensor) -> Tensor:
-    """Return the share of samples whose class has the highest score."""
-    return (scores.argmax(1) == y).double().mean()
+    def batches(rows: Tensor) -> Iterator[list[Tensor]]:
+        for part in rows.split(size, 1):  # [E, B]
+            yield [each[part].to(place.device) for each in (images.x, images.y)]
+
+    ended = []
+    for first in range(0, folds, net.at_once):
+        which = range(folds)[first : first + net.at_once]
+        fmodel, params, buffers = vgrad.stack(
+            lambda: net.build(images.classes).to(place.device),
+            seeds=[member_seed(seed, fold) for fold in which],
+        )
+        state = EnsembleState.create(tx, params, buffers, seed=first, loss_scale=scale)
+        loss = vgrad.batch_loss(fmodel, F.cross_entropy)
+        options = {"policy": policy, "loss_scale": scale, "randomness": "different"}
+        step = ensemble_train_step(loss, tx, in_dims=0, donate=True, **options)
+        forward = vgrad.ensemble_forward(fmodel.eval(), in_dims=0)
+        figures = torch.full((2, len(which), epochs), torch.nan, dtype=torch.float64)
+        done = torch.tensor(0)
+        reached = None if folder is None else folder / f"folds-{first}"
+        if reached is not None and reached.exists():
+            state, figures, done = load(reached, (state, figures, done))
+        for epoch in range(int(done), epochs):
+            orders = []
+            for fold in which:
+                drawn = member_seed(seed + 1 + epoch, fold)
+                source = torch.Generator().manual_seed(drawn)
+                orders.append(torch.randperm(trained.shape[1], generator=source))
+            rows = trained[which.start : which.stop].gather(1, torch.stack(orders))
+            for x, y in batches(rows):
+                state, _ = step(state, x, y)
+            found = []
+            with torch.no_grad():
+                for x, y in batches(held_out[which.start : which.stop]):
+                    logits = forward(state.params, state.buffers, x).movedim(2, 1)
+                    losses = F.cross_entropy(logits, y, reduction="none")
+                    found.append(torch.stack([losses, logits.argmax(1) == y]))
+            figures[:, :, epoch] = torch.cat(found, 2).double().mean(2).cpu()
+            if reached is not None:
+                reached.parent.mkdir(parents=True, exist_ok=True)
+                save(reached, (state, figures, torch.tensor(epoch + 1)))
+            callback(FoldEpoch(which, epoch))
+        ended.append(vgrad.to_device((state.params, state.buffers, *figures), "cpu"))
+    return Folds(*vgrad.tree.tree_map(lambda *each: torch.cat(each), *ended))
 
 
 @contextmanager

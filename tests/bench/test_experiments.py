@@ -220,8 +220,7 @@ def test_folds_that_go_on_in_another_way_are_seen(tmp_path, monkeypatch):
     real = folds.cross_validate
 
     def wrong(*given, folder=None, **options):
-        seed = options.pop("seed") + (folder is not None)
-        return real(*given, folder=folder, seed=seed, **options)
+        return real(*given, folder=folder, seed=int(folder is not None), **options)
 
     monkeypatch.setattr(folds, "cross_validate", wrong)
     results = folds.resume(Place("tiny", "cpu", tmp_path), lambda share: None)

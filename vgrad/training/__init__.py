@@ -6,23 +6,19 @@
 * `TrainState`, `EnsembleState`: all that a step changes
 * `save`, `load`: a state, or another tree of tensors, in a folder
 * `release`: parameters and buffers in files for others, with the claim of privacy
-* `cross_validate`: train each model on all but its fold, and evaluate it on the fold
-* `FoldEpoch`: its figures after an epoch
 * `EarlyStopping`: which members no longer improve
 """
 
+from vgrad.training.early_stopping import EarlyStopping
 from vgrad.training.released import release
 from vgrad.training.saved import load, save
 from vgrad.training.state import EnsembleState, TrainState
 from vgrad.training.steps import ensemble_train_step, private_step, train_step
-from vgrad.training.validation import EarlyStopping, FoldEpoch, cross_validate
 
 __all__ = [
     "EarlyStopping",
     "EnsembleState",
-    "FoldEpoch",
     "TrainState",
-    "cross_validate",
     "ensemble_train_step",
     "load",
     "private_step",
