@@ -90,7 +90,7 @@ TAKE_TX = {
     [
         (
             SGD,
-            r"got an optimizer of torch, SGD. Read it: tx, state = vgrad.optim.from_",
+            r"got an optimizer of torch, SGD. Pass, for example, vgrad.optim.sgd",
         ),
         (optim.sgd, r"got a function. Call it: sgd\(lr"),
         (None, r"got a NoneType. Pass, for example, vgrad.optim.sgd\(0.1\)"),

@@ -64,10 +64,7 @@ torch.testing.assert_close(
 )
 print(f"{STEPS} steps from {curve[0]:.4f} to {curve[-1]:.4f}, with both")
 
-# %% A run of torch continues here from where it is. Code that needs an optimizer of
-# torch gets one, too.
-tx, state = optim.from_torch(optimizer)
-assert state[0].count == STEPS
+# %% Code that needs an optimizer of torch gets one.
 adapted = optim.as_torch(optim.lion(1e-3), model.named_parameters())
 assert isinstance(adapted, torch.optim.Optimizer)
 

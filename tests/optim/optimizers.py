@@ -178,10 +178,13 @@ every = each()
 
 # The optimizers that torch has, too.
 
+WITHOUT = {torch.optim.Optimizer, torch.optim.SparseAdam, torch.optim.LBFGS}
 TORCH = {
     theirs.__name__.lower(): (getattr(optim, theirs.__name__.lower()), theirs)
-    for theirs in optim.interop.OPTIMIZERS
+    for theirs in vars(torch.optim).values()
+    if isinstance(theirs, type) and theirs not in WITHOUT
 }
+"""Optimizers of ours and of torch; a new one of torch has to be made or left out."""
 
 MORE = dict(betas=(0.8, 0.9), eps=1e-6)
 # Rates and options, to be multiplied by weight decay and direction; the last ones are

@@ -33,7 +33,7 @@ def test_every_optimizer_and_wrapper_is_in_the_table():
         if inspect.isfunction(value)
         and "GradientTransformation" in str(inspect.signature(value).return_annotation)
     }
-    parts = {name for name in makers if name.startswith("scale_by_")} | {"from_torch"}
+    parts = {name for name in makers if name.startswith("scale_by_")}
     parts |= {"add_decayed_weights", "chain", "orthogonalize", "schedule_free", "trace"}
     table = {name.split(",")[0] for name in OPTIMIZERS}
     assert makers - parts == table - parts

@@ -10,7 +10,7 @@ that hold for all of them.
 * `state_dict`, `load_state_dict`: a state as tensors by name, and back
 * `inject_hyperparams`, `with_hyperparams`: keep numbers in the state, and set them
 * `partition`, `masked`, `set_to_zero`: by groups; only the selected ones; the others
-* `as_torch`, `from_torch`, `to_torch`: make an optimizer of torch, read and write one
+* `as_torch`: make an optimizer of torch
 * `schedules`: rates that change from step to step
 * `sgd`, `asgd`, `adam`, `adamw`, `adamax`, `nadam`, `radam`, `adagrad`, `adadelta`,
   `rmsprop`, `rprop`, `muon`, `adafactor`: as in `torch.optim`
@@ -31,7 +31,7 @@ that hold for all of them.
 
 from vgrad.optim import methods, private, schedules, transforms
 from vgrad.optim.base import GradientTransformation, State, apply_updates, chain, step
-from vgrad.optim.interop import as_torch, from_torch, to_torch
+from vgrad.optim.interop import as_torch
 from vgrad.optim.methods import *  # noqa: F403
 from vgrad.optim.private import *  # noqa: F403
 from vgrad.optim.transforms import *  # noqa: F403
@@ -43,12 +43,10 @@ __all__ = [
     "apply_updates",
     "as_torch",
     "chain",
-    "from_torch",
     "load_state_dict",
     "schedules",
     "state_dict",
     "step",
-    "to_torch",
 ]
 __all__ += methods.__all__
 __all__ += private.__all__

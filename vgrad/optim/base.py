@@ -391,7 +391,6 @@ def check_transformation(function: str, tx: Any) -> None:
     got, advice = f"a {type(tx).__name__}", "Pass, for example, vgrad.optim.sgd(0.1)."
     if isinstance(tx, Optimizer):
         got = f"an optimizer of torch, {type(tx).__name__}"
-        advice = "Read it: tx, state = vgrad.optim.from_torch(optimizer)."
     elif callable(tx):
         advice = f"Call it: {getattr(tx, '__name__', 'make')}(lr, ...)."
     raise TypeError(

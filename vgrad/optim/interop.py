@@ -1,244 +1,22 @@
-"""From and to `torch.optim`: its optimizers read and written, and made of ours."""
+"""Optimizers of `torch.optim` made of transformations of this package."""
 
-import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from vgrad import checks, overlaps, tree
-from vgrad.optim import methods
-from vgrad.optim.base import GradientTransformation, State, check_transformation, step
+from vgrad.optim.base import GradientTransformation, check_transformation, step
 from vgrad.optim.private import scales_of
-from vgrad.optim.transforms import HyperparamsState, Key, partition, with_hyperparams
-from vgrad.tree import check_fit, state_dict, tree_map, tree_map_only
+from vgrad.optim.transforms import HyperparamsState, with_hyperparams
+from vgrad.tree import tree_map
 from vgrad.typing import Params, Tree
-
-Entry = dict[str, Any]
-"""The state of one parameter in `torch.optim`, whose names the slots of ours have."""
-
-_NAMES = "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD "
-OPTIMIZERS: dict[type[Optimizer], Callable[..., GradientTransformation]] = {
-    getattr(torch.optim, name): getattr(methods, name.lower())
-    for name in [*_NAMES.split(), "Adafactor", "Muon"]
-}
-"""The optimizers that exist on both sides."""
-
-
-class _Group(NamedTuple):
-    tx: GradientTransformation
-    params: Params
-    entries: dict[str, Entry]
-    settings: dict[str, Any]
-
-
-def from_torch(
-    optimizer: Optimizer, params: Mapping[str, Tensor] | None = None
-) -> tuple[GradientTransformation, Tree]:
-    """Read an optimizer of `torch.optim` into `(tx, state)`, to go on from there.
-
-    `tx` is the optimizer of the same name with the current numbers of `param_groups`;
-    several groups become a `partition` by name. The state holds copies. Schedulers and
-    hooks are left out, as are frozen parameters. Names are those the optimizer was made
-    with, from `model.named_parameters()`, or the keys of `params`.
-
-    Example:
-        >>> optimizer = torch.optim.Adam(torch.nn.Linear(2, 1).named_parameters())
-        >>> tx, state = from_torch(optimizer)
-        >>> state[1].slots["exp_avg"]["bias"]
-        tensor([0.])
-    """
-    groups = _groups("from_torch", optimizer, params)
-    with torch.no_grad():
-        states = tuple(_read(optimizer, group) for group in groups)
-    if len(groups) == 1:
-        return groups[0].tx, states[0]
-    by_name: dict[Key, GradientTransformation] = {
-        frozenset(group.params).__contains__: group.tx for group in groups
-    }
-    return partition(by_name), states
-
-
-def _read(optimizer: Optimizer, group: _Group) -> Tree:
-    template = group.tx.init(group.params)
-    if not any(group.entries.values()):
-        return template
-    steps = {name: _steps_of(entry) for name, entry in group.entries.items()}
-    most = max(steps.values())
-    behind = [name for name, count in steps.items() if count < most]
-    if behind and group.tx.counted:
-        raise ValueError(
-            f"from_torch(optimizer): expected parameters of a group that took equally "
-            f"many steps, got fewer than {most:.0f} of {checks.listed(behind)}. Put "
-            f"these into another group."
-        )
-    if isinstance(optimizer, torch.optim.ASGD):
-        # torch keeps the rate of the next step, in its default dtype.
-        expected = _asgd_rate(group.settings, most)
-        rates = [float(entry["eta"]) for entry in group.entries.values() if entry]
-        if not all(math.isclose(rate, expected, rel_tol=1e-6) for rate in rates):
-            raise ValueError(
-                f"from_torch(ASGD, lr={group.settings['lr']}): expected the rate of "
-                f"the last step, got one changed since. Make one more step before."
-            )
-
-    def tensor(name, slot, old):
-        entry = group.entries[name]
-        if not entry:
-            return old
-        got = tuple(entry[slot].shape) if slot in entry else "none"
-        if got != tuple(old.shape):
-            raise ValueError(
-                f"from_torch(optimizer): expected {slot!r} of shape {tuple(old.shape)} "
-                f"in the state of {name!r}, got {got}. Was an option changed?"
-            )
-        return entry[slot].detach().to(old, copy=True)
-
-    def read(state):
-        if not isinstance(state, State):
-            return state
-        slots: dict[str, Any] = {
-            slot: {name: tensor(name, slot, x) for name, x in old.items()}
-            if isinstance(old, dict)
-            else tensor(next(iter(group.entries)), slot, old)
-            for slot, old in state.slots.items()
-        }
-        return State(torch.full_like(state.count, int(most)), slots)
-
-    return tuple(map(read, template))
-
-
-def to_torch(
-    state: Tree, optimizer: Optimizer, params: Mapping[str, Tensor] | None = None
-) -> None:
-    """Write a state into an optimizer of `torch.optim`, to go on there.
-
-    `from_torch` of the optimizer has to give the transformation that made the state;
-    rates are not written. `params` names the parameters as in `from_torch`; load their
-    values into the module. After an error nothing has changed.
-
-    Example:
-        >>> optimizer = torch.optim.Adam(torch.nn.Linear(2, 1).named_parameters())
-        >>> tx, state = from_torch(optimizer)
-        >>> to_torch(state, optimizer)
-    """
-    groups = _groups("to_torch", optimizer, params)
-    with torch.no_grad():
-        templates = tuple(group.tx.init(group.params) for group in groups)
-    single = len(groups) == 1
-    expected = state_dict(templates[0] if single else templates)
-    check_fit("to_torch(state)", expected, state_dict(state))
-    new = {}
-    for group, part in zip(groups, [state] if single else state, strict=True):
-        new.update(_written(optimizer, group, part))
-    optimizer.state.update(new)
-
-
-def _written(optimizer: Optimizer, group: _Group, state: Tree) -> dict[Tensor, Entry]:
-    parts = [part for part in state if isinstance(part, State)]
-    count = int(parts[0].count) if parts else 0
-    uncounted = isinstance(optimizer, (torch.optim.SGD, torch.optim.Muon))
-    asgd = isinstance(optimizer, torch.optim.ASGD)
-    fused = group.settings.get("fused")
-    wide = torch.get_default_dtype() == torch.float64 and not fused
-    dtype = torch.float64 if wide else torch.float32
-    on_device = fused or group.settings.get("capturable") or asgd
-
-    def entry(name, param):
-        if uncounted and count == 0:
-            return {}
-        numbers: dict[str, Any] = {} if uncounted else {"step": count}
-        new = {}
-        for slot, tensors in (pair for part in parts for pair in part.slots.items()):
-            if isinstance(tensors, Tensor):
-                numbers[slot] = tensors.item()
-            elif name in tensors:
-                value = tensors[name].detach()
-                new[slot] = value.to(param.device, param.dtype, copy=True)
-        if asgd:
-            numbers["eta"] = _asgd_rate(group.settings, count)
-            numbers["mu"] = 1 / max(1, count - group.settings["t0"])
-        # In the dtype and on the device in which torch keeps them.
-        device = param.device if on_device else None
-        kept = partial(torch.tensor, dtype=dtype, device=device)
-        return {key: kept(number) for key, number in numbers.items()} | new
-
-    return {param: entry(name, param) for name, param in group.params.items()}
-
-
-def _groups(function: str, optimizer: Optimizer, params: Any) -> list[_Group]:
-    if type(optimizer) not in OPTIMIZERS:
-        known = ", ".join(kind.__name__ for kind in OPTIMIZERS)
-        raise TypeError(
-            f"{function}(optimizer of class {type(optimizer).__name__}): expected one "
-            f"of {known}, of torch.optim itself."
-        )
-    names_by_id: dict[int, str] = {}
-    if params is not None:
-        checks.dictionaries(function, params=params)
-        names_by_id = {id(p): name for name, p in reversed([*params.items()])}
-    seen: set[str] = set()
-    groups = []
-    for number, settings in enumerate(optimizer.param_groups):
-        names = settings.get("param_names")
-        if params is not None:
-            names = [names_by_id.get(id(param)) for param in settings["params"]]
-        elif names is None:
-            raise ValueError(
-                f"{function}(params=None): expected the names of the parameters, got "
-                f"an optimizer without. Pass dict(model.named_parameters())."
-            )
-        trained, entries = {}, {}
-        for name, param in zip(names, settings["params"], strict=True):
-            entry = optimizer.state.get(param, {})
-            entry = {key: value for key, value in entry.items() if value is not None}
-            if not param.requires_grad and not _steps_of(entry):
-                continue
-            if name is None or name in seen:
-                got = "no name" if name is None else f"{name!r} a second time"
-                raise ValueError(
-                    f"{function}(params): expected one name for each parameter, got "
-                    f"{got} for one of shape {tuple(param.shape)} in group {number}."
-                )
-            seen.add(name)
-            trained[name], entries[name] = param, entry
-        if not trained:
-            continue
-        if settings.get("differentiable"):
-            raise ValueError(
-                f"{function}(optimizer with differentiable=True): expected False, "
-                f"since the graph of its steps would be cut."
-            )
-        make = OPTIMIZERS[type(optimizer)]
-        if make is methods.adam and settings["decoupled_weight_decay"]:
-            make = methods.adamw
-        known = inspect.signature(make).parameters
-        options = {key: settings[key] for key in known if key in settings}
-        options = tree_map_only(Tensor, lambda x: x.detach().item(), options)
-        groups.append(_Group(make(**options), trained, entries, settings))
-    if not groups:
-        expected = "expected parameters that require gradients, got none"
-        raise ValueError(f"{function}(optimizer): {expected}.")
-    return groups
-
-
-def _steps_of(entry: Entry) -> float:
-    # One for any, where torch does not count them.
-    return float(entry["step"]) if "step" in entry else float(bool(entry))
-
-
-def _asgd_rate(settings: dict[str, Any], steps: float) -> float:
-    lr = float(settings["lr"])
-    return lr / ((1 + settings["lambd"] * lr * steps) ** settings["alpha"])
 
 
 def as_torch(
     transformation: GradientTransformation,
-    params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+    params: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
 ) -> Optimizer:
     """Make a `torch.optim.Optimizer` that steps by a transformation.
 
@@ -310,7 +88,7 @@ class _Adapter(Optimizer):
                 "clipped. Train with vgrad.training.private_step."
             )
         hyperparams = state.hyperparams if isinstance(state, HyperparamsState) else {}
-        shown = {n: tree_map(Tensor.item, hyperparams[n]) for n in self._shown}
+        shown = {n: tree_map(torch.Tensor.item, hyperparams[n]) for n in self._shown}
         self._unread = {"lr", *hyperparams} - set(shown)
         super().__init__([_Settings(params=list(params.items()), behind=[])], shown)
 
