@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd import Function
+from torch.autograd.function import Function, _SingleLevelFunction
 from torch.nn import functional as F
 from torch.utils import checkpoint as checkpointing
 
@@ -850,13 +850,21 @@ for each in (ENCODER, ATTENTION):
     each.double().eval().requires_grad_(False)
 
 
-Doubled = old_function(lambda ctx, x: x * 2, lambda ctx, grad: grad * 2)
+class Doubled(_SingleLevelFunction):
+    """Differentiates as functions of C++ do: on the tensor that they are given."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
 
 
 def compiled(x):
-    """Differentiate as functions of C++ do: on the tensor that they are given."""
     with enable_single_level_autograd_function():
-        return super(Function, Doubled).apply(x)
+        return Doubled.apply(x)
 
 
 BRANCHES = "h = F.relu(h) if h.requires_grad else h.detach().relu_()"

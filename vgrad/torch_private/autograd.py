@@ -258,16 +258,16 @@ REENTRANT_ERROR = (
 _OF_REENTRANT = Reentrant._backward_cls  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# Under transforms `Function.apply` (torch/autograd/function.py) hands a call to
-# `custom_function_call`, which modes see, but raises for a class without
-# `setup_context`. It calls this test once and reads the result twice: first whether to
-# bind arguments to the signature of `forward`, which in the old style begins with a
-# context, and then whether to raise.
-_NAME = "_is_setup_context_defined"
-_DEFINED = getattr(_functions, _NAME)
+# Under transforms `Function.apply` hands a call to `custom_function_call`, which modes
+# see, but raises for a class that inherits `setup_context`. It looks at that attribute
+# once, and reads the answer twice: whether to bind arguments to the signature of
+# `forward`, which in the old style begins with a context, and whether not to raise.
+_MODULE: Any = _functions
+_BASE = _MODULE.Function.setup_context
+_BOUND: Any = getattr(_MODULE, "_bind_default_args", None)  # of torch 2.14 on
 _LOCK = threading.Lock()
 _BLOCKS: list[None] = []
-_HERE: ContextVar[bool] = ContextVar("shown", default=False)
+_SHOWN: ContextVar[list[Any]] = ContextVar("shown")  # `forward`s that are not bound
 
 
 @contextmanager
@@ -275,25 +275,41 @@ def old_style_shown() -> Iterator[None]:
     """Show calls in the old style to the modes of this thread while a block runs."""
     with _LOCK:
         _BLOCKS.append(None)
-        setattr(_functions, _NAME, _defined)
-    token = _HERE.set(True)
+        _MODULE.Function.setup_context = _INHERITED
+        _MODULE._bind_default_args = _bound
+    token = _SHOWN.set([])
     try:
         yield
     finally:
-        _HERE.reset(token)
+        _SHOWN.reset(token)
         with _LOCK:
             _BLOCKS.pop()
             if not _BLOCKS:
-                setattr(_functions, _NAME, _DEFINED)
+                _MODULE.Function.setup_context = staticmethod(_BASE)
+                _MODULE._bind_default_args = _BOUND
 
 
-def _defined(setup_context: Callable) -> Any:
-    return _DEFINED(setup_context) or (_HERE.get() and _SecondTime())
+class _Inherited:
+    """The `setup_context` of classes in the old style, which counts as their own."""
+
+    def __get__(self, _: Any, function: Any) -> Any:
+        shown = _SHOWN.get(None)
+        if shown is None or not modes.inside_transform():
+            return _BASE
+        shown[:] = [function.forward]
+        return self
+
+    def __ne__(self, other: object) -> Any:
+        return self
+
+    def __bool__(self) -> bool:  # read by torch before 2.14, which binds for itself
+        return not _SHOWN.get([]) or not _SHOWN.get().pop()
 
 
-class _SecondTime:
-    _tested = False
+_INHERITED: Any = _Inherited()
 
-    def __bool__(self) -> bool:
-        tested, self._tested = self._tested, True
-        return tested
+
+def _bound(forward: Callable, args: tuple, kwargs: dict | None) -> Any:
+    shown = _SHOWN.get([])
+    own = shown and shown.pop() == forward
+    return (args, kwargs or {}) if own else _BOUND(forward, args, kwargs)
