@@ -38,6 +38,7 @@ from vgrad.generators import (
 )
 from vgrad.optim.private import unscaled
 from vgrad.persample.clipped import ClippedGrad, ClippedGradFn, clipped_grad
+from vgrad.persample.engine import advanced
 from vgrad.tree import map_values, tree_flatten, tree_leaves, tree_unflatten, widened
 from vgrad.typing import (
     Buffers,
@@ -332,6 +333,8 @@ class PrivateGradients:
                 batch = self._with_mask(pending, batch)
                 clipped = self._source.at(self._max_norm, params, self.step)
                 result = self._live.run(clipped, params, buffers, *batch)
+                own: Any = clipped.options, params, buffers, batch
+                new = self._live.run(advanced, *own) if pending.last else buffers
         sums, noisy, kept = result, None, ()
         if pending.number:
             sums = _joined(self._sums, result)
@@ -344,6 +347,10 @@ class PrivateGradients:
             noisy, history = release.noise.advanced(release.sums)
             noisy, kept = unscaled(noisy, release.scales), (history, release.max_norm)
         self._commit(pending, sums, noisy, kept)
+        with torch.no_grad():
+            for name, value in new.items():
+                if value is not buffers[name]:
+                    buffers[name].copy_(value)  # the memory of the module's own
         return metrics_of(result)
 
     def watch(self, optimizer: Optimizer) -> Optimizer:
