@@ -278,3 +278,67 @@ def test_an_optimizer_inside_of_the_wrappers_of_trainers_is_watched(run):
     assert private.watch(wrapped) is wrapped
     with refused("before each step, got a step without"):
         inside.step()
+
+
+OPTIMIZERS = {
+    "adam": torch.optim.Adam,
+    "fused": lambda x: torch.optim.AdamW(x, fused=True),
+    "adagrad": torch.optim.Adagrad,
+    "muon": lambda x: torch.optim.Muon([p for p in x if p.ndim == 2]),
+    "momentum": lambda x: torch.optim.SGD(x, lr=0.1, momentum=0.9),
+}
+
+
+def steps(private, optimizer, count):
+    for _, batch in zip(range(count), private.loader, strict=False):
+        private.model.zero_grad()
+        private.backward(*batch)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_of_steps_that_are_not_counted(name):
+    make = OPTIMIZERS[name]
+    model, private = started()
+    optimizer = private.watch(make(model.parameters()))
+    steps(private, optimizer, 2)
+    found = copy.deepcopy([x.state_dict() for x in (optimizer, private)])
+    # A trainer restores the optimizer after `watch`, in the middle of a run too.
+    model, again = started()
+    resumed = again.watch(make(model.parameters()))
+    resumed.load_state_dict(copy.deepcopy(found[0]))
+    again.backward(*first(again))
+    least = 1 if name in ("muon", "momentum") else 2
+    message = rf"at most 0 steps, .* one of at least {least}, .*earlier_steps={least}\)"
+    with refused(message):
+        resumed.step()
+    # With the state of both the run goes on.
+    again.load_state_dict(found[1])
+    steps(again, resumed, 1)
+    assert again.step == 3
+    if least == 2:  # from a state of four steps
+        steps(private, optimizer, 2)
+        resumed.load_state_dict(optimizer.state_dict())
+        model.zero_grad()
+        again.backward(*first(again))
+        with refused("at most 3 steps, .* one of at least 4"):
+            resumed.step()
+    # Public steps are no steps of the plan.
+    model, public = started()
+    resumed = public.watch(make(model.parameters()))
+    resumed.load_state_dict(copy.deepcopy(found[0]))
+    assert public.watch(resumed, earlier_steps=least) is resumed
+    steps(public, resumed, 2)
+
+
+def test_earlier_steps_are_a_count(run):
+    _, private, optimizer = run
+    with pytest.raises(ValueError, match=r"watch\(earlier_steps=-1\)"):
+        private.watch(optimizer, earlier_steps=-1)
+
+
+def test_batches_are_not_skipped_by_their_sampler(run):
+    _, private, _ = run
+    assert not hasattr(private.loader, "sampler")
+    with pytest.raises(AttributeError, match=r"begins with .*ignore_data_skip=True"):
+        private.loader.sampler  # noqa: B018

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed, nn
@@ -38,7 +38,15 @@ from vgrad.generators import (
 )
 from vgrad.optim.private import unscaled
 from vgrad.persample.clipped import ClippedGrad, ClippedGradFn, clipped_grad
-from vgrad.tree import map_values, tree_flatten, tree_leaves, tree_unflatten, widened
+from vgrad.persample.engine import advanced
+from vgrad.tree import (
+    map_values,
+    tensors,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    widened,
+)
 from vgrad.typing import (
     Buffers,
     ChunkSize,
@@ -332,6 +340,8 @@ class PrivateGradients:
                 batch = self._with_mask(pending, batch)
                 clipped = self._source.at(self._max_norm, params, self.step)
                 result = self._live.run(clipped, params, buffers, *batch)
+                own: Any = clipped.options, params, buffers, batch
+                new = self._live.run(advanced, *own) if pending.last else buffers
         sums, noisy, kept = result, None, ()
         if pending.number:
             sums = _joined(self._sums, result)
@@ -344,13 +354,20 @@ class PrivateGradients:
             noisy, history = release.noise.advanced(release.sums)
             noisy, kept = unscaled(noisy, release.scales), (history, release.max_norm)
         self._commit(pending, sums, noisy, kept)
+        with torch.no_grad():
+            for name, value in new.items():
+                if value is not buffers[name]:
+                    buffers[name].copy_(value)  # the memory of the module's own
         return metrics_of(result)
 
-    def watch(self, optimizer: Optimizer) -> Optimizer:
+    def watch(self, optimizer: Optimizer, *, earlier_steps: int = 0) -> Optimizer:
         """Check each step of an optimizer of torch, and return it.
 
         Its steps raise unless `.grad` is as `backward` wrote it and has not been used:
         plain, accumulated, clipped or scaled gradients and second steps are detected.
+        So are steps that `epsilon()` does not count, of a resumed optimizer whose
+        `PrivateGradients` is not: by the optimizer's own count, or by momentum. SGD
+        without momentum keeps neither. `earlier_steps` were taken on public data.
 
         Raises:
             TypeError: it is not an optimizer of torch.
@@ -364,7 +381,9 @@ class PrivateGradients:
                 f"PrivateGradients.watch(optimizer): expected a torch.optim.Optimizer, "
                 f"got a {type(optimizer).__name__}."
             )
-        self._guard.watch(inside)
+        own = {"earlier_steps": earlier_steps}
+        [earlier] = checks.whole("PrivateGradients.watch", least=0, **own)
+        self._guard.watch(inside, earlier)
         return optimizer
 
     def epsilon(self) -> float:
@@ -577,7 +596,7 @@ class PrivateGradients:
                 self._sums, self._run.step = None, self.step + 1
                 self._history, self._max_norm = kept
                 write_grads_(self._live.model, noisy)
-                self._guard.release()
+                self._guard.release(self.step)
         except BaseException:
             for each, attributes in zip(changed, before, strict=True):
                 vars(each).update(attributes)
@@ -705,7 +724,9 @@ class GradGuard:
 
     def __init__(self, live: LiveModule) -> None:
         self._live = live
-        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        # Optimizers, and how many steps of theirs were not private.
+        self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._counted: tuple[Any, int] = None, 0  # a state, and the last step with it
         self.reset()
 
     def reset(self) -> None:
@@ -738,23 +759,25 @@ class GradGuard:
         self.reset()
         self._partial = True
 
-    def release(self) -> None:
-        """Record the gradients that have just been written."""
+    def release(self, step: int) -> None:
+        """Record the gradients of a step, which have just been written."""
+        self._step = step
         grads = {name: x.grad for name, x in self._live.parameters.items()}
         kept = {name: grad for name, grad in grads.items() if grad is not None}
         self.released = {name: (grad, _bits(grad)) for name, grad in kept.items()}
         self._partial = False
 
-    def watch(self, optimizer: Optimizer) -> None:
+    def watch(self, optimizer: Optimizer, earlier: int) -> None:
         """Check the gradients before each step of an optimizer."""
         if optimizer in self._optimizers:
+            self._optimizers[optimizer] = earlier
             return
         if _trained(optimizer).isdisjoint(map(id, self._live.parameters.values())):
             raise ValueError(
                 "PrivateGradients.watch(optimizer): expected one of the module's own "
                 "parameters, got one of others, which it would train without privacy."
             )
-        self._optimizers.add(optimizer)
+        self._optimizers[optimizer] = earlier
 
         def before(optimizer: Optimizer, args: tuple, kwargs: dict) -> Any:
             closure = kwargs.get("closure") or (args[1:] or (None,))[0]
@@ -782,6 +805,20 @@ class GradGuard:
                 "optimizer.step(): expected PrivateGradients.backward(*batch) before "
                 "each step, got a step without."
             )
+        # Trainers restore an optimizer after `watch`, and that makes another object.
+        taken, (state, last) = self._step - 1, self._counted
+        most = taken + self._optimizers[optimizer]
+        if (state is not optimizer.state or last != taken) and (
+            (steps := _steps(optimizer)) > most
+        ):
+            raise RuntimeError(
+                f"optimizer.step(): expected an optimizer of at most {most} steps, as "
+                f"PrivateGradients counts, got one of at least {steps}, which "
+                f"epsilon() would leave out. Resume by load_state_dict(state) of "
+                f"PrivateGradients, too. If the others saw public data only, pass "
+                f"watch(optimizer, earlier_steps={steps - taken})."
+            )
+        self._counted = optimizer.state, self._step
         trained = _trained(optimizer)
         # A scaler leaves here the divisor of a fused optimizer.
         scaled = getattr(optimizer, "grad_scale", None) is not None
@@ -800,6 +837,13 @@ class GradGuard:
                     f"loss.backward(), call zero_grad() before backward(*batch) and "
                     f"not after it, and switch off gradient clipping and loss scaling."
                 )
+
+
+def _steps(optimizer: Optimizer) -> int:
+    """Count the steps of an optimizer: with momentum alone there was one at least."""
+    entries = [*optimizer.state.values()]
+    own = [x["step"] for x in (*entries, *optimizer.param_groups) if "step" in x]
+    return int(max(own, default=bool(tensors(entries))))
 
 
 def _trained(optimizer: Optimizer) -> set[int]:

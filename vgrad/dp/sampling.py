@@ -359,6 +359,16 @@ class PoissonLoader:
         options = {**options, "collate_fn": collated}
         self._loader = DataLoader(dataset, batch_sampler=run, **options)
 
+    @property
+    def sampler(self) -> None:
+        """No sampler, by which trainers would skip the first batches of an epoch."""
+        raise AttributeError(
+            "PrivateGradients.loader.sampler: expected no code that skips batches, "
+            "since a resumed loader begins with the batch after the last one used. "
+            "Pass TrainingArguments(ignore_data_skip=True), and leave accelerate's "
+            "skip_first_batches out."
+        )
+
     def __len__(self) -> int:
         return self._run.count()
 

@@ -47,6 +47,8 @@ class WriteGuard(TorchFunctionMode):
         super().__init__()
         self._protected = [*protected]
         self._saved: WeakSet[Callable] = WeakSet()  # hooks that were seen
+        # Buffers that functional models wrote: name, value before and after.
+        self.left: list[tuple[str, Tensor, Tensor]] = []
 
     def __enter__(self) -> "WriteGuard":
         self._note_hooks()

@@ -269,7 +269,9 @@ class FunctionalModel:
             tensors[name] = with_attributes(values[name].clone(), values[name])
         watched = {name: tensors[name] for name in self._watched}
         with modes.without_modes():  # which would see each attribute that is read
-            versions = versions_of(watched.values())
+            followed = {*self._watched, *self.buffer_names}
+            memory = [modes.unwrap_all(tensors[name]) for name in followed]
+            versions = versions_of(memory)
             # Autograd saves no tensor of inference mode, but copies of them.
             inputs = () if self._writes else tree.tensors((args, kwargs))
             inference = any(map(Tensor.is_inference, inputs))
@@ -298,16 +300,17 @@ class FunctionalModel:
                     rerun.keep()
                 self._slots.end()
                 self._running = False
-        changed = [
-            name
-            for name, value in left.items()
-            if value is not tensors[name] and name not in self._copied
-        ]
         with modes.without_modes():
-            after = zip(watched, versions, versions_of(watched.values()), strict=True)
-        changed += [name for name, one, other in after if one != other]
+            counts = zip(followed, versions, versions_of(memory), strict=True)
+        written = {name for name, one, other in counts if one != other}
+        written |= {name for name, value in left.items() if value is not tensors[name]}
+        changed = sorted(written.difference(self._copied))
         if changed:
             raise RuntimeError(f"{_EXPECTED}, but it changed {changed[0]!r}. {_ADVICE}")
+        for mode in modes.function_modes() if written else ():
+            if isinstance(mode, guards.WriteGuard):
+                own = written.intersection(self.buffer_names)
+                mode.left += [(name, values[name], left[name]) for name in own]
         return output, left
 
 

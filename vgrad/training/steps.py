@@ -44,7 +44,7 @@ from vgrad.optim.private import (
     with_deviation,
 )
 from vgrad.overlaps import disjoint
-from vgrad.persample.engine import check_options
+from vgrad.persample.engine import advanced, check_options
 from vgrad.persample.grad import weighted_grad
 from vgrad.precision import (
     DynamicLossScale,
@@ -394,7 +394,8 @@ class SampleSource(Source):
                 "batch of none, which has no mean. Skip the step."
             )
         grads = map_values(lambda total: total / len(losses), sums)
-        return mean_gradients(state, grads, widened(losses).mean(), state.buffers)
+        buffers = advanced(compute.options, state.params, state.buffers, batch)
+        return mean_gradients(state, grads, widened(losses).mean(), buffers)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -438,6 +439,7 @@ class LogicalBatchSource(PrivateSource, Source):
             compute = compute.with_scales(scales_of(uses))
         result = compute(state.params, state.buffers, *batch)
         result, aux = result if self.has_aux else (result, None)
+        buffers = advanced(compute.options, state.params, state.buffers, batch)
         own = compute, result, state.params, state.noise
         release = self.released(*own, key=state.key, step=taken)
         metrics: Metrics = metrics_of(result)
@@ -452,7 +454,7 @@ class LogicalBatchSource(PrivateSource, Source):
         if any(map(has_deviation, uses)):
             optimizer = with_deviation(optimizer, release.noise.deviation)
         loss, noise = metrics.pop("loss"), (release.noise, scales)
-        found = release.sums, loss, state.buffers, aux, (), metrics, changes
+        found = release.sums, loss, buffers, aux, (), metrics, changes
         return Gradients(*found, *noise, optimizer, release.chosen)
 
 

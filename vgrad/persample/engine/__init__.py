@@ -24,6 +24,7 @@ from vgrad.persample.engine.guard import FallbackWarning as FallbackWarning
 from vgrad.persample.engine.guard import UnsupportedOp as UnsupportedOp
 from vgrad.persample.engine.strategies import STRATEGIES as STRATEGIES
 from vgrad.persample.engine.strategies import Chunk as Chunk
+from vgrad.persample.engine.strategies import advanced as advanced
 from vgrad.persample.engine.transform import Evaluation as Evaluation
 from vgrad.persample.engine.transform import Quantity as Quantity
 from vgrad.persample.engine.transform import Reduce as Reduce

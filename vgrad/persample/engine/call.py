@@ -407,6 +407,13 @@ class Call(AnyCall):
         with mode.inside(size, self.randomness, casts, alone=alone):
             # Dictionaries of its own, in which the loss may rebind names.
             result: Any = self.loss(dict(params), dict(self.buffers), *sample)
+        names = {id(value): name for name, value in self.buffers.items()}
+        for name, given, new in mode.left:
+            name, notes = names.get(id(given), name), self.fallbacks.written
+            same: Any = mode.flags is None or not mode.differ([new])
+            if same and (mode.flags is None or self.by_values):
+                same = modes.unwrap_all(new).detach()  # is compared later
+            notes[name] = notes.get(name) is not False and same
         if self.columns:
             return result
         value, aux = returned(self.function, result, has_aux=self.has_aux)

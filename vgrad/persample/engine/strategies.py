@@ -2,7 +2,13 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -10,6 +16,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks, tree
+from vgrad.batches import Batch
 from vgrad.conditions import checks_collected
 from vgrad.factors.base import Dense, Factor
 from vgrad.factors.columns import Columns
@@ -26,11 +33,12 @@ from vgrad.loss.grad_flags import GradFlags, raise_clearly
 from vgrad.loss.made import Made
 from vgrad.loss.mode import SAMPLES, SINGLE
 from vgrad.loss.values import Partition, SplitBatch
-from vgrad.persample.engine.call import Call
+from vgrad.persample.engine.call import Call, Inputs
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.guard import (
     NON_RETRYABLE,
     Failure,
+    Fallbacks,
     UnsupportedOp,
     own_backward_passes,
 )
@@ -39,9 +47,10 @@ from vgrad.persample.engine.proxies import copy_on_arrival
 from vgrad.persample.engine.record import Recorder, Take
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private.autograd import foreign_nodes
+from vgrad.torch_private.shards import is_distributed
 from vgrad.torch_private.tensors import Lazy
 from vgrad.tree import map_tensors, map_values, no_autocast, tree_map_only
-from vgrad.typing import Params, Strategy, Tree
+from vgrad.typing import Buffers, Params, Strategy, Tree
 
 
 class Chunk(NamedTuple):
@@ -317,6 +326,41 @@ def _first(
 ) -> Tensor:
     mode = call.mode(*protected, handlers=SINGLE, seen=seen)
     return call.run_loss(params, call.batch.one(0), mode, alone=True)[0].sum()
+
+
+def advanced(options: Call, params: Params, buffers: Buffers, batch: Tree) -> Buffers:
+    """Return buffers after a step, as the loss leaves them for a sample of zeros.
+
+    So they hold nothing of the batch, and an empty one advances them too.
+    """
+    seen, cut = options.fallbacks.written, any(map(is_distributed, params.values()))
+    with torch.inference_mode(False), torch.no_grad():
+        call, notes = options.on(Inputs(params, buffers, batch)), Fallbacks()
+        if not seen and (cut or call.batch.size or not buffers):
+            return buffers
+        zeros = [x.new_zeros((1, *x.shape[1:])) for x in call.batch.tensors]
+        sample = Batch(1, call.batch.tree, zeros)
+        trial = call.replaced(batch=sample, fallbacks=notes)
+        # A criterion may refuse zeros, once the model has written.
+        with _trial(trial), suppress(Exception) if seen else nullcontext():
+            if not cut:
+                _first(trial, dict(trial.params))
+    new, found = dict(buffers), notes.written
+    for name, kept in {**found, **seen}.items():
+        value: Any = found.get(name, False)
+        if isinstance(kept, Tensor) and not modes.inside_transform():
+            kept = checks.same_values(kept, value)
+        if kept is False or value is False or name not in buffers:
+            raise RuntimeError(
+                f"{call.function}(loss): expected a forward pass that leaves buffers "
+                f"as they are, or writes the same for all samples into those of the "
+                f"state, as power iterations do, got another write into {name!r}. "
+                f"Call .eval() of its module; gather parameters that are DTensors."
+            )
+        seen[name] = True
+        if value.shape == buffers[name].shape:  # else it is a cache, made in each call
+            new[name] = value.to(buffers[name].dtype)
+    return new
 
 
 def _check_unreached(call: Call, names: frozenset[str]) -> None:
