@@ -1,6 +1,7 @@
 """Scores are judged by models that are trained again, and by labels that are wrong."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ def test_members_that_draw_may_be_retrained_part_by_part(batch_size, cut):
     found = retrain(*given, batch, subsets, **options)
     some = [
         retrain(*given, batch, subsets[at:end], **options)
-        for at, end in zip(cut, cut[1:], strict=False)
+        for at, end in itertools.pairwise(cut)
     ]
     for name, value in found.items():
         joined = torch.cat([each[name] for each in some])
@@ -102,7 +103,7 @@ def test_samples_of_a_retrained_member_draw_their_own_numbers():
 
 def test_texts_of_a_batch_are_the_same_for_all_samples():
     def loss(params, buffers, sample, names, y):
-        assert names == ["a", "b", "c", "d"] and sample["mode"] == "square"
+        assert (names, sample["mode"]) == ([*"abcd"], "square")
         return (params["w"] * sample["x"] - y).square()
 
     x, y = torch.randn(2, 4)

@@ -136,14 +136,13 @@ def _group_norm(layer: Any) -> nn.GroupNorm:
             f"replace_batch_norm(model): expected layers of torch.nn without hooks, "
             f"got a {kind.__name__} that does more. Replace it by hand."
         )
-    maps = isinstance(layer, nn.BatchNorm2d | nn.BatchNorm3d)
-    if channels == 1 and not maps:
+    if channels == 1 and not issubclass(kind, nn.BatchNorm2d | nn.BatchNorm3d):
         raise ValueError(
             f"replace_batch_norm(model): expected two channels at least, got a "
             f"{kind.__name__} of one, whose every output would be the bias. Put "
             f"nn.Identity() there, or nn.GroupNorm(1, 1) if inputs have positions."
         )
-    groups = 1 if isinstance(layer, nn.BatchNorm1d) else math.gcd(32, channels)
+    groups = 1 if issubclass(kind, nn.BatchNorm1d) else math.gcd(32, channels)
     if groups == channels:  # a group of one channel and one pixel is always zero
         groups = channels // 2 if channels % 2 == 0 else 1
     make = GroupNormAct if activated else nn.GroupNorm
