@@ -2,12 +2,15 @@ from collections import UserDict
 from functools import partial
 from types import MappingProxyType
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 import vgrad
-from vgrad import devices, training
+from tests import losses, oracle
+from vgrad import curvature, devices, training
+from vgrad.attribution import influence
 
 PARAMS = {"w": torch.ones(1000)}
 
@@ -48,8 +51,12 @@ def test_automatic_chunks_are_refused_inside_transforms():
         torch.vmap(lambda x: compute(PARAMS, {}, x))(x)
 
 
+NAMES = [*"abcd"]
+
+
 class Scaled(torch.nn.Linear):
-    def forward(self, x, scale):
+    def forward(self, x, scale, names=NAMES):
+        assert names == NAMES
         return super().forward(x) * scale.unsqueeze(-1)
 
 
@@ -63,6 +70,8 @@ STATE = training.TrainState.create(TX, WEIGHTS, BUFFERS)
 
 
 OF_MEMBERS = vgrad.batch_loss(STACKED, F.cross_entropy)
+FISHER = curvature.empirical_fisher(ONE)
+PRIVATE = training.private_step(ONE, TX, losses.plan())
 CLIP = vgrad.compile(vgrad.clipped_grad(ONE, max_norm=1.0), backend="replay")
 GIVEN = WEIGHTS, BUFFERS
 READERS = {
@@ -77,6 +86,14 @@ READERS = {
     "step of samples": lambda p, b, *x: training.train_step(ONE, TX)(STATE, *x)[0][0],
     "batch loss": lambda *given: {"value": ALL(*given)},
     "compiled": lambda *given: CLIP(*given).grads,
+    "parts": vgrad.per_sample_grad(ONE, chunk_size=3),
+    "gram": lambda *given: {"": vgrad.per_sample_gram(ONE)(*given)},
+    "moments": lambda *given: vgrad.gradient_moments(ONE)(*given).mean,
+    "private step": lambda p, b, *x: PRIVATE(STATE, *x)[0][0],
+    "diagonal": lambda p, b, *x: curvature.diagonal(FISHER, p, b, [x]),
+    "product": lambda p, b, *x: curvature.vector_product(FISHER, p, b, [x])(p),
+    "Hessian": lambda p, b, *x: curvature.hessian_vector_product(ALL, p, b, [x])(p),
+    "influence": lambda p, b, *x: {"": influence(ONE, p, b, x, [x])},
 }
 
 
@@ -91,3 +108,28 @@ def test_any_mapping_is_read_as_a_dictionary(reader, kind):
     assert {n: v.tolist() for n, v in found.items()} == {
         name: value.tolist() for name, value in expected.items()
     }
+
+
+def given(**more):
+    inputs = {"x": torch.randn(4, 3), "scale": torch.rand(4)}
+    return (inputs | more, torch.randint(0, 2, (4,)))
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_texts_of_a_collate_function_are_the_same_for_all_samples(reader):
+    inputs, target = given()
+    expected = READERS[reader](*GIVEN, inputs, target)
+    found = READERS[reader](*GIVEN, inputs | {"names": [*NAMES]}, target)
+    oracle.assert_exact(dict(found), dict(expected), 0)
+
+
+OF_BATCHES = {"ensemble_grad", "step of a batch", "batch loss"}
+"""Readers that hand a batch on as it is."""
+
+
+@pytest.mark.parametrize("reader", [name for name in READERS if name not in OF_BATCHES])
+@pytest.mark.parametrize("value", [b"a", 1j, object(), np.arange(4)])
+@pytest.mark.filterwarnings("ignore:compile.*eager mode")
+def test_objects_of_a_collate_function_are_refused_with_a_way_out(reader, value):
+    with pytest.raises(TypeError, match=r"got a \w+. .*leave it out in .*collate_fn"):
+        READERS[reader](*GIVEN, *given(names=[value] * 4))

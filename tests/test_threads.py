@@ -1,5 +1,6 @@
 """Threads share torch's own generators: what draws from them takes turns."""
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
 
 import vgrad
 from tests import losses, oracle
@@ -189,3 +191,70 @@ def test_transforms_inside_of_each_other_do_not_wait_for_themselves():
     step, state = STEPS["private, recorded"](0)
     works = [nested, lambda: step(state, X, Y)] * 4
     assert len(together(*works)) == 8
+
+
+INSIDE, FORKED = threading.Event(), threading.Event()
+"""A thread is in a forward pass; it may go on."""
+
+
+class Waiting(nn.Linear):
+    """Tells that it runs, and takes its time in the thread that is to be forked."""
+
+    def forward(self, x):
+        if threading.current_thread() is not threading.main_thread():
+            INSIDE.set()
+            FORKED.wait(0.2)
+        return super().forward(x)
+
+
+def of_waiting(make=vgrad.per_sample_norm, policy=None, **options):
+    fmodel, *parts = vgrad.make_functional_with_buffers(Waiting(4, 3))
+    if policy is not None:
+        fmodel = vgrad.precision.policy_for(fmodel, policy)
+    run = make(vgrad.sample_loss(fmodel, F.mse_loss), **options)
+    return lambda: run(*parts, X[0], Y[0]) if make is one else run(*parts, X, Y)
+
+
+def one(loss):
+    """Call a loss, and so its model, as it is."""
+    return loss
+
+
+def captured(loss):
+    return vgrad.compile(vgrad.per_sample_norm(loss), backend="replay")
+
+
+FORKS = {
+    "numbers that samples share": partial(
+        of_waiting, strategy="loop", randomness="same"
+    ),
+    "a model": partial(of_waiting, one),
+    "a model with a policy": partial(of_waiting, one, policy="mixed_bfloat16"),
+    "a capture": partial(of_waiting, captured),
+}
+
+
+class OfWork(Dataset):
+    def __init__(self, work):
+        self.work = work
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return self.work().detach()
+
+
+@pytest.mark.parametrize("name", FORKS)
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
+def test_a_fork_may_happen_while_another_thread_computes(name):
+    work, options = FORKS[name](), {"multiprocessing_context": "fork"}
+    INSIDE.clear(), FORKED.clear()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(work)
+        assert INSIDE.wait(20)
+        loader = DataLoader(OfWork(work), 2, num_workers=1, timeout=20, **options)
+        [found] = loader
+        FORKED.set()
+        expected = other.result()
+    oracle.assert_exact(found, torch.stack([expected.detach()] * 2), 1e-6)

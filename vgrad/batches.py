@@ -76,7 +76,8 @@ def read(function: str, batch: Tree) -> Batch:
             raise TypeError(
                 f"{function}(params, buffers, *batch): expected tensors in tuples, "
                 f"lists and dictionaries, got a {type(leaf).__name__}. Convert it, for "
-                f"example with dict(...) or torch.as_tensor(...)."
+                f"example with dict(...) or torch.as_tensor(...), or leave it out in "
+                f"the loader's collate_fn."
             )
     if len(sizes) != 1:
         got = f"sizes {sorted(sizes)}" if sizes else "no tensor"

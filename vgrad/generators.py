@@ -7,6 +7,7 @@ stream reveals another, and a resumed run or a part of a tensor draws the same n
 
 import hashlib
 import json
+import os
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -37,8 +38,15 @@ RNG_LOCK = threading.RLock()
 """Held by any thread that borrows torch's generators, a module, or caught warnings.
 
 These exist once per process; two locks could be taken in two orders. Code that draws
-from torch's generators without it, as a model with dropout does, is not kept out.
+from torch's generators without it, as a model with dropout does, is not kept out. A
+fork waits for it: the thread that holds it would be missing in the other process.
 """
+if hasattr(os, "register_at_fork"):  # which Windows lacks
+    os.register_at_fork(
+        before=RNG_LOCK.acquire,
+        after_in_parent=RNG_LOCK.release,
+        after_in_child=RNG_LOCK.release,
+    )
 
 
 def secret_key(*, seed: int | None = None, member: int = 0) -> Tensor:

@@ -1,6 +1,7 @@
 """Scores are judged by models that are trained again, and by labels that are wrong."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -66,6 +67,54 @@ def test_retrained_members_equal_models_trained_one_by_one(batch_size, frozen):
         assert found.keys() == trained.keys()
         for name, value in trained.items():
             torch.testing.assert_close(found[name][member], value.detach())
+
+
+@pytest.mark.parametrize("cut", [[0, 2, 4], [0, 1, 2, 3, 4]])
+@pytest.mark.parametrize("batch_size", [None, 3])
+def test_members_that_draw_may_be_retrained_part_by_part(batch_size, cut):
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(), nn.Linear(8, 2)).double()
+    fmodel, *parts = vgrad.make_functional_with_buffers(model)
+    batch = torch.randn(8, 3).double(), torch.randint(2, (8,))
+    given = vgrad.sample_loss(fmodel, F.cross_entropy), vgrad.optim.sgd(0.1), *parts
+    options = {"steps": 4, "batch_size": batch_size, "seed": 0}
+    subsets = torch.rand(4, 8) < 0.6
+    subsets[:, 0], subsets[3] = True, subsets[0]
+    found = retrain(*given, batch, subsets, **options)
+    some = [
+        retrain(*given, batch, subsets[at:end], **options)
+        for at, end in itertools.pairwise(cut)
+    ]
+    for name, value in found.items():
+        joined = torch.cat([each[name] for each in some])
+        torch.testing.assert_close(joined, value)
+        torch.testing.assert_close(value[3], value[0])  # of the same subset
+        assert not torch.allclose(value[1], value[0])
+
+
+def test_samples_of_a_retrained_member_draw_their_own_numbers():
+    def loss(params, buffers, x):
+        return (F.dropout(params["w"], 0.5) * x).sum()
+
+    start, every = {"w": torch.zeros(50)}, torch.ones(1, 4) == 1
+    given = loss, vgrad.optim.sgd(1.0), start, {}, (torch.ones(4),), every
+    shares = -retrain(*given, steps=1, seed=0)["w"] * 4 / 2  # kept, of four samples
+    assert {*shares.flatten().tolist()} == {0.0, 1.0, 2.0, 3.0, 4.0}
+
+
+def test_texts_of_a_batch_are_the_same_for_all_samples():
+    def loss(params, buffers, sample, names, y):
+        assert (names, sample["mode"]) == ([*"abcd"], "square")
+        return (params["w"] * sample["x"] - y).square()
+
+    x, y = torch.randn(2, 4)
+    batch = {"x": x, "mode": "square"}, [*"abcd"], y
+    own = {"w": torch.zeros(())}, {}
+    options = {"steps": 3, "batch_size": 2, "seed": 0}
+    tx = vgrad.optim.sgd(0.1)
+    found = retrain(loss, tx, *own, batch, SUBSETS, **options)
+    plain = lambda p, b, x, y: (p["w"] * x - y).square()  # noqa: E731
+    expected = retrain(plain, tx, *own, (x, y), SUBSETS, **options)
+    assert torch.equal(found["w"], expected["w"])
 
 
 def test_the_area_is_a_share_of_pairs_with_half_of_the_ties():

@@ -183,7 +183,7 @@ TYPES = r"""
     added(sums={"a": torch.zeros(2).long()}) | sums\['a'\]\): expected .* torch.int64
     added(sums={"a": torch.zeros(2) + 0j}) | sums\['a'\]\): expected .* torch.complex64
     collate(WHOLE, lambda samples: ["name"] * len(samples)) \
-        | expected tensors with one row for one sample, got a str
+        | one row for one sample, got a str. .* leave out names
     collate(WHOLE, lambda samples: torch.tensor(1.0)) | sample, got a .*float32 \(\)
     collate(WHOLE, lambda samples: torch.ones(7)) | sample, got a .*float32 \(7,\)
     private(dataset=Stream()) | expected a data set with a length .*got a Stream

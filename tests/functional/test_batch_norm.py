@@ -102,9 +102,9 @@ def test_replace_batch_norm_gives_a_copy_that_works():
 
 
 def test_settings_of_the_layer_are_kept_and_no_group_has_a_single_number():
-    for channels in (1, 2, 3, 16, 32, 48, 64):
+    for channels in (2, 3, 16, 32, 48, 64):
         norm = vgrad.replace_batch_norm(nn.BatchNorm2d(channels))
-        assert channels == 1 or channels // norm.num_groups >= 2
+        assert channels // norm.num_groups >= 2
     assert vgrad.replace_batch_norm(nn.BatchNorm1d(16)).num_groups == 1
     layer = nn.BatchNorm2d(8, eps=0.1, affine=False).eval()
     norm = vgrad.replace_batch_norm(layer)
@@ -114,15 +114,98 @@ def test_settings_of_the_layer_are_kept_and_no_group_has_a_single_number():
     assert (weight.dtype, weight.requires_grad) == (D, False)
 
 
-def test_layers_that_do_more_are_refused():
-    class Activated(nn.BatchNorm2d):
-        def forward(self, x):
-            return super().forward(x).relu()
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.SyncBatchNorm])
+def test_one_channel_without_positions_is_refused_as_its_outputs_would_be_equal(norm):
+    model = nn.Sequential(nn.Linear(8, 1), norm(1))
+    with pytest.raises(ValueError, match=r"two channels .* of one.*nn.Identity\(\) "):
+        vgrad.replace_batch_norm(model)
+    norm = vgrad.replace_batch_norm(nn.BatchNorm2d(1))  # of the pixels of a map
+    x = torch.randn(2, 1, 3, 3)
+    every, alone = x.var((2, 3), correction=0, keepdim=True), x.mean((2, 3), True)
+    torch.testing.assert_close(norm(x), (x - alone) / (every + norm.eps).sqrt())
 
-    hooked = nn.BatchNorm2d(2)
-    hooked.register_forward_hook(lambda module, args, out: out + 1)
-    for layer in (Activated(2), hooked):
-        with pytest.raises(TypeError, match="does more. Replace it by hand"):
-            vgrad.replace_batch_norm(nn.Sequential(layer))
+
+class BatchNormAct2d(nn.BatchNorm2d):
+    """As in timm 1.0.31."""
+
+    def __init__(self, channels, drop, act):
+        super().__init__(channels)
+        self.drop, self.act = drop, act
+
+    def forward(self, x):
+        return self.act(self.drop(super().forward(x)))
+
+
+OWN = BatchNormAct2d.forward
+MODULES = ["timm.layers.norm_act", "timm.models.layers.norm_act"]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_layers_of_timm_keep_dropout_and_activation(module, monkeypatch):
+    monkeypatch.setattr(OWN, "__module__", module)
+    first = BatchNormAct2d(4, nn.Identity(), nn.ReLU(inplace=True))
+    second = BatchNormAct2d(4, nn.Dropout(1.0), nn.Sigmoid())
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), first, nn.Conv2d(4, 4, 3), second)
+    model.extend([nn.Flatten(), nn.Linear(16, 3)]).to(D)
+    for value in (*first.parameters(), *second.parameters()):
+        value.data.normal_()
+    replaced = vgrad.replace_batch_norm(model)
+    assert [*dict(replaced.named_parameters())] == [*dict(model.named_parameters())]
+    x = torch.randn(3, 4, 5, 5, dtype=D)
+    expected = F.group_norm(x, 2, first.weight, first.bias).relu()
+    assert torch.equal(replaced[1](x), expected)
+    assert (replaced[3](x) == 0.5).all()  # first dropped, then activated
+    second.drop.p = 0.0
+    loss, params, buffers = losses.of_model(vgrad.replace_batch_norm(model))
+    losses.assert_quantities(loss, params, batch(), buffers=buffers, tolerance=1e-9)
+
+
+def _hooked(register):
+    layer = nn.BatchNorm2d(2)
+    getattr(layer, register)(lambda module, *values: values[-1])
+    return layer
+
+
+def _patched():
+    layer = nn.BatchNorm2d(2)
+    layer.forward = lambda x: nn.BatchNorm2d.forward(layer, x).relu()
+    return layer
+
+
+def _parametrized():
+    layer = nn.BatchNorm2d(2)
+    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Softplus())
+    return layer
+
+
+class Called(nn.BatchNorm2d):
+    def __call__(self, x):
+        return super().__call__(x).relu()
+
+
+class OfAnother(BatchNormAct2d):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+MORE = {
+    "of a class": lambda: BatchNormAct2d(2, nn.Identity(), nn.ReLU()),
+    "of a subclass": lambda: OfAnother(2, nn.Identity(), nn.ReLU()),
+    "of a call": lambda: Called(2),
+    "of an object": _patched,
+    "parametrized": _parametrized,
+    "hook after": lambda: _hooked("register_forward_hook"),
+    "hook before": lambda: _hooked("register_forward_pre_hook"),
+    "hook on gradients": lambda: _hooked("register_full_backward_hook"),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_layers_that_do_more_are_refused(name):
+    with pytest.raises(TypeError, match="does more. Replace it by hand"):
+        vgrad.replace_batch_norm(nn.Sequential(MORE[name]()))
+
+
+def test_lazy_layers_are_refused():
     with pytest.raises(TypeError, match="replace_batch_norm.*lazy"):
         vgrad.replace_batch_norm(nn.Sequential(nn.LazyBatchNorm2d()))

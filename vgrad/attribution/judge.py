@@ -13,7 +13,7 @@ from vgrad import batches, checks
 from vgrad.functional.losses import check_loss, returned
 from vgrad.optim import GradientTransformation
 from vgrad.training import EnsembleState, ensemble_train_step
-from vgrad.tree import double, map_tensors, map_values
+from vgrad.tree import double, map_values
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
 
@@ -75,9 +75,10 @@ def retrain(
     All members start from `params`, and `batch` holds all N samples, `(x, y)`. A step
     of a member minimises the mean of `loss`, of one sample, over the samples of its
     subset: all of them, or its part of the next `batch_size` samples in an order that
-    follows from `seed`, new in each epoch, and is the same for all members. Members
-    without a sample there skip the step. Weight decay of the objective belongs into
-    the loss. Members do not depend on each other: subsets may be trained part by part.
+    follows from `seed`, new in each epoch, and is the same for all members, as random
+    numbers of the loss are. Members without a sample there skip the step. Weight decay
+    of the objective belongs into the loss. Members do not depend on each other: subsets
+    may be trained part by part.
 
     Cost: as `ensemble_train_step` on S batches of `batch_size` samples, whatever the
     size of the subsets.
@@ -99,7 +100,8 @@ def retrain(
                 [3.0000]])}
     """
     check_loss("retrain", loss)
-    size = batches.read("retrain", batch).size
+    read = batches.read("retrain", batch)
+    size = read.size
     subsets = _chosen("retrain", "[S, N]", subsets=subsets)
     if subsets.shape[1] != size:
         raise ValueError(
@@ -111,11 +113,12 @@ def retrain(
     [at_once] = checks.whole("retrain", least=1, batch_size=at_once)
     [seed] = checks.whole("retrain", least=0, seed=seed)
 
-    def one(*sample: Tree) -> Tensor:
-        return returned("retrain", loss(*sample), has_aux=False)[0]
+    def one(params: Params, buffers: Buffers, *tensors: Tensor) -> Tensor:
+        found = loss(params, buffers, *read.sample(tensors))
+        return returned("retrain", found, has_aux=False)[0]
 
-    def mean(params: Params, buffers: Buffers, /, *batch: Tree) -> Tensor:
-        *samples, chosen = batch
+    def mean(params: Params, buffers: Buffers, /, *tensors: Tensor) -> Tensor:
+        *samples, chosen = tensors
         dims = (None, None, *(0 for _ in samples))
         each = torch.vmap(one, dims, randomness="different")
         losses = each(params, buffers, *samples)
@@ -129,16 +132,16 @@ def retrain(
     def copies(value: Tensor) -> Tensor:
         return value.detach().expand(len(subsets), *value.shape).clone()
 
-    dims = (*(None for _ in batch), 0)
-    step = ensemble_train_step(mean, tx, in_dims=dims, donate=True)
+    dims = (*(None for _ in read.tensors), 0)
+    # The numbers of a member must not depend on how many others are trained beside it.
+    step = ensemble_train_step(mean, tx, in_dims=dims, randomness="same", donate=True)
     start = (map_values(copies, each) for each in (params, buffers))
     state = EnsembleState.create(tx, *start, seed=seed)
     skipped = torch.zeros_like(state.active, dtype=torch.float32)
     for _, at in zip(range(steps), rows(), strict=False):
         chosen = subsets[:, at].to(state.active.device)
         state = state._replace(active=chosen.any(1))
-        part = map_tensors(lambda value, at=at: value[at.to(value.device)], batch)
-        state, metrics = step(state, *part, chosen)
+        state, metrics = step(state, *read.take(at).tensors, chosen)
         skipped += metrics["skipped"]
     if bool(skipped.any()):
         member = int(skipped.argmax())

@@ -4,7 +4,6 @@ import dataclasses
 import enum
 import hashlib
 import operator
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -276,7 +275,6 @@ class Captures:
         self._fallback = fallback
         self._verify = verify
         self._captures: list[_Capture] = []
-        self._lock = threading.RLock()
         self._warned: set[str] = set()
 
     def __reduce__(self) -> tuple:
@@ -320,7 +318,7 @@ class Captures:
             return function(*arguments)
         capture = self._known(function, call)
         if capture is None or (capture.run is None and capture.graph):
-            with self._lock, RNG_LOCK:
+            with RNG_LOCK:
                 capture = self._known(function, call)  # of another thread
                 if capture is None or (capture.run is None and capture.graph):
                     given = arguments, tensors, grouped

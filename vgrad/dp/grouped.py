@@ -6,7 +6,7 @@ A group is a sample and its augmented copies, or the samples of a unit of privac
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from vgrad.generators import RNG_LOCK, random_state, set_random_state, set_seed
 from vgrad.tree import map_tensors
@@ -89,8 +89,7 @@ def _collated(
 @contextmanager
 def seeded(seed: int, tensors: Iterable[Tensor] = ()) -> Iterator[None]:
     """Seed all generators, of the tensors' devices too, and restore them."""
-    # A worker has them to itself, and may be forked while a thread holds the lock.
-    with RNG_LOCK if get_worker_info() is None else nullcontext():
+    with RNG_LOCK:
         before = random.getstate(), np.random.get_state(), random_state(tensors)
         try:
             random.seed(seed)

@@ -232,7 +232,7 @@ def collate(
             raise TypeError(
                 f"collate(collate_fn): expected tensors with one row for one sample, "
                 f"got {got}. Return a tree of tensors with the batch dimension in "
-                f"front, and nothing else."
+                f"front, and nothing else: leave out names and other texts."
             )
     empty = map_tensors(lambda leaf: leaf[:0], one)
     # A partial, unlike a closure, can be pickled for the workers of a DataLoader.

@@ -1,6 +1,7 @@
 """A module split into a pure function, its parameters and its buffers, and back."""
 
 import copy
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -57,7 +58,7 @@ class FunctionalModel:
     def __init__(self, skeleton: nn.Module, defaults: dict[str, Tensor]) -> None:
         self._skeleton = skeleton
         self._defaults = defaults  # of the buffers that no state_dict() holds
-        self._lock = threading.RLock()
+        self._own_lock, self._process = threading.RLock(), os.getpid()
         self._running = False
         self._shown = False
         self._read()
@@ -205,6 +206,17 @@ class FunctionalModel:
     def __repr__(self) -> str:
         kind = type(self._skeleton).__name__
         return f"FunctionalModel({kind}, {len(self.names)} tensors)"
+
+    @property
+    def _lock(self) -> Any:
+        """The lock of this process; in a fork no other thread's call goes on."""
+        if self._process != os.getpid():
+            with RNG_LOCK:
+                if self._process != os.getpid():
+                    self._slots.end()
+                    self._running, self._own_lock = False, threading.RLock()
+                    self._process = os.getpid()
+        return self._own_lock
 
     def _find_slots(self, names: dict[int, str]) -> Slots:
         return Slots(self._skeleton, names)
