@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vgrad import batches as _batches
 from vgrad import checks
-from vgrad.attribution.store import OfFeatures, Store
+from vgrad.attribution.store import OfFeatures, Store, check_order
 from vgrad.curvature import Full, Kronecker
 from vgrad.factors import Dense, Factor, Outer, Rows
 from vgrad.factors.norms import far
@@ -167,6 +167,7 @@ def influence(
             grads = per_sample_grad(of_query, **options)(*given)
             grads = _solved(curvature, grads, damping)
             factors = {n: [_of_rank(grads[n], rank, params[n])] for n in grads}
+        check_order("influence", batches)
         compute: Any = Transform(of_call[1], _Scores(factors, names, per_position))
         read = _batches.each("influence", batches)
         parts = (compute(params, buffers, *batch) for batch in read)
@@ -217,6 +218,7 @@ def self_influence(
         >>> self_influence(loss, {"w": torch.ones(2)}, {}, [(x,)])
         tensor([25.,  1.])
     """
+    check_order("self_influence", batches)
     read = _batches.each("self_influence", batches)
     _check("self_influence", curvature, damping)
     if curvature is None:
@@ -299,13 +301,20 @@ def trak(
             f"parameters, got {len(states)} and {len(checkpoints)}."
         )
     [query] = _batches.each("trak", [queries])
+    check_order("trak", batches)
     scores: Any = 0.0
     weights: Any = 0.0
+    first: Any = None  # the targets of a pass
     for each, state in zip(checkpoints, states, strict=True):
-        found = [
-            project(each, state, *batch) for batch in _batches.each("trak", batches)
-        ]
-        phi, margins = (torch.cat(some) for some in zip(*found, strict=True))
+        read = _batches.each("trak", batches)
+        found = [(*project(each, state, *x), x[-1]) for x in read]
+        phi, margins, targets = (torch.cat(some) for some in zip(*found, strict=True))
+        first = targets if first is None else first
+        if not checks.same_values(first, targets):
+            raise ValueError(
+                "trak(batches): expected the same samples in each pass, one for each "
+                "checkpoint, got others. Pass a list."
+            )
         phi = double(phi)
         if not bool((finite := phi.isfinite().all(1)).all()):
             raise ValueError(

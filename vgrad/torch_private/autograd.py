@@ -1,7 +1,6 @@
 """Tensors that autograd saves, checkpoints that recompute them, and nodes of graphs."""
 
 import inspect
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -267,12 +266,6 @@ _OF_REENTRANT = Reentrant._backward_cls  # pyright: ignore[reportAttributeAccess
 _NAME = "_is_setup_context_defined"
 _DEFINED = getattr(_functions, _NAME)
 _LOCK = threading.Lock()
-if hasattr(os, "register_at_fork"):  # as for RNG_LOCK, after which it is taken
-    os.register_at_fork(
-        before=_LOCK.acquire,
-        after_in_parent=_LOCK.release,
-        after_in_child=_LOCK.release,
-    )
 _BLOCKS: list[None] = []
 _HERE: ContextVar[bool] = ContextVar("shown", default=False)
 
