@@ -39,8 +39,8 @@ RNG_LOCK = threading.RLock()
 """Held by any thread that borrows torch's generators, a module, or caught warnings.
 
 These exist once per process; two locks could be taken in two orders. Code that draws
-from torch's generators without it, as a model with dropout does, is not kept out. A
-fork waits for it: the thread that holds it would be missing in the other process.
+from torch's generators without it, as a model with dropout does, is not kept out.
+A fork waits for it, since no thread that holds it would be in the other process.
 """
 if hasattr(os, "register_at_fork"):  # which Windows lacks
     for _held in (autograd._LOCK, RNG_LOCK):  # the last one is taken first

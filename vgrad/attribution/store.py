@@ -440,8 +440,8 @@ def _checked_ids(ids: Any, known: list[Id]) -> list[Id]:
     return ids
 
 
-def check_order(function: str, batches: Any) -> None:
-    """Refuse a loader with another order in each pass, which permutes the scores."""
+def in_order(function: str, batches: Any) -> Iterator[tuple[Tree, ...]]:
+    """Read batches; refuse a loader that shuffles, which permutes the scores."""
     parts, shuffles = [batches], getattr(batches, "in_order", True) is False
     for each in parts:  # then its samplers, and theirs
         own = (getattr(each, n, None) for n in ("batch_sampler", "sampler", "_sampler"))
@@ -458,6 +458,7 @@ def check_order(function: str, batches: Any) -> None:
             f"told apart, got a {type(batches).__name__} that shuffles or draws. Pass "
             f"DataLoader(dataset, batch_size) without shuffle and samplers."
         )
+    return _batches.each(function, batches)
 
 
 _SHUFFLED = (data.RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSampler)
@@ -467,7 +468,7 @@ _ORDERED = data.SequentialSampler, data.BatchSampler
 
 def _counted(batches: Any) -> tuple[int, Tree]:
     """Return the number of samples, about, and a batch of none."""
-    check_order("Store.write", batches)
+    in_order("Store.write", batches)
     first = next(iter(batches), None) if hasattr(batches, "__len__") else None
     if not isinstance(first, tuple | list):
         raise TypeError(

@@ -80,8 +80,7 @@ def replace_batch_norm(model: nn.Module) -> nn.Module:
     Raises:
         TypeError: a layer is lazy, has a forward pass of its own, or hooks, which would
             be lost.
-        ValueError: one channel, and inputs that may have no positions: all outputs of
-            GroupNorm would be its bias.
+        ValueError: one channel without positions, whose outputs would be the bias.
 
     Reference: Wu and He, Group Normalization, arXiv 1803.08494.
 
