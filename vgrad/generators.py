@@ -22,6 +22,7 @@ from numpy.random.bit_generator import ISeedSequence
 from torch import Tensor
 
 from vgrad import checks, devices
+from vgrad.torch_private import autograd
 from vgrad.torch_private.kernels import default_generator
 
 Tag = str | int | float
@@ -38,15 +39,13 @@ RNG_LOCK = threading.RLock()
 """Held by any thread that borrows torch's generators, a module, or caught warnings.
 
 These exist once per process; two locks could be taken in two orders. Code that draws
-from torch's generators without it, as a model with dropout does, is not kept out. A
-fork waits for it: the thread that holds it would be missing in the other process.
+from torch's generators without it, as a model with dropout does, is not kept out.
+A fork waits for it, since no thread that holds it would be in the other process.
 """
 if hasattr(os, "register_at_fork"):  # which Windows lacks
-    os.register_at_fork(
-        before=RNG_LOCK.acquire,
-        after_in_parent=RNG_LOCK.release,
-        after_in_child=RNG_LOCK.release,
-    )
+    for _held in (autograd._LOCK, RNG_LOCK):  # the last one is taken first
+        os.register_at_fork(before=_held.acquire, after_in_child=_held.release)
+        os.register_at_fork(after_in_parent=_held.release)
 
 
 def secret_key(*, seed: int | None = None, member: int = 0) -> Tensor:

@@ -101,15 +101,14 @@ def retrain(
     """
     check_loss("retrain", loss)
     read = batches.read("retrain", batch)
-    size = read.size
     subsets = _chosen("retrain", "[S, N]", subsets=subsets)
-    if subsets.shape[1] != size:
+    if subsets.shape[1] != read.size:
         raise ValueError(
-            f"retrain(subsets): expected a column for each of the {size} samples of "
-            f"the batch, got {subsets.shape[1]}."
+            f"retrain(subsets): expected a column for each of the {read.size} samples "
+            f"of the batch, got {subsets.shape[1]}."
         )
     [steps] = checks.whole("retrain", least=1, steps=steps)
-    at_once = size if batch_size is None else batch_size
+    at_once = read.size if batch_size is None else batch_size
     [at_once] = checks.whole("retrain", least=1, batch_size=at_once)
     [seed] = checks.whole("retrain", least=0, seed=seed)
 
@@ -127,7 +126,7 @@ def retrain(
     def rows() -> Iterator[Tensor]:
         source = torch.Generator().manual_seed(seed)
         while True:
-            yield from torch.randperm(size, generator=source).split(at_once)
+            yield from torch.randperm(read.size, generator=source).split(at_once)
 
     def copies(value: Tensor) -> Tensor:
         return value.detach().expand(len(subsets), *value.shape).clone()

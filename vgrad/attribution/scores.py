@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vgrad import batches as _batches
 from vgrad import checks
-from vgrad.attribution.store import OfFeatures, Store
+from vgrad.attribution.store import OfFeatures, Store, in_order
 from vgrad.curvature import Full, Kronecker
 from vgrad.factors import Dense, Factor, Outer, Rows
 from vgrad.factors.norms import far
@@ -94,9 +94,9 @@ def influence(
 
     Args:
         queries: one batch, such as `(x, y)`.
-        batches: training samples, gone through once; or a `Store`, whose features stand
-            for their gradients, and no pass of them runs. Its curvature is of
-            `Store.curvature` or `Store.empirical_fisher`.
+        batches: training samples in the order of the columns, gone through once; or a
+            `Store`, whose features stand for their gradients, and no pass of them runs.
+            Its curvature is of `Store.curvature` or `Store.empirical_fisher`.
         curvature: a matrix of `vgrad.curvature` (`kfac`, `ekfac`, `full`, `iterative`),
             or any object with its `solve`; None for the identity, inner products of
             gradients.
@@ -116,9 +116,9 @@ def influence(
             used twice has the positions of both uses, one after the other.
 
     Raises:
-        ValueError: no batch; two options do not go together; `per_position`, and a
-            parameter without positions, or with another number of them; a store of
-            another loss or model.
+        ValueError: no batch; a loader that shuffles; two options do not go together;
+            `per_position`, and a parameter without positions, or with another number of
+            them; a store of another loss or model.
 
     Reference: Koh and Liang, arXiv 1703.04730; Grosse et al., arXiv 2308.03296; Pruthi
     et al., TracIn, arXiv 2002.08484.
@@ -168,7 +168,7 @@ def influence(
             grads = _solved(curvature, grads, damping)
             factors = {n: [_of_rank(grads[n], rank, params[n])] for n in grads}
         compute: Any = Transform(of_call[1], _Scores(factors, names, per_position))
-        read = _batches.each("influence", batches)
+        read = in_order("influence", batches)
         parts = (compute(params, buffers, *batch) for batch in read)
     results: dict[str, list[Any]] = {group: [] for group in names}
     start = 0
@@ -217,7 +217,7 @@ def self_influence(
         >>> self_influence(loss, {"w": torch.ones(2)}, {}, [(x,)])
         tensor([25.,  1.])
     """
-    read = _batches.each("self_influence", batches)
+    read = in_order("self_influence", batches)
     _check("self_influence", curvature, damping)
     if curvature is None:
         norms = per_sample_norm(loss, **options)
@@ -301,11 +301,16 @@ def trak(
     [query] = _batches.each("trak", [queries])
     scores: Any = 0.0
     weights: Any = 0.0
+    first: Any = None  # the targets of a pass
     for each, state in zip(checkpoints, states, strict=True):
-        found = [
-            project(each, state, *batch) for batch in _batches.each("trak", batches)
-        ]
-        phi, margins = (torch.cat(some) for some in zip(*found, strict=True))
+        found = [(*project(each, state, *x), x[-1]) for x in in_order("trak", batches)]
+        phi, margins, targets = (torch.cat(some) for some in zip(*found, strict=True))
+        first = targets if first is None else first
+        if not checks.same_values(first, targets):
+            raise ValueError(
+                "trak(batches): expected the same samples in each pass, one for each "
+                "checkpoint, got others. Pass a list."
+            )
         phi = double(phi)
         if not bool((finite := phi.isfinite().all(1)).all()):
             raise ValueError(

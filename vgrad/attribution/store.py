@@ -18,13 +18,16 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import data
 
 from vgrad import batches as _batches
 from vgrad import checks, files
 from vgrad.curvature import Curvature, Kronecker
 from vgrad.curvature.kronecker import Block, eigen
+from vgrad.dp.sampling import PoissonLoader, StepBatches
 from vgrad.functional.losses import SampleLoss
 from vgrad.persample import Options, per_sample_projection
 from vgrad.persample.engine import Transform
@@ -406,8 +409,8 @@ def _pieces(
         flat = [each.detach().cpu().contiguous() for each in read.tensors]
         kinds = map_tensors(lambda each: (each.dtype, each.shape[1:]), read.tree)
         kind = repr(kinds).encode()  # with items that are no tensors
-        data = [_hash_of(kind, row) for row in zip(*flat, strict=True)]
-        samples = [[next(names), each] for each in data]
+        hashes = [_hash_of(kind, row) for row in zip(*flat, strict=True)]
+        samples = [[next(names), each] for each in hashes]
         note(samples)
         while start < read.size:
             rows = slice(start, min(read.size, start + size - place % size))
@@ -437,8 +440,35 @@ def _checked_ids(ids: Any, known: list[Id]) -> list[Id]:
     return ids
 
 
+def in_order(function: str, batches: Any) -> Iterator[tuple[Tree, ...]]:
+    """Read batches; refuse a loader that shuffles, which permutes the scores."""
+    parts, shuffles = [batches], getattr(batches, "in_order", True) is False
+    for each in parts:  # then its samplers, and theirs
+        own = (getattr(each, n, None) for n in ("batch_sampler", "sampler", "_sampler"))
+        parts += [sampler for sampler in own if sampler is not None]
+        shuffles |= isinstance(each, _SHUFFLED) or getattr(each, "shuffle", 0) is True
+    unknown = [each for each in parts[1:] if type(each) not in _ORDERED]
+    once = any(hasattr(each, "__next__") for each in unknown)
+    if unknown and not shuffles and not once:
+        pairs = zip(parts[1], itertools.islice(parts[1], 4096), strict=False)
+        shuffles = not all(np.array_equal(*each) for each in pairs)
+    if shuffles:
+        raise ValueError(
+            f"{function}(batches): expected samples in one order, by which scores are "
+            f"told apart, got a {type(batches).__name__} that shuffles or draws. Pass "
+            f"DataLoader(dataset, batch_size) without shuffle and samplers."
+        )
+    return _batches.each(function, batches)
+
+
+_SHUFFLED = (data.RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSampler)
+_SHUFFLED += (PoissonLoader, StepBatches)
+_ORDERED = data.SequentialSampler, data.BatchSampler
+
+
 def _counted(batches: Any) -> tuple[int, Tree]:
     """Return the number of samples, about, and a batch of none."""
+    in_order("Store.write", batches)
     first = next(iter(batches), None) if hasattr(batches, "__len__") else None
     if not isinstance(first, tuple | list):
         raise TypeError(

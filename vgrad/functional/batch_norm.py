@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from vgrad.functional import guards
 from vgrad.generators import RNG_LOCK
@@ -77,13 +76,11 @@ def replace_batch_norm(model: nn.Module) -> nn.Module:
     Weight, bias, `eps`, device, dtype and mode are kept, running statistics are not.
     A layer of C channels gets gcd(32, C) groups, or C / 2 where that would leave one
     channel each; `BatchNorm1d`, whose input may have no positions, gets one group.
-    timm's `BatchNormAct2d` keeps its dropout and its activation.
 
     Raises:
-        TypeError: a layer is lazy, has a forward pass of its own that is not timm's, or
-            hooks or parametrizations, which would be lost.
-        ValueError: one channel, and inputs that may have no positions: a group of one
-            number is normalised to zero.
+        TypeError: a layer is lazy, has a forward pass of its own, or hooks, which would
+            be lost.
+        ValueError: one channel without positions, whose outputs would be the bias.
 
     Reference: Wu and He, Group Normalization, arXiv 1803.08494.
 
@@ -109,49 +106,26 @@ def replace_batch_norm(model: nn.Module) -> nn.Module:
     return replaced(copied)
 
 
-class GroupNormAct(nn.GroupNorm):
-    """GroupNorm with the dropout and the activation of a layer of timm."""
-
-    drop: nn.Module
-    act: nn.Module
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalise, drop and activate."""
-        return self.act(self.drop(super().forward(input)))
-
-
 def _group_norm(layer: Any) -> nn.GroupNorm:
     kind, channels = type(layer), layer.num_features
-    plain = kind.forward in (private.BatchNorm.forward, nn.SyncBatchNorm.forward)
-    activated = kind.forward.__module__ in _OF_TIMM
-    if (
-        not (plain or activated)
-        or kind.__call__ is not nn.Module.__call__
-        or "forward" in vars(layer)
-        or is_parametrized(layer)
-        or private.has_forward_hooks(layer)
-        or private.has_backward_hooks(layer)
-    ):
+    forward = getattr(layer.forward, "__func__", None)  # of the object, too
+    plain = forward in (private.BatchNorm.forward, nn.SyncBatchNorm.forward)
+    hooked = private.has_forward_hooks(layer) or private.has_backward_hooks(layer)
+    if not plain or hooked or kind.__call__ is not nn.Module.__call__:
         raise TypeError(
             f"replace_batch_norm(model): expected layers of torch.nn without hooks, "
-            f"got a {kind.__name__} that does more. Replace it by hand."
+            f"got a {kind.__name__} that does more. Replace it by hand, as the page "
+            f"docs/sharp_edges.md does."
         )
     if channels == 1 and not issubclass(kind, nn.BatchNorm2d | nn.BatchNorm3d):
         raise ValueError(
             f"replace_batch_norm(model): expected two channels at least, got a "
-            f"{kind.__name__} of one, whose every output would be the bias. Put "
+            f"{kind.__name__} of one, whose outputs would all be the bias. Put "
             f"nn.Identity() there, or nn.GroupNorm(1, 1) if inputs have positions."
         )
     groups = 1 if issubclass(kind, nn.BatchNorm1d) else math.gcd(32, channels)
     if groups == channels:  # a group of one channel and one pixel is always zero
         groups = channels // 2 if channels % 2 == 0 else 1
-    make = GroupNormAct if activated else nn.GroupNorm
-    norm = make(groups, channels, eps=layer.eps, affine=layer.affine)
+    norm = nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine)
     norm.weight, norm.bias = layer.weight, layer.bias
-    if isinstance(norm, GroupNormAct):
-        norm.drop, norm.act = layer.drop, layer.act
     return norm.train(layer.training)
-
-
-_OF_TIMM = "timm.layers.norm_act", "timm.models.layers.norm_act"
-"""Where its layers add a dropout and an activation, and nothing else."""

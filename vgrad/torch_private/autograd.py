@@ -1,7 +1,6 @@
 """Tensors that autograd saves, checkpoints that recompute them, and nodes of graphs."""
 
 import inspect
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -267,12 +266,6 @@ _MODULE: Any = _functions
 _BASE = _MODULE.Function.setup_context
 _BOUND: Any = getattr(_MODULE, "_bind_default_args", None)  # of torch 2.14 on
 _LOCK = threading.Lock()
-if hasattr(os, "register_at_fork"):  # as for RNG_LOCK, after which it is taken
-    os.register_at_fork(
-        before=_LOCK.acquire,
-        after_in_parent=_LOCK.release,
-        after_in_child=_LOCK.release,
-    )
 _BLOCKS: list[None] = []
 _SHOWN: ContextVar[list[Any]] = ContextVar("shown")  # `forward`s that are not bound
 
