@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import cache, wraps
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 from vgrad.functional.guards import updated_statistics
 from vgrad.ops.record import OPS, Kind
 from vgrad.torch_private import modes
-from vgrad.torch_private.kernels import autocast_ops
+from vgrad.torch_private.kernels import autocast_ops, composite_ops
 from vgrad.torch_private.tensors import version_of
+from vgrad.torch_private.tracing import DispatchMode
 from vgrad.tree import tensors, tree_map_only
 
 
@@ -41,9 +43,7 @@ _LOSSES = """
     multilabel_margin_loss binary_cross_entropy_with_logits
 """
 
-_COMPOSITE = """
-    cov corrcoef matrix_power linalg_matrix_power linalg_pinv affine_grid_generator
-"""
+_COMPOSITE = "linalg_pinv linalg_polar affine_grid_generator"
 
 _CPU = _table(
     LOW=_PRODUCTS,
@@ -86,8 +86,7 @@ _CUDA = _table(
     WIDEST="""
         addcdiv addcmul atan2 arctan2 cross dot vdot inner grid_sampler scatter_add
     """,
-    INSIDE=_COMPOSITE
-    + "sum_to_size trapz trapezoid cumulative_trapezoid pairwise_distance",
+    INSIDE=_COMPOSITE,
     REFUSED="binary_cross_entropy",
 )
 
@@ -100,8 +99,9 @@ KINDS: dict[str, dict[str, Kind]] = {
     }
     for device, table in (("cpu", _CPU), ("cuda", _CUDA))
 }
-"""By device type and name. Other ops run in the dtypes of their inputs, and other
-accelerators cast as cuda does."""
+"""By device type and name. Ops that torch casts and that are not here are cast as it
+does; composite ones are left to torch, and others run in the dtypes of their inputs.
+Other accelerators cast as cuda does."""
 
 
 @cache
@@ -295,7 +295,46 @@ def _kind(device: str, func: Callable, args: tuple, kwargs: dict) -> Kind | None
     kind = kind or table.get(name)
     if kind is Kind.PRODUCT:
         return None if _one_number(name, args, kwargs) else Kind.LOW
+    free = op is None or op.autocast is None
+    if kind is None and free and not modes.is_python(func):
+        if name in autocast_ops(device):
+            return _tried(device, func, args, kwargs)
+        return Kind.INSIDE if name in composite_ops() else None
     return kind
+
+
+class _Cast(Exception):
+    """The dtype to which an op is about to cast."""
+
+
+class _FirstOp(DispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs=None):
+        raise _Cast((kwargs or {}).get("dtype"))
+
+
+def _tried(device: str, func: Callable, args: tuple, kwargs: dict) -> Kind:
+    """Return the kind of an op of a later torch, from the cast that comes first."""
+    low = torch.get_autocast_dtype(device)
+
+    def cast(*dtypes: torch.dtype) -> Any:
+        def other(leaf: Tensor) -> Tensor:
+            dtype = next(given) if _may_cast(leaf) else leaf.dtype
+            return torch.empty(leaf.shape, dtype=dtype, device=leaf.device)
+
+        given = chain(dtypes, repeat(dtypes[-1]))
+        with modes.exit_all():
+            inputs = tree_map_only(Tensor, other, (args, kwargs))
+            try:
+                with _FirstOp():
+                    func(*inputs[0], **inputs[1])
+            except _Cast as first:
+                return first.args[0]
+
+    if cast(torch.float32) == low:
+        return Kind.LOW
+    if cast(low) == torch.float32:
+        return Kind.FLOAT32
+    return Kind.WIDEST if cast(low, torch.float32) == torch.float32 else Kind.INSIDE
 
 
 def _mixes(func: Callable, args: tuple, kwargs: dict) -> bool:
