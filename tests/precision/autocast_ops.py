@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from tests.tables import rows
 from vgrad.precision import KINDS
+from vgrad.torch_private import kernels
 
 
 class Call(NamedTuple):
@@ -149,7 +150,7 @@ SHARED = STEPPED | calls("""
     linalg_pinv linalg_polar | 3,3 | linalg.{}(spread(x))
     prod | 2,3 | torch.prod(x, 1)
 """)
-FFT = " ".join(name for name in KINDS["cpu"] if name.startswith("fft_"))
+FFT = " ".join(n for n in kernels.autocast_ops("cpu") if n.startswith("fft_"))
 CPU = (
     SHARED
     | calls(f"{FFT} | 4,4 | fft.{{}}(x)")

@@ -529,6 +529,24 @@ def test_an_op_that_is_not_in_the_table_yet_is_cast_as_torch_casts_it(
     check_either((CPU | LATER)[name], low)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_loss_may_call_an_op_that_is_not_in_the_table(strategy):
+    assert "linalg_inv" not in KINDS["cpu"]
+
+    def loss(params, buffers, x):
+        return torch.linalg.inv(x @ params["w"] + 4 * torch.eye(3)).square().sum()
+
+    params, x = {"w": torch.randn(3, 3) / 4}, torch.randn(5, 3, 3)
+    with torch.autocast("cpu", BF16):
+        found = vgrad.per_sample_grad(loss, strategy=strategy)(params, {}, x)["w"]
+        for one, each in zip(found, x, strict=True):
+            (right,) = torch.autograd.grad(
+                loss(leaf := {"w": params["w"].clone().requires_grad_()}, {}, each),
+                [*leaf.values()],
+            )
+            oracle.assert_exact(one, right, 0.02)
+
+
 @in_both
 @pytest.mark.parametrize("name", UNLISTED)
 def test_an_op_in_no_list_keeps_its_rules_for_dtypes(name, low):
@@ -625,15 +643,15 @@ if torch._C._has_cudnn:  # a build for CUDA, with or without a GPU
 
 
 @pytest.mark.parametrize(("device", "key"), [("cpu", "CPU"), ("cuda", "CUDA")])
-def test_the_table_has_every_op_that_torch_autocasts(device, key):
+def test_every_op_that_torch_autocasts_is_tested(device, key):
     kernels = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{key}")
     ops = {each.removeprefix("aten::").split(".")[0] for each in kernels}
-    later = LATER.keys() - MISSING
-    assert ops - KINDS[device].keys() == INTERNAL[device].keys() | later
+    tested = (CPU if device == "cpu" else CUDA).keys() | LATER.keys()
+    assert ops - tested - {"binary_cross_entropy"} == INTERNAL[device].keys()
 
 
 def test_every_op_of_the_tables_is_tested():
-    assert CPU.keys() == KINDS["cpu"].keys()
+    assert CPU.keys() >= KINDS["cpu"].keys()
     assert CUDA.keys() | {"binary_cross_entropy"} == KINDS["cuda"].keys()
 
 

@@ -8,7 +8,7 @@ above them, from torch's state and lists, by the name of the function that a mod
 
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache, wraps
 from itertools import chain, repeat
 from typing import Any
@@ -43,29 +43,16 @@ _LOSSES = """
     multilabel_margin_loss binary_cross_entropy_with_logits
 """
 
-_COMPOSITE = "linalg_pinv linalg_polar affine_grid_generator"
-
 _CPU = _table(
     LOW=_PRODUCTS,
     FLOAT32=_LOSSES
     + """
         binary_cross_entropy ctc_loss grid_sampler grid_sampler_2d grid_sampler_3d prod
-        avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d max_pool3d max_unpool2d
-        max_unpool3d fractional_max_pool2d fractional_max_pool3d reflection_pad1d
-        reflection_pad2d replication_pad1d replication_pad2d replication_pad3d quantile
-        nanquantile polar view_as_complex stft trace inverse pinverse cholesky
-        cholesky_inverse cholesky_solve svd qr geqrf orgqr ormqr _lu_with_info
-        triangular_solve fake_quantize_per_tensor_affine linalg_cholesky
-        linalg_cholesky_ex linalg_cond linalg_eig linalg_eigh linalg_eigvals
-        linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex
-        linalg_matrix_rank linalg_qr linalg_svd linalg_svdvals
-        linalg_tensorinv linalg_tensorsolve fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2
-        fft_ifftn fft_rfft fft_rfft2 fft_rfftn fft_irfft fft_irfft2 fft_irfftn fft_hfft
-        fft_ihfft
+        avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d max_pool3d trace
     """,
     WIDEST="stack cat index_copy",
     PRODUCT="inner",
-    INSIDE=_COMPOSITE,
+    INSIDE="linalg_pinv linalg_polar affine_grid_generator",
 )
 
 _CUDA = _table(
@@ -86,7 +73,7 @@ _CUDA = _table(
     WIDEST="""
         addcdiv addcmul atan2 arctan2 cross dot vdot inner grid_sampler scatter_add
     """,
-    INSIDE=_COMPOSITE,
+    INSIDE="linalg_pinv linalg_polar affine_grid_generator",
     REFUSED="binary_cross_entropy",
 )
 
@@ -99,9 +86,9 @@ KINDS: dict[str, dict[str, Kind]] = {
     }
     for device, table in (("cpu", _CPU), ("cuda", _CUDA))
 }
-"""By device type and name. Ops that torch casts and that are not here are cast as it
-does; composite ones are left to torch, and others run in the dtypes of their inputs.
-Other accelerators cast as cuda does."""
+"""By device type and name. Other ops that torch casts are cast as it does, those made
+of others are left to torch, and the rest runs in the dtypes of its inputs. Other
+accelerators cast as cuda does."""
 
 
 @cache
@@ -288,7 +275,8 @@ def _kind(device: str, func: Callable, args: tuple, kwargs: dict) -> Kind | None
         bound = {**dict(zip(("input", "pad", "mode"), args, strict=False)), **kwargs}
         kinds = {"reflect": "reflection", "replicate": "replication"}
         inner = f"{kinds.get(bound.get('mode', ''))}_pad{len(bound['pad']) // 2}d"
-        return table.get(inner, Kind.INSIDE)
+        listed = inner in autocast_ops(device)
+        return _tried(device, func, args, kwargs) if listed else Kind.INSIDE
     if name in _lacking(device):
         return None if op is None else Kind.OWN
     kind = None if op is None else op.kind(host=device == "cpu")
@@ -303,32 +291,27 @@ def _kind(device: str, func: Callable, args: tuple, kwargs: dict) -> Kind | None
     return kind
 
 
-class _Cast(Exception):
-    """The dtype to which an op is about to cast."""
-
-
-class _FirstOp(DispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs=None):
-        raise _Cast((kwargs or {}).get("dtype"))
-
-
 def _tried(device: str, func: Callable, args: tuple, kwargs: dict) -> Kind:
-    """Return the kind of an op of a later torch, from the cast that comes first."""
-    low = torch.get_autocast_dtype(device)
+    """Return the kind of an op of torch's list, whose first op is the cast."""
+    low, seen = torch.get_autocast_dtype(device), []
+
+    class First(DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append((kwargs or {}).get("dtype"))
+            raise NotImplementedError
 
     def cast(*dtypes: torch.dtype) -> Any:
+        given = chain(dtypes, repeat(dtypes[-1]))
+
         def other(leaf: Tensor) -> Tensor:
             dtype = next(given) if _may_cast(leaf) else leaf.dtype
             return torch.empty(leaf.shape, dtype=dtype, device=leaf.device)
 
-        given = chain(dtypes, repeat(dtypes[-1]))
-        with modes.exit_all():
-            inputs = tree_map_only(Tensor, other, (args, kwargs))
-            try:
-                with _FirstOp():
-                    func(*inputs[0], **inputs[1])
-            except _Cast as first:
-                return first.args[0]
+        with modes.exit_all(), modes.without_modes(), suppress(NotImplementedError):
+            positional, named = tree_map_only(Tensor, other, (args, kwargs))
+            with First():
+                func(*positional, **named)
+        return seen[-1]
 
     if cast(torch.float32) == low:
         return Kind.LOW
