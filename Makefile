@@ -12,6 +12,7 @@ NEWEST ?= python3.13
 XDIST := -m pytest -n auto --dist worksteal
 PYTEST := OMP_NUM_THREADS=1 $(RUN)/python $(XDIST)
 QUICK := tests -q -m "not slow and not compiled and not large"
+FAST := tests -q -m "not slow and not large"
 
 demo: .venv/installed
 	$(RUN)/python -m vgrad train --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -32,10 +33,11 @@ compiled: .venv/installed
 large: .venv/installed
 	$(RUN)/python -m pytest tests -m large
 
-# The oldest torch of pyproject.toml, and the newest Python, with the builds of PyPI.
+# The oldest torch, of pyproject.toml, on the oldest Python, and the newest on the newest,
+# with the builds of PyPI.
 versions: .venv-floor/installed .venv-newest/installed
-	OMP_NUM_THREADS=1 .venv-floor/bin/python $(XDIST) $(QUICK)
-	OMP_NUM_THREADS=1 .venv-newest/bin/python $(XDIST) $(QUICK)
+	OMP_NUM_THREADS=1 .venv-floor/bin/python $(XDIST) $(FAST)
+	OMP_NUM_THREADS=1 .venv-newest/bin/python $(XDIST) $(FAST)
 
 test-random: .venv/installed
 	$(PYTEST) tests -m hypothesis --hypothesis-profile=random
@@ -96,11 +98,14 @@ experiments: .venv/installed
 	  --constraint .venv-floor/constraints.txt --editable ".[test]"
 	touch $@
 
-.venv-newest/installed: pyproject.toml constraints.txt
+.venv-newest/installed: pyproject.toml constraints.txt vgrad/torch_private/__init__.py
 	rm -rf .venv-newest
 	$(NEWEST) -m venv .venv-newest
+	sed -n 's/^NEWEST = "\(.*\)"/torch==\1/p' vgrad/torch_private/__init__.py \
+	  > .venv-newest/constraints.txt
+	grep -Ev '^torch(vision)?==' constraints.txt >> .venv-newest/constraints.txt
 	.venv-newest/bin/python -m pip install --quiet \
-	  --constraint constraints.txt --editable ".[test]"
+	  --constraint .venv-newest/constraints.txt --editable ".[test]"
 	touch $@
 
 clean:

@@ -2,10 +2,10 @@
 
 The parameters have the shapes of ResNet-50 and GPT-2 small, and there are a thousand
 tiny tensors of ten elements, where all the time goes into calls. The gradients are
-random and stay the same. Contenders are torch's own implementations, TorchOpt where it
-is installed, and vgrad's pure step: eager, compiled, and with the old parameters and
-state donated. The plain step is `torch.optim` with `foreach=False` and `fused=False`;
-a sample is a step.
+random and stay the same. Contenders are torch's own implementations, with the functions
+of `torch.optim.functional` where torch has them, TorchOpt where it is installed, and
+vgrad's pure step: eager, compiled, and with the old parameters and state donated. The
+plain step is `torch.optim` with `foreach=False` and `fused=False`; a sample is a step.
 
 Every contender makes three steps before it is timed, after which its parameters are
 compared with the plain step's. With `--benchmark-disable` that is all, on small
@@ -132,6 +132,24 @@ def torch_contender(**flags: bool) -> Callable[..., Contender]:
     return build
 
 
+def functional_contender(optimizer: str, problem: Problem, backend: str) -> Contender:
+    """Build the step of `torch.optim.functional`, which writes into lists."""
+    module = pytest.importorskip("torch.optim.functional", reason="torch is too old")
+    options: dict[str, Any] = {"weight_decay": 0.0, "maximize": False}
+    options |= OPTIMIZERS[optimizer][1]
+    params = {name: p.clone() for name, p in problem.params.items()}
+    into, grads = list(params.values()), list(problem.grads.values())
+    if optimizer == "sgd":
+        options |= dict(dampening=0.0, nesterov=False)
+        state: tuple[list, ...] = ([None] * len(into),)
+    else:
+        options |= dict(amsgrad=False, beta1=0.9, beta2=0.999, eps=1e-8)
+        means, squares = ([*map(torch.zeros_like, into)] for _ in range(2))
+        state = means, squares, [], [torch.zeros(()) for _ in into]
+    take = getattr(module, optimizer)
+    return Contender(lambda: take(into, grads, *state, **options), lambda: params)
+
+
 def torchopt_contender(optimizer: str, problem: Problem, backend: str) -> Contender:
     torchopt = pytest.importorskip("torchopt", reason="TorchOpt is not installed")
     tx = getattr(torchopt, optimizer)(**OPTIMIZERS[optimizer][1])
@@ -173,6 +191,7 @@ CONTENDERS = {
     "torch loop": PLAIN,
     "torch foreach": torch_contender(foreach=True),
     "torch fused": torch_contender(fused=True),
+    "torch functional": functional_contender,
     "torchopt": torchopt_contender,
     "vgrad eager": vgrad_contender("eager"),
     "vgrad compiled": vgrad_contender("compiled"),

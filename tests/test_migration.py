@@ -27,6 +27,7 @@ PEERS = {  # what the left column imports
     },
     "functorch": {"functorch": []},
     "BackPACK": {"backpack": ["backpack", "extend"], "backpack.extensions": EXTENSIONS},
+    "torch.optim.functional": {"torch.optim.functional": ["sgd", "adamw"]},
     "TorchOpt": {"torchopt": []},
     "optax": {"optax": [], "jax.numpy": []},
     "jmp": {"jmp": [], "jax.numpy": []},

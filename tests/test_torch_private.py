@@ -4,6 +4,8 @@ Where one of these fails, a new torch has changed what the name says, and
 `vgrad/torch_private/` is the place to mend.
 """
 
+import re
+import runpy
 import shutil
 import warnings
 from functools import wraps
@@ -17,7 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from tests import losses
+from vgrad import torch_private
 from vgrad.torch_private import (
+    NEWEST,
     autograd,
     control,
     kernels,
@@ -420,6 +424,28 @@ def test_a_warning_of_a_missing_rule_names_the_op():
         torch.vmap(lambda x: F.bilinear(x[None], x[None], torch.ones(1, 2, 2)))(X)
     found = {modes.op_without_rule(str(each.message)) for each in caught}
     assert found == {"aten::bilinear"}
+
+
+@pytest.mark.parametrize(
+    ("version", "warns"),
+    [
+        ("2.11.0", False),
+        (NEWEST, False),
+        (f"{NEWEST.rpartition('.')[0]}.9+cu132", False),
+        ("2.99.0a0+git0123abc", True),
+        ("3.0.1", True),
+    ],
+)
+def test_a_torch_that_no_test_has_seen_is_warned_of(version, warns, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        runpy.run_path(torch_private.__file__)
+    texts = [f"vgrad: expected torch up to {NEWEST}, .*, got {re.escape(version)}"]
+    texts = texts if warns else []
+    for text, warning in zip(texts, found, strict=True):
+        assert re.match(text, str(warning.message))
+        assert "\n" not in str(warning.message)
 
 
 def test_a_trace_has_all_ops_but_those_that_are_left_untraced():

@@ -32,7 +32,7 @@ aside = slow, pytest.mark.compiled
 
 # Torch warns of itself while Inductor runs.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit"),
     pytest.mark.filterwarnings("ignore:.*torch._prims_common:FutureWarning"),
 ]
 PARAMS = {"w": torch.tensor([0.5, -1.0, 2.0])}
@@ -563,6 +563,22 @@ def test_inductor_is_right_and_redoes_what_is_doubtful():
         assert int(found.nonfinite) == int((~fine).sum())
     (report,) = compiled.reports()
     assert (report.backend, report.calls, report.redos) == ("inductor", 5, 2)
+
+
+@slow
+@pytest.mark.compiled
+@needs_compiler
+def test_inductor_leaves_what_is_not_finite_in_inner_products():
+    loss = lambda p, b, index, w: (F.embedding(index, p["w"]) * w).sum()  # noqa: E731
+    params, index = {"w": torch.randn(7, 3)}, torch.randint(7, (5, 4))
+    eager = vgrad.per_sample_gram(loss)
+    compiled = vgrad.compile(eager, backend="inductor", fallback="error")
+    for number in (0.0, 1.0, torch.nan, torch.inf):
+        weights = torch.ones(5, 4, 3)
+        weights[2, 1, 1] = number
+        expected = eager(params, {}, index, weights)
+        oracle.assert_exact(compiled(params, {}, index, weights), expected, 1e-5)
+    assert compiled.reports()[0].backend == "inductor"
 
 
 @slow

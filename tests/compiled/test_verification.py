@@ -285,7 +285,7 @@ def test_the_faster_backend_is_taken(monkeypatch, taken, backend):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler")
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.filterwarnings("ignore:.*torch._prims_common:FutureWarning")
 def test_inductor_is_as_exact_as_eager_mode_around_convolutions():
     torch.manual_seed(0)

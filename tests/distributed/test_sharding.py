@@ -134,6 +134,8 @@ OPTIMIZERS = {
         optim.sgd(0.1),
         optim.ema_parameters(0.9),
     ),
+    "adaptive": lambda: optim.chain(optim.adaptive_grad_clip(0.05), optim.sgd(0.1)),
+    "central": lambda: optim.chain(optim.centralize(), optim.sgd(0.1)),
     "noisy": lambda: optim.chain(optim.add_noise(0.1, 0.55, seed=3), optim.adam(0.1)),
     "adam_bc": lambda: optim.adam_bc(0.1, deviation=0.5),
     "scaled": lambda: optim.chain(

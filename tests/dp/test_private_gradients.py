@@ -287,6 +287,18 @@ def test_mode_numbers_and_dtype_of_the_module_are_followed():
     assert not step()["head.weight"].any()
 
 
+@pytest.mark.parametrize("wanted", [torch.float32, None])
+def test_gradients_have_the_dtype_that_a_parameter_wants(wanted):
+    model, private, _ = start()
+    for parameter in model.parameters():
+        parameter.grad_dtype = wanted
+    expected = clipped(model, PLAN, 0)
+    private.backward(*next(iter(private.loader)))
+    oracle.assert_exact(grads(model), expected, 1e-5)
+    kinds = {x.grad.dtype for x in model.parameters() if x.requires_grad}
+    assert kinds == {wanted or torch.float64}
+
+
 def test_each_part_of_a_logical_batch_drops_out_on_its_own():
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 3))
     dataset = TensorDataset(torch.ones(30, 64), torch.zeros(30, dtype=torch.int64))

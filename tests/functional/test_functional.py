@@ -518,6 +518,18 @@ def test_write_grads_copies_forgets_old_ones_and_names_strangers():
             vgrad.write_grads_(model, wrong)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "found"), [(torch.float32, torch.float32), (None, torch.float64)]
+)
+def test_write_grads_keeps_the_dtype_that_a_parameter_wants(wanted, found):
+    model = nn.Linear(3, 2, bias=False).bfloat16()
+    model.weight.grad_dtype = wanted
+    exact = torch.tensor(1 / 3).double().expand(2, 3)
+    vgrad.write_grads_(model, {"weight": exact})
+    assert model.weight.grad.dtype == found
+    assert torch.equal(model.weight.grad, exact.to(found))
+
+
 def test_a_functional_model_can_be_copied_and_pickled():
     model = Counter()
     fmodel, params, buffers = split(model)
@@ -820,7 +832,7 @@ def test_dictionaries_that_cannot_change_stay_as_they_are():
     assert all(torch.equal(fmodel(params, buffers, x), model(x)) for _ in range(2))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
 def test_compiled_code_of_a_module_is_left_out():
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     model.compile()
@@ -875,7 +887,7 @@ MAKE = [split, vgrad.make_functional, lambda model: vgrad.stack([model, model])]
 MAKE += [vgrad.replace_batch_norm]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize(("text", "message"), MODELS + CHANGES)
 def test_models_that_cannot_be_split_are_refused(text, message):
     layer = nn.Linear(2, 2)

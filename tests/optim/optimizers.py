@@ -217,6 +217,8 @@ OPTIONS = {
              dict(lr=0.02, adjust_lr_fn="original", ns_steps=3, eps=0.1),
              dict(lr=0.02, ns_coefficients=(2.0, -1.5, 0.5))],
 }  # fmt: skip
+if torch.__version__ >= torch.torch_version.TorchVersion("2.15"):
+    OPTIONS["muon"].append(dict(lr=0.02, adjust_lr_fn="spectral_unclamped"))
 
 UNCOUNTED = [
     ("sgd", dict(weight_decay=0.1)),

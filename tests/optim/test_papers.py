@@ -198,6 +198,25 @@ def test_orthogonal_updates_have_the_directions_and_singular_values_near_one(sha
     )
 
 
+@pytest.mark.parametrize("shape", [(5, 5), (3, 8), (8, 3)])
+def test_steps_of_muon_are_scaled_by_the_shape(shape):
+    grads = random_tensors({"w": shape})
+    n, m = shape
+    scales = {
+        "original": max(1, n / m) ** 0.5,
+        "match_rms_adamw": 0.2 * max(n, m) ** 0.5,
+        "spectral_unclamped": (n / m) ** 0.5,
+    }
+    for kind, scale in scales.items():
+        tx = optim.muon(0.1, weight_decay=0.0, adjust_lr_fn=kind, dtype=torch.float64)
+        updates, _ = tx.update(grads, tx.init(grads), grads)
+        assert_exact(
+            updates["w"],
+            -0.1 * scale * orthogonal(grads["w"], dtype=torch.float64),
+            1e-12,
+        )
+
+
 def test_default_coefficients_bring_singular_values_near_one():
     values = torch.logspace(0, -1.9, 8, dtype=torch.float64)
     for dtype, slack in [(torch.float64, 0.0), (torch.bfloat16, 0.05)]:

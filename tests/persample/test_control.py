@@ -367,6 +367,24 @@ def test_a_hook_that_writes_in_place_changes_no_other_gradient(strategy):
     oracle.assert_exact(found, oracle.loss_gradients(right, P, {}, (X,)))
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 15), reason="torch refuses a scan over no rows"
+)
+@pytest.mark.parametrize("strategy", ["recorded", "vmap", "loop"])
+def test_a_scan_over_no_rows_returns_what_it_was_given(strategy):
+    def loss(params, buffers, x, scan=hops.scan):
+        step = lambda c, e: (c * e + params["b"], c * params["u"])  # noqa: E731
+        carry, rows = scan(step, params["w"] @ x, x[:0, None] * params["v"][0])
+        assert rows.shape == (0, 4)
+        return carry.square().sum() + rows.sum()
+
+    plain = partial(loss, scan=lambda f, carry, xs: (carry, xs))
+    expected = oracle.loss_gradients(plain, P, {}, (X,))
+    oracle.assert_exact(
+        vgrad.per_sample_grad(loss, strategy=strategy)(P, {}, X), expected
+    )
+
+
 def captured(params, buffers, x):
     def step(carry, row):
         return (new := (carry * row + params["b"]).sin()), new * params["u"]

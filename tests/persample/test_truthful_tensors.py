@@ -27,7 +27,7 @@ from tests.persample.test_losses import OF_MEMBERS, ROWS, hidden, of_classes, ou
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::vgrad.FallbackWarning",
-    "ignore:.*torch.jit.*:DeprecationWarning",
+    "ignore:.*torch.jit.*",
     "ignore:The .grad attribute:UserWarning",
     "ignore:TypedStorage:UserWarning",
     "ignore:There is a performance drop:UserWarning",

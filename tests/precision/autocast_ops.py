@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from tests.tables import rows
 from vgrad.precision import KINDS
+from vgrad.torch_private import kernels
 
 
 class Call(NamedTuple):
@@ -146,13 +147,10 @@ SHARED = STEPPED | calls("""
 
     grid_sampler | 1,2,4,4 | torch.grid_sampler(x, places(x), 0, 0, False)
     affine_grid_generator | 1,2,3 | F.affine_grid(x, [1, 1, 4, 4], align_corners=False)
-    cov corrcoef | 3,4 | torch.{}(x)
-    matrix_power | 3,3 | torch.{}(x, 2)
-    linalg_matrix_power | 3,3 | linalg.{}(x, 2)
-    linalg_pinv | 3,3 | linalg.{}(spread(x))
+    linalg_pinv linalg_polar | 3,3 | linalg.{}(spread(x))
     prod | 2,3 | torch.prod(x, 1)
 """)
-FFT = " ".join(name for name in KINDS["cpu"] if name.startswith("fft_"))
+FFT = " ".join(n for n in kernels.autocast_ops("cpu") if n.startswith("fft_"))
 CPU = (
     SHARED
     | calls(f"{FFT} | 4,4 | fft.{{}}(x)")
@@ -215,13 +213,12 @@ CUDA = {name: SHARED[name] for name in KINDS["cuda"] if name in SHARED} | calls(
     linalg_norm linalg_vector_norm linalg_matrix_norm | 2,3 | linalg.{}(x)
     renorm | 2,3 | torch.renorm(x, 2, 0, 1.0)
     pdist | 2,3 | F.pdist(x)
-    cosine_similarity pairwise_distance | 2,3 2,3 | F.{}(x, a)
+    cosine_similarity | 2,3 2,3 | F.{}(x, a)
     dist atan2 arctan2 cross | 2,3 2,3 | torch.{}(x, a)
     addcdiv addcmul | 2,3 2,3 2,3 | torch.{}(x, a, b)
     dot vdot | 3 3 | torch.{}(x, a)
     index_put | 2,3 2,3 | x.index_put((labels(x),), a)
     scatter_add | 2,3 2,3 | x.scatter_add(0, zeros(x), a)
-    sum_to_size | 2,3 | x.sum_to_size(1, 3)
     upsample_nearest1d | 1,2,4 | resized(x)
     upsample_nearest2d | 1,2,4,4 | resized(x)
     upsample_nearest3d | 1,2,4,4,4 | resized(x)
@@ -235,11 +232,27 @@ CUDA = {name: SHARED[name] for name in KINDS["cuda"] if name in SHARED} | calls(
     _upsample_bilinear2d_aa | 1,2,4,4 | resized(x, mode="bilinear", antialias=True)
     _upsample_bicubic2d_aa | 1,2,4,4 | resized(x, mode="bicubic", antialias=True)
     exp expm1 sinh cosh tan sum square norm | 2,3 | torch.{}(x)
-    trapz trapezoid cumulative_trapezoid | 2,3 | torch.{}(x)
     log log10 log1p log2 reciprocal rsqrt | 2,3 | torch.{}(positive(x))
     acos arccos asin arcsin erfinv | 2,3 | torch.{}(x.sigmoid())
     special_expm1 special_log1p special_erfinv | 2,3 | special.{}(x.sigmoid())
 """)
+COMPOSITE = calls("""
+    cov corrcoef | 3,4 | torch.{}(x)
+    matrix_power | 3,3 | torch.{}(x, 2)
+    linalg_matrix_power | 3,3 | linalg.{}(x, 2)
+    sum_to_size | 2,3 | x.sum_to_size(1, 3)
+    trapz trapezoid cumulative_trapezoid | 2,3 | torch.{}(x)
+    pairwise_distance | 2,3 2,3 | F.{}(x, a)
+    fft_ihfft2 | 4,4 | fft.{}(x)
+    linalg_vander | 3 | linalg.{}(x)
+""")
+LATER = calls("linalg_matrix_sqrth | 3,3 | linalg.{}(spread(x))")
+MISSING = {
+    name
+    for name in ("cholesky", "qr", "linalg_polar", "linalg_matrix_sqrth")
+    if not hasattr(torch.ops.aten, name)
+}
+"""Ops that this torch does not have yet, or not any more."""
 UNLISTED = calls("""
     add | 2,3 2,3 | torch.add(x, a)
     mul | 2,3 3 | x * a
@@ -286,6 +299,7 @@ UNFAKED = """
     rnn_relu_cell kl_div margin_ranking_loss soft_margin_loss triplet_margin_loss
     multi_margin_loss multilabel_margin_loss bilinear grid_sampler cov corrcoef
     linalg_pinv affine_grid_generator renorm pdist _upsample_nearest_exact1d
-    _upsample_nearest_exact2d _upsample_nearest_exact3d embedding_bag
+    _upsample_nearest_exact2d _upsample_nearest_exact3d embedding_bag fft_ihfft2
+    linalg_vander
 """.split()
 """What needs a real GPU, or has no batching rule."""

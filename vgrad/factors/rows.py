@@ -125,7 +125,8 @@ class Rows(Factor):
 
     def _spoils(self) -> Tensor:
         """Zeros [B], and NaN where a sample's gradient is not finite."""
-        return (self.outputs * 0).sum((1, 2))
+        # Inductor of torch 2.13 takes products with an integer zero for zero.
+        return (self.outputs * 0.0).sum((1, 2))
 
     def _norms_by_mask(self) -> Tensor:
         """Norms by a product with a mask of equal indices."""

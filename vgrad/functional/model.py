@@ -446,8 +446,9 @@ _ADVICE = "Keep what changes in a buffer (register_buffer) and use call_and_upda
 def write_grads_(model: nn.Module, grads: Params) -> None:
     """Fill `.grad` of a module's parameters, for a loop that uses `torch.optim`.
 
-    Copies each gradient and casts it to its parameter's dtype. Parameters without one
-    get `None`, so that no gradient of an earlier step is applied again.
+    Copies each gradient and casts it to its parameter's `grad_dtype`, which is the
+    parameter's own dtype unless you set it; with None it keeps its dtype. Parameters
+    without a gradient get `None`, so that none of an earlier step is applied again.
 
     Raises:
         ValueError: a name is not a parameter of the module, or a shape is wrong.
@@ -476,7 +477,9 @@ def write_grads_(model: nn.Module, grads: Params) -> None:
     for target in targets.values():
         target.grad = None
     for name, grad in grads.items():
-        targets[name].grad = grad.detach().to(targets[name], copy=True)
+        target = targets[name]
+        dtype = target.grad_dtype or grad.dtype
+        target.grad = grad.detach().to(target.device, dtype, copy=True)
 
 
 def freeze(

@@ -66,7 +66,7 @@ def _losses(
         counts = counts if positions == 1 else counts.sum(1)
         if weight is not None and label_smoothing:
             # Torch's is a sum of two means, one of them NaN where weights are zero.
-            return record.logical(sums / counts + 0 * sums / counts)
+            return record.logical(sums / counts + 0.0 * sums / counts)
         return record.logical(sums / counts)
 
 

@@ -893,7 +893,7 @@ def schedule_free_adamw(
 
 Coefficients = tuple[float, float, float]
 
-Adjustment = Literal["original", "match_rms_adamw"]
+Adjustment = Literal["original", "match_rms_adamw", "spectral_unclamped"]
 """How the size of an update follows from the shape of its matrix."""
 
 
@@ -1024,11 +1024,12 @@ def muon(
     `m = momentum * m + (1 - momentum) * g`, then
     `p -= lr * (weight_decay * p + s * o)`, with the result `o` of `orthogonalize` for
     `m`, or for `momentum * m + (1 - momentum) * g` again with `nesterov`. For a matrix
-    of n by m, `s` is `sqrt(max(1, n / m))`, also with `adjust_lr_fn="original"`, and
-    `0.2 * sqrt(max(n, m))` with `"match_rms_adamw"`, for the rates of AdamW. State: one
-    tensor per parameter. Biases, embeddings, kernels of convolutions and the last layer
-    go to another optimizer, see `partition`. Reference: Jordan et al., Muon, 2024; Liu
-    et al., arXiv 2502.16982.
+    of n by m, `s` is `sqrt(max(1, n / m))`, also with `adjust_lr_fn="original"`,
+    `sqrt(n / m)` with `"spectral_unclamped"`, and `0.2 * sqrt(max(n, m))` with
+    `"match_rms_adamw"`, for the rates of AdamW. State: one tensor per parameter.
+    Biases, embeddings, kernels of convolutions and the last layer go to another
+    optimizer, see `partition`. Reference: Jordan et al., Muon, 2024; Liu et al., arXiv
+    2502.16982; Bernstein, Deriving Muon, 2025.
     """
     check_numbers("muon", lr, weight_decay=weight_decay, momentum=momentum, eps=eps)
     checks.choice("muon", (None, *get_args(Adjustment)), adjust_lr_fn=adjust_lr_fn)
@@ -1043,7 +1044,8 @@ def muon(
         n, m = grad.shape
         if adjust_lr_fn == "match_rms_adamw":
             return 0.2 * math.sqrt(max(n, m)) * grad
-        return math.sqrt(max(1.0, n / max(m, 1))) * grad
+        least = 0.0 if adjust_lr_fn == "spectral_unclamped" else 1.0
+        return math.sqrt(max(least, n / max(m, 1))) * grad
 
     slots = {"momentum_buffer": 0}
     direction = (

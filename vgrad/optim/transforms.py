@@ -416,7 +416,9 @@ def centralize() -> GradientTransformation:
     def centre(grad):
         if grad.ndim < 2:
             return grad
-        return grad - grad.mean(dim=tuple(range(1, grad.ndim)), keepdim=True)
+        centred = grad - grad.mean(dim=tuple(range(1, grad.ndim)), keepdim=True)
+        # From torch 2.14 on, ranks without a row make the difference a replicated one.
+        return shards.placed(centred, grad)
 
     return of_gradient(centre)
 

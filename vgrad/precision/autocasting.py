@@ -8,8 +8,9 @@ above them, from torch's state and lists, by the name of the function that a mod
 
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache, wraps
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from torch.overrides import TorchFunctionMode
 from vgrad.functional.guards import updated_statistics
 from vgrad.ops.record import OPS, Kind
 from vgrad.torch_private import modes
-from vgrad.torch_private.kernels import autocast_ops
+from vgrad.torch_private.kernels import autocast_ops, composite_ops
 from vgrad.torch_private.tensors import version_of
+from vgrad.torch_private.tracing import DispatchMode
 from vgrad.tree import tensors, tree_map_only
 
 
@@ -41,31 +43,16 @@ _LOSSES = """
     multilabel_margin_loss binary_cross_entropy_with_logits
 """
 
-_COMPOSITE = """
-    cov corrcoef matrix_power linalg_matrix_power linalg_pinv affine_grid_generator
-"""
-
 _CPU = _table(
     LOW=_PRODUCTS,
     FLOAT32=_LOSSES
     + """
         binary_cross_entropy ctc_loss grid_sampler grid_sampler_2d grid_sampler_3d prod
-        avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d max_pool3d max_unpool2d
-        max_unpool3d fractional_max_pool2d fractional_max_pool3d reflection_pad1d
-        reflection_pad2d replication_pad1d replication_pad2d replication_pad3d quantile
-        nanquantile polar view_as_complex stft trace inverse pinverse cholesky
-        cholesky_inverse cholesky_solve svd qr geqrf orgqr ormqr _lu_with_info
-        triangular_solve fake_quantize_per_tensor_affine linalg_cholesky
-        linalg_cholesky_ex linalg_cond linalg_eig linalg_eigh linalg_eigvals
-        linalg_eigvalsh linalg_householder_product linalg_inv linalg_inv_ex
-        linalg_matrix_rank linalg_qr linalg_svd linalg_svdvals
-        linalg_tensorinv linalg_tensorsolve fft_fft fft_fft2 fft_fftn fft_ifft fft_ifft2
-        fft_ifftn fft_rfft fft_rfft2 fft_rfftn fft_irfft fft_irfft2 fft_irfftn fft_hfft
-        fft_ihfft
+        avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d max_pool3d trace
     """,
     WIDEST="stack cat index_copy",
     PRODUCT="inner",
-    INSIDE=_COMPOSITE,
+    INSIDE="linalg_pinv linalg_polar affine_grid_generator",
 )
 
 _CUDA = _table(
@@ -86,8 +73,7 @@ _CUDA = _table(
     WIDEST="""
         addcdiv addcmul atan2 arctan2 cross dot vdot inner grid_sampler scatter_add
     """,
-    INSIDE=_COMPOSITE
-    + "sum_to_size trapz trapezoid cumulative_trapezoid pairwise_distance",
+    INSIDE="linalg_pinv linalg_polar affine_grid_generator",
     REFUSED="binary_cross_entropy",
 )
 
@@ -100,7 +86,8 @@ KINDS: dict[str, dict[str, Kind]] = {
     }
     for device, table in (("cpu", _CPU), ("cuda", _CUDA))
 }
-"""By device type and name. Other ops run in the dtypes of their inputs, and other
+"""By device type and name. Other ops that torch casts are cast as it does, those made
+of others are left to torch, and the rest runs in the dtypes of its inputs. Other
 accelerators cast as cuda does."""
 
 
@@ -288,14 +275,49 @@ def _kind(device: str, func: Callable, args: tuple, kwargs: dict) -> Kind | None
         bound = {**dict(zip(("input", "pad", "mode"), args, strict=False)), **kwargs}
         kinds = {"reflect": "reflection", "replicate": "replication"}
         inner = f"{kinds.get(bound.get('mode', ''))}_pad{len(bound['pad']) // 2}d"
-        return table.get(inner, Kind.INSIDE)
+        listed = inner in autocast_ops(device)
+        return _tried(device, func, args, kwargs) if listed else Kind.INSIDE
     if name in _lacking(device):
         return None if op is None else Kind.OWN
     kind = None if op is None else op.kind(host=device == "cpu")
     kind = kind or table.get(name)
     if kind is Kind.PRODUCT:
         return None if _one_number(name, args, kwargs) else Kind.LOW
+    free = op is None or op.autocast is None
+    if kind is None and free and not modes.is_python(func):
+        if name in autocast_ops(device):
+            return _tried(device, func, args, kwargs)
+        return Kind.INSIDE if name in composite_ops() else None
     return kind
+
+
+def _tried(device: str, func: Callable, args: tuple, kwargs: dict) -> Kind:
+    """Return the kind of an op of torch's list, whose first op is the cast."""
+    low, seen = torch.get_autocast_dtype(device), []
+
+    class First(DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append((kwargs or {}).get("dtype"))
+            raise NotImplementedError
+
+    def cast(*dtypes: torch.dtype) -> Any:
+        given = chain(dtypes, repeat(dtypes[-1]))
+
+        def other(leaf: Tensor) -> Tensor:
+            dtype = next(given) if _may_cast(leaf) else leaf.dtype
+            return torch.empty(leaf.shape, dtype=dtype, device=leaf.device)
+
+        with modes.exit_all(), modes.without_modes(), suppress(NotImplementedError):
+            positional, named = tree_map_only(Tensor, other, (args, kwargs))
+            with First():
+                func(*positional, **named)
+        return seen[-1]
+
+    if cast(torch.float32) == low:
+        return Kind.LOW
+    if cast(low) == torch.float32:
+        return Kind.FLOAT32
+    return Kind.WIDEST if cast(low, torch.float32) == torch.float32 else Kind.INSIDE
 
 
 def _mixes(func: Callable, args: tuple, kwargs: dict) -> bool:

@@ -61,12 +61,14 @@ def as_written(function: Any) -> Any:
 
 
 def _scan(combine_fn: Callable, init: Any, xs: Any, more: Any) -> list[Any]:
-    carry, outputs = init, []
-    for elements in zip(*xs, strict=True):
+    rows, carry, outputs = [*zip(*xs, strict=True)], init, []
+    # Without any, one of zeros has the shapes of what there would be.
+    for elements in rows or [[x.new_zeros(x.shape[1:]) for x in xs]]:
         both = [*combine_fn(*carry, *elements, *more)]
         carry = both[: len(init)]
         outputs.append(both[len(init) :])
-    return [*carry, *map(torch.stack, zip(*outputs, strict=True))]
+    stacked = map(torch.stack, zip(*outputs, strict=True))
+    return [*carry, *stacked] if rows else [*init, *(each[:0] for each in stacked)]
 
 
 def _flex_attention(*args: Any, **kwargs: Any) -> Any:

@@ -129,8 +129,18 @@ def multiplies_halves(device: torch.device) -> bool:
 def autocast_ops(device: str) -> set[str]:
     """Return the ops of aten that autocast casts on a type of device."""
     of_others = device == torch._C._get_privateuse1_backend_name()
-    key = "PrivateUse1" if of_others else device.upper()
-    names = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{key}")
+    return _ops_of(f"Autocast{'PrivateUse1' if of_others else device.upper()}")
+
+
+@cache
+def composite_ops() -> set[str]:
+    """Return the ops of aten that are other ops, to autocast and to transforms."""
+    others = map(_ops_of, ("Autograd", "CompositeExplicitAutograd", "CPU"))
+    return _ops_of("CompositeImplicitAutograd").difference(*others)
+
+
+def _ops_of(key: str) -> set[str]:
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
     return {name.removeprefix("aten::").partition(".")[0] for name in names}
 
 
