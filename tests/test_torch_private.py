@@ -232,8 +232,8 @@ def test_one_in_the_old_style_is_seen_in_a_block_and_raises_outside():
             return args[1] * 2
 
     mapped = torch.vmap(lambda x: in_block(Answering(), apply, x))
-    with autograd.old_style_shown():
-        with autograd.old_style_shown():
+    with autograd.for_all(old_style=True):
+        with autograd.for_all(old_style=True):
             assert torch.equal(mapped(X), X * 2)
         assert torch.equal(mapped(X), X * 2)
         assert torch.equal(apply(X), X * 2)
