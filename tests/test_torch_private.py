@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch._higher_order_ops as hops
 from torch import Tensor, nn
+from torch.autograd import graph
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -236,8 +237,8 @@ def test_one_in_the_old_style_is_seen_in_a_block_and_raises_outside():
             return args[1] * 2
 
     mapped = torch.vmap(lambda x: in_block(Answering(), apply, x))
-    with autograd.old_style_shown():
-        with autograd.old_style_shown():
+    with autograd.for_all(old_style=True):
+        with autograd.for_all(old_style=True):
             assert torch.equal(mapped(X), X * 2)
         assert torch.equal(mapped(X), X * 2)
         assert torch.equal(apply(X), X * 2)
@@ -415,7 +416,27 @@ def test_torch_refuses_in_the_words_that_are_matched(text, function, options):
 def test_every_text_about_an_op_has_a_case():
     texts = {text for each in modes.LIMITS.values() for text in each}
     cased = {each for each in texts for text, *_ in REFUSED if text in each}
-    assert texts - cased == {"HigherOrderOperator custom_function_call"}
+    own = {"node_creation_hook"}  # of vgrad, which the next test raises
+    assert texts - cased - own == {"HigherOrderOperator custom_function_call"}
+
+
+@pytest.mark.skipif(not hasattr(graph, "node_creation_hook"), reason="torch < 2.14")
+def test_hooks_on_the_creation_of_nodes_are_seen_and_refused_in_a_block():
+    nodes, x = [], X.clone().requires_grad_()
+    with graph.node_creation_hook(nodes.append):
+        for block in (torch.no_grad(), torch.inference_mode(), graph.save_on_cpu()):
+            assert in_block(block, autograd.node_hooks)
+        under_vmap(lambda row: nodes.append(autograd.node_hooks()))
+        assert nodes == [True]  # and no node
+        y = x * 2
+        assert y.grad_fn in nodes[1:]  # they are still there
+        with autograd.for_all(old_style=False):  # refuses those that come
+            with pytest.raises(RuntimeError) as caught:
+                in_block(graph.node_creation_hook(print), torch.sin, x)
+    assert modes.limit_of(str(caught.value)) == "saved tensors"
+    assert not autograd.node_hooks()
+    with graph.node_creation_hook(nodes.append):
+        assert autograd.node_hooks()
 
 
 def test_a_warning_of_a_missing_rule_names_the_op():

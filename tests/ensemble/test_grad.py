@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.autograd import graph
 from torch.nn import functional as F
 
 import vgrad
@@ -17,7 +18,7 @@ from tests.ensemble.test_contract import (
 from tests.losses import Case, randn, vectors
 from tests.oracle import assert_exact
 from tests.persample.test_losses import Rounded
-from vgrad.ensemble import EnsembleGrads, ensemble_grad, share
+from vgrad.ensemble import EnsembleGrads, ensemble_forward, ensemble_grad, share
 
 EXACT, NORMED, MLP = 1e-10, CASES["normed"], CASES["mlp"]
 at_once = pytest.mark.parametrize("strategy", ["vmap", "hybrid"])
@@ -152,6 +153,34 @@ def test_a_loss_that_calls_autograd_runs_in_a_loop_and_is_refused_elsewhere():
     with pytest.warns(vgrad.FallbackWarning, match=message):
         result = ensemble_grad(penalty)(PARAMS, BUFFERS, X)
     assert_exact(result.grads["w"], expected)
+
+
+@pytest.mark.skipif(not hasattr(graph, "node_creation_hook"), reason="torch < 2.14")
+def test_hooks_on_the_creation_of_nodes_run_in_a_loop_and_are_refused_elsewhere():
+    def made(node):
+        node.register_prehook(lambda grads: tuple(g / g.norm() for g in grads))
+
+    def loss(params, buffers, x):
+        with graph.node_creation_hook(made):
+            return (params["w"] * x).sin().square().sum()
+
+    expected = []
+    for w in PARAMS["w"].detach():
+        value = loss({"w": w.requires_grad_()}, {}, X)
+        expected += torch.autograd.grad(value, w)
+    expected = torch.stack(expected)
+    for strategy in ("vmap", "hybrid"):
+        with pytest.raises(vgrad.UnsupportedOp, match='tensors or nodes.*"loop"'):
+            ensemble_grad(loss, strategy=strategy)(PARAMS, BUFFERS, X)
+    with pytest.warns(vgrad.FallbackWarning, match="one member after another"):
+        found = ensemble_grad(loss)(PARAMS, BUFFERS, X)
+    assert_exact(found.grads["w"], expected)
+    forward = ensemble_forward(lambda params, buffers, x: params["w"] * x)
+    for function in (ensemble_grad(loss, strategy="loop"), forward):
+        with graph.node_creation_hook(made):
+            with pytest.raises(RuntimeError, match="no node_creation_hook around"):
+                function(PARAMS, BUFFERS, X)
+        function(PARAMS, BUFFERS, X)
 
 
 @every_strategy

@@ -391,10 +391,11 @@ SHAPES = [
     [(3, 2, 5, 4), (3, 2, 6, 3), (3, 2, 6, 4)],  # features that differ
     [(3, 5, 4), (3, 6, 4), (3, 5, 4)],  # fewer values than keys
 ]
+FEWER = "as many values as keys"
 HEADS = [normal(3, heads, 5, 4) for heads in (1, 2, 2)]
 REFUSED = [
     ([*GIVEN, normal(3, 5, 6)], {"is_causal": True}, "two, got both"),
-    ([*GIVEN[:2], normal(3, 2, 5, 4)], {}, "as many values as keys"),
+    ([*GIVEN[:2], normal(3, 2, 5, 4)], {}, FEWER),
     (HEADS, {"enable_gqa": True}, "heads in key and value must divide"),
     ([x.long() for x in GIVEN], {}, "scalar type"),
     *[([normal(*shape) for shape in shapes], {}, None) for shapes in SHAPES],
@@ -409,8 +410,9 @@ def test_other_derivatives_are_refused_with_the_way_out(derive):
 
 @pytest.mark.parametrize(("tensors", "options", "message"), REFUSED)
 def test_refusals_of_torch(tensors, options, message):
-    with pytest.raises(RuntimeError):
-        F.scaled_dot_product_attention(*(x[0] for x in tensors), **options)
+    if message != FEWER:  # beyond whose end torch 2.15 reads
+        with pytest.raises(RuntimeError):
+            F.scaled_dot_product_attention(*(x[0] for x in tensors), **options)
     with pytest.raises(RuntimeError, match=message):
         vmap(lambda *x: scaled_dot_product_attention(*x, **options))(*tensors)
 

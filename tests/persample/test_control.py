@@ -21,6 +21,7 @@ import vgrad
 from tests import losses, oracle
 from tests.losses import assert_quantities, randn
 
+NODE_HOOKS = hasattr(graph, "node_creation_hook")  # since torch 2.14
 B, D = 5, 3
 P = {"w": randn(4, D, seed=1), "b": randn(4, seed=2), "v": randn(4, 4, seed=3)}
 P |= {"u": randn(4, seed=4)}
@@ -194,6 +195,15 @@ hooks on tensors of parameters, which round them: loop since ... the values they
     h = e @ (w @ x)
 """
 """Losses, each with the number of parts that are recorded, or another route."""
+
+if NODE_HOOKS:
+    TABLE += """\
+a hook on the creation of nodes, which divides by norms: loop since ... tensors or nodes
+    def divide(grads): return tuple(g if g is None else g / g.norm() for g in grads)
+    def made(node): node.register_prehook(divide)
+    with graph.node_creation_hook(made):
+        h = F.linear(h.exp(), v)
+"""
 
 
 def rows(table):
@@ -383,6 +393,55 @@ def test_a_scan_over_no_rows_returns_what_it_was_given(strategy):
     oracle.assert_exact(
         vgrad.per_sample_grad(loss, strategy=strategy)(P, {}, X), expected
     )
+
+
+@pytest.mark.skipif(not NODE_HOOKS, reason="torch has no node_creation_hook")
+@pytest.mark.parametrize("strategy", losses.STRATEGIES)
+def test_hooks_on_the_creation_of_nodes_around_a_call_are_refused(strategy):
+    def loss(params, buffers, x):
+        return (params["w"] @ x).sin().sum()
+
+    nodes, given = [], (P, {}, X)
+    functions = [
+        vgrad.per_sample_grad(loss, strategy=strategy),
+        vgrad.per_sample_norm(loss, strategy=strategy),
+        vgrad.gradient_moments(loss, strategy=strategy),
+        vgrad.clipped_grad(loss, max_norm=1.0, strategy=strategy),
+        partial(vgrad.weighted_grad(loss, strategy=strategy), torch.ones(B)),
+    ]
+    if strategy != "loop":  # which is not captured
+        functions += map(vgrad.compile, functions[:4])
+    for function in functions:
+        function(*given)
+        with graph.node_creation_hook(nodes.append):
+            message = r"expected no node_creation_hook around .* inside of the loss"
+            with pytest.raises(RuntimeError, match=message):
+                function(*given)
+            assert not nodes
+        function(*given)
+
+
+@pytest.mark.skipif(not NODE_HOOKS, reason="torch has no node_creation_hook")
+@pytest.mark.parametrize("strategy", ["recorded", "vmap"])
+def test_hooks_on_the_creation_of_nodes_stop_a_loss_for_all_samples(strategy):
+    """One in another thread does not."""
+
+    def loss(params, buffers, x):
+        with graph.node_creation_hook(print):
+            return (params["w"] @ x).sum()
+
+    def elsewhere(params, buffers, x):
+        def run():
+            with graph.node_creation_hook(print):
+                pass
+
+        with ThreadPoolExecutor(1) as other:
+            other.submit(run).result()
+        return (params["w"] @ x).sum()
+
+    with pytest.raises(vgrad.UnsupportedOp, match='tensors or nodes.*"loop"'):
+        vgrad.per_sample_grad(loss, strategy=strategy)(P, {}, X)
+    vgrad.per_sample_grad(elsewhere, strategy=strategy)(P, {}, X)
 
 
 def captured(params, buffers, x):

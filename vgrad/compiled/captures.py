@@ -25,7 +25,7 @@ from vgrad.loss.values import Differ
 from vgrad.ops.record import OPS
 from vgrad.persample.engine import constant
 from vgrad.report import Report, table
-from vgrad.torch_private import kernels, modes, tracing
+from vgrad.torch_private import autograd, kernels, modes, tracing
 from vgrad.torch_private.tensors import like
 
 Backend = Literal["replay", "inductor", "cudagraph", "auto"]
@@ -198,6 +198,7 @@ def _surroundings() -> tuple:
         *[allowed() for allowed in _ATTENTION],
         *map(kernels.fp32_precision, *_ROUNDING),
         *modes.function_modes(),
+        autograd.node_hooks(),
         *OPS.values(),
     )
 

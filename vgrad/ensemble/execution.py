@@ -33,7 +33,7 @@ from vgrad.persample.engine.guard import NON_RETRYABLE, Failure
 from vgrad.persample.engine.transform import in_parts
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.report import Report, table
-from vgrad.torch_private import modes
+from vgrad.torch_private import autograd, modes
 from vgrad.tree import tensors
 from vgrad.typing import Buffers, Params, Tree
 
@@ -123,7 +123,8 @@ def at_once(
             )
             casts = partial(AutocastMode, [*params.values()])
             inside = mode.inside(members, randomness, casts)
-            with inside, modes.unoptimized_scripts():
+            refused = autograd.for_all(old_style=False)
+            with inside, modes.unoptimized_scripts(), refused:
                 output = function(params, buffers, *batch)
             flags.end(tensors(output))
             result = call.joined(

@@ -126,6 +126,7 @@ class MemberCall(AnyCall):
         keys: Tensor | None = None,
     ) -> "MemberCall":
         """Check the tensors of a call; `keys` are of the members, int64 `[E]`."""
+        self.check_node_hooks()
         layout = Layout.of(self.function, params, buffers, self.shared)
         dims = self._dims(batch, layout.members)
         return self.replaced(

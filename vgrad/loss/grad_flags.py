@@ -307,7 +307,7 @@ def raise_clearly(
     elif kind == "saved tensors":
         limit = (
             f"{differentiable} activation checkpointing (or other hooks on saved "
-            f'tensors). Use strategy="auto" or "loop".'
+            f'tensors or nodes). Use strategy="auto" or "loop".'
         )
     elif kind == "setup_context":
         limit = (

@@ -4,7 +4,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from traceback import walk_tb
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C import _autograd  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import function as _functions
 from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.variable import Variable
 from torch.nn.modules._functions import BackwardHookFunction as ModuleHooks
 from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import CheckpointFunction as Reentrant
@@ -265,51 +266,83 @@ _OF_REENTRANT = Reentrant._backward_cls  # pyright: ignore[reportAttributeAccess
 _MODULE: Any = _functions
 _BASE = _MODULE.Function.setup_context
 _BOUND: Any = getattr(_MODULE, "_bind_default_args", None)  # of torch 2.14 on
+_NODES: Any = _autograd
+_PUSH: Any = getattr(_NODES, "_push_node_creation_hook", None)  # likewise
 _LOCK = threading.Lock()
 _BLOCKS: list[None] = []
-_SHOWN: ContextVar[list[Any]] = ContextVar("shown")  # `forward`s that are not bound
+_HERE: ContextVar[Any] = ContextVar("here", default=None)  # the last such `forward`
 
 
 @contextmanager
-def old_style_shown() -> Iterator[None]:
-    """Show calls in the old style to the modes of this thread while a block runs."""
+def for_all(*, old_style: bool) -> Iterator[None]:
+    """Refuse hooks on nodes in this thread's block; show calls in the old style."""
     with _LOCK:
         _BLOCKS.append(None)
-        _MODULE.Function.setup_context = _INHERITED
-        _MODULE._bind_default_args = _bound
-    token = _SHOWN.set([])
+        _patch(_INHERITED, _bound, _pushed)
+    token = _HERE.set([] if old_style else ())
     try:
         yield
     finally:
-        _SHOWN.reset(token)
+        _HERE.reset(token)
         with _LOCK:
             _BLOCKS.pop()
             if not _BLOCKS:
-                _MODULE.Function.setup_context = staticmethod(_BASE)
-                _MODULE._bind_default_args = _BOUND
+                _patch(staticmethod(_BASE), _BOUND, _PUSH)
+
+
+def _patch(setup_context: Any, bind: Any, push: Any) -> None:
+    _MODULE.Function.setup_context = setup_context
+    if _PUSH is not None:
+        _MODULE._bind_default_args, _NODES._push_node_creation_hook = bind, push
 
 
 class _Inherited:
     """The `setup_context` of classes in the old style, which counts as their own."""
 
     def __get__(self, _: Any, function: Any) -> Any:
-        shown = _SHOWN.get(None)
-        if shown is None or not modes.inside_transform():
+        if type(_HERE.get()) is not list or not modes.inside_transform():
             return _BASE
-        shown[:] = [function.forward]
+        _HERE.get()[:] = [function.forward]
         return self
 
     def __ne__(self, other: object) -> Any:
         return self
 
     def __bool__(self) -> bool:  # read by torch before 2.14, which binds for itself
-        return not _SHOWN.get([]) or not _SHOWN.get().pop()
+        return not (_HERE.get() or [None]).pop()
 
 
 _INHERITED: Any = _Inherited()
 
 
 def _bound(forward: Callable, args: tuple, kwargs: dict | None) -> Any:
-    shown = _SHOWN.get([])
-    own = shown and shown.pop() == forward
-    return (args, kwargs or {}) if own else _BOUND(forward, args, kwargs)
+    old = (_HERE.get() or [None]).pop() == forward
+    return (args, kwargs or {}) if old else _BOUND(forward, args, kwargs)
+
+
+def _pushed(hook: Callable) -> None:
+    if _HERE.get() is not None:
+        raise RuntimeError("node_creation_hook inside of a loss for all")
+    _PUSH(hook)
+
+
+with torch.inference_mode(False), torch.enable_grad():
+    _PROBE = torch.ones((), device="cpu", requires_grad=True).view(())
+_CHANGED = _PROBE.detach()
+
+
+@_PROBE.register_hook
+def _popped(_: Tensor) -> Tensor | None:
+    # It fails where there is none, which is all that torch tells of such hooks, and
+    # harms none: after each node of a backward pass their stack is put back.
+    with suppress(RuntimeError):
+        _NODES._pop_node_creation_hook()
+        return _CHANGED
+
+
+def node_hooks() -> bool:
+    """Return whether hooks on the creation of nodes are at work."""
+    if _PUSH is None:
+        return False
+    run, on = Variable._execution_engine.run_backward, (_PROBE,)
+    return run(on, on, True, False, on, False, accumulate_grad=False)[0] is _CHANGED

@@ -209,7 +209,8 @@ LIMITS = {
     "random numbers": ("randomness error mode",),  # under `randomness="error"`
     # A draw from a mapped distribution, under `randomness="same"`.
     "same random numbers": ("does not currently support same randomness",),
-    "saved tensors": ("saved tensor hooks",),  # of checkpoints, or other hooks on them
+    # Of checkpoints, or other hooks on them; on nodes of all samples.
+    "saved tensors": ("saved tensor hooks", "node_creation_hook"),
     # An autograd.Function in the old style; the second in a custom op of torch's own,
     # where no function mode sees it.
     "setup_context": ("setup_context", "HigherOrderOperator custom_function_call"),

@@ -24,7 +24,7 @@ from vgrad.loss.randomness import Draws
 from vgrad.persample.engine.guard import Fallbacks
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.precision.loss_scale import LossScale
-from vgrad.torch_private import modes
+from vgrad.torch_private import autograd, modes
 from vgrad.torch_private.tensors import with_attributes
 from vgrad.tree import map_tensors, map_values, tensors, tree_leaves
 from vgrad.typing import (
@@ -201,6 +201,14 @@ class AnyCall:
         checks.choice(self.function, get_args(Randomness), randomness=self.randomness)
         return self
 
+    def check_node_hooks(self) -> None:
+        """Refuse hooks that would get the nodes of all samples or members."""
+        if autograd.node_hooks():
+            raise RuntimeError(
+                f"{self.function}: expected no node_creation_hook around the call, "
+                f"which has nodes of all at once, got one. Enter it inside of the loss."
+            )
+
     def draws_by_keys(self, keys: Tensor | None, size: int, one: str) -> Draws:
         """Return the random numbers of as many samples or members, by keys if any."""
         if keys is None:
@@ -287,6 +295,7 @@ class Call(AnyCall):
     def on(self, inputs: Inputs) -> "Call":
         """Check the tensors of a batch, and return the call on it."""
         params, buffers, batch, mask, weights, cross = inputs[:6]
+        self.check_node_hooks()
         checks.dictionaries(self.function, params=params, buffers=buffers)
         read = batches.read(self.function, batch)
         _check_tensors(self.function, params, buffers, read.tensors)

@@ -510,7 +510,7 @@ def _clear_errors(call: Call) -> Iterator[None]:
         call.fallbacks.reported(call.function),
         _no_weight_cache(),
         modes.unoptimized_scripts(),
-        autograd.old_style_shown(),
+        autograd.for_all(old_style=True),
     ):
         try:
             yield
