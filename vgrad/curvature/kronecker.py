@@ -16,7 +16,7 @@ from vgrad.curvature.outputs import Batches, Curvature
 from vgrad.factors import Factor
 from vgrad.factors.columns import Appended, Covariances, covariances
 from vgrad.persample import Options
-from vgrad.persample.engine import Evaluation
+from vgrad.persample.engine import Evaluation, constants
 from vgrad.persample.grad import Gradients
 from vgrad.persample.moments import OfBlocks, Pairs, Sides, Squares
 from vgrad.tree import double
@@ -155,7 +155,7 @@ class Kronecker:
         return damping
 
 
-@torch.no_grad()
+@constants
 def kfac(
     curvature: Curvature,
     params: Params,
@@ -239,7 +239,7 @@ def _pairs(params: Params) -> Pairs:
     return found
 
 
-@torch.no_grad()
+@constants
 def ekfac(
     curvature: Curvature,
     params: Params,
@@ -279,7 +279,7 @@ class Full(Kronecker):
     """
 
 
-@torch.no_grad()
+@constants
 def full(
     curvature: Curvature,
     params: Params,
