@@ -311,7 +311,7 @@ def laplace(
         >>> data = [(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.0]]))]
         >>> given = fmodel, "gaussian", params, buffers, data
         >>> posterior = curvature.laplace(*given, prior_precision=3.0, noise=2.0)
-        >>> posterior.covariance(torch.tensor([[2.0]]))  # 4 / (5 / 4 + 3)
+        >>> posterior.covariance(torch.tensor([[2.0]])).detach()  # 4 / (5 / 4 + 3)
         tensor([[[0.9412]]], dtype=torch.float64)
     """
     functions = {"kfac": kfac, "ekfac": ekfac, "full": full, "diagonal": _diagonal}

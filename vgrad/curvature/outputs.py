@@ -277,8 +277,9 @@ def ggn(
         >>> fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
         >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]])
         >>> matrix = curvature.ggn(fmodel, "gaussian")
-        >>> curvature.diagonal(matrix, params, buffers, [(x,)])  # the mean of squares
-        {'weight': tensor([[1., 2.]])}
+        >>> found = curvature.diagonal(matrix, params, buffers, [(x,)])
+        >>> found["weight"].detach()  # the mean of squares
+        tensor([[1., 2.]])
     """
     fmodel, likelihood, weight = likelihood_of("ggn", fmodel, likelihood)
     exact = {"categorical": _classes, "gaussian": _units}[likelihood]
