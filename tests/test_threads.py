@@ -132,6 +132,43 @@ def test_a_loop_that_draws_nothing_does_not_mind_threads_that_do(strategy):
     assert_apart(work, stepping(), work)
 
 
+def aside(loss, drop=0.0):
+    """A loss beside a thread that draws from torch's generator without a lock."""
+
+    def run(params, buffers, *batch):
+        together(partial(torch.rand, 1))
+        return F.dropout(loss(params, buffers, *batch), drop)
+
+    return run
+
+
+def looped_samples(drop):
+    _, params, buffers = vgrad.make_functional_with_buffers(Slow())
+    loss = aside(vgrad.sample_loss(watched, F.mse_loss), drop)
+    return vgrad.per_sample_grad(loss, strategy="loop")(params, buffers, X, Y)
+
+
+def looped_members(drop):
+    """With a shared layer, to whose gradients each member adds once."""
+    linear = nn.Linear(4, 3)
+    fmodel, *entries = vgrad.stack([linear, linear])
+    params, buffers = vgrad.ensemble.share(*entries, ["weight"])
+    loss = aside(vgrad.batch_loss(fmodel, F.mse_loss), drop)
+    options = {"strategy": "loop", "shared": ["weight"], "randomness": "error"}
+    compute = vgrad.ensemble_grad(loss, **options)
+    weight = compute(params, buffers, X, Y).grads["weight"]
+    leaves = [p.detach().requires_grad_() for p in linear.parameters()]
+    F.mse_loss(F.linear(X, *leaves), Y).backward()
+    oracle.assert_exact(weight, 2 * leaves[0].grad, 1e-5)
+
+
+@pytest.mark.parametrize("compute", [looped_samples, looped_members])
+def test_numbers_that_another_thread_draws_are_not_the_losses(compute):
+    compute(0.0)
+    with pytest.raises(RuntimeError, match="expected a loss without random numbers"):
+        compute(0.5)
+
+
 def test_members_of_keys_do_not_mind_threads_that_draw():
     fmodel, params, buffers = vgrad.stack([Slow() for _ in range(2)])
     compute = vgrad.ensemble_grad(vgrad.batch_loss(fmodel, F.mse_loss))

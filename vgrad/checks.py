@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vgrad.torch_private import modes
+from vgrad.torch_private import modes, shards
 
 
 def positive(function: str, **values: Any) -> list[float]:
@@ -133,6 +133,16 @@ def dictionaries(function: str, **values: Any) -> None:
             )
 
 
+def whole_tensors(function: str, entries: Mapping[str, Any]) -> None:
+    """No entry is a DTensor, of whose numbers each rank has a part."""
+    for name, value in entries.items():
+        if shards.is_distributed(value):
+            raise TypeError(
+                f"{function}: expected ordinary tensors, got a DTensor in {name!r}. "
+                f"Pass the whole one on every rank: .full_tensor()."
+            )
+
+
 def listed(names: Iterable[str]) -> str:
     """Quote names for a message, the first eight of them."""
     quoted = [repr(name) for name in sorted(names)]
@@ -153,11 +163,11 @@ def names(function: str, expected: Iterable[str], got: Iterable[str]) -> None:
 
 
 def shapes(
-    function: str, expected: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]
+    function: str, expected: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Each entry is a tensor of the shape expected under its name."""
-    for name, shape in expected.items():
-        value = tensors[name]
+    """Each entry is a tensor of the shape, or of a tensor's, expected by its name."""
+    for name, like in expected.items():
+        shape, value = getattr(like, "shape", like), tensors[name]
         if not isinstance(value, Tensor):
             kind = type(value).__name__
             raise TypeError(f"{function}: expected a tensor in {name!r}, got a {kind}.")
@@ -169,13 +179,14 @@ def shapes(
 
 
 def vectors(
-    function: str, expected: Mapping[str, torch.Size], got: Mapping[str, Tensor]
+    function: str, expected: Mapping[str, Any], got: Mapping[str, Tensor]
 ) -> torch.Size:
     """Names and shapes are those expected, behind the same axes, which are returned."""
     names(function, expected, got)
+    whole_tensors(function, got)
     lead = torch.Size()
-    for place, (name, shape) in enumerate(expected.items()):
-        own = got[name].shape
+    for place, (name, like) in enumerate(expected.items()):
+        shape, own = getattr(like, "shape", like), got[name].shape
         lead = own[: max(0, len(own) - len(shape))] if place == 0 else lead
         if own != lead + shape:
             raise ValueError(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vgrad import batches
 from vgrad.persample.clipped import clipped_grad
+from vgrad.persample.engine import constants
 from vgrad.persample.explain import EXPANDED, explain
 from vgrad.persample.grad import per_sample_grad, per_sample_norm, weighted_grad
 from vgrad.tree import map_tensors
@@ -29,6 +30,7 @@ _GAMMA = 0.01
 """The constant that automatic clipping adds to a norm."""
 
 
+@constants
 def check_rule(
     loss: LossFn,
     params: Params,

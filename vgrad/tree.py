@@ -205,7 +205,7 @@ def check_fit(
 ) -> None:
     """Refuse tensors whose names, shapes or dtypes are not those expected."""
     checks.names(where, expected, tensors)
-    checks.shapes(where, {n: t.shape for n, t in expected.items()}, tensors)
+    checks.shapes(where, expected, tensors)
     for name, tensor in expected.items():
         if tensors[name].dtype != tensor.dtype:
             raise ValueError(

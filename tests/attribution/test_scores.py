@@ -143,6 +143,10 @@ def test_positions_add_up_and_each_is_its_own():
     groups = {"all": ["*.weight"]}
     found = attribution.influence(*given, [(x, ones)], groups=groups, per_position=True)
     whole = attribution.influence(*given, [(x, ones)], groups=groups)
+    options = {"groups": groups, "per_position": True}
+    options |= {"loss_scale": vgrad.precision.StaticLossScale(64.0)}
+    scaled = attribution.influence(*given, [(x, ones)], **options)
+    oracle.assert_exact(scaled, found)
     assert found["all"].shape == (2, 5, 4)
     oracle.assert_exact(found["all"].sum(2), whole["all"])
     for t in range(4):  # no layer mixes positions, so a loss of one has its gradients
@@ -220,7 +224,9 @@ def test_scores_hold_no_graph():
             loss, params, buffers, [batch], strategy=strategy
         )
         for each in (found, own, attribution.trak(fmodel, *given, **options)):
-            assert not each.requires_grad
+            assert type(each.grad_fn).__name__ == "_ConstantBackward"
+            with pytest.raises(RuntimeError, match="computed without a graph"):
+                each.sum().backward()
 
 
 def test_a_solve_that_does_not_converge_raises():
@@ -416,3 +422,16 @@ def test_wrong_arguments_are_refused():
             margins = vgrad.per_sample_grad(measure, strategy=strategy)
             with pytest.raises(ValueError, match="expected a class from 0 to 2 as the"):
                 margins(params, buffers, x, target)
+
+
+@pytest.mark.parametrize("matrix", ["ekfac", curvature.ekfac, 3.0])
+def test_what_solves_for_nothing_is_refused(matrix):
+    _, fmodel, params, buffers, batch = classifier()
+    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
+    given = loss, params, buffers
+    options = {"curvature": matrix, "damping": 1.0}
+    message = r"influence\(curvature\): expected a matrix of the parameters for batches"
+    with pytest.raises(ValueError, match=rf"^{message}, as vgrad.curvature.ekfac\("):
+        attribution.influence(*given, batch, [batch], **options)
+    with pytest.raises(ValueError, match=rf"^self_{message}"):
+        attribution.self_influence(*given, [batch], **options)

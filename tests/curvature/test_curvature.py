@@ -1,6 +1,7 @@
 """Curvature against dense matrices of plain autograd in float64."""
 
 import math
+import threading
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import vgrad
 from tests import oracle
 from tests.losses import STRATEGIES
 from vgrad import curvature
+from vgrad.distributed import single_process_mesh
 
 
 class Last(nn.Module):
@@ -151,6 +153,9 @@ def assembled(product, params):
     return torch.stack([flat(product(like(params, unit))) for unit in units], 1)
 
 
+CONSTANT = "_ConstantBackward"
+"""What keeps no graph, and raises where a derivative is taken."""
+
 every_likelihood = pytest.mark.parametrize("likelihood", ["categorical", "gaussian"])
 every_net = pytest.mark.parametrize("name", NETS)
 both_shapes = pytest.mark.parametrize("name", ["mlp", "segmentation"])
@@ -177,7 +182,7 @@ def test_products_diagonal_and_trace_are_those_of_the_dense_matrix(name, likelih
     for options in ({"chunk_size": 4}, {"strategy": "vmap"}):
         found = curvature.diagonal(matrix, *given, **options)
         oracle.assert_exact(flat(found), exact.diagonal())
-        assert not any(each.requires_grad for each in found.values())
+        assert {type(each.grad_fn).__name__ for each in found.values()} == {CONSTANT}
 
 
 @pytest.mark.parametrize("strategy", ["recorded", "loop"])
@@ -941,3 +946,143 @@ def test_hooks_on_gradients_are_of_one_column():
         oracle.assert_exact(own, exact)
     with pytest.raises(RuntimeError, match="expected one backward pass for each"):
         curvature.per_sample_jacobian(fmodel, strategy="recorded")(params, buffers, x)
+
+
+@pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")  # of attention in a loop
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@every_net
+def test_a_loss_scale_changes_nothing(name, strategy):
+    _, (fmodel, params, buffers), batches = problem(name)
+    given = curvature.ggn(fmodel, "categorical"), params, buffers, batches
+    scale = {"loss_scale": vgrad.precision.StaticLossScale(1024.0)}
+    for joint in (True, False):
+        for make in (curvature.kfac, curvature.ekfac):
+            options = {"separate_weight_and_bias": joint, "strategy": strategy}
+            one, other = (make(*given, **options, **x) for x in ({}, scale))
+            assert one.blocks.keys() == other.blocks.keys()
+            vector = {n: torch.ones_like(value) for n, value in params.items()}
+            oracle.assert_exact(other.product(vector), one.product(vector), 1e-9)
+
+
+class Elsewhere(nn.Module):
+    """A layer, while another thread draws."""
+
+    def __init__(self, layer=None):
+        super().__init__()
+        self.linear, self.layer = nn.Linear(4, 2), layer or nn.Identity()
+
+    def forward(self, x):
+        thread = threading.Thread(target=torch.rand, args=(1,))
+        thread.start()
+        thread.join()
+        return self.layer(self.linear(x))
+
+
+@pytest.mark.parametrize("strategy", ["recorded", "loop"])
+def test_numbers_that_another_thread_draws_are_not_the_models(strategy):
+    x, y = torch.randn(3, 4), torch.randint(2, (3,))
+
+    def compute(layer=None):
+        fmodel, params, buffers = vgrad.make_functional_with_buffers(Elsewhere(layer))
+        matrix, loss = (curvature.ggn(fmodel, "categorical"), F.cross_entropy)
+        given = params, buffers, [(x,)]
+        yield lambda: curvature.trace(matrix, *given, strategy=strategy)
+        yield lambda: curvature.vector_product(matrix, *given)(params)
+        loss, given = vgrad.batch_loss(fmodel, loss), (params, buffers, [(x, y)])
+        yield lambda: curvature.hessian_vector_product(loss, *given)(params)
+
+    for one in compute():
+        one()
+    for one in compute(nn.Dropout(0.5)):
+        with pytest.raises(ValueError, match="draws random numbers"):
+            one()
+
+
+def test_products_made_outside_of_inference_mode_are_the_same_inside():
+    _, (fmodel, params, buffers), batches = problem("cnn")
+    matrix = curvature.ggn(fmodel, "categorical")
+    product = curvature.vector_product(matrix, params, buffers, batches)
+    solver = curvature.iterative(product, params, tolerance=1e-12)
+    vector = {name: torch.ones_like(value) for name, value in params.items()}
+    compute = (product, lambda vector: solver.solve(vector, damping=1.0))
+    expected = [each(vector) for each in compute]
+    with torch.inference_mode():
+        inside = {name: torch.ones_like(value) for name, value in params.items()}
+        for each, exact in zip(compute, expected, strict=True):
+            oracle.assert_exact(each(vector), exact, 0)
+            oracle.assert_exact(each(inside), exact, 0)
+
+
+def test_derivatives_of_curvature_are_refused_by_any_means():
+    _, (fmodel, params, buffers), [batch, _] = problem("mlp")
+    plain = {name: value.detach() for name, value in params.items()}
+    matrix = curvature.ggn(fmodel, "categorical")
+    message = r"trace: expected a result that is not differentiated again"
+
+    def trace(params, x=batch[0]):
+        return curvature.trace(matrix, params, buffers, [(x,)])
+
+    exact = trace(plain)
+    with pytest.raises(RuntimeError, match=message):
+        torch.func.grad(trace)(plain)
+    with pytest.raises(RuntimeError, match=message):
+        torch.func.jvp(trace, (plain,), (plain,))
+    with pytest.raises(RuntimeError, match=message):
+        trace(plain, batch[0].requires_grad_()).backward()
+    aside = lambda params: (params["0.bias"].sum(), trace(params))  # noqa: E731
+    _, found = torch.func.grad(aside, has_aux=True)(plain)
+    oracle.assert_exact(found, exact, 1e-12)
+    data = [(*batch, torch.zeros(3, 3))]
+    posterior = curvature.laplace(fmodel, "gaussian", plain, buffers, data)
+    with pytest.raises(RuntimeError, match=r"Laplace.outputs: expected a result"):
+        posterior.predict(*batch).covariance.sum().backward()
+
+
+BATCHES = [
+    (curvature.ggn, lambda x, y: (x, y), TypeError, r"\(\*inputs,\) that the model"),
+    (curvature.ggn, lambda x, y: ({"z": x},), TypeError, "unexpected keyword .*'z'"),
+    (curvature.empirical_fisher, lambda x, y: (x,), ValueError, "without a target"),
+    (curvature.empirical_fisher, lambda x, y: (x, y, y), TypeError, "got .*int64"),
+]
+
+
+@pytest.mark.parametrize(("make", "batch", "error", "message"), BATCHES)
+@pytest.mark.parametrize(
+    "function",
+    [
+        curvature.kfac,
+        curvature.diagonal,
+        curvature.trace,
+        lambda *given: curvature.vector_product(*given)(given[1]),
+    ],
+)
+def test_batches_of_another_form_are_refused(function, make, batch, error, message):
+    _, (fmodel, params, buffers), [(x,), _] = problem("mlp")
+    given = make(fmodel, "categorical"), params, buffers, [batch(x, x.argmax(1))]
+    what = rf"^{make.__name__}\(fmodel\): expected batches .*{message}"
+    with pytest.raises(error, match=what):
+        function(*given)
+
+
+def test_dtensors_are_refused():
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    _, (fmodel, params, buffers), batches = problem("mlp")
+    matrix = curvature.ggn(fmodel, "categorical")
+    found = curvature.kfac(matrix, params, buffers, batches)
+    with single_process_mesh("dp") as mesh:
+        parts = {
+            name: distribute_tensor(value.detach(), mesh, [Shard(0)])
+            for name, value in params.items()
+        }
+        message = r"expected ordinary tensors, got a DTensor in '0.weight'. Pass"
+        for name in ("kfac", "diagonal", "trace", "full"):
+            with pytest.raises(TypeError, match=rf"{name}\(params\): {message}"):
+                getattr(curvature, name)(matrix, parts, buffers, batches)
+        product = curvature.vector_product(matrix, params, buffers, batches)
+        with pytest.raises(TypeError, match=rf"product\(vector\): {message}"):
+            product(parts)
+        with pytest.raises(TypeError, match=rf"solve\(vector\): {message}"):
+            curvature.iterative(product, params).solve(parts, damping=1.0)
+        with pytest.raises(TypeError, match=rf"Kronecker\(vector\): {message}"):
+            found.solve(parts, damping=1.0)

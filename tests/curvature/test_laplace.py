@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import vgrad
 from tests import oracle
 from tests.curvature.test_curvature import (
+    CONSTANT,
     Branches,
     assembled,
     dense,
@@ -243,7 +244,7 @@ def test_draws_have_the_covariances():
 def test_members_of_blocks_have_the_covariance_of_the_posterior(structure):
     _, _, found, precision = posterior("twice", structure, "categorical")
     drawn = found.sample(20_000, seed=0)
-    assert not any(each.requires_grad for each in drawn.values())
+    assert {type(each.grad_fn).__name__ for each in drawn.values()} == {CONSTANT}
     apart = [(drawn[n] - value).flatten(1) for n, value in found.params.items()]
     oracle.assert_exact(torch.cat(apart, 1).T.cov(), torch.linalg.inv(precision), 0.03)
 
@@ -347,7 +348,9 @@ def test_what_has_no_posterior_is_refused():
         make(structure="dense")
     with pytest.raises(ValueError, match=r"laplace\(structure\): .* missing"):
         make(structure=curvature.Kronecker({}, {}))
-    with pytest.raises(ValueError, match=r"expected the model's inputs and then"):
+    with pytest.raises(
+        ValueError, match=r"laplace\(fmodel\): expected batches .* target"
+    ):
         make(data=batches)
     with pytest.raises(ValueError, match=r"laplace\(batches\): .* outputs' shape"):
         make("gaussian")
@@ -367,3 +370,25 @@ def test_what_has_no_posterior_is_refused():
         whole.draw(data[0][0], count=1, seed=-1)
     with pytest.raises(ValueError, match=r"log_likelihood\(batches\): expected a"):
         whole.log_likelihood([])
+
+
+WRONG = [
+    ({"strategy": "fast"}, r"laplace\(strategy='fast'\)"),
+    ({"chunk_size": 0, "structure": "ekfac"}, r"laplace\(chunk_size=0\)"),
+    ({"loss_scale": 2.0, "structure": "full"}, r"laplace\(loss_scale=2.0\)"),
+    ({"prior": 1.0, "structure": "diagonal"}, r"laplace\(prior=.*prior_precision, "),
+    ({"params": []}, r"laplace\(params\): expected a dictionary"),
+    ({"batches": ()}, r"laplace\(batches\): expected a batch at least"),
+    ({"likelihood": "poisson"}, r"laplace\(likelihood='poisson'\)"),
+    ({"fmodel": nn.Linear(2, 2)}, r"laplace\(fmodel\): expected a functional model"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG)
+def test_wrong_arguments_are_those_of_laplace(options, message):
+    module, (fmodel, params, buffers), batches = problem("mlp")
+    given = {"fmodel": fmodel, "likelihood": "categorical", "params": params}
+    given |= {"buffers": buffers}
+    given |= {"batches": with_targets(module, batches, "categorical")}
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        curvature.laplace(**given | options)

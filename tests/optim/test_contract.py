@@ -154,6 +154,31 @@ def test_no_graph_is_recorded_where_none_is_wanted(case):
     assert not any(leaf.requires_grad for leaf in leaves((state, updates, after)))
 
 
+def mixed(tree):
+    """Turn around every dictionary of a state."""
+    if isinstance(tree, dict):
+        return {name: mixed(tree[name]) for name in reversed(tree)}
+    if isinstance(tree, tuple):
+        parts = map(mixed, tree)
+        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+    return tree
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "add_noise"])
+def test_names_decide_in_any_order_and_in_inference_mode(name):
+    """But for noise, which is drawn for all gradients at once, in their order."""
+    case = OPTIMIZERS[name]
+    (params, loss), tx = case.problem(), case.tx()
+    other, state = params, tx.init(params)
+    turned = mixed(state)
+    for _ in range(3):
+        grads = gradients(loss, params)
+        params, state = step(tx, grads, state, params)
+        with torch.inference_mode():
+            other, turned = step(tx, mixed(grads), mixed(turned), mixed(other))
+    assert_exact((other, turned), (params, state), 1e-12)
+
+
 # Gradients of None, and no parameters at all.
 
 

@@ -30,6 +30,7 @@ from vgrad.persample.engine import (
     Quantity,
     Transform,
     check_groups,
+    constants,
     joined,
     members,
 )
@@ -59,7 +60,7 @@ class Top(NamedTuple):
     indices: Tensor
 
 
-@torch.no_grad()
+@constants
 def influence(
     loss: LossFn,
     params: Params,
@@ -191,7 +192,7 @@ def _dot(features: Params, others: Params) -> Params:
     return {"": torch.stack(products).sum(0).to(norm_dtype(features))}
 
 
-@torch.no_grad()
+@constants
 def self_influence(
     loss: LossFn,
     params: Params,
@@ -239,7 +240,7 @@ def self_influence(
     return torch.cat(parts).to(norm_dtype(params))
 
 
-@torch.no_grad()
+@constants
 def trak(
     fmodel: FunctionalModel,
     params: Params | Sequence[Params],
@@ -385,11 +386,13 @@ def _check(
             f"{function}(damping={damping}): expected a curvature beside it, got none."
         )
     own = curvature.store if isinstance(curvature, OfFeatures) else None
-    if curvature is not None and own != (store and store.binding):
+    solves = own == (store and store.binding) and hasattr(curvature, "solve")
+    if curvature is not None and not solves:
         raise ValueError(
             f"{function}(curvature): expected a matrix of the parameters for batches, "
-            f"and for a store one of its Store.curvature or Store.empirical_fisher, "
-            f"got a {type(curvature).__name__} of "
+            f"as vgrad.curvature.ekfac(ggn, params, buffers, batches) makes it, and "
+            f"for a store one of its Store.curvature or Store.empirical_fisher, got a "
+            f"{type(curvature).__name__} of "
             f"{'the parameters' if own is None else 'another store'}."
         )
 
@@ -399,8 +402,7 @@ def _solved(curvature: Inverse | None, vectors: Params, damping: float) -> Param
         return vectors
     solved = curvature.solve(vectors, damping=damping)
     checks.names("influence(curvature).solve", vectors, solved)
-    shapes = {name: each.shape for name, each in vectors.items()}
-    checks.shapes("influence(curvature).solve", shapes, solved)
+    checks.shapes("influence(curvature).solve", vectors, solved)
     return solved
 
 

@@ -16,7 +16,7 @@ from vgrad.curvature.outputs import Batches, Curvature
 from vgrad.factors import Factor
 from vgrad.factors.columns import Appended, Covariances, covariances
 from vgrad.persample import Options
-from vgrad.persample.engine import Evaluation
+from vgrad.persample.engine import Evaluation, constants
 from vgrad.persample.grad import Gradients
 from vgrad.persample.moments import OfBlocks, Pairs, Sides, Squares
 from vgrad.tree import double
@@ -155,7 +155,7 @@ class Kronecker:
         return damping
 
 
-@torch.no_grad()
+@constants
 def kfac(
     curvature: Curvature,
     params: Params,
@@ -199,7 +199,7 @@ def kfac(
         >>> matrix = curvature.ggn(fmodel, "gaussian")
         >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]])
         >>> blocks = curvature.kfac(matrix, params, buffers, [(x,)])
-        >>> blocks.logdet(damping=1.0).exp()  # of two blocks [[2, 1], [1, 3]]
+        >>> blocks.logdet(damping=1.0).exp().detach()  # of blocks [[2, 1], [1, 3]]
         tensor(25.0000, dtype=torch.float64)
     """
     checks.choice("kfac", get_args(Sharing), weight_sharing=weight_sharing)
@@ -239,7 +239,7 @@ def _pairs(params: Params) -> Pairs:
     return found
 
 
-@torch.no_grad()
+@constants
 def ekfac(
     curvature: Curvature,
     params: Params,
@@ -279,7 +279,7 @@ class Full(Kronecker):
     """
 
 
-@torch.no_grad()
+@constants
 def full(
     curvature: Curvature,
     params: Params,
@@ -306,8 +306,9 @@ def full(
         >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]])
         >>> matrix = curvature.ggn(fmodel, "gaussian")  # [[1, 1], [1, 2]]
         >>> whole = curvature.full(matrix, params, buffers, [(x,)])
-        >>> whole.solve({"weight": torch.tensor([[5.0, 0.0]])}, damping=1.0)
-        {'weight': tensor([[ 3.0000, -1.0000]], dtype=torch.float64)}
+        >>> solved = whole.solve({"weight": torch.tensor([[5.0, 0.0]])}, damping=1.0)
+        >>> solved["weight"].detach()
+        tensor([[ 3.0000, -1.0000]], dtype=torch.float64)
     """
     size = sum(value.numel() for value in params.values())
     if size > _MOST:

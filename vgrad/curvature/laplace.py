@@ -31,12 +31,13 @@ from vgrad.curvature.outputs import (
     Likelihood,
     check_targets,
     ggn,
+    likelihood_of,
 )
 from vgrad.curvature.products import diagonal
 from vgrad.functional.model import FunctionalModel
 from vgrad.generators import secret_key, torch_seed
 from vgrad.persample import Options
-from vgrad.persample.engine import Groups, check_groups, members
+from vgrad.persample.engine import Groups, check_groups, constants, members
 from vgrad.persample.grad import Gradients
 from vgrad.persample.moments import InnerProducts
 from vgrad.tree import double, map_values, wide
@@ -102,6 +103,7 @@ class Laplace:
                 f"temperature={self.noise}."
             )
 
+    @constants
     def log_marginal_likelihood(self) -> Tensor:
         """Return `log p(targets)`, a float64 number, by Laplace's approximation.
 
@@ -179,7 +181,7 @@ class Laplace:
         """
         return self._outputs(inputs, options).covariance
 
-    @torch.no_grad()
+    @constants
     def _outputs(self, inputs: tuple[Tree, ...], options: Options) -> Gaussian:
         precisions, whole = self._precisions, isinstance(self.matrix, Full)
         weights = map_values(torch.reciprocal, precisions)
@@ -189,11 +191,12 @@ class Laplace:
         given = self.params, self.buffers, [inputs], options
         [(found, mean)] = data.measured(Laplace.covariance, quantity, *given)
         if whole:
-            rows = self.matrix.blocks[""].rotated(joint(found))
+            block = self.matrix.blocks[""]
+            rows = block.rotated(joint({name: found[name] for name in block.names}))
             found = (rows / precisions[""]) @ rows.mT
         return Gaussian(mean, found)
 
-    @torch.no_grad()
+    @constants
     def sample(self, count: int, *, seed: int) -> Params:
         """Draw parameters from the posterior: `{name: [count, *shape]}`.
 
@@ -308,7 +311,7 @@ def laplace(
         >>> data = [(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [2.0]]))]
         >>> given = fmodel, "gaussian", params, buffers, data
         >>> posterior = curvature.laplace(*given, prior_precision=3.0, noise=2.0)
-        >>> posterior.covariance(torch.tensor([[2.0]]))  # 4 / (5 / 4 + 3)
+        >>> posterior.covariance(torch.tensor([[2.0]])).detach()  # 4 / (5 / 4 + 3)
         tensor([[[0.9412]]], dtype=torch.float64)
     """
     functions = {"kfac": kfac, "ekfac": ekfac, "full": full, "diagonal": _diagonal}
@@ -323,8 +326,9 @@ def laplace(
             loss += float(F.cross_entropy(output, target, reduction="sum"))
         samples, numbers = samples + len(output), numbers + output.numel()
 
-    data = ggn(fmodel, likelihood)
-    data = replace(data, function="laplace", has_targets=True, note=note)
+    likelihood_of("laplace", fmodel, likelihood or "")
+    data = replace(ggn(fmodel, likelihood), has_targets=True, note=note)
+    data = replace(data, function="laplace", caller=laplace)
     if isinstance(structure, Kronecker):
         matrix = structure
         checks.names("laplace(structure)", params, matrix.shapes)

@@ -8,7 +8,6 @@ of a square root of the likelihood's curvature.
 import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, Unpack, get_args
@@ -23,7 +22,6 @@ from vgrad.factors import Sums
 from vgrad.functional.losses import SampleLoss, check_model, read
 from vgrad.functional.model import FunctionalModel
 from vgrad.generators import (
-    drawn_since,
     random_bits,
     random_state,
     sample_keys,
@@ -31,12 +29,13 @@ from vgrad.generators import (
     torch_seed,
     unit,
 )
+from vgrad.loss.randomness import drew
 from vgrad.persample import Options
 from vgrad.persample.engine import Call, Evaluation, Quantity, Transform
 from vgrad.persample.grad import Gradients
 from vgrad.torch_private import modes
 from vgrad.tree import map_tensors, no_autocast, tensors, wide
-from vgrad.typing import Buffers, LossFn, Params, Tree
+from vgrad.typing import Buffers, LossFn, Params, T, Tree
 
 Likelihood = Literal["categorical", "gaussian"]
 
@@ -59,6 +58,8 @@ class Curvature:
     seed: int | None = None  # of the keys
     note: Callable[[Tensor, Any], None] | None = None
     """Called with the outputs and targets of each batch."""
+    caller: Callable | None = None
+    """The function that the user called, for errors; None for the one that is."""
 
     def measured(
         self,
@@ -73,8 +74,9 @@ class Curvature:
 
         It is for the `function` of a user, with its options.
         """
+        function = self.caller or function
         name = function.__name__
-        check_real(name, params)
+        check_tensors(name, params=params, buffers=buffers)
         loss = partial(_with_columns, self.columns, self.fmodel)
         call = Call.of(function, loss, options)
         transform = _Measured(replace(call, columns=True, singly=False), quantity)
@@ -108,6 +110,13 @@ class Curvature:
         rows: slice = slice(None),
     ) -> tuple[Tensor, Any]:
         """Return the outputs of some samples together, and all targets or keys."""
+        form = "(*inputs, target)" if self.has_targets else "(*inputs,)"
+        text = (
+            f"{self.function}(fmodel): expected batches {form} that the model takes, "
+            f"got {checks.shown(batch)}"
+        )
+        if len(batch) <= self.has_targets:
+            raise ValueError(f"{text}, without a target.")
         criterion = torch.sub if self.has_targets else None  # for a target
         args, kwargs, own = read(self.function, batch, criterion)
         size = _batches.read(self.function, batch).size
@@ -115,8 +124,11 @@ class Curvature:
             seed = torch_seed(secret_key(seed=self.seed), number)
             own = sample_keys(seed, 0, size).to(next(iter(params.values())).device)
         args, kwargs = map_tensors(operator.itemgetter(rows), (args, kwargs))
-        with fixed(f"{self.function}(fmodel)", tensors((params, batch))):
-            output = self.fmodel(params, buffers, *args, **kwargs)
+        run = partial(self.fmodel, params, buffers, *args, **kwargs)
+        try:
+            output = fixed(f"{self.function}(fmodel)", run, (params, batch))
+        except TypeError as error:
+            raise TypeError(f"{text}: {error}.") from error
         check_output(self.function, output, len(range(size)[rows]))
         if self.has_targets:
             shape = torch.Size((size, *output.shape[1:]))
@@ -151,21 +163,24 @@ class _Measured(Transform):
         return value, output if run.places is None else output[run.places]
 
 
-@contextmanager
-def fixed(what: str, tensors: list[Tensor]) -> Iterator[None]:
-    """Refuse random numbers, which would make another matrix at each product."""
-    before = random_state(tensors)
-    yield
-    if drawn_since(before, tensors):
+def fixed(what: str, run: Callable[[], T], given: Tree) -> T:
+    """Return a result; refuse one by chance, another one at each product."""
+    before = random_state(among := tensors(given))
+    result = run()
+    if drew(before, among, run):
         raise ValueError(
             f"{what}: expected results that do not depend on chance, got a model that "
             f"draws random numbers, as dropout does. Split it in eval mode."
         )
+    return result
 
 
-def check_real(function: str, params: Params) -> None:
+def check_tensors(function: str, **given: Params) -> None:
     """Refuse complex parameters, whose curvature is no product of complex numbers."""
-    for name, value in params.items():
+    checks.dictionaries(function, **given)
+    for argument, entries in given.items():
+        checks.whole_tensors(f"{function}({argument})", entries)
+    for name, value in given["params"].items():
         if value.is_complex():
             raise ValueError(
                 f"{function}(params): expected real parameters, got {name!r} of "
@@ -262,8 +277,9 @@ def ggn(
         >>> fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
         >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]])
         >>> matrix = curvature.ggn(fmodel, "gaussian")
-        >>> curvature.diagonal(matrix, params, buffers, [(x,)])  # the mean of squares
-        {'weight': tensor([[1., 2.]])}
+        >>> found = curvature.diagonal(matrix, params, buffers, [(x,)])
+        >>> found["weight"].detach()  # the mean of squares
+        tensor([[1., 2.]])
     """
     fmodel, likelihood, weight = likelihood_of("ggn", fmodel, likelihood)
     exact = {"categorical": _classes, "gaussian": _units}[likelihood]

@@ -7,6 +7,7 @@ shapes. N samples in all batches.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -18,17 +19,18 @@ from vgrad import checks
 from vgrad.curvature.outputs import (
     Batches,
     Curvature,
-    check_real,
+    check_tensors,
     first_and_last,
     fixed,
 )
 from vgrad.factors import Sums
 from vgrad.functional.losses import check_loss, returned
 from vgrad.persample import Options
+from vgrad.persample.engine import constants
 from vgrad.persample.grad import Norms
 from vgrad.persample.moments import Squares
 from vgrad.torch_private import autograd
-from vgrad.tree import double, no_autocast, tensors, wide
+from vgrad.tree import double, no_autocast, wide
 from vgrad.typing import BatchLossFn, Buffers, Params
 
 Product = Callable[[Params], Params]
@@ -55,13 +57,13 @@ def vector_product(
     Reference: Schraudolph, Neural Computation 14(7), 2002; van den Berg, Townsend's
     trick of two backward passes.
     """
-    checks.dictionaries("vector_product", params=params, buffers=buffers)
     first = True
 
-    def product(vector: Params) -> Params:
-        """Multiply a vector by the matrix."""
+    def product(
+        params: Params, buffers: Buffers, batches: Batches, vector: Params
+    ) -> Params:
         nonlocal first
-        _check("vector_product", params, vector)
+        _check("vector_product", params, buffers, vector)
         sums, count = Sums(), 0
         for number, batch in enumerate(_batches.each("vector_product", batches)):
             leaves = _leaves(params)
@@ -92,7 +94,7 @@ def vector_product(
         first = False
         return _mean(sums, params, count)
 
-    return product
+    return partial(constants(product), params, buffers, batches)
 
 
 def hessian_vector_product(
@@ -113,18 +115,20 @@ def hessian_vector_product(
 
     Reference: Pearlmutter, Neural Computation 6(1), 1994.
     """
-    check_loss("hessian_vector_product", loss, of_batch=True)
+    function = "hessian_vector_product"
+    check_loss(function, loss, of_batch=True)
 
-    def product(vector: Params) -> Params:
-        """Multiply a vector by the matrix."""
-        _check("hessian_vector_product", params, vector)
+    def product(
+        params: Params, buffers: Buffers, batches: Batches, vector: Params
+    ) -> Params:
+        _check(function, params, buffers, vector)
         sums, count = Sums(), 0
-        for batch in _batches.each("hessian_vector_product", batches):
+        for batch in _batches.each(function, batches):
             leaves, size = _leaves(params), _batches.read("loss", batch).size
             with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-                with fixed("hessian_vector_product(loss)", tensors((params, batch))):
-                    result = loss(leaves, buffers, *batch)
-                value, _ = returned("hessian_vector_product", result, has_aux=False)
+                run = partial(loss, leaves, buffers, *batch)
+                result = fixed(f"{function}(loss)", run, (params, batch))
+                value, _ = returned(function, result, has_aux=False)
                 ones = torch.ones_like(value)
                 grads = _pulled(value, leaves, ones, create_graph=True)
                 inner = _inner(grads, params, vector)
@@ -134,10 +138,10 @@ def hessian_vector_product(
             count += size
         return _mean(sums, params, count)
 
-    return product
+    return partial(constants(product), params, buffers, batches)
 
 
-@torch.no_grad()
+@constants
 def diagonal(
     curvature: Curvature,
     params: Params,
@@ -162,7 +166,7 @@ def diagonal(
     return sums.rounded(params)
 
 
-@torch.no_grad()
+@constants
 def trace(
     curvature: Curvature,
     params: Params,
@@ -207,12 +211,10 @@ def linear_operator(product: Product, params: Params) -> Any:
             for (name, value), part in zip(params.items(), parts, strict=True)
         }
         found = product(vector)
-        return torch.cat(
-            [double(found[name]).flatten().cpu() for name in names]
-        ).numpy()
+        parts = [double(found[name]).flatten().cpu() for name in params]
+        return torch.cat(parts).detach().numpy()
 
-    names, size = list(params), sum(numbers)
-    shape = size, size
+    shape = (sum(numbers),) * 2
     return linalg.LinearOperator(shape, matvec, rmatvec=matvec, dtype="float64")
 
 
@@ -225,6 +227,7 @@ class Iterative:
     tolerance: float
     max_steps: int | None
 
+    @constants
     def solve(self, vector: Params, *, damping: float) -> Params:
         """Solve `(matrix + damping I) x = vector` for x.
 
@@ -234,11 +237,9 @@ class Iterative:
         function = "Iterative.solve"
         linalg = checks.package("scipy.sparse.linalg", "dp")
         [damping] = checks.non_negative(function, damping=damping)
-        shapes = {name: value.shape for name, value in self.params.items()}
-        checks.vectors(f"{function}(vector)", shapes, vector)
-        sizes = [value.numel() for value in self.params.values()]
-        pairs = zip(self.params, sizes, strict=True)
-        rows = [double(vector[name]).reshape(-1, size) for name, size in pairs]
+        checks.vectors(f"{function}(vector)", self.params, vector)
+        params = self.params.items()
+        rows = [double(vector[n]).reshape(-1, value.numel()) for n, value in params]
         matrix = linear_operator(self.product, self.params)
 
         def damped(flat: Any) -> Any:
@@ -261,8 +262,9 @@ class Iterative:
                     f"another tolerance or max_steps, and no matrix that has negative "
                     f"eigenvalues, as a Hessian may."
                 )
-        parts = zip(vector.items(), torch.stack(found).split(sizes, 1), strict=True)
-        return {n: x.to(like.device).view(like.shape) for (n, like), x in parts}
+        columns = torch.stack(found).split([each.shape[1] for each in rows], 1)
+        parts = dict(zip(self.params, columns, strict=True))
+        return {n: parts[n].to(x.device).view(x.shape) for n, x in vector.items()}
 
 
 def iterative(
@@ -347,11 +349,10 @@ def _check_linear(
         )
 
 
-def _check(function: str, params: Params, vector: Params) -> None:
-    shapes = {name: value.shape for name, value in params.items()}
-    check_real(function, params)
+def _check(function: str, params: Params, buffers: Buffers, vector: Params) -> None:
+    check_tensors(function, params=params, buffers=buffers, vector=vector)
     checks.names(f"{function}(vector)", params, vector)
-    checks.shapes(f"{function}(vector)", shapes, vector)
+    checks.shapes(f"{function}(vector)", params, vector)
 
 
 def _mean(sums: Sums, params: Params, count: int) -> Params:

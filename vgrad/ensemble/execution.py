@@ -60,7 +60,9 @@ def run_member(
         return function(params, buffers, *batch)
 
 
-def looped(function: Callable, call: MemberCall) -> list[Any]:
+def looped(
+    function: Callable, call: MemberCall, kept: Callable = lambda member, result: result
+) -> list[Any]:
     """Run `function(member, params, buffers, *batch)` for one member after another."""
     results = []
     arguments = [*map(call.member, range(call.layout.members))]
@@ -71,8 +73,9 @@ def looped(function: Callable, call: MemberCall) -> list[Any]:
         for member, own in enumerate(arguments):
             if call.randomness == "same":
                 set_random_state(before)
-            results.append(function(member, *own))
-            call.refuse_draws(before, "member")
+            result = function(member, *own)
+            call.refuse_draws(before, "member", partial(function, member, *own))
+            results.append(kept(member, result))
     return results
 
 

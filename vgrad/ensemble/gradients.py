@@ -210,8 +210,10 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         scales = loss_scale.expand(call.layout.members).unbind(0)
 
         def one(member: int, *own: Any) -> tuple:
-            draws = call.draws_of(member)
-            member_grads, pair, _ = self._of_member(draws, scales[member], *own)
+            return self._of_member(call.draws_of(member), scales[member], *own)
+
+        def kept(member: int, result: tuple) -> tuple:
+            member_grads, pair, _ = result
             with modes.without_modes():  # which watch the loss
                 for name, grad in member_grads.items():
                     if name in shared:
@@ -220,7 +222,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
                         grads[name][member].copy_(grad)
             return pair
 
-        pairs = looped(one, call)
+        pairs = looped(one, call, kept)
         return grads, *call.joined(pairs, stack_results)
 
 

@@ -538,6 +538,10 @@ class Scaled(Compound):
     def project(self, probes: Probes) -> Tensor:
         return self.factor.project(probes) / self.scale
 
+    def by_position(self, others: Tensor) -> Tensor | None:
+        found = self.factor.by_position(others)
+        return None if found is None else found / self.scale
+
     def _of(self, *parts: Any) -> Factor:
         return Scaled(parts[0], self.scale)
 

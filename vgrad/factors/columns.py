@@ -154,6 +154,9 @@ class Covariances(NamedTuple):
     right: Tensor
     positions: float
 
+    def __truediv__(self, by: Any) -> "Covariances":
+        return self._replace(left=self.left / by)
+
     def plus(self, other: "Covariances") -> "Covariances":
         """Add the sums over other samples, which may have no position at all."""
         if not (self.positions and other.positions):

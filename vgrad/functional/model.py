@@ -178,8 +178,7 @@ class FunctionalModel:
         with RNG_LOCK:  # no other thread computes on the module
             targets = dict(slots.named_tensors(model))
         checks.names(function, targets, values)
-        shapes = {name: target.shape for name, target in targets.items()}
-        checks.shapes(function, shapes, values)
+        checks.shapes(function, targets, values)
         first_values: dict[int, Tensor] = {}
         for name, target in targets.items():
             sides = zip(target.stride(), target.shape, strict=True)
@@ -467,8 +466,7 @@ def write_grads_(model: nn.Module, grads: Params) -> None:
             f"write_grads_(model, grads): expected names of parameters, got "
             f"{checks.listed(unexpected)}."
         )
-    shapes = {name: targets[name].shape for name in grads}
-    checks.shapes("write_grads_(model, grads)", shapes, grads)
+    checks.shapes("write_grads_(model, grads)", {n: targets[n] for n in grads}, grads)
     if len({id(targets[name]) for name in grads}) < len(grads):
         raise ValueError(
             f"write_grads_(model, grads): expected one gradient for each parameter, "

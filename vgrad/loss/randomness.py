@@ -210,6 +210,27 @@ class _Watch(DispatchMode):
         return result
 
 
+class _Seen(DispatchMode):
+    drew = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        self.drew |= may_draw(func)
+        return func(*args, **kwargs or {})
+
+
+def drew(
+    before: RandomState, tensors: Iterable[Tensor], again: Callable[[], Any]
+) -> bool:
+    """Return whether a run drew, by another one, where other threads may have drawn."""
+    if not drawn_since(before, tensors):
+        return False
+    with sdpa_kernel(SDPBackend.MATH), _Seen() as seen:  # other kernels may draw
+        again()
+    return seen.drew
+
+
 # By keys of samples.
 
 

@@ -198,8 +198,7 @@ def apply_updates(params: Params, updates: Grads) -> Params:
     """
     checks.names("apply_updates(updates)", params, updates)
     present = {name: value for name, value in updates.items() if value is not None}
-    shapes = {name: params[name].shape for name in present}
-    checks.shapes("apply_updates(updates)", shapes, present)
+    checks.shapes("apply_updates(updates)", {n: params[n] for n in present}, present)
 
     def add(param, update):
         if update is None:

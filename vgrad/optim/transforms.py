@@ -451,9 +451,9 @@ def add_noise(
     """Add Gaussian noise of the variance `eta / t^gamma` at step `t = 1, 2, ...`.
 
     It is a function of the seed and the count in the state, and of the sizes of the
-    gradients. Put `init` under `torch.vmap` for members with seeds `[E]`. Drawing takes
-    four times the memory of the parameters in float32, on every rank. Reference:
-    Neelakantan et al., arXiv 1511.06807.
+    gradients in their order. Put `init` under `torch.vmap` for members with seeds
+    `[E]`. Drawing takes four times the memory of the parameters in float32, on every
+    rank. Reference: Neelakantan et al., arXiv 1511.06807.
 
     Example:
         >>> noise, grads = add_noise(1.0, 0.55, seed=1), {"w": torch.zeros(2)}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from vgrad.factors import Factor, Sums
+from vgrad.factors import Factor, Scaled, Sums
 from vgrad.factors.columns import Appended, Columns, inner_products, squares
 from vgrad.persample.engine import (
     Call,
@@ -226,12 +226,15 @@ class _Blocks(Collector):
     _held: dict[str, Factor] = field(default_factory=dict, init=False)
 
     def take(self, name: str, factor: Factor) -> None:
-        names = self.pairs.get(name, (name,))
+        names, scale = self.pairs.get(name, (name,)), 1.0
+        if isinstance(factor, Scaled):  # the values are quadratic
+            factor, scale = factor.factor, double(factor.scale).square()
         self._held[name] = factor if self.call.columns else Columns.one(factor)
         if all(each in self._held for each in names):
             factors = [self._held.pop(each) for each in names]
             factor = Appended(*factors) if factors[1:] else factors[0]
             for key, value in self.compute(names[0], factor).items():
+                value = value if value is None else value / scale
                 known = self.values.get(key)
                 self.values[key] = value if known is None else known + value
 

@@ -18,9 +18,9 @@ from vgrad.factors.costs import without_factors
 from vgrad.factors.reductions import norm_dtype
 from vgrad.functional.guards import Protected
 from vgrad.functional.losses import check_loss, returned
-from vgrad.generators import RandomState, drawn_since, set_random_state
+from vgrad.generators import RandomState, set_random_state
 from vgrad.loss.mode import LossMode, unchanged
-from vgrad.loss.randomness import Draws
+from vgrad.loss.randomness import Draws, drew
 from vgrad.persample.engine.guard import Fallbacks
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.precision.loss_scale import LossScale
@@ -231,9 +231,9 @@ class AnyCall:
             )
         return Draws(keys=keys if self.randomness == "different" else None)
 
-    def refuse_draws(self, before: RandomState, one: str) -> None:
+    def refuse_draws(self, before: RandomState, one: str, again: Callable) -> None:
         """Refuse random numbers drawn since then, unless the caller allows them."""
-        if self.randomness == "error" and drawn_since(before, self.tensors):
+        if self.randomness == "error" and drew(before, self.tensors, again):
             set_random_state(before)
             raise RuntimeError(
                 f"{self.function}: expected a loss without random numbers, since "

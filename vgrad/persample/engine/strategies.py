@@ -300,7 +300,7 @@ def _alone(call: Call) -> tuple[Params, Tensor, Tree]:
 
     with _no_weight_cache():
         result = gradient(of_params, call)
-    call.refuse_draws(before, "sample")
+        call.refuse_draws(before, "sample", partial(gradient, of_params, call))
     return result
 
 

@@ -1,13 +1,15 @@
 """Per-sample transforms: functions that run a call in chunks and join the results."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from typing import Any, Generic, Self
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from vgrad.conditions import checks_collected
 from vgrad.factors import Sums, reductions
@@ -15,15 +17,15 @@ from vgrad.generators import RNG_LOCK, drawn_since, random_state, set_random_sta
 from vgrad.loss.mode import run_or_split
 from vgrad.loss.randomness import check_drawn
 from vgrad.loss.values import Partition
-from vgrad.persample.engine.call import Call, Inputs, check_loss_scale
+from vgrad.persample.engine.call import Call, Inputs, check_loss_scale, usable
 from vgrad.persample.engine.chunk_size import at_a_time
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.guard import Failure, Fallbacks
 from vgrad.persample.engine.strategies import STRATEGIES, Chunk
 from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private.tensors import version_of
-from vgrad.tree import map_tensors, no_autocast, tree_map, tree_map_only
-from vgrad.typing import Buffers, LossFn, Params, Result, Scales, Tree
+from vgrad.tree import map_tensors, map_values, no_autocast, tensors, tree_map
+from vgrad.typing import Arguments, Buffers, LossFn, Params, Result, Scales, Tree
 
 Reduce = Callable[[Params], Params]
 
@@ -110,33 +112,66 @@ class Evaluation:
 
 
 def constant(function: str, value: Any, inputs: Iterable[Tensor]) -> Any:
-    """Mark a result as a constant for all inputs that require grad."""
-    wanted = {id(each): each for each in inputs if each.requires_grad}.values()
+    """Mark a result as a constant for all inputs that are differentiated by."""
+    found = (x for x in inputs if x.requires_grad or unpack_dual(x).tangent is not None)
+    wanted = {id(each): each for each in found}.values()
 
-    def guard(leaf: Tensor) -> Tensor:
-        real = leaf.is_floating_point() or leaf.is_complex()
+    def guard(leaf: Any) -> Any:
+        if is_dataclass(type(leaf)):  # a matrix of curvature
+            return replace(leaf, **map_values(mapped, vars(leaf)))
+        tensor = isinstance(leaf, Tensor)
+        real = tensor and (leaf.is_floating_point() or leaf.is_complex())
         return _Constant.apply(function, leaf, *wanted) if real else leaf
 
-    return tree_map_only(Tensor, guard, value) if wanted else value
+    mapped = partial(tree_map, guard, is_leaf=lambda x: isinstance(x, torch.Size))
+    return mapped(value) if wanted else value
 
 
 class _Constant(torch.autograd.Function):
-    """A recorded result: its derivative is an error, not zero."""
+    """A result without a graph: its derivative is an error, not zero."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, function: str, value: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.function = function
+    def forward(function: str, value: Tensor, *tensors: Tensor) -> Tensor:
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.function = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(
             f"{ctx.function}: expected a result that is not differentiated again, "
-            f"since it was recorded in one backward pass. If a derivative is wanted, "
-            f'use strategy="vmap"; if not, .detach() the result, or let no parameter '
-            f"require grad: make_functional_with_buffers(model, "
+            f"since it was computed without a graph. If a derivative is wanted, use "
+            f'strategy="vmap" of a per-sample transform; if not, .detach() the result, '
+            f"or let no parameter require grad: make_functional_with_buffers(model, "
             f"disable_autograd_tracking=True)."
         )
+
+    jvp = backward
+
+
+def constants(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Make a function run without a graph, in inference mode as outside of it.
+
+    Where its arguments require grad, its results are constants, which say so.
+    """
+    name = function.__qualname__.partition(".<")[0].replace("._", ".")
+
+    @functools.wraps(function)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        every = (*args, *kwargs.values())
+        given = tensors([vars(x) if is_dataclass(x) else x for x in every])
+        with torch.inference_mode(False), torch.no_grad():
+            if any(map(Tensor.is_inference, given)):
+                args, kwargs = map_tensors(usable, (args, kwargs))
+            result = function(*args, **kwargs)
+        inputs = given if torch.is_grad_enabled() else ()
+        return constant(name, result, inputs)
+
+    return run
 
 
 def joined(parts: list[Tensor]) -> Tensor:
