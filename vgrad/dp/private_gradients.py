@@ -39,14 +39,7 @@ from vgrad.generators import (
 from vgrad.optim.private import unscaled
 from vgrad.persample.clipped import ClippedGrad, ClippedGradFn, clipped_grad
 from vgrad.persample.engine import advanced
-from vgrad.tree import (
-    map_values,
-    tensors,
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
-    widened,
-)
+from vgrad.tree import map_values, tree_flatten, tree_leaves, tree_unflatten, widened
 from vgrad.typing import (
     Buffers,
     ChunkSize,
@@ -88,6 +81,12 @@ class PrivateSource:
         self, max_norm: Tree, params: Mapping[str, Tensor], step: int
     ) -> ClippedGradFn:
         """Return the clipped sum of a step: at the bound of a state, if it adapts."""
+        if refused := [name for name, x in params.items() if x.is_complex()]:
+            raise TypeError(
+                f"private_step(params): expected real parameters, got complex ones in "
+                f"{refused}. Train torch.view_as_real(w), and take its view_as_complex "
+                f"in the model."
+            )
         clip, own = self.plan.max_norm, self.transform
         if not isinstance(clip, QuantileClip):
             return own
@@ -340,8 +339,8 @@ class PrivateGradients:
                 batch = self._with_mask(pending, batch)
                 clipped = self._source.at(self._max_norm, params, self.step)
                 result = self._live.run(clipped, params, buffers, *batch)
-                own: Any = clipped.options, params, buffers, batch
-                new = self._live.run(advanced, *own) if pending.last else buffers
+                own: Any = advanced, clipped.options, params, buffers, batch
+                written = self._live.run(*own) if pending.last else {}
         sums, noisy, kept = result, None, ()
         if pending.number:
             sums = _joined(self._sums, result)
@@ -354,10 +353,9 @@ class PrivateGradients:
             noisy, history = release.noise.advanced(release.sums)
             noisy, kept = unscaled(noisy, release.scales), (history, release.max_norm)
         self._commit(pending, sums, noisy, kept)
-        with torch.no_grad():
-            for name, value in new.items():
-                if value is not buffers[name]:
-                    buffers[name].copy_(value)  # the memory of the module's own
+        for name, value in written.items():
+            if value is not buffers[name]:  # which has the memory of the module's own
+                buffers[name].copy_(value)
         return metrics_of(result)
 
     def watch(self, optimizer: Optimizer, *, earlier_steps: int = 0) -> Optimizer:
@@ -365,9 +363,8 @@ class PrivateGradients:
 
         Its steps raise unless `.grad` is as `backward` wrote it and has not been used:
         plain, accumulated, clipped or scaled gradients and second steps are detected.
-        So are steps that `epsilon()` does not count, of a resumed optimizer whose
-        `PrivateGradients` is not: by the optimizer's own count, or by momentum. SGD
-        without momentum keeps neither. `earlier_steps` were taken on public data.
+        So are steps of a resumed optimizer that `epsilon()` does not count, by its own
+        count or momentum (SGD may have neither); `earlier_steps` saw public data only.
 
         Raises:
             TypeError: it is not an optimizer of torch.
@@ -726,7 +723,6 @@ class GradGuard:
         self._live = live
         # Optimizers, and how many steps of theirs were not private.
         self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        self._counted: tuple[Any, int] = None, 0  # a state, and the last step with it
         self.reset()
 
     def reset(self) -> None:
@@ -805,20 +801,16 @@ class GradGuard:
                 "optimizer.step(): expected PrivateGradients.backward(*batch) before "
                 "each step, got a step without."
             )
-        # Trainers restore an optimizer after `watch`, and that makes another object.
-        taken, (state, last) = self._step - 1, self._counted
-        most = taken + self._optimizers[optimizer]
-        if (state is not optimizer.state or last != taken) and (
-            (steps := _steps(optimizer)) > most
-        ):
+        # Here and not in `watch`, after which trainers restore an optimizer.
+        most = self._step - 1 + self._optimizers[optimizer]
+        if (steps := _steps(optimizer)) > most:
             raise RuntimeError(
                 f"optimizer.step(): expected an optimizer of at most {most} steps, as "
                 f"PrivateGradients counts, got one of at least {steps}, which "
-                f"epsilon() would leave out. Resume by load_state_dict(state) of "
-                f"PrivateGradients, too. If the others saw public data only, pass "
-                f"watch(optimizer, earlier_steps={steps - taken})."
+                f"epsilon() would leave out. Resume with load_state_dict(state) of "
+                f"PrivateGradients, too. For steps on public data alone pass "
+                f"watch(optimizer, earlier_steps={steps + 1 - self._step})."
             )
-        self._counted = optimizer.state, self._step
         trained = _trained(optimizer)
         # A scaler leaves here the divisor of a fused optimizer.
         scaled = getattr(optimizer, "grad_scale", None) is not None
@@ -843,7 +835,7 @@ def _steps(optimizer: Optimizer) -> int:
     """Count the steps of an optimizer: with momentum alone there was one at least."""
     entries = [*optimizer.state.values()]
     own = [x["step"] for x in (*entries, *optimizer.param_groups) if "step" in x]
-    return int(max(own, default=bool(tensors(entries))))
+    return int(max(own, default=any(entries)))
 
 
 def _trained(optimizer: Optimizer) -> set[int]:
