@@ -148,8 +148,8 @@ class PrivateGradients:
     others.
 
     Each `backward` computes on the module itself, with its current values, mode and
-    attributes. Its buffers, and attributes that its forward pass writes, are restored;
-    batch normalisation in training mode raises.
+    attributes. Attributes that its forward pass writes are restored. Power iterations
+    advance once a step; buffers that depend on samples, as in batch norm, raise.
 
     Misuse raises where it can be detected: another number of samples than the loader
     yielded, a batch that is skipped or used twice, steps past the plan, gradients that
