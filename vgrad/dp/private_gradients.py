@@ -255,7 +255,7 @@ class PrivateGradients:
         self._own_copies = augmentations if made is None else None
         with RNG_LOCK:
             self._live = LiveModule(model)
-        self._guard = GradGuard(self._live)
+        self._guard = GradGuard(self._live, self._run)
         self._criterion, self._copies = criterion, made or augmentations
         self._options: Any = {"strategy": strategy, "chunk_size": chunk_size}
         self._options |= {"randomness": randomness}
@@ -430,7 +430,7 @@ class PrivateGradients:
         private, plan = copy.copy(self), self.plan
         with RNG_LOCK:
             private._live = LiveModule(copy.deepcopy(self.model))
-        private._guard = GradGuard(private._live)
+        private._guard = GradGuard(private._live, self._run)
         private._function = private._live.function
         clipped = self._source.transform.with_loss(loss, chunk_size)
         private._source = PrivateSource(plan=plan, transform=clipped)
@@ -593,7 +593,7 @@ class PrivateGradients:
                 self._sums, self._run.step = None, self.step + 1
                 self._history, self._max_norm = kept
                 write_grads_(self._live.model, noisy)
-                self._guard.release(self.step)
+                self._guard.release()
         except BaseException:
             for each, attributes in zip(changed, before, strict=True):
                 vars(each).update(attributes)
@@ -719,10 +719,9 @@ def _settings(model: nn.Module) -> list[Any]:
 class GradGuard:
     """Keeps optimizers from steps on gradients that are not private, by checksums."""
 
-    def __init__(self, live: LiveModule) -> None:
-        self._live = live
-        # Optimizers, and how many steps of theirs were not private.
-        self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+    def __init__(self, live: LiveModule, run: Run) -> None:
+        self._live, self._run = live, run
+        self._earlier: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self.reset()
 
     def reset(self) -> None:
@@ -741,7 +740,7 @@ class GradGuard:
                     f"did not write, got one in {name!r}. Remove loss.backward(), and "
                     f"clear its gradients with model.zero_grad()."
                 )
-        if first and self.released and self._optimizers and not self._stepped:
+        if first and self.released and self._earlier and not self._stepped:
             raise RuntimeError(
                 "PrivateGradients.backward(*batch): expected optimizer.step() after "
                 "the last logical batch, got another batch. Switch gradient "
@@ -755,9 +754,8 @@ class GradGuard:
         self.reset()
         self._partial = True
 
-    def release(self, step: int) -> None:
-        """Record the gradients of a step, which have just been written."""
-        self._step = step
+    def release(self) -> None:
+        """Record the gradients that have just been written."""
         grads = {name: x.grad for name, x in self._live.parameters.items()}
         kept = {name: grad for name, grad in grads.items() if grad is not None}
         self.released = {name: (grad, _bits(grad)) for name, grad in kept.items()}
@@ -765,15 +763,15 @@ class GradGuard:
 
     def watch(self, optimizer: Optimizer, earlier: int) -> None:
         """Check the gradients before each step of an optimizer."""
-        if optimizer in self._optimizers:
-            self._optimizers[optimizer] = earlier
+        if optimizer in self._earlier:
+            self._earlier[optimizer] = earlier
             return
         if _trained(optimizer).isdisjoint(map(id, self._live.parameters.values())):
             raise ValueError(
                 "PrivateGradients.watch(optimizer): expected one of the module's own "
                 "parameters, got one of others, which it would train without privacy."
             )
-        self._optimizers[optimizer] = earlier
+        self._earlier[optimizer] = earlier
 
         def before(optimizer: Optimizer, args: tuple, kwargs: dict) -> Any:
             closure = kwargs.get("closure") or (args[1:] or (None,))[0]
@@ -802,14 +800,16 @@ class GradGuard:
                 "each step, got a step without."
             )
         # Here and not in `watch`, after which trainers restore an optimizer.
-        most = self._step - 1 + self._optimizers[optimizer]
-        if (steps := _steps(optimizer)) > most:
+        taken, entries = self._run.step - 1, [*optimizer.state.values()]
+        own = [x["step"] for x in (*entries, *optimizer.param_groups) if "step" in x]
+        steps = int(max(own, default=any(entries)))  # one at least, by momentum
+        if steps > (most := taken + self._earlier[optimizer]):
             raise RuntimeError(
                 f"optimizer.step(): expected an optimizer of at most {most} steps, as "
                 f"PrivateGradients counts, got one of at least {steps}, which "
                 f"epsilon() would leave out. Resume with load_state_dict(state) of "
                 f"PrivateGradients, too. For steps on public data alone pass "
-                f"watch(optimizer, earlier_steps={steps + 1 - self._step})."
+                f"watch(optimizer, earlier_steps={steps - taken})."
             )
         trained = _trained(optimizer)
         # A scaler leaves here the divisor of a fused optimizer.
@@ -829,13 +829,6 @@ class GradGuard:
                     f"loss.backward(), call zero_grad() before backward(*batch) and "
                     f"not after it, and switch off gradient clipping and loss scaling."
                 )
-
-
-def _steps(optimizer: Optimizer) -> int:
-    """Count the steps of an optimizer: with momentum alone there was one at least."""
-    entries = [*optimizer.state.values()]
-    own = [x["step"] for x in (*entries, *optimizer.param_groups) if "step" in x]
-    return int(max(own, default=any(entries)))
 
 
 def _trained(optimizer: Optimizer) -> set[int]:
