@@ -431,3 +431,35 @@ def test_another_plan_is_refused_on_all_ranks_unless_it_counts_both(ranks, tmp_p
         for params in ends:
             for name, each in expected.items():
                 torch.testing.assert_close(params[name], each)
+
+
+def _iterated(size, kind):
+    """Train a spectral norm; all samples on one rank, or none anywhere."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)))
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(net.double())
+    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
+    step = private_step(loss, SGD, plan_of(8, noise=0.0))
+    if kind == "plain":
+        step = train_step(loss, SGD)
+    mesh, rank = mesh_of(size) if size else (None, 0)
+    params = shard(params, mesh) if kind == "shards" else params
+    state = TrainState.create(SGD, params, buffers, seed=5)
+    step = data_parallel(step, mesh) if mesh else step
+    for count in (3, 5) if kind == "plain" else (3, 0, 5):
+        x, y = torch.randn(count, 4).double(), torch.randint(3, (count,))
+        own = slice(None) if rank == 1 or not size else slice(0)
+        state, _ = step(state, x[own], y[own])
+    return {**state.params, **state.buffers}
+
+
+@pytest.mark.parametrize("kind", ["private", "plain"])
+def test_power_iterations_advance_on_all_ranks(some, kind):
+    right = _iterated(0, kind)
+    for found in some.run(_iterated, some.size, kind):
+        oracle.assert_exact(found, right)
+
+
+def test_power_iterations_of_shards_are_refused(some):
+    with pytest.raises(AssertionError, match="or gather parameters that are DTensors"):
+        some.run(_iterated, some.size, "shards")

@@ -340,5 +340,5 @@ def test_earlier_steps_are_a_count(run):
 def test_batches_are_not_skipped_by_their_sampler(run):
     _, private, _ = run
     assert not hasattr(private.loader, "sampler")
-    with pytest.raises(AttributeError, match=r"begins with .*ignore_data_skip=True"):
+    with pytest.raises(AttributeError, match=r"resumes by .*ignore_data_skip=True"):
         private.loader.sampler  # noqa: B018

@@ -3,6 +3,8 @@
 import itertools
 import math
 import pickle
+import subprocess
+import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -574,3 +576,11 @@ def test_terms_of_a_sum_are_refused(noise_multiplier):
     total = DTensor.from_local(torch.ones(2), mesh, placements("0P"), run_check=False)
     with pytest.raises(TypeError, match=r"sums\['a'\]\): expected .*got \[Partial"):
         noised({"a": total}, noise_multiplier=noise_multiplier)
+
+
+def test_a_missing_package_is_named_once():
+    code = "import sys; sys.modules['cryptography'] = None; import vgrad.dp, vgrad.cli"
+    run = [sys.executable, "-W", "default", "-c", code]
+    found = subprocess.run(run, capture_output=True, text=True, check=True).stderr
+    assert found.count("UserWarning: vgrad.dp: expected the package cryptography") == 1
+    assert "Run pip install cryptography." in found

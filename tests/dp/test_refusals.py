@@ -265,3 +265,48 @@ def test_a_plan_cannot_be_changed_and_no_key_is_shown():
     with pytest.raises(dataclasses.FrozenInstanceError):
         PLAN.noise_multiplier = 0.0
     assert "tensor" not in repr(private(key=secret_key()))
+
+
+class Rotated(nn.Module):
+    """A model with a complex parameter, or with its real view."""
+
+    def __init__(self, real):
+        super().__init__()
+        w = torch.tensor([0.5 + 1j, -1 + 0.2j, 0.3j, 1.0])
+        self.w = nn.Parameter(torch.view_as_real(w).clone() if real else w)
+
+    def forward(self, x):
+        w = self.w if self.w.is_complex() else torch.view_as_complex(self.w)
+        return torch.view_as_real((x * w).cumsum(-1)[..., 1:].sum(-1))
+
+
+@pytest.mark.parametrize("discrete", [False, True, "sum"])
+@pytest.mark.parametrize("kind", ["private_step", "PrivateGradients"])
+def test_complex_parameters_are_trained_as_real_views(kind, discrete):
+    noise = 0.5 if discrete else 0.0
+    plan = runs.plan(30, 0.5, noise=noise, discrete=discrete)
+    x, y = data()[:10]
+
+    def step(model):
+        if kind == "private_step":
+            loss, params, buffers = runs.functional(model)
+            tx = optim.sgd(1.0)
+            state = TrainState.create(tx, params, buffers)
+            new, _ = private_step(loss, tx, plan)(state, x * 2, y % 2)
+            return state.params["w"] - new.params["w"]
+        run = runs.private(
+            plan, model, TensorDataset(data()[:][0] * 2, data()[:][1] % 2)
+        )
+        run.backward(*runs.first(run))
+        return model.w.grad
+
+    with pytest.raises(
+        TypeError, match=r"real parameters, got .*\['w'\]. Train .*as_real"
+    ):
+        step(Rotated(real=False))
+    found = step(Rotated(real=True))
+    if kind == "private_step" and discrete is False:
+        loss, params, buffers = runs.functional(Rotated(real=False))
+        clipped = vgrad.clipped_grad(loss, max_norm=1.0, normalize_by=15.0)
+        right = clipped(params, buffers, x * 2, y % 2).grads["w"]
+        assert torch.allclose(torch.view_as_complex(found), right, atol=1e-6)

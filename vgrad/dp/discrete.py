@@ -157,11 +157,6 @@ def integers(grads: Params, norm: float, squares: int) -> Params:
 
     The sum of their squares is at most `squares`, whatever numbers come in.
     """
-    if refused := [name for name, grad in grads.items() if grad.is_complex()]:
-        raise TypeError(
-            f"discrete=True: expected real gradients, got complex ones of {refused}. "
-            f"Take discrete=False and add_gaussian_noise on their real views."
-        )
     flat = torch.cat([grad.detach().double().reshape(-1) for grad in grads.values()])
     largest = math.isqrt(squares)
     # By so much at most rounding makes a norm larger.

@@ -39,14 +39,7 @@ from vgrad.generators import (
 from vgrad.optim.private import unscaled
 from vgrad.persample.clipped import ClippedGrad, ClippedGradFn, clipped_grad
 from vgrad.persample.engine import advanced
-from vgrad.tree import (
-    map_values,
-    tensors,
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
-    widened,
-)
+from vgrad.tree import map_values, tree_flatten, tree_leaves, tree_unflatten, widened
 from vgrad.typing import (
     Buffers,
     ChunkSize,
@@ -88,6 +81,12 @@ class PrivateSource:
         self, max_norm: Tree, params: Mapping[str, Tensor], step: int
     ) -> ClippedGradFn:
         """Return the clipped sum of a step: at the bound of a state, if it adapts."""
+        if refused := [name for name, x in params.items() if x.is_complex()]:
+            raise TypeError(
+                f"private_step(params): expected real parameters, got complex ones in "
+                f"{refused}. Train torch.view_as_real(w), and take its view_as_complex "
+                f"in the model."
+            )
         clip, own = self.plan.max_norm, self.transform
         if not isinstance(clip, QuantileClip):
             return own
@@ -149,8 +148,8 @@ class PrivateGradients:
     others.
 
     Each `backward` computes on the module itself, with its current values, mode and
-    attributes. Its buffers, and attributes that its forward pass writes, are restored;
-    batch normalisation in training mode raises.
+    attributes. Attributes that its forward pass writes are restored. Power iterations
+    advance once a step; buffers that depend on samples, as in batch norm, raise.
 
     Misuse raises where it can be detected: another number of samples than the loader
     yielded, a batch that is skipped or used twice, steps past the plan, gradients that
@@ -256,7 +255,7 @@ class PrivateGradients:
         self._own_copies = augmentations if made is None else None
         with RNG_LOCK:
             self._live = LiveModule(model)
-        self._guard = GradGuard(self._live)
+        self._guard = GradGuard(self._live, self._run)
         self._criterion, self._copies = criterion, made or augmentations
         self._options: Any = {"strategy": strategy, "chunk_size": chunk_size}
         self._options |= {"randomness": randomness}
@@ -340,8 +339,8 @@ class PrivateGradients:
                 batch = self._with_mask(pending, batch)
                 clipped = self._source.at(self._max_norm, params, self.step)
                 result = self._live.run(clipped, params, buffers, *batch)
-                own: Any = clipped.options, params, buffers, batch
-                new = self._live.run(advanced, *own) if pending.last else buffers
+                own: Any = advanced, clipped.options, params, buffers, batch
+                written = self._live.run(*own) if pending.last else {}
         sums, noisy, kept = result, None, ()
         if pending.number:
             sums = _joined(self._sums, result)
@@ -354,10 +353,9 @@ class PrivateGradients:
             noisy, history = release.noise.advanced(release.sums)
             noisy, kept = unscaled(noisy, release.scales), (history, release.max_norm)
         self._commit(pending, sums, noisy, kept)
-        with torch.no_grad():
-            for name, value in new.items():
-                if value is not buffers[name]:
-                    buffers[name].copy_(value)  # the memory of the module's own
+        for name, value in written.items():
+            if value is not buffers[name]:  # which has the memory of the module's own
+                buffers[name].copy_(value)
         return metrics_of(result)
 
     def watch(self, optimizer: Optimizer, *, earlier_steps: int = 0) -> Optimizer:
@@ -365,9 +363,8 @@ class PrivateGradients:
 
         Its steps raise unless `.grad` is as `backward` wrote it and has not been used:
         plain, accumulated, clipped or scaled gradients and second steps are detected.
-        So are steps that `epsilon()` does not count, of a resumed optimizer whose
-        `PrivateGradients` is not: by the optimizer's own count, or by momentum. SGD
-        without momentum keeps neither. `earlier_steps` were taken on public data.
+        So are steps of a resumed optimizer that `epsilon()` does not count, by its own
+        count or momentum (SGD may have neither); `earlier_steps` saw public data only.
 
         Raises:
             TypeError: it is not an optimizer of torch.
@@ -433,7 +430,7 @@ class PrivateGradients:
         private, plan = copy.copy(self), self.plan
         with RNG_LOCK:
             private._live = LiveModule(copy.deepcopy(self.model))
-        private._guard = GradGuard(private._live)
+        private._guard = GradGuard(private._live, self._run)
         private._function = private._live.function
         clipped = self._source.transform.with_loss(loss, chunk_size)
         private._source = PrivateSource(plan=plan, transform=clipped)
@@ -596,7 +593,7 @@ class PrivateGradients:
                 self._sums, self._run.step = None, self.step + 1
                 self._history, self._max_norm = kept
                 write_grads_(self._live.model, noisy)
-                self._guard.release(self.step)
+                self._guard.release()
         except BaseException:
             for each, attributes in zip(changed, before, strict=True):
                 vars(each).update(attributes)
@@ -722,11 +719,9 @@ def _settings(model: nn.Module) -> list[Any]:
 class GradGuard:
     """Keeps optimizers from steps on gradients that are not private, by checksums."""
 
-    def __init__(self, live: LiveModule) -> None:
-        self._live = live
-        # Optimizers, and how many steps of theirs were not private.
-        self._optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        self._counted: tuple[Any, int] = None, 0  # a state, and the last step with it
+    def __init__(self, live: LiveModule, run: Run) -> None:
+        self._live, self._run = live, run
+        self._earlier: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self.reset()
 
     def reset(self) -> None:
@@ -745,7 +740,7 @@ class GradGuard:
                     f"did not write, got one in {name!r}. Remove loss.backward(), and "
                     f"clear its gradients with model.zero_grad()."
                 )
-        if first and self.released and self._optimizers and not self._stepped:
+        if first and self.released and self._earlier and not self._stepped:
             raise RuntimeError(
                 "PrivateGradients.backward(*batch): expected optimizer.step() after "
                 "the last logical batch, got another batch. Switch gradient "
@@ -759,9 +754,8 @@ class GradGuard:
         self.reset()
         self._partial = True
 
-    def release(self, step: int) -> None:
-        """Record the gradients of a step, which have just been written."""
-        self._step = step
+    def release(self) -> None:
+        """Record the gradients that have just been written."""
         grads = {name: x.grad for name, x in self._live.parameters.items()}
         kept = {name: grad for name, grad in grads.items() if grad is not None}
         self.released = {name: (grad, _bits(grad)) for name, grad in kept.items()}
@@ -769,15 +763,15 @@ class GradGuard:
 
     def watch(self, optimizer: Optimizer, earlier: int) -> None:
         """Check the gradients before each step of an optimizer."""
-        if optimizer in self._optimizers:
-            self._optimizers[optimizer] = earlier
+        if optimizer in self._earlier:
+            self._earlier[optimizer] = earlier
             return
         if _trained(optimizer).isdisjoint(map(id, self._live.parameters.values())):
             raise ValueError(
                 "PrivateGradients.watch(optimizer): expected one of the module's own "
                 "parameters, got one of others, which it would train without privacy."
             )
-        self._optimizers[optimizer] = earlier
+        self._earlier[optimizer] = earlier
 
         def before(optimizer: Optimizer, args: tuple, kwargs: dict) -> Any:
             closure = kwargs.get("closure") or (args[1:] or (None,))[0]
@@ -805,20 +799,18 @@ class GradGuard:
                 "optimizer.step(): expected PrivateGradients.backward(*batch) before "
                 "each step, got a step without."
             )
-        # Trainers restore an optimizer after `watch`, and that makes another object.
-        taken, (state, last) = self._step - 1, self._counted
-        most = taken + self._optimizers[optimizer]
-        if (state is not optimizer.state or last != taken) and (
-            (steps := _steps(optimizer)) > most
-        ):
+        # Here and not in `watch`, after which trainers restore an optimizer.
+        taken, entries = self._run.step - 1, [*optimizer.state.values()]
+        own = [x["step"] for x in (*entries, *optimizer.param_groups) if "step" in x]
+        steps = int(max(own, default=any(entries)))  # one at least, by momentum
+        if steps > (most := taken + self._earlier[optimizer]):
             raise RuntimeError(
                 f"optimizer.step(): expected an optimizer of at most {most} steps, as "
                 f"PrivateGradients counts, got one of at least {steps}, which "
-                f"epsilon() would leave out. Resume by load_state_dict(state) of "
-                f"PrivateGradients, too. If the others saw public data only, pass "
+                f"epsilon() would leave out. Resume with load_state_dict(state) of "
+                f"PrivateGradients, too. For steps on public data alone pass "
                 f"watch(optimizer, earlier_steps={steps - taken})."
             )
-        self._counted = optimizer.state, self._step
         trained = _trained(optimizer)
         # A scaler leaves here the divisor of a fused optimizer.
         scaled = getattr(optimizer, "grad_scale", None) is not None
@@ -837,13 +829,6 @@ class GradGuard:
                     f"loss.backward(), call zero_grad() before backward(*batch) and "
                     f"not after it, and switch off gradient clipping and loss scaling."
                 )
-
-
-def _steps(optimizer: Optimizer) -> int:
-    """Count the steps of an optimizer: with momentum alone there was one at least."""
-    entries = [*optimizer.state.values()]
-    own = [x["step"] for x in (*entries, *optimizer.param_groups) if "step" in x]
-    return int(max(own, default=bool(tensors(entries))))
 
 
 def _trained(optimizer: Optimizer) -> set[int]:

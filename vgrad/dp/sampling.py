@@ -363,10 +363,8 @@ class PoissonLoader:
     def sampler(self) -> None:
         """No sampler, by which trainers would skip the first batches of an epoch."""
         raise AttributeError(
-            "PrivateGradients.loader.sampler: expected no code that skips batches, "
-            "since a resumed loader begins with the batch after the last one used. "
-            "Pass TrainingArguments(ignore_data_skip=True), and leave accelerate's "
-            "skip_first_batches out."
+            "PrivateGradients.loader: expected no code that skips batches, since it "
+            "resumes by itself. Pass TrainingArguments(ignore_data_skip=True)."
         )
 
     def __len__(self) -> int:

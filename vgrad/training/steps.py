@@ -598,8 +598,8 @@ def train_step(
     `(state, *batch) -> (state, {"loss": scalar})`. One forward and one backward pass.
     `loss` is the loss of a batch, from `batch_loss` or a function of your own
     `(params, buffers, *batch) -> scalar`. Without `.with_buffers` it changes none. A
-    loss of one sample, from `sample_loss`, is averaged over the batch and changes no
-    buffers.
+    loss of one sample, from `sample_loss`, is averaged over the batch; it changes the
+    buffers that follow from parameters alone, as power iterations do.
 
     Under a `policy` the passes run in its dtypes, while parameters and the optimizer
     keep theirs: float32 parameters are master weights.
@@ -678,8 +678,8 @@ def private_step(
     `(state, *batch) -> (state, metrics)`, where the batch is one logical batch as the
     plan's sampler draws it, empty ones included; `chunk_size` only says how much of it
     is processed at a time, `passes` how often (see `clipped_grad`). The clipped sum is
-    divided by the expected batch size. Buffers do not change: statistics of private
-    data would be released without noise.
+    divided by the expected batch size. Power iterations and others that read parameters
+    alone advance once a step, empty or not. A buffer with more of the data is refused.
 
     Noise follows from the state's key and step. A step repeated from the same state on
     the same batch is the same release, so a run may resume from a checkpoint; batches

@@ -102,8 +102,7 @@ class Fallbacks:
         self.hooks: dict[str, str] = {}  # on gradients, and their lines
         self.places = Places()  # calls of the loss that make tensors
         self.foreign: set[str] = set()  # nodes and ops that are not torch's own
-        # Buffers that the loss writes: whether all samples write the same, or, where
-        # that is not known, the value of the last one.
+        # Buffers that samples write: whether alike, or for a comparison the last value.
         self.written: dict[str, bool | Tensor] = {}
         # Parameters that get copies since the loss differentiates by or past them, and
         # why; None for a loss that has not done so.

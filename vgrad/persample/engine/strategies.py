@@ -2,13 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import (
-    AbstractContextManager,
-    ExitStack,
-    contextmanager,
-    nullcontext,
-    suppress,
-)
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -16,7 +10,6 @@ import torch
 from torch import Tensor
 
 from vgrad import checks, tree
-from vgrad.batches import Batch
 from vgrad.conditions import checks_collected
 from vgrad.factors.base import Dense, Factor
 from vgrad.factors.columns import Columns
@@ -333,29 +326,28 @@ def advanced(options: Call, params: Params, buffers: Buffers, batch: Tree) -> Bu
 
     So they hold nothing of the batch, and an empty one advances them too.
     """
-    seen, cut = options.fallbacks.written, any(map(is_distributed, params.values()))
+    seen, notes = options.fallbacks.written, Fallbacks()
+    cut = any(map(is_distributed, params.values()))
+    if not seen and (cut or not buffers or len(tree.tensors(batch)[0])):
+        return buffers
     with torch.inference_mode(False), torch.no_grad():
-        call, notes = options.on(Inputs(params, buffers, batch)), Fallbacks()
-        if not seen and (cut or call.batch.size or not buffers):
-            return buffers
-        zeros = [x.new_zeros((1, *x.shape[1:])) for x in call.batch.tensors]
-        sample = Batch(1, call.batch.tree, zeros)
-        trial = call.replaced(batch=sample, fallbacks=notes)
-        # A criterion may refuse zeros, once the model has written.
-        with _trial(trial), suppress(Exception) if seen else nullcontext():
+        none = map_tensors(lambda x: x[:0], batch)
+        zeros = Inputs(params, buffers, none).padded(0, 1)
+        trial = options.replaced(fallbacks=notes).on(zeros)
+        with _trial(trial):
             if not cut:
                 _first(trial, dict(trial.params))
     new, found = dict(buffers), notes.written
     for name, kept in {**found, **seen}.items():
         value: Any = found.get(name, False)
-        if isinstance(kept, Tensor) and not modes.inside_transform():
+        if isinstance(kept, Tensor) and value is not False:
             kept = checks.same_values(kept, value)
         if kept is False or value is False or name not in buffers:
             raise RuntimeError(
-                f"{call.function}(loss): expected a forward pass that leaves buffers "
-                f"as they are, or writes the same for all samples into those of the "
-                f"state, as power iterations do, got another write into {name!r}. "
-                f"Call .eval() of its module; gather parameters that are DTensors."
+                f"{options.function}(loss): expected a forward pass that writes the "
+                f"same into buffers of the state for all samples, as power iterations "
+                f"do, or nothing, got another write into {name!r}. Call .eval() of its "
+                f"module, or gather parameters that are DTensors."
             )
         seen[name] = True
         if value.shape == buffers[name].shape:  # else it is a cache, made in each call
