@@ -241,6 +241,7 @@ def test_counts_of_every_shape_give_the_whole_curve_and_no_value_is_read(make, o
         exact(rate(counts.reshape(shape)), one_by_one.reshape(shape))
     assert rate(counts[:0]).shape == (0,)
     exact(rate(counts.int()), one_by_one)
+    exact(torch.stack([rate(count) for count in range(24)]), one_by_one)
     assert torch.equal(counts, torch.arange(24))
     on_meta = {key: t.to("meta") for key, t in as_tensors(options).items()}
     for arguments in (options, on_meta):

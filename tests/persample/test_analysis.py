@@ -409,6 +409,87 @@ def test_equal_samples_have_no_variance(value, chunk_size):
     assert float(found.noise_scale) == 0
 
 
+def outer(params, buffers, x, y):
+    return (F.linear(x, params["w"]) * y).sum()
+
+
+def sides(size, dtype):
+    x, y = (torch.randn(size, n, generator=source(n)).to(dtype) for n in (5, 4))
+    large, small = (1e-25, 1e25) if dtype == torch.float32 else (1e-130, 1e140)
+    return {
+        "ordinary": (x, y),
+        "rectified": (x.relu(), y.relu()),
+        "ten deviations from zero": (1 + 0.1 * x, 1 + 0.1 * y),
+        "a hundred": (100 + x, 1 + 0.001 * y),
+        "equal": (x[:1].expand(size, 5), y[:1].expand(size, 4)),
+        "equal products": (x[:1] * (1 + y[:, :1].abs()), y[:1] / (1 + y[:, :1].abs())),
+        "small": (x * 1e-12, y * 1e-12),
+        "far apart": (x * large, y * small),
+        "one is not finite": (x, y.clone().index_fill(0, torch.tensor([1]), torch.nan)),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("chunk_size", [None, 33])
+@pytest.mark.parametrize("size", [3, 12, 70])
+@pytest.mark.parametrize("name", sides(3, torch.float32))
+def test_moments_of_products_keep_their_digits(name, size, chunk_size, masked, dtype):
+    x, y = sides(size, dtype)[name]
+    mask = torch.arange(size) % 3 != 1 if masked else torch.ones(size).bool()
+    given = {"mask": mask} if masked else {}
+    params = {"w": torch.ones(4, 5, dtype=dtype)}
+    found = gradient_moments(outer, chunk_size=chunk_size)(params, {}, x, y, **given)
+    grads = (y.double()[:, :, None] * x.double()[:, None])[mask]
+    exact, mean = grads.var(0), grads.mean(0)
+    rtol = 1e-5 if dtype == torch.float32 else 1e-9
+    if name == "a hundred":  # of which gradients that are formed round some
+        rtol *= 100
+    if name == "equal":
+        assert not found.variance["w"].any()
+    elif name == "equal products":
+        eps = torch.finfo(dtype).eps
+        assert bool((found.variance["w"] <= (2 * eps * mean).square()).all())
+    else:
+        for values, expected in [
+            (found.variance, exact),
+            (found.second_moment, grads.square().mean(0)),
+        ]:
+            room = {"rtol": rtol, "atol": 0, "equal_nan": True}
+            close(values["w"].double(), expected.to(dtype).double(), **room)
+        ratio = found.signal_to_noise["w"].double().sqrt()
+        close(ratio, mean.abs() / exact.sqrt(), rtol=rtol, atol=rtol, equal_nan=True)
+        close(found.trace, exact.sum(), rtol=rtol, atol=0, equal_nan=True)
+    close(found.mean["w"].double(), mean, rtol=rtol, atol=rtol, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "tied", "embedding_bag"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_moments_of_many_samples_equal_the_reference(name, autocast):
+    loss, params, buffers, batch, expected = build(name, 40)
+    if autocast:
+        params = {n: each.float() for n, each in params.items()}
+        batch = [x.float() if x.is_floating_point() else x for x in batch]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = gradient_moments(loss)(params, buffers, *batch)
+        if autocast:
+            expected = vgrad.per_sample_grad(loss, strategy="loop")
+            expected = expected(params, buffers, *batch)
+    variance = {n: g.double().var(0) for n, g in expected.items()}
+    tolerance = 0.02 if autocast else oracle.EXACT
+    found = {n: each.double() for n, each in found.variance.items()}
+    oracle.assert_exact(found, variance, tolerance)
+
+
+@pytest.mark.parametrize(("positions", "formed"), [(1, 10), (2, 50)])
+def test_gradients_of_few_samples_are_formed_at_a_time(positions, formed):
+    x, params = torch.randn(64, positions, 512), {"w": torch.randn(512, 512)}
+    compute = gradient_moments(lambda p, b, x: F.linear(x, p["w"]).square().sum())
+    with Peak() as peak:
+        compute(params, {}, x)
+    assert peak.most < formed * params["w"].nbytes  # where all are 64
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e25])
 def test_ratios_survive_squares_that_leave_the_range_of_float32(size):
     x = 1 + torch.randn(6, 4, generator=source())

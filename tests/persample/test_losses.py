@@ -571,6 +571,56 @@ for text in READS:
     add([text], NET | {"table": (T, D)}, parts=PARTS.get(text), **OF_ROWS)
 
 
+# Criteria that read values, or whose workspaces have sizes of their own.
+
+OUTPUTS = randn(6, 9, 4, seed=5), torch.arange(24).view(6, 4) * 5 % 2 + 1
+FRAMES = torch.tensor([[9, 8], [7, 9], [9, 9], [8, 7], [9, 6], [7, 7]])
+TARGETS = torch.tensor([[2, 1], [1, 2], [2, 2], [1, 1], [0, 2], [1, 2]])
+
+
+def frames(h):
+    return h.unflatten(-1, (2, 3)).log_softmax(-1)
+
+
+CTC = [
+    "F.ctc_loss(h, y.view(2, 2), n, m, reduction='sum')",
+    "F.ctc_loss(h, y.view(2, 2), n, m)",
+    "F.ctc_loss(h, y.view(2, 2), n, m.clamp(min=1), reduction='none')",
+    "F.ctc_loss(h[:3], y.view(2, 2), n.clamp(max=3), m, zero_infinity=True)",
+    "F.ctc_loss(h[:, 0], y[:2], n[0], m[0] * 0 + 2)",
+    "F.ctc_loss(h, y, (9, 8), (3, 1))",
+    "F.ctc_loss(h, y, n, torch.stack([m[0] + 1, 3 - m[0]]))",
+]
+of_outputs = {"end": lambda p, value: value.sum(), "strategies": AT_ONCE}
+for text in CTC:
+    add(
+        [text.replace("(h", "(frames(x @ w)")],
+        {"w": (4, 6)},
+        batch=(*OUTPUTS, FRAMES, TARGETS),
+        letters="xynm",
+        warns="no batching rule for aten::ctc_loss",
+        **of_outputs,
+    )
+CRITERIA = [
+    "F.gaussian_nll_loss(x @ w, v, v.exp())",
+    "F.gaussian_nll_loss(x @ w, v, (x @ w).exp(), full=True, reduction='sum')",
+    "F.gaussian_nll_loss(x @ w, v, 0.5)",
+    "((x @ w).softmax(-1) - F.one_hot(y, 3)[:1]).square()",
+    "((x @ w).softmax(-1) - F.one_hot(y[0], num_classes=3)).square()",
+    "((x @ w).softmax(-1) - F.one_hot(y[None, :2], 3)[0, 0]).square()",
+    "((x @ w).softmax(-1) * F.one_hot(y)[:, :2].sum()).square()",
+    "((x @ w).softmax(-1) * torch.bincount(y, minlength=3)).square()",
+]
+for text in CRITERIA:
+    add(
+        [text],
+        {"w": (4, 3)},
+        batch=(*OUTPUTS, randn(6, 9, 3, seed=6)),
+        letters="xyv",
+        **of_outputs,
+    )
+
+
 # Functions of autograd that vmap cannot run: they alone run sample by sample.
 
 

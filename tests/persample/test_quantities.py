@@ -21,6 +21,7 @@ from tests.losses import (
     every_clipping,
     every_strategy,
     product,
+    randn,
     squared,
 )
 from vgrad import explain, tree
@@ -392,6 +393,57 @@ def test_memory_of_a_chunked_sum_does_not_grow_with_the_batch():
             compute(params, {}, torch.ones(size, 1))
         peaks.append(peak.most)
     assert 4 * 400_000 <= peaks[0] <= peaks[1] < 1.01 * peaks[0]
+
+
+def reading(params, buffers, x):
+    h = F.linear(x, params["w"])
+    return h.square().sum() if x.sum() > 0 else h.sin().sum()
+
+
+@pytest.mark.parametrize("strategy", ["recorded", "vmap"])
+@pytest.mark.parametrize("ways", [(), ("mask",), ("parts",), ("mask", "parts"), "aux"])
+def test_gradients_of_chunks_are_written_into_one_result(strategy, ways):
+    params = {n: randn(200, 100, seed=k) for k, n in enumerate("wabc")}
+    x = randn(24, 100, seed=4).abs() * torch.arange(-11, 13).sign()[:, None]
+    x = x if "parts" in ways else x.abs()
+    mask = torch.arange(24) % 5 != 2
+
+    def loss(params, buffers, x):
+        value = sum(reading({"w": each}, buffers, x) for each in params.values())
+        return (value, {"x": x[:2]}) if ways == "aux" else value
+
+    options = {"strategy": strategy, "has_aux": ways == "aux"}
+    given = {"mask": mask} if "mask" in ways else {}
+    compute = vgrad.per_sample_grad(loss, chunk_size=4, **options)
+    with losses.Peak() as peak:
+        found = compute(params, {}, x, **given)
+    exact = vgrad.per_sample_grad(loss, **options)(params, {}, x, **given)
+    oracle.assert_exact(found, exact)
+    size = 24 * sum(each.nbytes for each in params.values())
+    assert peak.most < (1.5 if strategy == "recorded" else 1.7) * size
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_gradients_of_chunks_can_be_differentiated(inside):
+    x = randn(5, 3, seed=4)
+    params = {"w": randn(2, 3).requires_grad_(not inside)}
+    compute = vgrad.per_sample_grad(reading, chunk_size=2, strategy="vmap")
+
+    def total(params):
+        return compute(params, {}, x)["w"].square().sum()
+
+    def plain(w):
+        runs = [torch.func.grad(reading)({"w": w}, {}, each)["w"] for each in x]
+        return torch.stack(runs).square().sum()
+
+    (expected,) = torch.autograd.grad(
+        plain(w := params["w"].detach().requires_grad_()), w
+    )
+    if inside:
+        found = torch.func.grad(total)(params)["w"]
+    else:
+        (found,) = torch.autograd.grad(total(params), params["w"])
+    oracle.assert_exact(found, expected)
 
 
 @every_strategy

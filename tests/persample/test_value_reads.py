@@ -51,6 +51,43 @@ def test_a_transform_inside_of_a_transform_reads_in_turn():
 
 
 @pytest.mark.parametrize(
+    "read",
+    [
+        lambda h, y: (h.softmax(0) - F.one_hot(y[0], 3)).square().sum(),
+        lambda h, y: (h.softmax(0) * F.one_hot(y, 3).sum(0)).square().sum(),
+        lambda h, y: (h * torch.bincount(y, minlength=3)).square().sum(),
+        lambda h, y: F.gaussian_nll_loss(h, y[:3].to(h), h.exp()),
+    ],
+)
+def test_labels_are_read_inside_of_transforms(read):
+    def loss(params, buffers, x, y):
+        return read(x @ params["w"].t(), y)
+
+    def plain(params):
+        runs = [
+            torch.func.grad(loss)(params, {}, *one)["w"]
+            for one in zip(X, y, strict=True)
+        ]
+        return torch.stack(runs).flatten(1).norm(dim=1).sum()
+
+    y = torch.arange(48).view(12, 4) * 5 % 7 % 3
+    norms = vgrad.per_sample_norm(loss)
+    found = vgrad.grad(lambda params: norms(params, {}, X, y).sum())(PARAMS)
+    params = {"w": PARAMS["w"].clone().requires_grad_()}
+    plain(params).backward()
+    oracle.assert_exact(found["w"], params["w"].grad, 1e-10)
+
+
+def test_a_call_that_takes_tensors_alone_is_refused_by_name():
+    def loss(params, buffers, x, y):
+        return (x @ params["w"].t() - F.one_hot(y, y + 1).sum()).square().sum()
+
+    compute = vgrad.per_sample_grad(loss, strategy="vmap")
+    with pytest.raises(vgrad.UnsupportedOp, match="one_hot: expected ops that vmap"):
+        compute(PARAMS, {}, X, torch.full((12,), 2))
+
+
+@pytest.mark.parametrize(
     "read", [lambda x: x.sum() * x[0, 0].item(), lambda x: x[x > -0.5].square().sum()]
 )
 def test_a_warning_names_the_line_where_parts_are_small(read):
@@ -80,6 +117,8 @@ def test_a_warning_names_the_line_where_parts_are_small(read):
         (lambda x, m: x.repeat_interleave(-m.long(), 0), "can not be negative"),
         (lambda x, m: x.repeat_interleave(m[1:].long(), 0), "same size"),
         (lambda x, m: F.one_hot(-1 - m.long()), "non-negative"),
+        (lambda x, m: F.one_hot(m.long() + 4, 5), "smaller than num_classes"),
+        (lambda x, m: F.gaussian_nll_loss(x, x, -x.exp()), "negative entry"),
         (lambda x, m: x.unique(), "not implemented"),
     ],
 )
@@ -89,7 +128,7 @@ def test_what_torch_refuses_is_refused_in_its_words(read, words):
         return (read(x * params["w"][0], mask) * params["v"].sum()).sum()
 
     mask = torch.tensor([True, True, False, True, False]).expand(4, T)
-    with pytest.raises((RuntimeError, IndexError), match=words):
+    with pytest.raises((RuntimeError, IndexError, ValueError), match=words):
         vgrad.per_sample_grad(loss)(TABLE, {}, ROWS[:4], mask)
 
 

@@ -29,9 +29,9 @@ from vgrad.persample.engine import (
     Options,
     Quantity,
     Transform,
+    assembled,
     check_groups,
     constants,
-    joined,
     members,
 )
 from vgrad.persample.moments import InnerProducts
@@ -511,5 +511,5 @@ class _Scores(Quantity):
     def total(self, partials: Iterator[Any], run: Evaluation) -> dict[str, Tensor]:
         count = sum(each.size for each in next(iter(self.queries.values())))
         empty = torch.zeros(0, count, dtype=run.dtype, device=run.call.device)
-        chunks = list(partials) or [dict.fromkeys(self.groups, empty)]
-        return {n: joined([chunk[n] for chunk in chunks]) for n in self.groups}
+        found = assembled(partials, run.call.batch.size)
+        return found or dict.fromkeys(self.groups, empty)

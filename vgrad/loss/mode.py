@@ -160,10 +160,13 @@ class LossMode(WriteGuard):
             arguments = None
             if modes.ITEM_ERROR in str(error):
                 arguments = with_numbers(func, args, kwargs, self.flags.level)
-            if arguments is None:
-                self._stop(error, func, args, kwargs)
-        self.draws.values_read = True
-        return self.__torch_function__(func, types, *arguments)
+            if arguments is not None:
+                self.draws.values_read = True
+                try:
+                    return self.__torch_function__(func, types, *arguments)
+                except (TypeError, AttributeError):
+                    pass  # it takes tensors alone
+            self._stop(error, func, args, kwargs)
 
     def note_hook(self, name: str) -> None:
         """Note the line of a hook on a gradient."""
@@ -301,7 +304,9 @@ class LossMode(WriteGuard):
             return None
         if checks_collected() and any(physical(x, level) is not None for x in given):
             raise Unrepeatable(f"the shape of {modes.op_name(func)} depends on values")
-        if (found := of_each(func, args, kwargs, level)) is None:
+        with self.outside():  # else the transforms inside wrap the results
+            found = of_each(func, args, kwargs, level)
+        if found is None:
             return None
         rows = [each if isinstance(each, tuple) else (each,) for each in found]
         unanimous([[each.shape for each in row] for row in rows], level)

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vgrad.ops.record import Kind, Recording, register
+from vgrad.ops.record import Form, Kind, Recording, Samples, register
+from vgrad.torch_private import modes
 
 
 def _losses(
@@ -70,5 +72,41 @@ def _losses(
         return record.logical(sums / counts)
 
 
+def _ctc(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """Run torch's op, whose workspace is as long as the longest target of a sample."""
+    x = log_probs if log_probs.ndim == 3 else log_probs.unsqueeze(1)
+    given = input_lengths, target_lengths
+    inputs, lengths = (torch.as_tensor(each).reshape(-1) for each in given)
+    # One more target, of no input, is as long as any, so all samples take as much.
+    longest = torch.zeros_like(targets if targets.ndim == 1 else targets[:1])
+    losses = F.ctc_loss(
+        F.pad(x, (0, 0, 0, 1)),
+        torch.cat([targets, longest]),
+        F.pad(inputs, (0, 1)),
+        F.pad(lengths, (0, 1), value=targets.shape[-1]),
+        blank,
+        "none",
+        zero_infinity,
+    )[:-1]
+    if reduction == "mean":
+        return (losses / lengths.clamp(min=1).to(losses.device)).mean()
+    return losses.sum() if reduction == "sum" else losses.view(log_probs.shape[1:-1])
+
+
+def _gaussian(samples: Samples, *args: Any, **options: Any) -> Form:
+    """Run torch's function in Python, whose reads of variances the mode sees."""
+    return partial(modes.opened(F.gaussian_nll_loss), *args, **options)
+
+
+register(F.ctc_loss, mapped=_ctc)
+register(F.gaussian_nll_loss, selected=_gaussian)
 for _op in (F.cross_entropy, F.nll_loss):
     register(_op, recorded=partial(_losses, _op), autocast=Kind.FLOAT32)

@@ -241,8 +241,15 @@ def _one_hot(samples: Samples, tensor: Tensor, num_classes: int = -1) -> Form | 
     largest = _one(samples, largest)
     if largest < 0:
         return None
-    classes = torch.arange(largest + 1, device=tensor.device)
-    return lambda: (tensor.unsqueeze(-1) == classes).long()
+    return lambda: F.one_hot(tensor, largest + 1)
+
+
+def _one_hot_of(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """Mark classes, whose range torch checks by reading values."""
+    if num_classes < 1 or tensor.dtype != torch.int64:
+        return F.one_hot(tensor, num_classes)
+    zeros = tensor.new_zeros(*tensor.shape, num_classes)
+    return zeros.scatter(-1, tensor.unsqueeze(-1), 1)  # which checks it as well
 
 
 def _masks(samples: Samples, x: Tensor, items: Sequence[Any]) -> list[_Mask]:
@@ -314,7 +321,8 @@ def _one(samples: Samples, counts: Tensor) -> int:
 
 register(torch.index_add, Tensor.index_add, mapped=_index_add)
 register(Tensor.index_add_, mapped=in_place(_index_add))
-register(Tensor.scatter_, mapped=in_place(torch.scatter))  # which has a rule
+for _op, _form in {Tensor.scatter_: torch.scatter, Tensor.clamp_: torch.clamp}.items():
+    register(_op, mapped=in_place(_form))  # which has a rule
 register(Tensor.squeeze_, mapped=_squeeze_)
 register(torch.histc, Tensor.histc, mapped=_histc)
 register(torch.roll, Tensor.roll, mapped=_roll)
@@ -327,7 +335,7 @@ register(torch.argwhere, Tensor.argwhere, selected=_nonzero)
 register(torch.where, selected=_where)
 register(torch.repeat_interleave, selected=_repeat_interleave)
 register(Tensor.repeat_interleave, selected=_repeat_interleave)
-register(F.one_hot, selected=_one_hot)
+register(F.one_hot, selected=_one_hot, mapped=_one_hot_of)
 for _op in (torch.index_put, torch.index_put_, Tensor.index_put, Tensor.index_put_):
     register(_op, selected=partial(_index_put, _op))
 register(torch.index_put, Tensor.index_put, autocast=(None, Kind.WIDEST))

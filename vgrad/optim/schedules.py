@@ -1,8 +1,9 @@
 """Rates that change from step to step: the schedules of `torch.optim.lr_scheduler`.
 
-A schedule is a function of the number of steps taken so far, an int64 tensor, and
-returns the rate entry by entry in float64: `cosine(0.1, 100)(torch.arange(200))` is the
-whole curve. Optimizers take one as `lr`.
+A schedule is a function of the number of steps taken so far, an int64 tensor or a
+number, and returns the rate entry by entry in float64: `cosine(0.1, 100)(50)` is one
+rate and `cosine(0.1, 100)(torch.arange(200))` the whole curve. Optimizers take one as
+`lr`.
 """
 
 import math
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 Length = int | Tensor
-Curve = Callable[[Tensor], Tensor]
+Curve = Callable[[Length], Tensor]
 """A schedule that always returns a tensor."""
 
 Anneal = Literal["cos", "linear"]
@@ -291,6 +292,7 @@ def join(schedules: Sequence[Schedule], boundaries: Sequence[Length]) -> Curve:
         _check_schedule("join", f"schedules[{index}]", schedule)
 
     def joined(count):
+        count = torch.as_tensor(count)
         starts = [_tensor(place, count) for place in (0, *boundaries)]
         rate = zero = torch.zeros_like(count, dtype=torch.float64)
         for index, schedule in enumerate(schedules):
@@ -356,7 +358,7 @@ def _curve(function, formula, rates, *, least=1, **lengths) -> Curve:
     checks.whole(function, least=least, **_plain_numbers(function, **lengths))
 
     def schedule(count):
-        t = count.double()
+        t = torch.as_tensor(count).double()
         numbers = (*rates.values(), *lengths.values())
         return formula(t, *(_tensor(number, t) for number in numbers))
 

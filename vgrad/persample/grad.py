@@ -20,13 +20,14 @@ from vgrad.persample.engine import (
     Grouping,
     Groups,
     Holding,
+    Inputs,
     Mapped,
     Options,
     Quantity,
     Transform,
+    assembled,
     check_groups,
     gradients,
-    joined,
     masked,
     members,
     slices,
@@ -77,17 +78,21 @@ class Gradients(Quantity):
         return collector.values
 
     def total(self, partials: Iterator[Params], run: Evaluation) -> Params:
-        chunks, scaled = list(partials), run.call.loss_scale is not None
-        params, grads = run.params, {}
-        chunks = chunks or [{n: x.new_zeros(0, *x.shape) for n, x in params.items()}]
+        params, scaled = run.params, run.call.loss_scale is not None
+        grads = assembled(partials, run.call.batch.size)
+        grads = grads or {n: x.new_zeros(0, *x.shape) for n, x in params.items()}
         for name, value in params.items():
-            grad = joined([chunk[name] for chunk in chunks])
+            grad = grads.pop(name)
             # An unscaled gradient might underflow in the parameter's dtype.
             grad = grad.to(wide(value.dtype) if scaled else value.dtype)
             if 0 in grad.stride():  # of vmap
                 grad = grad.clone(memory_format=torch.contiguous_format)
             grads[name] = grad
         return grads
+
+    def selected(self, value: Params, rows: Any, inputs: Inputs | Call) -> Params:
+        # Each copy takes the place of its original.
+        return {name: value.pop(name)[rows] for name in [*value]}
 
 
 @overload
@@ -199,8 +204,8 @@ class Norms(Quantity):
     def total(self, partials: Iterator[dict[str, Tensor]], run: Evaluation) -> Any:
         groups = members(run.call.function, self.groups, run.params)
         none = partial(reductions.no_norms, run.params, run.dtype)
-        chunks = list(partials) or [{group: none() for group in groups}]
-        result = {n: joined([chunk[n] for chunk in chunks]) for n in groups}
+        result = assembled(partials, run.call.batch.size)
+        result = result or {group: none() for group in groups}
         return result[""] if self.groups is None else result
 
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from vgrad.factors import Factor, Scaled, Sums
+from vgrad.conditions import checks_collected, rare
+from vgrad.factors import Dense, Factor, Outer, Scaled, Sums, products
 from vgrad.factors.columns import Appended, Columns, inner_products, squares
 from vgrad.persample.engine import (
     Call,
@@ -28,6 +29,12 @@ from vgrad.typing import LossFn, Params
 
 _WIDENED = 2**18
 """Numbers that are widened at once."""
+
+_IN_FLOAT32 = range(32, 1025)
+"""How many samples' products float32 sums up: of fewer, some mean is always large."""
+
+_LOST = {torch.float32: 0.25, torch.float64: 2.0**-10}
+"""Parts of sums of squares below which deviations from the mean have lost digits."""
 
 
 class GradientMoments(NamedTuple):
@@ -101,16 +108,17 @@ def gradient_moments(
 
     Results are float32 or wider. Deviations are taken from the mean and summed in
     float64, chunk by chunk, so that variances are right, and never negative, where the
-    mean is much larger. The options are in `vgrad.persample.Options`.
+    mean is much larger. Squares of outer products are products of squares, and are not
+    formed unless digits would be lost. The options are in `vgrad.persample.Options`.
 
     Undefined moments are NaN: the variance of a single sample and all that follows from
     it, all moments of no samples, the signal-to-noise ratio without any gradient. For
     small batches `squared_norm` and the noise scale may be negative; `NoiseScale`
     averages over batches. A gradient that is not finite spoils its parameters.
 
-    Cost: a gradient for every sample, formed for one parameter at a time and dropped:
-    recorded, it takes the memory of one layer's gradients, and 32 bytes for each number
-    of the parameters.
+    Cost: recorded, the weight of a linear layer at one position takes two products of
+    matrices; other parameters take a gradient for every sample, formed for one of them
+    and some samples at a time. Sums take up to 32 bytes for each number.
 
     Reference: McCandlish et al., An Empirical Model of Large-Batch Training,
     arXiv 1812.06162; Liu et al., Understanding Why Neural Networks Generalize Well
@@ -142,32 +150,73 @@ class _Moments(Collector):
     squares: Params = field(default_factory=dict)
 
     def take(self, name: str, factor: Factor) -> None:
-        # Two passes, since the difference of two large sums has no digits left where
-        # the deviations are small. Some columns at a time are wide, so that they stay
-        # in the processor's cache.
-        flat = factor.grad().reshape(factor.size, math.prod(factor.shape))
-        means, squares = [], []
-        size: Tensor | int = self.count
-        if self.mask is not None:
-            self.count = self.mask.sum(dtype=torch.float64)
-            size = self.count.clamp(min=1)  # a chunk without samples adds zero
-        for columns in flat.split(max(1, _WIDENED // factor.size), dim=1):
-            wide = self._counted(double(columns))
-            means.append(wide.sum(0) / size)
-            rest = self._counted(wide - means[-1])
-            squares.append((rest * rest.conj()).real.sum(0))
-        self.means[name] = torch.cat(means).view(factor.shape)
-        self.squares[name] = torch.cat(squares).view(factor.shape)
+        found = self._by_sides(factor)
+        if found is None:
+            # Some samples at a time, so that few gradients are in memory.
+            parts = [factor] if isinstance(factor, Dense) else factor.in_cache()
+            found, start = (0, {}, {}), 0
+            for part in parts:
+                keep = None if self.mask is None else self.mask[start:][: part.size]
+                found, start = _joined(*found, *_formed(part, keep)), start + part.size
+        self.means[name], self.squares[name] = (
+            each[""].view(factor.shape) for each in found[1:]
+        )
 
-    def _counted(self, rows: Tensor) -> Tensor:
-        return rows if self.mask is None else torch.where(self.mask[:, None], rows, 0)
+    def _by_sides(self, factor: Factor) -> tuple[Any, Params, Params] | None:
+        """Sum products and their squares, which are products of squares of sides."""
+        outer = isinstance(factor, Outer) and factor.inputs.shape[1:3] == (1, 1)
+        if not outer or factor.size < 8 or not factor.shape.numel():
+            return None
+        narrow = factor.size in _IN_FLOAT32 and not checks_collected()
+        first = products.exact_dtype(*factor.sides) if narrow else torch.float64
+        for dtype in dict.fromkeys((first, torch.float64)):
+            sides = (_kept(side[:, 0, 0].to(dtype), self.mask) for side in factor.sides)
+            (a, b), size = sides, _at_least_one(self.count)
+            mean, sums = (b / size).mT @ a, b.square().mT @ a.square()
+            squares = torch.addcmul(sums, mean * size, mean, value=-1)
+            # It loses digits where the mean is larger, and at the ends of the range.
+            info, least = torch.finfo(dtype), torch.where(mean == 0, 1.0, sums).amin()
+            lost = torch.sub(squares, sums, alpha=_LOST[dtype]).amin()
+            fine = (least > info.tiny / info.eps**2) & (sums.sum() < torch.inf)
+            if not rare(~(fine & (lost >= 0))):
+                return size, {"": mean}, {"": squares}
+        return None
+
+
+def _formed(factor: Factor, keep: Tensor | None) -> tuple[Any, Params, Params]:
+    """Return how many gradients count, their means and sums of squared deviations."""
+    # Two passes, since the difference of two large sums has no digits left where
+    # the deviations are small. Some columns at a time are wide, so that they stay
+    # in the processor's cache.
+    flat = factor.grad().reshape(factor.size, math.prod(factor.shape))
+    count = _counted(factor.size, keep)
+    means, squares = [], []
+    for columns in flat.split(max(1, _WIDENED // factor.size), dim=1):
+        wide = _kept(double(columns), keep)
+        means.append(wide.sum(0) / _at_least_one(count))
+        rest = _kept(wide - means[-1], keep)
+        squares.append((rest * rest.conj()).real.sum(0))
+    return count, {"": torch.cat(means)}, {"": torch.cat(squares)}
+
+
+def _counted(size: int, keep: Tensor | None) -> Tensor | int:
+    return size if keep is None else keep.sum(dtype=torch.float64)
+
+
+def _at_least_one(count: Any) -> Any:
+    """Return the divisor of a mean; a chunk without samples adds zero."""
+    return count.clamp(min=1) if isinstance(count, Tensor) else count
+
+
+def _kept(rows: Tensor, keep: Tensor | None) -> Tensor:
+    return rows if keep is None else torch.where(keep[:, None], rows, 0)
 
 
 class MomentsOfGrads(Quantity):
     """Means and sums of squared deviations, merged over chunks."""
 
     def collector(self, call: Call) -> _Moments:
-        return _Moments(call.batch.size, call.mask)
+        return _Moments(_counted(call.batch.size, call.mask), call.mask)
 
     def partial(self, collector: _Moments, call: Call) -> tuple:
         return collector.count, collector.means, collector.squares
@@ -180,6 +229,7 @@ class MomentsOfGrads(Quantity):
         if run.reduce is not None:
             means = means or map_values(torch.zeros_like, _undefined(params))
             squares = squares or map_values(_squared, means)
+            means, squares = (map_values(double, each) for each in (means, squares))
             size = torch.as_tensor(size, dtype=torch.float64, device=run.call.device)
             size, means, squares = _of_all_ranks(size, means, squares, run.reduce)
         if not means:
@@ -194,13 +244,14 @@ class MomentsOfGrads(Quantity):
             if isinstance(size, Tensor):  # of a mask, which may leave none
                 mean = torch.where(size > 0, mean, torch.nan)
             signal, variance = _squared(mean), deviations / rest
-            trace, square = trace + variance.sum(), square + signal.sum()
+            trace = trace + variance.sum(dtype=torch.float64)
+            square = square + signal.sum(dtype=torch.float64)
             dtype = wide(value.dtype)
             real = dtype.to_real()
             moments.mean[name] = mean.to(dtype)
             moments.variance[name] = variance.to(real)
-            moments.second_moment[name] = (signal + deviations / size).to(real)
-            moments.signal_to_noise[name] = (signal / variance).to(real)
+            moments.second_moment[name] = (deviations / size).add_(signal).to(real)
+            moments.signal_to_noise[name] = signal.div_(variance).to(real)
         square = square - trace / size
         scale = (trace / square).to(run.dtype)
         return moments._replace(noise_scale=scale, trace=trace, squared_norm=square)
@@ -301,11 +352,11 @@ def _joined(
     if not means:
         return more, others, added
     total = size + more
-    some = total.clamp(min=1) if isinstance(total, Tensor) else total
+    some = _at_least_one(total)
     for name in means:
-        shift = others.pop(name) - means[name]
+        shift = double(others.pop(name)) - double(means[name])
         between = _squared(shift) * (size * more / some)
-        squares[name] = squares[name] + added.pop(name) + between
+        squares[name] = double(squares[name]) + added.pop(name) + between
         means[name] = means[name] + shift * (more / some)
     return total, means, squares
 

@@ -22,7 +22,7 @@ from vgrad.persample.engine import (
     Options,
     Quantity,
     Transform,
-    joined,
+    assembled,
 )
 from vgrad.tree import double, wide
 from vgrad.typing import LossFn, Params, Tree
@@ -219,8 +219,7 @@ class Projection(Quantity):
         sizes = sizes if self.pairs else {"": self.sizes[0]}
         empty = reductions.no_norms(run.params, run.dtype)
         none = {name: empty.new_zeros(0, dim) for name, dim in sizes.items()}
-        chunks = list(partials) or [none]
-        whole = {name: joined([chunk[name] for chunk in chunks]) for name in sizes}
+        whole = assembled(partials, run.call.batch.size) or none
         return whole if self.pairs else whole[""]
 
     @property

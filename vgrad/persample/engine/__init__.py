@@ -29,6 +29,7 @@ from vgrad.persample.engine.transform import Evaluation as Evaluation
 from vgrad.persample.engine.transform import Quantity as Quantity
 from vgrad.persample.engine.transform import Reduce as Reduce
 from vgrad.persample.engine.transform import Transform as Transform
+from vgrad.persample.engine.transform import assembled as assembled
 from vgrad.persample.engine.transform import constant as constant
 from vgrad.persample.engine.transform import constants as constants
 from vgrad.persample.engine.transform import eager as eager

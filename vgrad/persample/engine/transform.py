@@ -23,6 +23,7 @@ from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.guard import Failure, Fallbacks
 from vgrad.persample.engine.strategies import STRATEGIES, Chunk
 from vgrad.precision.loss_scale import LossScale
+from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import version_of
 from vgrad.tree import map_tensors, map_values, no_autocast, tensors, tree_map
 from vgrad.typing import Arguments, Buffers, LossFn, Params, Result, Scales, Tree
@@ -177,6 +178,30 @@ def constants(function: Callable[Arguments, Result]) -> Callable[Arguments, Resu
 def joined(parts: list[Tensor]) -> Tensor:
     """Concatenate over samples; one part is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def assembled(partials: Iterable[Params], size: int) -> Params:
+    """Join `{name: [b, ...]}` of chunks, written into one result as they arrive."""
+    whole: Params = {}
+    rest: list[Params] = []
+    done = 0
+    for part in partials:
+        first = next(iter(part.values()))
+        end = done + len(first)
+        # Autograd follows a join, and a part may be filled up with more samples.
+        graph = modes.inside_transform() or first.requires_grad
+        if rest or graph or end > size or len(first) == size:
+            rest.append(part)
+            continue
+        for name in [*part]:  # which refers to a chunk until the next one has run
+            value = part.pop(name)
+            if not done:
+                whole[name] = value.new_empty((size, *value.shape[1:]))
+            whole[name][done:end] = value
+        done = end
+    parts = [{name: each[:done] for name, each in whole.items()}] if whole else []
+    parts += rest
+    return {n: joined([each[n] for each in parts]) for n in parts[0]} if parts else {}
 
 
 def in_parts(
