@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vgrad.ops.record import Form, Kind, Recording, Samples, register
+from vgrad.ops.record import Kind, Recording, register
 from vgrad.torch_private import modes
 
 
@@ -101,12 +101,10 @@ def _ctc(
     return losses.sum() if reduction == "sum" else losses.view(log_probs.shape[1:-1])
 
 
-def _gaussian(samples: Samples, *args: Any, **options: Any) -> Form:
-    """Run torch's function in Python, whose reads of variances the mode sees."""
-    return partial(modes.opened(F.gaussian_nll_loss), *args, **options)
-
-
 register(F.ctc_loss, mapped=_ctc)
-register(F.gaussian_nll_loss, selected=_gaussian)
+register(  # in Python, where the mode sees that it reads variances
+    F.gaussian_nll_loss,
+    selected=lambda _, *x, **k: partial(modes.opened(F.gaussian_nll_loss), *x, **k),
+)
 for _op in (F.cross_entropy, F.nll_loss):
     register(_op, recorded=partial(_losses, _op), autocast=Kind.FLOAT32)
