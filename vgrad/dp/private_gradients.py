@@ -800,7 +800,8 @@ class GradGuard:
                 "each step, got a step without."
             )
         # Here and not in `watch`, after which trainers restore an optimizer.
-        taken, entries = self._run.step - 1, [*optimizer.state.values()]
+        taken = self._run.step - bool(self.released)
+        entries = [*optimizer.state.values()]
         own = [x["step"] for x in (*entries, *optimizer.param_groups) if "step" in x]
         steps = int(max(own, default=any(entries)))  # one at least, by momentum
         if steps > (most := taken + self._earlier[optimizer]):
