@@ -50,7 +50,7 @@ RANGES = [
     ("lars", dict(trust_coefficient=-1), "trust_coefficient >= 0"),
     ("adafactor", dict(beta2_decay=0.8), "beta2_decay <= 0"),
     ("adafactor", dict(d=0.5), "d >= 1"),
-    ("muon", dict(adjust_lr_fn="rms"), "'match_rms_adamw', 'spectral_unclamped'"),
+    ("muon", dict(adjust_lr_fn="rms"), "one of None, 'original', 'match_rms_adamw', "),
     ("orthogonalize", dict(ns_coefficients=(1.0, 2.0)), "three numbers"),
     ("orthogonalize", dict(ns_steps=100), "-1 < ns_steps < 100"),
     ("orthogonalize", dict(ns_steps=-1), "a whole number >= 0"),

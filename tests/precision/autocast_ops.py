@@ -150,7 +150,7 @@ SHARED = STEPPED | calls("""
     linalg_pinv linalg_polar | 3,3 | linalg.{}(spread(x))
     prod | 2,3 | torch.prod(x, 1)
 """)
-FFT = " ".join(n for n in kernels.autocast_ops("cpu") if n.startswith("fft_"))
+FFT = " ".join(sorted(x for x in kernels.autocast_ops("cpu") if x[:4] == "fft_"))
 CPU = (
     SHARED
     | calls(f"{FFT} | 4,4 | fft.{{}}(x)")

@@ -652,7 +652,7 @@ def test_every_op_that_torch_autocasts_is_tested(device, key):
 
 def test_every_op_of_the_tables_is_tested():
     assert CPU.keys() >= KINDS["cpu"].keys()
-    assert CUDA.keys() | {"binary_cross_entropy"} == KINDS["cuda"].keys()
+    assert CUDA.keys() | {"binary_cross_entropy"} >= KINDS["cuda"].keys()
 
 
 def test_what_an_op_is_told_to_write_to_is_written():

@@ -733,10 +733,9 @@ def _grid(deviation: Any) -> Any:
 
 def _rounded(values: Tensor, grid: float | Tensor) -> Tensor:
     """Round float64 numbers to a grid, without -0.0."""
-    # Products with powers of two are exact. No compiler leaves out a function, as it
-    # may the addition and subtraction of a large number, or of zero.
+    # Products with powers of two are exact. No compiler leaves out a function or a bit,
+    # as it may the addition and subtraction of a large number, or of zero.
     near = torch.round(values * (1 / grid)).mul_(grid)
-    # Numbers may lose the sign of a zero; its bits, as an integer, may not.
     near = (near.view(torch.int64) * (near != 0)).view(torch.float64)
     # Far from zero float64 has no finer numbers, and the product may overflow.
     return torch.where(values.abs() < 2.0**52 * grid, near, values)

@@ -59,20 +59,17 @@ _CUDA = _table(
     LOW=_PRODUCTS + "addr convolution",
     FLOAT32=_LOSSES
     + """
-        native_layer_norm softmax log_softmax softplus
-        exp expm1 log log10 log1p log2 logsumexp pow __pow__ __rpow__ reciprocal rsqrt
-        __rdiv__ __rtruediv__ square special_softmax special_log_softmax
-        special_logsumexp special_expm1 special_log1p special_erfinv acos arccos asin
-        arcsin cosh erfinv sinh tan sum cumsum cumprod prod norm frobenius_norm
-        nuclear_norm linalg_norm linalg_vector_norm linalg_matrix_norm renorm dist pdist
-        cosine_similarity upsample_nearest1d upsample_nearest2d upsample_nearest3d
-        upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d
+        native_layer_norm softmax log_softmax softplus exp expm1 log log10 log1p log2
+        logsumexp pow __pow__ __rpow__ reciprocal rsqrt __rdiv__ __rtruediv__ square
+        special_softmax special_log_softmax special_logsumexp special_expm1
+        special_log1p special_erfinv arccos arcsin norm sum cumsum cumprod prod
+        frobenius_norm nuclear_norm linalg_norm pdist _upsample_bicubic2d_aa
+        linalg_vector_norm linalg_matrix_norm cosine_similarity upsample_nearest1d
+        upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
+        upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa
         _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
-        _upsample_bilinear2d_aa _upsample_bicubic2d_aa
     """,
-    WIDEST="""
-        addcdiv addcmul atan2 arctan2 cross dot vdot inner grid_sampler scatter_add
-    """,
+    WIDEST="addcdiv addcmul arctan2 cross dot vdot inner grid_sampler scatter_add",
     INSIDE="linalg_pinv linalg_polar affine_grid_generator",
     REFUSED="binary_cross_entropy",
 )
@@ -86,9 +83,8 @@ KINDS: dict[str, dict[str, Kind]] = {
     }
     for device, table in (("cpu", _CPU), ("cuda", _CUDA))
 }
-"""By device type and name. Other ops that torch casts are cast as it does, those made
-of others are left to torch, and the rest runs in the dtypes of its inputs. Other
-accelerators cast as cuda does."""
+"""By device type and name. Torch says what it does to others: it casts them, or those
+they are made of, or none. Other accelerators cast as cuda does."""
 
 
 @cache
@@ -272,11 +268,9 @@ def _kind(device: str, func: Callable, args: tuple, kwargs: dict) -> Kind | None
     if kwargs.get("out") is not None:
         return None  # torch has no kernels of autocast for these
     if name == "pad":
-        bound = {**dict(zip(("input", "pad", "mode"), args, strict=False)), **kwargs}
-        kinds = {"reflect": "reflection", "replicate": "replication"}
-        inner = f"{kinds.get(bound.get('mode', ''))}_pad{len(bound['pad']) // 2}d"
-        listed = inner in autocast_ops(device)
-        return _tried(device, func, args, kwargs) if listed else Kind.INSIDE
+        words = {x for x in (*args, *kwargs.values()) if isinstance(x, str)}
+        other = words & {"reflect", "replicate"}  # whose kernels may be listed
+        return _tried(device, func, args, kwargs) if other else Kind.INSIDE
     if name in _lacking(device):
         return None if op is None else Kind.OWN
     kind = None if op is None else op.kind(host=device == "cpu")
