@@ -279,7 +279,8 @@ def for_all(*, old_style: bool) -> Iterator[None]:
     with _LOCK:
         _BLOCKS.append(None)
         _patch(_INHERITED, _bound, _pushed)
-    token = _HERE.set([] if old_style else ())
+    shown = old_style or type(_HERE.get()) is list  # by a loss around this one
+    token = _HERE.set([] if shown else ())
     try:
         yield
     finally:
