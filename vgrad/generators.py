@@ -147,12 +147,12 @@ def torch_seed(key: Tensor, *tags: Tag) -> int:
     return stream(key, *tags) % 2**64
 
 
-def sample_keys(seed: int, start: int, size: int) -> Tensor:
+def sample_keys(seed: int, start: int, size: int, device: Any = "cpu") -> Tensor:
     """Return keys of the samples `start` to `start + size` of a batch, int64 `[size]`.
 
     They follow from `seed`, 64 bits, and each sample's place in the whole batch.
     """
-    places = torch.arange(start + 1, start + size + 1)
+    places = torch.arange(start + 1, start + size + 1, device=device)
     return splitmix64(places * _STRIDE + _signed(seed))
 
 

@@ -262,7 +262,7 @@ def test_private_step(name):
         batches,
         batch_sizes=[6, 12],
     )
-    report = next(x for x in compiled.reports() if x.name == "clipped_grad")
+    report = next(x for x in compiled.reports() if x.name == "private_step")
     assert report.calls == 4
     # A scale that grows overflows at last.
     assert not report.redos or name == "a dynamic scale"
@@ -288,7 +288,7 @@ def test_sizes_follow_from_the_plan():
         oracle.assert_exact(state.params, exact.params, 1e-5)
         for each in ("samples", "clipped", "nonfinite"):
             oracle.assert_exact(metrics[each], others[each], 0)
-    assert sum(each.name == "clipped_grad" for each in compiled.reports()) <= 4
+    assert sum(each.name == "private_step" for each in compiled.reports()) <= 4
 
 
 ENSEMBLES = {

@@ -169,4 +169,4 @@ def test_compiled_private_steps_add_the_noise_of_eager_ones(
         for name, value in states["eager"].params.items():
             torch.testing.assert_close(states["fast"].params[name], value)
     names = {each.name: each.backend for each in fast.reports()}
-    assert names == {"clipped_grad": backend, **captured}
+    assert names == {"private_step": backend, **captured}

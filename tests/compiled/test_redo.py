@@ -190,7 +190,7 @@ def test_ordinary_training_redoes_next_to_nothing():
     state, data = TrainState.create(tx, params, buffers, seed=1), draw(100)
     for index in chosen.sampler(state):
         state, _ = step(state, *(x[list(index)] for x in data))
-    reports = [each for each in step.reports() if each.name == "clipped_grad"]
+    reports = [each for each in step.reports() if each.name == "private_step"]
     assert sum(each.calls for each in reports) > 900
     assert sum(each.redos for each in reports) <= 10
 
@@ -220,7 +220,7 @@ def test_a_private_step_releases_what_eager_mode_releases(donate, planted):
         batch_sizes=[6],
     )
     report = compiled.reports()[0]
-    assert (report.name, report.calls, report.redos) == ("clipped_grad", 4, 2)
+    assert (report.name, report.calls, report.redos) == ("private_step", 4, 2)
 
 
 def test_a_private_step_counts_the_limit_and_takes_empty_batches():

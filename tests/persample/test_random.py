@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 import vgrad
 from tests import losses, oracle
 from tests.losses import STRATEGIES
-from vgrad import conditions
 from vgrad.generators import sample_keys
 from vgrad.persample.engine import FallbackWarning, UnsupportedOp
 
@@ -401,32 +400,67 @@ def test_keys_that_fit_no_batch_are_refused():
         )
 
 
-def test_without_randomness_that_differs_keys_change_nothing():
-    loss, params, buffers, batch = of("F.dropout(x)")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("text", [*SHARED, *ATTENTION])
+def test_all_samples_share_the_numbers_of_the_first_key(text):
+    loss, params, _, (x,) = of(text)
+    x, options = x[:1].expand(B, -1, -1), {"randomness": "same"}
+    torch.manual_seed(0)
+    expected = keyed_grad(loss, params, x, strategy="loop", **options)
+    torch.manual_seed(1)  # on which nothing depends
+    assert len(expected.flatten(1).unique(dim=0)) == 1
+    assert text in ATTENTION or torch.equal(
+        expected[:1], keyed_grad(loss, params, x[:1], KEYS[:1], strategy="loop")
+    )
+    for given in ({}, {"chunk_size": 2}):
+        found = keyed_grad(loss, params, x, **options, **given)
+        torch.testing.assert_close(found, expected)
+
+
+def test_numbers_that_are_refused_have_no_keys_either():
+    loss, params, _, batch = of("F.dropout(x)")
     with pytest.raises(RuntimeError, match="without random numbers"):
         keyed_grad(loss, params, *batch, randomness="error")
-    torch.manual_seed(1)
-    found = keyed_grad(loss, params, *batch, randomness="same")
-    torch.manual_seed(1)
-    grad = vgrad.per_sample_grad(loss, randomness="same")
-    assert torch.equal(found, grad(params, buffers, *batch)["w"])
 
 
-def test_a_capture_cannot_repeat_such_numbers():
-    loss, params, buffers, batch = of("F.dropout(x)")
+CAPTURED = [
+    *("F.dropout(x, 0.5)", "torch.native_dropout(x, 0.5, True)[0]"),
+    *("torch.rand(4, 5) + x", "torch.randn_like(x)", "x.clone().normal_(1.0, 2.0)"),
+    *("torch.normal(x, x)", "(y := x.clamp(0, 1)).bernoulli_(y)"),
+    *("torch.normal(x[:, :1].expand(4, 5), x)", "torch.bernoulli(x.detach(), 0.3)"),
+    ATTENTION[0],
+]
+
+
+@pytest.mark.parametrize("randomness", ["different", "same"])
+@pytest.mark.parametrize("text", CAPTURED)
+def test_a_graph_takes_keys_and_draws_what_eager_mode_draws(text, randomness):
+    if randomness == "same" and text in BY_DATA:
+        pytest.skip("runs in a loop")
+    loss, params, buffers, batch = of(text)
+    grad = vgrad.per_sample_grad(loss, randomness=randomness)
+    graph = vgrad.compile(grad, fallback="error")
+    for keys in (KEYS, KEYS, KEYS + 1):
+        state = torch.get_rng_state()
+        found = graph.keyed(keys)(params, buffers, *batch)
+        expected = grad.keyed(keys)(params, buffers, *batch)
+        oracle.assert_exact(found, expected, 0)
+        assert torch.equal(torch.get_rng_state(), state)
+    assert all(each.backend == "replay" for each in graph.reports())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "text",
+    ["torch.poisson(x)", "torch.randn(4, dtype=torch.cfloat).abs()[:, None] * x"],
+)
+def test_a_graph_cannot_draw_for_one_sample_after_another(text):
+    loss, params, buffers, batch = of(text)
     grad = vgrad.per_sample_grad(loss, randomness="different").keyed(KEYS)
-    grad(params, buffers, *batch)
-    with (
-        conditions.collect_checks(),
-        pytest.raises(conditions.Unrepeatable, match="keys"),
-    ):
-        grad(params, buffers, *batch)
-    quiet = vgrad.per_sample_grad(weighted(lambda x: x), randomness="different")
-    quiet = quiet.keyed(KEYS)
-    quiet(params, buffers, *batch)  # eager mode comes first
-    with conditions.collect_checks():
-        found = quiet(params, buffers, *batch)
-    assert torch.equal(found["w"], X)
+    expected = grad(params, buffers, *batch)
+    oracle.assert_exact(vgrad.compile(grad)(params, buffers, *batch), expected, 0)
+    with pytest.raises(RuntimeError, match="one sample after another"):
+        vgrad.compile(grad, fallback="error")(params, buffers, *batch)
 
 
 @pytest.mark.parametrize("strategy", ["auto", "recorded", "loop"])

@@ -98,8 +98,8 @@ def compile(
     With `batch_sizes`, for per-sample transforms and steps with a loss of one sample, a
     batch is filled up to the next of these sizes by copies of its first sample, which
     add exactly zero, and larger batches are split, so that a few captures do.
-    `private_step` takes sizes that suit its plan by default. Random numbers, as of
-    dropout, are drawn as in eager mode on the batch that was filled up.
+    `private_step` takes sizes that suit its plan by default, and draws as in eager
+    mode. Elsewhere random numbers are drawn as in eager mode on the filled up batch.
 
     With `verify=True` the first result of each capture is compared with eager mode: all
     bits of a replay must be equal; the error of compiled code against the function in

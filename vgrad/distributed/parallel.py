@@ -24,7 +24,7 @@ from vgrad.distributed.options import Options, of_transform
 from vgrad.distributed.sharding import RankCall, sharded_call
 from vgrad.dp.rows import step_of_rows
 from vgrad.ensemble.execution import run_eager
-from vgrad.generators import RNG_LOCK, Tag, kept_random_state, sample_keys
+from vgrad.generators import Tag, sample_keys
 from vgrad.persample.engine import (
     LOCAL,
     Call,
@@ -71,8 +71,7 @@ def data_parallel(
 
     With `randomness="different"` the random numbers of a sample follow from a seed,
     drawn by the first rank, and from the sample's place in the whole batch: any number
-    of ranks draws the same. No graph repeats such numbers: a compiled function whose
-    loss draws runs in eager mode.
+    of ranks draws the same, in a private step as one process does.
 
     A private step is one release by one mechanism: the plan covers the whole batch, and
     each rank adds the same noise to the same sum, so that all states stay the same.
@@ -244,6 +243,9 @@ class _AveragedOverRanks(StepReducer):
             _check_means(sizes, state)
             if self._ranks.rank:  # whose samples are others
                 tags = "rank", self._ranks.rank
+        elif plan is not None:
+            start = sum(sizes[: self._ranks.rank])
+            step = replace(step, source=replace(step.source, start=start))
         yield step, tags
         self._expected = taken + 1, key
 
@@ -359,7 +361,7 @@ class _AcrossRanks:
             if mask is not None:
                 batches.check_mask(function, mask, read.size)
             counted = read.size if mask is None else int(mask.sum())
-            draws = options.randomness != "error"
+            draws = options.randomness != "error" and inputs.keys is None
             seed = int(torch.randint(2**62, ())) if draws else None
             own = {"counted": counted, "size": read.size, "seed": seed}
             notes = call.exchange("batch", own, options=self._options)
@@ -371,12 +373,11 @@ class _AcrossRanks:
             inputs = inputs.padded(0, 1)
             size = 1
         with call.together(), torch.no_grad():
-            if options.randomness == "different":
-                start = sum(sizes[: ranks.rank])
+            if draws:
+                same = options.randomness == "same"
+                start = 0 if same else sum(sizes[: ranks.rank])
                 inputs = inputs._replace(keys=sample_keys(seed, start, size))
-                seed = None
-            with _seeded(seed, read.tensors):
-                result = self._run(transform, call, inputs)
+            result = self._run(transform, call, inputs)
             result = self._joined(transform, call, result, counts, sizes)
         if torch.is_grad_enabled():
             tensors = [*inputs.params.values(), *read.tensors]
@@ -502,14 +503,3 @@ class _AsFormed(Reducer):
     def of_part(self) -> Reducer:
         """Wait for all parts."""
         return LOCAL
-
-
-@contextmanager
-def _seeded(seed: int | None, tensors: list[Tensor]) -> Iterator[None]:
-    """Draw from a seed that all ranks have, if all samples draw the same."""
-    if seed is None:
-        yield
-        return
-    with RNG_LOCK, kept_random_state(tensors):
-        torch.manual_seed(seed)
-        yield

@@ -39,7 +39,13 @@ One draw, one release. The noise of a step is a function of the key, the step, t
 member, the parameter's name and shape, and of the plan's numbers; sharding, threads,
 compilation and the device do not change its words. A step that is repeated from a
 checkpoint on the same batch is therefore the same release, as far as the sums are the
-same numbers: processor, device and torch decide on their rounding, and libraries on the
+same numbers. Random numbers of the loss, such as dropout, follow from the key, the step
+and each sample's place in the logical batch, however that is split, computed or cut
+among ranks. Where they cannot (a generator of the loss's own, Python's or numpy's,
+dropout of cuDNN, draws of a backward pass), the noise also depends on a hash of the
+sums, so that two different sums never share it; noise that is correlated over steps
+and several ranks refuse such a loss. Processor, device and torch decide on the rounding
+of sums, and libraries on the
 last bit of a logarithm or a tangent, by which about one number in 10^10 is rounded to
 the next value of the grid. Where these differ, release the results of only one of the
 two attempts. Other sums (of other data, loss or optimizer) need another key,

@@ -3,19 +3,22 @@
 import copy
 import io
 import os
+import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from vgrad import batches, checks
+from vgrad import batches, checks, files
 from vgrad.dp.adaptive import QuantileClip, count_below
 from vgrad.dp.discrete import DiscreteNoise, integer_sums
 from vgrad.dp.group_clip import GroupClip, scaled
@@ -30,12 +33,15 @@ from vgrad.functional.model import write_grads_
 from vgrad.generators import (
     RNG_LOCK,
     check_key,
+    fold_in,
     from_bytes,
     kept_random_state,
+    sample_keys,
     secret_key,
     set_seed,
     torch_seed,
 )
+from vgrad.loss.randomness import Unkeyed
 from vgrad.optim.private import unscaled
 from vgrad.persample.clipped import ClippedGrad, ClippedGradFn, clipped_grad
 from vgrad.persample.engine import advanced
@@ -93,11 +99,39 @@ class PrivateSource:
         device, first = next(iter(params.values())).device, self.plan.earlier_steps
         return own.with_max_norm(clip.bound(max_norm, device, first=step == first))
 
+    def computed(
+        self, clipped: Any, places: range, key: Tensor, step: int, *arguments: Any
+    ) -> tuple[Any, bool]:
+        """Return the sum over samples at places of the logical batch.
+
+        Also return whether all random numbers of the loss follow from these places.
+        """
+        seed, params = torch_seed(key, "loss", step), arguments[0].values()
+        keys, result, before = None, None, _states_in_python()
+        if (randomness := clipped.options.randomness) != "error":
+            start = 0 if randomness == "same" else places.start
+            keys = sample_keys(seed, start, len(places), next(iter(params)).device)
+        try:
+            result = clipped.keyed(keys)(*arguments)
+            if before != _states_in_python():
+                raise Unkeyed("some of Python's or numpy's generator")
+        except Unkeyed:
+            if clipped.reduce is not None or self.plan.noise.correlated:
+                raise
+            if result is None:  # parts of a batch draw their own numbers
+                set_seed(torch_seed(key, "loss", step, places.start), params)
+                result = clipped(*arguments)
+            return result, False
+        return result, True
+
     def released(
         self, clipped: Any, result: Any, params: Params, history: Tree, **place: Any
     ) -> Release:
         """Return the release of the result of `clipped` at a key and a step."""
         plan, following, chosen = self.plan, (), {}
+        if not place.pop("keyed"):  # another attempt may have drawn another sum
+            named = {str(number): x for number, x in enumerate(tree_leaves(result))}
+            place["key"] = fold_in(place["key"], "sum", files.digest(named))
         bound, own = clipped.options.max_norm, {"streams": self.counts, **place}
         if bound is not None:
             following = plan.next_max_norm(bound, count_below(result), **own)
@@ -112,9 +146,16 @@ class PrivateSource:
         return Release(sums, scales, noise, following, chosen)
 
 
-def clipped_sums(loss: LossFn, plan: Plan, **options: Any) -> Any:
+def _states_in_python() -> tuple[Any, ...]:
+    """Return the states of the generators of Python and numpy."""
+    _, words, *rest = np.random.get_state()
+    return random.getstate(), words.tobytes(), rest  # pyright: ignore
+
+
+def clipped_sums(function: str, loss: LossFn, plan: Plan, **options: Any) -> Any:
     """Return the clipped sum of a plan, of integers or with counts of rows."""
     clipped: Any = clipped_grad(loss, **options, **plan.clipping)
+    clipped = replace(clipped, options=replace(clipped.options, function=function))
     if plan.rows is not None:
         clipped = plan.rows.counting(clipped)
     if plan.discrete is True:
@@ -142,7 +183,7 @@ class PrivateGradients:
     the expected `batch_size`. A pass over `.loader` is an epoch of
     `plan.steps_per_epoch` logical batches. `physical_batch_size` splits them into
     loaded ones of at most so many samples, which changes no released number, except for
-    rounding (and dropout). Options of a `DataLoader` are passed on to one, `criterion`
+    rounding. Options of a `DataLoader` are passed on to one, `criterion`
     is as in `sample_loss`, and other options are as in `vgrad.persample.Options`. A
     sample of the data set holds the data of one person, and must not depend on the
     others.
@@ -262,6 +303,7 @@ class PrivateGradients:
         self._function = self._live.function
         self._source = PrivateSource(plan=self.plan, transform=self._clip())
         self._sums: Any = None  # of a part of a logical batch
+        self._keyed = True  # whether its random numbers follow from keys of samples
         self._history: Tree = ()  # of the noise
         self._max_norm: Tree = ()  # of the next step, where it adapts
 
@@ -319,8 +361,6 @@ class PrivateGradients:
             ValueError: the batch has another number of samples than the loader yielded.
         """
         pending = self._pending(batch)
-        tags = (pending.number,) if pending.number else ()  # else as in private_step
-        seed = torch_seed(self.key, "loss", self.step, *tags)
         with RNG_LOCK:  # calls on one module from several threads take turns
             function = self._live.follow(within=pending.number > 0)
             if function is not self._function:
@@ -335,12 +375,16 @@ class PrivateGradients:
                 self._padding = None
             params, buffers = self._live.values()
             with torch.no_grad(), kept_random_state(params.values()):
-                set_seed(seed, params.values())
                 batch = self._with_mask(pending, batch)
                 clipped = self._source.at(self._max_norm, params, self.step)
-                result = self._live.run(clipped, params, buffers, *batch)
-                own: Any = advanced, clipped.options, params, buffers, batch
+                start = len(self._sums.losses) if pending.number else 0
+                places = range(start, start + len(pending.rows))
+                own: Any = clipped, places, self.key, self.step
+                run = partial(self._source.computed, *own)
+                result, keyed = self._live.run(run, params, buffers, *batch)
+                own = advanced, clipped.options, params, buffers, batch
                 written = self._live.run(*own) if pending.last else {}
+        self._keyed = keyed and (self._keyed or not pending.number)
         sums, noisy, kept = result, None, ()
         if pending.number:
             sums = _joined(self._sums, result)
@@ -349,7 +393,8 @@ class PrivateGradients:
         if pending.last:
             total = map_values(lambda x, y: x.to(y.dtype), sums.grads, result.grads)
             own = clipped, sums._replace(grads=total), params, self._history
-            release = self._source.released(*own, key=self.key, step=self.step)
+            place: Any = {"key": self.key, "step": self.step, "keyed": self._keyed}
+            release = self._source.released(*own, **place)
             noisy, history = release.noise.advanced(release.sums)
             noisy, kept = unscaled(noisy, release.scales), (history, release.max_norm)
         self._commit(pending, sums, noisy, kept)
@@ -544,7 +589,8 @@ class PrivateGradients:
         copies = {"augmentations": self._copies}
         loss = sample_loss(self._live.function, self._criterion, **copies)
         loss = loss if self._run.units is None else UnitLoss(loss)
-        return clipped_sums(loss, self.plan, **self._options)
+        function = "PrivateGradients.backward"
+        return clipped_sums(function, loss, self.plan, **self._options)
 
     def _pending(self, batch: tuple) -> PhysicalBatch:
         function, pending = "PrivateGradients.backward(*batch)", self.loader.pending

@@ -43,7 +43,6 @@ from vgrad.generators import (
     kept_random_state,
     random_state,
     sample_keys,
-    set_seed,
 )
 from vgrad.loss.randomness import Draws, check_drawn
 from vgrad.persample.clipped import ClippedGrad, clipped_grad
@@ -340,7 +339,6 @@ class EnsemblePerSampleFn(EnsembleFn, Generic[Result]):
             transform = turns[member if len(turns) > 1 else 0]
             if keys is not None:
                 key, size = int(keys[member]), batches.read(call.function, batch).size
-                set_seed(key, call.tensors)  # where all samples draw the same
                 transform = transform.keyed(sample_keys(key, 0, size))
             return run_member(transform, Draws(), params, buffers, *batch)
 

@@ -4,8 +4,8 @@ With keys, the numbers that a random op draws for a sample are a function of the
 sample's key, of how many random ops ran before in the loss, and of each number's place
 in the sample's tensor. So a sample has the same numbers in any chunk, part, strategy or
 process. The ops of dropout, and ops that draw uniform and normal numbers, take them
-from a hash for all samples at once. For the others torch's generators are seeded sample
-by sample.
+from a hash for all samples at once, in graphs too, of which the keys are an input. For
+the others torch's generators are seeded sample by sample.
 
 Without keys, a chunk that falls into parts runs again from the start, part by part. Up
 to the branch that caused the split, every sample must be given the same random numbers
@@ -44,8 +44,10 @@ from vgrad.generators import (
 from vgrad.loss.grad_flags import among
 from vgrad.loss.values import Partition, SplitBatch, where
 from vgrad.torch_private.kernels import default_generator
+from vgrad.torch_private.modes import exit_all
 from vgrad.torch_private.tensors import (
     SHOWN,
+    arguments_written,
     may_draw,
     named,
     op_name,
@@ -124,13 +126,14 @@ class Draws:
     keys: Tensor | None = None  # from which the numbers follow, int64 [B]
     place: int = 0  # how many random ops of the loss ran before, where there are keys
     axis: int | None = 0  # of samples in the numbers of an op; None if it is unclear
+    shared: bool = False  # whether all samples draw the same, where there are keys
     drew: bool = False  # whether there were random ops, where there are keys
     idle: bool = False  # whether random ops are left alone
 
     def of(self, rows: slice | Tensor) -> "Draws":
         """Return the same for some of the samples."""
         if self.keys is not None:
-            return Draws(keys=self.keys[rows])
+            return Draws(keys=self.keys[rows], shared=self.shared)
         if self.known is None:
             return Draws()
         known = [replace(each, rows=each.rows[rows]) for each in self.known]
@@ -146,6 +149,7 @@ class Draws:
         """
         if self.keys is not None:
             self.place = self.place if repeated else 0
+            alone |= self.shared
             return nullcontext() if self.idle else Keyed(self, alone=alone)
         if self.known is None:
             return nullcontext()
@@ -259,7 +263,8 @@ class Keyed(DispatchMode):
         super().__init__()
         assert at.keys is not None
         self._at = at
-        self._keys = at.keys[:1] if alone else at.keys
+        with exit_all():  # whose tensors are none of theirs
+            self._keys = at.keys[:1] if alone else at.keys
         self._size = len(self._keys)
         self._alone = alone
         self._plain: set[Any] = set()  # ops that draw nothing
@@ -293,8 +298,6 @@ class Keyed(DispatchMode):
             idle = given["train"] is False or not given["p"]
         if idle:
             return func(*args, **kwargs)
-        if checks_collected():
-            raise Unrepeatable("its random numbers follow from keys of samples")
         if given.get("generator") is not None:
             self._at.drew = True
             raise Unkeyed(
@@ -366,12 +369,15 @@ class Keyed(DispatchMode):
 
     def _others(self, name: str, func: Any, args: tuple, kwargs: dict) -> Any:
         """Let torch make the result, and write other numbers over its own."""
-        self._keep(args, kwargs)
         sources: Any = args, kwargs
         if writes(func):  # it may read the tensor that it writes
             copied = {id(each): each.clone() for each in among(args, kwargs)}
             sources = tree_map_only(Tensor, lambda x: copied[id(x)], sources)
-        found = func(*args, **kwargs)
+        if checks_collected():  # a graph would draw numbers only to drop them
+            found = _undrawn(func, args, kwargs)
+        else:
+            self._keep(args, kwargs)
+            found = func(*args, **kwargs)
         results = shown_results(func, args, kwargs, found)
         if name in _UNIFORM | _NORMAL and results[0].is_floating_point():
             self._by_hash(name, results[0], named(func, *sources))
@@ -414,7 +420,7 @@ class Keyed(DispatchMode):
         self, name: str, func: Any, sources: tuple[tuple, dict], results: list[Tensor]
     ) -> None:
         """Run an op for one sample after another, on memory in the usual order."""
-        if self._at.axis != 0 and not self._alone:
+        if checks_collected() or (self._at.axis != 0 and not self._alone):
             raise _apart(self._size)
         shape = results[0].shape
         samples = [self._samples(each) for each in results]
@@ -445,6 +451,8 @@ class Keyed(DispatchMode):
 
     def _hidden(self, name: str, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run an op that does not show the random numbers it may draw."""
+        if checks_collected():
+            raise _apart(self._size)
         self._keep(args, kwargs)
         tensors = among(args, kwargs)
         if self._alone:
@@ -467,8 +475,21 @@ class Keyed(DispatchMode):
         self._before = self._before[0], {**state[1], **self._before[1]}
 
 
+def _undrawn(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Return memory for the numbers of a random op."""
+    if writes(func):
+        return next(arguments_written(func, args, kwargs))
+    given, like = named(func, args, kwargs), among(args, kwargs)
+    options = {name: given.get(name) for name in ("dtype", "layout", "device")}
+    if not like:
+        return torch.empty(given["size"], **options)
+    return torch.empty_like(torch.broadcast_tensors(*like)[0], **options)
+
+
 def _apart(size: int) -> SplitBatch:
     """Return the split into single samples, where the order of numbers is unclear."""
+    if checks_collected():
+        raise Unrepeatable("a random op draws for one sample after another")
     rows = torch.arange(size).split(1)
     why = "a random op that draws for all at once in an order of its own"
     return SplitBatch(Partition(rows, where(sys._getframe(1)), "loop", why))

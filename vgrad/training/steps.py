@@ -404,6 +404,7 @@ class LogicalBatchSource(PrivateSource, Source):
 
     has_aux: bool
     samples_per_unit: int | None  # of the batches
+    start: int = 0  # samples of other processes that come before these
 
     def __call__(self, state: TrainState, batch: tuple) -> Gradients:
         """Compute the clipped sum of a batch, and the noise for it."""
@@ -437,11 +438,13 @@ class LogicalBatchSource(PrivateSource, Source):
                     f"such as adam."
                 )
             compute = compute.with_scales(scales_of(uses))
-        result = compute(state.params, state.buffers, *batch)
+        places = range(self.start, self.start + size)
+        own = compute, places, state.key, taken, state.params, state.buffers
+        result, keyed = self.computed(*own, *batch)
         result, aux = result if self.has_aux else (result, None)
         buffers = advanced(compute.options, state.params, state.buffers, batch)
         own = compute, result, state.params, state.noise
-        release = self.released(*own, key=state.key, step=taken)
+        release = self.released(*own, keyed=keyed, key=state.key, step=taken)
         metrics: Metrics = metrics_of(result)
         if release.chosen:
             metrics["rows"] = sum(rows.sum() for rows in release.chosen.values())
@@ -683,7 +686,10 @@ def private_step(
 
     Noise follows from the state's key and step. A step repeated from the same state on
     the same batch is the same release, so a run may resume from a checkpoint; batches
-    must then come from `plan.sampler(state)`, which repeats them too. A step on another
+    must then come from `plan.sampler(state)`, which repeats them too. Random numbers of
+    the loss follow from key, step and a sample's place in the batch, with `"same"` from
+    key and step: they are the same in any chunks, strategy, graph or number of ranks.
+    Where a loss draws others, see `vgrad/dp/noise.py`. A step on another
     batch, or with another loss or optimizer, needs `state.fork()` first. A state that
     has spent under another plan needs one that accounts for both, `plan.after`.
 
@@ -733,7 +739,7 @@ def private_step(
         loss = UnitLoss(loss)
     options: Any = {"passes": passes, "strategy": strategy, "chunk_size": chunk_size}
     options |= {"randomness": randomness, "has_aux": has_aux}
-    clipped = clipped_sums(with_policy(policy, loss), plan, **options)
+    clipped = clipped_sums(function, with_policy(policy, loss), plan, **options)
     own = {"has_aux": has_aux, "samples_per_unit": plan.samples_per_unit}
     source = LogicalBatchSource(transform=clipped, plan=plan, **own)
     return TrainingStep(function, source, tx, scale, donate, has_aux)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from vgrad import batches, checks
 from vgrad.conditions import checks_collected
-from vgrad.devices import is_host
 from vgrad.factors.base import Factor, Scaled
 from vgrad.factors.costs import without_factors
 from vgrad.factors.reductions import norm_dtype
@@ -213,15 +212,10 @@ class AnyCall:
         """Return the random numbers of as many samples or members, by keys if any."""
         if keys is None:
             return Draws()
-        if (
-            keys.dtype != torch.int64
-            or keys.shape != (size,)
-            or not is_host(keys.device)
-        ):
+        if keys.dtype != torch.int64 or keys.shape != (size,):
             raise ValueError(
-                f"{self.function}(keys): expected one key a {one}, int64 [{size}] on "
-                f"the CPU as sample_keys makes them, got {keys.dtype} "
-                f"{tuple(keys.shape)} on {keys.device}."
+                f"{self.function}(keys): expected one key a {one}, int64 [{size}] as "
+                f"sample_keys makes them, got {keys.dtype} {tuple(keys.shape)}."
             )
         if modes.inside_transform():
             raise ValueError(
@@ -305,6 +299,9 @@ class Call(AnyCall):
             params, buffers = (map_values(usable, each) for each in (params, buffers))
         if not torch.is_grad_enabled():  # nor can the caller differentiate
             buffers = map_values(_constant, buffers)
+        draws = self.draws_by_keys(inputs.keys, read.size, "sample")
+        if inputs.keys is not None and self.randomness == "same":
+            draws = Draws(keys=inputs.keys[:1].expand(read.size), shared=True)
         return self.replaced(
             params=dict(params),
             buffers=dict(buffers),
@@ -315,7 +312,7 @@ class Call(AnyCall):
             loss_scale=inputs.loss_scale,
             max_norm=inputs.max_norm,
             scales=inputs.scales,
-            draws=self.draws_by_keys(inputs.keys, read.size, "sample"),
+            draws=draws,
         )
 
     def take(self, rows: slice | Tensor) -> "Call":

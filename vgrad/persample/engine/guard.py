@@ -19,6 +19,7 @@ from vgrad.conditions import Unrepeatable
 from vgrad.generators import RNG_LOCK
 from vgrad.loss.grad_flags import UnsupportedOp as UnsupportedOp
 from vgrad.loss.made import Places
+from vgrad.loss.randomness import Unkeyed
 from vgrad.loss.values import Partition, stopped_at
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import version_of
@@ -64,7 +65,7 @@ _MANY = 16
 """Samples of a chunk whose parts are worth a warning."""
 
 
-NON_RETRYABLE = (torch.OutOfMemoryError, Unrepeatable, Warning)
+NON_RETRYABLE = (torch.OutOfMemoryError, Unrepeatable, Unkeyed, Warning)
 """Errors that no other strategy could avoid, or should."""
 
 

@@ -269,7 +269,7 @@ def _keyed(
         draws.idle = True
         chunk, _ = run_or_split(part, run, again)
         draws.idle = False
-        if not drawn_since(before, part.tensors):
+        if not (draws.own or drawn_since(before, part.tensors)):
             return chunk, part
         set_random_state(before)
         fallbacks.draws, run = True, again
