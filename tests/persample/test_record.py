@@ -370,7 +370,7 @@ def test_results_say_that_they_are_constants_of_whatever_requires_grad(
     results = problems.call(transform, compute, (params, buffers, x))
     for value in pytree.tree_leaves(results):
         if value.is_floating_point():
-            with pytest.raises(RuntimeError, match='was recorded.*strategy="vmap"'):
+            with pytest.raises(RuntimeError, match='without a graph.*strategy="vmap"'):
                 torch.autograd.grad(value.sum(), wanted)
     assert params["w"].grad is None
     with torch.no_grad():
