@@ -139,7 +139,6 @@ WITHOUT_DERIVATIVE = {
     "store": "files",
     "linear_operator": "numpy's arrays",
     "as_torch": "the parameters of a module",
-    "to_torch": "the state of an optimizer",
     "predict": "No graph is kept",
     "ensemble_grad": "as with torch.autograd.grad",
     "train_step": "states",
@@ -432,23 +431,6 @@ def optimized(way, tx=None):
 def as_torch(way):
     named, _ = optimized(way, TX)
     return {name: each.detach() for name, each in named.items()}
-
-
-@row
-def from_torch(way):
-    named, optimizer = optimized(Way())
-    tx, state = optim.from_torch(optimizer, way.turned(named))
-    return optim.step(tx, way.vector, way.turned(state), way.model[0])
-
-
-@row
-def to_torch(way):
-    named, optimizer = optimized(Way())
-    _, state = optim.from_torch(optimizer, named)
-    with torch.inference_mode(False), torch.no_grad():
-        _, state = optim.step(TX, VECTOR, state, PARAMS)
-    optim.to_torch(way.turned(state), optimizer, way.turned(named))
-    return {name: optimizer.state[each] for name, each in named.items()}
 
 
 # Ensembles.
