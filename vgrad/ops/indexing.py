@@ -321,8 +321,9 @@ def _one(samples: Samples, counts: Tensor) -> int:
 
 register(torch.index_add, Tensor.index_add, mapped=_index_add)
 register(Tensor.index_add_, mapped=in_place(_index_add))
-for _op, _form in {Tensor.scatter_: torch.scatter, Tensor.clamp_: torch.clamp}.items():
-    register(_op, mapped=in_place(_form))  # which has a rule
+register(Tensor.scatter_, mapped=in_place(torch.scatter))  # which has a rule
+# A copy, since the backward pass reads what is overwritten.
+register(Tensor.clamp_, mapped=in_place(lambda x, *a, **o: x.clone().clamp(*a, **o)))
 register(Tensor.squeeze_, mapped=_squeeze_)
 register(torch.histc, Tensor.histc, mapped=_histc)
 register(torch.roll, Tensor.roll, mapped=_roll)
