@@ -305,7 +305,7 @@ def _tried(device: str, func: Callable, args: tuple, kwargs: dict) -> Kind:
             positional, named = tree_map_only(Tensor, other, (args, kwargs))
             with First():
                 func(*positional, **named)
-        return seen[-1]
+        return seen[-1] if seen else None  # of an op that does nothing
 
     if cast(torch.float32) == low:
         return Kind.LOW
