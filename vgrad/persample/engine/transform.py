@@ -201,7 +201,8 @@ def assembled(partials: Iterable[Params], size: int) -> Params:
         done = end
     parts = [{name: each[:done] for name, each in whole.items()}] if whole else []
     parts += rest
-    return {n: joined([each[n] for each in parts]) for n in parts[0]} if parts else {}
+    names = [*parts[0]] if parts else []
+    return {name: joined([each.pop(name) for each in parts]) for name in names}
 
 
 def in_parts(
