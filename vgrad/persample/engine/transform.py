@@ -201,8 +201,7 @@ def assembled(partials: Iterable[Params], size: int) -> Params:
         done = end
     parts = [{name: each[:done] for name, each in whole.items()}] if whole else []
     parts += rest
-    names = [*parts[0]] if parts else []
-    return {name: joined([each.pop(name) for each in parts]) for name in names}
+    return {n: joined([each[n] for each in parts]) for n in parts[0]} if parts else {}
 
 
 def in_parts(
