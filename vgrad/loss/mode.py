@@ -220,6 +220,8 @@ class LossMode(WriteGuard):
         except (SplitBatch, UnsupportedOp) as stopped:
             self._stopped = stopped
             raise
+        finally:
+            del error  # which would keep this frame, and all tensors of its callers
 
     def __exit__(self, *raised: Any) -> None:
         # Even if the loss caught an error: it would not have stopped a single sample.
