@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import vgrad
 from tests import losses, oracle
-from vgrad import optim
+from vgrad import dp, optim
 from vgrad.training import EnsembleState, TrainState, private_step, train_step
 
 THREADS = 4
@@ -295,3 +295,38 @@ def test_a_fork_may_happen_while_another_thread_computes(name):
         FORKED.set()
         expected = other.result()
     oracle.assert_exact(found, torch.stack([expected.detach()] * 2), 1e-6)
+
+
+@pytest.mark.parametrize("noise", [None, dp.noising.band_mf(2)])
+def test_private_steps_that_draw_nothing_do_not_mind_threads_that_do(noise):
+    options = {} if noise is None else {"noise": noise}
+    plan = dp.Plan(40, 0.2, 1.0, 1.0, 3, 1e-3, **options)
+    tx = vgrad.optim.sgd(0.5)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(nn.Linear(4, 3))
+
+    def loss(params, buffers, x, y):
+        time.sleep(0.005)
+        return F.mse_loss(fmodel(params, buffers, x), y)
+
+    step = vgrad.training.private_step(loss, tx, plan, randomness="different")
+    x, y = torch.randn(8, 4), torch.randn(8, 3)
+
+    def run():
+        state = vgrad.training.TrainState.create(tx, params, buffers, seed=0)
+        for _ in range(3):
+            state, _ = step(state, x, y)
+        return state.params
+
+    expected, done = run(), threading.Event()
+
+    def draw():
+        while not done.is_set():
+            torch.randn(3)
+
+    other = threading.Thread(target=draw)
+    other.start()
+    try:
+        oracle.assert_exact(run(), expected, 0)
+    finally:
+        done.set()
+        other.join()

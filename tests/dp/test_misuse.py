@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+import vgrad
 from tests.dp import runs
 from tests.dp.runs import first
 from vgrad.dp import Plan, private_gradients, secret_key
@@ -286,6 +287,9 @@ OPTIMIZERS = {
     "adagrad": torch.optim.Adagrad,
     "muon": lambda x: torch.optim.Muon([p for p in x if p.ndim == 2]),
     "momentum": lambda x: torch.optim.SGD(x, lr=0.1, momentum=0.9),
+    "as_torch": lambda x: vgrad.optim.as_torch(
+        vgrad.optim.adam(1e-3), ((str(i), p) for i, p in enumerate(x))
+    ),
 }
 
 
@@ -329,6 +333,19 @@ def test_an_optimizer_of_steps_that_are_not_counted(name):
     resumed.load_state_dict(copy.deepcopy(found[0]))
     assert public.watch(resumed, earlier_steps=least) is resumed
     steps(public, resumed, 2)
+
+
+def test_an_optimizer_that_begins_with_a_state_has_taken_no_step():
+    class Own(torch.optim.SGD):
+        def __init__(self, params):
+            super().__init__(params, lr=0.1)
+            for group in self.param_groups:
+                group["step"] = None
+                for p in group["params"]:
+                    self.state[p]["buffer"] = torch.zeros_like(p)
+
+    model, private = started()
+    steps(private, private.watch(Own(model.parameters())), 2)
 
 
 def test_earlier_steps_are_a_count(run):

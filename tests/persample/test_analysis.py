@@ -416,6 +416,8 @@ def outer(params, buffers, x, y):
 def sides(size, dtype):
     x, y = (torch.randn(size, n, generator=source(n)).to(dtype) for n in (5, 4))
     large, small = (1e-25, 1e25) if dtype == torch.float32 else (1e-130, 1e140)
+    even = (torch.arange(size, dtype=dtype) % 2 == 0).to(dtype)[:, None]
+    signs = (2 * even - 1).expand_as(x)
     return {
         "ordinary": (x, y),
         "rectified": (x.relu(), y.relu()),
@@ -425,6 +427,11 @@ def sides(size, dtype):
         "equal products": (x[:1] * (1 + y[:, :1].abs()), y[:1] / (1 + y[:, :1].abs())),
         "small": (x * 1e-12, y * 1e-12),
         "far apart": (x * large, y * small),
+        "far apart by sample": (
+            x * (even * large * 100 + (1 - even)),
+            y * (even * (small / 1e12) + (1 - even) * 1e-10),
+        ),
+        "opposite": (signs * 2.0**-40, torch.full_like(y, 2.0**-40)),
         "one is not finite": (x, y.clone().index_fill(0, torch.tensor([1]), torch.nan)),
     }
 

@@ -606,6 +606,7 @@ CRITERIA = [
     "F.gaussian_nll_loss(x @ w, v, (x @ w).exp(), full=True, reduction='sum')",
     "F.gaussian_nll_loss(x @ w, v, 0.5)",
     "((x @ w).softmax(-1) - F.one_hot(y, 3)[:1]).square()",
+    "((x @ w).softmax(-1) - F.one_hot(input=y, num_classes=3)[:1]).square()",
     "((x @ w).softmax(-1) - F.one_hot(y[0], num_classes=3)).square()",
     "((x @ w).softmax(-1) - F.one_hot(y[None, :2], 3)[0, 0]).square()",
     "((x @ w).softmax(-1) * F.one_hot(y)[:, :2].sum()).square()",

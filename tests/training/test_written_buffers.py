@@ -312,3 +312,106 @@ def test_buffers_outside_of_the_state_are_refused():
     step = private_step(loss, optim.sgd(LR), plan())
     with pytest.raises(RuntimeError, match="another write into '0.*'"):
         step(state, *batches(3)[0])
+
+
+class Refusing(nn.Module):
+    """A layer that iterates, of samples that are not zero alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = parametrizations.spectral_norm(nn.Linear(4, 3))
+
+    def forward(self, x):
+        if bool((x == 0).all()):
+            raise ValueError("a sample of zeros")
+        return self.layer(x)
+
+
+class Constant(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("make", [Refusing, Constant])
+@pytest.mark.parametrize("size", [0, 3])
+def test_losses_that_take_no_zeros(make, size):
+    def criterion(output, y):
+        if bool((y == 0).all()):
+            raise ValueError("no class")
+        return F.cross_entropy(output, y)
+
+    model = make().to(DTYPE)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    loss = vgrad.sample_loss(fmodel, criterion)
+    state = TrainState.create(optim.sgd(LR), params, buffers)
+    x, _ = batches(size)[0]
+    state, _ = private_step(loss, optim.sgd(LR), plan())(
+        state, x, torch.ones(size).long()
+    )
+    model(torch.ones(1, 4, dtype=DTYPE))  # advances once
+    oracle.assert_exact(state.buffers, dict(model.named_buffers()))
+
+
+class Averaged(nn.Module):
+    """Keeps a mean of its weight, written by an op without a rule, and two counts."""
+
+    def __init__(self, steps=10):
+        super().__init__()
+        self.layer, self.steps = nn.Linear(4, 3), steps
+        self.register_buffer("mean", torch.zeros(3, 4))
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("first", torch.tensor(0.0))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(self.layer.weight, alpha=0.1)
+            self.calls += 1
+            if self.calls <= 2:
+                self.first += 1
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_means_of_parameters_and_writes_of_the_first_steps(way):
+    model = Averaged().to(DTYPE)
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
+    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
+    state = TrainState.create(optim.sgd(LR), params, buffers)
+    step = private_step(loss, optim.sgd(LR), plan(), **WAYS[way])
+    mean = torch.zeros(3, 4, dtype=DTYPE)
+    for batch in batches(3, 0, 4, 2):
+        mean = 0.9 * mean + 0.1 * state.params["layer.weight"]
+        state, _ = step(state, *batch)
+    expected = {"mean": mean, "calls": torch.tensor(4), "first": torch.tensor(2.0)}
+    oracle.assert_exact(
+        state.buffers, {n: x.to(state.buffers[n]) for n, x in expected.items()}
+    )
+
+
+@pytest.mark.filterwarnings("ignore::vgrad.persample.engine.FallbackWarning")
+@pytest.mark.parametrize(
+    "options", [{"strategy": "loop"}, {"chunk_size": 1}, {"chunk_size": 2}]
+)
+def test_a_write_of_one_sample_among_others_is_refused(options):
+    class Marked(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 3)
+            self.register_buffer("mark", torch.zeros(()))
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.mark.fill_(1.0 if x.sum() > 90 else 0.0)
+            return super().forward(x)
+
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(Marked().to(DTYPE))
+    loss = vgrad.sample_loss(fmodel, F.cross_entropy)
+    state = TrainState.create(optim.sgd(LR), params, buffers)
+    x, y = batches(5)[0]
+    x[2] = 100.0  # the last sample writes what zeros write
+    step = private_step(loss, optim.sgd(LR), plan(), **options)
+    with pytest.raises(RuntimeError, match="another write into 'mark'"):
+        step(state, x, y)

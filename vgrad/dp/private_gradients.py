@@ -89,9 +89,9 @@ class PrivateSource:
         """Return the clipped sum of a step: at the bound of a state, if it adapts."""
         if refused := [name for name, x in params.items() if x.is_complex()]:
             raise TypeError(
-                f"private_step(params): expected real parameters, got complex ones in "
-                f"{refused}. Train torch.view_as_real(w), and take its view_as_complex "
-                f"in the model."
+                f"{self.transform.options.function}(params): expected real "
+                f"parameters, got complex ones in {refused}. Train "
+                f"torch.view_as_real(w), and take its view_as_complex in the model."
             )
         clip, own = self.plan.max_norm, self.transform
         if not isinstance(clip, QuantileClip):
@@ -848,8 +848,12 @@ class GradGuard:
         # Here and not in `watch`, after which trainers restore an optimizer.
         taken = self._run.step - bool(self.released)
         entries = [*optimizer.state.values()]
-        own = [x["step"] for x in (*entries, *optimizer.param_groups) if "step" in x]
-        steps = int(max(own, default=any(entries)))  # one at least, by momentum
+        counts = [x.get("step") for x in (*entries, *optimizer.param_groups)]
+        counts = [float(count) for count in counts if count is not None]
+        moved = any(
+            bool(x.any()) for x in tree_leaves(entries) if isinstance(x, Tensor)
+        )
+        steps = int(max(counts, default=moved))
         if steps > (most := taken + self._earlier[optimizer]):
             raise RuntimeError(
                 f"optimizer.step(): expected an optimizer of at most {most} steps, as "

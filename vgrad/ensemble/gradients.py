@@ -7,6 +7,7 @@ ones. E members, B samples.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import (
     Any,
@@ -124,12 +125,12 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         keyed = call.draws.keys is not None
         with RNG_LOCK if keyed else nullcontext():
             before = random_state(call.tensors)
+            run = partial(self._of_sum, call, strategy, loss_scale, before)
             if strategy == "loop" and not modes.inside_transform():
-                found = self._by_members(call, loss_scale)
-            else:
-                found = self._of_sum(call, strategy, loss_scale, before)
+                run = partial(self._by_members, call, loss_scale)
+            found = run()
             if keyed:
-                check_drawn(before, call.tensors)
+                check_drawn(before, call.tensors, run)
         grads, (losses, aux), new = found
         result = EnsembleGrads(grads, losses, new)
         return (result, aux) if self.has_aux else result

@@ -248,12 +248,14 @@ class Unkeyed(RuntimeError):
         )
 
 
-def check_drawn(before: RandomState, tensors: Iterable[Tensor]) -> None:
+def check_drawn(
+    before: RandomState, tensors: Iterable[Tensor], again: Callable[[], Any]
+) -> None:
     """Refuse numbers drawn elsewhere than in the loss, and put the generators back."""
     tensors = [*tensors]
-    if drawn_since(before, tensors):
+    if drew(before, tensors, again):
         set_random_state(before)
-        raise Unkeyed("some that a backward pass or another thread draws")
+        raise Unkeyed("some that a backward pass draws")
 
 
 class Keyed(DispatchMode):

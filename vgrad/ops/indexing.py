@@ -231,25 +231,25 @@ def _repeat_interleave(
     )
 
 
-def _one_hot(samples: Samples, tensor: Tensor, num_classes: int = -1) -> Form | None:
-    values = samples.values(tensor) if num_classes == -1 and tensor.numel() else None
-    if values is None or tensor.dtype != torch.int64:
+def _one_hot(samples: Samples, input: Tensor, num_classes: int = -1) -> Form | None:
+    values = samples.values(input) if num_classes == -1 and input.numel() else None
+    if values is None or input.dtype != torch.int64:
         return None
     with samples.outside():
-        values = values.reshape(len(values), tensor.numel())
+        values = values.reshape(len(values), input.numel())
         largest = values.amax(1).where((values >= 0).all(1), -1)
     largest = _one(samples, largest)
     if largest < 0:
         return None
-    return lambda: F.one_hot(tensor, largest + 1)
+    return lambda: F.one_hot(input, largest + 1)
 
 
-def _one_hot_of(tensor: Tensor, num_classes: int = -1) -> Tensor:
+def _one_hot_of(input: Tensor, num_classes: int = -1) -> Tensor:
     """Mark classes, whose range torch checks by reading values."""
-    if num_classes < 1 or tensor.dtype != torch.int64:
-        return F.one_hot(tensor, num_classes)
-    zeros = tensor.new_zeros(*tensor.shape, num_classes)
-    return zeros.scatter(-1, tensor.unsqueeze(-1), 1)  # which checks it as well
+    if num_classes < 1 or input.dtype != torch.int64:
+        return F.one_hot(input, num_classes)
+    zeros = input.new_zeros(*input.shape, num_classes)
+    return zeros.scatter(-1, input.unsqueeze(-1), 1)  # which checks it as well
 
 
 def _masks(samples: Samples, x: Tensor, items: Sequence[Any]) -> list[_Mask]:

@@ -126,6 +126,7 @@ class _Adapter(Optimizer):
             if new[name] is not param:
                 param.copy_(new[name])
         group["behind"] = sorted(without.union(group["behind"]))
+        group["step"] = group.get("step", 0) + 1
         return loss
 
     def state_dict(self) -> dict[str, Any]:

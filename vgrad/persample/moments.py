@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from vgrad.conditions import checks_collected, rare
+from vgrad.conditions import rare
 from vgrad.factors import Dense, Factor, Outer, Scaled, Sums, products
 from vgrad.factors.columns import Appended, Columns, inner_products, squares
 from vgrad.persample.engine import (
@@ -167,17 +167,22 @@ class _Moments(Collector):
         outer = isinstance(factor, Outer) and factor.inputs.shape[1:3] == (1, 1)
         if not outer or factor.size < 8 or not factor.shape.numel():
             return None
-        narrow = factor.size in _IN_FLOAT32 and not checks_collected()
+        narrow = factor.size in _IN_FLOAT32
         first = products.exact_dtype(*factor.sides) if narrow else torch.float64
         for dtype in dict.fromkeys((first, torch.float64)):
             sides = (_kept(side[:, 0, 0].to(dtype), self.mask) for side in factor.sides)
             (a, b), size = sides, _at_least_one(self.count)
-            mean, sums = (b / size).mT @ a, b.square().mT @ a.square()
+            mean, (a2, b2) = (b / size).mT @ a, (a.square(), b.square())
+            sums = b2.mT @ a2
             squares = torch.addcmul(sums, mean * size, mean, value=-1)
             # It loses digits where the mean is larger, and at the ends of the range.
-            info, least = torch.finfo(dtype), torch.where(mean == 0, 1.0, sums).amin()
+            info, zeros = torch.finfo(dtype), (a == 0, b == 0)
+            none_a, none_b = (each.all(0) for each in zeros)
+            least = torch.where(none_b[:, None] | none_a, 1.0, sums).amin()
             lost = torch.sub(squares, sums, alpha=_LOST[dtype]).amin()
             fine = (least > info.tiny / info.eps**2) & (sums.sum() < torch.inf)
+            for zero, square in zip(zeros, (a2, b2), strict=True):
+                fine &= torch.where(zero, 1.0, square).amin() >= info.tiny
             if not rare(~(fine & (lost >= 0))):
                 return size, {"": mean}, {"": squares}
         return None

@@ -20,7 +20,7 @@ from vgrad.functional.losses import check_loss, returned
 from vgrad.generators import RandomState, set_random_state
 from vgrad.loss.mode import LossMode, unchanged
 from vgrad.loss.randomness import Draws, drew
-from vgrad.persample.engine.guard import Fallbacks
+from vgrad.persample.engine.guard import Fallbacks, UnsupportedOp
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import autograd, modes
@@ -412,14 +412,10 @@ class Call(AnyCall):
         casts, size = partial(AutocastMode, [*params.values()]), self.batch.size
         with mode.inside(size, self.randomness, casts, alone=alone):
             # Dictionaries of its own, in which the loss may rebind names.
-            result: Any = self.loss(dict(params), dict(self.buffers), *sample)
-        names = {id(value): name for name, value in self.buffers.items()}
-        for name, given, new in mode.left:
-            name, notes = names.get(id(given), name), self.fallbacks.written
-            same: Any = mode.flags is None or not mode.differ([new])
-            if same and (mode.flags is None or self.by_values):
-                same = modes.unwrap_all(new).detach()  # is compared later
-            notes[name] = notes.get(name) is not False and same
+            try:
+                result: Any = self.loss(dict(params), dict(self.buffers), *sample)
+            finally:
+                self._note_writes(mode)
         if self.columns:
             return result
         value, aux = returned(self.function, result, has_aux=self.has_aux)
@@ -430,6 +426,37 @@ class Call(AnyCall):
                     f"got a {type(leaf).__name__}."
                 )
         return value, aux
+
+    def _note_writes(self, mode: LossMode) -> None:
+        """Note the buffers that a run wrote, and whether all samples wrote the same."""
+        names = {id(value): name for name, value in self.buffers.items()}
+        for name, given, new in mode.left:
+            name, notes = names.get(id(given), name), self.fallbacks.written
+            same, known = _written_alike(mode, new, self.by_values), notes.get(name)
+            if isinstance(known, Tensor) and isinstance(same, Tensor):
+                same = _equal(known, same) and same
+            elif isinstance(known, Tensor) and same:
+                same = known
+            notes[name] = known is not False and same
+
+
+def _written_alike(mode: LossMode, new: Tensor, by_values: bool) -> bool | Tensor:
+    """Return whether all samples wrote this, or a value to compare with others."""
+    if mode.flags is None:
+        return modes.unwrap_all(new).detach()
+    try:
+        rows = mode.values(new)
+    except UnsupportedOp:  # of a vmap inside of the loss
+        return False
+    if rows is None or checks_collected():
+        return modes.unwrap_all(new).detach() if by_values else True
+    # Equal, for instance, where an op without a rule got copies of its parameter.
+    return _equal(rows, rows[:1].expand_as(rows)) and modes.unwrap_all(rows[0]).detach()
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    with modes.exit_all(), modes.without_modes(), torch.no_grad():
+        return checks.same_values(modes.unwrap_all(a), modes.unwrap_all(b))
 
 
 def usable(value: Tensor) -> Tensor:

@@ -103,8 +103,9 @@ class Fallbacks:
         self.hooks: dict[str, str] = {}  # on gradients, and their lines
         self.places = Places()  # calls of the loss that make tensors
         self.foreign: set[str] = set()  # nodes and ops that are not torch's own
-        # Buffers that samples write: whether alike, or for a comparison the last value.
-        self.written: dict[str, bool | Tensor] = {}
+        # Buffers that samples of a step write: whether alike, or a value to compare
+        # with; None for those that were written in earlier steps.
+        self.written: dict[str, bool | Tensor | None] = {}
         # Parameters that get copies since the loss differentiates by or past them, and
         # why; None for a loss that has not done so.
         self.inner: dict[str, str] | None = None

@@ -324,34 +324,50 @@ def _first(
 def advanced(options: Call, params: Params, buffers: Buffers, batch: Tree) -> Buffers:
     """Return buffers after a step, as the loss leaves them for a sample of zeros.
 
-    So they hold nothing of the batch, and an empty one advances them too.
+    So they hold nothing of the batch, and an empty one advances them too. A sample of
+    ones stands in where the loss takes no zeros.
     """
-    seen, notes = options.fallbacks.written, Fallbacks()
+    seen, empty = options.fallbacks.written, not len(tree.tensors(batch)[0])
     cut = any(map(is_distributed, params.values()))
-    if not seen and (cut or not buffers or len(tree.tensors(batch)[0])):
+    if not seen and (cut or not buffers or not empty):
         return buffers
-    with torch.inference_mode(False), torch.no_grad():
-        none = map_tensors(lambda x: x[:0], batch)
-        zeros = Inputs(params, buffers, none).padded(0, 1)
-        trial = options.replaced(fallbacks=notes).on(zeros)
-        with _trial(trial):
-            if not cut:
-                _first(trial, dict(trial.params))
-    new, found = dict(buffers), notes.written
-    for name, kept in {**found, **seen}.items():
-        value: Any = found.get(name, False)
-        if isinstance(kept, Tensor) and value is not False:
+    found: dict[str, Any] = {}
+    failure: Exception | None = None
+    for number in () if cut else (0, 1):
+        probe = map_tensors(lambda x, n=number: x.new_full((1, *x.shape[1:]), n), batch)
+        notes, failure = Fallbacks(), None
+        with torch.inference_mode(False), torch.no_grad():
+            trial = options.replaced(fallbacks=notes)
+            trial = trial.on(Inputs(params, buffers, probe))
+            try:
+                with _trial(trial):
+                    _first(trial, dict(trial.params))
+            except NON_RETRYABLE:
+                raise
+            except Exception as raised:  # of the loss, perhaps after the model wrote
+                failure = raised
+        found = notes.written
+        if found.keys() >= seen.keys() and (seen or failure is None):
+            break
+    new = dict(buffers)
+    for name in {**found, **seen} if empty else [*seen]:
+        value, kept = found.get(name), seen.get(name)
+        if isinstance(kept, Tensor) and value is not None:
             kept = checks.same_values(kept, value)
-        if kept is False or value is False or name not in buffers:
+        if kept is None and value is None:
+            continue  # it was written in earlier steps alone
+        if kept is False or value is None or name not in buffers:
+            seen.clear()
             raise RuntimeError(
                 f"{options.function}(loss): expected a forward pass that writes the "
-                f"same into buffers of the state for all samples, as power iterations "
-                f"do, or nothing, got another write into {name!r}. Call .eval() of its "
-                f"module, or gather parameters that are DTensors."
-            )
-        seen[name] = True
+                f"same into buffers of the state for all samples and for one of zeros "
+                f"or ones, as power iterations do, or nothing, got another write into "
+                f"{name!r}. Call .eval() of its module, or gather parameters that are "
+                f"DTensors."
+            ) from failure
         if value.shape == buffers[name].shape:  # else it is a cache, made in each call
             new[name] = value.to(buffers[name].dtype)
+    seen.update(dict.fromkeys(seen))  # as written in an earlier step
     return new
 
 

@@ -25,7 +25,7 @@ from vgrad.persample.engine.strategies import STRATEGIES, Chunk
 from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import version_of
-from vgrad.tree import map_tensors, map_values, no_autocast, tensors, tree_map
+from vgrad.tree import map_tensors, map_values, no_autocast, tree_leaves, tree_map
 from vgrad.typing import Arguments, Buffers, LossFn, Params, Result, Scales, Tree
 
 Reduce = Callable[[Params], Params]
@@ -163,8 +163,7 @@ def constants(function: Callable[Arguments, Result]) -> Callable[Arguments, Resu
 
     @functools.wraps(function)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        every = (*args, *kwargs.values())
-        given = tensors([vars(x) if is_dataclass(x) else x for x in every])
+        given = [*_within((args, kwargs))]
         with torch.inference_mode(False), torch.no_grad():
             if any(map(Tensor.is_inference, given)):
                 args, kwargs = map_tensors(usable, (args, kwargs))
@@ -173,6 +172,17 @@ def constants(function: Callable[Arguments, Result]) -> Callable[Arguments, Resu
         return constant(name, result, inputs)
 
     return run
+
+
+def _within(value: Any) -> Iterator[Tensor]:
+    """Yield tensors, those in matrices of curvature and products with them, too."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf):
+            yield from _within(vars(leaf))
+        elif isinstance(leaf, partial):
+            yield from _within((leaf.args, leaf.keywords))
 
 
 def joined(parts: list[Tensor]) -> Tensor:
@@ -274,7 +284,7 @@ def _keyed(
         set_random_state(before)
         fallbacks.draws, run = True, again
     chunk, _ = run_or_split(part, run, again)
-    check_drawn(before, part.tensors)
+    check_drawn(before, part.tensors, partial(run_or_split, part, run, again))
     fallbacks.draws = draws.drew or bool(fallbacks.draws)
     return chunk, part
 
