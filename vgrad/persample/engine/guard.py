@@ -104,7 +104,7 @@ class Fallbacks:
         self.places = Places()  # calls of the loss that make tensors
         self.foreign: set[str] = set()  # nodes and ops that are not torch's own
         # Buffers that samples of a step write: whether alike, or a value to compare
-        # with; None for those that were written in earlier steps.
+        # with; None for buffers written in earlier steps alone.
         self.written: dict[str, bool | Tensor | None] = {}
         # Parameters that get copies since the loss differentiates by or past them, and
         # why; None for a loss that has not done so.
