@@ -176,13 +176,17 @@ class _Moments(Collector):
             sums = b2.mT @ a2
             squares = torch.addcmul(sums, mean * size, mean, value=-1)
             # It loses digits where the mean is larger, and at the ends of the range.
-            info, zeros = torch.finfo(dtype), (a == 0, b == 0)
-            none_a, none_b = (each.all(0) for each in zeros)
-            least = torch.where(none_b[:, None] | none_a, 1.0, sums).amin()
+            info = torch.finfo(dtype)
+            lows = [
+                torch.where(side == 0, 1.0, square).amin()
+                for side, square in ((a, a2), (b, b2))
+            ]
+            least = torch.where(sums == 0, 1.0, sums).amin()
             lost = torch.sub(squares, sums, alpha=_LOST[dtype]).amin()
             fine = (least > info.tiny / info.eps**2) & (sums.sum() < torch.inf)
-            for zero, square in zip(zeros, (a2, b2), strict=True):
-                fine &= torch.where(zero, 1.0, square).amin() >= info.tiny
+            fine &= torch.minimum(*lows) >= info.tiny
+            # A product may be zero by underflow, if not for lack of one in common.
+            fine &= (sums != 0).all() | (lows[0] * lows[1] >= info.tiny)
             if not rare(~(fine & (lost >= 0))):
                 return size, {"": mean}, {"": squares}
         return None
