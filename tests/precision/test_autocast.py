@@ -300,7 +300,7 @@ def test_a_weight_that_is_used_again_is_cast_once(strategy):
 
     params = {"w": torch.randn(7, 7)}
     with torch.autocast("cpu", BF16), Ops() as ops:
-        vgrad.per_sample_grad(loss, strategy=strategy)(params, {}, x)
+        vgrad.per_sample_grad(loss, strategy=strategy, verify=False)(params, {}, x)
     assert casts(ops) == 1
 
 

@@ -155,7 +155,8 @@ def _states_in_python() -> tuple[Any, ...]:
 def clipped_sums(function: str, loss: LossFn, plan: Plan, **options: Any) -> Any:
     """Return the clipped sum of a plan, of integers or with counts of rows."""
     clipped: Any = clipped_grad(loss, **options, **plan.clipping)
-    clipped = replace(clipped, options=replace(clipped.options, function=function))
+    own = replace(clipped.options, function=function, private=True)
+    clipped = replace(clipped, options=own)
     if plan.rows is not None:
         clipped = plan.rows.counting(clipped)
     if plan.discrete is True:

@@ -29,8 +29,8 @@ from vgrad.loss.made import Made
 from vgrad.loss.mode import LossMode, of_members
 from vgrad.loss.randomness import Draws
 from vgrad.loss.values import Partition, SplitBatch
+from vgrad.persample.engine.evaluation import in_parts
 from vgrad.persample.engine.guard import NON_RETRYABLE, Failure
-from vgrad.persample.engine.transform import in_parts
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.report import Report, table
 from vgrad.torch_private import autograd, modes

@@ -83,6 +83,11 @@ class SampleLoss(LossFn):
         """The model, the criterion and the number of augmentations."""
         return self._fmodel, self._criterion, self._augmentations
 
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return self._fmodel.training
+
     def __call__(self, params: Params, buffers: Buffers, /, *sample: Tree) -> Tensor:
         """Return the loss of one sample."""
         with modes.without_modes():  # which would see every op of these

@@ -17,6 +17,12 @@ from vgrad.persample.engine.collectors import gradients as gradients
 from vgrad.persample.engine.collectors import masked as masked
 from vgrad.persample.engine.collectors import members as members
 from vgrad.persample.engine.collectors import slices as slices
+from vgrad.persample.engine.evaluation import Evaluation as Evaluation
+from vgrad.persample.engine.evaluation import Reduce as Reduce
+from vgrad.persample.engine.evaluation import assembled as assembled
+from vgrad.persample.engine.evaluation import constant as constant
+from vgrad.persample.engine.evaluation import constants as constants
+from vgrad.persample.engine.evaluation import joined as joined
 from vgrad.persample.engine.guard import NON_RETRYABLE as NON_RETRYABLE
 from vgrad.persample.engine.guard import Failure as Failure
 from vgrad.persample.engine.guard import Fallbacks as Fallbacks
@@ -25,12 +31,6 @@ from vgrad.persample.engine.guard import UnsupportedOp as UnsupportedOp
 from vgrad.persample.engine.strategies import STRATEGIES as STRATEGIES
 from vgrad.persample.engine.strategies import Chunk as Chunk
 from vgrad.persample.engine.strategies import advanced as advanced
-from vgrad.persample.engine.transform import Evaluation as Evaluation
 from vgrad.persample.engine.transform import Quantity as Quantity
-from vgrad.persample.engine.transform import Reduce as Reduce
 from vgrad.persample.engine.transform import Transform as Transform
-from vgrad.persample.engine.transform import assembled as assembled
-from vgrad.persample.engine.transform import constant as constant
-from vgrad.persample.engine.transform import constants as constants
 from vgrad.persample.engine.transform import eager as eager
-from vgrad.persample.engine.transform import joined as joined

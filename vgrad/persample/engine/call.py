@@ -20,7 +20,7 @@ from vgrad.functional.losses import check_loss, returned
 from vgrad.generators import RandomState, set_random_state
 from vgrad.loss.mode import LossMode, unchanged
 from vgrad.loss.randomness import Draws, drew
-from vgrad.persample.engine.guard import Fallbacks, UnsupportedOp
+from vgrad.persample.engine.guard import Fallbacks, Known, UnsupportedOp
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import autograd, modes
@@ -68,12 +68,19 @@ class Options(TypedDict, total=False):
             each sample's gradient is divided by it before anything else: results do not
             depend on the scale unless something overflows. Gradients are float32 or
             wider then.
+        verify: compare the gradients of two samples with plain autograd, at calls 1, 2,
+            4, 8, ... of each kind of batch (dtypes and numbers of dimensions, autocast,
+            training mode). Where they differ, `"auto"` goes on with the next strategy,
+            with a warning; another strategy raises, and so does private training. A
+            loss with another value when it runs again raises. Results do not depend on
+            this option. It costs some passes of two samples at each of these calls.
     """
 
     strategy: Strategy
     chunk_size: ChunkSize
     randomness: Randomness
     loss_scale: LossScale | None
+    verify: bool
 
 
 Take = Callable[[str, Factor], None]
@@ -271,6 +278,9 @@ class Call(AnyCall):
     reducer: Reducer = LOCAL
     # Whether parts of one sample may run by plain autograd: graphs have other numbers.
     singly: bool = True
+    verify: bool = True
+    private: bool = False  # whether numbers may depend on no sample but by their sum
+    known: Known | None = None  # of the signature of this call
 
     @classmethod
     def of(
@@ -283,6 +293,7 @@ class Call(AnyCall):
         call = cls(function=name, loss=loss, has_aux=has_aux, **options)
         call.checked(Strategy)
         check_loss_scale(name, call.loss_scale)
+        checks.choice(name, (True, False), verify=call.verify)
         size = batches.checked_chunk_size(name, call.chunk_size)
         return call.replaced(chunk_size=size)
 
@@ -313,7 +324,18 @@ class Call(AnyCall):
             max_norm=inputs.max_norm,
             scales=inputs.scales,
             draws=draws,
+            known=self._known(params, buffers, read) if self.verify else None,
         )
+
+    def _known(self, params: Params, buffers: Buffers, batch: batches.Batch) -> Known:
+        """Return what is known of calls with such tensors."""
+        kinds = [*map(_KIND, (*params.values(), *buffers.values(), *batch.tensors))]
+        casts = None
+        if modes.autocast_is_on():
+            casts = torch.get_autocast_dtype(batch.tensors[0].device.type)
+        training = getattr(self.loss, "training", None)
+        signature = (casts, torch.is_grad_enabled(), training, *kinds)
+        return self.fallbacks.known.setdefault(signature, Known())
 
     def take(self, rows: slice | Tensor) -> "Call":
         """Return the call on these samples, in this order: a chunk or a part."""
@@ -457,6 +479,10 @@ def _written_alike(mode: LossMode, new: Tensor, by_values: bool) -> bool | Tenso
 def _equal(a: Tensor, b: Tensor) -> bool:
     with modes.exit_all(), modes.without_modes(), torch.no_grad():
         return checks.same_values(modes.unwrap_all(a), modes.unwrap_all(b))
+
+
+_KIND = attrgetter("dtype", "ndim")
+"""The kind of a tensor; lengths share one."""
 
 
 def usable(value: Tensor) -> Tensor:

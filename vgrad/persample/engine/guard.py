@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, NamedTuple
@@ -84,6 +85,31 @@ class Failure(NamedTuple):
         return cls(stopped_at(error), why, refused)
 
 
+@dataclass
+class Known:
+    """What a transform has learnt of a signature, from comparisons with autograd."""
+
+    calls: int = 0
+    times: int = 0  # comparisons that agreed
+    largest: float = 0.0  # of their differences, relative to a gradient's norm
+    where: str = ""  # the parameter of that one
+    unseen: frozenset[str] = frozenset()  # parameters of which all gradients were zero
+    why: str = ""  # why the last comparison did not take place
+    route: "tuple[Strategy, Failure] | None" = None  # in place of one that was wrong
+
+    def __str__(self) -> str:
+        if not self.times:
+            return f"not verified: {self.why or 'no call so far'}"
+        text = (
+            f"verified against plain autograd on 2 samples, "
+            f"{self.times} time{'s' * (self.times > 1)}; largest difference "
+            f"{self.largest:.0e}"
+        )
+        text += f" ({self.where})" if self.where else ""
+        rest = ", ".join(sorted(self.unseen))
+        return f"{text}; not yet: {rest}" if rest else text
+
+
 class Fallbacks:
     """The memory of one transform: each warning is shown once."""
 
@@ -96,6 +122,7 @@ class Fallbacks:
         self.failure: Failure | None = None  # why the last loss was not recorded
         # Of losses that are not recorded, by the shapes of a sample.
         self.ways: dict[int, tuple[Strategy, Failure]] = {}
+        self.known: dict[Any, Known] = {}  # by signature
         self.split: Failure | None = None  # why samples ran one after another
         self.draws: bool | None = None  # whether a loss with keys has drawn so far
         self.splits: Counter[str] = Counter()  # chunks that fell into parts, by line

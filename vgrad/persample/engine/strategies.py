@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks, tree
-from vgrad.conditions import checks_collected
+from vgrad.conditions import Unrepeatable, checks_collected
 from vgrad.factors.base import Dense, Factor
 from vgrad.factors.columns import Columns
 from vgrad.functional.guards import Protected
@@ -195,11 +195,14 @@ def auto(call: Call, collect: Collect) -> Chunk:
     fallbacks = call.fallbacks
     if modes.inside_transform():
         return vmap(call, collect)
+    route = call.known.route if call.known else None
     if checks_collected():  # eager mode has run the loss before
+        if route and route[0] == "loop":
+            raise Unrepeatable("its samples run one after another")
         return (recorded if fallbacks.failure is None else vmap)(call, collect)
     state = random_state(call.tensors) if call.randomness != "error" else None
     shapes = _shapes(call) if fallbacks.ways else 0
-    way, fallbacks.failure = fallbacks.ways.get(shapes, ("recorded", None))
+    way, fallbacks.failure = route or fallbacks.ways.get(shapes, ("recorded", None))
     if way == "recorded":
         try:
             return recorded(call, collect)
@@ -284,7 +287,7 @@ def _restore_rng(call: Call, state: RandomState | None) -> None:
 
 def _alone(call: Call) -> tuple[Params, Tensor, Tree]:
     inside = modes.inside_transform()
-    gradient = _functional_gradient if inside else _plain_gradient
+    gradient = _functional_gradient if inside else plain_gradient
     before = random_state(call.tensors)
     tensors = call.batch.one(0)
 
@@ -433,7 +436,8 @@ def _leaves(call: Call) -> Params:
     }
 
 
-def _plain_gradient(of_params: Callable, call: Call) -> tuple:
+def plain_gradient(of_params: Callable, call: Call) -> tuple:
+    """Return gradients, loss and aux of one sample, by plain autograd."""
     leaves, create_graph = _leaves(call), call.differentiable
     params = call.params.values() if create_graph else ()
     with torch.enable_grad():

@@ -1,0 +1,412 @@
+"""The comparison of per-sample gradients with plain autograd, on two samples.
+
+B samples, k directions.
+"""
+
+import hashlib
+import math
+import random
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vgrad.conditions import checks_collected
+from vgrad.factors.base import Dense, Factor, Probes
+from vgrad.factors.reductions import row_norms
+from vgrad.generators import (
+    hashed_bits,
+    kept_random_state,
+    random_state,
+    sample_keys,
+    set_random_state,
+    unit,
+)
+from vgrad.loss.mode import SINGLE
+from vgrad.loss.randomness import Draws
+from vgrad.persample.engine.call import LOCAL, Call
+from vgrad.persample.engine.collectors import Collector
+from vgrad.persample.engine.evaluation import Evaluation
+from vgrad.persample.engine.guard import Failure, Fallbacks, Known, UnsupportedOp
+from vgrad.persample.engine.strategies import STRATEGIES, Chunk, plain_gradient
+from vgrad.torch_private import autograd, modes
+from vgrad.torch_private.shards import is_distributed
+from vgrad.tree import double, map_values, tensors
+from vgrad.typing import Params, Strategy, Tree
+
+_DIRECTIONS = 4
+"""Random directions on which gradients are compared: one may miss a difference."""
+
+_SPREAD = 8.0
+"""How many times gradients may differ as much as those at a point close by."""
+
+_WIDE = 2**28
+"""Bytes of parameters in float64 up to which they are compared in it."""
+
+
+class _Bound(NamedTuple):
+    """How far two right gradients may be apart, in arithmetic of some precision."""
+
+    relative: float  # to the norm of the parameter's gradient
+    share: float  # of the norm over all parameters that is added to that norm
+    least: float = 0.0  # below this numbers have lost their digits
+
+
+def _bound(kinds: Collection[torch.dtype]) -> _Bound:
+    eps = max(torch.finfo(each).eps for each in kinds)
+    # Thousands of the smallest numbers, into which sums of products underflow.
+    tiny = 2**15 * max(torch.finfo(each).tiny * torch.finfo(each).eps for each in kinds)
+    if eps <= torch.finfo(torch.float64).eps:
+        return _Bound(1e-6, 1e-6, tiny)
+    if eps <= torch.finfo(torch.float32).eps:
+        return _Bound(2e-2, 1e-2, tiny)
+    return _Bound(1e-1, 1e-1, tiny)
+
+
+def verify(call: Call, *, strict: bool) -> None:
+    """Compare gradients with plain autograd at calls 1, 2, 4, ... of a signature.
+
+    Where they differ, the signature gets another route; `UnsupportedOp` where the
+    caller has chosen the strategy, in private training, and if `strict`.
+    """
+    known = call.known
+    if known is None or not call.batch.size or call.strategy == "loop":
+        return
+    if checks_collected() or modes.inside_transform():
+        return
+    known.calls += 1
+    if known.calls & (known.calls - 1) or (known.route and known.route[0] == "loop"):
+        return
+    if any(each.is_meta or is_distributed(each) for each in call.tensors):
+        known.why = "tensors without values, or shards, are not compared"
+        return
+    pair = _pair(call, known)
+    if pair is None:
+        known.why = "no sample counts"
+        return
+    wide = known.calls.bit_length() % 2 and not modes.autocast_is_on()
+    with _undisturbed(pair) as restart, autograd.plain():
+        while True:
+            found = _compare(pair, known, restart, wide=bool(wide))
+            if isinstance(found, str):
+                known.why = found
+                return
+            if found is None:
+                return
+            if strict or call.private or call.strategy != "auto":
+                raise UnsupportedOp(found.text(call))
+            known.route = route = found.next_route(call)
+            if route[0] == "loop":
+                return
+
+
+@dataclass(frozen=True)
+class _Disagreement:
+    name: str
+    difference: float
+    strategies: frozenset[str]
+
+    def text(self, call: Call) -> str:
+        return (
+            f"{call.function}(loss): expected gradients that agree with plain autograd "
+            f"on one sample after another, got one of {self.name!r} that differs by "
+            f"{self.difference:.0e} of its norm with strategy="
+            f'{"/".join(sorted(self.strategies))!r}. Use strategy="loop"; the loss '
+            f"does something that its strategy cannot follow."
+        )
+
+    def next_route(self, call: Call) -> tuple[Strategy, Failure]:
+        recorded = "recorded" in self.strategies
+        why = (
+            f"the gradient of {self.name!r} differs from plain autograd's by "
+            f"{self.difference:.0e} of its norm"
+        )
+        name = "recorded" if recorded else "vmap"
+        call.fallbacks.warn(f"{call.function}: strategy={name!r} is not used, {why}.")
+        return "vmap" if recorded else "loop", Failure("verify", why, refused=True)
+
+
+def _pair(call: Call, known: Known) -> Call | None:
+    """Return the call on two samples that count, other ones each time."""
+    places = torch.arange(call.batch.size)
+    if call.mask is not None:
+        places = call.mask.nonzero().flatten().cpu()
+    if not len(places):
+        return None
+    number = 2 * known.calls.bit_length()
+    rows = places[torch.tensor([number - 2, number - 1]).remainder(len(places))]
+    changes: dict[str, Any] = {"mask": None, "weights": None, "cross": None}
+    changes |= {"draws": Draws(), "reducer": LOCAL, "chunk_size": None}
+    changes |= {"fallbacks": Fallbacks(silent=True), "unreached": set()}
+    detached = {"params": map_values(Tensor.detach, call.params)}
+    return call.replaced(**changes, **detached).take(rows)
+
+
+def _widened(call: Call) -> Call | None:
+    """Return a call in float64, None where it would take much memory."""
+    if sum(8 * each.numel() for each in call.params.values()) > _WIDE:
+        return None
+
+    def widen(tensor: Tensor) -> Tensor:
+        real = tensor.is_floating_point() or tensor.is_complex()
+        return double(tensor.detach()) if real else tensor
+
+    params, buffers = (map_values(widen, x) for x in (call.params, call.buffers))
+    tensors = [*map(widen, call.batch.tensors)]
+    batch = type(call.batch)(call.batch.size, call.batch.tree, tensors)
+    return call.replaced(params=params, buffers=buffers, batch=batch)
+
+
+@contextmanager
+def _undisturbed(call: Call) -> Iterator[Callable[[], None]]:
+    """Keep the generators of torch, numpy and Python; yield their restart."""
+    python, of_numpy = random.getstate(), np.random.get_state()
+    with kept_random_state(call.tensors), warnings.catch_warnings(), torch.no_grad():
+        state = random_state(call.tensors)
+
+        def restart() -> None:
+            set_random_state(state)
+            random.setstate(python)
+            np.random.set_state(of_numpy)
+
+        warnings.simplefilter("ignore")
+        try:
+            yield restart
+        finally:
+            restart()
+
+
+def _compare(
+    call: Call, known: Known, restart: Callable[[], None], *, wide: bool
+) -> "_Disagreement | str | None":
+    """Return a disagreement, None for none, or why there is no comparison."""
+    draws = call.randomness != "error"
+    calls = [call]
+    if draws:
+        # By keys a number follows from its place in a tensor of a sample; torch's
+        # generators fill the memory of all samples in another order.
+        keys = sample_keys(0, 0, call.batch.size, call.device)
+        keyed = call.replaced(randomness="different", draws=Draws(keys=keys))
+        calls = [keyed, call.replaced(randomness="same")]
+    found: Any = None
+    for each in calls:
+        if wide and (widened := _widened(each)) is not None:
+            # A loss with a constant of its own dtype may refuse float64.
+            found = _compared(widened, known, restart)
+            if not isinstance(found, str):
+                break
+        found = _compared(each, known, restart)
+        if not isinstance(found, str):
+            break
+    if isinstance(found, _Disagreement) and draws and each is not keyed:
+        return "samples do not draw by keys"
+    return found
+
+
+def _compared(
+    call: Call, known: Known, restart: Callable[[], None]
+) -> "_Disagreement | str | None":
+    probes: dict[str, Probes] = {}
+    alone = [call.take(slice(row, row + 1)) for row in range(call.batch.size)]
+    try:
+        restart()
+        run = Evaluation(call)
+        parts = [part.values for part in run.parts(partial(_collected, probes))]
+        plain = [_plain(one, probes, restart) for one in alone]
+        restart()
+        again = _value(alone[0])
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if any(each.draws.own for each in (call, *alone)):
+        return "the loss draws from a torch.Generator of its own"
+    _check_pure(call, plain[0].loss, again)
+    found = map_values(lambda *each: torch.cat(each), *parts)
+    if run.places is not None:
+        found = map_values(lambda each: each[run.places], found)
+    rows = [row for row, each in enumerate(plain) if each.total < torch.inf]
+    if not rows:
+        return "gradients are not finite"
+    kinds = {each.dtype for each in call.params.values()}
+    bound = _bound(kinds)
+    difference, name = _largest(found, plain, rows, bound)
+    if difference > bound.relative:
+        # Arithmetic inside of the loss may be less precise, or gradients may be made of
+        # rounding errors: then those at points close by differ as much.
+        restart()
+        kinds |= _dtypes(alone[0])
+        bound, eps = _bound(kinds), max(torch.finfo(each).eps for each in kinds)
+        near = [_plain(_moved(one, 16 * eps), probes, restart) for one in alone]
+        difference, name = _largest(found, plain, rows, bound, near)
+    if difference > bound.relative:
+        strategies = {chunk.strategy for chunk in run.chunks_run} - {"loop"}
+        if not strategies:
+            raise _impure(call, "other gradients")
+        return _Disagreement(name, difference, frozenset(strategies))
+    known.times += 1
+    if difference > known.largest:
+        known.largest, known.where = difference, name
+    unseen = frozenset(
+        name
+        for name, values in found.items()
+        if not values.any() and not any(each.norms[name] for each in plain)
+    )
+    known.unseen = unseen & (known.unseen if known.times > 1 else unseen)
+    return None
+
+
+def _largest(
+    found: Params,
+    plain: "list[_Plain]",
+    rows: list[int],
+    bound: _Bound,
+    near: "Sequence[_Plain]" = (),
+) -> tuple[float, str]:
+    """Return the largest difference, relative to a gradient's norm, and its name."""
+    most, where = 0.0, ""
+    for name, values in found.items():
+        for row in rows:
+            one = plain[row]
+            gap = _length(values[row] - one.values[name][0])
+            size = one.norms[name] + bound.share * one.total
+            if near:
+                spread = _length(near[row].values[name] - one.values[name])
+                size += (_SPREAD * spread + bound.least) / bound.relative
+            difference = gap / size if size else gap and torch.inf
+            if not difference <= most:
+                most, where = difference, name
+    return most, where
+
+
+def _length(values: Tensor) -> float:
+    """Return the norm of a gradient, by its inner products with the directions."""
+    return float(values.square().mean().sqrt().nan_to_num(torch.inf))
+
+
+@dataclass
+class _Projections(Collector):
+    """Keeps inner products with the directions, [B, k] in float64."""
+
+    params: Params
+    probes: dict[str, Probes]
+    values: Params = field(default_factory=dict)
+    norms: dict[str, Tensor] | None = None  # of gradients that are formed
+
+    def take(self, name: str, factor: Factor) -> None:
+        if name not in self.probes:
+            like = self.params[name]
+            self.probes[name] = _directions(name, factor.shape, like)
+        value = factor.project(self.probes[name])
+        self.values[name] = double(value.detach()).view(factor.size, _DIRECTIONS)
+        if self.norms is not None:
+            self.norms[name] = row_norms(factor.grad().detach())
+
+
+def _directions(name: str, shape: torch.Size, like: Tensor) -> Probes:
+    """Return directions that follow from a name, of uniform numbers of variance one."""
+    sizes = (*shape, 2) if like.is_complex() else (*shape,)
+    digest = hashlib.sha256(name.encode()).digest()
+
+    def draw(key: bytes, size: int) -> Tensor:
+        bits = hashed_bits(key, _DIRECTIONS * size, like.device)
+        numbers = (unit(bits, 53, torch.float64) - 0.5) * math.sqrt(12)
+        return numbers.view(_DIRECTIONS, size)
+
+    if len(sizes) < 2:
+        return Probes(None, draw(digest[:16], math.prod(sizes)))
+    return Probes(draw(digest[16:], sizes[0]), draw(digest[:16], math.prod(sizes[1:])))
+
+
+def _collected(probes: dict[str, Probes], call: Call) -> Chunk:
+    return STRATEGIES[call.strategy](call, partial(_Projections, call.params, probes))
+
+
+class _Plain(NamedTuple):
+    """What plain autograd computes for one sample."""
+
+    loss: Tensor
+    values: Params  # [1, k]
+    norms: dict[str, float]
+    total: float  # the norm over all parameters
+
+
+def _plain(
+    call: Call, probes: dict[str, Probes], restart: Callable[[], None]
+) -> _Plain:
+    restart()
+    grads, loss, _ = plain_gradient(partial(_run_alone, call), call)
+    collector = _Projections(call.params, probes, norms={})
+    take = call.unscaled(collector.take)
+    for name in list(grads):
+        take(name, Dense(grads.pop(name).unsqueeze(0)))
+    norms = {name: float(each) for name, each in (collector.norms or {}).items()}
+    total = float(torch.tensor([*norms.values()], dtype=torch.float64).norm())
+    return _Plain(loss, collector.values, norms, total)
+
+
+def _run_alone(call: Call, params: Params) -> tuple[Tensor, Tree]:
+    mode = call.mode(handlers=SINGLE)
+    return call.run_loss(params, call.batch.one(0), mode, alone=True)
+
+
+def _value(call: Call) -> Tensor:
+    with torch.enable_grad():
+        params = map_values(lambda each: each.detach().requires_grad_(), call.params)
+        return _run_alone(call, params)[0].detach()
+
+
+def _check_pure(call: Call, value: Tensor, again: Tensor) -> None:
+    """Refuse a loss that has another value when it runs again."""
+    if not torch.allclose(value, again, rtol=1e-3, equal_nan=True):
+        was, now = (f"{float(each.sum()):.9g}" for each in (value, again))
+        raise _impure(call, f"{was}, and then {now}")
+
+
+def _impure(call: Call, got: str) -> RuntimeError:
+    return RuntimeError(
+        f"{call.function}(loss): expected a loss that depends on its arguments alone, "
+        f"got {got} for the same sample and random numbers. A loss may keep nothing "
+        f"for its next call (counters, moving averages, caches), and may not write "
+        f"into parameters, by .data and numpy neither. Pass verify=False if it differs "
+        f"on purpose."
+    )
+
+
+def _moved(call: Call, part: float) -> Call:
+    """Return the call with parameters that differ by such a part of each number."""
+
+    def move(value: Tensor) -> Tensor:
+        real = value.real if value.is_complex() else value
+        parts = _directions("", torch.Size((real.numel(),)), real).right[0]
+        return (value * (1 + part * parts.view_as(real))).to(value.dtype)
+
+    return call.replaced(params=map_values(move, call.params))
+
+
+def _dtypes(call: Call) -> set[torch.dtype]:
+    """Return the dtypes of the numbers that a loss computes."""
+    with _Dtypes() as mode:
+        _value(call)
+    return mode.seen
+
+
+class _Dtypes(TorchDispatchMode):
+    """Notes the dtypes of results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        floats = filter(torch.is_floating_point, tensors(output))
+        self.seen.update(each.dtype for each in floats)
+        return output
