@@ -263,6 +263,7 @@ class PrivateGradients:
         strategy: Strategy = "auto",
         chunk_size: ChunkSize = None,
         randomness: Randomness = "different",
+        verify: bool = True,
         check_collate: bool = True,
         key: Tensor | None = None,
         **loading: Any,
@@ -300,7 +301,7 @@ class PrivateGradients:
         self._guard = GradGuard(self._live, self._run)
         self._criterion, self._copies = criterion, made or augmentations
         self._options: Any = {"strategy": strategy, "chunk_size": chunk_size}
-        self._options |= {"randomness": randomness}
+        self._options |= {"randomness": randomness, "verify": verify}
         self._function = self._live.function
         self._source = PrivateSource(plan=self.plan, transform=self._clip())
         self._sums: Any = None  # of a part of a logical batch

@@ -21,7 +21,9 @@ from vgrad.persample.engine import (
     Inputs,
     Quantity,
     Transform,
+    UnsupportedOp,
     at_a_time,
+    verify,
 )
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.proxies import Use
@@ -70,10 +72,12 @@ class Explanation(Report):
     written: tuple[str, ...] = ()  # lines that make a tensor for each sample to write
     hooks: tuple[str, ...] = ()  # on gradients, called for one sample after another
     costs: tuple[Cost, ...] = ()  # of the strategy that ran, and of slower ones
+    verified: str = ""  # how gradients compare with plain autograd
 
     def __str__(self) -> str:
         samples = f"{self.samples} sample{'s' * (self.samples != 1)}"
         title = f"{self.function} of {samples}, strategy {self.strategy}: {self.why}"
+        title += f"\n\n{self.verified}" if self.verified else ""
         if self.splits:
             lines = [f"  {where} ({times} x)" for where, times in self.splits]
             title += (
@@ -123,7 +127,8 @@ def explain(transform: Any) -> Any:
     `transform` is the result of `per_sample_norm`, `clipped_grad` or another per-sample
     transform. Its loss runs once, forward and backward, on the first chunk of the batch
     and with the transform's options (and on one sample, if a parameter gets no
-    gradient); random generators are restored. Print the report, or read `.strategy`,
+    gradient; on two, if no call has compared gradients with plain autograd so far);
+    random generators are restored. Print the report, or read `.strategy`,
     `.why`, `.costs`, `.rows` and `.splits`. For `ensemble_forward(...)` and
     `ensemble_grad(...)` it has the strategy and the form of each op, for a compiled
     function its captures.
@@ -169,7 +174,8 @@ def explain(transform: Any) -> Any:
         # A memory of its own, so that the transform still warns; the report has the
         # reason.
         options = replace(transform.options, fallbacks=Fallbacks(silent=True))
-        call = options.on(Inputs(params, buffers, batch))
+        inputs = Inputs(params, buffers, batch)
+        call = options.on(inputs).replaced(known=transform.options.on(inputs).known)
         with kept_random_state(call.tensors):
             report = _explained(call)
         captured = getattr(transform.execute, "explanation", None)
@@ -191,6 +197,7 @@ def _explained(call: Call) -> Explanation:
         with watch:
             return call.loss(params, buffers, *sample)
 
+    verified = _verified(call)
     size = min(size, at_a_time(call) or size)
     part = replace(call, loss=watched).take(slice(0, size))
     run = Evaluation(replace(part, chunk_size=None))
@@ -239,7 +246,22 @@ def _explained(call: Call) -> Explanation:
         tuple(dict.fromkeys(copied.values())),
         tuple(f"{name} ({line})" for name, line in hooks.items()),
         costs[names.index(strategy) :],
+        verified,
     )
+
+
+def _verified(call: Call) -> str:
+    """Return how far gradients are verified; compare them if no call has done so."""
+    if call.known is None:
+        return "not verified: verify=False"
+    if call.strategy == "loop":
+        return ""
+    if not call.known.calls:
+        try:
+            verify(call, strict=False)
+        except (UnsupportedOp, RuntimeError) as error:
+            return str(error)
+    return str(call.known)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -671,6 +671,7 @@ def private_step(
     strategy: Strategy = "auto",
     chunk_size: ChunkSize = None,
     randomness: Randomness = "error",
+    verify: bool = True,
     policy: Policy | str | None = None,
     loss_scale: LossScale | None = None,
     donate: bool = False,
@@ -711,7 +712,7 @@ def private_step(
     Reference: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133.
 
     Args:
-        strategy, chunk_size, randomness: see `vgrad.persample.Options`.
+        strategy, chunk_size, randomness, verify: see `vgrad.persample.Options`.
         policy, loss_scale, donate, has_aux: as in `train_step`.
 
     Raises:
@@ -738,7 +739,7 @@ def private_step(
             )
         loss = UnitLoss(loss)
     options: Any = {"passes": passes, "strategy": strategy, "chunk_size": chunk_size}
-    options |= {"randomness": randomness, "has_aux": has_aux}
+    options |= {"randomness": randomness, "verify": verify, "has_aux": has_aux}
     clipped = clipped_sums(function, with_policy(policy, loss), plan, **options)
     own = {"has_aux": has_aux, "samples_per_unit": plan.samples_per_unit}
     source = LogicalBatchSource(transform=clipped, plan=plan, **own)

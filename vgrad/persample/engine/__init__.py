@@ -34,3 +34,4 @@ from vgrad.persample.engine.strategies import advanced as advanced
 from vgrad.persample.engine.transform import Quantity as Quantity
 from vgrad.persample.engine.transform import Transform as Transform
 from vgrad.persample.engine.transform import eager as eager
+from vgrad.persample.engine.verify import verify as verify

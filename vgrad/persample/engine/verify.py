@@ -91,6 +91,15 @@ def verify(call: Call, *, strict: bool) -> None:
     if pair is None:
         known.why = "no sample counts"
         return
+    try:
+        _settle(call, pair, known, strict)
+    except BaseException:
+        known.calls -= 1  # so that the next call is compared, too
+        raise
+
+
+def _settle(call: Call, pair: Call, known: Known, strict: bool) -> None:
+    """Compare two samples until a route agrees."""
     wide = known.calls.bit_length() % 2 and not modes.autocast_is_on()
     with _undisturbed(pair) as restart, autograd.plain():
         while True:
@@ -100,6 +109,7 @@ def verify(call: Call, *, strict: bool) -> None:
                 return
             if found is None:
                 return
+            known.why = found.why
             if strict or call.private or call.strategy != "auto":
                 raise UnsupportedOp(found.text(call))
             known.route = route = found.next_route(call)
@@ -113,24 +123,31 @@ class _Disagreement:
     difference: float
     strategies: frozenset[str]
 
+    @property
+    def strategy(self) -> Strategy:
+        return "recorded" if "recorded" in self.strategies else "vmap"
+
+    @property
+    def why(self) -> str:
+        return (
+            f"its gradient of {self.name!r} differs from plain autograd's by "
+            f"{self.difference:.0e} of the norm"
+        )
+
     def text(self, call: Call) -> str:
         return (
-            f"{call.function}(loss): expected gradients that agree with plain autograd "
-            f"on one sample after another, got one of {self.name!r} that differs by "
-            f"{self.difference:.0e} of its norm with strategy="
-            f'{"/".join(sorted(self.strategies))!r}. Use strategy="loop"; the loss '
-            f"does something that its strategy cannot follow."
+            f"{call.function}(loss, strategy={call.strategy!r}): expected gradients "
+            f"that agree with plain autograd, got other ones by "
+            f'{self.strategy!r}: {self.why}. Use strategy="loop".'
         )
 
     def next_route(self, call: Call) -> tuple[Strategy, Failure]:
-        recorded = "recorded" in self.strategies
-        why = (
-            f"the gradient of {self.name!r} differs from plain autograd's by "
-            f"{self.difference:.0e} of its norm"
+        call.fallbacks.warn(
+            f"{call.function}: the loss does not run with strategy={self.strategy!r}, "
+            f"since {self.why}. The numbers are right, but slow."
         )
-        name = "recorded" if recorded else "vmap"
-        call.fallbacks.warn(f"{call.function}: strategy={name!r} is not used, {why}.")
-        return "vmap" if recorded else "loop", Failure("verify", why, refused=True)
+        failure = Failure("a comparison", self.why, refused=True)
+        return "vmap" if self.strategy == "recorded" else "loop", failure
 
 
 def _pair(call: Call, known: Known) -> Call | None:
