@@ -351,7 +351,7 @@ def test_a_hook_gets_plain_tensors_of_one_sample_after_another_in_each_pass():
     loss = with_hook(notes.append)
     vgrad.per_sample_grad(loss, strategy="loop")(P, {}, X)
     looped, notes[:] = notes[:], []
-    vgrad.clipped_grad(loss, max_norm=1.0, passes=2)(P, {}, X)
+    vgrad.clipped_grad(loss, max_norm=1.0, passes=2, verify=False)(P, {}, X)
     oracle.assert_exact(notes, 2 * looped)
 
 

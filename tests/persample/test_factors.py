@@ -262,7 +262,7 @@ def test_a_step_of_a_transformer_reads_one_value(clipping, loss_scale):
     model = language()
     loss, *given = losses.of_model(model, losses.next_token, torch.float32)
     given += [torch.randint(11, (4, 6))] * 2
-    options = {"clipping": clipping, "loss_scale": loss_scale}
+    options = {"clipping": clipping, "loss_scale": loss_scale, "verify": False}
     compute = vgrad.clipped_grad(loss, max_norm=0.1, **options)
     compute(*given)
     assert counted(compute, *given)[1] == 1
@@ -318,7 +318,9 @@ def test_doubts_of_all_parameters_are_mended(clipping, small, monkeypatch):
 
 def test_norms_of_zeros_form_no_gradients():
     params, x = {"w": torch.zeros(300, 300)}, torch.zeros(6, 4, 300)
-    compute = vgrad.per_sample_norm(lambda p, b, x: F.linear(x, p["w"]).sum())
+    compute = vgrad.per_sample_norm(
+        lambda p, b, x: F.linear(x, p["w"]).sum(), verify=False
+    )
     with losses.Peak() as peak:
         found = compute(params, {}, x)
     assert not bool(found.any())

@@ -230,37 +230,36 @@ def _compare(
 def _compared(
     call: Call, known: Known, restart: Callable[[], None]
 ) -> "_Disagreement | str | None":
-    probes: dict[str, Probes] = {}
+    names, probes = [*call.params], {}
     alone = [call.take(slice(row, row + 1)) for row in range(call.batch.size)]
     try:
         restart()
         run = Evaluation(call)
-        parts = [part.values for part in run.parts(partial(_collected, probes))]
-        plain = [_plain(one, probes, restart) for one in alone]
+        found = run.parts(partial(_run, probes))
+        parts = [_stacked(call.params, each.values) for each in found]
+        plain = _plain(alone, probes, restart)
         restart()
         again = _value(alone[0])
     except Exception as error:
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     if any(each.draws.own for each in (call, *alone)):
         return "the loss draws from a torch.Generator of its own"
-    _check_pure(call, plain[0].loss, again)
-    found = map_values(lambda *each: torch.cat(each), *parts)
-    if run.places is not None:
-        found = map_values(lambda each: each[run.places], found)
-    rows = [row for row, each in enumerate(plain) if each.total < torch.inf]
-    if not rows:
+    _check_pure(call, plain.losses[0], again)
+    found = torch.cat(parts) if run.places is None else torch.cat(parts)[run.places]
+    if not plain.total.isfinite().any():
         return "gradients are not finite"
     kinds = {each.dtype for each in call.params.values()}
     bound = _bound(kinds)
-    difference, name = _largest(found, plain, rows, bound)
-    if difference > bound.relative:
+    differences = _differences(found, plain, bound)
+    if bool((differences > bound.relative).any()):
         # Arithmetic inside of the loss may be less precise, or gradients may be made of
         # rounding errors: then those at points close by differ as much.
         restart()
         kinds |= _dtypes(alone[0])
         bound, eps = _bound(kinds), max(torch.finfo(each).eps for each in kinds)
-        near = [_plain(_moved(one, 16 * eps), probes, restart) for one in alone]
-        difference, name = _largest(found, plain, rows, bound, near)
+        near = _plain([_moved(one, 16 * eps) for one in alone], probes, restart)
+        differences = _differences(found, plain, bound, near)
+    difference, name = float(differences.max()), names[int(differences.argmax())]
     if difference > bound.relative:
         strategies = {chunk.strategy for chunk in run.chunks_run} - {"loop"}
         if not strategies:
@@ -269,41 +268,28 @@ def _compared(
     known.times += 1
     if difference > known.largest:
         known.largest, known.where = difference, name
-    unseen = frozenset(
-        name
-        for name, values in found.items()
-        if not values.any() and not any(each.norms[name] for each in plain)
-    )
-    known.unseen = unseen & (known.unseen if known.times > 1 else unseen)
+    zeros = (found == 0).all(2).all(0) & (plain.norms == 0).all(0)
+    unseen = {name for name, zero in zip(names, zeros.tolist(), strict=True) if zero}
+    known.unseen = frozenset(unseen & known.unseen if known.times > 1 else unseen)
     return None
 
 
-def _largest(
-    found: Params,
-    plain: "list[_Plain]",
-    rows: list[int],
-    bound: _Bound,
-    near: "Sequence[_Plain]" = (),
-) -> tuple[float, str]:
-    """Return the largest difference, relative to a gradient's norm, and its name."""
-    most, where = 0.0, ""
-    for name, values in found.items():
-        for row in rows:
-            one = plain[row]
-            gap = _length(values[row] - one.values[name][0])
-            size = one.norms[name] + bound.share * one.total
-            if near:
-                spread = _length(near[row].values[name] - one.values[name])
-                size += (_SPREAD * spread + bound.least) / bound.relative
-            difference = gap / size if size else gap and torch.inf
-            if not difference <= most:
-                most, where = difference, name
-    return most, where
+def _differences(
+    found: Tensor, plain: "_Plain", bound: _Bound, near: "_Plain | None" = None
+) -> Tensor:
+    """Return the differences of parameters, relative to the norms of gradients, [P]."""
+    gap = _length(found - plain.values).nan_to_num(torch.inf)
+    size = plain.norms + bound.share * plain.total
+    if near is not None:
+        spread = _length(near.values - plain.values)
+        size = size + (_SPREAD * spread + bound.least) / bound.relative
+    relative = torch.where(gap == 0, 0.0, gap / size)
+    return torch.where(plain.total.isfinite(), relative, 0.0).amax(0)
 
 
-def _length(values: Tensor) -> float:
-    """Return the norm of a gradient, by its inner products with the directions."""
-    return float(values.square().mean().sqrt().nan_to_num(torch.inf))
+def _length(values: Tensor) -> Tensor:
+    """Return norms of gradients, by their inner products with the directions."""
+    return values.square().mean(-1).sqrt()
 
 
 @dataclass
@@ -340,31 +326,44 @@ def _directions(name: str, shape: torch.Size, like: Tensor) -> Probes:
     return Probes(draw(digest[16:], sizes[0]), draw(digest[:16], math.prod(sizes[1:])))
 
 
-def _collected(probes: dict[str, Probes], call: Call) -> Chunk:
+def _run(probes: dict[str, Probes], call: Call) -> Chunk:
     return STRATEGIES[call.strategy](call, partial(_Projections, call.params, probes))
 
 
-class _Plain(NamedTuple):
-    """What plain autograd computes for one sample."""
+def _stacked(params: Params, values: Params) -> Tensor:
+    """Join tensors `[B, ...]` of P parameters, [B, P, ...], and read them at once."""
+    device = next(iter(values.values())).device
+    return torch.stack([values[name].to(device) for name in params], 1).cpu()
 
-    loss: Tensor
-    values: Params  # [1, k]
-    norms: dict[str, float]
-    total: float  # the norm over all parameters
+
+class _Plain(NamedTuple):
+    """What plain autograd computes, sample by sample."""
+
+    losses: list[Tensor]
+    values: Tensor  # [B, P, k]
+    norms: Tensor  # [B, P]
+
+    @property
+    def total(self) -> Tensor:
+        """The norms over all parameters, [B, 1]."""
+        return self.norms.norm(dim=1, keepdim=True)
 
 
 def _plain(
-    call: Call, probes: dict[str, Probes], restart: Callable[[], None]
+    calls: Sequence[Call], probes: dict[str, Probes], restart: Callable[[], None]
 ) -> _Plain:
-    restart()
-    grads, loss, _ = plain_gradient(partial(_run_alone, call), call)
-    collector = _Projections(call.params, probes, norms={})
-    take = call.unscaled(collector.take)
-    for name in list(grads):
-        take(name, Dense(grads.pop(name).unsqueeze(0)))
-    norms = {name: float(each) for name, each in (collector.norms or {}).items()}
-    total = float(torch.tensor([*norms.values()], dtype=torch.float64).norm())
-    return _Plain(loss, collector.values, norms, total)
+    losses, values, norms = [], [], []
+    for call in calls:
+        restart()
+        grads, loss, _ = plain_gradient(partial(_run_alone, call), call)
+        collector = _Projections(call.params, probes, norms={})
+        take = call.unscaled(collector.take)
+        for name in list(grads):
+            take(name, Dense(grads.pop(name).unsqueeze(0)))
+        losses.append(loss)
+        values.append(_stacked(call.params, collector.values))
+        norms.append(_stacked(call.params, collector.norms or {}))
+    return _Plain(losses, torch.cat(values), torch.cat(norms))
 
 
 def _run_alone(call: Call, params: Params) -> tuple[Tensor, Tree]:
