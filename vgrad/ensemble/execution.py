@@ -15,6 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from vgrad.conditions import checks_collected
 from vgrad.devices import is_host
 from vgrad.ensemble.layout import MemberCall
 from vgrad.functional.guards import protect
@@ -22,6 +23,7 @@ from vgrad.generators import (
     RNG_LOCK,
     kept_random_state,
     random_state,
+    sample_keys,
     set_random_state,
 )
 from vgrad.loss.grad_flags import GradFlags, UnsupportedOp, raise_clearly
@@ -30,11 +32,12 @@ from vgrad.loss.mode import LossMode, of_members
 from vgrad.loss.randomness import Draws
 from vgrad.loss.values import Partition, SplitBatch
 from vgrad.persample.engine.evaluation import in_parts
-from vgrad.persample.engine.guard import NON_RETRYABLE, Failure
+from vgrad.persample.engine.guard import NON_RETRYABLE, Failure, Fallbacks
+from vgrad.persample.engine.verify import Bound, Dtypes, bound_of, undisturbed
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.report import Report, table
 from vgrad.torch_private import autograd, modes
-from vgrad.tree import tensors
+from vgrad.tree import double, map_tensors, tensors
 from vgrad.typing import Buffers, Params, Tree
 
 BUSY = 50.0
@@ -157,6 +160,9 @@ def run(
     branches run in groups; these are remembered, unless they are added to `splits`.
     """
     way: Any = strategy or choose(function, call)[0]
+    if strategy is None:
+        joint = partial(run, function, strategy=way, splits=[])
+        way = verified(call, way, joint, partial(in_turn, function))
     if way == "loop" and call.draws.keys is None:
         return in_turn(function, call)
     found: list[Partition] = [] if splits is None else splits
@@ -201,6 +207,109 @@ def run(
             else:
                 fall_back(call, _why(parts))
     return joined
+
+
+# The comparison with members by themselves.
+
+
+def verified(
+    call: MemberCall,
+    strategy: str,
+    joint: Callable[[MemberCall], Tree],
+    alone: Callable[[MemberCall], Tree],
+) -> str:
+    """Return the strategy, or "loop" if it has other results than plain autograd.
+
+    The results of two members are compared, at calls 1, 2, 4, ... with tensors of one
+    kind: `joint` runs them at once, `alone` one after the other.
+    """
+    if strategy == "loop" or not call.verify:
+        return strategy
+    if checks_collected() or modes.inside_transform():
+        return strategy
+    kind = strategy, *[(each.dtype, each.ndim) for each in call.tensors]
+    call.counts[kind] = count = call.counts.get(kind, 0) + 1
+    if count & (count - 1) or any(each.is_meta for each in call.tensors):
+        return strategy
+    number = 2 * count.bit_length()
+    rows = torch.tensor([number - 2, number - 1]).remainder(call.layout.members)
+    memory: dict[str, Any] = {"fallbacks": Fallbacks(silent=True), "known": {}}
+    pair = call.take(rows).replaced(verify=False, unreached=set(), **memory)
+    if call.randomness != "error":
+        keys = sample_keys(0, 0, 2, call.tensors[0].device)
+        pair = pair.replaced(randomness="different", draws=Draws(keys=keys))
+    with undisturbed(call.tensors) as restart:
+        try:
+            difference = _difference(pair, joint, alone, restart)
+        except Exception:
+            return strategy  # the call of all members raises it, or is not comparable
+    if difference is None:
+        return strategy
+    why = f"its results differ from plain autograd's by {difference:.0e} of their norm"
+    if not call.may_loop:
+        call.counts[kind] -= 1  # so that the next call is compared, too
+        raise UnsupportedOp(
+            f"{call.function}(strategy={call.strategy!r}): expected members that "
+            f"compute at once as they do by themselves, got other results: {why}. Use "
+            f'strategy="loop".'
+        )
+    fall_back(call, why)
+    return "loop"
+
+
+def _difference(
+    pair: MemberCall, joint: Callable, alone: Callable, restart: Callable[[], None]
+) -> float | None:
+    """Return how far results of two ways are apart; None for a rounding error."""
+    dtypes = {each.dtype for each in pair.tensors if each.is_floating_point()}
+    ways = [pair]
+    if not modes.autocast_is_on() and sum(x.numel() for x in pair.tensors) < 2**25:
+        fixed = {name: getattr(pair, name) for name in ("params", "buffers", "items")}
+        ways.insert(0, pair.replaced(**map_tensors(_widened, fixed)))
+    for each in ways:
+        found = []
+        try:
+            for run in (joint, alone):
+                restart()
+                found.append([x.detach() for x in tensors(run(each)) if _is_real(x)])
+        except Exception:
+            if each is pair:
+                raise
+            continue  # a constant of its own dtype may refuse float64
+        kinds = {torch.float64} if each is not pair else dtypes or {torch.float32}
+        difference = _largest(found[0], found[1], bound_of(kinds))
+        if difference is not None:
+            restart()
+            with Dtypes() as mode:
+                alone(each)
+            difference = _largest(found[0], found[1], bound_of(kinds | mode.seen))
+        return difference
+    return None
+
+
+def _largest(found: list[Tensor], right: list[Tensor], bound: Bound) -> float | None:
+    """Return the largest difference, relative to norms, where it is above a bound."""
+    norms = [double(each).norm() for each in right]
+    finite = [bool(each.isfinite()) for each in norms]
+    sizes = [norm for norm, counts in zip(norms, finite, strict=True) if counts]
+    if not sizes:
+        return None
+    total = torch.stack(sizes).norm()
+    gaps = [
+        double(one - other).norm().nan_to_num(torch.inf) / (norm + bound.share * total)
+        for one, other, norm, counts in zip(found, right, norms, finite, strict=True)
+        if counts and total
+    ]
+    most = max(map(float, gaps), default=0.0)
+    return most if most > bound.relative else None
+
+
+def _is_real(value: Tensor) -> bool:
+    return value.is_floating_point()
+
+
+def _widened(value: Tensor) -> Tensor:
+    return double(value.detach()) if value.is_floating_point() else value
 
 
 # The choice of a way.

@@ -125,6 +125,12 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         keyed = call.draws.keys is not None
         with RNG_LOCK if keyed else nullcontext():
             before = random_state(call.tensors)
+            strategy = execution.verified(
+                call,
+                strategy,
+                lambda pair: self._of_sum(pair, strategy, 1.0, before),
+                lambda pair: self._by_members(pair, 1.0),
+            )
             run = partial(self._of_sum, call, strategy, loss_scale, before)
             if strategy == "loop" and not modes.inside_transform():
                 run = partial(self._by_members, call, loss_scale)
@@ -282,6 +288,9 @@ def ensemble_grad(
             a sequence with an entry for each item.
         randomness: of random ops: `"error"`, `"different"` for each member, `"same"`.
         shared: patterns of the entries without a member axis.
+        verify: compare two members with plain autograd on each, at calls 1, 2, 4, 8,
+            ... with tensors of one kind. Where they differ, `"auto"` takes the loop,
+            with a warning, and another strategy raises.
         has_aux: the loss returns `(scalar, aux)`, and the result is a pair with aux.
 
     Raises:

@@ -31,6 +31,7 @@ class EnsembleOptions(TypedDict, total=False):
     randomness: Randomness
     strategy: EnsembleStrategy
     shared: Patterns
+    verify: bool
 
 
 def shared_names(
@@ -105,8 +106,11 @@ class MemberCall(AnyCall):
     randomness: Randomness = "different"
     in_dims: InDims = None
     shared: Patterns = ()
-    # Of all calls: the strategies of the shapes so far, with the reasons.
+    verify: bool = True
+    # Of all calls: the strategies of the shapes so far, with the reasons, and how many
+    # calls there were of each kind of tensors.
     known: dict[Any, tuple[str, str]] = field(default_factory=dict)
+    counts: dict[Any, int] = field(default_factory=dict)
     layout: Layout = _NO_MEMBERS
     items: tuple = ()  # of the batch, members in front
     dims: tuple[int | None, ...] = ()  # the member axis of each item, 0 or None
@@ -116,6 +120,7 @@ class MemberCall(AnyCall):
         """Check the options of a function."""
         call = cls(function=function, **options).checked(EnsembleStrategy)
         checks.patterns(function, shared=call.shared)
+        checks.choice(function, (True, False), verify=call.verify)
         return call
 
     def on(

@@ -51,7 +51,7 @@ _WIDE = 2**28
 """Bytes of parameters in float64 up to which they are compared in it."""
 
 
-class _Bound(NamedTuple):
+class Bound(NamedTuple):
     """How far two right gradients may be apart, in arithmetic of some precision."""
 
     relative: float  # to the norm of the parameter's gradient
@@ -59,15 +59,16 @@ class _Bound(NamedTuple):
     least: float = 0.0  # below this numbers have lost their digits
 
 
-def _bound(kinds: Collection[torch.dtype]) -> _Bound:
+def bound_of(kinds: Collection[torch.dtype]) -> Bound:
+    """Return the bound for arithmetic in these dtypes."""
     eps = max(torch.finfo(each).eps for each in kinds)
     # Thousands of the smallest numbers, into which sums of products underflow.
     tiny = 2**15 * max(torch.finfo(each).tiny * torch.finfo(each).eps for each in kinds)
     if eps <= torch.finfo(torch.float64).eps:
-        return _Bound(1e-6, 1e-6, tiny)
+        return Bound(1e-6, 1e-6, tiny)
     if eps <= torch.finfo(torch.float32).eps:
-        return _Bound(2e-2, 1e-2, tiny)
-    return _Bound(1e-1, 1e-1, tiny)
+        return Bound(2e-2, 1e-2, tiny)
+    return Bound(1e-1, 1e-1, tiny)
 
 
 def verify(call: Call, *, strict: bool) -> None:
@@ -101,7 +102,7 @@ def verify(call: Call, *, strict: bool) -> None:
 def _settle(call: Call, pair: Call, known: Known, strict: bool) -> None:
     """Compare two samples until a route agrees."""
     wide = known.calls.bit_length() % 2 and not modes.autocast_is_on()
-    with _undisturbed(pair) as restart, autograd.plain():
+    with undisturbed(pair.tensors) as restart, torch.no_grad():
         while True:
             found = _compare(pair, known, restart, wide=bool(wide))
             if isinstance(found, str):
@@ -182,11 +183,11 @@ def _widened(call: Call) -> Call | None:
 
 
 @contextmanager
-def _undisturbed(call: Call) -> Iterator[Callable[[], None]]:
-    """Keep the generators of torch, numpy and Python; yield their restart."""
+def undisturbed(tensors: Sequence[Tensor]) -> Iterator[Callable[[], None]]:
+    """Keep warnings and all generators; yield the restart of these."""
     python, of_numpy = random.getstate(), np.random.get_state()
-    with kept_random_state(call.tensors), warnings.catch_warnings(), torch.no_grad():
-        state = random_state(call.tensors)
+    with kept_random_state(tensors), warnings.catch_warnings(), autograd.plain():
+        state = random_state(tensors)
 
         def restart() -> None:
             set_random_state(state)
@@ -249,14 +250,16 @@ def _compared(
     if not plain.total.isfinite().any():
         return "gradients are not finite"
     kinds = {each.dtype for each in call.params.values()}
-    bound = _bound(kinds)
+    bound = bound_of(kinds)
     differences = _differences(found, plain, bound)
     if bool((differences > bound.relative).any()):
         # Arithmetic inside of the loss may be less precise, or gradients may be made of
         # rounding errors: then those at points close by differ as much.
         restart()
-        kinds |= _dtypes(alone[0])
-        bound, eps = _bound(kinds), max(torch.finfo(each).eps for each in kinds)
+        with Dtypes() as mode:
+            _value(alone[0])
+        kinds |= mode.seen
+        bound, eps = bound_of(kinds), max(torch.finfo(each).eps for each in kinds)
         near = _plain([_moved(one, 16 * eps) for one in alone], probes, restart)
         differences = _differences(found, plain, bound, near)
     difference, name = float(differences.max()), names[int(differences.argmax())]
@@ -275,7 +278,7 @@ def _compared(
 
 
 def _differences(
-    found: Tensor, plain: "_Plain", bound: _Bound, near: "_Plain | None" = None
+    found: Tensor, plain: "_Plain", bound: Bound, near: "_Plain | None" = None
 ) -> Tensor:
     """Return the differences of parameters, relative to the norms of gradients, [P]."""
     gap = _length(found - plain.values).nan_to_num(torch.inf)
@@ -405,15 +408,8 @@ def _moved(call: Call, part: float) -> Call:
     return call.replaced(params=map_values(move, call.params))
 
 
-def _dtypes(call: Call) -> set[torch.dtype]:
-    """Return the dtypes of the numbers that a loss computes."""
-    with _Dtypes() as mode:
-        _value(call)
-    return mode.seen
-
-
-class _Dtypes(TorchDispatchMode):
-    """Notes the dtypes of results."""
+class Dtypes(TorchDispatchMode):
+    """Notes the dtypes of the numbers that a block computes."""
 
     def __init__(self) -> None:
         super().__init__()
