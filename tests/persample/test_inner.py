@@ -252,13 +252,13 @@ value = value + x.grad.sin().sum()""",
         "y = torch.nn.Parameter(x.detach().clone()); step = torch.optim.SGD([y]).step;"
         "net(p, y).backward(); step(); value = net(p, y.detach())",
         "loop",
-        "torch.nn.Parameter",
+        "differs from plain autograd",
     ),
     "backward to a parameter of what all share": Row(
         "y = torch.nn.Parameter(torch.zeros_like(x[:3])); net(p, x * y).backward();"
         "value = net(p, x if y.grad is None else y.grad)",
         "loop",
-        "torch.nn.Parameter",
+        "differs from plain autograd",
     ),
     "behind a checkpoint": Row(
         LEAF

@@ -132,7 +132,6 @@ def asking(x):
     return z.sin() if z.requires_grad else z.cos()
 
 
-ASKING = ("asking(x)", "x * asking(s)")
 LEADING_AWAY = {
     "x * OUTER": lambda x, s: x * OUTER,
     "a backbone": lambda x, s: BACKBONE(x).tanh(),
@@ -165,12 +164,6 @@ def test_what_else_requires_grad_changes_no_gradient(name, strategy, grad_mode):
     expected = dict(zip(PARAMS, map(torch.stack, each), strict=True))
     compute = vgrad.per_sample_grad(loss, strategy=strategy)
     with torch.set_grad_enabled(grad_mode):
-        if strategy == "vmap" and grad_mode and name in ASKING:
-            with pytest.raises(vgrad.UnsupportedOp, match="requires_grad: .*Detach"):
-                compute(PARAMS, {"s": s}, x, Y)
-            detached = {"s": s.detach()}, x.detach(), Y
-            assert compute(PARAMS, *detached)["w"].any()
-            return
         found = compute(PARAMS, {"s": s}, x, Y)
     oracle.assert_exact(found, expected)
     assert x.grad is s.grad is OUTER.grad is BACKBONE.weight.grad is None
@@ -301,7 +294,7 @@ EXPRESSIONS = {
     "t.storage().size() > 0; t.detach().numpy().shape;"
     "torch.from_dlpack(t.detach()).shape",
     "R==R R==R RRRR": "t.is_set_to(t)",
-    "===R ===R ===R": "numpy.asarray(t).shape",
+    "R==R ===R RRRR": "numpy.asarray(t).shape",
     "RR=R =R=R RRRR": "copy.deepcopy(t).shape",
     "R=RR RRRR RRRR": "copy.copy(t).shape; len(pickle.dumps(t)) > 0; saved(t)",
     "dddd dddd dddd": "functorch.maybe_current_level()",

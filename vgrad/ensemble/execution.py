@@ -26,7 +26,7 @@ from vgrad.generators import (
     sample_keys,
     set_random_state,
 )
-from vgrad.loss.grad_flags import GradFlags, UnsupportedOp, raise_clearly
+from vgrad.loss.grad_flags import UnsupportedOp, VmapLevel, raise_clearly
 from vgrad.loss.made import Made
 from vgrad.loss.mode import LossMode, of_members
 from vgrad.loss.randomness import Draws
@@ -116,14 +116,12 @@ def at_once(
     try:
         with Made(call.fallbacks.places) as made, vmapped as (wrapped, unwrapped):
             params, buffers, *batch = call.map(wrapped)
-            flags = GradFlags(modes.current_level(), "member", 'strategy="loop"')
-            with modes.without_modes():  # modes around it do not see this
-                flags.sync([*params.values(), *buffers.values(), *tensors(batch)])
+            level = VmapLevel(modes.current_level(), "member", 'strategy="loop"')
             handlers = of_members(note, chosen=call.strategy == "hybrid")
             mode = LossMode(
                 call.protected(),
                 handlers=handlers,
-                flags=flags,
+                vmap=level,
                 draws=call.draws,
                 made=made,
             )
@@ -132,7 +130,6 @@ def at_once(
             refused = autograd.for_all(old_style=False)
             with inside, modes.unoptimized_scripts(), refused:
                 output = function(params, buffers, *batch)
-            flags.end(tensors(output))
             result = call.joined(
                 [output],
                 lambda value: unwrapped(_tensor(value)),

@@ -1,33 +1,21 @@
-"""Flags of tensors under `torch.vmap`, where autograd runs below, and its limits.
+"""Calls of a loss that ask for more than values, and the limits of `torch.vmap`.
 
 Inside the mapped function a tensor wraps one of all samples `[B, ...]`, which has the
-graph. The wrapper reports `requires_grad=False`: code that branches on it would take
-its inference path and silently lose gradients. So the flag is copied from the tensor
-below, and calls that read more of the graph raise.
-
-Tensors may share memory by their strides: `reshape`, `flatten` and `contiguous` return
-a view where they can, else a copy. Under vmap the result of an op may have other
-strides than for one sample, and then one is a view and the other a copy: a write into
-either gives other numbers.
+graph. The wrapper has `requires_grad=False`, so that attribute is read below it, and
+calls that read more of the graph raise.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from vgrad.torch_private import modes
 from vgrad.torch_private import tensors as private
-from vgrad.torch_private.tensors import storage, version_of
 from vgrad.tree import tree_leaves
-
-RESHAPES = {torch.reshape, torch.flatten, torch.ravel}
-RESHAPES |= {Tensor.reshape, Tensor.reshape_as, Tensor.flatten, Tensor.ravel}
-RESHAPES |= {Tensor.contiguous}
-"""Functions that may return a view or a copy."""
 
 
 class UnsupportedOp(NotImplementedError):
@@ -65,12 +53,6 @@ MEMORY = {
     private.IS_VIEW,
 }
 """Calls whose result is never the same for one sample."""
-
-STRIDES = {
-    torch.as_strided,
-    *_methods("as_strided as_strided_scatter"),
-}
-"""Calls that read memory in an order of their own."""
 
 AUTOGRAD = {
     torch.autograd.grad,
@@ -120,36 +102,24 @@ _REFUSED: dict[Callable, Callable[[Tensor], bool]] = {
 
 def is_refused(func: Callable) -> bool:
     """Return whether some calls of a function depend on more than values and flags."""
-    own = func in STRIDES or func in GRADS or func == REQUIRES_GRAD
-    return own or func in _REFUSED
+    return func in _REFUSED or func in GRADS or func == REQUIRES_GRAD
 
 
 @dataclass(frozen=True)
-class GradFlags:
-    """The flags, and the memory, of the tensors in one run of a loss under vmap."""
+class VmapLevel:
+    """A vmap under which a loss runs."""
 
-    level: int  # of the vmap
+    level: int
     one: str  # a sample or a member
     otherwise: str  # the strategy for a function that reads more of the graph
-    _odd: set[Any] = field(default_factory=set)  # memory not laid out as for one sample
-    _doubtful: list[tuple[Tensor, int]] = field(default_factory=list)
-
-    def afresh(self) -> "GradFlags":
-        """Return the same for another run, without tensors."""
-        return GradFlags(self.level, self.one, self.otherwise)
 
     def refuse(self, func: Callable, tensors: Sequence[Tensor]) -> None:
         """Refuse a call whose result would be wrong for one sample."""
         refused = _REFUSED.get(func)
-        if not tensors or (refused is None and func not in STRIDES):
+        if refused is None or not tensors or modes.level_of(tensors[0]) != self.level:
             return
-        first = tensors[0]
-        if refused is None:
-            if not self._is_odd(first):
-                return
-        elif modes.level_of(first) != self.level or not refused(modes.unwrapped(first)):
-            return
-        raise self.refusal(func)
+        if refused(modes.unwrapped(tensors[0])):
+            raise self.refusal(func)
 
     def refusal(self, func: Callable) -> UnsupportedOp:
         """Return the error for a call whose result would be wrong for one sample."""
@@ -161,101 +131,19 @@ class GradFlags:
             f"one tensor stands for all {self.one}s. Use {self.otherwise}."
         )
 
-    def after(self, func: Callable, tensors: Sequence[Tensor], output: Any) -> None:
-        """Set the flags of the results of a call, for code that no mode sees."""
-        if isinstance(output, Tensor):
-            outputs = [output]
-        elif isinstance(output, tuple | list):
-            outputs = [each for each in output if isinstance(each, Tensor)]
-        else:
-            if func is Tensor.register_hook:  # on a node that a write may replace
-                self._doubt(tensors[0])
-            return
-        self.sync(outputs)
-        if func in RESHAPES:
-            if not tensors[0].is_contiguous() and self._is_odd(tensors[0]):
-                for each in (tensors[0], *outputs):
-                    self._doubt(each)
-            return
-        for each in outputs:
-            if not modes.is_wrapped(each) or each.is_contiguous():
-                continue
-            # A view has the layout of its base; a result with the layout of an operand
-            # would have it for one sample, too.
-            place, layout = _memory(each), (each.shape, each.stride())
-            for tensor in tensors:
-                same = layout == (tensor.shape, tensor.stride())
-                if (same and not self._is_odd(tensor)) or _memory(tensor) == place:
-                    break
-            else:
-                self._odd.add(place)
+    def maps(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether some of these tensors are one for each sample."""
+        return any([modes.level_of(each) == self.level for each in tensors])
 
-    def _doubt(self, tensor: Tensor) -> None:
-        below = modes.unwrap_all(tensor)
-        self._doubtful.append((below, version_of(below)))
 
-    def _is_odd(self, tensor: Tensor) -> bool:
-        """Return whether a tensor may have another layout than for one sample."""
-        return bool(self._odd) and _memory(tensor) in self._odd
-
-    def end(self, results: Iterable[Tensor]) -> None:
-        """Refuse results that would be others for one sample."""
-        with modes.without_modes():
-            self.sync(results)
-            written = any([version_of(each) != was for each, was in self._doubtful])
-        self._odd.clear()  # another run has no use for them
-        self._doubtful.clear()
-        if written:
-            raise UnsupportedOp(
-                f"loss: expected writes in place whose target is the same for one "
-                f"{self.one} and for all, got one behind a reshape, flatten or "
-                f"contiguous that copies here and not there, or into a tensor with a "
-                f"hook. Write into a clone, or use {self.otherwise}."
-            )
-
-    def sync(self, tensors: Iterable[Tensor]) -> bool:
-        """Copy `requires_grad` from below; return whether this vmap maps over some."""
-        mapped = False
-        for tensor in tensors:
-            level = outermost = modes.level_of(tensor)
-            while level > self.level:
-                tensor = modes.unwrapped(tensor)
-                level = modes.level_of(tensor)
-            if level != self.level:
-                continue
-            mapped |= level == outermost
-            below = modes.unwrapped(tensor)
-            if not tensor.requires_grad:
-                if below.requires_grad:
-                    tensor.requires_grad = True
-            elif tensor.grad_fn is not None:
-                raise UnsupportedOp(
-                    f"loss: expected ops that leave autograd to torch, got one that "
-                    f"made a graph of its own where one tensor stands for all "
-                    f"{self.one}s, as functions of torch.jit.script do. Use "
-                    f"{self.otherwise}."
-                )
-            elif type(tensor) is not Tensor and not below.requires_grad:
-                raise UnsupportedOp(
-                    f"loss: expected tensors that requires_grad_ differentiates by, "
-                    f"got a leaf that no mode sees made, as torch.nn.Parameter makes "
-                    f"one, where it stands for all {self.one}s. Use {self.otherwise}."
-                )
-        return mapped
-
-    def hides(self, tensor: Tensor) -> bool:
-        """Return whether a gradient inside takes the caller's tensors for constants."""
-        if modes.level_of(tensor) > self.level + 1:
+def requires_grad(tensor: Tensor) -> bool:
+    """Return whether a tensor, or one that it wraps, requires grad."""
+    # A wrapper of vmap has no graph: the tensor of all samples below it has one.
+    while not tensor.requires_grad:
+        if not modes.is_wrapped(tensor):
             return False
-        while modes.is_wrapped(tensor):
-            tensor = modes.unwrapped(tensor)
-            if tensor.requires_grad:
-                return True
-        return False
-
-
-def _memory(tensor: Tensor) -> Any:
-    return storage(modes.unwrap_all(tensor))
+        tensor = modes.unwrapped(tensor)
+    return True
 
 
 def among(args: tuple, kwargs: dict) -> list[Tensor]:

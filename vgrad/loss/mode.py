@@ -23,13 +23,14 @@ from vgrad.loss.grad_flags import (
     AUTOGRAD,
     HOOKS,
     REQUIRES_GRAD,
-    GradFlags,
     UnsupportedOp,
+    VmapLevel,
     among,
     is_plain_read,
     is_refused,
     own_backward_pass,
     raise_clearly,
+    requires_grad,
 )
 from vgrad.loss.made import Made, check_apart, into_out, is_mapped
 from vgrad.loss.randomness import Draws, Undrawn
@@ -60,7 +61,7 @@ class LossMode(WriteGuard):
         self,
         *protected: Protected,
         handlers: Sequence[Handler] = (),
-        flags: GradFlags | None = None,
+        vmap: VmapLevel | None = None,
         draws: Draws | None = None,
         looped: dict[str, str] | None = None,
         hooks: dict[str, str] | None = None,
@@ -73,7 +74,7 @@ class LossMode(WriteGuard):
             protected += (Protected({}, "", "", draws.again),)
         super().__init__(*protected)
         self._handlers = handlers
-        self.flags = flags  # of a vmap; None for one sample or member by itself
+        self.vmap = vmap  # None for one sample or member by itself
         self.looped = {} if looped is None else looped  # autograd.Functions, and lines
         self.hooks = {} if hooks is None else hooks  # on gradients, and lines
         self.is_parameter = is_parameter
@@ -153,13 +154,13 @@ class LossMode(WriteGuard):
                     return output
             return func(*args, **kwargs)
         except (SplitBatch, RuntimeError) as error:
-            if self.flags is None:
+            if self.vmap is None:
                 raise
             if targets and isinstance(error, RuntimeError):
                 error = self._room(targets) or error
             arguments = None
             if modes.ITEM_ERROR in str(error):
-                arguments = with_numbers(func, args, kwargs, self.flags.level)
+                arguments = with_numbers(func, args, kwargs, self.vmap.level)
             if arguments is not None:
                 self.draws.values_read = True
                 try:
@@ -177,7 +178,7 @@ class LossMode(WriteGuard):
     ) -> SplitBatch | UnsupportedOp | None:
         """Return the repetition that a write needs into a tensor of all samples."""
         # Without arguments the write has failed.
-        if self.made is None or self.flags is None or func in AUTOGRAD:
+        if self.made is None or self.vmap is None or func in AUTOGRAD:
             return None
         level = self._level
         with modes.without_modes():
@@ -210,12 +211,12 @@ class LossMode(WriteGuard):
         kwargs: dict,
     ) -> NoReturn:
         """Raise an error of the loss in words that say what to do, and remember it."""
-        assert self.flags is not None
+        assert self.vmap is not None
         try:
             if isinstance(error, SplitBatch):
                 self.draws.values_read |= len(error.parts.rows) > 1
                 raise error
-            writes, one = bool(written(func, args, kwargs)), self.flags.one
+            writes, one = bool(written(func, args, kwargs)), self.vmap.one
             raise_clearly(error, modes.op_name(func), in_place=writes, one=one)
         except (SplitBatch, UnsupportedOp) as stopped:
             self._stopped = stopped
@@ -235,20 +236,19 @@ class LossMode(WriteGuard):
     @contextmanager
     def repeating(self, *args: Any) -> Iterator[None]:
         """Restore the mode of the beginning of a checkpoint, under a vmap like it."""
-        flags, again = self.flags, self._watched(repeated=True)
+        again = self._watched(repeated=True)
         waiting = self.waiting
         with ExitStack() as stack:
-            if flags is not None:
+            if self.vmap is not None:
                 level = stack.enter_context(
                     modes.vmap_level(self.size, self.randomness)
                 )
-                if level != flags.level:
+                if level != self.vmap.level:
                     raise UnsupportedOp(
                         "checkpoint: expected a region that runs again by itself, got "
                         "one inside of another or of a transform. Use "
                         'strategy="loop".'
                     )
-                self.flags = flags.afresh()
             stack.enter_context(uncompiled())
             for block in (super().repeating(*args), again):
                 stack.enter_context(block)
@@ -256,7 +256,7 @@ class LossMode(WriteGuard):
                 with self._casting():
                     yield
             finally:
-                self.flags, self.waiting = flags, waiting
+                self.waiting = waiting
 
     def held(self, again: Again) -> Again:
         """Return a function that refers to nothing after `close`."""
@@ -277,7 +277,7 @@ class LossMode(WriteGuard):
 
     def is_shared(self, tensor: Tensor) -> bool:
         """Return whether a tensor is the same for all samples, as far as is known."""
-        if self.flags is None:
+        if self.vmap is None:
             return self.seen
         with modes.without_modes():
             return self.values(tensor) is None
@@ -320,8 +320,8 @@ class LossMode(WriteGuard):
 
     @property
     def _level(self) -> int:
-        assert self.flags is not None
-        return self.flags.level
+        assert self.vmap is not None
+        return self.vmap.level
 
 
 _OPTIONS = {"out", "generator"}
@@ -381,8 +381,8 @@ def reads(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
     op = OPS.get(func)
     if op is None or op.read is None:
         return NONE
-    assert mode.flags is not None
-    value = read_value(func, args, kwargs, mode.flags.level, mode.flags.one)
+    assert mode.vmap is not None
+    value = read_value(func, args, kwargs, mode.vmap.level, mode.vmap.one)
     mode.draws.values_read |= value is not NONE
     return value
 
@@ -403,26 +403,17 @@ def at_once(run: Handler) -> Handler:
     """Return a handler that runs calls for all samples or members at once."""
 
     def handle(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
-        flags, tensors = mode.flags, among(args, kwargs)
-        assert flags is not None
-        with modes.without_modes():  # a loss around this one has modes of its own
-            flags.sync(tensors)
-            if not is_ordinary(func):
-                flags.refuse(func, tensors)
+        assert mode.vmap is not None
+        if not is_ordinary(func):
+            with modes.without_modes():  # a loss around this one has modes of its own
+                if func == REQUIRES_GRAD:
+                    return requires_grad(args[0])
+                mode.vmap.refuse(func, among(args, kwargs))
         output = run(mode, func, args, kwargs)
-        with modes.without_modes():
-            if mode.made is not None:
-                size = mode.size
-                output = mode.made.note(func, tensors, output, flags.level, size)
-            flags.after(func, tensors, output)
-            reads = output is False and func == REQUIRES_GRAD
-            hidden = reads and flags.hides(tensors[0])
-        if hidden:
-            raise UnsupportedOp(
-                f"requires_grad: expected a loss that reads it of tensors that depend "
-                f"on its parameters, got one that only the caller differentiates. "
-                f'Detach {flags.one}s and buffers, or use strategy="loop".'
-            )
+        if mode.made is not None:
+            with modes.without_modes():
+                given, level = among(args, kwargs), mode.vmap.level
+                output = mode.made.note(func, given, output, level, mode.size)
         return output
 
     return handle
@@ -464,10 +455,10 @@ def of_members(
     def run(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
         if func in HOOKS:
             with modes.without_modes():
-                wanted = args[0].requires_grad
+                wanted = requires_grad(args[0])
             if wanted:  # also on tensors that all members share
-                assert mode.flags is not None
-                raise mode.flags.refusal(func)
+                assert mode.vmap is not None
+                raise mode.vmap.refusal(func)
         op = OPS.get(func)
         if op is not None and op.mapped is not None:
             return op.mapped(*args, **kwargs)

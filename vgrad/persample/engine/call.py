@@ -464,7 +464,7 @@ class Call(AnyCall):
 
 def _written_alike(mode: LossMode, new: Tensor, by_values: bool) -> bool | Tensor:
     """Return whether all samples wrote this, or a value to compare with others."""
-    if mode.flags is None:
+    if mode.vmap is None:
         return modes.unwrap_all(new).detach()
     try:
         rows = mode.values(new)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from vgrad import checks, tree
+from vgrad import checks
 from vgrad.factors.base import Dense, Factor, Outer, Zero, owned
 from vgrad.factors.combined import Moved, disjoint, merged
 from vgrad.functional.guards import Protected
@@ -27,11 +27,13 @@ from vgrad.loss.grad_flags import (
     GRAPH,
     HOOKS,
     MEMORY,
-    GradFlags,
+    REQUIRES_GRAD,
     UnsupportedOp,
+    VmapLevel,
     among,
     only_reads,
     own_backward_pass,
+    requires_grad,
 )
 from vgrad.loss.made import Made
 from vgrad.loss.mode import SAMPLES, LossMode, is_ordinary, run_op
@@ -122,11 +124,11 @@ class Recorder:
     def mode(self) -> LossMode:
         """Make the function mode of the loss, under the vmap over samples."""
         self._level = modes.current_level()
-        flags = GradFlags(self._level, "sample", 'strategy="vmap" or "loop"')
+        vmap = VmapLevel(self._level, "sample", 'strategy="vmap" or "loop"')
         self._mode = self.call.mode(
             Protected({}, "", "", self._checkpoint),
             handlers=(*SAMPLES[:-1], self._handle),
-            flags=flags,
+            vmap=vmap,
             is_parameter=self.is_parameter,
             made=self.made,
         )
@@ -138,7 +140,6 @@ class Recorder:
     def checked(self, result: tuple[Tensor, Tree]) -> tuple[Tensor, Tree]:
         """Return results, one for each sample; refuse others than a loop has."""
         value, aux = result
-        self._mode.flags.end([value, *tree.tensors(aux)])
         known = self._known.get(id(value))
         return (value if known is None else self.expanded(known, Tensor.expand)), aux
 
@@ -197,8 +198,8 @@ class Recorder:
             output = self._handle(mode, func, args, kwargs | {"requires_grad": False})
             return self._requiring_grad(output)
         ordinary = is_ordinary(func)
-        flags, tensors = self._mode.flags, among(args, kwargs)
-        batched = flags.sync(tensors)  # whether some differ between samples
+        vmap, tensors = self._mode.vmap, among(args, kwargs)
+        batched = vmap.maps(tensors)  # whether some differ between samples
         proxies: list[ParamProxy] = []
         for tensor in tensors:
             if (known := self._known.get(id(tensor))) is not None:
@@ -218,11 +219,12 @@ class Recorder:
                 if (output := self.inner.run(func, args, kwargs)) is NONE:
                     output = run_hooks(self, func, args, kwargs)
                 if output is not NONE:
-                    flags.after(func, tensors, output)
                     return output
             if is_foreign_op(func):
                 self._foreign[str(func)] = None
-            flags.refuse(func, tensors)
+            vmap.refuse(func, tensors)
+            if func == REQUIRES_GRAD:
+                return requires_grad(args[0])
             if only_reads(func):
                 self._check_shown(func, proxies)
                 return func(*args, **kwargs)
@@ -232,7 +234,6 @@ class Recorder:
             output = self._run(func, args, kwargs, proxies, batched)
         if not batched or self.made.copied:
             output = self.made.note(func, tensors, output, self._level, self.size)
-        flags.after(func, tensors, output)
         return output
 
     def _check_shown(self, func: Callable, proxies: list[ParamProxy]) -> None:
@@ -285,11 +286,10 @@ class Recorder:
 
     def _requiring_grad(self, tensor: Tensor) -> Tensor:
         """Run `requires_grad_` of the loss on its inputs, as for checkpoints."""
-        if not tensor.requires_grad:
+        if not requires_grad(tensor):
             with modes.exit_all():
                 stored = modes.unwrap_all(tensor).requires_grad_()
             self._ends[id(stored)] = stored
-            self._mode.flags.sync([tensor])
             if modes.is_mapped_here(tensor):
                 self.inner.leaves.append(tensor)
         return tensor
@@ -474,9 +474,7 @@ class Recorder:
 
     def expanded(self, known: ParamProxy, op: Callable | str) -> Tensor:
         copies = self._copies(known, op, ruled=op is self._op)
-        tensor = self.logical(copies)
-        self._mode.flags.sync([tensor])
-        return tensor
+        return self.logical(copies)
 
     def _copies(self, known: ParamProxy, op: Any, *, ruled: bool) -> Tensor:
         """Return one copy for each sample, [B, *shape], for `op`."""

@@ -22,7 +22,7 @@ from vgrad.generators import (
     set_random_state,
 )
 from vgrad.loss.functions import refused, undrawn
-from vgrad.loss.grad_flags import GradFlags, raise_clearly
+from vgrad.loss.grad_flags import VmapLevel, raise_clearly
 from vgrad.loss.made import Made
 from vgrad.loss.mode import SAMPLES, SINGLE
 from vgrad.loss.values import Partition, SplitBatch
@@ -163,13 +163,11 @@ def vmap(call: Call, collect: Collect) -> Chunk:
     """Differentiate under `torch.vmap`: all gradients are stored, several times."""
 
     def one(tensors: tuple[Tensor, ...]) -> tuple:
-        flags = GradFlags(modes.current_level(), "sample", 'strategy="loop"')
+        level = VmapLevel(modes.current_level(), "sample", 'strategy="loop"')
 
         def of_params(params: Params) -> tuple[Tensor, Tree]:
-            mode = call.mode(handlers=SAMPLES, flags=flags, made=made)
-            result = call.run_loss(params, tensors, mode)
-            flags.end(tree.tensors(result))
-            return result
+            mode = call.mode(handlers=SAMPLES, vmap=level, made=made)
+            return call.run_loss(params, tensors, mode)
 
         return _functional_gradient(of_params, call)
 
