@@ -168,6 +168,8 @@ VALUES = r"""
     loaded(step=-1) | load_state_dict\(state\)\(step=-1\): expected a whole number
     loaded(plan=3) | load_state_dict\(state\): expected the plan of a run in
     loaded(plan={"steps": 3}) | load_state_dict\(state\): expected the plan of a run in
+    loaded(plan=dict(vars(PLAN), rows={"threshold": 4.0})) \
+        | Plan\(rows=\{'threshold': 4.0\}\): expected the plan of a run that trains all
     loaded(more=1) | 'key', 'step' and 'plan', as state_dict\(\) .*, got 'key', 'more'
     private().load_state_dict(LINEAR.state_dict()) | got 'bias', 'weight'. The state of
     private().watch(OTHER) | expected one of the module's own parameters

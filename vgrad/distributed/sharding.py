@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from vgrad import batches, files, tree
 from vgrad.dp.discrete import IntegerSum
-from vgrad.persample.clipped import ClippedSum, CountedGrad
+from vgrad.persample.clipped import ClippedSum
 from vgrad.persample.engine import (
     NON_RETRYABLE,
     Evaluation,
@@ -381,9 +381,6 @@ def _of_all_ranks(
     if isinstance(transform.quantity, ClippedSum):
         counts = {"clipped": value.clipped, "nonfinite": value.nonfinite}
         grads = each(value.grads)
-        if isinstance(value, CountedGrad):
-            rows = ranks.summed(f"{transform.options.function}, rows", value.rows)
-            value = value._replace(rows=rows)
         counts = ranks.summed(transform.options.function, counts)
         value = value._replace(grads=grads, **counts)
     elif isinstance(transform.quantity, WeightedSum):

@@ -21,7 +21,6 @@ from vgrad.dp.group_clip import GroupClip, clip_of, scaled
 from vgrad.dp.noise import Noise, Streams, checked, gaussian_noise
 from vgrad.dp.noise_figure import plot_noise
 from vgrad.dp.noising import Fitted, Noising, independent
-from vgrad.dp.rows import RowSelection
 from vgrad.dp.sampling import (
     StepBatches,
     in_order,
@@ -110,7 +109,6 @@ class Plan:
             `vgrad/dp/discrete.py`.
         horizon: the steps that correlated noise is made for, in a plan that was left
             before, see `after`; by default `steps`.
-        rows: tables of which each step trains some rows, of a `row_selection`.
 
     Raises:
         ValueError: a field is outside its range, or no account of the combination is
@@ -140,7 +138,6 @@ class Plan:
     samples_per_unit: int | None = None
     discrete: bool | Literal["sum"] = False
     horizon: int | None = None
-    rows: RowSelection | None = None
 
     def __post_init__(self) -> None:
         counts = {"dataset_size": self.dataset_size, "steps": self.steps}
@@ -150,11 +147,11 @@ class Plan:
         for name, kind, text in (
             ("before", Plan, "a Plan"),
             ("noise", Noising, "a scheme such as noising.band_mf(4)"),
-            ("rows", RowSelection, "the result of dp.row_selection"),
         ):
             value = own[name]
             if isinstance(value, Mapping):  # as dataclasses.asdict writes them
-                value = own[name] = kind(**value)
+                make = plan_of if kind is Plan else kind
+                value = own[name] = make(**value)
             if not isinstance(value, kind if name == "noise" else kind | None):
                 raise TypeError(
                     f"Plan({name}): expected {text}, got a {type(value).__name__}."
@@ -261,10 +258,10 @@ class Plan:
             "plans that plan.after(other, steps) leaves.",
         )
         expected(
-            sum(map(bool, (correlated, self.discrete, self._adapts, self.rows))) < 2,
-            "discrete noise max_norm rows",
-            "one of discrete noise, correlated noise, a bound that adapts and chosen "
-            "rows, got several, of which no account is known.",
+            sum(map(bool, (correlated, self.discrete, self._adapts))) < 2,
+            "discrete noise max_norm",
+            "one of discrete noise, correlated noise and a bound that adapts, got "
+            "several, of which no account is known.",
         )
         whole, bands = self.expected_batch_size, self.noise.size
         expected(
@@ -507,8 +504,6 @@ class Plan:
         kinds = {name: kind for name, kind in kinds.items() if kind != plain[name]}
         if isinstance(self.max_norm, QuantileClip | GroupClip):
             kinds["max_norm"] = asdict(self.max_norm)
-        if self.rows is not None:
-            kinds["rows"] = asdict(self.rows)
         if self.noise.correlated:
             kinds["noise"], kinds["steps"] = asdict(self.noise), self._planned
             del kinds["noise"]["cache"]  # which changes no number
@@ -649,12 +644,10 @@ class Plan:
 
     @property
     def _gradient_multiplier(self) -> float:
-        """The multiplier of the noise on gradients, which counts leave over."""
+        """The multiplier of the noise on gradients, which a count leaves over."""
         multiplier, clip = self.noise_multiplier, self.max_norm
         if isinstance(clip, QuantileClip):
             return clip.gradient_multiplier(multiplier, self.expected_batch_size)
-        if self.rows is not None:
-            return self.rows.gradient_multiplier(multiplier)
         return multiplier
 
     def epsilon(self, steps: int | None = None, *, releases: int = 1) -> float:
@@ -864,11 +857,6 @@ class Plan:
                 `add_gaussian_noise`.
         """
         checks.dictionaries("add_gaussian_noise", sums=sums)
-        if self.rows is not None:
-            raise ValueError(
-                f"Plan.add_noise(sums): expected a plan that trains all rows, got "
-                f"rows={self.rows}, which private_step alone chooses."
-            )
         first = self.earlier_steps if self.noise.correlated else 0
         place: dict[str, Any] = {"key": key, "step": step, "first": first}
         own = checked("Plan.add_noise", sensitivity, self.noise_multiplier, **place)
@@ -940,12 +928,6 @@ class Plan:
         clip: Any = self.max_norm
         place["key"] = generators.fold_in(self._subkey(place["key"]), "count")
         return clip.following(max_norm, count, self.expected_batch_size, **place)
-
-    def chosen_rows(self, counts: Params, **place: Any) -> dict[str, Tensor]:
-        """Return the rows of a step, bool `[V]`, from sums of their counts."""
-        rows: Any = self.rows
-        place["key"] = generators.fold_in(self._subkey(place["key"]), "rows")
-        return rows.chosen(counts, self.noise_multiplier, **place)
 
     def audit(
         self,
@@ -1033,6 +1015,18 @@ def spent_under(plan: Plan, steps: int) -> bytes:
     while plan.before is not None and steps <= plan.before.steps:
         plan = plan.before
     return plan._identity if steps else NO_PLAN
+
+
+def plan_of(*, rows: Any = None, **fields: Any) -> Plan:
+    """Return the plan that `asdict` wrote, also of an earlier version."""
+    if rows is not None:
+        raise ValueError(
+            f"Plan(rows={rows!r}): expected the plan of a run that trains all rows of "
+            f"tables, got one that chooses rows, which no step does any more. Start "
+            f"another run, with the parameters of the first one and a new key; what "
+            f"both spend adds up."
+        )
+    return Plan(**fields)
 
 
 def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) -> bytes:
