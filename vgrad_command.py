@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 COMPILING = ("eager", "replay", "inductor")
-DISCRETE = ("no", "yes", "sum")
+DISCRETE = ("no", "sum")
 METHODS = ("ekfac", "kfac", "trak", "grad-dot")
 EXPERIMENTS = (
     *("per-sample", "ensembles", "jmp", "mobilenet", "tensor-cores", "private"),
@@ -168,9 +168,7 @@ class Options:
     discrete: str = _option(
         one_of(DISCRETE),
         "no",
-        "yes, for sums of integers and discrete noise, whose claim holds for the "
-        "numbers in memory, with a pass for each sample, or sum, for discrete noise on "
-        "a sum that is rounded at last",
+        "sum, for discrete noise on a sum that is rounded to its grid",
     )
     augmentations: int = _option(
         whole(1, 64),

@@ -262,7 +262,7 @@ GOING_ON = {
     "replayed": [FIXED, "--compile", "replay"],
     "truncated": [FIXED, "--max-batch-size", "auto"],
     "in a fixed order": [FIXED, "--noise", "bisr:3"],
-    "discrete": [FIXED, "--discrete", "yes"],
+    "discrete": [FIXED, "--discrete", "sum"],
     "adapting": [FIXED, "--epsilon", "20", "--clip-quantile", "0.5"],
     "groups": [FIXED, "--epsilon", "20", "--group-norms", "*weight:0.8,*bias:.1"],
 }
@@ -449,12 +449,6 @@ BAD = [
         ["--noise", "blt:2", "--max-batch-size", "12"],
         "vgrad: --max-batch-size 12 --noise blt:2: expected others, since no account "
         "of these is known. Leave --max-batch-size out.",
-    ),
-    (
-        ["--discrete", "yes", "--max-batch-size", "auto"],
-        "vgrad: --discrete yes --max-batch-size auto: expected others, since no "
-        "account of these is known. Leave the two others out, also in a plan before, "
-        "or pass --discrete sum.",
     ),
     (["--noise", "band-mf:9"], "--noise band-mf:9: expected a rate of at most 1 / 9"),
     (["--augmentations", "2"], "--augmentations 2: expected images, which can be shi"),

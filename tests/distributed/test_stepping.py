@@ -106,8 +106,8 @@ OPTIONS = {
     "scaled gradients": ({"tx": SCALED}, {}, 1e-10),
     "a bound that adapts": ({"tx": optim.adam(0.01)}, {"max_norm": CLIP}, 1e-4),
     "dropout": ({"drop": 0.5}, {}, 1e-12),
-    # The gradient of a sample does not depend on the others of its rank.
-    "integers": ({}, {"discrete": True}, 0),
+    # Rounding of sums may move a number by a step of the grid.
+    "integers": ({}, {"discrete": "sum"}, 1e-6),
     **{each.scheme: ({}, {"scheme": each}, 1e-12) for each in CORRELATED},
 }
 """Options of a step, fields of its plan, and the largest difference."""

@@ -94,7 +94,7 @@ def _kinds(plan: Plan) -> str:
     if plan.max_batch_size is not None:
         words += f", batches of at most {plan.max_batch_size}"
     if plan.discrete is not False:
-        words += ", discrete noise" + " on integers" * (plan.discrete is True)
+        words += ", discrete noise"
     return words
 
 

@@ -155,7 +155,7 @@ def planned(settings: Settings, size: int, ends: Sequence[int]) -> dp.Plan:
     scheme, _, bands = settings.noise.replace("-", "_").partition(":")
     noise = getattr(dp.noising, scheme)(*map(int, filter(None, [bands])))
     fields: dict[str, Any] = {"noise": noise}
-    fields["discrete"] = {"no": False, "yes": True, "sum": "sum"}[settings.discrete]
+    fields["discrete"] = {"no": False, "sum": "sum"}[settings.discrete]
     if (most := settings.max_batch_size) != "none":
         fields["max_batch_size"] = int(most) if most.isdecimal() else most
     max_norm: Any = settings.max_norm
@@ -278,7 +278,7 @@ def _private_start(
         tx,
         plan,
         strategy=STRATEGY,
-        chunk_size=1 if plan.discrete is True else rows,
+        chunk_size=rows,
         randomness="different",
         policy=models.POLICIES[settings.precision],
     )

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from vgrad import batches, checks, files
 from vgrad.dp.adaptive import QuantileClip, count_below
-from vgrad.dp.discrete import DiscreteNoise, integer_sums
+from vgrad.dp.discrete import DiscreteNoise
 from vgrad.dp.group_clip import GroupClip, scaled
 from vgrad.dp.grouped import Augment, Grouped, seeded
 from vgrad.dp.noise import Noise, NoiseHistory, Streams
@@ -136,8 +136,6 @@ class PrivateSource:
             following = plan.next_max_norm(bound, count_below(result), **own)
         place |= {"max_norm": bound, "history": history}
         noise = plan.step_noise(clipped.sensitivity, self.streams, **place)
-        if isinstance(noise, DiscreteNoise):
-            noise = noise.of(params)
         scales = plan.scales(params)
         sums = scaled(result.grads, scales) if scales else result.grads
         return Release(sums, scales, noise, following)
@@ -150,12 +148,9 @@ def _states_in_python() -> tuple[Any, ...]:
 
 
 def clipped_sums(function: str, loss: LossFn, plan: Plan, **options: Any) -> Any:
-    """Return the clipped sum of a plan, which may be one of integers."""
+    """Return the clipped sum of a plan, under the name of another function."""
     clipped: Any = clipped_grad(loss, **options, **plan.clipping)
-    clipped = replace(clipped, options=replace(clipped.options, function=function))
-    if plan.discrete is True:
-        clipped = integer_sums(clipped, plan.noise_multiplier)
-    return clipped
+    return replace(clipped, options=replace(clipped.options, function=function))
 
 
 def metrics_of(result: ClippedGrad) -> dict[str, Tensor]:
@@ -377,7 +372,7 @@ class PrivateGradients:
         sums, noisy, kept = result, None, ()
         if pending.number:
             sums = _joined(self._sums, result)
-        elif not pending.last and self.plan.discrete is not True:
+        elif not pending.last:
             sums = result._replace(grads=map_values(Tensor.double, result.grads))
         if pending.last:
             total = map_values(lambda x, y: x.to(y.dtype), sums.grads, result.grads)

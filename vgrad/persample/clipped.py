@@ -501,9 +501,6 @@ class ClippedSum(Quantity):
             return _ClipCollector(*given)
         return _TwoPassCollector(*given, reducer=call.reducer)
 
-    def sums(self) -> Sums:
-        return Sums()
-
     def partial(self, collector: _ClipCollector, call: Call) -> tuple:
         clip: ClipWeights
         if isinstance(collector, _TwoPassCollector) and collector.sums:
@@ -519,7 +516,7 @@ class ClippedSum(Quantity):
         return sums, clip.norms, clip.clipped.sum(), clip.nonfinite(call.mask)
 
     def total(self, partials: Iterator[tuple], run: Evaluation) -> ClippedGrad:
-        sums, found = self.sums(), []
+        sums, found = Sums(), []
         self.rule.parts(run.params)  # refuses patterns before a loss runs
         for some, *others in partials:
             sums.add(some)
