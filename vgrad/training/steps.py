@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -167,11 +167,6 @@ class TrainingStep(Generic[State]):
         """Explains the captures of a step, which has no report of eager mode."""
         explanation = self.execute.explanation  # absent in eager mode
         return lambda *_: explanation(None)
-
-    @cached_property
-    def of_one_process(self) -> "TrainingStep[State]":
-        """The step without other processes, one object for all its graphs."""
-        return replace(self, reduce=ONE_PROCESS)
 
     def noisy_gradients(
         self,
