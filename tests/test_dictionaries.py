@@ -135,7 +135,6 @@ WITHOUT_DERIVATIVE = {
     "to_module": "copies of values",
     "unstack": "copies of values",
     "write_grads_": "the gradients of a module",
-    "retrain": "other parameters",
     "store": "files",
     "linear_operator": "numpy's arrays",
     "as_torch": "the parameters of a module",
@@ -365,9 +364,6 @@ rows(
     margin=lambda w: attribution.margin(FMODEL)(*w.model, X[0], Y[0]),
     trak=lambda w: attribution.trak(
         FMODEL, *w.model, QUERY, DATA, dim=8, seed=0, ridge=1.0, **w.options
-    ),
-    retrain=lambda w: attribution.retrain(
-        LOSS, TX, *w.model, (X, Y), torch.eye(2, 6) == 0, steps=3, seed=0
     ),
 )
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from matplotlib.figure import Figure
+from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -24,7 +25,8 @@ import vgrad
 from bench.experiments import data, drawing
 from bench.experiments.study import Piece, Place, Result, Results, Study, Tell
 from vgrad import curvature
-from vgrad.attribution import influence, lds, retrain, self_influence, trak
+from vgrad.attribution import influence, self_influence, trak
+from vgrad.training import EnsembleState, ensemble_train_step
 
 DECAY, DIM = 1e-3, 512
 DAMPINGS = 1e-4, 1e-3, 2e-3, 1e-2, 1e-1, 1.0
@@ -83,6 +85,35 @@ def pieces(place: Place) -> list[Piece]:
     return [Piece(task.net, partial(measure, place, task)) for task in tasks]
 
 
+def retrained(
+    loss: Callable, tx: Any, params: Any, batch: tuple, subsets: Tensor, steps: int
+) -> Any:
+    """Train a model on each subset, bool [S, N], in whole batches, as one ensemble."""
+
+    def mean(params: Any, buffers: Any, x: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+        losses = torch.vmap(loss, (None, None, 0, 0))(params, buffers, x, y)
+        return torch.where(chosen, losses, 0).sum() / chosen.sum()
+
+    copies = {
+        name: value.detach().expand(len(subsets), *value.shape).clone()
+        for name, value in params.items()
+    }
+    state = EnsembleState.create(tx, copies, {}, seed=0)
+    step = ensemble_train_step(mean, tx, in_dims=(None, None, 0), donate=True)
+    for _ in range(steps):
+        state, metrics = step(state, *batch, subsets.to(batch[0].device))
+        assert not metrics["skipped"].any(), "gradients that are not finite"
+    return state.params
+
+
+def lds(scores: Tensor, subsets: Tensor, outputs: Tensor) -> float:
+    """Mean over queries of rank correlations: sums of scores [Q, N], outputs [S, Q]."""
+    sums = (subsets.double() @ scores.detach().double().cpu().mT).mT
+    results = outputs.detach().double().cpu().mT
+    pairs = zip(sums.numpy(), results.numpy(), strict=True)
+    return sum(stats.spearmanr(*pair).statistic for pair in pairs) / len(sums)
+
+
 def measure(place: Place, task: Task, tell: Tell) -> Result:
     """Train a net on all samples and on each subset, and judge all scores."""
     count, queries, members, steps = place.pick(
@@ -104,7 +135,7 @@ def measure(place: Place, task: Task, tell: Tell) -> Result:
 
     start = time.perf_counter()
     tx, every = vgrad.optim.adam(task.rate), torch.cat([subsets[:1] | True, subsets])
-    trained = retrain(decayed, tx, params, {}, batch, every, steps=steps, seed=0)
+    trained = retrained(decayed, tx, params, batch, every, steps)
     seconds = {"models": time.perf_counter() - start}
     tell(0.5)
     halves = {name: value[1:] for name, value in trained.items()}
@@ -114,9 +145,7 @@ def measure(place: Place, task: Task, tell: Tell) -> Result:
     whole = {name: value[0] for name, value in trained.items()}
     found: dict[str, dict[str, float]] = {}
     for name, damping, scores in _scores(fmodel.to_module(whole, {}), batch, queried):
-        found.setdefault(name, {})[f"{damping:g}"] = float(
-            lds(scores, subsets, outputs).mean()
-        )
+        found.setdefault(name, {})[f"{damping:g}"] = lds(scores, subsets, outputs)
         tell(0.5 + len(found) / len(NAMES) / 2)
     return {
         "net": task.net,

@@ -79,9 +79,8 @@ def test_a_device_without_float64_has_its_noise_from_the_host():
         assert torch.equal(found[name].cpu(), value)
 
 
-@pytest.mark.parametrize("kind", [True, "sum"])
-def test_integers_of_a_step_are_those_of_the_host(kind):
-    plan = vgrad.dp.Plan(20, 0.25, 1.0, 1.0, 10, 1e-3, discrete=kind)
+def test_integers_of_a_step_are_those_of_the_host():
+    plan = vgrad.dp.Plan(20, 0.25, 1.0, 1.0, 10, 1e-3, discrete="sum")
     loss = lambda params, buffers, x: (params["w"] * x).sum()  # noqa: E731
     x, ends = torch.randn(5, 300, generator=torch.Generator().manual_seed(0)), []
     for where in ("cpu", HERE):

@@ -17,7 +17,6 @@ from vgrad.distributed import (
     gather,
     gather_members,
     local_batches,
-    member_parallel,
     shard,
     shard_members,
     single_process_mesh,
@@ -94,7 +93,6 @@ def plain(mesh, place):
 def members(mesh, place):
     step, state = begun("members", place=place)
     if mesh is not None:
-        step = member_parallel(step, mesh, members=3, axis="dp")
         state = shard_members(state, mesh, axis="dp")
     for _ in range(2):
         state, _ = step(state, *place(calls.data()))

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tomllib
 import warnings
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from bench.experiments import __main__ as experiments
 from tests.cli.runs import error, resume, train
 from vgrad.__main__ import main
 from vgrad.cli import commands, models, report
-from vgrad_command import COMMANDS, EXPERIMENTS, KINDS, PRECISIONS, RATES
+from vgrad_command import COMMANDS, EXPERIMENTS, PRECISIONS, RATES
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,18 +39,13 @@ print(json.dumps(ends))
 HELPS = [["--help"], ["-h"], ["help"]]
 HELPS += [[name, "--help"] for name in COMMANDS] + [["help", name] for name in COMMANDS]
 MISTAKES = [
-    ("trian", "there is no command trian, but there is train. See vgrad --help."),
-    ("help benhc", "there is no command benhc, but there is bench. See vgrad"),
-    ("zzz", "there is no command zzz. See vgrad --help."),
-    ("--verison", "there is no option --verison, but there is --version. See vgrad"),
-    ("-v", "unrecognized arguments: -v. See vgrad --help."),
-    ("train --eps 1", "there is no option --eps, but there is --epsilon. See vgrad tr"),
-    ("train --otu=runs", "there is no option --otu, but there is --out. See vgrad"),
-    ("evaluate --zzz", "there is no option --zzz. See vgrad evaluate --help."),
+    ("trian", "COMMAND: invalid choice: 'trian' (choose from "),
+    ("", "the following arguments are required: COMMAND. See vgrad --help."),
+    ("evaluate a --zzz", "unrecognized arguments: --zzz. See vgrad"),
+    ("train --out a --eps 1", "unrecognized arguments: --eps 1. See vgrad"),
     ("train --out", "--out: expected one argument. See vgrad train --help."),
     ("train", "one of the arguments --out --resume is required. See vgrad train"),
     ("train --out a --resume a", "not allowed with argument"),
-    ("train --out a b", "unrecognized arguments: b. See vgrad train --help."),
     ("experiment", "the following arguments are required: NAME. See vgrad exp"),
     ("experiment privat", "NAME: expected one of per-sample, ensembles, jmp, mob"),
     ("experiment jmp speed", "attribution, all, got 'speed'. See vgrad exp"),
@@ -61,7 +55,7 @@ MISTAKES = [
 @pytest.fixture(scope="module")
 def answer():
     """Return status, output and errors of a command in a process without torch."""
-    argvs = [*HELPS, *(text.split() for text, _ in MISTAKES), [], ["--version"]]
+    argvs = [*HELPS, *(text.split() for text, _ in MISTAKES), ["--version"]]
     command = [sys.executable, "-c", WITHOUT_TORCH, json.dumps(argvs)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -73,11 +67,9 @@ def answer():
 def test_help_needs_no_torch(argv, answer):
     status, out, err = answer(*argv)
     assert (status, err) == (0, "")
-    named = [word for word in argv if word in COMMANDS and word != "help"]
+    named = [word for word in argv if word in COMMANDS]
     if named:
         assert out.startswith(f"usage: vgrad {named[0]} ")
-    elif len(argv) == 2:
-        assert out.startswith("usage: vgrad help [-h] [COMMAND]")
     else:
         assert all(f"    {name}" in out for name in COMMANDS)
     if named == ["train"]:
@@ -95,12 +87,7 @@ def test_a_mistake_is_one_line_and_needs_no_torch(text, message, answer):
     assert message in err
 
 
-def test_without_a_command_there_is_help_and_with_version_there_is_one(
-    answer, monkeypatch, capsys
-):
-    status, out, err = answer()
-    assert (status, out) == (2, "")
-    assert all(f"    {name}" in err for name in COMMANDS)
+def test_the_version_is_told_without_torch(answer):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     status, out, err = answer("--version")
     assert (status, err) == (0, "")
@@ -108,27 +95,14 @@ def test_without_a_command_there_is_help_and_with_version_there_is_one(
     assert out.endswith(f", Python {sys.version.split()[0]}\n")
     assert project["scripts"] == {"vgrad": "vgrad_command:main"}
 
-    def none(name):
-        raise metadata.PackageNotFoundError
-
-    monkeypatch.setattr(metadata, "version", none)
-    with pytest.raises(SystemExit) as leaving:
-        main(["--version"])
-    assert leaving.value.code == 0
-    assert capsys.readouterr().out.startswith("vgrad, not installed, torch, not inst")
-
 
 WRONG = {
     "members": ["0", "-1", "2.5", "10001", "many", ""],
     "epsilon": ["0", "-1", "nan", "inf", "1e999", "much", ""],
     "delta": ["0", "1", "-1e-5", "2", "nan", "small"],
-    "max_norm": ["0", "-1", "inf", "nan", "1e-31", "1e31", "wide"],
-    "group_norms": ["1", "*:", "*:1,", ":1", "a:1,b", "* :1", "", "*:1.2.3", "*:0,a:1"],
-    "clip_quantile": ["1.5", "-1", "median", ""],
+    "max_norm": ["0", "-1", "inf", "nan", "wide"],
     "noise": ["bands", "band-mf", "bisr:0", "blt:x", "independent:2", ""],
     "max_batch_size": ["0", "-1", "2.5", "all", ""],
-    "discrete": ["maybe", "True", ""],
-    "augmentations": ["0", "-1", "1.5", "65", ""],
     "epochs": ["0", "-3", "0.5", "1000001", "1e3", "all"],
     "batch_size": ["0", "-8", "7.5", "2147483648", "half"],
     "lr": ["0", "-1", "nan", "inf", "fast"],
@@ -144,9 +118,7 @@ def test_names_that_stand_as_text_are_those_of_the_package():
     assert set(RATES) == {*models.MODELS, "a factory"}
     assert EXPERIMENTS == (*experiments.NAMES, "all")
     options = dataclasses.fields(vgrad_command.Options)
-    texts = {each.name: each.metadata["help"] for each in options}
-    assert texts["model"].startswith(f"{', '.join(models.MODELS)}, or module:factory")
-    ranged = {n for n, k in KINDS.items() if k is not vgrad_command.ANY}
+    ranged = {each.name for each in options if each.metadata["read"] not in (None, str)}
     assert ranged == set(WRONG)
 
 
@@ -155,10 +127,8 @@ def test_a_value_outside_its_range_names_the_option_that_was_typed(name, capsys)
     option = f"--{name.replace('_', '-')}"
     for text in WRONG[name]:
         message = error(capsys, "train", "--out", "none", f"{option}={text}")
-        assert message == (
-            f"vgrad: {option}: expected {KINDS[name].words}, got {text!r}. See vgrad "
-            f"train --help.\n"
-        )
+        assert message.startswith(f"vgrad: {option}: expected ")
+        assert message.endswith(f", got {text!r}. See vgrad train --help.\n")
     assert not os.path.exists("none")
 
 
@@ -173,14 +143,13 @@ def test_the_largest_and_smallest_values_are_read(monkeypatch):
 
 
 def test_warnings_are_lines_without_source_and_come_once(monkeypatch, capsys):
-    def run(name, given):
+    def bench(given):
         for text in ("one\n thing", "one\n thing", "another\x1b"):
             shown = warnings.formatwarning(text, UserWarning, "plan.py", 3, "source")
             sys.stderr.write(shown)
-        return 0
 
     before = warnings.formatwarning
-    monkeypatch.setattr(commands, "run", run)
+    monkeypatch.setattr("vgrad.cli.evaluate.bench", bench)
     assert main(["bench"]) == 0
     assert capsys.readouterr().err == (
         "vgrad: warning: one thing\nvgrad: warning: another\\x1b\n"

@@ -28,7 +28,6 @@ def job(**options):
         data=SimpleNamespace(y_train=[0] * 7, y_test=[0] * 5),
         ends=[4],
         plan=None,
-        extended=[],
         description={"machine": {EVIL: EVIL}},
     )
 

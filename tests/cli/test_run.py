@@ -11,18 +11,12 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from torch.nn.functional import cross_entropy
 
-import vgrad
-from tests import oracle
 from tests.cli import runs
 from tests.cli.runs import FIXED, PLAIN, THREE, arguments, error, lines, results, train
-from vgrad import optim
 from vgrad.__main__ import main
-from vgrad.cli import checkpoint, data, models, report, settings, setup
+from vgrad.cli import checkpoint, data, models, report, settings
 from vgrad.ensemble import member_seed
-from vgrad.generators import torch_seed
-from vgrad.training import TrainState, private_step
 
 ROOT = Path(__file__).parents[2]
 NO_NOISE = (
@@ -262,9 +256,6 @@ GOING_ON = {
     "replayed": [FIXED, "--compile", "replay"],
     "truncated": [FIXED, "--max-batch-size", "auto"],
     "in a fixed order": [FIXED, "--noise", "bisr:3"],
-    "discrete": [FIXED, "--discrete", "yes"],
-    "adapting": [FIXED, "--epsilon", "20", "--clip-quantile", "0.5"],
-    "groups": [FIXED, "--epsilon", "20", "--group-norms", "*weight:0.8,*bias:.1"],
 }
 
 
@@ -286,44 +277,6 @@ def test_killed_after_an_epoch_a_run_goes_on_with_the_same_numbers(
     assert all(record["loss"] < 2 for record in whole["plain.jsonl"])
     scaled = ["loss_scale" in record for record in whole["plain.jsonl"]]
     assert scaled == [more[-1] == "float16"] * 2
-
-
-def test_a_private_step_takes_copies_shifted_by_its_key(tmp_path):
-    rng = np.random.default_rng(0)
-    sizes = {"x_train": (runs.SIZE, 2, 3), "x_test": (30, 2, 3)}
-    small = {name: rng.normal(size=size) for name, size in sizes.items()}
-    images = runs.write_data(tmp_path / "images.npz", **small)
-    assert train(images, tmp_path / "run", "--augmentations", "2", epochs=1) == 0
-    chosen = {"batch_size": 12, "max_norm": 1e-3, "epsilon": 1e6, "lr": 0.5}
-    own = settings.Settings(data=str(images), model="mlp", augmentations=2, **chosen)
-    job = setup.prepare(own)
-    start = job.trainers["private"].start
-    after, _ = job.trainers["private"].advance(start, job.data)
-    rows = job.plan.sample(key=start.key, step=0)
-    source = torch.Generator().manual_seed(torch_seed(start.key, "augment", 0))
-    moves = torch.randint(3, (runs.SIZE, 2, 2), generator=source)[rows]
-    x = torch.stack(
-        [
-            torch.stack(
-                [moved(job.data.x_train[row], *move) for move in copies.tolist()]
-            )
-            for row, copies in zip(rows, moves, strict=True)
-        ]
-    )
-    module = models.build("mlp", job.data.shape, seed=0)
-    fmodel, *entries = vgrad.make_functional_with_buffers(module)
-    loss = vgrad.sample_loss(fmodel, cross_entropy, augmentations=2)
-    tx = optim.sgd(0.5)
-    state = TrainState.create(tx, *entries)._replace(key=start.key)
-    state, _ = private_step(loss, tx, job.plan)(state, x, job.data.y_train[rows])
-    oracle.assert_exact(after.params, state.params, tolerance=1e-6)
-
-
-def moved(image, down, right):
-    """Move an image `[C, H, W]` by `1 - down` and `1 - right` pixels."""
-    whole = torch.zeros(image.shape[0], image.shape[1] + 2, image.shape[2] + 2)
-    whole[:, 1:-1, 1:-1] = image
-    return whole[:, down : down + image.shape[1], right : right + image.shape[2]]
 
 
 def test_noise_is_drawn_again_for_the_same_step_only(images, tmp_path, monkeypatch):
@@ -437,7 +390,6 @@ def test_no_model_diverges_as_it_is_by_default(tmp_path, model):
 
 
 BUDGET = "--epochs 2: expected a budget that some noise multiplier"
-QUANTILE = ["--clip-quantile", "0.5", "--noise", "blt:2"]
 BAD = [
     (["--data", "none.npz"], "none.npz: expected a file"),
     (["--delta", "1e-320", "--epsilon", "1.5"], BUDGET),
@@ -450,20 +402,7 @@ BAD = [
         "vgrad: --max-batch-size 12 --noise blt:2: expected others, since no account "
         "of these is known. Leave --max-batch-size out.",
     ),
-    (
-        ["--discrete", "yes", "--max-batch-size", "auto"],
-        "vgrad: --discrete yes --max-batch-size auto: expected others, since no "
-        "account of these is known. Leave the two others out, also in a plan before, "
-        "or pass --discrete sum.",
-    ),
     (["--noise", "band-mf:9"], "--noise band-mf:9: expected a rate of at most 1 / 9"),
-    (["--augmentations", "2"], "--augmentations 2: expected images, which can be shi"),
-    (["--group-norms", "*:1,*:2"], "--group-norms *:1,*:2: expected each pattern once"),
-    (["--group-norms", "x:1"], "--group-norms x:1: expected patterns of names of para"),
-    (["--group-norms", "*t:1"], "--group-norms *t:1: expected every parameter to matc"),
-    (["--group-norms", "*:1", *QUANTILE], "--clip-quantile 0.5: expected one of them"),
-    (["--group-norms", "*:1", "--max-norm", "2"], "--max-norm 2.0: expected one of th"),
-    (QUANTILE, "--noise blt:2 --clip-quantile 0.5: expected one of discrete noise, co"),
     (["--device", "teapot"], "--device teapot: expected cpu"),
     (["--device", "meta"], "--device meta: expected cpu"),
     (["--device", "cuda:99"], "--device cuda:99: expected cpu"),

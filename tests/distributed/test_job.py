@@ -68,7 +68,7 @@ def test_a_run_on_two_ranks_and_on_four_is_that_of_one(tmp_path, ranks):
                 assert line["test_accuracy"] == other["test_accuracy"]
 
 
-def test_a_run_goes_on_with_fewer_ranks_and_is_extended(tmp_path, ranks):
+def test_a_run_goes_on_with_fewer_ranks(tmp_path, ranks):
     fixed = "--reproducible-noise"
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert job(*given(tmp_path, whole, fixed))[0] == 0
@@ -83,16 +83,6 @@ def test_a_run_goes_on_with_fewer_ranks_and_is_extended(tmp_path, ranks):
     assert [status for status, _ in found] == [0, 0], found
     check_same_model(whole, broken)
     assert len(figures(broken)) == 2
-    longer, shorter = (["--extend", "--epochs", epochs] for epochs in ("3", "2"))
-    assert job("--resume", str(whole), *longer)[0] == 0
-    found = ranks(2).run(job, "--resume", str(broken), *longer)
-    assert [status for status, _ in found] == [0, 0], found
-    assert "Extended from 2 to 3 epochs" in found[0][1]
-    check_same_model(whole, broken)
-    assert len(figures(broken)) == 3
-    for status, said in ranks(2).run(job, "--resume", str(broken), *shorter):
-        assert status == 2
-        assert "expected more than the 3 epochs" in said
 
 
 def _interrupted(arguments):

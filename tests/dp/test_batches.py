@@ -393,7 +393,7 @@ def test_a_budget_is_kept_by_every_scheme(fields):
 
 
 def test_numbers_of_other_types_make_the_same_plan():
-    for same, value in ((True, 1), (True, np.True_), (False, 0), (False, np.False_)):
+    for same, value in ((False, 0), (False, np.False_), ("sum", np.str_("sum"))):
         plan, other = Plan(**RUN, discrete=same), Plan(**RUN, discrete=value)
         assert other.discrete is same
         assert torch.equal(other.digest, plan.digest)
@@ -452,7 +452,7 @@ def test_a_step_refuses_a_batch_that_the_plan_never_draws(plan):
         ({"neighbours": "fixed_graph", "samples_per_unit": 2}, "samples_per_unit=1"),
         ({"before": Plan(**RUN), "steps": 5000, "samples_per_unit": 2}, "of one kind"),
         ({"sampling": "fixed_order", "sampling_rate": 0.26}, "a whole number"),
-        ({"discrete": True, "noise": noising.band_mf(4)}, "expected one of"),
+        ({"discrete": "sum", "noise": noising.band_mf(4)}, "expected one of"),
         (
             {
                 "max_norm": dp.quantile_clip(count_deviation=2.0),
@@ -463,6 +463,8 @@ def test_a_step_refuses_a_batch_that_the_plan_never_draws(plan):
         ({"max_batch_size": 0}, "max_batch_size"),
         ({"samples_per_unit": 0}, "samples_per_unit"),
         ({"discrete": "yes"}, "discrete"),
+        ({"discrete": True}, 'or "sum", got True.*integers.*from its parameters'),
+        ({"discrete": np.True_}, "got True"),
         ({"before": Plan(**RUN), "steps": 5000, "sampling": "fixed_order"}, "two rel"),
     ],
     ids=str,

@@ -161,7 +161,7 @@ def test_the_claim_counts_plans_before(tmp_path):
             r"Gaussian noise correlated by band_mf\(2\) on clipped sums of cyclic",
             {},
         ),
-        ({"discrete": True}, "Discrete Gaussian noise on clipped sums", {}),
+        ({"discrete": "sum"}, "Discrete Gaussian noise on clipped sums", {}),
     ],
 )
 def test_the_claim_is_about_the_relation_and_the_mechanism_of_the_plan(

@@ -9,12 +9,8 @@ is helpful: it raises the log likelihood, or the measurement, of the query.
 * `margin`: the log odds of the target, a measurement
 * `Top`: the largest scores of each query
 * `Store`: features of a training set, in files
-* `lds`: rank correlations of scores with models trained on subsets
-* `retrain`: train a model on each subset, as one ensemble
-* `mislabelled_auc`: whether scores find wrong labels
 """
 
-from vgrad.attribution.judge import lds, mislabelled_auc, retrain
 from vgrad.attribution.scores import Top, influence, margin, self_influence, trak
 from vgrad.attribution.store import Store
 
@@ -22,10 +18,7 @@ __all__ = [
     "Store",
     "Top",
     "influence",
-    "lds",
     "margin",
-    "mislabelled_auc",
-    "retrain",
     "self_influence",
     "trak",
 ]

@@ -1,4 +1,4 @@
-"""The commands of `vgrad`: train, evaluate, audit, attribute, bench and experiment.
+"""The commands of `vgrad`: train, evaluate, audit, bench and experiment.
 
 * `load`: the model or the ensemble in the folder of a run, as `train` saved it
 

@@ -3,9 +3,9 @@
 import sys
 from argparse import Namespace
 
-from vgrad import dp
 from vgrad.cli import checkpoint, report, setup
 from vgrad.cli.models import Shape
+from vgrad.dp.plan import plan_of
 
 PICTURE = "audit.png"
 
@@ -17,7 +17,7 @@ def audit(arguments: Namespace) -> None:
         raise ValueError(
             f"audit {folder}: expected a run with privacy, got one without."
         )
-    plan, shape = dp.Plan(**before["plan"]), Shape(**before["data"]["shape"])
+    plan, shape = plan_of(**before["plan"]), Shape(**before["data"]["shape"])
     step, state = setup.audited(settings, shape, plan, before["forms"]["chunk_size"])
     entries = sum(value.numel() for value in state.params.values())
     counts = {"canaries": arguments.canaries, "significance": arguments.significance}

@@ -62,9 +62,8 @@ def described(command: str, arguments: Namespace) -> tuple[Path, Settings, Descr
     """Return folder, settings and description of the run that a command is for."""
     folder = folder_of(command, arguments.folder)
     _, before = read_state(folder)
-    again = Namespace(extend=False)
-    if arguments.model is not None:
-        again.model = arguments.model
+    given = arguments.model
+    again = Namespace() if given is None else Namespace(model=given)
     settings = Settings.recorded(before["arguments"], again, command=command)
     return folder, settings, before
 

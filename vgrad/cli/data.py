@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from vgrad import files
 from vgrad.cli.models import Shape
@@ -61,21 +60,6 @@ def load(source: str, *, seed: int) -> Dataset:
         return _checked(_read_npz(Path(source)))
     except ValueError as error:
         raise ValueError(f"--data {source}: {error}") from error
-
-
-def shifted(images: Tensor, moves: Tensor) -> Tensor:
-    """Return K copies `[*, K, C, H, W]`, moved by up to a pixel over a border of zeros.
-
-    Of images `[*, C, H, W]`; `moves` `[*, K, 2]` has the first row and the first column
-    of each in the bordered image: 1 and 1 leave it as it is.
-    """
-    padded = functional.pad(images, (1, 1, 1, 1)).unsqueeze(-4)
-    height, width = (
-        torch.arange(size, device=moves.device) for size in images.shape[-2:]
-    )
-    rows = (moves[..., 0, None] + height)[..., None, :, None]
-    columns = (moves[..., 1, None] + width)[..., None, None, :]
-    return padded.take_along_dim(rows, -2).take_along_dim(columns, -1)
 
 
 def digest(data: Dataset) -> str:

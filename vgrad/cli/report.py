@@ -7,7 +7,6 @@ for release. The page needs no other file, has no script, and escapes the user's
 import base64
 import dataclasses
 import io
-import itertools
 import math
 import statistics
 import textwrap
@@ -73,8 +72,6 @@ def announce(job: Job, ranks: int) -> None:
         f"{settings.data}: {sizes} samples. {settings.model}: {params} "
         f"parameters{members}. {steps} at learning rate {settings.lr:g}, {noise}"
     )
-    for line in extensions(job):
-        say(line)
     if settings.reproducible_noise:
         say(NO_CLAIM)
     if plan:
@@ -93,8 +90,6 @@ def _kinds(plan: Plan) -> str:
         words += f", {plan.sampling} sampling"
     if plan.max_batch_size is not None:
         words += f", batches of at most {plan.max_batch_size}"
-    if plan.discrete is not False:
-        words += ", discrete noise" + " on integers" * (plan.discrete is True)
     return words
 
 
@@ -253,10 +248,7 @@ def title(job: Job) -> str:
     elif settings.reproducible_noise:
         words.append("no claim of privacy")
     else:
-        spent = f"{settings.epsilon:g}"
-        if job.extended and job.plan:
-            spent = f"{job.plan.epsilon():.3f}"
-        words.append(f"epsilon {spent} at delta {settings.delta:g}")
+        words.append(f"epsilon {settings.epsilon:g} at delta {settings.delta:g}")
     return ", ".join([*words, f"seed {settings.seed}"])
 
 
@@ -407,10 +399,6 @@ th, td {{ padding: .2rem .8rem; border-bottom: 1px solid #ddd; text-align: right
 th {{ overflow-wrap: normal; }}
 th:first-child, td:first-child {{ text-align: left; }}
 img {{ max-width: 100%; height: auto; }}
-.samples th, .samples td {{ text-align: left; vertical-align: top; }}
-.sample {{ display: inline-block; width: 4.4rem; margin: .2rem; text-align: center;
-  vertical-align: top; font-size: .75rem; line-height: 1.2; }}
-.sample img {{ width: 3rem; image-rendering: pixelated; }}
 .warning {{ border-left: .4rem solid #D55E00; padding: .4rem 1rem;
   background: #fdf1e9; }}
 </style>
@@ -436,22 +424,6 @@ def release(job: Job, folder: Path) -> str:
     )
 
 
-def extensions(job: Job) -> list[str]:
-    """Return a line for each extension of a run, with the rise of epsilon."""
-    lines = []
-    for before, after in itertools.pairwise([job.settings.epochs, *job.extended]):
-        line = f"Extended from {before} to {after} epochs"
-        if job.plan:
-            epsilon = job.trainers["private"].epsilon
-            line += (
-                f" with noise multiplier {job.plan.noise_multiplier:.4g} as before: "
-                f"epsilon rises from {epsilon(job.ends[before - 1]):.3f} to "
-                f"{epsilon(job.ends[after - 1]):.3f} at delta {job.plan.delta:g}"
-            )
-        lines.append(f"{line}.")
-    return lines
-
-
 def write_page(
     folder: Path, job: Job, figures: Figures, images: Mapping[str, bytes]
 ) -> None:
@@ -460,7 +432,6 @@ def write_page(
         '<p class="warning"><strong>This page is not for release.</strong> Its figures '
         "and pictures come from the private data without noise.</p>\n",
         f"<h2>What may be released</h2>\n<p>{text(release(job, folder))}</p>\n",
-        *(f"<p>{text(line)}</p>\n" for line in extensions(job)),
     ]
     if job.plan:
         secret, shown = (

@@ -38,11 +38,6 @@ _PATIENCE = timedelta(seconds=45)
 
 def train(arguments: Namespace) -> None:
     """Start the run that the arguments describe, or go on with one."""
-    if arguments.extend and not (arguments.resume and "epochs" in arguments):
-        raise ValueError(
-            "--extend: expected --resume DIR and --epochs N with it, the number of "
-            "epochs that the longer run has in all."
-        )
     with _launched() as mesh:
         if arguments.resume is None:
             settings = Settings.started(arguments)
@@ -56,7 +51,7 @@ def _begin(settings: Settings, folder: Path, mesh: DeviceMesh | None) -> None:
     with ExitStack() as locks:
         with ranks.together("train, its start"):
             _refuse_taken(folder)  # now, and not after the minutes a plan may take
-            job = setup.prepare(settings, mesh=mesh)
+            job = setup.prepare(settings, mesh)
         with ranks.together("train, its folder"):
             if ranks.rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -107,13 +102,8 @@ def _checked(
 ) -> tuple[Job, dict[str, Any], files.Description]:
     tensors, before = checkpoint.read_state(folder)
     settings = Settings.recorded(before["arguments"], arguments)
-    epochs = [settings.epochs, *before["extended"]]
-    job = setup.prepare(settings, _extended(epochs, arguments), mesh)
-    description = job.description
-    if job.plan:  # a run that is extended now has more steps
-        steps = job.ends[epochs[-1] - 1]
-        description = {**description, "plan": {**description["plan"], "steps": steps}}
-    checkpoint.check_same(before, description)
+    job = setup.prepare(settings, mesh)
+    checkpoint.check_same(before, job.description)
     starts = {run: trainer.start for run, trainer in job.trainers.items()}
     restored = checkpoint.restored(States(**starts), tensors)._asdict()
     states = {run: restored[run] for run in job.trainers}
@@ -123,21 +113,6 @@ def _checked(
     for name, length in before["lengths"].items():
         checkpoint.read(folder / name, length)
     return job, states, before
-
-
-def _extended(epochs: list[int], arguments: Namespace) -> list[int]:
-    # The epochs of each extension; `epochs` begins with the number at the start.
-    extended = epochs[1:]
-    # The same command once more goes on with its extension.
-    if not arguments.extend or extended[-1:] == [arguments.epochs]:
-        return extended
-    if arguments.epochs <= epochs[-1]:
-        raise ValueError(
-            f"--extend --epochs {arguments.epochs}: expected more than the "
-            f"{epochs[-1]} epochs that the run has in all, got no more. Name their new "
-            f"number, or leave both out to go on with the run."
-        )
-    return [*extended, arguments.epochs]
 
 
 def _run(
@@ -152,8 +127,6 @@ def _run(
     # After a kill the files that follow from the state may be one epoch behind it.
     if ranks.rank == 0:
         _save(job, folder, states, lengths)
-        # Of a run that is extended: the model is about to spend more than it says.
-        (folder / report.PAGE).unlink(missing_ok=True)
     slower = next(iter(job.trainers))  # private SGD, which the bar follows
     with report.display(job.ends[-1], len(job.ends)) as (show_step, show_epoch):
         for number, end in enumerate(job.ends, start=1):
@@ -224,7 +197,7 @@ def _save(
     job: Job, folder: Path, states: dict[str, Any], lengths: dict[str, int]
 ) -> None:
     step = int(states["plain"].step)
-    progress = {"step": step, "lengths": lengths, "extended": list(job.extended)}
+    progress = {"step": step, "lengths": lengths}
     checkpoint.save_state(folder, States(**states), {**job.description, **progress})
     run = next(iter(job.trainers))
     claimed = not job.settings.reproducible_noise

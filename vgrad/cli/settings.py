@@ -14,10 +14,9 @@ import vgrad_command
 from vgrad import checks
 from vgrad.cli import models
 from vgrad.cli.models import Shape
-from vgrad_command import BATCH, KINDS, spelled
+from vgrad_command import BATCH, NAMES, spelled
 
-_OF_PRIVACY = "epsilon delta max_norm group_norms clip_quantile noise".split()
-_OF_PRIVACY += "max_batch_size discrete augmentations reproducible_noise".split()
+_OF_PRIVACY = "epsilon delta max_norm noise max_batch_size reproducible_noise".split()
 
 _OF_FIELDS = {"sampling_rate": "batch_size", "sampling": "noise", "steps": "epochs"}
 """The options that fields of a plan of another name follow from."""
@@ -50,11 +49,6 @@ class Settings(vgrad_command.Options):
                     f"--without-privacy: expected none of the arguments of private "
                     f"training, got {spelled(name)}. Leave one of the two out."
                 )
-        if "max_norm" in typed and typed.get("group_norms", "none") != "none":
-            raise ValueError(
-                f"--group-norms {typed['group_norms']} --max-norm {typed['max_norm']}: "
-                f"expected one of them, since groups have bounds of their own."
-            )
         return cls(**typed)
 
     @classmethod
@@ -62,22 +56,19 @@ class Settings(vgrad_command.Options):
         cls, arguments: dict[str, Any], again: Namespace, *, command: str = "--resume"
     ) -> "Settings":
         """Return the settings in the file of a run; those given again are the same."""
-        if arguments.keys() != KINDS.keys():
+        if arguments.keys() != {*NAMES}:
             raise ValueError(
-                f"{command}: expected a run with the arguments {', '.join(KINDS)}, got "
+                f"{command}: expected a run with the arguments {', '.join(NAMES)}, got "
                 f"one with {checks.listed(arguments)}. It belongs to another version "
                 f"of vgrad."
             )
         typed = _typed(again)
-        if again.extend:
-            del typed["epochs"]  # of the longer run
         for name, value in typed.items():
             if value != arguments[name]:
-                longer = "To make the run longer, add --extend. " * (name == "epochs")
                 raise ValueError(
                     f"{command}: expected {spelled(name)} {arguments[name]}, which "
-                    f"the run was started with, got {value}. {longer}Leave it out, or "
-                    f"start another run with --out."
+                    f"the run was started with, got {value}. Leave it out, or start "
+                    f"another run with --out."
                 )
         models.check_named(command, arguments["model"], typed.get("model"))
         return cls(**arguments)
@@ -92,11 +83,6 @@ class Settings(vgrad_command.Options):
                 f"--batch-size {batch}: expected at most the {samples} training "
                 f"samples that there are. Leave it out for batches of {fitting}."
             )
-        if self.augmentations > 1 and shape.height == 1:
-            raise ValueError(
-                f"--augmentations {self.augmentations}: expected images, which can be "
-                f"shifted, got rows of features. Leave it out."
-            )
         # So the noise of a step, rate * multiplier * max_norm / batch, stays the same.
         rate = models.rate(self.model, shape) * min(1, batch / BATCH)
         lr = float(f"{rate:.2g}") if self.lr is None else self.lr
@@ -107,15 +93,12 @@ class Settings(vgrad_command.Options):
         call, _, reason = message.rpartition("): ")
         fields: list[str] = re.findall(r"(\w+)=", call)
         names = [_OF_FIELDS.get(name, name) for name in fields]
-        for kind in ("clip_quantile", "group_norms"):
-            if getattr(self, kind) != "none":
-                names = [kind if name == "max_norm" else name for name in names]
-        options = dict.fromkeys(name for name in names if name in KINDS)
+        options = dict.fromkeys(name for name in names if name in NAMES)
         typed = " ".join(f"{spelled(name)} {getattr(self, name)}" for name in options)
 
         def option(word: re.Match) -> str:
             name, value = word.groups()
-            if name not in KINDS or not (value or "_" in name):
+            if name not in NAMES or not (value or "_" in name):
                 return word[0]
             return f"{spelled(name)} {value}" if value else spelled(name)
 
@@ -124,7 +107,7 @@ class Settings(vgrad_command.Options):
 
 
 def _typed(arguments: Namespace) -> dict[str, Any]:
-    return {key: value for key, value in vars(arguments).items() if key in KINDS}
+    return {key: value for key, value in vars(arguments).items() if key in NAMES}
 
 
 def device(name: str) -> torch.device:

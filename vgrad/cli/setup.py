@@ -11,7 +11,7 @@ Estimation using Deep Ensembles, arXiv 1612.01474.
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from vgrad import dp, optim, tree
 from vgrad.cli import data, models
-from vgrad.cli.data import Dataset, shifted
+from vgrad.cli.data import Dataset
 from vgrad.cli.evaluate import ROWS
 from vgrad.cli.models import Shape
 from vgrad.cli.settings import Settings
@@ -85,18 +85,13 @@ class Job(NamedTuple):
     settings: Settings
     data: Dataset
     plan: dp.Plan | None
-    extended: Sequence[int]  # the epochs after each extension
     ends: list[int]  # the steps at the end of each epoch
     trainers: Mapping[str, Trainer]  # "private", unless without privacy, and "plain"
     scores: Callable[[Params, Buffers, Tensor], Tensor]  # -> [N, C] or [E, N, C]
     description: Description  # entries that must be the same when the run goes on
 
 
-def prepare(
-    settings: Settings,
-    extended: Sequence[int] = (),
-    mesh: DeviceMesh | None = None,
-) -> Job:
+def prepare(settings: Settings, mesh: DeviceMesh | None = None) -> Job:
     """Read the data, make the model or the members, plan the noise; write nothing."""
     dataset = data.load(settings.data, seed=settings.seed)
     settings = settings.fitted(len(dataset.y_train), dataset.shape)
@@ -104,8 +99,7 @@ def prepare(
     epoch = len(dataset.y_train) / settings.batch_size
     if settings.noise.partition(":")[0] not in ("independent", "band-mf"):
         epoch = math.ceil(epoch)  # in a fixed order, whose last batch may be short
-    *_, last = settings.epochs, *extended
-    ends = [round(number * epoch) for number in range(1, last + 1)]
+    ends = [round(number * epoch) for number in range(1, settings.epochs + 1)]
 
     seeds = [settings.seed]
     if count > 1:
@@ -128,21 +122,15 @@ def prepare(
         # Others round differently. "auto" as a chunk size depends on free memory, which
         # may differ when a run goes on.
         gradient = sum(t.numel() * t.element_size() for t in model[1].values())
-        most = min(_MOST_ROWS, _GRADIENT_BYTES // gradient)
-        rows = max(1, most // settings.augmentations)
+        rows = max(1, min(_MOST_ROWS, _GRADIENT_BYTES // gradient))
         forms |= {"strategy": STRATEGY, "chunk_size": rows}
-        plan = planned(settings, len(dataset.y_train), ends)
-        try:
-            plan.scales(model[1])
-        except ValueError as error:
-            raise ValueError(settings.spelling(str(error))) from error
+        plan = planned(settings, len(dataset.y_train), ends[-1])
         private = _private(settings, model, plan, rows, mesh)
         trainers = {"private": private, **trainers}
     return Job(
         settings,
         tree.to_device(dataset, device),
         plan,
-        extended,
         ends,
         trainers,
         scores,
@@ -150,53 +138,25 @@ def prepare(
     )
 
 
-def planned(settings: Settings, size: int, ends: Sequence[int]) -> dp.Plan:
-    """Plan the private steps; extensions have the noise of the start."""
+def planned(settings: Settings, size: int, steps: int) -> dp.Plan:
+    """Plan the private steps."""
     scheme, _, bands = settings.noise.replace("-", "_").partition(":")
     noise = getattr(dp.noising, scheme)(*map(int, filter(None, [bands])))
     fields: dict[str, Any] = {"noise": noise}
-    fields["discrete"] = {"no": False, "yes": True, "sum": "sum"}[settings.discrete]
     if (most := settings.max_batch_size) != "none":
         fields["max_batch_size"] = int(most) if most.isdecimal() else most
-    max_norm: Any = settings.max_norm
-    if (groups := settings.group_norms) != "none":
-        pairs = [each.split(":") for each in groups.split(",")]
-        max_norm = {pattern: float(bound) for pattern, bound in pairs}
-        if len(max_norm) < len(pairs):
-            raise ValueError(
-                f"--group-norms {groups}: expected each pattern once, got one twice."
-            )
-        if settings.clip_quantile != "none":
-            raise ValueError(
-                f"--group-norms {groups} --clip-quantile {settings.clip_quantile}: "
-                f"expected one of them, since bounds of groups do not adapt."
-            )
-    if (quantile := settings.clip_quantile) != "none":
-        max_norm = dp.quantile_clip(quantile=float(quantile), start=max_norm)
     try:
-        plan = dp.Plan.for_epsilon(
+        return dp.Plan.for_epsilon(
             settings.epsilon,
             dataset_size=size,
             sampling_rate=settings.batch_size / size,
-            max_norm=max_norm,
-            steps=ends[settings.epochs - 1],
+            max_norm=settings.max_norm,
+            steps=steps,
             delta=settings.delta,
             **fields,
         )
     except ValueError as error:
         raise ValueError(settings.spelling(str(error))) from error
-    longer = dataclasses.replace(plan, steps=ends[-1])
-    if longer != plan and scheme != "independent":
-        raise ValueError(
-            f"--extend: expected --noise independent, got {settings.noise}, the "
-            f"sensitivity of which depends on the number of steps. Start another run."
-        )
-    if longer != plan and longer.epsilon() == math.inf:
-        raise ValueError(
-            f"--extend: expected fewer epochs than {len(ends)}, for which no epsilon "
-            f"can be given at delta {settings.delta}."
-        )
-    return longer
 
 
 def _tried(
@@ -264,21 +224,19 @@ def _private(
     # Without a seed the key is a secret.
     seed = settings.seed if settings.reproducible_noise else None
     state = state._replace(key=dp.secret_key(seed=seed))
-    advance = _advance(settings, step, draw, mesh, settings.augmentations)
-    return Trainer(state, advance, plan.epsilon)
+    return Trainer(state, _advance(step, draw, mesh), plan.epsilon)
 
 
 def _private_start(
     settings: Settings, model: Model, plan: dp.Plan, rows: int
 ) -> tuple[Any, TrainState]:
     (fmodel, *entries), tx = model, optim.sgd(settings.lr)
-    copies = settings.augmentations if settings.augmentations > 1 else None
     step = private_step(
-        sample_loss(fmodel, F.cross_entropy, augmentations=copies),
+        sample_loss(fmodel, F.cross_entropy),
         tx,
         plan,
         strategy=STRATEGY,
-        chunk_size=1 if plan.discrete is True else rows,
+        chunk_size=rows,
         randomness="different",
         policy=models.POLICIES[settings.precision],
     )
@@ -330,16 +288,12 @@ def _plain(
     scale = DynamicLossScale() if settings.precision == "float16" else None
     state = create(tx, params, buffers, loss_scale=scale)
     state = state._replace(key=fold_in(dp.secret_key(seed=settings.seed), "plain"))
-    advance = _advance(settings, _compiled(settings, step), draw, mesh)
+    advance = _advance(_compiled(settings, step), draw, mesh)
     return Trainer(state, advance, lambda steps: None)
 
 
 def _advance(
-    settings: Settings,
-    step: Callable,
-    draw: Callable[[Any], Tensor],
-    mesh: DeviceMesh | None,
-    copies: int | None = None,  # of an image; without it the step takes no axis of them
+    step: Callable, draw: Callable[[Any], Tensor], mesh: DeviceMesh | None
 ) -> Advance:
     if mesh is not None:
         step = data_parallel(step, mesh)
@@ -349,17 +303,7 @@ def _advance(
     def run(state: Any, data: Dataset) -> tuple[Any, Taken]:
         index = draw(state)
         rows = index[len(index) * rank // size : len(index) * (rank + 1) // size]
-        x = data.x_train[rows]
-        if settings.augmentations > 1:
-            # Of all images, so that an image's own do not depend on the batch.
-            source = torch.Generator()
-            source.manual_seed(torch_seed(state.key, "augment", int(state.step)))
-            moves = torch.randint(
-                3, (len(data.x_train), copies or 1, 2), generator=source
-            )
-            x = shifted(x, moves[rows].to(x.device))
-            x = x if copies else x.squeeze(-4)
-        state, figures = step(state, x, data.y_train[rows])
+        state, figures = step(state, data.x_train[rows], data.y_train[rows])
         samples, loss = index.numel(), torch.zeros(())
         if samples:  # the mean over no samples is no number
             loss = figures["loss"].double().mean() * samples

@@ -4,7 +4,6 @@ The result does not depend on how many ranks there are.
 
 * `data_parallel`: make a transform or a step one of all ranks
 * `local_batches`: cut each batch of a sampler among the ranks
-* `member_parallel`: make a function of an ensemble one of ranks with members each
 * `shard_members`, `gather_members`: this rank's members of a tree, and the inverse
 * `member_range`: the numbers of this rank's members
 * `shard`, `gather`: keep this rank's part of each tensor, and the inverse
@@ -14,12 +13,7 @@ The result does not depend on how many ranks there are.
 """
 
 from vgrad.distributed.loading import local_batches
-from vgrad.distributed.member_parallel import (
-    gather_members,
-    member_parallel,
-    member_range,
-    shard_members,
-)
+from vgrad.distributed.members import gather_members, member_range, shard_members
 from vgrad.distributed.parallel import data_parallel, replicated, single_process_mesh
 from vgrad.distributed.sharding import gather, shard
 from vgrad.ranks import RankError
@@ -31,7 +25,6 @@ __all__ = [
     "gather",
     "gather_members",
     "local_batches",
-    "member_parallel",
     "member_range",
     "replicated",
     "shard",

@@ -22,7 +22,6 @@ from vgrad import batches, files, optim
 from vgrad.compiled import Captures
 from vgrad.distributed.options import Options, of_transform
 from vgrad.distributed.sharding import RankCall, sharded_call
-from vgrad.dp.rows import step_of_rows
 from vgrad.ensemble.execution import run_eager
 from vgrad.generators import Tag, sample_keys
 from vgrad.persample.engine import (
@@ -193,8 +192,7 @@ class _SameOnAll:
 
     def __call__(self, function: Callable, *arguments: Any) -> Any:
         """Run a function of tensors."""
-        updates = function in (optim.step, step_of_rows)
-        captures = self._replayed if updates else self._captures
+        captures = self._replayed if function is optim.step else self._captures
         return captures(function, *arguments)
 
 

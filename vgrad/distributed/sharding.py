@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from vgrad import batches, files, tree
-from vgrad.dp.discrete import IntegerSum
-from vgrad.persample.clipped import ClippedSum, CountedGrad
+from vgrad.persample.clipped import ClippedSum
 from vgrad.persample.engine import (
     NON_RETRYABLE,
     Evaluation,
@@ -324,11 +323,10 @@ def _check(
                 f"{what}(params): expected parameters cut among the ranks that share "
                 f"the batch, {ranks.members}, got {holders.members}."
             )
-    if isinstance(transform.quantity, Products | MomentsOfGrads | IntegerSum):
+    if isinstance(transform.quantity, Products | MomentsOfGrads):
         raise TypeError(
             f"{what}: expected a sum over samples or a list of them, got another "
-            f"quantity, such as the integers of a plan with discrete=True. Call it "
-            f"with gather(params, mesh)."
+            f"quantity. Call it with gather(params, mesh)."
         )
 
 
@@ -381,9 +379,6 @@ def _of_all_ranks(
     if isinstance(transform.quantity, ClippedSum):
         counts = {"clipped": value.clipped, "nonfinite": value.nonfinite}
         grads = each(value.grads)
-        if isinstance(value, CountedGrad):
-            rows = ranks.summed(f"{transform.options.function}, rows", value.rows)
-            value = value._replace(rows=rows)
         counts = ranks.summed(transform.options.function, counts)
         value = value._replace(grads=grads, **counts)
     elif isinstance(transform.quantity, WeightedSum):

@@ -11,7 +11,6 @@
 * `unit_loader`: load batches of whole units
 * `quantile_clip`: let the bound of a plan follow a quantile of the norms
 * `group_clip`: bounds and noise of their own for groups of parameters
-* `row_selection`: let each step choose the rows of embeddings that it trains
 * `add_gaussian_noise`: add noise to a sum, scaled by its sensitivity
 * `secret_key`: draw a key from the operating system
 * `noising`: schemes of noise that is correlated over steps
@@ -25,7 +24,6 @@ from vgrad.dp.group_clip import group_clip
 from vgrad.dp.noise import add_gaussian_noise
 from vgrad.dp.plan import Plan
 from vgrad.dp.private_gradients import PrivateGradients
-from vgrad.dp.rows import row_selection
 from vgrad.dp.sampling import PoissonBatchSampler, collate
 from vgrad.dp.units import Units, unit_loader, unit_loss
 from vgrad.generators import secret_key
@@ -43,7 +41,6 @@ __all__ = [
     "noise_multiplier_for",
     "noising",
     "quantile_clip",
-    "row_selection",
     "secret_key",
     "unit_loader",
     "unit_loss",

@@ -24,7 +24,7 @@ class Steps(NamedTuple):
     """Steps of DP-SGD of one kind: Gaussian noise on a sum over a Poisson batch.
 
     With the rate 1 every sample is in the batch. `truncated` has the largest batch and
-    the size of the data set. Discrete noise is on sums of integers.
+    the size of the data set.
     """
 
     sampling_rate: float
@@ -32,7 +32,6 @@ class Steps(NamedTuple):
     steps: int
     truncated: tuple[int, int] | None = None
     neighbours: Neighbours = "add_or_remove_one"
-    discrete: bool = False
 
     def event(self) -> Any:
         """Return the steps as an event of dp_accounting."""
@@ -54,7 +53,6 @@ _MOST_NOISE = 2.0**40
 # Beyond, the grid of privacy losses would be too coarse for one step.
 _MOST_STEPS = 10**10
 _TOLERANCE = 1e-4
-_WHOLE_ORDERS = [*range(2, 65), 128, 256, 512, 1024]
 # Epsilon was at most 0.1 % above a grid's 16 times as fine, in two seconds.
 _MOST_REFINED = 64
 
@@ -234,11 +232,7 @@ def _quiet() -> Iterator[None]:
 def _rdp_epsilon(library: Any, kinds: Sequence[Steps], delta: float) -> float:
     # The divergences of a sample that is absent and of one that is zeroed are the same.
     neighbours = library.NeighboringRelation.ADD_OR_REMOVE_ONE
-    # Of discrete noise on Poisson batches the divergences of whole orders are no larger
-    # than of Gaussian noise, as `discrete.py` says; of others there is no proof.
-    whole = any(kind.discrete and kind.sampling_rate < 1 for kind in kinds)
-    orders = _WHOLE_ORDERS if whole else None
-    accountant = library.rdp.RdpAccountant(orders, neighboring_relation=neighbours)
+    accountant = library.rdp.RdpAccountant(neighboring_relation=neighbours)
     for kind in kinds:
         accountant.compose(kind.event())
     return accountant.get_epsilon(delta)

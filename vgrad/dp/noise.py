@@ -15,8 +15,8 @@ randomness. This file comes close to them:
 * The probability of a value is right to about one part in 2^32, in the mean over
   releases, as long as the sum is within sixteen deviations of zero (in general to 2^-36
   of the sum in deviations). Over 10^9 numbers that adds about 1e-5 to epsilon if the
-  errors are independent, and 0.2 if all have one direction; `discrete.py` has a proof
-  in the place of the estimate, at a multiple of the cost. In float32 some values are
+  errors are independent, and 0.2 if all have one direction; the noise of `discrete.py`
+  has exact probabilities, at a multiple of the cost. In float32 some values are
   impossible without a given sample, and with 10^9 numbers one of them shows with a
   probability of about 2e-4.
 * The sum adds float32 gradients that are computed for the batch as a whole. An added

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from vgrad import checks, generators
 from vgrad.batches import Sensitivity
-from vgrad.dp import accounting, discrete
+from vgrad.dp import accounting
 from vgrad.dp.adaptive import QuantileClip
 from vgrad.dp.discrete import DiscreteNoise
 from vgrad.dp.group_clip import GroupClip, clip_of, scaled
 from vgrad.dp.noise import Noise, Streams, checked, gaussian_noise
 from vgrad.dp.noise_figure import plot_noise
 from vgrad.dp.noising import Fitted, Noising, independent
-from vgrad.dp.rows import RowSelection
 from vgrad.dp.sampling import (
     StepBatches,
     in_order,
@@ -43,6 +42,12 @@ _CIPHER = "ChaCha20"
 """The cipher whose words noise is made of: the same key and step are another release
 under another one."""
 
+_NO_INTEGERS = (
+    'expected discrete=False or "sum", got True, which no plan has any more: sums of '
+    'integers took a pass for each sample. Pass discrete="sum" for discrete noise. A '
+    "run that began with True goes on under a new plan, from its parameters: "
+    "TrainState.create(tx, state.params, state.buffers). What both spend adds up."
+)
 
 INDEPENDENT = independent()
 
@@ -105,12 +110,10 @@ class Plan:
             first one with an account.
         samples_per_unit: the number of samples drawn of each unit, a person or group;
             `dataset_size`, rates and batch sizes then count units.
-        discrete: discrete noise, on sums of integers (True), of which the accountant
-            is "rdp"; or on a sum that is rounded to integers at last ("sum"), see
+        discrete: "sum" for discrete noise, on a sum that is rounded to its grid, see
             `vgrad/dp/discrete.py`.
         horizon: the steps that correlated noise is made for, in a plan that was left
             before, see `after`; by default `steps`.
-        rows: tables of which each step trains some rows, of a `row_selection`.
 
     Raises:
         ValueError: a field is outside its range, or no account of the combination is
@@ -138,9 +141,8 @@ class Plan:
     max_batch_size: int | Literal["auto"] | None = None
     neighbours: accounting.Neighbours | None = None
     samples_per_unit: int | None = None
-    discrete: bool | Literal["sum"] = False
+    discrete: Literal[False, "sum"] = False
     horizon: int | None = None
-    rows: RowSelection | None = None
 
     def __post_init__(self) -> None:
         counts = {"dataset_size": self.dataset_size, "steps": self.steps}
@@ -150,11 +152,11 @@ class Plan:
         for name, kind, text in (
             ("before", Plan, "a Plan"),
             ("noise", Noising, "a scheme such as noising.band_mf(4)"),
-            ("rows", RowSelection, "the result of dp.row_selection"),
         ):
             value = own[name]
             if isinstance(value, Mapping):  # as dataclasses.asdict writes them
-                value = own[name] = kind(**value)
+                make = plan_of if kind is Plan else kind
+                value = own[name] = make(**value)
             if not isinstance(value, kind if name == "noise" else kind | None):
                 raise TypeError(
                     f"Plan({name}): expected {text}, got a {type(value).__name__}."
@@ -187,8 +189,9 @@ class Plan:
         """Fill in sampling, relation and largest batch, if there is an account."""
         own: dict[str, Any] = self.__dict__
         checks.choice("Plan", (False, True, "sum"), discrete=self.discrete)
-        if self.discrete != "sum":
-            own["discrete"] = bool(self.discrete)  # of 0, 1 or numpy's
+        if self.discrete != "sum" and self.discrete:
+            raise ValueError(f"Plan(discrete=True): {_NO_INTEGERS}")
+        own["discrete"] = "sum" if self.discrete else False  # of strings of numpy
         correlated, before = self.noise.correlated, self.before
         known = _SAMPLINGS.get(self.noise.scheme, ("fixed_order",))
         own["sampling"] = self.sampling or known[0]
@@ -196,8 +199,6 @@ class Plan:
         if self.max_batch_size is not None:
             relations = tuple(r for r in relations if r != "replace_one")
         own["neighbours"] = self.neighbours or relations[0]
-        if self._needs_rdp and not self._needs_pld:
-            own["accountant"] = "rdp"
         expected = self._expected
         expected(
             before is None or self.steps > self.earlier_steps,
@@ -224,12 +225,6 @@ class Plan:
             "max_batch_size sampling",
             f"{account}Leave max_batch_size out"
             + (f", or choose sampling={cut[0]!r}." if cut else "."),
-        )
-        expected(
-            not (self._needs_rdp and self._needs_pld),
-            "discrete neighbours max_batch_size",
-            f"{account}Leave the two others out, also in a plan before, or pass "
-            f'discrete="sum".',
         )
         expected(
             not self._needs_pld or self.accountant == "pld",
@@ -261,10 +256,10 @@ class Plan:
             "plans that plan.after(other, steps) leaves.",
         )
         expected(
-            sum(map(bool, (correlated, self.discrete, self._adapts, self.rows))) < 2,
-            "discrete noise max_norm rows",
-            "one of discrete noise, correlated noise, a bound that adapts and chosen "
-            "rows, got several, of which no account is known.",
+            sum(map(bool, (correlated, self.discrete, self._adapts))) < 2,
+            "discrete noise max_norm",
+            "one of discrete noise, correlated noise and a bound that adapts, got "
+            "several, of which no account is known.",
         )
         whole, bands = self.expected_batch_size, self.noise.size
         expected(
@@ -280,16 +275,8 @@ class Plan:
             f"a rate of at most 1 / {bands}, since a step samples from one of {bands} "
             f"groups with {bands} times the rate. Use fewer bands.",
         )
-        if self.discrete is not False:
+        if self.discrete:
             checks.positive("Plan(discrete)", noise_multiplier=self.noise_multiplier)
-        if self.discrete is True:
-            discrete.check("Plan", self.noise_multiplier, self.dataset_size)
-        expected(
-            self.discrete is not True or not isinstance(self.max_norm, GroupClip),
-            "discrete max_norm",
-            'one bound for all parameters with discrete=True. discrete="sum" takes '
-            "bounds of groups.",
-        )
         expected(
             not self._adapts or self.neighbours not in ("zero_out", "fixed_graph"),
             "neighbours max_norm",
@@ -326,12 +313,6 @@ class Plan:
     def _needs_pld(self) -> bool:
         own = self.neighbours == "replace_one" or self.max_batch_size is not None
         return own or (self.before is not None and self.before._needs_pld)
-
-    @property
-    def _needs_rdp(self) -> bool:
-        """Whether noise is discrete, of which Rényi divergences alone are known."""
-        before = self.before is not None and self.before._needs_rdp
-        return self.discrete is True or before
 
     @classmethod
     def for_epsilon(
@@ -481,11 +462,11 @@ class Plan:
     def _identity(self) -> bytes:
         return self._identity_under(_CIPHER)
 
-    def _identity_under(self, *cipher: str) -> bytes:
+    def _identity_under(self, *cipher: str, **changed: Any) -> bytes:
         other, before = self.before, None
         if other is not None:
             before = [other._identity_under(*cipher).hex(), other.steps]
-        fields = [*self._numbers, before, *self._kinds]
+        fields = [*self._numbers, before, *self._kinds_with(**changed)]
         text = json.dumps([MECHANISM, *cipher, *fields])
         return hashlib.blake2b(text.encode(), digest_size=len(NO_PLAN)).digest()
 
@@ -496,19 +477,20 @@ class Plan:
 
     @functools.cached_property
     def _kinds(self) -> tuple[str, ...]:
-        """The fields that differ from Poisson batches and independent noise, as JSON.
+        return self._kinds_with()
+
+    def _kinds_with(self, **changed: Any) -> tuple[str, ...]:
+        """Return the fields that differ from Poisson batches and plain noise, as JSON.
 
         Plans without any have the batches, the noise and the identity of vgrad 0.1.
         """
         plain: dict[str, Any] = {field.name: field.default for field in fields(self)}
         plain |= {"sampling": "poisson", "neighbours": "add_or_remove_one"}
         names = "sampling max_batch_size neighbours samples_per_unit discrete".split()
-        kinds = {name: getattr(self, name) for name in names}
+        kinds = {name: getattr(self, name) for name in names} | changed
         kinds = {name: kind for name, kind in kinds.items() if kind != plain[name]}
         if isinstance(self.max_norm, QuantileClip | GroupClip):
             kinds["max_norm"] = asdict(self.max_norm)
-        if self.rows is not None:
-            kinds["rows"] = asdict(self.rows)
         if self.noise.correlated:
             kinds["noise"], kinds["steps"] = asdict(self.noise), self._planned
             del kinds["noise"]["cache"]  # which changes no number
@@ -649,12 +631,10 @@ class Plan:
 
     @property
     def _gradient_multiplier(self) -> float:
-        """The multiplier of the noise on gradients, which counts leave over."""
+        """The multiplier of the noise on gradients, which a count leaves over."""
         multiplier, clip = self.noise_multiplier, self.max_norm
         if isinstance(clip, QuantileClip):
             return clip.gradient_multiplier(multiplier, self.expected_batch_size)
-        if self.rows is not None:
-            return self.rows.gradient_multiplier(multiplier)
         return multiplier
 
     def epsilon(self, steps: int | None = None, *, releases: int = 1) -> float:
@@ -704,15 +684,14 @@ class Plan:
                 times = 1  # the leading block of one mechanism
                 if steps < self._planned:
                     noise *= self._sensitivity / self.fitted.sensitivity(steps)
-            kind = None, relation, self.discrete is True
-            return [accounting.Steps(1.0, noise, times, *kind)]
+            return [accounting.Steps(1.0, noise, times, None, relation)]
         if self.sampling != "poisson":
             bands = self.noise.size
             # Every sample is in one group, which is sampled once a round.
             size, rate, steps = -(-size // bands), bands * rate, -(-steps // bands)
         if self.max_batch_size is not None:
             truncated = self.max_batch_size, size
-        kind = truncated, relation, self.discrete is True
+        kind = truncated, relation
         return [accounting.Steps(min(rate, 1.0), noise, steps, *kind)]
 
     def dp_event(self, steps: int | None = None) -> Any:
@@ -731,12 +710,6 @@ class Plan:
             50
         """
         account = self.account(self._counted("Plan.dp_event", steps))
-        if any(each.discrete for each in account):
-            raise ValueError(
-                "Plan.dp_event: expected a plan of Gaussian noise, got discrete noise, "
-                "of which dp_accounting has no event that Poisson batches amplify. "
-                "Plan.epsilon accounts for it."
-            )
         events = [each.event() for each in account]
         library = checks.package("dp_accounting", "dp")
         if len(events) == 1:
@@ -864,11 +837,6 @@ class Plan:
                 `add_gaussian_noise`.
         """
         checks.dictionaries("add_gaussian_noise", sums=sums)
-        if self.rows is not None:
-            raise ValueError(
-                f"Plan.add_noise(sums): expected a plan that trains all rows, got "
-                f"rows={self.rows}, which private_step alone chooses."
-            )
         first = self.earlier_steps if self.noise.correlated else 0
         place: dict[str, Any] = {"key": key, "step": step, "first": first}
         own = checked("Plan.add_noise", sensitivity, self.noise_multiplier, **place)
@@ -905,11 +873,10 @@ class Plan:
         if isinstance(self.max_norm, GroupClip):
             sensitivity = Sensitivity(self.noise_norm / self.expected_batch_size)
         noise = gaussian_noise("add_gaussian_noise", sensitivity, **own)
-        if self.discrete is False:
+        if not self.discrete:
             return noise
         deviation: Any = noise.deviation  # a number
-        dtypes = {} if self.discrete is True else None
-        return DiscreteNoise(noise.key, noise.step, deviation, dtypes)
+        return DiscreteNoise(noise.key, noise.step, deviation)
 
     def _check_sum(self, sensitivity: Sensitivity, max_norm: Tensor | None) -> None:
         """Refuse the sensitivity of a sum that was clipped or divided otherwise."""
@@ -940,12 +907,6 @@ class Plan:
         clip: Any = self.max_norm
         place["key"] = generators.fold_in(self._subkey(place["key"]), "count")
         return clip.following(max_norm, count, self.expected_batch_size, **place)
-
-    def chosen_rows(self, counts: Params, **place: Any) -> dict[str, Tensor]:
-        """Return the rows of a step, bool `[V]`, from sums of their counts."""
-        rows: Any = self.rows
-        place["key"] = generators.fold_in(self._subkey(place["key"]), "rows")
-        return rows.chosen(counts, self.noise_multiplier, **place)
 
     def audit(
         self,
@@ -1035,6 +996,18 @@ def spent_under(plan: Plan, steps: int) -> bytes:
     return plan._identity if steps else NO_PLAN
 
 
+def plan_of(*, rows: Any = None, **fields: Any) -> Plan:
+    """Return the plan that `asdict` wrote, also of an earlier version."""
+    if rows is not None:
+        raise ValueError(
+            f"Plan(rows={rows!r}): expected the plan of a run that trains all rows of "
+            f"tables, got one that chooses rows, which no step does any more. Start "
+            f"another run, with the parameters of the first one and a new key; what "
+            f"both spend adds up."
+        )
+    return Plan(**fields)
+
+
 def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) -> bytes:
     """Return the identity of a plan that accounts for a run of so many steps."""
     identity, before, spent = plan._identity, plan.before, None
@@ -1069,6 +1042,8 @@ def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) ->
             f"{function}: expected a state that has spent under the plan before this "
             f"one, got one that has spent under none. Leave out plan.after."
         )
+    if spent == plan._identity_under(_CIPHER, discrete=True):
+        raise ValueError(f"{function}, a state of Plan(discrete=True): {_NO_INTEGERS}")
     raise ValueError(
         f"{function}: expected a state whose private steps were taken under this plan, "
         f"got one that has spent under another, of another dataset_size, "

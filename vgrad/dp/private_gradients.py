@@ -20,11 +20,11 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from vgrad import batches, checks, files
 from vgrad.dp.adaptive import QuantileClip, count_below
-from vgrad.dp.discrete import DiscreteNoise, integer_sums
+from vgrad.dp.discrete import DiscreteNoise
 from vgrad.dp.group_clip import GroupClip, scaled
 from vgrad.dp.grouped import Augment, Grouped, seeded
 from vgrad.dp.noise import Noise, NoiseHistory, Streams
-from vgrad.dp.plan import Plan, check_spent, spent_under
+from vgrad.dp.plan import Plan, check_spent, plan_of, spent_under
 from vgrad.dp.sampling import PhysicalBatch, PoissonLoader, Run, check_options
 from vgrad.dp.units import UnitLoss, Units, check_units, present, units_of
 from vgrad.functional.live import LiveModel
@@ -71,7 +71,6 @@ class Release(NamedTuple):
     scales: Scales
     noise: Noise | DiscreteNoise
     max_norm: Tree  # of the next step
-    chosen: dict[str, Tensor]  # rows that alone take the step
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -81,7 +80,7 @@ class PrivateSource:
     plan: Plan
     transform: Any
     streams: Streams = field(default_factory=Streams)
-    counts: Streams = field(default_factory=Streams)  # of norms or of rows
+    counts: Streams = field(default_factory=Streams)  # of norms
 
     def at(
         self, max_norm: Tree, params: Mapping[str, Tensor], step: int
@@ -128,22 +127,18 @@ class PrivateSource:
         self, clipped: Any, result: Any, params: Params, history: Tree, **place: Any
     ) -> Release:
         """Return the release of the result of `clipped` at a key and a step."""
-        plan, following, chosen = self.plan, (), {}
+        plan, following = self.plan, ()
         if not place.pop("keyed"):  # another attempt may have drawn another sum
             named = {str(number): x for number, x in enumerate(tree_leaves(result))}
             place["key"] = fold_in(place["key"], "sum", files.digest(named))
-        bound, own = clipped.options.max_norm, {"streams": self.counts, **place}
-        if bound is not None:
+        if (bound := clipped.options.max_norm) is not None:
+            own = {"streams": self.counts, **place}
             following = plan.next_max_norm(bound, count_below(result), **own)
-        if plan.rows is not None:
-            chosen = plan.chosen_rows(result.rows, **own)
         place |= {"max_norm": bound, "history": history}
         noise = plan.step_noise(clipped.sensitivity, self.streams, **place)
-        if isinstance(noise, DiscreteNoise):
-            noise = noise.of(params)
         scales = plan.scales(params)
         sums = scaled(result.grads, scales) if scales else result.grads
-        return Release(sums, scales, noise, following, chosen)
+        return Release(sums, scales, noise, following)
 
 
 def _states_in_python() -> tuple[Any, ...]:
@@ -153,15 +148,10 @@ def _states_in_python() -> tuple[Any, ...]:
 
 
 def clipped_sums(function: str, loss: LossFn, plan: Plan, **options: Any) -> Any:
-    """Return the clipped sum of a plan, of integers or with counts of rows."""
+    """Return the clipped sum of a plan, under the name of another function."""
     clipped: Any = clipped_grad(loss, **options, **plan.clipping)
     own = replace(clipped.options, function=function, private=True)
-    clipped = replace(clipped, options=own)
-    if plan.rows is not None:
-        clipped = plan.rows.counting(clipped)
-    if plan.discrete is True:
-        clipped = integer_sums(clipped, plan.noise_multiplier)
-    return clipped
+    return replace(clipped, options=own)
 
 
 def metrics_of(result: ClippedGrad) -> dict[str, Tensor]:
@@ -276,12 +266,6 @@ class PrivateGradients:
         units = None if units is None else Units.of(units)
         self.plan = _planned(plan, budget, dataset, units)
         units_of("PrivateGradients(units)", self.plan, units)
-        if self.plan.rows is not None:
-            raise ValueError(
-                f"PrivateGradients(plan): expected a plan that trains all rows, got "
-                f"rows={self.plan.rows}. Optimizers of torch would move the others "
-                f"too, by momentum and decay: take training.private_step."
-            )
         key = secret_key() if key is None else key
         check_key("PrivateGradients", key)
         if augmentations is not None:
@@ -390,7 +374,7 @@ class PrivateGradients:
         sums, noisy, kept = result, None, ()
         if pending.number:
             sums = _joined(self._sums, result)
-        elif not pending.last and self.plan.discrete is not True:
+        elif not pending.last:
             sums = result._replace(grads=map_values(Tensor.double, result.grads))
         if pending.last:
             total = map_values(lambda x, y: x.to(y.dtype), sums.grads, result.grads)
@@ -545,7 +529,7 @@ class PrivateGradients:
         [step] = checks.whole(function, least=0, step=state["step"])
         history: Tree = ()
         try:
-            saved = Plan(**state["plan"])
+            saved = plan_of(**state["plan"])
             if "noise" in state and self.plan.noise.correlated:  # not of a plan before
                 history = NoiseHistory(**state["noise"])
         except TypeError as error:

@@ -8,7 +8,7 @@ its caches, and convolutions have no batched kernel there. E members.
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
 from typing import Any, Self
 
@@ -425,25 +425,13 @@ def run_eager(function: Callable, *arguments: Any) -> Any:
     return function(*arguments)
 
 
-def local(method: Any, *arguments: Any) -> Any:
-    """Run a method of a function of an ensemble for the members of this process."""
-    return method.__self__.execute(method, *arguments)
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class EnsembleFn:
     """A function of an ensemble."""
 
     options: MemberCall  # without tensors
     execute: Any = run_eager  # runs methods in this process, or captures of them
-    # Runs methods over all processes, each by `execute`.
-    reduce: Callable[..., Any] = local
     keys: Tensor | None = None  # of the members, int64 [E], for their random numbers
-
-    @cached_property
-    def of_one_process(self) -> Self:
-        """The function without other processes, one object for all its graphs."""
-        return replace(self, reduce=local)
 
     def keyed(self, keys: Tensor | None) -> Self:
         """Return the same function, drawing from keys of the members, int64 `[E]`."""

@@ -100,7 +100,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         Gradients are of `loss_scale * loss`, a number or one for each member, `[E]`.
         The losses are without it.
         """
-        return self.reduce(self._differentiated, params, buffers, batch, loss_scale)
+        return self.execute(self._differentiated, params, buffers, batch, loss_scale)
 
     def _differentiated(
         self, params: Params, buffers: Buffers, batch: tuple, loss_scale: Tensor | float
@@ -334,7 +334,7 @@ class EnsemblePerSampleFn(EnsembleFn, Generic[Result]):
 
     def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Result:
         """Return the result of every member, stacked along a new first axis."""
-        return self.reduce(self._stacked, params, buffers, batch)
+        return self.execute(self._stacked, params, buffers, batch)
 
     def _stacked(self, params: Params, buffers: Buffers, batch: tuple) -> Any:
         call = self.options.on(params, buffers, batch, self.keys)

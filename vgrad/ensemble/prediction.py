@@ -49,7 +49,7 @@ class EnsembleForward(EnsembleFn):
 
     def __call__(self, params: Params, buffers: Buffers, /, *batch: Tree) -> Tree:
         """Return the outputs, each tensor with the member axis in front."""
-        return self.reduce(self.outputs, params, buffers, batch)
+        return self.execute(self.outputs, params, buffers, batch)
 
     def outputs(self, params: Params, buffers: Buffers, batch: tuple) -> Tree:
         """Run the members in this process, in chunks."""
@@ -73,7 +73,7 @@ class EnsembleForward(EnsembleFn):
                 f"ensemble_forward(chunk_size={self.chunk_size}).with_buffers: "
                 f"expected chunk_size=None, since buffers depend on the whole batch."
             )
-        return self.reduce(self.outputs_and_buffers, params, buffers, batch)
+        return self.execute(self.outputs_and_buffers, params, buffers, batch)
 
     def outputs_and_buffers(
         self, params: Params, buffers: Buffers, batch: tuple

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
+from vgrad.generators import random_bits
 from vgrad.optim.base import (
     SHARE,
     GradientTransformation,
@@ -452,7 +453,7 @@ def add_noise(
 
     It is a function of the seed and the count in the state, and of the sizes of the
     gradients in their order. Put `init` under `torch.vmap` for members with seeds
-    `[E]`. Drawing takes four times the memory of the parameters in float32, on every
+    `[E]`. Drawing takes a few times the memory of the parameters in float32, on every
     rank. Reference: Neelakantan et al., arXiv 1511.06807.
 
     Example:
@@ -488,41 +489,25 @@ def add_noise(
     return GradientTransformation(init, update)
 
 
-_WORD = 2**32 - 1
-
-
 def _normal(like: Params, seed: Tensor, count: Tensor) -> Params:
-    # All at once: the rounds are about a hundred small operations for each call.
+    # All at once, in few operations, of which none is random to `torch.vmap`.
     sizes = [value.numel() for value in like.values()]
     dtypes = (value.dtype for value in like.values())
     dtype = reduce(torch.promote_types, dtypes, torch.float32)
-    blocks = torch.arange(math.ceil(sum(sizes) / 4), device=seed.device)
-    place = (blocks & _WORD, blocks >> 32, count & _WORD, count >> 32)
-    words = philox(place, (seed & _WORD, (seed >> 32) & _WORD))
+    # Neighbouring seeds and counts have streams that are far from each other.
+    streams = random_bits(random_bits(seed, 1)[0] + count, 1)[0]
+    bits = random_bits(streams, math.ceil(sum(sizes) / 2))
     # By Box and Muller, from uniform numbers that are never zero.
-    first, second, third, fourth = ((w.to(dtype) + 0.5) / 2**32 for w in words)
-    radius = (-2 * torch.stack((first, second)).log()).sqrt()
-    angle = 2 * math.pi * torch.stack((third, fourth))
-    flat = torch.cat((radius * angle.cos(), radius * angle.sin())).flatten()
+    words = (bits >> 32 & 2**32 - 1, bits & 2**32 - 1)
+    first, second = ((word.to(dtype) + 0.5) / 2**32 for word in words)
+    radius, angle = (-2 * first.log()).sqrt(), 2 * math.pi * second
+    flat = torch.cat((radius * angle.cos(), radius * angle.sin()))
     noise = {}
     parts = flat[: sum(sizes)].split(sizes)
     for (name, value), part in zip(like.items(), parts, strict=True):
         part = part.reshape(value.shape).to(value.device, value.dtype)
         noise[name] = shards.cut(part, value)
     return noise
-
-
-def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Compute Philox4x32-10, of ops that are not random to `torch.vmap`."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        # The product wraps at 64 bits; a shift extends the sign, which is cut off.
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1 = ((p1 >> 32) & _WORD) ^ c1 ^ k0, p1 & _WORD
-        c2, c3 = ((p0 >> 32) & _WORD) ^ c3 ^ k1, p0 & _WORD
-        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
-    return c0, c1, c2, c3
 
 
 def _advance(function: Callable, old: Params, new: Grads, *others: Params) -> Params:

@@ -34,7 +34,6 @@ from vgrad.persample.engine import (
     members,
     slices,
 )
-from vgrad.persample.row_counts import Touched, counted, touched
 from vgrad.torch_private import modes
 from vgrad.tree import double, no_autocast
 from vgrad.typing import Clipping, LossFn, Params, Passes, Result, Tree
@@ -138,25 +137,12 @@ class _ClipCollector(Collector):
     bounds: Sequence[Any]  # of the norms of each part, numbers or one tensor
     dtype: torch.dtype
     mask: Tensor | None
-    tables: Mapping[str, int] = field(default_factory=dict)  # how many rows to count
-    touched: dict[str, Touched] = field(default_factory=dict)
     factors: dict[str, Factor] = field(default_factory=dict)
     norms: dict[str, Any] = field(default_factory=dict)
     small: list[Gathered] | None = None  # factors of which some are together
 
     def take(self, name: str, factor: Factor) -> None:
-        if name in self.tables:
-            self.touched[name] = touched(factor)  # its rows
         self.factors[name], self.norms[name] = factor.settled()
-
-    def row_counts(self, norms: Tensor) -> list[Tensor]:
-        """Sum the counts of samples with finite norms at the rows of tables."""
-        if not self.tables:
-            return []
-        keep = norms < math.inf
-        keep = keep if self.mask is None else keep & self.mask
-        rows = [self.touched[name] for name in self.tables]
-        return counted(rows, [*self.tables.values()], keep)
 
     def joint(self) -> Joint:
         """Return the norms of all parts."""
@@ -294,8 +280,6 @@ class _TwoPassCollector(_ClipCollector):
     def take(self, name: str, factor: Factor) -> None:
         if self._clip is None:
             return super().take(name, factor)
-        if name in self.tables:
-            self.touched[name] = touched(factor)  # its rows
         form = self.first_pass(name, factor)
         found = form.weighted(self._clip.weights[name])
         self.sums[name] = self.reducer.summed(name, found)
@@ -313,7 +297,7 @@ class _TwoPassCollector(_ClipCollector):
         if not self.reducer.any_rank(differs):
             return None
         given = self.rule, self.parts, self.bounds, self.dtype, self.mask
-        return _ClipCollector(*given, self.tables)
+        return _ClipCollector(*given)
 
 
 class ClippedGrad(NamedTuple):
@@ -335,17 +319,6 @@ class ClippedGrad(NamedTuple):
     losses: Tensor
     clipped: Tensor
     nonfinite: Tensor
-
-
-class CountedGrad(NamedTuple):
-    """The result of `clipped_grad`, and counts of rows of tables, int64 `[V]`."""
-
-    grads: Params
-    norms: Tensor
-    losses: Tensor
-    clipped: Tensor
-    nonfinite: Tensor
-    rows: Params
 
 
 class ClippingOptions(Options, total=False):
@@ -511,7 +484,6 @@ class ClippedSum(Quantity):
     rule: ClipRule
     normalize_by: float
     passes: int = 1
-    tables: tuple[str, ...] = ()  # patterns of tables whose rows are counted
 
     def mapped(
         self, function: Callable[[Tensor], Tensor], value: ClippedGrad
@@ -524,25 +496,10 @@ class ClippedSum(Quantity):
         parts, bounds = self.rule.parts(call.params)
         if call.max_norm is not None:
             bounds = [call.max_norm]
-        given = self.rule, parts, bounds, call.dtype, call.mask, self.rows(call.params)
+        given = self.rule, parts, bounds, call.dtype, call.mask
         if self.passes == 1:
             return _ClipCollector(*given)
         return _TwoPassCollector(*given, reducer=call.reducer)
-
-    def rows(self, params: Params) -> dict[str, int]:
-        """Return how many rows the tables have in which they are counted."""
-        if not self.tables:
-            return {}
-        names = checks.all_matched("row_selection", params, self.tables)
-        if scalars := [name for name in names if not params[name].ndim]:
-            raise ValueError(
-                f"row_selection(tables={[*self.tables]}): expected patterns of tables, "
-                f"got {checks.listed(scalars)} without dimensions."
-            )
-        return {name: params[name].shape[0] for name in names}
-
-    def sums(self) -> Sums:
-        return Sums()
 
     def partial(self, collector: _ClipCollector, call: Call) -> tuple:
         clip: ClipWeights
@@ -556,13 +513,10 @@ class ClippedSum(Quantity):
         else:
             sums, clip = collector.summed_with_care()
             sums = {n: call.reducer.settled(n, each) for n, each in sums.items()}
-        counts = clip.clipped.sum(), clip.nonfinite(call.mask)
-        return sums, clip.norms, *counts, *collector.row_counts(clip.norms)
+        return sums, clip.norms, clip.clipped.sum(), clip.nonfinite(call.mask)
 
-    def total(
-        self, partials: Iterator[tuple], run: Evaluation
-    ) -> ClippedGrad | CountedGrad:
-        sums, found, tables = self.sums(), [], self.rows(run.params)
+    def total(self, partials: Iterator[tuple], run: Evaluation) -> ClippedGrad:
+        sums, found = Sums(), []
         self.rule.parts(run.params)  # refuses patterns before a loss runs
         for some, *others in partials:
             sums.add(some)
@@ -570,18 +524,15 @@ class ClippedSum(Quantity):
         if not found:
             norms = reductions.no_norms(run.params, torch.float64)
             none = (norms > 0).sum()
-            found.append((norms, none, none, *map(none.expand, tables.values())))
+            found.append((norms, none, none))
         norms, *counts = zip(*found, strict=True)
         added = [reduce(operator.add, each) for each in counts]
-        clipped, nonfinite, *rows = run.summed(sums, *added)
+        clipped, nonfinite = run.summed(sums, *added)
         sums.divide(self.normalize_by)
-        result = ClippedGrad(
+        return ClippedGrad(
             grads=sums.rounded(run.params),
             norms=joined([*norms]).to(run.dtype),
             losses=run.losses,
             clipped=clipped,
             nonfinite=nonfinite,
         )
-        if not tables:
-            return result
-        return CountedGrad(*result, rows=dict(zip(tables, rows, strict=True)))

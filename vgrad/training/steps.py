@@ -7,11 +7,11 @@ gradients are not finite keep their old values, running statistics of batch norm
 included, which are buffers of each member. E members.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -27,7 +27,6 @@ from vgrad.dp.discrete import DiscreteNoise
 from vgrad.dp.noise import Drawn, Noise, Streams
 from vgrad.dp.plan import Plan, check_spent, spent_under
 from vgrad.dp.private_gradients import PrivateSource, clipped_sums, metrics_of
-from vgrad.dp.rows import step_of_rows
 from vgrad.dp.units import UnitLoss, check_units
 from vgrad.ensemble.execution import run_eager
 from vgrad.ensemble.gradients import EnsembleGradFn, ensemble_grad, returning_buffers
@@ -101,7 +100,6 @@ class Gradients(NamedTuple):
     noise: Noise | DiscreteNoise | None = None  # to be added to the gradients
     scales: Scales = MappingProxyType({})  # by which their noisy sum is divided
     optimizer: Tree = None  # the state to start from; None for the given one
-    chosen: Mapping[str, Tensor] = MappingProxyType({})  # rows that alone take the step
 
 
 class StepReducer:
@@ -169,11 +167,6 @@ class TrainingStep(Generic[State]):
         """Explains the captures of a step, which has no report of eager mode."""
         explanation = self.execute.explanation  # absent in eager mode
         return lambda *_: explanation(None)
-
-    @cached_property
-    def of_one_process(self) -> "TrainingStep[State]":
-        """The step without other processes, one object for all its graphs."""
-        return replace(self, reduce=ONE_PROCESS)
 
     def noisy_gradients(
         self,
@@ -263,7 +256,7 @@ class TrainingStep(Generic[State]):
         if noise is not None and getattr(execute, "compiles", False):
             drawn = noise.drawn(grads)  # other code draws faster outside of a graph
         # No graph can write into the state.
-        joint = drawn is not None and not donate and not found.chosen
+        joint = drawn is not None and not donate
         if drawn is not None and not joint:
             grads, made = execute(Drawn.added, drawn, grads)
         elif noise is not None and drawn is None:
@@ -272,9 +265,7 @@ class TrainingStep(Generic[State]):
             grads = unscaled(grads, found.scales)
         optimizer = state.optimizer if noise is None else found.optimizer
         arguments = self.tx, grads, optimizer, state.params
-        if found.chosen:
-            params, optimizer = execute(step_of_rows, dict(found.chosen), *arguments)
-        elif donate:
+        if donate:
             loss, aux = map_tensors(Tensor.clone, (loss, aux))  # they may be parameters
             params, optimizer = optim.step(*arguments, donate=True)
         elif joint:
@@ -429,13 +420,12 @@ class LogicalBatchSource(PrivateSource, Source):
         if is_scaled(scale):
             compute = compute.with_loss_scale(scale)
         if uses := uses_of_noise(optimizer):
-            if plan.noise.correlated or plan.scales(state.params) or plan.rows:
+            if plan.noise.correlated or plan.scales(state.params):
                 raise ValueError(
                     f"private_step(tx, plan): expected independent noise of one "
-                    f"deviation on all rows for adam_bc or scale_then_privatize, whose "
-                    f"rules hold for no other, got {plan.noise.scheme} noise, max_norm="
-                    f"{plan.max_norm} and rows={plan.rows}. Take another optimizer, "
-                    f"such as adam."
+                    f"deviation for adam_bc or scale_then_privatize, whose rules hold "
+                    f"for no other, got {plan.noise.scheme} noise and max_norm="
+                    f"{plan.max_norm}. Take another optimizer, such as adam."
                 )
             compute = compute.with_scales(scales_of(uses))
         places = range(self.start, self.start + size)
@@ -446,8 +436,6 @@ class LogicalBatchSource(PrivateSource, Source):
         own = compute, result, state.params, state.noise
         release = self.released(*own, keyed=keyed, key=state.key, step=taken)
         metrics: Metrics = metrics_of(result)
-        if release.chosen:
-            metrics["rows"] = sum(rows.sum() for rows in release.chosen.values())
         changes = {
             "plan_digest": from_bytes(identity).to(state.plan_digest.device),
             "loss_scale": scale.adjust(result.nonfinite == 0),
@@ -458,7 +446,7 @@ class LogicalBatchSource(PrivateSource, Source):
             optimizer = with_deviation(optimizer, release.noise.deviation)
         loss, noise = metrics.pop("loss"), (release.noise, scales)
         found = release.sums, loss, buffers, aux, (), metrics, changes
-        return Gradients(*found, *noise, optimizer, release.chosen)
+        return Gradients(*found, *noise, optimizer)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -696,8 +684,7 @@ def private_step(
 
     The metrics are `loss` (mean over the batch, NaN where it is empty), `samples`,
     `clipped` and `nonfinite`. They are computed from the private data without noise:
-    publishing them voids the guarantee. With `plan.rows` there is also `rows`, how many
-    rows were chosen, which is private.
+    publishing them voids the guarantee.
 
     Under a `policy` the loss runs in its dtypes; norms, sums, noise and the optimizer
     stay in float32 or wider. A loss scale (of a policy that computes in float16
