@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vgrad import checks, files
 from vgrad.checks import Patterns
-from vgrad.distributed.options import Options
+from vgrad.distributed.options import options_of
 from vgrad.ensemble.execution import EnsembleFn, local, run_eager
 from vgrad.ensemble.gradients import (
     EnsembleGradFn,
@@ -33,7 +33,7 @@ from vgrad.generators import (
     set_seed,
     torch_seed,
 )
-from vgrad.ranks import Ranks
+from vgrad.ranks import Ranks, Values
 from vgrad.training.state import check_state
 from vgrad.training.steps import (
     Gradients,
@@ -217,7 +217,7 @@ def member_parallel(
         facts[name] = getattr(call, name, None)
     for name in ("has_aux", "fmodel"):
         facts[name] = getattr(inner, name, None)
-    options = Options(getattr(inner, "loss", None), **facts)
+    options = options_of(loss=getattr(inner, "loss", None), **facts)
     reducer = MemberReducer(ranks, _range_of(members, ranks), options)
     if isinstance(source, MemberSource):
         parallel: Any = replace(step, reduce=reducer)
@@ -238,7 +238,7 @@ class MemberReducer(StepReducer):
 
     ranks: Ranks
     numbers: range  # of this rank's members
-    options: Options
+    options: Values
 
     def check(self, count: int) -> None:
         """Refuse another number of members than this rank has."""

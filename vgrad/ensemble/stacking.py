@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from vgrad import checks
 from vgrad.checks import Patterns
+from vgrad.contents import contents, difference
 from vgrad.devices import all_accelerators
 from vgrad.ensemble.layout import Layout, shared_names
-from vgrad.ensemble.matching import contents, difference
 from vgrad.functional import guards, slots
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
 from vgrad.generators import kept_random_state

@@ -1,8 +1,8 @@
-"""Whether models run the same code, so that one can run with the values of another.
+"""What a model or another object holds, as facts by place, to be compared.
 
-Classes, modes, hooks and plain attributes are compared, and all of a registered tensor
-but its values. Of an object its class counts, and the attributes in its `vars`, but of
-an object within another one only the class.
+Classes, modes, hooks and plain attributes are read, names, code and closures of
+functions, and all of a registered tensor but its values. Of an object its class counts,
+and the attributes in its `vars`, but of an object within another one only the class.
 """
 
 import functools
@@ -14,7 +14,7 @@ from torch import Tensor, dtype, nn
 from vgrad import checks
 from vgrad.torch_private.tensors import HOOKS, registered
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type, dtype)
+_PLAIN = bool, int, float, complex, str, bytes, range, slice, type(None), dtype
 _OF_EVERY_MODULE = {f".{key}" for key in vars(nn.Module())} - {".training"}
 _OF_CODE = {
     types.FunctionType: ("__code__", "__defaults__", "__kwdefaults__"),
@@ -24,23 +24,24 @@ _OF_CODE = {
 _FOLLOWED = (nn.Module, Tensor, list, tuple, dict, set, frozenset, *_OF_CODE)
 
 
-def contents(model: nn.Module) -> dict[str, Any]:
-    """Return what all members have in common, by place and in the order of use."""
-    first, found, left = dict[int, str](), dict[str, Any](), list[Any]([("", model, 0)])
+def contents(root: Any) -> dict[str, Any]:
+    """Return facts by place, in the order of use: texts, code and values of tensors."""
+    first, found, left = dict[int, str](), dict[str, Any](), list[Any]([("", root, 0)])
+    model = root if isinstance(root, nn.Module) else nn.Module()
     for named in model.named_modules(), model.named_parameters(), model.named_buffers():
         for name, part in named:
             first.setdefault(id(part), name)
     entries = {*first}
     for path, value, depth in left:
-        kind = type(value)
-        if isinstance(value, (*_PLAIN, types.ModuleType)):
+        if isinstance(value, _PLAIN):
             found[path] = repr(value)
         elif isinstance(value, types.CodeType):
             found[path] = value
         elif hasattr(value, "__dict__") and first.setdefault(id(value), path) != path:
             found[path] = f"the part at {first[id(value)]!r}"
         else:
-            found[path] = f"a {kind.__module__}.{kind.__qualname__}"
+            named = value if hasattr(value, "__qualname__") else type(value)
+            found[path] = f"{named.__module__}.{named.__qualname__}"
             if isinstance(value, Tensor):
                 found[f"{path}.shape"] = str((*value.shape,))
                 facts = ("dtype", "device", "requires_grad")
@@ -53,7 +54,7 @@ def contents(model: nn.Module) -> dict[str, Any]:
 
 
 def difference(first: dict, other: dict) -> tuple[str, Any, Any] | None:
-    """Return the first place where contents of models differ, and both in words."""
+    """Return the first place where contents differ, and both in words."""
     for path in {**first, **other}:
         one, two = first.get(path, "nothing"), other.get(path, "nothing")
         if isinstance(one, Tensor) and isinstance(two, Tensor):
@@ -68,6 +69,8 @@ def difference(first: dict, other: dict) -> tuple[str, Any, Any] | None:
 
 def _parts(value: Any) -> dict[str, Any]:
     """Return the parts of a value, by labels such as `.p`."""
+    if isinstance(value, type | types.ModuleType):
+        return {}
     named = {f".{key}": part for key, part in getattr(value, "__dict__", {}).items()}
     if isinstance(value, nn.Module):
         hooks = {f".{key}": [*named[f".{key}"].values()] for key in HOOKS}
@@ -78,9 +81,10 @@ def _parts(value: Any) -> dict[str, Any]:
         parts = {f".{key}": x for each in registered(value) for key, x in each.items()}
         return parts | {key: named[key] for key in plain} | hooks
     if isinstance(value, types.FunctionType):
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         # The cell of a name that was never bound is empty.
-        cells = [x for x in value.__closure__ or () if x != types.CellType()]
-        named[".closure"] = [x.cell_contents for x in cells]
+        bound = ((key, x) for key, x in cells if x != types.CellType())
+        named |= {f".{key}": x.cell_contents for key, x in bound}
     if isinstance(value, set | frozenset):
         value = sorted(value, key=repr)
     if isinstance(value, list | tuple):
