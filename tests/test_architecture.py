@@ -16,7 +16,7 @@ PACKAGE = ROOT / "vgrad"
 LAYERS = [
     {"torch_private"},
     {"typing", "checks", "devices", "tree", "batches"}
-    | {"conditions", "files", "generators", "overlaps", "ranks", "report"},
+    | {"conditions", "contents", "files", "generators", "overlaps", "ranks", "report"},
     {"functional", "optim"},
     {"factors"},
     {"ops"},

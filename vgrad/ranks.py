@@ -38,7 +38,7 @@ class Values(dict[str, str]):
         return hashlib.blake2b(text, digest_size=16).hexdigest()
 
     def facts(self) -> "Values":
-        """Return the values by name, as `distributed.options.Options` does."""
+        """Return the values by name."""
         return self
 
 

@@ -2,9 +2,7 @@
 
 import copy  # noqa: F401
 import functools  # noqa: F401
-import random  # noqa: F401
 import types
-import weakref
 
 import pytest
 import torch
@@ -13,12 +11,9 @@ from torch.nn import functional as F  # noqa: F401
 from torch.nn.utils import parametrizations, prune
 
 from tests.ensemble.test_stacking import Tied, mlp, models  # noqa: F401
-from tests.functional.held import Slotted  # noqa: F401
 from tests.oracle import assert_exact
 from vgrad import stack
-from vgrad.ensemble import matching, member
-
-difference = matching.difference
+from vgrad.ensemble import member
 
 
 class Holder(nn.Module):
@@ -39,28 +34,26 @@ def refused(models, message):
 
 
 CHANGES = [  # of a model `m`: what was expected where, and what was got
-    ("m[0] = nn.Linear(3, 5)", r"shape \(4, 3\)", "0.weight", "shape"),
-    ("m[3].bfloat16()", "dtype torch.float32", "3.weight", "dtype torch.bfloat16"),
-    ("m[3].to('meta')", "device cpu", "3.weight", "device meta"),
-    ("m[0].weight.requires_grad_(False)", ".*=True", "0.weight", ".*=False"),
+    ("m[0] = nn.Linear(3, 5)", r"\(4, 3\)", "0.weight.shape", r"\(5, 3\)"),
+    ("m[3].bfloat16()", "torch.float32", "3.weight.dtype", "torch.bfloat16"),
+    ("m[3].to('meta')", "cpu", "3.weight.device", "meta"),
+    ("m[0].weight.requires_grad_(False)", "True", "0.weight.requires_grad", "False"),
     ("m[3] = nn.Linear(4, 2, bias=False)", ".*Parameter", "3.bias", "None"),
     ("m[0].new = nn.Parameter(torch.ones(1))", "nothing", "0.new", ".*Parameter"),
     ("buffer_instead(m[0])", ".*Parameter", "0.bias", ".*Tensor"),
-    ("buffer_parameter(m[0])", "a parameter", "0.bias", "a buffer"),
-    ("not_persistent(m[1])", "a buffer", "1.running_mean", ".* that is not pers"),
     ("m[1].eval()", "True", "1.training", "False"),
-    ("m.append(nn.ReLU())", "nothing", "4", "a .*activation.ReLU"),
-    ("m[2] = nn.Dropout1d(0.1)", "a .*Dropout", "2", "a .*Dropout1d"),
-    ("m._modules = dict(reversed(m._modules.items()))", "the order .*'0', .*", None,
-     ".*'3', '2'"),
+    ("m.append(nn.ReLU())", "nothing", "4", ".*activation.ReLU"),
+    ("m[2] = nn.Dropout1d(0.1)", ".*Dropout", "2", ".*Dropout1d"),
+    ("m._modules = dict(reversed(m._modules.items()))", "'0' before '3'", None,
+     "another order"),
     ("m[2].p = 0.5", "0.1", "2.p", "0.5"),
     ("m[1].scale = 2.0", "nothing", "1.scale", "2.0"),
     ("del m[2].inplace", "False", "2.inplace", "nothing"),
     ("m[2].inplace = 0", "False", "2.inplace", "0"),
     ("m[0].weight.tag = 3", "nothing", "0.weight.tag", "3"),
-    ("m[3].register_forward_hook(double)", "nothing", r"3._forward_hooks\[0\]", "a tu"),
-    ("parametrizations.orthogonal(m[0])", ".*Parameter", "0.weight", "nothing"),
-    ("m[2].forward = F.relu", "nothing", "2.forward", "relu"),
+    ("hooked(m[3])", "nothing", r"3._forward_hooks\[0\]", ".*double"),
+    ("parametrizations.orthogonal(m[0])", ".*Linear", "0", ".*ParametrizedLinear"),
+    ("m[2].forward = F.relu", "nothing", "2.forward", ".*relu"),
 ]  # fmt: skip
 
 
@@ -79,33 +72,16 @@ def buffer_instead(layer):
     layer.register_buffer("bias", bias)
 
 
-def buffer_parameter(layer):
-    bias = layer.bias
-    del layer.bias
-    layer.register_buffer("bias", bias)
-
-
-def not_persistent(layer):
-    layer.register_buffer("running_mean", torch.zeros(4), persistent=False)
-
-
 @pytest.mark.parametrize(("change", "expected", "place", "got"), CHANGES)
 def test_differences_are_named_with_their_member(change, expected, place, got):
     three = models()
     exec(change, globals(), {"m": three[2]})
-    place = "" if place is None else f"in '{place}' of "
-    refused(three, f"expected {expected} ?{place}member 2 as in member 0, got {got}")
+    place = "" if place is None else f"'{place}' of "
+    refused(three, f"expected {expected} in {place}member 2 as in member 0, got {got}")
     for each in three[:2]:
         exec(change, globals(), {"m": each})
     _, params, buffers = stack(three)
     assert {len(value) for value in (params | buffers).values()} == {3}
-
-
-def local():
-    class Local(nn.Linear):
-        pass
-
-    return Local(2, 2)
 
 
 def twice(tied):
@@ -115,7 +91,7 @@ def twice(tied):
 
 def pointing(at):
     model = Tied(tied=False)
-    model.held = [getattr(model, at).weight, weakref.ref(getattr(model, at))]
+    vars(model)["held"] = [getattr(model, at).weight]
     model.call = getattr(model, at).forward
     return model
 
@@ -132,18 +108,17 @@ def doubled(factor):
 @pytest.mark.parametrize(
     ("first", "other", "message"),
     [
-        ("mlp()", "Tied()", "a .*Sequential in member 1 as in member 0, got a .*Ti"),
-        ("local()", "local()", "Local in member 1 as .*, got another .*Local"),
-        ("Tied()", "Tied(False)", "the part at 'one' in 'two' of .* 'two'"),
-        ("Tied(False)", "Tied()", "the part at 'two' in 'two' of .* 'one'"),
+        ("mlp()", "Tied()", ".*Sequential in member 1 as in member 0, got .*Ti"),
+        ("Tied()", "Tied(False)", "the part at 'one' in 'two' of .* torch.Tensor"),
+        ("Tied(False)", "Tied()", "torch.Tensor in 'two' of .* the part at 'one'"),
         ("twice(True)", "twice(False)", "the part at '0' in '1' of member 1"),
-        ("pointing('a')", "pointing('b')", r"'a.weight' in 'held\[0\]' .* 'b.weight'"),
-        ("doubled(2)", "doubled(3)", r"2 in 'forward.__func__.__closure__\[0\]' of"),
+        ("pointing('a')", "pointing('b')", "'a' in 'call.__self__' .* 'b'"),
+        ("doubled(2)", "doubled(3)", r"2 in 'forward.__func__.factor' of"),
     ],
 )
 def test_models_that_differ_as_a_whole_are_refused(first, other, message):
     first, again, other = (eval(text) for text in (first, first, other))
-    assert "local" in type(first).__qualname__ or difference(first, again) is None
+    stack([first, again])
     refused([first, other], message)
 
 
@@ -160,7 +135,6 @@ def scaled(factor):
 
 
 BODY = nn.Linear(2, 2)
-SEED = "torch.Generator().manual_seed({})"
 LEAKY = "functools.partial(F.leaky_relu, negative_slope={})"
 ATTRIBUTES = [  # of two models: what was expected where, and what was got
     ("1", "1.0", "", "1", "1.0"),
@@ -169,24 +143,25 @@ ATTRIBUTES = [  # of two models: what was expected where, and what was got
     ("(1, 2)", "(1, 3)", r"\[1\]", "2", "3"),
     ("[1]", "[1, 2]", r"\[1\]", "nothing", "2"),
     ("{'a': 1}", "{'a': 2}", r"\['a'\]", "1", "2"),
-    ("{0: 1, 5: 1}", "{5: 1, 0: 1}", "", r"the order \[0, 5\]", r"\[5, 0\]"),
-    ("{(1, 2): 1}", "{(1, 3): 1}", r"\[0\]\[0\]\[1\]", "2", "3"),
-    ("{1, 2}", "{1, 3}", r"\[2\]", "2", "nothing"),
+    ("{(1, 2): 1}", "{(1, 3): 1}", r"\[\(1, 2\)\]", "1", "nothing"),
+    ("{1, 2}", "{1, 3}", r"\[1\]", "2", "3"),
     ("Config(1)", "Config(2)", ".size", "1", "2"),
-    ("Slotted(1)", "Slotted(2)", r".__state__\[1\]\['factor'\]", "1", "2"),
-    ("torch.ones(2).numpy()", "torch.zeros(2).numpy()", ".__state__.*", ".*", ".*"),
-    ("torch.ones(2)", "torch.zeros(2)", "", "the values", "others"),
-    ("torch.ones(2)", "torch.ones(2).half()", "", "dtype .*32", "dtype .*16"),
+    ("torch.ones(2)", "torch.zeros(2)", ".data", "these values", "others"),
+    ("torch.ones(2)", "torch.ones(2).half()", ".dtype", ".*32", ".*16"),
     ("torch.float32", "torch.float64", "", ".*", ".*"),
-    ("F.relu", "F.gelu", ".*", ".*relu.*", ".*gelu"),
-    ("F.relu", "F.elu", ".__code__", "the code of 'relu'", "the code of 'elu'"),
-    ("scaled(1)", "scaled(2)", r".__closure__\[0\]", "1", "2"),
+    ("F.relu", "F.gelu", "", ".*relu", ".*gelu"),
+    ("lambda x: x + 1", "lambda x: x + 2", ".__code__", "this code", "other code"),
+    ("scaled(1)", "scaled(2)", ".factor", "1", "2"),
     ("lambda x, n=1: x * n", "lambda x, n=2: x * n", r".__defaults__.*", "1", "2"),
     (LEAKY.format(0.1), LEAKY.format(0.2), r".*\['negative_slope'\]", "0.1", "0.2"),
     ("[nn.Dropout(0.1)]", "[nn.Dropout(0.2)]", r"\[0\].p", "0.1", "0.2"),
-    ("[copy.deepcopy(BODY)]", "[nn.Linear(2, 2)]", ".*weight", "the values", "others"),
-    (SEED.format(1), SEED.format(2), ".__state__.*", ".*", ".*"),
-    ("random.Random(1)", "random.Random(2)", ".__state__.*", ".*", ".*"),
+    (
+        "[copy.deepcopy(BODY)]",
+        "[nn.Linear(2, 2)]",
+        ".*weight.data",
+        "these values",
+        "others",
+    ),
 ]
 
 
@@ -195,8 +170,8 @@ def test_attributes_that_differ_are_named(first, other, place, expected, got):
     first, again, other = (
         Holder(eval(text, globals())) for text in (first, first, other)
     )
-    assert difference(first, again) is None
-    message = f"expected {expected} in 'held{place}' of member 1 .*, got {got}"
+    stack([first, again])
+    message = f"expected {expected} in .held{place}. of member 1 .*, got {got}"
     refused([first, other], message)
 
 

@@ -8,7 +8,6 @@ index. All are hashed. No file names another one, and nothing that is read is ru
 import hashlib
 import itertools
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch.utils import data
 
 from vgrad import batches as _batches
 from vgrad import checks, files
+from vgrad.contents import contents
 from vgrad.curvature import Curvature, Kronecker
 from vgrad.curvature.kronecker import Block, eigen
 from vgrad.dp.sampling import PoissonLoader, StepBatches
@@ -510,23 +511,35 @@ def _facts(
     function: str, loss: Any, params: Params, buffers: Buffers, text: str | None
 ) -> dict[str, str]:
     """Return everything but the projection that features depend on, as text."""
-    from vgrad.distributed.options import WithTensors  # takes a second to import
-
     facts = {"params": files.digest(params), "buffers": files.digest(buffers)}
-    found, criterion = WithTensors(loss=loss).facts(), getattr(loss, "_criterion", None)
+    model, criterion, copies = (
+        loss.parts if isinstance(loss, SampleLoss) else [None] * 3
+    )
+    for place, value in {
+        "loss.fmodel": model and dict(model.named_modules())[""],
+        "loss.criterion": criterion if text is None else None,
+        "loss.augmentations": copies if text is None else None,
+    }.items():
+        for path, each in contents(value).items():
+            if isinstance(each, Tensor):
+                facts[f"{place}.{path}"] = files.digest({"": each})
+            elif isinstance(each, str) and not path.endswith("device"):
+                facts[f"{place}.{path}".rstrip(".")] = each
     if text is not None:
-        model = {n: each for n, each in found.items() if n.startswith("loss._fmodel")}
-        return facts | model | {"loss": repr(text)}
-    code = any(re.match(r"loss\._criterion.*\.code$", name) for name in found)
-    if code or not isinstance(loss, SampleLoss):
+        return facts | {"loss": repr(text)}
+    function_of = getattr(criterion, "func", criterion)
+    code = isinstance(function_of, FunctionType)
+    if not isinstance(loss, SampleLoss) or (
+        code and not function_of.__module__.startswith("torch.")
+    ):
         raise ValueError(
             f"{function}(loss): expected vgrad.sample_loss(fmodel, criterion) with a "
             f"criterion of torch or a module, got code of your own, which is not "
             f"compared. Pass description=, a text that changes with it."
         )
     if isinstance(criterion, nn.Module):
-        found["loss._criterion.tensors"] = files.digest(criterion.state_dict())
-    return facts | found
+        facts["loss.criterion.tensors"] = files.digest(criterion.state_dict())
+    return facts
 
 
 def _settings(projection: Any) -> tuple[Params, dict[str, Any]]:

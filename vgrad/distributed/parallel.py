@@ -20,7 +20,12 @@ from torch.distributed.tensor import DTensor
 
 from vgrad import batches, files, optim
 from vgrad.compiled import Captures
-from vgrad.distributed.options import Options, of_transform
+from vgrad.distributed.options import (
+    at_powers_of_two,
+    check_probe,
+    of_transform,
+    options_of,
+)
 from vgrad.distributed.sharding import RankCall, sharded_call
 from vgrad.ensemble.execution import run_eager
 from vgrad.generators import Tag, sample_keys
@@ -82,7 +87,9 @@ def data_parallel(
 
     An error on one rank raises on all: there its own error, on the others a `RankError`
     that quotes it. Ranks that call different functions, or whose states, plans, keys or
-    options differ, raise too. Compiled functions run their graphs on each rank, with
+    options differ, raise too. So do ranks whose losses differ on one sample that is
+    made from a seed: the loss is called on it at the calls 1, 2, 4, 8, ..., unless
+    parameters are sharded. Compiled functions run their graphs on each rank, with
     collectives between them, and the optimizer by replay, so that no rank rounds
     otherwise; `batch_sizes` are of whole batches, of which each rank takes its share.
     Results are constants: to differentiate them again raises, and so does a call within
@@ -202,8 +209,9 @@ class _AveragedOverRanks(StepReducer):
     def __init__(self, step: TrainingStep, ranks: Ranks, mesh: DeviceMesh) -> None:
         self._ranks, self._mesh = ranks, mesh
         self._expected: tuple[int, str] | None = None
-        self._options = Options(
-            getattr(step.source, "loss", None),
+        self._probes = at_powers_of_two()
+        self._options = options_of(
+            loss=getattr(step.source, "loss", None),
             tx=step.tx,
             donate=step.donate,
             has_aux=step.has_aux,
@@ -219,6 +227,7 @@ class _AveragedOverRanks(StepReducer):
         with self._ranks.together(what) as facts:
             check_state(what, state, TrainState)
             facts.own["samples"] = batches.read(step.name, batch).size
+            facts.own["probe"] = next(self._probes)
             taken, key = int(state.step), _digest([state.key])
             facts.same |= {"step": taken, "key": key, "options": self._options}
             facts.same |= {"plan": repr(plan), "state": None}
@@ -239,6 +248,10 @@ class _AveragedOverRanks(StepReducer):
         tags: tuple[Tag, ...] = ()
         if step.source.transform is None:
             _check_means(sizes, state)
+            if any(note["probe"] for note in facts.notes):
+                loss = getattr(step.source, "loss", None)
+                given = loss, state.params, state.buffers, batch
+                check_probe(self._ranks, what, *given, rows=(2,))
             if self._ranks.rank:  # whose samples are others
                 tags = "rank", self._ranks.rank
         elif plan is not None:
@@ -337,7 +350,8 @@ class _AcrossRanks:
                 "them."
             )
         self._ranks = ranks
-        self._options = Options(**of_transform(transform))
+        self._options = of_transform(transform)
+        self._probes = at_powers_of_two()
 
     def of(self, transform: Transform) -> "_AcrossRanks":
         """Return the reduction of another transform."""
@@ -362,7 +376,11 @@ class _AcrossRanks:
             draws = options.randomness != "error" and inputs.keys is None
             seed = int(torch.randint(2**62, ())) if draws else None
             own = {"counted": counted, "size": read.size, "seed": seed}
+            own["probe"] = next(self._probes)
             notes = call.exchange("batch", own, options=self._options)
+            if any(note["probe"] for note in notes):
+                with call.known():
+                    check_probe(ranks, call.what, options.loss, *inputs[:3])
         counts = [note["counted"] for note in notes]
         sizes = [note["size"] for note in notes]
         seed, size = notes[0]["seed"], read.size

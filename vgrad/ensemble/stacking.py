@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from vgrad import checks
 from vgrad.checks import Patterns
+from vgrad.contents import contents, difference
 from vgrad.devices import all_accelerators
 from vgrad.ensemble.layout import Layout, shared_names
-from vgrad.ensemble.matching import difference
 from vgrad.functional import guards, slots
 from vgrad.functional.model import FunctionalModel, make_functional_with_buffers
 from vgrad.generators import kept_random_state
@@ -55,7 +55,8 @@ def stack(
 
     Since all members run the code of the first, the models may differ in the values of
     their parameters and buffers only. Their classes, modes, hooks, functions and plain
-    attributes are compared. Models that differ on purpose go through `group`.
+    attributes are compared, and attributes of the objects that it holds; objects within
+    these by class alone. Models that differ on purpose go through `group`.
 
     Raises:
         ValueError: there is no model, or one is not like the first; the message names
@@ -82,14 +83,15 @@ def joined(
     where: str, models: Sequence[nn.Module], common: Collection[str], grad: bool = True
 ) -> tuple[FunctionalModel, Params, Buffers]:
     """Stack the entries of models that are alike, but for those in common."""
+    first = contents(models[0])
     for index, model in enumerate(models):
-        unlike = difference(models[0], model)
+        unlike = difference(first, contents(model))
         if unlike is not None:
-            path = f"'{unlike.path}' of " if unlike.path else ""
+            path, expected, got = unlike
             raise ValueError(
-                f"{where}: expected {unlike.first} in {path}member {index} as "
-                f"in member 0, got {unlike.other}. All members run the code of member "
-                f"0: only the values of parameters and buffers may differ."
+                f"{where}: expected {expected} in {f'{path!r} of ' * bool(path)}member "
+                f"{index} as in member 0, got {got}. All members run the code of "
+                f"member 0: only the values of parameters and buffers may differ."
             )
     fmodel, params, buffers = make_functional_with_buffers(
         models[0], disable_autograd_tracking=not grad
@@ -334,14 +336,16 @@ def group(models: Iterable[nn.Module]) -> ModelGroups:
         torch.Size([3, 4, 2])
     """
     models = _listed("group", models)
-    groups: list[list[int]] = []
+    groups: list[tuple[dict[str, Any], list[int]]] = []
     for index, model in enumerate(models):
-        for positions in groups:
-            if difference(models[positions[0]], model) is None:
+        own = contents(model)
+        for first, positions in groups:
+            if difference(first, own) is None:
                 positions.append(index)
                 break
         else:
-            groups.append([index])
-    stacked = [stack(models[index] for index in positions) for positions in groups]
+            groups.append((own, [index]))
+    found = [positions for _, positions in groups]
+    stacked = [stack(models[index] for index in positions) for positions in found]
     fmodels, params, buffers = zip(*stacked, strict=True)
-    return ModelGroups(fmodels, params, buffers, tuple(map(tuple, groups)))
+    return ModelGroups(fmodels, params, buffers, tuple(map(tuple, found)))

@@ -139,6 +139,8 @@ class _Checks:
     of the last step are not checked again, except for shared memory.
     """
 
+    __slots__ = ("_last",)  # which is no option
+
     def __init__(self) -> None:
         self._last: _Layout | None = None
 
