@@ -159,7 +159,7 @@ def test_an_unknown_option_raises_with_the_known_ones(call, known):
         TypeError, match=rf"chunks=\.\.\.\): expected .*{known}"
     ) as raised:
         call(chunks=4)
-    assert "loss_scale, got 'chunks'." in str(raised.value)
+    assert "verify, got 'chunks'." in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,8 @@ def test_a_loss_may_change_containers_map_under_autocast_and_add_buffers(strateg
             loss = F.cross_entropy(fmodel(params, buffers, batch["x"]), batch.pop("y"))
             return loss, {**buffers, "total": loss.detach()}
 
-    result = ensemble_grad(Loss(), strategy=strategy)(params, buffers, batch)
+    compute = ensemble_grad(Loss(), strategy=strategy, verify=False)
+    result = compute(params, buffers, batch)
     compute = ensemble_grad(plain, strategy="loop")
     expected = compute(params, buffers, batch["x"] / 2, y)
     assert batch.keys() == {"x", "y"}

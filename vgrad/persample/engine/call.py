@@ -328,7 +328,7 @@ class Call(AnyCall):
         )
 
     def _known(self, params: Params, buffers: Buffers, batch: batches.Batch) -> Known:
-        """Return what is known of calls with such tensors."""
+        """Return the record of calls with tensors of these kinds."""
         kinds = [*map(_KIND, (*params.values(), *buffers.values(), *batch.tensors))]
         casts = None
         if modes.autocast_is_on():

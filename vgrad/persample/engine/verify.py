@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vgrad.conditions import checks_collected
 from vgrad.factors.base import Dense, Factor, Probes
@@ -38,6 +37,7 @@ from vgrad.persample.engine.guard import Failure, Fallbacks, Known, UnsupportedO
 from vgrad.persample.engine.strategies import STRATEGIES, Chunk, plain_gradient
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private.shards import is_distributed
+from vgrad.torch_private.tracing import DispatchMode
 from vgrad.tree import double, map_values, tensors
 from vgrad.typing import Params, Strategy, Tree
 
@@ -408,7 +408,7 @@ def _moved(call: Call, part: float) -> Call:
     return call.replaced(params=map_values(move, call.params))
 
 
-class Dtypes(TorchDispatchMode):
+class Dtypes(DispatchMode):
     """Notes the dtypes of the numbers that a block computes."""
 
     def __init__(self) -> None:
