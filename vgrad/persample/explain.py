@@ -70,7 +70,7 @@ class Explanation(Report):
     foreign: tuple[str, ...] = ()  # nodes and ops of others, which may write anywhere
     copied: int = 0  # bytes that factors hold as copies for that reason
     written: tuple[str, ...] = ()  # lines that make a tensor for each sample to write
-    hooks: tuple[str, ...] = ()  # on gradients, called for one sample after another
+    hooks: tuple[str, ...] = ()  # on gradients, which run under vmap
     costs: tuple[Cost, ...] = ()  # of the strategy that ran, and of slower ones
     verified: str = ""  # how gradients compare with plain autograd
 
@@ -96,7 +96,7 @@ class Explanation(Report):
             ) + "\n".join(f"  {line}" for line in self.written)
         if self.hooks:
             title += (
-                "\n\nHooks on gradients are called for one sample after another:\n"
+                "\n\nHooks on gradients run under a vmap over samples:\n"
             ) + "\n".join(f"  {line}" for line in self.hooks)
         costs = table([Cost._fields, *self.costs], right={1, 2})
         title += f"\n\n{costs}"

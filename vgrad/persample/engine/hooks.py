@@ -1,23 +1,18 @@
 """Hooks on gradients, and on saved tensors, in recorded passes.
 
-A gradient in such a pass is one of all samples, `[B, ...]`. A hook is any function of
-one sample's: it may clip by a norm, read values, or keep some for itself. So it is
-called for one sample after another, with plain tensors, as a loop calls it. But a loop
-calls all hooks of one sample before any hook of the next, so tensors that one call
-keeps for another may be of another sample here, and are refused.
+A gradient in such a pass is one of all samples, `[B, ...]`. A hook is a function of one
+sample's, so it runs under a vmap over the samples.
 
 Autograd saves other tensors in such a pass than for one sample. So hooks on them have
 to keep all values.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from vgrad.conditions import Unrepeatable, checks_collected
@@ -30,8 +25,6 @@ from vgrad.tree import tensors, tree_map_only
 _GRAD_FN: Any = Tensor.grad_fn
 
 Grads = tuple[Tensor | None, ...]
-Owners = MutableMapping[Tensor, int]
-"""The samples that tensors of hooks are of."""
 
 
 def run_hooks(recorder: Any, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -58,7 +51,7 @@ def _on_tensor(recorder: Any, tensor: Tensor, hook: Callable) -> Any:
         new = hook(*grads)
         return None if new is None else (new,)
 
-    each = partial(_each, recorder.size, recorder.of_hooks, level, axis, of_one)
+    each = partial(_mapped, recorder.size, level, axis, of_one)
     return modes.unwrapped(tensor).register_hook(lambda grad: each((grad,))[0])
 
 
@@ -66,8 +59,7 @@ def _on_module(recorder: Any, given: Sequence[Tensor]) -> Sequence[Tensor]:
     """Run the identity on whose nodes torch puts the backward hooks of a module."""
     call = autograd.hooked_call()
     recorder.watching().note_hook(f"backward hooks of {type(call.module).__name__}")
-    of, level = recorder.of_hooks, modes.current_level()
-    each = partial(_each, recorder.size, of, level, 0)
+    each = partial(_mapped, recorder.size, modes.current_level(), 0)
 
     def of_samples(hook: Callable) -> Callable:
         return lambda module, *grads: each(partial(hook, module), *grads)
@@ -83,75 +75,35 @@ def _on_module(recorder: Any, given: Sequence[Tensor]) -> Sequence[Tensor]:
     )
 
 
-def _each(
-    size: int, of: Owners, level: int, axis: int, hook: Callable, *grads: Grads
-) -> Grads:
-    """Return the first of some gradients, replaced by a hook for one sample's."""
+def _mapped(size: int, level: int, axis: int, hook: Callable, *grads: Grads) -> Grads:
+    """Return the first of some gradients, replaced by a hook under vmap."""
     for grad in tensors(grads):
         if modes.is_wrapped(grad) and modes.in_front(grad, level) is not None:
             raise UnsupportedOp(
                 "hook: expected one backward pass for each sample, got several "
                 'together, as of a Jacobian. Use strategy="loop".'
             )
-    own = tree_map_only(Tensor, lambda g: g.movedim(axis, 0).clone(), grads)
-    versions, results = [*map(version_of, tensors(own))], []
-    for number in range(size):
-        row = tree_map_only(Tensor, lambda g, n=number: g.select(0, n), own)
-        of.update(dict.fromkeys(tensors(row), number))
-        with _OfSample(of, level, number) as mode:
-            new = hook(*row)
-        mode.check(tensors(new))
-        results.append(row[0] if new is None else new)
-        shapes = [[getattr(g, "shape", g) for g in x] for x in (row[0], results[-1])]
-        if shapes[0] != shapes[1] or versions != [*map(version_of, tensors(own))]:
+    with modes.vmapped(size) as (inside, outside):
+        if modes.current_level() != level:  # of tensors that the hook closes over
+            raise UnsupportedOp(
+                "hook: expected a backward pass outside of transforms, got one inside "
+                'of another. Use strategy="loop".'
+            )
+        copies = tree_map_only(Tensor, lambda g: g.movedim(axis, 0).clone(), grads)
+        versions = [*map(version_of, tensors(copies))]
+        own = tree_map_only(Tensor, inside, copies)
+        new = hook(*own)
+        new = own[0] if new is None else new
+        results = (new,) if isinstance(new, Tensor) else tuple(new)
+        shapes = [[getattr(g, "shape", g) for g in each] for each in (own[0], results)]
+        if shapes[0] != shapes[1] or versions != [*map(version_of, tensors(copies))]:
             raise UnsupportedOp(
                 "hook: expected one that returns None, or a gradient of the same shape "
                 "for each that it gets, got one that returns others, or that writes in "
                 'place. Use strategy="loop".'
             )
-    columns = zip(*results, strict=True)
-    return tuple(None if x[0] is None else torch.stack(x, axis) for x in columns)
-
-
-class _OfSample(TorchFunctionMode):
-    """Takes tensors of the loss, which a hook may close over, for one sample's."""
-
-    def __init__(self, of: Owners, level: int, number: int) -> None:
-        super().__init__()
-        self._of, self._level, self._number = of, level, number
-
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        def row(tensor: Tensor) -> Tensor:
-            wrapped = modes.is_wrapped(tensor)
-            own = modes.in_front(tensor, self._level) if wrapped else None
-            if own is None:
-                return tensor
-            own = own.select(0, self._number)
-            self._of[own] = self._number
-            return own
-
-        args, named = tree_map_only(Tensor, row, (args, kwargs or {}))
-        given = tensors((args, named))
-        versions = [*map(version_of, given)]
-        result = func(*args, **named)
-        if self.check(given):
-            pairs = zip(given, versions, strict=True)
-            same = {id(each) for each, version in pairs if version_of(each) == version}
-            made = [each for each in tensors((result, given)) if id(each) not in same]
-            self._of.update(dict.fromkeys(made, self._number))
-        return result
-
-    def check(self, given: Sequence[Tensor]) -> bool:
-        """Return whether some are of this sample; refuse some of another one."""
-        numbers = {self._of.get(each) for each in given} - {None}
-        if numbers <= {self._number}:
-            return bool(numbers)
-        raise UnsupportedOp(
-            "hook: expected one that uses no tensor of another call of a hook, which "
-            "in a recorded pass may be of another sample, got one that does. Use "
-            'strategy="loop".'
+        return tuple(
+            None if grad is None else outside(grad).movedim(0, axis) for grad in results
         )
 
 

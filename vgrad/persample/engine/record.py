@@ -11,12 +11,10 @@ autograd's gradient of the expansion is the per-sample gradient.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from vgrad import checks
 from vgrad.factors.base import Dense, Factor, Outer, Zero, owned
@@ -142,11 +140,6 @@ class Recorder:
         value, aux = result
         known = self._known.get(id(value))
         return (value if known is None else self.expanded(known, Tensor.expand)), aux
-
-    @cached_property
-    def of_hooks(self) -> WeakTensorKeyDictionary:
-        """The tensors of hooks, and their samples."""
-        return WeakTensorKeyDictionary()
 
     def close(self) -> None:
         """Break cycles, and free tensors that no backward pass reached."""

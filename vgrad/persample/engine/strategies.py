@@ -109,7 +109,7 @@ def _recorded(
             return recorder, outside(losses), map_tensors(outside, aux)
 
     def back(accept: Take, *, last: bool) -> None:
-        looped = call.fallbacks.looped or call.fallbacks.hooks
+        looped = call.fallbacks.looped
         alike: AbstractContextManager = nullcontext()
         if looped and not checks_collected():  # otherwise eager mode has found out
             alike = undrawn(call.tensors, partial(refused, next(iter(looped))))

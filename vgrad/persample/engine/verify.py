@@ -237,7 +237,7 @@ def _compared(
         restart()
         run = Evaluation(call)
         found = run.parts(partial(_run, probes))
-        parts = [_stacked(call.params, each.values) for each in found]
+        parts = [each.values() for each in found]
         plain = _plain(alone, probes, restart)
         restart()
         again = _value(alone[0])
@@ -301,17 +301,25 @@ class _Projections(Collector):
 
     params: Params
     probes: dict[str, Probes]
-    values: Params = field(default_factory=dict)
-    norms: dict[str, Tensor] | None = None  # of gradients that are formed
+    factors: dict[str, Factor] = field(default_factory=dict)
 
     def take(self, name: str, factor: Factor) -> None:
+        self.factors[name] = factor  # until the end, as collectors of norms do
+
+    def values(self) -> Tensor:
+        """Return the products [B, P, k], for which factors are given up."""
+        products = {
+            name: self.product(name, self.factors.pop(name)) for name in self.params
+        }
+        return _stacked(products)
+
+    def product(self, name: str, factor: Factor) -> Tensor:
+        """Return the products of one parameter, [B, k]."""
         if name not in self.probes:
             like = self.params[name]
             self.probes[name] = _directions(name, factor.shape, like)
-        value = factor.project(self.probes[name])
-        self.values[name] = double(value.detach()).view(factor.size, _DIRECTIONS)
-        if self.norms is not None:
-            self.norms[name] = row_norms(factor.grad().detach())
+        value = factor.project(self.probes[name]).detach()
+        return double(value).view(factor.size, _DIRECTIONS)
 
 
 def _directions(name: str, shape: torch.Size, like: Tensor) -> Probes:
@@ -333,10 +341,10 @@ def _run(probes: dict[str, Probes], call: Call) -> Chunk:
     return STRATEGIES[call.strategy](call, partial(_Projections, call.params, probes))
 
 
-def _stacked(params: Params, values: Params) -> Tensor:
+def _stacked(values: Params) -> Tensor:
     """Join tensors `[B, ...]` of P parameters, [B, P, ...], and read them at once."""
     device = next(iter(values.values())).device
-    return torch.stack([values[name].to(device) for name in params], 1).cpu()
+    return torch.stack([each.to(device) for each in values.values()], 1).cpu()
 
 
 class _Plain(NamedTuple):
@@ -358,15 +366,28 @@ def _plain(
     losses, values, norms = [], [], []
     for call in calls:
         restart()
-        grads, loss, _ = plain_gradient(partial(_run_alone, call), call)
-        collector = _Projections(call.params, probes, norms={})
-        take = call.unscaled(collector.take)
-        for name in list(grads):
-            take(name, Dense(grads.pop(name).unsqueeze(0)))
+        loss, products, lengths = _of_one(call, probes)
         losses.append(loss)
-        values.append(_stacked(call.params, collector.values))
-        norms.append(_stacked(call.params, collector.norms or {}))
+        values.append(_stacked(products))
+        norms.append(_stacked(lengths))
     return _Plain(losses, torch.cat(values), torch.cat(norms))
+
+
+def _of_one(call: Call, probes: dict[str, Probes]) -> tuple[Tensor, Params, Params]:
+    """Return the loss of one sample, products with directions [1, k] and norms [1]."""
+    grads, loss, _ = plain_gradient(partial(_run_alone, call), call)
+    collector = _Projections(call.params, probes)
+    products: Params = {}
+    norms: Params = {}
+
+    def take(name: str, factor: Factor) -> None:
+        products[name] = collector.product(name, factor)
+        norms[name] = row_norms(factor.grad())
+
+    unscaled = call.unscaled(take)
+    for name in list(grads):  # each is freed before the next one is projected
+        unscaled(name, Dense(grads.pop(name).detach().unsqueeze(0)))
+    return loss, products, norms
 
 
 def _run_alone(call: Call, params: Params) -> tuple[Tensor, Tree]:
