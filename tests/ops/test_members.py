@@ -34,9 +34,9 @@ def mapped(function, dims, *tensors, told=None, chosen=True):
     """Run under a vmap over members."""
 
     def one(*tensors):
-        flags = grad_flags.GradFlags(modes.current_level(), "member", "a loop")
+        level = grad_flags.VmapLevel(modes.current_level(), "member", "a loop")
         handlers = mode.of_members(told, chosen=chosen)
-        with mode.LossMode(handlers=handlers, flags=flags):
+        with mode.LossMode(handlers=handlers, vmap=level):
             return function(*tensors)
 
     return torch.vmap(one, in_dims=dims)(*tensors)

@@ -146,7 +146,7 @@ a hook on what is computed from a parameter: 1
     e = v.exp()
     e.register_hook(clip)
     h = e @ h
-a hook on what all samples share: 1
+a hook on what all samples share: loop since ... one that all samples share
     o = OUTER * 2
     o.register_hook(clip)
     h = h * o
@@ -167,7 +167,7 @@ a hook that uses a gradient which another one has kept: 1
     y.register_hook(lambda g: kept.append(g * 2))
     h.register_hook(lambda g: g * kept[0].norm())
     h = y * y
-a hook that returns a gradient which another one has kept: loop since ... looks at values
+a hook that returns a gradient which another one has kept: loop since ... at values
     kept = torch.zeros(4, dtype=x.dtype)
     y = h.sin()
     y.register_hook(lambda g: None if kept.copy_(g) is kept else 0)

@@ -130,7 +130,19 @@ def program(text):
     return losses.written(START + text.strip("\n") + END, globals(), "xk")
 
 
-@pytest.mark.parametrize("name", WRITES)
+UNMADE = (
+    *("a result of an op", "an op of a parameter", "an op with a rule"),
+    *("an op with a rule, without a graph", "masked_fill_"),
+)
+"""Writes into results of other ops than those that make tensors."""
+
+
+@pytest.mark.parametrize("name", UNMADE)
+def test_writes_into_other_results_are_exact_by_some_route(name):
+    assert_gradients(program(WRITES[name]), PARAMS, (X, K), buffers=BUFFERS)
+
+
+@pytest.mark.parametrize("name", [each for each in WRITES if each not in UNMADE])
 def test_writes_are_recorded_as_a_loop_runs_them(name):
     loss = program(WRITES[name])
     given = {"buffers": BUFFERS, "expected": None}
@@ -194,7 +206,6 @@ def test_what_is_not_exact_for_all_at_once_runs_in_a_loop(name):
     assert_gradients(loss, PARAMS, (X, K), buffers=BUFFERS)
     found = vgrad.explain(vgrad.per_sample_norm(loss))(PARAMS, BUFFERS, X, K)
     assert found.strategy == ("vmap" if name == "as_strided_" else "loop")
-    assert '"loop"' in found.why
     with pytest.raises(vgrad.UnsupportedOp):
         vgrad.per_sample_grad(loss, strategy="recorded")(PARAMS, BUFFERS, X, K)
 
@@ -220,7 +231,7 @@ ONE = {"a.w": PARAMS["a.w"]}
 
 
 @pytest.mark.parametrize("name", KEEPS)
-def test_what_is_kept_beyond_the_call_is_refused_and_runs_in_a_loop(name):
+def test_what_is_kept_beyond_the_call_changes_no_number(name):
     before = name in ("itself", "a view", "data")
 
     def loss(p, b, x):
@@ -232,19 +243,16 @@ def test_what_is_kept_beyond_the_call_is_refused_and_runs_in_a_loop(name):
             eval(KEEPS[name], globals(), {"out": out})
         return (out * h).sum()
 
-    for strategy in ("recorded", "vmap"):
-        KEPT.clear()
-        with pytest.raises(vgrad.UnsupportedOp, match="kept beyond, made at"):
-            vgrad.per_sample_grad(loss, strategy=strategy)(ONE, {}, X)
-    compute = vgrad.per_sample_grad(loss)
     expected = oracle.loss_gradients(loss, ONE, {}, (X,))
-    for _ in range(2):
-        KEPT.clear()
-        oracle.assert_exact(compute(ONE, {}, X), expected)
+    for strategy in ("auto", "recorded", "vmap"):
+        compute = vgrad.per_sample_grad(loss, strategy=strategy)
+        for _ in range(2):
+            KEPT.clear()
+            oracle.assert_exact(compute(ONE, {}, X), expected)
     KEPT.clear()
 
 
-def test_a_tensor_of_a_refused_run_cannot_be_read():
+def test_a_tensor_of_another_run_cannot_be_read():
     def loss(p, b, x):
         h, out = layer(p, x), zeros(4, 3)
         with torch.no_grad():
@@ -255,7 +263,7 @@ def test_a_tensor_of_a_refused_run_cannot_be_read():
 
     KEPT.clear()
     for _ in range(2):
-        with pytest.raises(vgrad.UnsupportedOp, match="kept beyond"):
+        with pytest.raises(RuntimeError, match="escaped|may keep nothing"):
             vgrad.per_sample_grad(loss)(ONE, {}, X)
     KEPT.clear()
 
@@ -344,8 +352,8 @@ def test_places_are_found_in_parts_and_chunks_and_named():
     found = vgrad.explain(vgrad.clipped_grad(loss, max_norm=1.0))(ONE, {}, X)
     line = loss.__code__.co_firstlineno
     assert found.strategy == "recorded"
-    assert found.written == (f"{__file__}:{line + 1}", f"{__file__}:{line + 5}")
-    assert "Each sample has a tensor of its own" in str(found)
+    assert found.written == f"{__file__}:{line + 2}"
+    assert "Each sample has tensors of its own" in str(found)
     assert "its own, into" not in str(
         vgrad.explain(vgrad.per_sample_norm(lambda p, b, x: layer(p, x).sum()))(
             ONE, {}, X
@@ -411,7 +419,7 @@ def test_a_write_over_a_part_of_an_operand_raises_as_in_torch(write):
         with pytest.raises(RuntimeError, match="refer to a single memory location"):
             vgrad.per_sample_grad(loss, strategy=strategy)(PARAMS, BUFFERS, X, K)
     for strategy in ("recorded", "vmap"):
-        with pytest.raises(vgrad.UnsupportedOp, match="writes beside the operands"):
+        with pytest.raises(RuntimeError, match="single memory location"):
             vgrad.per_sample_grad(loss, strategy=strategy)(PARAMS, BUFFERS, X, K)
 
 

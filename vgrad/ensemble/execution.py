@@ -27,7 +27,6 @@ from vgrad.generators import (
     set_random_state,
 )
 from vgrad.loss.grad_flags import UnsupportedOp, VmapLevel, raise_clearly
-from vgrad.loss.made import Made
 from vgrad.loss.mode import LossMode, of_members
 from vgrad.loss.randomness import Draws
 from vgrad.loss.values import Partition, SplitBatch
@@ -114,7 +113,7 @@ def at_once(
     members, randomness = call.layout.members, call.randomness
     vmapped = modes.vmapped(members, randomness)
     try:
-        with Made(call.fallbacks.places) as made, vmapped as (wrapped, unwrapped):
+        with vmapped as (wrapped, unwrapped):
             params, buffers, *batch = call.map(wrapped)
             level = VmapLevel(modes.current_level(), "member", 'strategy="loop"')
             handlers = of_members(note, chosen=call.strategy == "hybrid")
@@ -123,7 +122,7 @@ def at_once(
                 handlers=handlers,
                 vmap=level,
                 draws=call.draws,
-                made=made,
+                rooms=call.fallbacks.rooms,
             )
             casts = partial(AutocastMode, [*params.values()])
             inside = mode.inside(members, randomness, casts)

@@ -32,7 +32,7 @@ from vgrad.loss.grad_flags import (
     raise_clearly,
     requires_grad,
 )
-from vgrad.loss.made import Made, check_apart, into_out, is_mapped
+from vgrad.loss.made import MAKERS, Rooms, copied, into_out, is_mapped
 from vgrad.loss.randomness import Draws, Undrawn
 from vgrad.loss.values import (
     NONE,
@@ -66,7 +66,7 @@ class LossMode(WriteGuard):
         looped: dict[str, str] | None = None,
         hooks: dict[str, str] | None = None,
         is_parameter: Callable[[Tensor], bool] = lambda _: False,
-        made: Made | None = None,
+        rooms: Rooms | None = None,
         seen: bool = False,
     ) -> None:
         self.draws = draws = draws or Draws()
@@ -78,7 +78,7 @@ class LossMode(WriteGuard):
         self.looped = {} if looped is None else looped  # autograd.Functions, and lines
         self.hooks = {} if hooks is None else hooks  # on gradients, and lines
         self.is_parameter = is_parameter
-        self.made = made  # of a run that may be repeated
+        self.rooms = rooms  # of a run that may be repeated
         self.seen = seen  # whether it has run under vmap, where batch norms are refused
         self.size = 1  # how many samples or members run at once
         self.randomness = "error"  # as of `torch.vmap`
@@ -175,26 +175,22 @@ class LossMode(WriteGuard):
 
     def _room(
         self, targets: list[Tensor], func: Any = None, args: Any = (), kwargs: Any = ()
-    ) -> SplitBatch | UnsupportedOp | None:
+    ) -> SplitBatch | None:
         """Return the repetition that a write needs into a tensor of all samples."""
         # Without arguments the write has failed.
-        if self.made is None or self.vmap is None or func in AUTOGRAD:
+        if self.rooms is None or self.vmap is None or func in AUTOGRAD:
+            return None
+        if self.rooms.line:
             return None
         level = self._level
         with modes.without_modes():
             if func is not None:
                 others = among(args, kwargs)
-                if func is not Tensor.__setitem__:  # which writes into a part
-                    check_apart(targets, others, modes.op_name(func))
                 targets = [each for each in targets if not is_mapped(each, level)]
                 own = self.differ(others) or any(map(self.is_parameter, others))
                 if not (targets and own):
                     return None
-            try:
-                if not self.made.needs_copies(targets):
-                    return None
-            except UnsupportedOp as kept:
-                return kept
+        self.rooms.line = where(sys._getframe())
         if checks_collected():
             raise Unrepeatable(f"{modes.op_name(func)} needs a tensor a sample")
         return SplitBatch(Partition([torch.arange(self.size)], ""), level)
@@ -410,10 +406,8 @@ def at_once(run: Handler) -> Handler:
                     return requires_grad(args[0])
                 mode.vmap.refuse(func, among(args, kwargs))
         output = run(mode, func, args, kwargs)
-        if mode.made is not None:
-            with modes.without_modes():
-                given, level = among(args, kwargs), mode.vmap.level
-                output = mode.made.note(func, given, output, level, mode.size)
+        if mode.rooms is not None and mode.rooms.line and func in MAKERS:
+            output = copied(output, mode.vmap.level, mode.size)
         return output
 
     return handle

@@ -69,7 +69,7 @@ class Explanation(Report):
     splits: tuple[tuple[str, int], ...] = ()  # lines with branches, and how often
     foreign: tuple[str, ...] = ()  # nodes and ops of others, which may write anywhere
     copied: int = 0  # bytes that factors hold as copies for that reason
-    written: tuple[str, ...] = ()  # lines that make a tensor for each sample to write
+    written: str = ""  # the line for which each sample has tensors of its own
     hooks: tuple[str, ...] = ()  # on gradients, which run under vmap
     costs: tuple[Cost, ...] = ()  # of the strategy that ran, and of slower ones
     verified: str = ""  # how gradients compare with plain autograd
@@ -91,9 +91,9 @@ class Explanation(Report):
             )
         if self.written:
             title += (
-                "\n\nEach sample has a tensor of its own, into which it is written, "
-                "from\n"
-            ) + "\n".join(f"  {line}" for line in self.written)
+                f"\n\nEach sample has tensors of its own, into which its values are "
+                f"written at {self.written}"
+            )
         if self.hooks:
             title += (
                 "\n\nHooks on gradients run under a vmap over samples:\n"
@@ -223,7 +223,7 @@ def _explained(call: Call) -> Explanation:
         why = "one sample costs least by plain autograd"
     else:
         why = "the loss can be recorded"
-    copied = {} if strategy == "loop" else fallbacks.places.copied
+    line = "" if strategy == "loop" else fallbacks.rooms.line
     hooks = fallbacks.hooks if strategy == "recorded" else {}
     rows = tuple(uses[largest].rows(strategy, watch))
     one = sum(each.numel() * each.element_size() for each in call.params.values())
@@ -243,7 +243,7 @@ def _explained(call: Call) -> Explanation:
         tuple(fallbacks.splits.items()),
         tuple(sorted(fallbacks.foreign)),
         uses[largest].copied,
-        tuple(dict.fromkeys(copied.values())),
+        line,
         tuple(f"{name} ({line})" for name, line in hooks.items()),
         costs[names.index(strategy) :],
         verified,

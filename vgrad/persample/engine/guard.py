@@ -19,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 from vgrad.conditions import Unrepeatable
 from vgrad.generators import RNG_LOCK
 from vgrad.loss.grad_flags import UnsupportedOp as UnsupportedOp
-from vgrad.loss.made import Places
+from vgrad.loss.made import Rooms
 from vgrad.loss.randomness import Unkeyed
 from vgrad.loss.values import Partition, stopped_at
 from vgrad.torch_private import modes
@@ -128,7 +128,7 @@ class Fallbacks:
         self.splits: Counter[str] = Counter()  # chunks that fell into parts, by line
         self.looped: dict[str, str] = {}  # functions that no vmap ran, and their lines
         self.hooks: dict[str, str] = {}  # on gradients, and their lines
-        self.places = Places()  # calls of the loss that make tensors
+        self.rooms = Rooms()  # for values of single samples
         self.foreign: set[str] = set()  # nodes and ops that are not torch's own
         # Buffers that samples of a step write: whether alike, or a value to compare
         # with; None for buffers written in earlier steps alone.

@@ -8,6 +8,7 @@ mode sees the ops of such a pass. Where they use a parameter, as `gx = g @ w` do
 copies lead to its gradients, or the op is one whose derivatives leave factors as well.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
@@ -17,7 +18,7 @@ from torch.autograd import Function
 
 from vgrad.conditions import Unrepeatable, checks_collected
 from vgrad.loss.grad_flags import UnsupportedOp
-from vgrad.loss.values import NONE, Partition, SplitBatch
+from vgrad.loss.values import NONE, Partition, SplitBatch, where
 from vgrad.ops.record import OPS, Rule
 from vgrad.torch_private import modes
 from vgrad.tree import tensors
@@ -185,8 +186,10 @@ class Derivatives:
         known = self.recorder.parameter(tensor)
         if known is not None:
             self._again(dict.fromkeys(known.names, op))
-        if not self.recorder.made.needs_copies([tensor]):
+        rooms = self.recorder.rooms
+        if rooms.line:
             raise refusal(op, "one that all samples share")
+        rooms.line = where(sys._getframe())
         self._again({})
 
     def _again(self, names: Mapping[str, str]) -> NoReturn:

@@ -33,7 +33,7 @@ from vgrad.loss.grad_flags import (
     own_backward_pass,
     requires_grad,
 )
-from vgrad.loss.made import Made
+from vgrad.loss.made import MAKERS, copied
 from vgrad.loss.mode import SAMPLES, LossMode, is_ordinary, run_op
 from vgrad.loss.values import NONE
 from vgrad.ops.record import OPS, Maker, Op
@@ -87,9 +87,10 @@ class Recorder:
     _take: Take
 
     def __init__(
-        self, call: Call, made: Made, callback: Callable[[Use], None] | None = None
+        self, call: Call, callback: Callable[[Use], None] | None = None
     ) -> None:
-        self.call, self.made, self._callback = call, made, callback
+        self.call, self._callback = call, callback
+        self.rooms = call.fallbacks.rooms
         self.size, self.randomness = call.batch.size, call.randomness
         self.columns = call.columns
         self.params: Params = {}
@@ -128,7 +129,7 @@ class Recorder:
             handlers=(*SAMPLES[:-1], self._handle),
             vmap=vmap,
             is_parameter=self.is_parameter,
-            made=self.made,
+            rooms=self.rooms,
         )
         self._mode.hooked = self._level
         if self.twice:
@@ -225,8 +226,8 @@ class Recorder:
             output = func(*args, **kwargs)
         else:
             output = self._run(func, args, kwargs, proxies, batched)
-        if not batched or self.made.copied:
-            output = self.made.note(func, tensors, output, self._level, self.size)
+        if self.rooms.line and not batched and func in MAKERS:
+            output = copied(output, self._level, self.size)
         return output
 
     def _check_shown(self, func: Callable, proxies: list[ParamProxy]) -> None:
@@ -267,7 +268,7 @@ class Recorder:
                 return modes.opened(func)(*args, **kwargs)
         if not proxies:
             return run_op(self._mode, func, args, kwargs)
-        if here and not batched and not self.made.copies_here():
+        if here and not batched and not (self.rooms.line and func in MAKERS):
             # The graph is kept: factors are taken back through it in the end.
             active = autograd.hooks()
             keeps = active is None or autograd.keeps_values(active[0])

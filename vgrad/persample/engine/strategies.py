@@ -23,7 +23,6 @@ from vgrad.generators import (
 )
 from vgrad.loss.functions import refused, undrawn
 from vgrad.loss.grad_flags import VmapLevel, raise_clearly
-from vgrad.loss.made import Made
 from vgrad.loss.mode import SAMPLES, SINGLE
 from vgrad.loss.values import Partition, SplitBatch
 from vgrad.persample.engine.call import Call, Inputs
@@ -69,8 +68,7 @@ def recorded(call: Call, collect: Collect) -> Chunk:
     twice = collector.first_pass is not None
     draws = twice and call.randomness != "error"
     state = random_state(call.tensors) if draws else None
-    with Made(call.fallbacks.places) as made:
-        chunk = _recorded(call, collector, made, state)
+    chunk = _recorded(call, collector, state)
     if not twice or (single := collector.single_pass()) is None:
         return chunk
     call.fallbacks.warn(
@@ -81,12 +79,11 @@ def recorded(call: Call, collect: Collect) -> Chunk:
     )
     if state is not None:
         set_random_state(state)
-    with Made(call.fallbacks.places) as made:
-        return _recorded(call, single, made)
+    return _recorded(call, single)
 
 
 def _recorded(
-    call: Call, collector: Collector, made: Made, state: RandomState | None = None
+    call: Call, collector: Collector, state: RandomState | None = None
 ) -> Chunk:
     # `state` is the generators' state now, if random numbers may be drawn.
     # Of the caller's grad mode. Inside the loss a sample keeps `requires_grad=True`,
@@ -94,7 +91,7 @@ def _recorded(
     differentiable, inputs = call.differentiable, call.batch.inputs
 
     def run() -> tuple[Recorder, Tensor, Tree]:
-        recorder = Recorder(call, made, collector.callback)
+        recorder = Recorder(call, collector.callback)
         stack.callback(recorder.close)
         tensors = [
             recorder.anchor(each)
@@ -166,13 +163,13 @@ def vmap(call: Call, collect: Collect) -> Chunk:
         level = VmapLevel(modes.current_level(), "sample", 'strategy="loop"')
 
         def of_params(params: Params) -> tuple[Tensor, Tree]:
-            mode = call.mode(handlers=SAMPLES, vmap=level, made=made)
+            mode = call.mode(handlers=SAMPLES, vmap=level, rooms=call.fallbacks.rooms)
             return call.run_loss(params, tensors, mode)
 
         return _functional_gradient(of_params, call)
 
     mapped = torch.vmap(one, randomness=call.randomness)
-    with _clear_errors(call), Made(call.fallbacks.places) as made:
+    with _clear_errors(call):
         grads, losses, aux = mapped(call.batch.inputs)
     return _collected(call, collect, grads, losses, aux, "vmap")
 

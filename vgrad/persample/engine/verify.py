@@ -120,20 +120,12 @@ def _settle(call: Call, pair: Call, known: Known, strict: bool) -> None:
 
 @dataclass(frozen=True)
 class _Disagreement:
-    name: str
-    difference: float
-    strategies: frozenset[str]
+    why: str
+    strategies: frozenset[str]  # which ran
 
     @property
     def strategy(self) -> Strategy:
         return "recorded" if "recorded" in self.strategies else "vmap"
-
-    @property
-    def why(self) -> str:
-        return (
-            f"its gradient of {self.name!r} differs from plain autograd's by "
-            f"{self.difference:.0e} of the norm"
-        )
 
     def text(self, call: Call) -> str:
         return (
@@ -218,7 +210,8 @@ def _compare(
         if wide and (widened := _widened(each)) is not None:
             # A loss with a constant of its own dtype may refuse float64.
             found = _compared(widened, known, restart)
-            if not isinstance(found, str):
+            refused = isinstance(found, _Disagreement) and "raises" in found.why
+            if not (refused or isinstance(found, str)):
                 break
         found = _compared(each, known, restart)
         if not isinstance(found, str):
@@ -238,11 +231,19 @@ def _compared(
         run = Evaluation(call)
         found = run.parts(partial(_run, probes))
         parts = [each.values() for each in found]
+    except Exception as error:
+        return _first_line(error)
+    used = frozenset(chunk.strategy for chunk in run.chunks_run) - {"loop"}
+    try:
         plain = _plain(alone, probes, restart)
         restart()
         again = _value(alone[0])
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        found = _first_line(error)
+        kinds = torch.OutOfMemoryError | NotImplementedError
+        if not used or isinstance(error, kinds) or not isinstance(error, RuntimeError):
+            return found
+        return _Disagreement(f"plain autograd raises {found!r} for a sample", used)
     if any(each.draws.own for each in (call, *alone)):
         return "the loss draws from a torch.Generator of its own"
     _check_pure(call, plain.losses[0], again)
@@ -264,10 +265,13 @@ def _compared(
         differences = _differences(found, plain, bound, near)
     difference, name = float(differences.max()), names[int(differences.argmax())]
     if difference > bound.relative:
-        strategies = {chunk.strategy for chunk in run.chunks_run} - {"loop"}
-        if not strategies:
+        if not used:
             raise _impure(call, "other gradients")
-        return _Disagreement(name, difference, frozenset(strategies))
+        return _Disagreement(
+            f"its gradient of {name!r} differs from plain autograd's by "
+            f"{difference:.0e} of the norm",
+            used,
+        )
     known.times += 1
     if difference > known.largest:
         known.largest, known.where = difference, name
@@ -399,6 +403,10 @@ def _value(call: Call) -> Tensor:
     with torch.enable_grad():
         params = map_values(lambda each: each.detach().requires_grad_(), call.params)
         return _run_alone(call, params)[0].detach()
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _check_pure(call: Call, value: Tensor, again: Tensor) -> None:
