@@ -84,7 +84,7 @@ class Options:
     max_norm: float = _option(2.0, POSITIVE, "norm to which gradients are clipped")
     noise: str = _option("independent", SCHEME, "or band-mf:4, bisr:4, blt:2, ...")
     max_batch_size: str = _option("none", LARGEST, "largest batch, a number or auto")
-    epochs: int = _option(50, whole(1, 10**6), "passes over the data, of 1 / q steps")
+    epochs: int = _option(50, whole(1, 10**6), "passes over the data")
     batch_size: int = _option(None, whole(1, 2**31 - 1), "its mean (default: fits)")
     lr: float = _option(None, POSITIVE, "learning rate (default: fits the model)")
     precision: str = _option(
@@ -160,12 +160,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["help"]:
         argv = [*argv[1:2], "--help"]
-    if argv[:1] == ["--version"]:
-        found = (f"{name} {metadata.version(name)}" for name in ("vgrad", "torch"))
-        print(*found, f"Python {sys.version.split()[0]}", sep=", ")
-        return 0
-    given = _parser().parse_args(argv)
     try:
+        if argv[:1] == ["--version"]:
+            found = (f"{name} {metadata.version(name)}" for name in ("vgrad", "torch"))
+            print(*found, f"Python {sys.version.split()[0]}", sep=", ")
+            return 0
+        given = _parser().parse_args(argv)
         from vgrad.cli.commands import run
 
         return run(given.command, given)

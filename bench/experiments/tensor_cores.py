@@ -176,8 +176,12 @@ def _alignment(module: nn.Module, x: Tensor) -> Result:
     params, buffers = ({n: t.to("meta") for n, t in each.items()} for each in entries)
     found = vgrad.precision.alignment_report(fmodel, params, buffers, x.to("meta"))
     rows = sorted(found.rows, key=lambda row: -row.share)
-    advice = dict.fromkeys(text for row in rows for text in row.advice)
-    return {"misaligned": found.misaligned, "advice": list(advice)}
+    advice = [
+        f"pad {row.operand} from {row.size[1:]} to {row.padded[1:]}"
+        for row in rows
+        if row.padded != row.size
+    ]
+    return {"misaligned": found.misaligned, "advice": advice}
 
 
 def pad(place: Place, tell: Tell) -> Result:

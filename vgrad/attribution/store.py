@@ -1,55 +1,44 @@
 """Features of the samples of a training set, in files.
 
-N samples with k features of each parameter. The index has the projection and all that
-features depend on; every other file has a fixed number of samples, and is bound to the
-index. All are hashed. No file names another one, and nothing that is read is run.
+N samples with k features of each parameter. The index has the projection, hashes of the
+parameters, and the features of a probe, by which a loss is known again. Every other
+file has the samples of one call and is bound to the index. All are hashed. No file
+names another one, and nothing that is read is run.
 """
 
 import hashlib
 import itertools
 import json
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from operator import itemgetter
 from pathlib import Path
-from types import FunctionType
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import data
 
 from vgrad import batches as _batches
 from vgrad import checks, files
-from vgrad.contents import contents
 from vgrad.curvature import Curvature, Kronecker
 from vgrad.curvature.kronecker import Block, eigen
 from vgrad.dp.sampling import PoissonLoader, StepBatches
-from vgrad.functional.losses import SampleLoss
 from vgrad.persample import Options, per_sample_projection
 from vgrad.persample.engine import Transform
 from vgrad.persample.grad import Gradients
 from vgrad.persample.projection import Projection
-from vgrad.ranks import Ranks, differences
-from vgrad.tree import double, map_tensors
+from vgrad.ranks import differences
+from vgrad.tree import double
 from vgrad.typing import Buffers, LossFn, Params, Tree
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 Id = int | str
-Sample = list[Any]
-"""The id of a sample, and a hash of its data."""
-Piece = tuple[int, Tree, list[Sample]]
-"""Samples of one file: the number of the first one, and the data."""
 
 _NAME = "index.safetensors"
 _INDEX, _FEATURES = "index of a store", "features of a store"
-_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float64)}
+
+TOLERANCE = 1e-4
+"""Relative to their norm, how far features of the probe may be from the store's."""
 
 
 class Store:
@@ -64,17 +53,18 @@ class Store:
 
     Args:
         folder: of `write`.
-        description: of `write`, where that had one.
+        probe: of `write`, where that had one.
 
     Raises:
         FileNotFoundError: the folder has no store, or lacks a file of it.
-        ValueError: the store is not complete, or a file is damaged or of another store.
+        ValueError: a file is damaged or of another store.
     """
 
-    def __init__(self, folder: str | Path, *, description: str | None = None) -> None:
-        self._folder = Path(folder)
-        self._description = description
-        self._sides, self._index = files.read_tensors(
+    def __init__(
+        self, folder: str | Path, *, probe: tuple[Tree, ...] | None = None
+    ) -> None:
+        self._folder, self._probe = Path(folder), probe
+        self._tensors, self._index = files.read_tensors(
             self._folder / _NAME, _INDEX, called=f"the {_INDEX}", checked=set()
         )
         self.binding = _binding(self._index)
@@ -84,12 +74,7 @@ class Store:
         return f"Store({str(self._folder)!r})"
 
     def __len__(self) -> int:
-        if not self._index["samples"]:
-            raise ValueError(
-                f"{self!r}: expected a complete store, got one whose writing was "
-                f"stopped. Call Store.write again."
-            )
-        return self._index["samples"]
+        return sum(self._index["samples"])
 
     def __iter__(self) -> Iterator[Params]:
         return (features for features, _ in self._files())
@@ -97,12 +82,30 @@ class Store:
     @property
     def ids(self) -> list[Id]:
         """The ids of the samples, by default their numbers."""
-        return [each for _, samples in self._files() for each, _ in samples]
+        return [each for _, ids in self._files() for each in ids]
 
     def check(self, loss: LossFn, params: Params, buffers: Buffers) -> None:
-        """Raise a ValueError unless the features are of this loss and this model."""
-        facts = _facts("Store.check", loss, params, buffers, self._description)
-        _compare("Store.check", self._index["facts"], facts)
+        """Raise a ValueError unless the features are of this loss and this model.
+
+        Parameters and buffers are compared by a hash, and features of the probe to
+        `1e-4` of their norm: code is not compared, but what it computes is.
+        """
+        function = "Store.check"
+        _compare(function, self._index["facts"], _facts(params, buffers))
+        probe = _probe_of(function, self._index["signature"], self._probe, params)
+        self._compare_probe(function, self.project(loss, params, buffers, *probe))
+
+    def _compare_probe(self, function: str, found: Params) -> None:
+        stored = {name: self._tensors[f"{name}.probe"] for name in found}
+        total = torch.stack([double(each).norm() for each in stored.values()]).norm()
+        for name, each in stored.items():
+            gap = double(found[name].cpu() - each).norm()
+            if not gap <= TOLERANCE * (double(each).norm() + 1e-2 * total):
+                raise ValueError(
+                    f"{function}: expected the loss of the store, got one whose "
+                    f"features of the probe differ by {float(gap):.2g} at {name!r}. "
+                    f"Pass the loss and model of Store.write, or write another store."
+                )
 
     def project(
         self,
@@ -122,7 +125,7 @@ class Store:
     def _projection(self, loss: LossFn, **options: Unpack[Options]) -> Transform[Any]:
         settings: Any = dict(self._index["projection"])
         if settings.pop("sides") is not None:
-            names, side = self._index["features"], self._sides.get
+            names, side = self._index["features"], self._tensors.get
             dim = {n: (side(f"{n}.left"), side(f"{n}.right")) for n in names}
             settings = {"dim": dim}
         return per_sample_projection(loss, **settings, **options)
@@ -156,9 +159,7 @@ class Store:
 
         Cost: the gradients of all columns of a batch, and [k, k] in float64.
         """
-        facts = self._index["facts"]
-        now = {"params": files.digest(params), "buffers": files.digest(buffers)}
-        _compare("Store.curvature", {name: facts[name] for name in now}, now)
+        _compare("Store.curvature", self._index["facts"], _facts(params, buffers))
         project = self._projection(_linear)
 
         def features() -> Iterator[tuple[Params, int]]:
@@ -199,35 +200,30 @@ class Store:
         batches: Iterable[tuple[Tree, ...]],
         *,
         ids: Sequence[Id] | None = None,
-        first: int = 0,
-        description: str | None = None,
-        samples_per_file: int = 1024,
-        mesh: "DeviceMesh | None" = None,
-        progress: bool = False,
+        probe: tuple[Tree, ...] | None = None,
     ) -> "Store":
-        """Write the features of samples, and return the store.
+        """Write a file with the features of samples, and return the store.
 
-        A call that was stopped, at any moment, is made again with the same arguments:
-        samples that are there are skipped, and none is lost or there twice. To append
-        samples, pass them with the number of the `first` one, `len(store)`.
+        The first call makes the store, and each other one adds its samples. Their
+        features are in memory until the file is written: pass a large training set part
+        by part. A call that was stopped leaves the store as it was, so a loop goes on
+        at `len(store)`.
 
-        On a mesh every rank passes the same batches and computes whole files. Any
-        number of ranks writes the same bytes.
+        The store knows its loss by the features of a probe, two samples of numbers from
+        a seed, of the shapes and dtypes of the first batch. No sample is kept.
 
         Args:
             projection: of `vgrad.per_sample_projection`.
-            batches: a list or a loader, in the same order each time.
-            ids: of the samples in `batches`, numbers or texts, no two the same.
-            description: text that stands for the loss, and has to change with it. It is
-                needed for a loss that is not of `vgrad.sample_loss`, or whose criterion
-                is a function of one's own, since code is not compared.
-            samples_per_file: whose features are in memory at once.
-            progress: show a bar, with the size on the disk; needs `vgrad[demo]`.
+            batches: a list or a loader, in the order of the columns of scores.
+            ids: of the samples in `batches`, numbers or texts, no two the same; by
+                default their numbers.
+            probe: a batch in place of the seed's, where the loss does not take whole
+                numbers of 0 and 1 and normal ones, or samples have items that are no
+                tensors. It is not kept: pass it again, to `Store(folder, probe=...)`.
 
         Raises:
-            ValueError: the folder has features of another model, loss or projection, or
-                of other samples; the message names the difference.
-            OSError: the disk lacks the room.
+            ValueError: the folder has features of another model, loss or projection;
+                the message names the difference.
             BlockingIOError: another process writes the store.
 
         Example:
@@ -245,141 +241,82 @@ class Store:
             {'weight': torch.Size([4, 4]), 'bias': torch.Size([4, 2])}
         """
         function, path = "Store.write", Path(folder)
-        ranks = Ranks.of_all(function, mesh)
-        with ranks.together(function) as agreed:
-            [first] = checks.whole(function, least=0, first=first)
-            [size] = checks.whole(function, least=1, samples_per_file=samples_per_file)
-            count, empty = _counted(batches)
-            sides, settings = _settings(projection)
-            shapes = _by_name(projection(params, buffers, *empty))
-            loss = projection.options.loss
-            index = {
-                "kind": _INDEX,
-                "facts": _facts(function, loss, params, buffers, description),
-                "projection": settings,
-                "features": {n: [str(x.dtype), x.shape[1]] for n, x in shapes.items()},
-                "samples_per_file": size,
-                "samples": 0,
-            }
-            if not _is_new(path):
-                old = cls(path)._index
-                _compare(function, _flat(old), _flat(index))
-                index["samples"] = old["samples"]
-            if first > index["samples"]:
-                raise ValueError(
-                    f"{function}(first={first}): expected at most {index['samples']}, "
-                    f"the number of samples in {path}."
-                )
-            known = cls(path).ids[:first] if first else []  # which reads all files
-            if ids is None and known != [*range(first)]:
-                raise ValueError(
-                    f"{function}(first={first}): expected ids, which the samples "
-                    f"before have, got none: numbers may be among these."
-                )
-            ids = None if ids is None else _checked_ids(ids, known)
-            text = f"{count} samples, {_check_room(path, index, first + count):.3g} MB"
-            agreed.same |= {"index": _binding(index), "first": first, "count": count}
-        with ExitStack() as stack:
-            write = partial(files.write_tensors, path / _NAME, sides, private=True)
-            with ranks.together(f"{function}, index"):
-                if ranks.rank == 0:
-                    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-                    stack.enter_context(files.locked(path, "writing a store"))
-                    if _is_new(path):
-                        write(index)
-            compute = partial(projection, params, buffers)
-            shown = (
-                _bar(text, count) if progress and ranks.rank == 0 else nullcontext(int)
+        tensors, settings = _settings(projection)
+        read = in_order(function, batches)
+        first = next(read)
+        signature = None if probe is not None else _signature(function, first)
+        found = _of_probe(projection, params, buffers, signature, probe)
+        tensors |= {f"{name}.probe": each for name, each in found.items()}
+        index = {
+            "kind": _INDEX,
+            "facts": _facts(params, buffers),
+            "projection": settings,
+            "features": {n: [str(x.dtype), x.shape[1]] for n, x in found.items()},
+            "signature": signature,
+            "probe": files.digest(found),
+            "samples": [],
+        }
+
+        def same() -> Store:
+            store = cls(path, probe=probe)
+            _compare(function, _flat(store._index), _flat(index))
+            store._compare_probe(function, found)
+            return store
+
+        if not _is_new(path):
+            same()
+        parts = [
+            {name: each.cpu() for name, each in _by_name(features).items()}
+            for features in (
+                projection(params, buffers, *batch)
+                for batch in itertools.chain([first], read)
             )
-            seen, end = hashlib.sha256(), first
-            with ranks.together(f"{function}, features") as agreed, shown as advance:
-                store = cls(path)  # whose index another process may have written
-                _compare(function, _flat(store._index), _flat(index))
+        ]
+        features = {n: torch.cat([each[n] for each in parts]) for n in parts[0]}
+        count = len(next(iter(features.values())))
+        given = None if ids is None else _checked_ids(ids, count)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with files.locked(path, "writing a store"):
+            if _is_new(path):
+                files.write_tensors(path / _NAME, tensors, index, private=True)
+            store = same()
+            store._add(features, given or [*range(len(store), len(store) + count)])
+        return cls(path, probe=probe)
 
-                def note(samples: list[Sample]) -> None:
-                    nonlocal end
-                    end += len(samples)
-                    seen.update(json.dumps(samples).encode())
-                    advance(len(samples))
+    def _add(self, features: Params, ids: list[Id]) -> None:
+        """Add a file, and name it in the index."""
+        samples = self._index["samples"]
+        own = {"kind": _FEATURES, "store": self.binding, "number": len(samples)}
+        path = self._path(len(samples))
+        files.write_tensors(path, features, own | {"ids": ids}, private=True)
+        index = self._index | {"samples": [*samples, len(ids)]}
+        files.write_tensors(self._folder / _NAME, self._tensors, index, private=True)
 
-                pieces = _pieces(batches, ids, first, size, note)
-                for number, some in itertools.groupby(
-                    pieces, lambda each: each[0] // size
-                ):
-                    if number % ranks.size == ranks.rank:
-                        store._complete(number, some, compute)
-                if ids is not None and end - first != len(ids):
-                    raise ValueError(
-                        f"{function}(ids): expected one for each of the {end - first} "
-                        f"samples, got {len(ids)}."
-                    )
-                agreed.same["data"] = seen.hexdigest()
-            with ranks.together(f"{function}, end"):
-                if ranks.rank == 0 and end > index["samples"]:
-                    write(index | {"samples": end})
-        return cls(path, description=description)
-
-    def _files(self) -> Iterator[tuple[Params, list[Sample]]]:
-        size = self._index["samples_per_file"]
-        for start in range(0, len(self), size):
-            features, samples = self._read(start // size)
-            rows = len(self) - start  # a call that was stopped may have written more
-            yield {name: each[:rows] for name, each in features.items()}, samples[:rows]
+    def _files(self) -> Iterator[tuple[Params, list[Id]]]:
+        if not self._index["samples"]:
+            raise ValueError(
+                f"{self!r}: expected a store with samples, got one whose first write "
+                f"was stopped. Call Store.write again."
+            )
+        return map(self._read, range(len(self._index["samples"])))
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:08d}.safetensors"
 
-    def _read(self, number: int) -> tuple[Params, list[Sample]]:
-        """Map the features of a file, and return the ids and hashes of its samples."""
+    def _read(self, number: int) -> tuple[Params, list[Id]]:
+        """Map the features of a file, and return the ids of its samples."""
         path, index = self._path(number), self._index
         found, own = files.read_tensors(
             path, _FEATURES, called=_FEATURES, checked=self._checked
         )
-        samples, size = own.get("samples", ()), index["samples_per_file"]
-        least = min(size, index["samples"] - number * size)
-        whole = least <= len(samples) <= size and own.get("number") == number
+        ids, count = own.get("ids", ()), index["samples"][number]
+        whole = len(ids) == count and own.get("number") == number
         if not whole or own.get("store") != self.binding:
             raise ValueError(
-                f"{path}: expected {least} samples of this store, got a file of "
-                f"another store, another place or an earlier time. Delete it, and call "
-                f"Store.write with all batches."
+                f"{path}: expected {count} samples of this store, got a file of "
+                f"another store or another place. Write the store again."
             )
-        return {name: found[name] for name in index["features"]}, samples
-
-    def _complete(
-        self, number: int, pieces: Iterator[Piece], compute: Callable[..., Any]
-    ) -> None:
-        """Add the samples that a file has not; refuse others than those it has.
-
-        Samples of a call that was stopped are replaced where they differ.
-        """
-        path, size = self._path(number), self._index["samples_per_file"]
-        features, samples = self._read(number) if path.is_file() else ({}, [])
-        parts, changed = [features] if features else [], False
-        for place, rows, own in pieces:
-            offset = place - number * size
-            there = samples[offset : offset + len(own)]
-            pairs = enumerate(zip(there, own, strict=False))
-            same = next((row for row, (a, b) in pairs if a != b), len(there))
-            if same < len(there):
-                if place + same < self._index["samples"]:
-                    raise ValueError(
-                        f"Store.write(batches, ids): expected sample {place + same} to "
-                        f"be {there[same][0]!r} as in {path}, got {own[same][0]!r} or "
-                        f"other data. Pass the same batches, not shuffled; or new ones "
-                        f"with first=len(store)."
-                    )
-                samples = samples[: offset + same]
-                parts = [{n: each[: len(samples)] for n, each in features.items()}]
-            if same < len(own):
-                new = map_tensors(itemgetter(slice(same, None)), rows)
-                found = _by_name(compute(*new))
-                parts.append({name: each.cpu() for name, each in found.items()})
-                samples, changed = samples + own[same:], True
-        if changed:
-            joined = {n: torch.cat([each[n] for each in parts]) for n in parts[0]}
-            own = {"store": self.binding, "number": number, "samples": samples}
-            files.write_tensors(path, joined, {"kind": _FEATURES} | own, private=True)
+        return {name: found[name] for name in index["features"]}, ids
 
 
 @dataclass(frozen=True)
@@ -394,49 +331,17 @@ def _linear(params: Params, buffers: Buffers, grads: Params) -> Tensor:
     return torch.stack([(params[n] * each).sum() for n, each in grads.items()]).sum()
 
 
-def _pieces(
-    batches: Iterable[Any],
-    ids: list[Id] | None,
-    place: int,
-    size: int,
-    note: Callable[[list[Sample]], None],
-) -> Iterator[Piece]:
-    """Cut batches where a file ends."""
-    names: Iterator[Any] = itertools.count(place)
-    if ids is not None:
-        names = itertools.chain(ids, itertools.repeat(None))  # counted by `note`
-    for batch in _batches.each("Store.write", batches):
-        read, start = _batches.read("Store.write", batch), 0
-        flat = [each.detach().cpu().contiguous() for each in read.tensors]
-        kinds = map_tensors(lambda each: (each.dtype, each.shape[1:]), read.tree)
-        kind = repr(kinds).encode()  # with items that are no tensors
-        hashes = [_hash_of(kind, row) for row in zip(*flat, strict=True)]
-        samples = [[next(names), each] for each in hashes]
-        note(samples)
-        while start < read.size:
-            rows = slice(start, min(read.size, start + size - place % size))
-            yield place, map_tensors(itemgetter(rows), read.tree), samples[rows]
-            place, start = place + rows.stop - start, rows.stop
-
-
-def _hash_of(kind: bytes, tensors: Iterable[Tensor]) -> str:
-    found = hashlib.blake2b(kind, digest_size=8)
-    for each in tensors:
-        found.update(each.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
-
-
 def _by_name(found: Params | Tensor) -> Params:
     return {"": found} if isinstance(found, Tensor) else found
 
 
-def _checked_ids(ids: Any, known: list[Id]) -> list[Id]:
+def _checked_ids(ids: Any, count: int) -> list[Id]:
     ids = ids.tolist() if hasattr(ids, "tolist") else [*ids]
     texts = all(type(each) in (int, str) for each in ids)
-    if not texts or len({*ids, *known}) < len(ids) + len(known):
+    if not texts or len({*ids}) < len(ids) or len(ids) != count:
         raise ValueError(
-            "Store.write(ids): expected whole numbers or texts, no two the same, and "
-            "none that the store has."
+            f"Store.write(ids): expected {count} whole numbers or texts, one for each "
+            f"sample and no two the same, got {len(ids)}."
         )
     return ids
 
@@ -467,79 +372,70 @@ _SHUFFLED += (PoissonLoader, StepBatches)
 _ORDERED = data.SequentialSampler, data.BatchSampler
 
 
-def _counted(batches: Any) -> tuple[int, Tree]:
-    """Return the number of samples, about, and a batch of none."""
-    in_order("Store.write", batches)
-    first = next(iter(batches), None) if hasattr(batches, "__len__") else None
-    if not isinstance(first, tuple | list):
-        raise TypeError(
-            f"Store.write(batches): expected a list or a loader of tuples, with a "
-            f"length, got {checks.shown(batches)}."
-        )
-    size = _batches.read("Store.write", first).size
-    return len(batches) * size, map_tensors(itemgetter(slice(0)), tuple(first))
+# The probe.
 
 
-def _check_room(folder: Path, index: dict[str, Any], samples: int) -> float:
-    """Return the size of so many samples in MB; refuse more than the disk can take."""
-    widths = index["features"].values()
-    total = samples * sum(_DTYPES[dtype].itemsize * k for dtype, k in widths)
-    left = total - sum(each.stat().st_size for each in folder.glob("*.safetensors"))
-    above = folder.absolute(), *folder.absolute().parents
-    free = shutil.disk_usage(next(filter(Path.exists, above))).free
-    if left > free:
-        raise OSError(
-            f"Store.write({folder}): expected {left / 1e6:.3g} MB on the disk for "
-            f"features of {samples} samples, got {free / 1e6:.3g} MB. Project on fewer "
-            f"directions."
-        )
-    return total / 1e6
-
-
-@contextmanager
-def _bar(text: str, count: int) -> Iterator[Callable[[int], Any]]:
-    rich = checks.package("rich.progress", "demo")
-    with rich.Progress() as bar:
-        task = bar.add_task(text, total=count)
-        yield lambda done: bar.advance(task, done)
-
-
-# The description of features.
-
-
-def _facts(
-    function: str, loss: Any, params: Params, buffers: Buffers, text: str | None
-) -> dict[str, str]:
-    """Return everything but the projection that features depend on, as text."""
-    facts = {"params": files.digest(params), "buffers": files.digest(buffers)}
-    model, criterion, copies = (
-        loss.parts if isinstance(loss, SampleLoss) else [None] * 3
-    )
-    for place, value in {
-        "loss.fmodel": model and dict(model.named_modules())[""],
-        "loss.criterion": criterion if text is None else None,
-        "loss.augmentations": copies if text is None else None,
-    }.items():
-        for path, each in contents(value).items():
-            if isinstance(each, Tensor):
-                facts[f"{place}.{path}"] = files.digest({"": each})
-            elif isinstance(each, str) and not path.endswith("device"):
-                facts[f"{place}.{path}".rstrip(".")] = each
-    if text is not None:
-        return facts | {"loss": repr(text)}
-    function_of = getattr(criterion, "func", criterion)
-    code = isinstance(function_of, FunctionType)
-    if not isinstance(loss, SampleLoss) or (
-        code and not function_of.__module__.startswith("torch.")
-    ):
+def _signature(function: str, batch: tuple[Tree, ...]) -> list[Any]:
+    """Return dtypes and shapes of the items of a sample."""
+    if not all(isinstance(item, Tensor) for item in batch):
         raise ValueError(
-            f"{function}(loss): expected vgrad.sample_loss(fmodel, criterion) with a "
-            f"criterion of torch or a module, got code of your own, which is not "
-            f"compared. Pass description=, a text that changes with it."
+            f"{function}(batches): expected samples of tensors, of which a probe can "
+            f"be made, got others. Pass probe=, a batch of a few samples that you keep."
         )
-    if isinstance(criterion, nn.Module):
-        facts["loss.criterion.tensors"] = files.digest(criterion.state_dict())
-    return facts
+    return [[str(x.dtype).removeprefix("torch."), [*x.shape[1:]]] for x in batch]
+
+
+def _probe_of(
+    function: str, signature: list[Any] | None, probe: Any, params: Params
+) -> tuple[Tree, ...]:
+    """Return the caller's probe, or two samples of numbers from a seed."""
+    if signature is None:
+        if probe is None:
+            raise ValueError(
+                f"{function}: expected the probe that Store.write had, got none. Pass "
+                f"it as Store(folder, probe=...)."
+            )
+        return tuple(probe)
+    source, items = torch.Generator().manual_seed(0), []
+    device = next((each.device for each in params.values()), torch.device("cpu"))
+    for dtype, shape in signature:
+        kind = getattr(torch, dtype)
+        if kind.is_floating_point or kind.is_complex:
+            item = torch.randn(2, *shape, generator=source)
+        else:
+            item = torch.randint(2, (2, *shape), generator=source)
+        items.append(item.to(device, kind))
+    return tuple(items)
+
+
+def _of_probe(
+    projection: Any, params: Params, buffers: Buffers, signature: Any, probe: Any
+) -> Params:
+    """Return the features of a probe; refuse one that tells nothing."""
+    given = _probe_of("Store.write", signature, probe, params)
+    try:
+        found = _by_name(projection(params, buffers, *given))
+    except Exception as error:
+        if probe is not None:
+            raise
+        raise ValueError(
+            f"Store.write(projection): expected a loss that takes numbers of a seed, "
+            f"got {type(error).__name__}: {error}. Pass probe=, a batch that it takes."
+        ) from error
+    if not all(bool(each.isfinite().all()) for each in found.values()):
+        raise ValueError(
+            "Store.write(projection): expected finite features of the probe, got NaN "
+            "or infinity. Pass probe=, a batch with finite gradients."
+        )
+    names = [name for name in (*params, "") if name in found]
+    return {name: found[name].cpu().contiguous() for name in names}
+
+
+# The index.
+
+
+def _facts(params: Params, buffers: Buffers) -> dict[str, str]:
+    return {"params": files.digest(params), "buffers": files.digest(buffers)}
 
 
 def _settings(projection: Any) -> tuple[Params, dict[str, Any]]:
@@ -564,9 +460,6 @@ def _settings(projection: Any) -> tuple[Params, dict[str, Any]]:
     return sides, settings
 
 
-# The index.
-
-
 def _is_new(folder: Path) -> bool:
     """Return whether there is no store; refuse a folder with other files."""
     if (folder / _NAME).exists():
@@ -581,14 +474,14 @@ def _is_new(folder: Path) -> bool:
 
 
 def _binding(index: dict[str, Any]) -> str:
-    """Hash everything in an index but the number of samples."""
+    """Hash everything in an index but the numbers of samples."""
     text = json.dumps(index | {"samples": 0}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _flat(index: Mapping[str, Any]) -> dict[str, str]:
-    """Return everything in an index but the number of samples, as text."""
-    flat = {"samples_per_file": str(index["samples_per_file"])}
+    """Return everything in an index but the numbers of samples, as text."""
+    flat = {"signature": str(index["signature"])}
     for group in ("projection", "features"):
         flat |= {f"{group}.{name}": str(each) for name, each in index[group].items()}
     return flat | index["facts"]
