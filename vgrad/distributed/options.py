@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vgrad import files
-from vgrad.compiled.guards import INNER, parts
+from vgrad.distributed.parts import INNER, parts
 from vgrad.functional.model import FunctionalModel
 from vgrad.persample.clipped import ClipRule
 from vgrad.persample.engine import Transform

@@ -246,14 +246,13 @@ def in_parts(
             note(part, result)
             part = part.replaced(strategy=result.strategy or part.strategy)
             several = len(result.rows) > 1
-            ways = result.runs or [again] * len(result.rows)
             left[:0] = [
                 (
                     part.take(places).by_itself() if several else part.take(places),
                     [rows[place] for place in places.tolist()],
-                    way,
+                    again,
                 )
-                for places, way in zip(result.rows, ways, strict=True)
+                for places in result.rows
             ]
 
 
@@ -365,6 +364,10 @@ class Transform(Generic[Result]):
     def reports(self) -> tuple[Any, ...]:
         """Return a report of every capture; none in eager mode."""
         return getattr(self.execute, "reports", tuple)()
+
+    def clear(self) -> None:
+        """Forget all captures; the next call of each kind captures again."""
+        getattr(self.execute, "clear", tuple)()
 
     def __call__(
         self,
