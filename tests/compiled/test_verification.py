@@ -47,9 +47,10 @@ def test_a_replay_repeats_all_numbers(found, expected, same):
 
 @pytest.mark.parametrize("off", [1e-7, 1e-3])
 @pytest.mark.parametrize("strict", [False, True])
-def test_kernels_of_a_device_may_add_up_in_another_order(monkeypatch, off, strict):
-    """On the host, and where torch demands it, a replay has to have all bits."""
-    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda tensor: False))
+@pytest.mark.parametrize("host", [False, True])
+def test_kernels_may_add_up_in_another_order(monkeypatch, off, strict, host):
+    """Not at first on the host, and not where torch demands all bits of a replay."""
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda tensor: host))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: strict)
     x = torch.tensor([1.0, 3.0])
 
@@ -62,7 +63,7 @@ def test_kernels_of_a_device_may_add_up_in_another_order(monkeypatch, off, stric
     given = replay(x), eager(x), replay, eager, (x,)
     fine = off < 1e-6 and not strict
     with nullcontext() if fine else pytest.raises(Unrepeatable):
-        verification.replays(*given)
+        verification.replays(*given, first=not host)
 
 
 def test_a_host_repeats_all_bits():
@@ -275,9 +276,9 @@ def test_the_first_call_is_compared_and_those_of_powers_of_two(monkeypatch, veri
     compared, replays = [], verification.replays
     compiled = vgrad.compile(NORM, fallback="error", verify=verify)
 
-    def counted(*given):
+    def counted(*given, **own):
         compared.append(sum(each.calls for each in compiled.reports()))
-        replays(*given)
+        replays(*given, **own)
 
     monkeypatch.setattr(verification, "replays", counted)
     for _ in range(11):

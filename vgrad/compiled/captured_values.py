@@ -104,8 +104,9 @@ class _Content:
         for place, part in enumerate(self.parts):
             if type(part) in _FALSE_IF_EMPTY and not part:
                 self._empty.append(place)
-            elif _parts(part) is not None and not any(part is each for each in around):
-                self.deep[place] = _Content(part, around)
+            elif _parts(part) is not None and not is_plain(part):
+                if not any(part is each for each in around):
+                    self.deep[place] = _Content(part, around)
 
     def holds(self, value: Any) -> bool:
         """Return whether a container has the same content."""
@@ -127,11 +128,9 @@ def _is_same(value: Any, noted: Any) -> bool:
         return True
     if type(noted) is _Content:
         return noted.holds(value)
-    if type(value) is not type(noted):
-        return False
     # Numbers that are equal may differ: 0.0 and -0.0, 1 and True.
-    empty = type(value) in _FALSE_IF_EMPTY and not value and not noted
-    return empty or (is_plain(value) and repr(value) == repr(noted))
+    alike = type(value) is type(noted) and is_plain(value)
+    return alike and repr(value) == repr(noted)
 
 
 def _within(value: Any) -> Iterator[Any]:
@@ -319,7 +318,8 @@ class Closure:
         method, kind = type(value) is types.MethodType, type(value)
         function, owner = (value.__func__, value.__self__) if method else (value, GONE)
         key = id(function), id(owner)
-        if is_plain(value) or isinstance(value, Tensor) or key in self._seen:
+        ends = is_plain(value) or isinstance(value, Tensor) or key in self._seen
+        if ends or kind.__module__.startswith("vgrad.compiled"):
             return
         self._seen[key] = value
         if isinstance(function, types.FunctionType):
@@ -331,11 +331,11 @@ class Closure:
                 self._note((id(module),), partial(_itself, vars(module)), tensors=own)
         elif (parts := _parts(value)) is not None:
             self._left += ((each, root) for each in parts)
-        elif kind.__module__.startswith("vgrad."):  # which do not change
-            if not kind.__module__.startswith("vgrad.compiled"):
+        else:
+            if any(each.__module__.startswith("vgrad.") for each in kind.__mro__):
                 self._left += ((each, True) for each in _vars(value).values())
-        elif isinstance(call := _attribute(value, "__call__"), types.MethodType):
-            self._left.append((call, root))
+            if isinstance(call := _attribute(value, "__call__"), types.MethodType):
+                self._left.append((call, root))
 
     def _follow_function(
         self, function: types.FunctionType, owner: Any, root: bool

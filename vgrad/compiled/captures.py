@@ -428,13 +428,15 @@ class Captures:
             set_random_state(before)
             return capture.function(*given)
 
+        own: Any = {"draws": graph.draws, "closed": graph.closed}
         if backend == "inductor":
-            own: Any = {"draws": graph.draws, "closed": graph.closed}
             verification.close(fast, eager, arguments, **own)
             return
-        expected = eager(*arguments) if expected is None else expected
+        first = expected is not None
+        expected = expected if first else eager(*arguments)
         result = fast(*arguments) if result is None else result
-        verification.replays(result, expected, fast, eager, arguments)
+        both = result, expected
+        verification.replays(*both, fast, eager, arguments, first=first, **own)
 
     def _count_dropped(self, capture: _Capture) -> None:
         """Count a result that was dropped; after some in a row choose another way."""
