@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
 from torch import Tensor
 
 from vgrad.torch_private.tracing import untraced
@@ -62,6 +63,11 @@ def static_values() -> Iterator[None]:
     """Read values in this block, which depend on shapes and options alone."""
     with _set(None), untraced():
         yield
+
+
+def literal(tensor: Tensor) -> Tensor:
+    """Make a tensor that `static_values` has computed a constant of a graph."""
+    return torch.ops.aten.lift_fresh(tensor)
 
 
 @contextmanager

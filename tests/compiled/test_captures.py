@@ -1,12 +1,9 @@
 """Arguments and surroundings of captures, calls that run in eager mode, reports."""
 
-import cProfile
 import functools
-import gc
 import math
 import re
 import shutil
-import sys
 import types
 import warnings
 from dataclasses import replace
@@ -116,7 +113,7 @@ ARGUMENTS = {
     "a closed tensor later": (
         pulled,
         [(each, {}, X) for each in (LATER, PARAMS, LATER)],
-        [1, 0],
+        [2],
     ),
     "other tensors": (
         of_two,
@@ -139,20 +136,6 @@ def test_arguments(name):
     both = captured(loss)
     check_all(both, calls)
     assert calls_of(both[1]) == counts
-
-
-@pytest.mark.filterwarnings("ignore::vgrad.CompileWarning")
-def test_a_loss_that_compares_an_argument_with_a_closed_tensor():
-    def loss(params, buffers, x):
-        return total(params, x) * (3 if x is closed else 2)
-
-    closed, step = X.clone(), train_step(loss, SGD)
-    compiled, state = vgrad.compile(step), TrainState.create(SGD, PARAMS, {})
-    for x in (X, X, closed, X):
-        oracle.assert_exact(compiled(state, x), step(state, x), 0)
-    reports = [each for each in compiled.reports() if each.name == "train_step"]
-    backends = [(each.backend, each.calls) for each in reports]
-    assert backends == [("replay", 2), ("eager", 0)]
 
 
 def test_methods_in_the_batch():
@@ -279,23 +262,6 @@ def test_errors_of_the_loss_come_through_and_leave_nothing_behind(first):
     assert losses.state_of_torch()[:-1] == before[:-1]
 
 
-def test_a_profiler_goes_on_after_a_capture():
-    compiled = vgrad.compile(vgrad.per_sample_norm(squared), fallback="error")
-    with cProfile.Profile() as profile:
-        compiled(PARAMS, {}, batch(4))
-        total(PARAMS, batch())
-    names = [getattr(each.code, "co_name", "") for each in profile.getstats()]
-    assert "total" in names
-    around, before = lambda *_: None, sys.getprofile()
-    sys.setprofile(around)
-    try:
-        compiled(PARAMS, {}, batch(5))
-        assert sys.getprofile() is around
-        assert gc.isenabled()
-    finally:
-        sys.setprofile(before)
-
-
 # Calls that run in eager mode.
 
 
@@ -381,6 +347,23 @@ def test_inside_of_transforms_and_modes_eager_mode_runs():
     with torch.autograd.set_detect_anomaly(True):
         with pytest.raises(RuntimeError, match="mode is on"):
             strict(PARAMS, {}, x[0])
+
+
+def test_captures_are_forgotten():
+    step = train_step(squared, SGD)
+    state = TrainState.create(SGD, PARAMS, {})
+    for eager, given in (
+        (vgrad.per_sample_grad(squared), (PARAMS, {}, X)),
+        (step, (state, X)),
+        (vgrad.ensemble_forward(FMODEL), (*MEMBERS, X)),
+    ):
+        compiled = vgrad.compile(eager, fallback="error")
+        for each in (eager, compiled):
+            each(*given)
+            each.clear()
+            assert each.reports() == ()
+        check((eager, compiled), *given)
+        assert set(calls_of(compiled)) == {1}
 
 
 def test_there_are_sixteen_captures_at_most():
@@ -593,6 +576,25 @@ def test_inductor_counts_the_limit_of_a_private_step():
     oracle.assert_exact(found[-1][0].params, expected[-1][0].params, 1e-5)
     with pytest.raises(RuntimeError, match="fewer than the 3 steps .* got 3"):
         compiled(found[-1][0], *batches[0])
+
+
+@slow
+@needs_compiler
+def test_inductor_takes_losses_that_close_over_tensors():
+    weight, bank = torch.tensor([1.0, 2.0, 3.0]), types.SimpleNamespace(rows=batch(3))
+
+    def loss(params, buffers, x, y):
+        logits = bank.rows @ (params["w"] * x)
+        return F.cross_entropy(logits, y, weight=weight, reduction="sum")
+
+    eager = vgrad.clipped_grad(loss, max_norm=0.5)
+    compiled = vgrad.compile(eager, backend="inductor", fallback="error")
+    for factor in (1.0, 1.0, 3.0):
+        weight.mul_(factor)
+        given = PARAMS, {}, X, torch.tensor([0, 1, 2, 0])
+        oracle.assert_exact(compiled(*given), eager(*given), 1e-5)
+    (report,) = compiled.reports()
+    assert (report.backend, report.calls) == ("inductor", 2)
 
 
 def dropping():

@@ -1,4 +1,4 @@
-"""Checks of a graph before it is trusted, by code that is wrong on purpose."""
+"""Checks of graphs before they are trusted and later, by code that is wrong."""
 
 import shutil
 import time
@@ -12,9 +12,12 @@ from torch.nn import functional as F
 
 import vgrad
 from tests import losses, oracle
+from tests.compiled import problems
+from vgrad import optim
 from vgrad.compiled import backends, verification
 from vgrad.conditions import Unrepeatable
 from vgrad.torch_private import tracing
+from vgrad.training import TrainState, private_step
 
 pytestmark = pytest.mark.compiled
 
@@ -44,9 +47,10 @@ def test_a_replay_repeats_all_numbers(found, expected, same):
 
 @pytest.mark.parametrize("off", [1e-7, 1e-3])
 @pytest.mark.parametrize("strict", [False, True])
-def test_kernels_of_a_device_may_add_up_in_another_order(monkeypatch, off, strict):
-    """On the host, and where torch demands it, a replay has to have all bits."""
-    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda tensor: False))
+@pytest.mark.parametrize("host", [False, True])
+def test_kernels_may_add_up_in_another_order(monkeypatch, off, strict, host):
+    """Not at first on the host, and not where torch demands all bits of a replay."""
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda tensor: host))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: strict)
     x = torch.tensor([1.0, 3.0])
 
@@ -59,7 +63,7 @@ def test_kernels_of_a_device_may_add_up_in_another_order(monkeypatch, off, stric
     given = replay(x), eager(x), replay, eager, (x,)
     fine = off < 1e-6 and not strict
     with nullcontext() if fine else pytest.raises(Unrepeatable):
-        verification.replays(*given)
+        verification.replays(*given, first=not host)
 
 
 def test_a_host_repeats_all_bits():
@@ -258,6 +262,71 @@ def test_wrong_code_is_replayed(monkeypatch):
     unchecked = vgrad.compile(transform, backend="inductor", verify=False)
     assert not torch.equal(unchecked(*given), transform(*given))
     assert unchecked.reports()[0].backend == "inductor"
+
+
+# Later calls.
+
+
+NORM = vgrad.per_sample_norm(lambda p, b, x: (p["w"] @ x).square())
+GIVEN = {"w": torch.ones(5)}, {}, BATCH
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_the_first_call_is_compared_and_those_of_powers_of_two(monkeypatch, verify):
+    compared, replays = [], verification.replays
+    compiled = vgrad.compile(NORM, fallback="error", verify=verify)
+
+    def counted(*given, **own):
+        compared.append(sum(each.calls for each in compiled.reports()))
+        replays(*given, **own)
+
+    monkeypatch.setattr(verification, "replays", counted)
+    for _ in range(11):
+        oracle.assert_exact(compiled(*GIVEN), NORM(*GIVEN), 0)
+    assert compared == ([0, 2, 4, 8] if verify else [])
+
+
+def test_compiled_code_that_is_wrong_later_is_dropped(monkeypatch):
+    calls = []
+
+    def compiled(graph, inputs, **options):
+        def run(*tensors):
+            first, *others = graph.forward(*tensors)
+            calls.append(first)
+            return [first * (1 + 1e-4 * (len(calls) > 3)), *others]
+
+        return run
+
+    monkeypatch.setattr(tracing, "compiled", compiled)
+    found = vgrad.compile(NORM, backend="inductor")
+    found(*GIVEN)
+    found(*GIVEN)
+    text = "runs in eager mode, since at its call 2 compiled code is off by"
+    with pytest.warns(vgrad.CompileWarning, match=text):
+        oracle.assert_exact(found(*GIVEN), NORM(*GIVEN), 0)
+    assert [each.backend for each in found.reports()] == ["eager"]
+
+
+def test_a_private_step_raises_before_it_releases_anything():
+    held = SimpleNamespace(beta=2.0)
+    name = "beta"
+
+    def loss(params, buffers, x):
+        return (params["w"] @ x).sigmoid() * getattr(held, name)
+
+    tx = optim.sgd(0.1)
+    step = private_step(loss, tx, problems.plan())
+    compiled = vgrad.compile(step, batch_sizes=[6])
+    state = TrainState.create(tx, {"w": torch.ones(5)}, {}, seed=1)
+    for _ in range(2):
+        compiled(state, BATCH)
+    held.beta = 0.1
+    text = r"compile\(private_step\): expected a graph that agrees .* but at its call 2"
+    with pytest.raises(RuntimeError, match=text):
+        compiled(state, BATCH)
+    compiled.clear()
+    for _ in range(3):
+        oracle.assert_exact(compiled(state, BATCH), step(state, BATCH), 0)
 
 
 @pytest.mark.parametrize(("taken", "backend"), [(1, "inductor"), (4, "replay")])

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils import rnn
 
 import vgrad
-from tests import losses
+from tests import losses, oracle
 from tests.losses import randn
 
 ONE = torch.tensor([5, 3, 5, 1, 3, 2])
@@ -87,6 +87,29 @@ def test_lengths_that_all_share_split_nothing():
     losses.assert_quantities(loss, params, batch, tolerance=1e-11)
     told = vgrad.explain(vgrad.per_sample_norm(loss))(params, {}, *batch)
     assert (told.strategy, told.parts) == ("recorded", (3,))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+@pytest.mark.parametrize("padded", [False, True])
+def test_sequences_of_one_length_are_captured(kind, padded):
+    body = kind(4, 3, batch_first=True, dtype=torch.float64)
+    fmodel, params, _ = vgrad.make_functional_with_buffers(body)
+
+    def loss(params, buffers, x, lengths):
+        words = rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        found, state = fmodel(params, buffers, words)
+        if padded:
+            found = rnn.PackedSequence(found.data.tanh(), found.batch_sizes)
+            return rnn.pad_packed_sequence(found, True)[0].square().sum()
+        return found.data.square().sum() + state[0].sum()
+
+    compiled = vgrad.compile(vgrad.per_sample_grad(loss), fallback="error")
+    for lengths in ([5, 2], [5, 2], [5, 2], [4, 3]):
+        batch = randn(3, 2, 5, 4), torch.tensor([lengths] * 3)
+        found = compiled(params, {}, *batch)
+        oracle.assert_exact(found, oracle.loss_gradients(loss, params, {}, batch, 3))
+    [report] = compiled.reports()
+    assert (report.backend, report.calls, report.redos) == ("replay", 3, 1)
 
 
 @pytest.mark.parametrize(

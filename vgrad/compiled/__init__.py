@@ -41,10 +41,14 @@ def __dir__() -> list[str]:
 
 
 class Compiled(Same[Arguments, Found], Protocol):
-    """The result of `compile`: the same function, its attributes, and `reports()`."""
+    """The result of `compile`: the same function, its attributes, and its captures."""
 
     def reports(self) -> tuple[CaptureReport, ...]:
         """Return a report of every capture."""
+        ...
+
+    def clear(self) -> None:
+        """Forget all captures; the next call of each kind captures again."""
         ...
 
 
@@ -75,19 +79,22 @@ def compile(
 
     Where one of them is missing, or is not verified, there is a warning, and replay.
 
-    A graph holds for shapes, strides, dtypes and devices of all arguments, for torch's
-    switches, and for everything that the loss can reach: plain values in closures,
-    default arguments, attributes and globals are compared at every call. Where one has
-    changed, there is a new capture. Tensors that the loss closes over are read at every
-    call; learning rates in the optimizer's state and loss scales are inputs.
+    The loss is a pure function. A graph holds for shapes, strides, dtypes and devices
+    of all arguments, for torch's switches, and for plain values and containers in
+    closures, default arguments, globals that the loss names, chains that it spells
+    (`config.beta`, `hp["beta"]`, `self.beta`), and attributes of modules: all of them
+    are compared at every call, and where one has changed, there is a new capture.
+    Anything deeper is a constant; `.clear()` of the result forgets all captures.
+    Tensors that the loss closes over are read at every call; learning rates in the
+    optimizer's state and loss scales are inputs.
 
     Code that a graph cannot repeat runs in eager mode, with one warning that says why,
     or raises with `fallback="error"`: Python that reads values of tensors in a loss of
     a batch, draws from Python's generators or changes values that it closes over; an op
     that takes the value of a tensor for a number, such as an index; the strategy
     `"loop"`; a call inside a transform of torch.func or under a mode; more than 16
-    captures of one function. A loss of one sample may read values: samples with
-    different ones run in groups, each by a graph of its own.
+    captures of one function. A loss of one sample may read values that all samples
+    share. Where samples differ, it runs in eager mode, part by part.
 
     Samples whose norms rounding may have spoiled, or that are not finite, raise a flag:
     the result is dropped, and the call repeated in eager mode with the same random
@@ -101,10 +108,12 @@ def compile(
     `private_step` takes sizes that suit its plan by default, and draws as in eager
     mode. Elsewhere random numbers are drawn as in eager mode on the filled up batch.
 
-    With `verify=True` the first result of each capture is compared with eager mode: all
-    bits of a replay must be equal; the error of compiled code against the function in
-    float64 must be at most four times the error of eager mode. So must the error of a
-    replay on a device whose kernels may add up in another order each time.
+    With `verify=True` results of each capture are compared with eager mode: the first,
+    and the results of calls 2, 4, 8, ... All bits of a replay must be equal; the error
+    of compiled code against the function in float64 must be at most four times the
+    error of eager mode. So must the error of a replay on a device whose kernels may add
+    up in another order each time. A capture that no longer agrees is dropped, with a
+    warning; a private step raises, before it releases anything.
 
     Results are constants: to differentiate them again raises.
 
@@ -113,7 +122,7 @@ def compile(
         ValueError: an option is none of those allowed, or `batch_sizes` is given for a
             function of whole batches.
         RuntimeError: when called, with `fallback="error"`, if something cannot be
-            captured.
+            captured; or if a capture of a private step disagrees with eager mode.
 
     Example:
         >>> import torch
@@ -126,9 +135,10 @@ def compile(
         >>> [(each.name, each.calls) for each in norms.reports()]
         [('per_sample_norm', 1)]
     """
-    captures = Captures(backend, fallback, verify=verify)
-    sizes = None if batch_sizes is None else checked_sizes(batch_sizes)
     function: Any = transform
+    private = isinstance(getattr(function, "source", None), PrivateSource)
+    captures = Captures(backend, fallback, verify=verify, private=private)
+    sizes = None if batch_sizes is None else checked_sizes(batch_sizes)
 
     def as_graphs(transform: Transform) -> Transform:
         options = replace(transform.options, singly=False)

@@ -1,491 +1,372 @@
-"""The closure of a function: values that a graph bakes in, and tensors that it reads.
+"""The values that a function reads outside of its arguments, compared at every call.
 
-One walk follows all that a function and the code that ran in eager mode can reach. Of
-modules, and of classes of torch and Python, it follows the names in that code; modules
-of users are compared whole where it computes names (`getattr`, `vars`).
+Compared are plain values and containers, by content: in closure cells, default
+arguments, globals, chains of attributes and constant subscripts that the code of a loss
+spells (`config.beta`, `hp["beta"]`, `self.beta`), and in `vars` of modules. Functions
+that a loss names are code of its own. Other objects are compared by identity: their
+contents are constants of the capture. No comparison runs code of users.
 """
 
-import abc
-import builtins
-import datetime
 import dis
-import functools
-import gc
-import importlib
-import inspect
-import logging
-import operator
-import os
-import random
-import re
-import sys
-import sysconfig
-import threading
-import time
 import types
-import weakref
-from collections import OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from importlib.util import resolve_name
-from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from collections import OrderedDict, deque, namedtuple
+from collections.abc import Callable, Iterator
+from functools import partial, reduce
+from itertools import chain
+from operator import is_
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vgrad import ops
-from vgrad.compiled.guards import (
-    CACHE,
-    GONE,
-    INNER,
-    Guards,
-    attributes,
-    is_plain,
-    parts,
-    unset,
-)
-from vgrad.conditions import Unrepeatable
-from vgrad.functional.slots import Placeholder
+from vgrad.functional.model import FunctionalModel
+from vgrad.loss.values import is_library
+from vgrad.ops.record import OPS
 from vgrad.torch_private.control import as_written
-from vgrad.torch_private.tensors import GLOBAL_HOOKS, OPS, TensorGuards
+from vgrad.torch_private.tensors import GLOBAL_HOOKS, like
+from vgrad.tree import TreeSpec
+
+_PLAIN = {
+    *(bool, int, float, complex, str, bytes, range, type(None), type(...)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+    *(TreeSpec, types.NotImplementedType),
+}
+
+GONE = ...
+"""The value of a name that is not there; it is as plain as others."""
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value cannot change, and can be compared."""
+    if type(value) is slice:
+        value = value.start, value.stop, value.step
+    if type(value) is tuple:
+        return all(map(is_plain, value))
+    return type(value) in _PLAIN or isinstance(value, np.number | np.bool_)
+
+
+def description(tensor: Tensor) -> tuple:
+    """Return all that the choice of kernels depends on."""
+    return (
+        tensor.shape,
+        tensor.stride() if tensor.layout is torch.strided else tensor.layout,
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+# Contents.
+
+_MOST_BYTES = 2**14
+"""Of an array of numpy whose values are compared."""
+
+_FALSE_IF_EMPTY = dict, OrderedDict, list, set, deque
+
+
+def _parts(value: Any) -> tuple | None:
+    """Return the parts of a container in their order; None of any other object."""
+    if isinstance(value, dict):  # whose own class may show others
+        return *dict.keys(value), *dict.values(value)
+    for base in _SEQUENCES:
+        if isinstance(value, base):
+            return (*base.__iter__(value),)
+    if isinstance(value, set | frozenset):
+        return (*sorted(value, key=repr),)
+    kind = type(value)
+    if kind in _INNER:
+        return (*(getattr(value, name) for name in _INNER[kind]),)
+    if kind is np.ndarray and value.nbytes <= _MOST_BYTES and not value.dtype.hasobject:
+        return value.shape, value.dtype.str, value.tobytes()
+    return None
+
+
+_SEQUENCES: Any = list, tuple, deque
+
+_INNER: dict[type, tuple[str, ...]] = {
+    types.MethodType: ("__func__", "__self__"),
+    partial: ("func", "args", "keywords"),
+    slice: ("start", "stop", "step"),
+}
+
+
+class _Content:
+    """A container as it was: its parts by identity, containers in it by content."""
+
+    def __init__(self, value: Any, around: tuple[Any, ...] = ()) -> None:
+        self.value, self.kind, self.parts = value, type(value), _parts(value) or ()
+        around = *around, value
+        self._empty: list[int] = []  # as most containers of a module are
+        self.deep: dict[int, _Content] = {}
+        for place, part in enumerate(self.parts):
+            if type(part) in _FALSE_IF_EMPTY and not part:
+                self._empty.append(place)
+            elif _parts(part) is not None and not is_plain(part):
+                if not any(part is each for each in around):
+                    self.deep[place] = _Content(part, around)
+
+    def holds(self, value: Any) -> bool:
+        """Return whether a container has the same content."""
+        parts = _parts(value) if type(value) is self.kind else None
+        if parts is None or len(parts) != len(self.parts):
+            return False
+        if any([parts[place] for place in self._empty]):
+            return False
+        if not all(map(is_, parts, self.parts)):
+            pairs = enumerate(zip(parts, self.parts, strict=True))
+            if not all(n in self.deep or _is_same(*pair) for n, pair in pairs):
+                return False
+        return all([each.holds(parts[place]) for place, each in self.deep.items()])
+
+
+def _is_same(value: Any, noted: Any) -> bool:
+    """Return whether a value is the noted one: a content, a plain value, an object."""
+    if value is noted:
+        return True
+    if type(noted) is _Content:
+        return noted.holds(value)
+    # Numbers that are equal may differ: 0.0 and -0.0, 1 and True.
+    alike = type(value) is type(noted) and is_plain(value)
+    return alike and repr(value) == repr(noted)
+
+
+def _within(value: Any) -> Iterator[Any]:
+    """Yield a value, and all that containers in it hold."""
+    if type(value) is not _Content or value.kind is types.MethodType:
+        yield value.value if type(value) is _Content else value
+        return
+    for place, part in enumerate(value.parts):
+        yield from _within(value.deep.get(place, part))
+
+
+# Places, which are read without running code of users.
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return GONE
+
+
+def _global(variables: dict, builtins: dict, name: str) -> Any:
+    return variables.get(name, builtins.get(name, GONE))
+
+
+def _vars(owner: Any) -> dict[str, Any]:
+    try:
+        return object.__getattribute__(owner, "__dict__")
+    except AttributeError:
+        return {}
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """Return an attribute as it lies there; of a property, its function."""
+    is_class = isinstance(owner, type)
+    held = [{}] if is_class else [_vars(owner)]
+    if isinstance(owner, nn.Module):
+        names = ("_parameters", "_buffers", "_modules")
+        held += [held[0].get(each, {}) for each in names]
+    kinds = (owner if is_class else type(owner)).__mro__
+    for each in held:
+        if name in each:
+            return each[name]
+    own = (vars(each) for each in kinds)
+    found: Any = next((each[name] for each in own if name in each), GONE)
+    if isinstance(found, staticmethod):
+        return found.__func__
+    if isinstance(found, classmethod):
+        return types.MethodType(found.__func__, kinds[0])
+    if isinstance(found, property):
+        found = found.fget
+    if is_class:
+        return found
+    if isinstance(found, types.FunctionType):
+        return types.MethodType(found, owner)
+    if type(found) in _FIELDS:
+        try:
+            found = found.__get__(owner, kinds[0])
+        except AttributeError:
+            return GONE
+    return found
+
+
+def _item(owner: Any, key: Any) -> Any:
+    try:
+        if isinstance(owner, dict):
+            return dict.get(owner, key, GONE)
+        base: Any = list if isinstance(owner, list) else tuple
+        return base.__getitem__(owner, key)
+    except (TypeError, IndexError):
+        return GONE
+
+
+_FIELDS = types.MemberDescriptorType, type(vars(namedtuple("_", "field"))["field"])
+
+
+def _along(read: Callable[[], Any], steps: tuple) -> Any:
+    return reduce(lambda owner, step: step[0](owner, step[1]), steps, read())
+
+
+def _of_function(function: types.FunctionType) -> tuple:
+    return function.__code__, function.__defaults__, function.__kwdefaults__
+
 
 # Code.
 
 
-class Code(NamedTuple):
-    """Code that ran, and the variables that it names."""
-
-    code: types.CodeType
-    variables: dict[str, Any]
-    builtins: dict[str, Any]
-
-    @property
-    def origin(self) -> str:
-        """The author of the code."""
-        file = self.code.co_filename
-        if file.startswith("<"):  # it was made of text
-            file = self.variables.get("__file__")
-        return _origin(self.variables.get("__name__", ""), file)
-
-    @property
-    def names(self) -> set[str]:
-        """All names in the code, and texts that may be names."""
-        texts = (each for each in self.code.co_consts if type(each) is str)
-        return {*self.code.co_names, *texts}
-
-    def named(self) -> tuple[list[str], list[str]]:
-        """Return the globals that the code names, and the modules that it imports."""
-        variables, modules, level = {}, {}, 0
-        for step in dis.get_instructions(self.code):
-            name = step.argval
-            if step.opname.endswith(_GLOBAL):
-                variables[name] = None
-            elif step.opname == "IMPORT_NAME":
-                package = self.variables.get("__package__")
-                if level and package:
-                    name = resolve_name("." * level + name, package)
-                if package or not level:  # others fail
-                    modules[name] = None
-            elif step.opname.startswith("LOAD_") and type(name) is int:
-                level = name
-        return [*variables], [*modules]
+_Step = tuple[Callable[[Any, Any], Any], Any]
 
 
-_GLOBAL = "_GLOBAL", "_GLOBALS", "LOAD_NAME", "STORE_NAME", "DELETE_NAME"
+def _chains(code: types.CodeType) -> set[tuple[str, str, tuple[_Step, ...]]]:
+    """Return all names in code, and the chains that it spells from them on.
 
-
-@contextmanager
-def code_that_runs() -> Iterator[dict[Any, Code]]:
-    """Collect the code of Python that runs in a block, backward passes included.
-
-    Code of modules that are imported for the first time does not count.
+    A chain is the scope of a name, the name and the steps from there. Each beginning of
+    a chain is one, too.
     """
-    ran: dict[Any, Code] = {}
-    importing = 0
-
-    def collect(frame: types.FrameType, event: str, _: Any) -> None:
-        nonlocal importing
-        code, variables = frame.f_code, frame.f_globals
-        if code.co_name == "_find_and_load":
-            importing += {"call": 1, "return": -1}.get(event, 0)
-        elif event == "call" and not importing:  # equal code may name other globals
-            ran[id(code), id(variables)] = Code(code, variables, frame.f_builtins)
-
-    around, collects = sys.getprofile(), gc.isenabled()
-    gc.disable()  # which may call code that is not the function's
-    try:
-        with torch.autograd.set_multithreading_enabled(False):
-            sys.setprofile(collect)
-            yield ran
-    finally:
-        sys.setprofile(around if callable(around) else None)
-        if around is not None and not callable(around):
-            around.enable()  # cProfile's, which is no function
-        if collects:
-            gc.enable()
-
-
-# The authors of code and of classes.
-
-_USERS, _INSTALLED, SYSTEM = "users", "installed", "system"
-
-SYSTEM_PLACES = (
-    *(str(Path(torch.__file__).parent), str(Path(np.__file__).parent)),
-    *(str(Path(__file__).parents[1]), sysconfig.get_paths()["stdlib"]),
-)
-_SYSTEM_NAMES = {"torch", "numpy", "vgrad", *sys.stdlib_module_names}
-
-_LAYERS = str(Path(torch.nn.__file__).parent)
-"""The layers of torch, and their functions."""
+    found: set[Any] = set()
+    spelled, constant = None, GONE
+    for each in dis.get_instructions(code):
+        op, value, step = each.opname, each.argval, None
+        scope = next((scope for scope in _SCOPES if f"LOAD_{scope}" in op), None)
+        if op in ("LOAD_CONST", "LOAD_SMALL_INT"):
+            constant = value
+            continue
+        if op == "EXTENDED_ARG":
+            continue
+        if op in ("LOAD_ATTR", "LOAD_METHOD") and constant is GONE:
+            step = _attribute, value
+        elif op == "BINARY_SUBSCR" or each.argrepr == "[]":
+            step = (_item, constant) if type(constant) in (int, str) else None
+        if scope is not None:  # of two names in one instruction the last counts
+            spelled = scope, value[-1] if isinstance(value, tuple) else value, ()
+        elif spelled is not None:
+            spelled = (*spelled[:2], (*spelled[2], step)) if step else None
+        constant = GONE
+        if spelled is not None:
+            found.add(spelled)
+    return found
 
 
-def _origin(module: str, file: str | None) -> str:
-    """Return the author of a module: others may have the names of Python's."""
-    if module.partition(".")[0] in _SYSTEM_NAMES:
-        if not os.path.isabs(file or "") or str(file).startswith(SYSTEM_PLACES):
-            return SYSTEM
-    if module.startswith("namedtuple_") and file is None:  # made by Python
-        return SYSTEM
-    return _INSTALLED if "site-packages" in str(file) else _USERS
-
-
-def _origin_of(value: Any) -> str:
-    """Return the author of a function, a module, a class, or of an object's class."""
-    if isinstance(value, types.FunctionType):
-        return Code(value.__code__, value.__globals__, {}).origin
-    if isinstance(value, types.ModuleType):
-        return _origin(value.__name__, vars(value).get("__file__"))
-    module = (value if isinstance(value, type) else type(value)).__module__
-    return _origin(module, getattr(sys.modules.get(module), "__file__", None))
-
-
-def _replaces(value: Any) -> bool:
-    """Return whether a part of torch or Python may be a replacement by users.
-
-    Modules and classes are followed for the parts of theirs that code names.
-    """
-    shown = type | types.ModuleType | functools.partial
-    return isinstance(value, shown) or _origin_of(value) != SYSTEM
+_SCOPES = "GLOBAL", "NAME", "DEREF", "FAST"
 
 
 # The walk.
 
 
 class Closure:
-    """The closure of a function, followed to its end.
+    """The values that functions read outside of their arguments, as they were.
 
-    An object whose values cannot be compared, or a function that reads the time, seeds
-    or variables of any name, raises `Unrepeatable` where it is reached strictly, which
-    is from users. Such objects of installed packages are taken to stay as they are; so
-    are all objects of torch, numpy and Python, files, and the caches of this package.
-
-    Attributes:
-        guards: all values as they are.
-        tensors: by id.
+    `held` are dictionaries that are compared as well.
     """
 
-    def __init__(self, function: Any, ran: Iterable[Code]) -> None:
-        self.tensors: dict[int, Tensor] = {}
-        self._holders: list[Any] = []
-        self._entries: dict[tuple, tuple] = {}
-        self._calls: dict[tuple, tuple] = {}
-        self._left: list[tuple[Any, str, bool]] = []
-        # Dictionaries of which only entries that code names are followed, and objects,
-        # which are kept, so that no other gets their ids; and whether strictly.
-        self._seen = {id(x): (x, True) for x in (vars(builtins), sys.modules)}
-        self._modules: list[types.ModuleType] = []  # of users
-        self._computes_names = False
-        self._names: dict[str, bool] = {}  # whether code of users has them
-        ran = [
-            each
-            for each in ran
-            if each.origin != SYSTEM or each.code.co_filename.startswith(_LAYERS)
-        ]
-        for each in ran:
-            strict = each.origin == _USERS
-            self._names |= {n: strict or self._names.get(n, False) for n in each.names}
-        for each in ran:
-            self._follow_code(each)
-        rules = (*((op.recorded, op.rule) for op in ops.OPS.values()),)
-        for value in (function, Tensor, rules, GLOBAL_HOOKS):
-            self._add(value, "the function")
-        while self._left or (self._modules and self._computes_names):
-            if self._left:
-                self._follow(*self._left.pop())
-            else:
-                module = self._modules.pop()
-                self._follow_variables(vars(module), module.__name__)
-        reads = self._entries.values(), self._calls.values()
-        self.guards = Guards(self._holders, *reads, self.tensors)
+    def __init__(self, functions: list[Any], held: list[dict[str, Any]]) -> None:
+        self._notes: dict[tuple, tuple[Callable[[], Any], Any]] = {}
+        self._tensors: dict[int, Tensor] = {}
+        self._seen: dict[tuple, Any] = {}  # kept, so that no other gets its id
+        rules = ((op.recorded, op.rule) for op in OPS.values())
+        self._left: list[tuple[Any, bool]] = [(each, True) for each in functions]
+        self._left += ((each, True) for each in chain.from_iterable(rules))
+        for each in (*GLOBAL_HOOKS, *held):
+            self._note((id(each),), partial(_itself, each))
+        while self._left:
+            self._follow(*self._left.pop())
+        self.also([])
 
-    def _add(self, value: Any, path: str, strict: bool = True) -> None:
-        if not is_plain(value):
-            self._left.append((value, path, strict))
+    def also(self, tensors: list[Tensor]) -> None:
+        """Compare all but the values of some further tensors."""
+        self._tensors |= {id(each): each for each in tensors}
+        own = [*self._tensors.values()]
+        self._described = [*map(description, own)]
+        strided = all(each.layout is torch.strided for each in own)
+        self._alike = like(own) if strided else None  # the same in one go
 
-    def _note(self, holder: dict[Any, Any], name: Any) -> None:
-        """Compare an entry of a dictionary, or that there is none."""
-        self._entries[id(holder), name] = holder, name, GONE
+    def hold(self) -> bool:
+        """Return whether all values are as they were."""
+        tensors = self._tensors.values()
+        if self._alike is not None and torch.is_grad_enabled():
+            alike = self._alike(*tensors)
+        else:
+            alike = [*map(description, tensors)] == self._described
+        return alike and all(
+            [_is_same(read(), noted) for read, noted in self._notes.values()]
+        )
 
-    def _note_call(self, function: Any, *arguments: Any) -> None:
-        self._calls[id(function), *map(id, arguments)] = function, *arguments
+    def _note(self, key: tuple, read: Callable[[], Any], tensors: bool = True) -> None:
+        value = read()
+        noted = value if _parts(value) is None else _Content(value)
+        self._notes[key] = read, noted
+        for each in _within(noted):
+            if not isinstance(each, Tensor):
+                self._left.append((each, False))
+                continue
+            if tensors:
+                self._tensors[id(each)] = each
+            if vars(each) and (id(each),) not in self._notes:
+                self._note((id(each),), partial(_itself, vars(each)), tensors)
 
-    def _follow(self, value: Any, path: str, strict: bool) -> None:
-        """Note the parts of an object, and add them to the objects to follow."""
+    def _follow(self, value: Any, root: bool) -> None:
+        """Note what code or a module reads; `root` if code of vgrad leads to it."""
         value = as_written(value)  # which runs in a loss
-        if strict:
-            _check(value, path)
-        _, before = self._seen.get(id(value), (None, None))
-        if before or before is strict:
+        method, kind = type(value) is types.MethodType, type(value)
+        function, owner = (value.__func__, value.__self__) if method else (value, GONE)
+        key = id(function), id(owner)
+        ends = is_plain(value) or isinstance(value, Tensor) or key in self._seen
+        if ends or kind.__module__.startswith("vgrad.compiled"):
             return
-        self._seen[id(value)] = value, strict
-        kind = type(value)
-        if isinstance(value, Tensor):
-            if not isinstance(value, Placeholder):  # of an argument of a model
-                self.tensors[id(value)] = value
-            self._add(vars(value), path)
-        elif isinstance(value, np.ndarray):
-            if value.nbytes > _MOST_BYTES or value.dtype.hasobject:
-                raise Unrepeatable(
-                    f"it closes over an array of numpy with {value.nbytes} bytes, "
-                    f"which are too many to compare. Make it a tensor"
-                )
-            self._note_call(_copy, value)
-        elif isinstance(value, types.ModuleType):
-            if _origin_of(value) == _USERS:
-                self._note_call(len, vars(value))
-                self._modules.append(value)
-            self._follow_names(value)
-        elif isinstance(value, type):
-            self._follow_class(value)
-        elif isinstance(value, _CONSTANT) or value is _RANDOM:
-            self._computes_names |= isinstance(value, operator.attrgetter)
-        elif kind in INNER or _is_open(kind):
-            self._follow_parts(value, path, strict)
-        elif strict:
-            raise Unrepeatable(
-                f"{path} is a {kind.__module__}.{kind.__qualname__}, whose values "
-                f"cannot be compared"
-            )
+        self._seen[key] = value
+        if isinstance(function, types.FunctionType):
+            self._follow_function(function, owner, root)
+        elif isinstance(value, FunctionalModel | nn.Module):
+            own = not isinstance(value, FunctionalModel)  # whose tensors are arguments
+            for _, module in value.named_modules():
+                self._seen[id(module), id(GONE)] = module
+                self._note((id(module),), partial(_itself, vars(module)), tensors=own)
+        elif (parts := _parts(value)) is not None:
+            self._left += ((each, root) for each in parts)
+        else:
+            if any(each.__module__.startswith("vgrad.") for each in kind.__mro__):
+                self._left += ((each, True) for each in _vars(value).values())
+            if isinstance(call := _attribute(value, "__call__"), types.MethodType):
+                self._left.append((call, root))
 
-    def _follow_parts(self, value: Any, path: str, strict: bool) -> None:
-        kind, origin = type(value), _origin_of(value)
-        if kind.__module__ == "vgrad.compiled.captures":
+    def _follow_function(
+        self, function: types.FunctionType, owner: Any, root: bool
+    ) -> None:
+        code, variables = function.__code__, function.__globals__
+        cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+        self._left.append((owner, root))
+        installed = "site-packages" in code.co_filename and not root
+        if installed or is_library(code.co_filename):
+            self._left += ((_cell(each), root) for each in cells.values())
             return
-        if kind is types.BuiltinMethodType and value.__name__ in _COMPUTE_NAMES:
-            self._computes_names = True
-        if kind is CACHE:  # it may come to have more entries
-            for part in gc.get_referents(value):
-                entries = part if type(part) is dict else {}
-                for key in entries:
-                    self._note(entries, key)
-                for each in entries.values() if entries else (part,):
-                    if type(each).__name__ != "_lru_list_elem":  # of a part beside
-                        self._add(each, path, strict)
-            return
-        own = kind.__module__.startswith("vgrad.")  # it changes nothing but its caches
-        if not own and not (kind is types.FunctionType and origin == SYSTEM):
-            in_torch = kind.__module__.startswith("torch.")
-            strict &= not in_torch or isinstance(value, nn.Module)
-            strict |= origin == _USERS
-            if kind not in _FIXED:
-                self._holders.append(value)
-            if kind.__dictoffset__:
-                self._holders.append(attributes(value))
-            if unset(value):
-                self._note_call(unset, value)
-            if isinstance(value, types.FunctionType):
-                self._holders += value.__closure__ or ()
-            if _may_change(kind):
-                self._add(kind, path, False)
-        for name, part in parts(value):
-            if own and isinstance(part, dict | list | set):  # which may come to grow
-                part = tuple(part.values() if isinstance(part, dict) else part)
-            self._add(part, f"{path}.{name}", strict)
-
-    def _follow_code(self, code: Code) -> None:
-        """Follow the globals and builtins that code names, and modules it imports."""
-        strict, variables = code.origin == _USERS, code.variables
-        named, modules = code.named()
-        if code.origin == SYSTEM:  # of which functions and modules can be replaced
-            values = ((name, variables.get(name)) for name in named)
-            named = [n for n, x in values if callable(x) or type(x) is types.ModuleType]
-        for name in named:
-            holder = variables if name in variables else code.builtins
-            value = holder.get(name)
-            self._note(variables, name)
-            self._note(holder, name)
-            if code.origin != SYSTEM or _replaces(value):
-                self._add(value, f"the global {name!r}", strict)
-            if strict and value is builtins.globals:
-                self._follow_variables(variables, "globals()")
-        for module in modules:
-            packages = module.split(".")
-            names = (".".join(packages[: n + 1]) for n in range(len(packages)))
-            for name in names:
-                self._note(sys.modules, name)
-                self._add(sys.modules.get(name), name, strict)
-        if not code.names.isdisjoint(("environ", "getenv")):
-            self._add(os.environ, "os.environ", strict)
-        self._computes_names |= strict and not code.names.isdisjoint(_COMPUTE_NAMES)
-
-    def _follow_names(self, holder: type | types.ModuleType) -> None:
-        """Follow the parts of a module or a class of the system that code names."""
-        found, origin = _names_of(holder), _origin_of(holder)
-        names = found.keys() & self._names.keys()
-        if holder is Tensor:  # whose operators have no names in code
-            names |= {name for name in found if name.startswith("__")}
-        if isinstance(holder, types.ModuleType) and origin != SYSTEM:
-            names.add("__getattr__")
-            if origin == _USERS:
-                names |= self._names.keys()  # of which some may come to be there
-        for name in names:
-            if holder is nn.Module and name in ("__call__", "__getattr__"):
-                continue  # a trace replaces them; the signature has them
-            value, path = found.get(name), f"{holder.__name__}.{name}"
-            if isinstance(holder, types.ModuleType) or _may_change(holder):
-                self._note(found, name)
-            if origin != SYSTEM or _replaces(value):
-                self._add(value, path, origin == _USERS)
-            if self._names.get(name):
-                _check(value, path)
-
-    def _follow_variables(self, variables: dict[str, Any], path: str) -> None:
-        """Follow all variables of a module, which code may name by any text."""
-        for name in [each for each in variables if not each.startswith("__")]:
-            self._note(variables, name)
-            if _refusal(variables[name]) is None:  # which that code hardly calls
-                self._add(variables[name], f"{path}.{name}")
-
-    def _follow_class(self, kind: type) -> None:
-        """Follow the attributes of a class written by users, and its bases."""
-        if isinstance(kind, abc.ABCMeta):  # which all share their registrations
-            self._note_call(abc.get_cache_token)
-        for each in (*kind.__bases__, type(kind)):
-            self._add(each, kind.__name__, False)
-        origin, found = _origin_of(kind), _names_of(kind)
-        if origin == SYSTEM:
-            if _may_change(kind):
-                self._note_call(len, found)
-            self._follow_names(kind)
-            return
-        self._holders += kind, found
-        for name, value in found.items():
-            self._add(value, f"{kind.__name__}.{name}", origin == _USERS)
-
-
-def _names_of(holder: type | types.ModuleType) -> dict[str, Any]:
-    """Return the dictionary of a module or a class itself."""
-    found = vars(holder)
-    return found if type(found) is dict else gc.get_referents(found)[0]
-
-
-_MOST_BYTES = 2**14
-"""Of an array whose values are compared, which takes about a microsecond."""
-
-
-def _copy(array: np.ndarray) -> tuple:
-    return array.shape, array.dtype, array.tobytes()
-
-
-# Kinds of objects.
-
-_CONSTANT = (
-    *(*OPS, torch.jit.ScriptFunction, torch.finfo, torch.iinfo, np.ufunc, TensorGuards),
-    *(logging.Logger, re.Pattern, type(threading.Lock()), type(threading.RLock())),
-    *(operator.itemgetter, operator.attrgetter, types.GenericAlias, types.UnionType),
-    *(types.CodeType, types.GetSetDescriptorType, types.MemberDescriptorType),
-    *(types.MethodDescriptorType, types.WrapperDescriptorType),
-    *(types.ClassMethodDescriptorType, type(vars(abc.ABC)["_abc_impl"])),
-    *(type(vars(namedtuple("_", "item"))["item"]), TypeVar, ParamSpec),
-)
-"""Classes whose objects have no state that a result could depend on."""
-
-_OPEN = {
-    *(object, int, float, complex, str, bytes, tuple, frozenset, types.SimpleNamespace),
-    *(dict, list, set, deque, OrderedDict, defaultdict, types.MappingProxyType),
-    weakref.ref,
-}
-"""Classes written in C whose contents are all visible."""
-
-_FIXED = {
-    *(tuple, slice, types.MethodType, types.BuiltinMethodType),
-    types.MethodWrapperType,
-}
-"""Classes whose objects keep the parts that they have."""
-
-_RANDOM = getattr(random.random, "__self__", None)
-"""Python's own generator, whose state is compared before and after a capture."""
-
-_METHODS = types.FunctionType, types.MethodDescriptorType
-
-_HEAP, _IMMUTABLE = 1 << 9, 1 << 8
-"""Flags `Py_TPFLAGS_...TYPE`: classes written in Python have the first one alone."""
-
-
-def _is_open(kind: type) -> bool:
-    """Return whether objects of a class have nothing but items and attributes."""
-    if issubclass(kind, random.Random | threading.local):
-        return False
-    written = [each for each in kind.__mro__ if each not in _OPEN]
-    slotted = any("__slots__" in vars(each) for each in written)
-    visible = kind in _OPEN or kind.__dictoffset__ or slotted
-    return bool(visible) and all(map(_may_change, written))
-
-
-def _may_change(kind: type) -> bool:
-    """Return whether a class can get other attributes, as any written in Python can."""
-    return kind.__flags__ & (_HEAP | _IMMUTABLE) == _HEAP
-
-
-# Functions whose results no value that could be noted decides.
-
-_COMPUTE_NAMES = {"__dict__", "__getattribute__", "attrgetter", "delattr", "dir"}
-_COMPUTE_NAMES |= {"format", "format_map", "getattr", "getattr_static", "getmembers"}
-_COMPUTE_NAMES |= {"hasattr", "setattr", "vars"}
-"""Functions and attributes that find attributes of modules by any text."""
-
-_CLOCKS = "time perf_counter monotonic process_time thread_time".split()
-_CLOCKS += [f"{name}_ns" for name in _CLOCKS]
-_CLOCKS += "localtime gmtime ctime strftime asctime".split()
-_SEEDS = "fork_rng manual_seed seed initial_seed get_rng_state set_rng_state".split()
-_SEEDS += [*(f"{name}_all" for name in _SEEDS), "thread_safe_generator"]
-_CALLS: tuple[tuple[str, Any, list[str]], ...] = (
-    ("reads the time", time, _CLOCKS),
-    ("reads the time", datetime.date, ["today"]),
-    ("reads the time", datetime.datetime, ["now", "today", "utcnow"]),
-    ("draws random numbers from the operating system", os, ["urandom"]),
-    ("draws random numbers from the operating system", random, ["SystemRandom"]),
-    ("finds variables of any name", sys, ["_getframe"]),
-    ("finds variables of any name", builtins, ["__import__"]),
-    ("finds variables of any name", importlib, ["import_module"]),
-    *(
-        ("sets or reads the seed or the state of a generator of torch", owner, _SEEDS)
-        for owner in (torch.random, torch.cuda, torch.xpu, torch.mps, torch.mtia)
-    ),
-)
-_REFUSED = {
-    function: reason
-    for reason, owner, names in _CALLS
-    for name in names
-    for function in (getattr(owner, name, None), vars(owner).get(name))
-    if function is not None  # of a class there are two, bound and in its dictionary
-}
-
-
-def _refusal(value: Any) -> str | None:
-    """Return why a graph cannot repeat calls of a function, None if it can."""
-    if value is sys.modules:
-        return "leads to any module"
-    if isinstance(value, types.FunctionType):
-        value = inspect.unwrap(value)  # torch wraps some when Dynamo is imported
-    kinds = type, types.ClassMethodDescriptorType, types.BuiltinMethodType
-    return _REFUSED.get(value) if isinstance(value, (*kinds, *_METHODS)) else None
-
-
-def _check(value: Any, path: str) -> None:
-    reason = _refusal(value)
-    if reason is not None:
-        name = getattr(value, "__qualname__", "sys.modules")
-        raise Unrepeatable(f"it can call {path}, and {name} {reason}")
+        reads = {name: partial(_cell, each) for name, each in cells.items()}
+        last = code.co_varnames[: code.co_argcount][::-1]
+        defaults = dict(zip(last, (function.__defaults__ or ())[::-1], strict=False))
+        for name, value in {**defaults, **(function.__kwdefaults__ or {})}.items():
+            reads[name] = partial(_itself, value)
+        own = id(function), id(owner)
+        self._note((*own, "function"), partial(_of_function, function))
+        for name in cells:
+            self._note((*own, "cell", name), reads[name])
+        if owner is not GONE and last:
+            reads[last[-1]] = partial(_itself, owner)
+        codes = [code]
+        for each in codes:
+            codes += (x for x in each.co_consts if isinstance(x, types.CodeType))
+            for scope, name, steps in _chains(each):
+                key, read = (*own, name), reads.get(name)
+                if scope in ("GLOBAL", "NAME"):
+                    key = id(variables), name
+                    read = partial(_global, variables, function.__builtins__, name)
+                if read is None or (scope == "FAST" and each is not code):
+                    continue
+                if steps or scope in ("GLOBAL", "NAME"):
+                    self._note((*key, *steps), partial(_along, read, steps))

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 from vgrad import checks, devices, tree
 from vgrad.compiled import backends, verification
-from vgrad.compiled.captured_values import code_that_runs
+from vgrad.compiled.captured_values import description, is_plain
 from vgrad.compiled.graph import Graph, captured, replayed
-from vgrad.compiled.guards import description, is_plain
 from vgrad.conditions import Unrepeatable
 from vgrad.generators import RNG_LOCK, RandomState, random_state, set_random_state
-from vgrad.loss.values import Differ
+from vgrad.loss.values import DIFFER, SplitBatch
 from vgrad.ops.record import OPS
 from vgrad.persample.engine import constant
 from vgrad.report import Report, table
@@ -162,7 +161,7 @@ def _describe(value: Any, tensors: list[Tensor], key: list[Any]) -> None:
                 _describe(leaf, tensors, key)
         elif is_plain(value):  # as text: 0.0 is not -0.0, and nan is nan
             key.append((kind, repr(value)))
-        elif callable(value) or isinstance(value, enum.Enum):  # followed by `Closure`
+        elif callable(value) or isinstance(value, enum.Enum):
             parts = (getattr(value, name, value) for name in ("__self__", "__func__"))
             key.append([*map(id, parts)])
         else:
@@ -172,7 +171,7 @@ def _describe(value: Any, tensors: list[Tensor], key: list[Any]) -> None:
 
 
 def _noted(item: tuple[str, Any]) -> tuple:
-    """Describe an attribute of a tensor, which `Closure` follows if it is not plain."""
+    """Describe an attribute of a tensor."""
     name, value = item
     return name, type(value), repr(value) if is_plain(value) else id(value)
 
@@ -258,7 +257,10 @@ class _Capture:
 
 
 class Captures:
-    """Runs functions as graphs, each captured at its first call of a kind."""
+    """Runs functions as graphs, each captured at its first call of a kind.
+
+    Where `private`, a graph that no longer agrees with eager mode raises.
+    """
 
     def __init__(
         self,
@@ -266,6 +268,7 @@ class Captures:
         fallback: Fallback,
         *,
         verify: bool,
+        private: bool = False,
     ) -> None:
         names = [*backend.values()] if isinstance(backend, Mapping) else [backend]
         for name in names:
@@ -274,13 +277,18 @@ class Captures:
         self._backend = backend
         self.compiles = not {"inductor", "auto"}.isdisjoint(names)
         self._fallback = fallback
-        self._verify = verify
+        self._verify, self._private = verify, private
         self._captures: list[_Capture] = []
         self._warned: set[str] = set()
 
     def __reduce__(self) -> tuple:
         options = self._backend, self._fallback
-        return partial(Captures, verify=self._verify), options
+        more = {"verify": self._verify, "private": self._private}
+        return partial(Captures, **more), options
+
+    def clear(self) -> None:
+        """Forget all captures."""
+        self._captures, self._warned = [], set()
 
     def reports(self) -> tuple[CaptureReport, ...]:
         """Return a report of every capture."""
@@ -293,13 +301,8 @@ class Captures:
         """Explain captures, beside the report of eager mode."""
         return CompiledExplanation(self.reports(), eager)
 
-    def __call__(
-        self, function: Callable, *arguments: Any, grouped: bool = False
-    ) -> Any:
-        """Return the result of a function: of its graph, or in eager mode.
-
-        With `grouped` samples that answer differently raise `Differ`.
-        """
+    def __call__(self, function: Callable, *arguments: Any) -> Any:
+        """Return the result of a function: of its graph, or in eager mode."""
         tensors: list[Tensor] = []
         try:
             # The mode of `torch.set_default_device` only matters to new tensors.
@@ -322,17 +325,15 @@ class Captures:
             with RNG_LOCK:
                 capture = self._known(function, call)  # of another thread
                 if capture is None or (capture.run is None and capture.graph):
-                    given = arguments, tensors, grouped
-                    return self._first(capture, function, call, *given)
-        return self._run(capture, arguments, tensors, grouped)
+                    return self._first(capture, function, call, arguments, tensors)
+        return self._run(capture, arguments, tensors)
 
     def _known(self, function: Callable, call: Signature) -> _Capture | None:
         """Return the capture of a kind, if all that it closes over is as it was."""
         for capture in self._captures:
             if capture.signature == call.key and capture.matches(*call.distinct):
                 if capture.function == function:
-                    graph = capture.graph
-                    if graph is None or graph.guards.hold(call.distinct):
+                    if capture.graph is None or capture.graph.values.hold():
                         return capture
         return None
 
@@ -352,38 +353,100 @@ class Captures:
             self._warned.add(text)
             warnings.warn(text, CompileWarning, stacklevel=2)
 
-    def _run(
-        self,
-        capture: _Capture,
-        arguments: tuple,
-        tensors: list[Tensor],
-        grouped: bool,
-    ) -> Any:
+    def _run(self, capture: _Capture, arguments: tuple, tensors: list[Tensor]) -> Any:
         """Run a graph, and then the function itself where the flag is up."""
         graph, run = capture.graph, capture.run
         if graph is None or run is None:
             return capture.function(*arguments)
-        with RNG_LOCK if graph.draws else nullcontext():
-            before = random_state(tensors) if graph.draws else None
+        # A power of two from the second on.
+        calls = capture.calls + 1
+        checks = self._verify and calls > 1 and not calls & (calls - 1)
+        with RNG_LOCK if graph.draws or checks else nullcontext():
+            before = random_state(tensors) if graph.draws or checks else None
             result = backends.result(run, graph, tensors)
-            capture.calls += 1
-            if result is not None:
-                capture.in_a_row = 0
-                return capture.marked(result, tensors)
-            if before is not None:
-                set_random_state(before)
-            capture.redos += 1
-            if grouped and graph.answers:
-                raise Differ("samples may answer differently now")
-            self._count_dropped(capture)
+            capture.calls = calls
+            if result is None:
+                if before is not None:
+                    set_random_state(before)
+                capture.redos += 1
+                self._count_dropped(capture)
+                return capture.function(*arguments)
+            capture.in_a_row = 0
+            if before is not None and checks:
+                result = self._again(capture, arguments, tensors, before, result)
+        return capture.marked(result, tensors)
+
+    def _again(
+        self,
+        capture: _Capture,
+        arguments: tuple,
+        tensors: list[Tensor],
+        before: RandomState,
+        result: Any,
+    ) -> Any:
+        """Return a result if it agrees with eager mode; if not, eager mode's."""
+        after = random_state(tensors)
+        try:
+            backend = capture.report["backend"]
+            self._check(capture, backend, capture.run, arguments, before, result)
+        except Unrepeatable as error:
+            text = (
+                f"at its call {capture.calls} {error}. A value that the loss reads has "
+                f"changed where compile does not look for it, or the loss keeps "
+                f"something from call to call. Make the value a buffer, or call "
+                f".clear() after a change"
+            )
+            if self._private:
+                raise RuntimeError(
+                    f"compile({capture.report['name']}): expected a graph that agrees "
+                    f"with eager mode, but {text}. Nothing of this step was released."
+                ) from error
+            self._give_up(capture, text)
+            set_random_state(before)
             return capture.function(*arguments)
+        set_random_state(after)
+        return result
+
+    def _check(
+        self,
+        capture: _Capture,
+        backend: str,
+        run: Any,
+        arguments: tuple,
+        before: RandomState,
+        result: Any = None,
+        expected: Any = None,
+    ) -> None:
+        """Refuse a graph that does not agree with eager mode."""
+        graph: Any = capture.graph
+
+        def fast(*given: Any) -> Any:
+            set_random_state(before)
+            return backends.result(run, graph, tree.tensors(given))
+
+        def eager(*given: Any) -> Any:
+            set_random_state(before)
+            return capture.function(*given)
+
+        own: Any = {"draws": graph.draws, "closed": graph.closed}
+        if backend == "inductor":
+            verification.close(fast, eager, arguments, **own)
+            return
+        first = expected is not None
+        expected = expected if first else eager(*arguments)
+        result = fast(*arguments) if result is None else result
+        both = result, expected
+        verification.replays(*both, fast, eager, arguments, first=first, **own)
 
     def _count_dropped(self, capture: _Capture) -> None:
         """Count a result that was dropped; after some in a row choose another way."""
         capture.in_a_row += 1
         if capture.in_a_row >= _IN_A_ROW:
             if capture.graph is not None and capture.graph.zeros:
-                text = f"{capture.in_a_row} calls in a row had doubtful samples"
+                text = (
+                    f"{capture.in_a_row} calls in a row had doubtful samples, or "
+                    f"samples that {DIFFER}"
+                )
                 self._give_up(capture, text)
             capture.run = None
 
@@ -399,16 +462,20 @@ class Captures:
         call: Signature,
         arguments: tuple,
         tensors: list[Tensor],
-        grouped: bool,
     ) -> Any:
         """Run a function in eager mode, and capture it for the next call."""
         before, matches = random_state(tensors), like(call.distinct)
         described = repr((call.key[0], [*map(description, call.distinct)]))
-        with code_that_runs() as ran:
+        expected = split = None
+        try:
             expected = function(*arguments)
+        except SplitBatch as error:
+            if len(error.parts.rows) == 1:  # another strategy runs it
+                raise
+            split = error
         if capture is None:
             known = [x for x in self._captures if x.graph and x.function == function]
-            if len(known) >= _MOST:
+            if len(known) >= _MOST and split is None:
                 self.refuse(function, f"there are {_MOST} captures already")
                 return expected
             kind = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
@@ -423,20 +490,18 @@ class Captures:
             wanted = (each.requires_grad for each in tree.tensors(expected))
             capture.differentiable = any(wanted)
             self._captures.append(capture)
+        if split is not None:
+            self._give_up(capture, f"samples {DIFFER} at {split.parts.where}")
+            raise split
         after = random_state(tensors)
         start = time.perf_counter()
         try:
             set_random_state(before)
             graph, zeros = capture.graph, capture.in_a_row > 0
             if graph is None or zeros > graph.zeros:
-                graph = captured(function, arguments, ran.values(), zeros=zeros)
-                graph.guards.note_arguments(call.distinct)
-                capture.graph = graph
+                graph = capture.graph = captured(function, arguments, zeros=zeros)
             return self._verified(capture, graph, arguments, tensors, before, expected)
         except Unrepeatable as error:
-            if grouped and isinstance(error, Differ):
-                capture.report["why"] = str(error)
-                raise
             self._give_up(capture, error)
             return expected
         finally:
@@ -457,20 +522,12 @@ class Captures:
         In doubt that is the result of eager mode, and the next call chooses.
         """
 
-        def result_of(run: Callable, *given: Any) -> Any:
+        def result_of(run: Callable) -> Any:
             set_random_state(before)
-            return backends.result(run, graph, tree.tensors(given))
-
-        def eager(*given: Any) -> Any:
-            set_random_state(before)
-            return capture.function(*given)
-
-        def check_replay(run: Callable, result: Any) -> None:
-            fast = partial(result_of, run)
-            verification.replays(result, expected, fast, eager, arguments)
+            return backends.result(run, graph, tensors)
 
         replay = replayed(graph.module)
-        result = result_of(replay, *arguments)
+        result = result_of(replay)
         if result is None:
             self._count_dropped(capture)
             return expected
@@ -486,13 +543,11 @@ class Captures:
             try:
                 if name == "cudagraph":
                     runs[name] = run = backends.recorded(replay, graph, tensors)
-                    if self._verify:
-                        check_replay(run, result_of(run, *arguments))
                 else:
                     runs[name] = run = backends.compiled(graph, tensors)
-                    if self._verify:
-                        fast = partial(result_of, run)
-                        verification.close(fast, eager, arguments, draws=graph.draws)
+                if self._verify:
+                    given = arguments, before
+                    self._check(capture, name, run, *given, expected=expected)
             except Unrepeatable as error:
                 runs.pop(name, None)
                 refused[name] = why = str(error)
@@ -504,9 +559,9 @@ class Captures:
         backend = backend if backend in runs else "replay"
         run = runs[backend]
         if run is not replay:
-            result = result_of(run, *arguments)
+            result = result_of(run)
         elif self._verify:
-            check_replay(replay, result)
+            self._check(capture, backend, run, arguments, before, result, expected)
         capture.run = run
         capture.report |= {"backend": backend, "why": why, "nodes": graph.nodes}
         if run is replay or result is None:

@@ -36,8 +36,10 @@ class Draws(DispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not may_draw(func) or kwargs.get("generator") is not None:
+        if not may_draw(func):
             return func(*args, **kwargs)
+        if kwargs.get("generator") is not None:
+            raise Unrepeatable("it draws from a generator of its own")
         tensors, name = tree.tensors((args, kwargs)), op_name(func)
         place = tensors[0].device if tensors else kwargs.get("device") or "cpu"
         device = torch.device(place)

@@ -7,17 +7,14 @@ mask leaves the copies of the first sample out, which fill it up.
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from vgrad import batches, checks
-from vgrad.compiled.answers import Groups, inputs_of, kind_of
 from vgrad.compiled.captures import CaptureReport, Captures, CompiledExplanation
 from vgrad.dp.plan import Plan
-from vgrad.loss.values import Differ, SplitBatch
 from vgrad.persample.engine import (
     Call,
     Chunk,
@@ -28,7 +25,6 @@ from vgrad.persample.engine import (
     eager,
 )
 from vgrad.persample.grad import check_weights
-from vgrad.tree import tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +34,6 @@ class Captured:
     plain: Transform  # in eager mode
     captures: Captures
     batch_sizes: tuple[int, ...] | None
-    _differ: set[tuple] = field(default_factory=set, init=False)  # kinds of samples
-
-    @cached_property
-    def _groups(self) -> Groups:
-        return Groups(self.plain, self.captures)
 
     def of(self, plain: Transform) -> "Captured":
         """Return the execution of another transform, with captures of its own."""
@@ -51,6 +42,10 @@ class Captured:
     def reports(self) -> tuple[CaptureReport, ...]:
         """Return a report of every capture."""
         return self.captures.reports()
+
+    def clear(self) -> None:
+        """Forget all captures."""
+        self.captures.clear()
 
     def explanation(self, eager: Any) -> CompiledExplanation:
         """Explain captures, beside the report of eager mode."""
@@ -71,7 +66,7 @@ class Captured:
         if plain and options.chunk_size is None and options.strategy != "loop":
             first = batch[0] if batch else None
             if isinstance(first, Tensor) and first.ndim and len(first):
-                return self._whole(inputs)
+                return self.captures(self.plain.run, inputs)
         size = batches.read(options.function, batch).size
         if mask is not None:
             batches.check_mask(options.function, mask, size)
@@ -104,44 +99,21 @@ class Captured:
             limit = min(limit, at_a_time(call) or limit)
         chunked = transform.quantity.chunked
         if evaluate is None and (size <= limit or not chunked):
-            result = self._whole(inputs)
+            result = self.captures(transform.run, inputs)
         else:
             call = replace(transform.options, chunk_size=limit).on(inputs)
             run = (evaluate or Evaluation)(call)
-            run.whole = partial(self._chunk, alone=evaluate is None)
+            run.whole = self._chunk
             result = transform.evaluated(run)
         return (
             result if inputs.mask is None else transform.selected(result, rows, inputs)
         )
 
-    def _whole(self, inputs: Inputs) -> Any:
-        run = self.plain.run
-        grouped = partial(run, inputs, partial(Evaluation, whole=self._groups.chunk))
-        may = self.plain.quantity.chunked
-        return self._or_grouped(run, inputs, grouped, may=may)
-
-    def _chunk(self, call: Call, *, alone: bool) -> Chunk:
-        run, inputs = self.plain.chunk, inputs_of(call)
-        grouped = partial(self._groups.chunk, call)
-        return self._or_grouped(run, inputs, grouped, may=alone)
-
-    def _or_grouped(
-        self, run: Callable, inputs: Inputs, grouped: Callable[[], Any], *, may: bool
-    ) -> Any:
-        """Run a graph; in groups from the first time that samples differ."""
-        # Eager mode draws random numbers in another order, which groups would change.
-        may &= self.plain.options.randomness == "error"
-        kind = run.__name__, kind_of(tensors(inputs.batch))
-        if not may or kind not in self._differ:
-            try:
-                return self.captures(run, inputs, grouped=may)
-            except Differ:
-                pass
-            except SplitBatch as split:
-                if not may or len(split.parts.rows) == 1:
-                    raise
-        self._differ.add(kind)
-        return grouped()
+    def _chunk(self, call: Call) -> Chunk:
+        batch = call.batch.sample(tuple(call.batch.tensors))
+        tensors = call.params, call.buffers, batch, call.mask, call.weights, call.cross
+        more = call.loss_scale, call.draws.keys, call.max_norm, call.scales
+        return self.captures(self.plain.chunk, Inputs(*tensors, *more))
 
 
 def checked_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:

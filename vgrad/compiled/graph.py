@@ -1,5 +1,6 @@
 """A function of tensors as a graph of the ops that it called, and its replay."""
 
+import gc
 import operator
 import random
 import re
@@ -7,7 +8,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from enum import Enum
 from functools import partial
@@ -19,11 +20,10 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from vgrad import conditions, tree
-from vgrad.compiled.captured_values import SYSTEM, SYSTEM_PLACES, Closure, Code
+from vgrad.compiled.captured_values import Closure
 from vgrad.compiled.draws import Draws
-from vgrad.compiled.guards import Guards
 from vgrad.conditions import Unrepeatable
-from vgrad.loss.values import Differ, answered
+from vgrad.loss.values import is_library
 from vgrad.torch_private import modes, tracing
 from vgrad.torch_private.kernels import unsafe_view
 from vgrad.torch_private.tensors import (
@@ -46,13 +46,12 @@ class Graph(NamedTuple):
     module: fx.GraphModule
     template: Any  # the result, with an empty tensor for each of its tensors
     closed: list[Tensor]  # tensors of the closure, further inputs
-    guards: Guards  # values that must not have changed
+    values: Closure  # that must not have changed
     functions: list[Any]  # among arguments; no other gets the id of one kept here
     nodes: int
     largest: int  # how many numbers the largest tensor has
     draws: bool  # whether there are random ops
     zeros: bool  # whether gradients of only zeros do not raise the flag
-    answers: list  # the values that a loss reads, which the flag compares
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
         """Put the outputs where the function has them."""
@@ -60,13 +59,7 @@ class Graph(NamedTuple):
         return tree.map_tensors(lambda _: next(values), self.template)
 
 
-def captured(
-    function: Callable,
-    arguments: tuple,
-    ran: Iterable[Code] = (),
-    *,
-    zeros: bool = False,
-) -> Graph:
+def captured(function: Callable, arguments: tuple, *, zeros: bool = False) -> Graph:
     """Run a function, and keep its ops and the values that it closes over.
 
     The last output of the graph is a flag: whether one of the conditions holds that
@@ -79,8 +72,9 @@ def captured(
     kept: dict[str, Any] = {}
     empty = torch.empty(0)
     functions = [leaf for leaf in leaves if callable(leaf) or isinstance(leaf, Enum)]
-    functions += [vars(leaf) for leaf in tensors if vars(leaf)]
-    closed = Closure((function, functions), ran)
+    held = [vars(leaf) for leaf in tensors if vars(leaf)]
+    values = Closure([function, *functions], held)
+    functions += held
 
     def run(*tensors: Tensor) -> list[Tensor]:
         own = list(leaves)
@@ -91,7 +85,6 @@ def captured(
         draws = Draws(leaves)
         around = torch.no_grad(), alone, _NoValues(), _NoReads(), draws
         with ExitStack() as stack, conditions.collect_checks(zeros=zeros) as found:
-            kept["reads"] = stack.enter_context(answered())
             for each in around:
                 stack.enter_context(each)
             result = function(*tree.tree_unflatten(own, spec))
@@ -102,32 +95,32 @@ def captured(
         return [*tree.tensors(result), flag]
 
     before = random.getstate(), str(np.random.get_state())
+    there = {id(x): x for x in gc.get_objects() if issubclass(type(x), Tensor)}
     module = _traced(run, _stand_ins(tensors))
     if before != (random.getstate(), str(np.random.get_state())):
         raise Unrepeatable("it draws random numbers from Python or numpy")
-    if not closed.guards.hold():
+    if not values.hold():
         raise Unrepeatable("it changes values that it closes over")
-    if closed.guards.written():
+    closed = _lifted(module, there)
+    values.also(closed)
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    if not written_to(module.graph).isdisjoint(inputs[len(tensors) :]):
         raise Unrepeatable("it writes into a tensor that it closes over")
-    constants = _lifted(module, closed)
     _check_shapes(module)
-    if kept["reads"].nested:
-        _merge(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
     ops = [node.target for node in module.graph.nodes if node.op == "call_function"]
-    values = [node.meta.get("val") for node in module.graph.nodes]
+    results = [node.meta.get("val") for node in module.graph.nodes]
     return Graph(
         module,
         kept["template"],
-        constants,
-        closed.guards,
+        closed,
+        values,
         functions,
         nodes=len(ops),
-        largest=max(each.numel() for each in values if isinstance(each, Tensor)),
+        largest=max(each.numel() for each in results if isinstance(each, Tensor)),
         draws=any(map(may_draw, ops)),
         zeros=zeros,
-        answers=kept["reads"].kept,
     )
 
 
@@ -139,13 +132,12 @@ def _traced(run: Callable, tensors: list[Tensor]) -> fx.GraphModule:
             return tracing.traced(run, *tensors)
     except Exception as error:
         lines = traceback.extract_tb(error.__traceback__)
-        own = [x for x in lines if x.line and not x.filename.startswith(SYSTEM_PLACES)]
+        own = [x for x in lines if x.line and not is_library(x.filename)]
         where = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
         text = str(error).partition("\n")[0]
         if not isinstance(error, Unrepeatable):
             text = f"{type(error).__name__}: {text}"
-        kind = Differ if isinstance(error, Differ) else Unrepeatable
-        raise kind(f"{text} {where}".rstrip()) from error
+        raise Unrepeatable(f"{text} {where}".rstrip()) from error
 
 
 def _stand_ins(tensors: list[Tensor]) -> list[Tensor]:
@@ -236,13 +228,14 @@ def _is_read_by_users(func: Callable) -> bool:
         if handles and frame.f_locals.get("func") == func:
             caller = frame.f_back
         frame = frame.f_back
-    if caller is None:
-        return False
-    return Code(caller.f_code, caller.f_globals, caller.f_builtins).origin != SYSTEM
+    return caller is not None and not is_library(caller.f_code.co_filename)
 
 
-def _lifted(module: fx.GraphModule, closed: Closure) -> list[Tensor]:
-    """Make inputs of the tensors that the function closes over, but for literals."""
+def _lifted(module: fx.GraphModule, there: dict[int, Tensor]) -> list[Tensor]:
+    """Make inputs of the tensors that the function closes over, but for literals.
+
+    These were `there` before it ran. Others come of code that the trace did not see.
+    """
     lifted: list[Tensor] = []
     graph = module.graph
     last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
@@ -253,18 +246,16 @@ def _lifted(module: fx.GraphModule, closed: Closure) -> list[Tensor]:
         value = getattr(module, str(node.target))
         if all(user.target in _LITERAL for user in node.users):
             continue
-        if id(value) not in closed.tensors:
+        if id(value) not in there:
             raise Unrepeatable(
-                f"it uses a tensor of shape {tuple(value.shape)} that is neither among "
-                f"its arguments nor found where it closes over it"
+                f"it makes a tensor of shape {tuple(value.shape)} by code that is not "
+                f"torch's"
             )
         if id(value) not in inputs:
             with graph.inserting_after(last[0]) if last else graph.inserting_before():
                 inputs[id(value)] = graph.placeholder(f"closed_{len(lifted)}")
             last = [inputs[id(value)]]
-            last[0].meta["val"] = torch.empty_strided(  # as of all traced nodes
-                value.shape, value.stride(), dtype=value.dtype, device="meta"
-            )
+            last[0].meta["val"] = tracing.fake(value, graph)  # as of all traced nodes
             lifted.append(value)
         node.replace_all_uses_with(inputs[id(value)])
         graph.erase_node(node)
@@ -287,21 +278,6 @@ def _check_shapes(module: fx.GraphModule) -> None:
         kinds = {each.meta["val"].dtype for each in indices if each is not None}
         if op is not _aten.index.Tensor or masks & kinds:
             raise Unrepeatable(f"the shape of a result of {op} depends on values")
-
-
-def _merge(graph: fx.Graph) -> None:
-    """Let ops that compute the same run once, of arguments that nothing writes to."""
-    # Not in general: it would keep in memory what a checkpoint computes again.
-    changed = written_to(graph)
-    first: dict[tuple, fx.Node] = {}
-    for node in graph.nodes:
-        fixed = changed.isdisjoint([node, *node.all_input_nodes])
-        if not fixed and (node.target in _VIEWS or not makes_memory(node.target)):
-            changed.add(node)  # which may lie in the same memory
-        if fixed and node.op == "call_function" and not may_draw(node.target):
-            key = node.target, repr(node.args), repr(node.kwargs)
-            if (same := first.setdefault(key, node)) is not node:
-                node.replace_all_uses_with(same)
 
 
 # The replay.

@@ -1,11 +1,12 @@
-"""The comparison of the first result of a graph with eager mode."""
+"""The comparison of results of a graph with eager mode."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from vgrad import checks, tree
 from vgrad.compiled.backends import memory_of
@@ -36,28 +37,47 @@ def same_bits(result: Any, expected: Any) -> None:
 
 
 def replays(
-    result: Any, expected: Any, replay: Callable, eager: Callable, arguments: tuple
+    result: Any,
+    expected: Any,
+    replay: Callable,
+    eager: Callable,
+    arguments: tuple,
+    *,
+    first: bool = True,
+    **own: Any,
 ) -> None:
     """Refuse a replay without the bits of eager mode.
 
-    Kernels of a device may add up in another order each time; there the replay must be
-    as close to the function in float64 as eager mode.
+    Kernels of a device may add up in another order each time, and kernels of the host
+    may later than at the `first` call: with other threads for instance. There the
+    replay must be as close to the function in float64 as eager mode; `own` are options
+    of `close`.
     """
     try:
         same_bits(result, expected)
-    except Unrepeatable:
+    except Unrepeatable as error:
         on_host = all(each.is_cpu for each in tree.tensors(expected))
-        if result is None or on_host or torch.are_deterministic_algorithms_enabled():
+        repeats = (on_host and first) or torch.are_deterministic_algorithms_enabled()
+        if result is None or repeats:
             raise
-        close(replay, eager, arguments, draws=False)
+        try:
+            close(replay, eager, arguments, **own)
+        except Unrepeatable:
+            raise error from None
 
 
 def close(
-    compiled: Callable, eager: Callable, arguments: tuple, *, draws: bool
+    compiled: Callable,
+    eager: Callable,
+    arguments: tuple,
+    *,
+    draws: bool = False,
+    closed: Sequence[Tensor] = (),
 ) -> None:
     """Refuse compiled code whose error is many times the error of eager mode.
 
     Both are compared with the function in float64, or with each other if it draws.
+    `closed` are the tensors that it closes over.
     """
     # Where a slope jumps, as of ReLU at zero, rounding decides on which side a number
     # falls, and one of both may be thousands of times farther from float64. Of millions
@@ -68,7 +88,7 @@ def close(
         point = _moved(arguments, number) if number else arguments
         try:
             expected = eager(*point)
-            exact = expected if draws else _exact(eager, point)
+            exact = expected if draws else _exact(eager, point, closed)
         except Exception:
             if not number:
                 raise
@@ -138,13 +158,29 @@ def _moved(arguments: tuple, number: int) -> tuple:
     return tree.map_once(move, arguments)
 
 
-def _exact(function: Callable, arguments: tuple) -> Any:
+class _Wide(TorchFunctionMode):
+    """Hands others to functions of torch in the place of some tensors."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._others = {id(each): _wide(each.detach()) for each in tensors}
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        given = args, kwargs or {}
+        given = tree.map_tensors(lambda x: self._others.get(id(x), x), given)
+        return func(*given[0], **given[1])
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return double(tensor) if _is_rounded(tensor) else tensor
+
+
+def _exact(function: Callable, arguments: tuple, closed: Sequence[Tensor]) -> Any:
     try:
-        with torch.no_grad():
-            widened = tree.map_once(
-                lambda x: double(x) if _is_rounded(x) else x, arguments
-            )
-            return function(*widened)
+        with torch.no_grad(), _Wide(closed):
+            return function(*tree.map_once(_wide, arguments))
     except Exception as error:
         raise Unrepeatable(
             f"it does not run in float64, with which compiled code is compared "

@@ -194,6 +194,11 @@ class _SameOnAll:
         self._captures = captures
         self.reports, self.explanation = captures.reports, captures.explanation
 
+    def clear(self) -> None:
+        """Forget all captures."""
+        self._replayed.clear()
+        self._captures.clear()
+
     def __copy__(self) -> "_SameOnAll":
         return _SameOnAll(copy.copy(self._captures))
 

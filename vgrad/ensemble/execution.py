@@ -440,6 +440,10 @@ class EnsembleFn:
         """Return a report of every capture; none in eager mode."""
         return getattr(self.execute, "reports", tuple)()
 
+    def clear(self) -> None:
+        """Forget all captures; the next call of each kind captures again."""
+        getattr(self.execute, "clear", tuple)()
+
     def _explained(self, function: Callable, call: MemberCall) -> Any:
         explained = explain(function, call)
         captured = getattr(self.execute, "explanation", None)

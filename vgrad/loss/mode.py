@@ -159,7 +159,7 @@ class LossMode(WriteGuard):
             if targets and isinstance(error, RuntimeError):
                 error = self._room(targets) or error
             arguments = None
-            if modes.ITEM_ERROR in str(error):
+            if any(each in str(error) for each in modes.ITEM_ERRORS):
                 arguments = with_numbers(func, args, kwargs, self.vmap.level)
             if arguments is not None:
                 self.draws.values_read = True

@@ -8,11 +8,8 @@ their values, and each part runs again: exact, and at worst one sample at a time
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from copy import deepcopy
-from functools import lru_cache, reduce
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -27,6 +24,9 @@ from vgrad.torch_private import modes
 from vgrad.tree import tree_map, tree_map_only
 from vgrad.typing import Strategy
 
+DIFFER = "take different branches, and run part by part"
+"""Why samples have no graph in common."""
+
 NONE = object()
 """Returned in place of a value where all samples share the tensors of a call."""
 
@@ -38,7 +38,6 @@ class Partition(NamedTuple):
     where: str  # the line that reads a value
     strategy: Strategy | None = None  # of the parts; None for the one that ran
     why: str = ""  # the error of that one, if the strategy is another
-    runs: Sequence[Callable] | None = None  # a function for each part
 
 
 class SplitBatch(BaseException):
@@ -64,16 +63,11 @@ def read_value(
         if checks_collected():
             for each in () if mapped else among(args, kwargs):  # as of one sample
                 mapped[id(each)] = modes.unwrap_all(each).detach()[None]
-            place = where(sys._getframe(1))
-            if (reads := _READS.get()) is not None and reads.given is not None:
-                return reads.next(func, mapped, place, level)
             with static_values():
                 values = _values(func, args, kwargs, mapped)
             if any(repr(each) != repr(values[0]) for each in values):
-                raise Differ(f"{one}s take different branches at {place}")
+                raise Unrepeatable(f"{one}s {DIFFER}:")
             rare(_differing(func, mapped, values[0]))
-            if reads is not None:
-                reads.kept.append((place, deepcopy(values[0])))
             return values[0]
         if not mapped:
             return NONE
@@ -134,54 +128,6 @@ def _mapped(args: tuple, kwargs: dict, level: int) -> dict[int, Tensor]:
         for each in among(args, kwargs)
         if (values := physical(each, level)) is not None
     }
-
-
-Answers = tuple[tuple[str, Any], ...]
-"""The values that a loss reads of a sample, in order, each with the line that does."""
-
-
-class Reads:
-    """The values that a loss reads in a block, kept or given in advance."""
-
-    def __init__(self, given: Answers | None) -> None:
-        self.given = given
-        self.nested = False  # whether there was a block with values given inside
-        self.kept: list[tuple[str, Any]] = []
-        self.differ: list[Tensor] = []  # samples with other values than those given
-        self.follows: Tensor | None = None  # samples with all of them, in the end
-
-    def next(
-        self, func: Callable, mapped: dict[int, Tensor], place: str, level: int
-    ) -> Any:
-        """Return the next value given; after the last one the loss ends."""
-        assert self.given is not None
-        line, value = self.given[len(self.differ)]
-        same = line == place  # else the loss is another one now
-        others = _differing(func, mapped, value) if same else torch.tensor(True)
-        self.differ.append(others)
-        if not same or len(self.differ) == len(self.given):
-            self.follows = ~reduce(torch.logical_or, self.differ)
-            raise SplitBatch(Partition((), place), level)
-        return deepcopy(value)
-
-
-_READS: ContextVar[Reads | None] = ContextVar("reads", default=None)
-
-
-@contextmanager
-def answered(given: Answers | None = None) -> Iterator[Reads]:
-    """Keep the values that a loss reads while checks are collected, or hand it some."""
-    if (around := _READS.get()) is not None:
-        around.nested |= given is not None
-    token = _READS.set(reads := Reads(given))
-    try:
-        yield reads
-    finally:
-        _READS.reset(token)
-
-
-class Differ(Unrepeatable):
-    """Samples have different values where a loss reads one."""
 
 
 def _differing(func: Callable, mapped: dict[int, Tensor], value: Any) -> Tensor:
@@ -245,7 +191,7 @@ def where(frame: FrameType) -> str:
 
 def loss_frame(frame: FrameType) -> FrameType:
     """Return the innermost frame around one, itself included, that is the loss's."""
-    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+    while frame.f_back is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
@@ -254,14 +200,14 @@ def stopped_at(error: BaseException) -> str:
     """Name the last such line that an error came from."""
     line, step = "", error.__traceback__
     while step is not None:
-        if not _is_library(step.tb_frame.f_code.co_filename):
+        if not is_library(step.tb_frame.f_code.co_filename):
             line = f"{step.tb_frame.f_code.co_filename}:{step.tb_lineno}"
         step = step.tb_next
     return line or where(sys._getframe(1))
 
 
 @lru_cache(maxsize=4096)
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
     """Return whether a file belongs to this package, to torch or to Python."""
     of_python = file.startswith(_PYTHON) and not file.startswith(_PACKAGES)
     return of_python or file.startswith(_OWN)

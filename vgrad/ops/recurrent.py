@@ -32,6 +32,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from vgrad.conditions import literal, static_values
 from vgrad.factors.base import Dense, Outer, Positions
 from vgrad.ops.record import Form, Kind, Recording, Samples, register
 from vgrad.torch_private import kernels, modes
@@ -624,12 +625,14 @@ def _pack(
     samples: Samples, input: Tensor, lengths: Tensor, batch_first: bool = False
 ) -> Form | None:
     """Take the rows of all sequences at one time after another: `-> [R, ...], [T]`."""
-    known = torch.tensor(samples.agreed(lengths, Tensor.tolist), dtype=torch.int64)
-    if (known > input.shape[1 if batch_first else 0]).any():
+    values = samples.agreed(lengths, Tensor.tolist)
+    if max(values, default=0) > input.shape[1 if batch_first else 0]:
         return None  # torch refuses these in the backward pass
-    places = torch.arange(input.shape[0] * input.shape[1]).view(input.shape[:2])
-    with samples.outside():
-        index, sizes = kernels.pack_padded_sequence(places, known, batch_first)
+    with samples.outside(), static_values():
+        known = torch.tensor(values, dtype=torch.int64)
+        places = torch.arange(input.shape[0] * input.shape[1]).view(input.shape[:2])
+        found = kernels.pack_padded_sequence(places, known, batch_first)
+    index, sizes = map(literal, found)
     return lambda: (input.flatten(0, 1)[index.to(input.device)], sizes)
 
 
@@ -660,11 +663,13 @@ def _places(
 ) -> tuple[Tensor, Tensor]:
     """Return the row of each time step and sequence, one more for padding; lengths."""
     batch_first, total_length = options or (False, 0)
-    with samples.outside():
-        rows = torch.arange(len(data))
-        return kernels.pad_packed_sequence(
-            rows, sizes, batch_first, len(data), total_length
+    values = samples.agreed(sizes, Tensor.tolist)
+    with samples.outside(), static_values():
+        rows, known = torch.arange(len(data)), torch.tensor(values, dtype=torch.int64)
+        index, lengths = kernels.pad_packed_sequence(
+            rows, known, batch_first, len(data), total_length
         )
+    return literal(index), literal(lengths)
 
 
 def _packed(
@@ -673,14 +678,16 @@ def _packed(
     """Run a net for all sequences of one length at once."""
     if not isinstance(rest[0], tuple | list) or modes.is_batched(sizes):
         return None  # here is `has_biases` where nothing is packed
-    places, lengths = _places(samples, data, sizes)
+    places, ends = _places(samples, data, sizes)
+    with static_values():
+        lengths = ends.tolist()
     states = (hx,) if isinstance(hx, Tensor) else hx
 
     def run() -> tuple[Tensor, ...]:
         order: list[Tensor] = []
         found: list[tuple[Tensor, ...]] = []
         first = 0
-        for length, same in groupby(lengths.tolist()):
+        for length, same in groupby(lengths):
             stop = first + len([*same])
             own = places[:length, first:stop]
             order.append(own.flatten())

@@ -239,8 +239,8 @@ def limit_of(message: str) -> str | None:
     return next(found, None)
 
 
-ITEM_ERROR = "calling .item() on a Tensor"
-"""A call that takes a number of Python and got a tensor."""
+ITEM_ERRORS = "calling .item() on a Tensor", "value out of a tracing tensor"
+"""A call that takes a number of Python and got a tensor, under vmap or in a trace."""
 
 _NO_RULE = "batching rule for"
 

@@ -12,12 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing as untraced
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
-__all__ = ["DispatchMode", "compiled", "dispatch_modes", "traced", "untraced"]
+__all__ = [
+    "DispatchMode",
+    "compiled",
+    "dispatch_modes",
+    "fake",
+    "traced",
+    "untraced",
+]
 
 dispatch_modes = torch._C._len_torch_dispatch_stack
 """How many modes see all ops of torch: a trace, fake tensors, a profiler of ops."""
@@ -31,6 +38,15 @@ def traced(function: Callable, *inputs: Tensor) -> fx.GraphModule:
     with tracing(TracingContext(mode)):
         # Without a table, torch 2.15 leaves `detach` out, at which derivatives end.
         return make_fx(function, decomposition_table={})(*inputs)
+
+
+def fake(tensor: Tensor, graph: fx.Graph) -> Tensor:
+    """Return a tensor without values, as the nodes of a traced graph have them."""
+    values = (node.meta.get("val") for node in graph.nodes)
+    modes = (each.fake_mode for each in values if isinstance(each, FakeTensor))
+    if (mode := next(modes, None)) is None:
+        return tensor.to("meta")
+    return mode.from_tensor(tensor)
 
 
 def compiled(

@@ -162,6 +162,10 @@ class TrainingStep(Generic[State]):
         """Return a report of every capture; none in eager mode."""
         return getattr(self.execute, "reports", tuple)()
 
+    def clear(self) -> None:
+        """Forget all captures; the next call of each kind captures again."""
+        getattr(self.execute, "clear", tuple)()
+
     @property
     def explain(self) -> Callable[..., Any]:
         """Explains the captures of a step, which has no report of eager mode."""

@@ -244,14 +244,13 @@ def in_parts(
             note(part, result)
             part = part.replaced(strategy=result.strategy or part.strategy)
             several = len(result.rows) > 1
-            ways = result.runs or [again] * len(result.rows)
             left[:0] = [
                 (
                     part.take(places).by_itself() if several else part.take(places),
                     [rows[place] for place in places.tolist()],
-                    way,
+                    again,
                 )
-                for places, way in zip(result.rows, ways, strict=True)
+                for places in result.rows
             ]
 
 

@@ -97,6 +97,10 @@ class Transform(Generic[Result]):
         """Return a report of every capture; none in eager mode."""
         return getattr(self.execute, "reports", tuple)()
 
+    def clear(self) -> None:
+        """Forget all captures; the next call of each kind captures again."""
+        getattr(self.execute, "clear", tuple)()
+
     def __call__(
         self,
         params: Params,
