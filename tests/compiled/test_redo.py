@@ -26,7 +26,7 @@ REDONE = {
     "gram": ("inf", "huge"),
     "gram, cross": ("inf", "huge"),
     "projection": (),
-    "weighted": ("nan", "inf", "huge"),
+    "weighted": (),
     "flat": ALL,
     "per_layer": ALL,
     "automatic": ALL,
@@ -85,7 +85,7 @@ def test_the_bound_holds_for_bad_samples(name):
             found = compiled(PARAMS, {}, *sites_batch(1, *kinds, seed=number))
             flat = torch.cat([g.double().flatten() for g in found.grads.values()])
             assert float(flat.norm()) <= bound
-            bad = kinds and planted in ("nan", "inf")
+            bad = kinds and planted in ("nan", "inf", "huge")
             assert int(found.nonfinite) == bool(bad)
             assert bool(flat.any()) != bool(bad)
     (report,) = compiled.reports()
@@ -99,7 +99,7 @@ def test_the_first_call_of_all_may_be_bad():
     problems.ran(same_quantities("flat", problems.sites, calls), calls=2, redos=1)
 
 
-@pytest.mark.parametrize("name", ["gram", "weighted", "flat"])
+@pytest.mark.parametrize("name", ["gram", "norm", "flat"])
 def test_three_in_a_row_are_given_up_with_one_warning(name):
     eager = problems.TRANSFORMS[name](problems.sites)
     compiled = vgrad.compile(eager)

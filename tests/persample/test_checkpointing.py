@@ -286,7 +286,7 @@ def test_samples_that_need_care_have_their_factors_kept(spoiled):
     found = assert_equal(
         lambda p, b, x: F.linear(x, p["w"]).sum(), params, {}, x, max_norm=0.5
     )
-    assert int(found.nonfinite) == (not torch.tensor(spoiled).isfinite())
+    assert int(found.nonfinite) == (not spoiled < 1e15)
 
 
 def test_no_factors_are_kept_between_the_passes():

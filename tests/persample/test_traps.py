@@ -243,7 +243,7 @@ def test_counts_and_norms_cover_every_chunk(strategy):
 def test_samples_that_are_not_finite_and_a_mask_count_together(
     counted, bad, clipping, strategy
 ):
-    # Two samples of each kind: gradients that are ordinary, not finite, and huge.
+    # Two samples of each kind: ordinary, not finite, and out of range.
     x, g = torch.ones(6, 3), torch.ones(6, 2)
     x[[1, 4]], x[[2, 5]] = bad, 1e30
     mask = torch.tensor([True, counted.count(",") > 0, True, False, False, False])
@@ -251,7 +251,7 @@ def test_samples_that_are_not_finite_and_a_mask_count_together(
     compute = vgrad.clipped_grad(linear, max_norm=1.0, **options)
     params = {"w": torch.ones(2, 3)}
     found = compute(params, {}, x, g, mask=mask)
-    finite = mask & x.isfinite().all(1)
+    finite = mask & (x < 1e15).all(1)
     alone = [compute(params, {}, x[n : n + 1], g[n : n + 1]) for n in range(6)]
     alone = [each for each, counts in zip(alone, finite, strict=True) if counts]
     expected = sum(each.grads["w"] for each in alone)
@@ -542,7 +542,8 @@ def test_squares_of_large_and_small_gradients_stay_in_range(value, name):
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
     bound = 0.5 * float(exact.min())
     found = clipped_lengths(loss, params, batch, bound, strategy="recorded") / bound
-    assert 1 - 2e-5 <= float(found.min()) <= float(found.max()) <= 1 + 1e-6
+    found = found[(found > 0) | (value < 1e15)]  # a sample out of range adds zero
+    assert ((1 - 2e-5 <= found) & (found <= 1 + 1e-6)).all()
 
 
 @every_strategy

@@ -158,7 +158,7 @@ def doubtful(norms: Mapping[str, Sequence[Norm]]) -> Tensor | None:
 
 
 def recomputed(norms: Mapping[str, Sequence[Norm]]) -> dict[str, list[Norm]]:
-    """Compute doubtful norms from gradients in float64, which no size leaves."""
+    """Compute doubtful norms from gradients in float64."""
     return {name: list(map(_recomputed, parts)) for name, parts in norms.items()}
 
 
@@ -176,8 +176,7 @@ def _recomputed(norm: Norm) -> Norm:
         grads = factor.take(some).double().grad()
         step = max(1, FORMED_AT_ONCE * len(some) // max(1, grads.numel()))
         value[some] = exact = row_norms(grads)
-        # If it is not finite, gradients will be summed in float64.
-        upper[some] = exact + torch.where(lost[some].isfinite(), lost[some], 0)
+        upper[some] = exact + lost[some]
     return norm._replace(value=value, upper=upper, doubt=None)
 
 

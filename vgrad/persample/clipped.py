@@ -16,7 +16,7 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.batches import Sensitivity
 from vgrad.conditions import rare
-from vgrad.factors import Dense, Factor, Scaled, Sums, reductions
+from vgrad.factors import Dense, Factor, Sums, reductions
 from vgrad.factors.norms import SURE, Gathered, Joint, gathered, recomputed, settled
 from vgrad.factors.reductions import normal_rounded_down, ordinary, rounded_down
 from vgrad.persample.engine import (
@@ -28,11 +28,9 @@ from vgrad.persample.engine import (
     Quantity,
     Reducer,
     Transform,
-    gradients,
     joined,
     masked,
     members,
-    slices,
 )
 from vgrad.torch_private import modes
 from vgrad.tree import double, no_autocast
@@ -117,8 +115,7 @@ class ClipWeights(NamedTuple):
     weights: dict[str, Tensor]  # the same for each parameter, [B]
     clipped: Tensor  # which samples that count have a norm above a bound, [B]
     far: Any = None  # whether one is close to the ends of float32, or has a doubt
-    finite: Any = None  # where that is not told, which samples count, [B]
-    direct: Any = None  # which of these can be summed far from the ends of float32
+    finite: Any = None  # which samples count, [B]; None for all
 
     def nonfinite(self, mask: Tensor | None) -> Tensor:
         """Count samples that are not finite among samples of a mask."""
@@ -172,26 +169,25 @@ class _ClipCollector(Collector):
         return ClipWeights(norms.total, upper, factors, weights, clipped, far)
 
     def weigh_each(self) -> ClipWeights:
-        """Return weights, and which samples they are right for."""
+        """Return weights, and which samples count: finite ones, of safe numbers."""
         norms = self.joint()
         value, upper, bound = norms.value, norms.upper, self.bound(norms.value)
-        finite = (upper < math.inf).all(0)
         # Samples that are not finite need some number.
         factors = self.rule.factors(upper.nan_to_num(1.0, 1.0), bound)
-        # Numbers too small for all digits become zero.
-        factors = torch.where(factors < torch.finfo(factors.dtype).tiny, 0.0, factors)
+        # A product with a number on the edge of zero must not count either.
+        reach = norms.reach
+        safe = (ordinary(reach, factors) & (reach <= bound * _FAR)).all(0)
+        finite = (upper < math.inf).all(0) & safe
+        total = norms.total
+        total = total.masked_fill(~finite & ~total.isnan(), math.inf)
         clipped = finite & (value > bound).any(0)
         if self.mask is not None:
             factors = torch.where(self.mask, factors, 0.0)
             clipped &= self.mask
-        # A product with a number on the edge of zero must not count either.
-        reach = norms.reach
-        safe = ordinary(reach, factors) & (reach <= bound * _FAR)
         # Rounded down, so that no product is above the bound.
         rounded = rounded_down(factors, self.dtype)
-        weights, direct = self._columns(rounded), finite & safe.all(0)
-        of_samples = norms.total, upper, rounded, weights, clipped
-        return ClipWeights(*of_samples, None, finite, direct)
+        weights = self._columns(rounded)
+        return ClipWeights(total, upper, rounded, weights, clipped, None, finite)
 
     def _columns(self, factors: Tensor) -> dict[str, Tensor]:
         weights = {}
@@ -221,34 +217,12 @@ class _ClipCollector(Collector):
             sums[name] = reducer.settled(name, value)
         return sums
 
-    def summed_with_care(self) -> tuple[Params, ClipWeights]:
-        """Compute doubtful norms again, and sum gradients in float64 where needed."""
+    def summed_with_care(self, reducer: Reducer) -> tuple[Params, ClipWeights]:
+        """Compute doubtful norms again, and sum the samples that count."""
         self.norms = recomputed(self.norms)
-        clip, sums = self.weigh_each(), Sums()
-        if not rare(~clip.direct):
-            return self.summed(clip, None), clip
-        clip = clip._replace(norms=clip.norms.clone())
-        keep, hard = clip.direct, clip.finite & ~clip.direct
-        if self.mask is not None:
-            keep, hard = keep & self.mask, hard & self.mask
-        most = torch.finfo(self.dtype).max
-        for rows in slices(hard, *(factor.shape for factor in self.factors.values())):
-            # The norms of the very numbers that are summed, in float64.
-            wide = self.rule, self.parts, self.bounds, torch.float64, None
-            some = _ClipCollector(*wide)
-            for name, factor in self.factors.items():
-                g = gradients(factor, rows).g
-                # Where gradients are stored, such a number is infinite.
-                limit = (
-                    most / double(factor.scale) if isinstance(factor, Scaled) else most
-                )
-                some.take(name, Dense(torch.where(g.abs() <= limit, g, torch.inf)))
-            again = some.weigh_each()
-            sums.add(some.summed(again, again.finite))
-            clip.norms[rows] = torch.where(again.finite, again.norms, torch.inf)
-            clip.clipped[rows] &= again.finite
-        sums.add(self.summed(clip, keep))
-        return sums.totals, clip
+        clip = self.weigh_each()
+        keep = clip.finite if rare(~clip.finite) else None
+        return self.summed(clip, keep, reducer), clip
 
 
 @dataclass
@@ -311,7 +285,8 @@ class ClippedGrad(NamedTuple):
         clipped: how many finite samples had a norm, with `"per_layer"` one of any
             layer, above the bound. Automatic clipping scales every sample, and counts
             norms above `max_norm`.
-        nonfinite: how many samples had an infinite or NaN gradient; they add zero.
+        nonfinite: how many samples had an infinite or NaN gradient, or numbers out of
+            range; they add zero.
     """
 
     grads: Params
@@ -374,18 +349,20 @@ def clipped_grad(
     pays where the loss checkpoints its activations, which otherwise take more. The
     second pass measures the norms again. Where they differ, as for checkpoints that
     draw new random numbers, the samples run once more and factors are kept. Factors of
-    samples close to overflow or underflow are kept anyway. A loss with nodes that are
+    samples with numbers beyond 1e15 are kept anyway. A loss with nodes that are
     not torch's own runs forward before each pass. The other options are in
     `vgrad.persample.Options`.
 
     Guarantee: no sample adds more than `max_norm (1 + 1e-6) / normalize_by` in L2 norm,
     or with `rescale` `(1 + 1e-6) / normalize_by`, in the arithmetic that ran, with
-    parameters of any dtype, under autocast, and for numbers of any size that the dtype
-    holds. A sample whose gradient is not finite adds exactly zero. An empty batch gives
-    zeros without running the loss. Chunks are added up in float64.
+    parameters of any dtype and under autocast. A sample adds exactly zero and counts as
+    not finite, with an infinite norm, if its gradient is not finite, or if a product
+    could leave the range of float32: where an input or a gradient of a layer is beyond
+    1e15 (`1e25 max_norm`, for bounds below 1e-10), or a factor below 1e-30. Small and
+    zero gradients are ordinary ones. An empty batch gives zeros without running the
+    loss. Chunks are added up in float64.
 
-    Cost: recorded, about the backward pass of plain SGD. The gradient of a sample with
-    inputs or gradients beyond 1e15 is formed in float64, by itself.
+    Cost: recorded, about the backward pass of plain SGD.
 
     Reference: Abadi et al., Deep Learning with Differential Privacy, arXiv 1607.00133;
     Bu et al., Automatic Clipping, arXiv 2206.07136.
@@ -511,8 +488,7 @@ class ClippedSum(Quantity):
         elif not rare((clip := collector.weigh()).far):
             sums = collector.summed(clip, None, call.reducer)
         else:
-            sums, clip = collector.summed_with_care()
-            sums = {n: call.reducer.settled(n, each) for n, each in sums.items()}
+            sums, clip = collector.summed_with_care(call.reducer)
         return sums, clip.norms, clip.clipped.sum(), clip.nonfinite(call.mask)
 
     def total(self, partials: Iterator[tuple], run: Evaluation) -> ClippedGrad:

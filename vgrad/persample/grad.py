@@ -13,9 +13,9 @@ from vgrad.conditions import rare
 from vgrad.factors import Dense, Factor, Norm, Sums, reductions
 from vgrad.factors.base import Norms as FactorNorms
 from vgrad.factors.norms import Joint, doubtful, gathered, recomputed, settled
-from vgrad.factors.reductions import ordinary, reach, total
 from vgrad.persample.engine import (
     Call,
+    Collector,
     Evaluation,
     Grouping,
     Groups,
@@ -27,10 +27,8 @@ from vgrad.persample.engine import (
     Transform,
     assembled,
     check_groups,
-    gradients,
     masked,
     members,
-    slices,
 )
 from vgrad.tree import wide
 from vgrad.typing import Buffers, LossFn, Params, Result, Tree
@@ -244,7 +242,8 @@ def weighted_grad(
 
     The sum of gradients, `sum_b weights_b dL_b/dp`, in float32 or wider. As in plain
     arithmetic, a sample whose gradient is not finite spoils the sum even with weight
-    zero. The options are in `vgrad.persample.Options`.
+    zero, and so may one whose inputs or gradients times the weight leave the range of
+    float32. The options are in `vgrad.persample.Options`.
 
     Raises:
         ValueError: `weights` is not `[B]`.
@@ -261,11 +260,10 @@ def weighted_grad(
     return WeightedGradFn(call, WeightedSum())
 
 
-class _Weighted(Holding):
+class _Weighted(Collector):
     """Sums with weights `[B]` that are known beforehand."""
 
     def __init__(self, call: Call) -> None:
-        super().__init__(call.device)
         self.sums: Params = {}
         self._reducer, self._mask = call.reducer, call.mask
         self._weights: Any = call.weights
@@ -273,34 +271,10 @@ class _Weighted(Holding):
             self._weights = torch.where(self._mask, self._weights, 0)
 
     def take(self, name: str, factor: Factor) -> None:
-        if factor.sides:
-            self.hold(name, factor, factor.bytes)
-            return
-        counted = factor if self._mask is None else masked(factor, self._mask)
-        self._keep(name, counted.weighted(self._weights))
-
-    def settle(self, held: dict[str, Factor]) -> None:
-        sizes = torch.stack([reach(factor.sides) for factor in held.values()])
-        safe = ordinary(sizes, self._weights)
-        careful = rare(~safe)
-        for name, own in zip(list(held), safe.unbind(), strict=True):
-            factor = held.pop(name)
-            if careful and rare(~own):
-                self._keep(name, self._summed_with_care(factor, own))
-            else:
-                self._keep(name, factor.weighted(self._weights))
-
-    def _keep(self, name: str, value: Tensor) -> None:
+        if self._mask is not None:
+            factor = masked(factor, self._mask)
+        value = factor.weighted(self._weights)
         self.sums[name] = self._reducer.summed(name, value)
-
-    def _summed_with_care(self, factor: Factor, safe: Tensor) -> Tensor:
-        """Sum gradients in float64 where a product may leave the range of float32."""
-        counts = torch.ones_like(safe) if self._mask is None else self._mask
-        rows = (safe & counts).nonzero().flatten()
-        parts = [factor.take(rows).weighted(self._weights[rows])]
-        for rows in slices(~safe & counts, factor.shape):
-            parts.append(gradients(factor, rows).weighted(self._weights[rows]))
-        return total(parts)
 
 
 class WeightedSum(Quantity):
@@ -310,7 +284,6 @@ class WeightedSum(Quantity):
         return _Weighted(call)
 
     def partial(self, collector: _Weighted, call: Call) -> Params:
-        collector.flush()
         return collector.sums
 
     def total(self, partials: Iterator[Params], run: Evaluation) -> Params:

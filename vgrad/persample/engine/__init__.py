@@ -13,10 +13,8 @@ from vgrad.persample.engine.collectors import Groups as Groups
 from vgrad.persample.engine.collectors import Holding as Holding
 from vgrad.persample.engine.collectors import Mapped as Mapped
 from vgrad.persample.engine.collectors import check_groups as check_groups
-from vgrad.persample.engine.collectors import gradients as gradients
 from vgrad.persample.engine.collectors import masked as masked
 from vgrad.persample.engine.collectors import members as members
-from vgrad.persample.engine.collectors import slices as slices
 from vgrad.persample.engine.evaluation import Evaluation as Evaluation
 from vgrad.persample.engine.evaluation import Reduce as Reduce
 from vgrad.persample.engine.evaluation import assembled as assembled

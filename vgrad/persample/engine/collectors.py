@@ -1,7 +1,6 @@
 """Collectors: the use that a quantity makes of the factor of each parameter."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args
 
@@ -11,8 +10,7 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.checks import Patterns
 from vgrad.devices import is_host
-from vgrad.factors.base import Dense, Factor, Zero
-from vgrad.factors.norms import FORMED_AT_ONCE
+from vgrad.factors.base import Compound, Dense, Factor, Pair, Zero
 from vgrad.persample.engine.proxies import Use
 
 
@@ -73,24 +71,20 @@ class Holding(Collector):
         raise NotImplementedError
 
 
-def slices(keep: Tensor, *shapes: torch.Size) -> Sequence[Tensor]:
-    """Return the numbers of samples to keep, as many as may have gradients at once."""
-    numbers = sum(math.prod(shape) for shape in shapes)
-    rows = keep.nonzero().flatten()
-    return rows.split(max(1, FORMED_AT_ONCE // max(1, numbers))) if len(rows) else ()
-
-
-def gradients(factor: Factor, rows: Tensor) -> Dense:
-    """Form the gradients of some samples in float64."""
-    return Dense(factor.take(rows).double().grad())
-
-
 def masked(factor: Factor, keep: Tensor) -> Factor:
     """Replace gradients that are not kept by zeros."""
-    if isinstance(factor, Zero):
-        return factor
-    g = factor.grad()
-    return Dense(torch.where(keep.view(-1, *(1,) * (g.ndim - 1)), g, 0))
+
+    def zeroed(x: Tensor) -> Tensor:
+        return torch.where(keep.view(-1, *(1,) * (x.ndim - 1)), x, 0)
+
+    match factor:
+        case Zero():
+            return factor
+        case Pair():
+            return factor._of(*map(zeroed, factor.sides))
+        case Compound():
+            return factor._of(*(masked(part, keep) for part in factor.parts))
+    return Dense(zeroed(factor.grad()))
 
 
 Partition = Literal["parameter", "layer"]
