@@ -1,9 +1,7 @@
 """Proxies of the parameters inside a loss, and the ways to them from their views."""
 
-import gc
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -50,23 +48,10 @@ class Stamp(NamedTuple):
     version: int
 
 
-def stamped(op: str, value: Any) -> list[Stamp]:
-    """Stamp all tensors that an object refers to, itself or through others."""
-    stamps: list[Stamp] = []
-    seen: set[int] = set()
-    left: list[Any] = [value]
-    for value in left:
-        if id(value) in seen or not gc.is_tracked(value):  # numbers refer to nothing
-            continue
-        seen.add(id(value))
-        if isinstance(value, Tensor):
-            stamps.append(Stamp(op, ref(value), version_of(value)))
-        elif isinstance(value, FunctionType):  # not to its globals
-            fields = (value.__defaults__, value.__kwdefaults__, vars(value))
-            left += gc.get_referents(*(value.__closure__ or ()), *fields)
-        elif not isinstance(value, (type, ModuleType)):  # `|` would make a type
-            left += gc.get_referents(value)
-    return stamps
+def stamped(op: str, values: Iterable[Any]) -> list[Stamp]:
+    """Stamp the tensors among some values."""
+    given = [each for each in values if isinstance(each, Tensor)]
+    return [Stamp(op, ref(each), version_of(each)) for each in given]
 
 
 def check_unchanged(stamps: Iterable[Stamp]) -> None:

@@ -348,8 +348,9 @@ class Recorder:
                 if hooks is not None:
                     makers = _packed(rule.factors, kept, weights, hooks)
                 if not self.repeats:
-                    name, kept = op_name(self._op or func), hooks is None
-                    output = self._tapped(name, output, weights, makers, follows, kept)
+                    name = op_name(self._op or func)
+                    held = kept.values() if hooks is None else ()
+                    output = self._tapped(name, output, weights, makers, follows, held)
             return self.logical(output)
 
     def _tapped(
@@ -359,7 +360,7 @@ class Recorder:
         weights: Mapping[str, ParamProxy],
         makers: Mapping[str, Maker],
         follows: bool,
-        kept: bool,
+        kept: Iterable[Any],
     ) -> Tensor:
         """Hook the node of an op, at which the backward pass ends, or which follows."""
         whole, output = _with_node(output)
@@ -368,7 +369,7 @@ class Recorder:
         for name, known in weights.items():
             left.append((known, makers[name]))
             self.expect(known)
-        stamps = stamped(op, [*map(makers.get, weights)]) if kept else []
+        stamps = stamped(op, kept)
 
         def hook(grads: tuple[Tensor | None, ...]) -> Any:
             if self.inner.runs:
@@ -632,7 +633,8 @@ class Recorder:
         if factor is not None and self._owns:
             factor = owned(factor, g)
         elif factor is not None and self.checkpoints:
-            self._stamps += stamped(", ".join(ops), factor)
+            held = [*vars(factor).values(), *factor.sides]
+            self._stamps += stamped(", ".join(ops), held)
         if factor is not None and self._callback is not None:
             ruled, computed = all(ops.values()), known.replay is None
             copied = factor.bytes if self._owns else 0
