@@ -325,6 +325,12 @@ def test_modes_and_subclasses_are_left_out():
         assert modes.function_modes() == [mode]
         with modes.without_modes():
             X + 1
+        other = Listing()
+        other.__enter__()  # and an interrupt, before it is left
+        modes.leave(mode)  # which is not the innermost
+        for _ in range(2):
+            modes.leave(other)
+        assert modes.function_modes() == [mode]
     assert not mode.seen
     with modes.without_subclasses():
         assert (X.as_subclass(Refusing) + 1).shape == X.shape

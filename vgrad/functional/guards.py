@@ -1,20 +1,16 @@
-"""Refusals: writes into protected tensors, and models that cannot be functional.
+"""Refusals of writes and of modules; checkpoints that run again in a backward pass.
 
-A function mode sees every call of torch, custom ops included, but no write by NumPy,
-DLPack or compiled code. It also sees a checkpoint begin, which is re-run in the
-backward pass, with the values of the call.
+Version counters show writes by torch, custom ops included, but none by `.data`, NumPy
+or compiled code.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from functools import lru_cache
-from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from vgrad import checks
@@ -22,7 +18,6 @@ from vgrad.functional.slots import named_tensors
 from vgrad.overlaps import Bytes, overlapping
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private import tensors as private
-from vgrad.tree import tensors
 
 Again = Callable[[], AbstractContextManager]
 """Returns a block around the re-run of a checkpoint."""
@@ -38,34 +33,73 @@ class Protected(NamedTuple):
     again: Callable[[], Again] | None = None
 
 
-class WriteGuard(TorchFunctionMode):
-    """The function mode that refuses writes into protected tensors."""
+class WriteError(RuntimeError):
+    """A loss or a module has written into a tensor that it was given."""
+
+
+@contextmanager
+def protect(*protected: Protected) -> Iterator[None]:
+    """Refuse a block that writes into tensors, as their version counters show."""
+    named = [(each, name, x) for each in protected for name, x in each.tensors.items()]
+    with modes.without_modes():
+        unwrap, wrapped = modes.unwrap_all, modes.is_wrapped
+        tensors = [unwrap(x) if wrapped(x) else x for _, _, x in named]
+        before = private.versions_of(tensors)
+
+    def check(error: Exception | None = None) -> None:
+        with modes.without_modes():
+            after = private.versions_of(tensors)
+        if after == before:
+            return
+        for (each, name, _), one, other in zip(named, before, after, strict=True):
+            if one != other:
+                text = f"{each.expected}, got a write into {name!r}. {each.advice}"
+                raise WriteError(text) from error
+
+    try:
+        yield
+    except Exception as error:
+        check(error)
+        raise
+    check()
+
+
+class Reruns(TorchFunctionMode):
+    """The function mode that has checkpoints run again as they ran first."""
 
     hooked = 0  # the level of a transform that runs backward hooks
 
-    def __init__(self, *protected: Protected) -> None:
+    def __init__(self, *again: Callable[[], Again]) -> None:
         super().__init__()
-        self._protected = [*protected]
+        # Called where a checkpoint begins; each returns a block around its re-run.
+        self._again = [*again]
         self._saved: WeakSet[Callable] = WeakSet()  # hooks that were seen
         # Buffers that functional models wrote: name, value before and after.
         self.left: list[tuple[str, Tensor, Tensor]] = []
+        self._entered = 0
 
-    def __enter__(self) -> "WriteGuard":
+    def __enter__(self) -> "Reruns":
         self._note_hooks()
+        self._entered += 1
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
+        self._entered -= 1
         if raised[1] is not None:
             autograd.close(raised[1])
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         self.look_at_hooks()
-        self.check(func, args, kwargs)
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
+
+    def ensure_left(self, entered: int = 0) -> None:
+        """Leave the mode, where an interrupt came as it was left."""
+        if self._entered > entered:
+            self._entered = entered
+            modes.leave(self)
 
     def look_at_hooks(self) -> None:
         """Have a checkpoint that has begun re-run under this mode as it is now."""
@@ -73,10 +107,10 @@ class WriteGuard(TorchFunctionMode):
         if active is None or active[0] in self._saved:
             return
         self._note_hooks()
-        protected = tuple(self._protected)
-        blocks = [each.again() for each in protected if each.again is not None]
+        known = tuple(self._again)
+        blocks = [again() for again in known]
         self._note_hooks()  # which a block may have replaced
-        again = self.held(lambda: self.repeating(protected, blocks))
+        again = self.held(lambda: self.repeating(known, blocks))
         autograd.repeats(active[0], again)
 
     def _note_hooks(self) -> None:
@@ -90,12 +124,11 @@ class WriteGuard(TorchFunctionMode):
 
     @contextmanager
     def repeating(
-        self,
-        protected: Sequence[Protected],
-        blocks: Sequence[Again],
+        self, known: Sequence[Callable[[], Again]], blocks: Sequence[Again]
     ) -> Iterator[None]:
-        """Run the mode as it was when it protected these."""
-        before, self._protected = self._protected, [*protected]
+        """Run the mode as it was when a checkpoint began."""
+        before, self._again = self._again, [*known]
+        entered = self._entered
         try:
             with ExitStack() as stack:
                 for block in blocks:
@@ -103,122 +136,32 @@ class WriteGuard(TorchFunctionMode):
                 stack.enter_context(self)
                 yield
         finally:
-            self._protected = before
-
-    def check(self, func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
-        """Return the tensors that a call writes into; raise if one is protected."""
-        if not may_write(func) and kwargs.get("out") is None:
-            return []
-        if not (targets := written(func, args, kwargs)):
-            return []
-        name = getattr(func, "__name__", "").partition(".")[0]
-        # A call that changes the object alone does not write into its memory.
-        key = id if name in _OF_THE_OBJECT else _where
-        places = {key(tensor) for tensor in targets} - {None}
-        for protected in self._protected:
-            for entry, tensor in protected.tensors.items():
-                if key(tensor) in places:
-                    raise RuntimeError(
-                        f"{protected.expected}, got {name}, which writes into "
-                        f"{entry!r} in place. {protected.advice}"
-                    )
-        return targets
+            self._again = before
+            self.ensure_left(entered)
 
     @contextmanager
-    def protecting(self, protected: Protected) -> Iterator[None]:
-        """Protect more tensors while a block runs."""
+    def rerunning(self, again: Callable[[], Again]) -> Iterator[None]:
+        """Have checkpoints in a block run again in another block as well."""
         self.look_at_hooks()  # the block may lie in a checkpoint
-        self._protected.append(protected)
+        before, self._again = self._again, [*self._again, again]
         try:
             yield
         finally:
-            self._protected.pop()
+            self._again = before
 
 
-def protect(protected: Protected) -> AbstractContextManager:
-    """Protect tensors in a block, by the current mode or a new one."""
+def rerunning(again: Callable[[], Again]) -> AbstractContextManager:
+    """Have checkpoints in a block run again in another one, by the mode of a loss."""
     for mode in reversed(modes.function_modes()):
-        if isinstance(mode, WriteGuard):
-            return mode.protecting(protected)
-    return WriteGuard(protected)
+        if isinstance(mode, Reruns) and type(mode) is not Reruns:
+            return mode.rerunning(again)
+    return Reruns(again)
 
 
 def hooks_run() -> bool:
     """Return whether the transform here runs backward hooks of modules."""
     level, running = modes.current_level(), modes.function_modes()
     return any(getattr(mode, "hooked", None) == level for mode in running)
-
-
-_OF_THE_OBJECT = {"__set__", "set_", "requires_grad_", "detach_", "rename_"}
-_OF_THE_OBJECT |= {"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_"}
-_OF_THE_OBJECT |= {"unsqueeze_", "as_strided_"}
-"""Calls that leave the numbers in memory as they are."""
-
-STATISTICS = {F.batch_norm: 1, F.instance_norm: 1}
-STATISTICS |= {torch.batch_norm: 3, torch.instance_norm: 3}
-"""The place of the first of two running statistics, which training writes into."""
-
-_TABLES = {F.embedding, F.embedding_bag}
-"""Functions that rewrite their second argument, if there is a `max_norm`."""
-
-
-@lru_cache(maxsize=4096)
-def may_write(func: Callable) -> bool:
-    """Return whether some calls of a function write into arguments other than `out`."""
-    name = getattr(func, "__name__", "")
-    if isinstance(func, private.OPS):
-        return private.writes(func)
-    in_place = name.endswith("_") and not name.endswith("__")
-    tables = (_INPLACE, STATISTICS, _TABLES)
-    return in_place or name in _BY_SIGN or any(func in table for table in tables)
-
-
-def written(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
-    """Return the tensors that a call writes into."""
-    arguments: list[Any] = [kwargs.get("out"), *updated_statistics(func, args, kwargs)]
-    if isinstance(func, private.OPS):
-        arguments += private.arguments_written(func, args, kwargs)
-    elif func in _TABLES:
-        if kwargs.get("max_norm") is not None:
-            arguments += args[1:2] or [kwargs["weight"]]
-    elif (place := _INPLACE.get(func)) is not None:
-        if args[place] if len(args) > place else kwargs.get("inplace"):
-            arguments += args[:1] or [kwargs["input"]]
-    elif func not in STATISTICS and may_write(func):
-        arguments += args[:1] or list(kwargs.values())[:1]
-    return tensors(arguments)
-
-
-def updated_statistics(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
-    """Return the running statistics that a norm updates in place."""
-    if func not in STATISTICS:
-        return []
-    by_default = func is F.instance_norm
-    training = kwargs.get("training", kwargs.get("use_input_stats", by_default))
-    if not (args[5] if len(args) > 5 else training):
-        return []
-    first = STATISTICS[func]
-    running = [kwargs.get("running_mean"), kwargs.get("running_var")]
-    running += args[first : first + 2]
-    return [tensor for tensor in running if isinstance(tensor, Tensor)]
-
-
-_BY_SIGN = {"__setitem__", "__set__", "__delitem__"}
-_BY_SIGN |= {"__ior__", "__iand__", "__ixor__", "__ilshift__", "__irshift__"}
-"""Writes without an underscore; for `+=` and the like torch calls `add_`."""
-
-_INPLACE = {
-    func: func.__code__.co_varnames.index("inplace")
-    for func in vars(F).values()
-    if isinstance(func, FunctionType)
-    and "inplace" in func.__code__.co_varnames[: func.__code__.co_argcount]
-}
-"""The place of the argument `inplace`."""
-
-
-def _where(tensor: Tensor) -> int | None:
-    """Identify memory, inside transforms too."""
-    return private.memory(modes.unwrap_all(tensor))
 
 
 def check_plain(function: str, model: Any) -> None:

@@ -2,9 +2,10 @@
 
 import copy
 import os
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from vgrad import checks, tree
 from vgrad.checks import Patterns
 from vgrad.functional import guards, slots
-from vgrad.functional.guards import Protected, protect
-from vgrad.functional.slots import Rerun, Slots
+from vgrad.functional.guards import Reruns, WriteError, rerunning
+from vgrad.functional.slots import Slots, State
 from vgrad.generators import RNG_LOCK
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import (
@@ -31,12 +32,11 @@ from vgrad.typing import Buffers, Params
 class FunctionalModel:
     """A module without values: `fmodel(params, buffers, *args, **kwargs) -> output`.
 
-    Made by `make_functional_with_buffers`. A call is pure: it changes neither its
-    arguments nor the module. It copies buffers, inputs and tensors in plain attributes,
-    and undoes all that the forward pass sets or appends on the module and on objects
-    that it holds, after an exception too. An op that would write into a parameter is
-    refused before it runs, `.data` or not. Writes that bypass torch, such as
-    `.detach().numpy()[0] = 0` or writes from compiled code, are not detected.
+    Made by `make_functional_with_buffers`. A call runs the module with copies of
+    buffers, inputs, and the tensors, lists, dictionaries, sets and tuples in plain
+    attributes, so that nothing that the forward pass writes there lasts. State of other
+    objects is not followed. A write into a parameter raises after the call, by its
+    version counter, which writes by `.data`, numpy and compiled code leave as it is.
     Attributes of the module's parameters and buffers (`weight.tau`) are set on their
     values in a call. Threads may share one object.
 
@@ -58,13 +58,15 @@ class FunctionalModel:
     def __init__(self, skeleton: nn.Module, defaults: dict[str, Tensor]) -> None:
         self._skeleton = skeleton
         self._defaults = defaults  # of the buffers that no state_dict() holds
-        self._own_lock, self._process = threading.RLock(), os.getpid()
-        self._running = False
+        self._locks: dict[int, Any] = {}  # of processes: a fork may begin in a call
         self._shown = False
         self._read()
 
     def _read(self) -> None:
-        model = self._skeleton
+        with modes.without_modes():  # which would see each tensor that is read
+            self._read_module(self._skeleton)
+
+    def _read_module(self, model: nn.Module) -> None:
         firsts: dict[int, str] = {}
         self._aliases: dict[str, list[str]] = {}
         self._shapes: dict[str, torch.Size] = {}
@@ -72,7 +74,7 @@ class FunctionalModel:
             first = firsts.setdefault(id(tensor), name)
             self._aliases.setdefault(first, []).append(name)
             self._shapes[first] = tensor.shape
-        self._slots = self._find_slots(firsts)
+        self._slots = Slots(model, firsts)
         own_buffers = slots.own_buffers(model)
         self.names = tuple(self._aliases)
         self.buffer_names = tuple(n for key, n in firsts.items() if key in own_buffers)
@@ -125,7 +127,7 @@ class FunctionalModel:
 
     def train(self, mode: bool = True) -> "FunctionalModel":
         """Return a new function whose module is in training mode."""
-        skeleton = copy.deepcopy(self._skeleton).train(mode)
+        skeleton = copy.deepcopy(self._between_calls()).train(mode)
         return FunctionalModel(skeleton, self._defaults)
 
     def eval(self) -> "FunctionalModel":
@@ -140,19 +142,19 @@ class FunctionalModel:
     @property
     def constants(self) -> list[Tensor]:
         """The tensors in plain attributes of the module, which each call copies."""
-        return [*self._slots.detached.values()]
+        return self._slots.detached
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield all modules; tensors are placeholders, changes hold for later calls."""
         self._shown = True
-        return self._skeleton.named_modules()
+        return self._between_calls().named_modules()
 
     def to_module(self, params: Params, buffers: Buffers) -> nn.Module:
         """Return a module of its own with copies of these values, ties kept.
 
         Its parameters require grad unless their names are in `buffers`.
         """
-        module = copy.deepcopy(self._skeleton)
+        module = copy.deepcopy(self._between_calls())
         copies: dict[str, Tensor] = {}
         for name, given in self._merged(params, buffers).items():
             copies[name] = value = given.detach().clone()
@@ -200,7 +202,7 @@ class FunctionalModel:
                 target.copy_(values[name])
 
     def __reduce__(self) -> tuple:
-        return FunctionalModel, (self._skeleton, self._defaults)
+        return FunctionalModel, (self._between_calls(), self._defaults)
 
     def __repr__(self) -> str:
         kind = type(self._skeleton).__name__
@@ -208,23 +210,28 @@ class FunctionalModel:
 
     @property
     def _lock(self) -> Any:
-        """The lock of this process; in a fork no other thread's call goes on."""
-        if self._process != os.getpid():
-            with RNG_LOCK:
-                if self._process != os.getpid():
-                    self._slots.end()
-                    self._running, self._own_lock = False, threading.RLock()
-                    self._process = os.getpid()
-        return self._own_lock
+        return self._locks.setdefault(os.getpid(), threading.RLock())
 
-    def _find_slots(self, names: dict[int, str]) -> Slots:
-        return Slots(self._skeleton, names)
+    def _between_calls(self) -> nn.Module:
+        """Return the module as it is between calls, also after an interrupt."""
+        if self._slots.filled and not self._runs():
+            self._slots.end()
+        return self._skeleton
+
+    def _runs(self) -> bool:
+        """Return whether a call of this function goes on in this thread."""
+        frame = sys._getframe(2)
+        while frame and (
+            frame.f_code is not _RUN or frame.f_locals["self"] is not self
+        ):
+            frame = frame.f_back
+        return frame is not None
 
     def _merged(self, params: Params, buffers: Buffers) -> dict[str, Tensor]:
         """Merge the two dictionaries into one value a name, or raise."""
         if self._shown:
             with self._lock:
-                if not self._running and not self._slots.unchanged():
+                if not self._slots.filled and not self._slots.unchanged():
                     self._read()
         checks.dictionaries("fmodel", params=params, buffers=buffers)
         both = params.keys() & buffers.keys()
@@ -278,51 +285,76 @@ class FunctionalModel:
         tensors = dict(values)
         for name in self._copied:
             tensors[name] = with_attributes(values[name].clone(), values[name])
-        watched = {name: tensors[name] for name in self._watched}
         with modes.without_modes():  # which would see each attribute that is read
             followed = {*self._watched, *self.buffer_names}
-            memory = [modes.unwrap_all(tensors[name]) for name in followed]
+            unwrap, wrapped = modes.unwrap_all, modes.is_wrapped
+            memory = [tensors[name] for name in followed]
+            memory = [unwrap(x) if wrapped(x) else x for x in memory]
             versions = versions_of(memory)
             # Autograd saves no tensor of inference mode, but copies of them.
             inputs = () if self._writes else tree.tensors((args, kwargs))
             inference = any(map(Tensor.is_inference, inputs))
         if self._writes or inference:
             args, kwargs = tree.copied((args, kwargs))
-        guard: AbstractContextManager = nullcontext()
-        if not self._only_torch:
-            own = [tensors[name] for name in self._copied]
-            rerun = Rerun(self._slots, own, self._lock)
-            guard = protect(Protected(watched, _EXPECTED, _ADVICE, rerun.again))
+        kept: list[State | None] = []  # what the call leaves, if a checkpoint begins
+
+        def again() -> Callable[[], AbstractContextManager]:
+            kept.append(None)
+            return lambda: self._repeating(kept[-1])
+
+        guard = nullcontext() if self._only_torch else rerunning(again)
         with self._lock:
-            if self._running:
+            if self._slots.filled and self._runs():
                 raise RuntimeError(
                     "fmodel(params, buffers): expected a call that has ended, got one "
                     "from inside of its own forward pass. Make a second function with "
                     "make_functional_with_buffers."
                 )
-            self._running = True
             try:
-                self._slots.fill(tensors)
+                self._begin(tensors)
                 with guard:
                     output = self._skeleton(*args, **kwargs)
                 left = self._slots.left(tensors)
             finally:
-                if not self._only_torch:
-                    rerun.keep()
-                self._slots.end()
-                self._running = False
+                if kept:
+                    own = {id(tensors[name]) for name in self._copied}
+                    kept.append(self._slots.kept(own))
+                self._end()
+                if isinstance(guard, Reruns):
+                    guard.ensure_left()
         with modes.without_modes():
             counts = zip(followed, versions, versions_of(memory), strict=True)
         written = {name for name, one, other in counts if one != other}
         written |= {name for name, value in left.items() if value is not tensors[name]}
         changed = sorted(written.difference(self._copied))
         if changed:
-            raise RuntimeError(f"{_EXPECTED}, but it changed {changed[0]!r}. {_ADVICE}")
+            raise WriteError(
+                f"fmodel(params, buffers): expected a forward pass that leaves "
+                f"parameters alone, but it changed {changed[0]!r}. Keep what changes "
+                f"in a buffer (register_buffer) and use call_and_update."
+            )
         for mode in modes.function_modes() if written else ():
-            if isinstance(mode, guards.WriteGuard):
+            if isinstance(mode, Reruns):
                 own = written.intersection(self.buffer_names)
                 mode.left += [(name, values[name], left[name]) for name in own]
         return output, left
+
+    def _begin(self, values: dict[str, Tensor]) -> None:
+        self._slots.fill(values)
+
+    def _end(self) -> None:
+        self._slots.end()
+
+    @contextmanager
+    def _repeating(self, left: State | None) -> Iterator[None]:
+        """Restore what a call has left; nothing where it was interrupted."""
+        with self._lock, ExitStack() as stack:
+            if left is not None:
+                stack.enter_context(self._slots.again(left))
+            yield
+
+
+_RUN = FunctionalModel._run.__code__
 
 
 def _is_of_torch(module: nn.Module) -> bool:
@@ -365,9 +397,10 @@ def make_functional_with_buffers(
 
     `params` and `buffers` are dictionaries by name whose tensors share nothing with
     the module. A tied tensor appears once, under its first name, and drives every
-    alias, in attributes, containers and objects of the module too. Parameters require
-    grad unless `disable_autograd_tracking`; a parameter that does not require grad in
-    the module is a constant and comes back among the buffers.
+    alias, in plain containers in attributes of the module too; a parameter in another
+    object raises where it is used. Parameters require grad unless
+    `disable_autograd_tracking`; a parameter that does not require grad in the module is
+    a constant and comes back among the buffers.
 
     If the module caches a view of a parameter, or a tensor computed from one, using the
     cached tensor raises until the forward pass recomputes it; otherwise it would be a
@@ -434,12 +467,6 @@ def make_functional(
             f"make_functional_with_buffers."
         )
     return BufferlessModel(fmodel), params
-
-
-_EXPECTED = (
-    "fmodel(params, buffers): expected a forward pass that leaves parameters alone"
-)
-_ADVICE = "Keep what changes in a buffer (register_buffer) and use call_and_update."
 
 
 def write_grads_(model: nn.Module, grads: Params) -> None:

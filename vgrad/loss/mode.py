@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vgrad.conditions import Unrepeatable, checks_collected
 from vgrad.functional.batch_norm import mended, normalises, refuse_batch_statistics
-from vgrad.functional.guards import Again, Protected, WriteGuard, may_write, written
+from vgrad.functional.guards import Again, Protected, Reruns, protect
 from vgrad.generators import drawn_since, random_state, set_random_state
 from vgrad.loss.functions import custom_function, for_samples
 from vgrad.loss.grad_flags import (
@@ -45,6 +45,7 @@ from vgrad.loss.values import (
     where,
     with_numbers,
 )
+from vgrad.loss.writes import may_write, written
 from vgrad.ops.record import OPS, Form
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private.autograd import is_foreign_op
@@ -54,7 +55,7 @@ Handler = Callable[["LossMode", Callable, tuple, dict], Any]
 """From the mode, a function of torch and its arguments to the result, or `NONE`."""
 
 
-class LossMode(WriteGuard):
+class LossMode(Reruns):
     """The function mode under which a loss runs."""
 
     def __init__(
@@ -70,9 +71,11 @@ class LossMode(WriteGuard):
         seen: bool = False,
     ) -> None:
         self.draws = draws = draws or Draws()
+        again = [each.again for each in protected if each.again is not None]
         if draws.keys is not None:  # a checkpoint draws by its place in the loss
-            protected += (Protected({}, "", "", draws.again),)
-        super().__init__(*protected)
+            again.append(draws.again)
+        super().__init__(*again)
+        self._protected = protected
         self._handlers = handlers
         self.vmap = vmap  # None for one sample or member by itself
         self.looped = {} if looped is None else looped  # autograd.Functions, and lines
@@ -103,10 +106,12 @@ class LossMode(WriteGuard):
         self.size, self.randomness = size, randomness
         self._watched = partial(self.draws.watched, size, alone=alone)
         self._casts = casts
+        unwritten = protect(*self._protected)
         try:
-            with uncompiled(), self, self._watched(), self._casting():
+            with unwritten, uncompiled(), self, self._watched(), self._casting():
                 yield
         finally:
+            self.ensure_left()
             self.waiting = None
             for leaf, grad in self.grads.values():
                 leaf.grad = grad
@@ -140,7 +145,7 @@ class LossMode(WriteGuard):
                 return run(*args, **kwargs)
         targets: list[Tensor] = []
         if may_write(func) or (kwargs and not _OPTIONS.isdisjoint(kwargs)):
-            targets = self.check(func, args, kwargs)
+            targets = written(func, args, kwargs)
             if kwargs.get("generator") is not None:
                 self.draws.own = True
         handlers = self._handlers

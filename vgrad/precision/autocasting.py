@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from vgrad.functional.guards import updated_statistics
+from vgrad.functional.batch_norm import updated_statistics
 from vgrad.ops.record import OPS, Kind
 from vgrad.torch_private import modes
 from vgrad.torch_private.kernels import autocast_ops, composite_ops

@@ -31,6 +31,7 @@ from torch._functorch.vmap import vmap_increment_nesting as vmap_level
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.overrides import _pop_mode as _leave_innermost
 from torch.utils._device import DeviceContext as DeviceMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -58,6 +59,12 @@ unwrapped = _FUNCTORCH.get_unwrapped
 add_batch_axis = _FUNCTORCH._add_batch_dim
 remove_batch_axis = _FUNCTORCH._remove_batch_dim
 split_batch_axis = _FUNCTORCH._unwrap_batched
+
+
+def leave(mode: Any) -> None:
+    """Leave a mode, if it is the innermost, where an interrupt came as it was left."""
+    if function_modes()[-1:] == [mode]:
+        _leave_innermost()
 
 
 def inside_transform() -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from vgrad.conditions import Unrepeatable
+from vgrad.functional.guards import WriteError
 from vgrad.generators import RNG_LOCK
 from vgrad.loss.grad_flags import UnsupportedOp as UnsupportedOp
 from vgrad.loss.made import Rooms
@@ -66,7 +67,7 @@ _MANY = 16
 """Samples of a chunk whose parts are worth a warning."""
 
 
-NON_RETRYABLE = (torch.OutOfMemoryError, Unrepeatable, Unkeyed, Warning)
+NON_RETRYABLE = (torch.OutOfMemoryError, Unrepeatable, Unkeyed, Warning, WriteError)
 """Errors that no other strategy could avoid, or should."""
 
 
