@@ -94,7 +94,7 @@ def check_probe(
             try:
                 pairs = zip(kinds, read.tensors, strict=True)
                 made = [_made(kind, like, rows) for kind, like in pairs]
-                found = loss(params, buffers, *read.sample(made))
+                found = loss(dict(params), dict(buffers), *read.sample(made))
                 while isinstance(found, tuple):
                     found = found[0]
                 value, digits = float(found), torch.finfo(found.dtype).eps ** 0.5

@@ -68,7 +68,7 @@ def looped(
     """Run `function(member, params, buffers, *batch)` for one member after another."""
     results = []
     arguments = [*map(call.member, range(call.layout.members))]
-    with RNG_LOCK, protect(call.protected()):
+    with RNG_LOCK, call.unchanged():
         # Each member draws from where the one before it stopped, unless told otherwise.
         different = call.randomness == "different"
         before = random_state(() if different else call.tensors)

@@ -214,6 +214,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
             for name, value in call.params.items()
         }
         scales = loss_scale.expand(call.layout.members).unbind(0)
+        rows = {n: x.unbind(0) for n, x in grads.items() if n not in shared}
 
         def one(member: int, *own: Any) -> tuple:
             return self._of_member(call.draws_of(member), scales[member], *own)
@@ -225,7 +226,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
                     if name in shared:
                         grads[name] += grad
                     else:
-                        grads[name][member].copy_(grad)
+                        rows[name][member].copy_(grad)
             return pair
 
         pairs = looped(one, call, kept)

@@ -3,7 +3,8 @@
 E members. A stacked entry is a tensor `[E, *shape]`, a shared one `[*shape]`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple, TypedDict, Unpack
@@ -18,6 +19,7 @@ from vgrad.functional.guards import Protected
 from vgrad.loss.randomness import Draws
 from vgrad.persample.engine.call import AnyCall
 from vgrad.torch_private import modes
+from vgrad.torch_private.tensors import versions_of
 from vgrad.tree import map_tensors, tensors, tree_map
 from vgrad.typing import Buffers, EnsembleStrategy, Params, Randomness, Tree
 
@@ -218,6 +220,26 @@ class MemberCall(AnyCall):
         expected = "ensemble: expected a function that changes nothing it is given"
         fixed = {**items, **self.buffers, **self.params}
         return Protected(fixed, expected, "Copy it first.")
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Raise after a block that has written into the caller's tensors."""
+        given = self.protected()
+        memory = {n: modes.unwrap_all(each) for n, each in given.tensors.items()}
+        before = versions_of(memory.values())
+        # Batch norm does not count its writes into statistics, which are vectors.
+        own = self.buffers.items() if not checks_collected() else ()
+        vectors = {n: x for n, x in own if x.ndim == 1 + (n not in self.layout.shared)}
+        vectors = {n: x.clone() for n, x in vectors.items()}
+        yield
+        written = zip(memory, before, versions_of(memory.values()), strict=True)
+        names = [name for name, one, other in written if one != other]
+        names += [n for n, x in vectors.items() if not _same([x, self.buffers[n]])]
+        for name in names:
+            raise RuntimeError(
+                f"{given.expected}, got one that has written into {name!r} in place. "
+                f"{given.advice}"
+            )
 
     def joined(
         self,
