@@ -10,10 +10,13 @@ batch is `[B, ...]`. The transforms are names of `vgrad` itself.
 `mask` is an option of the call: which samples count, bool `[B]`; the others, such as
 copies that fill a batch up to a fixed size, add nothing and appear in no result.
 
-Arguments do not change: samples are copies, and an op of the loss that would write into
-parameters or buffers, `.data` or not, is refused before it runs. Writes that bypass
-torch, such as `.detach().numpy()[0] = 0` or writes from compiled code, are not
-detected.
+A loss is a pure function of its arguments. Samples are copies, and a loss that writes
+into parameters or buffers raises, once it has run: version counters show the write.
+Writes by `.data` or numpy move none; the comparison below finds those that change the
+loss.
+
+Gradients are compared with plain autograd on two samples, at calls 1, 2, 4, 8, ... of
+each kind of batch (`verify` in `Options`).
 
 The loss runs under the autocast of the caller; everything else is float32 or wider.
 Recorded results are constants: where an argument requires grad (and grad mode is on),
@@ -22,10 +25,9 @@ differentiating one raises, and `.numpy()` needs a `.detach()` first. Results of
 over is a constant then, so pass it in `params` or `buffers`.
 
 Under vmap one tensor stands for all samples. Code of the loss that reads its
-`requires_grad`, version or address gets the answer of `"loop"` or an `UnsupportedOp`.
-Three things differ from a loop without an error: code that looks for transforms of
-`torch.func` finds some; strides and contiguity of the output of an op may differ; and
-`Tensor.set_`, which no function mode sees, changes nothing. If a parameter receives no
+`requires_grad` gets the answer of `"loop"`, and code that reads its graph, version or
+address an `UnsupportedOp`. Code that looks for transforms of `torch.func` finds some,
+and strides and contiguity of the output of an op may differ. If a parameter receives no
 gradient, one sample is re-run with plain autograd (once for a transform and such
 parameters) to confirm that its gradient is really zero.
 """
