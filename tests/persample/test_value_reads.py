@@ -168,5 +168,6 @@ def test_a_graph_reads_again_and_gives_way(name):
         grads, expected = (each(params, {}, *batch).grads for each in (found, eager))
         oracle.assert_exact(grads, expected)
     first, *groups = found.reports()
-    assert (first.backend, first.redos) == ("replay", 1)
+    assert first.backend == "replay"
+    assert first.redos == (1 if name == "branches" else 2)  # few rows, and many
     assert not any(each.redos for each in groups)
