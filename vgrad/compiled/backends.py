@@ -5,6 +5,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,12 +28,14 @@ _SMALL = 2**15
 def result(run: Run, graph: Graph, tensors: list[Tensor]) -> Any:
     """Run a graph, of which casts are ops; None where its flag is up."""
     inputs = (*tensors, *graph.closed)
-    with torch.no_grad():
-        if modes.autocast_is_on():
-            with no_autocast(inputs[0].device):
-                *outputs, flag = run(*inputs)
-        else:
+    casts = no_autocast(inputs[0].device) if modes.autocast_is_on() else nullcontext()
+    try:
+        with torch.no_grad(), casts:
             *outputs, flag = run(*inputs)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError):
+        return None  # of values that the flag would doubt, or eager mode raises it, too
     return None if bool(flag) else graph.result(outputs)
 
 

@@ -33,7 +33,13 @@ from vgrad.loss.randomness import Draws
 from vgrad.persample.engine.call import LOCAL, Call
 from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.evaluation import Evaluation
-from vgrad.persample.engine.guard import Failure, Fallbacks, Known, UnsupportedOp
+from vgrad.persample.engine.guard import (
+    Failure,
+    Fallbacks,
+    FallbackWarning,
+    Known,
+    UnsupportedOp,
+)
 from vgrad.persample.engine.strategies import STRATEGIES, Chunk, plain_gradient
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private.shards import is_distributed
@@ -176,9 +182,9 @@ def _widened(call: Call) -> Call | None:
 
 @contextmanager
 def undisturbed(tensors: Sequence[Tensor]) -> Iterator[Callable[[], None]]:
-    """Keep warnings and all generators; yield the restart of these."""
+    """Keep all generators, and strategies silent; yield the restart of the former."""
     python, of_numpy = random.getstate(), np.random.get_state()
-    with kept_random_state(tensors), warnings.catch_warnings(), autograd.plain():
+    with kept_random_state(tensors), autograd.plain():
         state = random_state(tensors)
 
         def restart() -> None:
@@ -186,11 +192,18 @@ def undisturbed(tensors: Sequence[Tensor]) -> Iterator[Callable[[], None]]:
             random.setstate(python)
             np.random.set_state(of_numpy)
 
-        warnings.simplefilter("ignore")
-        try:
-            yield restart
-        finally:
-            restart()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                yield restart
+            finally:
+                restart()
+    for each in caught:  # some are shown only once in a process
+        text = str(each.message)
+        if not (each.category is FallbackWarning or modes.op_without_rule(text)):
+            warnings.warn_explicit(
+                each.message, each.category, each.filename, each.lineno
+            )
 
 
 def _compare(
