@@ -455,7 +455,7 @@ def test_row(row):
         return (params["w"] @ x).square() * read()
 
     if not change and outcome != "same capture":
-        transform = vgrad.per_sample_grad(loss, randomness="same")
+        transform = vgrad.per_sample_grad(loss, randomness="same", verify=False)
         with pytest.raises(RuntimeError, match=outcome):
             vgrad.compile(transform, fallback="error")(W, {}, X)
         return

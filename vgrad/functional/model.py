@@ -299,7 +299,8 @@ class FunctionalModel:
         kept: list[State | None] = []  # what the call leaves, if a checkpoint begins
 
         def again() -> Callable[[], AbstractContextManager]:
-            kept.append(None)
+            if not kept:  # nor in a re-run, in which another checkpoint begins
+                kept.append(None)
             return lambda: self._repeating(kept[-1])
 
         guard = nullcontext() if self._only_torch else rerunning(again)

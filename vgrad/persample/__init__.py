@@ -12,8 +12,8 @@ copies that fill a batch up to a fixed size, add nothing and appear in no result
 
 A loss is a pure function of its arguments. Samples are copies, and a loss that writes
 into parameters or buffers raises, once it has run: version counters show the write.
-Writes by `.data` or numpy move none; the comparison below finds those that change the
-loss.
+Writes by `.data` or numpy move none: the comparison below finds such a write if it
+changes the loss.
 
 Gradients are compared with plain autograd on two samples, at calls 1, 2, 4, 8, ... of
 each kind of batch (`verify` in `Options`).
