@@ -158,7 +158,7 @@ a hook inside of a derivative inside: 1
     h = h * g.sum()
 a hook that writes in place: vmap since ... writes in place
     h.register_hook(in_place)
-a hook in front of a write in place: loop since ... differs from plain autograd
+a hook in front of a write in place: loop since ... into a tensor with a hook
     h.register_hook(clip)
     h.relu_()
 a hook that uses a gradient which another one has kept: 1

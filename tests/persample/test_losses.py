@@ -967,6 +967,8 @@ h = columns(p, x).clone(); h += 1; value = marked(h)""",
         OF_COLUMNS.format("h = h.view(-1)"),
         OF_COLUMNS.format("h.reshape(-1).mul_(2)"),
         OF_COLUMNS.format("flat = h.flatten(); F.relu(h, True); h = flat"),
+    ],
+    ("recorded", "vmap"): [
         OF_COLUMNS.format(
             "h.T.contiguous().T.contiguous()[0] = 0; h.contiguous()[0] = 0"
         ),

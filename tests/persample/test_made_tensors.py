@@ -132,7 +132,8 @@ def program(text):
 
 UNMADE = (
     *("a result of an op", "an op of a parameter", "an op with a rule"),
-    *("an op with a rule, without a graph", "masked_fill_"),
+    *("an op with a rule, without a graph", "masked_fill_", "as_strided"),
+    "a transposed copy",
 )
 """Writes into results of other ops than those that make tensors."""
 

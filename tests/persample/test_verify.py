@@ -258,6 +258,63 @@ def test_arithmetic_inside_of_the_loss_may_be_less_precise():
             compute(params, {}, X.to(params["w"].dtype))
 
 
+SEEN_BY_ONE = {
+    "a hook, and a write into its tensor": """
+h = F.linear(x, p["w"].t(), p["b"])
+h.register_hook(lambda g: g.clamp(-5, 5))
+value = (F.relu(h, inplace=True).sum() - y).square()""",
+    "a write behind ravel": """
+h = b["m"] @ x
+h.ravel().clamp_(-10, 10)
+value = (p["w"].sum(0) * h).sum().square()""",
+    "a write behind flatten": """
+h = p["w"].t().mul(1.0)[:, i]
+h.flatten().clamp_(max=y)
+value = (h * x[:3]).sum().square()""",
+    "as_strided": """
+h = p["w"].t()[:, i]
+value = (h.as_strided((2,), (2,)) * x[:2]).sum() if y > 10 else (h * x[:3]).sum()""",
+}
+"""Losses of which one sample of a batch shows what others do not."""
+
+
+@pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
+@pytest.mark.parametrize("name", SEEN_BY_ONE)
+def test_samples_that_are_not_compared_are_right_or_refused(name):
+    text = SEEN_BY_ONE[name].strip()
+
+    def loss(p, b, x, y, i):
+        scope = globals() | {"p": p, "b": b, "x": x, "y": y, "i": i}
+        exec(text, scope)
+        return scope["value"]
+
+    params = {key: value.double() for key, value in PARAMS.items()}
+    buffers = {"m": torch.linspace(-1, 2, 10).double().view(2, 5)}
+    x, y = X.double().abs(), torch.ones(8).double()
+    x[5], y[5] = x[5] * 40, 50.0
+    batch = x, y, torch.arange(24).view(8, 3) % 5
+    exact = oracle.loss_gradients(loss, params, buffers, batch)
+    for strategy in ("auto", "recorded", "vmap"):
+        compute = vgrad.per_sample_grad(loss, strategy=strategy)
+        try:
+            found = compute(params, buffers, *batch)
+        except UnsupportedOp:
+            assert strategy != "auto"
+        else:
+            oracle.assert_exact(found, exact)
+
+
+def test_a_route_that_is_left_is_named_once():
+    compute = vgrad.per_sample_norm(hidden(0.1))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            compute(PARAMS, {}, X)
+    texts = [str(each.message) for each in caught]
+    assert len([each for each in texts if "strategy='recorded'" in each]) == 1
+    assert len([each for each in texts if "strategy='vmap'" in each]) == 1
+
+
 def test_a_call_inside_of_the_caller_s_checkpoint_saves_the_same_twice():
     weight = torch.ones(2, requires_grad=True)
     compute = vgrad.per_sample_norm(honest)

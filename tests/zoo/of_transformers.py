@@ -220,6 +220,7 @@ GPT_2, T_5 = of("GPT2LMHeadModel", GPT2), of("T5ForConditionalGeneration", T5)
 BART_LM = of("BartForConditionalGeneration", BART)
 DEBERTA_2 = of(f"DebertaV2{CLASSIFIER}", DEBERTA)
 LONG = of(f"Longformer{CLASSIFIER}", LONGFORMER)
+BY_STRIDES = Exact("loop", "and the memory of its tensors alone", "as_strided")
 MIXTRAL = of("MixtralForCausalLM", EXPERTS)
 MODERN_BERT = of(f"ModernBert{CLASSIFIER}", MODERN)
 VAULT_GEMMA = of("VaultGemmaForCausalLM", VAULT)
@@ -263,8 +264,6 @@ EXACT = {
     "DeBERTa v2": DEBERTA_2(sentences),
     "DeBERTa v2, ragged mask": DEBERTA_2(padded(sentences)),
     "DeBERTa": of(f"Deberta{CLASSIFIER}", DEBERTA)(padded(sentences)),
-    "Longformer": LONG(sentences),
-    "Longformer, ragged mask": LONG(padded(sentences)),
     "XLNet, ragged mask": of(f"XLNet{CLASSIFIER}", XLNET)(padded(sentences)),
     "FNet": of(f"FNet{CLASSIFIER}", READER)(sentences),
     "OPT, ragged mask": of("OPTForCausalLM", OPT)(padded(text)),
@@ -336,6 +335,8 @@ ENTRIES = [
         options=DIFFERENT,
         today=SPLITS,
     ),
+    entry("Longformer", LONG(sentences), today=BY_STRIDES),
+    entry("Longformer, ragged mask", LONG(padded(sentences)), today=BY_STRIDES),
     entry("Bloom", BLOOMS(text), today=alone("GeLUFunction")),
     entry("Bloom, ragged mask", BLOOMS(padded(text)), today=alone("GeLUFunction")),
     entry("Mamba", MAMBAS(text), tolerance=1e-6),

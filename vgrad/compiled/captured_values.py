@@ -11,6 +11,7 @@ import dis
 import types
 from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial, reduce
 from itertools import chain
 from operator import is_
@@ -195,6 +196,9 @@ def _attribute(owner: Any, name: str) -> Any:
             found = found.__get__(owner, kinds[0])
         except AttributeError:
             return GONE
+    if found is GONE and hasattr(kinds[0], "__getattr__"):  # as configurations have it
+        with suppress(Exception):
+            return getattr(owner, name)
     return found
 
 

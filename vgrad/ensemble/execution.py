@@ -334,7 +334,10 @@ def _by_work(function: Callable, call: MemberCall) -> tuple[str, str]:
         return "hybrid", "an accelerator has room for all members at once"
     counter = modes.flop_counter()
     with kept_random_state(call.tensors), counter, protect(call.protected()):
-        run_member(function, Draws(), *call.member(0))
+        try:
+            run_member(function, Draws(), *call.member(0))
+        except Exception:  # of a loss that differentiates, or of one that raises
+            return "hybrid", "the work of a member is unknown"
     counts = counter.get_flop_counts().get("Global", {})  # absent if there are none
     total = sum(counts.values()) / 1e6
     convolved = sum(flops for op, flops in counts.items() if "conv" in str(op)) / 1e6

@@ -6,15 +6,16 @@ calls that read more of the graph raise.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from vgrad.torch_private import modes
 from vgrad.torch_private import tensors as private
+from vgrad.torch_private.tensors import memory, version_of
 from vgrad.tree import tree_leaves
 
 
@@ -45,6 +46,12 @@ HOOKS = {
 }
 """Calls that act on the graph of a tensor that requires grad."""
 
+STRIDES = {
+    torch.as_strided,
+    *_methods("as_strided as_strided_scatter"),
+}
+"""Calls that read memory in an order of their own."""
+
 MEMORY = {
     *_attributes(*private.MEMORY),
     *_attributes("data grad_dtype", *private.GRAPH[1:2], method="__set__"),
@@ -53,6 +60,11 @@ MEMORY = {
     private.IS_VIEW,
 }
 """Calls whose result is never the same for one sample."""
+
+RESHAPES = {torch.reshape, torch.flatten, torch.ravel}
+RESHAPES |= {Tensor.reshape, Tensor.reshape_as, Tensor.flatten, Tensor.ravel}
+RESHAPES |= {Tensor.contiguous}
+"""Functions that return a view or a copy, for one sample perhaps the other one."""
 
 AUTOGRAD = {
     torch.autograd.grad,
@@ -96,6 +108,8 @@ _REFUSED: dict[Callable, Callable[[Tensor], bool]] = {
     **dict.fromkeys(GRAPH, lambda below: below.grad_fn is not None),
     **dict.fromkeys(HOOKS, lambda below: below.requires_grad),
     **dict.fromkeys(MEMORY | AUTOGRAD, lambda _: True),
+    # Others have another layout than for one sample, perhaps.
+    **dict.fromkeys(STRIDES, lambda _: True),
 }
 """Whether a call is refused, by the tensor that the first of its tensors wraps."""
 
@@ -112,13 +126,20 @@ class VmapLevel:
     level: int
     one: str  # a sample or a member
     otherwise: str  # the strategy for a function that reads more of the graph
+    _doubtful: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def refuse(self, func: Callable, tensors: Sequence[Tensor]) -> None:
         """Refuse a call whose result would be wrong for one sample."""
         refused = _REFUSED.get(func)
-        if refused is None or not tensors or modes.level_of(tensors[0]) != self.level:
+        if refused is None or not tensors:
             return
-        if refused(modes.unwrapped(tensors[0])):
+        first = tensors[0]
+        if func in STRIDES:
+            while modes.level_of(first) > self.level:
+                first = modes.unwrapped(first)
+            if first.is_contiguous():
+                return
+        if modes.level_of(first) == self.level and refused(modes.unwrapped(first)):
             raise self.refusal(func)
 
     def refusal(self, func: Callable) -> UnsupportedOp:
@@ -130,6 +151,29 @@ class VmapLevel:
             f"and the memory of its tensors alone, got one that reads them where "
             f"one tensor stands for all {self.one}s. Use {self.otherwise}."
         )
+
+    def doubt(self, *tensors: Any) -> None:
+        """Note tensors into which a write is another one for one sample."""
+        below = [modes.unwrap_all(each) for each in tensors]
+        self._doubtful.extend((each, version_of(each)) for each in below)
+
+    def reshaped(self, tensor: Tensor, output: Tensor) -> None:
+        """Note a copy where one sample may have a view."""
+        one, other = modes.unwrap_all(tensor), modes.unwrap_all(output)
+        if memory(one) != memory(other):
+            self.doubt(tensor, output)
+
+    def check_writes(self) -> None:
+        """Refuse writes that would be others for one sample."""
+        written = [version_of(each) != before for each, before in self._doubtful]
+        self._doubtful.clear()
+        if any(written):
+            raise UnsupportedOp(
+                f"loss: expected writes in place whose target is the same for one "
+                f"{self.one} and for all, got one behind a reshape, flatten or "
+                f"contiguous that copies here, or into a tensor with a hook. Write "
+                f"into a clone, or use {self.otherwise}."
+            )
 
     def maps(self, tensors: Iterable[Tensor]) -> bool:
         """Return whether some of these tensors are one for each sample."""

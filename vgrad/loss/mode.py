@@ -23,6 +23,7 @@ from vgrad.loss.grad_flags import (
     AUTOGRAD,
     HOOKS,
     REQUIRES_GRAD,
+    RESHAPES,
     UnsupportedOp,
     VmapLevel,
     among,
@@ -110,6 +111,8 @@ class LossMode(Reruns):
         try:
             with unwritten, uncompiled(), self, self._watched(), self._casting():
                 yield
+            if self.vmap is not None:
+                self.vmap.check_writes()
         finally:
             self.ensure_left()
             self.waiting = None
@@ -154,6 +157,8 @@ class LossMode(Reruns):
                 raise again
             if func is Tensor.register_hook:
                 self.note_hook("register_hook")
+                if self.vmap is not None:  # a write may replace the node
+                    self.vmap.doubt(args[0])
             for handle in handlers[-1:] if is_ordinary(func) else handlers:
                 if (output := handle(self, func, args, kwargs)) is not NONE:
                     return output
@@ -411,6 +416,8 @@ def at_once(run: Handler) -> Handler:
                     return requires_grad(args[0])
                 mode.vmap.refuse(func, among(args, kwargs))
         output = run(mode, func, args, kwargs)
+        if func in RESHAPES:
+            mode.vmap.reshaped(args[0], output)
         if mode.rooms is not None and mode.rooms.line and func in MAKERS:
             output = copied(output, mode.vmap.level, mode.size)
         return output

@@ -26,6 +26,7 @@ from vgrad.loss.grad_flags import (
     HOOKS,
     MEMORY,
     REQUIRES_GRAD,
+    RESHAPES,
     UnsupportedOp,
     VmapLevel,
     among,
@@ -226,6 +227,8 @@ class Recorder:
             output = func(*args, **kwargs)
         else:
             output = self._run(func, args, kwargs, proxies, batched)
+        if batched and func in RESHAPES:
+            vmap.reshaped(args[0], output)
         if self.rooms.line and not batched and func in MAKERS:
             output = copied(output, self._level, self.size)
         return output

@@ -109,20 +109,19 @@ def verify(call: Call, *, strict: bool) -> None:
 def _settle(call: Call, pair: Call, known: Known, strict: bool) -> None:
     """Compare two samples until a route agrees."""
     wide = known.calls.bit_length() % 2 and not modes.autocast_is_on()
-    with undisturbed(pair.tensors) as restart, torch.no_grad():
-        while True:
+    while True:
+        with undisturbed(pair.tensors) as restart, torch.no_grad():
             found = _compare(pair, known, restart, wide=bool(wide))
-            if isinstance(found, str):
-                known.why = found
-                return
-            if found is None:
-                return
-            known.why = found.why
-            if strict or call.private or call.strategy != "auto":
-                raise UnsupportedOp(found.text(call))
-            known.route = route = found.next_route(call)
-            if route[0] == "loop":
-                return
+        if isinstance(found, str):
+            known.why = found
+        if not isinstance(found, _Disagreement):
+            return
+        known.why = found.why
+        if strict or call.private or call.strategy != "auto":
+            raise UnsupportedOp(found.text(call))
+        known.route = route = found.next_route(call)
+        if route[0] == "loop":
+            return
 
 
 @dataclass(frozen=True)
