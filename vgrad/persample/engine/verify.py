@@ -36,7 +36,6 @@ from vgrad.persample.engine.evaluation import Evaluation
 from vgrad.persample.engine.guard import (
     Failure,
     Fallbacks,
-    FallbackWarning,
     Known,
     UnsupportedOp,
 )
@@ -198,9 +197,8 @@ def undisturbed(tensors: Sequence[Tensor]) -> Iterator[Callable[[], None]]:
                 yield restart
             finally:
                 restart()
-    for each in caught:  # some are shown only once in a process
-        text = str(each.message)
-        if not (each.category is FallbackWarning or modes.op_without_rule(text)):
+    for each in caught:
+        if str(each.message).startswith("autocast: "):  # once in a process
             warnings.warn_explicit(
                 each.message, each.category, each.filename, each.lineno
             )
