@@ -216,6 +216,10 @@ class Kept(nn.Linear):
         return checkpoint(self.region, x, use_reentrant=False)
 
 
+@pytest.mark.skipif(
+    sys.version_info >= (3, 12),
+    reason="Python traces the end of a block at other lines, where no signal arrives",
+)
 @pytest.mark.parametrize("shown", [False, True])
 def test_a_model_is_usable_after_an_interrupt_at_any_line(shown):
     fmodel, params, buffers = split(Kept())
