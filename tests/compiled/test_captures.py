@@ -220,7 +220,8 @@ def test_a_rule_replaced():
     )
     held = {"beta": 1.0}
     vgrad.ops.rule(op, weights=("weight",))(made(held))
-    eager = vgrad.per_sample_norm(lambda p, b, x: op(x, p["w"]).sum())
+    loss = lambda p, b, x: op(x, p["w"]).sum()  # noqa: E731
+    eager = vgrad.per_sample_norm(loss, verify=False)
     both = eager, vgrad.compile(eager, verify=False, fallback="error")
     check(both, PARAMS, {}, X)
     held["beta"] = 2.0
