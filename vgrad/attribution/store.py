@@ -209,7 +209,7 @@ class Store:
         by part. A call that was stopped leaves the store as it was, so a loop goes on
         at `len(store)`.
 
-        The store knows its loss by the features of a probe, two samples of numbers from
+        A store is bound to its loss by features of a probe, two samples of numbers from
         a seed, of the shapes and dtypes of the first batch. No sample is kept.
 
         Args:
