@@ -40,11 +40,6 @@ def norm_dtype(params: Params) -> torch.dtype:
     return dtype.to_real()
 
 
-def no_norms(params: Params, dtype: torch.dtype) -> Tensor:
-    """Return the norms of an empty batch, [0]."""
-    return next(iter(params.values())).new_zeros(0, dtype=dtype)
-
-
 def together(numbers: Tensor) -> Tensor:
     """Root of the sum of squares, [..., K] -> [...] in float64, of any size."""
     numbers = double(numbers)
@@ -139,8 +134,8 @@ _LARGE = 1e15
 class Sums:
     """Sums over samples for each parameter, added up chunk by chunk in float64."""
 
-    def __init__(self) -> None:
-        self.totals: Params = {}
+    def __init__(self, totals: Params | None = None) -> None:
+        self.totals: Params = totals or {}
 
     def add(self, part: Params) -> None:
         """Add the sums of one chunk."""
