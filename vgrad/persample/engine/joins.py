@@ -1,4 +1,4 @@
-"""The values of a batch, from those of its chunks and of the parts of chunks."""
+"""Joins of the values of chunks, and of parts of chunks, to the values of a batch."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -150,7 +150,7 @@ class Joined:
 
     @cached_property
     def order(self) -> Order:
-        """The way from the order of all parts to that of the batch."""
+        """The permutation from the order of all parts to the order of the batch."""
         rows = [row for rows in self._rows for row in rows]
         if rows == sorted(rows):
             return lambda values: values
