@@ -16,7 +16,6 @@ from vgrad.factors.columns import Columns
 from vgrad.functional.guards import Protected
 from vgrad.generators import (
     RandomState,
-    drawn_since,
     kept_random_state,
     random_state,
     set_random_state,
@@ -204,7 +203,7 @@ def auto(call: Call, collect: Collect) -> Chunk:
         except NON_RETRYABLE:
             raise
         except Exception as error:
-            _restore_rng(call, state)
+            _restore_rng(state)
             fallbacks.failure = Failure.of(error)
     failure = cast(Failure, fallbacks.failure)
     known = failure.refused
@@ -214,7 +213,7 @@ def auto(call: Call, collect: Collect) -> Chunk:
         except NON_RETRYABLE:
             raise
         except Exception as error:
-            _restore_rng(call, state)
+            _restore_rng(state)
             known = known and isinstance(error, UnsupportedOp)
         else:
             if not known:
@@ -267,17 +266,11 @@ _ADVICE = re.compile(r'[,.]? (or )?(use )?strategy="loop".*', re.IGNORECASE)
 """Advice of errors to use a loop, which was tried."""
 
 
-def _restore_rng(call: Call, state: RandomState | None) -> None:
+def _restore_rng(state: RandomState | None) -> None:
     """Restore the generators as they were at the start of a chunk that failed."""
-    draws = call.draws
-    if state is None or draws.known is not None:
-        return  # the numbers are known, and drawn again
-    if not drawn_since(state, call.tensors):
-        return
-    # The loss may have read random values, which the next strategy has to draw again.
-    if draws.values_read and call.randomness == "different":
-        raise SplitBatch(Partition([torch.arange(call.batch.size)], ""))
-    set_random_state(state)
+    # It has read none of its numbers, which the next strategy draws again.
+    if state is not None:
+        set_random_state(state)
 
 
 def _alone(call: Call) -> tuple[Params, Tensor, Tree]:
