@@ -18,6 +18,7 @@ from tests.ensemble.test_contract import (
 from tests.losses import Case, randn
 from tests.oracle import assert_exact
 from vgrad.ensemble import ensemble_forward, ensemble_grad, predict, share
+from vgrad.generators import sample_keys
 from vgrad.training import EnsembleState, ensemble_train_step
 
 EXACT, MEMBERS = 1e-12, 7
@@ -108,11 +109,11 @@ DRAWS = {
 @pytest.mark.parametrize("strategy", ["vmap", "hybrid"])
 @pytest.mark.parametrize("randomness", ["different", "same"])
 @pytest.mark.parametrize("name", DRAWS)
-def test_groups_see_the_numbers_that_all_drew(name, randomness, strategy):
-    found = []
-    for asks in (True, False):
+def test_groups_see_the_same_numbers(name, randomness, strategy):
+    """If they differ by member: by keys, from a number of torch's generator."""
 
-        def forward(self, x, asks=asks):
+    def found(*, asks, keyed=False, strategy=strategy):
+        def forward(self, x):
             h = DRAWS[name](self.first(x))
             if asks:
                 h = h + 0 if self.first.bias.sum() > 0 else 0 + h
@@ -123,9 +124,15 @@ def test_groups_see_the_numbers_that_all_drew(name, randomness, strategy):
         loss = vgrad.batch_loss(fmodel, F.mse_loss)
         compute = ensemble_grad(loss, strategy=strategy, randomness=randomness)
         torch.manual_seed(0)
-        found.append(compute(params, buffers, X, Y).grads)
-    assert_exact(*found, 1e-14)
-    assert found[0]["first.weight"].any()
+        if keyed:
+            keys = sample_keys(int(torch.randint(2**62, ())), 0, MEMBERS)
+            compute = compute.keyed(keys)
+        return compute(params, buffers, X, Y).grads
+
+    own = randomness == "different"
+    grads = found(asks=True)
+    assert_exact(grads, found(asks=False, keyed=own), 1e-14)
+    assert grads["first.weight"].any()
 
 
 def drops(self, x):
@@ -170,7 +177,7 @@ def test_a_layer_that_all_members_drop_is_not_taken_for_one_that_hides_its_graph
 
     params = {"a": torch.ones(2, 3), "b": torch.ones(2, 3)}
     compute, seen = ensemble_grad(loss), set()
-    for seed in range(12):
+    for seed in range(30):
         torch.manual_seed(seed)
         grads = compute(params, {}, torch.ones(3)).grads
         seen.add(tuple(bool(row.any()) for row in grads["b"]))

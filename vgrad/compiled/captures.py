@@ -501,6 +501,9 @@ class Captures:
             if graph is None or zeros > graph.zeros:
                 graph = capture.graph = captured(function, arguments, zeros=zeros)
             return self._verified(capture, graph, arguments, tensors, before, expected)
+        except SplitBatch:  # the next call has keys, and is one of another kind
+            self._captures.remove(capture)
+            return expected
         except Unrepeatable as error:
             self._give_up(capture, error)
             return expected

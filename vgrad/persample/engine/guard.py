@@ -126,6 +126,7 @@ class Fallbacks:
         self.known: dict[Any, Known] = {}  # by signature
         self.split: Failure | None = None  # why samples ran one after another
         self.draws: bool | None = None  # whether a loss with keys has drawn so far
+        self.keyed = False  # whether samples read values after they drew, without keys
         self.splits: Counter[str] = Counter()  # chunks that fell into parts, by line
         self.looped: dict[str, str] = {}  # functions that no vmap ran, and their lines
         self.hooks: dict[str, str] = {}  # on gradients, and their lines

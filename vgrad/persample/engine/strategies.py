@@ -16,7 +16,6 @@ from vgrad.factors.columns import Columns
 from vgrad.functional.guards import Protected
 from vgrad.generators import (
     RandomState,
-    drawn_since,
     kept_random_state,
     random_state,
     set_random_state,
@@ -207,7 +206,8 @@ def auto(call: Call, collect: Collect) -> Chunk:
             failure = Failure.of(error)
             if call.private and known.settled:
                 raise _changes_its_way(call, failure) from error
-            _restore_rng(call, state)
+            if state is not None:  # the next strategy draws the same numbers
+                set_random_state(state)
             refused &= failure.refused
             if known.way == "recorded":
                 known.way, known.failure = "vmap", failure
@@ -264,19 +264,6 @@ STRATEGIES: dict[Strategy, Callable[[Call, Collect], Chunk]] = {
 
 _ADVICE = re.compile(r'[,.]? (or )?(use )?strategy="loop".*', re.IGNORECASE)
 """Advice of errors to use a loop, which was tried."""
-
-
-def _restore_rng(call: Call, state: RandomState | None) -> None:
-    """Restore the generators as they were at the start of a chunk that failed."""
-    draws = call.draws
-    if state is None or draws.known is not None:
-        return  # the numbers are known, and drawn again
-    if not drawn_since(state, call.tensors):
-        return
-    # The loss may have read random values, which the next strategy has to draw again.
-    if draws.values_read and call.randomness == "different":
-        raise SplitBatch(Partition([torch.arange(call.batch.size)], ""))
-    set_random_state(state)
 
 
 def _alone(call: Call) -> tuple[Params, Tensor, Tree]:

@@ -144,6 +144,8 @@ class Transform(Generic[Result]):
         own = self.options
         more |= {"loss_scale": own.loss_scale, "max_norm": own.max_norm}
         inputs = Inputs(*given, **more, scales=own.scales, keys=self.keys)
+        if own.fallbacks.keyed and self.keys is None:
+            inputs = inputs.with_keys()
         return (self.reduce or self.execute)(self, inputs)
 
     def run(self, inputs: Inputs, across: Across | None = None) -> Any:
