@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -20,13 +20,14 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from vgrad import batches, checks, files
 from vgrad.dp.adaptive import QuantileClip, count_below
+from vgrad.dp.audit import Audit
 from vgrad.dp.discrete import DiscreteNoise
 from vgrad.dp.group_clip import GroupClip, scaled
 from vgrad.dp.grouped import Augment, Grouped, seeded
+from vgrad.dp.loading import PhysicalBatch, PoissonLoader, Run, check_options
 from vgrad.dp.noise import Noise, NoiseHistory, Streams
-from vgrad.dp.plan import Plan, check_spent, plan_of, spent_under
-from vgrad.dp.sampling import PhysicalBatch, PoissonLoader, Run, check_options
-from vgrad.dp.units import UnitLoss, Units, check_units, present, units_of
+from vgrad.dp.plan import Plan, check_spent, plan_of, units_of
+from vgrad.dp.units import UnitLoss, Units, check_units, present
 from vgrad.functional.live import LiveModel
 from vgrad.functional.losses import Criterion, check_criterion, sample_loss
 from vgrad.functional.model import write_grads_
@@ -56,9 +57,6 @@ from vgrad.typing import (
     Strategy,
     Tree,
 )
-
-if TYPE_CHECKING:
-    from vgrad.dp.audit import Audit
 
 _PADDING_SAMPLES = 64
 """Samples among which `check_collate` looks for two of different shapes."""
@@ -317,7 +315,7 @@ class PrivateGradients:
     @property
     def plan_digest(self) -> Tensor:
         """The digest of the plan of the steps so far, zeros before the first one."""
-        return from_bytes(spent_under(self.plan, self.step))
+        return from_bytes(self.plan.identity_at(self.step))
 
     @property
     def ready(self) -> bool:
@@ -425,7 +423,7 @@ class PrivateGradients:
         guesses: tuple[int, int] | None = None,
         significance: float = 0.05,
         seed: int | None = None,
-    ) -> "Audit":
+    ) -> Audit:
         """Bound from below how much a release spends, as `Plan.audit` does for a step.
 
         It calls `backward` on a copy of this object and of the module, without data,
@@ -446,18 +444,16 @@ class PrivateGradients:
             >>> private.audit(canaries=200, significance=1e-6).exceeded
             False
         """
-        from vgrad.dp.canaries import audit
-
         own: Any = {"canaries": canaries, "guesses": guesses}
         own |= {"significance": significance, "key": secret_key(seed=seed)}
         options, (params, _) = self._source.transform.options, self._live.values()
-        function, release = "PrivateGradients.audit", self._noisy_gradients
-        return audit(function, self.plan, release, options, params, **own)
+        run = self._noisy_gradients, options, params
+        return self.plan.audit_of("PrivateGradients.audit", *run, **own)
 
     def _noisy_gradients(
         self, loss: LossFn, key: Tensor, batches: Sequence[tuple], chunk_size: Any
     ) -> list[tuple[Params, Tensor | None]]:
-        """Release batches by a copy, as `TrainingStep.noisy_gradients`."""
+        """Release batches by a copy, as `canaries.noisy_gradients`."""
         private, plan = copy.copy(self), self.plan
         with RNG_LOCK:
             private._live = LiveModule(copy.deepcopy(self.model))
@@ -538,7 +534,7 @@ class PrivateGradients:
                 f"in 'noise', got others ({error})."
             ) from error
         try:
-            check_spent(function, self.plan, from_bytes(spent_under(saved, step)), step)
+            check_spent(function, self.plan, from_bytes(saved.identity_at(step)), step)
         except ValueError as error:
             raise ValueError(f"{error} state['plan'] is {saved}.") from error
         if step > self.plan.steps:

@@ -7,9 +7,8 @@ gradients are not finite keep their old values, running statistics of batch norm
 included, which are buffers of each member. E members.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,8 +23,8 @@ from vgrad import batches, optim
 from vgrad.conditions import checks_collected
 from vgrad.devices import is_host
 from vgrad.dp.discrete import DiscreteNoise
-from vgrad.dp.noise import Drawn, Noise, Streams
-from vgrad.dp.plan import Plan, check_spent, spent_under
+from vgrad.dp.noise import Drawn, Noise
+from vgrad.dp.plan import Plan, check_spent
 from vgrad.dp.private_gradients import PrivateSource, clipped_sums, metrics_of
 from vgrad.dp.units import UnitLoss, check_units
 from vgrad.ensemble.execution import run_eager
@@ -172,49 +171,6 @@ class TrainingStep(Generic[State]):
         explanation = self.execute.explanation  # absent in eager mode
         return lambda *_: explanation(None)
 
-    def noisy_gradients(
-        self,
-        state: Any,
-        loss: LossFn,
-        key: Tensor,
-        batches: Sequence[tuple],
-        chunk_size: ChunkSize,
-    ) -> list[tuple[Params, Tensor | None]]:
-        """Take a plan's first steps, on another loss and key and batches of all ranks.
-
-        Return noisy gradients, and bounds of the clip that adapt. The state is saved
-        and loaded before the last step; the one passed stays as it is.
-        """
-        source: Any = self.source
-        plan, transform = source.plan, source.transform.with_loss(loss, chunk_size)
-        # A canary stands for a unit. The streams of this step stay as they are.
-        own = {"samples_per_unit": None, "streams": Streams(), "counts": Streams()}
-        source = replace(source, transform=transform, has_aux=False, **own)
-        step = replace(self, source=source, tx=_RECORDER, has_aux=False)
-        step = replace(step, reduce=self.reduce.of(step), execute=copy(self.execute))
-        digest = from_bytes(spent_under(plan, plan.earlier_steps))
-        state = state._replace(
-            key=key,
-            step=torch.full_like(state.step, plan.earlier_steps),
-            plan_digest=digest.to(state.plan_digest.device),
-            noise=(),
-            max_norm=(),
-        )
-        # Gradients keep the scales that they have in this state.
-        optimizer: Any = {"uses": uses_of_noise(state.optimizer)}
-        optimizer["grads"] = map_values(torch.zeros_like, state.params)
-        found, parts = [], [step.reduce.share(batch) for batch in batches]
-        for number, batch in enumerate(parts, start=1):
-            if number == len(parts):
-                state = step.reduce.reloaded(state)
-            state = state._replace(optimizer=optimizer)
-            clipped = source.at(state.max_norm, state.params, int(state.step))
-            if step.execute is not run_eager:  # a first call is captured, and not run
-                step(state, *batch)
-            state, _ = step(state, *batch)
-            found.append((state.optimizer["grads"], clipped.options.max_norm))
-        return found
-
     def __call__(self, state: State, /, *batch: Tree) -> tuple[State, Metrics]:
         """Take a step."""
         old: Any = state
@@ -287,13 +243,6 @@ class TrainingStep(Generic[State]):
         if self.has_aux:
             metrics["aux"] = aux
         return state._replace(**fields, **changes), metrics
-
-
-_RECORDER = GradientTransformation(
-    lambda params: {},
-    lambda grads, state, params=None: (dict.fromkeys(grads), {**state, "grads": grads}),
-)
-"""Leaves parameters as they are, and keeps gradients in its state."""
 
 
 def noisy_step(
