@@ -417,8 +417,8 @@ def test_numbers_of_other_types_make_the_same_plan():
 
 # Refusals.
 
-NOISES = {"discrete": {"discrete": "sum"}}
-NOISES["quantile_clip"] = {"max_norm": dp.quantile_clip(count_deviation=2.0)}
+ADAPTS = {"max_norm": dp.quantile_clip(count_deviation=2.0)}
+NOISES = {"discrete": {"discrete": "sum"}, "quantile_clip": ADAPTS}
 NOISES |= {name: {"noise": noising.Noising(name, 2)} for name in ("bisr", "blt")}
 NOISES["band_mf"] = {"noise": noising.from_coefficients([1.0, 0.5])}
 NOISES["band_inv_mf"] = {"noise": noising.from_coefficients([1.0, -0.5], inverse=True)}
@@ -480,13 +480,10 @@ def test_a_step_refuses_a_batch_that_the_plan_never_draws(plan):
         ({"before": Plan(**RUN), "steps": 5000, "samples_per_unit": 2}, "of one kind"),
         ({"sampling": "fixed_order", "sampling_rate": 0.26}, "a whole number"),
         ({"discrete": "sum", "noise": noising.band_mf(4)}, "'band_mf and discrete'"),
-        (
-            {
-                "max_norm": dp.quantile_clip(count_deviation=2.0),
-                "noise": noising.band_mf(4),
-            },
-            "'band_mf and quantile_clip'",
-        ),
+        (ADAPTS | {"noise": noising.band_mf(4)}, "'band_mf and quantile_clip'"),
+        (ADAPTS | {"discrete": "sum"}, "'discrete and quantile_clip'"),
+        (ADAPTS | {"sampling": "fixed_order"}, "neighbours 'replace_one'"),
+        (ADAPTS | {"noise_multiplier": 4.0}, r"< 2 \* count_deviation = 4"),
         ({"max_batch_size": 0}, "max_batch_size"),
         ({"samples_per_unit": 0}, "samples_per_unit"),
         ({"discrete": "yes"}, "discrete"),
