@@ -23,7 +23,8 @@ from vgrad import batches as _batches
 from vgrad import checks, files
 from vgrad.curvature import Curvature, Kronecker
 from vgrad.curvature.kronecker import Block, eigen
-from vgrad.dp.sampling import PoissonLoader, StepBatches
+from vgrad.dp.loading import PoissonLoader
+from vgrad.dp.sampling import StepBatches
 from vgrad.persample import Options, per_sample_projection
 from vgrad.persample.engine import Transform
 from vgrad.persample.grad import Gradients
