@@ -34,7 +34,7 @@ _MOST = 16
 """Captures of one function; more would mean that shapes never repeat."""
 
 _IN_A_ROW = 3
-"""Results dropped one after the other until there is a second graph, or none."""
+"""Results dropped one after the other until a graph is given up."""
 
 
 class CompileWarning(UserWarning):
@@ -439,16 +439,14 @@ class Captures:
         verification.replays(*both, fast, eager, arguments, first=first, **own)
 
     def _count_dropped(self, capture: _Capture) -> None:
-        """Count a result that was dropped; after some in a row choose another way."""
+        """Count a result that was dropped; after some in a row give up."""
         capture.in_a_row += 1
         if capture.in_a_row >= _IN_A_ROW:
-            if capture.graph is not None and capture.graph.zeros:
-                text = (
-                    f"{capture.in_a_row} calls in a row had doubtful samples, or "
-                    f"samples that {DIFFER}"
-                )
-                self._give_up(capture, text)
-            capture.run = None
+            text = (
+                f"{capture.in_a_row} calls in a row had doubtful samples, or samples "
+                f"that {DIFFER}"
+            )
+            self._give_up(capture, text)
 
     def _give_up(self, capture: _Capture, why: Unrepeatable | str) -> None:
         capture.graph = capture.run = None
@@ -497,9 +495,7 @@ class Captures:
         start = time.perf_counter()
         try:
             set_random_state(before)
-            graph, zeros = capture.graph, capture.in_a_row > 0
-            if graph is None or zeros > graph.zeros:
-                graph = capture.graph = captured(function, arguments, zeros=zeros)
+            graph = capture.graph = capture.graph or captured(function, arguments)
             return self._verified(capture, graph, arguments, tensors, before, expected)
         except Unrepeatable as error:
             self._give_up(capture, error)
@@ -526,7 +522,7 @@ class Captures:
             set_random_state(before)
             return backends.result(run, graph, tensors)
 
-        replay = replayed(graph.module)
+        replay = replayed(graph)
         result = result_of(replay)
         if result is None:
             self._count_dropped(capture)
