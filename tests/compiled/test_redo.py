@@ -153,7 +153,7 @@ def test_the_first_step_of_a_low_rank_update_redoes_nothing(name):
     problems.ran(same_quantities(name, loss, calls), calls=2)
 
 
-@transforms("norm", "per_layer")
+@pytest.mark.parametrize("name", ["norm", "per_layer"])
 def test_a_loss_that_saturates_is_given_up(name):
     loss = lambda *given: problems.sites(*given[:-1]) * given[-1]  # noqa: E731
     eager = problems.TRANSFORMS[name](loss)

@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from vgrad import conditions, tree
-from vgrad.compiled.captured_values import Closure
 from vgrad.compiled.draws import Draws
+from vgrad.compiled.guards import Closure
 from vgrad.conditions import Unrepeatable
 from vgrad.loss.values import is_library
 from vgrad.torch_private import modes
@@ -73,7 +73,7 @@ class Graph(NamedTuple):
     def result(self, outputs: Sequence[Tensor]) -> Any:
         """Put the outputs where the function has them."""
         values = iter(outputs)
-        return tree.map_tensors(lambda _: next(values), self.template)
+        return tree.map_tensors(partial(next, values), self.template)
 
 
 def captured(function: Callable, arguments: tuple) -> Graph:
