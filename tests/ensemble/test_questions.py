@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import optim
-from torch._C import _functorch as functorch
 from torch.nn import functional as F
 
 import vgrad
@@ -137,65 +136,6 @@ def drops(self, x):
     return self.last(h), torch.stack(drawn)
 
 
-@every_strategy
-def test_no_number_is_drawn_twice(strategy):
-    _, fmodel, params, buffers = built(drops)
-    forward = ensemble_forward(fmodel, strategy=strategy)
-    torch.manual_seed(0)
-    drawn = [forward(params, buffers, X)[1].flatten() for _ in range(3)]
-    everything = torch.cat([*drawn, torch.rand(60, dtype=torch.float64)])
-    assert len(everything.unique()) == len(everything)
-    assert len({tuple(row) for row in (drawn[0] > 0.5).view(-1, 3).tolist()}) > 2
-
-
-def test_members_share_numbers_and_the_groups_of_a_group_too():
-    _, fmodel, params, buffers = built(drops)
-
-    def loss(params, buffers, x):
-        out, drawn = fmodel(params, buffers, x)
-        if params["first.bias"].sum() > 0:
-            out = out + torch.rand(())
-        return out.square().sum() * torch.rand(()), drawn
-
-    compute = ensemble_grad(loss, strategy="hybrid", randomness="same", has_aux=True)
-    _, drawn = compute(params, buffers, X)
-    assert torch.equal(drawn, drawn[:1].expand_as(drawn))
-
-
-def test_a_layer_that_all_members_drop_is_not_taken_for_one_that_hides_its_graph():
-    def loss(params, buffers, x):
-        kept = torch.rand(()) > 0.5
-        out = x * params["a"] + x * params["b"] if kept else x * params["a"]
-        return out.sum()
-
-    params = {"a": torch.ones(2, 3), "b": torch.ones(2, 3)}
-    compute, seen = ensemble_grad(loss), set()
-    for seed in range(12):
-        torch.manual_seed(seed)
-        grads = compute(params, {}, torch.ones(3)).grads
-        seen.add(tuple(bool(row.any()) for row in grads["b"]))
-        assert grads["a"].eq(1).all()
-    assert len(seen) == 4
-
-
-def test_a_gradient_hidden_on_one_branch_is_not_taken_for_zero():
-    def loss(params, buffers, x):
-        out, b = x * params["a"], params["b"]
-        if params["a"].sum() > 0:
-            out = out + x * (b.detach() if functorch.is_batchedtensor(b) else b)
-        return out.sum()
-
-    params = {"a": torch.tensor([[-1.0], [1.0]]), "b": torch.ones(2, 1)}
-    compute = ensemble_grad(loss, strategy="hybrid")
-    away = params | {"a": -torch.ones(2, 1)}  # where `b` is found to receive none
-    assert not compute(away, {}, torch.ones(1)).grads["b"].any()
-    with pytest.raises(vgrad.UnsupportedOp, match="hides its graph"):
-        compute(params, {}, torch.ones(1))
-    with pytest.warns(vgrad.FallbackWarning, match="hides its graph"):
-        found = ensemble_grad(loss)(params, {}, torch.ones(1))
-    assert found.grads["b"].tolist() == [[0], [1]]
-
-
 def chooses(self, x):
     """Members with a positive bias have shapes that depend on values."""
     h = self.first(x)
@@ -241,27 +181,6 @@ def test_auto_runs_alone_the_members_that_cannot_run_at_once(function):
     assert (told.strategy, told.why) == (after.strategy, after.why)
     assert told.strategy == "loop"
     assert (len(told.splits), after.splits) == (1, ())
-
-
-def test_numbers_seen_alone_are_those_drawn_at_once():
-    found = []
-    for stops in (True, False):
-
-        def forward(self, x, stops=stops):
-            h = F.dropout(self.first(x), 0.5)
-            if h.sum() > 0 and stops:
-                (h > 0).nonzero()
-            return self.last(h)
-
-        _, fmodel, params, buffers = built(forward)
-        compute = ensemble_forward(fmodel, strategy="auto" if stops else "hybrid")
-        torch.manual_seed(0)
-        if stops:
-            with pytest.warns(vgrad.FallbackWarning, match="one member after another"):
-                found.append(compute(params, buffers, X))
-        else:
-            found.append(compute(params, buffers, X))
-    assert_exact(*found, 1e-14)
 
 
 def own_generator(self, x):
@@ -311,23 +230,6 @@ def test_an_explanation_has_the_lines_where_members_split():
     told = vgrad.explain(ensemble_forward(fmodel))(alike, buffers, X)
     assert (told.groups, told.splits) == (1, ())
     assert "branches" not in str(told)
-
-
-@every_strategy
-def test_inside_of_transforms_of_torch(strategy):
-    models, fmodel, params, buffers = built(ONCE)
-    forward = ensemble_forward(fmodel, strategy=strategy)
-
-    def total(params, x):
-        return (forward(params, buffers, x) ** 2).sum()
-
-    run = lambda model, x: model(x).square().sum()  # noqa: E731
-    expected, _ = gradients(models, run, [(X,)] * MEMBERS)
-    assert_exact(torch.func.grad(total)(params, X), expected, EXACT)
-    batches = torch.stack([X, -X, X * 2])
-    found = torch.vmap(lambda x: forward(params, buffers, x))(batches)
-    expected = [torch.stack([model(x) for model in models]) for x in batches]
-    assert_exact(found, torch.stack(expected), EXACT)
 
 
 @pytest.mark.compiled
