@@ -78,7 +78,14 @@ GROUPS = [COMPILED[start : start + 7] for start in range(0, len(COMPILED), 7)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [*GROUPS, ["muon"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "names",
+    [
+        GROUPS[0],
+        *(pytest.param(g, marks=pytest.mark.more) for g in [*GROUPS[1:], ["muon"]]),
+    ],
+    ids=" ".join,
+)
 def test_members_whose_optimizers_are_made_inside_compile_to_one_graph(names):
     cases = [OPTIMIZERS[name] for name in names]
     numbers = [each_list(double, case.numbers) for case in cases]
