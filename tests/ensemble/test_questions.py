@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import optim
+from torch._C import _functorch as functorch
 from torch.nn import functional as F
 
 import vgrad
