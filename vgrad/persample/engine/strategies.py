@@ -193,7 +193,7 @@ def auto(call: Call, collect: Collect) -> Chunk:
         if known.way == "loop":
             raise Unrepeatable("its samples run one after another")
         return STRATEGIES[known.way](call, collect)
-    if not (lasting := known.lasting):
+    if not known.lasting:
         known.way, known.failure = "recorded", None
     state = random_state(call.tensors) if call.randomness != "error" else None
     refused = True
@@ -209,10 +209,11 @@ def auto(call: Call, collect: Collect) -> Chunk:
             if state is not None:  # the next strategy draws the same numbers
                 set_random_state(state)
             refused &= failure.refused
+            known.lasting = False
             if known.way == "recorded":
                 known.way, known.failure = "vmap", failure
             else:
-                known.way, lasting = "loop", False
+                known.way = "loop"
         else:
             known.settled = True
             if known.failure is not None and not known.failure.refused:
@@ -223,7 +224,7 @@ def auto(call: Call, collect: Collect) -> Chunk:
             known.lasting = refused and not call.draws.values_read
             return chunk
     failure = cast(Failure, known.failure)
-    if not lasting:
+    if not known.lasting:
         try:  # raises the error of plain autograd for the first sample
             with kept_random_state(call.tensors):
                 _alone(call.take(slice(1)))
