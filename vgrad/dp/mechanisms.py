@@ -235,7 +235,7 @@ class CyclicEqual(CyclicPoisson):
 
 
 class TruncatedCyclicEqual(CyclicEqual):
-    """Cyclic batches of equal groups, a random part of those that are too large."""
+    """Cyclic batches of equal groups; of groups that are too large, a random part."""
 
     truncated = True
     accounts: ClassVar = {"zero_out": Account(("band_mf",), _ONE_BOUND)}
