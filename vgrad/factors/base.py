@@ -60,18 +60,17 @@ class Probes(NamedTuple):
 class Norm(NamedTuple):
     """Norms of B gradients in float64, [B], all to be divided by `scale`.
 
-    No number that is multiplied for a weighted sum is larger than all of `magnitudes`,
-    and no norm larger than `upper`, despite rounding. Norms whose `cancellation` is
-    above `norms.SURE`, or NaN, are to be computed again, from gradients of `factor`. A
-    weighted sum loses up to `eps * term_sums` of each: `term_sums` are the norms, if
-    none of the terms cancelled.
+    No number that is multiplied for a weighted sum is larger than all of `reach`, and
+    no norm larger than `upper`, despite rounding. Norms whose `doubt` is above
+    `norms.SURE`, or NaN, are to be computed again, from gradients of `factor`; a
+    weighted sum loses up to `eps * most` of each.
     """
 
     value: Tensor
-    magnitudes: Sequence[Tensor]
+    reach: Sequence[Tensor]
     upper: Tensor
-    cancellation: Tensor | None = None
-    term_sums: Tensor | None = None
+    doubt: Tensor | None = None
+    most: Tensor | None = None
     eps: float = 0.0
     factor: Any = None
     scale: Tensor | None = None

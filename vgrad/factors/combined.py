@@ -97,7 +97,7 @@ class Tied(Compound):
         (outer,), (rows,) = computed(parts).values()
         rounded: Any = 0.0  # of the outer products: added as it is, whatever cancels
         if rounding := self.outer.rounding:
-            terms = outer.value if outer.term_sums is None else outer.term_sums
+            terms = outer.value if outer.most is None else outer.most
             rounded = rounding * terms
             outer = outer._replace(upper=outer.upper - rounded)
         a, b = self.outer.inputs[:, 0].double(), self.outer.outputs[:, 0]
@@ -118,9 +118,9 @@ class Tied(Compound):
         cancellation = cancelled(largest.sqrt(), norms)
         # Nothing is less than what both norms are sure of.
         cancellation = cancellation.masked_fill(largest == 0, 0.0)
-        if outer.cancellation is not None:
-            cancellation = cancellation + outer.cancellation
-        magnitudes = *outer.magnitudes, *rows.magnitudes
+        if outer.doubt is not None:
+            cancellation = cancellation + outer.doubt
+        magnitudes = *outer.reach, *rows.reach
         return self, [Norm(norms, magnitudes, uppers, cancellation, lost, 1.0, self)]
 
     def zeros(self) -> Tensor:

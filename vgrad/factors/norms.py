@@ -22,13 +22,13 @@ FORMED_AT_ONCE = 2**24
 """Numbers of gradients formed at once where products cannot be trusted."""
 
 SURE = 1e15
-"""The `cancellation` up to which a norm is taken as it is.
+"""The `doubt` up to which a norm is taken as it is.
 
 No square that matters has left float32's range for numbers of this size.
 """
 
 _CANCELLED = 1e13
-"""The `cancellation` of a norm that is as large as all of its terms.
+"""The `doubt` of a norm that is as large as all of its terms.
 
 So a norm below a hundredth of them, which is mostly rounding, is computed again.
 """
@@ -144,16 +144,14 @@ def _from_products(products: Sequence[Products]) -> Iterator[Norm]:
 
 
 def cancelled(term_sums: Tensor, norms: Tensor) -> Tensor:
-    """Return the `cancellation` of norms of sums whose terms have these sizes."""
+    """Return the `doubt` of norms of sums whose terms have these sizes."""
     return _CANCELLED * term_sums / norms
 
 
 def doubtful(norms: Mapping[str, Sequence[Norm]]) -> Tensor | None:
     """Mark norms that may have cancelled, [N, B]; None if none can."""
     parts = itertools.chain(*norms.values())
-    cancellations = [
-        norm.cancellation for norm in parts if norm.cancellation is not None
-    ]
+    cancellations = [norm.doubt for norm in parts if norm.doubt is not None]
     return ~(torch.stack(cancellations) <= SURE) if cancellations else None
 
 
@@ -164,10 +162,10 @@ def recomputed(norms: Mapping[str, Sequence[Norm]]) -> dict[str, list[Norm]]:
 
 def _recomputed(norm: Norm) -> Norm:
     value, upper, factor = norm.value, norm.upper, norm.factor
-    if norm.cancellation is None or norm.term_sums is None:
+    if norm.doubt is None or norm.most is None:
         return norm
-    lost = norm.term_sums * norm.eps
-    rows = ~(norm.cancellation <= SURE) & ~((upper == 0) & factor.zeros())
+    lost = norm.most * norm.eps
+    rows = ~(norm.doubt <= SURE) & ~((upper == 0) & factor.zeros())
     rows = rows.nonzero().flatten()
     value, upper = value.clone(), upper.clone()
     step = 1  # the first one shows how many gradients are not too many
@@ -177,7 +175,7 @@ def _recomputed(norm: Norm) -> Norm:
         step = max(1, FORMED_AT_ONCE * len(chunk) // max(1, grads.numel()))
         value[chunk] = exact = row_norms(grads)
         upper[chunk] = exact + lost[chunk]
-    return norm._replace(value=value, upper=upper, cancellation=None)
+    return norm._replace(value=value, upper=upper, doubt=None)
 
 
 class Joint:
