@@ -23,7 +23,7 @@ from vgrad import checks
 from vgrad.batches import Sensitivity
 from vgrad.conditions import rare
 from vgrad.factors import Dense, Factor, Sums
-from vgrad.factors.norms import SURE, Gathered, Joint, gathered, recomputed, settled
+from vgrad.factors.norms import SURE, Gathered, Joint, computed, gathered, recomputed
 from vgrad.factors.reductions import normal_rounded_down, ordinary, rounded_down
 from vgrad.persample.engine import (
     LOCAL,
@@ -148,13 +148,13 @@ class _ClipCollector(Collector):
     small: list[Gathered] | None = None  # factors of which some are together
 
     def take(self, name: str, factor: Factor) -> None:
-        self.factors[name], self.norms[name] = factor.settled()
+        self.factors[name], self.norms[name] = factor.with_norms()
 
     def joint(self) -> Joint:
         """Return the norms of all parts."""
         if self.small is None:
             self.small = gathered(self.factors, self.norms, self.parts)
-        self.norms = settled(self.norms)
+        self.norms = computed(self.norms)
         return Joint(self.norms, self.parts, self.dtype)
 
     def bound(self, like: Tensor) -> float | Tensor:
@@ -173,7 +173,7 @@ class _ClipCollector(Collector):
         factors = normal_rounded_down(factors, self.dtype)
         if self.mask is not None:
             factors, clipped = factors * self.mask, clipped & self.mask
-        far = ~(norms.most <= self.rule.limit(self.bounds))
+        far = ~(norms.largest <= self.rule.limit(self.bounds))
         weights = self._columns(factors)
         return ClipWeights(norms.total, upper, factors, weights, clipped, far)
 
@@ -184,7 +184,7 @@ class _ClipCollector(Collector):
         # Samples that are not finite need some number.
         factors = self.rule.factors(upper.nan_to_num(1.0, 1.0), bound)
         # A product with a number on the edge of zero must not count either.
-        reach = norms.reach
+        reach = norms.magnitudes
         safe = (ordinary(reach, factors) & (reach <= bound * _FAR)).all(0)
         finite = (upper < math.inf).all(0) & safe
         total = norms.total
@@ -219,7 +219,7 @@ class _ClipCollector(Collector):
         for name in list(self.factors):
             factor, weight = self.factors.pop(name), clip.weights[name]
             if rows is not None:
-                factor, weight = factor.take(rows), weight[rows]
+                factor, weight = factor.select(rows), weight[rows]
             elif keep is not None:
                 factor = masked(factor, keep)
             value = known[name] if name in known else factor.weighted(weight)
@@ -248,7 +248,7 @@ class _TwoPassCollector(_ClipCollector):
 
     def first_pass(self, name: str, factor: Factor) -> Factor:
         """Keep norms, and return the form of a factor for a sum."""
-        form, norms = factor.settled()
+        form, norms = factor.with_norms()
         self.norms[name] = [
             each if isinstance(each, Dense) else each._replace(factor=None)
             for each in norms

@@ -11,7 +11,7 @@ from torch import Tensor
 from vgrad.conditions import rare
 from vgrad.factors import Dense, Factor, Norm, Sums
 from vgrad.factors.base import Norms as FactorNorms
-from vgrad.factors.norms import Joint, doubtful, gathered, recomputed, settled
+from vgrad.factors.norms import Joint, computed, doubtful, gathered, recomputed
 from vgrad.persample.engine import (
     Call,
     Collector,
@@ -171,13 +171,13 @@ class _NormCollector(Holding):
         return members(*self._grouping)
 
     def take(self, name: str, factor: Factor) -> None:
-        self.hold(name, factor.settled()[1], factor.bytes)
+        self.hold(name, factor.with_norms()[1], factor.bytes)
 
     def settle(self, held: dict[str, FactorNorms]) -> None:
         firsts = {name: parts[0] for name, parts in held.items() if len(parts) == 1}
         small = {n: each for n, each in firsts.items() if isinstance(each, Dense)}
         gathered(small, held, self.groups.values())
-        norms = settled(held)
+        norms = computed(held)
         where = doubtful(norms)
         careful = where is not None and rare(where)
         self.norms |= recomputed(norms) if careful else norms
