@@ -477,7 +477,7 @@ class _Products(Collector):
     values: dict[str, Tensor] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)  # their numbers of positions
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         if name not in self.owner:
             return
         group, others = self.owner[name], self.queries[name]

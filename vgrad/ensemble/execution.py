@@ -235,7 +235,7 @@ def verified(
     number = 2 * count.bit_length()
     rows = torch.tensor([number - 2, number - 1]).remainder(call.layout.members)
     memory: dict[str, Any] = {"fallbacks": Fallbacks(silent=True), "strategies": {}}
-    pair = call.take(rows).replaced(verify=False, unreached=set(), **memory)
+    pair = call.select(rows).replaced(verify=False, unreached=set(), **memory)
     if call.randomness != "error":
         keys = sample_keys(0, 0, 2, call.tensors[0].device)
         pair = pair.replaced(randomness="different", draws=Draws(keys=keys))

@@ -182,7 +182,7 @@ class MemberCall(AnyCall):
             return Draws()  # of the generators, in turn
         return self.draws.of(slice(member, member + 1))
 
-    def take(self, rows: Tensor) -> "MemberCall":
+    def select(self, rows: Tensor) -> "MemberCall":
         """Return the call of these members, in this order."""
         params, buffers, *items = self.map(
             lambda x: x.index_select(0, rows.to(x.device))

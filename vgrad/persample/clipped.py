@@ -147,7 +147,7 @@ class _ClipCollector(Collector):
     norms: dict[str, Any] = field(default_factory=dict)
     small: list[Gathered] | None = None  # factors of which some are together
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         self.factors[name], self.norms[name] = factor.with_norms()
 
     def joint(self) -> Joint:
@@ -260,9 +260,9 @@ class _TwoPassCollector(_ClipCollector):
         careful = self.reducer.any_rank(rare(clip.far))
         self._clip = None if careful else clip
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         if self._clip is None:
-            return super().take(name, factor)
+            return super().add(name, factor)
         form = self.first_pass(name, factor)
         found = form.weighted(self._clip.weights[name])
         self.sums[name] = self.reducer.summed(name, found)

@@ -201,7 +201,7 @@ def _explained(call: Call) -> Explanation:
 
     verified = _verified(call)
     size = min(size, at_a_time(call) or size)
-    part = replace(call, loss=watched).take(slice(0, size))
+    part = replace(call, loss=watched).select(slice(0, size))
     part, quantity = part.replaced(chunk_size=None), _Described(call)
     parts = Joined(part, quantity.joins())
     Transform(call, quantity).run_parts(part, parts)
@@ -317,7 +317,7 @@ class _Uses(Collector):
         kind = type(use.factor).__name__
         self._uses.append(Row(use.names, ", ".join(use.ops), kind, "", 0, why))
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         form, size = self._form(factor, self._params[name].element_size())
         kind, why = type(factor).__name__, "not used: no gradient reaches it"
         self._wholes[name] = Row((name,), "", kind, form, size, why)

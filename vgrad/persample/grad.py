@@ -170,7 +170,7 @@ class _NormCollector(Holding):
         """The names in each group, after a pass, whose errors are the loss's."""
         return members(*self._grouping)
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         self.hold(name, factor.with_norms()[1], factor.bytes)
 
     def settle(self, held: dict[str, FactorNorms]) -> None:
@@ -272,7 +272,7 @@ class _Weighted(Collector):
         if self._mask is not None:
             self._weights = torch.where(self._mask, self._weights, 0)
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         if self._mask is not None:
             factor = masked(factor, self._mask)
         value = factor.weighted(self._weights)

@@ -150,7 +150,7 @@ class _Moments(Collector):
     means: Params = field(default_factory=dict)
     squares: Params = field(default_factory=dict)
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         found = self._by_sides(factor)
         if found is None:
             # Some samples at a time, so that few gradients are in memory.
@@ -299,7 +299,7 @@ class _Blocks(Collector):
     values: dict[str, Any] = field(default_factory=dict, init=False)
     _held: dict[str, Factor] = field(default_factory=dict, init=False)
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         names, scale = self.pairs.get(name, (name,)), 1.0
         if isinstance(factor, Scaled):  # the values are quadratic
             factor, scale = factor.factor, double(factor.scale).square()

@@ -179,7 +179,7 @@ class _Projected(Collector):
     joint: bool
     values: dict[str, Tensor] = field(default_factory=dict)
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         probes = self.probes[name]
         found = factor.project(probes).view(factor.size, probes.dim)
         if self.joint:

@@ -183,7 +183,7 @@ LOCAL = Reducer()
 class AnyCall:
     """The options and the tensors that calls of samples and of members have in common.
 
-    It is made without tensors, and run by `run_in_parts`, whose parts `take` returns.
+    It is made without tensors, and run by `run_in_parts`, whose parts `select` returns.
     """
 
     function: str  # its name, for errors
@@ -353,14 +353,14 @@ class Call(AnyCall):
         signature = casts, torch.is_grad_enabled(), training, *batch.plain, *kinds
         return self.fallbacks.known.setdefault(signature, Known())
 
-    def take(self, rows: slice | Tensor) -> "Call":
+    def select(self, rows: slice | Tensor) -> "Call":
         """Return the call on these samples, in this order: a chunk or a part."""
         size = self.batch.size
         if isinstance(rows, slice) and rows.indices(size) == (0, size, 1):
             return self
         mask, weights = self.mask, self.weights
         return self.replaced(
-            batch=self.batch.take(rows),
+            batch=self.batch.select(rows),
             mask=None if mask is None else batches.taken(mask, rows),
             weights=None if weights is None else batches.taken(weights, rows),
             draws=self.draws.of(rows),

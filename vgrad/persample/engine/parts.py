@@ -49,7 +49,7 @@ def run_in_parts(
             several = len(result.rows) > 1
             left[:0] = [
                 (
-                    part.take(places).by_itself() if several else part.take(places),
+                    part.select(places).by_itself() if several else part.select(places),
                     [rows[place] for place in places.tolist()],
                     again,
                 )

@@ -130,7 +130,7 @@ def _recorded(
                     set_random_state(state)
                 recorder, losses, aux = run()
                 recorder.foreign(losses)
-        back(collector.take, last=True)
+        back(collector.add, last=True)
     if recorder.unreached:
         _check_unreached(call, frozenset(recorder.unreached))
     if recorder.saves:
@@ -227,7 +227,7 @@ def auto(call: Call, collect: Collect) -> Chunk:
     if not known.lasting:
         try:  # raises the error of plain autograd for the first sample
             with kept_random_state(call.tensors):
-                _alone(call.take(slice(1)))
+                _alone(call.select(slice(1)))
         except Exception as error:
             if failure.refused:
                 why = _ADVICE.sub("", failure.why)
@@ -398,7 +398,7 @@ def _collected(
 ) -> Chunk:
     """Pass stored gradients on, so that no more than one is held twice."""
     collector = collect()
-    take = call.unscaled(collector.take)
+    take = call.unscaled(collector.add)
     with no_autocast(losses.device):
         for name in list(grads):
             take(name, Dense(grads.pop(name)))

@@ -188,7 +188,7 @@ class Transform(Generic[Result]):
         versions = [version_of(value) for _, value in fixed]
         step = at_a_time(call) or size
         chunks = (range(size)[start : start + step] for start in range(0, size, step))
-        calls = ((call.take(slice(rows.start, rows.stop)), rows) for rows in chunks)
+        calls = ((call.select(slice(rows.start, rows.stop)), rows) for rows in chunks)
         run_in_parts(
             calls, chunk or self.measured, self.measured, note_split, parts.add
         )

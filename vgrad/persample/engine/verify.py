@@ -163,7 +163,7 @@ def _pair(call: Call, known: Known) -> Call | None:
     changes |= {"draws": Draws(), "reducer": LOCAL, "chunk_size": None}
     changes |= {"fallbacks": Fallbacks(silent=True), "unreached": set()}
     detached = {"params": map_values(Tensor.detach, call.params)}
-    return call.replaced(**changes, **detached).take(rows)
+    return call.replaced(**changes, **detached).select(rows)
 
 
 def _widened(call: Call) -> Call | None:
@@ -238,7 +238,7 @@ def _compared(
     call: Call, known: Known, restart: Callable[[], None]
 ) -> "_Disagreement | str | None":
     names, probes = [*call.params], {}
-    alone = [call.take(slice(row, row + 1)) for row in range(call.batch.size)]
+    alone = [call.select(slice(row, row + 1)) for row in range(call.batch.size)]
     try:
         restart()
         parts = Joined(call, {"products": Concatenated()})
@@ -321,7 +321,7 @@ class _Projections(Collector):
     probes: dict[str, Probes]
     factors: dict[str, Factor] = field(default_factory=dict)
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         self.factors[name] = factor  # until the end, as collectors of norms do
 
     def values(self) -> Tensor:
@@ -399,11 +399,11 @@ def _of_one(call: Call, probes: dict[str, Probes]) -> tuple[Tensor, Params, Para
     products: Params = {}
     norms: Params = {}
 
-    def take(name: str, factor: Factor) -> None:
+    def add(name: str, factor: Factor) -> None:
         products[name] = collector.product(name, factor)
         norms[name] = row_norms(factor.grad())
 
-    unscaled = call.unscaled(take)
+    unscaled = call.unscaled(add)
     for name in list(grads):  # each is freed before the next one is projected
         unscaled(name, Dense(grads.pop(name).detach().unsqueeze(0)))
     return loss, products, norms
