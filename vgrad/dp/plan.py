@@ -184,9 +184,13 @@ class Plan:
         kinds = self.sampling, self.neighbours, noise, most, self.accountant
         return Combination(*kinds)
 
-    @functools.cached_property
+    @property
     def mechanism(self) -> Mechanism:
         """The batches, the noise and the account of the plan's own steps."""
+        return self._mechanism
+
+    @functools.cached_property
+    def _mechanism(self) -> Mechanism:
         kind, relation = self._combination.resolved()
         steps, most = self.horizon or self.steps, self.max_batch_size
         assert most != "auto"
@@ -534,10 +538,7 @@ class Plan:
                 "Plan.deviation(step): expected a plan of a fixed max_norm, got one "
                 "that adapts it. The bound of a step is in the state."
             )
-        if self.noise.correlated:
-            own = self.mechanism
-            row = own.fitted.row_norms(own.steps)[step - own.start]
-            scale *= own.sensitivity * float(row)
+        scale *= self.mechanism.deviation(step)
         if isinstance(self.max_norm, GroupClip):
             return {each: scale * x for each, x in self.max_norm.deviations.items()}
         return scale
@@ -764,11 +765,10 @@ class Plan:
         self._check_sum(sensitivity, max_norm)
         own: dict[str, Any] = {"key": self._subkey(key), "step": step}
         own |= {"streams": streams, "history": history}
-        multiplier = self._gradient_multiplier
+        multiplier = self._gradient_multiplier * self.mechanism.sensitivity
+        own["noise_multiplier"] = multiplier
         if self.noise.correlated:
             own |= {"filter": self.fitted.filter, "first": self.earlier_steps}
-            multiplier *= self.mechanism.sensitivity
-        own["noise_multiplier"] = multiplier
         if isinstance(self.max_norm, GroupClip):
             sensitivity = Sensitivity(self.noise_norm / self.expected_batch_size)
         noise = gaussian_noise("add_gaussian_noise", sensitivity, **own)
