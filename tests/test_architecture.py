@@ -144,7 +144,7 @@ def test_torch_private_is_the_only_door_to_what_torch_does_not_promise():
 
 NAMES_DEVICES = {
     "precision/autocasting.py": "torch's lists of what autocast casts",
-    "compiled/captures.py": "torch's switches of rounding",
+    "compiled/guards.py": "torch's switches of rounding",
     "factors/products.py": "torch's switches of rounding",
     "persample/engine/proxies.py": "methods of tensors",
 }

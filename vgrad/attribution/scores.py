@@ -3,7 +3,7 @@
 B samples of a batch, N of all batches, Q queries, T positions of one sample.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, Unpack
 
@@ -23,13 +23,14 @@ from vgrad.persample import per_sample_grad, per_sample_norm, per_sample_project
 from vgrad.persample.engine import (
     Call,
     Collector,
-    Evaluation,
     Groups,
+    Join,
+    Joined,
+    Listed,
     Mapped,
     Options,
     Quantity,
     Transform,
-    assembled,
     check_groups,
     constants,
     members,
@@ -433,19 +434,23 @@ class _Queries(Quantity):
 
     chunked = False
 
+    def joins(self) -> dict[str, Join]:
+        return {"factors": Listed()}
+
     def collector(self, call: Call) -> Mapped:
         return Mapped(_compact)
 
-    def partial(self, collector: Mapped, call: Call) -> dict[str, Factor]:
-        return collector.values
+    def partial(self, collector: Mapped, call: Call) -> dict[str, Any]:
+        return {"factors": [collector.values]}
 
-    def total(self, partials: Iterator[Any], run: Evaluation) -> dict[str, Any]:
-        chunks = list(partials)
-        factors = {name: [chunk[name] for chunk in chunks] for name in run.params}
-        if run.places is None:
+    def total(self, parts: Joined) -> dict[str, Any]:
+        order, places = parts.order, torch.arange(parts.call.batch.size)
+        chunks = parts.values["factors"]
+        factors = {name: [each[name] for each in chunks] for name in parts.call.params}
+        if torch.equal(order(places), places):
             return factors
         grads = {n: torch.cat([x.grad() for x in some]) for n, some in factors.items()}
-        return {name: [Dense(each[run.places])] for name, each in grads.items()}
+        return {name: [Dense(order(each))] for name, each in grads.items()}
 
     def selected(self, value: Any, rows: Any, inputs: Any) -> Any:
         return value
@@ -498,7 +503,7 @@ class _Scores(Quantity):
         owner = {name: group for group, some in self.groups.items() for name in some}
         return _Products(self.queries, owner, self.per_position)
 
-    def partial(self, collector: _Products, call: Call) -> dict[str, Tensor]:
+    def partial(self, collector: _Products, call: Call) -> dict[str, Any]:
         for name, positions in collector.refused.items():
             raise ValueError(
                 f"influence(per_position=True): expected parameters of recorded linear "
@@ -506,10 +511,10 @@ class _Scores(Quantity):
                 f"their group, got {name!r}, with {positions or 'none'}. Leave it out, "
                 f"by groups={{'': ['*.weight']}} or vgrad.freeze."
             )
-        return {n: each.to(call.dtype) for n, each in collector.values.items()}
+        products = collector.values
+        return {"values": {n: each.to(call.dtype) for n, each in products.items()}}
 
-    def total(self, partials: Iterator[Any], run: Evaluation) -> dict[str, Tensor]:
+    def total(self, parts: Joined) -> dict[str, Tensor]:
         count = sum(each.size for each in next(iter(self.queries.values())))
-        empty = torch.zeros(0, count, dtype=run.dtype, device=run.call.device)
-        found = assembled(partials, run.call.batch.size)
-        return found or dict.fromkeys(self.groups, empty)
+        empty = parts.losses.new_zeros(0, count)
+        return parts.values["values"] or dict.fromkeys(self.groups, empty)

@@ -4,7 +4,7 @@ A parameter is a matrix `[O, I]` of its first dimension and all others. T positi
 sample use it, with inputs a_t and gradients g_t at their outputs; K columns, N samples.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack, get_args
 
@@ -16,7 +16,7 @@ from vgrad.curvature.outputs import Batches, Curvature
 from vgrad.factors import Factor
 from vgrad.factors.columns import Appended, Covariances, covariances
 from vgrad.persample import Options
-from vgrad.persample.engine import Evaluation, constants
+from vgrad.persample.engine import Call, Join, Joined, constants
 from vgrad.persample.grad import Gradients
 from vgrad.persample.moments import OfBlocks, Pairs, Sides, Squares
 from vgrad.tree import double
@@ -336,10 +336,26 @@ def joint(grads: Params) -> Tensor:
     return torch.cat(rows, 2)
 
 
+class _Added(Join):
+    """Covariances of each parameter, added up."""
+
+    def __init__(self) -> None:
+        self.value: dict[str, Covariances] = {}
+
+    def add(
+        self, value: dict[str, Covariances], rows: Sequence[int], size: int
+    ) -> None:
+        for name, each in value.items():
+            _add(self.value, name, each)
+
+
 @dataclass(frozen=True)
 class _Covariances(OfBlocks):
     pairs: Pairs
     reduce: bool
+
+    def joins(self) -> dict[str, Join]:
+        return {"values": _Added()}
 
     def of_block(self, name: str, factor: Factor) -> dict[str, Any]:
         if not isinstance(factor, Appended):
@@ -349,20 +365,20 @@ class _Covariances(OfBlocks):
         parts = {name: joint, self.pairs[name][1]: factor.bias}
         return {n: covariances(each, reduce=self.reduce) for n, each in parts.items()}
 
-    def total(self, partials: Iterator[dict[str, Any]], run: Evaluation) -> Any:
-        sums: dict[str, Covariances] = {}
-        for part in partials:
-            for name, each in part.items():
-                if each is None:
-                    shape = tuple(run.params[name].shape)
-                    raise ValueError(
-                        f"{run.call.function}(params): expected parameters of layers "
-                        f"with two sides, or with few numbers, got {name!r} of shape "
-                        f"{shape}, whose gradients have one side. Leave it out: "
-                        f"params, buffers = vgrad.freeze(params, buffers, [{name!r}])."
-                    )
-                _add(sums, name, each)
-        return sums
+    def partial(self, collector: Any, call: Call) -> dict[str, Any]:
+        for name, each in collector.values.items():
+            if each is None:
+                raise ValueError(
+                    f"{call.function}(params): expected parameters of layers with two "
+                    f"sides, or with few numbers, got {name!r} of shape "
+                    f"{tuple(call.params[name].shape)}, whose gradients have one side. "
+                    f"Leave it out: params, buffers = "
+                    f"vgrad.freeze(params, buffers, [{name!r}])."
+                )
+        return super().partial(collector, call)
+
+    def total(self, parts: Joined) -> dict[str, Covariances]:
+        return parts.values["values"]
 
     def mapped(self, function: Any, value: Any) -> Any:
         return value

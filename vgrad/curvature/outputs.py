@@ -31,7 +31,7 @@ from vgrad.generators import (
 )
 from vgrad.loss.randomness import drew
 from vgrad.persample import Options
-from vgrad.persample.engine import Call, Evaluation, Quantity, Transform
+from vgrad.persample.engine import Call, Joined, Quantity, Transform
 from vgrad.persample.grad import Gradients
 from vgrad.torch_private import modes
 from vgrad.tree import map_tensors, no_autocast, tensors, wide
@@ -79,7 +79,8 @@ class Curvature:
         check_tensors(name, params=params, buffers=buffers)
         loss = partial(_with_columns, self.columns, self.fmodel)
         call = Call.of(function, loss, options)
-        transform = _Measured(replace(call, columns=True, singly=False), quantity)
+        call = replace(call, columns=True, singly=False)
+        transform = Transform(call, _WithOutputs(quantity))
         for number, batch in enumerate(_batches.each(name, batches)):
             ends = first_and_last(_batches.read(name, batch).size)
             with torch.no_grad():
@@ -155,12 +156,15 @@ def first_and_last(size: int) -> slice:
     return slice(None, None, max(1, size - 1))
 
 
-class _Measured(Transform):
-    """Returns the outputs as well."""
+class _WithOutputs(Quantity):
+    """A quantity and the outputs of the samples."""
 
-    def evaluated(self, run: Evaluation) -> Any:
-        value, output = super().evaluated(run), run.losses
-        return value, output if run.places is None else output[run.places]
+    def __init__(self, quantity: Quantity) -> None:
+        self._quantity, self.joins = quantity, quantity.joins
+        self.collector, self.partial = quantity.collector, quantity.partial
+
+    def total(self, parts: Joined) -> tuple[Any, Tensor]:
+        return self._quantity.total(parts), parts.losses
 
 
 def fixed(what: str, run: Callable[[], T], given: Tree) -> T:
@@ -385,14 +389,13 @@ def per_sample_jacobian(
 
 
 class _Jacobians(Gradients):
-    def total(self, partials: Iterator[Params], run: Evaluation) -> Params:
-        grads = super().total(partials, run)
-        if not run.done:
+    def total(self, parts: Joined) -> Params:
+        if not parts.call.batch.size:
             raise ValueError(
                 "per_sample_jacobian(fmodel)(params, buffers, *inputs): expected a "
                 "sample at least, got an empty batch, whose outputs have no shape."
             )
-        out = run.chunks_run[0].losses.shape[1:]
+        grads, out = super().total(parts), parts.losses.shape[1:]
         return {name: each.unflatten(1, out) for name, each in grads.items()}
 
 

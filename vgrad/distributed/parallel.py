@@ -32,7 +32,6 @@ from vgrad.generators import Tag, sample_keys
 from vgrad.persample.engine import (
     LOCAL,
     Call,
-    Evaluation,
     Inputs,
     Reducer,
     Transform,
@@ -408,9 +407,7 @@ class _AcrossRanks:
     def _run(self, transform: Transform, call: "_Summed", inputs: Inputs) -> Any:
         """Return sums over all ranks, and lists of this rank's samples."""
         if not any(isinstance(each, DTensor) for each in inputs.params.values()):
-            return transform.execute(
-                transform, inputs, call.evaluation, self._ranks.size
-            )
+            return transform.execute(transform, inputs, call)
         if transform.execute is not eager:
             raise TypeError(
                 f"{call.what}(params): expected ordinary tensors for a compiled "
@@ -467,12 +464,17 @@ class _Summed(RankCall):
         self._sums: Summing | None = None
         self._error: Exception | None = None
 
-    def evaluation(self, call: Call) -> Evaluation:
-        """Return the evaluation of a call in which all ranks take part."""
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.ranks.size
+
+    def of(self, call: Call) -> Call:
+        """Return the call of this rank, whose sums are sent off as they are formed."""
         # Random numbers may have to be drawn again, and then sums differ.
-        if self.ranks.size > 1 and call.randomness == "error":
-            call = replace(call, reducer=_AsFormed(self.give, call.params))
-        return Evaluation(call, reduce=self.summed)
+        if self.ranks.size == 1 or call.randomness != "error":
+            return call
+        return replace(call, reducer=_AsFormed(self.give, call.params))
 
     def give(self, like: Params, name: str, value: Tensor) -> None:
         """Send one of some sums off; an error waits until they are needed."""

@@ -19,7 +19,6 @@ from vgrad import batches, files, tree
 from vgrad.persample.clipped import ClippedSum
 from vgrad.persample.engine import (
     NON_RETRYABLE,
-    Evaluation,
     Inputs,
     Reducer,
     Transform,
@@ -249,7 +248,8 @@ def sharded_call(transform: Transform, ranks: Ranks, inputs: Inputs) -> Any:
     ):
         _check(what, transform, ranks, params, buffers)
         size = batches.read(options.function, batch).size
-        facts.own |= {"size": size, "mapped": options.fallbacks.failure is not None}
+        mapped = any(each.failure for each in options.fallbacks.known.values())
+        facts.own |= {"size": size, "mapped": mapped}
         facts.same["strategy"] = options.strategy
         facts.same["layout"] = layout({**params, **buffers})
     notes = facts.notes
@@ -360,7 +360,7 @@ def _where_used(
     call = transform.options.on(inputs)
     chunk = gathering.least(at_a_time(call) or size)
     call = replace(call, chunk_size=chunk, strategy="recorded", reducer=gathering)
-    value, mask = transform.evaluated(Evaluation(call)), inputs.mask
+    value, mask = transform.evaluate(call), inputs.mask
     return value if mask is None else transform.selected(value, mask, inputs)
 
 

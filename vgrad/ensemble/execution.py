@@ -6,10 +6,9 @@ its caches, and convolutions have no batched kernel there. E members.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -30,8 +29,8 @@ from vgrad.loss.grad_flags import UnsupportedOp, VmapLevel, raise_clearly
 from vgrad.loss.mode import LossMode, of_members
 from vgrad.loss.randomness import Draws
 from vgrad.loss.values import Partition, SplitBatch
-from vgrad.persample.engine.evaluation import in_parts
 from vgrad.persample.engine.guard import NON_RETRYABLE, Failure, Fallbacks
+from vgrad.persample.engine.parts import run_in_parts
 from vgrad.persample.engine.verify import Bound, Dtypes, bound_of, undisturbed
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.report import Report, table
@@ -187,11 +186,17 @@ def run(
         found.append(parts)
 
     whole = (call.replaced(strategy=way), range(call.layout.members))
-    groups = [*in_parts([whole], one_part, one_part, note)]
-    if len(groups) == 1:
-        return groups[0][0]
-    results, rows = zip(*groups, strict=True)
-    places = torch.tensor([*chain(*rows)]).argsort()
+    results: list[Any] = []
+    rows: list[int] = []
+
+    def add(result: Any, places: Sequence[int]) -> None:
+        results.append(result)
+        rows.extend(places)
+
+    run_in_parts([whole], one_part, one_part, note, add)
+    if len(results) == 1:
+        return results[0]
+    places = torch.tensor(rows).argsort()
     joined = call.joined(
         results,
         lambda *leaves: torch.cat(leaves).index_select(0, places.to(leaves[0].device)),

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, NoReturn, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from vgrad import checks
 from vgrad.checks import Patterns
-from vgrad.conditions import checks_collected
+from vgrad.conditions import Unrepeatable, checks_collected
 from vgrad.functional.guards import Protected
 from vgrad.loss.randomness import Draws
 from vgrad.persample.engine.call import AnyCall
@@ -145,6 +145,10 @@ class MemberCall(AnyCall):
             draws=self.draws_by_keys(keys, layout.members, "member"),
         )
 
+    def refuse_unkeyed(self, size: int) -> NoReturn:
+        """Refuse a capture."""
+        raise Unrepeatable("members draw numbers before they read values")
+
     def _dims(self, batch: tuple[Tree, ...], count: int) -> Sequence[int | None]:
         dims = self.in_dims
         if dims is None or isinstance(dims, int):
@@ -201,6 +205,11 @@ class MemberCall(AnyCall):
             for dim, item in zip(self.dims, self.items, strict=True)
         ]
         return mapped(self.params), mapped(self.buffers), *items
+
+    @property
+    def size(self) -> int:
+        """The number of members."""
+        return self.layout.members
 
     @cached_property
     def tensors(self) -> list[Tensor]:

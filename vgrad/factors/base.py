@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Self, cast
 import torch
 from torch import Tensor
 
-from vgrad.conditions import zeros_proven
 from vgrad.devices import is_host
 from vgrad.factors import costs, products, reductions
 from vgrad.torch_private.tensors import memory
@@ -81,10 +80,9 @@ class Products(NamedTuple):
     """Products a, b [B * G, T, T] of positions, from which norms are taken.
 
     The squares of the norms are `<a, b>`, [B]; the diagonals, [2, B, G, T], are squares
-    of the sizes of positions. All are sums of up to `length` products. `zero` are
-    samples with only zeros on one side, where a graph proves it. Relative to the sizes
-    of their terms, squares lose up to `cut`, and a weighted sum up to `rounding`. A
-    small `pair` of products [B, G, T, T] has to be multiplied yet, together with
+    of the sizes of positions. All are sums of up to `length` products. Relative to the
+    sizes of their terms, squares lose up to `cut`, and a weighted sum up to `rounding`.
+    A small `pair` of products [B, G, T, T] has to be multiplied yet, together with
     others.
     """
 
@@ -92,7 +90,6 @@ class Products(NamedTuple):
     sizes: Any
     length: int
     factor: Any
-    zero: Tensor | None
     cut: float
     rounding: float
     pair: tuple[Tensor, ...] = ()
@@ -100,7 +97,6 @@ class Products(NamedTuple):
 
     @classmethod
     def of(cls, a: Tensor, b: Tensor, factor: "Pair", length: int) -> "Products":
-        zero = factor.zeros() if zeros_proven() else None
         # Of factors of two dtypes, one product may be wider than the other is precise.
         dtype = a.dtype if a.dtype == b.dtype else torch.float32
         a, b = (each.to(dtype).unflatten(0, (factor.size, -1)) for each in (a, b))
@@ -109,8 +105,8 @@ class Products(NamedTuple):
             cuts = any(products.in_halves(each, each) for each in factor.sides)
             lost = products.CUT if cuts else 0.0, factor.rounding
         if costs.gathers(a.nbytes, is_host(a.device)):
-            return cls(None, None, length, factor, zero, *lost, (a, b))
-        return cls(*multiplied(a, b), length, factor, zero, *lost)
+            return cls(None, None, length, factor, *lost, (a, b))
+        return cls(*multiplied(a, b), length, factor, *lost)
 
 
 def multiplied(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -93,7 +93,7 @@ class Experts(Pair):
             squares = squares + own
             found.append(F.pad(positions, (0, most - n)))
         sizes = torch.cat(found, 2)
-        return self, [Products(squares, sizes, length, self, None, 0.0, 0.0)]
+        return self, [Products(squares, sizes, length, self, 0.0, 0.0)]
 
     def _products(self, which: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Multiply the first rows of matrices [B, G]. -> 2 x [B, G, count, count]"""

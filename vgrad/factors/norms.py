@@ -132,8 +132,6 @@ def _from_products(products: Sequence[Products]) -> Iterator[Norm]:
     edge = number.tiny * length * positions / number.eps
     doubts = torch.addcdiv(most, sizes, squares, value=SURE * edge)
     doubts = torch.addcdiv(doubts, most, values, value=_CANCELLED)
-    if zeros := [each.zero for each in products if each.zero is not None]:
-        doubts = doubts.masked_fill(torch.stack(zeros) & (most == 0), 0.0)
     uppers = torch.addcmul(squares, most, most, value=slack).sqrt_()
     eps = number.eps * max(1.0, positions / 16)
     if rounding := products[0].rounding:

@@ -11,7 +11,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from vgrad.conditions import rare, zeros_proven
+from vgrad.conditions import rare
 from vgrad.devices import is_host
 from vgrad.factors import products
 from vgrad.torch_private import kernels, modes
@@ -38,11 +38,6 @@ def norm_dtype(params: Params) -> torch.dtype:
     for each in {*map(attrgetter("dtype"), params.values())}:
         dtype = torch.promote_types(dtype, each)
     return dtype.to_real()
-
-
-def no_norms(params: Params, dtype: torch.dtype) -> Tensor:
-    """Return the norms of an empty batch, [0]."""
-    return next(iter(params.values())).new_zeros(0, dtype=dtype)
 
 
 def together(numbers: Tensor) -> Tensor:
@@ -87,9 +82,6 @@ def row_norms(grad: Tensor) -> Tensor:
         return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
     norms = _block_norms(flat.float())
     doubtful = ~((norms > LOW) & (norms < HIGH))
-    if zeros_proven():
-        # Zeros are sure if there is nothing but zeros; small norms are not.
-        doubtful &= _largest(flat) != 0
     if rare(doubtful):
         norms[doubtful] = torch.linalg.vector_norm(flat[doubtful].double(), dim=1)
     return norms
@@ -99,16 +91,11 @@ def zeros(numbers: Tensor) -> Tensor:
     """Mark the samples with nothing but zeros, [B, ...] -> [B]."""
     if not numbers.numel():
         return torch.ones(len(numbers), dtype=torch.bool, device=numbers.device)
-    return _largest(numbers) == 0
-
-
-def _largest(numbers: Tensor) -> Tensor:
-    """Largest size among the numbers of each sample, [B, ...] -> [B]."""
     axes = [*range(1, numbers.ndim)]
     if numbers.is_complex():
-        return numbers.abs().amax(axes)
+        return numbers.abs().amax(axes) == 0
     # Two readings, where sizes would be written first, as large as the numbers.
-    return torch.maximum(numbers.amax(axes), -numbers.amin(axes))
+    return torch.maximum(numbers.amax(axes), -numbers.amin(axes)) == 0
 
 
 def _block_norms(flat: Tensor) -> Tensor:
@@ -139,8 +126,8 @@ _LARGE = 1e15
 class Sums:
     """Sums over samples for each parameter, added up chunk by chunk in float64."""
 
-    def __init__(self) -> None:
-        self.totals: Params = {}
+    def __init__(self, totals: Params | None = None) -> None:
+        self.totals: Params = totals or {}
 
     def add(self, part: Params) -> None:
         """Add the sums of one chunk."""
