@@ -490,7 +490,7 @@ def test_a_step_refuses_a_batch_that_the_plan_never_draws(plan):
         ({"discrete": True}, 'or "sum", got True.*integers.*from its parameters'),
         ({"discrete": np.True_}, "got True"),
         ({"before": Plan(**RUN), "steps": 5000, "sampling": "fixed_order"}, "two rel"),
-        ({"before": TRUNCATED, "steps": 5000, "accountant": "rdp"}, "which alone"),
+        ({"before": TRUNCATED, "steps": 5000, "accountant": "rdp"}, "alone bounds all"),
     ],
     ids=str,
 )

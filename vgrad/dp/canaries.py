@@ -132,10 +132,8 @@ def signal(mechanism: Mechanism) -> tuple[np.ndarray, np.ndarray, float]:
     of one deviation, and their best test is the product with C s.
     """
     last = min(mechanism.noise.size, mechanism.steps - 1)
-    column, unit = np.eye(1, last + 1)[0], mechanism.noise_multiplier
-    if mechanism.noise.correlated:
-        column = mechanism.fitted.column(last + 1)
-        unit *= mechanism.sensitivity
+    column = mechanism.fitted.column(last + 1)
+    unit = mechanism.noise_multiplier * mechanism.sensitivity
     rows = np.arange(last + 1)
     matrix = np.where(rows[:, None] < rows, 0.0, column[rows[:, None] - rows])
     signs = 1.0 * (rows == 0) - (rows == last)

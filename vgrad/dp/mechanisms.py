@@ -109,8 +109,18 @@ class Mechanism:
 
     @functools.cached_property
     def sensitivity(self) -> float:
-        """The sensitivity of the scheme to a sample, which every step multiplies by."""
-        return self.fitted.sensitivity()
+        """The sensitivity of all steps to a sample, which the noise of each multiplies.
+
+        One for independent noise, which is accounted for step by step.
+        """
+        return self.fitted.sensitivity() if self.noise.correlated else 1.0
+
+    def deviation(self, step: int) -> float:
+        """Return the deviation of the noise of a step, over that of a lone step."""
+        if not self.noise.correlated:
+            return 1.0
+        row = self.fitted.row_norms(self.steps)[step - self.start]
+        return self.sensitivity * float(row)
 
     @property
     def _participation(self) -> dict[str, int]:
@@ -121,10 +131,8 @@ class Mechanism:
 
         It is in units of the clipped gradient of one sample in the mean of a batch.
         """
-        # Independent noise is accounted for step by step.
-        joint = self.sensitivity if self.noise.correlated else 1.0
-        errors = self.fitted.errors(self.fitted.steps)
-        return self.noise_multiplier * joint * math.sqrt(errors.mean())
+        errors = self.fitted.errors(self.steps)
+        return self.noise_multiplier * self.sensitivity * math.sqrt(errors.mean())
 
     def spent(self, steps: int) -> Steps:
         """Return the first steps as steps of the accountant."""
@@ -235,7 +243,7 @@ class CyclicEqual(CyclicPoisson):
 
 
 class TruncatedCyclicEqual(CyclicEqual):
-    """Cyclic batches of equal groups; of groups that are too large, a random part."""
+    """Cyclic batches of equal groups, of which a random part is left if too large."""
 
     truncated = True
     accounts: ClassVar = {"zero_out": Account(("band_mf",), _ONE_BOUND)}
@@ -355,7 +363,7 @@ class Combination(NamedTuple):
 
 
 def accounts() -> str:
-    """Return the table of all combinations: those with an account, and refused ones."""
+    """Return the table of all combinations, with an account and refused."""
     rows: list[tuple[str, ...]] = [
         ("mechanism", "relation", "noise", "accountants", "refused noise")
     ]

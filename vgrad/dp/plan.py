@@ -150,8 +150,8 @@ class Plan:
         numbers |= {"sampling_rate": self.sampling_rate, "delta": self.delta}
         own.update({name: float(number) for name, number in numbers.items()})
         own.update(dataset_size=size, steps=steps)
-        for name in ("samples_per_unit", "horizon"):
-            if own[name] is not None:
+        for name in ("samples_per_unit", "horizon", "max_batch_size"):
+            if own[name] not in (None, "auto"):
                 [own[name]] = checks.whole("Plan", least=1, **{name: own[name]})
         if self.delta > 1 / self.dataset_size:
             warnings.warn(
@@ -164,9 +164,6 @@ class Plan:
         if self.discrete != "sum" and self.discrete:
             raise ValueError(f"Plan(discrete=True): {_NO_INTEGERS}")
         own["discrete"] = "sum" if self.discrete else False  # of strings of numpy
-        if self.max_batch_size not in (None, "auto"):
-            sizes: Any = {"max_batch_size": self.max_batch_size}
-            [own["max_batch_size"]] = checks.whole("Plan", least=1, **sizes)
         kind, own["neighbours"] = self._combination.resolved()
         own["sampling"] = kind.sampling
         self._check_before()
@@ -184,9 +181,13 @@ class Plan:
         kinds = self.sampling, self.neighbours, noise, most, self.accountant
         return Combination(*kinds)
 
-    @functools.cached_property
+    @property
     def mechanism(self) -> Mechanism:
         """The batches, the noise and the account of the plan's own steps."""
+        return self._mechanism
+
+    @functools.cached_property
+    def _mechanism(self) -> Mechanism:
         kind, relation = self._combination.resolved()
         steps, most = self.horizon or self.steps, self.max_batch_size
         assert most != "auto"
@@ -225,27 +226,21 @@ class Plan:
             return
         kinds = "samples" if before.samples_per_unit is None else "units"
         if self.steps <= before.steps:
-            expected = (
-                f"more than the {before.steps} steps taken before, which count. Make "
-                f"it with plan.after(other, steps)."
-            )
+            name, expected = "steps", f"more than the {before.steps} steps taken before"
+            way = "They count. Make it with plan.after(other, steps)."
         elif before.neighbours != self.neighbours:
-            expected = (
-                f"the relation of the plan before, {before.neighbours!r}, since bounds "
-                f"of two relations do not add up. Pass neighbours= to one of them."
-            )
+            name, expected = "neighbours", f"{before.neighbours!r}, as the plan before"
+            way = "Bounds of two relations do not add up. Pass it to one of the plans."
         elif (kinds == "samples") != (self.samples_per_unit is None):
-            expected = (
-                f"two plans of one kind, {kinds} as the plan before, since bounds do "
-                f"not add up otherwise. Pass samples_per_unit= to both, or to none."
-            )
+            name, expected = "samples_per_unit", f"two plans of one kind, of {kinds}"
+            way = "Bounds do not add up otherwise. Pass it to both, or to none."
         elif self.accountant not in before.accountants:
-            expected = 'the accountant "pld", which alone bounds the steps before.'
+            name, expected = "accountant", "'pld', which alone bounds all steps"
+            way = "The plan before has no bound by another one."
         else:
             return
-        fields = "steps", "neighbours", "samples_per_unit", "accountant"
-        given = (f"{name}={getattr(self, name)!r}" for name in fields)
-        raise ValueError(f"Plan({', '.join(given)}, before=...): expected {expected}")
+        given = f"{name}={getattr(self, name)!r}, before=..."
+        raise ValueError(f"Plan({given}): expected {expected}. {way}")
 
     @property
     def _adapts(self) -> bool:
@@ -534,10 +529,7 @@ class Plan:
                 "Plan.deviation(step): expected a plan of a fixed max_norm, got one "
                 "that adapts it. The bound of a step is in the state."
             )
-        if self.noise.correlated:
-            own = self.mechanism
-            row = own.fitted.row_norms(own.steps)[step - own.start]
-            scale *= own.sensitivity * float(row)
+        scale *= self.mechanism.deviation(step)
         if isinstance(self.max_norm, GroupClip):
             return {each: scale * x for each, x in self.max_norm.deviations.items()}
         return scale
@@ -764,11 +756,10 @@ class Plan:
         self._check_sum(sensitivity, max_norm)
         own: dict[str, Any] = {"key": self._subkey(key), "step": step}
         own |= {"streams": streams, "history": history}
-        multiplier = self._gradient_multiplier
+        multiplier = self._gradient_multiplier * self.mechanism.sensitivity
+        own["noise_multiplier"] = multiplier
         if self.noise.correlated:
             own |= {"filter": self.fitted.filter, "first": self.earlier_steps}
-            multiplier *= self.mechanism.sensitivity
-        own["noise_multiplier"] = multiplier
         if isinstance(self.max_norm, GroupClip):
             sensitivity = Sensitivity(self.noise_norm / self.expected_batch_size)
         noise = gaussian_noise("add_gaussian_noise", sensitivity, **own)

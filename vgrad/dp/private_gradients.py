@@ -51,8 +51,7 @@ from vgrad.generators import (
 )
 from vgrad.loss.randomness import Unkeyed
 from vgrad.optim.base import GradientTransformation
-from vgrad.optim.private import has_deviation, stepped, with_deviation
-from vgrad.optim.transforms import states_of
+from vgrad.optim.private import stepped, with_deviation
 from vgrad.persample.clipped import ClippedGrad, ClippedGradFn, clipped_grad
 from vgrad.persample.engine import advanced
 from vgrad.tree import map_values, tree_flatten, tree_leaves, tree_unflatten, widened
@@ -92,14 +91,16 @@ class Release(NamedTuple):
         params: Params,
         *,
         donate: bool,
+        deviates: bool = False,
     ) -> tuple[Params, Tree, dict[str, Tree]]:
         """Take a step of `chain(ADD_NOISE, tx)`; return the history of the noise too.
 
         A graph that compiles draws the noise in the same pass as it steps, unless the
-        state is donated, into which no graph can write.
+        state is donated, into which no graph can write. With `deviates` the state of
+        the optimizer gets the deviation of the noise.
         """
         noise = self.noise
-        if states_of(optimizer, has_deviation):
+        if deviates:
             optimizer = with_deviation(optimizer, noise.deviation)
         # Outside of a graph that compiles other code draws faster.
         compiles = getattr(execute, "compiles", False)

@@ -31,7 +31,7 @@ from vgrad.ensemble.optimizer import MembersState, of_members
 from vgrad.functional.losses import SampleLoss, check_loss, gradient
 from vgrad.generators import Tag, from_bytes
 from vgrad.optim.base import GradientTransformation, check_transformation
-from vgrad.optim.private import scales_of, stepped, uses_of_noise
+from vgrad.optim.private import has_deviation, scales_of, stepped, uses_of_noise
 from vgrad.overlaps import disjoint
 from vgrad.persample.engine import advanced, check_options
 from vgrad.persample.grad import weighted_grad
@@ -353,7 +353,8 @@ class LogicalBatchSource(PrivateSource, Source):
         if uses:
             release = release._replace(scales=scales_of(uses))
         found = release.sums, metrics.pop("loss"), buffers, aux, (), metrics, changes
-        return Gradients(*found, release.step)
+        deviates = any(map(has_deviation, uses))
+        return Gradients(*found, partial(release.step, deviates=deviates))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
