@@ -108,16 +108,13 @@ class _Capture:
     signature: tuple
     matches: Callable[..., bool]  # whether tensors are like the first ones
     report: dict[str, Any]  # entries of it
+    differentiable: bool  # in eager mode, so that a derivative must raise
     graph: Graph | None = None  # None if there is none, or it was given up
-    run: backends.Run | None = None  # None if samples were in doubt: verify it later
-    differentiable: bool = False  # in eager mode, so that a derivative must raise
+    run: backends.Run | None = None
+    verified: bool = False  # whether a result was compared
     calls: int = 0
     redos: int = 0
     in_a_row: int = 0  # results dropped, one after the other
-
-    def marked(self, result: Any, tensors: list[Tensor]) -> Any:
-        """Mark a result as a constant, where eager mode has a graph of autograd."""
-        return constant("compile", result, tensors) if self.differentiable else result
 
 
 class Captures:
@@ -185,11 +182,11 @@ class Captures:
             self.refuse(function, error)
             return function(*arguments)
         capture = self._known(function, call)
-        if capture is None or (capture.run is None and capture.graph):
+        if capture is None:
             with RNG_LOCK:
                 capture = self._known(function, call)  # of another thread
-                if capture is None or (capture.run is None and capture.graph):
-                    return self._first(capture, function, call, arguments, tensors)
+                if capture is None:
+                    return self._first(function, call, arguments, tensors)
         return self._run(capture, arguments, tensors)
 
     def _known(self, function: Callable, call: Signature) -> _Capture | None:
@@ -222,27 +219,35 @@ class Captures:
         graph, run = capture.graph, capture.run
         if graph is None or run is None:
             return capture.function(*arguments)
-        # A power of two from the second on.
         calls = capture.calls + 1
-        checks = self._verify and calls > 1 and not calls & (calls - 1)
-        with RNG_LOCK if graph.draws or checks else nullcontext():
-            before = random_state(tensors) if graph.draws or checks else None
+        looks = not capture.verified or not calls & (calls - 1)  # a power of two
+        looks &= self._verify
+        with RNG_LOCK if graph.draws or looks else nullcontext():
+            before = random_state(tensors) if graph.draws or looks else None
             result = backends.result(run, graph, tensors)
             capture.calls = calls
             if result is None:
                 if before is not None:
                     set_random_state(before)
                 capture.redos += 1
-                self._count_dropped(capture)
+                capture.in_a_row += 1
+                if capture.in_a_row == _IN_A_ROW:
+                    text = f"{_IN_A_ROW} calls in a row had doubtful samples, or ones"
+                    self._give_up(capture, f"{text} that {DIFFER}")
                 return capture.function(*arguments)
             capture.in_a_row = 0
-            if before is not None and checks:
-                result = self._again(capture, arguments, tensors, before, result)
-        return capture.marked(result, tensors)
+            if before is not None and looks:
+                given = graph, run, arguments, tensors
+                result = self._compared(capture, *given, before, result)
+        if capture.differentiable:  # it is a constant
+            return constant("compile", result, tensors)
+        return result
 
-    def _again(
+    def _compared(
         self,
         capture: _Capture,
+        graph: Graph,
+        run: backends.Run,
         arguments: tuple,
         tensors: list[Tensor],
         before: RandomState,
@@ -250,39 +255,6 @@ class Captures:
     ) -> Any:
         """Return a result if it agrees with eager mode; if not, eager mode's."""
         after = random_state(tensors)
-        try:
-            backend = capture.report["backend"]
-            self._check(capture, backend, capture.run, arguments, before, result)
-        except Unrepeatable as error:
-            text = (
-                f"at its call {capture.calls} {error}. A value that the loss reads has "
-                f"changed where compile does not look for it, or the loss keeps "
-                f"something from call to call. Make the value a buffer, or call "
-                f".clear() after a change"
-            )
-            if self._private:
-                raise RuntimeError(
-                    f"compile({capture.report['name']}): expected a graph that agrees "
-                    f"with eager mode, but {text}. Nothing of this step was released."
-                ) from error
-            self._give_up(capture, text)
-            set_random_state(before)
-            return capture.function(*arguments)
-        set_random_state(after)
-        return result
-
-    def _check(
-        self,
-        capture: _Capture,
-        backend: str,
-        run: Any,
-        arguments: tuple,
-        before: RandomState,
-        result: Any = None,
-        expected: Any = None,
-    ) -> None:
-        """Refuse a graph that does not agree with eager mode."""
-        graph: Any = capture.graph
 
         def fast(*given: Any) -> Any:
             set_random_state(before)
@@ -293,33 +265,50 @@ class Captures:
             return capture.function(*given)
 
         own: Any = {"draws": graph.draws, "closed": graph.closed}
-        if backend == "inductor":
-            verification.close(fast, eager, arguments, **own)
-            return
-        first = expected is not None
-        expected = expected if first else eager(*arguments)
-        result = fast(*arguments) if result is None else result
-        both = result, expected
-        verification.replays(*both, fast, eager, arguments, first=first, **own)
+        try:
+            if capture.report["backend"] == "inductor":
+                verification.close(fast, eager, arguments, **own)
+            else:
+                both, first = (result, eager(*arguments)), not capture.verified
+                verification.replays(*both, fast, eager, arguments, first=first, **own)
+        except Unrepeatable as error:
+            self._drop(capture, graph, error)
+            set_random_state(before)
+            return capture.function(*arguments)
+        capture.verified = True
+        set_random_state(after)
+        return result
 
-    def _count_dropped(self, capture: _Capture) -> None:
-        """Count a result that was dropped; after some in a row give up."""
-        capture.in_a_row += 1
-        if capture.in_a_row >= _IN_A_ROW:
+    def _drop(self, capture: _Capture, graph: Graph, error: Unrepeatable) -> None:
+        """Give up a graph that does not agree with eager mode."""
+        name = capture.report["name"]
+        if capture.verified:
             text = (
-                f"{capture.in_a_row} calls in a row had doubtful samples, or samples "
-                f"that {DIFFER}"
+                f"at its call {capture.calls} {error}. A value that the loss reads has "
+                f"changed where compile does not look for it, or the loss keeps "
+                f"something from call to call. Make the value a buffer, or call "
+                f".clear() after a change"
             )
+            if self._private:
+                raise RuntimeError(
+                    f"compile({name}): expected a graph that agrees with eager mode, "
+                    f"but {text}. Nothing of this step was released."
+                ) from error
             self._give_up(capture, text)
+        elif capture.report["backend"] == "replay":
+            self._give_up(capture, error)
+        else:
+            self._warn(f"compile({name}): replays, since {error}.")
+            capture.run = replayed(graph)
+            capture.report |= {"backend": "replay", "why": str(error)}
 
     def _give_up(self, capture: _Capture, why: Unrepeatable | str) -> None:
-        capture.graph = capture.run = None
+        capture.graph = None
         capture.report |= {"backend": "eager", "why": str(why)}
         self.refuse(capture.function, why)
 
     def _first(
         self,
-        capture: _Capture | None,
         function: Callable,
         call: Signature,
         arguments: tuple,
@@ -335,98 +324,61 @@ class Captures:
             if len(error.parts.rows) == 1:  # another strategy runs it
                 raise
             split = error
-        if capture is None:
-            known = [x for x in self._captures if x.graph and x.function == function]
-            if len(known) >= _MOST and split is None:
-                self.refuse(function, f"there are {_MOST} captures already")
-                return expected
-            kind = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
-            report = {
-                "name": _name_of(function),
-                "kind": kind,
-                "backend": "eager",
-                "build_seconds": 0.0,
-                "key": in_words(call.distinct),
-            }
-            capture = _Capture(function, call.key, matches, report)
-            wanted = (each.requires_grad for each in tree.tensors(expected))
-            capture.differentiable = any(wanted)
-            self._captures.append(capture)
-        if split is not None:
-            self._give_up(capture, f"samples {DIFFER} at {split.parts.where}")
-            raise split
-        after = random_state(tensors)
-        start = time.perf_counter()
+        known = [x for x in self._captures if x.graph and x.function == function]
+        if len(known) >= _MOST and split is None:
+            self.refuse(function, f"there are {_MOST} captures already")
+            return expected
+        report: dict[str, Any] = {
+            "name": _name_of(function),
+            "backend": "eager",
+            "kind": hashlib.blake2b(described.encode(), digest_size=8).hexdigest(),
+            "key": in_words(call.distinct),
+        }
+        wanted = any([each.requires_grad for each in tree.tensors(expected)])
+        capture = _Capture(function, call.key, matches, report, wanted)
+        self._captures.append(capture)
+        after, start = random_state(tensors), time.perf_counter()
         try:
+            if split is not None:
+                raise Unrepeatable(f"samples {DIFFER} at {split.parts.where}")
             set_random_state(before)
-            graph = capture.graph = capture.graph or captured(function, arguments)
-            return self._verified(capture, graph, arguments, tensors, before, expected)
+            graph = captured(function, arguments)
+            report["nodes"] = graph.nodes
+            set_random_state(before)
+            self._choose(capture, graph, tensors)
+            capture.graph = graph
         except Unrepeatable as error:
             self._give_up(capture, error)
-            return expected
         finally:
-            capture.report["build_seconds"] += time.perf_counter() - start
+            report["build_seconds"] = time.perf_counter() - start
             set_random_state(after)
+        if split is not None:
+            raise split
+        return expected
 
-    def _verified(
-        self,
-        capture: _Capture,
-        graph: Graph,
-        arguments: tuple,
-        tensors: list[Tensor],
-        before: RandomState,
-        expected: Any,
-    ) -> Any:
-        """Choose the backend of a graph, and return its result.
-
-        In doubt that is the result of eager mode, and the next call chooses.
-        """
-
-        def result_of(run: Callable) -> Any:
-            set_random_state(before)
-            return backends.result(run, graph, tensors)
-
-        replay = replayed(graph)
-        result = result_of(replay)
-        if result is None:
-            self._count_dropped(capture)
-            return expected
-        capture.in_a_row = 0
-        if isinstance(self._backend, Mapping):
-            backend = self._backend.get(capture.report["kind"], "replay")
-            why = "as chosen before"
-        else:
-            backend, why = self._backend, "as asked for"
-        runs: dict[str, Callable] = {"replay": replay}
+    def _choose(self, capture: _Capture, graph: Graph, tensors: list[Tensor]) -> None:
+        """Choose the backend of a graph."""
+        report, backend, why = capture.report, self._backend, "as asked for"
+        if isinstance(backend, Mapping):
+            backend, why = backend.get(report["kind"], "replay"), "as chosen before"
+        runs: dict[str, backends.Run] = {"replay": replayed(graph)}
         refused: dict[str, str] = {}
         for name in backends.tried(backend, tensors):
             try:
                 if name == "cudagraph":
-                    runs[name] = run = backends.recorded(replay, graph, tensors)
+                    runs[name] = backends.recorded(runs["replay"], graph, tensors)
                 else:
-                    runs[name] = run = backends.compiled(graph, tensors)
-                if self._verify:
-                    given = arguments, before
-                    self._check(capture, name, run, *given, expected=expected)
+                    runs[name] = backends.compiled(graph, tensors)
             except Unrepeatable as error:
-                runs.pop(name, None)
                 refused[name] = why = str(error)
         for name, text in refused.items():
             does = "replays" if len(runs) == 1 else f"does without {name}"
-            self._warn(f"compile({capture.report['name']}): {does}, since {text}.")
+            self._warn(f"compile({report['name']}): {does}, since {text}.")
         if backend == "auto" and len(runs) > 1:
             backend, why = backends.fastest(graph, tensors, runs)
         backend = backend if backend in runs else "replay"
-        run = runs[backend]
-        if run is not replay:
-            result = result_of(run)
-        elif self._verify:
-            self._check(capture, backend, run, arguments, before, result, expected)
-        capture.run = run
-        capture.report |= {"backend": backend, "why": why, "nodes": graph.nodes}
-        if run is replay or result is None:
-            return expected
-        return capture.marked(result, tensors)
+        capture.run = runs[backend]
+        report |= {"backend": backend, "why": why}
 
 
 def _name_of(function: Callable) -> str:
