@@ -3,7 +3,6 @@
 import operator
 import random
 import re
-import sys
 import traceback
 import warnings
 from collections import Counter
@@ -25,8 +24,6 @@ from vgrad.conditions import Unrepeatable
 from vgrad.loss.values import is_library
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import (
-    GRAPH,
-    MEMORY,
     OPS,
     arguments_written,
     makes_memory,
@@ -168,7 +165,7 @@ def _stand_ins(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class _NoValues(TorchFunctionMode):
-    """Refuses reads of values, and code of users reads of memory and history."""
+    """Refuses reads of values by Python, of which torch tells no mode of ops."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -182,8 +179,6 @@ class _NoValues(TorchFunctionMode):
                 or (name == "tensor_split" and len(tree.tensors(data)) > 1)
             ):
                 raise Unrepeatable(f"{name} hands values to Python")
-        if func in _HISTORY and _is_read_by_users(func):
-            raise Unrepeatable(f"it reads {_HISTORY[func]} of a tensor")
         return func(*args, **(kwargs or {}))
 
 
@@ -193,30 +188,6 @@ _MAKERS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
 _READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__"}
 _READS |= {"__index__", "__complex__", "__dlpack__", "equal", "allclose", "is_nonzero"}
 _READS |= {"data_ptr", "__repr__", "__str__"}
-
-_HISTORY: dict[Any, str] = {
-    getattr(Tensor, name).__get__: f"`.{name}`"
-    for name in (
-        *("grad", "grad_fn", "is_leaf", "output_nr", "retains_grad", "names", "name"),
-        *(*GRAPH, *MEMORY),
-    )
-    if hasattr(Tensor, name)
-}
-_HISTORY |= {
-    getattr(Tensor, name): f"the memory (`{name}`)"
-    for name in ("storage_offset", "untyped_storage", "is_set_to", "_is_view")
-}
-
-
-def _is_read_by_users(func: Callable) -> bool:
-    """Return whether code of users called a function that several modes may handle."""
-    frame, caller = sys._getframe(1), None
-    while frame is not None:
-        handles = frame.f_code.co_name == "__torch_function__"
-        if handles and frame.f_locals.get("func") == func:
-            caller = frame.f_back
-        frame = frame.f_back
-    return caller is not None and not is_library(caller.f_code.co_filename)
 
 
 class _Tape(DispatchMode):

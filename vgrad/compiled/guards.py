@@ -32,7 +32,7 @@ from vgrad.loss.values import is_library
 from vgrad.ops.record import OPS
 from vgrad.torch_private import autograd, kernels, modes
 from vgrad.torch_private.control import as_written
-from vgrad.torch_private.tensors import GLOBAL_HOOKS, like
+from vgrad.torch_private.tensors import GLOBAL_HOOKS
 from vgrad.tree import TreeSpec
 
 _PLAIN = {
@@ -367,18 +367,11 @@ class Closure:
 
     def also(self, tensors: list[Tensor]) -> None:
         """Compare all but the values of some tensors."""
-        self._tensors = [*{id(each): each for each in tensors}.values()]
-        self._described = [*map(description, self._tensors)]
-        strided = all(each.layout is torch.strided for each in self._tensors)
-        self._alike = like(self._tensors) if strided else None  # the same in one go
+        self._tensors, self._described = tensors, [*map(description, tensors)]
 
     def hold(self) -> bool:
         """Return whether all values are as they were."""
-        if self._alike is not None and torch.is_grad_enabled():
-            alike = self._alike(*self._tensors)
-        else:
-            alike = [*map(description, self._tensors)] == self._described
-        if not alike:
+        if [*map(description, self._tensors)] != self._described:
             return False
         values = [*self._fixed, *[read() for read in self._reads.values()]]
         sizes, parts = self._flat()
