@@ -1,25 +1,39 @@
 """The graphs of some functions, one for each kind of arguments and surroundings."""
 
+import copy
 import dataclasses
 import hashlib
+import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from vgrad import checks, tree
+from vgrad import batches, checks, tree
 from vgrad.compiled import backends, verification
 from vgrad.compiled.graph import Graph, captured, replayed
 from vgrad.compiled.guards import Signature, description, in_words, signature
 from vgrad.conditions import Unrepeatable
+from vgrad.dp.plan import Plan
 from vgrad.generators import RNG_LOCK, RandomState, random_state, set_random_state
 from vgrad.loss.values import DIFFER, SplitBatch
-from vgrad.persample.engine import constant
+from vgrad.persample.engine import (
+    Call,
+    Chunk,
+    Evaluation,
+    Inputs,
+    Transform,
+    at_a_time,
+    constant,
+    eager,
+)
+from vgrad.persample.grad import check_weights
 from vgrad.report import Report, table
 from vgrad.torch_private import modes, tracing
 from vgrad.torch_private.tensors import like
@@ -51,7 +65,7 @@ class CaptureReport(Report):
         build_seconds: the time of the capture, compilation included.
         calls: how often the graph ran.
         redos: how often its result was dropped and computed in eager mode.
-        key: dtypes and shapes in the order of arguments, and torch's switches.
+        key: dtypes and shapes of the last arguments, and dtypes of autocast.
     """
 
     name: str
@@ -83,20 +97,12 @@ class CompiledExplanation(Report):
             (
                 *(each.name, each.backend, each.nodes),
                 *(f"{each.build_seconds:.1f} s", each.calls, each.redos),
-                *(_shortened(each.key), each.why),
+                *(each.key, each.why),
             )
             for each in self.captures
         ]
         text = table([head, *cells], right={2, 3, 4, 5}) if cells else "no captures yet"
         return text if self.eager is None else f"{text}\n\n{self.eager}"
-
-
-def _shortened(key: str) -> str:
-    tensors, *switches = key.split("; ")
-    shown = tensors.split("], ")
-    if len(shown) > 3:  # the last ones are the batch
-        tensors = f"{len(shown) - 3} others, {'], '.join(shown[-3:])}"
-    return "; ".join([tensors, *switches])
 
 
 # Captures.
@@ -391,3 +397,135 @@ def _name_of(function: Callable) -> str:
     name = getattr(function, "__name__", type(function).__name__)
     parts = getattr(function, "__module__", "").split(".")
     return f"{parts[1]}.{name}" if parts[0] == "vgrad" and parts[1:] else name
+
+
+# Per-sample transforms.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Captured:
+    """The execution of a per-sample transform as graphs, of batches or of chunks.
+
+    Each size of a batch is a capture of its own, and a Poisson batch has another one at
+    every step. So batches are filled up to `batch_sizes` by copies of the first sample,
+    which a mask leaves out.
+    """
+
+    plain: Transform  # in eager mode
+    captures: Captures
+    batch_sizes: tuple[int, ...] | None
+
+    def of(self, plain: Transform) -> "Captured":
+        """Return the execution of another transform, with captures of its own."""
+        return replace(self, plain=plain, captures=copy.copy(self.captures))
+
+    def reports(self) -> tuple[CaptureReport, ...]:
+        """Return a report of every capture."""
+        return self.captures.reports()
+
+    def clear(self) -> None:
+        """Forget all captures."""
+        self.captures.clear()
+
+    def explanation(self, eager: Any) -> CompiledExplanation:
+        """Explain captures, beside the report of eager mode."""
+        return self.captures.explanation(eager)
+
+    def __call__(
+        self,
+        transform: Transform,
+        inputs: Inputs,
+        evaluate: Callable[[Call], Evaluation] | None = None,
+        ranks: int = 1,
+    ) -> Any:
+        """Compute the quantity of a batch."""
+        # With `evaluate` other processes take part, outside of the graphs: a graph is
+        # of one chunk, and the batch the part of one of the ranks.
+        options, batch, mask = self.plain.options, inputs.batch, inputs.mask
+        plain = self.batch_sizes is None and mask is None and evaluate is None
+        if plain and options.chunk_size is None and options.strategy != "loop":
+            first = batch[0] if batch else None
+            if isinstance(first, Tensor) and first.ndim and len(first):
+                return self.captures(self.plain.run, inputs)
+        size = batches.read(options.function, batch).size
+        if mask is not None:
+            batches.check_mask(options.function, mask, size)
+        if size and options.strategy != "loop":
+            return self._padded(inputs, size, evaluate, ranks)
+        if size:
+            self.captures.refuse(self.plain, 'strategy="loop" runs any Python')
+        return eager(self.plain, inputs, evaluate or Evaluation)
+
+    def _padded(
+        self,
+        inputs: Inputs,
+        size: int,
+        evaluate: Callable[[Call], Evaluation] | None,
+        ranks: int,
+    ) -> Any:
+        """Fill up a batch and run it, in parts where it is large."""
+        transform, limit = self.plain, size
+        rows: Any = inputs.mask
+        if self.batch_sizes is not None:
+            sizes = sorted({-(-each // ranks) for each in self.batch_sizes})
+            total = padded_size(size, sizes)
+            if inputs.weights is not None:
+                check_weights(inputs.weights, size)
+            inputs = inputs.padded(size, total)
+            rows = slice(size) if rows is None else inputs.mask
+            size, limit = total, min(total, sizes[-1])
+        if transform.options.chunk_size is not None:
+            call = transform.options.on(inputs)
+            limit = min(limit, at_a_time(call) or limit)
+        chunked = transform.quantity.chunked
+        if evaluate is None and (size <= limit or not chunked):
+            result = self.captures(transform.run, inputs)
+        else:
+            call = replace(transform.options, chunk_size=limit).on(inputs)
+            run = (evaluate or Evaluation)(call)
+            run.whole = self._chunk
+            result = transform.evaluated(run)
+        return (
+            result if inputs.mask is None else transform.selected(result, rows, inputs)
+        )
+
+    def _chunk(self, call: Call) -> Chunk:
+        batch = call.batch.sample(tuple(call.batch.tensors))
+        tensors = call.params, call.buffers, batch, call.mask, call.weights, call.cross
+        more = call.loss_scale, call.draws.keys, call.max_norm, call.scales
+        return self.captures(self.plain.chunk, Inputs(*tensors, *more))
+
+
+def checked_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
+    """Check and sort the sizes of buckets."""
+    if not isinstance(batch_sizes, list | tuple) or not batch_sizes:
+        raise ValueError(
+            f"compile(batch_sizes={batch_sizes!r}): expected at least one size in a "
+            f"list, such as [256, 320]."
+        )
+    sizes = (checks.whole("compile", least=1, batch_sizes=size) for size in batch_sizes)
+    return tuple(sorted({number for numbers in sizes for number in numbers}))
+
+
+def sizes_of_plan(plan: Plan) -> tuple[int, ...]:
+    """Return sizes that hold all but one in about 10^4 batches of a plan.
+
+    Batches that have a largest size are filled up to it, for one graph.
+    """
+    if plan.largest_batch is not None:
+        return (plan.largest_batch,)
+    # One and a half deviations apart: padding costs less than one on average.
+    mean = plan.expected_batch_size
+    deviation = math.sqrt(mean * (1 - plan.sampling_rate))
+    sizes = [mean + place * deviation for place in (-1.0, 0.5, 2.0, 4.0)]
+    return tuple(
+        sorted({min(plan.dataset_size, max(1, math.ceil(size))) for size in sizes})
+    )
+
+
+def padded_size(size: int, buckets: Sequence[int]) -> int:
+    """Return the size that a batch, or the rest beyond whole parts, is filled up to."""
+    whole, rest = divmod(size, buckets[-1])
+    if rest == 0:
+        return size
+    return whole * buckets[-1] + next(each for each in buckets if each >= rest)

@@ -183,24 +183,20 @@ _ROUNDING = ("cuda",) * 3 + ("mkldnn",) * 3, ("matmul", "conv", "rnn") * 2
 
 
 def in_words(distinct: Sequence[Tensor]) -> str:
-    """Describe a capture: tensors in the order of arguments, torch's switches."""
+    """Describe a capture: the last tensors of its arguments, the batch; autocast."""
 
     def short(dtype: torch.dtype) -> str:
         return str(dtype).removeprefix("torch.")
 
-    tensors = [f"{short(each.dtype)} {list(each.shape)}" for each in distinct]
-    switches = [f"{torch.get_num_threads()} threads"]
+    shown = [f"{short(each.dtype)} {list(each.shape)}" for each in distinct[-3:]]
+    if others := len(distinct) - len(shown):
+        shown = [f"{others} others", *shown]
+    text = ", ".join(shown)
     for device in devices.kinds():
         if torch.is_autocast_enabled(device):
             dtype = short(torch.get_autocast_dtype(device))
-            switches.append(f"autocast of {device} to {dtype}")
-    if torch.is_inference_mode_enabled():
-        switches.append("inference mode")
-    elif not torch.is_grad_enabled():
-        switches.append("no grad")
-    if torch.are_deterministic_algorithms_enabled():
-        switches.append("deterministic")
-    return "; ".join([", ".join(tensors), *switches])
+            text = f"{text}; autocast of {device} to {dtype}"
+    return text
 
 
 # The values that a loss reads outside of its arguments, read without code of users.
