@@ -34,6 +34,16 @@ def checks_collected() -> bool:
     return _CHECKS.get() is not None
 
 
+def numbers(tensor: Tensor) -> list | None:
+    """Return the values of a tensor for Python; None where no value may be read."""
+    return None if checks_collected() else tensor.tolist()
+
+
+def surely(mask: Tensor) -> bool:
+    """Return whether a mask is true everywhere; False where to look would be a wait."""
+    return mask.is_cpu and not checks_collected() and bool(mask.all())
+
+
 @contextmanager
 def collect_checks() -> Iterator[list[Tensor]]:
     """Collect the conditions of a block, each a boolean without dimensions."""

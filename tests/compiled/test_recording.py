@@ -190,8 +190,7 @@ def test_where_no_recording_is_right_the_graph_is_replayed(monkeypatch, record, 
     batch, eager = draw(4), vgrad.per_sample_grad(loss)
     compiled = recorded(eager)
     with pytest.warns(vgrad.CompileWarning, match=f"replays, since .*{why}"):
-        compiled(params, buffers, *batch)
-    found = compiled(params, buffers, *batch)
+        found = [compiled(params, buffers, *batch) for _ in range(3)][-1]
     oracle.assert_exact(found, eager(params, buffers, *batch), 0)
     assert compiled.reports()[0].backend == "replay"
 

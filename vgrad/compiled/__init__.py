@@ -16,16 +16,14 @@ from typing import Any, Protocol
 
 from vgrad.compiled.captures import (
     Backend,
+    Captured,
     CaptureReport,
     Captures,
     Fallback,
-)
-from vgrad.compiled.captures import CompileWarning as CompileWarning
-from vgrad.compiled.functions import (
-    Captured,
     checked_sizes,
     sizes_of_plan,
 )
+from vgrad.compiled.captures import CompileWarning as CompileWarning
 from vgrad.dp.private_gradients import PrivateSource
 from vgrad.ensemble.gradients import EnsembleGradFn
 from vgrad.ensemble.prediction import EnsembleForward

@@ -3,7 +3,6 @@
 import operator
 import random
 import re
-import sys
 import traceback
 import warnings
 from collections import Counter
@@ -19,19 +18,20 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from vgrad import conditions, tree
-from vgrad.compiled.draws import Draws
 from vgrad.compiled.guards import Closure
 from vgrad.conditions import Unrepeatable
+from vgrad.generators import random_state
 from vgrad.loss.values import is_library
 from vgrad.torch_private import modes
+from vgrad.torch_private.kernels import default_generator
 from vgrad.torch_private.tensors import (
-    GRAPH,
-    MEMORY,
     OPS,
+    SHOWN,
     arguments_written,
     makes_memory,
     may_draw,
     memory,
+    op_name,
     with_attributes,
     writes,
 )
@@ -100,7 +100,7 @@ def captured(function: Callable, arguments: tuple) -> Graph:
             own[place] = tensor
         # Backward passes run here, and not in a GPU's thread, which has no mode.
         alone = torch.autograd.set_multithreading_enabled(False)
-        draws = Draws(leaves)
+        draws = _Draws(leaves)
         around = torch.no_grad(), alone, _NoValues(), tape, draws
         with ExitStack() as stack, conditions.collect_checks() as found:
             for each in around:
@@ -168,7 +168,7 @@ def _stand_ins(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class _NoValues(TorchFunctionMode):
-    """Refuses reads of values, and code of users reads of memory and history."""
+    """Refuses reads of values by Python, of which torch tells no mode of ops."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -182,8 +182,6 @@ class _NoValues(TorchFunctionMode):
                 or (name == "tensor_split" and len(tree.tensors(data)) > 1)
             ):
                 raise Unrepeatable(f"{name} hands values to Python")
-        if func in _HISTORY and _is_read_by_users(func):
-            raise Unrepeatable(f"it reads {_HISTORY[func]} of a tensor")
         return func(*args, **(kwargs or {}))
 
 
@@ -193,30 +191,6 @@ _MAKERS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
 _READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__"}
 _READS |= {"__index__", "__complex__", "__dlpack__", "equal", "allclose", "is_nonzero"}
 _READS |= {"data_ptr", "__repr__", "__str__"}
-
-_HISTORY: dict[Any, str] = {
-    getattr(Tensor, name).__get__: f"`.{name}`"
-    for name in (
-        *("grad", "grad_fn", "is_leaf", "output_nr", "retains_grad", "names", "name"),
-        *(*GRAPH, *MEMORY),
-    )
-    if hasattr(Tensor, name)
-}
-_HISTORY |= {
-    getattr(Tensor, name): f"the memory (`{name}`)"
-    for name in ("storage_offset", "untyped_storage", "is_set_to", "_is_view")
-}
-
-
-def _is_read_by_users(func: Callable) -> bool:
-    """Return whether code of users called a function that several modes may handle."""
-    frame, caller = sys._getframe(1), None
-    while frame is not None:
-        handles = frame.f_code.co_name == "__torch_function__"
-        if handles and frame.f_locals.get("func") == func:
-            caller = frame.f_back
-        frame = frame.f_back
-    return caller is not None and not is_library(caller.f_code.co_filename)
 
 
 class _Tape(DispatchMode):
@@ -347,6 +321,85 @@ def _check_values(func: Any, args: tuple) -> None:
         kinds = {each.dtype for each in indices if each is not None}
         if func is not _aten.index.Tensor or masks & kinds:
             raise Unrepeatable(f"the shape of a result of {func} depends on values")
+
+
+# Random ops, drawn once where a checkpoint runs them again.
+
+
+class _Draw(NamedTuple):
+    """A random op, and the state of its generator before and after."""
+
+    before: Tensor
+    after: Tensor
+    op: str  # and its arguments, shapes for tensors
+    inputs: list[Tensor]
+    result: Any  # a copy, to which no later op writes
+
+
+class _Draws(DispatchMode):
+    """Repeats the results of random ops where the generator's state is restored."""
+
+    def __init__(self, arguments: list) -> None:
+        super().__init__()
+        host, others = random_state(tree.tensors(arguments))
+        self._states = {torch.device("cpu"): host, **others}  # after the last new draw
+        self._drawn: list[_Draw] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not may_draw(func):
+            return func(*args, **kwargs)
+        if kwargs.get("generator") is not None:
+            raise Unrepeatable("it draws from a generator of its own")
+        tensors, name = tree.tensors((args, kwargs)), op_name(func)
+        place = tensors[0].device if tensors else kwargs.get("device") or "cpu"
+        device = torch.device(place)
+        generator = default_generator(device)
+        before = generator.get_state()
+        # The first argument may be memory that is not read.
+        unread = writes(func) or name in _OF_SHAPE or (name, len(args)) in _OF_SHAPE
+        with conditions.static_values():
+            inputs = [each.clone() for each in tensors[unread:]]
+        shapes = tree.map_tensors(lambda each: (each.shape, each.device), args)
+        op = f"{func} {shapes} {kwargs}"
+        for draw in self._drawn:
+            if _equal(draw.before, before):
+                same = op == draw.op and all(map(_equal, draw.inputs, inputs))
+                if not same or (writes(func) and name not in SHOWN):
+                    raise Unrepeatable(f"{name} draws from a state a second time")
+                generator.set_state(draw.after)
+                if writes(func):
+                    return tensors[0].copy_(draw.result)
+                return tree.map_tensors(Tensor.clone, draw.result)
+        result, after = func(*args, **kwargs), generator.get_state()
+        if not _equal(before, after):
+            self._check(device, before)
+            self._states[device] = after
+            kept = tree.map_tensors(Tensor.clone, result)
+            self._drawn.append(_Draw(before, after, op, inputs, kept))
+        return result
+
+    def check(self) -> None:
+        """Refuse a function that leaves generators in another state than its graph."""
+        for device in self._states:
+            self._check(device, default_generator(device).get_state())
+
+    def _check(self, device: torch.device, state: Tensor) -> None:
+        if device in self._states and not _equal(self._states[device], state):
+            raise Unrepeatable("it seeds torch's generators, or puts them back")
+
+
+_OF_SHAPE = {"cauchy", "exponential", "geometric", "log_normal", "normal_functional"}
+_OF_SHAPE |= {"rand_like", "randint_like", "randn_like", "random", "uniform"}
+_OF_SHAPE |= {("bernoulli", 2)}
+"""Ops that read no more than the shape of a tensor; with a number of arguments."""
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    with conditions.static_values():
+        return torch.equal(one, other)
 
 
 # The replay.

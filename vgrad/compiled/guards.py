@@ -32,7 +32,7 @@ from vgrad.loss.values import is_library
 from vgrad.ops.record import OPS
 from vgrad.torch_private import autograd, kernels, modes
 from vgrad.torch_private.control import as_written
-from vgrad.torch_private.tensors import GLOBAL_HOOKS, like
+from vgrad.torch_private.tensors import GLOBAL_HOOKS
 from vgrad.tree import TreeSpec
 
 _PLAIN = {
@@ -183,24 +183,20 @@ _ROUNDING = ("cuda",) * 3 + ("mkldnn",) * 3, ("matmul", "conv", "rnn") * 2
 
 
 def in_words(distinct: Sequence[Tensor]) -> str:
-    """Describe a capture: tensors in the order of arguments, torch's switches."""
+    """Describe a capture: the last tensors of its arguments, the batch; autocast."""
 
     def short(dtype: torch.dtype) -> str:
         return str(dtype).removeprefix("torch.")
 
-    tensors = [f"{short(each.dtype)} {list(each.shape)}" for each in distinct]
-    switches = [f"{torch.get_num_threads()} threads"]
+    shown = [f"{short(each.dtype)} {list(each.shape)}" for each in distinct[-3:]]
+    if others := len(distinct) - len(shown):
+        shown = [f"{others} others", *shown]
+    text = ", ".join(shown)
     for device in devices.kinds():
         if torch.is_autocast_enabled(device):
             dtype = short(torch.get_autocast_dtype(device))
-            switches.append(f"autocast of {device} to {dtype}")
-    if torch.is_inference_mode_enabled():
-        switches.append("inference mode")
-    elif not torch.is_grad_enabled():
-        switches.append("no grad")
-    if torch.are_deterministic_algorithms_enabled():
-        switches.append("deterministic")
-    return "; ".join([", ".join(tensors), *switches])
+            text = f"{text}; autocast of {device} to {dtype}"
+    return text
 
 
 # The values that a loss reads outside of its arguments, read without code of users.
@@ -367,18 +363,11 @@ class Closure:
 
     def also(self, tensors: list[Tensor]) -> None:
         """Compare all but the values of some tensors."""
-        self._tensors = [*{id(each): each for each in tensors}.values()]
-        self._described = [*map(description, self._tensors)]
-        strided = all(each.layout is torch.strided for each in self._tensors)
-        self._alike = like(self._tensors) if strided else None  # the same in one go
+        self._tensors, self._described = tensors, [*map(description, tensors)]
 
     def hold(self) -> bool:
         """Return whether all values are as they were."""
-        if self._alike is not None and torch.is_grad_enabled():
-            alike = self._alike(*self._tensors)
-        else:
-            alike = [*map(description, self._tensors)] == self._described
-        if not alike:
+        if [*map(description, self._tensors)] != self._described:
             return False
         values = [*self._fixed, *[read() for read in self._reads.values()]]
         sizes, parts = self._flat()

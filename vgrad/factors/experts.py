@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vgrad.conditions import Unrepeatable, checks_collected
+from vgrad.conditions import Unrepeatable, numbers
 from vgrad.factors import costs, products, reductions
 from vgrad.factors.base import Dense, Factor, Norms, Pair, Products, multiplied
 
@@ -66,11 +66,11 @@ class Experts(Pair):
         cheaper; the matrices at these places, [B, E].
         """
         sizes, which = self.counts[:, :-1].sort(1, descending=True)
-        if checks_collected() or not self.rows:
+        largest = numbers(sizes.amax(0)) if self.rows else None
+        if largest is None:
             return {}, which
         blocks, start = {}, 0
-        largest: list[int] = [*sizes.amax(0).tolist(), 0]
-        for place, size in enumerate(largest):
+        for place, size in enumerate([*largest, 0]):
             if 2 * size < (first := largest[start]) or not size:
                 if first:
                     blocks[start, place] = first
@@ -131,17 +131,17 @@ def _weighted(inputs: Tensor, outputs: Tensor, ends: Tensor, weights: Tensor) ->
 
 def _sums(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
     """Sum outer products over `counts [G]` rows each. -> [G, I, O]"""
-    if checks_collected():
-        return _captured(a, b, counts)
+    sizes = numbers(counts)
+    if sizes is None:
+        return _grouped(a, b, counts)
     sums = a.new_zeros(len(counts), a.shape[1], b.shape[1])
-    sizes: list[int] = counts.tolist()
     for sum, left, right in zip(sums, a.split(sizes), b.split(sizes), strict=True):
         if len(left):
             torch.mm(left.mT, right, out=sum)
     return sums
 
 
-def _captured(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+def _grouped(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
     """Sum outer products by torch's own op, which hands no value to Python."""
     if a.dtype != torch.float32 or a.shape[1] % 4 or b.shape[1] % 4:
         raise Unrepeatable(f"grouped_mm has no kernel for {a.dtype} of these sizes")

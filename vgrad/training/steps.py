@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vgrad import batches
-from vgrad.conditions import checks_collected
+from vgrad.conditions import surely
 from vgrad.devices import is_host
 from vgrad.dp.plan import Plan, check_spent
 from vgrad.dp.private_gradients import PrivateSource, clipped_sums, metrics_of
@@ -190,9 +190,7 @@ class TrainingStep(Generic[State]):
             inputs = _without_key(state)._replace(optimizer=())
             compute = partial(execute, self.source, inputs, batch)
         found = self.reduce.reduced(self, compute, state)
-        # Looking at values costs nothing on a CPU, and choosing a pass over all.
-        looks = not checks_collected()
-        all_taken = all([looks and x.is_cpu and bool(x.all()) for x in found.masks])
+        all_taken = all(map(surely, found.masks))  # to choose is a pass over all
         donate = self.donate and all_taken and self.tx.donated is not None
         loss, aux = found.loss, found.aux
         # A buffer, which stays, may have the memory of a parameter.
@@ -439,7 +437,7 @@ class MemberSource(Source):
         """Return a gradient, and arguments with active members for resting ones."""
         # Weighing by zero is not enough: zero times the NaN of a member is a NaN.
         active, gradient = state.active, self.gradient
-        if active.is_cpu and not checks_collected() and bool(active.all()):
+        if surely(active):
             return gradient, (state.params, state.buffers, *batch)
         rows = torch.arange(len(active), device=active.device)
         rows = torch.where(active, rows, active.int().argmax())
@@ -471,10 +469,9 @@ def _select_members(mask: Tensor, new: Tree, old: Tree) -> Tree:
 def _members_finite(grads: list[Tensor], like: Tensor) -> Tensor:
     """Return whether each member's gradients are finite, `[E]`, without a sync."""
     finite = torch.ones_like(like)
-    if is_host(like.device) and not checks_collected():
-        # A finite sum has finite terms, and takes a fraction of the time.
-        if all([bool(grad.sum().isfinite()) for grad in grads]):
-            return finite
+    # A finite sum has finite terms, and takes a fraction of the time.
+    if is_host(like.device) and all(surely(grad.sum().isfinite()) for grad in grads):
+        return finite
     for grad in grads:
         finite = finite & grad.isfinite().reshape(len(finite), grad[0].numel()).all(1)
     return finite
