@@ -28,6 +28,7 @@ from vgrad.precision import DynamicLossScale, StaticLossScale
 from vgrad.torch_private import kernels
 from vgrad.training import TrainState
 
+pytestmark = pytest.mark.more
 HERE = device.NAME
 
 
@@ -255,17 +256,6 @@ def test_autocast_inside_a_transform_of_torch():
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-2)
 
 
-def test_a_capture_holds_for_one_autocast():
-    loss, params, buffers, batch = built("mlp", torch.float32)
-    given = moved(HERE, (params, buffers, *batch))
-    compute = vgrad.per_sample_grad(loss)
-    compiled = vgrad.compile(compute, backend="replay", fallback="error")
-    for low in (None, torch.bfloat16, torch.float16, None):
-        with torch.autocast(HERE, low, enabled=low is not None):
-            found, expected = compiled(*given), compute(*given)
-        oracle.assert_exact(found, expected, 1e-6)
-
-
 # Steps.
 
 
@@ -410,20 +400,6 @@ def test_optimizers(name, donate):
     equal(run)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
-def test_fused_optimizers(name):
-    def run(place):
-        tx = getattr(vgrad.optim, name)(0.1)
-        params = place({"w": losses.randn(3, 4), "b": losses.randn(5, seed=1)})
-        state, grads = tx.init(params), place({"w": torch.ones(3, 4).double()})
-        grads["b"] = grads["w"].new_ones(5)
-        for _ in range(3):
-            params, state = vgrad.optim.step(tx, grads, state, params, donate=True)
-        return params, state
-
-    equal(run)
-
-
 # Ensembles.
 
 
@@ -494,18 +470,6 @@ ENSEMBLES |= {
 @pytest.mark.parametrize("name", ENSEMBLES)
 def test_ensembles(name):
     equal(ENSEMBLES[name], tolerance=1e-8)
-
-
-def test_members_made_from_seeds_restore_the_generators_of_the_device():
-    before = torch.get_device_module(HERE).get_rng_state()
-
-    def make():
-        return nn.Linear(3, 2, device=HERE)
-
-    _, first, _ = vgrad.stack(make, seeds=range(3))
-    assert torch.equal(torch.get_device_module(HERE).get_rng_state(), before)
-    _, again, _ = vgrad.stack(make, seeds=range(3))
-    oracle.assert_exact(moved("cpu", first), moved("cpu", again), 0)
 
 
 # Memory.
