@@ -245,17 +245,6 @@ def test_autocast(name, low):
             assert oracle.distance(found, expected[kind]) <= limit, case
 
 
-def test_autocast_inside_a_transform_of_torch():
-    """There a function mode casts, by names: it has to know the device's lists."""
-    layer = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Softmax(-1)).to(HERE)
-    x = torch.randn(3, 4, device=HERE)
-    with vgrad.autocast(HERE, dtype=torch.bfloat16):
-        found, expected = torch.vmap(layer)(x), layer(x)
-        assert torch.vmap(layer[0])(x).dtype == torch.bfloat16
-    assert found.dtype == expected.dtype == torch.float32
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-2)
-
-
 # Steps.
 
 
@@ -357,24 +346,6 @@ def test_gradients_of_a_module():
         return {name: value.detach() for name, value in model.named_parameters()}
 
     equal(run)
-
-
-def test_a_state_that_was_written_there_is_read_here(tmp_path):
-    fmodel, params, buffers = calls.functional()
-    tx = vgrad.optim.adam(1e-2)
-    step = training.train_step(calls.of_batch(fmodel), tx)
-    batch = calls.data()
-    state = TrainState.create(tx, *moved(HERE, (params, buffers)), seed=7)
-    state, _ = step(state, *moved(HERE, batch))
-    training.save(tmp_path / "state", state)
-    template = TrainState.create(tx, params, buffers)
-    read = training.load(tmp_path / "state", template)
-    back = training.load(tmp_path / "state", state)
-    oracle.assert_exact(moved("cpu", state), read, 0)
-    assert all(value.device.type == HERE for value in back.params.values())
-    here, _ = step(read, *batch)
-    there, _ = step(back, *moved(HERE, batch))
-    oracle.assert_exact(moved("cpu", there), here, 1e-9)
 
 
 # Optimizers.
