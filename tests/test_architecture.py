@@ -176,6 +176,7 @@ def test_importing_the_package_loads_nothing_heavy_and_changes_nothing():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_the_wheel_holds_the_package_and_the_command_alone(wheel):
     names = zipfile.ZipFile(wheel).namelist()
@@ -185,6 +186,7 @@ def test_the_wheel_holds_the_package_and_the_command_alone(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_the_wheel_works_where_the_checkout_is_not(wheel, tmp_path):
     target = tmp_path / "site"
