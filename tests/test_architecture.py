@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.many import ONE_IN
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "vgrad"
 
@@ -159,6 +161,12 @@ def test_no_test_keeps_the_profile_from_drawing_more_examples():
     """They are counted by `examples`, which multiplies where the profile says so."""
     for path in ROOT.glob("tests/**/test_*.py"):
         assert "hypothesis.settings" not in imports(path), path
+
+
+def test_tests_of_many_cases_are_there():
+    for file, tests in ONE_IN.items():
+        text = (ROOT / "tests" / file).read_text()
+        assert all(f"\ndef {name}(" in text for name in tests), file
 
 
 def test_importing_the_package_loads_nothing_heavy_and_changes_nothing():
