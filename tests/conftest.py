@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.many import in_more
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -45,6 +47,13 @@ else:
 # Ops of tests are so small that a second thread only makes them wait for it. What
 # depends on threads sets their number itself.
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if in_more(item.nodeid):
+            item.add_marker(pytest.mark.more)
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.many import ONE_IN
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "vgrad"
 
@@ -180,6 +182,12 @@ def test_no_test_keeps_the_profile_from_drawing_more_examples():
         assert "hypothesis.settings" not in imports(path), path
 
 
+def test_tests_of_many_cases_are_there():
+    for file, tests in ONE_IN.items():
+        text = (ROOT / "tests" / file).read_text()
+        assert all(f"\ndef {name}(" in text for name in tests), file
+
+
 def test_importing_the_package_loads_nothing_heavy_and_changes_nothing():
     code = (
         "import random, sys, torch, warnings\n"
@@ -195,6 +203,7 @@ def test_importing_the_package_loads_nothing_heavy_and_changes_nothing():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_the_wheel_holds_the_package_and_the_command_alone(wheel):
     names = zipfile.ZipFile(wheel).namelist()
@@ -204,6 +213,7 @@ def test_the_wheel_holds_the_package_and_the_command_alone(wheel):
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_the_wheel_works_where_the_checkout_is_not(wheel, tmp_path):
     target = tmp_path / "site"

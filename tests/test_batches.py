@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import vgrad
-from tests import losses, oracle
+from tests import losses
 from vgrad import curvature, devices, training
 from vgrad.attribution import influence
 
@@ -113,14 +113,6 @@ def test_any_mapping_is_read_as_a_dictionary(reader, kind):
 def given(**more):
     inputs = {"x": torch.randn(4, 3), "scale": torch.rand(4)}
     return (inputs | more, torch.randint(0, 2, (4,)))
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_texts_of_a_collate_function_are_the_same_for_all_samples(reader):
-    inputs, target = given()
-    expected = READERS[reader](*GIVEN, inputs, target)
-    found = READERS[reader](*GIVEN, inputs | {"names": [*NAMES]}, target)
-    oracle.assert_exact(dict(found), dict(expected), 0)
 
 
 OF_BATCHES = {"ensemble_grad", "step of a batch", "batch loss"}

@@ -604,7 +604,13 @@ def assert_derivatives(name, found, way):
         torch.testing.assert_close(along.double(), exact, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", MODES)
+FEW = ("reversed", "inference tensors", "tracked")
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(m, marks=[] if m in FEW else [pytest.mark.more]) for m in MODES],
+)
 @pytest.mark.parametrize("name", ROWS)
 def test_names_decide_and_no_mode_changes_a_number(name, mode):
     expected, way = called(name, plain := Way()), Way(mode)

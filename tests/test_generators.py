@@ -60,14 +60,6 @@ def test_the_same_numbers_come_block_by_block():
         assert np.array_equal(draws[start : start + count], expected)
 
 
-def test_an_error_in_a_thread_is_raised():
-    def fail(source, out):
-        raise OSError("no numbers")
-
-    with pytest.raises(OSError, match="no numbers"):
-        generators.drawn(fail, 7, 2**17)
-
-
 def test_seeds_of_torch_repeat_for_a_place_and_differ_between_them():
     key = secret_key(seed=0)
     places = [("loss", 1), ("loss", 2), ("batch", 1)]

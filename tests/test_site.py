@@ -49,6 +49,7 @@ def entries(site):
             yield name
 
 
+@pytest.mark.more
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("sphinx_gallery"), reason="needs the extra `docs`")
 def test_the_site(site, subtests):

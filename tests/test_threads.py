@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import vgrad
 from tests import losses, oracle
-from vgrad import dp, optim
+from vgrad import optim
 from vgrad.training import EnsembleState, TrainState, private_step, train_step
 
 THREADS = 4
@@ -126,12 +126,6 @@ def test_samples_share_their_numbers_whatever_other_threads_do(strategy):
     assert_apart(of_samples(strategy, "same"), stepping())
 
 
-@pytest.mark.parametrize("strategy", ["loop", "auto"])  # which runs parts in a loop
-def test_a_loop_that_draws_nothing_does_not_mind_threads_that_do(strategy):
-    work = torch.no_grad()(of_samples(strategy, "error", dropout=False))
-    assert_apart(work, stepping(), work)
-
-
 def aside(loss, drop=0.0):
     """A loss beside a thread that draws from torch's generator without a lock."""
 
@@ -167,67 +161,6 @@ def test_numbers_that_another_thread_draws_are_not_the_losses(compute):
     compute(0.0)
     with pytest.raises(RuntimeError, match="expected a loss without random numbers"):
         compute(0.5)
-
-
-def test_members_of_keys_do_not_mind_threads_that_draw():
-    fmodel, params, buffers = vgrad.stack([Slow() for _ in range(2)])
-    compute = vgrad.ensemble_grad(vgrad.batch_loss(fmodel, F.mse_loss))
-    compute = compute.keyed(torch.arange(2))
-    work = partial(compute, params, buffers, X, Y)
-    assert_apart(lambda: [work().losses for _ in range(9)], stepping())
-
-
-@pytest.mark.parametrize("strategy", ["vmap", "loop"])
-def test_outputs_of_members_do_not_change_the_numbers_of_a_step(strategy):
-    fmodel, params, buffers = vgrad.stack([Slow() for _ in range(2)])
-    forward = vgrad.ensemble_forward(fmodel, strategy=strategy)
-    assert_apart(lambda: forward(params, buffers, X), stepping())
-
-
-def test_members_are_made_with_their_own_numbers_in_any_thread():
-    def factory():
-        time.sleep(0.002)
-        return nn.Linear(3, 2)
-
-    def make(seed):
-        return vgrad.stack(factory, seeds=range(seed, seed + 3))[1]
-
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    works = [lambda seed=seed: make(seed) for seed in range(THREADS)]
-    assert torch.equal(assert_apart(*works), before)
-
-
-def test_threads_that_measure_and_explain_put_the_generators_back():
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(Slow())
-    loss = vgrad.sample_loss(fmodel, F.mse_loss)
-    compute = vgrad.per_sample_norm(loss, randomness="different")
-    works = [
-        lambda: vgrad.explain(compute)(params, buffers, X, Y),
-        lambda: vgrad.precision.alignment_report(fmodel, params, buffers, X),
-        stepping(),
-    ]
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    together(*works, *works)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_transforms_inside_of_each_other_do_not_wait_for_themselves():
-    """In both orders: a loss of samples that runs members, and steps that record."""
-    fmodel, params, buffers = vgrad.stack([nn.Linear(4, 3) for _ in range(2)])
-    forward = vgrad.ensemble_forward(fmodel)
-
-    def loss(p, b, x):
-        time.sleep(0.002)
-        return forward(p, b, x[None]).sin().sum()
-
-    def nested():
-        return vgrad.per_sample_norm(loss, strategy="vmap")(params, buffers, X)
-
-    step, state = STEPS["private, recorded"](0)
-    works = [nested, lambda: step(state, X, Y)] * 4
-    assert len(together(*works)) == 8
 
 
 INSIDE, FORKED = threading.Event(), threading.Event()
@@ -295,38 +228,3 @@ def test_a_fork_may_happen_while_another_thread_computes(name):
         FORKED.set()
         expected = other.result()
     oracle.assert_exact(found, torch.stack([expected.detach()] * 2), 1e-6)
-
-
-@pytest.mark.parametrize("noise", [None, dp.noising.band_mf(2)])
-def test_private_steps_that_draw_nothing_do_not_mind_threads_that_do(noise):
-    options = {} if noise is None else {"noise": noise}
-    plan = dp.Plan(40, 0.2, 1.0, 1.0, 3, 1e-3, **options)
-    tx = vgrad.optim.sgd(0.5)
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(nn.Linear(4, 3))
-
-    def loss(params, buffers, x, y):
-        time.sleep(0.005)
-        return F.mse_loss(fmodel(params, buffers, x), y)
-
-    step = vgrad.training.private_step(loss, tx, plan, randomness="different")
-    x, y = torch.randn(8, 4), torch.randn(8, 3)
-
-    def run():
-        state = vgrad.training.TrainState.create(tx, params, buffers, seed=0)
-        for _ in range(3):
-            state, _ = step(state, x, y)
-        return state.params
-
-    expected, done = run(), threading.Event()
-
-    def draw():
-        while not done.is_set():
-            torch.randn(3)
-
-    other = threading.Thread(target=draw)
-    other.start()
-    try:
-        oracle.assert_exact(run(), expected, 0)
-    finally:
-        done.set()
-        other.join()

@@ -6,7 +6,6 @@ Where one of these fails, a new torch has changed what the name says, and
 
 import re
 import runpy
-import shutil
 import warnings
 from functools import wraps
 
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from torch.autograd import graph
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 from tests import losses
 from vgrad import torch_private
@@ -27,7 +25,6 @@ from vgrad.torch_private import (
     control,
     kernels,
     modes,
-    shards,
     tensors,
     tracing,
 )
@@ -226,27 +223,6 @@ def test_batch_axes_go_on_and_off():
         modes.unwrapped(X)
 
 
-def test_one_in_the_old_style_is_seen_in_a_block_and_raises_outside():
-    apply, seen = Old.apply, []
-
-    class Answering(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            if func is not modes.custom_function_call:
-                return func(*args, **(kwargs or {}))
-            seen.append(args[0])
-            return args[1] * 2
-
-    mapped = torch.vmap(lambda x: in_block(Answering(), apply, x))
-    with autograd.for_all(old_style=True):
-        with autograd.for_all(old_style=True):
-            assert torch.equal(mapped(X), X * 2)
-        assert torch.equal(mapped(X), X * 2)
-        assert torch.equal(apply(X), X * 2)
-    assert seen == [Old, Old]
-    with pytest.raises(RuntimeError, match="setup_context"):
-        mapped(X)
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -262,17 +238,6 @@ def test_tensors_of_another_kind_are_not_alike(other):
     assert like(torch.ones(3, 2), torch.ones(2))
     assert not like(other, torch.ones(2))
     assert not like(torch.ones(2), torch.ones(3, 2))
-
-
-@pytest.mark.parametrize("name", tensors.HOOKS)
-def test_hooks_on_modules_are_where_they_are_looked_for(name):
-    module = nn.Linear(1, 1)
-    full = (name.startswith("_backward") and "full_backward") or "forward"
-    full += "_pre_hook" if "pre" in name else "_hook"
-    getattr(module, f"register_{full}")(lambda *_: None)
-    assert len(getattr(module, name)) == 1
-    assert tensors.has_forward_hooks(module) == ("forward" in name)
-    assert tensors.has_backward_hooks(module) == ("backward" in name)
 
 
 def test_backward_hooks_are_set_up_where_they_are_looked_for():
@@ -302,19 +267,6 @@ def test_hooks_at_work_unpack_at_once():
     assert torch.equal(torch.autograd.grad(result.sum(), pairs[0][0])[0], X.cos())
 
 
-def test_registries_are_the_dictionaries_themselves():
-    module = nn.BatchNorm1d(2)
-    module.register_buffer("constant", torch.ones(1), persistent=False)
-    module.child = nn.Identity()
-    parameters, buffers, children = tensors.registered(module)
-    parameters["weight"] = new = nn.Parameter(torch.ones(2))
-    assert module.weight is new
-    assert module.child is children["child"]
-    kept = [id(each) for each in tensors.persistent(module)]
-    assert id(buffers["running_mean"]) in kept
-    assert id(module.constant) not in kept
-
-
 def test_modes_and_subclasses_are_left_out():
     class Refusing(Tensor):
         @classmethod
@@ -334,45 +286,6 @@ def test_modes_and_subclasses_are_left_out():
     assert not mode.seen
     with modes.without_subclasses():
         assert (X.as_subclass(Refusing) + 1).shape == X.shape
-
-
-def test_saved_arguments_are_those_of_the_call():
-    x = torch.ones(2)
-    saved = autograd.SavedArguments({"y": 1}, x, None)
-    assert saved.grad_fn is saved
-    found = saved.get_args(saved.saved_tensors)
-    assert found == [{"y": 1}, x, None]
-    x.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        saved.get_args(())
-    with torch.no_grad():
-        assert autograd.SavedArguments(x).grad_fn is None
-
-
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_hooks_at_work_pack_saved_arguments(requires_grad):
-    packed = []
-    x = torch.ones(2, requires_grad=requires_grad)
-    hooks = torch.autograd.graph.saved_tensors_hooks(packed.append, lambda _: x * 3)
-    saved = in_block(hooks, autograd.SavedArguments, x)
-    assert packed == [x]
-    (found,) = saved.get_args(())
-    assert found.tolist() == [3, 3]
-    assert (found.requires_grad, found.is_leaf) == (requires_grad, True)
-
-
-def test_an_exception_leaves_no_hooks_of_checkpoints():
-    def fails(x):
-        raise ValueError("failed")
-
-    def region(x):
-        return checkpoint(fails, x.sin(), use_reentrant=False)
-
-    with pytest.raises(ValueError, match="failed") as caught:
-        checkpoint(region, X, use_reentrant=False)
-    assert (autograd.hooks() is None) == (torch.__version__ >= (2, 13))
-    autograd.close(caught.value)
-    assert autograd.hooks() is None
 
 
 def checkpointed(x):
@@ -499,18 +412,6 @@ def test_a_mode_sees_all_ops_and_tensors_are_told_apart_by_identity():
     assert reference() is None
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("small", [False, True])
-def test_a_graph_is_compiled_for_shapes_and_draws_as_eager_mode_does(small):
-    graph = torch.fx.symbolic_trace(lambda x: [x.sin() * torch.rand_like(x)])
-    compiled = tracing.compiled(graph, [X], small=small)
-    torch.manual_seed(1)
-    expected = (X + 1).sin() * torch.rand_like(X)
-    torch.manual_seed(1)
-    torch.testing.assert_close(compiled(X + 1)[0], expected)
-
-
 def test_switches_of_rounding_are_read():
     backend = torch.backends.mkldnn.matmul
     before = kernels.fp32_precision("mkldnn", "matmul")
@@ -537,68 +438,6 @@ def test_random_ops_are_tagged_and_their_calls_can_be_read():
     shown, more = tensors.shown_results(op, (*given, True), {}, result := x.clone())
     assert shown is out
     assert more is result
-
-
-def test_shards_know_their_place():
-    dist = pytest.importorskip("torch.distributed.tensor")
-    from torch.distributed import destroy_process_group, init_process_group
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    assert not shards.is_distributed(X)
-    init_process_group("fake", rank=1, world_size=2, store=FakeStore())
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        placements = [dist.Shard(1)]
-        whole = dist.DTensor.from_local(
-            X[:, :1], mesh, placements, run_check=False, shape=(3, 2), stride=(2, 1)
-        )
-        assert shards.is_distributed(whole)
-        assert shards.offsets(whole) == (0, 1)
-        assert torch.equal(shards.local(whole), X[:, :1])
-        assert not shards.unsupported_placements(whole)
-        again = shards.like(whole, X[:, 1:])
-        assert again.placements == whole.placements
-        assert (again.shape, again.stride()) == ((3, 2), (2, 1))
-        terms = dist.DTensor.from_local(X, mesh, [dist.Partial()], run_check=False)
-        assert shards.unsupported_placements(terms) == [dist.Partial()]
-    finally:
-        destroy_process_group()
-
-
-def test_lazy_tensors_are_computed_where_an_op_reads_them():
-    torch.manual_seed(0)
-    weight, x = torch.randn(4, 3), torch.randn(2, 3)
-    asked = []
-
-    def compute():
-        asked.append(weight)
-        return weight
-
-    made = tensors.Lazy(compute, weight.shape, weight.dtype, weight.device)
-    given = made.detach().requires_grad_()
-    first, *rest = given.t()[:, 1:].double().chunk(2, dim=1)
-    assert first.shape == (3, 2)
-    assert len(rest) == 1
-    assert given.new_zeros(2).shape == (2,)
-    assert not asked
-
-    inputs = x.clone().requires_grad_()
-    F.linear(inputs, given).sum().backward()
-    assert torch.equal(inputs.grad, weight.sum(0).expand(2, 3))
-    assert len(asked) == 2  # in the forward and in the backward pass
-    assert torch.equal(first.detach() + 0, weight.t()[:, 1:3].double())
-    assert "Lazy(shape=(4, 3)" in repr(made)
-
-    with pytest.raises(RuntimeError, match="only read, got one that is written to"):
-        made.mul_(2)
-    with pytest.raises(RuntimeError, match="only read"):
-        torch.add(weight, 1, out=made)
-    for read in (made.data_ptr, made.__dlpack__):
-        with pytest.raises(RuntimeError, match="expected a tensor with memory"):
-            read()
-    with pytest.raises(RuntimeError, match="not supported for tensor subclasses"):
-        made.tolist()
 
 
 def test_nodes_and_ops_that_are_not_torchs_own_are_named():

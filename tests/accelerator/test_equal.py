@@ -28,6 +28,7 @@ from vgrad.precision import DynamicLossScale, StaticLossScale
 from vgrad.torch_private import kernels
 from vgrad.training import TrainState
 
+pytestmark = pytest.mark.more
 HERE = device.NAME
 
 
@@ -244,28 +245,6 @@ def test_autocast(name, low):
             assert oracle.distance(found, expected[kind]) <= limit, case
 
 
-def test_autocast_inside_a_transform_of_torch():
-    """There a function mode casts, by names: it has to know the device's lists."""
-    layer = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Softmax(-1)).to(HERE)
-    x = torch.randn(3, 4, device=HERE)
-    with vgrad.autocast(HERE, dtype=torch.bfloat16):
-        found, expected = torch.vmap(layer)(x), layer(x)
-        assert torch.vmap(layer[0])(x).dtype == torch.bfloat16
-    assert found.dtype == expected.dtype == torch.float32
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-2)
-
-
-def test_a_capture_holds_for_one_autocast():
-    loss, params, buffers, batch = built("mlp", torch.float32)
-    given = moved(HERE, (params, buffers, *batch))
-    compute = vgrad.per_sample_grad(loss)
-    compiled = vgrad.compile(compute, backend="replay", fallback="error")
-    for low in (None, torch.bfloat16, torch.float16, None):
-        with torch.autocast(HERE, low, enabled=low is not None):
-            found, expected = compiled(*given), compute(*given)
-        oracle.assert_exact(found, expected, 1e-6)
-
-
 # Steps.
 
 
@@ -369,24 +348,6 @@ def test_gradients_of_a_module():
     equal(run)
 
 
-def test_a_state_that_was_written_there_is_read_here(tmp_path):
-    fmodel, params, buffers = calls.functional()
-    tx = vgrad.optim.adam(1e-2)
-    step = training.train_step(calls.of_batch(fmodel), tx)
-    batch = calls.data()
-    state = TrainState.create(tx, *moved(HERE, (params, buffers)), seed=7)
-    state, _ = step(state, *moved(HERE, batch))
-    training.save(tmp_path / "state", state)
-    template = TrainState.create(tx, params, buffers)
-    read = training.load(tmp_path / "state", template)
-    back = training.load(tmp_path / "state", state)
-    oracle.assert_exact(moved("cpu", state), read, 0)
-    assert all(value.device.type == HERE for value in back.params.values())
-    here, _ = step(read, *batch)
-    there, _ = step(back, *moved(HERE, batch))
-    oracle.assert_exact(moved("cpu", there), here, 1e-9)
-
-
 # Optimizers.
 
 
@@ -406,20 +367,6 @@ def test_optimizers(name, donate):
             grads = place(dict(zip(leaves, values, strict=True)))
             params, state = vgrad.optim.step(tx, grads, state, params, donate=donate)
         return case.outcome(params, state)
-
-    equal(run)
-
-
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
-def test_fused_optimizers(name):
-    def run(place):
-        tx = getattr(vgrad.optim, name)(0.1)
-        params = place({"w": losses.randn(3, 4), "b": losses.randn(5, seed=1)})
-        state, grads = tx.init(params), place({"w": torch.ones(3, 4).double()})
-        grads["b"] = grads["w"].new_ones(5)
-        for _ in range(3):
-            params, state = vgrad.optim.step(tx, grads, state, params, donate=True)
-        return params, state
 
     equal(run)
 
@@ -494,18 +441,6 @@ ENSEMBLES |= {
 @pytest.mark.parametrize("name", ENSEMBLES)
 def test_ensembles(name):
     equal(ENSEMBLES[name], tolerance=1e-8)
-
-
-def test_members_made_from_seeds_restore_the_generators_of_the_device():
-    before = torch.get_device_module(HERE).get_rng_state()
-
-    def make():
-        return nn.Linear(3, 2, device=HERE)
-
-    _, first, _ = vgrad.stack(make, seeds=range(3))
-    assert torch.equal(torch.get_device_module(HERE).get_rng_state(), before)
-    _, again, _ = vgrad.stack(make, seeds=range(3))
-    oracle.assert_exact(moved("cpu", first), moved("cpu", again), 0)
 
 
 # Memory.

@@ -60,12 +60,14 @@ def test_a_private_step_launches_no_more_than_counted(net):
     compare(net, PRECISIONS[:1], [STEP])
 
 
+@pytest.mark.more
 @pytest.mark.slow
 @pytest.mark.parametrize("net", NETS[:2])
 def test_a_replay_launches_no_more_than_counted(net):
     compare(net, PRECISIONS[:1], [REPLAY])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "net",
     [*("tiny-32", "tied-lm"), pytest.param("convnext", marks=pytest.mark.slow)],
@@ -77,6 +79,7 @@ def test_a_replay_launches_no_more_than_eager_mode(net):
         assert rows[REPLAY]["waits"] <= 1
 
 
+@pytest.mark.more
 @pytest.mark.slow
 @pytest.mark.parametrize("net", NETS[:2])
 def test_a_compiled_sum_has_no_more_kernels_than_counted(net):
@@ -86,17 +89,6 @@ def test_a_compiled_sum_has_no_more_kernels_than_counted(net):
         found = count_kernels(net)
     for precision, rows in found.items():
         assert rows[EAGER]["kernels"] <= before[precision][EAGER]["kernels"]
-
-
-def test_a_count_that_grew_is_named():
-    before = {"launches": 5, "waits": 1, "to_host": 0, "to_device": 0}
-    recorded = {"a": {"float32": {EAGER: before}}}
-    assert not grown(recorded, recorded)
-    assert not grown({"a": {"float32": {EAGER: {**before, "launches": 4}}}}, recorded)
-    more = {"a": {"float32": {EAGER: {**before, "waits": 2}}}}
-    assert grown(more, recorded) == [
-        "a, float32, vgrad: 2 waits, and launches.json has 1"
-    ]
 
 
 @pytest.mark.parametrize("net", ["mlp", "simple-cnn", "convnext"])
@@ -112,28 +104,3 @@ def test_flops_are_those_of_torch(net):
     found = modelled.modelled(launches, tf32=False)["flops"]
     assert sum(found.values()) == expected
     assert ("tf32" in found) == (net != "mlp")
-
-
-def test_a_kernel_takes_the_longer_of_flops_and_bytes():
-    def operand(*shape, dtype="Float", size=4):
-        numbers = torch.Size(shape).numel()
-        return device.Operand(shape, dtype, numbers * size)
-
-    def event(op, inputs, outputs):
-        return device.Event("launch", op, "", inputs, outputs)
-
-    def seconds(one, tf32=False):
-        return modelled.modelled([one], tf32)["seconds"]["H100"]
-
-    square = operand(8192, 8192)
-    product = event("mm", [square, square], [square])
-    assert seconds(product) == pytest.approx(2 * 8192**3 / 67e12 / 0.7)
-    assert seconds(product, tf32=True) == pytest.approx(2 * 8192**3 / 495e12 / 0.7)
-    half = operand(8192, 8192, dtype="BFloat16", size=2)
-    product = event("mm", [half, half], [square])
-    assert seconds(product) == pytest.approx(2 * 8192**3 / 990e12 / 0.7)
-    added = event("add", [square, square], [square])
-    assert seconds(added) == pytest.approx(3 * 4 * 8192**2 / 3.35e12 / 0.7)
-    table, places = operand(50_000, 768), operand(64, dtype="Long", size=8)
-    looked_up = event("embedding", [table, places], [operand(64, 768)])
-    assert modelled.moved(looked_up) == 64 * 8 + 2 * 64 * 768 * 4

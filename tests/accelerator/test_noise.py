@@ -26,6 +26,7 @@ def at(step, held=None):
     return noise.gaussian_noise("f", size, step=step, streams=held, **SIZES)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 def test_noise_is_that_of_the_host(dtype):
     held = noise.Streams()
@@ -40,6 +41,7 @@ def test_noise_is_that_of_the_host(dtype):
             assert torch.equal(alone[name].cpu(), value)
 
 
+@pytest.mark.more
 def test_a_graph_draws_words_where_its_tensors_are():
     drawn = at(7).drawn(sums(HERE))
     assert drawn.words is None
@@ -61,6 +63,7 @@ def test_steps_in_a_row_copy_nothing_and_launch_little():
     assert not counts.of("wait")
 
 
+@pytest.mark.more
 def test_a_device_without_float64_has_its_noise_from_the_host():
     empty = torch.empty
 
@@ -79,6 +82,7 @@ def test_a_device_without_float64_has_its_noise_from_the_host():
         assert torch.equal(found[name].cpu(), value)
 
 
+@pytest.mark.more
 def test_integers_of_a_step_are_those_of_the_host():
     plan = vgrad.dp.Plan(20, 0.25, 1.0, 1.0, 10, 1e-3, discrete="sum")
     loss = lambda params, buffers, x: (params["w"] * x).sum()  # noqa: E731
@@ -115,6 +119,7 @@ def taken(here, steps, kind, held=None, history=()):
     return found, history
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", FILTERS, ids=str)
 @pytest.mark.parametrize("small", [False, True])
 def test_correlated_noise_is_that_of_the_host(kind, small):

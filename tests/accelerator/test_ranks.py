@@ -22,6 +22,7 @@ from vgrad.distributed import (
     single_process_mesh,
 )
 
+pytestmark = pytest.mark.more
 STARTS_PROCESSES = True
 """Of its own, from the process of pytest."""
 

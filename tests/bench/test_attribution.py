@@ -8,6 +8,7 @@ import torch
 from bench import attribution
 from bench.attribution import RESULTS, ROWS, SMALL
 
+pytestmark = pytest.mark.more
 TORCH = ("vgrad", "vmap(jacrev)", "vmap(grad)", "torch.func")
 
 
@@ -43,19 +44,6 @@ def test_wrong_numbers_and_errors_are_reasons():
     assert str(reason).startswith("raises RuntimeError: ")
     with pytest.raises(ModuleNotFoundError):
         attribution.refusal(row, "absent", size)
-
-
-def test_a_row_is_timed_in_turn(monkeypatch):
-    monkeypatch.setattr(attribution, "SECONDS", 0.0)
-    row = ROWS["product"]
-    kept = {n: run for n, run in row.contenders.items() if n in TORCH}
-    absent = {"absent": lambda p: __import__("no_such_package")}
-    monkeypatch.setitem(ROWS, "product", row._replace(contenders=kept | absent))
-    reasons = attribution.refused("product", "perceptron")
-    assert reasons == {"absent": "no_such_package is not installed"}
-    times = attribution.timed("product", SMALL["perceptron"], reasons)
-    assert list(times) == ["vgrad", "torch.func"]
-    assert min(times.values()) > 0
 
 
 def test_the_table_is_of_the_results():

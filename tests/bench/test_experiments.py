@@ -3,15 +3,14 @@
 import copy
 import json
 
-import numpy as np
 import pytest
-import torch
 
-from bench.experiments import ensembles, folds, mixed, mobilenet, per_sample, study
-from bench.experiments import tensor_cores as cores
+from bench.experiments import ensembles, folds, mobilenet, per_sample, study
 from bench.experiments.__main__ import NAMES
 from bench.experiments.__main__ import study as named
 from bench.experiments.study import Place
+
+pytestmark = pytest.mark.more
 
 
 def value(new):
@@ -191,28 +190,6 @@ def test_policies_that_end_elsewhere_are_seen(losses, accuracies, message):
         check(losses, accuracies)
 
 
-def test_nets_that_learn_nothing_are_seen():
-    low = {"float32": [0.19, 0.2, 0.21], "mixed_bfloat16": [0.19, 0.2, 0.21]}
-    with pytest.raises(AssertionError, match="too wide|by chance 0.1"):
-        mobilenet.STUDY.check(results_of({policy: LOSSES for policy in low}, low))
-
-
-def test_means_of_seeds_may_differ_as_by_chance_in_one_of_a_hundred():
-    means = np.array([1.0, 2.0, 3.0]), np.array([1.5, 2.5, 3.5])
-    assert mixed.allowed(*means, 0.1) == pytest.approx(0.1 + 4.604 * (2 / 3) ** 0.5)
-
-
-def test_tf32_is_as_it_was_afterwards():
-    def flags():
-        return torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-
-    before = flags()
-    for allowed in (True, False):
-        with mixed.tf32(allowed):
-            assert flags() == (allowed, allowed)
-    assert flags() == before
-
-
 # Tensor cores.
 
 
@@ -225,18 +202,3 @@ def test_folds_that_go_on_in_another_way_are_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(folds, "cross_validate", wrong)
     results = folds.resume(Place("tiny", "cpu", tmp_path), lambda share: None)
     assert not results["resumed"]
-
-
-def test_losses_are_compared_before_anything_is_timed(tmp_path, monkeypatch):
-    real = cores.train_step
-
-    def wrong(loss, tx, *, policy, **options):
-        def scaled(*given):
-            return 1.1 * loss(*given)
-
-        return real(scaled if policy else loss, tx, policy=policy, **options)
-
-    monkeypatch.setattr(cores, "train_step", wrong)
-    place = Place("tiny", "cpu", tmp_path)
-    with pytest.raises(AssertionError, match="in float32"):
-        cores.measure(place, cores.timed(place)[0], lambda share: None)

@@ -1,21 +1,15 @@
-"""The tables of counted launches, and the nets that they are of."""
+"""The tables of counted launches, and the operations that `bench.floor` counts."""
 
 import json
 import re
+from functools import partial
 
-from bench import launch_tables
+import torch
+
+from bench import floor, launch_tables
+from bench.contenders import CLIPPED, plain
 from bench.launches import EAGER, FILE, SGD
-from bench.models import COUNTED, FULL_SIZE, MODELLED, SETTINGS, TIMED
-
-
-def test_nets_are_named_once():
-    assert len(COUNTED) == 15
-    assert len(MODELLED) == 10
-    assert len(TIMED) == 12
-    for names in (COUNTED, MODELLED, TIMED):
-        assert len(set(names)) == len(names)
-        assert not set(names) - set(SETTINGS)
-        assert not set(names) & set(FULL_SIZE)
+from bench.models import COUNTED, SETTINGS
 
 
 def test_the_tables_are_of_the_counts():
@@ -48,9 +42,10 @@ def test_an_aim_that_is_missed_is_said_so():
     assert "private step | 1 | 3 | missed | transformer, float32, vgrad |" in text
 
 
-def test_the_picture_has_every_net():
-    whole = json.loads(FILE.read_text())
-    counted, timed = launch_tables.draw(whole).axes
-    for axes, names in ((counted, COUNTED), (timed, MODELLED)):
-        drawn = [text.get_text() for text in axes.get_xticklabels()]
-        assert drawn == [name for name in names if name in whole["counts"]]
+def test_the_clipped_sum_has_the_operations_of_plain_sgd():
+    problem = SETTINGS["mlp"].problem("cpu", torch.float32, 8)
+    base, clipped = (
+        floor.cost(partial(build(problem), *problem.batch)).operations
+        for build in (plain, CLIPPED["vgrad"].build)
+    )
+    assert base <= clipped < 1.01 * base

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from bench.experiments import data, measuring, nets, study
 from bench.experiments.study import Piece, Place, Study
@@ -74,11 +73,6 @@ def test_a_damaged_file_is_refused_and_kept(place, content):
     assert path.read_text() == content
 
 
-def test_values_that_are_not_finite_have_no_number():
-    values = (torch.tensor(1.5), float("nan"), float("inf"))
-    assert [study.number(value) for value in values] == [1.5, None, None]
-
-
 def test_live_bytes_are_those_of_tensors_that_live():
     with measuring.LiveBytes() as live:
         first = torch.zeros(1000)
@@ -107,15 +101,6 @@ def test_a_loop_over_samples_keeps_less_than_a_batch():
     assert measuring.tree_bytes(weights) == 4 * 4 * 100 * 100
 
 
-def test_contenders_take_turns():
-    order = []
-    contenders = {name: lambda name=name: order.append(name) for name in "ab"}
-    times = measuring.side_by_side(contenders, "cpu", rounds=2)
-    assert "".join(order) == "ababab"
-    assert times.keys() == {"a", "b"}
-    assert times["a"]["seconds"] >= 0
-
-
 def test_made_images_can_be_learned_and_are_the_same_each_time():
     made = data.made(400, 16)
     assert made.x.shape == (400, 3, 16, 16)
@@ -131,30 +116,6 @@ def test_made_images_can_be_learned_and_are_the_same_each_time():
     distances = torch.cdist(spectra(held.x), spectra(train.x))
     voted = train.y[distances.topk(9, largest=False).indices].mode(1).values
     assert (voted == held.y).double().mean() > 0.3
-
-
-def test_digits_are_scaled_and_have_three_channels():
-    digits = data.images("digits", 50, 20)
-    assert digits.x.shape == (50, 3, 20, 20)
-    assert torch.equal(digits.x[:, 0], digits.x[:, 2])
-    assert 0 <= digits.x.min() < 0.1 < 0.9 < digits.x.max() <= 1
-
-
-def test_a_folder_has_one_of_pictures_for_each_class(tmp_path):
-    for label, shade in enumerate((0, 255)):
-        folder = tmp_path / f"class {label}"
-        folder.mkdir()
-        for i in range(3):
-            Image.new("RGB", (9, 7), (shade, 0, 0)).save(folder / f"{i}.png")
-        (folder / "notes.txt").write_text("no picture")
-    pictures = data.images(str(tmp_path), 6, 8)
-    assert (pictures.x.shape, pictures.classes) == ((6, 3, 8, 8), 2)
-    assert torch.equal(pictures.x[:, 0, 0, 0], pictures.y.float())
-    with pytest.raises(ValueError, match="7 pictures.*2 folders and 6 pictures"):
-        data.images(str(tmp_path), 7, 8)
-    (tmp_path / "class 0" / "0.png").write_text("no picture")
-    with pytest.raises(ValueError, match="0.png is no picture"):
-        data.images(str(tmp_path), 6, 8)
 
 
 def test_a_source_with_too_few_images_is_refused(tmp_path):
@@ -179,8 +140,3 @@ def test_an_architecture_has_as_many_parameters_as_its_paper_says(name):
     with torch.device("meta"):
         count = sum(each.numel() for each in build(1000).parameters()) / 1e6
     assert count == pytest.approx(PARAMETERS[name], rel=0.02)
-
-
-def test_a_small_net_gives_logits():
-    assert nets.cnn(7, channels=1)(torch.zeros(2, 1, 16, 16)).shape == (2, 7)
-    assert nets.mobile(2, 5, width=0.25)(torch.zeros(2, 3, 32, 32)).shape == (2, 5)

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import tomllib
-import warnings
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ import pytest
 import vgrad_command
 from bench.experiments import __main__ as experiments
 from tests.cli.runs import error, resume, train
-from vgrad.__main__ import main
 from vgrad.cli import commands, models, report
 from vgrad_command import COMMANDS, EXPERIMENTS, PRECISIONS, RATES
 
@@ -130,21 +128,6 @@ def test_a_value_outside_its_range_names_the_option_that_was_typed(name, capsys)
         assert message.startswith(f"vgrad: {option}: expected ")
         assert message.endswith(f", got {text!r}. See vgrad train --help.\n")
     assert not os.path.exists("none")
-
-
-def test_warnings_are_lines_without_source_and_come_once(monkeypatch, capsys):
-    def bench(given):
-        for text in ("one\n thing", "one\n thing", "another\x1b"):
-            shown = warnings.formatwarning(text, UserWarning, "plan.py", 3, "source")
-            sys.stderr.write(shown)
-
-    before = warnings.formatwarning
-    monkeypatch.setattr("vgrad.cli.evaluate.bench", bench)
-    assert main(["bench"]) == 0
-    assert capsys.readouterr().err == (
-        "vgrad: warning: one thing\nvgrad: warning: another\\x1b\n"
-    )
-    assert warnings.formatwarning is before
 
 
 def test_an_interrupt_has_its_own_status(images, tmp_path, monkeypatch, capsys):

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from tests.cli.runs import FIXED, PLAIN, THREE, WRITE, lines, said, train
 from vgrad.cli import checkpoint, report, settings
@@ -76,20 +75,6 @@ def test_curves(private, members):
         np.testing.assert_allclose(axes.lines[0].get_ydata(), values, rtol=1e-12)
     labels = ["held-out accuracy in %", "epsilon spent at delta 1e-05"]
     assert [axes.get_ylabel() for axes in figure.axes] == labels[: 1 + private]
-
-
-def test_a_reliability_diagram():
-    sure = torch.tensor([[0.95, 0.05], [0.95, 0.05], [0.65, 0.35], [0.35, 0.65]]).log()
-    logits = torch.cat([sure, torch.full((1, 2), torch.nan)]).expand(2, 5, 2)
-    labels = torch.tensor([0, 1, 0, 1, 0])
-    figure = report.reliability_diagram(TITLE, logits, labels)
-    above, below = figure.axes
-    curve = {line.get_label(): line.get_data() for line in above.lines}
-    np.testing.assert_allclose(curve["plain SGD"], [[0.65, 0.95], [1, 0.5]], rtol=1e-6)
-    np.testing.assert_array_equal(curve["perfectly calibrated"], [[0, 1], [0, 1]])
-    assert list(below.lines[0].get_ydata()) == [2, 2]
-    assert figure.get_suptitle().endswith(TITLE)
-    assert not legend_overlaps(figure)
 
 
 class Page(HTMLParser):
@@ -187,14 +172,3 @@ def test_no_name_becomes_a_part_of_the_page(tmp_path):
     settings_ = re.findall(r"<td>--([a-z-]+)</td>", (out / "report.html").read_text())
     fields = [field.name for field in dataclasses.fields(settings.Settings)]
     assert [name.replace("-", "_") for name in settings_] == fields
-
-
-@pytest.mark.parametrize("count", [1, 99, 100, 101, 1000, 1234])
-def test_a_page_of_many_epochs_stays_short_and_has_the_last(tmp_path, count):
-    figures = {"private": records(count), "plain": records(count)}
-    report.write_page(tmp_path, job(), figures, {})
-    rows = [row for row in read(tmp_path).cells if len(row) == 7 and row[0] != "epoch"]
-    epochs = [int(row[0]) for row in rows]
-    assert epochs[-1] == count
-    assert len(epochs) == len(set(epochs)) <= 101
-    assert count > 100 or epochs == list(range(1, count + 1))

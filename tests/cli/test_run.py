@@ -1,7 +1,6 @@
 """The main job from end to end, of one model and of an ensemble."""
 
 import fcntl
-import io
 import os
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from tests.cli import runs
 from tests.cli.runs import FIXED, PLAIN, THREE, arguments, error, lines, results, train
@@ -473,30 +471,6 @@ def test_without_privacy_models_need_no_per_sample_gradients(
     assert main(["evaluate", str(tmp_path / "run"), "--data", str(images), *model]) == 0
     last = lines(tmp_path / "run/plain.jsonl")[-1]["test_accuracy"]
     assert f"accuracy {100 * last:.2f} %" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("more", "texts", "absent"),
-    [
-        ([], ["private SGD", "plain SGD", "epsilon"], "member"),
-        pytest.param(
-            *([*THREE, PLAIN], ["plain SGD", "member 0", "member 2"], "private SGD"),
-            marks=runs.SLOW,
-        ),
-    ],
-)
-def test_on_a_terminal_there_is_a_bar_and_a_table(
-    images, tmp_path, monkeypatch, more, texts, absent
-):
-    monkeypatch.setenv("TERM", "xterm")
-    screen = io.StringIO()
-    monkeypatch.setattr(
-        report, "Console", lambda: Console(file=screen, force_terminal=True)
-    )
-    assert train(images, tmp_path / "run", *more) == 0
-    shown = screen.getvalue()
-    assert all(text in shown for text in ("epoch 2/2", "8/8 steps", *texts))
-    assert absent not in shown
 
 
 @runs.SLOW

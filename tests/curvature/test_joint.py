@@ -214,18 +214,6 @@ def test_layers_of_torch_whose_biases_are_columns(name, joint):
     assert [*stored.blocks] == [*params]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rounding_keeps_no_bias_apart(dtype):
-    torch.manual_seed(0)
-    layers = nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.AvgPool2d(36)
-    module = nn.Sequential(*layers, nn.Flatten(), nn.Linear(4, 2)).to(dtype)
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
-    x = torch.randn(40, 1, 40, 40).to(dtype)
-    matrix = curvature.fisher(fmodel, "gaussian", seed=0)
-    found = curvature.kfac(matrix, params, buffers, [(x,)], **JOINT)
-    assert [*found.blocks] == ["0.weight", "2.weight", "5.weight"]
-
-
 @pytest.mark.parametrize("name", ["cnn", "bias in some"])
 def test_scores_and_posteriors_of_joint_blocks(name):
     if name == "cnn":

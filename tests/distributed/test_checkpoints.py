@@ -377,12 +377,3 @@ def test_what_one_rank_refuses_all_refuse(ranks, tmp_path):
     for rank in range(1, 4):
         (tmp_path / f"of rank {rank}").mkdir()
     ranks(4).run(_one_is_refused, tmp_path / "run")
-
-
-def test_files_in_the_place_of_each_other_are_refused(ranks, tmp_path):
-    ranks(2).run(_save, tmp_path, [2], [Shard(0)])
-    one, other = tmp_path.glob("pieces-*")
-    content = one.read_bytes()
-    one.write_bytes(other.read_bytes())
-    other.write_bytes(content)
-    refused(tmp_path, "got another of its files, or one of", zeros())

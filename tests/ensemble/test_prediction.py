@@ -155,24 +155,6 @@ def test_probabilities_of_zero_make_no_nan(dtype, size):
     assert (prediction.mean[:, 2] == 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_narrow_outputs_give_float32_as_good_as_they_are(dtype):
-    outputs = (3 * randn(4, 50, 6)).to(dtype)
-    assert_classes(of_logits(outputs), outputs, 1e-6)
-    assert_values(of_outputs(outputs, quantiles=[0.3]), outputs, [0.3], 1e-6)
-
-
-def test_autocast_reaches_the_model_and_not_the_sums():
-    fmodel, params, x, _ = linear(3, 6, 4, dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        prediction = predict(fmodel, params, {}, x)
-        rows = zip(params["weight"], params["bias"], strict=True)
-        logits = torch.stack([nn.functional.linear(x, *row) for row in rows])
-    assert logits.dtype == torch.bfloat16
-    assert_classes(prediction, logits, 0.01)
-    assert (prediction.mean.sum(1) - 1).abs().max() < 1e-6
-
-
 def test_a_member_that_fails_spoils_its_samples_and_no_others():
     logits = randn(3, 4, 2)
     logits[1, 2, 0] = torch.nan
@@ -217,17 +199,6 @@ def test_no_graph_is_kept():
         of_outputs(logits, quantiles=[0.5]),
     ):
         assert not any(value.requires_grad for value in prediction)
-
-
-def test_a_chunk_of_samples_runs_at_a_time_and_without_a_graph():
-    seen = set()
-
-    def noting(y):
-        seen.add((len(y), torch.is_grad_enabled()))
-        return y
-
-    predict(*changed(noting), randn(7, WIDTH).float(), chunk_size=3)
-    assert seen == {(3, False), (1, False)}
 
 
 OUTPUTS, ONES = torch.zeros(2, 3, 2), torch.ones(2, 3)

@@ -14,7 +14,6 @@ from tests import oracle
 from tests.examples import examples
 from tests.losses import randn
 from vgrad.loss import grad_flags, mode
-from vgrad.ops import OPS
 from vgrad.torch_private import modes
 
 E = 3
@@ -66,13 +65,6 @@ def check(function, dims, *tensors, chosen=True):
     close(*grads, tolerance=1e-11)
 
 
-def forms(function, dims, *tensors, **options):
-    told = []
-    told_by = lambda *each: told.append(each)  # noqa: E731
-    mapped(function, dims, *tensors, told=told_by, **options)
-    return told
-
-
 SHARED = st.sampled_from(
     [d for n in (3, 2) for d in product((0, None), repeat=n) if 0 in d]
 )
@@ -96,13 +88,6 @@ def test_linear_takes_all_shapes(members, rows, width, outputs, shared, last, ch
         for shape, dim in zip(shapes, dims, strict=False)
     ]
     check(F.linear, dims, *tensors, chosen=chosen)
-
-
-def test_a_bias_of_one_number_is_added_everywhere():
-    """One number a member must not become one number a row."""
-    x, weight, bias = random(E, E, 4), random(E, 2, 4), random(E)
-    check(F.linear, (0, 0, 0), x, weight, bias)
-    check(F.linear, (0, 0, 0), x, weight, bias.unsqueeze(1))
 
 
 @by_space
@@ -169,26 +154,6 @@ def test_samples_mapped_inside_of_members_are_right(chosen):
 
 
 # Forms.
-
-
-@pytest.mark.parametrize(
-    ("plain", "dims", "name"),
-    [
-        (F.linear, (0, 0, 0), "baddbmm"),
-        (F.linear, (0, 0), "torch"),
-        (F.linear, (0, None, None), "torch"),
-        (F.conv1d, (0, 0), "one call a member"),
-        (F.conv1d, (None, 0), "one convolution with the channels of all members"),
-        (F.conv1d, (0, None), "one convolution of all members' batches"),
-    ],
-)
-def test_the_form_that_ran_is_told(plain, dims, name):
-    shapes = LINEAR if plain is F.linear else CONV1D
-    tensors = own(*shapes, dims=dims)
-    assert forms(plain, dims, *tensors) == [(plain.__name__, name)]
-    assert forms(plain, dims, *tensors, chosen=False) == []
-    known = {op for op, record in OPS.items() if record.per_member}
-    assert known == {F.linear, *CONVOLUTIONS}
 
 
 @by_choice

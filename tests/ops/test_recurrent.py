@@ -251,28 +251,6 @@ def test_cells_have_the_numbers_and_gradients_of_torch(mode, bias):
         OPS[op].mapped(x, states if mode == "lstm" else states[0], *weights)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    ("mode", "why"),
-    [("lstm", "autocast"), ("lstm", "mixed dtypes"), ("gru", "autocast")],
-)
-def test_a_net_by_the_kernel_is_one_in_steps(mode, why, bias):
-    """In float64, which autocast leaves alone, so that results can be compared."""
-    x, hidden, *rest = problem(mode, bidirectional=True, bias=bias)
-    found = []
-    for low in (False, True):
-        state = hidden[-1].float() if low and why == "mixed dtypes" else hidden[-1]
-        own, reports = leaves([x, *hidden[:-1], state]), []
-        with torch.autocast("cpu", torch.bfloat16, enabled=low and why == "autocast"):
-            report = lambda *each, to=reports: to.append(each)  # noqa: E731
-            outputs = by_kernels(mode, own[0], own[1:], *rest, report)
-        sum(each.sin().sum() for each in outputs).backward()
-        assert own[-1].grad.dtype == state.dtype
-        found.append([*outputs, *(each.grad.double() for each in own), reports])
-    tolerance = 1e-11 if why == "autocast" else 1e-6  # of the state in float32
-    assert_equal(*found, tolerance=tolerance)
-
-
 @every_mode
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_goes_back_in_float32(mode, dtype):

@@ -201,21 +201,6 @@ def test_other_groups_sparse_gradients_and_states_of_others_are_refused():
     assert_exact(mine.state_dict(), before, 0)
 
 
-def test_a_copy_of_an_adapted_optimizer_is_one_of_its_own():
-    model = nn.Linear(2, 1)
-    optimizer = as_torch(adam(0.1), model.named_parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    other, copied = copy.deepcopy((model, optimizer))
-    before = model.weight.clone()
-    other(torch.ones(1, 2)).sum().backward()  # copies come without gradients
-    copied.step()
-    assert torch.equal(model.weight, before)
-    optimizer.step()
-    assert torch.equal(model.weight, other.weight)
-    assert not torch.equal(model.weight, before)
-
-
 @pytest.mark.parametrize("tx", [sgd(0.5), lion(0.5)])
 def test_parts_of_one_memory_that_do_not_overlap_are_stepped_there(tx):
     meta = nn.Linear(2, 2, device="meta")  # whose parameters share none

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
 
 from tests.optim.problems import random_tensors
 from tests.oracle import assert_exact
@@ -149,15 +148,6 @@ def test_a_state_that_does_not_fit_is_named():
         state_dict({"n": 3})
 
 
-@pytest.mark.parametrize("other", [torch.ones(2), None])
-def test_one_tensor_under_two_names_is_stepped_once_for_each_gradient(other):
-    tensor, tx = torch.ones(2), optim.sgd(0.5)
-    params, grads = {"a": tensor, "b": tensor}, {"a": torch.ones(2), "b": other}
-    params, _ = optim.step(tx, grads, tx.init(params), params, donate=True)
-    assert params["a"].tolist() == [0.5, 0.5]
-    assert params["b"].tolist() == ([1, 1] if other is None else [0.5, 0.5])
-
-
 # Memory that tensors share: parameters, gradients, and a change of the state.
 
 FUSED = {
@@ -174,44 +164,6 @@ def flat():
 
 def ones(**changes):
     return {name: torch.ones(4).double() for name in "ab"} | changes
-
-
-def apart(change):
-    """Parameters side by side in one memory, with `change(flat, params)`."""
-    whole = flat()
-    params = {"a": whole[:4], "b": whole[4:8]}
-    return params, *change(whole, params)
-
-
-SHARED = {
-    "a gradient is a parameter": lambda f, p: (p, {}),
-    "a gradient is another parameter": lambda f, p: ({"a": p["b"], "b": p["a"]}, {}),
-    "a gradient overlaps": lambda f, p: (ones(b=f[6:10]), {}),
-    "the state is a parameter": lambda f, p: (ones(), {"a": p["b"]}),
-    "the state overlaps": lambda f, p: (ones(), {"b": f[2:6]}),
-    "the state is a gradient": lambda f, p: ((g := ones()), {"b": g["a"]}),
-}
-
-
-@fused
-@pytest.mark.parametrize("kind", SHARED)
-def test_gradients_and_states_in_the_memory_of_parameters_are_read_in_time(name, kind):
-    tx = FUSED[name]
-
-    def started(params, changed):
-        state = tx.init(params)
-        for part in state:
-            for tensors in [*part.slots.values()][:1] if part else []:
-                tensors.update(changed)
-        return state
-
-    copied = pytree.tree_map(torch.clone, apart(SHARED[kind]))
-    expected = optim.step(tx, copied[1], started(copied[0], copied[2]), copied[0])
-    params, grads, changed = apart(SHARED[kind])
-    kept, grads = pytree.tree_map(torch.clone, grads), dict(grads)
-    state = started(params, changed)
-    assert_exact(optim.step(tx, grads, state, params, donate=True), expected, 1e-12)
-    assert_exact(grads, kept, 0)
 
 
 def two_storages():

@@ -275,24 +275,6 @@ def test_gradients_are_those_of_finite_differences(make, options):
     assert torch.autograd.gradcheck(curve, values)
 
 
-@every
-@pytest.mark.parametrize("zero", [False, True])
-def test_gradients_stay_finite_for_lengths_too_and_where_rates_are_zero(
-    make, options, zero
-):
-    kept = {"div_factor", "final_div_factor", "pct_start"}
-    values = {
-        key: double(value * (not zero or type(value) is int or key in kept))
-        for key, value in options.items()
-    }
-    leaves = [value.requires_grad_() for value in values.values()]
-    total = make(**values)(torch.arange(24)).sum()
-    grads = torch.autograd.grad(total, leaves, allow_unused=True)
-    grads = [grad for grad in grads if grad is not None]
-    assert grads
-    assert all(grad.isfinite() for grad in grads)
-
-
 @pytest.mark.parametrize(("name", "argument", "expected"), [
     ("constant", dict(lr=-1.0), "lr >= 0."),
     ("constant", dict(lr=float("inf")), "a finite number."),

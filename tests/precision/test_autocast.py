@@ -503,17 +503,6 @@ def test_an_op_of_ones_own_is_cast_as_its_record_says(kind, dtype, monkeypatch):
     assert found.dtype == dtype
 
 
-def test_other_devices_cast_as_cuda_does_but_for_ops_that_they_lack(monkeypatch):
-    ops_of_cuda = autocasting.autocast_ops("cuda")
-    ops_of = {"cuda": ops_of_cuda, "other": ops_of_cuda - {"linear", "exp"}}
-    monkeypatch.setattr(autocasting, "autocast_ops", ops_of.__getitem__)
-    functions = F.linear, F.conv1d, torch.exp, torch.log, F.layer_norm
-    found = [autocasting._kind("other", each, (), {}) for each in functions]
-    kinds = ops.Kind
-    assert found == [kinds.OWN, kinds.LOW, None, kinds.FLOAT32, kinds.FLOAT32]
-    autocasting._lacking.cache_clear()
-
-
 def test_what_torch_refuses_to_autocast_is_refused_under_transforms(in_cuda_autocast):
     x = torch.empty(3, 2, device="cuda")
     with (

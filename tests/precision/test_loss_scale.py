@@ -164,35 +164,7 @@ def test_every_field_survives_trees_and_copies(scale):
     assert (dtypes.loss_scale, dtypes.counter) == (torch.float32, torch.int64)
 
 
-@pytest.mark.parametrize("name", FIXED)
-def test_scales_of_different_options_have_different_structures(name):
-    other = {**FIXED, name: FIXED[name] * 2}
-    a, b = DynamicLossScale(8.0, **FIXED), DynamicLossScale(8.0, **other)
-    assert pytree.tree_structure(a) != pytree.tree_structure(b)
-    assert pytree.tree_structure(a) == pytree.tree_structure(worn())
-    with pytest.raises(ValueError, match="select_tree\\(a, b\\): expected two trees"):
-        select_tree(YES, a, b)
-
-
 # No value is read: tensors on meta have none.
-
-
-def a_step(scale, grads, new, old):
-    """Call every function of a step with a loss scale."""
-    finite = all_finite(scale.unscale(scale.scale(grads)))
-    return select_tree(finite, new, old), scale.adjust(finite)
-
-
-def test_a_step_runs_on_meta_and_moves_the_scale_to_the_device_of_the_gradients():
-    meta = {"w": torch.ones(3, 2, device="meta")}
-    on_cpu = DynamicLossScale(8.0, **FIXED)
-    one = a_step(on_cpu, meta, meta, meta)
-    many = torch.vmap(a_step)(stacked([on_cpu] * 3), meta, meta, meta)
-    for (chosen, new), shape in ((one, ()), (many, (3,))):
-        assert chosen["w"].is_meta
-        assert chosen["w"].shape == (3, 2)
-        for tensor in (new.loss_scale, new.counter):
-            assert (tensor.shape, tensor.device.type) == (shape, "meta")
 
 
 # all_finite and select_tree

@@ -13,15 +13,24 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of old forms in others' fil
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
+FEW = 10
+"""Nets by hand that `make test` runs of each section; `make more` runs the others."""
+
+
+def marks(library: str, entry: Entry, number: int) -> list[pytest.MarkDecorator]:
+    more = [pytest.mark.more] if library or number >= FEW else []
+    return more + ([pytest.mark.slow] if entry.slow else [])
+
+
 ALL = [
     pytest.param(
         library,
         entry,
         id=f"{section}: {entry.name}",
-        marks=[pytest.mark.slow] if entry.slow else [],
+        marks=marks(library, entry, number),
     )
     for section, (library, entries) in table.SECTIONS.items()
-    for entry in entries
+    for number, entry in enumerate(entries)
 ]
 
 

@@ -1,0 +1,65 @@
+"""Tests of many cases: `make test` runs one in so many, and `make more` the others."""
+
+from zlib import crc32
+
+ONE_IN = {
+    "compiled/test_captures.py": {
+        "test_batches_of_any_size_are_filled_up_or_split": 3,
+    },
+    "compiled/test_changes.py": {"test_row": 3},
+    "compiled/test_exact.py": {
+        "test_captured_quantities_are_those_of_eager_mode": 2,
+    },
+    "optim/test_parity.py": {"test_100_steps_agree_with_torch": 2},
+    "persample/test_bounds.py": {
+        "test_samples_out_of_range_add_zero_and_are_counted": 3,
+    },
+    "persample/test_half_products.py": {
+        "test_no_sample_adds_more_than_its_bound": 3,
+        "test_the_bound_holds_for_sizes_at_the_ends_of_half_precision": 3,
+    },
+    "persample/test_in_place.py": {
+        "test_clipped_sums_keep_their_bound": 3,
+        "test_gradients_are_those_of_plain_autograd": 2,
+    },
+    "persample/test_inner.py": {
+        "test_derivatives_inside_are_exact_by_the_route_that_is_named": 2,
+    },
+    "persample/test_losses.py": {
+        "test_a_loss_is_exact_under_every_strategy_or_refused": 3,
+    },
+    "persample/test_quantities.py": {
+        "test_a_quantity_is_that_of_the_samples_that_count": 3,
+        "test_dropout_draws_the_same_for_every_quantity": 3,
+        "test_samples_left_out_change_no_bit_whatever_they_hold": 3,
+    },
+    "persample/test_random.py": {
+        "test_a_graph_takes_keys_and_draws_what_eager_mode_draws": 3,
+        "test_a_sample_draws_the_same_in_every_part_and_strategy": 4,
+        "test_all_strategies_draw_the_same_shared_numbers": 4,
+        "test_parts_see_the_numbers_that_the_chunk_drew": 4,
+        "test_random_numbers_are_refused_or_differ_between_equal_samples": 3,
+    },
+    "persample/test_record.py": {"test_nothing_is_alive_after_a_call": 3},
+    "persample/test_rules.py": {
+        "test_every_quantity_of_an_op_equals_that_of_a_loop": 3,
+        "test_quantities_are_right_in_lower_precision": 3,
+        "test_the_other_strategies_have_the_same_numbers": 3,
+    },
+    "persample/test_traps.py": {
+        "test_no_clipped_sample_is_longer_than_the_bound": 3,
+        "test_one_sample_moves_the_sum_by_at_most_the_sensitivity": 3,
+        "test_what_others_get_wrong_is_exact_in_every_form": 3,
+    },
+    "persample/test_truthful_tensors.py": {
+        "test_every_answer_is_that_of_a_loop_or_an_error": 3,
+    },
+}
+"""By file and test. The cases are of any kind, since their names' checksums choose."""
+
+
+def in_more(node: str) -> bool:
+    """Whether a case runs by `make more` alone."""
+    file, _, case = node.removeprefix("tests/").partition("::")
+    share = ONE_IN.get(file, {}).get(case.partition("[")[0], 1)
+    return crc32(node.encode()) % share != 0
