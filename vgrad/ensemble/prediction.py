@@ -342,7 +342,7 @@ def predict(
             # Statistics of a chunk are not the batch's.
             guard = nullcontext() if size is None else LossMode(handlers=SINGLE)
             with torch.no_grad(), guard:
-                rows = batch.sample(batch.take(samples).inputs)
+                rows = batch.sample(batch.select(samples).inputs)
                 outputs = forward(params, buffers, *rows)
             _check_outputs("predict", outputs)
             expected = samples.stop - (samples.start or 0)
