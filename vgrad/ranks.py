@@ -143,9 +143,10 @@ class Ranks(NamedTuple):
         if options is not None and len({note["options"] for note in notes}) > 1:
             values = self.exchanged(f"{caller}, options", json.dumps(options.facts()))
             raise RankError(
-                f"{caller}: expected the same options, loss and optimizer on all ranks, "
-                f"got {differences(values)} on ranks 0 to {self.size - 1}. Make it of "
-                f"the same values on every rank; values that may differ are tensors."
+                f"{caller}: expected the same options, loss and optimizer on all "
+                f"ranks, got {differences(values)} on ranks 0 to {self.size - 1}. Make "
+                f"it of the same values on every rank; values that may differ are "
+                f"tensors."
             )
         for name in facts:
             values = [note[name] for note in notes]
