@@ -37,7 +37,7 @@ class Batch:
     def select(self, rows: slice | Tensor) -> "Batch":
         """Return the batch of these samples, in this order."""
         size = len(range(self.size)[rows] if isinstance(rows, slice) else rows)
-        tensors = [taken(each, rows) for each in self.tensors]
+        tensors = [select_rows(tensor, rows) for tensor in self.tensors]
         return Batch(size, self.tree, tensors, self.plain)
 
     def one(self, number: int) -> tuple[Tensor, ...]:
@@ -51,7 +51,7 @@ class Batch:
         return map_tensors(partial(next, iter(tensors)), self.tree)
 
 
-def taken(values: Tensor, rows: slice | Tensor) -> Tensor:
+def select_rows(values: Tensor, rows: slice | Tensor) -> Tensor:
     """Return the values of some samples, whose numbers may be on another device."""
     return values[rows if isinstance(rows, slice) else rows.to(values.device)]
 

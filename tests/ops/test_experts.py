@@ -58,7 +58,7 @@ def gradients(each):
 def joint(each):
     found = norms.recomputed(norms.computed({"": each.with_norms()[1]}))
     made = norms.Joint(found, [[""]], each.inputs.dtype)
-    return made.value[0], made.upper[0], made.reach[0]
+    return made.value[0], made.upper[0], made.magnitudes[0]
 
 
 @pytest.mark.parametrize("by_gram", [False, True])

@@ -237,9 +237,9 @@ def step(
         updates, new_state = tx.update(grads, state, params)
         done = apply_updates(params, updates), new_state
     if donate:
-        kept = {id(entries) for entries in _dictionaries(done)}
+        returned = {id(entries) for entries in _dictionaries(done)}
         for entries in _dictionaries((params, state)):
-            if id(entries) not in kept:
+            if id(entries) not in returned:
                 entries.clear()
     return done
 

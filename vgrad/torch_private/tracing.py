@@ -40,7 +40,7 @@ def compiled(
         patches |= {"cpp_wrapper": True, "cpp.min_chunk_size": sys.maxsize}
     # Inductor would put the channels of convolutions last and reduce over the pixels in
     # one long sum: norms take up to a hundred times longer, at several times the error.
-    if all(each.device.type == "cpu" for each in inputs):
+    if all(tensor.device.type == "cpu" for tensor in inputs):
         patches["layout_optimization"] = False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch about itself

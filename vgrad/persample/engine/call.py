@@ -361,8 +361,8 @@ class Call(AnyCall):
         mask, weights = self.mask, self.weights
         return self.replaced(
             batch=self.batch.select(rows),
-            mask=None if mask is None else batches.taken(mask, rows),
-            weights=None if weights is None else batches.taken(weights, rows),
+            mask=None if mask is None else batches.select_rows(mask, rows),
+            weights=None if weights is None else batches.select_rows(weights, rows),
             draws=self.draws.of(rows),
             reducer=self.reducer.of_part(),
         )
