@@ -54,7 +54,7 @@ def _errors(place: Place, tell: Tell) -> Result:
     for done, case in enumerate(CASES, start=1):
         net, kind, own = case
         found[title(*case)] = {
-            name: checked(kind, name, net, place.device, own=own)
+            name: checked(kind, name, net, place.device, per_member=own)
             for name in NAMES
             if name != "loop"
         }
@@ -67,7 +67,7 @@ def _timed(place: Place, net: str, members: int, rounds: int, tell: Tell) -> Res
     cases = [case for case in CASES if case[0] == net]
     for done, (_, kind, own) in enumerate(cases, start=1):
         runs = {
-            name: prepared(kind, name, net, members, place.device, own=own)
+            name: prepared(kind, name, net, members, place.device, per_member=own)
             for name in NAMES
         }
         times = side_by_side(runs, place.device, rounds=rounds)
