@@ -77,8 +77,8 @@ def calls() -> dict[str, Callable[[], Any]]:
     train = vgrad.training.ensemble_train_step(of_member, tx)
     return {
         "vmap(grad)": partial(mapped, params, x, y),
-        **{n: partial(each, params, buffers, x, y) for n, each in of_arrays.items()},
-        **{name: partial(each, state, x, y) for name, each in of_state.items()},
+        **{n: partial(run, params, buffers, x, y) for n, run in of_arrays.items()},
+        **{name: partial(run, state, x, y) for name, run in of_state.items()},
         "ensemble_grad": partial(gradients, many, no_buffers, x, y),
         "ensemble_train_step": partial(train, members, x, y),
     }

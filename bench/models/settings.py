@@ -34,8 +34,8 @@ class Problem:
 
     def losses(self, output: Tensor, target: Tensor) -> Tensor:
         """Loss of each sample, [B]."""
-        each = self.criterion(output.flatten(0, -2), target.flatten(), reduction="none")
-        return each.view(len(target), -1).mean(1)
+        rows = self.criterion(output.flatten(0, -2), target.flatten(), reduction="none")
+        return rows.view(len(target), -1).mean(1)
 
 
 def _mean_loss(
@@ -62,7 +62,7 @@ class Setting:
     def parameters(self) -> int:
         """How many numbers the model has; tied ones count once."""
         with torch.device("meta"):
-            return sum(each.numel() for each in self.model().parameters())
+            return sum(param.numel() for param in self.model().parameters())
 
     def problem(
         self, device: str, dtype: torch.dtype, samples: int, *, small: bool = False
