@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from vgrad.torch_private.modes import exit_all
+from vgrad.torch_private.modes import exit_all, is_wrapped, unwrap_all
 
 __all__ = ["BatchNorm", "NormBase"]
 
@@ -168,8 +168,17 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the same for several tensors; in inference mode it is zero."""
-    return [0 if each.is_inference() else each._version for each in tensors]
+    """Return the same for the memory of several tensors, 0 for those of inference mode.
+
+    Wrappers have versions of their own, and are taken off.
+    """
+    tensors = [*tensors]
+    if any(map(is_wrapped, tensors)):
+        tensors = [*map(unwrap_all, tensors)]
+    try:
+        return [*map(version_of, tensors)]
+    except RuntimeError:
+        return [0 if each.is_inference() else each._version for each in tensors]
 
 
 def like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
