@@ -5,13 +5,14 @@ RUN := .venv/bin
 FLOOR ?= python3.11
 NEWEST ?= python3.13
 
-.PHONY: demo test quick compiled large versions test-random zoo docs bench gpu launches walk \
+.PHONY: demo test more quick compiled large versions test-random zoo docs bench gpu launches walk \
   experiments clean
 
 # One thread for each of several processes: the ops of tests are too small for two.
 XDIST := -m pytest -n auto --dist worksteal
 PYTEST := OMP_NUM_THREADS=1 $(RUN)/python $(XDIST)
-QUICK := tests -q -m "not slow and not compiled and not large"
+TEST := not more and not (slow and compiled) and not large
+QUICK := tests -q -m "not slow and not more and not compiled and not large"
 FAST := tests -q -m "not slow and not large"
 
 demo: .venv/installed
@@ -21,7 +22,12 @@ test: .venv/installed
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/pyright
-	$(PYTEST) tests -m "not (slow and compiled) and not large"
+	$(PYTEST) tests -m "$(TEST)"
+
+# What `make test` leaves out for the sake of its length, and continuous integration runs
+# after it.
+more: .venv/installed
+	$(PYTEST) tests -m "more and not (slow and compiled) and not large"
 
 quick: .venv/installed
 	$(RUN)/ruff check .

@@ -47,7 +47,7 @@ def contenders() -> dict[str, Callable[[int], object]]:
     numbers = np.random.default_rng(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch about itself
-        added = torch.compile(noise.Drawn.added)
+        added = torch.compile(noise.Drawn.advanced)
         added(step_of(streams, 0).drawn(sums), sums)
     return {
         "vgrad, eager: words, normal numbers, sum, grid": lambda step: step_of(
@@ -119,7 +119,7 @@ class Run:
 def prices() -> dict[str, list[float]]:
     """Return nanoseconds per number of each scheme, eager and compiled."""
     sums = {"w": torch.zeros(NUMBERS)}
-    ways = None, torch.compile(noise.Drawn.added, dynamic=False)
+    ways = None, torch.compile(noise.Drawn.advanced, dynamic=False)
     runs = {n: [Run(s, sums, way) for way in ways] for n, s in SCHEMES.items()}
     spent: dict[str, list[list[float]]] = {name: [[], []] for name in runs}
     for step in range(ROUNDS):

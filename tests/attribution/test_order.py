@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils import data
 
 import vgrad
-from vgrad import attribution, distributed, dp
+from vgrad import attribution, dp
 from vgrad.dp import secret_key
 
 N = 7
@@ -53,16 +53,6 @@ class Own(data.Sampler):
         return N
 
 
-class Reversed(data.BatchSampler):
-    """The first batch last, in every other pass."""
-
-    passes = 0
-
-    def __iter__(self):
-        self.passes += 1
-        return iter([*super().__iter__()][:: 1 if self.passes % 2 else -1])
-
-
 class Stream(data.IterableDataset):
     def __iter__(self):
         return (DATA[i] for i in range(N))
@@ -72,36 +62,17 @@ def loader(*args, **options):
     return data.DataLoader(DATA, *args, **options)
 
 
-def local():
-    with distributed.single_process_mesh("dp") as mesh:
-        sampler = dp.PoissonBatchSampler(N, 0.5, 3, key=secret_key(seed=0))
-        return loader(batch_sampler=distributed.local_batches(sampler, mesh))
-
-
-def private():
-    plan = dp.Plan(N, 0.9, 1.0, 1.0, steps=1, delta=1e-3)
-    return dp.PrivateGradients(nn.Linear(3, 3), F.cross_entropy, DATA, plan=plan).loader
-
-
 SHUFFLED = {
     "shuffle": lambda: loader(2, shuffle=True),
     "subset": lambda: loader(2, sampler=data.SubsetRandomSampler(range(N))),
-    "weights": lambda: loader(2, sampler=data.WeightedRandomSampler([1.0] * N, N)),
-    "ranks": lambda: loader(2, sampler=data.DistributedSampler(DATA, 1, 0)),
     "batches": lambda: loader(
         batch_sampler=data.BatchSampler(data.RandomSampler(DATA), 2, drop_last=False)
     ),
-    "one": lambda: loader(None, shuffle=True),
     "own": lambda: loader(2, sampler=Own()),
-    "own batches": lambda: loader(
-        batch_sampler=Reversed(data.SequentialSampler(DATA), 2, drop_last=False)
-    ),
     "workers": lambda: loader(2, in_order=False),
     "Poisson": lambda: loader(
         batch_sampler=dp.PoissonBatchSampler(N, 0.5, 3, key=secret_key(seed=0))
     ),
-    "ranks of Poisson": local,
-    "private": private,
 }
 
 
@@ -118,12 +89,6 @@ ORDERED = {
     "plain": (lambda: loader(2), range(N)),
     "workers": (lambda: loader(2, num_workers=2), range(N)),
     "own": (lambda: loader(2, sampler=Own(ORDER)), ORDER),
-    "own list": (lambda: loader(batch_sampler=[[2, 0], [1]]), [2, 0, 1]),
-    "ranks": (
-        lambda: loader(2, sampler=data.DistributedSampler(DATA, 1, 0, shuffle=False)),
-        range(N),
-    ),
-    "iterator": (lambda: loader(2, sampler=iter(ORDER)), ORDER),
     "stream": (lambda: data.DataLoader(Stream(), 2), range(N)),
 }
 

@@ -14,7 +14,7 @@ from bench import attribution
 from bench import attribution_peers as peers
 from tests import losses
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.more, pytest.mark.filterwarnings("ignore")]
 
 EXACT, WRONG, RAISES = "exact", "wrong", "raises"
 

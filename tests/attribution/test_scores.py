@@ -77,20 +77,6 @@ def test_parts_of_the_samples_make_the_whole(name, monkeypatch):
     oracle.assert_exact(case.influence(**damped), exact, 1e-8)
 
 
-def test_queries_that_split_keep_their_order():
-    def loss(params, buffers, x):
-        total = (params["w"] @ x).tanh().sum()
-        return total if bool(x.sum() > 0) else total.square()
-
-    torch.manual_seed(0)
-    params, x = {"w": torch.randn(2, 3).double()}, torch.randn(8, 3).double()
-    x[::2] = -x[::2].abs()
-    x[1::2] = x[1::2].abs()
-    grads = flattened(oracle.loss_gradients(loss, params, {}, (x,)))
-    found = attribution.influence(loss, params, {}, (x,), [(x[:3],), (x[3:],)])
-    oracle.assert_exact(found, grads @ grads.T)
-
-
 @every_strategy
 def test_strategies_chunks_and_options_agree(strategy):
     case = Problem("cnn")
@@ -229,17 +215,6 @@ def test_scores_hold_no_graph():
                 each.sum().backward()
 
 
-def test_a_solve_that_does_not_converge_raises():
-    matrix = torch.tensor([[1.0, 3.0], [3.0, 1.0]]).double()
-    product = lambda vector: {"w": matrix @ vector["w"]}  # noqa: E731
-    params = {"w": torch.ones(2).double()}
-    short = curvature.iterative(product, params, max_steps=1)
-    with pytest.raises(RuntimeError, match=r"Iterative\.solve.*residual"):
-        short.solve({"w": torch.tensor([1.0, 2.0])}, damping=0.0)
-    with pytest.raises(ValueError, match=r"iterative\(tolerance"):
-        curvature.iterative(product, params, tolerance=0.0)
-
-
 def test_influence_is_the_effect_of_leaving_a_sample_out():
     torch.manual_seed(0)
     x, y = torch.randn(200, 3).double(), torch.randn(200, 1).double()
@@ -376,18 +351,6 @@ def test_a_matrix_of_other_shapes_is_refused():
                 attribution.self_influence(
                     *of_batch[:3], [batch], curvature=other, damping=0.1
                 )
-
-
-def test_scalars_have_influence_on_themselves():
-    def loss(params, buffers, x):
-        return (params["a"] * x).sum() + params["b"] @ x
-
-    params = {"a": torch.tensor(2.0).double(), "b": torch.ones(3).double()}
-    x = torch.randn(4, 3).double()
-    flat = torch.cat([x.sum(1, keepdim=True), x], 1)
-    damped = {"curvature": (matrix := Matrix(flat)), "damping": 0.1}
-    found = attribution.self_influence(loss, params, {}, [(x,)], **damped)
-    oracle.assert_exact(found, (flat @ matrix.inverse(0.1) * flat).sum(1), 1e-8)
 
 
 def test_wrong_arguments_are_refused():

@@ -354,27 +354,6 @@ def test_two_processes_do_not_write_one_store(folder):
     assert len(add(folder, cut(N, N + 2))) == N + 2
 
 
-def test_names_of_parameters_are_no_paths(tmp_path):
-    params = {"../../w": torch.ones(3).double(), "": torch.ones(3).double()}
-
-    def loss(params, buffers, x, y):
-        return sum((each * x).sum() for each in params.values())
-
-    projection = vgrad.per_sample_projection(loss, {n: (None, None) for n in params})
-    folder = tmp_path / "a" / "b" / "store"
-    store = write(folder, projection, params)
-    assert {each.name for each in folder.iterdir()} == {
-        INDEX,
-        *(f"0000000{number}.safetensors" for number in range(3)),
-    }
-    assert [each.name for each in tmp_path.rglob("*") if each.is_dir()] == [
-        "a",
-        "b",
-        "store",
-    ]
-    assert whole(store)["../../w"].equal(X[:N])
-
-
 def test_what_cannot_be_stored_is_refused(tmp_path):
     project, batches = vgrad.per_sample_projection, cut(0, N)
     for projection in (

@@ -11,7 +11,7 @@ from bench.models import COUNTED, FULL_SIZE, MODELLED, SETTINGS, TIMED
 def test_nets_are_named_once():
     assert len(COUNTED) == 15
     assert len(MODELLED) == 10
-    assert len(TIMED) == 8
+    assert len(TIMED) == 12
     for names in (COUNTED, MODELLED, TIMED):
         assert len(set(names)) == len(names)
         assert not set(names) - set(SETTINGS)

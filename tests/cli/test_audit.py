@@ -43,6 +43,7 @@ def test_a_broken_step_ends_with_status_one(copied, capsys, monkeypatch):
     assert (folder / "audit.png").exists()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "more", [["--compile", "replay"], ["--precision", "float16"]], ids=" ".join
 )

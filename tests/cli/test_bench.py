@@ -49,14 +49,6 @@ def test_a_table_says_where_it_was_made_and_nothing_of_the_host(capsys):
         assert part in printed
 
 
-def test_memory_has_a_column_where_it_was_measured():
-    rows = measured("loop", "vgrad")
-    rows[1]["peak_bytes"] = 3 << 20
-    text = suites.markdown(rows)
-    for part in ("| error | peak memory |", "| 1e-13 |  |\n", "| 1e-13 | 3 MiB |\n"):
-        assert part in text
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -103,6 +95,7 @@ def test_arguments_reach_the_checkout_from_any_folder(monkeypatch, tmp_path):
     ]
 
 
+@pytest.mark.more
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "some", ["mlp and not float16", pytest.param("", marks=pytest.mark.large)]

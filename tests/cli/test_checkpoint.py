@@ -332,14 +332,6 @@ def test_a_folder_of_two_runs_is_no_guess(copied, finished, images, capsys):
     assert "expected the folder of one run" in message
 
 
-def test_a_message_is_one_short_line_whatever_is_in_a_file(copied, images, capsys):
-    one = copied("one")
-    forge_model(one, model="\x1b[31m\n\ud83d\ude00" + "x" * 10_000)
-    message = error(capsys, "evaluate", one, "--data", images)
-    assert message[:-1].isprintable()
-    assert len(message) < 2100
-
-
 def test_figures_that_were_changed_are_refused_before_anything_is_cut(copied, capsys):
     one = copied("one")
     (one / "report.html").unlink()

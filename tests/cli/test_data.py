@@ -1,7 +1,6 @@
 """The data sets of the main job, read or refused."""
 
 import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -161,33 +160,3 @@ def test_without_torchvision_the_error_says_how_to_get_it(monkeypatch, name):
     monkeypatch.setitem(sys.modules, "torchvision.datasets", None)
     with pytest.raises(ModuleNotFoundError, match="pip install torchvision"):
         data.load(name, seed=0)
-
-
-def test_torchvisions_arrays_come_out_as_bytes_over_255_with_colours_first(monkeypatch):
-    images = np.arange(4 * 2 * 3 * 3, dtype=np.uint8).reshape(4, 2, 3, 3)
-
-    def dataset(folder, *, train, download):
-        few = slice(None) if train else slice(2)
-        return types.SimpleNamespace(data=images[few], targets=[0, 1, 2, 3][few])
-
-    module = types.SimpleNamespace(CIFAR10=dataset)
-    monkeypatch.setitem(sys.modules, "torchvision.datasets", module)
-    cifar = data.load("cifar10", seed=0)
-    assert (cifar.x_train.shape, cifar.classes) == ((4, 3, 2, 3), 10)
-    assert cifar.y_test.tolist() == [0, 1]
-    torch.testing.assert_close(cifar.x_train[1, 2, 1, 0], torch.tensor(29 / 255))
-
-
-def test_the_digest_sees_every_pixel_label_and_size(read):
-    base = read()
-    assert data.digest(base) == data.digest(read())
-    pixel = base.x_test.clone()
-    pixel[2, 0, 3, 4] += 1e-6
-    others = [
-        {"x_test": pixel},
-        {"y_train": base.y_train.flip(0)},
-        {"classes": 4},
-        {"x_train": base.x_train.reshape(6, 1, 5, 4)},
-        {"x_train": base.x_test, "x_test": base.x_train},
-    ]
-    assert len({data.digest(base._replace(**each)) for each in ({}, *others)}) == 6

@@ -1,7 +1,6 @@
 """The main job in each precision: its passes, its files, its warnings."""
 
 import sys
-import warnings
 
 import numpy as np
 import pytest
@@ -10,8 +9,7 @@ import torch
 from tests.cli import runs
 from vgrad import files
 from vgrad.__main__ import main
-from vgrad.cli import checkpoint, models, report
-from vgrad.torch_private import kernels
+from vgrad.cli import checkpoint, report
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 EVERY = pytest.mark.parametrize("name", DTYPES)
@@ -101,24 +99,3 @@ def test_a_cpu_without_the_instructions_is_warned_of_once_before_the_first_step(
     with pytest.warns(UserWarning, match=text) as warned:
         assert runs.resume(out) == 0
     assert len(warned) == 1
-
-
-def test_nobody_is_warned_without_a_reason(monkeypatch):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        supported(monkeypatch, bf16=False, fp16=False)
-        models.warn_if_slow("float32", "cpu")
-        models.warn_if_slow("float16", "cuda:0")
-        supported(monkeypatch, bf16=True, fp16=True)
-        models.warn_if_slow("float16", "cpu")
-        # A torch without the question.
-        monkeypatch.setattr(kernels, "_ON_CPU", {"float16": "_no_such_op"})
-        models.warn_if_slow("float16", "cpu")
-
-
-def test_instructions_are_those_of_torch(monkeypatch):
-    present = {"avx512_bf16": True, "amx_fp16": False, "f16c": True, "vnni_int16": 1}
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: present, raising=False)
-    assert models.instructions() == ["avx512_bf16", "f16c"]
-    monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert models.instructions() == []

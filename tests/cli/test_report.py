@@ -92,37 +92,6 @@ def test_a_reliability_diagram():
     assert not legend_overlaps(figure)
 
 
-@pytest.mark.parametrize("channels", [1, 2, 3])
-def test_the_most_uncertain_samples_come_first(channels):
-    sure = torch.linspace(3, 0, 40)
-    logits = torch.stack([sure, torch.zeros(40)], 1).expand(2, 40, 2).clone()
-    logits[:, 7] = torch.nan
-    images, labels = torch.rand(40, channels, 2, 3), torch.arange(40) % 2
-    figure = report.most_uncertain(TITLE, logits, images, labels)
-    text = " ".join(figure.get_suptitle().split())
-    assert "24 of 40 held-out samples that the ensemble is least sure of" in text
-    assert text.endswith(f"entropy of the mean prediction {TITLE}")
-    titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
-    assert len(titles) == 24
-    assert "nan" in titles[0]
-    assert titles[1] == "guess 0, is 1\n0.69 nats"
-    shown = np.asarray(figure.axes[1].images[0].get_array())
-    assert shown.shape == ((2, 3, 3) if channels == 3 else (2, 3))
-    expected = images[39].permute(1, 2, 0) if channels == 3 else images[39].mean(0)
-    shown, expected = (
-        (values - values.min()) / (values.max() - values.min())
-        for values in (shown, expected)
-    )
-    np.testing.assert_allclose(shown, expected, atol=1e-5)
-
-
-def test_a_picture_is_drawn_whatever_the_name_of_the_data(tmp_path):
-    title = report.title(job(data="$\\frac$ 数 <b>.npz"))
-    image = WRITE(report.curves(title, {"plain": records(2)}, delta=1), tmp_path / "a")
-    assert image.startswith(b"\x89PNG\r\n")
-    assert (tmp_path / "a").read_bytes() == image
-
-
 class Page(HTMLParser):
     """A page as a browser reads it; a tag that is left open or unknown raises."""
 

@@ -272,7 +272,6 @@ held = [3.0]; t = ones(); F.gelu = lambda x: held[0] * x => F.gelu(t).sum()
   => held[0] = 7.0
 => math.erf(4.0) => vars(math)["erf"] = lambda x: 7.0
 f = nn.ReLU(); t = ones() => f(t).sum() => nn.Module.__call__ = lambda self, x: 3 * x
-  --> does not repeat
 t = ones() => t.erfc().sum() => torch.Tensor.erfc = lambda self: 3 * self
 => 1.0 + (torch.get_default_dtype() == D) => torch.set_default_dtype(D)
 => 1.0 + (torch.get_float32_matmul_precision() == "highest")

@@ -1,7 +1,6 @@
 """Curvature against dense matrices of plain autograd in float64."""
 
 import math
-import threading
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import vgrad
 from tests import oracle
 from tests.losses import STRATEGIES
 from vgrad import curvature
-from vgrad.distributed import single_process_mesh
 
 
 class Last(nn.Module):
@@ -324,31 +322,6 @@ def test_a_loss_has_the_curvature_of_its_criterion(name, criterion, of_classes):
     oracle.assert_exact(flat(found), total.diagonal(), 0.15)
 
 
-@pytest.mark.parametrize(
-    "criterion",
-    [
-        F.l1_loss,
-        nn.CrossEntropyLoss(label_smoothing=0.1),
-        nn.CrossEntropyLoss(torch.ones(3)),
-        nn.CrossEntropyLoss(ignore_index=0),
-        nn.MSELoss(reduction="none"),
-        lambda output, target: F.mse_loss(output, target),
-        None,
-    ],
-)
-def test_losses_of_unknown_curvature_are_refused(criterion):
-    fmodel, *_ = vgrad.make_functional_with_buffers(nn.Linear(2, 3))
-    loss = vgrad.sample_loss(fmodel, criterion)
-    with pytest.raises(ValueError, match=r"ggn\(loss\): expected a sample_loss of"):
-        curvature.ggn(loss)
-    known = vgrad.sample_loss(fmodel, F.mse_loss)
-    with pytest.raises(ValueError, match="no likelihood beside it"):
-        curvature.ggn(known, "gaussian")
-    copies = vgrad.sample_loss(fmodel, F.mse_loss, augmentations=2)
-    with pytest.raises(ValueError, match="without augmentations"):
-        curvature.fisher(copies, seed=0)
-
-
 @pytest.mark.parametrize("name", ["mlp", "lstm", "attention", "norm"])
 def test_products_with_the_hessian(name):
     _, (fmodel, params, buffers), batches = problem(name)
@@ -368,25 +341,6 @@ def test_products_with_the_hessian(name):
         )
     product = curvature.hessian_vector_product(loss, params, buffers, batches)
     oracle.assert_exact(flat(product(vector)), torch.cat([e.flatten() for e in exact]))
-
-
-def test_the_hessian_of_a_linear_loss_is_zero():
-    def loss(params, buffers, x):
-        return (x @ params["w"]).mean()
-
-    given = {"w": torch.ones(2)}, {}, [(torch.ones(3, 2),)]
-    product = curvature.hessian_vector_product(loss, *given)
-    assert torch.equal(product({"w": torch.ones(2)})["w"], torch.zeros(2))
-
-
-def test_losses_of_each_sample_have_no_hessian():
-    def losses(params, buffers, x):
-        return (x @ params["w"]).sin()
-
-    given = {"w": torch.ones(2)}, {}, [(torch.ones(3, 2),)]
-    product = curvature.hessian_vector_product(losses, *given)
-    with pytest.raises(ValueError, match=r"without dimensions .*, got .* \(3,\)"):
-        product(given[0])
 
 
 def blocks(matrix, params):
@@ -546,36 +500,6 @@ def test_sides_are_the_eigenvectors_of_most_curvature(name):
     )
 
 
-def test_sides_that_do_not_fit_are_refused():
-    _, (fmodel, params, buffers), [(x,), _] = problem("mlp")
-    loss = vgrad.sample_loss(fmodel, F.mse_loss)
-    one, none = torch.ones(1, 4).double(), (None, None)
-
-    def project(**changes):
-        sides = dict.fromkeys(params, none) | changes
-        projection = vgrad.per_sample_projection(loss, sides)
-        return projection(params, buffers, x, torch.zeros(len(x), 3).double())
-
-    assert {n: each.shape[1] for n, each in project().items()} == {
-        n: value.numel() for n, value in params.items()
-    }
-    with pytest.raises(ValueError, match=r"sides\): .* unexpected: 'other'"):
-        project(other=none)
-    for sides, text in (
-        ((one, None), r"\[k, 5\] on the left of '0.weight', got shape \(1, 4\)"),
-        ((None, one[:, :3]), r"\[k, 4\] on the right of '0.weight'"),
-        ((None, one[0]), r"\[k, 4\] on the right of '0.weight', got shape \(4,\)"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            project(**{"0.weight": sides})
-    with pytest.raises(ValueError, match=r"\[k, 0\] on the right of '0.bias'"):
-        project(**{"0.bias": (None, one)})
-    with pytest.raises(TypeError, match="seed=0.*none for sides"):
-        vgrad.per_sample_projection(loss, dict.fromkeys(params, none), seed=0)
-    with pytest.raises(ValueError, match=r"Kronecker.sides\(dim\[1\]=0\)"):
-        curvature.Kronecker({}, {}).sides((1, 0))
-
-
 @pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")  # of attention in vmap
 @pytest.mark.parametrize("name", ["cnn", "attention", "tied", "scaled"])
 def test_the_whole_matrix_is_the_dense_one(name):
@@ -603,21 +527,6 @@ def test_the_whole_matrix_is_the_dense_one(name):
     name = max(params, key=lambda name: params[name].ndim)
     with pytest.raises(ValueError, match=r"Full\(vector\): expected shape"):
         found.solve(many | {name: many[name][:, :-1]}, damping=1.0)
-
-
-def test_a_matrix_that_does_not_fit_is_refused():
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(nn.Linear(200, 100))
-    matrix = curvature.ggn(fmodel, "gaussian")
-    with pytest.raises(ValueError, match="got 20100, .* 3.01 GiB. Use kfac"):
-        curvature.full(matrix, params, buffers, [(torch.ones(1, 200),)])
-    params, buffers = vgrad.freeze(params, buffers, ["weight"])
-    found = curvature.full(matrix, params, buffers, [(torch.ones(1, 200),)])
-    assert found.trace() == 100
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(nn.Linear(2, 1))
-    matrix = curvature.ggn(fmodel, "gaussian")
-    found = curvature.full(matrix, params, buffers, [(torch.ones(1, 2),)])
-    with pytest.raises(ValueError, match=r"Full.solve\(damping=0.0\): .* 'the matrix'"):
-        found.solve(params, damping=0.0)
 
 
 def test_a_solver_of_scipy_takes_a_product():
@@ -663,27 +572,6 @@ class OverTheBatch(nn.Module):
         return self.layer(x)[0]
 
 
-@pytest.mark.parametrize(
-    ("layer", "text"),
-    [
-        (nn.BatchNorm1d(2), "treats every sample by itself"),
-        (OverTheBatch(), "depend on the batch"),
-        (nn.Dropout(1e-6), "draws random numbers"),
-    ],
-)
-def test_models_whose_samples_depend_on_others_or_on_chance_are_refused(layer, text):
-    module = nn.Sequential(nn.Linear(3, 2), layer)
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
-    matrix, x = curvature.ggn(fmodel, "gaussian"), torch.randn(4, 3)
-    with pytest.raises(ValueError, match=text):
-        curvature.trace(matrix, params, buffers, [(x,)])
-    if "random" in text:
-        loss = vgrad.batch_loss(fmodel, F.mse_loss)
-        given = loss, params, buffers, [(x, torch.ones(4, 2))]
-        with pytest.raises(ValueError, match=text):
-            curvature.hessian_vector_product(*given)(params)
-
-
 class Branches(nn.Module):
     """A parameter that some samples do not use, or use in another way."""
 
@@ -719,134 +607,6 @@ def test_samples_that_do_not_use_a_parameter_have_no_positions(method):
     matrix = curvature.ggn(fmodel, "gaussian")
     with pytest.raises(ValueError, match=r"uses of 'v' of one kind"):
         method(matrix, params, buffers, [(part,) for part in parts])
-
-
-def test_padding_has_no_curvature():
-    module = nn.Sequential(nn.Embedding(4, 3, padding_idx=1), nn.Flatten())
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(module.double())
-    batches = [(torch.tensor([[0, 1], [1, 2]]),)]
-    given = curvature.ggn(fmodel, "gaussian"), params, buffers, batches
-    for method in (curvature.kfac, curvature.ekfac):
-        ones = {name: torch.ones_like(value) for name, value in params.items()}
-        [found] = method(*given).product(ones).values()
-        assert not found[[1, 3]].any()
-        assert found[[0, 2]].all()
-
-
-def test_samples_run_alone_at_the_first_product_only():
-    module, (fmodel, params, buffers), batches = problem("mlp")
-    sizes = []
-    module.register_forward_pre_hook(lambda module, args: sizes.append(len(args[0])))
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
-    given = curvature.ggn(fmodel, "gaussian"), params, buffers, batches
-    product = curvature.vector_product(*given)
-    one = flat(product(params))
-    assert sizes == [3, 1, 1, 2, 1, 1]
-    assert torch.equal(flat(product(params)), one)
-    assert sizes[6:] == [3, 2]
-
-
-def test_a_model_without_parameters_in_its_output_has_no_curvature():
-    module = nn.Identity()
-    module.weight = nn.Parameter(torch.ones(3))
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
-    given = params, buffers, [(torch.ones(2, 3),)]
-    product = curvature.vector_product(curvature.ggn(fmodel, "gaussian"), *given)
-    assert not product(params)["weight"].any()
-
-
-def test_what_cannot_be_computed_is_refused():
-    module, (fmodel, params, buffers), batches = problem("mlp")
-    ggn = curvature.ggn(fmodel, "categorical")
-    with pytest.raises(TypeError, match=r"ggn\(fmodel\): expected a functional model"):
-        curvature.ggn(module, "categorical")
-    with pytest.raises(ValueError, match="likelihood='poisson'.*expected one of"):
-        curvature.ggn(fmodel, "poisson")
-    with pytest.raises(ValueError, match=r"diagonal\(batches\): expected a batch"):
-        curvature.diagonal(ggn, params, buffers, [])
-    product = curvature.vector_product(ggn, params, buffers, iter(batches))
-    vector = {n: torch.ones_like(value) for n, value in params.items()}
-    product(vector)
-    with pytest.raises(ValueError, match="an iterator is used up"):
-        product(vector)
-    with pytest.raises(ValueError, match=r"product\(vector\): expected the name"):
-        product({"w": torch.ones(1)})
-    with pytest.raises(TypeError, match=r"trace\(batches\): expected tuples"):
-        curvature.trace(ggn, params, buffers, batches[0])
-    matrix = curvature.empirical_fisher(fmodel, "categorical")
-    ignored = [(batches[0][0], torch.tensor([0, -100, 1]))]
-    with pytest.raises(ValueError, match="expected classes from 0 to 2"):
-        curvature.trace(matrix, params, buffers, ignored)
-    with pytest.raises(ValueError, match=r"expected classes of int64 \(3,\), got"):
-        curvature.trace(matrix, params, buffers, [(batches[0][0], torch.ones(3))])
-    conv = vgrad.make_functional_with_buffers(nn.Conv1d(2, 3, 1))
-    matrix = curvature.empirical_fisher(conv[0], "gaussian")
-    with pytest.raises(
-        ValueError, match=r"outputs' shape \(2, 3, 2\), got .* \(2, 2, 3\)"
-    ):
-        curvature.trace(matrix, *conv[1:], [(torch.ones(2, 2, 2), torch.ones(2, 2, 3))])
-    with pytest.raises(ValueError, match="sample at least in each batch, got an empty"):
-        curvature.trace(ggn, params, buffers, [(torch.ones(0, 4).double(),)])
-    complex_params = {n: each.to(torch.complex128) for n, each in params.items()}
-    for function in (curvature.kfac, lambda *x: curvature.vector_product(*x)(params)):
-        with pytest.raises(ValueError, match=r"\(params\): expected real parameters"):
-            function(ggn, complex_params, buffers, batches)
-    table = nn.Embedding(3, 2, scale_grad_by_freq=True)
-    table = vgrad.make_functional_with_buffers(table)[0]
-    with pytest.raises(ValueError, match="scale_grad_by_freq=True"):
-        curvature.ggn(table, "gaussian")
-    with pytest.raises(TypeError, match="has_aux|unknown|expected options"):
-        curvature.trace(ggn, params, buffers, batches, size=3)
-
-
-@pytest.mark.parametrize(
-    ("method", "text"),
-    [
-        (curvature.kfac, r"kfac\(batches\): .* finite, got others of '0.weight'"),
-        (curvature.full, r"full\(batches\): .* finite, got others of 'a parameter'"),
-    ],
-)
-def test_gradients_without_finite_squares_are_named(method, text):
-    _, (fmodel, params, buffers), [(x,), _] = problem("mlp")
-    x[0], params = 1e200, params | {"0.weight": 0 * params["0.weight"]}
-    with pytest.raises(ValueError, match=text):
-        method(curvature.ggn(fmodel, "gaussian"), params, buffers, [(x,)])
-
-
-def test_large_parameters_without_sides_are_named():
-    weight = nn.Parameter(torch.randn(70, 70))
-
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = weight
-
-        def forward(self, x):
-            return (self.weight.sin() * x[:, None, :]).sum(2)
-
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(Own())
-    matrix = curvature.ggn(fmodel, "gaussian")
-    with pytest.raises(ValueError, match=r"got 'weight' of shape \(70, 70\).*freeze"):
-        curvature.kfac(matrix, params, buffers, [(torch.randn(2, 70),)])
-
-
-@pytest.mark.parametrize("method", [curvature.kfac, curvature.ekfac, curvature.full])
-def test_vectors_of_other_shapes_are_refused(method):
-    _, (fmodel, params, buffers), batches = problem("mlp")
-    given = curvature.ggn(fmodel, "gaussian"), params, buffers, batches
-    solvers = [method(*given)]
-    solvers += [curvature.iterative(curvature.vector_product(*given), params)]
-    for name in ("0.weight", "2.weight"):
-        wrong = params | {name: params[name].mT}
-        for solver in solvers:
-            with pytest.raises(ValueError, match=rf"expected shape .* in '{name}', or"):
-                solver.solve(wrong, damping=1.0)
-    both = {n: torch.stack([each, each]) for n, each in params.items()}
-    one, two = (solvers[0].solve(each, damping=1.0) for each in (params, both))
-    for name, each in one.items():
-        oracle.assert_exact(two[name], torch.stack([each, each]))
-    with pytest.raises(ValueError, match="or several such vectors in front"):
-        solvers[0].solve(both | {"2.bias": params["2.bias"]}, damping=1.0)
 
 
 class Op(nn.Module):
@@ -919,16 +679,6 @@ def test_backward_passes_without_a_derivative_are_refused(share):
         product(params)
 
 
-def test_half_precision_inside_of_a_model_is_no_other_derivative():
-    torch.manual_seed(1)
-    module, x = Op(lambda x, a, b: (x @ a).bfloat16().double() @ b), torch.ones(2, 3)
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
-    given = curvature.ggn(fmodel, "gaussian"), params, buffers, [(x.double(),)]
-    exact = dense(module, given[3], "gaussian") @ flat(params)
-    found = flat(curvature.vector_product(*given)(params))
-    oracle.assert_exact(found, exact, 0.02)
-
-
 @pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
 def test_hooks_on_gradients_are_of_one_column():
     def doubled(x, a, b):
@@ -950,7 +700,7 @@ def test_hooks_on_gradients_are_of_one_column():
 
 @pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")  # of attention in a loop
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@every_net
+@pytest.mark.parametrize("name", ["cnn", "attention", "tied"])
 def test_a_loss_scale_changes_nothing(name, strategy):
     _, (fmodel, params, buffers), batches = problem(name)
     given = curvature.ggn(fmodel, "categorical"), params, buffers, batches
@@ -962,55 +712,6 @@ def test_a_loss_scale_changes_nothing(name, strategy):
             assert one.blocks.keys() == other.blocks.keys()
             vector = {n: torch.ones_like(value) for n, value in params.items()}
             oracle.assert_exact(other.product(vector), one.product(vector), 1e-9)
-
-
-class Elsewhere(nn.Module):
-    """A layer, while another thread draws."""
-
-    def __init__(self, layer=None):
-        super().__init__()
-        self.linear, self.layer = nn.Linear(4, 2), layer or nn.Identity()
-
-    def forward(self, x):
-        thread = threading.Thread(target=torch.rand, args=(1,))
-        thread.start()
-        thread.join()
-        return self.layer(self.linear(x))
-
-
-@pytest.mark.parametrize("strategy", ["recorded", "loop"])
-def test_numbers_that_another_thread_draws_are_not_the_models(strategy):
-    x, y = torch.randn(3, 4), torch.randint(2, (3,))
-
-    def compute(layer=None):
-        fmodel, params, buffers = vgrad.make_functional_with_buffers(Elsewhere(layer))
-        matrix, loss = (curvature.ggn(fmodel, "categorical"), F.cross_entropy)
-        given = params, buffers, [(x,)]
-        yield lambda: curvature.trace(matrix, *given, strategy=strategy)
-        yield lambda: curvature.vector_product(matrix, *given)(params)
-        loss, given = vgrad.batch_loss(fmodel, loss), (params, buffers, [(x, y)])
-        yield lambda: curvature.hessian_vector_product(loss, *given)(params)
-
-    for one in compute():
-        one()
-    for one in compute(nn.Dropout(0.5)):
-        with pytest.raises(ValueError, match="draws random numbers"):
-            one()
-
-
-def test_products_made_outside_of_inference_mode_are_the_same_inside():
-    _, (fmodel, params, buffers), batches = problem("cnn")
-    matrix = curvature.ggn(fmodel, "categorical")
-    product = curvature.vector_product(matrix, params, buffers, batches)
-    solver = curvature.iterative(product, params, tolerance=1e-12)
-    vector = {name: torch.ones_like(value) for name, value in params.items()}
-    compute = (product, lambda vector: solver.solve(vector, damping=1.0))
-    expected = [each(vector) for each in compute]
-    with torch.inference_mode():
-        inside = {name: torch.ones_like(value) for name, value in params.items()}
-        for each, exact in zip(compute, expected, strict=True):
-            oracle.assert_exact(each(vector), exact, 0)
-            oracle.assert_exact(each(inside), exact, 0)
 
 
 def test_derivatives_of_curvature_are_refused_by_any_means():
@@ -1044,45 +745,3 @@ BATCHES = [
     (curvature.empirical_fisher, lambda x, y: (x,), ValueError, "without a target"),
     (curvature.empirical_fisher, lambda x, y: (x, y, y), TypeError, "got .*int64"),
 ]
-
-
-@pytest.mark.parametrize(("make", "batch", "error", "message"), BATCHES)
-@pytest.mark.parametrize(
-    "function",
-    [
-        curvature.kfac,
-        curvature.diagonal,
-        curvature.trace,
-        lambda *given: curvature.vector_product(*given)(given[1]),
-    ],
-)
-def test_batches_of_another_form_are_refused(function, make, batch, error, message):
-    _, (fmodel, params, buffers), [(x,), _] = problem("mlp")
-    given = make(fmodel, "categorical"), params, buffers, [batch(x, x.argmax(1))]
-    what = rf"^{make.__name__}\(fmodel\): expected batches .*{message}"
-    with pytest.raises(error, match=what):
-        function(*given)
-
-
-def test_dtensors_are_refused():
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    _, (fmodel, params, buffers), batches = problem("mlp")
-    matrix = curvature.ggn(fmodel, "categorical")
-    found = curvature.kfac(matrix, params, buffers, batches)
-    with single_process_mesh("dp") as mesh:
-        parts = {
-            name: distribute_tensor(value.detach(), mesh, [Shard(0)])
-            for name, value in params.items()
-        }
-        message = r"expected ordinary tensors, got a DTensor in '0.weight'. Pass"
-        for name in ("kfac", "diagonal", "trace", "full"):
-            with pytest.raises(TypeError, match=rf"{name}\(params\): {message}"):
-                getattr(curvature, name)(matrix, parts, buffers, batches)
-        product = curvature.vector_product(matrix, params, buffers, batches)
-        with pytest.raises(TypeError, match=rf"product\(vector\): {message}"):
-            product(parts)
-        with pytest.raises(TypeError, match=rf"solve\(vector\): {message}"):
-            curvature.iterative(product, params).solve(parts, damping=1.0)
-        with pytest.raises(TypeError, match=rf"Kronecker\(vector\): {message}"):
-            found.solve(parts, damping=1.0)

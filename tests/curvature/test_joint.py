@@ -271,19 +271,3 @@ def test_scores_and_posteriors_of_joint_blocks(name):
             *given, [queries], strategy=strategy, **options
         )
         oracle.assert_exact(own, (asked @ inverse @ asked.mT).diagonal(), 1e-9)
-
-
-def test_sides_of_joint_blocks_and_vectors_of_other_shapes_are_refused():
-    _, (fmodel, params, buffers), batches = problem("mlp")
-    given = curvature.ggn(fmodel, "gaussian"), params, buffers, batches
-    found = curvature.kfac(*given, **JOINT)
-    with pytest.raises(ValueError, match="expected separate_w.*'0.bias', '0.weight'"):
-        found.sides((1, 1))
-    with pytest.raises(ValueError, match="missing: '0.bias'"):
-        found.product({n: each for n, each in params.items() if n != "0.bias"})
-    for blocks in (found, curvature.kfac(*given)):
-        for moved in (params["0.weight"].T, params["0.weight"].flatten()):
-            with pytest.raises(
-                ValueError, match=r"Kronecker\(vector\): expected shape"
-            ):
-                blocks.product({**params, "0.weight": moved})

@@ -12,7 +12,6 @@ import vgrad
 from tests import oracle
 from tests.curvature.test_curvature import (
     CONSTANT,
-    Branches,
     assembled,
     dense,
     flat,
@@ -272,24 +271,6 @@ def test_the_links_are_the_probit_and_monte_carlo():
     oracle.assert_exact(drawn.mean[:, 0], integral, 0.03)
 
 
-class ByRow(Branches):
-    """Samples that are treated apart, each in one of two ways."""
-
-    def forward(self, x):
-        return torch.cat([super(ByRow, self).forward(row) for row in x.split(1)])
-
-
-def test_outputs_of_samples_that_split_keep_their_order():
-    module, x = ByRow(), torch.randn(5, 4).double().abs()
-    x[::2] *= -1
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
-    expected = module(x).detach()
-    given = fmodel, "gaussian", params, buffers, [(x, expected)]
-    found = curvature.laplace(*given, structure="diagonal")
-    assert found.loss < 1e-20
-    oracle.assert_exact(found.predict(x).mean, expected)
-
-
 def test_the_prior_with_the_largest_evidence_is_found():
     pytest.importorskip("scipy")
     _, _, found, _ = posterior("mlp", "ekfac", "categorical")
@@ -323,72 +304,3 @@ def test_the_last_layer_is_the_posterior_of_others_frozen():
     matrix = curvature.full(curvature.ggn(fmodel, "categorical"), head, frozen, batches)
     same = curvature.laplace(*given, structure=matrix, prior_precision=PRIOR)
     oracle.assert_exact(same.covariance(data[0][0]), exact, 1e-8)
-
-
-def test_what_has_no_posterior_is_refused():
-    module, (fmodel, params, buffers), batches = problem("mlp")
-    data = with_targets(module, batches, "categorical")
-
-    def make(likelihood="categorical", data=data, params=params, **options):
-        return curvature.laplace(fmodel, likelihood, params, buffers, data, **options)
-
-    for name in ("prior_precision", "temperature", "noise"):
-        for value in (-1.0, 0.0, math.inf):
-            with pytest.raises(ValueError, match=rf"laplace\({name}=.*expected 0 <"):
-                make(**{name: value})
-    with pytest.raises(ValueError, match="expected noise of a Gaussian likelihood"):
-        make(noise=0.5)
-    with pytest.raises(ValueError, match=r"missing: '0.weight', '2"):
-        make(prior_precision={"0.bias": 1.0})
-    with pytest.raises(ValueError, match=r"laplace\(0.bias=-1\): expected 0 <"):
-        make(prior_precision=dict.fromkeys(params, 1.0) | {"0.bias": -1})
-    with pytest.raises(ValueError, match="likelihood='poisson'.*expected one of"):
-        make("poisson")
-    with pytest.raises(ValueError, match="structure='dense'.*expected one of"):
-        make(structure="dense")
-    with pytest.raises(ValueError, match=r"laplace\(structure\): .* missing"):
-        make(structure=curvature.Kronecker({}, {}))
-    with pytest.raises(
-        ValueError, match=r"laplace\(fmodel\): expected batches .* target"
-    ):
-        make(data=batches)
-    with pytest.raises(ValueError, match=r"laplace\(batches\): .* outputs' shape"):
-        make("gaussian")
-    with pytest.raises(ValueError, match=r"laplace\(batches\): expected classes"):
-        make(data=[(x, y + 7) for x, y in data])
-    with pytest.raises(ValueError, match="batch at least, got none"):
-        make(data=[])
-    with pytest.raises(ValueError, match="an iterator is used up"):
-        make(data=iter(data), structure="ekfac")
-    whole = make(structure="full")
-    with pytest.raises(ValueError, match="expected a number, since"):
-        replace(whole, prior_precision=dict.fromkeys(params, 1.0))
-    assert "tensor" not in repr(whole)
-    with pytest.raises(ValueError, match="count=0"):
-        whole.sample(0, seed=0)
-    with pytest.raises(ValueError, match=r"Laplace.draw\(seed=-1"):
-        whole.draw(data[0][0], count=1, seed=-1)
-    with pytest.raises(ValueError, match=r"log_likelihood\(batches\): expected a"):
-        whole.log_likelihood([])
-
-
-WRONG = [
-    ({"strategy": "fast"}, r"laplace\(strategy='fast'\)"),
-    ({"chunk_size": 0, "structure": "ekfac"}, r"laplace\(chunk_size=0\)"),
-    ({"loss_scale": 2.0, "structure": "full"}, r"laplace\(loss_scale=2.0\)"),
-    ({"prior": 1.0, "structure": "diagonal"}, r"laplace\(prior=.*prior_precision, "),
-    ({"params": []}, r"laplace\(params\): expected a dictionary"),
-    ({"batches": ()}, r"laplace\(batches\): expected a batch at least"),
-    ({"likelihood": "poisson"}, r"laplace\(likelihood='poisson'\)"),
-    ({"fmodel": nn.Linear(2, 2)}, r"laplace\(fmodel\): expected a functional model"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), WRONG)
-def test_wrong_arguments_are_those_of_laplace(options, message):
-    module, (fmodel, params, buffers), batches = problem("mlp")
-    given = {"fmodel": fmodel, "likelihood": "categorical", "params": params}
-    given |= {"buffers": buffers}
-    given |= {"batches": with_targets(module, batches, "categorical")}
-    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-        curvature.laplace(**given | options)

@@ -25,7 +25,7 @@ def ranks(_groups):
     return started
 
 
-@pytest.fixture(scope="session", params=[2, 4])
+@pytest.fixture(scope="session", params=[2, pytest.param(4, marks=pytest.mark.more)])
 def some(request, ranks):
     """Two ranks, and four."""
     return ranks(request.param)

@@ -1,5 +1,6 @@
 """Small models, each with a loss of one sample and a batch."""
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -68,6 +69,12 @@ MODELS = {
     "language": (Language, WORDS),
     "lora": (lora, WORDS),
 }
+
+NETS = [
+    pytest.param(name, marks=[pytest.mark.more] if name in ("cnn", "lstm") else [])
+    for name in MODELS
+]
+"""Their names, of which `make test` leaves some to `make more`."""
 
 
 def problem(name, dtype=torch.float32, samples=7):

@@ -49,7 +49,16 @@ def audited(mesh, kind, broken=None):
     return result
 
 
-@pytest.mark.parametrize("kind", ["whole", "compiled", "banded", "scaled"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "whole",
+        *(
+            pytest.param(k, marks=pytest.mark.more)
+            for k in ("compiled", "banded", "scaled")
+        ),
+    ],
+)
 def test_an_audit_on_ranks_is_one_of_all_of_them(ranks, kind):
     results = ranks(2).on_mesh(audited, kind)
     [plain, _] = ranks(2).on_mesh(audited, "one")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Shard, distribute_tensor
 
 from tests.distributed.processes import SERVER
 from vgrad import files, optim, tree
@@ -116,44 +116,6 @@ def test_any_ranks_resume_what_any_ranks_saved(ranks, tmp_path):
     for size in (2, 4):
         ranks(size).run(_load, folders, [size])
     _load(folders, [])
-
-
-GRIDS = [
-    [Shard(0), Shard(1)],
-    [Shard(1), Shard(0)],
-    [Shard(0), Shard(0)],
-    [Replicate(), Shard(0)],
-    [Shard(0), Replicate()],
-]
-
-
-def _over_a_grid(folder):
-    mesh, line, weight = meshed(2, 2), meshed(4), made()["others"]["counts"]
-    for number, placements in enumerate(GRIDS):
-        state = {"w": distribute_tensor(weight, mesh, placements)}
-        # Replicated along the other axis of the mesh, though its own does not say so.
-        state["half"] = distribute_tensor(weight, mesh["tp"], [Shard(0)])
-        path = folder / str(number)
-        save(path, state, mesh)
-        assert sum(each.stat().st_size for each in path.iterdir()) < 9000
-        for like in (
-            {name: torch.zeros_like(weight) for name in state},
-            {name: distribute_tensor(-weight, line, [Shard(0)]) for name in state},
-            zeros(state),
-        ):
-            loaded = gather(load(path, like, mesh), mesh)
-            assert same(loaded, {"w": weight, "half": weight})
-    part = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
-    if mesh.get_rank() < 2:
-        with pytest.raises(ValueError, match="one axis, or of all 4 ranks, got 2 axes"):
-            save(folder, state, part)
-
-
-def test_tensors_are_sharded_over_grids(ranks, tmp_path):
-    ranks(4).run(_over_a_grid, tmp_path)
-    whole = {name: made()["others"]["counts"] for name in ("w", "half")}
-    for number in range(len(GRIDS)):
-        assert same(load(tmp_path / str(number), zeros(whole)), whole)
 
 
 # Ranks and processes that stop at one of their writes.
@@ -271,34 +233,6 @@ def test_only_the_owner_can_read(ranks, tmp_path):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     modes = {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
     assert modes == {0o600}
-
-
-def test_files_are_on_the_disk_in_the_order_that_keeps_them(tmp_path, monkeypatch):
-    """A file, then the names in its folder, and all of that before the index."""
-    folder, seen, names = tmp_path / "run", [], {}
-
-    def opened(path, *arguments, own=os.open, **options):
-        descriptor = own(path, *arguments, **options)
-        names[descriptor] = Path(path).name
-        return descriptor
-
-    def synced(descriptor, own=os.fsync):
-        seen.append(("synced", names[descriptor].strip(".").split("-")[0]))
-        own(descriptor)
-
-    def replaced(path, target, own=os.replace):
-        seen.append(("replaced", Path(target).name.split("-")[0]))
-        own(path, target)
-
-    for name, call in {"open": opened, "fsync": synced, "replace": replaced}.items():
-        monkeypatch.setattr(os, name, call)
-    save(folder, small(0))
-    index = "meta.json"
-    assert seen == [
-        ("synced", tmp_path.name.split("-")[0]),
-        *[("synced", "pieces"), ("replaced", "pieces"), ("synced", "run")],
-        *[("synced", f"{index}.partial"), ("replaced", index), ("synced", "run")],
-    ]
 
 
 # Refusals. Those of a single process are in tests/training/test_saved.py.

@@ -115,6 +115,7 @@ def test_bad_arguments_are_refused_by_all(tmp_path, ranks):
         assert "expected a folder without a run" in said
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_run_and_it_goes_on(tmp_path):
     out = tmp_path / "run"

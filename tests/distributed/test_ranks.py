@@ -38,27 +38,6 @@ def test_sums_are_those_of_all_ranks(some):
         assert found["c"].item() == complex(some.size, 2 * total)
 
 
-def _joined(size, dtype):
-    ranks = here(size)
-    sizes = [0, 3, 1, 2][:size]
-    own = torch.arange(2 * sizes[ranks.rank]).view(-1, 2).to(dtype) + 10 * ranks.rank
-    return ranks.joined(own, sizes), ranks.joined(own[:, 0], sizes)
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool]
-)
-def test_lists_are_joined_in_the_order_of_ranks(some, dtype):
-    sizes = [0, 3, 1, 2][: some.size]
-    parts = [
-        torch.arange(2 * size).view(-1, 2).to(dtype) + 10 * rank
-        for rank, size in enumerate(sizes)
-    ]
-    for found, first in some.run(_joined, some.size, dtype):
-        assert torch.equal(found, torch.cat(parts))
-        assert torch.equal(first, torch.cat(parts)[:, 0])
-
-
 def _one_fails(size, mark):
     ranks = here(size)
     try:

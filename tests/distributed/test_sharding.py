@@ -264,6 +264,7 @@ def _check(processes, sizes):
             assert peak <= 0.42
 
 
+@pytest.mark.more
 def test_memory_is_that_of_the_parts_and_of_one_parameter(ranks):
     _check(ranks(4), (2043, 128, 3, 4))
 

@@ -16,7 +16,7 @@ from tests.dp import runs
 from tests.dp.runs import KEY
 from tests.losses import every_strategy
 from vgrad import clipped_grad, optim
-from vgrad.dp import adaptive, noising, quantile_clip
+from vgrad.dp import adaptive, quantile_clip
 from vgrad.training import TrainState, load, private_step, save
 
 EXPECTED = 2.0
@@ -436,22 +436,6 @@ def test_sums_of_other_bounds_get_no_noise():
     ):
         with pytest.raises(ValueError, match=r"clipped to the max_norm of a state"):
             PLAN.add_noise(sums, sensitivity, **place, max_norm=max_norm)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"neighbours": "zero_out"}, "add_or_remove_one"),
-        ({"neighbours": "fixed_graph", "samples_per_unit": 1}, "add_or_remove_one"),
-        ({"sampling": "fixed_order"}, "add_or_remove_one"),
-        ({"noise_multiplier": 4.0}, r"noise_multiplier < 2 \* count_deviation = 4"),
-        ({"noise": noising.bisr(4), "sampling": "fixed_order"}, "expected one of"),
-        ({"discrete": "sum"}, "expected one of"),
-    ],
-)
-def test_combinations_without_an_account_are_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        replace(PLAN, **{"sampling": None, "neighbours": None} | fields)
 
 
 def test_a_private_run_finds_the_median_of_its_norms():

@@ -225,7 +225,7 @@ def digits_plan(mu, **fields):
     plan = Plan(1200, 0.1, math.sqrt(2) / mu, **fields)
     if not plan.noise.correlated:
         return plan
-    *_, claim = canaries._signal(plan)  # participations make it less
+    *_, claim = canaries.signal(plan.mechanism)  # participations make it less
     noise = plan.noise_multiplier * claim / mu
     return dataclasses.replace(plan, noise_multiplier=noise)
 
@@ -485,7 +485,7 @@ def test_a_plan_that_follows_another_is_audited_from_its_start():
 def test_the_claim_with_correlated_noise_is_a_gaussian_mechanism(scheme):
     """Simulated: noise of steps is C^-1 Z, and a canary has its signs or is out."""
     plan = Plan(1200, 0.1, 2.0, 0.7, 40, 1e-4, noise=scheme)
-    signs, weights, mu = canaries._signal(plan)
+    signs, weights, mu = canaries.signal(plan.mechanism)
     steps, fitted = len(signs), plan.fitted
     assert (signs[0], signs[-1], abs(signs).sum()) == (1, -1, 2)
     rows = np.arange(steps)

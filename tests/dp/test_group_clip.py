@@ -223,7 +223,7 @@ def little_noise(monkeypatch):
     def wrong(sums, scales):
         return {n: x / scales[n][0] / (1 + n.startswith("2.")) for n, x in sums.items()}
 
-    monkeypatch.setattr("vgrad.training.steps.unscaled", wrong)
+    monkeypatch.setattr("vgrad.dp.noise.unscaled", wrong)
     monkeypatch.setattr("vgrad.dp.private_gradients.scaled", twice)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import pytest
@@ -44,7 +44,7 @@ DRAW = {"dataset_size": 10, "sampling_rate": 0.5, "key": KEY}
 DRAW_7 = DRAW | {"key": 7}
 RATES = (0.0, -0.1, 1.1, math.nan)
 RANGES = [
-    (Plan, dict(vars(PLAN)), {
+    (Plan, asdict(PLAN), {
         "dataset_size": (0, 10.0), "sampling_rate": (0.0, 1.0001), "delta": (0.0, 1.0),
         "noise_multiplier": (-0.1, math.inf), "max_norm": (0.0, math.inf, math.nan),
         "steps": (0, 1.5), "accountant": ("gdp", []),
@@ -162,14 +162,14 @@ VALUES = r"""
     private(epsilon=3.0) | a plan in their place, got both
     private(plan=None, epsilon=2.0, delta=1e-3, max_norm=1.0, batch_size=7) \
         | a plan in their place, got no epochs
-    loaded(step=2, plan=vars(runs.plan(30, 0.2, noise=1.0))) \
+    loaded(step=2, plan=asdict(runs.plan(30, 0.2, noise=1.0))) \
         | load_state_dict\(state\): .* spent under another, .* noise_multiplier=1\.0
-    loaded(step=5, plan=vars(runs.plan(30, 0.2, steps=5))) | at most the 4 steps of the
+    loaded(step=5, plan=asdict(runs.plan(30, 0.2, steps=5))) | at most the 4 steps of
     loaded(step=-1) | load_state_dict\(state\)\(step=-1\): expected a whole number
     loaded(plan=3) | load_state_dict\(state\): expected the plan of a run in
     loaded(plan={"steps": 3}) | load_state_dict\(state\): expected the plan of a run in
-    loaded(plan=dict(vars(PLAN), discrete=True)) | Plan\(discrete=True\): expected .*Tra
-    loaded(plan=dict(vars(PLAN), rows={"threshold": 4.0})) \
+    loaded(plan=dict(asdict(PLAN), discrete=True)) | Plan\(discrete=True\): exp.*Tra
+    loaded(plan=dict(asdict(PLAN), rows={"threshold": 4.0})) \
         | Plan\(rows=\{'threshold': 4.0\}\): expected the plan of a run that trains all
     loaded(more=1) | 'key', 'step' and 'plan', as state_dict\(\) .*, got 'key', 'more'
     private().load_state_dict(LINEAR.state_dict()) | got 'bias', 'weight'. The state of

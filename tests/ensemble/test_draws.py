@@ -104,24 +104,6 @@ def test_a_checkpoint_sees_the_same_numbers_again(randomness, strategy):
     assert_exact(*found, 1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["loop", "vmap", "hybrid"])
-def test_autocast_is_on_in_the_repetition_of_a_checkpoint(strategy):
-    found, x = [], torch.rand(E, 4, 4)
-    params = {"w": torch.rand(E, 4, 4), "b": torch.rand(E)}
-    for again in (True, False):
-
-        def loss(params, buffers, x, again=again):
-            region = lambda x: (x @ params["w"]).sin()  # noqa: E731
-            x = x * params["b"]
-            x = checkpoint(region, x, use_reentrant=False) if again else region(x)
-            return (x @ params["w"]).float().sum()
-
-        gradient = ensemble_grad(loss, in_dims=0, strategy=strategy)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            found.append(gradient(params, {}, x).grads)
-    assert_exact(*found, 0)
-
-
 def test_a_checkpoint_inside_of_another_is_refused():
     def nested(x):
         outer = lambda x: checkpoint(torch.sin, x, use_reentrant=False)  # noqa: E731
@@ -155,13 +137,6 @@ def test_what_keys_cannot_stand_for_is_refused(name, strategy):
     gradient = ensemble_grad(loss, in_dims=0, strategy=strategy).keyed(KEYS)
     with pytest.raises(RuntimeError, match=what):
         gradient(params, {}, x)
-
-
-def test_keys_inside_of_a_transform_are_refused():
-    loss, params, x = problem(F.dropout)
-    gradient = ensemble_grad(loss, in_dims=0).keyed(KEYS)
-    with pytest.raises(ValueError, match="outside of transforms"):
-        torch.vmap(lambda x: gradient(params, {}, x).losses)(x[None])
 
 
 @pytest.mark.parametrize("strategy", ["loop", "hybrid"])

@@ -1,7 +1,5 @@
 """Outputs of all members in one call: axes, chunks, shared entries, ways to run."""
 
-from collections import OrderedDict
-
 import pytest
 import torch
 from hypothesis import given
@@ -114,20 +112,6 @@ def test_shared_entries_have_no_member_axis_before_and_after(strategy):
 
 
 @pytest.mark.parametrize("strategy", ["vmap", "loop", "hybrid"])
-def test_entries_may_stand_among_the_parameters_or_be_buffers_alone(strategy):
-    fmodel, params, buffers = stack([nn.BatchNorm1d(5).double() for _ in range(2)])
-    forward = ensemble_forward(fmodel, strategy=strategy)
-    everything = OrderedDict({**params, **buffers})
-    outputs = forward.with_buffers(everything, {}, X)
-    assert_exact(outputs, forward.with_buffers(params, buffers, X), 0)
-    models = [nn.BatchNorm1d(5, affine=False).double().eval() for _ in range(2)]
-    fmodel, params, buffers = stack(models)
-    assert not params
-    outputs = ensemble_forward(fmodel, strategy=strategy)(params, buffers, X)
-    assert_exact(outputs, of_members(models), 1e-12)
-
-
-@pytest.mark.parametrize("strategy", ["vmap", "loop", "hybrid"])
 def test_randomness_is_whether_members_share_a_mask(strategy):
     _, _, params, buffers = build(MLP, E)
     drop = lambda params, buffers, x: F.dropout(x, 0.5)  # noqa: E731
@@ -157,20 +141,6 @@ def test_a_loop_draws_the_masks_that_the_models_would(randomness):
     assert_exact(forward(params, buffers, X), torch.stack(expected), 1e-12)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "vmap", "hybrid"])
-def test_choosing_and_explaining_draw_no_random_numbers(strategy):
-    _, fmodel, params, buffers = build(DROPPING, E)
-    known = "hybrid" if strategy == "auto" else strategy
-    torch.manual_seed(5)
-    expected = ensemble_forward(fmodel, strategy=known)(params, buffers, X)
-    for explained in (False, True):
-        torch.manual_seed(5)
-        forward = ensemble_forward(fmodel, strategy=strategy)
-        if explained:
-            forward.explain(params, buffers, X)
-        assert torch.equal(forward(params, buffers, X), expected)
-
-
 @every_strategy
 @pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
 def test_a_policy_and_autocast_compute_as_the_models_under_them(strategy, name):
@@ -195,20 +165,6 @@ def test_a_policy_and_autocast_compute_as_the_models_under_them(strategy, name):
     assert_exact(narrow.float(), expected.float(), 3e-2)
     assert not torch.equal(outputs, exact)
     assert not torch.equal(narrow.float(), exact)
-
-
-@every_strategy
-def test_a_forward_pass_that_raises_changes_nothing(strategy):
-    forward = lambda self, x: self.fails(self.norm(x))  # noqa: E731
-    parts = {"norm": nn.BatchNorm1d(5), "fails": nn.Linear(3, 3)}
-    _, fmodel, params, buffers = build(Case(lambda: Net(forward, **parts), None), 2)
-    before = {name: value.clone() for name, value in {**params, **buffers}.items()}
-    same = X.clone()
-    function = ensemble_forward(fmodel, strategy=strategy)
-    for call in (function, function.with_buffers):
-        with pytest.raises(RuntimeError, match="shape|size|dim"):
-            call(params, buffers, X)
-    assert_exact(({**params, **buffers}, X), (before, same), 0)
 
 
 def selecting(self, x):
@@ -251,18 +207,3 @@ def test_the_strategy_follows_the_work_of_one_member():
         explained = chosen(models, x)
         assert explained.strategy == "loop"
         assert why in explained.why
-
-
-def test_an_explanation_is_a_table():
-    _, fmodel, params, buffers = build(MLP, E)
-    forward = ensemble_forward(fmodel, strategy="hybrid", chunk_size=2)
-    title, empty, header, *rows = str(forward.explain(params, buffers, X)).splitlines()
-    assert title == (
-        'ensemble_forward of 3 members, strategy hybrid: as strategy="hybrid" says'
-    )
-    assert empty == ""
-    assert header.split() == ["op", "form"]
-    assert [row.split() for row in rows] == [["linear", "baddbmm"]] * 2
-    for strategy in ("loop", "vmap"):
-        forward = ensemble_forward(fmodel, strategy=strategy)
-        assert len(str(forward.explain(params, buffers, X)).splitlines()) == 1

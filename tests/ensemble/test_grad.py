@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import graph
-from torch.nn import functional as F
 
 import vgrad
 from tests.ensemble.test_contract import (
@@ -85,15 +84,6 @@ def test_a_loss_on_dictionaries_needs_no_buffers_to_return(strategy):
     expanded = {"target": shared["target"].expand(3)}
     assert_exact(result.grads["w"], by_hand(frozen, expanded, X))
     assert result.grads["w"].is_contiguous()
-
-
-@every_strategy
-def test_gradients_can_be_mapped(strategy):
-    compute = ensemble_grad(quadratic, strategy=strategy)
-    sweep = torch.stack([PARAMS["w"], 2 * PARAMS["w"]])
-    grads = torch.vmap(lambda w: compute({"w": w}, BUFFERS, X).grads["w"])(sweep)
-    for w, grad in zip(sweep, grads, strict=True):
-        assert_exact(grad, by_hand({"w": w}, BUFFERS, X))
 
 
 @every_strategy
@@ -199,34 +189,6 @@ def test_under_autocast_gradients_have_the_dtype_of_the_parameters(strategy):
         assert result.grads[name].dtype == torch.float32
         gap = (result.grads[name].double() - grad).norm() / grad.norm()
         assert 1e-5 < gap < 2e-2
-
-
-@every_strategy
-def test_a_loss_may_change_containers_map_under_autocast_and_add_buffers(strategy):
-    _, plain, params, buffers, (x, y) = prepared(MLP)
-    params = {name: value.float() for name, value in params.items()}
-    fmodel, batch, dtypes = build(MLP)[1], {"x": x.float(), "y": y}, set()
-
-    class Loss:
-        def __call__(self, params, buffers, batch):
-            return self.with_buffers(params, buffers, batch)[0]
-
-        def with_buffers(self, params, buffers, batch):
-            batch["x"] = batch["x"] / 2
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                row = lambda row: fmodel(params, buffers, row)  # noqa: E731
-                dtypes.add(torch.vmap(row)(batch["x"]).dtype)
-            loss = F.cross_entropy(fmodel(params, buffers, batch["x"]), batch.pop("y"))
-            return loss, {**buffers, "total": loss.detach()}
-
-    compute = ensemble_grad(Loss(), strategy=strategy, verify=False)
-    result = compute(params, buffers, batch)
-    compute = ensemble_grad(plain, strategy="loop")
-    expected = compute(params, buffers, batch["x"] / 2, y)
-    assert batch.keys() == {"x", "y"}
-    assert dtypes == {torch.bfloat16}
-    assert_exact(result[:2], expected[:2], 1e-5)
-    assert_exact(result.buffers["total"], expected.losses, 1e-5)
 
 
 WRITES = [

@@ -143,20 +143,6 @@ def test_identical_members_agree_exactly(row, members):
     assert (numbers.quantiles == logits[0]).all()
 
 
-def test_mutual_information_is_never_negative():
-    noise = 1e-8 * randn(7, 2000, 10, seed=1)
-    assert (of_logits(randn(1, 2000, 10) + noise).mutual_information >= 0).all()
-
-
-def test_members_that_are_certain_of_different_classes_disagree():
-    logits = 1e4 * torch.eye(4).unsqueeze(1)
-    prediction = of_logits(logits)
-    assert_classes(prediction, logits, 1e-6)
-    assert prediction.mutual_information.item() == pytest.approx(math.log(4))
-    assert prediction.expected_entropy.item() == 0
-    assert prediction.disagreement.item() == 0.75
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", [1e4, math.inf])
 def test_probabilities_of_zero_make_no_nan(dtype, size):
@@ -198,19 +184,6 @@ def test_a_member_that_fails_spoils_its_samples_and_no_others():
     assert prediction.mean[2, 0].isnan()
     assert prediction.quantiles[:, 2, 0].isnan().all()
     assert prediction.quantiles[:, others].isfinite().all()
-
-
-def test_variances_are_right_far_from_zero():
-    outputs = 1e6 + torch.tensor([[0.0], [1.0], [2.0]])
-    assert of_outputs(outputs).variance.item() == pytest.approx(2 / 3)
-
-
-def test_infinite_outputs_do_not_depend_on_the_order_of_members():
-    outputs = torch.tensor([[torch.inf], [1.0], [torch.inf]])
-    for order in ([0, 1, 2], [1, 0, 2]):
-        prediction = of_outputs(outputs[order], quantiles=[0.0, 0.5, 0.75, 1.0])
-        assert prediction.mean.item() == torch.inf
-        assert prediction.quantiles.flatten().tolist() == [1.0, *[torch.inf] * 3]
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -255,27 +228,6 @@ def test_a_chunk_of_samples_runs_at_a_time_and_without_a_graph():
 
     predict(*changed(noting), randn(7, WIDTH).float(), chunk_size=3)
     assert seen == {(3, False), (1, False)}
-
-
-def test_shared_entries_have_no_member_axis():
-    fmodel, params, x, _ = linear(3, 5, 4)
-    one = {**params, "bias": params["bias"][0]}
-    copies = {**params, "bias": params["bias"][:1].expand(3, -1)}
-    options = {"shared": ["bias"], "chunk_size": 2, "strategy": "loop"}
-    found = predict(fmodel, one, {}, x, **options)
-    assert_exact(found, predict(fmodel, copies, {}, x), 1e-13)
-
-
-def test_several_inputs_are_cut_together():
-    make = lambda: Net(  # noqa: E731
-        lambda self, x, others: self.layer(x) * others["scale"],
-        layer=nn.Linear(WIDTH, 2).double(),
-    )
-    models = [make() for _ in range(3)]
-    x, scale = randn(5, WIDTH), randn(5, 1, seed=1)
-    found = values(*stack(models), x, {"scale": scale}, chunk_size=2)
-    expected = torch.stack([model(x, {"scale": scale}) for model in models]).mean(0)
-    assert_exact(found.mean, expected.detach(), 1e-12)
 
 
 OUTPUTS, ONES = torch.zeros(2, 3, 2), torch.ones(2, 3)

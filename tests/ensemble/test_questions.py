@@ -250,27 +250,6 @@ def test_auto_runs_alone_the_members_that_cannot_run_at_once(function):
     assert (len(told.splits), after.splits) == (1, ())
 
 
-def test_numbers_seen_alone_are_those_drawn_at_once():
-    found = []
-    for stops in (True, False):
-
-        def forward(self, x, stops=stops):
-            h = F.dropout(self.first(x), 0.5)
-            if h.sum() > 0 and stops:
-                (h > 0).nonzero()
-            return self.last(h)
-
-        _, fmodel, params, buffers = built(forward)
-        compute = ensemble_forward(fmodel, strategy="auto" if stops else "hybrid")
-        torch.manual_seed(0)
-        if stops:
-            with pytest.warns(vgrad.FallbackWarning, match="one member after another"):
-                found.append(compute(params, buffers, X))
-        else:
-            found.append(compute(params, buffers, X))
-    assert_exact(*found, 1e-14)
-
-
 def own_generator(self, x):
     h = self.first(x) + torch.rand(3, generator=GENERATOR, dtype=torch.float64)
     return self.last(h if self.first.bias.sum() > 0 else -h)
@@ -318,23 +297,6 @@ def test_an_explanation_has_the_lines_where_members_split():
     told = vgrad.explain(ensemble_forward(fmodel))(alike, buffers, X)
     assert (told.groups, told.splits) == (1, ())
     assert "branches" not in str(told)
-
-
-@every_strategy
-def test_inside_of_transforms_of_torch(strategy):
-    models, fmodel, params, buffers = built(ONCE)
-    forward = ensemble_forward(fmodel, strategy=strategy)
-
-    def total(params, x):
-        return (forward(params, buffers, x) ** 2).sum()
-
-    run = lambda model, x: model(x).square().sum()  # noqa: E731
-    expected, _ = gradients(models, run, [(X,)] * MEMBERS)
-    assert_exact(torch.func.grad(total)(params, X), expected, EXACT)
-    batches = torch.stack([X, -X, X * 2])
-    found = torch.vmap(lambda x: forward(params, buffers, x))(batches)
-    expected = [torch.stack([model(x) for model in models]) for x in batches]
-    assert_exact(found, torch.stack(expected), EXACT)
 
 
 @pytest.mark.compiled

@@ -8,14 +8,11 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import vgrad
 from tests.examples import examples
 from tests.losses import DEVICES, randn
-from vgrad.ops import OPS, attention
+from vgrad.ops import OPS
 
-fold = attention.fold
 scaled_dot_product_attention = OPS[F.scaled_dot_product_attention].mapped
 
 
@@ -170,27 +167,6 @@ def test_gradients_of_nested_vmaps_equal_those_of_a_loop(in_dims, dims):
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("argument", range(4))
-def test_jacobian_equals_that_of_a_loop(argument):
-    tensors = [*inputs(2, 5, 3), normal(5, 6)]
-
-    def of(attend):
-        return lambda x: attend(*tensors[:argument], x, *tensors[argument + 1 :])
-
-    given = of(F.scaled_dot_product_attention), tensors[argument]
-    expected = torch.autograd.functional.jacobian(*given)
-    actual = jacrev(of(scaled_dot_product_attention))(tensors[argument])
-    torch.testing.assert_close(actual, expected)
-
-
-def test_what_no_sample_varies_is_attended_once_for_all():
-    tensors = inputs(2, 5, 4)
-    zeros = torch.zeros(3, dtype=torch.float64)
-    out = vmap(lambda x: scaled_dot_product_attention(*tensors) + x)(zeros)
-    expected = F.scaled_dot_product_attention(*tensors)
-    torch.testing.assert_close(out, expected.expand(3, 2, 5, 4))
-
-
 def test_forward_and_backward_call_no_kernel_per_sample():
     tensors = inputs(7, 1, 2, 5, 4)
 
@@ -202,19 +178,6 @@ def test_forward_and_backward_call_no_kernel_per_sample():
         vmap(total(scaled_dot_product_attention))(*tensors)
     with pytest.warns(UserWarning, match="batching rule"):  # what this module is for
         vmap(total(F.scaled_dot_product_attention))(*tensors)
-
-
-def test_fold_copies_neither_contiguous_inputs_nor_shared_ones():
-    query, key, value = inputs(7, 2, 5, 4)
-    given = query, key[0], value, normal(5, 6)
-    in_dims = (0, None, 0, None)
-    *folded, unfold = fold(in_dims, 7, *given)
-    shapes = [(7, 2, 5, 4), (7, 2, 6, 4), (7, 2, 6, 4), (1, 1, 5, 6)]
-    assert [tuple(x.shape) for x in folded] == shapes
-    assert [x.data_ptr() for x in given] == [x.data_ptr() for x in folded]
-    out = unfold(F.scaled_dot_product_attention(*folded))
-    expected, _ = loop(given, in_dims, normal(7, 2, 5, 4))
-    torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.parametrize("float_mask", [False, True])
@@ -271,27 +234,6 @@ def test_autocast_gives_the_dtypes_and_numbers_of_torch(inside, mask):
         torch.testing.assert_close(found, tuple(x[:, 0] for x in wanted), **close)
 
 
-def test_autocast_leaves_float64_and_masks_of_booleans_alone():
-    given = *inputs(3, 2, 5, 4), normal(3, 5, 6) > 0
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = vmap(scaled_dot_product_attention)(*given)
-    expected, _ = loop(given, (0,) * 4, torch.ones_like(out))
-    torch.testing.assert_close(out, expected)
-
-
-def test_backward_in_autocast_keeps_full_precision_of_the_forward_pass():
-    tensors = inputs(3, 2, 5, 4, dtype=torch.float32)
-    cotangents = normal(3, 2, 5, 4, dtype=torch.float32)
-
-    def pulled(cotangent, *x):
-        _, pull = vjp(scaled_dot_product_attention, *x)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return pull(cotangent)
-
-    _, expected = loop(tensors, (0, 0, 0), cotangents)
-    torch.testing.assert_close(vmap(pulled)(cotangents, *tensors), expected)
-
-
 def masks(randomness, samples=4):
     """Read the dropped weights off the attention to the unit vectors."""
     query, key, _ = inputs(2, 5, 3)
@@ -312,25 +254,6 @@ def test_dropout_zeroes_weights_and_scales_the_others():
     assert torch.equal(same, same[:1].expand_as(same))
     assert same.unique().numel() > 1
     assert all(not torch.equal(kept[0], kept[sample]) for sample in range(1, 4))
-
-
-def test_dropout_in_autocast_has_the_dtype_of_autocast_and_needs_randomness():
-    tensors = inputs(3, 2, 5, 4, dtype=torch.float32)
-    seen = []
-
-    def loss(params, buffers, *inputs):
-        out = F.scaled_dot_product_attention(*inputs, dropout_p=0.5) * params["w"]
-        seen.append(out.dtype)
-        return out.sum()
-
-    options = {"strategy": "vmap", "randomness": "different"}
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        vgrad.per_sample_norm(loss, **options)(
-            {"w": torch.ones((), dtype=torch.bfloat16)}, {}, *tensors
-        )
-    assert {*seen} == {torch.bfloat16}
-    with pytest.raises(RuntimeError, match="randomness error mode"):
-        vmap(dropped)(*tensors)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -357,17 +280,6 @@ def test_gradients_see_the_dropout_of_the_forward_pass(device, randomness):
         slope = (value(*ahead) - value(*behind)) / 2e-6
         found = (grad_ * step).sum((1, 2, 3))
         torch.testing.assert_close(found, slope, atol=1e-7, rtol=1e-6)
-
-
-def test_outside_of_transforms_it_is_torchs_function():
-    query, key, value = (x.requires_grad_() for x in inputs(3, 2, 5, 4))
-    out = scaled_dot_product_attention(query, key, value)
-    expected = F.scaled_dot_product_attention(query, key, value)
-    assert torch.equal(out, expected)
-    assert out.grad_fn.name() == expected.grad_fn.name()
-    small = [x.requires_grad_() for x in inputs(2, 1, 2, 2, keys=3)]
-    with sdpa_kernel(SDPBackend.MATH):
-        assert torch.autograd.gradgradcheck(scaled_dot_product_attention, small)
 
 
 def second(query, *rest):

@@ -86,23 +86,6 @@ def test_an_index_out_of_range_reaches_no_other_sample():
             torch.vmap(ADD, in_dims=(0, None, 0, 0))(x, 0, index, source)
 
 
-def test_sizes_that_torch_refuses_are_refused():
-    x, source = values(0)
-    for index, rows in ((INDEX[:, :1], source), (INDEX, source[..., :1])):
-        with pytest.raises((IndexError, RuntimeError), match="should|must"):
-            torch.vmap(ADD, in_dims=(0, None, 0, 0))(x, 0, index, rows)
-
-
-def test_other_dtypes_and_no_rows_are_as_in_torch():
-    x, source = (each.mul(9).long() for each in values(0))
-    for index in (INDEX.int(), INDEX[:, :0]):
-        rows = source[:, : index.shape[1]]
-        found = torch.vmap(ADD, in_dims=(0, None, 0, 0))(x, 0, index, rows)
-        pairs = zip(x, index, rows, strict=True)
-        alone = [each.index_add(0, i, r) for each, i, r in pairs]
-        assert torch.equal(found, torch.stack(alone))
-
-
 def test_a_sum_in_place_writes_where_it_is_told():
     x, source = values(0)
     expected = torch.stack(

@@ -20,11 +20,6 @@ from vgrad.torch_private import modes
 E = 3
 CONVOLUTIONS = [F.conv1d, F.conv2d, F.conv3d]
 LINEAR, CONV1D = ((5, 4), (2, 4), (2,)), ((2, 4, 5), (3, 4, 3), (3,))
-by_op = pytest.mark.parametrize(
-    ("plain", "shapes"),
-    [(F.linear, LINEAR), (F.conv1d, CONV1D)],
-    ids=["linear", "conv"],
-)
 by_choice = pytest.mark.parametrize("chosen", [True, False])
 by_space = pytest.mark.parametrize("space", [1, 2, 3])
 close = partial(oracle.assert_exact, tolerance=1e-12)
@@ -110,14 +105,6 @@ def test_a_bias_of_one_number_is_added_everywhere():
     check(F.linear, (0, 0, 0), x, weight, bias.unsqueeze(1))
 
 
-def test_arguments_may_have_names():
-    def named(x, weight, bias):
-        return F.linear(input=x, bias=bias, weight=weight)
-
-    check(named, (0, 0, 0), *own(*LINEAR))
-    assert forms(named, (0, 0, 0), *own(*LINEAR)) == [("linear", "baddbmm")]
-
-
 @by_space
 @by_choice
 def test_convolutions_equal_the_loop_whatever_members_share(space, chosen):
@@ -178,59 +165,7 @@ def test_samples_mapped_inside_of_members_are_right(chosen):
     check(convolved, (0, 0), *own((5, 4, 6), (6, 2, 3)), chosen=chosen)
 
 
-def test_ensembles_of_ensembles_are_right():
-    x, weight, bias = random(2, E, 5, 4), random(2, E, 3, 4), random(2, E, 3)
-    linear = partial(mapped, F.linear, (0, 0, 0))
-    expected = torch.einsum("aebi,aeoi->aebo", x, weight) + bias.unsqueeze(2)
-    close(torch.vmap(linear)(x, weight, bias), expected)
-    expected = torch.einsum("ebi,aeoi->aebo", x[0], weight) + bias[0].unsqueeze(1)
-    close(torch.vmap(linear, (None, 0, None))(x[0], weight, bias[0]), expected)
-
-
 # Derivatives.
-
-
-@pytest.mark.parametrize("argument", [0, 1, 2])
-@by_op
-def test_a_member_may_differentiate_inside(plain, shapes, argument):
-    """Gradient penalties differentiate by the input, learned optimizers by weights."""
-
-    def penalty(*tensors):
-        cubed = lambda *each: plain(*each).pow(3).sum()  # noqa: E731
-        return torch.func.grad(cubed, argnums=argument)(*tensors).square().sum()
-
-    check(penalty, (0, 0, 0), *own(*shapes))
-
-
-@by_op
-def test_forward_mode_and_second_derivatives_around_are_right(plain, shapes):
-    x, weight, bias = own(*shapes)
-    direction = random(*weight.shape, seed=3)
-
-    def derivatives(run):
-        by = lambda w: run(plain, (0, 0, 0), x, w, bias).pow(3)  # noqa: E731
-        inner = torch.func.grad(lambda w: by(w).sum())
-        second = torch.func.grad(lambda w: (inner(w) * direction).sum())(weight)
-        return torch.func.jvp(by, (weight,), (direction,))[1], second
-
-    close(derivatives(mapped), derivatives(looped), tolerance=1e-10)
-
-
-@by_op
-def test_autograd_may_differentiate_twice_and_for_many_vectors_at_once(plain, shapes):
-    x, *others = (random(*shape) for shape in shapes)
-    tensors = [x, *(torch.stack([each, 2 * each, -each]) for each in others)]
-
-    def derivatives(run):
-        leaves = [each.clone().requires_grad_() for each in tensors]
-        value = run(plain, (None, 0, 0), *leaves).pow(3)
-        grads = torch.autograd.grad(value.sum(), leaves, create_graph=True)
-        squares = sum((grad * grad).sum() for grad in grads)
-        twice = torch.autograd.grad(squares, leaves, retain_graph=True)
-        many = random(4, *value.shape)
-        return *twice, *torch.autograd.grad(value, leaves, many, is_grads_batched=True)
-
-    close(derivatives(mapped), derivatives(looped), tolerance=1e-10)
 
 
 # Forms.
@@ -306,10 +241,3 @@ def test_ops_inside_of_torchs_python_functions_have_their_forms_too(chosen):
     expected = torch.stack([layer(x, x, x)[0] for layer in layers])
     close(found, expected, tolerance=1e-11)
     assert [op for op, _ in told] == (["linear", "linear"] if chosen else [])
-
-
-def test_errors_of_an_op_are_torchs_own():
-    with pytest.raises(RuntimeError, match="size"):
-        mapped(F.linear, (0, 0, 0), *own((5, 4), (2, 3), (2,)))
-    with pytest.raises(RuntimeError, match="expected input"):
-        mapped(F.conv1d, (0, 0), *own((2, 4, 5), (3, 3, 2)))

@@ -95,7 +95,7 @@ def by_steps(mode, x, hidden, weights, layout):
 def by_kernels(mode, x, hidden, weights, layout, report=lambda *_: None):
     anchor = torch.zeros((), dtype=x.dtype, requires_grad=True)
     net = recurrent.Net(mode, x, hidden, weights, **layout)
-    return recurrent.reporting(net, report, anchor)
+    return recurrent.run_recorded(net, report, anchor)
 
 
 def leaves(tensors):
@@ -123,7 +123,7 @@ def differentiated(run, mode, x, hidden, weights, layout, at=(0, 1, 2)):
 
 
 def reported(mode, x, hidden, weights, layout, at=(0, 1, 2)):
-    """The same by `reporting`, weights' gradients made of its reports.
+    """The same by `run_recorded`, weights' gradients made of its reports.
 
     Gradients of the weights are for each sequence, [N, *shape].
     """
@@ -165,14 +165,6 @@ def check_both(mode, *arguments, at=(0, 1, 2), projected=False):
 @pytest.mark.parametrize(("name", "mode", "sizes"), PROBLEMS + PROJECTED)
 def test_numbers_and_gradients_are_those_of_torch(name, mode, sizes):
     check_both(mode, *problem(mode, **sizes), projected="projected" in sizes)
-
-
-@every_mode
-@pytest.mark.parametrize("at", [0, 1, 2])
-@pytest.mark.parametrize("steps", [1, 4])
-def test_gradients_may_come_from_one_output_alone(mode, at, steps):
-    at = at if mode == "lstm" else min(at, 1)
-    check_both(mode, *problem(mode, steps=steps, **TWICE), at=(at,))
 
 
 @pytest.mark.slow
@@ -310,37 +302,6 @@ def test_autocast_gives_the_dtypes_and_values_of_torch(mode):
     assert_exact(sums, exact, 0.1)
 
 
-@every_mode
-def test_writes_in_place_raise_for_the_output_and_not_for_final_states(mode):
-    arguments = problem(mode, num_layers=2)
-    arguments[0].requires_grad_()
-    expected, *states = by_kernels(mode, *arguments)
-    output, *final = by_kernels(mode, *arguments)
-    assert_equal([each.mul_(2) for each in final], [2 * each for each in states])
-    assert torch.equal(output, expected)
-    (output.sum() + sum(each.sum() for each in final)).backward()
-    expected.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        expected.sum().backward()
-
-
-@every_mode
-def test_steps_have_second_derivatives_and_kernels_raise(mode):
-    x, *rest = problem(mode)
-    (x,) = leaves([x])
-    output = by_kernels(mode, x, *rest)[0]
-    (d_x,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        d_x.sum().backward()
-    x, hidden, weights, layout = problem(mode, steps=2, size=1, features=2)
-    count = len(hidden)
-
-    def run(x, *rest):
-        return by_steps(mode, x, rest[:count], rest[count:], layout)
-
-    assert torch.autograd.gradgradcheck(run, tuple(leaves([x, *hidden, *weights])))
-
-
 # Refusals.
 
 
@@ -414,17 +375,6 @@ def test_recorded_nets_may_share_weights_and_start_from_parameters(mode):
     check_rule(loss, params, {}, randn(3, *x.shape), expanded=True)
 
 
-@pytest.mark.parametrize("mode", ["lstm", "gru"])
-def test_frozen_weights_stand_beside_others(mode):
-    x, hidden, weights, layout = problem(mode)
-
-    def loss(params, buffers, x):
-        own = [params["w_ih"], weights[1], weights[2], params["b_hh"]]
-        return sum(each.sin().sum() for each in by_torch(mode, x, hidden, own, layout))
-
-    check_rule(loss, {"w_ih": weights[0], "b_hh": weights[3]}, {}, randn(3, *x.shape))
-
-
 @every_mode
 def test_dropout_of_recorded_nets_draws_for_each_sample_or_once(mode):
     x, hidden, weights, layout = problem(mode, num_layers=2, dropout=0.5)
@@ -449,30 +399,3 @@ def test_dropout_of_recorded_nets_draws_for_each_sample_or_once(mode):
     assert len(different.flatten(1).unique(dim=0)) == 6
     with pytest.raises(RuntimeError, match='randomness="different"'):
         grads("recorded")
-
-
-@pytest.mark.parametrize("strategy", ["recorded", "vmap"])
-def test_weights_are_not_moved_for_cudnn_where_they_have_no_address(
-    monkeypatch, strategy
-):
-    """A net moves weights that it has not seen, by addresses, where cuDNN is."""
-    lstm = nn.LSTM(3, 4, batch_first=True)
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(lstm)
-
-    def loss(params, buffers, x):
-        return fmodel(params, buffers, x[None])[0].square().sum()
-
-    x = torch.randn(5, 6, 3)
-    norms = vgrad.per_sample_norm(loss, strategy=strategy)
-    expected = norms(params, buffers, x)
-
-    def moved(self):
-        raise AssertionError("weights were moved")
-
-    monkeypatch.setattr(nn.LSTM, "flatten_parameters", moved)
-    assert torch.equal(norms(params, buffers, x), expected)
-    with pytest.raises(AssertionError, match="were moved"):
-        fmodel(params, buffers, x)  # as torch does
-    compiled = vgrad.compile(norms, fallback="error")
-    for _ in range(2):
-        assert torch.equal(compiled(params, buffers, x), expected)

@@ -86,18 +86,6 @@ def test_a_module_trains_with_a_closure_and_parameters_without_gradient_stay():
     assert moved == {"1.weight", "1.bias"}
 
 
-def test_a_loss_scaler_of_torch_skips_and_makes_steps():
-    leaves = one()
-    optimizer, scaler = as_torch(sgd(0.5), leaves), torch.amp.GradScaler("cpu", 4.0)
-    scaler.scale(leaves["w"].sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert leaves["w"].tolist() == [0.5, 0.5]
-    leaves["w"].grad.fill_(float("inf"))
-    scaler.step(optimizer)
-    assert leaves["w"].tolist() == [0.5, 0.5]
-
-
 # Schedulers of torch.
 
 SCHEDULERS = {
@@ -143,19 +131,6 @@ def test_schedulers_of_torch_move_injected_hyperparameters(
     assert rates[:20] == rates[20:]
     assert rates[0] != rates[19]
     assert_exact(values(ours), values(theirs), 1e-12)
-
-
-@every_scheduler
-@pytest.mark.parametrize("tx", [
-    adam(1e-2),
-    optim.inject_hyperparams(adam, lr=lambda count: 0.1, betas=(0.9, 0.99)),
-    chain(optim.inject_hyperparams(adam, lr=1e-2)),
-])  # fmt: skip
-def test_schedulers_refuse_where_there_is_no_rate_to_set(tx, scheduler):
-    optimizer = as_torch(tx, one())
-    assert "lr" not in optimizer.param_groups[0]
-    with pytest.raises((KeyError, ValueError), match="lr|cycle_momentum"):
-        scheduler(optimizer)
 
 
 def test_schedules_of_the_transformation_run_and_cannot_be_overruled():

@@ -138,18 +138,6 @@ def test_inside_a_transform_and_with_a_graph_a_donated_step_is_pure():
         assert torch.equal(kept["w"], torch.ones(2))
 
 
-@pytest.mark.slow
-def test_compiled_a_donated_step_is_the_pure_one():
-    tx, params, grads = optim.adam(0.1), tensors(0), tensors(1)
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def compiled(grads, state, params):
-        return optim.step(tx, grads, state, dict(params), donate=True)[0]
-
-    expected, _ = optim.step(tx, grads, tx.init(params), params)
-    assert_exact(compiled(grads, tx.init(params), params), expected, 1e-12)
-
-
 def test_a_state_that_does_not_fit_is_named():
     state = optim.adam(0.1).init(tensors(0))
     saved = state_dict(state)

@@ -195,15 +195,6 @@ def test_bad_calls_are_refused(error, call, message):
         eval(call, {**vars(schedules), **vars(optim), **globals()})
 
 
-def test_a_selection_does_not_change_with_the_list_it_was_made_of():
-    patterns = ["a"]
-    tx = masked(sgd(0.5), patterns)
-    patterns.append("b")
-    params = {"a": torch.ones(1), "b": torch.ones(1)}
-    updates, _ = tx.update(params, tx.init(params), params)
-    assert updates["b"] is params["b"]
-
-
 # What does not fit the parameters.
 
 DIRECTIONS = "nadam radam adamax adagrad rmsprop adadelta rprop lion"

@@ -4,8 +4,6 @@ What torch does not have is held against loops that spell out the algorithm of t
 paper, one parameter after the other.
 """
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given
@@ -15,18 +13,16 @@ from torch.utils import _pytree as pytree
 from tests.examples import examples
 from tests.optim.optimizers import OPTIMIZERS
 from tests.optim.problems import (
-    double,
     gradients,
     member,
     perceptron,
-    random_gradients,
     random_tensors,
     stacked,
     train,
 )
 from tests.oracle import assert_exact
 from vgrad import optim
-from vgrad.optim import chain, lars, orthogonalize, sgd, step
+from vgrad.optim import chain, orthogonalize, sgd, step
 
 # The algorithms of the papers, with Python loops and numbers.
 
@@ -225,24 +221,6 @@ def test_default_coefficients_bring_singular_values_near_one():
         assert (ends < 1.2 + slack).all()
 
 
-def test_members_of_members_have_orthogonal_updates_of_their_own():
-    grads = random_gradients({"w": torch.zeros(2, 3, 4, 5)}, seed=0)["w"]
-    inner = torch.vmap(torch.vmap(orthogonal), in_dims=1, out_dims=1)(grads)
-    expected = torch.stack([torch.stack([*map(orthogonal, row)]) for row in grads])
-    assert torch.equal(torch.vmap(torch.vmap(orthogonal))(grads), expected)
-    assert torch.equal(inner, expected)
-
-
-def test_tangents_pass_through_orthogonal_updates_as_gradients_do():
-    grad, tangent, cotangent = random_tensors({n: (3, 4) for n in "gtc"}).values()
-    one = partial(orthogonal, dtype=torch.float64)
-    _, forward = torch.func.jvp(one, (grad,), (tangent,))
-    (backward,) = torch.func.vjp(one, grad)[1](cotangent)
-    torch.testing.assert_close((forward * cotangent).sum(), (backward * tangent).sum())
-    numbers = (one(grad + 1e-6 * tangent) - one(grad - 1e-6 * tangent)) / 2e-6
-    torch.testing.assert_close(forward, numbers, rtol=1e-6, atol=1e-8)
-
-
 def test_autocast_around_the_update_does_not_reach_the_products():
     grad = random_tensors({"w": (4, 3)}, dtype=torch.float32)["w"]
     expected = orthogonal(grad, dtype=torch.float32)
@@ -263,15 +241,6 @@ def test_the_trust_ratio_is_one_for_parameters_of_zero():
     torch.testing.assert_close(updates["one"], expected)
     updates, _ = tx.update({name: torch.zeros(2) for name in params}, (), params)
     torch.testing.assert_close(updates["one"], 0.1 * params["one"])
-
-
-def test_lars_treats_a_complex_parameter_as_a_pair_of_real_ones():
-    pair, tx = double([[1.0, 2.0], [0.0, -0.5]]), lars(2.0, weight_decay=double(0.1))
-    ends = []
-    for start in (pair, torch.view_as_complex(pair)):
-        params = {"w": start}
-        ends.append(train(tx, params, lambda p: p["w"].abs().square().sum() / 2, 3)[0])
-    torch.testing.assert_close(torch.view_as_real(ends[1]["w"]), ends[0]["w"])
 
 
 # Parameters to evaluate.

@@ -15,7 +15,6 @@ from tests.optim.problems import double
 from tests.oracle import assert_exact
 from vgrad import optim
 from vgrad.dp import Plan, noising, quantile_clip
-from vgrad.factors import Dense, Outer
 from vgrad.training import TrainState, private_step
 
 SIZE, DATA, BOUND = 6, 12, 10.0
@@ -310,15 +309,6 @@ def test_it_is_no_optimizer_of_torch():
     module = nn.Linear(2, 1)
     with pytest.raises(ValueError, match=r"as_torch\(scale_then_privatize.*private_st"):
         optim.as_torch(scaled(optim.sgd(0.1)), module.named_parameters())
-
-
-def test_matrices_and_tables_stay_factors():
-    row, column = torch.rand(5, 1), torch.rand(1, 4)
-    outer = Outer(torch.randn(2, 1, 7, 4), torch.randn(2, 1, 7, 5), torch.Size([5, 4]))
-    found = outer.times((row, column))
-    assert isinstance(found, Outer)
-    expected = Dense(outer.grad()).times((row, column)).grad()
-    assert_exact(found.grad(), expected, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

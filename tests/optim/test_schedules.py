@@ -172,13 +172,6 @@ def test_restarts_of_long_runs_are_at_the_exact_step():
         assert (rate(torch.tensor(starts) - 1) < 1e-6).all()
 
 
-def test_joined_schedules_may_return_numbers_and_be_joined_again():
-    inner = join([lambda count: 1, lambda count: 0.5], [2])
-    rate = join([lambda count: 3.0, inner], [1])
-    assert rate(torch.arange(5)).tolist() == [3.0, 1.0, 1.0, 0.5, 0.5]
-    assert rate(torch.tensor(4)).dtype == torch.float64
-
-
 # Every schedule with arguments by name, so that each may become a tensor.
 
 COSINE = dict(lr=0.5, steps=3, eta_min=0.01)
@@ -298,26 +291,6 @@ def test_gradients_stay_finite_for_lengths_too_and_where_rates_are_zero(
     grads = [grad for grad in grads if grad is not None]
     assert grads
     assert all(grad.isfinite() for grad in grads)
-
-
-def test_a_schedule_that_overflows_beyond_its_end_leaves_gradients_finite():
-    gamma = double(10.0).requires_grad_()
-    rate = join([exponential(1e-3, gamma), constant(0.1)], [3])
-    (grad,) = torch.autograd.grad(rate(torch.tensor(1000)), gamma)
-    assert grad == 0
-
-
-@pytest.mark.slow
-@every
-def test_a_schedule_compiles_to_one_graph(make, options):
-    tensors, counts = as_tensors(options), torch.arange(24)
-
-    def curves(values, counts):
-        return make(**options)(counts), make(**values)(counts)
-
-    torch.compiler.reset()
-    compiled = torch.compile(curves, fullgraph=True, backend="eager")
-    exact(compiled(tensors, counts), curves(tensors, counts))
 
 
 @pytest.mark.parametrize(("name", "argument", "expected"), [

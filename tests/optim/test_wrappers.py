@@ -72,23 +72,6 @@ def test_the_first_selection_that_matches_wins():
     assert found == [("a.weight", 2.0), ("a.bias", 1.0), ("b", 1.0)]
 
 
-def test_a_mask_hides_all_but_its_names_from_the_inner_transformation():
-    params, seen = {"w": double([1.0]), "b": double([2.0])}, []
-
-    def update(grads, state, params=None):
-        seen.append((list(grads), list(params)))
-        return dict.fromkeys(grads), state
-
-    tx = optim.masked(
-        optim.trace(0.9)._replace(update=update), lambda name: name == "w"
-    )
-    updates, state = tx.update(params, tx.init(params), params)
-    assert seen == [(["w"], ["w"])]
-    assert updates["w"] is None
-    assert updates["b"] is params["b"]
-    assert list(state.slots["momentum_buffer"]) == ["w"]
-
-
 @pytest.mark.parametrize("tx", [
     chain(optim.set_to_zero(["0.*"]), adamw(0.1)),
     partition({"0.*": optim.set_to_zero(), "*": adamw(0.1)}),
@@ -135,19 +118,6 @@ def test_errors_in_a_row_are_let_through_after_the_last_that_is_allowed():
     assert (int(state.errors), int(state.total_errors)) == (4, 6)
 
 
-def test_a_step_that_was_left_out_has_finite_gradients():
-    def result(rate):
-        params = {"w": torch.tensor([1.0, 2.0])}
-        tx = optim.apply_if_finite(adam(rate), max_consecutive_errors=3)
-        state = tx.init(params)
-        for bad in (0.0, math.inf, 0.0):
-            params, state = step(tx, {"w": params["w"] + bad}, state, params)
-        return params["w"].sum()
-
-    slope = torch.func.grad(result)(torch.tensor(0.1))
-    torch.testing.assert_close(slope, torch.tensor(-4.0), rtol=0.05, atol=0)
-
-
 # Accumulation.
 
 
@@ -169,21 +139,6 @@ def test_steps_of_several_gradients_are_those_of_accumulated_training(parts):
         optimizer.step()
         assert_exact(found, values(leaves), 1e-12)
     assert (int(state.count), int(state.inner[0].count)) == (0, 4)
-
-
-def test_members_may_accumulate_different_numbers_of_gradients():
-    grads = [random_gradients(PARAMS, seed=seed) for seed in range(6)]
-
-    def run(parts):
-        tx, params = multi_steps(adam(0.1), parts), PARAMS
-        state = tx.init(params)
-        for part in grads:
-            params, state = step(tx, part, state, params)
-        return params
-
-    many = torch.vmap(run)(torch.tensor([2, 3]))
-    for index, parts in enumerate([2, 3]):
-        assert_exact(member(many, index), run(parts), 1e-12)
 
 
 def test_means_keep_what_half_precision_drops_and_none_waits_for_the_next_round():
@@ -284,14 +239,6 @@ def test_lookahead_follows_its_two_loops(options, period, alpha):
 # Hyperparameters in the state.
 
 
-def test_a_tensor_that_is_a_rate_is_copied_and_keeps_its_gradient():
-    rate = double(0.1).requires_grad_()
-    tx = optim.inject_hyperparams(sgd, lr=rate)
-    assert tx.init(PARAMS).hyperparams["lr"].data_ptr() != rate.data_ptr()
-    (slope,) = torch.autograd.grad(LOSS(train(tx, PARAMS, LOSS, 3)[0]), rate)
-    assert slope < 0
-
-
 def test_a_rate_can_be_read_and_set():
     tx = optim.inject_hyperparams(adam, lr=0.1, betas=(0.9, 0.999))
     params, state = train(tx, PARAMS, LOSS, 3)
@@ -371,28 +318,3 @@ def test_members_have_plateaus_of_their_own_inside_of_any_state(inside):
         alone = [observe(s, v) for s, v in zip(alone, numbers, strict=True)]
     assert state[1].rate.tolist() == [s[1].rate.item() for s in alone]
     assert len(set(state[1].rate.tolist())) > 1
-
-
-def test_members_may_differ_in_the_options_of_a_plateau():
-    def run(patience, factor):
-        options = {"patience": patience, "factor": factor}
-        tx, observe = optim.reduce_on_plateau(sgd, 0.1, **options)
-        state = tx.init({"w": torch.zeros(2)})
-        for _ in range(4):
-            state = observe(state, 1.0)
-        return state.rate
-
-    found = torch.vmap(run)(torch.tensor([0, 2]), double([0.5, 0.1]))
-    assert_exact(found, torch.stack([run(0, 0.5), run(2, 0.1)]), 1e-15)
-
-
-@pytest.mark.slow
-def test_an_observation_compiles_and_keeps_no_graph():
-    tx, observe = optim.reduce_on_plateau(sgd, 0.1, patience=0)
-    state = tx.init({"w": torch.zeros(2)})
-    torch.compiler.reset()
-    compiled = torch.compile(observe, fullgraph=True, backend="aot_eager")
-    value = torch.tensor(1.0, requires_grad=True)
-    assert_exact(compiled(state, value), observe(state, value), 0)
-    leaves = pytree.tree_leaves(observe(state, value))
-    assert not any(leaf.requires_grad for leaf in leaves)

@@ -7,13 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import wrap_torch_function
 from torch.utils.flop_counter import FlopCounterMode
 
 import vgrad
 from tests.losses import Net
 from tests.oracle import assert_exact
-from vgrad.ops import recurrent
 from vgrad.precision import alignment_report
 
 
@@ -160,25 +158,6 @@ def test_the_products_inside_of_an_op_have_their_sizes(name):
     ]
 
 
-def test_grouped_heads_of_attention_count_the_queries():
-    grouped = ones((2, 6, 8, 16), (2, 3, 24, 16))
-    found = report(run(attend), *grouped, enable_gqa=True)
-    assert [row.flops for row in found.rows] == [flops((8, 24, 16), 12)] * 2
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_nets_take_the_operations_of_their_steps(kind):
-    model = kind(5, 7, num_layers=2, bidirectional=True, batch_first=True)
-    x, h = torch.randn(3, 4, 5), torch.zeros(4, 3, 7)
-    mode = "rnn_tanh" if kind is nn.RNN else kind.__name__.lower()
-    given = mode, x, (h, h) if kind is nn.LSTM else (h,), list(model._flat_weights)
-    net = recurrent.Net(*given, 2, bidirectional=True, batch_first=True)
-    with FlopCounterMode(display=False) as counter:
-        recurrent.steps(net)
-    total = sum(row.flops for row in report(model, x).rows)
-    assert total == counter.get_total_flops()
-
-
 FLAT, BATCHED = ((4, 5), (5, 6), (4, 6, 5, 1)), ((3, 4, 5), (3, 5, 6), (4, 6, 5, 3))
 ONES = torch.ones(4, 6)
 PRODUCTS = {
@@ -212,41 +191,6 @@ def test_every_spelling_of_a_product_has_its_sizes_and_operations(name):
         assert row.flops == counter.get_total_flops()
 
 
-def test_ops_of_the_users_own_are_looked_into_whatever_their_name():
-    @wrap_torch_function(lambda weight, x: (weight, x))
-    def linear(weight, x):
-        return (x @ weight).relu()
-
-    model = run(lambda self, x: linear(self.w, x), w=(8, 3))
-    assert only(report(model, torch.ones(2, 8)))[:3] == ("mm", "w", (2, 3, 8))
-
-
-def test_elementwise_products_and_inner_products_of_vectors_are_no_rows():
-    model = run(lambda self, x: torch.einsum("bi,bi->bi", x, x) * (x[0] @ x[0]))
-    found = report(model, torch.ones(3, 5))
-    assert found.rows == ()
-    assert found.misaligned == 0.0
-    assert str(found).startswith("0.0% of the work is misaligned")
-
-
-def test_empty_products_are_no_work():
-    for model, x, expected in (
-        (nn.Linear(6, 5), torch.ones(0, 6), ((0, 5, 6), (0, 8, 8), 0, 0.0)),
-        (
-            run(lambda self, x: x @ self.w, w=(0, 6)),
-            torch.ones(2, 0),
-            ((2, 6, 0), (2, 8, 0), 0, 0.0),
-        ),
-    ):
-        assert only(report(model, x))[2:] == expected
-
-
-def test_int8_products_are_seen():
-    model = run(lambda self, x: torch._int_mm(x, x.t()))
-    row = only(report(model, torch.ones(24, 16, dtype=torch.int8), multiple=16))
-    assert row[:4] == ("_int_mm", "", (24, 24, 16), (24, 32, 16))
-
-
 def test_whole_models_take_the_operations_that_torch_counts():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(12, 3, 20, batch_first=True)
@@ -269,36 +213,6 @@ def test_whole_models_take_the_operations_that_torch_counts():
         assert total == counter.get_total_flops()
     shares = [row.share for row in report(model, x).rows]
     assert sum(shares) == pytest.approx(1.0)
-
-
-def test_tied_parameters_go_by_the_name_that_the_dictionary_has():
-    model, x = nn.Sequential(nn.Embedding(10, 16), nn.Linear(16, 10)), torch.arange(4)
-    model[1].weight = model[0].weight
-    row = only(report(model, x))
-    assert row[1:4] == ("0.weight", (4, 10, 16), (4, 16, 16))
-    fmodel, _, _ = vgrad.make_functional_with_buffers(model)
-    whole = only(alignment_report(fmodel, model.state_dict(), {}, x))
-    assert whole.operand == "0.weight, 1.weight"
-
-
-def test_views_and_casts_keep_the_name_and_the_sides_of_a_parameter():
-    def products(self, x):
-        half = self.w.t().to(torch.bfloat16)
-        copy = torch.clone(input=x), self.w.clone()
-        return x @ self.w.t(), x.bfloat16() @ half, F.linear(*copy)
-
-    row = only(report(run(products, w=(10, 32)), torch.ones(4, 32)))
-    assert row[1:5] == ("w", (4, 10, 32), (4, 16, 32), flops((4, 10, 32), 3))
-
-
-def test_parameters_in_one_block_of_memory_are_told_apart():
-    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 4))
-    fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
-    sizes = [each.numel() for each in params.values()]
-    parts = zip(params.items(), torch.zeros(sum(sizes)).split(sizes), strict=True)
-    views = {name: part.view_as(value) for (name, value), part in parts}
-    found = alignment_report(fmodel, views, buffers, torch.ones(2, 8))
-    assert [row.operand for row in found.rows] == ["0.weight", "1.weight"]
 
 
 def test_policies_autocast_losses_and_tensors_without_values_change_no_row():

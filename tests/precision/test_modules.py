@@ -1,9 +1,6 @@
 """Policies of models and losses, against eager models under `torch.autocast`."""
 
 import copy
-import pickle
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -14,7 +11,7 @@ import vgrad
 from tests import oracle
 from tests.losses import Net, Ops, Pick, TiedLanguageModel
 from vgrad import explain
-from vgrad.precision import Policy, loss_under, modules, policy_for
+from vgrad.precision import Policy, loss_under, policy_for
 from vgrad.torch_private import modes
 
 split = vgrad.make_functional_with_buffers
@@ -266,16 +263,6 @@ def test_tied_parameters_have_one_dtype_and_may_be_computed_with_in_several():
     assert torch.equal(found, pure(params, buffers, tokens))
 
 
-def test_one_weight_may_be_used_in_both_low_dtypes():
-    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
-    second.weight = first.weight
-    fmodel, params, buffers = split(nn.Sequential(first, second))
-    both = policy_for(fmodel, {"": "mixed_bfloat16", "1": "mixed_float16"})
-    x = torch.randn(2, 3)
-    expected = eager(second, eager(first, x, BF16), F16).float()
-    assert torch.equal(both(params, buffers, x), expected)
-
-
 @pytest.mark.parametrize("output", [F16, BF16, F32, F64])
 def test_every_floating_output_has_the_output_dtype(output):
     several = Pick(
@@ -344,19 +331,6 @@ def test_a_mixed_batch_norm_is_eager_autocast_bit_for_bit(policy, training):
     oracle.assert_exact(found, grads_of(model), 0)
 
 
-def test_a_batch_norm_in_float64_stays_as_it_is_inside_a_gradient():
-    model = nn.BatchNorm1d(3).double()
-    fmodel, params, buffers = split(model)
-    x = torch.randn(5, 3, dtype=torch.float64)
-
-    def loss(params):
-        with vgrad.autocast("cpu", dtype=torch.bfloat16):
-            return (fmodel(params, buffers, x) * x).exp().mean()
-
-    (model(x) * x).exp().mean().backward()
-    oracle.assert_exact(torch.func.grad(loss)(params), grads_of(model))
-
-
 @pytest.mark.parametrize("policy", ["bfloat16", "mixed_bfloat16", "float64"])
 def test_buffers_and_frozen_parameters_come_back_in_the_dtype_they_had(policy):
     def average(self, x):
@@ -411,53 +385,6 @@ def test_an_exception_leaves_no_autocast_and_no_mode(error, around, hooked):
 
 
 # Copies.
-
-
-def test_copies_pickles_and_threads_compute_the_same_bits():
-    _, fmodel, params, buffers, x, _ = mlp()
-    mixed = policy_for(fmodel, {"": "mixed_bfloat16", "1": "float32"})
-    pure = policy_for(fmodel, "mixed_float16")
-    expected = {each: each(params, buffers, x) for each in (mixed, pure)}
-    for other in (copy.deepcopy(mixed), pickle.loads(pickle.dumps(mixed))):
-        assert isinstance(other, modules.PolicyModel)
-        assert other.policies == mixed.policies
-        assert torch.equal(other(params, buffers, x), expected[mixed])
-    start = threading.Barrier(2)
-
-    def work(models):
-        start.wait()
-        right = [
-            torch.equal(model(params, buffers, x), expected[model])
-            for model in models * 30
-        ]
-        return all(right) and nothing_is_left_on()
-
-    with ThreadPoolExecutor(2) as pool:
-        assert all(pool.map(work, [(mixed, pure), (pure, mixed)]))
-
-
-def test_modes_are_changed_in_a_new_function_with_the_same_policies():
-    model = nn.Sequential(nn.Linear(3, 50), nn.Dropout(0.5))
-    fmodel, params, buffers = split(model)
-    mixed = policy_for(fmodel, "mixed_bfloat16")
-    evaluated = mixed.eval()
-    assert (mixed.training, evaluated.training) == (True, False)
-    assert evaluated.policies == mixed.policies
-    x = torch.randn(4, 3)
-    expected = eager(copy.deepcopy(model).eval(), x, BF16).float()
-    assert torch.equal(evaluated(params, buffers, x), expected)
-    for trained in (mixed, evaluated.train()):
-        assert (trained(params, buffers, x) == 0).any()
-
-
-def test_a_module_made_of_it_is_plain_and_in_the_dtypes_that_are_given():
-    model, fmodel, params, buffers, x, _ = mlp()
-    module = policy_for(fmodel, "bfloat16").to_module(params, buffers)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
-    assert torch.equal(module(x), model(x))
-    doubled = {name: 2 * value for name, value in params.items()}
-    policy_for(fmodel, "bfloat16").copy_to_(model, doubled, buffers)
-    oracle.assert_exact(dict(model.named_parameters()), doubled, 0)
 
 
 # Transforms.

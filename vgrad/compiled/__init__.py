@@ -98,9 +98,8 @@ def compile(
 
     Samples whose norms rounding may have spoiled, or that are not finite, raise a flag:
     the result is dropped, and the call repeated in eager mode with the same random
-    numbers. After three such calls in a row there is a second graph, with a proof
-    for each gradient of nothing but zeros, which needs no second look; if the next call
-    is dropped too, it is given up, with a warning.
+    numbers. Gradients of nothing but zeros may be in doubt too. After three such calls
+    in a row the graph is given up, with a warning.
 
     With `batch_sizes`, for per-sample transforms and steps with a loss of one sample, a
     batch is filled up to the next of these sizes by copies of its first sample, which

@@ -1,30 +1,27 @@
 """The graphs of some functions, one for each kind of arguments and surroundings."""
 
 import dataclasses
-import enum
 import hashlib
-import operator
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vgrad import checks, devices, tree
+from vgrad import checks, tree
 from vgrad.compiled import backends, verification
-from vgrad.compiled.captured_values import description, is_plain
 from vgrad.compiled.graph import Graph, captured, replayed
+from vgrad.compiled.guards import Signature, description, in_words, signature
 from vgrad.conditions import Unrepeatable
 from vgrad.generators import RNG_LOCK, RandomState, random_state, set_random_state
 from vgrad.loss.values import DIFFER, SplitBatch
-from vgrad.ops.record import OPS
 from vgrad.persample.engine import constant
 from vgrad.report import Report, table
-from vgrad.torch_private import autograd, kernels, modes, tracing
+from vgrad.torch_private import modes, tracing
 from vgrad.torch_private.tensors import like
 
 Backend = Literal["replay", "inductor", "cudagraph", "auto"]
@@ -34,7 +31,7 @@ _MOST = 16
 """Captures of one function; more would mean that shapes never repeat."""
 
 _IN_A_ROW = 3
-"""Results dropped one after the other until there is a second graph, or none."""
+"""Results dropped one after the other until a graph is given up."""
 
 
 class CompileWarning(UserWarning):
@@ -100,139 +97,6 @@ def _shortened(key: str) -> str:
     if len(shown) > 3:  # the last ones are the batch
         tensors = f"{len(shown) - 3} others, {'], '.join(shown[-3:])}"
     return "; ".join([tensors, *switches])
-
-
-# Arguments and surroundings.
-
-
-_KINDS = {Tensor, nn.Parameter, nn.Buffer}
-_LAYOUT = operator.attrgetter("layout")
-
-
-class Signature(NamedTuple):
-    """The arguments and surroundings of a call that decide on its graph."""
-
-    key: tuple[list, tuple]  # structure without shapes, and torch's switches
-    distinct: list[Tensor]  # each of them once
-
-
-def signature(arguments: Any, tensors: list[Tensor]) -> Signature:
-    """Describe arguments, and append their tensors in the order of their leaves."""
-    key: list[Any] = []
-    _describe(arguments, tensors, key)
-    if [*map(_LAYOUT, tensors)].count(torch.strided) < len(tensors):
-        raise Unrepeatable("an argument is a tensor that is not strided")
-    if any(map(vars, tensors)):  # attributes set by users, which a loss can read
-        key.append([[*map(_noted, vars(each).items())] for each in tensors])
-    if not torch.is_grad_enabled():  # otherwise it is compared with the shapes
-        key.append([tensor.requires_grad for tensor in tensors])
-    distinct = dict(zip(map(id, tensors), tensors, strict=True))
-    if len(distinct) < len(tensors):  # a loss can compare the identity of two
-        ids = [*distinct]
-        key.append([ids.index(id(tensor)) for tensor in tensors])
-    return Signature((key, _surroundings()), [*distinct.values()])
-
-
-def _describe(value: Any, tensors: list[Tensor], key: list[Any]) -> None:
-    kind = type(value)
-    if kind in _KINDS:
-        tensors.append(value)
-        key.append(kind)
-    elif kind is dict:
-        key.append(tuple(value))
-        kinds = [*map(type, value.values())]
-        if _KINDS.issuperset(kinds):
-            tensors += value.values()
-            key += kinds
-        else:
-            for each in value.values():
-                _describe(each, tensors, key)
-    elif kind is tuple or kind is list or hasattr(kind, "_fields"):
-        key.append((kind, len(value)))
-        for each in value:
-            _describe(each, tensors, key)
-    elif value is None or kind is bool or kind is int or kind is str:
-        key.append((kind, value))
-    else:
-        leaves, spec = tree.tree_flatten(value)
-        if len(leaves) != 1 or leaves[0] is not value:
-            key.append(spec)
-            for leaf in leaves:
-                _describe(leaf, tensors, key)
-        elif is_plain(value):  # as text: 0.0 is not -0.0, and nan is nan
-            key.append((kind, repr(value)))
-        elif callable(value) or isinstance(value, enum.Enum):
-            parts = (getattr(value, name, value) for name in ("__self__", "__func__"))
-            key.append([*map(id, parts)])
-        else:
-            raise Unrepeatable(
-                f"an argument is a {kind.__module__}.{kind.__qualname__}"
-            )
-
-
-def _noted(item: tuple[str, Any]) -> tuple:
-    """Describe an attribute of a tensor."""
-    name, value = item
-    return name, type(value), repr(value) if is_plain(value) else id(value)
-
-
-def _surroundings() -> tuple:
-    """Return torch's switches, all rules, and other state that decides on an op."""
-    casts = None
-    if modes.autocast_is_on():
-        casts = tuple(
-            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-            for device in devices.kinds()
-        )
-    return (
-        casts,
-        torch.get_default_dtype(),
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_num_threads(),
-        torch.get_deterministic_debug_mode(),
-        torch.backends.mha.get_fastpath_enabled(),
-        nn.Module.__call__,
-        nn.Module.__getattr__,
-        *[allowed() for allowed in _ATTENTION],
-        *map(kernels.fp32_precision, *_ROUNDING),
-        *modes.function_modes(),
-        autograd.node_hooks(),
-        *OPS.values(),
-    )
-
-
-_ATTENTION = (
-    torch.backends.cuda.flash_sdp_enabled,
-    torch.backends.cuda.mem_efficient_sdp_enabled,
-    torch.backends.cuda.math_sdp_enabled,
-    torch.backends.cuda.cudnn_sdp_enabled,
-)
-"""The forms of attention that `torch.nn.attention.sdpa_kernel` switches."""
-
-_ROUNDING = ("cuda",) * 3 + ("mkldnn",) * 3, ("matmul", "conv", "rnn") * 2
-"""The backends and ops for which torch has a switch that lets float32 be rounded."""
-
-
-def in_words(distinct: Sequence[Tensor]) -> str:
-    """Describe a capture: tensors in the order of arguments, torch's switches."""
-
-    def short(dtype: torch.dtype) -> str:
-        return str(dtype).removeprefix("torch.")
-
-    tensors = [f"{short(each.dtype)} {list(each.shape)}" for each in distinct]
-    switches = [f"{torch.get_num_threads()} threads"]
-    for device in devices.kinds():
-        if torch.is_autocast_enabled(device):
-            dtype = short(torch.get_autocast_dtype(device))
-            switches.append(f"autocast of {device} to {dtype}")
-    if torch.is_inference_mode_enabled():
-        switches.append("inference mode")
-    elif not torch.is_grad_enabled():
-        switches.append("no grad")
-    if torch.are_deterministic_algorithms_enabled():
-        switches.append("deterministic")
-    return "; ".join([", ".join(tensors), *switches])
 
 
 # Captures.
@@ -439,16 +303,14 @@ class Captures:
         verification.replays(*both, fast, eager, arguments, first=first, **own)
 
     def _count_dropped(self, capture: _Capture) -> None:
-        """Count a result that was dropped; after some in a row choose another way."""
+        """Count a result that was dropped; after some in a row give up."""
         capture.in_a_row += 1
         if capture.in_a_row >= _IN_A_ROW:
-            if capture.graph is not None and capture.graph.zeros:
-                text = (
-                    f"{capture.in_a_row} calls in a row had doubtful samples, or "
-                    f"samples that {DIFFER}"
-                )
-                self._give_up(capture, text)
-            capture.run = None
+            text = (
+                f"{capture.in_a_row} calls in a row had doubtful samples, or samples "
+                f"that {DIFFER}"
+            )
+            self._give_up(capture, text)
 
     def _give_up(self, capture: _Capture, why: Unrepeatable | str) -> None:
         capture.graph = capture.run = None
@@ -497,9 +359,7 @@ class Captures:
         start = time.perf_counter()
         try:
             set_random_state(before)
-            graph, zeros = capture.graph, capture.in_a_row > 0
-            if graph is None or zeros > graph.zeros:
-                graph = capture.graph = captured(function, arguments, zeros=zeros)
+            graph = capture.graph = capture.graph or captured(function, arguments)
             return self._verified(capture, graph, arguments, tensors, before, expected)
         except SplitBatch:  # the next call has keys, and is one of another kind
             self._captures.remove(capture)
@@ -529,7 +389,7 @@ class Captures:
             set_random_state(before)
             return backends.result(run, graph, tensors)
 
-        replay = replayed(graph.module)
+        replay = replayed(graph)
         result = result_of(replay)
         if result is None:
             self._count_dropped(capture)

@@ -6,7 +6,7 @@ mask leaves the copies of the first sample out, which fill it up.
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +16,9 @@ from vgrad import batches, checks
 from vgrad.compiled.captures import CaptureReport, Captures, CompiledExplanation
 from vgrad.dp.plan import Plan
 from vgrad.persample.engine import (
+    Across,
     Call,
     Chunk,
-    Evaluation,
     Inputs,
     Transform,
     at_a_time,
@@ -55,14 +55,13 @@ class Captured:
         self,
         transform: Transform,
         inputs: Inputs,
-        evaluate: Callable[[Call], Evaluation] | None = None,
-        ranks: int = 1,
+        across: Across | None = None,
     ) -> Any:
         """Compute the quantity of a batch."""
-        # With `evaluate` other processes take part, outside of the graphs: a graph is
-        # of one chunk, and the batch the part of one of the ranks.
+        # Other ranks take part outside of the graphs: a graph is of one chunk, and the
+        # batch the part of one of the ranks.
         options, batch, mask = self.plain.options, inputs.batch, inputs.mask
-        plain = self.batch_sizes is None and mask is None and evaluate is None
+        plain = self.batch_sizes is None and mask is None and across is None
         if plain and options.chunk_size is None and options.strategy != "loop":
             first = batch[0] if batch else None
             if isinstance(first, Tensor) and first.ndim and len(first):
@@ -71,22 +70,17 @@ class Captured:
         if mask is not None:
             batches.check_mask(options.function, mask, size)
         if size and options.strategy != "loop":
-            return self._padded(inputs, size, evaluate, ranks)
+            return self._padded(inputs, size, across)
         if size:
             self.captures.refuse(self.plain, 'strategy="loop" runs any Python')
-        return eager(self.plain, inputs, evaluate or Evaluation)
+        return eager(self.plain, inputs, across)
 
-    def _padded(
-        self,
-        inputs: Inputs,
-        size: int,
-        evaluate: Callable[[Call], Evaluation] | None,
-        ranks: int,
-    ) -> Any:
+    def _padded(self, inputs: Inputs, size: int, across: Across | None) -> Any:
         """Fill up a batch and run it, in parts where it is large."""
         transform, limit = self.plain, size
         rows: Any = inputs.mask
         if self.batch_sizes is not None:
+            ranks = 1 if across is None else across.size
             sizes = sorted({-(-each // ranks) for each in self.batch_sizes})
             total = padded_size(size, sizes)
             if inputs.weights is not None:
@@ -98,13 +92,11 @@ class Captured:
             call = transform.options.on(inputs)
             limit = min(limit, at_a_time(call) or limit)
         chunked = transform.quantity.chunked
-        if evaluate is None and (size <= limit or not chunked):
+        if across is None and (size <= limit or not chunked):
             result = self.captures(transform.run, inputs)
         else:
             call = replace(transform.options, chunk_size=limit).on(inputs)
-            run = (evaluate or Evaluation)(call)
-            run.whole = self._chunk
-            result = transform.evaluated(run)
+            result = transform.evaluate(call, across, self._chunk)
         return (
             result if inputs.mask is None else transform.selected(result, rows, inputs)
         )

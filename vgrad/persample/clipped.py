@@ -4,11 +4,17 @@ B samples.
 """
 
 import math
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
-from typing import Any, Literal, NamedTuple, Required, Unpack, get_args, overload
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    Required,
+    Unpack,
+    get_args,
+    overload,
+)
 
 import torch
 from torch import Tensor
@@ -16,19 +22,22 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.batches import Sensitivity
 from vgrad.conditions import rare
-from vgrad.factors import Dense, Factor, Sums, reductions
-from vgrad.factors.norms import SURE, Gathered, Joint, gathered, recomputed, settled
+from vgrad.factors import Dense, Factor, Sums
+from vgrad.factors.norms import SURE, Gathered, Joint, computed, gathered, recomputed
 from vgrad.factors.reductions import normal_rounded_down, ordinary, rounded_down
 from vgrad.persample.engine import (
     LOCAL,
     Call,
     Collector,
-    Evaluation,
+    Concatenated,
+    Counts,
+    Join,
+    Joined,
     Options,
     Quantity,
     Reducer,
+    Summed,
     Transform,
-    joined,
     masked,
     members,
 )
@@ -138,14 +147,14 @@ class _ClipCollector(Collector):
     norms: dict[str, Any] = field(default_factory=dict)
     small: list[Gathered] | None = None  # factors of which some are together
 
-    def take(self, name: str, factor: Factor) -> None:
-        self.factors[name], self.norms[name] = factor.settled()
+    def add(self, name: str, factor: Factor) -> None:
+        self.factors[name], self.norms[name] = factor.with_norms()
 
     def joint(self) -> Joint:
         """Return the norms of all parts."""
         if self.small is None:
             self.small = gathered(self.factors, self.norms, self.parts)
-        self.norms = settled(self.norms)
+        self.norms = computed(self.norms)
         return Joint(self.norms, self.parts, self.dtype)
 
     def bound(self, like: Tensor) -> float | Tensor:
@@ -164,7 +173,7 @@ class _ClipCollector(Collector):
         factors = normal_rounded_down(factors, self.dtype)
         if self.mask is not None:
             factors, clipped = factors * self.mask, clipped & self.mask
-        far = ~(norms.most <= self.rule.limit(self.bounds))
+        far = ~(norms.largest <= self.rule.limit(self.bounds))
         weights = self._columns(factors)
         return ClipWeights(norms.total, upper, factors, weights, clipped, far)
 
@@ -175,7 +184,7 @@ class _ClipCollector(Collector):
         # Samples that are not finite need some number.
         factors = self.rule.factors(upper.nan_to_num(1.0, 1.0), bound)
         # A product with a number on the edge of zero must not count either.
-        reach = norms.reach
+        reach = norms.magnitudes
         safe = (ordinary(reach, factors) & (reach <= bound * _FAR)).all(0)
         finite = (upper < math.inf).all(0) & safe
         total = norms.total
@@ -210,7 +219,7 @@ class _ClipCollector(Collector):
         for name in list(self.factors):
             factor, weight = self.factors.pop(name), clip.weights[name]
             if rows is not None:
-                factor, weight = factor.take(rows), weight[rows]
+                factor, weight = factor.select(rows), weight[rows]
             elif keep is not None:
                 factor = masked(factor, keep)
             value = known[name] if name in known else factor.weighted(weight)
@@ -239,7 +248,7 @@ class _TwoPassCollector(_ClipCollector):
 
     def first_pass(self, name: str, factor: Factor) -> Factor:
         """Keep norms, and return the form of a factor for a sum."""
-        form, norms = factor.settled()
+        form, norms = factor.with_norms()
         self.norms[name] = [
             each if isinstance(each, Dense) else each._replace(factor=None)
             for each in norms
@@ -251,9 +260,9 @@ class _TwoPassCollector(_ClipCollector):
         careful = self.reducer.any_rank(rare(clip.far))
         self._clip = None if careful else clip
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         if self._clip is None:
-            return super().take(name, factor)
+            return super().add(name, factor)
         form = self.first_pass(name, factor)
         found = form.weighted(self._clip.weights[name])
         self.sums[name] = self.reducer.summed(name, found)
@@ -462,6 +471,12 @@ class ClippedSum(Quantity):
     normalize_by: float
     passes: int = 1
 
+    def joins(self) -> dict[str, Join]:
+        return {"grads": Summed(), "norms": Concatenated(), "counts": Counts(2)}
+
+    def check(self, call: Call) -> None:
+        self.rule.parts(call.params)
+
     def mapped(
         self, function: Callable[[Tensor], Tensor], value: ClippedGrad
     ) -> ClippedGrad:
@@ -478,7 +493,7 @@ class ClippedSum(Quantity):
             return _ClipCollector(*given)
         return _TwoPassCollector(*given, reducer=call.reducer)
 
-    def partial(self, collector: _ClipCollector, call: Call) -> tuple:
+    def partial(self, collector: _ClipCollector, call: Call) -> dict[str, Any]:
         clip: ClipWeights
         if isinstance(collector, _TwoPassCollector) and collector.sums:
             clip, sums = collector.weigh(), collector.sums
@@ -489,26 +504,19 @@ class ClippedSum(Quantity):
             sums = collector.summed(clip, None, call.reducer)
         else:
             sums, clip = collector.summed_with_care(call.reducer)
-        return sums, clip.norms, clip.clipped.sum(), clip.nonfinite(call.mask)
+        counts = clip.clipped.sum(), clip.nonfinite(call.mask)
+        return {"grads": sums, "norms": {"": clip.norms}, "counts": counts}
 
-    def total(self, partials: Iterator[tuple], run: Evaluation) -> ClippedGrad:
-        sums, found = Sums(), []
-        self.rule.parts(run.params)  # refuses patterns before a loss runs
-        for some, *others in partials:
-            sums.add(some)
-            found.append(others)
-        if not found:
-            norms = reductions.no_norms(run.params, torch.float64)
-            none = (norms > 0).sum()
-            found.append((norms, none, none))
-        norms, *counts = zip(*found, strict=True)
-        added = [reduce(operator.add, each) for each in counts]
-        clipped, nonfinite = run.summed(sums, *added)
+    def total(self, parts: Joined) -> ClippedGrad:
+        call, losses = parts.call, parts.losses
+        values = parts.values
+        sums, norms, counts = Sums(values["grads"]), values["norms"], values["counts"]
         sums.divide(self.normalize_by)
+        clipped, nonfinite = (torch.as_tensor(x, device=call.device) for x in counts)
         return ClippedGrad(
-            grads=sums.rounded(run.params),
-            norms=joined([*norms]).to(run.dtype),
-            losses=run.losses,
+            grads=sums.rounded(call.params),
+            norms=norms[""].to(call.dtype) if norms else losses.new_zeros(0),
+            losses=losses,
             clipped=clipped,
             nonfinite=nonfinite,
         )

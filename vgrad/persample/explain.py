@@ -16,9 +16,11 @@ from vgrad.generators import kept_random_state
 from vgrad.loss.grad_flags import only_reads
 from vgrad.persample.engine import (
     Call,
-    Evaluation,
     Fallbacks,
     Inputs,
+    Join,
+    Joined,
+    Listed,
     Quantity,
     Transform,
     UnsupportedOp,
@@ -199,18 +201,16 @@ def _explained(call: Call) -> Explanation:
 
     verified = _verified(call)
     size = min(size, at_a_time(call) or size)
-    part = replace(call, loss=watched).take(slice(0, size))
-    run = Evaluation(replace(part, chunk_size=None))
-    uses: list[_Uses] = []
-    quantity = _Described(call)
-    for collector in run.parts(Transform(call, quantity).measured):
-        uses.append(collector)
-        if run.chunks_run[-1].strategy == "loop" and not fallbacks.splits:
-            break  # the other samples run in the same way
-    sizes = tuple(len(chunk.losses) for chunk in run.chunks_run)
+    part = replace(call, loss=watched).select(slice(0, size))
+    part, quantity = part.replaced(chunk_size=None), _Described(call)
+    parts = Joined(part, quantity.joins())
+    Transform(call, quantity).run_parts(part, parts)
+    parts.close()
+    uses = parts.values["uses"]
+    sizes = tuple(len(chunk.losses) for chunk in parts.chunks)
     largest = sizes.index(max(sizes))
-    strategy = run.chunks_run[largest].strategy
-    failure = fallbacks.failure
+    strategy = parts.chunks[largest].strategy
+    failure = call.known.failure
     if strategy == "loop":
         failure = fallbacks.split or failure
     if failure is not None:
@@ -252,7 +252,7 @@ def _explained(call: Call) -> Explanation:
 
 def _verified(call: Call) -> str:
     """Return how far gradients are verified; compare them if no call has done so."""
-    if call.known is None:
+    if not call.verify:
         return "not verified: verify=False"
     if call.strategy == "loop":
         return ""
@@ -268,11 +268,14 @@ def _verified(call: Call) -> str:
 class _Described(Quantity):
     call: Call
 
+    def joins(self) -> dict[str, Join]:
+        return {"uses": Listed()}
+
     def collector(self, call: Call) -> Collector:
         return _Uses(self.call)
 
-    def partial(self, collector: Any, call: Call) -> Any:
-        return collector
+    def partial(self, collector: Any, call: Call) -> dict[str, Any]:
+        return {"uses": [collector]}
 
 
 class _Watch(TorchFunctionMode):
@@ -314,7 +317,7 @@ class _Uses(Collector):
         kind = type(use.factor).__name__
         self._uses.append(Row(use.names, ", ".join(use.ops), kind, "", 0, why))
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         form, size = self._form(factor, self._params[name].element_size())
         kind, why = type(factor).__name__, "not used: no gradient reaches it"
         self._wholes[name] = Row((name,), "", kind, form, size, why)

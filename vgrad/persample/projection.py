@@ -5,7 +5,7 @@ B samples, P numbers in a parameter, of which O are in its first dimension.
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Required, Unpack, get_args, overload
 
@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.factors import Factor, Probes, reductions
+from vgrad.factors import Factor, Probes
 from vgrad.generators import hashed_bits, unit
 from vgrad.persample.engine import (
     Call,
     Collector,
-    Evaluation,
+    Joined,
     Options,
     Quantity,
     Transform,
-    assembled,
 )
 from vgrad.tree import double, wide
 from vgrad.typing import LossFn, Params, Tree
@@ -180,7 +179,7 @@ class _Projected(Collector):
     joint: bool
     values: dict[str, Tensor] = field(default_factory=dict)
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         probes = self.probes[name]
         found = factor.project(probes).view(factor.size, probes.dim)
         if self.joint:
@@ -204,22 +203,25 @@ class Projection(Quantity):
     def collector(self, call: Call) -> _Projected:
         return _Projected(self._of(call.params), not self.pairs)
 
-    def partial(self, collector: _Projected, call: Call) -> Params:
+    def check(self, call: Call) -> None:
+        if self.pairs:
+            self._of(call.params)
+
+    def partial(self, collector: _Projected, call: Call) -> dict[str, Params]:
         values = collector.values.items()
         if self.sides is not None:
-            return {name: each.to(call.dtype) for name, each in values}
+            return {"values": {name: each.to(call.dtype) for name, each in values}}
         scales = {} if self.pairs else {"": math.sqrt(self.sizes[0])}
         scales |= {name: _scale(each) for name, each in collector.probes.items()}
-        return {name: (each / scales[name]).to(call.dtype) for name, each in values}
+        scaled = {name: (each / scales[name]).to(call.dtype) for name, each in values}
+        return {"values": scaled}
 
-    def total(self, partials: Iterator[Params], run: Evaluation) -> Any:
-        # Before the loss runs, in which a ValueError is a reason to fall back.
-        probes = self._of(run.params) if self.pairs else {}
-        sizes = {name: each.dim for name, each in probes.items()}
-        sizes = sizes if self.pairs else {"": self.sizes[0]}
-        empty = reductions.no_norms(run.params, run.dtype)
-        none = {name: empty.new_zeros(0, dim) for name, dim in sizes.items()}
-        whole = assembled(partials, run.call.batch.size) or none
+    def total(self, parts: Joined) -> Any:
+        if (whole := parts.values["values"]) is None:
+            probes = self._of(parts.call.params) if self.pairs else {}
+            sizes = {name: each.dim for name, each in probes.items()}
+            sizes = sizes if self.pairs else {"": self.sizes[0]}
+            whole = {name: parts.losses.new_zeros(0, n) for name, n in sizes.items()}
         return whole if self.pairs else whole[""]
 
     @property

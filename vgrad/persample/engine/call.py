@@ -53,7 +53,7 @@ class Options(TypedDict, total=False):
             gradient; `"loop"` runs one sample after another, and everything that plain
             autograd runs. `"auto"`, the default, records, and falls back to `"vmap"`
             and then to `"loop"` for a loss that cannot be recorded; later samples of
-            the same shapes take that way at once. A part of one sample, where
+            the same kind take that way at once. A part of one sample, where
             values split a chunk, may run as in a loop. Inside transforms of
             `torch.func` it is `"vmap"`.
         chunk_size: samples at a time; None, the default, for all, `"auto"` for as many
@@ -183,7 +183,7 @@ LOCAL = Reducer()
 class AnyCall:
     """The options and the tensors that calls of samples and of members have in common.
 
-    It is made without tensors, and run by `in_parts`, whose parts `take` returns.
+    It is made without tensors, and run by `run_in_parts`, whose parts `select` returns.
     """
 
     function: str  # its name, for errors
@@ -296,7 +296,7 @@ class Call(AnyCall):
     singly: bool = True
     verify: bool = True
     private: bool = False  # whether numbers may depend on no sample but by their sum
-    known: Known | None = None  # of the signature of this call
+    known: Known = field(default_factory=Known)  # of the signature of this call
 
     @classmethod
     def of(
@@ -340,7 +340,7 @@ class Call(AnyCall):
             max_norm=inputs.max_norm,
             scales=inputs.scales,
             draws=draws,
-            known=self._known(params, buffers, read) if self.verify else None,
+            known=self._known(params, buffers, read),
         )
 
     def _known(self, params: Params, buffers: Buffers, batch: batches.Batch) -> Known:
@@ -350,17 +350,17 @@ class Call(AnyCall):
         if modes.autocast_is_on():
             casts = torch.get_autocast_dtype(batch.tensors[0].device.type)
         training = getattr(self.loss, "training", None)
-        signature = (casts, torch.is_grad_enabled(), training, *kinds)
+        signature = casts, torch.is_grad_enabled(), training, *batch.plain, *kinds
         return self.fallbacks.known.setdefault(signature, Known())
 
-    def take(self, rows: slice | Tensor) -> "Call":
+    def select(self, rows: slice | Tensor) -> "Call":
         """Return the call on these samples, in this order: a chunk or a part."""
         size = self.batch.size
         if isinstance(rows, slice) and rows.indices(size) == (0, size, 1):
             return self
         mask, weights = self.mask, self.weights
         return self.replaced(
-            batch=self.batch.take(rows),
+            batch=self.batch.select(rows),
             mask=None if mask is None else batches.taken(mask, rows),
             weights=None if weights is None else batches.taken(weights, rows),
             draws=self.draws.of(rows),

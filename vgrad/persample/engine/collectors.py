@@ -19,12 +19,12 @@ class Collector(Protocol):
 
     callback: Callable[[Use], None] | None = None  # once per use of a recorded loss
     first_pass: Callable[[str, Factor], Any] | None = None
-    """Takes the factors of a first backward pass, before a second one for `take`.
+    """Takes the factors of a first backward pass, before a second one for `add`.
 
     `between_passes` is called in between, and `single_pass` at the end.
     """
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         """Accept the factor of one parameter."""
 
     def between_passes(self) -> None:
@@ -41,7 +41,7 @@ class Mapped(Collector):
     function: Callable[[Factor], Any]
     values: dict[str, Any] = field(default_factory=dict)
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         self.values[name] = self.function(factor)
 
 

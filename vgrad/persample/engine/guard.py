@@ -88,15 +88,18 @@ class Failure(NamedTuple):
 
 @dataclass
 class Known:
-    """What a transform has learnt of a signature, from comparisons with autograd."""
+    """What a transform has learnt of a signature."""
 
-    calls: int = 0
+    calls: int = 0  # that may compare gradients with plain autograd
     times: int = 0  # comparisons that agreed
     largest: float = 0.0  # of their differences, relative to a gradient's norm
     where: str = ""  # the parameter of that one
     unseen: frozenset[str] = frozenset()  # parameters of which all gradients were zero
     why: str = ""  # why the last comparison did not take place
-    route: "tuple[Strategy, Failure] | None" = None  # in place of one that was wrong
+    way: Strategy = "recorded"  # that "auto" took last
+    failure: Failure | None = None  # why that is not "recorded"
+    lasting: bool = False  # whether later calls take that way at once
+    settled: bool = False  # whether a chunk has run
 
     def __str__(self) -> str:
         if not self.times:
@@ -120,9 +123,6 @@ class Fallbacks:
         # only while there may be new ones: then Python forgets those it has shown.
         self._known: set[str] | None = None
         self._told: set[str] = set()
-        self.failure: Failure | None = None  # why the last loss was not recorded
-        # Of losses that are not recorded, by the shapes of a sample.
-        self.ways: dict[int, tuple[Strategy, Failure]] = {}
         self.known: dict[Any, Known] = {}  # by signature
         self.split: Failure | None = None  # why samples ran one after another
         self.draws: bool | None = None  # whether a loss with keys has drawn so far

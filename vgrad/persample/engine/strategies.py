@@ -130,7 +130,7 @@ def _recorded(
                     set_random_state(state)
                 recorder, losses, aux = run()
                 recorder.foreign(losses)
-        back(collector.take, last=True)
+        back(collector.add, last=True)
     if recorder.unreached:
         _check_unreached(call, frozenset(recorder.unreached))
     if recorder.saves:
@@ -183,50 +183,51 @@ def loop(call: Call, collect: Collect) -> Chunk:
 def auto(call: Call, collect: Collect) -> Chunk:
     """Record; else differentiate under `torch.vmap`; else one sample after another.
 
-    A loss that was refused is so again for tensors of the same shapes, unless it reads
+    A loss that was refused is so again for tensors of the same kinds, unless it reads
     values. So it takes its way at once from then on, and a run that is resumed, too.
     """
-    fallbacks = call.fallbacks
+    known = call.known
     if modes.inside_transform():
         return vmap(call, collect)
-    route = call.known.route if call.known else None
     if checks_collected():  # eager mode has run the loss before
-        if route and route[0] == "loop":
+        if known.way == "loop":
             raise Unrepeatable("its samples run one after another")
-        return (recorded if fallbacks.failure is None else vmap)(call, collect)
+        return STRATEGIES[known.way](call, collect)
+    if not known.lasting:
+        known.way, known.failure = "recorded", None
     state = random_state(call.tensors) if call.randomness != "error" else None
-    shapes = _shapes(call) if fallbacks.ways else 0
-    way, fallbacks.failure = route or fallbacks.ways.get(shapes, ("recorded", None))
-    if way == "recorded":
+    refused = True
+    while known.way != "loop":
         try:
-            return recorded(call, collect)
+            chunk = STRATEGIES[known.way](call, collect)
         except NON_RETRYABLE:
             raise
         except Exception as error:
-            _restore_rng(state)
-            fallbacks.failure = Failure.of(error)
-    failure = cast(Failure, fallbacks.failure)
-    known = failure.refused
-    if way != "loop":
-        try:
-            chunk = vmap(call, collect)
-        except NON_RETRYABLE:
-            raise
-        except Exception as error:
-            _restore_rng(state)
-            known = known and isinstance(error, UnsupportedOp)
+            failure = Failure.of(error)
+            if call.private and known.settled:
+                raise _changes_its_way(call, failure) from error
+            if state is not None:  # the next strategy draws the same numbers
+                set_random_state(state)
+            refused &= failure.refused
+            known.lasting = False
+            if known.way == "recorded":
+                known.way, known.failure = "vmap", failure
+            else:
+                known.way = "loop"
         else:
-            if not known:
-                fallbacks.fell_back(
-                    f"{call.function}: the recorder stopped at {failure.where}, so all "
-                    f"gradients are stored, which is slow. {failure.why}"
+            known.settled = True
+            if known.failure is not None and not known.failure.refused:
+                call.fallbacks.fell_back(
+                    f"{call.function}: the recorder stopped at {known.failure.where}, "
+                    f"so all gradients are stored, which is slow. {known.failure.why}"
                 )
-            elif not call.draws.values_read:
-                fallbacks.ways[shapes or _shapes(call)] = "vmap", failure
+            known.lasting = refused and not call.draws.values_read
             return chunk
+    failure = cast(Failure, known.failure)
+    if not known.lasting:
         try:  # raises the error of plain autograd for the first sample
             with kept_random_state(call.tensors):
-                _alone(call.take(slice(1)))
+                _alone(call.select(slice(1)))
         except Exception as error:
             if failure.refused:
                 why = _ADVICE.sub("", failure.why)
@@ -234,9 +235,9 @@ def auto(call: Call, collect: Collect) -> Chunk:
                     f"A loop was tried, since a recorded pass ended in: {why}."
                 )
             raise
-        if known and not call.draws.values_read:
-            fallbacks.ways[shapes or _shapes(call)] = "loop", failure
-    fallbacks.fell_back(
+        known.lasting = refused and not call.draws.values_read
+    known.settled = True
+    call.fallbacks.fell_back(
         f"{call.function}: runs one sample after another, since neither a recorded "
         f"pass nor vmap can run the loss. The numbers are right, but slow. It stopped "
         f"at {failure.where}: {failure.why}"
@@ -246,13 +247,13 @@ def auto(call: Call, collect: Collect) -> Chunk:
     )
 
 
-def _shapes(call: Call) -> int:
-    """Return a number for the shapes of a sample and all else that ways depend on."""
-    fixed = [*call.params.items(), *call.buffers.items()]
-    facts = [(name, each.shape, each.dtype) for name, each in fixed]
-    batch = map_tensors(lambda each: (each.shape[1:], each.dtype), call.batch.tree)
-    switches = modes.autocast_is_on(), call.differentiable, call.device
-    return hash((*facts, repr(batch), switches))
+def _changes_its_way(call: Call, failure: Failure) -> UnsupportedOp:
+    return UnsupportedOp(
+        f"{call.function}(loss, strategy={call.strategy!r}): expected a loss that runs "
+        f"by {call.known.way!r} for every batch, as it did before, since the way of "
+        f"private training must not depend on the samples, got {failure.why} at "
+        f'{failure.where}. Use strategy="loop".'
+    )
 
 
 STRATEGIES: dict[Strategy, Callable[[Call, Collect], Chunk]] = {
@@ -264,13 +265,6 @@ STRATEGIES: dict[Strategy, Callable[[Call, Collect], Chunk]] = {
 
 _ADVICE = re.compile(r'[,.]? (or )?(use )?strategy="loop".*', re.IGNORECASE)
 """Advice of errors to use a loop, which was tried."""
-
-
-def _restore_rng(state: RandomState | None) -> None:
-    """Restore the generators as they were at the start of a chunk that failed."""
-    # It has read none of its numbers, which the next strategy draws again.
-    if state is not None:
-        set_random_state(state)
 
 
 def _alone(call: Call) -> tuple[Params, Tensor, Tree]:
@@ -404,7 +398,7 @@ def _collected(
 ) -> Chunk:
     """Pass stored gradients on, so that no more than one is held twice."""
     collector = collect()
-    take = call.unscaled(collector.take)
+    take = call.unscaled(collector.add)
     with no_autocast(losses.device):
         for name in list(grads):
             take(name, Dense(grads.pop(name)))

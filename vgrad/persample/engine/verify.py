@@ -32,13 +32,14 @@ from vgrad.loss.mode import SINGLE
 from vgrad.loss.randomness import Draws
 from vgrad.persample.engine.call import LOCAL, Call
 from vgrad.persample.engine.collectors import Collector
-from vgrad.persample.engine.evaluation import Evaluation
 from vgrad.persample.engine.guard import (
     Failure,
     Fallbacks,
     Known,
     UnsupportedOp,
 )
+from vgrad.persample.engine.joins import Concatenated, Joined
+from vgrad.persample.engine.parts import note_split, run_in_parts
 from vgrad.persample.engine.strategies import STRATEGIES, Chunk, plain_gradient
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private.shards import is_distributed
@@ -83,12 +84,12 @@ def verify(call: Call, *, strict: bool) -> None:
     caller has chosen the strategy, in private training, and if `strict`.
     """
     known = call.known
-    if known is None or not call.batch.size or call.strategy == "loop":
+    if not call.verify or not call.batch.size or call.strategy == "loop":
         return
     if checks_collected() or modes.inside_transform():
         return
     known.calls += 1
-    if known.calls & (known.calls - 1) or (known.route and known.route[0] == "loop"):
+    if known.calls & (known.calls - 1) or (known.lasting and known.way == "loop"):
         return
     shards = call.reducer is not LOCAL  # whose values all ranks gather together
     if shards or any(each.is_meta or is_distributed(each) for each in call.tensors):
@@ -118,8 +119,9 @@ def _settle(call: Call, pair: Call, known: Known, strict: bool) -> None:
         known.why = found.why
         if strict or call.private or call.strategy != "auto":
             raise UnsupportedOp(found.text(call))
-        known.route = route = found.next_route(call)
-        if route[0] == "loop":
+        known.way, known.failure = found.next_way(call)
+        known.lasting = True
+        if known.way == "loop":
             return
 
 
@@ -139,7 +141,7 @@ class _Disagreement:
             f'{self.strategy!r}: {self.why}. Use strategy="loop".'
         )
 
-    def next_route(self, call: Call) -> tuple[Strategy, Failure]:
+    def next_way(self, call: Call) -> tuple[Strategy, Failure]:
         call.fallbacks.warn(
             f"{call.function}: the loss does not run with strategy={self.strategy!r}, "
             f"since {self.why}. The numbers are right, but slow."
@@ -161,7 +163,7 @@ def _pair(call: Call, known: Known) -> Call | None:
     changes |= {"draws": Draws(), "reducer": LOCAL, "chunk_size": None}
     changes |= {"fallbacks": Fallbacks(silent=True), "unreached": set()}
     detached = {"params": map_values(Tensor.detach, call.params)}
-    return call.replaced(**changes, **detached).take(rows)
+    return call.replaced(**changes, **detached).select(rows)
 
 
 def _widened(call: Call) -> Call | None:
@@ -236,15 +238,17 @@ def _compared(
     call: Call, known: Known, restart: Callable[[], None]
 ) -> "_Disagreement | str | None":
     names, probes = [*call.params], {}
-    alone = [call.take(slice(row, row + 1)) for row in range(call.batch.size)]
+    alone = [call.select(slice(row, row + 1)) for row in range(call.batch.size)]
     try:
         restart()
-        run = Evaluation(call)
-        found = run.parts(partial(_run, probes))
-        parts = [each.values() for each in found]
+        parts = Joined(call, {"products": Concatenated()})
+        run, rows = partial(_run, probes), range(call.batch.size)
+        run_in_parts([(call, rows)], run, run, note_split, parts.add)
+        parts.close()
+        found = parts.values["products"][""]
     except Exception as error:
         return _first_line(error)
-    used = frozenset(chunk.strategy for chunk in run.chunks_run) - {"loop"}
+    used = frozenset(chunk.strategy for chunk in parts.chunks) - {"loop"}
     try:
         plain = _plain(alone, probes, restart)
         restart()
@@ -258,7 +262,6 @@ def _compared(
     if any(each.draws.own for each in (call, *alone)):
         return "the loss draws from a torch.Generator of its own"
     _check_pure(call, plain.losses[0], again)
-    found = torch.cat(parts) if run.places is None else torch.cat(parts)[run.places]
     if not plain.total.isfinite().any():
         return "gradients are not finite"
     kinds = {each.dtype for each in call.params.values()}
@@ -318,7 +321,7 @@ class _Projections(Collector):
     probes: dict[str, Probes]
     factors: dict[str, Factor] = field(default_factory=dict)
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         self.factors[name] = factor  # until the end, as collectors of norms do
 
     def values(self) -> Tensor:
@@ -353,7 +356,8 @@ def _directions(name: str, shape: torch.Size, like: Tensor) -> Probes:
 
 
 def _run(probes: dict[str, Probes], call: Call) -> Chunk:
-    return STRATEGIES[call.strategy](call, partial(_Projections, call.params, probes))
+    chunk = STRATEGIES[call.strategy](call, partial(_Projections, call.params, probes))
+    return chunk._replace(collected={"products": {"": chunk.collected.values()}})
 
 
 def _stacked(values: Params) -> Tensor:
@@ -395,11 +399,11 @@ def _of_one(call: Call, probes: dict[str, Probes]) -> tuple[Tensor, Params, Para
     products: Params = {}
     norms: Params = {}
 
-    def take(name: str, factor: Factor) -> None:
+    def add(name: str, factor: Factor) -> None:
         products[name] = collector.product(name, factor)
         norms[name] = row_norms(factor.grad())
 
-    unscaled = call.unscaled(take)
+    unscaled = call.unscaled(add)
     for name in list(grads):  # each is freed before the next one is projected
         unscaled(name, Dense(grads.pop(name).detach().unsqueeze(0)))
     return loss, products, norms
