@@ -144,7 +144,7 @@ class Transform(Generic[Result]):
         own = self.options
         more |= {"loss_scale": own.loss_scale, "max_norm": own.max_norm}
         inputs = Inputs(*given, **more, scales=own.scales, keys=self.keys)
-        if own.fallbacks.keyed and self.keys is None:
+        if own.fallbacks.keyed and self.keys is None and self.reduce is None:
             inputs = inputs.with_keys()
         return (self.reduce or self.execute)(self, inputs)
 
