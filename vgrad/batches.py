@@ -34,7 +34,7 @@ class Batch:
             return tuple(self.tensors)
         return tuple(tensor.detach() for tensor in self.tensors)
 
-    def take(self, rows: slice | Tensor) -> "Batch":
+    def select(self, rows: slice | Tensor) -> "Batch":
         """Return the batch of these samples, in this order."""
         size = len(range(self.size)[rows] if isinstance(rows, slice) else rows)
         tensors = [taken(each, rows) for each in self.tensors]
@@ -42,7 +42,7 @@ class Batch:
 
     def one(self, number: int) -> tuple[Tensor, ...]:
         """Return the tensors of one sample, without the batch dimension."""
-        part = self.take(slice(number, number + 1))
+        part = self.select(slice(number, number + 1))
         return tuple(tensor.squeeze(0) for tensor in part.inputs)
 
     def sample(self, tensors: Iterable[Tensor]) -> Tree:

@@ -43,7 +43,7 @@ def numbers(high, *shape, seed=0):
 
 
 def joint(factor):
-    found = norms.recomputed(norms.settled({"": factor.settled()[1]}))
+    found = norms.recomputed(norms.computed({"": factor.with_norms()[1]}))
     made = norms.Joint(found, [[""]], factor.grad().dtype)
     return made.value[0], made.reach[0], made.upper[0]
 

@@ -201,7 +201,7 @@ def _explained(call: Call) -> Explanation:
 
     verified = _verified(call)
     size = min(size, at_a_time(call) or size)
-    part = replace(call, loss=watched).take(slice(0, size))
+    part = replace(call, loss=watched).select(slice(0, size))
     part, quantity = part.replaced(chunk_size=None), _Described(call)
     parts = Joined(part, quantity.joins())
     Transform(call, quantity).run_parts(part, parts)
@@ -317,7 +317,7 @@ class _Uses(Collector):
         kind = type(use.factor).__name__
         self._uses.append(Row(use.names, ", ".join(use.ops), kind, "", 0, why))
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         form, size = self._form(factor, self._params[name].element_size())
         kind, why = type(factor).__name__, "not used: no gradient reaches it"
         self._wholes[name] = Row((name,), "", kind, form, size, why)
@@ -328,21 +328,21 @@ class _Uses(Collector):
         shown: list[Row] = []
         for name in self._params:
             uses = [row for row in recorded if name in row.names]
-            whole = self._wholes[name]
+            sum_row = self._wholes[name]
             if strategy != "recorded" and name in watch.ops:
                 why = f"{strategy} stores all gradients"
-                yield whole._replace(op=", ".join(watch.ops[name]), why=why)
+                yield sum_row._replace(op=", ".join(watch.ops[name]), why=why)
             elif not uses:
-                yield whole
+                yield sum_row
             elif len(uses) == 1 and name not in self._computed:
-                yield uses[0]._replace(form=whole.form, bytes=whole.bytes)
+                yield uses[0]._replace(form=sum_row.form, bytes=sum_row.bytes)
             else:
                 others = [row for row in uses if row not in shown]
                 shown += [row for row in others if len(row.names) > 1]
                 yield from others
                 sums = f"sum of {len(uses)} uses"
                 why = sums if len(uses) > 1 else "through the computation"
-                yield whole._replace(why=why)
+                yield sum_row._replace(why=why)
 
 
 def _for_norms(factor: Factor, number: int) -> tuple[str, int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from vgrad.conditions import rare
 from vgrad.factors import Dense, Factor, Norm, Sums
 from vgrad.factors.base import Norms as FactorNorms
-from vgrad.factors.norms import Joint, doubtful, gathered, recomputed, settled
+from vgrad.factors.norms import Joint, computed, doubtful, gathered, recomputed
 from vgrad.persample.engine import (
     Call,
     Collector,
@@ -170,14 +170,14 @@ class _NormCollector(Holding):
         """The names in each group, after a pass, whose errors are the loss's."""
         return members(*self._grouping)
 
-    def take(self, name: str, factor: Factor) -> None:
-        self.hold(name, factor.settled()[1], factor.bytes)
+    def add(self, name: str, factor: Factor) -> None:
+        self.hold(name, factor.with_norms()[1], factor.bytes)
 
-    def settle(self, held: dict[str, FactorNorms]) -> None:
-        firsts = {name: parts[0] for name, parts in held.items() if len(parts) == 1}
+    def settle(self, pending: dict[str, FactorNorms]) -> None:
+        firsts = {name: parts[0] for name, parts in pending.items() if len(parts) == 1}
         small = {n: each for n, each in firsts.items() if isinstance(each, Dense)}
-        gathered(small, held, self.groups.values())
-        norms = settled(held)
+        gathered(small, pending, self.groups.values())
+        norms = computed(pending)
         where = doubtful(norms)
         careful = where is not None and rare(where)
         self.norms |= recomputed(norms) if careful else norms
@@ -199,8 +199,8 @@ class Norms(Quantity):
         collector.flush()
         grouped = collector.groups
         norms = Joint(collector.norms, grouped.values(), call.dtype).value
-        own = [each.to(call.dtype, copy=True) for each in norms]
-        return {"values": dict(zip(grouped, own, strict=True))}
+        copies = [each.to(call.dtype, copy=True) for each in norms]
+        return {"values": dict(zip(grouped, copies, strict=True))}
 
     def total(self, parts: Joined) -> Any:
         if (norms := parts.values["values"]) is None:
@@ -272,7 +272,7 @@ class _Weighted(Collector):
         if self._mask is not None:
             self._weights = torch.where(self._mask, self._weights, 0)
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         if self._mask is not None:
             factor = masked(factor, self._mask)
         value = factor.weighted(self._weights)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vgrad import batches, tree
 from vgrad.factors import Dense, Factor
-from vgrad.factors.norms import far
+from vgrad.factors.norms import out_of_range
 from vgrad.generators import RNG_LOCK, random_state, set_random_state
 from vgrad.persample.engine import (
     Call,
@@ -64,10 +64,10 @@ class GramFn(Transform[Result]):
             )
         return self.on(params, buffers, batch, mask, cross=cross)
 
-    def evaluate(self, call: Call, *given: Any) -> Any:
+    def evaluate(self, call: Call, *options: Any) -> Any:
         """Compute the products of a call; a second batch runs after the first."""
         if call.cross is None:
-            return super().evaluate(call, *given)
+            return super().evaluate(call, *options)
         quantity: Any = self.quantity
         if call.draws.keys is not None:
             raise ValueError(
@@ -171,7 +171,7 @@ class Products(Quantity):
             return self.of_groups(_zeros(call, names, 0, 0))
         factors = _collected(parts.values["factors"], names)
         with no_autocast(call.device):
-            wide = far(factors)
+            wide = out_of_range(factors)
             products = _summed(
                 names,
                 lambda name: _symmetric(_widened(factors.pop(name), name in wide)),
@@ -201,7 +201,8 @@ class _Columns(Quantity):
 
     def partial(self, collector: Mapped, call: Call) -> dict[str, Any]:
         columns, rows = collector.values, self.factors
-        wide = far({name: [*some, columns[name]] for name, some in rows.items()})
+        factors = {name: [*some, columns[name]] for name, some in rows.items()}
+        wide = out_of_range(factors)
 
         def product(name: str) -> Tensor:
             given = [columns.pop(name), *rows[name]]

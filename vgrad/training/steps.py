@@ -443,7 +443,7 @@ class MemberSource(Source):
             return gradient, (state.params, state.buffers, *batch)
         rows = torch.arange(len(active), device=active.device)
         rows = torch.where(active, rows, active.int().argmax())
-        call = gradient.options.on(state.params, state.buffers, batch).take(rows)
+        call = gradient.options.on(state.params, state.buffers, batch).select(rows)
         options = replace(gradient.options, in_dims=call.dims)
         arguments = (call.params, call.buffers, *call.items)
         return replace(gradient, options=options), arguments
