@@ -204,7 +204,7 @@ def run(
     if splits is None:  # all members have run
         for parts in partitions:
             if parts.strategy is None:
-                call.fallbacks.tell(parts, call.function, "member")
+                call.fallbacks.warn_of_split(parts, call.function, "member")
             else:
                 fall_back(call, _why(parts))
     return joined

@@ -108,10 +108,10 @@ class ClipRule:
             return (bounds[0] * _FAR).clamp(max=SURE)
         # No factor is then below 1e-30, where float32 has all digits. Next to a bound,
         # 1e25 times the smallest float32 are nothing, so no product's rounding counts.
-        least, most = min(bounds), max(bounds)
-        sizes = SURE, least * _FAR
-        if self.kind == "automatic" and most > _GAMMA:  # factors may be above one
-            sizes += (SURE * math.sqrt(_GAMMA / most),)
+        smallest, largest = min(bounds), max(bounds)
+        sizes = SURE, smallest * _FAR
+        if self.kind == "automatic" and largest > _GAMMA:  # factors may be above one
+            sizes += (SURE * math.sqrt(_GAMMA / largest),)
         return min(sizes)
 
 
@@ -178,15 +178,15 @@ class _ClipCollector(Collector):
         return ClipWeights(norms.total, upper, factors, weights, clipped, far)
 
     def weigh_each(self) -> ClipWeights:
-        """Return weights, and which samples count: finite ones, of safe numbers."""
+        """Return weights, and which samples count: finite ones, of numbers in range."""
         norms = self.joint()
         value, upper, bound = norms.value, norms.upper, self.bound(norms.value)
         # Samples that are not finite need some number.
         factors = self.rule.factors(upper.nan_to_num(1.0, 1.0), bound)
         # A product with a number on the edge of zero must not count either.
-        reach = norms.magnitudes
-        safe = (ordinary(reach, factors) & (reach <= bound * _FAR)).all(0)
-        finite = (upper < math.inf).all(0) & safe
+        magnitudes = norms.magnitudes
+        in_range = (ordinary(magnitudes, factors) & (magnitudes <= bound * _FAR)).all(0)
+        finite = (upper < math.inf).all(0) & in_range
         total = norms.total
         total = total.masked_fill(~finite & ~total.isnan(), math.inf)
         clipped = finite & (value > bound).any(0)
@@ -212,9 +212,9 @@ class _ClipCollector(Collector):
         if keep is not None and not modes.inside_transform():
             rows, keep = keep.nonzero().flatten(), None
         small, self.small, sums = self.small or [], [], {}
-        known: Params = {}
-        for some in small if rows is None and keep is None else ():
-            known |= some.weighted(clip.weights[next(iter(some.shapes))])
+        joint_sums: Params = {}
+        for group in small if rows is None and keep is None else ():
+            joint_sums |= group.weighted(clip.weights[next(iter(group.shapes))])
         # In one order on all ranks, whose gradients may be small on some of them.
         for name in list(self.factors):
             factor, weight = self.factors.pop(name), clip.weights[name]
@@ -222,7 +222,7 @@ class _ClipCollector(Collector):
                 factor, weight = factor.select(rows), weight[rows]
             elif keep is not None:
                 factor = masked(factor, keep)
-            value = known[name] if name in known else factor.weighted(weight)
+            value = joint_sums[name] if name in joint_sums else factor.weighted(weight)
             sums[name] = reducer.settled(name, value)
         return sums
 
@@ -264,23 +264,23 @@ class _TwoPassCollector(_ClipCollector):
         if self._clip is None:
             return super().add(name, factor)
         form = self.first_pass(name, factor)
-        found = form.weighted(self._clip.weights[name])
-        self.sums[name] = self.reducer.summed(name, found)
+        weighted = form.weighted(self._clip.weights[name])
+        self.sums[name] = self.reducer.summed(name, weighted)
 
     def single_pass(self) -> _ClipCollector | None:
         if self._clip is None:
             return None
         factors = double(self._clip.factors)
         with no_autocast(factors.device):
-            again = self.weigh()
+            measured = self.weigh()
             bounds = self.bound(factors) * (1 + _ROUNDING)
-            fits = factors * again.upper <= bounds
-            fits &= factors >= again.factors * (1 - _OTHER)
-            differs = rare(again.far | ~fits.all())
+            fits = factors * measured.upper <= bounds
+            fits &= factors >= measured.factors * (1 - _OTHER)
+            differs = rare(measured.far | ~fits.all())
         if not self.reducer.any_rank(differs):
             return None
-        given = self.rule, self.parts, self.bounds, self.dtype, self.mask
-        return _ClipCollector(*given)
+        fields = self.rule, self.parts, self.bounds, self.dtype, self.mask
+        return _ClipCollector(*fields)
 
 
 class ClippedGrad(NamedTuple):
@@ -488,10 +488,10 @@ class ClippedSum(Quantity):
         parts, bounds = self.rule.parts(call.params)
         if call.max_norm is not None:
             bounds = [call.max_norm]
-        given = self.rule, parts, bounds, call.dtype, call.mask
+        fields = self.rule, parts, bounds, call.dtype, call.mask
         if self.passes == 1:
-            return _ClipCollector(*given)
-        return _TwoPassCollector(*given, reducer=call.reducer)
+            return _ClipCollector(*fields)
+        return _TwoPassCollector(*fields, reducer=call.reducer)
 
     def partial(self, collector: _ClipCollector, call: Call) -> dict[str, Any]:
         clip: ClipWeights

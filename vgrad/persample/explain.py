@@ -328,21 +328,21 @@ class _Uses(Collector):
         shown: list[Row] = []
         for name in self._params:
             uses = [row for row in recorded if name in row.names]
-            whole = self._wholes[name]
+            sum_row = self._wholes[name]
             if strategy != "recorded" and name in watch.ops:
                 why = f"{strategy} stores all gradients"
-                yield whole._replace(op=", ".join(watch.ops[name]), why=why)
+                yield sum_row._replace(op=", ".join(watch.ops[name]), why=why)
             elif not uses:
-                yield whole
+                yield sum_row
             elif len(uses) == 1 and name not in self._computed:
-                yield uses[0]._replace(form=whole.form, bytes=whole.bytes)
+                yield uses[0]._replace(form=sum_row.form, bytes=sum_row.bytes)
             else:
                 others = [row for row in uses if row not in shown]
                 shown += [row for row in others if len(row.names) > 1]
                 yield from others
                 sums = f"sum of {len(uses)} uses"
                 why = sums if len(uses) > 1 else "through the computation"
-                yield whole._replace(why=why)
+                yield sum_row._replace(why=why)
 
 
 def _for_norms(factor: Factor, number: int) -> tuple[str, int]:

@@ -173,11 +173,11 @@ class _NormCollector(Holding):
     def add(self, name: str, factor: Factor) -> None:
         self.hold(name, factor.with_norms()[1], factor.bytes)
 
-    def settle(self, held: dict[str, FactorNorms]) -> None:
-        firsts = {name: parts[0] for name, parts in held.items() if len(parts) == 1}
+    def settle(self, pending: dict[str, FactorNorms]) -> None:
+        firsts = {name: parts[0] for name, parts in pending.items() if len(parts) == 1}
         small = {n: each for n, each in firsts.items() if isinstance(each, Dense)}
-        gathered(small, held, self.groups.values())
-        norms = computed(held)
+        gathered(small, pending, self.groups.values())
+        norms = computed(pending)
         where = doubtful(norms)
         careful = where is not None and rare(where)
         self.norms |= recomputed(norms) if careful else norms
@@ -199,8 +199,8 @@ class Norms(Quantity):
         collector.flush()
         grouped = collector.groups
         norms = Joint(collector.norms, grouped.values(), call.dtype).value
-        own = [each.to(call.dtype, copy=True) for each in norms]
-        return {"values": dict(zip(grouped, own, strict=True))}
+        copies = [each.to(call.dtype, copy=True) for each in norms]
+        return {"values": dict(zip(grouped, copies, strict=True))}
 
     def total(self, parts: Joined) -> Any:
         if (norms := parts.values["values"]) is None:

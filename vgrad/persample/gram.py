@@ -64,10 +64,10 @@ class GramFn(Transform[Result]):
             )
         return self.on(params, buffers, batch, mask, cross=cross)
 
-    def evaluate(self, call: Call, *given: Any) -> Any:
+    def evaluate(self, call: Call, *options: Any) -> Any:
         """Compute the products of a call; a second batch runs after the first."""
         if call.cross is None:
-            return super().evaluate(call, *given)
+            return super().evaluate(call, *options)
         quantity: Any = self.quantity
         if call.draws.keys is not None:
             raise ValueError(

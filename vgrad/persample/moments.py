@@ -151,16 +151,19 @@ class _Moments(Collector):
     squares: Params = field(default_factory=dict)
 
     def add(self, name: str, factor: Factor) -> None:
-        found = self._by_sides(factor)
-        if found is None:
+        moments = self._by_sides(factor)
+        if moments is None:
             # Some samples at a time, so that few gradients are in memory.
             parts = [factor] if isinstance(factor, Dense) else factor.in_cache()
-            found, start = (0, {}, {}), 0
+            moments, start = (0, {}, {}), 0
             for part in parts:
                 keep = None if self.mask is None else self.mask[start:][: part.size]
-                found, start = _joined(*found, *_formed(part, keep)), start + part.size
+                moments, start = (
+                    _joined(*moments, *_formed(part, keep)),
+                    start + part.size,
+                )
         self.means[name], self.squares[name] = (
-            each[""].view(factor.shape) for each in found[1:]
+            each[""].view(factor.shape) for each in moments[1:]
         )
 
     def _by_sides(self, factor: Factor) -> tuple[Any, Params, Params] | None:
@@ -297,15 +300,15 @@ class _Blocks(Collector):
     pairs: Pairs
     compute: Callable[[str, Factor], dict[str, Any]]
     values: dict[str, Any] = field(default_factory=dict, init=False)
-    _held: dict[str, Factor] = field(default_factory=dict, init=False)
+    _pending: dict[str, Factor] = field(default_factory=dict, init=False)
 
     def add(self, name: str, factor: Factor) -> None:
         names, scale = self.pairs.get(name, (name,)), 1.0
         if isinstance(factor, Scaled):  # the values are quadratic
             factor, scale = factor.factor, double(factor.scale).square()
-        self._held[name] = factor if self.call.columns else Columns.one(factor)
-        if all(each in self._held for each in names):
-            factors = [self._held.pop(each) for each in names]
+        self._pending[name] = factor if self.call.columns else Columns.one(factor)
+        if all(each in self._pending for each in names):
+            factors = [self._pending.pop(each) for each in names]
             factor = Appended(*factors) if factors[1:] else factors[0]
             for key, value in self.compute(names[0], factor).items():
                 value = value if value is None else value / scale

@@ -181,10 +181,10 @@ class _Projected(Collector):
 
     def add(self, name: str, factor: Factor) -> None:
         probes = self.probes[name]
-        found = factor.project(probes).view(factor.size, probes.dim)
+        products = factor.project(probes).view(factor.size, probes.dim)
         if self.joint:
-            name, found = "", self.values.get("", 0.0) + double(found)
-        self.values[name] = found
+            name, products = "", self.values.get("", 0.0) + double(products)
+        self.values[name] = products
 
 
 @dataclass(frozen=True)
@@ -217,12 +217,14 @@ class Projection(Quantity):
         return {"values": scaled}
 
     def total(self, parts: Joined) -> Any:
-        if (whole := parts.values["values"]) is None:
+        if (projections := parts.values["values"]) is None:
             probes = self._of(parts.call.params) if self.pairs else {}
             sizes = {name: each.dim for name, each in probes.items()}
             sizes = sizes if self.pairs else {"": self.sizes[0]}
-            whole = {name: parts.losses.new_zeros(0, n) for name, n in sizes.items()}
-        return whole if self.pairs else whole[""]
+            projections = {
+                name: parts.losses.new_zeros(0, n) for name, n in sizes.items()
+            }
+        return projections if self.pairs else projections[""]
 
     @property
     def pairs(self) -> bool:
@@ -275,12 +277,12 @@ def _of_sides(
     sides: tuple[Tensor | None, Tensor | None],
     like: Tensor,
 ) -> Probes:
-    """Return the directions of both sides, or those on the left of a whole one."""
+    """Return the directions of both sides, or those on the left of an undivided one."""
     left, right = sides
-    size, whole = math.prod(shape), len(shape) < 2
-    whole |= right is None and left is not None and left.shape[1:] == (size,)
-    lengths = (size, 0) if whole else (shape[0], math.prod(shape[1:]))
-    found = []
+    size, undivided = math.prod(shape), len(shape) < 2
+    undivided |= right is None and left is not None and left.shape[1:] == (size,)
+    lengths = (size, 0) if undivided else (shape[0], math.prod(shape[1:]))
+    directions = []
     for place, side, length in zip(("left", "right"), sides, lengths, strict=True):
         if side is None:
             side = torch.eye(length)
@@ -289,8 +291,8 @@ def _of_sides(
                 f"per_sample_projection(sides): expected directions [k, {length}] on "
                 f"the {place} of {name!r}, got shape {tuple(side.shape)}."
             )
-        found.append(side.detach().to(like.device, wide(like.dtype)))
-    return Probes(None, found[0]) if whole else Probes(*found, pairs=True)
+        directions.append(side.detach().to(like.device, wide(like.dtype)))
+    return Probes(None, directions[0]) if undivided else Probes(*directions, pairs=True)
 
 
 def _scale(probes: Probes) -> float:

@@ -88,17 +88,17 @@ Take = Callable[[str, Factor], None]
 """Accepts the factor of one parameter."""
 
 
-def check_options(function: Callable, options: Any, known: type = Options) -> None:
-    """Refuse options that are neither known nor the function's own."""
-    if unknown := sorted(options.keys() - known.__annotations__):
-        own = [
+def check_options(function: Callable, options: Any, shared: type = Options) -> None:
+    """Refuse options that are neither shared nor the function's own."""
+    if unknown := sorted(options.keys() - shared.__annotations__):
+        names = [
             name
-            for name, each in inspect.signature(function).parameters.items()
-            if each.kind is each.KEYWORD_ONLY
+            for name, parameter in inspect.signature(function).parameters.items()
+            if parameter.kind is parameter.KEYWORD_ONLY
         ]
         raise TypeError(
             f"{function.__name__}({unknown[0]}=...): expected options among "
-            f"{', '.join([*own, *known.__annotations__])}, got {unknown[0]!r}."
+            f"{', '.join([*names, *shared.__annotations__])}, got {unknown[0]!r}."
         )
 
 
@@ -250,9 +250,9 @@ class AnyCall:
         """Refuse a capture without keys; the next call has some."""
         raise SplitBatch(Partition([torch.arange(size)], "", keyed=True))
 
-    def refuse_draws(self, before: RandomState, one: str, again: Callable) -> None:
+    def refuse_draws(self, before: RandomState, one: str, repeat: Callable) -> None:
         """Refuse random numbers drawn since then, unless the caller allows them."""
-        if self.randomness == "error" and drew(before, self.tensors, again):
+        if self.randomness == "error" and drew(before, self.tensors, repeat):
             set_random_state(before)
             raise RuntimeError(
                 f"{self.function}: expected a loss without random numbers, since "
@@ -325,7 +325,7 @@ class Call(AnyCall):
         if mask is not None:
             batches.check_mask(self.function, mask, read.size)
         if any(map(Tensor.is_inference, (*params.values(), *buffers.values()))):
-            params, buffers = (map_values(usable, each) for each in (params, buffers))
+            params, buffers = (map_values(usable, some) for some in (params, buffers))
         if not torch.is_grad_enabled():  # nor can the caller differentiate
             buffers = map_values(_constant, buffers)
         draws = self.draws_by_keys(inputs.keys, read.size, "sample")
@@ -377,7 +377,7 @@ class Call(AnyCall):
         draws = self.randomness != "error" and self.draws.keys is None
         if self.batch.size > 1 or self.strategy != "auto" or not self.singly or draws:
             return self
-        sizes = [each.numel() * each.element_size() for each in self.params.values()]
+        sizes = [value.nbytes for value in self.params.values()]
         graph = modes.inside_transform() or self.differentiable
         return (
             self
@@ -422,17 +422,17 @@ class Call(AnyCall):
         ones = aux if self.columns else torch.ones_like(losses)
         return ones if self.loss_scale is None else ones * self._scale(losses.dtype)
 
-    def unscaled(self, take: Take) -> Take:
+    def unscaled(self, add: Take) -> Take:
         """Return a function that takes factors without the loss scale, in `scales`."""
-        own, scale = self.scales or {}, None
+        scales, scale = self.scales or {}, None
         if self.loss_scale is not None:
             scale = self._scale(torch.float32)
 
-        def taken(name: str, factor: Factor) -> None:
-            factor = factor.times(own[name]) if name in own else factor
-            take(name, factor if scale is None else Scaled(factor, scale))
+        def add_unscaled(name: str, factor: Factor) -> None:
+            factor = factor.times(scales[name]) if name in scales else factor
+            add(name, factor if scale is None else Scaled(factor, scale))
 
-        return take if scale is None and not own else taken
+        return add if scale is None and not scales else add_unscaled
 
     def _scale(self, dtype: torch.dtype) -> Tensor:
         scale: Any = self.loss_scale
@@ -475,14 +475,14 @@ class Call(AnyCall):
     def _note_writes(self, mode: LossMode) -> None:
         """Note the buffers that a run wrote, and whether all samples wrote the same."""
         names = {id(value): name for name, value in self.buffers.items()}
-        for name, given, new in mode.left:
-            name, notes = names.get(id(given), name), self.fallbacks.written
-            same, known = _written_alike(mode, new, self.by_values), notes.get(name)
-            if isinstance(known, Tensor) and isinstance(same, Tensor):
-                same = _equal(known, same) and same
-            elif isinstance(known, Tensor) and same:
-                same = known
-            notes[name] = known is not False and same
+        for name, buffer, new in mode.left:
+            name, notes = names.get(id(buffer), name), self.fallbacks.written
+            same, noted = _written_alike(mode, new, self.by_values), notes.get(name)
+            if isinstance(noted, Tensor) and isinstance(same, Tensor):
+                same = _equal(noted, same) and same
+            elif isinstance(noted, Tensor) and same:
+                same = noted
+            notes[name] = noted is not False and same
 
 
 def _written_alike(mode: LossMode, new: Tensor, by_values: bool) -> bool | Tensor:

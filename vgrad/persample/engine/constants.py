@@ -17,8 +17,11 @@ from vgrad.typing import Arguments, Result
 
 def constant(function: str, value: Any, inputs: Iterable[Tensor]) -> Any:
     """Mark a result as a constant for all inputs that are differentiated by."""
-    found = (x for x in inputs if x.requires_grad or unpack_dual(x).tangent is not None)
-    wanted = {id(each): each for each in found}.values()
+    wanted = {
+        id(x): x
+        for x in inputs
+        if x.requires_grad or unpack_dual(x).tangent is not None
+    }.values()
 
     def guard(leaf: Any) -> Any:
         if is_dataclass(type(leaf)):  # a matrix of curvature
@@ -66,12 +69,12 @@ def constants(function: Callable[Arguments, Result]) -> Callable[Arguments, Resu
 
     @functools.wraps(function)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        given = [*_within((args, kwargs))]
+        inputs = [*_within((args, kwargs))]
         with torch.inference_mode(False), torch.no_grad():
-            if any(map(Tensor.is_inference, given)):
+            if any(map(Tensor.is_inference, inputs)):
                 args, kwargs = map_tensors(usable, (args, kwargs))
             result = function(*args, **kwargs)
-        inputs = given if torch.is_grad_enabled() else ()
+        inputs = inputs if torch.is_grad_enabled() else ()
         return constant(name, result, inputs)
 
     return run

@@ -53,10 +53,10 @@ class Concatenated(Join):
         chunk = isinstance(rows, range)
         places: Any = slice(rows.start, rows.stop) if chunk else rows
         for name in [*value]:  # each is freed before the next one is copied
-            each = value.pop(name)
+            part = value.pop(name)
             if name not in self.value:
-                self.value[name] = each.new_empty((size, *each.shape[1:]))
-            self.value[name][places] = each
+                self.value[name] = part.new_empty((size, *part.shape[1:]))
+            self.value[name][places] = part
 
     def close(self, order: Order) -> None:
         if parts := self._parts:
@@ -87,10 +87,10 @@ class Counts(Join):
 
     def add(self, value: Sequence[Tensor], rows: Sequence[int], size: int) -> None:
         pairs = zip(self.value, value, strict=True)
-        self.value = tuple(known + more for known, more in pairs)
+        self.value = tuple(count + more for count, more in pairs)
 
     def reduce(self, reduce: Reduce, call: Call) -> None:
-        counts = [torch.as_tensor(each, device=call.device) for each in self.value]
+        counts = [torch.as_tensor(count, device=call.device) for count in self.value]
         names = map(str, range(len(counts)))
         self.value = (*reduce(dict(zip(names, counts, strict=True))).values(),)
 
@@ -115,10 +115,10 @@ class Joined:
 
     def add(self, chunk: Chunk, rows: Sequence[int]) -> None:
         """Add the values of some samples."""
-        size, whole = self.call.batch.size, isinstance(rows, range)
+        size, chunked = self.call.batch.size, isinstance(rows, range)
         for name, join in self._joins.items():
             value = chunk.collected.pop(name)
-            if whole and len(rows) == size:
+            if chunked and len(rows) == size:
                 join.value = value
             else:
                 join.add(value, rows, size)

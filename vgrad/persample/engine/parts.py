@@ -17,19 +17,19 @@ from vgrad.persample.engine.guard import Failure
 def run_in_parts(
     calls: Iterable[tuple[Any, Sequence[int]]],
     run: Callable[[Any], Any],
-    again: Callable[[Any], Any],
+    run_part: Callable[[Any], Any],
     note: Callable[[Any, Partition], None],
     add: Callable[[Any, Sequence[int]], None],
 ) -> None:
     """Run calls of samples or members, each with its rows; `add` results and rows.
 
-    Where values split a call, its parts run `again`; `note` is called for each split.
+    Where values split a call, its parts run by `run_part`, after a call of `note`.
     """
     state = None
     for call, all_rows in calls:
-        left = [(call, all_rows, run)]
-        while left:
-            part, rows, execute = left.pop(0)
+        pending = [(call, all_rows, run)]
+        while pending:
+            part, rows, execute = pending.pop(0)
             # Only a loop checks the generators for a loss that must not draw.
             draws = part.randomness != "error" or part.strategy == "loop"
             with RNG_LOCK if draws else nullcontext():
@@ -40,18 +40,18 @@ def run_in_parts(
                 # A capture must not miss a random op.
                 keyed = part.draws.keys is not None and not checks_collected()
                 split = _keyed if keyed else run_or_split
-                result, part = split(part, execute, again)
+                result, part = split(part, execute, run_part)
             if not isinstance(result, Partition):
                 add(result, rows)
                 continue
             note(part, result)
             part = part.replaced(strategy=result.strategy or part.strategy)
             several = len(result.rows) > 1
-            left[:0] = [
+            pending[:0] = [
                 (
                     part.select(places).by_itself() if several else part.select(places),
                     [rows[place] for place in places.tolist()],
-                    again,
+                    run_part,
                 )
                 for places in result.rows
             ]
@@ -61,7 +61,7 @@ def note_split(part: Call, parts: Partition) -> None:
     """Note parts of samples; warn once where that is slow."""
     fallbacks = part.fallbacks
     if parts.strategy is None:
-        fallbacks.tell(parts, part.function)
+        fallbacks.warn_of_split(parts, part.function)
     elif parts.why:
         fallbacks.split = Failure(parts.where, parts.why, refused=True)
         fallbacks.warn(
@@ -71,20 +71,20 @@ def note_split(part: Call, parts: Partition) -> None:
 
 
 def _keyed(
-    part: Any, run: Callable[[Any], Any], again: Callable[[Any], Any]
+    part: Any, run: Callable[[Any], Any], run_part: Callable[[Any], Any]
 ) -> tuple[Any, Any]:
     """Run samples that have keys; refuse numbers that are drawn outside of the loss."""
     fallbacks, draws, before = part.fallbacks, part.draws, random_state(part.tensors)
     if fallbacks.draws is False:
         # None is looked for in a loss that had none so far, unless it draws now.
         draws.idle = True
-        chunk, _ = run_or_split(part, run, again)
+        chunk, _ = run_or_split(part, run, run_part)
         draws.idle = False
         if not (draws.own or drawn_since(before, part.tensors)):
             return chunk, part
         set_random_state(before)
-        fallbacks.draws, run = True, again
-    chunk, _ = run_or_split(part, run, again)
-    check_drawn(before, part.tensors, partial(run_or_split, part, run, again))
+        fallbacks.draws, run = True, run_part
+    chunk, _ = run_or_split(part, run, run_part)
+    check_drawn(before, part.tensors, partial(run_or_split, part, run, run_part))
     fallbacks.draws = draws.drew or bool(fallbacks.draws)
     return chunk, part

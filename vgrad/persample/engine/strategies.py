@@ -93,10 +93,10 @@ def _recorded(
         recorder = Recorder(call, collector.callback)
         stack.callback(recorder.close)
         tensors = [
-            recorder.anchor(each)
-            if differentiable and each.requires_grad
-            else each.detach()
-            for each in inputs
+            recorder.anchor(tensor)
+            if differentiable and tensor.requires_grad
+            else tensor.detach()
+            for tensor in inputs
         ]
         with modes.vmapped(call.batch.size, call.randomness) as (inside, outside):
             samples = tuple(map(inside, tensors))
@@ -140,19 +140,19 @@ def _recorded(
 
 
 @contextmanager
-def _columns(call: Call, scales: Tensor, take: Take) -> Iterator[tuple[Tensor, Take]]:
+def _columns(call: Call, scales: Tensor, add: Take) -> Iterator[tuple[Tensor, Take]]:
     """Run a backward pass for several columns under a vmap over them."""
     if (count := scales.shape[1]) == 1:
-        yield scales[:, 0], lambda name, factor: take(name, Columns.one(factor))
+        yield scales[:, 0], lambda name, factor: add(name, Columns.one(factor))
     else:
         with modes.vmapped(count) as (inside, outside):
 
-            def taken(name: str, factor: Factor) -> None:
+            def add_joint(name: str, factor: Factor) -> None:
                 joint = Columns.of(factor, count, outside)
                 with modes.without_innermost():
-                    take(name, joint)
+                    add(name, joint)
 
-            yield inside(scales.movedim(1, 0)), taken
+            yield inside(scales.movedim(1, 0)), add_joint
 
 
 def vmap(call: Call, collect: Collect) -> Chunk:
@@ -204,7 +204,7 @@ def auto(call: Call, collect: Collect) -> Chunk:
             raise
         except Exception as error:
             failure = Failure.of(error)
-            if call.private and known.settled:
+            if call.private and known.has_run:
                 raise _changes_its_way(call, failure) from error
             if state is not None:  # the next strategy draws the same numbers
                 set_random_state(state)
@@ -215,7 +215,7 @@ def auto(call: Call, collect: Collect) -> Chunk:
             else:
                 known.way = "loop"
         else:
-            known.settled = True
+            known.has_run = True
             if known.failure is not None and not known.failure.refused:
                 call.fallbacks.fell_back(
                     f"{call.function}: the recorder stopped at {known.failure.where}, "
@@ -236,7 +236,7 @@ def auto(call: Call, collect: Collect) -> Chunk:
                 )
             raise
         known.lasting = refused and not call.draws.values_read
-    known.settled = True
+    known.has_run = True
     call.fallbacks.fell_back(
         f"{call.function}: runs one sample after another, since neither a recorded "
         f"pass nor vmap can run the loss. The numbers are right, but slow. It stopped "
@@ -360,7 +360,7 @@ def _check_unreached(call: Call, names: frozenset[str]) -> None:
     """Confirm with plain autograd that gradients that did not arrive are zero."""
     if call.confirmed(names):
         return
-    leaves = {n: each.detach().requires_grad_() for n, each in call.params.items()}
+    leaves = {n: p.detach().requires_grad_() for n, p in call.params.items()}
     grads: Sequence[Tensor | None] = [None] * len(names)
     with _trial(call):
         value = _first(call, leaves, seen=True)
@@ -398,10 +398,10 @@ def _collected(
 ) -> Chunk:
     """Pass stored gradients on, so that no more than one is held twice."""
     collector = collect()
-    take = call.unscaled(collector.add)
+    add = call.unscaled(collector.add)
     with no_autocast(losses.device):
         for name in list(grads):
-            take(name, Dense(grads.pop(name)))
+            add(name, Dense(grads.pop(name)))
     return Chunk(collector, losses, aux, strategy)
 
 
@@ -480,8 +480,8 @@ def _functional_gradient(of_params: Callable, call: Call) -> tuple:
         if not call.columns:
             (grads,) = pullback(scales)
         else:  # a vmap over columns would be inside another, for which rules are wrong
-            columns = [pullback(each)[0] for each in scales.unbind()]
-            grads = map_values(lambda *each: torch.stack(each), *columns)
+            columns = [pullback(scale)[0] for scale in scales.unbind()]
+            grads = map_values(lambda *grads: torch.stack(grads), *columns)
     return grads, value, aux
 
 

@@ -139,12 +139,13 @@ class Transform(Generic[Result]):
         """
         return self.on(params, buffers, batch, mask)
 
-    def on(self, *given: Any, **more: Any) -> Any:
+    def on(self, *arguments: Any, **more: Any) -> Any:
         """Compute the quantity of `Inputs` but for fields of the options, and keys."""
-        own = self.options
-        more |= {"loss_scale": own.loss_scale, "max_norm": own.max_norm}
-        inputs = Inputs(*given, **more, scales=own.scales, keys=self.keys)
-        if own.fallbacks.keyed and self.keys is None and self.reduce is None:
+        options = self.options
+        more |= {"loss_scale": options.loss_scale, "max_norm": options.max_norm}
+        inputs = Inputs(*arguments, **more, scales=options.scales, keys=self.keys)
+        keyless = self.keys is None and self.reduce is None
+        if options.fallbacks.keyed and keyless:
             inputs = inputs.with_keys()
         return (self.reduce or self.execute)(self, inputs)
 
@@ -173,7 +174,7 @@ class Transform(Generic[Result]):
         parts.close()
         value: Any = self.quantity.total(parts)
         value = (value, parts.aux) if call.has_aux else value
-        recorded = any(each.strategy == "recorded" for each in parts.chunks)
+        recorded = any(chunk.strategy == "recorded" for chunk in parts.chunks)
         if recorded and call.differentiable:
             return constant(call.function, value, call.tensors)
         return value

@@ -67,9 +67,9 @@ class Bound(NamedTuple):
 
 def bound_of(kinds: Collection[torch.dtype]) -> Bound:
     """Return the bound for arithmetic in these dtypes."""
-    eps = max(torch.finfo(each).eps for each in kinds)
+    eps = max(torch.finfo(kind).eps for kind in kinds)
     # Thousands of the smallest numbers, into which sums of products underflow.
-    tiny = 2**15 * max(torch.finfo(each).tiny * torch.finfo(each).eps for each in kinds)
+    tiny = 2**15 * max(torch.finfo(kind).tiny * torch.finfo(kind).eps for kind in kinds)
     if eps <= torch.finfo(torch.float64).eps:
         return Bound(1e-6, 1e-6, tiny)
     if eps <= torch.finfo(torch.float32).eps:
@@ -92,7 +92,7 @@ def verify(call: Call, *, strict: bool) -> None:
     if known.calls & (known.calls - 1) or (known.lasting and known.way == "loop"):
         return
     shards = call.reducer is not LOCAL  # whose values all ranks gather together
-    if shards or any(each.is_meta or is_distributed(each) for each in call.tensors):
+    if shards or any(x.is_meta or is_distributed(x) for x in call.tensors):
         known.why = "tensors without values, or shards, are not compared"
         return
     pair = _pair(call, known)
@@ -111,15 +111,15 @@ def _settle(call: Call, pair: Call, known: Known, strict: bool) -> None:
     wide = known.calls.bit_length() % 2 and not modes.autocast_is_on()
     while True:
         with undisturbed(pair.tensors) as restart, torch.no_grad():
-            found = _compare(pair, known, restart, wide=bool(wide))
-        if isinstance(found, str):
-            known.why = found
-        if not isinstance(found, _Disagreement):
+            result = _compare(pair, known, restart, wide=bool(wide))
+        if isinstance(result, str):
+            known.why = result
+        if not isinstance(result, _Disagreement):
             return
-        known.why = found.why
+        known.why = result.why
         if strict or call.private or call.strategy != "auto":
-            raise UnsupportedOp(found.text(call))
-        known.way, known.failure = found.next_way(call)
+            raise UnsupportedOp(result.text(call))
+        known.way, known.failure = result.next_way(call)
         known.lasting = True
         if known.way == "loop":
             return
@@ -168,7 +168,7 @@ def _pair(call: Call, known: Known) -> Call | None:
 
 def _widened(call: Call) -> Call | None:
     """Return a call in float64, None where it would take much memory."""
-    if sum(8 * each.numel() for each in call.params.values()) > _WIDE:
+    if sum(8 * value.numel() for value in call.params.values()) > _WIDE:
         return None
 
     def widen(tensor: Tensor) -> Tensor:
@@ -199,10 +199,10 @@ def undisturbed(tensors: Sequence[Tensor]) -> Iterator[Callable[[], None]]:
                 yield restart
             finally:
                 restart()
-    for each in caught:
-        if str(each.message).startswith("autocast: "):  # once in a process
+    for warning in caught:
+        if str(warning.message).startswith("autocast: "):  # once in a process
             warnings.warn_explicit(
-                each.message, each.category, each.filename, each.lineno
+                warning.message, warning.category, warning.filename, warning.lineno
             )
 
 
@@ -218,65 +218,65 @@ def _compare(
         keys = sample_keys(0, 0, call.batch.size, call.device)
         keyed = call.replaced(randomness="different", draws=Draws(keys=keys))
         calls = [keyed, call.replaced(randomness="same")]
-    found: Any = None
-    for each in calls:
-        if wide and (widened := _widened(each)) is not None:
+    result: Any = None
+    for trial in calls:
+        if wide and (widened := _widened(trial)) is not None:
             # A loss with a constant of its own dtype may refuse float64.
-            found = _compared(widened, known, restart)
-            refused = isinstance(found, _Disagreement) and "raises" in found.why
-            if not (refused or isinstance(found, str)):
+            result = _compared(widened, known, restart)
+            refused = isinstance(result, _Disagreement) and "raises" in result.why
+            if not (refused or isinstance(result, str)):
                 break
-        found = _compared(each, known, restart)
-        if not isinstance(found, str):
+        result = _compared(trial, known, restart)
+        if not isinstance(result, str):
             break
-    if isinstance(found, _Disagreement) and draws and each is not keyed:
+    if isinstance(result, _Disagreement) and draws and trial is not keyed:
         return "samples do not draw by keys"
-    return found
+    return result
 
 
 def _compared(
     call: Call, known: Known, restart: Callable[[], None]
 ) -> "_Disagreement | str | None":
     names, probes = [*call.params], {}
-    alone = [call.select(slice(row, row + 1)) for row in range(call.batch.size)]
+    singles = [call.select(slice(row, row + 1)) for row in range(call.batch.size)]
     try:
         restart()
         parts = Joined(call, {"products": Concatenated()})
         run, rows = partial(_run, probes), range(call.batch.size)
         run_in_parts([(call, rows)], run, run, note_split, parts.add)
         parts.close()
-        found = parts.values["products"][""]
+        products = parts.values["products"][""]
     except Exception as error:
         return _first_line(error)
     used = frozenset(chunk.strategy for chunk in parts.chunks) - {"loop"}
     try:
-        plain = _plain(alone, probes, restart)
+        plain = _plain(singles, probes, restart)
         restart()
-        again = _value(alone[0])
+        repeated = _value(singles[0])
     except Exception as error:
-        found = _first_line(error)
+        products = _first_line(error)
         kinds = torch.OutOfMemoryError | NotImplementedError
         if not used or isinstance(error, kinds) or not isinstance(error, RuntimeError):
-            return found
-        return _Disagreement(f"plain autograd raises {found!r} for a sample", used)
-    if any(each.draws.own for each in (call, *alone)):
+            return products
+        return _Disagreement(f"plain autograd raises {products!r} for a sample", used)
+    if any(some.draws.own for some in (call, *singles)):
         return "the loss draws from a torch.Generator of its own"
-    _check_pure(call, plain.losses[0], again)
+    _check_pure(call, plain.losses[0], repeated)
     if not plain.total.isfinite().any():
         return "gradients are not finite"
-    kinds = {each.dtype for each in call.params.values()}
+    kinds = {value.dtype for value in call.params.values()}
     bound = bound_of(kinds)
-    differences = _differences(found, plain, bound)
+    differences = _differences(products, plain, bound)
     if bool((differences > bound.relative).any()):
         # Arithmetic inside of the loss may be less precise, or gradients may be made of
         # rounding errors: then those at points close by differ as much.
         restart()
         with Dtypes() as mode:
-            _value(alone[0])
+            _value(singles[0])
         kinds |= mode.seen
-        bound, eps = bound_of(kinds), max(torch.finfo(each).eps for each in kinds)
-        near = _plain([_moved(one, 16 * eps) for one in alone], probes, restart)
-        differences = _differences(found, plain, bound, near)
+        bound, eps = bound_of(kinds), max(torch.finfo(kind).eps for kind in kinds)
+        near = _plain([_moved(one, 16 * eps) for one in singles], probes, restart)
+        differences = _differences(products, plain, bound, near)
     difference, name = float(differences.max()), names[int(differences.argmax())]
     if difference > bound.relative:
         if not used:
@@ -289,17 +289,17 @@ def _compared(
     known.times += 1
     if difference > known.largest:
         known.largest, known.where = difference, name
-    zeros = (found == 0).all(2).all(0) & (plain.norms == 0).all(0)
+    zeros = (products == 0).all(2).all(0) & (plain.norms == 0).all(0)
     unseen = {name for name, zero in zip(names, zeros.tolist(), strict=True) if zero}
     known.unseen = frozenset(unseen & known.unseen if known.times > 1 else unseen)
     return None
 
 
 def _differences(
-    found: Tensor, plain: "_Plain", bound: Bound, near: "_Plain | None" = None
+    products: Tensor, plain: "_Plain", bound: Bound, near: "_Plain | None" = None
 ) -> Tensor:
     """Return the differences of parameters, relative to the norms of gradients, [P]."""
-    gap = _length(found - plain.values).nan_to_num(torch.inf)
+    gap = _length(products - plain.values).nan_to_num(torch.inf)
     size = plain.norms + bound.share * plain.total
     if near is not None:
         spread = _length(near.values - plain.values)
@@ -363,7 +363,7 @@ def _run(probes: dict[str, Probes], call: Call) -> Chunk:
 def _stacked(values: Params) -> Tensor:
     """Join tensors `[B, ...]` of P parameters, [B, P, ...], and read them at once."""
     device = next(iter(values.values())).device
-    return torch.stack([each.to(device) for each in values.values()], 1).cpu()
+    return torch.stack([value.to(device) for value in values.values()], 1).cpu()
 
 
 class _Plain(NamedTuple):
@@ -416,7 +416,7 @@ def _run_alone(call: Call, params: Params) -> tuple[Tensor, Tree]:
 
 def _value(call: Call) -> Tensor:
     with torch.enable_grad():
-        params = map_values(lambda each: each.detach().requires_grad_(), call.params)
+        params = map_values(lambda value: value.detach().requires_grad_(), call.params)
         return _run_alone(call, params)[0].detach()
 
 
@@ -424,9 +424,9 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _check_pure(call: Call, value: Tensor, again: Tensor) -> None:
+def _check_pure(call: Call, value: Tensor, repeated: Tensor) -> None:
     """Refuse a loss that has another value when it runs again."""
-    if not torch.allclose(value, again, rtol=1e-3, equal_nan=True):
+    if not torch.allclose(value, repeated, rtol=1e-3, equal_nan=True):
         raise _impure(call, "another value")
 
 
@@ -463,5 +463,5 @@ class Dtypes(DispatchMode):
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         floats = filter(torch.is_floating_point, tensors(output))
-        self.seen.update(each.dtype for each in floats)
+        self.seen.update(tensor.dtype for tensor in floats)
         return output
