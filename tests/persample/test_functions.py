@@ -211,3 +211,39 @@ def test_torch_is_left_as_it_is_for_other_threads_and_after_errors():
     with pytest.raises(KeyError), warnings.catch_warnings():
         vgrad.per_sample_grad(loss, strategy="recorded")(params, {}, x)
     check()
+
+
+class Gate(torch.autograd.Function):
+    """A rectifier that returns no gradient if no unit is active."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x > 0)
+        return x.clamp(min=0)
+
+    @staticmethod
+    def backward(ctx, g):
+        (active,) = ctx.saved_tensors
+        return g * active if active.any() else None
+
+
+@pytest.mark.parametrize("strategy", ["auto", "recorded"])
+@pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
+def test_a_backward_pass_that_stops_at_some_samples_is_not_recorded(strategy):
+    """The hook would get zeros, and return NaN."""
+
+    def loss(p, b, x):
+        hidden = F.linear(x, p["w"], p["b"]) * 1
+        hidden.register_hook(lambda g: None if g is None else g / g.norm())
+        return Gate.apply(hidden).sum() + p["b"].square().sum()
+
+    params, _, x = given()
+    params, x = {"w": params["w"].abs(), "b": params["b"].abs() / 10}, x.abs()
+    for rows in (x, torch.cat([x, -9 * x])):
+        compute = vgrad.per_sample_grad(loss, strategy=strategy)
+        if strategy == "recorded" and len(rows) > len(x):
+            with pytest.raises(vgrad.UnsupportedOp, match="got None for some"):
+                compute(params, {}, rows)
+            continue
+        expected = oracle.loss_gradients(loss, params, {}, (rows,), len(rows))
+        oracle.assert_exact(compute(params, {}, rows), expected)

@@ -549,3 +549,26 @@ def test_a_graph_of_samples_that_read_after_they_drew_has_keys():
     expected = [fresh(params, {}, x)["w"] for _ in range(4)]
     assert torch.equal(torch.stack(found), torch.stack(expected))
     assert compiled.reports()[-1].calls
+
+
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_parts_cannot_draw_again_from_a_generator_of_the_loss(randomness):
+    source = torch.Generator()
+
+    def loss(params, buffers, x):
+        number = torch.rand((), generator=source)
+        return (params["w"] * x).sum() * number * (2 if x.sum() > 0 else 1)
+
+    compute = vgrad.per_sample_grad(loss, randomness=randomness, verify=False)
+    with pytest.raises(RuntimeError, match="a part of the samples can see again"):
+        compute({"w": torch.ones(2)}, {}, torch.tensor([[1.0, 1.0], [-1.0, -1.0]]))
+
+
+def test_products_with_a_second_batch_read_after_they_drew():
+    def loss(params, buffers, x):
+        return F.dropout(x * params["w"]).sum() * (2 if x.sum() > 0 else 1)
+
+    compute = vgrad.per_sample_gram(loss, randomness="different", verify=False)
+    x = torch.cat([torch.ones(2, 4), -torch.ones(2, 4)])
+    for _ in range(2):
+        assert compute({"w": torch.ones(4)}, {}, x, cross=(x,)).shape == (4, 4)

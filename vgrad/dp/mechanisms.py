@@ -116,7 +116,7 @@ class Mechanism:
         return self.fitted.sensitivity() if self.noise.correlated else 1.0
 
     def deviation(self, step: int) -> float:
-        """Return the deviation of the noise of a step, over that of a lone step."""
+        """Return the deviation of the noise of a step, relative to a lone step."""
         if not self.noise.correlated:
             return 1.0
         row = self.fitted.row_norms(self.steps)[step - self.start]

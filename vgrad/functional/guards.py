@@ -40,28 +40,33 @@ class WriteError(RuntimeError):
 @contextmanager
 def protect(*protected: Protected) -> Iterator[None]:
     """Refuse a block that writes into tensors, as their version counters show."""
-    named = [(each, name, x) for each in protected for name, x in each.tensors.items()]
+    tensors: list[Tensor] = []
+    for each in protected:
+        tensors += each.tensors.values()
     with modes.without_modes():
-        unwrap, wrapped = modes.unwrap_all, modes.is_wrapped
-        tensors = [unwrap(x) if wrapped(x) else x for _, _, x in named]
         before = private.versions_of(tensors)
-
-    def check(error: Exception | None = None) -> None:
-        with modes.without_modes():
-            after = private.versions_of(tensors)
-        if after == before:
-            return
-        for (each, name, _), one, other in zip(named, before, after, strict=True):
-            if one != other:
-                text = f"{each.expected}, got a write into {name!r}. {each.advice}"
-                raise WriteError(text) from error
-
     try:
         yield
     except Exception as error:
-        check(error)
+        _check_unwritten(protected, tensors, before, error)
         raise
-    check()
+    _check_unwritten(protected, tensors, before)
+
+
+def _check_unwritten(
+    protected: Sequence[Protected],
+    tensors: Sequence[Tensor],
+    before: Sequence[int],
+    error: Exception | None = None,
+) -> None:
+    with modes.without_modes():
+        after = private.versions_of(tensors)
+    if after != before:
+        named = ((each, name) for each in protected for name in each.tensors)
+        for (each, name), one, other in zip(named, before, after, strict=True):
+            if one != other:
+                text = f"{each.expected}, got a write into {name!r}. {each.advice}"
+                raise WriteError(text) from error
 
 
 class Reruns(TorchFunctionMode):

@@ -98,7 +98,8 @@ class FunctionalModel:
         self._only_torch = all(map(_is_of_torch, modules.values()))
         in_place = any(getattr(each, "inplace", False) for each in modules.values())
         self._writes = in_place or not self._only_torch
-        self._watched = () if self._only_torch else {*self.names} - own
+        watched = () if self._only_torch else {*self.names} - own
+        self._followed = (*watched, *self.buffer_names)
 
     def __call__(
         self, params: Params, buffers: Buffers, /, *args: Any, **kwargs: Any
@@ -138,11 +139,6 @@ class FunctionalModel:
     def training(self) -> bool:
         """Whether the module is in training mode."""
         return self._skeleton.training
-
-    @property
-    def constants(self) -> list[Tensor]:
-        """The tensors in plain attributes of the module, which each call copies."""
-        return self._slots.detached
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield all modules; tensors are placeholders, changes hold for later calls."""
@@ -285,17 +281,11 @@ class FunctionalModel:
         tensors = dict(values)
         for name in self._copied:
             tensors[name] = with_attributes(values[name].clone(), values[name])
-        with modes.without_modes():  # which would see each attribute that is read
-            followed = {*self._watched, *self.buffer_names}
-            unwrap, wrapped = modes.unwrap_all, modes.is_wrapped
-            memory = [tensors[name] for name in followed]
-            memory = [unwrap(x) if wrapped(x) else x for x in memory]
-            versions = versions_of(memory)
-            # Autograd saves no tensor of inference mode, but copies of them.
-            inputs = () if self._writes else tree.tensors((args, kwargs))
-            inference = any(map(Tensor.is_inference, inputs))
-        if self._writes or inference:
+        if self._writes:
             args, kwargs = tree.copied((args, kwargs))
+        followed = [*map(tensors.__getitem__, self._followed)]
+        with modes.without_modes():  # which would see each attribute that is read
+            versions = versions_of(followed)
         kept: list[State | None] = []  # what the call leaves, if a checkpoint begins
 
         def again() -> Callable[[], AbstractContextManager]:
@@ -303,7 +293,9 @@ class FunctionalModel:
                 kept.append(None)
             return lambda: self._repeating(kept[-1])
 
-        guard = nullcontext() if self._only_torch else rerunning(again)
+        # Watches each op for checkpoints, of which there are none without a graph.
+        watched = torch.is_grad_enabled() and not self._only_torch
+        guard = rerunning(again) if watched else nullcontext()
         with self._lock:
             if self._slots.filled and self._runs():
                 raise RuntimeError(
@@ -324,7 +316,10 @@ class FunctionalModel:
                 if isinstance(guard, Reruns):
                     guard.ensure_left()
         with modes.without_modes():
-            counts = zip(followed, versions, versions_of(memory), strict=True)
+            now = versions_of(followed)
+        if left is tensors and now == versions:
+            return output, left
+        counts = zip(self._followed, versions, now, strict=True)
         written = {name for name, one, other in counts if one != other}
         written |= {name for name, value in left.items() if value is not tensors[name]}
         changed = sorted(written.difference(self._copied))
@@ -334,7 +329,7 @@ class FunctionalModel:
                 f"parameters alone, but it changed {changed[0]!r}. Keep what changes "
                 f"in a buffer (register_buffer) and use call_and_update."
             )
-        for mode in modes.function_modes() if written else ():
+        for mode in modes.function_modes():
             if isinstance(mode, Reruns):
                 own = written.intersection(self.buffer_names)
                 mode.left += [(name, values[name], left[name]) for name in own]

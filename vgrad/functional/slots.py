@@ -310,14 +310,18 @@ class Slots:
         if self.filled:
             self.end()
         self.filled = True
-        memo: dict[int, Any] = {key: values[name] for key, name in self._names.items()}
-        memo |= self._stand_ins | {id(x): _own_copy(x) for x in self.detached}
+        now = map(values.get, self._names.values())
+        memo: dict[int, Any] = dict(zip(self._names, now, strict=True))
+        memo |= self._stand_ins
+        for each in self.detached:
+            memo[id(each)] = _own_copy(each)
         for (module, own), copied in zip(self._own[0], self._copied, strict=True):
             attributes = dict(own)
             for key in copied:
                 if key in private.REGISTRIES:  # without a call for each tensor
-                    items = own[key].items()
-                    attributes[key] = {n: memo.get(id(x), x) for n, x in items}
+                    entries = own[key].values()
+                    values_now = map(memo.get, map(id, entries), entries)
+                    attributes[key] = dict(zip(own[key], values_now, strict=True))
                 else:
                     attributes[key] = rebuilt(own[key], _own_copy, memo)
             object.__setattr__(module, "__dict__", attributes)
@@ -333,7 +337,7 @@ class Slots:
                 refs = [None if each is None else ref(each) for each in weights]
                 vars(net)["_flat_weight_refs"] = refs
 
-    def left(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def left(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors that a call with `values` has left, by name."""
         left: dict[str, Any] = {}
         for module, own in self._own[0]:
@@ -350,7 +354,7 @@ class Slots:
                             f"{'several' if name in left else type(new).__name__}."
                         )
                     left[name] = new
-        return {**values, **left}
+        return {**values, **left} if left else values
 
     def end(self) -> None:
         """End a call: restore everything; after an interrupt, call it again."""

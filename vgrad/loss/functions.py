@@ -250,11 +250,31 @@ _PLAIN = {type(None), bool, int, float, str, type(...)}
 """Kinds of outputs beside tensors."""
 
 
+class _Rows(torch.autograd.Function):
+    """The tensors of single samples, all of which get a gradient, or none."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tensor.unbind()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
+        found = [grad for grad in grads if grad is not None]
+        if 0 < len(found) < len(grads):  # zeros would go on where one sample stops
+            raise UnsupportedOp(
+                "backward: expected an autograd.Function that returns gradients for "
+                "all samples or for none, where it has no vmap rule that works, got "
+                'None for some. Return zeros, or use strategy="loop".'
+            )
+        return torch.stack(found) if found else None
+
+
 def _column(tensor: Tensor, mapped: bool, size: int) -> Sequence[Tensor]:
     """Return each sample's tensor, on memory that no other sample's call can write."""
     if not mapped:
         return [tensor.clone() for _ in range(size)] if size > 1 else [tensor]
-    rows = tensor.unbind()
+    rows = _Rows.apply(tensor) if tensor.requires_grad else tensor.unbind()
     if not tensor.stride(0):
         return [each.clone() for each in rows]
     return [each.contiguous() for each in rows]

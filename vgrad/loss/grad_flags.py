@@ -5,17 +5,16 @@ graph. The wrapper has `requires_grad=False`, so that attribute is read below it
 calls that read more of the graph raise.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from vgrad.torch_private import modes
 from vgrad.torch_private import tensors as private
-from vgrad.torch_private.tensors import memory, version_of
 from vgrad.tree import tree_leaves
 
 
@@ -60,6 +59,9 @@ MEMORY = {
     private.IS_VIEW,
 }
 """Calls whose result is never the same for one sample."""
+
+RESIZES = {torch.resize_as_, *_methods("resize_ resize_as_")}
+"""Calls that change the size of the tensor of all samples."""
 
 RESHAPES = {torch.reshape, torch.flatten, torch.ravel}
 RESHAPES |= {Tensor.reshape, Tensor.reshape_as, Tensor.flatten, Tensor.ravel}
@@ -107,7 +109,7 @@ def is_plain_read(func: Callable) -> bool:
 _REFUSED: dict[Callable, Callable[[Tensor], bool]] = {
     **dict.fromkeys(GRAPH, lambda below: below.grad_fn is not None),
     **dict.fromkeys(HOOKS, lambda below: below.requires_grad),
-    **dict.fromkeys(MEMORY | AUTOGRAD, lambda _: True),
+    **dict.fromkeys(MEMORY | AUTOGRAD | RESIZES, lambda _: True),
     # Others have another layout than for one sample, perhaps.
     **dict.fromkeys(STRIDES, lambda _: True),
 }
@@ -126,7 +128,6 @@ class VmapLevel:
     level: int
     one: str  # a sample or a member
     otherwise: str  # the strategy for a function that reads more of the graph
-    _doubtful: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def refuse(self, func: Callable, tensors: Sequence[Tensor]) -> None:
         """Refuse a call whose result would be wrong for one sample."""
@@ -134,10 +135,10 @@ class VmapLevel:
         if refused is None or not tensors:
             return
         first = tensors[0]
-        if func in STRIDES:
+        if func in STRIDES or func in RESIZES:
             while modes.level_of(first) > self.level:
                 first = modes.unwrapped(first)
-            if first.is_contiguous():
+            if func in STRIDES and first.is_contiguous():
                 return
         if modes.level_of(first) == self.level and refused(modes.unwrapped(first)):
             raise self.refusal(func)
@@ -151,33 +152,6 @@ class VmapLevel:
             f"and the memory of its tensors alone, got one that reads them where "
             f"one tensor stands for all {self.one}s. Use {self.otherwise}."
         )
-
-    def doubt(self, *tensors: Any) -> None:
-        """Note tensors into which a write is another one for one sample."""
-        below = [modes.unwrap_all(each) for each in tensors]
-        self._doubtful.extend((each, version_of(each)) for each in below)
-
-    def reshaped(self, tensor: Tensor, output: Tensor) -> None:
-        """Note a copy where one sample may have a view."""
-        one, other = modes.unwrap_all(tensor), modes.unwrap_all(output)
-        if memory(one) != memory(other):
-            self.doubt(tensor, output)
-
-    def check_writes(self) -> None:
-        """Refuse writes that would be others for one sample."""
-        written = [version_of(each) != before for each, before in self._doubtful]
-        self._doubtful.clear()
-        if any(written):
-            raise UnsupportedOp(
-                f"loss: expected writes in place whose target is the same for one "
-                f"{self.one} and for all, got one behind a reshape, flatten or "
-                f"contiguous that copies here, or into a tensor with a hook. Write "
-                f"into a clone, or use {self.otherwise}."
-            )
-
-    def maps(self, tensors: Iterable[Tensor]) -> bool:
-        """Return whether some of these tensors are one for each sample."""
-        return any([modes.level_of(each) == self.level for each in tensors])
 
 
 def requires_grad(tensor: Tensor) -> bool:
@@ -211,62 +185,62 @@ def own_backward_pass(op: str) -> UnsupportedOp:
     )
 
 
-# Limits of vmap, in words that say what to do instead.
+_DIFFERENTIABLE = "expected ops that transforms of torch.func can differentiate, got"
+_VMAP = (
+    "expected ops that vmap can run for all {one}s at once, got one that %s. Use "
+    'strategy="loop", which runs it {one} by {one}.'
+)
+_LIMITS = {
+    "same random numbers": (
+        'expected random numbers that all {one}s can share, since randomness="same", '
+        "got some whose distribution depends on the {one}. Pass "
+        'randomness="different", or use strategy="loop".'
+    ),
+    "saved tensors": (
+        f"{_DIFFERENTIABLE} activation checkpointing (or other hooks on saved tensors "
+        f'or nodes). Use strategy="auto" or "loop".'
+    ),
+    "setup_context": (
+        f"{_DIFFERENTIABLE} an autograd.Function without setup_context. Give it "
+        f'setup_context and a vmap rule, or use strategy="loop".'
+    ),
+    "retain_grad": (
+        "expected a loss that leaves the graph of its tensors alone, got a call on a "
+        "tensor that stands for all {one}s. Leave it out, or use "
+        'strategy="loop".'
+    ),
+    "in place": _VMAP
+    % "writes in place into a tensor that all {one}s share, or is too small",
+    "vmap": _VMAP % "looks at values or has shapes that depend on them",
+}
+"""Limits of vmap, in words that say what to do instead; `one` is a sample or a member.
+"""
 
 
 def raise_clearly(
     error: RuntimeError, op: str, *, in_place: bool = False, one: str = "sample"
 ) -> NoReturn:
-    """Raise an error of vmap in words that say what to do; others as they are.
-
-    vmap maps over `one`: a sample or a member.
-    """
+    """Raise an error of vmap in words that say what to do; others as they are."""
     if isinstance(error, torch.OutOfMemoryError | UnsupportedOp):
         raise error
     kind = modes.limit_of(str(error))
-    differentiable = "expected ops that transforms of torch.func can differentiate, got"
     if kind == "random numbers":
         raise RuntimeError(
             f'{op}: expected a loss without random numbers, since randomness="error". '
             f'Pass randomness="different" (each {one} draws its own) or "same".'
         ) from error
-    if kind == "same random numbers":
-        limit = (
-            f"expected random numbers that all {one}s can share, since "
-            f'randomness="same", got some whose distribution depends on the {one}. '
-            f'Pass randomness="different", or use strategy="loop".'
-        )
-    elif kind == "saved tensors":
-        limit = (
-            f"{differentiable} activation checkpointing (or other hooks on saved "
-            f'tensors or nodes). Use strategy="auto" or "loop".'
-        )
-    elif kind == "setup_context":
-        limit = (
-            f"{differentiable} an autograd.Function without setup_context. Give it "
-            f'setup_context and a vmap rule, or use strategy="loop".'
-        )
-    elif op == "retain_grad":
-        limit = (
-            f"expected a loss that leaves the graph of its tensors alone, got a call "
-            f"on a tensor that stands for all {one}s. Leave it out, or use "
-            f'strategy="loop".'
-        )
-    elif kind == "backward pass" or op in map(modes.op_name, AUTOGRAD):
-        raise own_backward_pass(op) from error
-    elif kind == "vmap" or in_place:
-        shared = f"writes in place into a tensor that all {one}s share, or is too small"
-        values = "looks at values or has shapes that depend on them"
-        limit = (
-            f"expected ops that vmap can run for all {one}s at once, got one that "
-            f'{shared if in_place else values}. Use strategy="loop", which runs it '
-            f"{one} by {one}."
-        )
-    else:
-        if not getattr(error, "__notes__", ()):  # of the op, if this is around it
-            error.add_note(
-                f"This happened in {op} while one {one} stood for all {one}s at once. "
-                f'If it works for a single {one}, strategy="loop" can run it.'
-            )
-        raise error
-    raise UnsupportedOp(f"{op}: {limit}") from error
+    if kind not in ("same random numbers", "saved tensors", "setup_context"):
+        if op == "retain_grad":
+            kind = op
+        elif kind == "backward pass" or op in map(modes.op_name, AUTOGRAD):
+            raise own_backward_pass(op) from error
+        elif in_place:
+            kind = "in place"
+        elif kind != "vmap":
+            if not getattr(error, "__notes__", ()):  # of the op, if this is around it
+                error.add_note(
+                    f"This happened in {op} while one {one} stood for all {one}s at "
+                    f'once. If it works for a single {one}, strategy="loop" can run it.'
+                )
+            raise error
+    raise UnsupportedOp(f"{op}: {_LIMITS[kind].format(one=one)}") from error

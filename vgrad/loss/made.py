@@ -9,13 +9,11 @@ A sample may be a member of an ensemble as well.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from vgrad.conditions import checks_collected
-from vgrad.loss.grad_flags import UnsupportedOp, among
 from vgrad.ops.record import register
 from vgrad.torch_private import modes
 
@@ -68,28 +66,6 @@ def copied(tensor: Tensor, level: int, size: int) -> Tensor:
         return copies.copy_(tensor)
 
 
-def into_out(run: Callable[..., Any], args: tuple, kwargs: dict, name: str) -> Any:
-    """Run an op that has no rule of vmap for its `out`, and write its results there."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in among(args, kwargs)):
-        raise RuntimeError(
-            f"{name}(): functions with out=... arguments don't support automatic "
-            f"differentiation, but one of the arguments requires grad."
-        )
-    kwargs = dict(kwargs)
-    out = kwargs.pop("out")
-    targets = [out] if isinstance(out, Tensor) else [*out]
-    results = run(*args, **kwargs)
-    results = [results] if isinstance(results, Tensor) else [*results]
-    for target, result in zip(targets, results, strict=True):
-        if (target.shape, target.dtype) != (result.shape, result.dtype):
-            raise UnsupportedOp(
-                f"{name}: expected an out= of the shape and dtype of the result, got "
-                f'another. Leave it out, or use strategy="loop".'
-            )
-        target.copy_(result)
-    return out
-
-
 def _data(tensor: Tensor) -> Tensor:
     """Return the same memory without a graph, and with a version of its own."""
     if not modes.is_batched(tensor):
@@ -99,19 +75,4 @@ def _data(tensor: Tensor) -> Tensor:
     return modes.add_batch_axis(_data(below), axis, level)
 
 
-def _resized(func: Callable) -> Callable:
-    def run(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if modes.is_wrapped(tensor):  # torch resizes the tensor of all samples
-            raise UnsupportedOp(
-                f"{func.__name__}: expected a loss that leaves the memory of its "
-                f"tensors alone, got one that changes its size where one tensor stands "
-                f'for all samples. Use strategy="loop".'
-            )
-        return func(tensor, *args, **kwargs)
-
-    return run
-
-
-for _op in (Tensor.resize_, Tensor.resize_as_, torch.resize_as_):
-    register(_op, mapped=_resized(_op))
 register(Tensor.data.__get__, mapped=_data)  # pyright: ignore[reportAttributeAccessIssue]

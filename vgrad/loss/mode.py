@@ -8,7 +8,7 @@ that returns a result ends it; a handler that leaves the call to the next one re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -38,7 +38,7 @@ from vgrad.loss.grad_flags import (
     raise_clearly,
     requires_grad,
 )
-from vgrad.loss.made import MAKERS, Rooms, copied, into_out, is_mapped
+from vgrad.loss.made import MAKERS, Rooms, copied, is_mapped
 from vgrad.loss.randomness import Draws, Undrawn, Unkeyed, check_drawn, fresh_keys
 from vgrad.loss.values import (
     NONE,
@@ -56,6 +56,7 @@ from vgrad.ops.record import OPS, Form
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private.autograd import is_foreign_op
 from vgrad.torch_private.control import CONTROL_FLOW, uncompiled
+from vgrad.torch_private.tensors import memory, version_of
 
 Handler = Callable[["LossMode", Callable, tuple, dict], Any]
 """From the mode, a function of torch and its arguments to the result, or `NONE`."""
@@ -77,10 +78,12 @@ class LossMode(Reruns):
         seen: bool = False,
     ) -> None:
         self.draws = draws = draws or Draws()
-        again = [each.again for each in protected if each.again is not None]
+        super().__init__()
+        for each in protected:
+            if each.again is not None:
+                self._again.append(each.again)
         if draws.keys is not None:  # a checkpoint draws by its place in the loss
-            again.append(draws.again)
-        super().__init__(*again)
+            self._again.append(draws.again)
         self._protected = protected
         self._handlers = handlers
         self.vmap = vmap  # None for one sample or member by itself
@@ -96,9 +99,11 @@ class LossMode(Reruns):
         self._watched: Callable[..., AbstractContextManager] = nullcontext
         self._casts: Callable[[], AbstractContextManager] = nullcontext
         self._later: list[list[Again]] = []
+        # Tensors into which a write would be another one for one sample, and versions.
+        self._doubtful: list[tuple[Tensor, int]] = []
         self.grads: dict[int, tuple[Tensor, Tensor | None]] = {}  # of leaves, as before
-        # The mode that casts for autocast, entered where the loss turns that on.
-        self.waiting: AbstractContextManager | None = None
+        # Makes the mode that casts for autocast, entered where the loss turns that on.
+        self.waiting: Callable[[], AbstractContextManager] | None = None
 
     @contextmanager
     def inside(
@@ -120,10 +125,12 @@ class LossMode(Reruns):
         try:
             with unwritten, uncompiled(), self, self._watched(), self._casting():
                 yield
-            if self.vmap is not None:
-                self.vmap.check_writes()
+            if self._doubtful:
+                self._check_writes()
         finally:
-            self.ensure_left()
+            if self._entered:
+                self.ensure_left()
+            self._doubtful.clear()
             self.waiting = None
             for leaf, grad in self.grads.values():
                 leaf.grad = grad
@@ -133,9 +140,9 @@ class LossMode(Reruns):
 
         The mode for that waits until it is: it would take as long as a small op.
         """
-        casts = self._casts()
-        self.waiting = None if modes.autocast_is_on() else casts
-        return nullcontext() if self.waiting else casts
+        on = modes.autocast_is_on()
+        self.waiting = None if on else cache(self._casts)
+        return self._casts() if on else nullcontext()
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -143,12 +150,12 @@ class LossMode(Reruns):
         kwargs = kwargs or {}
         if is_plain_read(func):
             return func(*args, **kwargs)
-        if autograd.hooks() is not None:
+        if autograd.innermost_hooks(False) is not None:
             self.look_at_hooks()
         if self.waiting is not None and modes.autocast_is_on():
             waiting, self.waiting = self.waiting, None
             try:
-                with self, waiting:
+                with self, waiting():
                     return func(*args, **kwargs)
             finally:
                 self.waiting = waiting
@@ -166,8 +173,7 @@ class LossMode(Reruns):
                 raise again
             if func is Tensor.register_hook:
                 self.note_hook("register_hook")
-                if self.vmap is not None:  # a write may replace the node
-                    self.vmap.doubt(args[0])
+                self.doubt(args[0])  # a write may replace the node
             for handle in handlers[-1:] if is_ordinary(func) else handlers:
                 if (output := handle(self, func, args, kwargs)) is not NONE:
                     return output
@@ -187,6 +193,29 @@ class LossMode(Reruns):
                 except (TypeError, AttributeError):
                     pass  # it takes tensors alone
             self._stop(error, func, args, kwargs)
+
+    def doubt(self, *tensors: Any) -> None:
+        """Note tensors into which a write is another one for one sample."""
+        if self.vmap is not None:
+            below = [modes.unwrap_all(each) for each in tensors]
+            self._doubtful.extend((each, version_of(each)) for each in below)
+
+    def reshaped(self, tensor: Tensor, output: Tensor) -> None:
+        """Note a copy where one sample may have a view."""
+        one, other = modes.unwrap_all(tensor), modes.unwrap_all(output)
+        if memory(one) != memory(other):
+            self.doubt(tensor, output)
+
+    def _check_writes(self) -> None:
+        """Refuse writes that would be others for one sample."""
+        if self.vmap and any(version_of(x) != before for x, before in self._doubtful):
+            one, otherwise = self.vmap.one, self.vmap.otherwise
+            raise UnsupportedOp(
+                f"loss: expected writes in place whose target is the same for one "
+                f"{one} and for all, got one behind a reshape, flatten or contiguous "
+                f"that copies here, or into a tensor with a hook. Write into a clone, "
+                f"or use {otherwise}."
+            )
 
     def note_read(self) -> None:
         """Note that Python gets a value; run again with keys if it may be a draw."""
@@ -437,7 +466,7 @@ def at_once(run: Handler) -> Handler:
                 mode.vmap.refuse(func, among(args, kwargs))
         output = run(mode, func, args, kwargs)
         if func in RESHAPES:
-            mode.vmap.reshaped(args[0], output)
+            mode.reshaped(args[0], output)
         if mode.rooms is not None and mode.rooms.line and func in MAKERS:
             output = copied(output, mode.vmap.level, mode.size)
         return output
@@ -447,9 +476,6 @@ def at_once(run: Handler) -> Handler:
 
 def run_op(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Run one op in the form that it has under vmap."""
-    if kwargs.get("out") is not None and mode.differ(among(args, kwargs)):
-        run = partial(run_op, mode, func)
-        return into_out(lambda *a, **k: run(a, k), args, kwargs, modes.op_name(func))
     if func is not modes.custom_function_call:
         op = OPS.get(func)
         run = func if op is None or op.mapped is None else op.mapped
@@ -521,22 +547,18 @@ def run_or_split(
     """Run samples; return the result, or the `Partition` they fall into, and the part.
 
     Samples that read values after they drew numbers of their own run `again` with keys,
-    which the part that is returned has. `Undrawn` if the numbers came from another
-    generator, whose state is unknown.
+    which the part that is returned has.
     """
-    draws, tensors = part.draws, part.tensors
-    own = part.randomness == "different" and draws.keys is None
+    own = part.randomness == "different" and part.draws.keys is None
     if not own or part.strategy == "loop" or checks_collected():
         return _run_or_parts(part, run), part
     if part.fallbacks.keyed:
         return _with_keys(part, again)
-    before = random_state(tensors)
+    before = random_state(part.tensors)
     result = _run_or_parts(part, run)
     if not isinstance(result, Partition):
         return result, part
-    if draws.own and draws.values_read:
-        raise Undrawn("some of a torch.Generator of the loss's own")
-    if drawn_since(before, tensors):
+    if drawn_since(before, part.tensors):
         set_random_state(before)
         if result.keyed or (len(result.rows) > 1 and result.strategy is None):
             return _with_keys(part, again)
@@ -559,11 +581,17 @@ def _with_keys(part: Any, run: Callable[[Any], Any]) -> tuple[Any, Any]:
 
 
 def _run_or_parts(part: Any, run: Callable[[Any], Any]) -> Any:
-    """Return a result or parts, and keep no exception, which would keep all tensors."""
+    """Return a result or parts, and keep no exception, which would keep all tensors.
+
+    `Undrawn` if parts would draw from a generator whose state is unknown.
+    """
     around = modes.current_level() or 0
     try:
         return run(part)
     except SplitBatch as split:
         if split.level is not None and split.level <= around:
             raise  # a vmap around this call maps over these samples
-        return split.parts
+        draws, parts = part.draws, split.parts
+    if draws.keys is None and draws.own and draws.values_read:
+        raise Undrawn("some of a torch.Generator of the loss's own")
+    return parts

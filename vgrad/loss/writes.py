@@ -29,18 +29,20 @@ def may_write(func: Callable) -> bool:
 
 def written(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
     """Return the tensors that a call writes into."""
-    arguments: list[Any] = [kwargs.get("out"), *updated_statistics(func, args, kwargs)]
-    if isinstance(func, private.OPS):
+    arguments: list[Any] = [kwargs["out"]] if "out" in kwargs else []
+    if (place := _INPLACE.get(func)) is not None:
+        if args[place] if len(args) > place else kwargs.get("inplace"):
+            arguments += args[:1] or [kwargs["input"]]
+    elif isinstance(func, private.OPS):
         arguments += private.arguments_written(func, args, kwargs)
     elif func in _TABLES:
         if kwargs.get("max_norm") is not None:
             arguments += args[1:2] or [kwargs["weight"]]
-    elif (place := _INPLACE.get(func)) is not None:
-        if args[place] if len(args) > place else kwargs.get("inplace"):
-            arguments += args[:1] or [kwargs["input"]]
-    elif func not in STATISTICS and may_write(func):
+    elif func in STATISTICS:
+        arguments += updated_statistics(func, args, kwargs)
+    elif may_write(func):
         arguments += args[:1] or list(kwargs.values())[:1]
-    return tensors(arguments)
+    return tensors(arguments) if arguments else []
 
 
 _BY_SIGN = {"__setitem__", "__set__", "__delitem__"}

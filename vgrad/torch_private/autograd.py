@@ -81,9 +81,13 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 """The functions that pack a tensor which autograd saves, and unpack it."""
 
 
+innermost_hooks = _autograd._top_saved_tensors_default_hooks
+"""With False, as `hooks`, without a call of Python, for code that is not traced."""
+
+
 def hooks() -> Hooks | None:
     """Return the hooks on saved tensors that are at work, the innermost ones."""
-    return _autograd._top_saved_tensors_default_hooks(False)
+    return innermost_hooks(False)
 
 
 # Dynamo, which cannot trace it, may take the answer for a constant. That is

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase as NormBase
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from vgrad.torch_private.modes import exit_all
+from vgrad.torch_private.modes import exit_all, is_wrapped, unwrap_all
 
 __all__ = ["BatchNorm", "NormBase"]
 
@@ -168,8 +168,17 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return how often the memory of tensors was written to, zero in inference mode."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    """Return how often the memory of tensors was written to, zero in inference mode.
+
+    Wrappers have versions of their own, and are taken off.
+    """
+    tensors = [*tensors]
+    if any(map(is_wrapped, tensors)):
+        tensors = [*map(unwrap_all, tensors)]
+    try:
+        return [*map(version_of, tensors)]
+    except RuntimeError:
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def like(tensors: Sequence[Tensor]) -> Callable[..., bool]:

@@ -151,7 +151,9 @@ class Inputs(NamedTuple):
         leaves = tensors(self.batch)
         if checks_collected():  # of a step, whose graph would hold the number
             raise Unrepeatable("samples draw numbers before they read values")
-        if modes.inside_transform() or not leaves or not leaves[0].ndim:
+        if not leaves or not leaves[0].ndim or self.cross is not None:
+            return self  # samples of two batches have no keys
+        if modes.inside_transform():
             return self
         return self._replace(keys=fresh_keys(len(leaves[0]), leaves[0].device))
 

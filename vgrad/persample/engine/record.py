@@ -194,9 +194,10 @@ class Recorder:
             return self._requiring_grad(output)
         ordinary = is_ordinary(func)
         vmap, tensors = self._mode.vmap, among(args, kwargs)
-        batched = vmap.maps(tensors)  # whether some differ between samples
+        batched = False  # whether some differ between samples
         proxies: list[ParamProxy] = []
         for tensor in tensors:
+            batched = batched or modes.level_of(tensor) == self._level
             if (param := self._by_id.get(id(tensor))) is not None:
                 if param not in proxies:
                     proxies.append(param)
@@ -228,7 +229,7 @@ class Recorder:
         else:
             output = self._run(func, args, kwargs, proxies, batched)
         if batched and func in RESHAPES:
-            vmap.reshaped(args[0], output)
+            self._mode.reshaped(args[0], output)
         if self.rooms.line and not batched and func in MAKERS:
             output = copied(output, self._level, self.size)
         return output

@@ -144,7 +144,7 @@ class Transform(Generic[Result]):
         options = self.options
         more |= {"loss_scale": options.loss_scale, "max_norm": options.max_norm}
         inputs = Inputs(*arguments, **more, scales=options.scales, keys=self.keys)
-        if options.fallbacks.keyed and self.keys is None:
+        if options.fallbacks.keyed and self.keys is None and self.reduce is None:
             inputs = inputs.with_keys()
         return (self.reduce or self.execute)(self, inputs)
 
