@@ -352,8 +352,10 @@ class Call(AnyCall):
         if modes.autocast_is_on():
             casts = torch.get_autocast_dtype(batch.tensors[0].device.type)
         training = getattr(self.loss, "training", None)
-        signature = casts, torch.is_grad_enabled(), training, *batch.plain, *kinds
-        return self.fallbacks.known.setdefault(signature, Known())
+        known, rest = self.fallbacks.known, (casts, training, *batch.plain, *kinds)
+        if checks_collected():  # a capture, without grad mode, of the call before it
+            return known.get((True, *rest)) or known.get((False, *rest)) or Known()
+        return known.setdefault((torch.is_grad_enabled(), *rest), Known())
 
     def select(self, rows: slice | Tensor) -> "Call":
         """Return the call on these samples, in this order: a chunk or a part."""
