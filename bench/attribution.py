@@ -183,7 +183,7 @@ def jacobian(p: Problem, inputs: Tensor) -> Tensor:
     for x in inputs:
         outputs = p.model(x[None])[0]
         grads = [torch.autograd.grad(k, p.params, retain_graph=True) for k in outputs]
-        rows.append(torch.stack([joined(each, 0) for each in grads]))
+        rows.append(torch.stack([joined(grad, 0) for grad in grads]))
     return torch.stack(rows)
 
 
@@ -197,24 +197,24 @@ def gradients(p: Problem, data: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def dense_ggn(p: Problem) -> Tensor:
-    found, prob = jacobian(p, p.train[0]), p.model(p.train[0]).softmax(1).detach()
+    rows, prob = jacobian(p, p.train[0]), p.model(p.train[0]).softmax(1).detach()
     inner = prob.diag_embed() - prob[:, :, None] * prob[:, None]
-    return torch.einsum("nkp,nkl,nlq->pq", found, inner, found) / len(found)
+    return torch.einsum("nkp,nkl,nlq->pq", rows, inner, rows) / len(rows)
 
 
 def sides(p: Problem, loss: Callable[[Tensor], Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Return inputs [N, T, I] of each layer and gradients [N, T, O] at its outputs."""
-    kept: list[tuple[Tensor, Tensor]] = []
-    layers = [each for each in p.model.modules() if isinstance(each, nn.Linear)]
+    calls: list[tuple[Tensor, Tensor]] = []
+    layers = [module for module in p.model.modules() if isinstance(module, nn.Linear)]
     hooks = [
-        each.register_forward_hook(lambda _, x, y: kept.append((x[0], y)))
-        for each in layers
+        layer.register_forward_hook(lambda _, x, y: calls.append((x[0], y)))
+        for layer in layers
     ]
     value = loss(p.model(p.train[0])).sum()
-    grads = torch.autograd.grad(value, [y for _, y in kept])
+    grads = torch.autograd.grad(value, [y for _, y in calls])
     for hook in hooks:
         hook.remove()
-    pairs = zip(kept, grads, strict=True)
+    pairs = zip(calls, grads, strict=True)
     return [
         (
             x.detach().reshape(len(x), -1, x.shape[-1]),
@@ -250,8 +250,8 @@ def dense_ekfac(p: Problem) -> Tensor:
     for a, g in sides(p, lambda out: F.cross_entropy(out, target, reduction="sum")):
         _, right = torch.linalg.eigh(torch.einsum("nti,ntj->ij", a, a))
         _, left = torch.linalg.eigh(torch.einsum("nto,ntp->op", g, g))
-        whole = torch.einsum("nto,nti->noi", g, a)
-        values = (left.mT @ whole @ right).square().mean(0).flatten()
+        gradients = torch.einsum("nto,nti->noi", g, a)
+        values = (left.mT @ gradients @ right).square().mean(0).flatten()
         basis = torch.kron(left, right)
         blocks.append(basis * values @ basis.mT)
     return torch.block_diag(*blocks)
@@ -266,9 +266,9 @@ def scores(p: Problem, matrix: Tensor, damping: float = DAMPING) -> Tensor:
 def dense_hessian(p: Problem) -> Tensor:
     loss = F.cross_entropy(p.model(p.train[0]), p.train[1])
     grads = torch.autograd.grad(loss, p.params, create_graph=True)
-    flat = torch.cat([each.flatten() for each in grads])
+    flat = torch.cat([grad.flatten() for grad in grads])
     rows = [torch.autograd.grad(e, p.params, retain_graph=True) for e in flat]
-    return torch.stack([joined(each, 0) for each in rows])
+    return torch.stack([joined(row, 0) for row in rows])
 
 
 def dense_trak(p: Problem) -> Tensor:
@@ -294,25 +294,25 @@ def dense_posterior(p: Problem) -> tuple[Tensor, Tensor]:
     fit = -F.cross_entropy(p.model(p.train[0]), p.train[1], reduction="sum").detach()
     prior = PRECISION * joined(p.params, 0).square().sum()
     evidence = fit - (precision.logdet() - len(precision) * math.log(PRECISION)) / 2
-    found = jacobian(p, p.queries[0])
-    covariance = found @ torch.linalg.solve(precision, found.mT)
+    rows = jacobian(p, p.queries[0])
+    covariance = rows @ torch.linalg.solve(precision, rows.mT)
     return evidence - prior / 2, covariance
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    found, expected = found.double().reshape(expected.shape), expected.double()
-    return float((found - expected).norm() / expected.norm())
+def relative(result: Tensor, expected: Tensor) -> float:
+    result, expected = result.double().reshape(expected.shape), expected.double()
+    return float((result - expected).norm() / expected.norm())
 
 
-def uncorrelated(found: Tensor, expected: Tensor) -> float:
+def uncorrelated(result: Tensor, expected: Tensor) -> float:
     """Return one minus the correlation, over 30: projections are not the same ones."""
-    pair = torch.stack([found.double().flatten(), expected.double().flatten()])
+    pair = torch.stack([result.double().flatten(), expected.double().flatten()])
     return (1 - float(torch.corrcoef(pair)[0, 1])) / 30
 
 
-def of_products(found: Tensor, expected: Tensor) -> float:
+def of_products(features: Tensor, expected: Tensor) -> float:
     """Compare inner products of features with those of gradients."""
-    return uncorrelated(found.double() @ found.double().mT, expected)
+    return uncorrelated(features.double() @ features.double().mT, expected)
 
 
 class Row(NamedTuple):
@@ -416,9 +416,9 @@ ROWS = {
         {
             "vgrad": vgrad_cg,
             "dattri, explicit": dattri_scores(
-                "IFAttributorExplicit", whole=True, regularization=SHIFT
+                "IFAttributorExplicit", full_batch=True, regularization=SHIFT
             ),
-            "dattri, CG": dattri_scores("IFAttributorCG", whole=True, **ITERATED),
+            "dattri, CG": dattri_scores("IFAttributorCG", full_batch=True, **ITERATED),
         },
         exact=1e-4,
         queries=1,
@@ -471,8 +471,8 @@ def refusal(row: Row, name: str, size: Size) -> str | None:
     reason = ""
     for dtype, allowed in ((torch.float64, row.exact), (torch.float32, row.close)):
         try:
-            found = row.contenders[name](row.problem(size, dtype))()
-            error = row.error(joined(found, row.leading), expected)
+            result = row.contenders[name](row.problem(size, dtype))()
+            error = row.error(joined(result, row.leading), expected)
         except Exception as raised:
             if name == "vgrad" or isinstance(raised, ModuleNotFoundError):
                 raise
@@ -496,7 +496,7 @@ def seconds(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
             start = time.process_time()
             run()
             times[name].append(time.process_time() - start)
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(spent) for name, spent in times.items()}
 
 
 def peak(key: str, net: str, name: str) -> int:
@@ -542,8 +542,8 @@ def markdown(measured: dict[str, Any]) -> str:
     settings, versions = measured["settings"], measured["versions"]
     rows = measured["rows"].values()
     commits, earlier = (
-        ", ".join(dict.fromkeys(row[each] for row in rows))
-        for each in ("commit", "measured")
+        ", ".join(dict.fromkeys(row[key] for row in rows))
+        for key in ("commit", "measured")
     )
     lines = [
         "# Curvature and attribution",
@@ -552,7 +552,7 @@ def markdown(measured: dict[str, Any]) -> str:
         f"{settings['processor']}, torch",
         f"{settings['torch']}, CPU time, medians of rounds of all in turn, float32 "
         "(`python -m bench.attribution`).",
-        ", ".join(f"{name} {each}" for name, each in versions.items()) + ".",
+        ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
         "A contender that raises or is wrong on the small net is not timed.",
     ]
     for net, size in TIMED.items():
@@ -593,26 +593,26 @@ def main() -> None:
     parser.add_argument(
         "--times", action="store_true", help="time again, without checks and memory"
     )
-    asked = parser.parse_args()
+    args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    kept = json.loads(asked.out.read_text()) if asked.out.exists() else {"rows": {}}
-    kept["settings"] = {
+    measured = json.loads(args.out.read_text()) if args.out.exists() else {"rows": {}}
+    measured["settings"] = {
         "processor": platform.machine(),
         "threads": 1,
         "torch": torch.__version__,
         "date": f"{datetime.date.today()}",
     }
-    kept["versions"] = {}
+    measured["versions"] = {}
     for package, name in LIBRARIES.items():
         try:
-            kept["versions"][name] = metadata.version(package)
+            measured["versions"][name] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    for key in asked.rows or ROWS:
-        for net in [asked.net] if asked.net else TIMED:
+    for key in args.rows or ROWS:
+        for net in [args.net] if args.net else TIMED:
             name = f"{key}, {net}"
-            row = kept["rows"].get(name, {}) if asked.times else {}
+            row = measured["rows"].get(name, {}) if args.times else {}
             if not row:
                 row = {"row": key, "net": net, "refused": refused(key, net)}
                 right = [n for n in ROWS[key].contenders if n not in row["refused"]]
@@ -621,12 +621,14 @@ def main() -> None:
                 row["measured"] = commit()
             row["seconds"] = timed(key, TIMED[net], row["refused"])
             row["commit"] = commit()
-            kept["rows"][name] = row
+            measured["rows"][name] = row
             order = [f"{key}, {net}" for key in ROWS for net in TIMED]
-            kept["rows"] = {k: kept["rows"][k] for k in order if k in kept["rows"]}
-            asked.out.write_text(json.dumps(kept, indent=1) + "\n")
+            measured["rows"] = {
+                k: measured["rows"][k] for k in order if k in measured["rows"]
+            }
+            args.out.write_text(json.dumps(measured, indent=1) + "\n")
             print(name, row["seconds"], row["refused"], flush=True)
-    asked.out.with_suffix(".md").write_text(markdown(kept))
+    args.out.with_suffix(".md").write_text(markdown(measured))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ class Problem:
     @cached_property
     def batches(self) -> list[tuple[Tensor, Tensor]]:
         """Training data in batches."""
-        parts = (each.split(self.batch_size) for each in self.train)
+        parts = (tensor.split(self.batch_size) for tensor in self.train)
         return list(zip(*parts, strict=True))
 
     @cached_property
@@ -80,12 +80,12 @@ class Problem:
     @property
     def ridge(self) -> float:
         """The ridge for gradients over sqrt(P), whose kernel is so much smaller."""
-        return DAMPING / sum(each.numel() for each in self.params)
+        return DAMPING / sum(param.numel() for param in self.params)
 
     def loader(self, batch_size: int | None = None) -> DataLoader:
         return DataLoader(TensorDataset(*self.train), batch_size or self.batch_size)
 
-    def asked(self) -> DataLoader:
+    def query_loader(self) -> DataLoader:
         return DataLoader(TensorDataset(*self.queries), len(self.queries[0]))
 
 
@@ -106,7 +106,7 @@ def vgrad_jacobian(p: Problem) -> Run:
 
 def func_jacobian(p: Problem) -> Run:
     """The Jacobian of one sample by `torch.func.jacrev`, mapped over the batch."""
-    params = {name: each.detach() for name, each in p.model.named_parameters()}
+    params = {name: param.detach() for name, param in p.model.named_parameters()}
 
     def output(params: dict, x: Tensor) -> Tensor:
         return torch.func.functional_call(p.model, params, (x[None],))[0]
@@ -143,7 +143,7 @@ def vgrad_product(p: Problem) -> Run:
 
 def func_product(p: Problem) -> Run:
     """`jvp`, the Hessian of the likelihood, `vjp`: the usual three lines."""
-    params = {name: each.detach() for name, each in p.model.named_parameters()}
+    params = {name: param.detach() for name, param in p.model.named_parameters()}
 
     def run() -> dict[str, Tensor]:
         total: dict[str, Tensor] = {}
@@ -153,11 +153,11 @@ def func_product(p: Problem) -> Run:
                 return torch.func.functional_call(p.model, params, (x,))
 
             _, pushed = torch.func.jvp(output, (params,), (p.vector,))
-            found, pull = torch.func.vjp(output, params)
-            prob = found.softmax(1)
+            logits, pull = torch.func.vjp(output, params)
+            prob = logits.softmax(1)
             seen = prob * (pushed - (prob * pushed).sum(1, keepdim=True))
             (pulled,) = pull(seen / len(p.train[0]))
-            total = {n: total.get(n, 0) + each for n, each in pulled.items()}
+            total = {n: total.get(n, 0) + grad for n, grad in pulled.items()}
         return total
 
     return run
@@ -185,13 +185,13 @@ def backpack_product(p: Problem) -> Run:
     vector, count = list(p.vector.values()), len(p.train[0])
 
     def run() -> list[Tensor]:
-        total = [torch.zeros_like(each) for each in vector]
+        total = [torch.zeros_like(part) for part in vector]
         for x, y in p.batches:
             output = p.model(x)
             loss = F.cross_entropy(output, y, reduction="sum") / count
-            found = ggn_vector_product(loss, output, p.model, vector)
-            for each, part in zip(total, found, strict=True):
-                each.add_(part)
+            products = ggn_vector_product(loss, output, p.model, vector)
+            for sums, part in zip(total, products, strict=True):
+                sums.add_(part)
         return total
 
     return run
@@ -205,7 +205,7 @@ def vgrad_diagonal(p: Problem) -> Run:
 
 def func_diagonal(p: Problem) -> Run:
     """Squares of Jacobians by `jacrev`, a batch at a time."""
-    params = {name: each.detach() for name, each in p.model.named_parameters()}
+    params = {name: param.detach() for name, param in p.model.named_parameters()}
 
     def output(params: dict, x: Tensor) -> Tensor:
         return torch.func.functional_call(p.model, params, (x[None],))[0]
@@ -218,10 +218,10 @@ def func_diagonal(p: Problem) -> Run:
             prob = p.model(x).softmax(1).detach()
             root = prob.sqrt()
             columns = root.diag_embed() - prob[:, :, None] * root[:, None]
-            for name, each in mapped(params, x).items():
-                moved = torch.einsum("bck,bc...->bk...", columns, each)
+            for name, jacobian in mapped(params, x).items():
+                moved = torch.einsum("bck,bc...->bk...", columns, jacobian)
                 total[name] = total.get(name, 0) + moved.square().sum((0, 1))
-        return {name: each / len(p.train[0]) for name, each in total.items()}
+        return {name: value / len(p.train[0]) for name, value in total.items()}
 
     return run
 
@@ -280,15 +280,15 @@ def curvlinops_kronecker(kind: str, fisher: str) -> Build:
 def laplace_kronecker(name: str) -> Build:
     def build(p: Problem) -> Run:
         backend, count = laplace_backend(p, name), len(p.train[0])
-        flat = torch.cat([each.flatten() for each in p.vector.values()])
+        flat = torch.cat([vector.flatten() for vector in p.vector.values()])
 
         def run() -> Run:
             total: Any = 0
             for x, y in p.batches:
                 _, part = backend.kron(x, y, N=count)
                 total = part if isinstance(total, int) else total + part
-            found = total.decompose()
-            return lambda: found.bmm(flat[None, None], exponent=1)[0, 0] / count
+            matrix = total.decompose()
+            return lambda: matrix.bmm(flat[None, None], exponent=1)[0, 0] / count
 
         return run
 
@@ -328,7 +328,7 @@ def vgrad_cg(p: Problem) -> Run:
 
 def func_gradients(p: Problem) -> Callable[[Tensor, Tensor], Tensor]:
     """Gradients of samples by `vmap(grad)`, [B, P]."""
-    params = {name: each.detach() for name, each in p.model.named_parameters()}
+    params = {name: param.detach() for name, param in p.model.named_parameters()}
 
     def loss(params: dict, x: Tensor, y: Tensor) -> Tensor:
         output = torch.func.functional_call(p.model, params, (x[None],))
@@ -342,8 +342,8 @@ def func_grad_dot(p: Problem) -> Run:
     gradients = func_gradients(p)
 
     def run() -> Tensor:
-        asked = gradients(*p.queries)
-        return torch.cat([asked @ gradients(x, y).mT for x, y in p.batches], 1)
+        queries = gradients(*p.queries)
+        return torch.cat([queries @ gradients(x, y).mT for x, y in p.batches], 1)
 
     return run
 
@@ -468,7 +468,7 @@ def dattri_task(p: Problem, *, margins: bool = False) -> Any:
             return logp - (1 - logp.exp()).log()
         return F.cross_entropy(output, y)
 
-    state = {name: each.detach() for name, each in p.model.state_dict().items()}
+    state = {name: tensor.detach() for name, tensor in p.model.state_dict().items()}
     return AttributionTask(loss_func=loss, model=model, checkpoints=state)
 
 
@@ -483,19 +483,19 @@ def in_dtype(p: Problem) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def dattri_scores(kind: str, whole: bool = False, **options: Any) -> Build:
+def dattri_scores(kind: str, full_batch: bool = False, **options: Any) -> Build:
     def build(p: Problem) -> Run:
         from dattri.algorithm import influence_function
 
         make = getattr(influence_function, kind)
-        size = len(p.train[0]) if whole else None
+        size = len(p.train[0]) if full_batch else None
         with in_dtype(p):
             attributor = make(dattri_task(p), **options)
             attributor.cache(p.loader(size))
 
         def run() -> Tensor:
             with in_dtype(p):
-                return attributor.attribute(p.loader(size), p.asked()).mT
+                return attributor.attribute(p.loader(size), p.query_loader()).mT
 
         return run
 
@@ -537,7 +537,7 @@ def dattri_grad_dot(p: Problem) -> Run:
 
     def run() -> Tensor:
         with in_dtype(p):
-            return attributor.attribute(p.loader(), p.asked()).mT
+            return attributor.attribute(p.loader(), p.query_loader()).mT
 
     return run
 
@@ -563,7 +563,7 @@ def dattri_trak(p: Problem) -> Run:
             projector = {"proj_dim": p.dim, "proj_type": "normal"}
             attributor = TRAKAttributor(task, right, projector, regularization=p.ridge)
             attributor.cache(p.loader())
-            return attributor.attribute(p.asked()).mT
+            return attributor.attribute(p.query_loader()).mT
 
     return run
 
@@ -591,9 +591,9 @@ def traker(p: Problem) -> Run:
             for batch in p.batches:
                 peer.featurize(batch, num_samples=len(batch[0]))
             peer.finalize_features()
-            asked = len(p.queries[0])
-            peer.start_scoring_checkpoint("it", state, 0, asked)
-            peer.score(p.queries, num_samples=asked)
+            count = len(p.queries[0])
+            peer.start_scoring_checkpoint("it", state, 0, count)
+            peer.score(p.queries, num_samples=count)
             return torch.from_numpy(peer.finalize_scores("it").copy()).mT
 
     return run
@@ -639,9 +639,9 @@ def dattri_logra(p: Problem) -> Run:
                 cache_dir=tempfile.gettempdir(),  # a file in any case
             )
             peer.cache(DataLoader(rows, p.batch_size))
-            kept = peer.offload_manager
-            parts = [kept.retrieve_gradients(i) for i in range(len(p.batches))]
-            return torch.cat([torch.cat(list(each), 1) for each in parts])
+            manager = peer.offload_manager
+            parts = [manager.retrieve_gradients(i) for i in range(len(p.batches))]
+            return torch.cat([torch.cat(list(rows), 1) for rows in parts])
 
     return run
 
@@ -707,4 +707,4 @@ def joined(values: Any, leading: int) -> Tensor:
     if isinstance(values, Tensor):
         return values.detach()
     values = values.values() if isinstance(values, dict) else values
-    return torch.cat([each.detach().flatten(leading) for each in values], leading)
+    return torch.cat([value.detach().flatten(leading) for value in values], leading)

@@ -56,8 +56,8 @@ class Case:
 
     def peak(self, name: str) -> int:
         """Measure a contender's memory in a process of its own."""
-        found = memory.measure(self.name, name, self.device, first=self.memory_after)
-        return found["peak_bytes"]
+        measured = memory.measure(self.name, name, self.device, first=self.memory_after)
+        return measured["peak_bytes"]
 
     @cached_property
     def close(self) -> Grads:
@@ -96,7 +96,7 @@ class Case:
     def expected(self, contender: Contender) -> Grads:
         """Return the right result of a contender on the few samples, in float64."""
         if not contender.clips:
-            return {name: each.mean(0) for name, each in self.exact.items()}
+            return {name: grad.mean(0) for name, grad in self.exact.items()}
         norms = oracle.norms(self.exact) + contender.epsilon
         return oracle.weighted(self.exact, (MAX_NORM / norms).clamp(max=1))
 
@@ -114,13 +114,13 @@ class Case:
         try:
             try:
                 dtype, allowed = torch.float64, EXACT
-                found = run(dtype)
+                result = run(dtype)
             except Exception:
                 if ours(name):
                     raise
                 dtype, allowed = torch.float32, EXACT_IN_FLOAT32
-                found = run(dtype)
-            error = oracle.error(found, expected)
+                result = run(dtype)
+            error = oracle.error(result, expected)
         except ModuleNotFoundError as missing:
             pytest.skip(f"{missing.name} is not installed")
         except Exception as raised:
@@ -133,9 +133,9 @@ class Case:
             self.refuse(kind, name, f"wrong: relative error {error:.2g}")
         return {"error": error, "checked_in": str(dtype).removeprefix("torch.")}
 
-    def check_batch(self, kind: str, name: str, found: Grads, close: Grads) -> float:
+    def check_batch(self, kind: str, name: str, result: Grads, close: Grads) -> float:
         """Return the distance to the float32 result of the whole batch, relative."""
-        error = distance(found, close)
+        error = distance(result, close)
         if not error < CLOSE:
             assert not ours(name), f"relative error {error:.2g} on the whole batch"
             self.refuse(
@@ -170,9 +170,9 @@ def ours(name: str) -> bool:
     return name.startswith(("loop", "vgrad"))
 
 
-def distance(found: Grads, expected: Grads) -> float:
+def distance(result: Grads, expected: Grads) -> float:
     """Norm of the difference over the norm of the expected gradients."""
-    return norm(found[each] - expected[each] for each in expected) / norm(
+    return norm(result[name] - expected[name] for name in expected) / norm(
         expected.values()
     )
 
@@ -199,11 +199,11 @@ def timed(
     run, run_plain = contender.build(problem), plain(problem)
     run_plain(*problem.batch)
     start = time.perf_counter()
-    found = run(*problem.batch)
+    result = run(*problem.batch)
     first = time.perf_counter() - start
-    found = clip_and_sum(found) if kind == STORED else found
+    result = clip_and_sum(result) if kind == STORED else result
     close = case.close if contender.clips else case.mean
-    difference = case.check_batch(kind, name, found, close)
+    difference = case.check_batch(kind, name, result, close)
     checked = checked or {"error": difference, "checked_in": "float32"}
     interleaved(
         benchmark,
@@ -232,5 +232,5 @@ def memory_of(needed: int, plain: int) -> dict[str, float]:
 
     Below a mebibyte there is no ratio: pages of the allocator are all that is seen.
     """
-    found = {"peak_bytes": needed, "plain_peak_bytes": plain}
-    return {**found, "memory_ratio": needed / plain} if plain >= MEBIBYTE else found
+    info = {"peak_bytes": needed, "plain_peak_bytes": plain}
+    return {**info, "memory_ratio": needed / plain} if plain >= MEBIBYTE else info

@@ -56,51 +56,51 @@ def reads_words(p: dict, b: dict, x: Tensor, length: Tensor) -> Tensor:
 
 def problems(size: int) -> dict[str, Problem]:
     """Return the losses by name, for batches of this size."""
-    found = {}
+    losses = {}
     for name, widths in {"tiny": (8, 16, 4), "wide": (784, 256, 10)}.items():
         layers = [nn.Linear(*pair) for pair in pairwise(widths)]
         model = nn.Sequential(layers[0], nn.ReLU(), *layers[1:])
         classes = torch.randint(widths[-1], (size,))
         x = torch.randn(size, widths[0])
-        found[f"perceptron, {name}"] = of_model(model, x, classes)
+        losses[f"perceptron, {name}"] = of_model(model, x, classes)
     conv, classes = nn.Conv2d(1, 8, 3, stride=2), torch.randint(4, (size,))
     model = nn.Sequential(conv, nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
-    found["small CNN"] = of_model(model, torch.randn(size, 1, 14, 14), classes)
+    losses["small CNN"] = of_model(model, torch.randn(size, 1, 14, 14), classes)
     block = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
     model = nn.Sequential(nn.Embedding(50, 16), block, nn.Flatten(), nn.Linear(128, 4))
     words, classes = torch.randint(50, (size, 8)), torch.randint(4, (size,))
-    found["transformer"] = of_model(model, words, classes)
+    losses["transformer"] = of_model(model, words, classes)
     x, lengths = torch.randn(size, 300, 3), torch.randperm(300)[:size] + 1
     rows = programs.programs(size, 32, 8, torch.float32)
     params = rows["Laplacian"].params
-    found["sequences, all of other lengths"] = Problem(
+    losses["sequences, all of other lengths"] = Problem(
         reads_words, params, {}, (x, lengths)
     )
     for name in ("Laplacian", "forces", "gradient penalty", "step of MAML"):
         loss, params, batch, by_func, _ = rows[name]
-        batch = tuple(each[:size] for each in batch)
-        found[name] = Problem(loss, params, {}, batch)
+        batch = tuple(item[:size] for item in batch)
+        losses[name] = Problem(loss, params, {}, batch)
         if by_func is not None:
-            found[f"{name}, torch.func"] = Problem(by_func, params, {}, batch)
-    return found
+            losses[f"{name}, torch.func"] = Problem(by_func, params, {}, batch)
+    return losses
 
 
 def ways(problem: Problem) -> dict[str, Callable[[], Any]]:
     """Return the clipped sum by every strategy that runs the loss."""
-    loss, *given = problem
-    found = {}
+    loss, *arguments = problem
+    runs = {}
     for name in STRATEGIES:
         if name == "loop" and len(problem.batch[0]) > MOST:
             continue
         compute = vgrad.clipped_grad(loss, max_norm=1.0, strategy=name, verify=False)
-        run = partial(compute, *given[:2], *problem.batch)
+        run = partial(compute, *arguments[:2], *problem.batch)
         try:
             for _ in range(1 if name == "loop" else 3):
                 run()
         except (vgrad.UnsupportedOp, RuntimeError):
             continue
-        found[name] = run
-    return found
+        runs[name] = run
+    return runs
 
 
 def row(name: str, problem: Problem) -> tuple[str, ...]:
@@ -108,24 +108,24 @@ def row(name: str, problem: Problem) -> tuple[str, ...]:
     runs = ways(problem)
     explained = vgrad.explain(vgrad.clipped_grad(problem.loss, max_norm=1.0))
     chosen = explained(*problem[1:3], *problem.batch).strategy
-    times: dict[str, list[float]] = {each: [] for each in runs}
+    times: dict[str, list[float]] = {way: [] for way in runs}
     end, number = time.process_time() + SECONDS, 0
     while number < ROUNDS[0] or (number < ROUNDS[1] and time.process_time() < end):
         names, number = [*runs], number + 1
-        for each in names[number % len(names) :] + names[: number % len(names)]:
-            if each != "loop":
-                runs[each]()  # so that its caches are warm
+        for way in names[number % len(names) :] + names[: number % len(names)]:
+            if way != "loop":
+                runs[way]()  # so that its caches are warm
             start = time.process_time()
-            runs[each]()
-            times[each].append(time.process_time() - start)
-    medians = {each: statistics.median(found) for each, found in times.items()}
+            runs[way]()
+            times[way].append(time.process_time() - start)
+    medians = {way: statistics.median(spent) for way, spent in times.items()}
     auto, size = medians.pop("auto"), len(problem.batch[0])
     cells = [name, str(size), chosen, f"{auto / min(medians.values()):.2f}"]
     cells += [f"{medians[e] * 1e3:.1f}" if e in runs else "" for e in STRATEGIES[1:]]
-    for each in ("recorded", "vmap"):
-        if each in runs:
+    for way in ("recorded", "vmap"):
+        if way in runs:
             with Bytes() as moved:
-                runs[each]()
+                runs[way]()
             cells.append(f"{moved.launches}, {moved.total / size / 1e3:,.0f}")
         else:
             cells.append("")
@@ -138,7 +138,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", vgrad.FallbackWarning)
     heads = ("", "B", "auto takes", "auto / best")
-    heads += tuple(f"{each}, ms" for each in STRATEGIES[1:])
+    heads += tuple(f"{strategy}, ms" for strategy in STRATEGIES[1:])
     heads += ("recorded: launches, KB a sample", "vmap")
     tables = [problems(size) for size in BATCHES]
     lines = [heads, ("---", "---:", "---", *["---:"] * 6)]

@@ -46,7 +46,7 @@ def plain(problem: Problem) -> Run:
 
     def run(x: Tensor, y: Tensor) -> Grads:
         problem.mean_loss(model(x), y).backward()
-        return taken(model, "grad")
+        return pop_grads(model, "grad")
 
     return run
 
@@ -78,8 +78,8 @@ def loop_gradients(problem: Problem) -> Run:
         for row in range(len(x)):
             loss = problem.mean_loss(model(x[row, None]), y[row, None])
             grads = torch.autograd.grad(loss, list(params.values()))
-            for each, grad in zip(result.values(), grads, strict=True):
-                each[row] = grad
+            for rows, grad in zip(result.values(), grads, strict=True):
+                rows[row] = grad
         return result
 
     return run
@@ -139,7 +139,7 @@ def opacus_gradients(mode: str) -> Build:
         def run(x: Tensor, y: Tensor) -> Grads:
             problem.losses(wrapped(x), y).sum().backward()
             model.zero_grad()
-            return taken(model, "grad_sample")
+            return pop_grads(model, "grad_sample")
 
         return run
 
@@ -158,9 +158,9 @@ def opacus_clipped(mode: str) -> Build:
         def run(x: Tensor, y: Tensor) -> Grads:
             peer.backward(x, y)
             if mode == "ghost":
-                return taken(peer.model, "grad")
+                return pop_grads(peer.model, "grad")
             peer.optimizer.clip_and_accumulate()
-            result = taken(peer.model, "summed_grad")
+            result = pop_grads(peer.model, "summed_grad")
             peer.optimizer.zero_grad(set_to_none=True)
             return result
 
@@ -203,8 +203,8 @@ def opacus(
         losses = DPLossFastGradientClipping(wrapped, optimizer, losses, "sum")
 
     def backward(x: Tensor, y: Tensor) -> None:
-        found = losses(wrapped(x), y)
-        (found if ghost else found.sum()).backward()
+        values = losses(wrapped(x), y)
+        (values if ghost else values.sum()).backward()
 
     return Opacus(model, backward, optimizer)
 
@@ -219,7 +219,7 @@ def backpack_gradients(problem: Problem) -> Run:
         with backpack.backpack(backpack.extensions.BatchGrad()):
             problem.losses(model(x), y).sum().backward()
         model.zero_grad()
-        return taken(model, "grad_batch")
+        return pop_grads(model, "grad_batch")
 
     return run
 
@@ -236,7 +236,7 @@ def backpack_norms(problem: Problem) -> Run:
         with backpack.backpack(backpack.extensions.BatchL2Grad()):
             losses.sum().backward(retain_graph=True)
         model.zero_grad()
-        squares = torch.stack(list(taken(model, "batch_l2").values())).sum(0)
+        squares = torch.stack(list(pop_grads(model, "batch_l2").values())).sum(0)
         weighted = _factors(squares.sqrt()) @ losses
         grads = torch.autograd.grad(weighted, list(params.values()))
         return dict(zip(params, grads, strict=True))
@@ -288,15 +288,15 @@ def _opacus(problem: Problem, mode: str, **options: Any) -> tuple[nn.Module, Any
             module.repeat = True
         for name, child in module.named_children():
             if isinstance(child, nn.LSTM):
-                own = DPLSTM(
+                lstm = DPLSTM(
                     child.input_size,
                     child.hidden_size,
                     num_layers=child.num_layers,
                     batch_first=child.batch_first,
                     bidirectional=child.bidirectional,
                 )
-                own.load_state_dict(child.state_dict())
-                setattr(module, name, own.to(child.weight_ih_l0))
+                lstm.load_state_dict(child.state_dict())
+                setattr(module, name, lstm.to(child.weight_ih_l0))
     return model, wrap_model(model, mode, loss_reduction="sum", **options)
 
 
@@ -304,7 +304,7 @@ def _factors(norms: Tensor) -> Tensor:
     return (MAX_NORM / norms).clamp(max=1)
 
 
-def taken(model: nn.Module, attribute: str) -> Grads:
+def pop_grads(model: nn.Module, attribute: str) -> Grads:
     """Take what a backward pass left at the parameters away from them."""
     result = {}
     for name, parameter in model.named_parameters():

@@ -64,12 +64,12 @@ def main() -> None:
         for run in (ways := contenders(name)).values():
             run()
         for _ in range(ROUNDS):
-            for each, run in ways.items():
+            for way, run in ways.items():
                 start = time.process_time()
                 run()
-                times.setdefault(each, []).append(time.process_time() - start)
-        plain, *others = (statistics.median(found) for found in times.values())
-        cells = (f"{each / plain:.2f}" for each in others)
+                times.setdefault(way, []).append(time.process_time() - start)
+        plain, *others = (statistics.median(spent) for spent in times.values())
+        cells = (f"{median / plain:.2f}" for median in others)
         rows.append((name, f"{plain * 1e3:.0f}", *cells))
     lines = [("", "SGD, ms", *[*times][1:]), ("---", *["---:"] * 4), *rows]
     text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

@@ -117,12 +117,12 @@ def rates() -> tuple[float, float]:
 
 def best(run: Callable[[], Any], times: int = 15) -> float:
     """Shortest time of a run in seconds."""
-    found = []
+    spent = []
     for _ in range(times):
         start = time.perf_counter()
         run()
-        found.append(time.perf_counter() - start)
-    return min(found)
+        spent.append(time.perf_counter() - start)
+    return min(spent)
 
 
 def table(measured: dict[str, float]) -> str:

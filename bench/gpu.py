@@ -156,26 +156,26 @@ def main() -> None:
     parser.add_argument("--nets", nargs="+", choices=SETTINGS, default=None)
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    given = parser.parse_args()
-    if given.device == "cuda" and not torch.cuda.is_available():
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
         sys.exit("bench.gpu: torch sees no CUDA device here")
-    about = described(given.device)
-    folder = given.out / re.sub(r"\W+", "_", about["device"]).lower().strip("_")
+    about = described(arguments.device)
+    folder = arguments.out / re.sub(r"\W+", "_", about["device"]).lower().strip("_")
     names = {1: "tests", 2: "clipped_on_gpu", 3: "steps_on_gpu"}
-    results = Results(folder, names[given.part], about)
-    end = time.monotonic() + given.seconds
+    results = Results(folder, names[arguments.part], about)
+    end = time.monotonic() + arguments.seconds
     try:
-        if given.part == 1:
+        if arguments.part == 1:
             run_tests(results, end)
         else:
             options = Options(
-                given.device,
-                given.quick,
-                tuple(given.nets or (*TIMED, *FULL_SIZE)),
+                arguments.device,
+                arguments.quick,
+                tuple(arguments.nets or (*TIMED, *FULL_SIZE)),
             )
-            races = clipped_sums if given.part == 2 else others
+            races = clipped_sums if arguments.part == 2 else others
             warnings.simplefilter("ignore")
-            with alarm(given.seconds):
+            with alarm(arguments.seconds):
                 for race in races(options):
                     run_race(race, results, options, end)
             print("complete")
@@ -183,7 +183,7 @@ def main() -> None:
         print("the time is up: call again for the rest")
     finally:
         results.write()
-        text = tests_as_text if given.part == 1 else tables
+        text = tests_as_text if arguments.part == 1 else tables
         results.path.with_suffix(".md").write_text(text(results))
 
 
@@ -238,7 +238,7 @@ def run_race(race: Race, results: Results, options: Options, end: float) -> None
     rows: dict[str, Row] = {}
     for name in dict.fromkeys((race.baseline, *missing)):
         place = {"section": race.section, "case": race.case, "contender": name}
-        held = allocated(options.device)
+        before = allocated(options.device)
         start = time.monotonic()
         try:
             prepared = race.builds[name]()
@@ -267,13 +267,13 @@ def run_race(race: Race, results: Results, options: Options, end: float) -> None
             "build_seconds": time.monotonic() - start,
         }
         if name != race.baseline:  # that one made the batch
-            rows[name]["held_bytes"] = allocated(options.device) - held
+            rows[name]["held_bytes"] = allocated(options.device) - before
     if not set(missing) & set(ready):
         return
     seconds = 0.2 if options.quick else min(0.5, max(0.3, end - time.monotonic()))
-    runs = {name: each.run for name, each in ready.items()}
-    for name, found in timed(runs, options.device, seconds).items():
-        row = rows[name] | found
+    runs = {name: contender.run for name, contender in ready.items()}
+    for name, times in timed(runs, options.device, seconds).items():
+        row = rows[name] | times
         if options.device == "cuda":
             row["peak_bytes"] = peak(runs[name])
         if race.numbers is not None:
@@ -294,7 +294,7 @@ def timed(
     `host_seconds` is how long the host was busy with the call. As many rounds as take
     some seconds for each contender.
     """
-    whole = {name: [] for name in runs}
+    calls = {name: [] for name in runs}
     host = {name: [] for name in runs}
 
     def one_round() -> None:
@@ -304,21 +304,21 @@ def timed(
             run()
             host[name].append(time.perf_counter() - start)
             sync(device)
-            whole[name].append(time.perf_counter() - start)
+            calls[name].append(time.perf_counter() - start)
 
     one_round()
-    once = sum(each[-1] for each in whole.values())
+    once = sum(spent[-1] for spent in calls.values())
     rounds = max(FEWEST, min(MOST, int(seconds * len(runs) / once)))
-    for each in (*whole.values(), *host.values()):
-        each.clear()
+    for spent in (*calls.values(), *host.values()):
+        spent.clear()
     for _ in range(rounds):
         one_round()
-    medians = {name: statistics.median(each) for name, each in whole.items()}
+    medians = {name: statistics.median(spent) for name, spent in calls.items()}
     base = next(iter(medians.values()))
-    found = {}
-    for name, each in whole.items():
-        low, _, high = statistics.quantiles(each, n=4)
-        found[name] = {
+    figures = {}
+    for name, spent in calls.items():
+        low, _, high = statistics.quantiles(spent, n=4)
+        figures[name] = {
             "seconds": medians[name],
             "iqr_seconds": high - low,
             "host_seconds": statistics.median(host[name]),
@@ -326,7 +326,7 @@ def timed(
             "ratio": medians[name] / base,
             "rounds": rounds,
         }
-    return found
+    return figures
 
 
 def peak(run: Callable[[], Any]) -> int:
@@ -370,7 +370,7 @@ class Net:
         problem = self._problem(torch.float64)
         params = dict(problem.model.named_parameters())
         sums = {
-            clips: {name: torch.zeros_like(each) for name, each in params.items()}
+            clips: {name: torch.zeros_like(param) for name, param in params.items()}
             for clips in (True, False)
         }
         x, y = problem.batch
@@ -386,14 +386,14 @@ class Net:
 
     def prepare(self, contender: Contender, precision: str) -> Prepared:
         """Build a contender, and compare it with the loop on the whole batch."""
-        own = copy.deepcopy(self.problem.model)  # contenders may change it
-        run = contender.build(replace(self.problem, model=own))
+        model = copy.deepcopy(self.problem.model)  # contenders may change it
+        run = contender.build(replace(self.problem, model=model))
         inside = in_precision(run, self.device, precision)
         inside(*self.problem.batch)
         refuse_eager(run)
-        found = inside(*self.problem.batch)  # what is captured runs the second time
+        result = inside(*self.problem.batch)  # what is captured runs the second time
         expected = self.exact[contender.clips]
-        error = distance(found, expected)
+        error = distance(result, expected)
         if contender.clips:
             allowed = max(ALLOWED[precision], 2 * self.of_sgd[precision])
         else:
@@ -427,18 +427,18 @@ def refuse_eager(run: Any) -> None:
     """Raise where a call that should be captured ran in eager mode."""
     if isinstance(run, Compiled):
         reports = run.source.reports()
-        eager = [each.why for each in reports if each.backend == "eager"]
+        eager = [report.why for report in reports if report.backend == "eager"]
         if eager or not reports:
             raise RuntimeError(f"not captured: {' '.join(eager)}")
 
 
-def distance(found: Grads, expected: Grads) -> float:
+def distance(result: Grads, expected: Grads) -> float:
     """Return the norm of the difference over the norm of the expected gradients."""
 
     def norm(values: list[torch.Tensor]) -> float:
-        return math.hypot(*(float(each.norm()) for each in values))
+        return math.hypot(*(float(value.norm()) for value in values))
 
-    difference = [found[n].detach().double() - each for n, each in expected.items()]
+    difference = [result[n].detach().double() - value for n, value in expected.items()]
     return norm(difference) / norm(list(expected.values()))
 
 
@@ -469,8 +469,8 @@ def _of_a_net(
     net = Net(name, options)
     for precision in precisions:
         builds = {
-            each: partial(net.prepare, contender, precision)
-            for each, contender in contenders.items()
+            key: partial(net.prepare, contender, precision)
+            for key, contender in contenders.items()
         }
         yield Race(f"clipped sum, {precision}", name, builds)
 
@@ -494,11 +494,11 @@ def others(options: Options) -> Iterator[Race]:
 def noise(options: Options) -> Race:
     """Make the race for normal numbers, as many as a network has parameters."""
     setting = test_per_sample.Setting(options.device, torch.float32, 2)
-    numbers = sum(each.numel() for each in setting.params.values())
+    numbers = sum(param.numel() for param in setting.params.values())
 
     def prepare(build: Callable[..., Callable[[], Grads]]) -> Prepared:
         run = build(setting)
-        drawn = torch.cat([each.flatten() for each in run().values()]).double()
+        drawn = torch.cat([value.flatten() for value in run().values()]).double()
         return Prepared(run, float(abs(drawn.std() - 1)), 5 / numbers**0.5)
 
     builds = {
@@ -520,16 +520,16 @@ def private_steps(name: str, options: Options) -> Race:
     if options.device == "cuda":
         names.append("vgrad-cudagraph")
 
-    def prepare(build: Callable[[steps.Task], steps.Stepper], own: bool) -> Prepared:
+    def prepare(build: Callable[[steps.Task], steps.Stepper], ours: bool) -> Prepared:
         error = 0.0
-        if own:
+        if ours:
             small = make(torch.float64, 4, small=True)
             stepper = build(small)
             for batch in small.draws[:2]:
                 stepper.step(*batch)
             refuse_eager(stepper.step)
-            found = steps.moved(small, stepper.params())
-            error = oracle.error(found, steps.expected(small, 2))
+            result = steps.moved(small, stepper.params())
+            error = oracle.error(result, steps.expected(small, 2))
         task = make(torch.float32, samples, small=options.quick)
         stepper = build(task)
         batches = task.draws[:DRAWS] if build is not steps.sgd else [task.fixed]
@@ -542,23 +542,25 @@ def private_steps(name: str, options: Options) -> Race:
     builds = {
         SGD: partial(prepare, steps.sgd, False),
         "vmap": partial(prepare, steps.by_hand, False),
-        **{each: partial(prepare, steps.STEPS[each], True) for each in names},
+        **{key: partial(prepare, steps.STEPS[key], True) for key in names},
     }
     return Race("private step", name, builds)
 
 
 def optimizer_steps(shapes: str, optimizer: str, options: Options) -> Race:
     """Make the race of optimizer steps on parameters of some shapes."""
-    given = test_optim.problem(shapes, options.device, options.quick)
+    problem = test_optim.problem(shapes, options.device, options.quick)
 
     def prepare(name: str) -> Prepared:
-        found = test_optim.CONTENDERS[name](optimizer, given, "inductor")
-        expected = test_optim.PLAIN(optimizer, given, "inductor")
+        stepper = test_optim.CONTENDERS[name](optimizer, problem, "inductor")
+        expected = test_optim.PLAIN(optimizer, problem, "inductor")
         for _ in range(test_optim.CHECKED_STEPS):
-            found.step()
+            stepper.step()
             expected.step()
-        error = test_optim.difference(found.params(), expected.params(), given.params)
-        return Prepared(found.step, error, test_optim.CLOSE)
+        error = test_optim.difference(
+            stepper.params(), expected.params(), problem.params
+        )
+        return Prepared(stepper.step, error, test_optim.CLOSE)
 
     names = ["torch loop", "torch foreach", "torch fused", "vgrad eager"]
     names += ["vgrad donated"]
@@ -597,15 +599,15 @@ class Recorder:
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
         """Leave out what has passed before."""
         rows = self.results.rows
-        left = [
-            each
-            for each in items
-            if rows.get(each.nodeid, {}).get("outcome") != "passed"
+        pending = [
+            item
+            for item in items
+            if rows.get(item.nodeid, {}).get("outcome") != "passed"
         ]
         config.hook.pytest_deselected(
-            items=[each for each in items if each not in left]
+            items=[item for item in items if item not in pending]
         )
-        items[:] = left
+        items[:] = pending
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
@@ -655,13 +657,13 @@ def tests_as_text(results: Results) -> str:
     """Return how many tests passed, why some were skipped, and those that failed."""
     rows = results.rows
     outcomes = Counter(row["outcome"] for row in rows.values())
-    counted = [f"{outcomes[each]} {each}" for each in ("passed", "failed", "skipped")]
-    lines = [_made(results, 1), "", ", ".join(counted) + "."]
+    counted = [f"{outcomes[n]} {n}" for n in ("passed", "failed", "skipped")]
+    lines = [_heading(results, 1), "", ", ".join(counted) + "."]
     skipped = Counter(r["why"] for r in rows.values() if r["outcome"] == "skipped")
     failed = {n: r["why"] for n, r in rows.items() if r["outcome"] == "failed"}
     lines += ["", *(f"* {number} skipped: {why}" for why, number in skipped.items())]
     for name, why in failed.items():
-        said = [each for each in why.splitlines() if each.startswith("E ")]
+        said = [line for line in why.splitlines() if line.startswith("E ")]
         lines.append(f"* `{name}`: {' '.join(said[:2] or why.splitlines()[-1:])}")
     return "\n".join(lines) + "\n"
 
@@ -671,7 +673,7 @@ def tables(results: Results) -> str:
 
     The last line has geometric means, and of how many cases they are.
     """
-    lines = [_made(results, 2 if "clipped" in results.path.name else 3)]
+    lines = [_heading(results, 2 if "clipped" in results.path.name else 3)]
     lines[0] += (
         " The second number of a cell is peak memory over the first contender's."
     )
@@ -693,7 +695,7 @@ def tables(results: Results) -> str:
             lines.append(_line(cells))
         means = ["**geometric mean**", ""]
         for name in others:
-            ratios = [r["ratio"] for (_, each), r in measured.items() if each == name]
+            ratios = [r["ratio"] for (_, n), r in measured.items() if n == name]
             means.append(f"{_mean(ratios):.2f} ({len(ratios)})" if ratios else "")
         lines.append(_line(means))
     refused = [row for row in rows if "refused" in row]
@@ -705,7 +707,7 @@ def tables(results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _made(results: Results, part: int) -> str:
+def _heading(results: Results, part: int) -> str:
     about = results.about
     commits = {row["commit"] for row in results.rows.values()} or {about["commit"]}
     return (

@@ -45,23 +45,23 @@ def draw(measured: list[Row]) -> Figure:
     for case, (time, memory) in zip(cases, panels, strict=True):
         for number, name in enumerate(NAMES):
             # Interleaved measurements take the place of others.
-            found = {
+            by_members = {
                 row["members"]: row
                 for row in (*finer, *rows)
                 if _case(row) == case and row["contender"] == name
             }
-            at = sorted(found)
-            ratios = [found[each]["ratio_to_plain"] for each in at]
+            at = sorted(by_members)
+            ratios = [by_members[n]["ratio_to_plain"] for n in at]
             if name != "loop":  # which the others are measured beside
                 drawing.line(time, at, ratios, name, number)
-            known = [each for each in at if "peak_bytes" in found[each]]
-            peaks = [found[each]["peak_bytes"] / suites.MEBIBYTE for each in known]
-            drawing.line(memory, known, peaks, name, number)
+            with_memory = [n for n in at if "peak_bytes" in by_members[n]]
+            peaks = [by_members[n]["peak_bytes"] / suites.MEBIBYTE for n in with_memory]
+            drawing.line(memory, with_memory, peaks, name, number)
         time.axhline(1, color=drawing.COLOURS[0], linestyle="--", label="loop")
         ticks = sorted({row["members"] for row in rows if _case(row) == case})
         for axes in (time, memory):
             axes.set_xscale("log")
-            axes.set_xticks(ticks, [str(each) for each in ticks])
+            axes.set_xticks(ticks, [str(tick) for tick in ticks])
             axes.minorticks_off()
             axes.set_ylim(bottom=0)
         y = "time / time of the loop"

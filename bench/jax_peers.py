@@ -64,7 +64,7 @@ def convolution(module: nn.Conv2d, weights: Weights, x: jax.Array) -> jax.Array:
         x,
         weights["weight"],
         module.stride,
-        [(each, each) for each in module.padding],
+        [(size, size) for size in module.padding],
         feature_group_count=module.groups,
     )
     return x if module.bias is None else x + weights["bias"][:, None, None]
@@ -228,9 +228,9 @@ def jitted(make: Callable[[Problem], Callable[..., Params]]) -> Callable[..., Ru
         }
 
         def run(x: Tensor, y: Tensor) -> Grads:
-            batch = (jax.dlpack.from_dlpack(each) for each in (x, y))
-            found = jax.block_until_ready(compute(params, *batch))
-            return {name: torch.from_dlpack(each) for name, each in found.items()}
+            batch = (jax.dlpack.from_dlpack(tensor) for tensor in (x, y))
+            grads = jax.block_until_ready(compute(params, *batch))
+            return {name: torch.from_dlpack(grad) for name, grad in grads.items()}
 
         return run
 

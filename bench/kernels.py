@@ -56,7 +56,7 @@ class _Scheduled(BaseException):
 def kernels(run: Callable[[], Any]) -> int:
     """Count the kernels of a function that compiles one graph, on that device."""
     _register()
-    found: list[int] = []
+    counts: list[int] = []
 
     def count(self: Any) -> None:
         nodes = [
@@ -66,7 +66,7 @@ def kernels(run: Callable[[], Any]) -> int:
             # One of several results launches nothing.
             and not isinstance(node.node, ir.MultiOutput)
         ]
-        found.append(len(nodes))
+        counts.append(len(nodes))
         raise _Scheduled
 
     torch.compiler.reset()
@@ -74,7 +74,7 @@ def kernels(run: Callable[[], Any]) -> int:
         try:
             run()
         except _Scheduled:
-            return found[0]
+            return counts[0]
     raise RuntimeError("expected Inductor to schedule a graph; it had none")
 
 

@@ -21,7 +21,7 @@ from bench.launches import (
 )
 from bench.models import COUNTED, MODELLED, SETTINGS
 
-Whole = dict[str, Any]
+Report = dict[str, Any]
 GPU = "H100"
 """The GPU of the aims."""
 
@@ -30,20 +30,20 @@ SMALL = 30
 
 
 def ratios(
-    whole: Whole,
+    report: Report,
     value: Callable[[dict[str, Any]], float],
     over: tuple[str, str],
     precision: str,
     nets: Iterable[str] | None = None,
 ) -> dict[str, float]:
     """Return a value of one call over that of another, by net, where both ran."""
-    found = {}
-    for net in whole["counts"] if nets is None else nets:
-        rows = whole["counts"].get(net, {}).get(precision, {})
+    result = {}
+    for net in report["counts"] if nets is None else nets:
+        rows = report["counts"].get(net, {}).get(precision, {})
         above, below = (rows.get(name) for name in over)
         if ran(above) and ran(below):
-            found[net] = value(above) / value(below)
-    return found
+            result[net] = value(above) / value(below)
+    return result
 
 
 def ran(row: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
@@ -61,70 +61,72 @@ def seconds(row: dict[str, Any], gpu: str = GPU) -> float:
 
 def mean(values: Iterable[float]) -> float:
     """Return the geometric mean."""
-    logs = [math.log(each) for each in values]
+    logs = [math.log(value) for value in values]
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
 
 
 class Aim(NamedTuple):
     """Something to be reached: at most so much, and how much it is now."""
 
-    what: str
-    most: float
+    name: str
+    limit: float
     now: float
     where: str = ""
 
 
-def aims(whole: Whole) -> list[Aim]:
+def aims(report: Report) -> list[Aim]:
     """Return the aims, each with its value now."""
     plain = PRECISIONS[0]
-    of_sgd = ratios(whole, launches, (EAGER, SGD), plain)
-    of_vmap = ratios(whole, launches, (EAGER, VMAP), plain)
-    steps = ratios(whole, launches, (STEP, SGD_STEP), plain)
-    replays = ratios(whole, launches, (REPLAY, EAGER), plain)
+    of_sgd = ratios(report, launches, (EAGER, SGD), plain)
+    of_vmap = ratios(report, launches, (EAGER, VMAP), plain)
+    steps = ratios(report, launches, (STEP, SGD_STEP), plain)
+    replays = ratios(report, launches, (REPLAY, EAGER), plain)
     replays |= {
-        f"{net}, step": each
-        for net, each in ratios(whole, launches, (STEP_REPLAY, STEP), plain).items()
+        f"{net}, step": ratio
+        for net, ratio in ratios(report, launches, (STEP_REPLAY, STEP), plain).items()
     }
     tiny = {
-        net for net in of_sgd if whole["counts"][net][plain][SGD]["launches"] < SMALL
+        net for net in of_sgd if report["counts"][net][plain][SGD]["launches"] < SMALL
     }
-    found = [
+    result = [
         Aim("launches of a clipped sum / SGD's, mean", 2.6, mean(of_sgd.values())),
         _worst("the same, worst net", 3.8, of_sgd, of_sgd.keys() - tiny),
         _worst(f"the same, nets of fewer than {SMALL}", 4.5, of_sgd, tiny),
         _worst("launches of a clipped sum / vmap's", 1.25, of_vmap),
         Aim("launches of a private step / SGD step's, mean", 2.2, mean(steps.values())),
         _worst("launches of a replay / eager's", 1.0, replays),
-        _worst("waits of a clipped sum or private step", 1, _largest(whole, _waits)),
-        _worst("copies between host and device", 0, _largest(whole, _copies)),
+        _worst("waits of a clipped sum or private step", 1, _largest(report, _waits)),
+        _worst("copies between host and device", 0, _largest(report, _copies)),
     ]
     compiled = {
         net: rows["float32"][EAGER]["kernels"] / rows["float32"][SGD]["kernels"]
-        for net, rows in whole["kernels"].items()
+        for net, rows in report["kernels"].items()
     }
     if compiled:
-        found.append(_worst("kernels of Inductor / of compiled SGD", 1.3, compiled))
-    for precision, most in zip(PRECISIONS, (1.5, 1.6, 1.7, 1.7), strict=True):
-        took = ratios(whole, seconds, (EAGER, SGD), precision, MODELLED)
-        what = f"modelled time / SGD's, {len(took)} nets, {precision}, mean"
-        found.append(Aim(what, most, mean(took.values())))
-    return found
+        result.append(_worst("kernels of Inductor / of compiled SGD", 1.3, compiled))
+    for precision, limit in zip(PRECISIONS, (1.5, 1.6, 1.7, 1.7), strict=True):
+        took = ratios(report, seconds, (EAGER, SGD), precision, MODELLED)
+        name = f"modelled time / SGD's, {len(took)} nets, {precision}, mean"
+        result.append(Aim(name, limit, mean(took.values())))
+    return result
 
 
 def _worst(
-    what: str, most: float, values: dict[str, float], nets: Iterable[str] | None = None
+    name: str, limit: float, values: dict[str, float], nets: Iterable[str] | None = None
 ) -> Aim:
     chosen = {net: values[net] for net in (values if nets is None else nets)}
     if not chosen:
-        return Aim(what, most, math.nan)
-    net = max(chosen, key=lambda each: chosen[each])
-    return Aim(what, most, chosen[net], net if chosen[net] else "")
+        return Aim(name, limit, math.nan)
+    net = max(chosen, key=lambda key: chosen[key])
+    return Aim(name, limit, chosen[net], net if chosen[net] else "")
 
 
-def _largest(whole: Whole, value: Callable[[dict[str, Any]], int]) -> dict[str, float]:
+def _largest(
+    report: Report, value: Callable[[dict[str, Any]], int]
+) -> dict[str, float]:
     return {
         f"{net}, {precision}, {name}": value(rows[name])
-        for net, kinds in whole["counts"].items()
+        for net, kinds in report["counts"].items()
         for precision, rows in kinds.items()
         for name in (EAGER, REPLAY, STEP, STEP_REPLAY)
         if ran(rows.get(name))
@@ -139,22 +141,24 @@ def _copies(row: dict[str, Any]) -> int:
     return row["to_host"] + row["to_device"]
 
 
-def markdown(whole: Whole) -> str:
+def markdown(report: Report) -> str:
     """Return the aims, and tables of launches, of modelled time and of kernels."""
-    about = whole["about"]
+    about = report["about"]
     rates = "; ".join(
-        f"{gpu} " + " / ".join(f"{each / 1e12:g}" for each in of.values())
+        f"{gpu} " + " / ".join(f"{rate / 1e12:g}" for rate in of.values())
         for gpu, of in about["flops_per_second"].items()
     )
     widths = ", ".join(
-        f"{gpu} {each / 1e12:g}" for gpu, each in about["bytes_per_second"].items()
+        f"{gpu} {width / 1e12:g}" for gpu, width in about["bytes_per_second"].items()
     )
     commits: dict[str, list[str]] = {}
-    for net, commit in whole["commits"].items():
+    for net, commit in report["commits"].items():
         commits.setdefault(commit, []).append(net)
-    made = "; ".join(f"commit {each}: {', '.join(of)}" for each, of in commits.items())
+    runs = "; ".join(
+        f"commit {commit}: {', '.join(of)}" for commit, of in commits.items()
+    )
     lines = [
-        f"Made by `make launches` on {about['date']}, torch {about['torch']}, {made}. "
+        f"Made by `make launches` on {about['date']}, torch {about['torch']}, {runs}. "
         f"Counts are exact; times are modelled: {about['formula']}. "
         f"TFLOP/s in half precision / TF32 / float32 / float64: {rates}. TB/s: "
         f"{widths}. Of both, {about['share']:.0%} are assumed. Means are geometric.",
@@ -164,28 +168,28 @@ def markdown(whole: Whole) -> str:
         *_table(
             ["", "at most", "now", "", "worst"],
             (
-                [each.what, f"{each.most:g}", f"{each.now:.3g}", *_met(each)]
-                for each in aims(whole)
+                [aim.name, f"{aim.limit:g}", f"{aim.now:.3g}", *_met(aim)]
+                for aim in aims(report)
             ),
         ),
     ]
     for precision in PRECISIONS:
-        lines += ["", f"**Launches, {precision}**", "", *_launches(whole, precision)]
+        lines += ["", f"**Launches, {precision}**", "", *_launches(report, precision)]
     for precision in PRECISIONS:
         title = f"**Modelled time over SGD's, {precision}: A100, H100, H200**"
-        lines += ["", title, "", *_modelled(whole, precision)]
+        lines += ["", title, "", *_modelled(report, precision)]
     lines += [
         "",
         "**Kernels of Inductor** by its rules for GPUs, and calls of other kernels",
         "",
-        *_kernels(whole),
+        *_kernels(report),
     ]
-    missing = [net for net in COUNTED if net not in whole["counts"]]
+    missing = [net for net in COUNTED if net not in report["counts"]]
     if missing:
         lines += ["", f"Not counted yet: {', '.join(missing)}."]
     refused = [
         f"* {net}, {precision}, {name}: {row['refused']}"
-        for net, kinds in whole["counts"].items()
+        for net, kinds in report["counts"].items()
         for precision, rows in kinds.items()
         for name, row in rows.items()
         if "refused" in row
@@ -198,75 +202,75 @@ PAGES = (ROOT / "docs/on_a_gpu.md", ROOT / "README.md")
 """The pages with a part of the tables."""
 
 
-def filled(text: str, whole: Whole) -> str:
+def filled(text: str, report: Report) -> str:
     """Return a page with the counts between its marks, `<!-- counted -->` and so on."""
     parts = {"counted": _counted, "modelled": _means, "launches": _sentence}
     for mark, part in parts.items():
         if f"<!-- {mark} -->" in text:
             before, _, rest = text.partition(f"<!-- {mark} -->\n")
             _, _, after = rest.partition("<!-- end -->")
-            lines = "\n".join(["", *part(whole), ""])
+            lines = "\n".join(["", *part(report), ""])
             text = f"{before}<!-- {mark} -->\n{lines}\n<!-- end -->{after}"
     return text
 
 
-def _counted(whole: Whole) -> list[str]:
+def _counted(report: Report) -> list[str]:
     """Return the launches of each net in few columns."""
     names = (SGD, VMAP, EAGER, REPLAY)
     body = []
     pairs = (EAGER, SGD), (VMAP, SGD), (STEP, SGD_STEP)
-    over = [ratios(whole, launches, pair, PRECISIONS[0]) for pair in pairs]
-    for net, kinds in whole["counts"].items():
+    over = [ratios(report, launches, pair, PRECISIONS[0]) for pair in pairs]
+    for net, kinds in report["counts"].items():
         rows = kinds[PRECISIONS[0]]
         cells = [
             f"{rows[name]['launches']:,}" if ran(rows.get(name)) else _why(rows, name)
             for name in names
         ]
-        cells += [f"{each[net]:.2f}" if net in each else "" for each in over]
+        cells += [f"{column[net]:.2f}" if net in column else "" for column in over]
         body.append([SETTINGS[net].title, *cells])
-    means = [f"{mean(each.values()):.2f}" for each in over]
+    means = [f"{mean(column.values()):.2f}" for column in over]
     body.append(["geometric mean", *[""] * len(names), *means])
     head = ["launches", "plain SGD", "vmap", "vgrad", "replayed"]
     head += ["vgrad / SGD", "vmap / SGD", "private step / SGD step"]
     return _table(head, body)
 
 
-def _means(whole: Whole) -> list[str]:
+def _means(report: Report) -> list[str]:
     """Return the means of modelled times."""
     body = []
     for precision in PRECISIONS:
         cells = []
         for name in (VMAP, EAGER):
-            for gpu in whole["about"]["flops_per_second"]:
+            for gpu in report["about"]["flops_per_second"]:
                 took = partial(seconds, gpu=gpu)
-                over = ratios(whole, took, (name, SGD), precision, MODELLED)
+                over = ratios(report, took, (name, SGD), precision, MODELLED)
                 cells.append(f"{mean(over.values()):.2f}")
         body.append([precision, *cells])
-    gpus = tuple(whole["about"]["flops_per_second"])
+    gpus = tuple(report["about"]["flops_per_second"])
     head = ["", *(f"{name}, {gpu}" for name in ("vmap", "vgrad") for gpu in gpus)]
     return _table(head, body)
 
 
-def _sentence(whole: Whole) -> list[str]:
+def _sentence(report: Report) -> list[str]:
     """Return the comparison of the README."""
     plain, half = PRECISIONS[0], PRECISIONS[2]
-    own = ratios(whole, launches, (EAGER, SGD), plain)
-    vmap = ratios(whole, launches, (VMAP, SGD), plain)
-    step = ratios(whole, launches, (STEP, SGD_STEP), plain)
+    clipped = ratios(report, launches, (EAGER, SGD), plain)
+    vmap = ratios(report, launches, (VMAP, SGD), plain)
+    step = ratios(report, launches, (STEP, SGD_STEP), plain)
     took = [
-        mean(ratios(whole, seconds, (name, SGD), kind, MODELLED).values())
+        mean(ratios(report, seconds, (name, SGD), kind, MODELLED).values())
         for kind in (plain, half)
         for name in (EAGER, VMAP)
     ]
     return [
-        f"On a GPU launches count: a clipped sum launches {mean(own.values()):.1f} "
+        f"On a GPU launches count: a clipped sum launches {mean(clipped.values()):.1f} "
         "times the kernels",
         "of plain SGD's forward and backward pass (`vmap(grad)` with a plain clip "
         f"{mean(vmap.values()):.1f}, a",
         f"net on which it loops among them), a whole private step "
         f"{mean(step.values()):.1f} times an SGD step's in",
         "eager mode, mostly for noise: geometric means of "
-        f"{len(own)} nets. Modelled on an {GPU}, the sum takes",
+        f"{len(clipped)} nets. Modelled on an {GPU}, the sum takes",
         f"{took[0]:.1f} times SGD's time in float32 (vmap {took[1]:.1f}) and "
         f"{took[2]:.1f} under autocast ({took[3]:.1f});",
         "[On a GPU](docs/on_a_gpu.md) has the tables.",
@@ -276,10 +280,10 @@ def _sentence(whole: Whole) -> list[str]:
 def _met(aim: Aim) -> tuple[str, str]:
     if math.isnan(aim.now):
         return "not counted", ""
-    return "met" if aim.now <= aim.most * (1 + 1e-9) else "missed", aim.where
+    return "met" if aim.now <= aim.limit * (1 + 1e-9) else "missed", aim.where
 
 
-def _launches(whole: Whole, precision: str) -> list[str]:
+def _launches(report: Report, precision: str) -> list[str]:
     names = (SGD, VMAP, EAGER, REPLAY, SGD_STEP, STEP, STEP_REPLAY)
     if precision.endswith("TF32"):
         names = WITH_TF32
@@ -287,19 +291,19 @@ def _launches(whole: Whole, precision: str) -> list[str]:
     head += ["waits", "copies"]
     body = []
     pairs = (EAGER, SGD), (EAGER, VMAP), (STEP, SGD_STEP)
-    over = [ratios(whole, launches, pair, precision) for pair in pairs]
-    for net, kinds in whole["counts"].items():
+    over = [ratios(report, launches, pair, precision) for pair in pairs]
+    for net, kinds in report["counts"].items():
         rows = kinds[precision]
         cells = [
             f"{rows[name]['launches']:,}" if ran(rows.get(name)) else _why(rows, name)
             for name in names
         ]
-        cells += [f"{each[net]:.2f}" if net in each else "" for each in over]
-        own = [rows[name] for name in (EAGER, STEP) if ran(rows.get(name))]
-        cells += [", ".join(str(_waits(row)) for row in own)]
-        cells += [", ".join(str(_copies(row)) for row in own)]
+        cells += [f"{column[net]:.2f}" if net in column else "" for column in over]
+        clipped = [rows[name] for name in (EAGER, STEP) if ran(rows.get(name))]
+        cells += [", ".join(str(_waits(row)) for row in clipped)]
+        cells += [", ".join(str(_copies(row)) for row in clipped)]
         body.append([SETTINGS[net].title, *cells])
-    means = [f"{mean(each.values()):.2f}" if each else "" for each in over]
+    means = [f"{mean(column.values()):.2f}" if column else "" for column in over]
     body.append(["**mean**", *[""] * len(names), *means, "", ""])
     return _table(head, body)
 
@@ -308,40 +312,40 @@ def _why(rows: dict[str, Any], name: str) -> str:
     return "refused" if name in rows else "not counted"
 
 
-def _modelled(whole: Whole, precision: str) -> list[str]:
-    gpus = tuple(whole["about"]["flops_per_second"])
+def _modelled(report: Report, precision: str) -> list[str]:
+    gpus = tuple(report["about"]["flops_per_second"])
     names = (VMAP, EAGER) if precision.endswith("TF32") else (VMAP, EAGER, REPLAY)
     body = []
     for net in MODELLED:
-        rows = whole["counts"].get(net, {}).get(precision, {})
+        rows = report["counts"].get(net, {}).get(precision, {})
         if SGD not in rows:
             continue
         base = rows[SGD]["seconds"]
         cells = [f"{1e3 * base[GPU]:.3f}"]
         for name in names:
             took = rows[name]["seconds"] if ran(rows.get(name)) else {}
-            each = [f"{took[gpu] / base[gpu]:.2f}" for gpu in took]
-            cells.append(", ".join(each) or _why(rows, name))
+            times = [f"{took[gpu] / base[gpu]:.2f}" for gpu in took]
+            cells.append(", ".join(times) or _why(rows, name))
         body.append([SETTINGS[net].title, *cells])
     means = []
     for name in names:
         over = [
-            ratios(whole, partial(seconds, gpu=gpu), (name, SGD), precision, MODELLED)
+            ratios(report, partial(seconds, gpu=gpu), (name, SGD), precision, MODELLED)
             for gpu in gpus
         ]
-        means.append(", ".join(f"{mean(each.values()):.2f}" for each in over))
+        means.append(", ".join(f"{mean(column.values()):.2f}" for column in over))
     body.append(["**mean**", "", *means])
     return _table(["net", f"SGD, ms, {GPU}", *names], body)
 
 
-def _kernels(whole: Whole) -> list[str]:
+def _kernels(report: Report) -> list[str]:
     body = []
-    for net, kinds in whole["kernels"].items():
+    for net, kinds in report["kernels"].items():
         cells = []
         for rows in kinds.values():
-            base, own = rows[SGD], rows[EAGER]
-            made = [each["kernels"] for each in (base, own)]
-            cells += [*map(str, made), f"{made[1] / made[0]:.2f}"]
+            base, clipped = rows[SGD], rows[EAGER]
+            kernels = [row["kernels"] for row in (base, clipped)]
+            cells += [*map(str, kernels), f"{kernels[1] / kernels[0]:.2f}"]
         body.append([SETTINGS[net].title, *cells])
     head = ["net"]
     for precision in PRECISIONS[::2]:
@@ -354,7 +358,7 @@ def _table(head: list[str], body: Iterable[list[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in rows]
 
 
-def draw(whole: Whole) -> Figure:
+def draw(report: Report) -> Figure:
     """Draw launches over those of plain SGD, and the modelled time over its time."""
     figure = Figure(figsize=(9, 7), layout="constrained")
     panels = figure.subplots(2, 1)
@@ -364,17 +368,17 @@ def draw(whole: Whole) -> Figure:
         panels,
         (launches, seconds),
         titles,
-        (tuple(whole["counts"]), MODELLED),
+        (tuple(report["counts"]), MODELLED),
         strict=True,
     ):
-        drawn = [net for net in nets if net in whole["counts"]]
+        drawn = [net for net in nets if net in report["counts"]]
         marks = ((VMAP, precision), (EAGER, precision))
         if value is launches:
             marks += ((REPLAY, precision),)
         else:
             marks += ((VMAP, PRECISIONS[2]), (EAGER, PRECISIONS[2]))
         for place, (name, kind) in enumerate(marks):
-            of = ratios(whole, value, (name, SGD), kind, drawn)
+            of = ratios(report, value, (name, SGD), kind, drawn)
             label = name if value is launches else f"{name}, {kind}"
             where = [drawn.index(net) + 0.16 * place - 0.24 for net in of]
             axes.bar(where, list(of.values()), width=0.15, label=label)

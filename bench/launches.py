@@ -119,7 +119,7 @@ def count(
 
     The process must have the device, and enough memory of it.
     """
-    found: dict[str, Any] = {kind: {} for kind in precisions}
+    results: dict[str, Any] = {kind: {} for kind in precisions}
     for name, build in builds(net):
         if name not in names:
             continue
@@ -136,22 +136,22 @@ def count(
                 seen[ops] = _counts(build, ops, warm=warm, steps=min(of, 2))
             counts = seen[ops]
             if isinstance(counts, str):
-                found[kind][name] = {"refused": counts}
+                results[kind][name] = {"refused": counts}
                 continue
-            rows = [_row(each, tf32) for each in counts]
-            found[kind][name] = _mean(rows[0], rows[-1], of)
-    return found
+            rows = [_row(launched, tf32) for launched in counts]
+            results[kind][name] = _mean(rows[0], rows[-1], of)
+    return results
 
 
 def drawn_together(net: str) -> int:
     """Return how many private steps of a net one draw of noise serves."""
     params = SETTINGS[net].problem("meta", torch.float32, 1).model.parameters()
-    tiles = sum(math.ceil(each.numel() / noise.TILE) for each in params)
+    tiles = sum(math.ceil(param.numel() / noise.TILE) for param in params)
     return max(1, noise.ON_DEVICE // (noise.TILE * tiles))
 
 
 def _row(counts: Any, tf32: bool) -> dict[str, Any]:
-    events = [each for each in counts.events if each.kind == "launch"]
+    events = [event for event in counts.events if event.kind == "launch"]
     return {
         "launches": counts.launches,
         "waits": counts.waits,
@@ -192,16 +192,16 @@ def count_kernels(net: str) -> dict[str, Any]:
     """Count the kernels of the compiled sums of a net, {precision: {call: row}}."""
     setting = SETTINGS[net]
     problem = setting.problem(DEVICE, torch.float32, setting.samples)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for kind in PRECISIONS[::2]:
         low = kind.startswith("bfloat16")
-        rows = found[kind] = {}
+        rows = results[kind] = {}
         for name, contender in ((SGD, PLAIN), (EAGER, "vgrad-inductor")):
             run = COMPILED[contender].build(problem)
             with torch.autocast(DEVICE, torch.bfloat16, enabled=low):
-                made = kernels(lambda run=run: run(*problem.batch))
-                rows[name] = {"kernels": made}
-    return found
+                kernel_count = kernels(lambda run=run: run(*problem.batch))
+                rows[name] = {"kernels": kernel_count}
+    return results
 
 
 def main() -> None:
@@ -211,24 +211,24 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=FILE)
     everything = (*CALLS, *STEPS, KERNELS)
     parser.add_argument("--calls", nargs="+", choices=everything, default=everything)
-    given = parser.parse_args()
-    kept = json.loads(given.out.read_text()) if given.out.exists() else {}
-    counts, compiled = kept.get("counts", {}), kept.get("kernels", {})
-    commits = kept.get("commits", {})
-    names = [name for name in given.calls if name != KERNELS]
+    arguments = parser.parse_args()
+    earlier = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    counts, compiled = earlier.get("counts", {}), earlier.get("kernels", {})
+    commits = earlier.get("commits", {})
+    names = [name for name in arguments.calls if name != KERNELS]
     # The device changes torch for a whole process, which is not this one.
     context = multiprocessing.get_context("spawn")
     with context.Pool(1, _register) as on_the_device:
-        for net in given.nets or COUNTED:
-            found = on_the_device.apply(_with_memory, (count, net, PRECISIONS, names))
-            for kind, of_kind in found.items():
+        for net in arguments.nets or COUNTED:
+            results = on_the_device.apply(_with_memory, (count, net, PRECISIONS, names))
+            for kind, of_kind in results.items():
                 rows = counts.setdefault(net, {})
                 merged = rows.get(kind, {}) | of_kind
                 rows[kind] = {n: merged[n] for n in (*CALLS, *STEPS) if n in merged}
-            if KERNELS in given.calls and net not in STEP_BY_STEP:
+            if KERNELS in arguments.calls and net not in STEP_BY_STEP:
                 compiled[net] = on_the_device.apply(_with_memory, (count_kernels, net))
             commits[net] = commit()
-            write(given.out, counts, compiled, commits)
+            write(arguments.out, counts, compiled, commits)
             print(net, flush=True)
 
 
@@ -246,7 +246,7 @@ def write(
     commits: dict[str, str],
 ) -> None:
     """Write the file, the tables and the picture, whole at any moment."""
-    whole = {
+    report = {
         "about": {
             "torch": torch.__version__.partition("+")[0],
             "date": date.today().isoformat(),
@@ -260,15 +260,15 @@ def write(
         "kernels": {net: compiled[net] for net in COUNTED if net in compiled},
     }
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(whole, indent=1) + "\n")
+    part.write_text(json.dumps(report, indent=1) + "\n")
     os.replace(part, path)
     from bench import launch_tables
 
-    path.with_suffix(".md").write_text(launch_tables.markdown(whole))
+    path.with_suffix(".md").write_text(launch_tables.markdown(report))
     if path == FILE:
         for page in launch_tables.PAGES:
-            page.write_text(launch_tables.filled(page.read_text(), whole))
-    launch_tables.draw(whole).savefig(path.with_suffix(".png"), dpi=120)
+            page.write_text(launch_tables.filled(page.read_text(), report))
+    launch_tables.draw(report).savefig(path.with_suffix(".png"), dpi=120)
 
 
 def _register() -> None:

@@ -84,8 +84,8 @@ class Clock:
 
     def medians(self, skipped: int) -> tuple[float, float]:
         """Return wall and CPU seconds without the first runs."""
-        found = statistics.median(self.wall[skipped:])
-        return found, statistics.median(self.cpu[skipped:])
+        wall = statistics.median(self.wall[skipped:])
+        return wall, statistics.median(self.cpu[skipped:])
 
 
 def interleaved(

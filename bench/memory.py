@@ -105,7 +105,7 @@ def peak(job: Job) -> dict[str, Any]:
     if job.chunk_size is not None:
         contender = Contender(partial(vgrad_clipped, chunk_size=job.chunk_size))
     run = in_precision(contender.build(problem), device, job.precision)
-    run(*(each[: job.first] for each in problem.batch))
+    run(*(item[: job.first] for item in problem.batch))
     return {
         "setting": job.setting,
         "contender": job.contender,
@@ -146,8 +146,8 @@ if __name__ == "__main__":
     parser.add_argument("setting", choices=SETTINGS)
     parser.add_argument("contender", choices=CONTENDERS)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     prepare({})
-    job = Job(given.setting, given.contender, given.device)
+    job = Job(arguments.setting, arguments.contender, arguments.device)
     first = None if CONTENDERS[job.contender].per_shape else job.first
     print(json.dumps(peak(job._replace(first=first))))

@@ -37,8 +37,8 @@ def flops(event: Event) -> int:
     """Return the FLOPs of a product or a convolution, 0 of another op."""
     op = event.op.rstrip("_")
     if op in LEFT:
-        left = event.inputs[LEFT[op]]
-        return 2 * _numel(event.outputs[0]) * left.shape[-1]
+        factor = event.inputs[LEFT[op]]
+        return 2 * _numel(event.outputs[0]) * factor.shape[-1]
     if op == "convolution":
         x, weight = event.inputs[:2]
         (out,) = event.outputs
@@ -47,7 +47,7 @@ def flops(event: Event) -> int:
         return 2 * positions * math.prod(weight.shape[1:])
     if op == "convolution_backward":
         outputs, _, weight = event.inputs
-        gradients = sum(len(each.shape) > 1 for each in event.outputs)
+        gradients = sum(len(output.shape) > 1 for output in event.outputs)
         return gradients * 2 * _numel(outputs) * math.prod(weight.shape[1:])
     return 0
 
@@ -55,7 +55,7 @@ def flops(event: Event) -> int:
 def rate(event: Event, tf32: bool) -> str:
     """Return the rate at which a product runs; cuDNN may round float32 anyway."""
     place = LEFT.get(event.op.rstrip("_"), 0)
-    dtypes = {each.dtype for each in event.inputs[place : place + 2]}
+    dtypes = {value.dtype for value in event.inputs[place : place + 2]}
     if dtypes <= {"Half", "BFloat16"}:
         return "half"
     if "Double" in dtypes or "ComplexFloat" in dtypes:
@@ -65,16 +65,16 @@ def rate(event: Event, tf32: bool) -> str:
 
 def moved(event: Event) -> int:
     """Return the bytes that an op reads and writes."""
-    written = sum(each.bytes for each in event.outputs)
+    written = sum(output.bytes for output in event.outputs)
     op = event.op.rstrip("_")
     if op in ("fill", "zero"):
         return written
     if op in GATHERS:
-        others = sum(each.bytes for each in event.inputs[1:])
+        others = sum(source.bytes for source in event.inputs[1:])
         if op == "index_add":  # some rows are read, added to and written
-            return others + 2 * max(each.bytes for each in event.inputs[1:])
+            return others + 2 * max(source.bytes for source in event.inputs[1:])
         return others + 2 * written
-    return written + sum(each.bytes for each in event.inputs)
+    return written + sum(source.bytes for source in event.inputs)
 
 
 def modelled(events: Iterable[Event], tf32: bool) -> dict[str, object]:
@@ -89,8 +89,8 @@ def modelled(events: Iterable[Event], tf32: bool) -> dict[str, object]:
             counted[kind] += operations
         total += size
         for gpu, rates in GPUS.items():
-            least = max(operations / rates[kind], size / BYTES[gpu])
-            seconds[gpu] += least / SHARE
+            bound = max(operations / rates[kind], size / BYTES[gpu])
+            seconds[gpu] += bound / SHARE
     return {"flops": dict(counted), "bytes": total, "seconds": seconds}
 
 

@@ -47,7 +47,7 @@ def contenders() -> dict[str, Callable[[int], object]]:
     numbers = np.random.default_rng(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch about itself
-        added = torch.compile(noise.Drawn.added)
+        added = torch.compile(noise.Drawn.advanced)
         added(step_of(streams, 0).drawn(sums), sums)
     return {
         "vgrad, eager: words, normal numbers, sum, grid": lambda step: step_of(
@@ -104,50 +104,50 @@ class Run:
 
     def step(self, step: int) -> None:
         """Take the next step."""
-        own = {"step": step, "streams": self.streams, "history": self.history}
-        found = noise.gaussian_noise(
-            "bench", vgrad.Sensitivity(0.4), **own, **self.options
+        arguments = {"step": step, "streams": self.streams, "history": self.history}
+        scheme = noise.gaussian_noise(
+            "bench", vgrad.Sensitivity(0.4), **arguments, **self.options
         )
         if self.compiled is None:
-            _, self.history = found.advanced(self.sums)
+            _, self.history = scheme.advanced(self.sums)
             return
-        drawn = found.drawn(self.sums)
-        _, made = self.compiled(drawn, self.sums)
-        self.history = found.after(self.sums, drawn.buffers, made)
+        drawn = scheme.drawn(self.sums)
+        _, result = self.compiled(drawn, self.sums)
+        self.history = scheme.after(self.sums, drawn.buffers, result)
 
 
 def prices() -> dict[str, list[float]]:
     """Return nanoseconds per number of each scheme, eager and compiled."""
     sums = {"w": torch.zeros(NUMBERS)}
-    ways = None, torch.compile(noise.Drawn.added, dynamic=False)
+    ways = None, torch.compile(noise.Drawn.advanced, dynamic=False)
     runs = {n: [Run(s, sums, way) for way in ways] for n, s in SCHEMES.items()}
     spent: dict[str, list[list[float]]] = {name: [[], []] for name in runs}
     for step in range(ROUNDS):
         for name, pair in runs.items():
-            for run, found in zip(pair, spent[name], strict=True):
+            for run, spans in zip(pair, spent[name], strict=True):
                 start = time.perf_counter()
                 run.step(step)
-                found.append(1e9 * (time.perf_counter() - start) / NUMBERS)
+                spans.append(1e9 * (time.perf_counter() - start) / NUMBERS)
     return {n: [*map(statistics.median, x)] for n, x in spent.items()}
 
 
 def distribution() -> dict[str, float]:
     """Return p-values of ten million numbers: of tests by Kolmogorov and Pearson."""
     sums = {"w": torch.zeros(10_000_000, dtype=torch.float64)}
-    found = step_of(noise.Streams(), 1).added(sums)["w"].numpy() / DEVIATION
+    drawn = step_of(noise.Streams(), 1).added(sums)["w"].numpy() / DEVIATION
     # The steps of the grid are spread out, or the edges of cells would cut them.
-    found += np.random.default_rng(0).uniform(-0.5, 0.5, len(found)) * GRID / DEVIATION
+    drawn += np.random.default_rng(0).uniform(-0.5, 0.5, len(drawn)) * GRID / DEVIATION
     edges = stats.norm.ppf(np.linspace(0, 1, 1001))
-    counts = np.histogram(found, edges)[0]
-    size, gap = len(found), found.var() - 1
+    counts = np.histogram(drawn, edges)[0]
+    size, gap = len(drawn), drawn.var() - 1
     return {
-        "Kolmogorov and Smirnov": stats.kstest(found, "norm").pvalue,
+        "Kolmogorov and Smirnov": stats.kstest(drawn, "norm").pvalue,
         "chi-square, 1,000 cells": stats.chisquare(counts).pvalue,
         "variance": 2 * stats.norm.sf(abs(gap) / math.sqrt(2 / size)),
-        "mean": 2 * stats.norm.sf(abs(found.mean()) * math.sqrt(size)),
+        "mean": 2 * stats.norm.sf(abs(drawn.mean()) * math.sqrt(size)),
         "neighbours": 2
         * stats.norm.sf(
-            abs(np.corrcoef(found[1:], found[:-1])[0, 1]) * math.sqrt(size)
+            abs(np.corrcoef(drawn[1:], drawn[:-1])[0, 1]) * math.sqrt(size)
         ),
     }
 
@@ -193,11 +193,11 @@ def main() -> None:
         lines.append(f"| {name} | {wall:.2f} | {busy:.2f} |")
     lines += ["", "| noise | ns, eager | price | ns, compiled | price |"]
     lines += ["| --- | ---: | ---: | ---: | ---: |"]
-    found = prices()
-    (eager, compiled), *_ = found.values()
+    costs = prices()
+    (eager, compiled), *_ = costs.values()
     lines += [
         f"| {name} | {one:.1f} | {one / eager:.2f} | {two:.1f} | {two / compiled:.2f} |"
-        for name, (one, two) in found.items()
+        for name, (one, two) in costs.items()
     ]
     lines += ["", "| test of 10,000,000 numbers | p |", "| --- | ---: |"]
     lines += [f"| {name} | {p:.3f} |" for name, p in distribution().items()]

@@ -42,13 +42,13 @@ def markdown(rows: list[Row], cores: int) -> str:
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for name in sorted({row["setting"] for row in rows}):
-        found = {row["ranks"]: row for row in rows if row["setting"] == name}
-        for ranks, row in sorted(found.items()):
+        by_ranks = {row["ranks"]: row for row in rows if row["setting"] == name}
+        for ranks, row in sorted(by_ranks.items()):
             ring = row["ring_bytes"]
             more = f"{row['sent_bytes'] / ring:.2f}" if ring else "-"
             text.append(
                 f"| {name} | {ranks} | {row['seconds_of_parts']['step']:.3f} s "
-                f"| {predicted(found, ranks, cores):.3f} s "
+                f"| {predicted(by_ranks, ranks, cores):.3f} s "
                 f"| {row['throughput']:.2f} | {more} |"
             )
     return "\n".join(text) + "\n"
@@ -59,9 +59,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--cores", type=int, default=2)
-    given = parser.parse_args()
-    rows = [row for row in json.loads(given.file.read_text()) if "ranks" in row]
-    print(markdown(rows, given.cores), end="")
+    arguments = parser.parse_args()
+    rows = [row for row in json.loads(arguments.file.read_text()) if "ranks" in row]
+    print(markdown(rows, arguments.cores), end="")
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ class Program(NamedTuple):
 
 def convolves(p: dict, b: dict, x: Tensor, edges: Tensor) -> Tensor:
     """A graph convolution with self-loops, as `GCNConv` of PyTorch Geometric."""
-    own = torch.arange(len(x))
-    source, target = torch.cat([edges, torch.stack([own, own])], 1)
+    loops = torch.arange(len(x))
+    source, target = torch.cat([edges, torch.stack([loops, loops])], 1)
     degree = torch.zeros(len(x), dtype=x.dtype)
     degree.scatter_add_(0, target, torch.ones(len(target), dtype=x.dtype))
     scale = degree.rsqrt()
@@ -69,14 +69,14 @@ def scans(p: dict, b: dict, x: Tensor) -> Tensor:
     cache[..., width - 1 :, :] = u
     u = sum(cache[..., k : k + steps, :] * p["taps"][:, k] for k in range(width))
     reads, state = F.linear(u, p["reads"]), torch.zeros((), dtype=x.dtype)
-    kept = torch.zeros(*u.shape[:-2], *p["decay"].shape, dtype=x.dtype)
+    last_state = torch.zeros(*u.shape[:-2], *p["decay"].shape, dtype=x.dtype)
     out = torch.empty_like(u)
     for t in range(steps):
         now = u[..., t, :, None]
         state = state * torch.sigmoid(p["decay"]) + now * F.silu(now)
         out[..., t, :] = (state * reads[..., t, None, :]).sum(-1)
-    kept.copy_(state)
-    return out.tanh().sum() + kept.square().sum()
+    last_state.copy_(state)
+    return out.tanh().sum() + last_state.square().sum()
 
 
 def slopes(output: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -104,8 +104,8 @@ def solves_by_func(p: dict, b: dict, x: Tensor) -> Tensor:
 def energy(p: dict, places: Tensor) -> Tensor:
     """The energy of atoms, from bumps of all distances."""
     away = places[..., :, None, :] - places[..., None, :, :]
-    far = (away.square().sum(-1, keepdim=True) + 0.1).sqrt()
-    bumps = torch.exp(-(far - torch.linspace(0, 3, p["first"].shape[1])).square())
+    distances = (away.square().sum(-1, keepdim=True) + 0.1).sqrt()
+    bumps = torch.exp(-(distances - torch.linspace(0, 3, p["first"].shape[1])).square())
     return net(p, bumps.sum(-2)).sum(-1)
 
 
@@ -138,11 +138,11 @@ def misses(p: dict, x: Tensor, y: Tensor) -> Tensor:
 
 def adapts(p: dict, b: dict, x: Tensor, y: Tensor) -> Tensor:
     """The error of a task after a step on its first half."""
-    own = {n: w.expand(*x.shape[:-2], *w.shape) for n, w in p.items()}
+    weights = {n: w.expand(*x.shape[:-2], *w.shape) for n, w in p.items()}
     (x, later), (y, target) = x.chunk(2, -2), y.chunk(2, -1)
-    steps = slopes(misses(own, x, y), *own.values())
-    own = {n: w - 0.1 * g for (n, w), g in zip(own.items(), steps, strict=True)}
-    return misses(own, later, target).sum()
+    steps = slopes(misses(weights, x, y), *weights.values())
+    weights = {n: w - 0.1 * g for (n, w), g in zip(weights.items(), steps, strict=True)}
+    return misses(weights, later, target).sum()
 
 
 def adapts_by_func(p: dict, b: dict, x: Tensor, y: Tensor) -> Tensor:
@@ -195,17 +195,17 @@ def programs(size: int, width: int, steps: int, dtype: torch.dtype) -> dict[str,
 def contenders(program: Program) -> dict[str, Callable[[], Any]]:
     """Return plain SGD, and the clipped sum in several ways."""
     loss, params, batch, by_func, joined = program
-    leaves = {name: each.clone().requires_grad_() for name, each in params.items()}
+    leaves = {name: param.clone().requires_grad_() for name, param in params.items()}
 
     def plain() -> Any:
-        total = loss(leaves, {}, *joined(*(each.detach() for each in batch)))
+        total = loss(leaves, {}, *joined(*(item.detach() for item in batch)))
         return torch.autograd.grad(total, [*leaves.values()])
 
     def mapped() -> dict[str, Tensor]:
-        found = grads(params, {}, *batch)
-        squares = [each.flatten(1).square().sum(1) for each in found.values()]
+        gradients = grads(params, {}, *batch)
+        squares = [grad.flatten(1).square().sum(1) for grad in gradients.values()]
         factors = (MAX_NORM / sum(squares).sqrt()).clamp(max=1)
-        return {name: torch.tensordot(factors, g, 1) for name, g in found.items()}
+        return {name: torch.tensordot(factors, g, 1) for name, g in gradients.items()}
 
     clip = vgrad.clipped_grad(loss, max_norm=MAX_NORM, verify=False)
     loop = vgrad.clipped_grad(loss, max_norm=MAX_NORM, strategy="loop")
@@ -231,9 +231,9 @@ def checked(program: Program) -> dict[str, Callable[[], Any]]:
     ways = contenders(program)
     for name, run in ways.items():
         for _ in range(1 if name == "loop" else 3):
-            found = run()
+            result = run()
         for key, value in expected.items() if name != "SGD" else ():
-            assert oracle.error(found[key], value) < 1e-4, (name, key)
+            assert oracle.error(result[key], value) < 1e-4, (name, key)
     return ways
 
 
@@ -244,15 +244,15 @@ def main() -> None:
     heads, rows = ("auto", "replayed", "loop", "torch.func"), []
     for name, program in programs(32, 64, 16, torch.float32).items():
         ways = checked(program)
-        times: dict[str, list[float]] = {each: [] for each in ways}
+        times: dict[str, list[float]] = {way: [] for way in ways}
         for number in range(ROUNDS):
-            for each, run in ways.items():
-                if each == "loop" and number % 4:
+            for way, run in ways.items():
+                if way == "loop" and number % 4:
                     continue
                 start = time.process_time()
                 run()
-                times[each].append(time.process_time() - start)
-        medians = {each: statistics.median(found) for each, found in times.items()}
+                times[way].append(time.process_time() - start)
+        medians = {way: statistics.median(spent) for way, spent in times.items()}
         plain = medians["SGD"]
         cells = [f"{medians[e] / plain:.1f}" if e in medians else "" for e in heads]
         rows.append((name, f"{plain * 1e3:.1f}", *cells))

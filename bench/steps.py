@@ -89,7 +89,7 @@ class Task:
         """Poisson batches of the first steps."""
         rows = [self.plan.sample(key=self.key, step=step) for step in range(DRAWS)]
         x, y = self.problem.batch
-        return [(x[each], y[each]) for each in rows]
+        return [(x[indices], y[indices]) for indices in rows]
 
     @cached_property
     def fixed(self) -> Batch:
@@ -125,7 +125,7 @@ def expected(task: Task, steps: int, epsilon: float = 0.0) -> Grads:
         factors = (MAX_NORM / (oracle.norms(grads) + epsilon)).clamp(max=1)
         sums = oracle.weighted(grads, factors)
         noisy = task.plan.add_noise(
-            {name: each / size for name, each in sums.items()},
+            {name: total / size for name, total in sums.items()},
             vgrad.Sensitivity(MAX_NORM / size),
             key=task.key,
             step=step,
@@ -137,7 +137,7 @@ def expected(task: Task, steps: int, epsilon: float = 0.0) -> Grads:
 def moved(task: Task, params: Grads) -> Grads:
     """Return how far parameters are from where the task starts."""
     start = dict(task.problem.model.named_parameters())
-    return {name: (each - start[name]).detach() for name, each in params.items()}
+    return {name: (param - start[name]).detach() for name, param in params.items()}
 
 
 def sgd(task: Task) -> Stepper:
@@ -161,12 +161,12 @@ def sgd_compiled(task: Task) -> Stepper:
     momenta = {name: torch.zeros_like(p) for name, p in params.items()}
     gradient = mean_gradient(task.problem)
 
-    def whole(params: Grads, momenta: Grads, x: Tensor, y: Tensor) -> None:
+    def sgd_step(params: Grads, momenta: Grads, x: Tensor, y: Tensor) -> None:
         for name, grad in gradient(params, x, y).items():
             momenta[name].mul_(MOMENTUM).add_(grad)
             params[name].sub_(momenta[name], alpha=task.rate)
 
-    run = compile_plain(whole)
+    run = compile_plain(sgd_step)
     return Stepper(lambda x, y: run(params, momenta, x, y), lambda: params)
 
 
@@ -182,9 +182,9 @@ def by_hand(task: Task) -> Stepper:
 
     def step(x: Tensor, y: Tensor) -> None:
         sums = clip_and_sum(gradients(x, y))
-        for each in sums.values():
-            noise = torch.randn_like(each)
-            each.add_(noise, alpha=deviation).div_(plan.expected_batch_size)
+        for total in sums.values():
+            noise = torch.randn_like(total)
+            total.add_(noise, alpha=deviation).div_(plan.expected_batch_size)
         _move(params, sums, optimizer)
 
     return Stepper(step, lambda: _detached(params))
@@ -223,8 +223,8 @@ def in_vgrad(backend: str | None) -> Callable[[Task], Stepper]:
         )
         if backend is not None:
             one = compiled(one, backend)
-        own = {name: each.clone() for name, each in params.items()}
-        state = TrainState.create(tx, own, buffers, seed=task.seed)
+        copies = {name: param.clone() for name, param in params.items()}
+        state = TrainState.create(tx, copies, buffers, seed=task.seed)
 
         def step(x: Tensor, y: Tensor) -> None:
             nonlocal state
@@ -239,7 +239,7 @@ def in_vgrad(backend: str | None) -> Callable[[Task], Stepper]:
 STEPS = {
     PLAIN: sgd_compiled,
     "vgrad": in_vgrad(None),
-    **{f"vgrad-{each}": in_vgrad(each) for each in BACKENDS},
+    **{f"vgrad-{backend}": in_vgrad(backend) for backend in BACKENDS},
     "vmap": by_hand,
     "opacus-hooks": in_opacus("hooks"),
     "opacus-ghost": in_opacus("ghost"),
@@ -254,7 +254,7 @@ def peak(setting: str, name: str, device: str) -> int:
         step, batch = sgd(task).step, task.fixed
     else:
         step = STEPS[name](task).step
-        batch = max(task.batches(name), key=lambda each: len(each[0]))
+        batch = max(task.batches(name), key=lambda drawn: len(drawn[0]))
     step(*batch)
     return memory.above_base(partial(step, *batch), device)["peak_bytes"]
 
@@ -265,11 +265,11 @@ def _sgd(params: Grads, rate: float) -> torch.optim.Optimizer:
 
 def _move(params: Grads, grads: Grads, optimizer: torch.optim.Optimizer) -> None:
     """Make a step of SGD along some gradients."""
-    for name, each in params.items():
-        each.grad = grads[name]
+    for name, param in params.items():
+        param.grad = grads[name]
     optimizer.step()
     optimizer.zero_grad()
 
 
 def _detached(params: Grads) -> Grads:
-    return {name: each.detach().clone() for name, each in params.items()}
+    return {name: param.detach().clone() for name, param in params.items()}

@@ -36,17 +36,17 @@ def rows(report: dict[str, Any] | list[Row]) -> list[Row]:
     processor = report["machine_info"].get("cpu", {}).get("brand_raw", "unknown")
     return [
         {
-            "group": each["group"],
-            "contender": str(each["params"]["name"]),
-            "median_seconds": each["stats"]["median"],
-            "iqr_seconds": each["stats"]["iqr"],
-            "rounds": each["stats"]["rounds"],
-            **each["extra_info"],
+            "group": run["group"],
+            "contender": str(run["params"]["name"]),
+            "median_seconds": run["stats"]["median"],
+            "iqr_seconds": run["stats"]["iqr"],
+            "rounds": run["stats"]["rounds"],
+            **run["extra_info"],
             "processor": processor,
             "date": report["datetime"][:10],
             "commit": commit,
         }
-        for each in report["benchmarks"]
+        for run in report["benchmarks"]
     ]
 
 

@@ -25,7 +25,7 @@ OURS = ("vgrad-auto", "vgrad")
 BUILT = "build_seconds"
 MEANS = {
     "geometric mean": tuple(SETTINGS),
-    "of the eight": TIMED,
+    "of the twelve": TIMED,
     "of the others": tuple(n for n in COUNTED if n not in TIMED),
 }
 TIME, TIME_TO_COMPILED = "ratio_to_plain", "ratio_to_compiled"
@@ -75,7 +75,7 @@ def markdown(measured: list[Row], clock: str = "wall") -> str:
 
 
 def _table(rows: list[Row], value: str) -> list[str]:
-    found = {(row["setting"], row["contender"]): row for row in rows}
+    by_place = {(row["setting"], row["contender"]): row for row in rows}
     refused = {row["setting"]: row["refused"] for row in rows}
     settings = _ordered(SETTINGS, {row["setting"] for row in rows})
     timed = {row["contender"] for row in rows}
@@ -87,22 +87,22 @@ def _table(rows: list[Row], value: str) -> list[str]:
         cells = []
         for name in names:
             reason = refused[setting].get(name, "")
-            row = found.get((setting, name))
+            row = by_place.get((setting, name))
             cells.append(reason.split(":")[0] if row is None else _cell(row, value))
         lines.append(_line([SETTINGS[setting].title, *cells]))
     if value == BUILT:
         return lines
-    ratios = {place: row[value] for place, row in found.items()}
+    ratios = {place: row[value] for place, row in by_place.items()}
     done = {name: [s for s in settings if (s, name) in ratios] for name in names}
-    own = next((name for name in OURS if name in timed), OURS[-1])
+    ours = next((name for name in OURS if name in timed), OURS[-1])
     for title, of in MEANS.items():
         means = [_mean([ratios[s, n] for s in done[n] if s in of]) for n in names]
         others = [
-            _mean([ratios.get((s, own)) for s in done[n] if s in of]) for n in names
+            _mean([ratios.get((s, ours)) for s in done[n] if s in of]) for n in names
         ]
         if any(means) and (set(of) >= set(SETTINGS) or set(settings) - set(of)):
             lines.append(_line([f"**{title}**", *means]))
-            lines.append(_line([f"**{own} on the same**", *others]))
+            lines.append(_line([f"**{ours} on the same**", *others]))
     return lines
 
 
@@ -115,11 +115,11 @@ def _cell(row: Row, value: str) -> str:
 
 def _mean(ratios: list[float | None]) -> str:
     """Geometric mean and how many it is of; empty where one of them is missing."""
-    found = [ratio for ratio in ratios if ratio is not None]
-    if not found or len(found) < len(ratios):
+    present = [ratio for ratio in ratios if ratio is not None]
+    if not present or len(present) < len(ratios):
         return ""
-    mean = math.exp(sum(map(math.log, found)) / len(found))
-    return f"{mean:.2f} ({len(found)})"
+    mean = math.exp(sum(map(math.log, present)) / len(present))
+    return f"{mean:.2f} ({len(present)})"
 
 
 def _reasons(rows: list[Row]) -> list[str]:
@@ -132,8 +132,8 @@ def _reasons(rows: list[Row]) -> list[str]:
     ]
 
 
-def _ordered(known: dict[str, Any], present: set[str]) -> list[str]:
-    return [name for name in known if name in present]
+def _ordered(order: dict[str, Any], present: set[str]) -> list[str]:
+    return [name for name in order if name in present]
 
 
 def _line(cells: list[str]) -> str:
@@ -144,8 +144,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m bench.table", description=__doc__)
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--clock", choices=["wall", "cpu"], default="wall")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     measured: list[Row] = []
-    for path in given.results:
+    for path in arguments.results:
         measured += suites.rows(json.loads(path.read_text()))
-    print(markdown(measured, given.clock), end="")
+    print(markdown(measured, arguments.clock), end="")

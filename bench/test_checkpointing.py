@@ -49,17 +49,17 @@ def problem(checkpointed: bool) -> tuple[Callable, tuple]:
     return vgrad.sample_loss(fmodel, loss), (params, buffers, text[:, :-1], text[:, 1:])
 
 
-def norm(loss: Callable, given: tuple) -> Any:
-    return {"": vgrad.per_sample_norm(loss, verify=False)(*given)}
+def norm(loss: Callable, arguments: tuple) -> Any:
+    return {"": vgrad.per_sample_norm(loss, verify=False)(*arguments)}
 
 
-def weighted(loss: Callable, given: tuple) -> Any:
-    return vgrad.weighted_grad(loss)(torch.full((SAMPLES,), 0.1), *given)
+def weighted(loss: Callable, arguments: tuple) -> Any:
+    return vgrad.weighted_grad(loss)(torch.full((SAMPLES,), 0.1), *arguments)
 
 
-def clipped(loss: Callable, given: tuple, passes: Any = 1) -> Any:
+def clipped(loss: Callable, arguments: tuple, passes: Any = 1) -> Any:
     return vgrad.clipped_grad(loss, max_norm=1.0, passes=passes, verify=False)(
-        *given
+        *arguments
     ).grads
 
 
@@ -96,5 +96,5 @@ def test_checkpointed(benchmark: Any, name: str) -> None:
         rounds=ROUNDS,
     )
     if not benchmark.disabled and memory.measurable("cpu"):
-        found = [memory.in_fresh_process(peak, name, each) for each in (True, False)]
-        benchmark.extra_info.update(memory_of(*found))
+        peaks = [memory.in_fresh_process(peak, name, on) for on in (True, False)]
+        benchmark.extra_info.update(memory_of(*peaks))

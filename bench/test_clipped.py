@@ -1,4 +1,4 @@
-"""The clipped sum of per-sample gradients on eight models, against every peer there is.
+"""Clipped sums of per-sample gradients on twelve models, against every peer there is.
 
 `clipped`: forward, backward, norms and the sum of clipped gradients, as a ratio to the
 forward and backward pass of plain SGD; the memory of both beside it, each taken in a

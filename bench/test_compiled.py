@@ -159,8 +159,8 @@ def test_clipped_sum(benchmark: Any, case: Both, name: str) -> None:
         checked = case.check(SUM, name, run, case.expected(contender))
     if benchmark.disabled:
         return
-    alone = name == PLAIN or case.name in STEP_BY_STEP
-    beside = {} if alone else case.beside
+    single = name == PLAIN or case.name in STEP_BY_STEP
+    beside = {} if single else case.beside
     timed(benchmark, case, SUM, name, contender, checked, beside)
     if memory.measurable(case.device):
         benchmark.extra_info.update(memory_of(case.peak(name), case.plain_peak))
@@ -185,11 +185,11 @@ def test_private_step(benchmark: Any, case: Both, name: str) -> None:
     first = time.perf_counter() - start
     difference = None
     if name.startswith("vgrad"):
-        found = steps.moved(task, stepper.params())
-        difference = case.check_batch(STEP, name, found, case.moved)
+        result = steps.moved(task, stepper.params())
+        difference = case.check_batch(STEP, name, result, case.moved)
     checked = checked or {"error": difference, "checked_in": "float32"}
     draws = iter(batches)
-    alone = name == PLAIN or case.name in STEP_BY_STEP
+    single = name == PLAIN or case.name in STEP_BY_STEP
     interleaved(
         benchmark,
         lambda: stepper.step(*next(draws)),
@@ -198,7 +198,7 @@ def test_private_step(benchmark: Any, case: Both, name: str) -> None:
         samples=case.setting.samples,
         error=checked["error"],
         rounds=DRAWS,
-        beside={} if alone else case.step_beside,
+        beside={} if single else case.step_beside,
     )
     benchmark.extra_info.update(
         **case.described(STEP, checked),

@@ -43,11 +43,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[Processes]:
+def single_process() -> Iterator[Processes]:
     """One process with two threads."""
-    found = Processes(1, threads=2)
-    yield found
-    found.stop()
+    process = Processes(1, threads=2)
+    yield process
+    process.stop()
 
 
 def prepare(name: str, size: int, *, small: bool) -> dict[str, torch.Tensor]:
@@ -62,22 +62,22 @@ def prepare(name: str, size: int, *, small: bool) -> dict[str, torch.Tensor]:
         loss, tx, task.plan, strategy=STRATEGY, donate=True, verify=False
     )
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
-    params = {name: each.detach().clone() for name, each in params.items()}
+    params = {name: param.detach().clone() for name, param in params.items()}
     state = TrainState.create(tx, params, buffers, seed=task.seed)
     rank, count = mesh.get_local_rank("dp"), len(task.fixed[1])
-    own = slice(count * rank // size, count * (rank + 1) // size)
+    rows = slice(count * rank // size, count * (rank + 1) // size)
     _KEPT.update(
         step=data_parallel(step, mesh),
         state=state,
-        batch=[x[own] for x in task.fixed],
+        batch=[x[rows] for x in task.fixed],
         mesh=mesh,
     )
     for _ in range(CHECKED):
-        take()
-    return {name: each.clone() for name, each in _KEPT["state"].params.items()}
+        take_step()
+    return {name: param.clone() for name, param in _KEPT["state"].params.items()}
 
 
-def take() -> None:
+def take_step() -> None:
     """Take a step on this rank."""
     _KEPT["state"], _ = _KEPT["step"](_KEPT["state"], *_KEPT["batch"])
 
@@ -88,20 +88,20 @@ def parts() -> dict[str, float]:
     bound = vgrad.Sensitivity(plan.max_norm / plan.expected_batch_size)
     ranks = Ranks.of("bench", _KEPT["mesh"], "dp")
     works = {
-        "step": take,
+        "step": take_step,
         "noise": lambda: plan.add_noise(
             _KEPT["state"].params, bound, key=_KEPT["state"].key, step=0
         ),
         "reduction": lambda: ranks.summed("bench", _KEPT["state"].params),
     }
-    found: dict[str, list[float]] = {name: [] for name in works}
+    spent: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(7):
         for name, work in works.items():
             ranks.agree(name)  # start together
             started = time.perf_counter()
             work()
-            found[name].append(time.perf_counter() - started)
-    return {name: statistics.median(each) for name, each in found.items()}
+            spent[name].append(time.perf_counter() - started)
+    return {name: statistics.median(times) for name, times in spent.items()}
 
 
 def written() -> int:
@@ -112,36 +112,38 @@ def written() -> int:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ranks", SIZES)
-def test_private_step(benchmark: Any, alone: Processes, name: str, ranks: str) -> None:
+def test_private_step(
+    benchmark: Any, single_process: Processes, name: str, ranks: str
+) -> None:
     benchmark.group = f"private step on ranks, {name}"
     size = SIZES[ranks]
     processes = Processes(size)
     try:
-        (expected,) = alone.run(_small, name, 1)
+        (expected,) = single_process.run(_small, name, 1)
         difference = max(
-            ((found[n] - expected[n]).norm() / expected[n].norm()).item()
-            for found in processes.run(_small, name, size)
+            ((result[n] - expected[n]).norm() / expected[n].norm()).item()
+            for result in processes.run(_small, name, size)
             for n in expected
         )
         assert difference < 1e-10
         if benchmark.disabled:
             return
-        alone.run(_large, name, 1)
+        single_process.run(_large, name, 1)
         params = processes.run(_large, name, size)[0]
         before, steps = written(), 5
         for _ in range(steps):
-            processes.run(take)
+            processes.run(take_step)
         sent = (written() - before) / steps / size
         interleaved(
             benchmark,
-            lambda: processes.run(take),
-            lambda: alone.run(take),
+            lambda: processes.run(take_step),
+            lambda: single_process.run(take_step),
             device="cpu",
             samples=SETTINGS[name].samples,
             error=difference,
             seconds=SECONDS,
         )
-        count = sum(each.numel() * each.element_size() for each in params.values())
+        count = sum(param.numel() * param.element_size() for param in params.values())
         benchmark.extra_info.update(
             setting=name,
             contender=f"{size} ranks of one thread",

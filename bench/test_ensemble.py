@@ -83,17 +83,17 @@ class Problem:
         dtype: torch.dtype,
         samples: int,
         *,
-        own: bool = False,
+        per_member: bool = False,
     ) -> None:
         make, batch, _ = SETTINGS[name]
         torch.manual_seed(0)
         self.members = members
         self.models = [make().to(device, dtype) for _ in range(members)]
-        self.in_dims = 0 if own else None
-        rows = samples * members if own else samples
+        self.in_dims = 0 if per_member else None
+        rows = samples * members if per_member else samples
         x, y = batch(rows, torch.Generator().manual_seed(0))
-        if own:
-            x, y = (each.unflatten(0, (members, samples)) for each in (x, y))
+        if per_member:
+            x, y = (tensor.unflatten(0, (members, samples)) for tensor in (x, y))
         self.x = x.to(device, dtype if x.is_floating_point() else None)
         self.y = y.to(device)
 
@@ -124,8 +124,8 @@ def stacked(models: list[nn.Module]) -> Outcome:
 def loop_forward(problem: Problem) -> Contender:
     @torch.no_grad()
     def run() -> list[Tensor]:
-        each = enumerate(problem.models)
-        return [model(problem.batch(member)[0]) for member, model in each]
+        models = enumerate(problem.models)
+        return [model(problem.batch(member)[0]) for member, model in models]
 
     return run, lambda: {"out": torch.stack(run())}
 
@@ -135,11 +135,11 @@ def loop_step(problem: Problem) -> Contender:
     optimizers = [optimizer(model.parameters()) for model in models]
 
     def run() -> None:
-        for member, (model, own) in enumerate(zip(models, optimizers, strict=True)):
+        for member, (model, stepper) in enumerate(zip(models, optimizers, strict=True)):
             x, y = problem.batch(member)
-            own.zero_grad()
+            stepper.zero_grad()
             F.cross_entropy(model(x), y).backward()
-            own.step()
+            stepper.step()
 
     return run, lambda: stacked(models)
 
@@ -163,7 +163,7 @@ def vmap_forward(problem: Problem) -> Contender:
 def vmap_step(problem: Problem) -> Contender:
     params, buffers = torch.func.stack_module_state(problem.models)
     base = copy.deepcopy(problem.models[0]).to("meta")
-    own = optimizer(params.values())
+    stepper = optimizer(params.values())
 
     def one(params: Outcome, buffers: Outcome, x: Tensor, y: Tensor) -> Tensor:
         out = torch.func.functional_call(base, (params, buffers), (x,))
@@ -176,7 +176,7 @@ def vmap_step(problem: Problem) -> Contender:
         grads = gradient(params, buffers, problem.x, problem.y)
         for name, grad in grads.items():
             params[name].grad = grad
-        own.step()
+        stepper.step()
 
     return run, lambda: {n: value.detach().clone() for n, value in params.items()}
 
@@ -205,7 +205,7 @@ def tensordict_forward(problem: Problem) -> Contender:
 
 def tensordict_step(problem: Problem) -> Contender:
     params, base = tensordict_of(problem)
-    own = optimizer(params.parameters())
+    stepper = optimizer(params.parameters())
 
     def one(params: Any, x: Tensor, y: Tensor) -> Tensor:
         with params.to_module(base):
@@ -214,9 +214,9 @@ def tensordict_step(problem: Problem) -> Contender:
     mapped = torch.vmap(one, in_dims=(0, problem.in_dims, problem.in_dims))
 
     def run() -> None:
-        own.zero_grad()
+        stepper.zero_grad()
         mapped(params, problem.x, problem.y).sum().backward()
-        own.step()
+        stepper.step()
 
     def outcome() -> Outcome:
         flat = params.flatten_keys(".").items()
@@ -286,20 +286,21 @@ GROWTH = {
 
 
 def checked(
-    kind: str, name: str, setting: str, device: str, *, own: bool = False
+    kind: str, name: str, setting: str, device: str, *, per_member: bool = False
 ) -> float:
     """Return the largest relative error against the loop, of few members in float64."""
     outcomes = []
-    for each in (name, "loop"):
-        problem = Problem(setting, 2, device, torch.float64, 4, own=own)
-        run, outcome = CONTENDERS[kind][each](problem)
+    for contender in (name, "loop"):
+        problem = Problem(setting, 2, device, torch.float64, 4, per_member=per_member)
+        run, outcome = CONTENDERS[kind][contender](problem)
         for _ in range(STEPS):
             run()
         outcomes.append(outcome())
-    found, expected = outcomes
-    assert found.keys() == expected.keys()
+    result, expected = outcomes
+    assert result.keys() == expected.keys()
     return max(
-        float((found[n] - value).norm() / value.norm()) for n, value in expected.items()
+        float((result[n] - value).norm() / value.norm())
+        for n, value in expected.items()
     )
 
 
@@ -310,11 +311,13 @@ def prepared(
     members: int,
     device: str,
     *,
-    own: bool = False,
+    per_member: bool = False,
 ) -> Callable[[], Any]:
     """Make what is timed, on a whole batch in float32, and run it once."""
     samples = SETTINGS[setting][2]
-    problem = Problem(setting, members, device, torch.float32, samples, own=own)
+    problem = Problem(
+        setting, members, device, torch.float32, samples, per_member=per_member
+    )
     run, _ = CONTENDERS[kind][name](problem)
     run()
     return run

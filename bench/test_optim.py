@@ -126,8 +126,8 @@ def torch_contender(**flags: bool) -> Callable[..., Contender]:
         for name, leaf in leaves.items():
             leaf.grad = problem.grads[name]
         kind, options = OPTIMIZERS[optimizer]
-        made = kind(list(leaves.values()), **options, **flags)
-        return Contender(made.step, lambda: leaves)
+        stepper = kind(list(leaves.values()), **options, **flags)
+        return Contender(stepper.step, lambda: leaves)
 
     return build
 
@@ -146,8 +146,8 @@ def functional_contender(optimizer: str, problem: Problem, backend: str) -> Cont
         options |= dict(amsgrad=False, beta1=0.9, beta2=0.999, eps=1e-8)
         means, squares = ([*map(torch.zeros_like, into)] for _ in range(2))
         state = means, squares, [], [torch.zeros(()) for _ in into]
-    take = getattr(module, optimizer)
-    return Contender(lambda: take(into, grads, *state, **options), lambda: params)
+    update = getattr(module, optimizer)
+    return Contender(lambda: update(into, grads, *state, **options), lambda: params)
 
 
 def torchopt_contender(optimizer: str, problem: Problem, backend: str) -> Contender:
@@ -171,15 +171,15 @@ def vgrad_contender(how: str) -> Callable[..., Contender]:
         params = {name: p.clone() for name, p in problem.params.items()}
         state = tx.init(params)
 
-        def whole(grads: Params, state: Any, params: Params) -> tuple[Params, Any]:
+        def update(grads: Params, state: Any, params: Params) -> tuple[Params, Any]:
             return optim.step(tx, grads, state, params, donate=how == "donated")
 
         if how == "compiled":
-            whole = torch.compile(whole, fullgraph=True, backend=backend)
+            update = torch.compile(update, fullgraph=True, backend=backend)
 
         def step() -> None:
             nonlocal params, state
-            params, state = whole(problem.grads, state, params)
+            params, state = update(problem.grads, state, params)
 
         return Contender(step, lambda: params)
 
@@ -218,14 +218,14 @@ COUNTERPARTS = {
 """What each of ours has to be compared with: the one that works in the same way."""
 
 
-def difference(found: Params, expected: Params, start: Params) -> float:
+def difference(result: Params, expected: Params, start: Params) -> float:
     """Norm of the difference over the norm of the way from the start."""
 
-    def norm(left: Params, right: Params) -> float:
-        return math.hypot(*(float((left[n] - right[n]).double().norm()) for n in start))
+    def norm(one: Params, other: Params) -> float:
+        return math.hypot(*(float((one[n] - other[n]).double().norm()) for n in start))
 
     with torch.no_grad():
-        return norm(found, expected) / norm(expected, start)
+        return norm(result, expected) / norm(expected, start)
 
 
 def test_the_shapes_are_those_of_the_models() -> None:
@@ -245,15 +245,15 @@ def test_optimizer_step(
     benchmark.group = f"{optimizer} step, {shapes}, {device}"
     if name == "vgrad compiled" and shapes == UNCOMPILED and not benchmark.disabled:
         pytest.skip("compiling so many tensors takes more than eight minutes")
-    given = problem(shapes, device, small=benchmark.disabled)
+    task = problem(shapes, device, small=benchmark.disabled)
     backend = "eager" if benchmark.disabled else "inductor"
     torch.compiler.reset()
-    contender = CONTENDERS[name](optimizer, given, backend)
-    plain = PLAIN(optimizer, given, backend)
+    contender = CONTENDERS[name](optimizer, task, backend)
+    plain = PLAIN(optimizer, task, backend)
     for _ in range(CHECKED_STEPS):
         contender.step()
         plain.step()
-    error = difference(contender.params(), plain.params(), given.params)
+    error = difference(contender.params(), plain.params(), task.params)
     assert error < CLOSE
     if benchmark.disabled:
         return
@@ -267,10 +267,11 @@ def test_optimizer_step(
         seconds=SECONDS,
     )
     if memory.measurable(device):
-        found = memory.in_fresh_process(peak, name, optimizer, shapes, device, backend)
-        size = sum(p.numel() * p.element_size() for p in given.params.values())
+        usage = memory.in_fresh_process(peak, name, optimizer, shapes, device, backend)
+        size = sum(p.numel() * p.element_size() for p in task.params.values())
         benchmark.extra_info.update(
-            peak_bytes=found["peak_bytes"], memory_ratio=found["peak_bytes"] / size
+            peak_bytes=usage["peak_bytes"],
+            memory_ratio=usage["peak_bytes"] / size,
         )
 
 
@@ -288,14 +289,14 @@ def test_against_the_counterpart(
         pytest.skip("compiling so many tensors takes more than eight minutes")
     other = COUNTERPARTS[name]
     benchmark.group = f"{optimizer} step / that of {other}, {shapes}, {device}"
-    given = problem(shapes, device, small=False)
+    task = problem(shapes, device, small=False)
     torch.compiler.reset()
-    contender = CONTENDERS[name](optimizer, given, "inductor")
-    counterpart = CONTENDERS[other](optimizer, given, "inductor")
+    contender = CONTENDERS[name](optimizer, task, "inductor")
+    counterpart = CONTENDERS[other](optimizer, task, "inductor")
     for _ in range(CHECKED_STEPS):
         contender.step()
         counterpart.step()
-    error = difference(contender.params(), counterpart.params(), given.params)
+    error = difference(contender.params(), counterpart.params(), task.params)
     assert error < CLOSE
     interleaved(
         benchmark,

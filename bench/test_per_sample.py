@@ -78,11 +78,11 @@ def loop_gradients(setting: Setting) -> Gradients:
     parameters = dict(setting.model.named_parameters())
 
     def run() -> dict[str, Tensor]:
-        found = []
+        grads = []
         for x, y in zip(setting.x, setting.y, strict=True):
             loss = F.nll_loss(setting.model(x[None]), y[None])
-            found.append(torch.autograd.grad(loss, list(parameters.values())))
-        stacked = (torch.stack(each) for each in zip(*found, strict=True))
+            grads.append(torch.autograd.grad(loss, list(parameters.values())))
+        stacked = (torch.stack(rows) for rows in zip(*grads, strict=True))
         return dict(zip(parameters, stacked, strict=True))
 
     return run
@@ -141,17 +141,17 @@ def private_step(setting: Setting, clipped: Gradients) -> Callable[[], None]:
         delta=1e-5,
     )
     sensitivity = vgrad.Sensitivity(MAX_NORM / plan.expected_batch_size)
-    key, taken = vgrad.dp.secret_key(), 0
+    key, number = vgrad.dp.secret_key(), 0
     tx = vgrad.optim.sgd(RATE)
     params, state = setting.params, tx.init(setting.params)
 
     def step() -> None:
-        nonlocal params, state, taken
+        nonlocal params, state, number
         sums = {
-            name: each / plan.expected_batch_size for name, each in clipped().items()
+            name: total / plan.expected_batch_size for name, total in clipped().items()
         }
-        noisy = plan.add_noise(sums, sensitivity, key=key, step=taken)
-        taken += 1
+        noisy = plan.add_noise(sums, sensitivity, key=key, step=number)
+        number += 1
         params, state = vgrad.optim.step(tx, noisy, state, params)
 
     return step
@@ -203,26 +203,26 @@ def test_private_step(benchmark: Any, setting: Setting, name: str) -> None:
 
 def torch_noise(setting: Setting, dtype: torch.dtype) -> Gradients:
     """Add the noise of torch's own generator to zeros of the parameters' shapes."""
-    zeros = {name: torch.zeros_like(each) for name, each in setting.params.items()}
+    zeros = {name: torch.zeros_like(param) for name, param in setting.params.items()}
 
     def run() -> dict[str, Tensor]:
         return {
-            name: (each + torch.randn_like(each, dtype=dtype)).to(each.dtype)
-            for name, each in zeros.items()
+            name: (zero + torch.randn_like(zero, dtype=dtype)).to(zero.dtype)
+            for name, zero in zeros.items()
         }
 
     return run
 
 
 def vgrad_noise(setting: Setting) -> Gradients:
-    zeros = {name: torch.zeros_like(each) for name, each in setting.params.items()}
-    key, sensitivity, taken = vgrad.dp.secret_key(), vgrad.Sensitivity(1.0), 0
+    zeros = {name: torch.zeros_like(param) for name, param in setting.params.items()}
+    key, sensitivity, number = vgrad.dp.secret_key(), vgrad.Sensitivity(1.0), 0
 
     def run() -> dict[str, Tensor]:
-        nonlocal taken
-        taken += 1
+        nonlocal number
+        number += 1
         return vgrad.dp.add_gaussian_noise(
-            zeros, sensitivity, noise_multiplier=1.0, key=key, step=taken
+            zeros, sensitivity, noise_multiplier=1.0, key=key, step=number
         )
 
     return run
@@ -239,7 +239,7 @@ NOISE = {
 def test_noise(benchmark: Any, setting: Setting, name: str) -> None:
     benchmark.group = f"noise, {setting.device}"
     run = NOISE[name](setting)
-    drawn = torch.cat([each.flatten() for each in run().values()]).double()
+    drawn = torch.cat([value.flatten() for value in run().values()]).double()
     error = float(abs(drawn.std() - 1))
     assert error < 5 / len(drawn) ** 0.5
     interleaved(

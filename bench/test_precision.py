@@ -68,12 +68,12 @@ def expected(kind: str, problem: Problem) -> Grads:
     grads = oracle.model_gradients(problem.model, loss, problem.batch, CHECKED_SAMPLES)
     if kind == "clipped sum":
         return oracle.clipped(grads, MAX_NORM)
-    return {name: each.mean(0) for name, each in grads.items()}
+    return {name: grad.mean(0) for name, grad in grads.items()}
 
 
-def error(found: Grads, exact: Grads) -> float:
+def error(grads: Grads, exact: Grads) -> float:
     """Norm of the difference over the norm."""
-    flat = [torch.cat([g[n].double().flatten() for n in exact]) for g in (found, exact)]
+    flat = [torch.cat([g[n].double().flatten() for n in exact]) for g in (grads, exact)]
     return float((flat[0] - flat[1]).norm() / flat[1].norm())
 
 
@@ -97,8 +97,8 @@ def test_precision(
     small = SETTINGS[setting].problem(
         device, torch.float32, CHECKED_SAMPLES, small=True
     )
-    found = in_precision(BUILDS[kind](small), device, name)(*small.batch)
-    difference = error(found, expected(kind, small))
+    result = in_precision(BUILDS[kind](small), device, name)(*small.batch)
+    difference = error(result, expected(kind, small))
     assert difference < PRECISIONS[name]
     if name in DTYPES:  # or it ran in float32
         assert difference > 1e-5
@@ -125,8 +125,8 @@ def test_ensemble(benchmark: Any, device: str, setting: str, name: str) -> None:
     small = SETTINGS[setting].problem(
         device, torch.float32, CHECKED_SAMPLES, small=True
     )
-    found = in_precision(ensemble(small), device, name)(*small.batch)
-    first = {each: value[0] for each, value in found.items()}
+    result = in_precision(ensemble(small), device, name)(*small.batch)
+    first = {key: value[0] for key, value in result.items()}
     difference = error(first, expected("plain SGD", small))
     assert difference < PRECISIONS[name]
     if name in DTYPES:

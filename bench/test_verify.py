@@ -39,13 +39,13 @@ def first_call(problem: Problem, verify: bool) -> Callable[[], Grads]:
 def test_verify(benchmark: Any, device: str, setting: str, name: str) -> None:
     benchmark.group = f"first call, {setting}, {device}"
     verify = name == "verify=True"
-    own = SETTINGS[setting]
-    small = own.problem(device, torch.float64, CHECKED_SAMPLES, small=True)
+    chosen = SETTINGS[setting]
+    small = chosen.problem(device, torch.float64, CHECKED_SAMPLES, small=True)
     difference = error(first_call(small, verify)(), expected("clipped sum", small))
     assert difference < 1e-8
     if benchmark.disabled:
         return
-    problem = own.problem(device, torch.float32, own.samples)
+    problem = chosen.problem(device, torch.float32, chosen.samples)
     run, baseline = first_call(problem, verify), plain(problem)
     run()
     baseline(*problem.batch)
@@ -54,7 +54,7 @@ def test_verify(benchmark: Any, device: str, setting: str, name: str) -> None:
         run,
         lambda: baseline(*problem.batch),
         device=device,
-        samples=own.samples,
+        samples=chosen.samples,
         error=difference,
         seconds=SECONDS,
     )

@@ -89,9 +89,9 @@ with tempfile.TemporaryDirectory() as folder:
 
 model.eval()
 with torch.no_grad():
-    words = torch.stack([each["input_ids"] for each in test])
-    found = model(words).logits.argmax(1)
-accuracy = (found == torch.stack([each["labels"] for each in test])).double().mean()
+    words = torch.stack([row["input_ids"] for row in test])
+    guess = model(words).logits.argmax(1)
+accuracy = (guess == torch.stack([row["labels"] for row in test])).double().mean()
 print(f"accuracy {accuracy:.1%} with epsilon {private.epsilon():.2f}")
 assert private.step == EPOCHS * 10
 assert accuracy > 0.8

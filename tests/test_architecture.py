@@ -72,6 +72,25 @@ def test_every_module_has_a_layer_and_imports_go_one_way():
     assert not wrong
 
 
+def test_no_file_imports_one_that_imports_it():
+    """Not even inside a function, for a type alone, or by way of other files."""
+    files = {
+        ".".join(("vgrad", *parts)).removesuffix(".__init__"): path
+        for parts, path in modules()
+    }
+    files["vgrad"] = PACKAGE / "__init__.py"
+    reached = {}
+    for name, path in files.items():
+        taken = {x if x in files else x.rpartition(".")[0] for x in imports(path)}
+        reached[name] = taken & files.keys() - {name}
+    for _ in files:  # until no file reaches more
+        more = {n: own.union(*(reached[x] for x in own)) for n, own in reached.items()}
+        if more == reached:
+            break
+        reached = more
+    assert not [name for name, others in reached.items() if name in others]
+
+
 def test_the_command_needs_the_standard_library_alone_until_it_runs():
     """One import of the package, inside a function; only `cli` imports the command."""
     names = imports(ROOT / "vgrad_command.py")
@@ -127,7 +146,7 @@ def test_torch_private_is_the_only_door_to_what_torch_does_not_promise():
 
 NAMES_DEVICES = {
     "precision/autocasting.py": "torch's lists of what autocast casts",
-    "compiled/captures.py": "torch's switches of rounding",
+    "compiled/guards.py": "torch's switches of rounding",
     "factors/products.py": "torch's switches of rounding",
     "persample/engine/proxies.py": "methods of tensors",
 }

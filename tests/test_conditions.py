@@ -2,7 +2,14 @@
 
 import torch
 
-from vgrad.conditions import checks_collected, collect_checks, rare, static_values
+from vgrad.conditions import (
+    checks_collected,
+    collect_checks,
+    numbers,
+    rare,
+    static_values,
+    surely,
+)
 
 SOME, NONE = torch.tensor([False, True]), torch.tensor([False])
 
@@ -11,6 +18,18 @@ def test_a_condition_is_looked_at_outside():
     assert rare(SOME)
     assert not rare(NONE)
     assert not checks_collected()
+
+
+def test_values_are_read_where_that_is_allowed_and_costs_nothing():
+    assert numbers(SOME) == [False, True]
+    assert surely(~NONE)
+    assert not surely(SOME)
+    assert not surely(torch.ones((), dtype=torch.bool, device="meta"))
+    with collect_checks():
+        assert numbers(SOME) is None
+        assert not surely(~NONE)
+        with static_values():
+            assert surely(~NONE)
 
 
 def test_conditions_are_collected_inside_but_where_they_are_looked_at():

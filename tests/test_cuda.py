@@ -477,7 +477,7 @@ def noisy_sums(device, dtype, steps, compiled=False):
     for step in steps:
         own = noise.gaussian_noise("f", SIZE, step=step, streams=held, **NOISE)
         if compiled:
-            added, _ = torch.compile(noise.Drawn.added)(own.drawn(sums), sums)
+            added, _ = torch.compile(noise.Drawn.advanced)(own.drawn(sums), sums)
         else:
             added = own.added(sums)
         assert all(x.device == sums[name].device for name, x in added.items())
@@ -537,7 +537,7 @@ def test_compiled_noise_has_neither_key_nor_step_in_its_code():
     step = 0x5EAF00D5EAF00D
     own = noise.gaussian_noise("f", SIZE, step=step, **NOISE)
     drawn = own.drawn(sums)
-    _, code = run_and_get_code(torch.compile(noise.Drawn.added), drawn, sums)
+    _, code = run_and_get_code(torch.compile(noise.Drawn.advanced), drawn, sums)
     numbers = [step, step & 0xFFFFFFFF, step >> 32, *drawn.stream[0].unique().tolist()]
     for number in numbers:
         for text in (str(number), hex(number % 2**32)[2:]):

@@ -388,22 +388,28 @@ def test_a_torch_that_no_test_has_seen_is_warned_of(version, warns, monkeypatch)
         assert "\n" not in str(warning.message)
 
 
-def test_a_trace_has_all_ops_but_those_that_are_left_untraced():
-    def function(x):
-        assert tracing.dispatch_modes() == 1
-        with tracing.untraced():
-            assert bool((torch.ones(2) > 0).all())
-        return x.sin() + 1
+def test_a_mode_sees_all_ops_and_tensors_are_told_apart_by_identity():
+    class Seen(tracing.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            output = func(*args, **(kwargs or {}))
+            seen.append((func, all(each in own for each in args[:1])))
+            own[output] = len(seen)
+            return output
 
-    graph = tracing.traced(function, X)
-    ops = [node.target for node in graph.graph.nodes if node.op == "call_function"]
-    assert ops == [torch.ops.aten.sin.default, torch.ops.aten.add.Tensor]
-    assert torch.equal(graph(X + 1), (X + 1).sin() + 1)
-    sizes = [tuple(n.meta["val"].shape) for n in graph.graph.nodes if "val" in n.meta]
-    assert set(sizes) == {(3, 2)}
+    seen, own = [], tracing.Tensors()
+    own[X] = 0
+    with Seen():
+        assert tracing.dispatch_modes() == 1
+        kept = torch.func.vmap(lambda x: x.sin() + 1)(X)
     assert tracing.dispatch_modes() == 0
-    with pytest.raises(RuntimeError, match="get value out of a tracing tensor"):
-        tracing.traced(lambda x: x if x.sum() > 0 else -x, X)
+    aten = torch.ops.aten
+    assert seen == [(aten.sin.default, True), (aten.add.Tensor, True)]
+    assert len(own) == 2
+    assert X.clone() not in own
+    reference = tracing.TensorWeakRef(kept)
+    assert reference() is kept
+    del kept
+    assert reference() is None
 
 
 def test_switches_of_rounding_are_read():

@@ -73,7 +73,7 @@ loss = vgrad.sample_loss(fmodel, F.nll_loss)
 compute = vgrad.per_sample_grad(loss)
 
 # %% They are equal.
-stacked = (torch.stack(each) for each in zip(*by_loop(images, targets), strict=True))
+stacked = (torch.stack(rows) for rows in zip(*by_loop(images, targets), strict=True))
 reference = dict(zip(params, stacked, strict=True))
 of_vmap = mapped(params, images, targets)
 for name, grad in compute(params, buffers, images, targets).items():
@@ -132,7 +132,7 @@ for _ in range(ROUNDS + 1):  # the first round warms up
         start = time.process_time()
         way()
         times[name].append(1e3 * (time.process_time() - start))
-medians = {name: statistics.median(taken[1:]) for name, taken in times.items()}
+medians = {name: statistics.median(spent[1:]) for name, spent in times.items()}
 for name, median in medians.items():
     print(f"{name:22} {median:5.0f} ms")
 

@@ -100,10 +100,10 @@ naive_factors = (BOUND / naive).clamp(max=1)
 assert (naive_factors * exact).max() > 1.5 * BOUND
 
 clipped = vgrad.clipped_grad(loss, max_norm=BOUND)
-alone = [
+singles = [
     clipped(weight, {}, x[[row]], g[[row]]).grads["weight"] for row in range(BATCH)
 ]
-largest = max(grad.double().norm() for grad in alone)
+largest = max(grad.double().norm() for grad in singles)
 print(f"largest clipped norm: naively {(naive_factors * exact).max():.3f}, ", end="")
 print(f"here {largest:.7f}, where {BOUND} is allowed")
 assert largest <= BOUND * (1 + 1e-6)
@@ -115,8 +115,8 @@ errors = {"plain formula": [], "vgrad.per_sample_norm": []}
 for rest in rests:
     g, exact = cancelled(rest)
     plain = gram_squares(x, g).clamp(min=0).sqrt()
-    for label, found in zip(errors, (plain, norms(weight, {}, x, g)), strict=True):
-        errors[label].append(float((found / exact - 1).abs().max()))
+    for label, result in zip(errors, (plain, norms(weight, {}, x, g)), strict=True):
+        errors[label].append(float((result / exact - 1).abs().max()))
 assert max(errors["plain formula"]) > 1
 assert max(errors["vgrad.per_sample_norm"]) < 1e-3
 

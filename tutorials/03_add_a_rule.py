@@ -120,22 +120,22 @@ print(after)
 torch.testing.assert_close(norms(params, buffers, *batch), expected)
 
 
-def kept(explanation):
+def kilobytes(explanation):
     """Return the kilobytes for each weight of the op."""
     rows = [row for row in explanation.rows if row.op == "low_rank"]
     return {row.names[0]: row.bytes / 1000 for row in rows}
 
 
-without, with_rule = kept(before), kept(after)
+without, with_rule = kilobytes(before), kilobytes(after)
 assert sum(with_rule.values()) < sum(without.values()) / 3
 
 plt.style.use(
     "tableau-colorblind10"
 )  # colours that colour-blind readers can tell apart
 figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
-for place, (found, label) in enumerate(((without, "no rule"), (with_rule, "a rule"))):
-    at = [number + 0.4 * place for number in range(len(found))]
-    bars = axes.barh(at, list(found.values()), 0.38, color=f"C{1 - place}", label=label)
+for place, (sizes, label) in enumerate(((without, "no rule"), (with_rule, "a rule"))):
+    at = [number + 0.4 * place for number in range(len(sizes))]
+    bars = axes.barh(at, list(sizes.values()), 0.38, color=f"C{1 - place}", label=label)
     axes.bar_label(bars, fmt="%.0f kB", padding=3)
 axes.set_yticks([0.2, 1.2], list(without))
 axes.invert_yaxis()

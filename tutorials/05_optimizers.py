@@ -95,8 +95,8 @@ print(f"best of {len(rates)} rates: {rates[best]:.3f}, loss {losses[best]:.4f}")
 assert 0 < best < len(rates) - 1
 
 # Every member is the training that it would be alone.
-alone = trained(rates[best].item(), batches)
-for name, value in alone.items():
+single = trained(rates[best].item(), batches)
+for name, value in single.items():
     torch.testing.assert_close(members[name][best], value, rtol=1e-6, atol=1e-9)
 
 

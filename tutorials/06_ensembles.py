@@ -51,8 +51,8 @@ for _ in range(12):
         state, metrics = step(state, x[rows], y[rows])
 
 logits = vgrad.ensemble_forward(fmodel)(state.params, state.buffers, x_held)
-found = predict(fmodel, state.params, state.buffers, x_held)
-shares, together = accuracy(logits, y_held), accuracy(found.mean, y_held)  # [E], []
+joint = predict(fmodel, state.params, state.buffers, x_held)
+shares, together = accuracy(logits, y_held), accuracy(joint.mean, y_held)  # [E], []
 print("members  ", "  ".join(f"{share:.1%}" for share in shares.tolist()))
 print(f"ensemble  {together:.1%}")
 assert together >= shares.mean()
@@ -125,16 +125,16 @@ logits = forward(state.params, state.buffers, x[validation])
 shares = accuracy(logits, y[validation])
 print("\nfolds    ", "  ".join(f"{share:.1%}" for share in shares.tolist()))
 print(f"estimate  {shares.mean():.1%} +- {shares.std() / FOLDS**0.5:.1%}")
-held = predict(fmodel, state.params, state.buffers, x_held)
-print(f"held out  {accuracy(held.mean, y_held):.1%}")
-assert abs(float(shares.mean() - accuracy(held.mean, y_held))) < 0.05
+joint = predict(fmodel, state.params, state.buffers, x_held)
+print(f"held out  {accuracy(joint.mean, y_held):.1%}")
+assert abs(float(shares.mean() - accuracy(joint.mean, y_held))) < 0.05
 
 plt.style.use(
     "tableau-colorblind10"
 )  # colours that colour-blind readers can tell apart
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
 figure.suptitle(f"Networks with one hidden layer on {len(x)} digits, seed 0")
-entropies, informations = (torch.stack(each) for each in zip(*unsure, strict=True))
+entropies, informations = map(torch.stack, zip(*unsure, strict=True))
 left.plot(ANGLES, entropies / upright[0], "o-", label="entropy")
 left.plot(ANGLES, informations / upright[1], "s--", label="mutual information")
 left.set(xlabel="digits turned by, degrees", ylabel="uncertainty, times that at 0")

@@ -62,8 +62,8 @@ def run(rank: int, folder: str, data: TensorDataset, plan: Plan) -> None:
     store = distributed.FileStore(f"{folder}/store", RANKS)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
-    found = train(mesh, data, plan)
-    vgrad.training.save(f"{folder}/{rank}", found)
+    state = train(mesh, data, plan)
+    vgrad.training.save(f"{folder}/{rank}", state)
     distributed.destroy_process_group()
 
 
@@ -94,7 +94,7 @@ def main() -> None:
         ranks = [vgrad.training.load(path, one) for path in folders]
 
     for name, value in one.items():
-        assert all(torch.equal(each[name], ranks[0][name]) for each in ranks)
+        assert all(torch.equal(rank[name], ranks[0][name]) for rank in ranks)
         error = (ranks[0][name] - value).abs().max() / value.abs().max()
         print(f"{name:8}: {RANKS} processes differ from one by {error:.1e}")
         assert error < 1e-5

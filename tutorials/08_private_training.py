@@ -89,12 +89,12 @@ def train(run, stop_at=None):
     return seen
 
 
-whole = begin()
-curve = train(whole)
-plan = whole["private"].plan
+run = begin()
+curve = train(run)
+plan = run["private"].plan
 print(f"{curve[-1][1]:.1f} % of {HELD_OUT} digits, ", end="")
-print(f"epsilon {whole['private'].epsilon():.2f} at delta {DELTA:g}")
-assert whole["private"].epsilon() <= EPSILON
+print(f"epsilon {run['private'].epsilon():.2f} at delta {DELTA:g}")
+assert run["private"].epsilon() <= EPSILON
 
 # %% A run that stops in the middle of an epoch. Its states are dictionaries, which
 # `torch.load` reads with `weights_only=True`. The state of `PrivateGradients` holds the
@@ -114,7 +114,7 @@ for name, state in torch.load(file, weights_only=True).items():
 after = train(resumed)
 assert before + after == curve
 for one, other in zip(
-    resumed["model"].parameters(), whole["model"].parameters(), strict=True
+    resumed["model"].parameters(), run["model"].parameters(), strict=True
 ):
     assert torch.equal(one, other)
 

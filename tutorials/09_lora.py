@@ -88,7 +88,7 @@ fmodel, params, buffers = vgrad.make_functional_with_buffers(
 params, buffers = vgrad.freeze(
     params, buffers, ["*embeddings*", "*.base.*", "*.key.*", "*.dense.*", "*LayerNorm*"]
 )
-count, frozen = (sum(p.numel() for p in each.values()) for each in (params, buffers))
+count, frozen = (sum(p.numel() for p in part.values()) for part in (params, buffers))
 print(f"trained: {count} of {count + frozen} numbers")
 
 # %% Train privately. The model returns its loss, so there is no criterion; a batch is

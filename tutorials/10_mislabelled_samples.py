@@ -24,7 +24,7 @@ true = torch.tensor(digits.target)
 samples = len(true)
 flipped = torch.rand(samples) < WRONG
 others = (true + torch.randint(1, 10, (samples,))) % 10
-given = torch.where(flipped, others, true)
+labels = torch.where(flipped, others, true)
 print(f"{flipped.sum()} of {samples} labels are wrong")
 
 # %% Train until every label is learned. This is any loop of yours; vgrad has no part in
@@ -34,10 +34,10 @@ optimizer = torch.optim.Adam(model.parameters(), 2e-2, fused=True)
 for _ in range(110):
     for rows in torch.randperm(samples).split(450):
         optimizer.zero_grad()
-        F.cross_entropy(model(images[rows]), given[rows]).backward()
+        F.cross_entropy(model(images[rows]), labels[rows]).backward()
         optimizer.step()
 logits = model(images).detach()
-learned = (logits.argmax(1) == given).float()
+learned = (logits.argmax(1) == labels).float()
 print(f"{learned.mean():.1%} of the given labels learned, ", end="")
 print(f"{learned[flipped].mean():.1%} of the wrong ones")
 assert learned[flipped].mean() > 0.9
@@ -49,16 +49,16 @@ fmodel, params, buffers = vgrad.make_functional_with_buffers(
 )
 loss = vgrad.sample_loss(fmodel, F.cross_entropy)
 project = vgrad.per_sample_projection(loss, DIM, seed=SEED)
-found = project(params, buffers, images, given).double()  # [B, DIM]
+grads = project(params, buffers, images, labels).double()  # [B, DIM]
 
 # %% Three scores. The loss is what everyone has at hand. The leverage g (G'G)^-1 g says
 # how far a gradient lies from all others.
-losses = F.cross_entropy(logits.double(), given, reduction="none")
-leverage = (found * torch.linalg.solve(found.mT @ found, found.mT).mT).sum(1)
+losses = F.cross_entropy(logits.double(), labels, reduction="none")
+leverage = (grads * torch.linalg.solve(grads.mT @ grads, grads.mT).mT).sum(1)
 
 # The third asks the samples that are most like this one, those whose gradients lie most
 # nearly on the same line. Where labels agree they point the same way, else opposite.
-directions = F.normalize(found)
+directions = F.normalize(grads)
 cosines = (directions @ directions.mT).fill_diagonal_(0)
 nearest = cosines.abs().topk(NEAREST).indices  # [B, NEAREST]
 contradiction = -cosines.gather(1, nearest).mean(1)
@@ -106,7 +106,7 @@ axes.grid(alpha=0.3)
 for axes, row in zip(right.subplots(2, SHOWN).flat, pairs.flatten(), strict=True):
     axes.imshow(images[row].numpy(), cmap="gray_r")
     axes.set(xticks=[], yticks=[])
-    axes.set_title(f"given {given[row]}\ntrue {true[row]}", fontsize="medium")
+    axes.set_title(f"given {labels[row]}\ntrue {true[row]}", fontsize="medium")
 right.suptitle("contradicted most, and below by which sample", fontsize="medium")
 
 plt.show()

@@ -52,24 +52,24 @@ for _ in range(WINDOWS):
     noise, trace, square = vgrad.NoiseScale(), 0.0, 0.0
     for step in range(STEPS):
         if step % 10 == 5:
-            whole = moments_of(params, buffers, x, y)
-            trace += float(whole.trace)
-            square += float(sum(g.square().sum() for g in whole.mean.values()))
+            all_moments = moments_of(params, buffers, x, y)
+            trace += float(all_moments.trace)
+            square += float(sum(g.square().sum() for g in all_moments.mean.values()))
         params, state, moments = training_step(params, state)
         noise = noise.add(moments)
         single.append(float(moments.noise_scale))
     averaged.append(float(noise.value))
     exact.append(trace / square)
     print(
-        f"loss {whole.losses.mean():.2f}: noise scale {averaged[-1]:5.1f} over "
+        f"loss {all_moments.losses.mean():.2f}: noise scale {averaged[-1]:5.1f} over "
         f"{STEPS} batches of {BATCH}, {exact[-1]:5.1f} with all data"
     )
 
 # %% It grows several times over, and the average finds it.
 assert averaged[-1] > 3 * averaged[0]
-for found, true in zip(averaged, exact, strict=True):
-    assert true / 1.4 < found < true * 1.4
-misses = [abs(found / exact[at // STEPS] - 1) > 0.5 for at, found in enumerate(single)]
+for estimate, true in zip(averaged, exact, strict=True):
+    assert true / 1.4 < estimate < true * 1.4
+misses = [abs(value / exact[at // STEPS] - 1) > 0.5 for at, value in enumerate(single)]
 print(f"{sum(misses) / len(misses):.0%} of single batches are off by more than half")
 
 # %% What it says about batch sizes. A step on B samples gets 1 / (1 + scale / B) of the

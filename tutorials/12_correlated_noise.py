@@ -85,18 +85,18 @@ def train(plan, seed, rate):
     return torch.tensor(seen).mean(0)
 
 
-found = {}
+table = {}
 for epsilon, rate in RATES.items():
     for name, noise in SCHEMES.items():
         plan = plan_for(epsilon, noise)
         runs = [train(plan, seed, rate) for seed in SEEDS]
-        found[epsilon, name] = torch.stack(runs, 1)
-        loss, accuracy = found[epsilon, name].mean(1)
+        table[epsilon, name] = torch.stack(runs, 1)
+        loss, accuracy = table[epsilon, name].mean(1)
         print(f"epsilon {epsilon}, {name}: loss {loss:.3f}, {accuracy:.1f} %")
 
 # %% As predicted, in the mean of five seeds: bands are better at epsilon 16, and worse
 # at epsilon 1.
-means = {key: values[0].mean() for key, values in found.items()}
+means = {key: values[0].mean() for key, values in table.items()}
 assert means[16, "4 bands"] < means[16, "independent"]
 assert means[1, "4 bands"] > means[1, "independent"]
 
@@ -115,9 +115,9 @@ ratios = [one / other for one, other in zip(curves[1], curves[0], strict=True)]
 left.plot(epsilons, ratios, "C0o-")
 left.set(ylabel="predicted noise, four bands / independent")
 for epsilon in RATES:
-    bands, alone = found[epsilon, "4 bands"][0], found[epsilon, "independent"][0]
-    right.plot([epsilon] * len(SEEDS), bands / alone, "C1o", fillstyle="none")
-    right.plot(epsilon, bands.mean() / alone.mean(), "C1_", markersize=24)
+    bands, plain = table[epsilon, "4 bands"][0], table[epsilon, "independent"][0]
+    right.plot([epsilon] * len(SEEDS), bands / plain, "C1o", fillstyle="none")
+    right.plot(epsilon, bands.mean() / plain.mean(), "C1_", markersize=24)
 right.set(ylabel="held-out loss, four bands / independent")
 for axes in (left, right):
     axes.axhline(1.0, color="black", linestyle=":")

@@ -98,9 +98,9 @@ figure.suptitle(
 scores, mus, epsilons = axes
 bins = torch.linspace(-5, 7, 49).tolist()
 for number, (name, result) in enumerate({"right": right, "half": half}.items()):
-    look = {"bins": bins, "histtype": "step", "density": True, "color": f"C{number}"}
-    scores.hist(result.included, **look, label=f"{name}: in")
-    scores.hist(result.excluded, **look, linestyle=":", label=f"{name}: out")
+    style = {"bins": bins, "histtype": "step", "density": True, "color": f"C{number}"}
+    scores.hist(result.included, **style, label=f"{name}: in")
+    scores.hist(result.excluded, **style, linestyle=":", label=f"{name}: out")
 scores.set(xlabel="score, in deviations of the noise claimed", ylabel="density")
 scores.legend(title="noise", fontsize="small")
 mus.plot(shares, truths, "k:", label="spent")
@@ -117,7 +117,7 @@ epsilons.set(xscale="log", xlabel="canaries", ylabel="epsilon, from guesses")
 epsilons.set_xticks(counts, [str(count) for count in counts])
 epsilons.minorticks_off()
 epsilons.legend(fontsize="small")
-for each in axes:
-    each.grid(alpha=0.3)
+for panel in axes:
+    panel.grid(alpha=0.3)
 
 plt.show()

@@ -75,9 +75,9 @@ def trained(replaced: int) -> tuple[EnsembleState, torch.Tensor]:
 
 # %% In a sweep the rates at both ends are lost, with their members. In the population
 # nearly all members end where the best of the sweep does, and its best is better.
-alone, fixed = trained(replaced=0)
+separate, fixed = trained(replaced=0)
 together, moved = trained(replaced=MEMBERS // 4)
-sweep = accuracy(alone, held_x, held_y)
+sweep = accuracy(separate, held_x, held_y)
 population = accuracy(together, held_x, held_y)
 for name, shares in (("a sweep", sweep), ("a population", population)):
     low, median, high = shares.min(), shares.median(), shares.max()

@@ -41,7 +41,7 @@ loss = vgrad.sample_loss(fmodel, F.cross_entropy)
 
 def objective(params: dict, buffers: dict, *sample: torch.Tensor) -> torch.Tensor:
     """Return the loss of a sample with weight decay."""
-    squares = sum(each.square().sum() for each in params.values())
+    squares = sum(param.square().sum() for param in params.values())
     return loss(params, buffers, *sample) + DECAY / 2 * squares
 
 
@@ -53,7 +53,7 @@ def trained(subsets: torch.Tensor) -> dict:
         return torch.where(chosen, losses, 0).sum() / chosen.sum()
 
     tx, count = optim.adam(2e-2), len(subsets)
-    copies = {n: each.expand(count, *each.shape).clone() for n, each in start.items()}
+    copies = {n: p.expand(count, *p.shape).clone() for n, p in start.items()}
     state = training.EnsembleState.create(tx, copies, buffers, seed=SEED)
     step = training.ensemble_train_step(mean, tx, in_dims=0)
     for _ in range(STEPS):
@@ -62,7 +62,7 @@ def trained(subsets: torch.Tensor) -> dict:
 
 
 everything = trained(torch.ones(1, TRAIN, dtype=torch.bool))
-params = {name: each[0] for name, each in everything.items()}
+params = {name: stacked[0] for name, stacked in everything.items()}
 guesses = fmodel(params, buffers, held_x).argmax(1)
 mistakes = (guesses != held_y).nonzero().flatten()
 print(f"{len(mistakes)} of {len(held_y)} held-out digits get the wrong class")
@@ -76,9 +76,9 @@ by = {"curvature": inverse, "damping": 2 * DECAY}
 
 # %% Wrong labels have a large influence on themselves. The area under the ROC curve
 # is the share of pairs, of a wrong label and a right one, that are in order.
-own = attribution.self_influence(loss, params, buffers, batches, **by)
+selves = attribution.self_influence(loss, params, buffers, batches, **by)
 losses = F.cross_entropy(fmodel(params, buffers, x), y, reduction="none")
-areas = [roc_auc_score(flipped.numpy(), score.numpy()) for score in (own, losses)]
+areas = [roc_auc_score(flipped.numpy(), score.numpy()) for score in (selves, losses)]
 print(f"wrong labels found: influence on itself {areas[0]:.4f}, loss {areas[1]:.4f}")
 assert min(areas) > 0.99
 
@@ -99,12 +99,12 @@ assert share > 0.3
 count = len(queries)
 removed = torch.cat([harmful, torch.rand(count, TRAIN).argsort()[:, :REMOVED]])
 subsets = torch.ones(2 * count, TRAIN, dtype=torch.bool).scatter(1, removed, False)
-again = trained(subsets)
+retrained = trained(subsets)
 forward = vgrad.ensemble_forward(fmodel)
-logits = forward(again, buffers, batch[0])  # [2 Q, Q, 10]
+logits = forward(retrained, buffers, batch[0])  # [2 Q, Q, 10]
 members = torch.arange(2 * count)
 logits = logits[members, members % count].view(2, count, 10)
-without = [F.cross_entropy(each, batch[1], reduction="none") for each in logits]
+without = [F.cross_entropy(rows, batch[1], reduction="none") for rows in logits]
 before = F.cross_entropy(fmodel(params, buffers, batch[0]), batch[1], reduction="none")
 right = (logits.argmax(2) == batch[1]).sum(1).tolist()
 print(f"right without the harmful: {right[0]} of {count}; at random: {right[1]}")

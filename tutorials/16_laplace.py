@@ -62,10 +62,10 @@ posterior = curvature.laplace(fmodel, "categorical", params, buffers, data)
 evidence = posterior.fit_prior()
 priors = torch.logspace(-1, 2, 7).tolist()
 others = [replace(posterior, prior_precision=prior) for prior in priors]
-chosen = max(others, key=lambda each: each.log_likelihood([(chosen_x, chosen_y)]))
-for name, found in (("evidence", evidence), ("other data", chosen)):
-    value = float(found.log_marginal_likelihood())
-    print(f"prior by {name:10}  {found.prior_precision:6.2f}  log p(y) {value:7.1f}")
+chosen = max(others, key=lambda fit: fit.log_likelihood([(chosen_x, chosen_y)]))
+for name, fit in (("evidence", evidence), ("other data", chosen)):
+    value = float(fit.log_marginal_likelihood())
+    print(f"prior by {name:10}  {fit.prior_precision:6.2f}  log p(y) {value:7.1f}")
 assert evidence.log_marginal_likelihood() > chosen.log_marginal_likelihood()
 
 # %% All of them are probabilities, so the same functions judge them.
@@ -86,8 +86,8 @@ def predictions(degrees: float) -> dict[str, torch.Tensor]:
 
 losses: dict[str, list[float]] = {}
 for degrees in ANGLES:
-    for name, found in predictions(degrees).items():
-        losses.setdefault(name, []).append(float(F.nll_loss(found.log(), held_y)))
+    for name, prediction in predictions(degrees).items():
+        losses.setdefault(name, []).append(float(F.nll_loss(prediction.log(), held_y)))
 print(f"\n{'turned by, degrees':30}", *(f"{degrees:5.0f}" for degrees in ANGLES[::3]))
 for name, values in losses.items():
     print(f"{name:30}", *(f"{value:5.2f}" for value in values[::3]))
@@ -113,11 +113,11 @@ plt.style.use(
 )  # colours that colour-blind readers can tell apart
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
 figure.suptitle(f"Networks with one hidden layer on {len(x)} digits, seed 0")
-for (name, found), style in zip(
+for (name, prediction), style in zip(
     predictions(DEGREES).items(), ("C0o-", "C1s--", "C2^-.", "C3v:"), strict=True
 ):
     left.plot(ANGLES, losses[name], style, label=name, markersize=4)
-    confidence, guess = found.max(1)
+    confidence, guess = prediction.max(1)
     accuracy, confidence = calibration_curve(guess == held_y, confidence, n_bins=8)
     right.plot(confidence, accuracy, style, markersize=4)
 left.set(xlabel="digits turned by, degrees", ylabel="negative log-likelihood, nats")

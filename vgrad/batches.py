@@ -25,6 +25,7 @@ class Batch:
     size: int
     tree: Tree
     tensors: list[Tensor]
+    plain: tuple[Any, ...] = ()  # leaves that are no tensors
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -33,14 +34,15 @@ class Batch:
             return tuple(self.tensors)
         return tuple(tensor.detach() for tensor in self.tensors)
 
-    def take(self, rows: slice | Tensor) -> "Batch":
+    def select(self, rows: slice | Tensor) -> "Batch":
         """Return the batch of these samples, in this order."""
         size = len(range(self.size)[rows] if isinstance(rows, slice) else rows)
-        return Batch(size, self.tree, [taken(each, rows) for each in self.tensors])
+        tensors = [select_rows(tensor, rows) for tensor in self.tensors]
+        return Batch(size, self.tree, tensors, self.plain)
 
     def one(self, number: int) -> tuple[Tensor, ...]:
         """Return the tensors of one sample, without the batch dimension."""
-        part = self.take(slice(number, number + 1))
+        part = self.select(slice(number, number + 1))
         return tuple(tensor.squeeze(0) for tensor in part.inputs)
 
     def sample(self, tensors: Iterable[Tensor]) -> Tree:
@@ -49,7 +51,7 @@ class Batch:
         return map_tensors(partial(next, iter(tensors)), self.tree)
 
 
-def taken(values: Tensor, rows: slice | Tensor) -> Tensor:
+def select_rows(values: Tensor, rows: slice | Tensor) -> Tensor:
     """Return the values of some samples, whose numbers may be on another device."""
     return values[rows if isinstance(rows, slice) else rows.to(values.device)]
 
@@ -63,6 +65,7 @@ def read(function: str, batch: Tree) -> Batch:
     batch, leaves = with_leaves(batch)
     sizes: set[int] = set()
     tensors: list[Tensor] = []
+    plain: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             if leaf.ndim == 0:
@@ -79,13 +82,15 @@ def read(function: str, batch: Tree) -> Batch:
                 f"example with dict(...) or torch.as_tensor(...), or leave it out in "
                 f"the loader's collate_fn."
             )
+        else:
+            plain.append(leaf)
     if len(sizes) != 1:
         got = f"sizes {sorted(sizes)}" if sizes else "no tensor"
         raise ValueError(
             f"{function}(params, buffers, *batch): expected tensors of one batch size, "
             f"got {got}."
         )
-    return Batch(sizes.pop(), batch, tensors)
+    return Batch(sizes.pop(), batch, tensors, tuple(plain))
 
 
 def each(function: str, batches: Iterable[Any]) -> Iterator[tuple[Tree, ...]]:

@@ -48,8 +48,8 @@ def _numbers(
     numbers = []
     for name, value in values.items():
         # Fractions and numbers of numpy are real, tensors are not.
-        known = isinstance(value, int | float) or isinstance(value, Real)
-        if isinstance(value, bool) or not known:
+        is_real = isinstance(value, int | float) or isinstance(value, Real)
+        if isinstance(value, bool) or not is_real:
             kind = type(value).__name__
             advice = " Pass its .item()." if isinstance(value, Tensor) else ""
             raise TypeError(
@@ -186,12 +186,12 @@ def vectors(
     whole_tensors(function, got)
     lead = torch.Size()
     for place, (name, like) in enumerate(expected.items()):
-        shape, own = getattr(like, "shape", like), got[name].shape
-        lead = own[: max(0, len(own) - len(shape))] if place == 0 else lead
-        if own != lead + shape:
+        shape, actual = getattr(like, "shape", like), got[name].shape
+        lead = actual[: max(0, len(actual) - len(shape))] if place == 0 else lead
+        if actual != lead + shape:
             raise ValueError(
                 f"{function}: expected shape {tuple(shape)} in {name!r}, or several "
-                f"such vectors in front in all names, got {tuple(own)}."
+                f"such vectors in front in all names, got {tuple(actual)}."
             )
     return lead
 
@@ -236,7 +236,7 @@ def patterns(function: str, **arguments: Any) -> None:
 def selected(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
     """Return the names that match any of the patterns, in their order."""
     patterns = tuple(patterns)
-    return [name for name in names if any(matches(name, each) for each in patterns)]
+    return [name for name in names if any(matches(name, glob) for glob in patterns)]
 
 
 def all_matched(

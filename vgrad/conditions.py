@@ -11,15 +11,12 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from vgrad.torch_private.tracing import untraced
-
 
 class Unrepeatable(Exception):
     """A graph of ops cannot repeat something that happened during its capture."""
 
 
 _CHECKS: ContextVar[list[Tensor] | None] = ContextVar("checks", default=None)
-_ZEROS: ContextVar[bool] = ContextVar("zeros", default=False)
 
 
 def rare(where: Tensor) -> bool:
@@ -37,31 +34,28 @@ def checks_collected() -> bool:
     return _CHECKS.get() is not None
 
 
-def zeros_proven() -> bool:
-    """Return whether gradients of only zeros, whose norms are in doubt, are sought."""
-    return checks_collected() and _ZEROS.get()
+def numbers(tensor: Tensor) -> list | None:
+    """Return the values of a tensor for Python; None where no value may be read."""
+    return None if checks_collected() else tensor.tolist()
+
+
+def surely(mask: Tensor) -> bool:
+    """Return whether a mask is true everywhere; False where to look would be a wait."""
+    return mask.is_cpu and not checks_collected() and bool(mask.all())
 
 
 @contextmanager
-def collect_checks(*, zeros: bool = False) -> Iterator[list[Tensor]]:
-    """Collect the conditions of a block, each a boolean without dimensions.
-
-    With `zeros` gradients that are nothing but zeros meet none of them, which takes two
-    readings of all numbers.
-    """
+def collect_checks() -> Iterator[list[Tensor]]:
+    """Collect the conditions of a block, each a boolean without dimensions."""
     checks: list[Tensor] = []
-    token = _ZEROS.set(zeros)
-    try:
-        with _set(checks):
-            yield checks
-    finally:
-        _ZEROS.reset(token)
+    with _set(checks):
+        yield checks
 
 
 @contextmanager
 def static_values() -> Iterator[None]:
     """Read values in this block, which depend on shapes and options alone."""
-    with _set(None), untraced():
+    with _set(None):
         yield
 
 

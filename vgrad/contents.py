@@ -26,31 +26,31 @@ _FOLLOWED = (nn.Module, Tensor, list, tuple, dict, set, frozenset, *_OF_CODE)
 
 def contents(root: Any) -> dict[str, Any]:
     """Return facts by place, in the order of use: texts, code and values of tensors."""
-    first, found, left = dict[int, str](), dict[str, Any](), list[Any]([("", root, 0)])
+    first, facts, queue = dict[int, str](), dict[str, Any](), list[Any]([("", root, 0)])
     model = root if isinstance(root, nn.Module) else nn.Module()
     for named in model.named_modules(), model.named_parameters(), model.named_buffers():
         for name, part in named:
             first.setdefault(id(part), name)
     entries = {*first}
-    for path, value, depth in left:
+    for path, value, depth in queue:
         if isinstance(value, _PLAIN):
-            found[path] = repr(value)
+            facts[path] = repr(value)
         elif isinstance(value, types.CodeType):
-            found[path] = value
+            facts[path] = value
         elif hasattr(value, "__dict__") and first.setdefault(id(value), path) != path:
-            found[path] = f"the part at {first[id(value)]!r}"
+            facts[path] = f"the part at {first[id(value)]!r}"
         else:
             named = value if hasattr(value, "__qualname__") else type(value)
-            found[path] = f"{named.__module__}.{named.__qualname__}"
+            facts[path] = f"{named.__module__}.{named.__qualname__}"
             if isinstance(value, Tensor):
-                found[f"{path}.shape"] = str((*value.shape,))
-                facts = ("dtype", "device", "requires_grad")
-                found |= {f"{path}.{x}": str(getattr(value, x)) for x in facts}
-                found |= {} if id(value) in entries else {f"{path}.data": value.data}
+                facts[f"{path}.shape"] = str((*value.shape,))
+                attributes = ("dtype", "device", "requires_grad")
+                facts |= {f"{path}.{x}": str(getattr(value, x)) for x in attributes}
+                facts |= {} if id(value) in entries else {f"{path}.data": value.data}
             depth += not isinstance(value, _FOLLOWED)
             parts = _parts(value) if depth < 2 else {}
-            left += [(f"{path}{at}".lstrip("."), x, depth) for at, x in parts.items()]
-    return found
+            queue += [(f"{path}{at}".lstrip("."), x, depth) for at, x in parts.items()]
+    return facts
 
 
 def difference(first: dict, other: dict) -> tuple[str, Any, Any] | None:
@@ -78,7 +78,9 @@ def _parts(value: Any) -> dict[str, Any]:
         before = hooks[f".{HOOKS[0]}"]
         old = {f".{getattr(x, 'name', getattr(x, '_tensor_name', ''))}" for x in before}
         plain = sorted(named.keys() - _OF_EVERY_MODULE - old)
-        parts = {f".{key}": x for each in registered(value) for key, x in each.items()}
+        parts = {
+            f".{key}": x for group in registered(value) for key, x in group.items()
+        }
         return parts | {key: named[key] for key in plain} | hooks
     if isinstance(value, types.FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
@@ -91,5 +93,5 @@ def _parts(value: Any) -> dict[str, Any]:
         value = dict(enumerate(value))
     if isinstance(value, dict):
         return {f"[{key!r}]": part for key, part in value.items()} | named
-    held = {f".{key}": getattr(value, key) for key in _OF_CODE.get(type(value), ())}
-    return held | dict(sorted(named.items()))
+    code = {f".{key}": getattr(value, key) for key in _OF_CODE.get(type(value), ())}
+    return code | dict(sorted(named.items()))

@@ -166,7 +166,7 @@ def read_tensors(
         if checked is None:
             # Copied, because torch aligns its own memory and a file does not, and the
             # numbers that a kernel computes may depend on that.
-            tensors = {key: each.clone() for key, each in tensors.items()}
+            tensors = {key: tensor.clone() for key, tensor in tensors.items()}
         text, seal = metadata.get("vgrad", _FOREIGN), metadata.get("sha256", "")
         if text != _FOREIGN and seal not in (checked or ()):
             if seal != _seal(text, tensors):
@@ -174,13 +174,13 @@ def read_tensors(
             if checked is not None:
                 checked.add(seal)
         description = from_json(text)
-        found = description["kind"]
+        actual = description["kind"]
     except _DAMAGE as error:
         raise ValueError(
             f"{path}: expected {called}, got a damaged file ({error})."
         ) from error
-    if found != kind:
-        raise ValueError(f"{path}: expected {called}, got a {found}.")
+    if actual != kind:
+        raise ValueError(f"{path}: expected {called}, got a {actual}.")
     return tensors, description
 
 

@@ -43,9 +43,9 @@ from torch's generators without it, as a model with dropout does, is not kept ou
 A fork waits for it, since no thread that holds it would be in the other process.
 """
 if hasattr(os, "register_at_fork"):  # which Windows lacks
-    for _held in (autograd._LOCK, RNG_LOCK):  # the last one is taken first
-        os.register_at_fork(before=_held.acquire, after_in_child=_held.release)
-        os.register_at_fork(after_in_parent=_held.release)
+    for _lock in (autograd._LOCK, RNG_LOCK):  # the last one is taken first
+        os.register_at_fork(before=_lock.acquire, after_in_child=_lock.release)
+        os.register_at_fork(after_in_parent=_lock.release)
 
 
 def secret_key(*, seed: int | None = None, member: int = 0) -> Tensor:

@@ -75,12 +75,12 @@ def extent(tensor: Tensor) -> int:
 
 def _is_folded(tensor: Tensor) -> bool:
     # Whether two entries of one tensor are in the same place.
-    reach = 0
+    span = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
-            if stride <= reach:
+            if stride <= span:
                 break
-            reach += (size - 1) * stride
+            span += (size - 1) * stride
     else:
         return False  # each stride reaches beyond all entries of smaller ones
     places = torch.zeros(1, dtype=torch.int64)

@@ -109,67 +109,68 @@ class Ranks(NamedTuple):
         return distributed.get_process_group_ranks(self.group)
 
     def agree(
-        self, what: str, *, error: BaseException | None = None, **facts: Any
+        self, caller: str, *, error: BaseException | None = None, **facts: Any
     ) -> list[dict[str, Any]]:
         """Exchange the place of this rank and some facts; return all ranks' facts."""
         stopped = None if error is None else f"{type(error).__name__}: {error}"
-        notes = [{"what": what, "error": stopped, **facts}]
+        notes = [{"what": caller, "error": stopped, **facts}]
         if self.size > 1:
-            own = from_bytes(_encoded(notes[0]))
-            texts = self.padded(own.to(self.device), _NOTE).cpu().split(_NOTE)
-            notes = [json.loads(bytes(each.tolist()).rstrip(b"\0")) for each in texts]
+            note = from_bytes(_encoded(notes[0]))
+            texts = self.padded(note.to(self.device), _NOTE).cpu().split(_NOTE)
+            notes = [json.loads(bytes(text.tolist()).rstrip(b"\0")) for text in texts]
         if error is not None:
             return notes  # it is raised by the caller
         for rank, note in enumerate(notes):
             if note["error"] is not None:
-                raise RankError(f"{what}: rank {rank} stopped with {note['error']}")
-        if any(note["what"] != what for note in notes):
-            places = ", ".join(f"{n} at {each['what']}" for n, each in enumerate(notes))
+                raise RankError(f"{caller}: rank {rank} stopped with {note['error']}")
+        if any(note["what"] != caller for note in notes):
+            places = ", ".join(f"{n} at {note['what']}" for n, note in enumerate(notes))
             raise RankError(
-                f"{what}: expected all ranks at the same place, got rank {places}. "
+                f"{caller}: expected all ranks at the same place, got rank {places}. "
                 f"Call the same functions in the same order on every rank."
             )
         return notes
 
     def check_same(
-        self, what: str, own: Mapping[str, Any] | None = None, **facts: Any
+        self, caller: str, individual: Mapping[str, Any] | None = None, **facts: Any
     ) -> list[dict[str, Any]]:
-        """Refuse facts that differ between ranks; return all, with `own` ones."""
+        """Refuse facts that differ between ranks; return all, `individual` ones too."""
         # Of options a hash is sent; the error has the values.
         options: Any = facts.get("options")
         if options is not None:
             facts["options"] = options.digest()
-        found = self.agree(what, **(own or {}), **facts)
-        if options is not None and len({note["options"] for note in found}) > 1:
-            values = self.exchanged(f"{what}, options", json.dumps(options.facts()))
+        notes = self.agree(caller, **(individual or {}), **facts)
+        if options is not None and len({note["options"] for note in notes}) > 1:
+            values = self.exchanged(f"{caller}, options", json.dumps(options.facts()))
             raise RankError(
-                f"{what}: expected the same options, loss and optimizer on all ranks, "
-                f"got {differences(values)} on ranks 0 to {self.size - 1}. Make it of "
-                f"the same values on every rank; values that may differ are tensors."
+                f"{caller}: expected the same options, loss and optimizer on all "
+                f"ranks, got {differences(values)} on ranks 0 to {self.size - 1}. Make "
+                f"it of the same values on every rank; values that may differ are "
+                f"tensors."
             )
         for name in facts:
-            values = [note[name] for note in found]
+            values = [note[name] for note in notes]
             if any(value != values[0] for value in values):
                 raise RankError(
-                    f"{what}: expected the same {name} on all ranks, got {values} on "
+                    f"{caller}: expected the same {name} on all ranks, got {values} on "
                     f"ranks 0 to {self.size - 1}."
                 )
-        return found
+        return notes
 
     @contextmanager
-    def together(self, what: str) -> Iterator["Facts"]:
+    def together(self, caller: str) -> Iterator["Facts"]:
         """Run a block; if it fails on a rank, or same facts differ, all ranks raise."""
         facts = Facts()
         try:
             yield facts
         except BaseException as error:
-            self.agree(what, error=error)
+            self.agree(caller, error=error)
             raise
-        facts.notes = self.check_same(what, facts.own, **facts.same)
+        facts.notes = self.check_same(caller, facts.own, **facts.same)
 
-    def summed(self, what: str, tensors: Params) -> Params:
+    def summed(self, caller: str, tensors: Params) -> Params:
         """Sum over the ranks, which all get the same bits. {name: shape}."""
-        return Summing(self, what, tensors).finished(tensors)
+        return Summing(self, caller, tensors).finished(tensors)
 
     def of_first(self, tensor: Tensor) -> Tensor:
         """Return the tensors of the first rank, bit by bit; shapes must be the same."""
@@ -189,23 +190,23 @@ class Ranks(NamedTuple):
 
     def padded(self, tensor: Tensor, rows: int) -> Tensor:
         """Concatenate over the ranks, each part filled up to `rows` with zeros."""
-        own = tensor.detach().contiguous()
-        if len(own) < rows:
-            own = own.new_zeros((rows, *own.shape[1:]))
-            own[: len(tensor)] = tensor.detach()
-        found = own.new_empty((rows * self.size, *own.shape[1:]))
-        if own.numel():  # collectives do not know all dtypes
-            parts = found.view(-1).view(torch.uint8).split(own.nbytes)
-            own = own.view(-1).view(torch.uint8)
-            distributed.all_gather(list(parts), own, group=self.group)
-        return found
+        part = tensor.detach().contiguous()
+        if len(part) < rows:
+            part = part.new_zeros((rows, *part.shape[1:]))
+            part[: len(tensor)] = tensor.detach()
+        joined = part.new_empty((rows * self.size, *part.shape[1:]))
+        if part.numel():  # collectives do not know all dtypes
+            parts = joined.view(-1).view(torch.uint8).split(part.nbytes)
+            part = part.view(-1).view(torch.uint8)
+            distributed.all_gather(list(parts), part, group=self.group)
+        return joined
 
-    def exchanged(self, what: str, text: str) -> list[Any]:
+    def exchanged(self, caller: str, text: str) -> list[Any]:
         """Return the JSON values of all ranks, whose texts may be of any length."""
-        own = from_bytes(text.encode())
-        sizes = [note["size"] for note in self.agree(what, size=len(own))]
-        texts = self.joined(own.to(self.device), sizes).cpu().split(sizes)
-        return [json.loads(bytes(each.numpy())) for each in texts]
+        encoded = from_bytes(text.encode())
+        sizes = [note["size"] for note in self.agree(caller, size=len(encoded))]
+        texts = self.joined(encoded.to(self.device), sizes).cpu().split(sizes)
+        return [json.loads(bytes(text.numpy())) for text in texts]
 
 
 @dataclass
@@ -220,41 +221,42 @@ class Facts:
 class Summing:
     """A sum over the ranks of tensors; each bucket travels as soon as it is full."""
 
-    def __init__(self, ranks: Ranks, what: str, like: Params) -> None:
+    def __init__(self, ranks: Ranks, caller: str, like: Params) -> None:
         like = dict(sorted(like.items()))
         self._ranks = ranks
         self._like = like
-        self._given: Params = {}
-        self._left = [*_buckets(like)]
+        self._tensors: Params = {}
+        self._pending = [*_buckets(like)]
         self._sent: list[tuple[list[str], Tensor, Any]] = []
-        ranks.check_same(f"{what}, sums", layout=layout(like))
+        ranks.check_same(f"{caller}, sums", layout=layout(like))
 
     def give(self, name: str, value: Tensor) -> None:
         """Add a tensor; one that was added already stays."""
-        self._given.setdefault(name, value)
-        while self._left and all(name in self._given for name in self._left[0]):
-            names = self._left[0]
-            parts = [_as_real(self._given[name]).reshape(-1) for name in names]
+        self._tensors.setdefault(name, value)
+        while self._pending and all(name in self._tensors for name in self._pending[0]):
+            names = self._pending[0]
+            parts = [_as_real(self._tensors[name]).reshape(-1) for name in names]
             flat = torch.cat(parts)
             group = self._ranks.group
             work = distributed.all_reduce(flat, group=group, async_op=True)
-            del self._left[0]  # what fails above stays, for all ranks expect a bucket
+            # A bucket that fails above stays, for all ranks expect it.
+            del self._pending[0]
             self._sent.append((names, flat, work))
 
     def finished(self, tensors: Params) -> Params:
         """Add all tensors that are missing, and return the sums."""
         for name in self._like:
             self.give(name, tensors[name])
-        found: Params = {}
+        sums: Params = {}
         for names, flat, work in self._sent:
             work.wait()
             like = [_as_real(self._like[name]) for name in names]
-            pieces = flat.split([each.numel() for each in like])
-            for name, each, piece in zip(names, like, pieces, strict=True):
-                piece = piece.view(each.shape)
+            pieces = flat.split([tensor.numel() for tensor in like])
+            for name, tensor, piece in zip(names, like, pieces, strict=True):
+                piece = piece.view(tensor.shape)
                 complex_ = self._like[name].is_complex()
-                found[name] = torch.view_as_complex(piece) if complex_ else piece
-        return {name: found[name] for name in tensors}
+                sums[name] = torch.view_as_complex(piece) if complex_ else piece
+        return {name: sums[name] for name in tensors}
 
     def given_up(self) -> None:
         """Let the others come through, who do not yet know of an error."""
@@ -266,32 +268,32 @@ class Summing:
 
 def differences(facts: Sequence[Mapping[str, str]]) -> str:
     """Say where facts of all ranks differ; of many places the first few."""
-    places = dict.fromkeys(name for each in facts for name in each)
-    values = {name: [each.get(name, "nothing") for each in facts] for name in places}
-    found = {name: each for name, each in values.items() if len({*each}) > 1}
+    places = dict.fromkeys(name for entry in facts for name in entry)
+    values = {name: [entry.get(name, "nothing") for entry in facts] for name in places}
+    unequal = {name: texts for name, texts in values.items() if len({*texts}) > 1}
 
     def is_first(name: str) -> bool:  # a part of what differs as a whole is not
         parts = name.split(".")
-        return not any(".".join(parts[:n]) in found for n in range(1, len(parts)))
+        return not any(".".join(parts[:n]) in unequal for n in range(1, len(parts)))
 
-    names = sorted(filter(is_first, found), key=lambda name: (name.count("."), name))
+    names = sorted(filter(is_first, unequal), key=lambda name: (name.count("."), name))
     first = names[:4]
-    told = [
-        f"{n.replace('._', '.').lstrip('_')} [{', '.join(found[n])}]" for n in first
+    texts = [
+        f"{n.replace('._', '.').lstrip('_')} [{', '.join(unequal[n])}]" for n in first
     ]
-    more = len(names) - len(told)
-    return "; ".join(told) + (f"; and {more} more" if more else "")
+    more = len(names) - len(texts)
+    return "; ".join(texts) + (f"; and {more} more" if more else "")
 
 
 def layout(tensors: Mapping[str, Tensor]) -> str:
     """Tell dictionaries of other names, dtypes, sizes or places on a mesh apart."""
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for name, value in tensors.items():
         placed = (
             getattr(value, "placements", ()) if shards.is_distributed(value) else ()
         )
-        found.update(f"{name} {value.dtype} {tuple(value.shape)} {placed}".encode())
-    return found.hexdigest()
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)} {placed}".encode())
+    return digest.hexdigest()
 
 
 def _encoded(note: Mapping[str, Any]) -> bytes:
@@ -309,12 +311,12 @@ def _buckets(tensors: Params) -> Iterator[list[str]]:
     names: list[str] = []
     size, dtype = 0, None
     for name, tensor in tensors.items():
-        own = tensor.numel() * tensor.element_size()
-        if names and (tensor.dtype != dtype or size + own > _BUCKET):
+        nbytes = tensor.numel() * tensor.element_size()
+        if names and (tensor.dtype != dtype or size + nbytes > _BUCKET):
             yield names
             names, size = [], 0
         names.append(name)
-        size, dtype = size + own, tensor.dtype
+        size, dtype = size + nbytes, tensor.dtype
     if names:
         yield names
 

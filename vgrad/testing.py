@@ -71,10 +71,10 @@ def check_rule(
             f"samples, which a rule could mix up, got {size}."
         )
     params, buffers, samples = _in_double((params, buffers, batch))
-    given = (params, buffers, *samples)
+    arguments = (params, buffers, *samples)
     recorded: dict[str, Any] = {"strategy": "recorded", "verify": False}
     plan = explain(per_sample_norm(loss, **recorded))
-    for row in () if expanded else plan(*given).rows:
+    for row in () if expanded else plan(*arguments).rows:
         if row.why.startswith(EXPANDED):
             names = ", ".join(map(repr, row.names))
             raise AssertionError(
@@ -85,39 +85,41 @@ def check_rule(
     losses, grads = _reference(loss, params, buffers, samples, size)
     norms = {name: grad.flatten(1).norm(dim=1) for name, grad in grads.items()}
 
-    def check(quantity: str, found: Params, expected: Params) -> None:
+    def check(quantity: str, actual: Params, expected: Params) -> None:
         for name, value in expected.items():
-            _check_equal(f"{quantity} of {name!r}", found[name], value, tolerance)
+            _check_equal(f"{quantity} of {name!r}", actual[name], value, tolerance)
 
-    check("gradients", per_sample_grad(loss, **recorded)(*given), grads)
-    computed = per_sample_norm(loss, groups="parameter", **recorded)(*given)
+    check("gradients", per_sample_grad(loss, **recorded)(*arguments), grads)
+    computed = per_sample_norm(loss, groups="parameter", **recorded)(*arguments)
     check("norms", computed, norms)
     weights = torch.linspace(-1, 2, size, dtype=torch.float64, device=losses.device)
-    sums = weighted_grad(loss, **recorded)(weights, *given)
+    sums = weighted_grad(loss, **recorded)(weights, *arguments)
     check("weighted sum", sums, _weighted(grads, dict.fromkeys(grads, weights)))
     bound = 0.9 * float(_joint(norms, norms).mean())  # clips some samples
     for kind in get_args(Clipping):
         compute = clipped_grad(loss, max_norm=bound, clipping=kind, **recorded)
-        result = compute(*given)
+        result = compute(*arguments)
         expected = _weighted(grads, _factors(kind, norms, bound))
         check(f"sum with clipping={kind!r}", result.grads, expected)
         _check_equal("losses", result.losses, losses, tolerance)
 
 
-def _check_equal(what: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
-    if found.shape != expected.shape:
+def _check_equal(
+    quantity: str, actual: Tensor, expected: Tensor, tolerance: float
+) -> None:
+    if actual.shape != expected.shape:
         raise AssertionError(
-            f"check_rule(loss): expected the {what} in the shape "
-            f"{tuple(expected.shape)}, got {tuple(found.shape)}."
+            f"check_rule(loss): expected the {quantity} in the shape "
+            f"{tuple(expected.shape)}, got {tuple(actual.shape)}."
         )
     if not expected.numel():
         return
-    scale, gap = expected.abs().amax(), (found - expected).abs().amax()
+    scale, gap = expected.abs().amax(), (actual - expected).abs().amax()
     error = float(gap / scale) if scale > 0 else float(gap)
     if not error <= tolerance:  # NaN is no less
         raise AssertionError(
-            f"check_rule(loss): expected the {what} as plain autograd has them, got a "
-            f"relative error of {error:.1e}, more than {tolerance:.0e}."
+            f"check_rule(loss): expected the {quantity} as plain autograd has them, "
+            f"got a relative error of {error:.1e}, more than {tolerance:.0e}."
         )
 
 

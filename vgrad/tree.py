@@ -45,7 +45,7 @@ def tree_leaves(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> lis
 def with_leaves(tree: Tree) -> tuple[Tree, list[Any]]:
     """Return a tree, mappings of unknown classes as dictionaries, and its leaves."""
     # A tuple of tensors goes without pytree, which is slower than small kernels.
-    if type(tree) is tuple and all([isinstance(each, Tensor) for each in tree]):
+    if type(tree) is tuple and all([isinstance(leaf, Tensor) for leaf in tree]):
         return tree, [*tree]
     leaves = pytree.tree_leaves(tree)
     return with_leaves(_dictionaries(tree)) if _has_mappings(leaves) else (tree, leaves)
@@ -78,13 +78,13 @@ def tensors(tree: Tree) -> list[Tensor]:
         tree = tree.values()
     elif not (kind is tuple or kind is list or _is_named(kind)):
         return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-    found = []
+    leaves = []
     for branch in tree:
         if isinstance(branch, Tensor):
-            found.append(branch)
+            leaves.append(branch)
         elif branch is not None:
-            found += tensors(branch)
-    return found
+            leaves += tensors(branch)
+    return leaves
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Tree) -> Tree:

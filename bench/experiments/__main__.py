@@ -28,11 +28,11 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--data")
     parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
-    names = NAMES if "all" in given.names else given.names
+    arguments = parser.parse_args()
+    names = NAMES if "all" in arguments.names else arguments.names
     failed = []
     for name in names:
-        place = Place(given.size, given.device, given.out, given.data)
+        place = Place(arguments.size, arguments.device, arguments.out, arguments.data)
         try:
             seen = run(name, study(name), place)
         except KeyboardInterrupt:

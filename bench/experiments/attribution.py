@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import vgrad
 from bench.experiments import data, drawing
-from bench.experiments.study import Piece, Place, Result, Results, Study, Tell
+from bench.experiments.study import Piece, Place, Result, Results, Show, Study
 from vgrad import curvature
 from vgrad.attribution import influence, self_influence, trak
 from vgrad.training import EnsembleState, ensemble_train_step
@@ -114,7 +114,7 @@ def lds(scores: Tensor, subsets: Tensor, outputs: Tensor) -> float:
     return sum(stats.spearmanr(*pair).statistic for pair in pairs) / len(sums)
 
 
-def measure(place: Place, task: Task, tell: Tell) -> Result:
+def measure(place: Place, task: Task, show: Show) -> Result:
     """Train a net on all samples and on each subset, and judge all scores."""
     count, queries, members, steps = place.pick(
         tiny=(80, 8, 12, 40), small=(1200, 300, 100, 300), full=(1200, 300, 100, 300)
@@ -137,16 +137,16 @@ def measure(place: Place, task: Task, tell: Tell) -> Result:
     tx, every = vgrad.optim.adam(task.rate), torch.cat([subsets[:1] | True, subsets])
     trained = retrained(decayed, tx, params, batch, every, steps)
     seconds = {"models": time.perf_counter() - start}
-    tell(0.5)
+    show(0.5)
     halves = {name: value[1:] for name, value in trained.items()}
     logits = vgrad.ensemble_forward(fmodel)(halves, {}, queried[0])
     right = queried[1].expand(members, -1)
     outputs = logits.log_softmax(2).gather(2, right[..., None])[..., 0]
-    whole = {name: value[0] for name, value in trained.items()}
-    found: dict[str, dict[str, float]] = {}
-    for name, damping, scores in _scores(fmodel.to_module(whole, {}), batch, queried):
-        found.setdefault(name, {})[f"{damping:g}"] = lds(scores, subsets, outputs)
-        tell(0.5 + len(found) / len(NAMES) / 2)
+    first = {name: value[0] for name, value in trained.items()}
+    results: dict[str, dict[str, float]] = {}
+    for name, damping, scores in _scores(fmodel.to_module(first, {}), batch, queried):
+        results.setdefault(name, {})[f"{damping:g}"] = lds(scores, subsets, outputs)
+        show(0.5 + len(results) / len(NAMES) / 2)
     return {
         "net": task.net,
         "data": title,
@@ -157,7 +157,7 @@ def measure(place: Place, task: Task, tell: Tell) -> Result:
         "accuracy": float((logits.argmax(2) == right).double().mean()),
         "seconds": seconds
         | {"scores": time.perf_counter() - start - seconds["models"]},
-        "lds": found,
+        "lds": results,
     }
 
 
@@ -189,8 +189,10 @@ def _scores(
     plain = scored(split)
     yield DOT, 0.0, plain
     loss = vgrad.sample_loss(split[0], F.cross_entropy)
-    own, others = (self_influence(loss, *split[1:], b) for b in ([queries], batches))
-    yield COSINE, 0.0, plain / own[:, None].sqrt() / others.sqrt()
+    of_queries, others = (
+        self_influence(loss, *split[1:], b) for b in ([queries], batches)
+    )
+    yield COSINE, 0.0, plain / of_queries[:, None].sqrt() / others.sqrt()
     for ridge in RIDGES:
         options = {"dim": DIM, "seed": 0, "ridge": ridge}
         yield TRAK, ridge, trak(*split, queries, batches, **options)
@@ -201,7 +203,7 @@ def _scores(
         return model, make(matrix, *values, inputs)
 
     layers = dict.fromkeys(name.rpartition(".")[0] for name in split[1])
-    frozen = [[n for n in split[1] if n.rpartition(".")[0] != each] for each in layers]
+    frozen = [[n for n in split[1] if n.rpartition(".")[0] != path] for path in layers]
     fisher = curvature.empirical_fisher(split[0], "categorical")
     joint: Any = {"separate_weight_and_bias": False}
     parts = {
@@ -230,10 +232,10 @@ def check(results: Results) -> list[str]:
     """Compare with the dense formulas, and see that curvature is worth its price."""
     seen = []
     for net, result in results.items():
-        found, chance = result["lds"], 0.1
+        scores, chance = result["lds"], 0.1
         accuracy = result["accuracy"]
         assert accuracy > 3 * chance, f"{net}: accuracy {accuracy:.3f} of the models"
-        best, plain = max(found[GGN].values()), found[DOT]["0"]
+        best, plain = max(scores[GGN].values()), scores[DOT]["0"]
         assert best > plain, (
             f"{net}: an LDS of {best:.3f} by the GGN, of {plain:.3f} without curvature"
         )
@@ -243,7 +245,7 @@ def check(results: Results) -> list[str]:
         worst = 0.0
         for name, dense in DENSE[net].items():
             for damping, expected in dense.items():
-                value = found[name][f"{damping:g}"]
+                value = scores[name][f"{damping:g}"]
                 room = 0.01 if (name, damping) == (GGN, DECAY + 1e-3) else 0.02
                 worst = max(worst, abs(value - expected))
                 assert abs(value - expected) <= room, (
@@ -252,8 +254,8 @@ def check(results: Results) -> list[str]:
                 )
         seen.append(
             f"{net}: all scores have the LDS of dense formulas to {worst:.3f}; the "
-            f"GGN has {best:.3f}, K-FAC {max(found[KFAC].values()):.3f}, EK-FAC "
-            f"{max(found[EKFAC].values()):.3f}, TRAK {max(found[TRAK].values()):.3f} "
+            f"GGN has {best:.3f}, K-FAC {max(scores[KFAC].values()):.3f}, EK-FAC "
+            f"{max(scores[EKFAC].values()):.3f}, TRAK {max(scores[TRAK].values()):.3f} "
             f"at best, {plain:.3f} without curvature."
         )
     return seen
@@ -268,13 +270,13 @@ def table(results: Results) -> str:
     """Return the LDS by method and damping, of dense formulas in parentheses."""
     lines = []
     for net, result in results.items():
-        found, dense = result["lds"], DENSE[net] if _is_published(result) else {}
-        dampings = sorted({d for each in found.values() for d in each}, key=float)
+        scores, dense = result["lds"], DENSE[net] if _is_published(result) else {}
+        dampings = sorted({d for row in scores.values() for d in row}, key=float)
         rows = []
         for name in NAMES:
             row = [name]
             for damping in dampings:
-                value = found[name].get(damping)
+                value = scores[name].get(damping)
                 expected = dense.get(name, {}).get(float(damping))
                 text = "" if value is None else f"{value:.3f}"
                 row.append(text + (f" ({expected:.3f})" if expected else ""))
@@ -300,8 +302,8 @@ def draw(results: Results, figure: Figure) -> None:
     panels = figure.subplots(1, len(results), sharey=True)
     for axes, (net, result) in zip(panels, results.items(), strict=True):
         for number, name in enumerate(METHODS):
-            found = result["lds"][name]
-            dampings, values = [float(each) for each in found], [*found.values()]
+            scores = result["lds"][name]
+            dampings, values = [float(key) for key in scores], [*scores.values()]
             style = ":" if name.endswith(APART) else "-"
             colour = number - 2 * name.endswith(APART)
             drawing.line(axes, dampings, values, name, colour, linestyle=style)

@@ -48,16 +48,16 @@ def images(source: str | None, n: int, side: int, *, channels: int = 3) -> Image
         FileNotFoundError, ValueError: it cannot be read, or has fewer samples.
     """
     if source is None:
-        return made(n, side, channels=channels)
+        return make_images(n, side, channels=channels)
     if Path(source).is_dir():
         return _folder(Path(source), n, side, channels)
-    found = sources.load(source, seed=0)
-    x = torch.cat([found.x_train, found.x_test])
-    y = torch.cat([found.y_train, found.y_test])
-    return _some(source, x, y, found.classes, n, side, channels)
+    loaded = sources.load(source, seed=0)
+    x = torch.cat([loaded.x_train, loaded.x_test])
+    y = torch.cat([loaded.y_train, loaded.y_test])
+    return _resized(source, x, y, loaded.classes, n, side, channels)
 
 
-def made(n: int, side: int, *, channels: int = 3, seed: int = 0) -> Images:
+def make_images(n: int, side: int, *, channels: int = 3, seed: int = 0) -> Images:
     """Make images that can be learned: gratings under noise, one angle for each class.
 
     Frequency, phase and colours vary from sample to sample, so that no single pixel
@@ -81,7 +81,7 @@ def made(n: int, side: int, *, channels: int = 3, seed: int = 0) -> Images:
 def _folder(path: Path, n: int, side: int, channels: int) -> Images:
     """Read as many pictures of each class as there are to be, scaled to the side."""
     pictures = importlib.import_module("PIL.Image")
-    classes = sorted(each for each in path.iterdir() if each.is_dir())
+    classes = sorted(folder for folder in path.iterdir() if folder.is_dir())
     named = [
         (file, label)
         for label, folder in enumerate(classes)
@@ -110,7 +110,7 @@ def _folder(path: Path, n: int, side: int, channels: int) -> Images:
     return Images(path.name, x, y, len(classes))
 
 
-def _some(
+def _resized(
     source: str, x: Tensor, y: Tensor, classes: int, n: int, side: int, channels: int
 ) -> Images:
     """Take the first samples, scaled to the side, grey ones in all channels."""

@@ -27,7 +27,7 @@ def line(axes: Axes, at: list, values: list, label: str, number: int, **more) ->
 def by_powers(axes: Axes, at: list[int]) -> None:
     """Put ticks at the powers of two that were measured, as plain numbers."""
     axes.set_xscale("log", base=2)
-    axes.set_xticks(at, [str(each) for each in at])
+    axes.set_xticks(at, [str(tick) for tick in at])
     axes.minorticks_off()
 
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from bench.experiments import drawing
 from bench.experiments.measuring import side_by_side
-from bench.experiments.study import Piece, Place, Result, Results, Study, Tell
+from bench.experiments.study import Piece, Place, Result, Results, Show, Study
 from bench.models import SETTINGS as MODELS
 from bench.test_ensemble import SMALL, checked, prepared
 
@@ -22,11 +22,11 @@ NETS = {SMALL[1]: "MLP", MODELS["simple-cnn"].title: "CNN"}
 KINDS = ("forward", "training step")
 BATCHES = {False: "one batch for all", True: "one batch each"}
 NAMES = ("loop", "vmap", "vgrad")
-CASES = [(net, kind, own) for net in NETS for kind in KINDS for own in BATCHES]
+CASES = [(net, kind, apart) for net in NETS for kind in KINDS for apart in BATCHES]
 
 
-def title(net: str, kind: str, own: bool) -> str:
-    return f"{NETS[net]}, {kind}, {BATCHES[own]}"
+def title(net: str, kind: str, apart: bool) -> str:
+    return f"{NETS[net]}, {kind}, {BATCHES[apart]}"
 
 
 def pieces(place: Place) -> list[Piece]:
@@ -48,34 +48,34 @@ def pieces(place: Place) -> list[Piece]:
     return [Piece(EQUAL, partial(_errors, place)), *timed]
 
 
-def _errors(place: Place, tell: Tell) -> Result:
+def _errors(place: Place, show: Show) -> Result:
     """Compare with the loop, in float64."""
-    found: Result = {}
+    errors: Result = {}
     for done, case in enumerate(CASES, start=1):
-        net, kind, own = case
-        found[title(*case)] = {
-            name: checked(kind, name, net, place.device, own=own)
+        net, kind, apart = case
+        errors[title(*case)] = {
+            name: checked(kind, name, net, place.device, per_member=apart)
             for name in NAMES
             if name != "loop"
         }
-        tell(done / len(CASES))
-    return found
+        show(done / len(CASES))
+    return errors
 
 
-def _timed(place: Place, net: str, members: int, rounds: int, tell: Tell) -> Result:
-    found: Result = {"net": net, "members": members, "seconds": {}}
+def _timed(place: Place, net: str, members: int, rounds: int, show: Show) -> Result:
+    result: Result = {"net": net, "members": members, "seconds": {}}
     cases = [case for case in CASES if case[0] == net]
-    for done, (_, kind, own) in enumerate(cases, start=1):
+    for done, (_, kind, apart) in enumerate(cases, start=1):
         runs = {
-            name: prepared(kind, name, net, members, place.device, own=own)
+            name: prepared(kind, name, net, members, place.device, per_member=apart)
             for name in NAMES
         }
         times = side_by_side(runs, place.device, rounds=rounds)
-        found["seconds"][title(net, kind, own)] = {
-            name: each["seconds"] for name, each in times.items()
+        result["seconds"][title(net, kind, apart)] = {
+            name: spent["seconds"] for name, spent in times.items()
         }
-        tell(done / len(cases))
-    return found
+        show(done / len(cases))
+    return result
 
 
 def check(results: Results) -> list[str]:
@@ -113,14 +113,16 @@ def draw(results: Results, figure: Figure) -> None:
     """Draw the speed-up over the loop against the number of members."""
     panels = figure.subplots(len(NETS), len(KINDS), sharey="row")
     for net, row in zip(NETS, panels, strict=True):
-        found = [each for each in _sizes(results) if each["net"] == net]
-        members = [each["members"] for each in found]
+        sizes = [result for result in _sizes(results) if result["net"] == net]
+        members = [result["members"] for result in sizes]
         for kind, axes in zip(KINDS, row, strict=True):
-            for own, dashes in zip(BATCHES, ("-", "--"), strict=True):
-                seconds = [each["seconds"][title(net, kind, own)] for each in found]
+            for apart, dashes in zip(BATCHES, ("-", "--"), strict=True):
+                seconds = [
+                    result["seconds"][title(net, kind, apart)] for result in sizes
+                ]
                 for number, name in enumerate(NAMES[1:]):
-                    gains = [each["loop"] / each[name] for each in seconds]
-                    label = f"{name}, {BATCHES[own]}"
+                    gains = [spent["loop"] / spent[name] for spent in seconds]
+                    label = f"{name}, {BATCHES[apart]}"
                     drawing.line(axes, members, gains, label, number, linestyle=dashes)
             axes.axhline(1, color="black", linewidth=0.8)
             drawing.by_powers(axes, members)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import vgrad
 from bench.experiments import data, nets
-from bench.experiments.study import Place, Result, Tell
+from bench.experiments.study import Place, Result, Show
 from vgrad.ensemble import fold_indices, member_seed
 from vgrad.training import EnsembleState, ensemble_train_step, load, save
 
@@ -68,7 +68,7 @@ class Interrupted(Exception):
     """Stands for the end of a process."""
 
 
-def resume(place: Place, tell: Tell) -> Result:
+def resume(place: Place, show: Show) -> Result:
     """Interrupt a cross-validation in a fold, go on, and compare with a whole one."""
     folds, epochs = _folds(place), 2
     images = _images(place)
@@ -84,27 +84,29 @@ def resume(place: Place, tell: Tell) -> Result:
         return cross_validate(place, net, images, epochs, **options)
 
     with _deterministic(place.device):
-        whole = run()
-        tell(0.4)
+        uninterrupted = run()
+        show(0.4)
         try:
             run(folder=folder, callback=stop)
             raise AssertionError("expected an interruption, got none")
         except Interrupted:
-            tell(0.6)
-        told: list[FoldEpoch] = []
-        resumed = run(folder=folder, callback=told.append)
+            show(0.6)
+        epochs_run: list[FoldEpoch] = []
+        resumed = run(folder=folder, callback=epochs_run.append)
     shutil.rmtree(folder)
-    pairs = zip(vgrad.tree.tensors(whole), vgrad.tree.tensors(resumed), strict=True)
+    pairs = zip(
+        vgrad.tree.tensors(uninterrupted), vgrad.tree.tensors(resumed), strict=True
+    )
     return {
         "resumed": all(torch.equal(*pair) for pair in pairs),
         "epochs": epochs * folds,
-        "epochs_after": len(told),
-        "losses": whole.losses.tolist(),
+        "epochs_after": len(epochs_run),
+        "losses": uninterrupted.losses.tolist(),
         "resumed_losses": resumed.losses.tolist(),
     }
 
 
-def validate(place: Place, net: Folded, tell: Tell) -> Result:
+def validate(place: Place, net: Folded, show: Show) -> Result:
     """Cross-validate a net; a file of the folds is kept until it has ended."""
     folds, epochs = _folds(place), place.pick(tiny=6, small=6, full=4)
     images = _images(place)
@@ -113,10 +115,10 @@ def validate(place: Place, net: Folded, tell: Tell) -> Result:
 
     def so_far(epoch: FoldEpoch) -> None:
         done = epoch.folds.start * epochs + (epoch.epoch + 1) * len(epoch.folds)
-        tell(done / (folds * epochs))
+        show(done / (folds * epochs))
 
     start = time.perf_counter()
-    found = cross_validate(place, net, images, epochs, folder=folder, callback=so_far)
+    result = cross_validate(place, net, images, epochs, folder=folder, callback=so_far)
     seconds = time.perf_counter() - start
     shutil.rmtree(folder)
     return {
@@ -125,8 +127,8 @@ def validate(place: Place, net: Folded, tell: Tell) -> Result:
         "classes": images.classes,
         "samples": len(images.y),
         "seconds": seconds,
-        "losses": found.losses.tolist(),
-        "scores": found.scores.tolist(),
+        "losses": result.losses.tolist(),
+        "scores": result.scores.tolist(),
     }
 
 
@@ -161,7 +163,7 @@ def cross_validate(
 
     def batches(rows: Tensor) -> Iterator[list[Tensor]]:
         for part in rows.split(size, 1):  # [E, B]
-            yield [each[part].to(place.device) for each in (images.x, images.y)]
+            yield [tensor[part].to(place.device) for tensor in (images.x, images.y)]
 
     ended = []
     for first in range(0, folds, net.at_once):
@@ -189,19 +191,19 @@ def cross_validate(
             rows = trained[which.start : which.stop].gather(1, torch.stack(orders))
             for x, y in batches(rows):
                 state, _ = step(state, x, y)
-            found = []
+            outcomes = []
             with torch.no_grad():
                 for x, y in batches(held_out[which.start : which.stop]):
                     logits = forward(state.params, state.buffers, x).movedim(2, 1)
                     losses = F.cross_entropy(logits, y, reduction="none")
-                    found.append(torch.stack([losses, logits.argmax(1) == y]))
-            figures[:, :, epoch] = torch.cat(found, 2).double().mean(2).cpu()
+                    outcomes.append(torch.stack([losses, logits.argmax(1) == y]))
+            figures[:, :, epoch] = torch.cat(outcomes, 2).double().mean(2).cpu()
             if reached is not None:
                 reached.parent.mkdir(parents=True, exist_ok=True)
                 save(reached, (state, figures, torch.tensor(epoch + 1)))
             callback(FoldEpoch(which, epoch))
         ended.append(vgrad.to_device((state.params, state.buffers, *figures), "cpu"))
-    return Folds(*vgrad.tree.tree_map(lambda *each: torch.cat(each), *ended))
+    return Folds(*vgrad.tree.tree_map(lambda *parts: torch.cat(parts), *ended))
 
 
 @contextmanager

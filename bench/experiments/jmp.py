@@ -21,7 +21,7 @@ import vgrad
 from bench.experiments import data, mixed, nets
 from bench.experiments.drawing import COLOURS, finish
 from bench.experiments.mixed import LABELS
-from bench.experiments.study import Piece, Place, Result, Results, Study, Tell, number
+from bench.experiments.study import Piece, Place, Result, Results, Show, Study, number
 from vgrad.precision import (
     DynamicLossScale,
     LossScale,
@@ -47,7 +47,7 @@ class Size(NamedTuple):
     width: int
     batch: int
 
-    def told(self, title: str) -> str:
+    def summary(self, title: str) -> str:
         """Say in words what is trained on what."""
         widths = "-".join(str(self.width * 2**step) for step in range(3))
         return f"CNN of {widths} channels, batch {self.batch}, {title}"
@@ -83,7 +83,7 @@ def start(
 
 
 def curve(
-    place: Place, size: Size, steps: int, policy: str, kind: str, seed: int, tell: Tell
+    place: Place, size: Size, steps: int, policy: str, kind: str, seed: int, show: Show
 ) -> Result:
     """Train until so many steps were taken, or three times as many were skipped."""
     images = _images(place, size)
@@ -100,9 +100,9 @@ def curve(
         if not skipped[-1]:
             losses.append(number(metrics["loss"]))
             batch = next(batches)
-            tell(len(losses) / steps)
+            show(len(losses) / steps)
     return {
-        "what": size.told(images.title),
+        "what": size.summary(images.title),
         "policy": policy,
         "scale": kind,
         "seed": seed,
@@ -112,20 +112,20 @@ def curve(
     }
 
 
-def memory(place: Place, size: Size, tell: Tell) -> Result:
+def memory(place: Place, size: Size, show: Show) -> Result:
     """Measure a step under each policy."""
     images = _images(place, size)
-    found = {}
+    by_policy = {}
     for done, policy in enumerate(POLICIES):
-        given = start(policy, size.width, images, scale=mixed.scale_for(policy))
+        started = start(policy, size.width, images, scale=mixed.scale_for(policy))
         batch = next(mixed.batches(images, size.batch, 0))
         with mixed.tf32(False):
-            found[policy] = mixed.memory(mixed.Steps(given, batch), place.device)
-        tell((done + 1) / len(POLICIES))
-    return {"what": size.told(images.title), "policies": found}
+            by_policy[policy] = mixed.memory(mixed.Steps(started, batch), place.device)
+        show((done + 1) / len(POLICIES))
+    return {"what": size.summary(images.title), "policies": by_policy}
 
 
-def time(place: Place, size: Size, rounds: int, tell: Tell) -> Result:
+def time(place: Place, size: Size, rounds: int, show: Show) -> Result:
     """Time a step under each policy that the device is made for."""
     images = _images(place, size)
     batch = next(mixed.batches(images, size.batch, 0))
@@ -133,8 +133,8 @@ def time(place: Place, size: Size, rounds: int, tell: Tell) -> Result:
     def begin(policy: str) -> tuple[Callable, TrainState]:
         return start(policy, size.width, images, scale=mixed.scale_for(policy))
 
-    found = mixed.times(begin, POLICIES, batch, place.device, rounds)
-    return {"what": size.told(images.title), **found}
+    times = mixed.times(begin, POLICIES, batch, place.device, rounds)
+    return {"what": size.summary(images.title), **times}
 
 
 def pieces(place: Place) -> list[Piece]:
@@ -148,7 +148,7 @@ def pieces(place: Place) -> list[Piece]:
     runs = [("mixed_bfloat16", "NoOp", 0), ("mixed_float16", "Dynamic", 0)]
     runs += [("float32", "NoOp", seed) for seed in range(SEEDS)]
     low = [(policy, kind) for policy in ("mixed_float16", "float16") for kind in SCALES]
-    runs += [(*each, 0) for each in low if (*each, 0) not in runs]
+    runs += [(*pair, 0) for pair in low if (*pair, 0) not in runs]
     return [
         Piece("memory", partial(memory, place, remembered)),
         Piece("time", partial(time, place, timed, rounds)),
@@ -161,20 +161,20 @@ def pieces(place: Place) -> list[Piece]:
 
 def check(results: Results) -> list[str]:
     """Losses coincide, scales fall and rise, memory is as small as it should be."""
-    found = results["memory"]["policies"]
-    whole, half = found["float32"], found["float16"]
+    policies = results["memory"]["policies"]
+    full, half = policies["float32"], policies["float16"]
     seen = [*_check_losses(results), *_check_scales(results)]
-    seen += mixed.check_memory(found)
-    assert 2 * half["parameters"] == whole["parameters"], "half parameters"
+    seen += mixed.check_memory(policies)
+    assert 2 * half["parameters"] == full["parameters"], "half parameters"
     seen.append("The parameters of half are half as large as float32's.")
     return seen
 
 
 def apart(results: Results, name: str, other: str = "float32, NoOp, seed 0") -> float:
     """Return the mean distance of two smoothed curves, relative to the second."""
-    curves = [results[each]["losses"] for each in (name, other)]
+    curves = [results[key]["losses"] for key in (name, other)]
     window = max(1, len(curves[1]) // 10)
-    first, second = (mixed.smoothed(each, window) for each in curves)
+    first, second = (mixed.smoothed(curve, window) for curve in curves)
     if len(first) != len(second):
         return np.inf
     return float(np.abs(first - second).mean() / second.mean())
@@ -185,15 +185,15 @@ def _check_losses(results: Results) -> list[str]:
     seeds = [name for name in results if name.startswith("float32, ")]
     spread = np.mean([apart(results, *pair) for pair in combinations(seeds, 2)])
     seen = [f"Losses of float32 with different seeds are {spread:.4f} apart on average"]
-    for name, found in results.items():
-        if not str(found.get("policy")).startswith("mixed"):
+    for name, result in results.items():
+        if not str(result.get("policy")).startswith("mixed"):
             continue
-        far = apart(results, name)
-        assert far <= spread / 2, (
-            f"the losses of {name} are {far:.4f} from float32's, the spread over seeds "
+        gap = apart(results, name)
+        assert gap <= spread / 2, (
+            f"the losses of {name} are {gap:.4f} from float32's, the spread over seeds "
             f"is {spread:.4f}"
         )
-        seen.append(f"those of {name} are {far:.4f} from float32's")
+        seen.append(f"those of {name} are {gap:.4f} from float32's")
     first, last = _ends(results["float32, NoOp, seed 0"]["losses"])
     assert last < first, f"the loss went from {first:.3f} to {last:.3f}"
     seen.append(f"the loss of float32 went from {first:.3f} to {last:.3f}.")
@@ -205,15 +205,15 @@ def _check_scales(results: Results) -> list[str]:
     seen = []
     for policy in ("mixed_float16", "float16"):
         name = _name(policy, "Dynamic", 0)
-        found = results[name]
-        scales, skipped = found["scales"], found["skipped"]
+        result = results[name]
+        scales, skipped = result["scales"], result["skipped"]
         falls = skipped.index(0)
         rises = sum(b > a for a, b in pairwise(scales))
         assert scales[0] == HIGHEST, f"{name}: the scale starts at {scales[0]}"
         assert falls > 0, f"{name}: no step was skipped first"
         assert scales[falls] == HIGHEST / 2**falls, f"{name}: the scale fell otherwise"
         assert rises > 0, f"{name}: the scale never rose"
-        lost = [each for each in found["losses"] if each is None]
+        lost = [loss for loss in result["losses"] if loss is None]
         assert not lost, f"{name}: {len(lost)} losses were not finite"
         seen.append(
             f"{LABELS[policy]}: the dynamic scale fell from {HIGHEST:.0f} to "
@@ -225,24 +225,24 @@ def _check_scales(results: Results) -> list[str]:
 
 def table(results: Results) -> str:
     """Memory and time of a step, then losses and skipped steps."""
-    found, timed = results["memory"], results["time"]
+    needs, timed = results["memory"], results["time"]
     lines = [
-        f"Memory of a step, {found['what']}; activations are all that it needs above "
+        f"Memory of a step, {needs['what']}; activations are all that it needs above "
         f"the state.",
         "",
-        *mixed.memory_table(found["policies"]),
+        *mixed.memory_table(needs["policies"]),
     ]
     lines += ["", *mixed.time_table(timed), "", "| run | first loss | last loss | "]
     lines[-1] += "from float32's | steps | skipped | last scale |"
     lines.append("|---|---|---|---|---|---|---|")
-    for name, each in results.items():
-        if "losses" not in each:
+    for name, result in results.items():
+        if "losses" not in result:
             continue
-        first, last = _ends(each["losses"])
+        first, last = _ends(result["losses"])
         lines.append(
             f"| {name} | {first:.3f} | {last:.3f} | {apart(results, name):.4f} | "
-            f"{len(each['skipped'])} | {sum(each['skipped'])} | "
-            f"{each['scales'][-1]:.0f} |"
+            f"{len(result['skipped'])} | {sum(result['skipped'])} | "
+            f"{result['scales'][-1]:.0f} |"
         )
     return "\n".join(lines)
 
@@ -262,7 +262,7 @@ def _draw_losses(results: Results, axes: Axes) -> None:
     seeds = [name for name in results if name.startswith("float32, ")]
     curves = [results[name]["losses"] for name in seeds]
     window = max(1, len(curves[0]) // 10)
-    bands = np.array([mixed.smoothed(each, window) for each in curves])
+    bands = np.array([mixed.smoothed(curve, window) for curve in curves])
     at = np.arange(bands.shape[1]) + window
     low, high = bands.min(0), bands.max(0)
     label = f"float32, {len(seeds)} seeds"
@@ -279,22 +279,22 @@ def _draw_losses(results: Results, axes: Axes) -> None:
         colour = COLOURS[POLICIES.index(policy)]
         at = np.arange(len(values)) + window
         axes.plot(at, values, color=colour, linestyle=style, label=label)
-    what = results["float32, NoOp, seed 0"]["what"]
-    title = f"Losses (mean of {window}) and their distance from float32's\n{what}"
+    setup = results["float32, NoOp, seed 0"]["what"]
+    title = f"Losses (mean of {window}) and their distance from float32's\n{setup}"
     finish(axes, title, "steps that were taken", "cross entropy")
 
 
 def _draw_scales(results: Results, axes: Axes) -> None:
     """Draw the dynamic scales, with a mark at each skipped step."""
     for policy in ("mixed_float16", "float16"):
-        found = results[_name(policy, "Dynamic", 0)]
-        scales, skipped = np.array(found["scales"]), np.array(found["skipped"]) > 0
+        result = results[_name(policy, "Dynamic", 0)]
+        scales, skipped = np.array(result["scales"]), np.array(result["skipped"]) > 0
         at, colour = np.arange(1, len(scales) + 1), COLOURS[POLICIES.index(policy)]
         axes.step(at, scales, where="mid", color=colour, label=LABELS[policy])
         axes.plot(at[skipped], scales[skipped], "x", color=colour)
     axes.plot([], [], "x", color="0.4", label="skipped: not finite")
     axes.set_yscale("log", base=2)
-    finish(axes, f"The dynamic loss scale\n{found['what']}", "steps", "scale")
+    finish(axes, f"The dynamic loss scale\n{result['what']}", "steps", "scale")
 
 
 def _ends(losses: list[Any]) -> tuple[float, float]:

@@ -28,26 +28,26 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._known: set[int] = set()
+        self._live: set[int] = set()
 
     def __torch_dispatch__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
-        for each in _tensors(result):
-            storage = each.untyped_storage()
+        inputs = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
+        for tensor in _tensors(result):
+            storage = tensor.untyped_storage()
             key = storage._cdata
-            if key in given or key in self._known:
+            if key in inputs or key in self._live:
                 continue
-            self._known.add(key)
+            self._live.add(key)
             self.now += (size := storage.nbytes())
             weakref.finalize(storage, self._freed, key, size)
         self.peak = max(self.peak, self.now)
         return result
 
     def _freed(self, key: int, size: int) -> None:
-        self._known.discard(key)
+        self._live.discard(key)
         self.now -= size
 
 
@@ -65,15 +65,17 @@ def peak_bytes(run: Callable[[], Any], device: str) -> dict[str, int]:
         return {"peak_bytes": torch.cuda.max_memory_allocated() - base}
     with LiveBytes() as live:
         run()
-    found = {"peak_bytes": live.peak}
+    needs = {"peak_bytes": live.peak}
     if measurable(device):
-        found["resident_bytes"] = int(above_base(run, device)["peak_bytes"])
-    return found
+        needs["resident_bytes"] = int(above_base(run, device)["peak_bytes"])
+    return needs
 
 
 def tree_bytes(tensors: Any) -> int:
     """Sum the bytes of tensors, such as parameters or an optimizer's state."""
-    return sum(each.numel() * each.element_size() for each in tree.tensors(tensors))
+    return sum(
+        tensor.numel() * tensor.element_size() for tensor in tree.tensors(tensors)
+    )
 
 
 def side_by_side(
@@ -89,12 +91,12 @@ def side_by_side(
     for _ in range(warmup + rounds):
         for clock in clocks.values():
             clock()
-    found = {}
+    results = {}
     for name, clock in clocks.items():
         wall, cpu = clock.medians(warmup)
-        found[name] = {"seconds": wall, "cpu_seconds": cpu}
-    return found
+        results[name] = {"seconds": wall, "cpu_seconds": cpu}
+    return results
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    return [each for each in tree.tensors(values) if each.layout == torch.strided]
+    return [tensor for tensor in tree.tensors(values) if tensor.layout == torch.strided]

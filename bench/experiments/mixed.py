@@ -113,15 +113,15 @@ def scale_for(policy: str) -> LossScale | None:
 def memory(steps: Steps, device: str) -> dict[str, int]:
     """Measure the state in bytes, and the need of a step above it."""
     steps()
-    held = {
+    state = {
         "parameters": tree_bytes(steps.state.params),
         "optimizer": tree_bytes(steps.state.optimizer),
     }
-    found = peak_bytes(steps, device)  # which gives the state away
+    needed = peak_bytes(steps, device)  # which gives the state away
     return {
-        **held,
-        "activations": found["peak_bytes"],
-        "resident": found.get("resident_bytes", 0),
+        **state,
+        "activations": needed["peak_bytes"],
+        "resident": needed.get("resident_bytes", 0),
     }
 
 
@@ -133,21 +133,25 @@ def times(
     rounds: int,
 ) -> dict[str, Any]:
     """Measure a step under each policy that the device is made for, in turn."""
-    quick = [each for each in ("float32", "tf32", *policies[1:]) if fast(each, device)]
+    quick = [
+        policy for policy in ("float32", "tf32", *policies[1:]) if fast(policy, device)
+    ]
     steps = {
-        each: Steps(
-            start("float32" if each == "tf32" else each), batch, tf32=each == "tf32"
+        policy: Steps(
+            start("float32" if policy == "tf32" else policy),
+            batch,
+            tf32=policy == "tf32",
         )
-        for each in quick
+        for policy in quick
     }
-    found = side_by_side(steps, device, rounds=rounds)
-    left_out = [each for each in policies if each not in quick]
-    return {"steps": found, "left_out": left_out}
+    spent = side_by_side(steps, device, rounds=rounds)
+    left_out = [policy for policy in policies if policy not in quick]
+    return {"steps": spent, "left_out": left_out}
 
 
 def numbers(values: list[float | None]) -> np.ndarray:
     """Return a curve, with NaN where it was not finite."""
-    return np.array([np.nan if each is None else each for each in values], float)
+    return np.array([np.nan if value is None else value for value in values], float)
 
 
 def smoothed(values: list[float | None], window: int) -> np.ndarray:
@@ -162,21 +166,21 @@ def allowed(first: np.ndarray, second: np.ndarray, floor: float) -> float:
     return CRITICAL[count] * pooled * math.sqrt(2 / count) + floor
 
 
-def draw_memory(axes: Axes, found: Mapping[str, Any]) -> None:
+def draw_memory(axes: Axes, measured: Mapping[str, Any]) -> None:
     """Draw a bar for each policy, split into the `PARTS`."""
-    policies = found["policies"]
+    policies = measured["policies"]
     low = np.zeros(len(policies))
     names = [
-        f"{LABELS[name]}\n{_kibibytes(each['parameters'])} + "
-        f"{_kibibytes(each['optimizer'])} KiB"
-        for name, each in policies.items()
+        f"{LABELS[name]}\n{_kibibytes(row['parameters'])} + "
+        f"{_kibibytes(row['optimizer'])} KiB"
+        for name, row in policies.items()
     ]
     for part, colour in zip(PARTS, COLOURS[3:], strict=False):
-        sizes = [each[part] / MEBIBYTE for each in policies.values()]
+        sizes = [row[part] / MEBIBYTE for row in policies.values()]
         axes.bar(names, sizes, 0.6, bottom=low, color=colour, label=part)
         low += sizes
-    _tell(axes, low)
-    title = f"Memory of a step\n{found['what']}"
+    _label_bars(axes, low)
+    title = f"Memory of a step\n{measured['what']}"
     finish(axes, title, "KiB: parameters + optimizer", "MiB (of float32's)")
     axes.legend(fontsize="small", ncols=len(PARTS), loc="upper right")
 
@@ -184,12 +188,12 @@ def draw_memory(axes: Axes, found: Mapping[str, Any]) -> None:
 def draw_time(axes: Axes, timed: Mapping[str, Any]) -> None:
     """Draw a bar for each policy that was timed."""
     names = [LABELS[name] for name in timed["steps"]]
-    took = np.array([1e3 * each["seconds"] for each in timed["steps"].values()])
+    took = np.array([1e3 * row["seconds"] for row in timed["steps"].values()])
     axes.bar(names, took, 0.5, color=COLOURS[: len(took)])
-    _tell(axes, took)
+    _label_bars(axes, took)
     axes.set_xlim(-0.7, max(len(took), 3) - 0.3)
     if timed["left_out"]:
-        left_out = ", ".join(LABELS[each] for each in timed["left_out"])
+        left_out = ", ".join(LABELS[policy] for policy in timed["left_out"])
         text = f"not timed, as no kernels here\nare made for it: {left_out}"
         where = {"ha": "right", "va": "top", "transform": axes.transAxes}
         axes.text(0.98, 0.97, text, fontsize="small", color="0.3", **where)
@@ -203,7 +207,7 @@ def narrowed(figure: Figure) -> None:
         axes.title.set_fontsize("medium")
 
 
-def _tell(axes: Axes, heights: np.ndarray) -> None:
+def _label_bars(axes: Axes, heights: np.ndarray) -> None:
     """Write each bar's height above it, and what share of the first one's that is."""
     for at, height in enumerate(heights):
         shown = f"{height:,.0f}" if height >= 100 else f"{height:.3g}"
@@ -220,8 +224,8 @@ def _kibibytes(size: int) -> str:
 def check_memory(policies: Mapping[str, Mapping]) -> list[str]:
     """Assert that no step in 16 bits needs more than a share of what float32's does."""
     seen = []
-    for policy, each in list(policies.items())[1:]:
-        share = each["activations"] / policies["float32"]["activations"]
+    for policy, row in list(policies.items())[1:]:
+        share = row["activations"] / policies["float32"]["activations"]
         text = f"A step under {LABELS[policy]} needs {share:.2f} of the memory above "
         text += f"the state that one in float32 does, at most {MOST}."
         assert share <= MOST, text
@@ -236,12 +240,12 @@ def memory_table(policies: Mapping[str, Mapping]) -> list[str]:
         "float32's | resident (MiB) |",
         "|---|---|---|---|---|---|",
     ]
-    for policy, each in policies.items():
-        share = each["activations"] / policies["float32"]["activations"]
+    for policy, row in policies.items():
+        share = row["activations"] / policies["float32"]["activations"]
         lines.append(
-            f"| {LABELS[policy]} | {each['parameters'] / 1024:.1f} | "
-            f"{each['optimizer'] / 1024:.1f} | {each['activations'] / MEBIBYTE:.1f} | "
-            f"{share:.2f} | {each['resident'] / MEBIBYTE:.1f} |"
+            f"| {LABELS[policy]} | {row['parameters'] / 1024:.1f} | "
+            f"{row['optimizer'] / 1024:.1f} | {row['activations'] / MEBIBYTE:.1f} | "
+            f"{share:.2f} | {row['resident'] / MEBIBYTE:.1f} |"
         )
     return lines
 
@@ -254,13 +258,13 @@ def time_table(timed: Mapping[str, Any]) -> list[str]:
         "| policy | ms | of float32's | CPU ms |",
         "|---|---|---|---|",
     ]
-    whole = timed["steps"]["float32"]["seconds"]
-    for name, each in timed["steps"].items():
+    base = timed["steps"]["float32"]["seconds"]
+    for name, row in timed["steps"].items():
         lines.append(
-            f"| {LABELS[name]} | {1e3 * each['seconds']:.1f} | "
-            f"{each['seconds'] / whole:.2f} | {1e3 * each['cpu_seconds']:.1f} |"
+            f"| {LABELS[name]} | {1e3 * row['seconds']:.1f} | "
+            f"{row['seconds'] / base:.2f} | {1e3 * row['cpu_seconds']:.1f} |"
         )
     if timed["left_out"]:
-        names = ", ".join(LABELS[each] for each in timed["left_out"])
+        names = ", ".join(LABELS[policy] for policy in timed["left_out"])
         lines += ["", SLOW.format(names)]
     return lines

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import vgrad
 from bench.experiments import data, mixed, nets
 from bench.experiments.drawing import COLOURS, finish
-from bench.experiments.study import Piece, Place, Result, Results, Study, Tell, number
+from bench.experiments.study import Piece, Place, Result, Results, Show, Study, number
 from vgrad.precision import policy_for
 from vgrad.training import TrainState, train_step
 
@@ -42,7 +42,7 @@ class Size(NamedTuple):
     samples: int
     held_out: int
 
-    def told(self, images: data.Images) -> str:
+    def summary(self, images: data.Images) -> str:
         """Say in words what is trained on what."""
         return f"MobileNetV2, width {self.width}, batch {self.batch}, {images.title}"
 
@@ -69,7 +69,7 @@ class Net:
         tx, scale = vgrad.optim.adamw(rate), mixed.scale_for(policy)
         step = train_step(self._loss, tx, policy=policy, loss_scale=scale, donate=True)
         # A step may write into its state, which is not to be this net's.
-        params, buffers = (_copied(each) for each in (self._params, self._buffers))
+        params, buffers = map(_copied, (self._params, self._buffers))
         state = TrainState.create(
             tx, params, buffers, seed=self._seed, loss_scale=scale
         )
@@ -82,8 +82,8 @@ class Net:
         with torch.no_grad():
             pairs = zip(images.x.split(256), images.y.split(256), strict=True)
             for x, y in pairs:
-                found = run(state.params, state.buffers, x)
-                right += int((found.argmax(1) == y).sum())
+                logits = run(state.params, state.buffers, x)
+                right += int((logits.argmax(1) == y).sum())
         return right / len(images.x)
 
 
@@ -94,7 +94,7 @@ def policies(device: str) -> list[str]:
 
 
 def training(
-    place: Place, size: Size, steps: int, policy: str, seed: int, tell: Tell
+    place: Place, size: Size, steps: int, policy: str, seed: int, show: Show
 ) -> Result:
     """Train from a seed; return losses and accuracy, and whether steps suffice."""
     train, held_out = _images(place, size)
@@ -107,14 +107,14 @@ def training(
             state, metrics = step(state, *next(batches))
             losses.append(metrics["loss"])
             skipped.append(metrics.get("skipped", torch.tensor(0.0)))
-            tell(done / steps)
+            show(done / steps)
         accuracy = net.accuracy(policy, state, held_out)
     return {
-        "what": size.told(train),
+        "what": size.summary(train),
         "policy": policy,
         "seed": seed,
-        "losses": [number(each) for each in losses],
-        "skipped": int(sum(float(each) for each in skipped)),
+        "losses": [number(loss) for loss in losses],
+        "skipped": int(sum(float(count) for count in skipped)),
         "accuracy": accuracy,
         "chance": 1 / train.classes,
         "held_out": size.held_out,
@@ -122,29 +122,29 @@ def training(
     }
 
 
-def memory(place: Place, size: Size, tell: Tell) -> Result:
+def memory(place: Place, size: Size, show: Show) -> Result:
     """Measure a step under each policy."""
     train, _ = _images(place, size)
-    net, found = Net(size, train.classes, 0, place.device), {}
+    net, by_policy = Net(size, train.classes, 0, place.device), {}
     batch = next(mixed.batches(train, size.batch, 0))
     chosen = policies(place.device)
     for done, policy in enumerate(chosen):
         with mixed.tf32(False):
-            found[policy] = mixed.memory(
+            by_policy[policy] = mixed.memory(
                 mixed.Steps(net.start(policy), batch), place.device
             )
-        tell((done + 1) / len(chosen))
-    return {"what": size.told(train), "policies": found}
+        show((done + 1) / len(chosen))
+    return {"what": size.summary(train), "policies": by_policy}
 
 
-def time(place: Place, size: Size, rounds: int, tell: Tell) -> Result:
+def time(place: Place, size: Size, rounds: int, show: Show) -> Result:
     """Time a step under each policy that the device is made for."""
     train, _ = _images(place, size)
     net = Net(size, train.classes, 0, place.device)
     batch = next(mixed.batches(train, size.batch, 0))
     chosen = policies(place.device)
-    found = mixed.times(net.start, chosen, batch, place.device, rounds)
-    return {"what": size.told(train), **found}
+    spent = mixed.times(net.start, chosen, batch, place.device, rounds)
+    return {"what": size.summary(train), **spent}
 
 
 def pieces(place: Place) -> list[Piece]:
@@ -155,12 +155,14 @@ def pieces(place: Place) -> list[Piece]:
         full=Size(1.0, 512, 20_000, 5_000),
     )
     # Without instructions a step takes too long to learn by.
-    fast = all(mixed.fast(each, place.device) for each in policies(place.device))
+    fast = all(mixed.fast(policy, place.device) for policy in policies(place.device))
     steps = place.pick(tiny=2, small=300 if fast else 10, full=400)
     seeds = place.pick(tiny=2, small=3, full=3)
     rounds = place.pick(tiny=1, small=9, full=30)
     train = partial(training, place, size, steps)
-    runs = [(each, seed) for seed in range(seeds) for each in policies(place.device)]
+    runs = [
+        (policy, seed) for seed in range(seeds) for policy in policies(place.device)
+    ]
     return [
         Piece("memory", partial(memory, place, size)),
         Piece("time", partial(time, place, size, rounds)),
@@ -173,13 +175,13 @@ def ends(results: Results) -> dict[str, dict[str, np.ndarray]]:
 
     The loss is the mean over the last tenth of the steps.
     """
-    found: dict[str, dict[str, np.ndarray]] = {}
+    result: dict[str, dict[str, np.ndarray]] = {}
     for policy, runs in _runs(results).items():
         last = max(1, len(runs[0]["losses"]) // 10)
-        losses = [mixed.numbers(each["losses"])[-last:].mean() for each in runs]
-        accuracies = [each["accuracy"] for each in runs]
-        found[policy] = {"loss": np.array(losses), "accuracy": np.array(accuracies)}
-    return found
+        losses = [mixed.numbers(run["losses"])[-last:].mean() for run in runs]
+        accuracies = [run["accuracy"] for run in runs]
+        result[policy] = {"loss": np.array(losses), "accuracy": np.array(accuracies)}
+    return result
 
 
 def check(results: Results) -> list[str]:
@@ -189,19 +191,19 @@ def check(results: Results) -> list[str]:
     error of their difference, `s sqrt(2 / n)` with the pooled deviation s, plus what
     does not count. So many seeds cannot show less.
     """
-    found, seen = ends(results), []
+    reached, seen = ends(results), []
     runs = _runs(results)["float32"]
-    for policy in list(found)[1:]:
-        for kind, told in ENDS.items():
-            first, second = found["float32"][kind], found[policy][kind]
+    for policy in list(reached)[1:]:
+        for kind, title in ENDS.items():
+            first, second = reached["float32"][kind], reached[policy][kind]
             bound = mixed.allowed(first, second, floor(kind, runs[0]))
-            far = abs(float(second.mean() - first.mean()))
+            gap = abs(float(second.mean() - first.mean()))
             text = (
-                f"{told}: {second.mean():.3f} under {policy}, {first.mean():.3f} in "
-                f"float32, means over {len(first)} seeds; the difference is {far:.3f}, "
+                f"{title}: {second.mean():.3f} under {policy}, {first.mean():.3f} in "
+                f"float32, means over {len(first)} seeds; the difference is {gap:.3f}, "
                 f"the spread over seeds allows {bound:.3f}"
             )
-            assert far <= bound, text
+            assert gap <= bound, text
             seen.append(f"{text}.")
             learned = _learned(kind, first, runs)
             if runs[0]["learns"]:
@@ -209,7 +211,7 @@ def check(results: Results) -> list[str]:
                     f"{text}, too wide for {learned:.3f} learned"
                 )
     if runs[0]["learns"]:
-        lowest, chance = found["float32"]["accuracy"].min(), runs[0]["chance"]
+        lowest, chance = reached["float32"]["accuracy"].min(), runs[0]["chance"]
         assert lowest > 2 * chance, f"an accuracy of {lowest:.3f}, by chance {chance}"
         seen.append(f"The lowest accuracy in float32 is {lowest:.3f}, chance {chance}.")
     return seen + mixed.check_memory(results["memory"]["policies"])
@@ -227,7 +229,7 @@ def floor(kind: str, run: Result) -> float:
 
 def table(results: Results) -> str:
     """What policies end with, then memory and time."""
-    found, used = ends(results), results["memory"]
+    reached, used = ends(results), results["memory"]
     runs = _runs(results)
     lines = [
         f"{used['what']}; mean and standard deviation over "
@@ -236,11 +238,12 @@ def table(results: Results) -> str:
         "| policy | train loss | held-out accuracy | of each seed | skipped steps |",
         "|---|---|---|---|---|",
     ]
-    for policy, each in found.items():
+    for policy, figures in reached.items():
         loss, accuracy = (
-            f"{each[kind].mean():.3f} ± {each[kind].std(ddof=1):.3f}" for kind in ENDS
+            f"{figures[kind].mean():.3f} ± {figures[kind].std(ddof=1):.3f}"
+            for kind in ENDS
         )
-        all_of_them = ", ".join(f"{one:.3f}" for one in each["accuracy"])
+        all_of_them = ", ".join(f"{one:.3f}" for one in figures["accuracy"])
         skipped = sum(run["skipped"] for run in runs[policy])
         lines.append(f"| {policy} | {loss} | {accuracy} | {all_of_them} | {skipped} |")
     lines += ["", *mixed.memory_table(used["policies"]), ""]
@@ -261,7 +264,7 @@ def _draw_losses(results: Results, axes: Axes) -> None:
     """Draw mean and range over seeds of the smoothed losses."""
     for place, (policy, runs) in enumerate(_runs(results).items()):
         window = max(1, len(runs[0]["losses"]) // 10)
-        curves = np.array([mixed.smoothed(each["losses"], window) for each in runs])
+        curves = np.array([mixed.smoothed(run["losses"], window) for run in runs])
         at = np.arange(curves.shape[1]) + window
         colour, style = COLOURS[place], ("-", "--", ":")[place]
         axes.plot(at, curves.mean(0), color=colour, linestyle=style, label=policy)
@@ -274,8 +277,8 @@ def _draw_losses(results: Results, axes: Axes) -> None:
 
 def _draw_accuracies(results: Results, axes: Axes) -> None:
     """Draw a bar with its deviation for each policy, and a point for each seed."""
-    for place, (policy, each) in enumerate(ends(results).items()):
-        values = 100 * each["accuracy"]
+    for place, (policy, figures) in enumerate(ends(results).items()):
+        values = 100 * figures["accuracy"]
         mean, deviation = values.mean(), values.std(ddof=1)
         axes.bar(policy, mean, 0.5, color=COLOURS[place], alpha=0.6)
         axes.errorbar(place, mean, deviation, color="black", capsize=6)
@@ -297,27 +300,27 @@ def _learned(kind: str, last: np.ndarray, runs: list[Result]) -> float:
     if kind == "accuracy":
         return float(last.mean()) - runs[0]["chance"]
     steps = max(1, len(runs[0]["losses"]) // 10)
-    start = np.mean([mixed.numbers(each["losses"])[:steps].mean() for each in runs])
+    start = np.mean([mixed.numbers(run["losses"])[:steps].mean() for run in runs])
     return float(start - last.mean())
 
 
 def _runs(results: Results) -> dict[str, list[Result]]:
     """Return the runs of each policy, in the order of the seeds."""
-    found: dict[str, list[Result]] = {}
-    for each in results.values():
-        if "losses" in each:
-            found.setdefault(each["policy"], []).append(each)
-    return found
+    runs: dict[str, list[Result]] = {}
+    for result in results.values():
+        if "losses" in result:
+            runs.setdefault(result["policy"], []).append(result)
+    return runs
 
 
 def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: each.detach().clone() for name, each in tensors.items()}
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
 def _images(place: Place, size: Size) -> tuple[data.Images, data.Images]:
     """Return training and held-out images, on the device."""
-    found = data.images(place.data, size.samples + size.held_out, SIDE)
-    return mixed.on(found, place.device).split(size.held_out)
+    images = data.images(place.data, size.samples + size.held_out, SIDE)
+    return mixed.on(images, place.device).split(size.held_out)
 
 
 STUDY = Study(

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import vgrad
 from bench.experiments import drawing
 from bench.experiments.measuring import peak_bytes, side_by_side
-from bench.experiments.study import Piece, Place, Result, Results, Study, Tell
+from bench.experiments.study import Piece, Place, Result, Results, Show, Study
 from bench.test_per_sample import GRADIENTS, Gradients, Setting
 from tests import oracle
 
@@ -43,8 +43,8 @@ def functorch_gradients(setting: Setting) -> Gradients:
     mapped = torch.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
 
     def run() -> dict[str, Tensor]:
-        found = mapped(params, setting.x, setting.y)
-        return dict(zip(names, found, strict=True))
+        grads = mapped(params, setting.x, setting.y)
+        return dict(zip(names, grads, strict=True))
 
     return run
 
@@ -77,7 +77,7 @@ def pieces(place: Place) -> list[Piece]:
     return [Piece(EQUAL, partial(_errors, place)), *timed]
 
 
-def _errors(place: Place, tell: Tell) -> Result:
+def _errors(place: Place, show: Show) -> Result:
     """Compare all contenders with a loop in float64."""
     setting = Setting(place.device, torch.float64, CHECKED_SAMPLES)
 
@@ -89,7 +89,7 @@ def _errors(place: Place, tell: Tell) -> Result:
     return {name: oracle.error(make(setting)(), exact) for name, make in MADE.items()}
 
 
-def _timed(place: Place, samples: int, rounds: int, tell: Tell) -> Result:
+def _timed(place: Place, samples: int, rounds: int, show: Show) -> Result:
     setting = Setting(place.device, torch.float32, samples)
     runs = {name: make(setting) for name, make in MADE.items()}
     times = side_by_side(runs, place.device, rounds=rounds)
@@ -97,7 +97,7 @@ def _timed(place: Place, samples: int, rounds: int, tell: Tell) -> Result:
         # The counter of tensors is a mode, and under modes no graph runs.
         if name != COMPILED or place.device != "cpu":
             times[name] |= peak_bytes(run, place.device)
-        tell(done / len(runs))
+        show(done / len(runs))
     return {"samples": samples, "contenders": times}
 
 
@@ -116,11 +116,11 @@ def table(results: Results) -> str:
     sizes = [result for name, result in results.items() if name != EQUAL]
     times, memory = [], []
     for result in sizes:
-        each = result["contenders"].values()
+        rows = result["contenders"].values()
         loop = result["contenders"]["loop"]["seconds"]
-        row = [(1e3 * one["seconds"], loop / one["seconds"]) for one in each]
+        row = [(1e3 * one["seconds"], loop / one["seconds"]) for one in rows]
         times.append([result["samples"], *(f"{t:.3g} ({gain:.1f})" for t, gain in row)])
-        peaks = [one.get("peak_bytes") for one in each]
+        peaks = [one.get("peak_bytes") for one in rows]
         cells = ["" if b is None else f"{b / drawing.MEBIBYTE:.0f}" for b in peaks]
         memory.append([result["samples"], *cells])
     head = ["B", *MADE]
@@ -134,18 +134,18 @@ def table(results: Results) -> str:
 def draw(results: Results, figure: Figure) -> None:
     """Draw time, speed-up and memory against batch size."""
     time, gain, memory = figure.subplots(1, 3)
-    found = [result for name, result in results.items() if name != EQUAL]
-    sizes = [result["samples"] for result in found]
+    batches = [result for name, result in results.items() if name != EQUAL]
+    sizes = [result["samples"] for result in batches]
     for number, name in enumerate(MADE):
-        each = [result["contenders"][name] for result in found]
-        loop = [result["contenders"]["loop"]["seconds"] for result in found]
-        seconds = [one["seconds"] for one in each]
+        rows = [result["contenders"][name] for result in batches]
+        loop = [result["contenders"]["loop"]["seconds"] for result in batches]
+        seconds = [one["seconds"] for one in rows]
         drawing.line(time, sizes, [1e3 * s for s in seconds], name, number)
         gains = [a / b for a, b in zip(loop, seconds, strict=True)]
         if name != "loop":
             drawing.line(gain, sizes, gains, name, number)
-        if "peak_bytes" in each[0]:
-            peaks = [one["peak_bytes"] / drawing.MEBIBYTE for one in each]
+        if "peak_bytes" in rows[0]:
+            peaks = [one["peak_bytes"] / drawing.MEBIBYTE for one in rows]
             drawing.line(memory, sizes, peaks, name, number)
     for axes in (time, gain, memory):
         drawing.by_powers(axes, sizes)

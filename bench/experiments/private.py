@@ -20,7 +20,7 @@ from bench.experiments.data import Images
 from bench.experiments.measuring import peak_bytes, side_by_side
 from bench.experiments.reports import private as report
 from bench.experiments.reports.private import TORCH
-from bench.experiments.study import Piece, Place, Result, Study, Tell, number
+from bench.experiments.study import Piece, Place, Result, Show, Study, number
 from tests import oracle
 from vgrad.dp import Plan
 from vgrad.training import TrainState, private_step, train_step
@@ -101,7 +101,7 @@ def courses(place: Place) -> list[Course]:
 def timed(place: Place) -> list[Step]:
     """Return whose steps are timed."""
     width = place.pick(tiny=4, small=16, full=32)
-    found = [
+    small = [
         Step(
             "CNN",
             partial(nets.cnn, width=width),
@@ -110,22 +110,22 @@ def timed(place: Place) -> list[Step]:
         )
     ]
     if place.size == "tiny":
-        return found
+        return small
     batch = place.pick(tiny=8, small=16, full=256)
     mobile = Step("MobileNet V2", partial(nets.mobile, 2), 32, batch)
-    return [*found, mobile, Step("ResNet-50", nets.resnet_50, 32, batch)]
+    return [*small, mobile, Step("ResNet-50", nets.resnet_50, 32, batch)]
 
 
 def pieces(place: Place) -> list[Piece]:
     """Return accuracies without privacy and by epsilon, and the times between them."""
     first, *others = courses(place)
-    found = list(_trainings(place, first))
+    result = list(_trainings(place, first))
     for step in timed(place):
         run = partial(measure, place, step)
-        found.append(Piece(f"{step.net}: time", run))
+        result.append(Piece(f"{step.net}: time", run))
     for course in others:
-        found += _trainings(place, course)
-    return found
+        result += _trainings(place, course)
+    return result
 
 
 def _trainings(place: Place, course: Course) -> Iterator[Piece]:
@@ -150,26 +150,26 @@ def plan_of(course: Course, epsilon: float | None) -> Plan:
     return Plan.for_epsilon(epsilon, **common)
 
 
-def train(place: Place, course: Course, budget: float | str, tell: Tell) -> Result:
+def train(place: Place, course: Course, budget: float | str, show: Show) -> Result:
     """Train a net from each seed and return its accuracies on held-out images."""
     epsilon = None if isinstance(budget, str) else budget
     plan = plan_of(course, epsilon)
     images = course.images()
-    kept = budget == WITH_BATCH_NORM
+    normed = budget == WITH_BATCH_NORM
     accuracies, losses = [], []
     for seed in range(course.seeds):
 
         def so_far(share: float, done: int = seed) -> None:
-            tell((done + share) / course.seeds)
+            show((done + share) / course.seeds)
 
-        module = _module(course.build, images.classes, seed, kept=kept)
+        module = _module(course.build, images.classes, seed, normed=normed)
         scores, y = _run(place, course, module.to(place.device), plan, seed, so_far)
         accuracies.append(float((scores.argmax(1) == y).double().mean()))
         losses.append(number(F.cross_entropy(scores, y)))
     return {
         "net": course.net,
         "data": images.title,
-        "batch_norm": kept,
+        "batch_norm": normed,
         "epsilon": epsilon,
         "spent": None if epsilon is None else plan.epsilon(),
         "delta": DELTA,
@@ -185,15 +185,15 @@ def train(place: Place, course: Course, budget: float | str, tell: Tell) -> Resu
 
 
 def _module(
-    build: Callable[[int], nn.Module], classes: int, seed: int, *, kept: bool = False
+    build: Callable[[int], nn.Module], classes: int, seed: int, *, normed: bool = False
 ) -> nn.Module:
     """Build a net from a seed, with GroupNorm unless its BatchNorm is kept."""
     module = nets.seeded(partial(build, classes), seed)
-    return module if kept else vgrad.replace_batch_norm(module)
+    return module if normed else vgrad.replace_batch_norm(module)
 
 
 def _run(
-    place: Place, course: Course, module: nn.Module, plan: Plan, seed: int, tell: Tell
+    place: Place, course: Course, module: nn.Module, plan: Plan, seed: int, show: Show
 ) -> tuple[Tensor, Tensor]:
     """Train by the plan; return scores and labels of the held-out images."""
     fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
@@ -209,21 +209,21 @@ def _run(
     state = TrainState.create(tx, params, buffers, seed=seed)
     seen, held_out = course.images().split(course.held_out)
     x, y = seen.x.to(place.device), seen.y.to(place.device)
-    for taken, index in enumerate(plan.sampler(state), 1):
+    for count, index in enumerate(plan.sampler(state), 1):
         state, _ = step(state, x[index], y[index])
-        tell(taken / plan.steps)
+        show(count / plan.steps)
     score = fmodel.eval()
     with torch.no_grad():
-        found = [
+        scores = [
             score(state.params, state.buffers, rows.to(place.device)).cpu()
             for rows in held_out.x.split(500)
         ]
-    return torch.cat(found), held_out.y
+    return torch.cat(scores), held_out.y
 
 
-def measure(place: Place, step: Step, tell: Tell) -> Result:
+def measure(place: Place, step: Step, show: Show) -> Result:
     """Compare a private step with plain ones: numbers, then time, then memory."""
-    images = data.made(step.batch, step.side)
+    images = data.make_images(step.batch, step.side)
     x, y = images.x.to(place.device), images.y.to(place.device)
     module = _module(step.build, images.classes, 0).to(place.device)
     error = _error(module, x[:CHECKED_SAMPLES], y[:CHECKED_SAMPLES])
@@ -235,7 +235,7 @@ def measure(place: Place, step: Step, tell: Tell) -> Result:
             if name != REPLAYED:
                 raise
             del contenders[name]  # what the net does cannot be captured
-    tell(0.4)
+    show(0.4)
     rounds = place.pick(tiny=3, small=5, full=30)
     times = side_by_side(contenders, place.device, rounds=rounds)
     memory = {
@@ -247,7 +247,7 @@ def measure(place: Place, step: Step, tell: Tell) -> Result:
         "net": step.net,
         "data": images.title,
         "batch": step.batch,
-        "parameters": sum(each.numel() for each in module.parameters()),
+        "parameters": sum(param.numel() for param in module.parameters()),
         "error": error,
         "times": times,
         "memory": memory,
@@ -270,9 +270,9 @@ def _error(module: nn.Module, x: Tensor, y: Tensor) -> float:
     clipped = vgrad.clipped_grad(
         vgrad.sample_loss(fmodel, F.cross_entropy), max_norm=max_norm
     )
-    found = clipped(params, buffers, x.double(), y)
-    assert 0 < int(found.clipped) < len(x), "expected some samples to be clipped"
-    return oracle.error(found.grads, oracle.clipped(grads, max_norm))
+    result = clipped(params, buffers, x.double(), y)
+    assert 0 < int(result.clipped) < len(x), "expected some samples to be clipped"
+    return oracle.error(result.grads, oracle.clipped(grads, max_norm))
 
 
 def _contenders(
@@ -318,7 +318,7 @@ def _contenders(
 
         return run
 
-    return {TORCH: by_torch, **{name: going_on(each) for name, each in steps.items()}}
+    return {TORCH: by_torch, **{name: going_on(step) for name, step in steps.items()}}
 
 
 STUDY = Study(

@@ -22,7 +22,7 @@ from vgrad import files
 Size = Literal["tiny", "small", "full"]
 """For tests, for minutes on a CPU, and as in the articles."""
 
-Tell = Callable[[float], None]
+Show = Callable[[float], None]
 """Takes the share of a piece that is done, from 0 to 1."""
 
 Result = dict[str, Any]
@@ -65,7 +65,7 @@ class Piece:
     """A part of an experiment, some seconds or minutes of work."""
 
     name: str
-    run: Callable[[Tell], Result]
+    run: Callable[[Show], Result]
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ class Kept:
         if not path.exists():
             return cls(path, settings)
         try:
-            found = files.from_json(path.read_bytes())
-            before, pieces = found["settings"], dict(found["pieces"])
+            content = files.from_json(path.read_bytes())
+            before, pieces = content["settings"], dict(content["pieces"])
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"{path}: expected the results of an experiment, got a damaged file "
@@ -141,14 +141,14 @@ def run(name: str, study: Study, place: Place) -> list[str]:
     """
     settings = {"size": place.size, "data": place.data, **place.machine}
     place.folder.mkdir(parents=True, exist_ok=True)
-    kept = Kept.at(place.folder / f"{name}.json", settings)
+    record = Kept.at(place.folder / f"{name}.json", settings)
     pieces = study.pieces(place)
     with _progress(name, len(pieces)) as begin:
         for piece in pieces:
-            tell = begin(piece.name)
-            if piece.name not in kept.pieces:
-                kept.add(piece.name, piece.run(tell))
-    results = {piece.name: kept.pieces[piece.name] for piece in pieces}
+            show = begin(piece.name)
+            if piece.name not in record.pieces:
+                record.add(piece.name, piece.run(show))
+    results = {piece.name: record.pieces[piece.name] for piece in pieces}
     machine = place.machine
     threads = (
         "one thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
@@ -184,14 +184,14 @@ def _list(lines: list[str]) -> list[str]:
 
 
 @contextmanager
-def _progress(name: str, count: int) -> Iterator[Callable[[str], Tell]]:
+def _progress(name: str, count: int) -> Iterator[Callable[[str], Show]]:
     """Show a bar over pieces and one for the piece that runs."""
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns) as shown:
         all_of_it, one = shown.add_task(name, total=count), shown.add_task("", total=1)
         done = -1
 
-        def begin(piece: str) -> Tell:
+        def begin(piece: str) -> Show:
             nonlocal done
             done += 1
             shown.update(all_of_it, completed=done)

@@ -19,7 +19,7 @@ from bench.experiments import data, folds, mixed, nets
 from bench.experiments.measuring import side_by_side
 from bench.experiments.reports import tensor_cores as report
 from bench.experiments.reports.tensor_cores import FLOAT32, LAST, ODD, PLAIN
-from bench.experiments.study import Piece, Place, Result, Study, Tell
+from bench.experiments.study import Piece, Place, Result, Show, Study
 from bench.measure import has_instructions
 from vgrad.training import TrainState, train_step
 
@@ -73,12 +73,11 @@ def pieces(place: Place) -> list[Piece]:
     if place.device.startswith("cuda"):  # cuBLAS reads it when it is first used
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     steps = [
-        Piece(f"{each.name}: time", partial(measure, place, each))
-        for each in timed(place)
+        Piece(f"{net.name}: time", partial(measure, place, net)) for net in timed(place)
     ]
     validations = [
-        Piece(f"{each.name}: folds", partial(folds.validate, place, each))
-        for each in folds.folded(place)
+        Piece(f"{net.name}: folds", partial(folds.validate, place, net))
+        for net in folds.folded(place)
     ]
     padding = Piece("padding", partial(pad, place))
     resumed = Piece("resumed", partial(folds.resume, place))
@@ -122,31 +121,31 @@ class Contender:
         return metrics
 
 
-def measure(place: Place, net: Timed, tell: Tell) -> Result:
+def measure(place: Place, net: Timed, show: Show) -> Result:
     """Time the training steps of a net in each precision, side by side."""
-    images = data.made(net.batch, net.side)
+    images = data.make_images(net.batch, net.side)
     x, y = images.x.to(place.device), images.y.to(place.device)
     module = nets.seeded(partial(net.build, CLASSES)).to(place.device)
     last = copy.deepcopy(module).to(memory_format=torch.channels_last)
     x_last = x.contiguous(memory_format=torch.channels_last)
-    given = {
+    variants = {
         PLAIN: (module, x, y),
         LAST: (last, x_last, y),
         ODD: (module, x[:-1].contiguous(), y[:-1]),
     }
-    found = {
-        (precision, variant): Contender(place, *each, precision)
+    contenders = {
+        (precision, variant): Contender(place, *arguments, precision)
         for precision in precisions(place.device)
-        for variant, each in given.items()
+        for variant, arguments in variants.items()
     }
-    report.compare({key: contender.loss for key, contender in found.items()})
-    tell(0.3)
+    report.compare({key: contender.loss for key, contender in contenders.items()})
+    show(0.3)
     return {
         "net": net.name,
         "side": net.side,
         "batch": net.batch,
-        "parameters": sum(each.numel() for each in module.parameters()),
-        "rows": _times(place, found, net.batch),
+        "parameters": sum(param.numel() for param in module.parameters()),
+        "rows": _times(place, contenders, net.batch),
         "alignment": _alignment(module, x),
     }
 
@@ -173,40 +172,42 @@ def _times(
 def _alignment(module: nn.Module, x: Tensor) -> Result:
     """Return what vgrad says of the sizes of a net's products."""
     fmodel, *entries = vgrad.make_functional_with_buffers(module)
-    params, buffers = ({n: t.to("meta") for n, t in each.items()} for each in entries)
-    found = vgrad.precision.alignment_report(fmodel, params, buffers, x.to("meta"))
-    rows = sorted(found.rows, key=lambda row: -row.share)
+    params, buffers = (
+        {n: t.to("meta") for n, t in tensors.items()} for tensors in entries
+    )
+    result = vgrad.precision.alignment_report(fmodel, params, buffers, x.to("meta"))
+    rows = sorted(result.rows, key=lambda row: -row.share)
     advice = [
         f"pad {row.operand} from {row.size[1:]} to {row.padded[1:]}"
         for row in rows
         if row.padded != row.size
     ]
-    return {"misaligned": found.misaligned, "advice": advice}
+    return {"misaligned": result.misaligned, "advice": advice}
 
 
-def pad(place: Place, tell: Tell) -> Result:
+def pad(place: Place, show: Show) -> Result:
     """Time a CNN of odd widths beside one that is padded as the report says."""
-    odd, padded = place.pick(tiny=(3, 8), small=(29, 32), full=(61, 64))
+    misfit, padded = place.pick(tiny=(3, 8), small=(29, 32), full=(61, 64))
     side, batch = place.pick(tiny=(8, 8), small=(32, 16), full=(64, 256))
-    images = data.made(batch, side)
+    images = data.make_images(batch, side)
     x, y = images.x.to(place.device), images.y.to(place.device)
     modules = {
         width: nets.seeded(partial(nets.cnn, classes, width=width)).to(place.device)
-        for width, classes in ((odd, CLASSES), (padded, 16))
+        for width, classes in ((misfit, CLASSES), (padded, 16))
     }
-    found = {
+    contenders = {
         (precision, width): Contender(place, module, x, y, precision)
         for precision in precisions(place.device)
         for width, module in modules.items()
     }
-    tell(0.3)
+    show(0.3)
     return {
         "padding": True,
         "side": side,
         "batch": batch,
-        "widths": [odd, padded],
-        "rows": _times(place, found, batch),
-        "alignment": {str(w): _alignment(each, x) for w, each in modules.items()},
+        "widths": [misfit, padded],
+        "rows": _times(place, contenders, batch),
+        "alignment": {str(w): _alignment(module, x) for w, module in modules.items()},
     }
 
 

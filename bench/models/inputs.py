@@ -48,6 +48,29 @@ def text(vocabulary: int, length: int) -> MakeBatch:
     return make
 
 
+def graphs(nodes: int, features: int) -> MakeBatch:
+    """Make a normalised adjacency and features beside it, `[B, N, N + I]`."""
+
+    def make(samples: int, generator: torch.Generator) -> Batch:
+        edges = torch.rand(samples, nodes, nodes, generator=generator) < 0.2
+        edges = (edges | edges.mT | torch.eye(nodes, dtype=torch.bool)).float()
+        x = torch.randn(samples, nodes, features, generator=generator)
+        target = torch.randint(10, (samples,), generator=generator)
+        return torch.cat([edges / edges.sum(2, keepdim=True), x], 2), target
+
+    return make
+
+
+def pixels(channels: int, side: int, classes: int) -> MakeBatch:
+    """Make images, and a class for each pixel."""
+
+    def make(samples: int, generator: torch.Generator) -> Batch:
+        x = torch.randn(samples, channels, side, side, generator=generator)
+        return x, torch.randint(classes, (samples, side * side), generator=generator)
+
+    return make
+
+
 def choices(users: int, items: int, length: int) -> MakeBatch:
     """Make a user and `length` items in each row, and as target a rating."""
 

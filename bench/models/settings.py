@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bench.models import inputs, tokens, vision
+from bench.models import inputs, small_layers, tokens, vision
 from bench.models.inputs import Batch, MakeBatch
 from bench.test_per_sample import SimpleCNN
 
@@ -34,8 +34,8 @@ class Problem:
 
     def losses(self, output: Tensor, target: Tensor) -> Tensor:
         """Loss of each sample, [B]."""
-        each = self.criterion(output.flatten(0, -2), target.flatten(), reduction="none")
-        return each.view(len(target), -1).mean(1)
+        rows = self.criterion(output.flatten(0, -2), target.flatten(), reduction="none")
+        return rows.view(len(target), -1).mean(1)
 
 
 def _mean_loss(
@@ -62,7 +62,7 @@ class Setting:
     def parameters(self) -> int:
         """How many numbers the model has; tied ones count once."""
         with torch.device("meta"):
-            return sum(each.numel() for each in self.model().parameters())
+            return sum(param.numel() for param in self.model().parameters())
 
     def problem(
         self, device: str, dtype: torch.dtype, samples: int, *, small: bool = False
@@ -170,6 +170,27 @@ SETTINGS = {
         inputs.images(3, 32),
         small=SMALL_VIT,
     ),
+    "mixer": Setting(
+        "MLP-mixer, 6 x 64, 32x32",
+        32,
+        partial(small_layers.Mixer, 32, 4, 64, layers=6),
+        inputs.images(3, 32),
+        small=(partial(small_layers.Mixer, 16, 4, 12, layers=2), inputs.images(3, 16)),
+    ),
+    "graph": Setting(
+        "graph convolutions, 4 x 64, 24 nodes",
+        64,
+        partial(small_layers.GraphNet, 16, 64, layers=4),
+        inputs.graphs(24, 16),
+        small=(partial(small_layers.GraphNet, 6, 12, layers=2), inputs.graphs(8, 6)),
+    ),
+    "u-net": Setting(
+        "U-Net, 8 to 32 channels, 32x32",
+        16,
+        partial(small_layers.UNet, 8, 4),
+        inputs.pixels(3, 32, 4),
+        small=(partial(small_layers.UNet, 4, 3), inputs.pixels(3, 16, 3)),
+    ),
     "gpt2-small": Setting(
         "GPT-2 small, T=128",
         32,
@@ -196,7 +217,12 @@ SETTINGS = {
 FULL_SIZE = ("gpt2-small", "vit-b", "wrn-16-4")
 """For a GPU alone."""
 
-COUNTED = tuple(name for name in SETTINGS if name not in FULL_SIZE)
+SMALL_LAYERS = ("tied-lm", "mixer", "graph", "u-net")
+"""The four in which Python weighs most, by the number of their layers."""
+
+COUNTED = tuple(
+    name for name in SETTINGS if name not in {*FULL_SIZE, *SMALL_LAYERS[1:]}
+)
 """The fifteen whose launches are counted (`bench.launches`)."""
 
 TIMED = (
@@ -208,8 +234,9 @@ TIMED = (
     "lstm",
     "gpt2",
     "tiny-32",
+    *SMALL_LAYERS,
 )
-"""The eight on which all peers are compared, on CPUs and on a GPU."""
+"""The twelve on which all peers are compared, on CPUs and on a GPU."""
 
 STEP_BY_STEP = ("lstm", "bilstm")
 """Nets of thousands of ops."""

@@ -15,7 +15,7 @@ def dense(*sizes: int) -> Callable[[], nn.Module]:
 
     def make() -> nn.Module:
         pairs = pairwise(sizes)
-        layers = [each for pair in pairs for each in (nn.Linear(*pair), nn.ReLU())]
+        layers = [layer for pair in pairs for layer in (nn.Linear(*pair), nn.ReLU())]
         return nn.Sequential(*layers[:-1])
 
     return make

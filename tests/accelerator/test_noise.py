@@ -46,7 +46,7 @@ def test_a_graph_draws_words_where_its_tensors_are():
     drawn = at(7).drawn(sums(HERE))
     assert drawn.words is None
     assert {each.device.type for each in drawn.stream} == {HERE}
-    found, _ = drawn.added(sums(HERE))
+    found, _ = drawn.advanced(sums(HERE))
     for name, value in at(7).added(sums("cpu")).items():
         assert torch.equal(found[name].cpu(), value)
 

@@ -102,11 +102,11 @@ def test_a_loop_over_samples_keeps_less_than_a_batch():
 
 
 def test_made_images_can_be_learned_and_are_the_same_each_time():
-    made = data.made(400, 16)
-    assert made.x.shape == (400, 3, 16, 16)
-    assert torch.equal(made.x, data.images(None, 400, 16).x)
-    assert made.y.bincount().tolist() == [40] * 10
-    train, held = made.split(100)
+    images = data.make_images(400, 16)
+    assert images.x.shape == (400, 3, 16, 16)
+    assert torch.equal(images.x, data.images(None, 400, 16).x)
+    assert images.y.bincount().tolist() == [40] * 10
+    train, held = images.split(100)
     assert (len(train.x), len(held.y)) == (300, 100)
 
     # No single pixel tells the class: class means are noise, spectra are not.

@@ -400,8 +400,10 @@ BAD = [
     (["--batch-size", "49"], "the 48 training samples that there are. Leave it out"),
     (
         ["--noise", "blt:2", "--max-batch-size", "12"],
-        "vgrad: --max-batch-size 12 --noise blt:2: expected others, since no account "
-        "of these is known. Leave --max-batch-size out.",
+        "vgrad: --noise blt:2 --max-batch-size 12: expected a combination with an "
+        "account, got one of which no epsilon is known. With all else as it is, take "
+        "noise 'independent' or 'discrete' or 'quantile_clip'; or --max-batch-size "
+        "None.",
     ),
     (["--noise", "band-mf:9"], "--noise band-mf:9: expected a rate of at most 1 / 9"),
     (["--device", "teapot"], "--device teapot: expected cpu"),

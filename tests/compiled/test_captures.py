@@ -20,7 +20,7 @@ from tests import losses, oracle
 from tests.compiled import problems
 from tests.compiled.problems import ran, same_calls, same_quantities
 from vgrad import optim
-from vgrad.compiled import CaptureReport, choices, functions
+from vgrad.compiled import CaptureReport, captures, choices
 from vgrad.training import TrainState, ensemble_train_step, private_step, train_step
 
 slow = pytest.mark.slow
@@ -465,13 +465,13 @@ SIZES = [4, 6]
 )
 def test_sizes_are_deviations_around_the_mean(dataset_size, sampling_rate, sizes):
     plan = problems.plan(dataset_size=dataset_size, sampling_rate=sampling_rate)
-    assert functions.sizes_of_plan(plan) == sizes
+    assert captures.sizes_of_plan(plan) == sizes
 
 
 def test_a_batch_is_filled_up_to_the_next_size_and_split_beyond_the_last():
-    assert functions.checked_sizes([6, 1, 6]) == (1, 6)
+    assert captures.checked_sizes([6, 1, 6]) == (1, 6)
     sizes = {1: 4, 4: 4, 5: 6, 6: 6, 7: 10, 11: 12, 12: 12, 13: 16, 17: 18}
-    assert {size: functions.padded_size(size, (4, 6)) for size in sizes} == sizes
+    assert {size: captures.padded_size(size, (4, 6)) for size in sizes} == sizes
 
 
 FILLED = {name: {} for name in problems.TRANSFORMS}
@@ -719,15 +719,13 @@ def test_explain_shows_captures_and_eager_mode():
     assert found.captures == compiled.reports()
     assert found.eager == vgrad.explain(transform)(params, buffers, *batch)
     keys = [each.key for each in found.captures]
-    threads = f"{torch.get_num_threads()} threads"
-    sizes = "float32 [8, 5], float32 [8], float32 [3, 8], float32 [3], "
-    assert keys[0] == f"{sizes}float32 [6, 5], int64 [6]; {threads}"
-    assert keys[1] == f"{sizes}float32 [4, 5], int64 [4]; {threads}"
-    assert keys[2] == f"{keys[0]}; autocast of cpu to bfloat16; inference mode"
+    assert keys[0] == "3 others, float32 [3], float32 [6, 5], int64 [6]"
+    assert keys[1] == "3 others, float32 [3], float32 [4, 5], int64 [4]"
+    assert keys[2] == f"{keys[0]}; autocast of cpu to bfloat16"
     head, first, *_ = str(found).splitlines()
     titles = ["capture", "backend", "nodes", "build", "calls", "redos", "key", "why"]
     assert head.split() == titles
-    assert "3 others, float32 [3], float32 [6, 5], int64 [6]; " in first
+    assert keys[0] in first
     assert str(found).endswith(str(found.eager))
 
 

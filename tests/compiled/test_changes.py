@@ -209,15 +209,9 @@ held = {"t": torch.tensor(2.0)} => held["t"] => held.update(t=torch.tensor(3.0))
 t = torch.ones(2) => t.sum() => t.data = torch.ones(3)
 t = torch.ones(()) => t.itemsize => t.data = torch.ones((), dtype=D)
 t = ones() => 1.0 + t.requires_grad => t.requires_grad_()
-t = ones().requires_grad_() => 1.0 + (t.is_leaf and t.grad_fn is None)
-  => t.requires_grad_(False).mul_(ones().requires_grad_())
-  --> reads `.(is_leaf|grad_fn)`
-t = ones().requires_grad_() => 1.0 + bool(t._backward_hooks)
-  => t.register_hook(lambda grad: grad) --> reads `._backward_hooks`
 t = ones().requires_grad_() => 1.0 + (t.grad is None) => t.grad = ones()
-  --> reads `.grad`
-t = ones() => 1.0 + bool(t._version) => t.mul_(1) --> reads `._version`
-x = X[1:] => 1.0 + x.storage_offset() --> the memory .*storage_offset
+t = ones() => 1.0 + bool(t._version) => t.mul_(1)
+x = X[1:] => 1.0 + x.storage_offset() --> same capture
 t = torch.zeros(()) => t.add_(1.0) --> writes
 t = ones(tau=2.0) => t.sum() * t.tau => t.tau = 5.0
 t = ones() => getattr(t, "tau", 2.0) => t.tau = 5.0 --> constant
@@ -272,7 +266,6 @@ held = [3.0]; t = ones(); F.gelu = lambda x: held[0] * x => F.gelu(t).sum()
   => held[0] = 7.0
 => math.erf(4.0) => vars(math)["erf"] = lambda x: 7.0
 f = nn.ReLU(); t = ones() => f(t).sum() => nn.Module.__call__ = lambda self, x: 3 * x
-  --> does not repeat
 t = ones() => t.erfc().sum() => torch.Tensor.erfc = lambda self: 3 * self
 => 1.0 + (torch.get_default_dtype() == D) => torch.set_default_dtype(D)
 => 1.0 + (torch.get_float32_matmul_precision() == "highest")
@@ -456,8 +449,9 @@ def test_row(row):
 
     if not change and outcome != "same capture":
         transform = vgrad.per_sample_grad(loss, randomness="same", verify=False)
+        compiled = vgrad.compile(transform, fallback="error")
         with pytest.raises(RuntimeError, match=outcome):
-            vgrad.compile(transform, fallback="error")(W, {}, X)
+            [compiled(W, {}, X) for _ in range(2)]  # the first graph is compared
         return
     compiled = vgrad.compile(vgrad.per_sample_grad(loss))
 

@@ -60,7 +60,7 @@ def by_tensors(drawn, steps, found):
 def test_the_grid_survives_every_compiler(backend, dtype, sensitivity):
     found, steps = sums(dtype), noise_of(sensitivity)
     drawn, expected = steps.drawn(found), steps.added(found)
-    result, _ = compiled(noise.Drawn.added, backend)(drawn, found)
+    result, _ = compiled(noise.Drawn.advanced, backend)(drawn, found)
     for name, value in expected.items():
         assert result[name].dtype == value.dtype
         # Zeros have no sign.
@@ -107,7 +107,7 @@ def test_no_code_has_a_key_or_a_step(where):
     drawn = steps.drawn(found)
     if where == "device":
         drawn = by_tensors(drawn, steps, found)
-    function = compiled(noise.Drawn.added, "inductor")
+    function = compiled(noise.Drawn.advanced, "inductor")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         (result, _), code = run_and_get_code(function, drawn, found)
@@ -142,8 +142,8 @@ def test_no_code_has_a_key_or_a_step(where):
     [
         ("replay", False, {"optim.step": "replay"}),
         ("replay", True, {}),
-        ("inductor", False, {"training.noisy_step": "inductor"}),
-        ("inductor", True, {"dp.added": "inductor"}),
+        ("inductor", False, {"dp.noisy_step": "inductor"}),
+        ("inductor", True, {"dp.add_noise": "inductor"}),
     ],
 )
 @pytest.mark.parametrize("scaled", [False, True])
@@ -155,7 +155,7 @@ def test_compiled_private_steps_add_the_noise_of_eager_ones(
     plan = vgrad.dp.Plan(100, 0.05, 4.0, 1.0, 6, 1e-3)
     tx = vgrad.optim.adam(0.1)
     if scaled:  # which has no donated form
-        name = "training.noisy_step" if backend == "inductor" else "optim.step"
+        name = "dp.noisy_step" if backend == "inductor" else "optim.step"
         captured = {name: backend}
         tx = vgrad.optim.scale_then_privatize(vgrad.optim.sgd(0.1))
     step = vgrad.training.private_step(loss, tx, plan, donate=donate)

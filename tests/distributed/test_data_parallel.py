@@ -472,6 +472,24 @@ def test_what_fails_on_one_rank_fails_on_all(ranks):
         assert message in text, name
 
 
+def _compared(size):
+    mesh, _ = mesh_of(size)
+    loss, params, buffers, batch = problem("mlp")
+
+    def two_faced(*given):
+        inside = torch._C._functorch.maybe_current_level() is not None
+        return loss(*given) * (3.0 if inside else 1.0)
+
+    wrong = data_parallel(vgrad.clipped_grad(two_faced, max_norm=0.5), mesh)
+    return raised(lambda: wrong(params, buffers, *batch))
+
+
+def test_the_samples_of_each_rank_are_compared_with_plain_autograd(ranks):
+    for kind, text in ranks(2).run(_compared, 2):
+        assert issubclass(kind, vgrad.UnsupportedOp | RankError)
+        assert "agree with plain autograd" in text
+
+
 # Batches.
 
 

@@ -181,34 +181,10 @@ def test_a_bound_of_mu_is_one_of_epsilon():
     assert audit.gaussian(torch.ones(40), torch.zeros(40)).epsilon(1e-5) == math.inf
     bound = audit.one_run([3.0] * 50, [0.0] * 50, guesses=(40, 40), delta=1e-5)
     assert bound.epsilon(1e-5) == bound.value
-    with pytest.raises(ValueError, match="expected delta=1e-05, at which the bound"):
-        bound.epsilon(1e-6)
-
-
-REFUSED = [
-    (90, 3, {}, "took part by fair coins, got 90 and 3. Draw a coin"),
-    (40, 40, {"guesses": (50, 31)}, "as many as the 80 scores, got 81"),
-    (40, 40, {"guesses": (0, 0)}, "got 0"),
-    (40, 40, {"guesses": (-1, 5)}, r"guesses\[0\]=-1\): expected a whole number"),
-    (40, 40, {"delta": 1}, "delta=1"),
-    (40, 40, {"significance": 0.6}, "significance=0.6"),
-    (40, 40, {"excluded": torch.zeros(40) / 0}, "none of them NaN"),
-    (40, 40, {"included": torch.ones(1, 40)}, "in one dimension"),
-]
-
-
-@pytest.mark.parametrize(("high", "low", "changes", "message"), REFUSED)
-def test_impossible_scores_and_guesses_are_refused(high, low, changes, message):
-    given = {"included": torch.ones(high), "excluded": torch.zeros(low)}
-    given |= {"guesses": (1, 1), "delta": 0} | changes
-    with pytest.raises(ValueError, match=message):
-        audit.one_run(**given)
 
 
 def test_a_bound_of_mu_needs_many_scores():
     assert audit.gaussian(torch.arange(30.0) + 99, torch.arange(30.0)).value > 0
-    with pytest.raises(ValueError, match="expected 30 scores .*got 29 and 40"):
-        audit.gaussian(torch.ones(29), torch.zeros(40))
 
 
 # Audits of steps.
@@ -225,7 +201,7 @@ def digits_plan(mu, **fields):
     plan = Plan(1200, 0.1, math.sqrt(2) / mu, **fields)
     if not plan.noise.correlated:
         return plan
-    *_, claim = canaries._signal(plan)  # participations make it less
+    *_, claim = canaries.signal(plan.mechanism)  # participations make it less
     noise = plan.noise_multiplier * claim / mu
     return dataclasses.replace(plan, noise_multiplier=noise)
 
@@ -485,7 +461,7 @@ def test_a_plan_that_follows_another_is_audited_from_its_start():
 def test_the_claim_with_correlated_noise_is_a_gaussian_mechanism(scheme):
     """Simulated: noise of steps is C^-1 Z, and a canary has its signs or is out."""
     plan = Plan(1200, 0.1, 2.0, 0.7, 40, 1e-4, noise=scheme)
-    signs, weights, mu = canaries._signal(plan)
+    signs, weights, mu = canaries.signal(plan.mechanism)
     steps, fitted = len(signs), plan.fitted
     assert (signs[0], signs[-1], abs(signs).sum()) == (1, -1, 2)
     rows = np.arange(steps)

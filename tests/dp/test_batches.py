@@ -6,6 +6,7 @@ import json
 import math
 import warnings
 from types import SimpleNamespace
+from typing import get_args
 
 import dp_accounting
 import numpy as np
@@ -18,7 +19,7 @@ from tests.dp.runs import KEY
 from tests.dp.test_accounting import gaussian_epsilon
 from tests.losses import product
 from vgrad import dp, optim
-from vgrad.dp import Plan, accounting, noising, sampling
+from vgrad.dp import Plan, accounting, mechanisms, noising, sampling
 from vgrad.training import TrainState, private_step
 
 DATA = {"dataset_size": 40, "max_norm": 1.0, "delta": 1e-3}
@@ -416,6 +417,32 @@ def test_numbers_of_other_types_make_the_same_plan():
 
 # Refusals.
 
+ADAPTS = {"max_norm": dp.quantile_clip(count_deviation=2.0)}
+NOISES = {"discrete": {"discrete": "sum"}, "quantile_clip": ADAPTS}
+NOISES |= {name: {"noise": noising.Noising(name, 2)} for name in ("bisr", "blt")}
+NOISES["band_mf"] = {"noise": noising.from_coefficients([1.0, 0.5])}
+NOISES["band_inv_mf"] = {"noise": noising.from_coefficients([1.0, -0.5], inverse=True)}
+NOISES["independent"] = {}
+
+
+@pytest.mark.parametrize("noise", mechanisms.NOISES)
+@pytest.mark.parametrize("kind", mechanisms.MECHANISMS)
+def test_plans_are_made_of_the_combinations_of_the_table_alone(kind, noise):
+    run = RUN | {"steps": 8} | NOISES[noise] | {"sampling": kind.sampling}
+    run |= {"max_batch_size": 9} if kind.truncated else {}
+    for relation in get_args(accounting.Neighbours):
+        for accountant in accounting.ACCOUNTANTS:
+            run |= {"neighbours": relation, "accountant": accountant}
+            run["samples_per_unit"] = 1 if relation == "fixed_graph" else None
+            account = kind.account_for(relation)
+            if noise in account.noises and accountant in account.accountants:
+                plan = Plan(**run)
+                assert type(plan.mechanism) is kind
+                assert 0 < plan.epsilon(1) < math.inf
+            else:
+                with pytest.raises(ValueError, match="With all else as it is, take"):
+                    Plan(**run)
+
 
 @pytest.mark.parametrize("plan", [TRUNCATED, FIXED])
 def test_a_step_refuses_a_batch_that_the_plan_never_draws(plan):
@@ -430,9 +457,9 @@ def test_a_step_refuses_a_batch_that_the_plan_never_draws(plan):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"sampling": "balls_in_bins"}, "no account .* 'fixed_order', 'poisson'"),
-        ({"sampling": "cyclic_poisson"}, "no account .* 'fixed_order', 'poisson'"),
-        ({"noise": noising.bisr(2), "sampling": "poisson"}, "'fixed_order'"),
+        ({"sampling": "balls_in_bins"}, "sampling 'poisson' or 'fixed_order'"),
+        ({"sampling": "cyclic_poisson"}, "'fixed_order'; or noise 'band_mf'"),
+        ({"noise": noising.bisr(2), "sampling": "poisson"}, "sampling 'fixed_order'"),
         ({"noise": noising.blt(2), "neighbours": "add_or_remove_one"}, "'zero_out'"),
         ({"noise": noising.band_mf(5)}, "at most 1 / 5"),
         (
@@ -442,30 +469,28 @@ def test_a_step_refuses_a_batch_that_the_plan_never_draws(plan):
         ),
         (
             {"noise": noising.band_mf(4), "max_batch_size": 11},
-            "sampling='cyclic_equal'",
+            "take sampling 'cyclic_equal'; or noise",
         ),
-        ({"sampling": "fixed_order", "max_batch_size": 11}, "sampling='poisson'"),
+        ({"sampling": "fixed_order", "max_batch_size": 11}, "'poisson'; or max"),
         ({"max_batch_size": 11, "neighbours": "replace_one"}, "'zero_out'"),
-        ({"max_batch_size": 11, "accountant": "rdp"}, '"pld"'),
-        ({"neighbours": "replace_one", "accountant": "rdp"}, '"pld"'),
+        ({"max_batch_size": 11, "accountant": "rdp"}, "accountant 'pld'"),
+        ({"neighbours": "replace_one", "accountant": "rdp"}, "'pld'"),
         ({"neighbours": "fixed_graph"}, "samples_per_unit=1"),
         ({"neighbours": "fixed_graph", "samples_per_unit": 2}, "samples_per_unit=1"),
         ({"before": Plan(**RUN), "steps": 5000, "samples_per_unit": 2}, "of one kind"),
         ({"sampling": "fixed_order", "sampling_rate": 0.26}, "a whole number"),
-        ({"discrete": "sum", "noise": noising.band_mf(4)}, "expected one of"),
-        (
-            {
-                "max_norm": dp.quantile_clip(count_deviation=2.0),
-                "noise": noising.band_mf(4),
-            },
-            "expected one of",
-        ),
+        ({"discrete": "sum", "noise": noising.band_mf(4)}, "'band_mf and discrete'"),
+        (ADAPTS | {"noise": noising.band_mf(4)}, "'band_mf and quantile_clip'"),
+        (ADAPTS | {"discrete": "sum"}, "'discrete and quantile_clip'"),
+        (ADAPTS | {"sampling": "fixed_order"}, "neighbours 'replace_one'"),
+        (ADAPTS | {"noise_multiplier": 4.0}, r"< 2 \* count_deviation = 4"),
         ({"max_batch_size": 0}, "max_batch_size"),
         ({"samples_per_unit": 0}, "samples_per_unit"),
         ({"discrete": "yes"}, "discrete"),
         ({"discrete": True}, 'or "sum", got True.*integers.*from its parameters'),
         ({"discrete": np.True_}, "got True"),
         ({"before": Plan(**RUN), "steps": 5000, "sampling": "fixed_order"}, "two rel"),
+        ({"before": TRUNCATED, "steps": 5000, "accountant": "rdp"}, "alone bounds all"),
     ],
     ids=str,
 )

@@ -94,7 +94,7 @@ def draws(name, shape, steps, key=KEY):
 
 def graph(noise, sums):
     drawn = noise.drawn(sums)
-    noisy, made = drawn.added(sums)
+    noisy, made = drawn.advanced(sums)
     return noisy, noise.after(sums, drawn.buffers, made)
 
 

@@ -161,28 +161,15 @@ def test_a_clip_is_part_of_the_identity_and_goes_through_json():
 
 
 @pytest.mark.parametrize(
-    ("error", "call", "message"),
+    ("call", "message"),
     [
-        (ValueError, lambda: group_clip({}), "a bound for a pattern"),
-        (TypeError, lambda: group_clip(1.0), "a dictionary of bounds"),
-        (ValueError, lambda: group_clip({"*": 0.0}), r"bounds\['\*'\]=0.0"),
-        (ValueError, lambda: group_clip({"*": math.inf}), r"bounds\['\*'\]=inf"),
-        (TypeError, lambda: group_clip({"*": "1"}), "expected a number"),
-        (TypeError, lambda: group_clip({1: 1.0}), "patterns that are strings"),
-        (ValueError, lambda: group_clip({"*": 1.0}, deviations={"a": 1.0}), "'a'"),
-        (ValueError, lambda: group_clip({"*": 1.0}, deviations="best"), "'equal'"),
-        (
-            ValueError,
-            lambda: group_clip({"a": 1, "b": 1}, deviations={"a": 1e-20, "b": 1e20}),
-            r"norm \* deviations\['b'\]",
-        ),
-        (ValueError, lambda: plan_of(BOUNDS).deviation(torch.tensor(0)), "one dev"),
-        (ValueError, lambda: stepped(plan_of({"0.*": 1.0})), "match none"),
-        (ValueError, lambda: stepped(plan_of({"*": 1.0, "3.*": 1.0})), "matches none"),
+        (lambda: plan_of(BOUNDS).deviation(torch.tensor(0)), "one dev"),
+        (lambda: stepped(plan_of({"0.*": 1.0})), "match none"),
+        (lambda: stepped(plan_of({"*": 1.0, "3.*": 1.0})), "matches none"),
     ],
 )
-def test_other_groups_are_refused(error, call, message):
-    with pytest.raises(error, match=message):
+def test_other_groups_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
         call()
 
 
@@ -223,7 +210,7 @@ def little_noise(monkeypatch):
     def wrong(sums, scales):
         return {n: x / scales[n][0] / (1 + n.startswith("2.")) for n, x in sums.items()}
 
-    monkeypatch.setattr("vgrad.training.steps.unscaled", wrong)
+    monkeypatch.setattr("vgrad.dp.noise.unscaled", wrong)
     monkeypatch.setattr("vgrad.dp.private_gradients.scaled", twice)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import pytest
@@ -16,7 +16,7 @@ import vgrad
 from tests.dp import runs
 from tests.losses import product
 from tests.tables import rows
-from vgrad import Sensitivity, optim
+from vgrad import Sensitivity, dp, optim
 from vgrad.dp import (
     Plan,
     PoissonBatchSampler,
@@ -44,7 +44,7 @@ DRAW = {"dataset_size": 10, "sampling_rate": 0.5, "key": KEY}
 DRAW_7 = DRAW | {"key": 7}
 RATES = (0.0, -0.1, 1.1, math.nan)
 RANGES = [
-    (Plan, dict(vars(PLAN)), {
+    (Plan, asdict(PLAN), {
         "dataset_size": (0, 10.0), "sampling_rate": (0.0, 1.0001), "delta": (0.0, 1.0),
         "noise_multiplier": (-0.1, math.inf), "max_norm": (0.0, math.inf, math.nan),
         "steps": (0, 1.5), "accountant": ("gdp", []),
@@ -109,6 +109,11 @@ def loaded(**changed):
     run.load_state_dict(run.state_dict() | changed)
 
 
+def guessed(high=40, low=40, **changed):
+    given = {"included": torch.ones(high), "excluded": torch.zeros(low)}
+    return dp.audit.one_run(**{**given, "guesses": (1, 1), "delta": 0} | changed)
+
+
 def step_of_stacked():
     state = TrainState.create(optim.sgd(0.1), {"w": torch.zeros(8)}, {}, seed=1)
     state = state._replace(plan_digest=torch.stack([state.plan_digest] * 2))
@@ -162,18 +167,49 @@ VALUES = r"""
     private(epsilon=3.0) | a plan in their place, got both
     private(plan=None, epsilon=2.0, delta=1e-3, max_norm=1.0, batch_size=7) \
         | a plan in their place, got no epochs
-    loaded(step=2, plan=vars(runs.plan(30, 0.2, noise=1.0))) \
+    loaded(step=2, plan=asdict(runs.plan(30, 0.2, noise=1.0))) \
         | load_state_dict\(state\): .* spent under another, .* noise_multiplier=1\.0
-    loaded(step=5, plan=vars(runs.plan(30, 0.2, steps=5))) | at most the 4 steps of the
+    loaded(step=5, plan=asdict(runs.plan(30, 0.2, steps=5))) | at most the 4 steps of
     loaded(step=-1) | load_state_dict\(state\)\(step=-1\): expected a whole number
     loaded(plan=3) | load_state_dict\(state\): expected the plan of a run in
     loaded(plan={"steps": 3}) | load_state_dict\(state\): expected the plan of a run in
-    loaded(plan=dict(vars(PLAN), discrete=True)) | Plan\(discrete=True\): expected .*Tra
-    loaded(plan=dict(vars(PLAN), rows={"threshold": 4.0})) \
+    loaded(plan=dict(asdict(PLAN), discrete=True)) | Plan\(discrete=True\): exp.*Tra
+    loaded(plan=dict(asdict(PLAN), rows={"threshold": 4.0})) \
         | Plan\(rows=\{'threshold': 4.0\}\): expected the plan of a run that trains all
     loaded(more=1) | 'key', 'step' and 'plan', as state_dict\(\) .*, got 'key', 'more'
     private().load_state_dict(LINEAR.state_dict()) | got 'bias', 'weight'. The state of
     private().watch(OTHER) | expected one of the module's own parameters
+    dp.quantile_clip(quantile=-0.1) | quantile >= 0
+    dp.quantile_clip(quantile=1.1) | at most 1
+    dp.quantile_clip(rate=0) | rate > 0
+    dp.quantile_clip(start=math.inf) | start=inf
+    dp.quantile_clip(start=5, most=4) | start between
+    dp.quantile_clip(start=5, least=6) | start between
+    dp.quantile_clip(count_deviation=0.0) | count_deviation > 0
+    dp.quantile_clip(least=1e-31) | least
+    dp.quantile_clip(most=1e31) | most
+    dp.quantile_clip().gradient_multiplier(1.0, 10.0) | multiplier < 2 .*Raise count_dev
+    dp.group_clip({}) | a bound for a pattern
+    dp.group_clip({"*": 0.0}) | bounds\['\*'\]=0.0
+    dp.group_clip({"*": math.inf}) | bounds\['\*'\]=inf
+    dp.group_clip({"*": 1.0}, deviations={"a": 1.0}) | 'a'
+    dp.group_clip({"*": 1.0}, deviations="best") | 'equal'
+    dp.group_clip({"a": 1, "b": 1}, deviations={"a": 1e-20, "b": 1e20}) \
+        | norm \* deviations\['b'\]
+    dp.Units([]) | got none
+    dp.Units([[1], []]) | got one without
+    dp.Units([1, 2], most_owners=1) | Leave most_owners out
+    dp.Units([[1]], most_owners=0) | most_owners=0
+    guessed(90, 3) | took part by fair coins, got 90 and 3. Draw a coin
+    guessed(guesses=(50, 31)) | as many as the 80 scores, got 81
+    guessed(guesses=(0, 0)) | got 0
+    guessed(guesses=(-1, 5)) | guesses\[0\]=-1\): expected a whole number
+    guessed(delta=1) | delta=1
+    guessed(significance=0.6) | significance=0.6
+    guessed(excluded=torch.zeros(40) / 0) | none of them NaN
+    guessed(included=torch.ones(1, 40)) | in one dimension
+    guessed(delta=1e-5).epsilon(1e-6) | expected delta=1e-05, at which the bound
+    dp.audit.gaussian(torch.ones(29), torch.zeros(40)) | 30 scores .*got 29 and 40
 """
 TYPES = r"""
     replace(PLAN, max_norm="1") | Plan\(max_norm='1'\): expected a number
@@ -196,6 +232,11 @@ TYPES = r"""
     private(model=torch.tanh) | expected a plain torch.nn.Mod
     private(max_grad_norm=1.0) | \(max_grad_norm=...\): expected .*docs/from_opacus.md
     private().watch(LINEAR) | expected a torch.optim.Optimizer, got a Line
+    dp.group_clip(1.0) | a dictionary of bounds
+    dp.group_clip({"*": "1"}) | expected a number
+    dp.group_clip({1: 1.0}) | patterns that are strings
+    dp.Units([1.5]) | got a float
+    dp.Units([True]) | got a bool
 """
 # No message shows a key in another form.
 SECRET_KEYS = r"""

@@ -311,22 +311,6 @@ def test_more_samples_of_an_owner_would_need_an_account_of_groups():
         one.sampler(state, units=IDS)
 
 
-@pytest.mark.parametrize(
-    ("ids", "options", "error", "message"),
-    [
-        ([], {}, ValueError, "got none"),
-        ([[1], []], {}, ValueError, "got one without"),
-        ([1.5], {}, TypeError, "got a float"),
-        ([True], {}, TypeError, "got a bool"),
-        ([1, 2], {"most_owners": 1}, ValueError, "Leave most_owners out"),
-        ([[1]], {"most_owners": 0}, ValueError, "most_owners=0"),
-    ],
-)
-def test_ids_are_integers_or_strings(ids, options, error, message):
-    with pytest.raises(error, match=message):
-        Units(ids, **options)
-
-
 def test_loaders_that_split_units_are_refused():
     loss, params, buffers = functional(net())
     tx = optim.sgd(1.0)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import optim
+from torch._C import _functorch as functorch
 from torch.nn import functional as F
 
 import vgrad
@@ -17,6 +18,7 @@ from tests.ensemble.test_contract import (
 from tests.losses import Case, randn
 from tests.oracle import assert_exact
 from vgrad.ensemble import ensemble_forward, ensemble_grad, predict, share
+from vgrad.generators import sample_keys
 from vgrad.training import EnsembleState, ensemble_train_step
 
 EXACT, MEMBERS = 1e-12, 7
@@ -107,11 +109,11 @@ DRAWS = {
 @pytest.mark.parametrize("strategy", ["vmap", "hybrid"])
 @pytest.mark.parametrize("randomness", ["different", "same"])
 @pytest.mark.parametrize("name", DRAWS)
-def test_groups_see_the_numbers_that_all_drew(name, randomness, strategy):
-    found = []
-    for asks in (True, False):
+def test_groups_see_the_same_numbers(name, randomness, strategy):
+    """If they differ by member: by keys, from a number of torch's generator."""
 
-        def forward(self, x, asks=asks):
+    def found(*, asks, keyed=False, strategy=strategy):
+        def forward(self, x):
             h = DRAWS[name](self.first(x))
             if asks:
                 h = h + 0 if self.first.bias.sum() > 0 else 0 + h
@@ -122,9 +124,15 @@ def test_groups_see_the_numbers_that_all_drew(name, randomness, strategy):
         loss = vgrad.batch_loss(fmodel, F.mse_loss)
         compute = ensemble_grad(loss, strategy=strategy, randomness=randomness)
         torch.manual_seed(0)
-        found.append(compute(params, buffers, X, Y).grads)
-    assert_exact(*found, 1e-14)
-    assert found[0]["first.weight"].any()
+        if keyed:
+            keys = sample_keys(int(torch.randint(2**62, ())), 0, MEMBERS)
+            compute = compute.keyed(keys)
+        return compute(params, buffers, X, Y).grads
+
+    own = randomness == "different"
+    grads = found(asks=True)
+    assert_exact(grads, found(asks=False, keyed=own), 1e-14)
+    assert grads["first.weight"].any()
 
 
 def drops(self, x):
@@ -134,6 +142,65 @@ def drops(self, x):
         drawn.append(torch.rand((), dtype=torch.float64))
         h = layer(h) if drawn[-1] > 0.5 else h
     return self.last(h), torch.stack(drawn)
+
+
+@every_strategy
+def test_no_number_is_drawn_twice(strategy):
+    _, fmodel, params, buffers = built(drops)
+    forward = ensemble_forward(fmodel, strategy=strategy)
+    torch.manual_seed(0)
+    drawn = [forward(params, buffers, X)[1].flatten() for _ in range(3)]
+    everything = torch.cat([*drawn, torch.rand(60, dtype=torch.float64)])
+    assert len(everything.unique()) == len(everything)
+    assert len({tuple(row) for row in (drawn[0] > 0.5).view(-1, 3).tolist()}) > 2
+
+
+def test_members_share_numbers_and_the_groups_of_a_group_too():
+    _, fmodel, params, buffers = built(drops)
+
+    def loss(params, buffers, x):
+        out, drawn = fmodel(params, buffers, x)
+        if params["first.bias"].sum() > 0:
+            out = out + torch.rand(())
+        return out.square().sum() * torch.rand(()), drawn
+
+    compute = ensemble_grad(loss, strategy="hybrid", randomness="same", has_aux=True)
+    _, drawn = compute(params, buffers, X)
+    assert torch.equal(drawn, drawn[:1].expand_as(drawn))
+
+
+def test_a_layer_that_all_members_drop_is_not_taken_for_one_that_hides_its_graph():
+    def loss(params, buffers, x):
+        kept = torch.rand(()) > 0.5
+        out = x * params["a"] + x * params["b"] if kept else x * params["a"]
+        return out.sum()
+
+    params = {"a": torch.ones(2, 3), "b": torch.ones(2, 3)}
+    compute, seen = ensemble_grad(loss), set()
+    for seed in range(30):
+        torch.manual_seed(seed)
+        grads = compute(params, {}, torch.ones(3)).grads
+        seen.add(tuple(bool(row.any()) for row in grads["b"]))
+        assert grads["a"].eq(1).all()
+    assert len(seen) == 4
+
+
+def test_a_gradient_hidden_on_one_branch_is_not_taken_for_zero():
+    def loss(params, buffers, x):
+        out, b = x * params["a"], params["b"]
+        if params["a"].sum() > 0:
+            out = out + x * (b.detach() if functorch.is_batchedtensor(b) else b)
+        return out.sum()
+
+    params = {"a": torch.tensor([[-1.0], [1.0]]), "b": torch.ones(2, 1)}
+    compute = ensemble_grad(loss, strategy="hybrid")
+    away = params | {"a": -torch.ones(2, 1)}  # where `b` is found to receive none
+    assert not compute(away, {}, torch.ones(1)).grads["b"].any()
+    with pytest.raises(vgrad.UnsupportedOp, match="hides its graph"):
+        compute(params, {}, torch.ones(1))
+    with pytest.warns(vgrad.FallbackWarning, match="hides its graph"):
+        found = ensemble_grad(loss)(params, {}, torch.ones(1))
+    assert found.grads["b"].tolist() == [[0], [1]]
 
 
 def chooses(self, x):

@@ -56,9 +56,9 @@ def gradients(each):
 
 
 def joint(each):
-    found = norms.recomputed(norms.settled({"": each.settled()[1]}))
+    found = norms.recomputed(norms.computed({"": each.with_norms()[1]}))
     made = norms.Joint(found, [[""]], each.inputs.dtype)
-    return made.value[0], made.upper[0], made.reach[0]
+    return made.value[0], made.upper[0], made.magnitudes[0]
 
 
 @pytest.mark.parametrize("by_gram", [False, True])
@@ -71,13 +71,13 @@ def test_quantities_of_a_factor_are_those_of_its_gradients(by_gram, monkeypatch)
     oracle.assert_exact(each.weighted(weights), found)
     monkeypatch.setattr("vgrad.factors.reductions.ROWS_AT_ONCE", 2 * S)
     oracle.assert_exact(each.weighted(weights), found)
-    assert isinstance(each.settled()[0], Experts) is by_gram
+    assert isinstance(each.with_norms()[0], Experts) is by_gram
     oracle.assert_exact(joint(each)[0], exact.flatten(1).norm(dim=1))
     narrow = Experts(*(x.bfloat16() for x in each.sides), each.shape, ENDS)
     length = gradients(narrow.double()).flatten(1).norm(dim=1)
     oracle.assert_exact(joint(narrow)[0], length, 1e-6)
     some = torch.tensor([3, 0])
-    oracle.assert_exact(each.take(some).grad(), exact[some])
+    oracle.assert_exact(each.select(some).grad(), exact[some])
     other = gradients(factor(7))
     oracle.assert_exact(
         each.gram(factor(7)), torch.einsum("aeio,beio->ab", exact, other)

@@ -95,7 +95,7 @@ def by_steps(mode, x, hidden, weights, layout):
 def by_kernels(mode, x, hidden, weights, layout, report=lambda *_: None):
     anchor = torch.zeros((), dtype=x.dtype, requires_grad=True)
     net = recurrent.Net(mode, x, hidden, weights, **layout)
-    return recurrent.reporting(net, report, anchor)
+    return recurrent.run_recorded(net, report, anchor)
 
 
 def leaves(tensors):
@@ -123,7 +123,7 @@ def differentiated(run, mode, x, hidden, weights, layout, at=(0, 1, 2)):
 
 
 def reported(mode, x, hidden, weights, layout, at=(0, 1, 2)):
-    """The same by `reporting`, weights' gradients made of its reports.
+    """The same by `run_recorded`, weights' gradients made of its reports.
 
     Gradients of the weights are for each sequence, [N, *shape].
     """

@@ -16,6 +16,7 @@ from torch.utils import checkpoint as checkpointing
 import vgrad
 from tests import losses, oracle
 from tests.losses import every_clipping, randn
+from vgrad.generators import sample_keys
 
 checkpoint = partial(checkpointing.checkpoint, use_reentrant=False)
 recorded_or_loop = pytest.mark.parametrize("strategy", ["recorded", "loop"])
@@ -105,21 +106,26 @@ def test_what_lies_in_a_region_is_not_kept():
     assert peak(checkpoint) < 0.5 * peak(straight)
 
 
-@recorded_or_loop
-def test_a_split_chunk_draws_outside_of_regions_only(strategy):
-    def drops(p, b, x, inside):
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_region_of_a_split_chunk_draws_the_same_again(inside):
+    def drops(p, b, x):
         drop = partial(F.dropout, p=0.5)
         x = F.linear(x if inside else drop(x), p["w"])
         x = checkpoint(lambda x: F.linear(drop(x) if inside else x, p["v"]), x)
         return x.square().sum() * (2 if x.sum() > 0 else 3)
 
-    compute = partial(vgrad.per_sample_grad, strategy=strategy, randomness="different")
-    compute(partial(drops, inside=False))(W, {}, X)
-    if strategy == "loop":
-        compute(partial(drops, inside=True))(W, {}, X)
-        return
-    with pytest.raises(RuntimeError, match='an activation checkpoint.*"loop"'):
-        compute(partial(drops, inside=True))(W, {}, X)
+    found = []
+    for keyed in (False, True):
+        torch.manual_seed(0)
+        strategy = "loop" if keyed else "recorded"
+        compute = vgrad.per_sample_grad(
+            drops, strategy=strategy, randomness="different"
+        )
+        if keyed:
+            number = int(torch.randint(2**62, ()))
+            compute = compute.keyed(sample_keys(number, 0, len(X)))
+        found.append(compute(W, {}, X))
+    oracle.assert_exact(*found, oracle.EXACT)
 
 
 def test_a_transform_may_run_in_a_checkpoint_of_the_caller():

@@ -43,9 +43,9 @@ def numbers(high, *shape, seed=0):
 
 
 def joint(factor):
-    found = norms.recomputed(norms.settled({"": factor.settled()[1]}))
+    found = norms.recomputed(norms.computed({"": factor.with_norms()[1]}))
     made = norms.Joint(found, [[""]], factor.grad().dtype)
-    return made.value[0], made.reach[0], made.upper[0]
+    return made.value[0], made.magnitudes[0], made.upper[0]
 
 
 def rows_gradients(factor):

@@ -190,8 +190,8 @@ def test_norms_of_factors_of_two_dtypes(width, options, other, dtype):
     exact = factor.double().grad().flatten(1).norm(dim=1)
     with device(few=2**60, **options):
         assert factor.by_gram
-        (found,) = factor.settled()[1]
-        (norm,) = norms.settled({"w": [found]})["w"]
+        (found,) = factor.with_norms()[1]
+        (norm,) = norms.computed({"w": [found]})["w"]
     assert (found.cut > 0) == options.get("halves", True)
     torch.testing.assert_close(norm.value, exact, rtol=4e-6, atol=0)
     assert (norm.upper >= exact).all()

@@ -277,12 +277,20 @@ def test_random_numbers_are_refused_or_differ_between_equal_samples(text, strate
     [("recorded", "different"), ("recorded", "same"), ("vmap", "different")],
 )
 @pytest.mark.parametrize("text", [*OPS, *ATTENTION])
-def test_parts_see_the_numbers_that_the_chunk_drew(text, randomness, strategy):
+def test_parts_see_the_same_numbers(text, randomness, strategy):
     split = text == CHECKPOINT or "x[x > 0.6]" in text  # before numbers are drawn
     if split or (randomness == "same" and text in BY_DATA):
         pytest.skip("drawn anew, or refused")
     options = {"strategy": strategy, "randomness": randomness}
-    found, expected = (drawn_by(text, branches=n, **options) for n in (2, 0))
+    found = drawn_by(text, branches=2, **options)
+    if randomness == "same":
+        expected = drawn_by(text, **options)
+    else:  # by keys, from a number of torch's generator
+        torch.manual_seed(5)
+        keys = sample_keys(int(torch.randint(2**62, ())), 0, B)
+        loss, params, _, _ = of(text, 0)
+        compute = vgrad.per_sample_grad(loss, randomness="different", strategy="loop")
+        expected = compute.keyed(keys)(params, {}, X)["w"]
     oracle.assert_exact(found, expected, 1e-5)
 
 
@@ -506,3 +514,38 @@ def test_no_number_is_drawn_twice(strategy):
     drawn.append(torch.rand(2 * B, dtype=torch.float64))
     everything = torch.cat(drawn)
     assert len(everything.unique()) == len(everything)
+
+
+def test_a_branch_on_a_number_does_not_change_its_distribution():
+    """To draw again where samples differ would favour the branch that all take."""
+
+    def loss(params, buffers, x):
+        value = torch.rand(())
+        return (params["w"] * (2 if value < 0.2 else 1)).sum(), value
+
+    torch.manual_seed(0)
+    numbers, w, x = [], {"w": torch.ones(1)}, torch.ones(2)
+    for _ in range(600):  # a transform that has learnt nothing, each time
+        compute = vgrad.per_sample_grad(
+            loss, randomness="different", has_aux=True, verify=False
+        )
+        numbers.append(compute(w, {}, x)[1])
+    share = (torch.cat(numbers) < 0.2).double().mean()
+    assert abs(share - 0.2) < 5 * (0.2 * 0.8 / 1200) ** 0.5
+
+
+def test_a_graph_of_samples_that_read_after_they_drew_has_keys():
+    def loss(params, buffers, x):
+        dropped = F.dropout(x * params["w"])
+        return dropped.sum() * (2 if x.sum() > 0 else 1)
+
+    compute = vgrad.per_sample_grad(loss, randomness="different", verify=False)
+    compiled = vgrad.compile(compute, fallback="error", verify=False)
+    params, x = {"w": torch.ones(4)}, torch.rand(3, 4)
+    torch.manual_seed(0)
+    found = [compiled(params, {}, x)["w"] for _ in range(4)]
+    torch.manual_seed(0)
+    fresh = vgrad.per_sample_grad(loss, randomness="different", verify=False)
+    expected = [fresh(params, {}, x)["w"] for _ in range(4)]
+    assert torch.equal(torch.stack(found), torch.stack(expected))
+    assert compiled.reports()[-1].calls

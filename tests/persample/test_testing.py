@@ -89,8 +89,8 @@ def test_a_rule_runs_ops_that_no_transform_can():
 
 
 class NormTwice(Dense):
-    def settled(self):
-        norms = 2 * super().settled()[1][0].value
+    def with_norms(self):
+        norms = 2 * super().with_norms()[1][0].value
         return self, [Norm(norms, (norms,), norms)]
 
 
@@ -100,8 +100,8 @@ class SumTwice(Dense):
 
 
 class UpperTwice(Dense):
-    def settled(self):
-        (norm,) = super().settled()[1]
+    def with_norms(self):
+        (norm,) = super().with_norms()[1]
         return self, [norm._replace(upper=2 * norm.upper)]
 
 

@@ -117,6 +117,35 @@ def test_private_steps_raise_before_anything_is_released():
             step(state, X)
 
 
+def doubled(saved):
+    return torch.where(saved > 1.5, 2 * saved, saved)
+
+
+def with_hooks(params, buffers, x):
+    """Save tensors by hooks that keep all values but large ones."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, doubled):
+        return honest(params, buffers, x)
+
+
+@pytest.mark.filterwarnings("ignore::vgrad.FallbackWarning")
+def test_the_way_of_private_steps_does_not_depend_on_the_samples():
+    plan, key = vgrad.dp.Plan(20, 0.4, 1.0, 1.0, 3, 1e-3), vgrad.dp.secret_key(seed=0)
+    tx = vgrad.optim.sgd(0.1)
+    step = vgrad.training.private_step(with_hooks, tx, plan)
+    params = {"w": 0.1 * PARAMS["w"], "b": torch.zeros(2)}
+    state = vgrad.training.TrainState.create(tx, params, {})._replace(key=key)
+    small = X.clamp(max=1.0)
+    with pytest.raises(UnsupportedOp, match=r"as it did before.*strategy=\"loop\""):
+        step(state, X)  # the two samples that are compared have no large values
+    state, metrics = step(state, small)
+    assert int(metrics["samples"]) == len(X)
+    with pytest.raises(UnsupportedOp, match="must not depend on the samples"):
+        step(state, X)
+    found = vgrad.per_sample_grad(with_hooks)(params, {}, X)  # is not private
+    loop = vgrad.per_sample_grad(with_hooks, strategy="loop")(params, {}, X)
+    assert all(torch.equal(found[name], loop[name]) for name in loop)
+
+
 def test_comparisons_are_made_at_calls_1_2_4_and_8():
     loss, runs = counting(honest)
     compute = vgrad.per_sample_norm(loss)

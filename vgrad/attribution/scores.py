@@ -3,7 +3,7 @@
 B samples of a batch, N of all batches, Q queries, T positions of one sample.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, Unpack
 
@@ -15,7 +15,7 @@ from vgrad import checks
 from vgrad.attribution.store import OfFeatures, Store, in_order
 from vgrad.curvature import Full, Kronecker
 from vgrad.factors import Dense, Factor, Outer, Rows
-from vgrad.factors.norms import far
+from vgrad.factors.norms import out_of_range
 from vgrad.factors.reductions import norm_dtype
 from vgrad.functional.losses import check_model, sample_loss
 from vgrad.functional.model import FunctionalModel
@@ -23,13 +23,14 @@ from vgrad.persample import per_sample_grad, per_sample_norm, per_sample_project
 from vgrad.persample.engine import (
     Call,
     Collector,
-    Evaluation,
     Groups,
+    Join,
+    Joined,
+    Listed,
     Mapped,
     Options,
     Quantity,
     Transform,
-    assembled,
     check_groups,
     constants,
     members,
@@ -147,7 +148,7 @@ def influence(
     [batch] = _batches.each("influence", [queries])
     sign, of_query = (1, loss) if measurement is None else (-1, measurement)
     of_call = Call.of(influence, of_query, options), Call.of(influence, loss, options)
-    given = params, buffers, *batch
+    arguments = params, buffers, *batch
     grads: Any
     store = batches if isinstance(batches, Store) else None
     _check("influence", curvature, damping, store)
@@ -158,14 +159,14 @@ def influence(
                 "Pass the batches themselves."
             )
         batches.check(loss, params, buffers)
-        grads = batches.project(of_query, *given, **options)
+        grads = batches.project(of_query, *arguments, **options)
         grads = _solved(curvature, grads, damping)
         parts = (_dot(features, grads) for features in batches)
     else:
         if curvature is None and rank is None and not per_position:
-            factors: Any = Transform(of_call[0], _Queries())(*given)
+            factors: Any = Transform(of_call[0], _Queries())(*arguments)
         else:
-            grads = per_sample_grad(of_query, **options)(*given)
+            grads = per_sample_grad(of_query, **options)(*arguments)
             grads = _solved(curvature, grads, damping)
             factors = {n: [_of_rank(grads[n], rank, params[n])] for n in grads}
         compute: Any = Transform(of_call[1], _Scores(factors, names, per_position))
@@ -187,8 +188,9 @@ def influence(
 
 def _dot(features: Params, others: Params) -> Params:
     """Inner products of features with features of queries, [n, Q]."""
-    pairs = ((each, others[name].to(each.device)) for name, each in features.items())
-    products = [double(each) @ double(other).mT for each, other in pairs]
+    products = []
+    for name, rows in features.items():
+        products.append(double(rows) @ double(others[name].to(rows.device)).mT)
     return {"": torch.stack(products).sum(0).to(norm_dtype(features))}
 
 
@@ -222,19 +224,19 @@ def self_influence(
     _check("self_influence", curvature, damping)
     if curvature is None:
         norms = per_sample_norm(loss, **options)
-        return torch.cat([norms(params, buffers, *each).square() for each in read])
+        return torch.cat([norms(params, buffers, *batch).square() for batch in read])
     if isinstance(curvature, Kronecker) and not isinstance(curvature, Full):
         curvature.check("self_influence(curvature)", params)
         weights = curvature.inverse("self_influence", damping)
         call = Call.of(self_influence, loss, options)
         squares = Transform(call, InnerProducts(*curvature.bases, weights))
-        parts = [squares(params, buffers, *each)[:, 0, 0] for each in read]
+        parts = [squares(params, buffers, *batch)[:, 0, 0] for batch in read]
         return torch.cat(parts).to(norm_dtype(params))
     gradients, parts = per_sample_grad(loss, **options), []
-    for each in read:
-        grads = gradients(params, buffers, *each)
+    for batch in read:
+        grads = gradients(params, buffers, *batch)
         solved = _solved(curvature, grads, damping)
-        pairs = ((double(each), double(solved[name])) for name, each in grads.items())
+        pairs = ((double(grad), double(solved[name])) for name, grad in grads.items())
         products = ((one * other).reshape(len(one), -1) for one, other in pairs)
         parts.append(torch.cat([*products], 1).sum(1))
     return torch.cat(parts).to(norm_dtype(params))
@@ -303,9 +305,10 @@ def trak(
     scores: Any = 0.0
     weights: Any = 0.0
     first: Any = None  # the targets of a pass
-    for each, state in zip(checkpoints, states, strict=True):
-        found = [(*project(each, state, *x), x[-1]) for x in in_order("trak", batches)]
-        phi, margins, targets = (torch.cat(some) for some in zip(*found, strict=True))
+    for checkpoint, state in zip(checkpoints, states, strict=True):
+        read = in_order("trak", batches)
+        parts = [(*project(checkpoint, state, *x), x[-1]) for x in read]
+        phi, margins, targets = map(torch.cat, zip(*parts, strict=True))
         first = targets if first is None else first
         if not checks.same_values(first, targets):
             raise ValueError(
@@ -320,18 +323,18 @@ def trak(
             )
         kernel = phi.mT @ phi
         kernel.diagonal().add_(ridge)
-        left = double(project(each, state, *query)[0])
-        scores = scores + left @ torch.cholesky_solve(phi.mT, _root(kernel))
+        phi_q = double(project(checkpoint, state, *query)[0])
+        scores = scores + phi_q @ torch.cholesky_solve(phi.mT, _root(kernel))
         weights = weights + double(margins).neg().sigmoid()
     result = scores * weights / len(checkpoints) ** 2
-    return result.to(found[0][0].dtype)
+    return result.to(parts[0][0].dtype)
 
 
 def _root(kernel: Tensor) -> Tensor:
     """Return the lower root of a matrix; refuse one that is singular by rounding."""
     root, failed = torch.linalg.cholesky_ex(kernel)
-    least, most = root.diagonal().square().aminmax()
-    if failed or least <= len(kernel) * torch.finfo(kernel.dtype).eps * most:
+    smallest, largest = root.diagonal().square().aminmax()
+    if failed or smallest <= len(kernel) * torch.finfo(kernel.dtype).eps * largest:
         raise ValueError(
             "trak(ridge): expected a larger number, since the kernel of the features "
             "is singular, as it is for fewer samples than dim."
@@ -366,7 +369,7 @@ def _margin(output: Tensor, target: Tensor) -> Tensor:
         )
     place = target.unsqueeze(1)
     try:
-        own = output.gather(1, place).squeeze(1)
+        logit = output.gather(1, place).squeeze(1)
     except RuntimeError as error:
         if type(error) is not RuntimeError:
             raise
@@ -374,7 +377,7 @@ def _margin(output: Tensor, target: Tensor) -> Tensor:
             f"margin(fmodel): expected a class from 0 to {output.shape[1] - 1} as the "
             f"last item of a sample, got another: {error}."
         ) from error
-    return own - output.scatter(1, place, -torch.inf).logsumexp(1)
+    return logit - output.scatter(1, place, -torch.inf).logsumexp(1)
 
 
 def _check(
@@ -385,15 +388,15 @@ def _check(
         raise ValueError(
             f"{function}(damping={damping}): expected a curvature beside it, got none."
         )
-    own = curvature.store if isinstance(curvature, OfFeatures) else None
-    solves = own == (store and store.binding) and hasattr(curvature, "solve")
+    binding = curvature.store if isinstance(curvature, OfFeatures) else None
+    solves = binding == (store and store.binding) and hasattr(curvature, "solve")
     if curvature is not None and not solves:
         raise ValueError(
             f"{function}(curvature): expected a matrix of the parameters for batches, "
             f"as vgrad.curvature.ekfac(ggn, params, buffers, batches) makes it, and "
             f"for a store one of its Store.curvature or Store.empirical_fisher, got a "
             f"{type(curvature).__name__} of "
-            f"{'the parameters' if own is None else 'another store'}."
+            f"{'the parameters' if binding is None else 'another store'}."
         )
 
 
@@ -420,9 +423,9 @@ def _of_rank(vectors: Tensor, rank: int | None, param: Tensor) -> Factor:
 def _largest(best: list[Top], scores: Tensor, start: int, count: int) -> Top:
     """Merge the largest scores so far, if any, with one more batch's, [Q, b]."""
     indices = torch.arange(start, start + scores.shape[1], device=scores.device)
-    scores = torch.cat([*(each.values for each in best), scores], 1)
+    scores = torch.cat([*(entry.values for entry in best), scores], 1)
     indices = indices.expand(len(scores), -1)
-    indices = torch.cat([*(each.indices for each in best), indices], 1)
+    indices = torch.cat([*(entry.indices for entry in best), indices], 1)
     values, places = scores.topk(min(count, scores.shape[1]), 1)
     return Top(values, indices.gather(1, places))
 
@@ -433,19 +436,23 @@ class _Queries(Quantity):
 
     chunked = False
 
+    def joins(self) -> dict[str, Join]:
+        return {"factors": Listed()}
+
     def collector(self, call: Call) -> Mapped:
         return Mapped(_compact)
 
-    def partial(self, collector: Mapped, call: Call) -> dict[str, Factor]:
-        return collector.values
+    def partial(self, collector: Mapped, call: Call) -> dict[str, Any]:
+        return {"factors": [collector.values]}
 
-    def total(self, partials: Iterator[Any], run: Evaluation) -> dict[str, Any]:
-        chunks = list(partials)
-        factors = {name: [chunk[name] for chunk in chunks] for name in run.params}
-        if run.places is None:
+    def total(self, parts: Joined) -> dict[str, Any]:
+        order, places = parts.order, torch.arange(parts.call.batch.size)
+        chunks = parts.values["factors"]
+        factors = {n: [chunk[n] for chunk in chunks] for n in parts.call.params}
+        if torch.equal(order(places), places):
             return factors
-        grads = {n: torch.cat([x.grad() for x in some]) for n, some in factors.items()}
-        return {name: [Dense(each[run.places])] for name, each in grads.items()}
+        grads = {n: torch.cat([x.grad() for x in rows]) for n, rows in factors.items()}
+        return {name: [Dense(order(grad))] for name, grad in grads.items()}
 
     def selected(self, value: Any, rows: Any, inputs: Any) -> Any:
         return value
@@ -470,22 +477,22 @@ class _Products(Collector):
     values: dict[str, Tensor] = field(default_factory=dict)
     refused: dict[str, int] = field(default_factory=dict)  # their numbers of positions
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         if name not in self.owner:
             return
         group, others = self.owner[name], self.queries[name]
-        if far({name: [factor, *others]}):
-            factor, others = factor.double(), [each.double() for each in others]
+        if out_of_range({name: [factor, *others]}):
+            factor, others = factor.double(), [other.double() for other in others]
         if self.per_position:
-            [found] = [factor.by_position(each.grad()) for each in others]
+            [products] = [factor.by_position(other.grad()) for other in others]
         else:
-            found = torch.cat([factor.gram(each) for each in others], 1)
-        known = self.values.get(group)
-        if found is None or (known is not None and known.shape != found.shape):
-            self.refused[name] = 0 if found is None else found.shape[2]
+            products = torch.cat([factor.gram(other) for other in others], 1)
+        total = self.values.get(group)
+        if products is None or (total is not None and total.shape != products.shape):
+            self.refused[name] = 0 if products is None else products.shape[2]
         else:
-            found = double(found).real
-            self.values[group] = found if known is None else known + found
+            products = double(products).real
+            self.values[group] = products if total is None else total + products
 
 
 @dataclass(frozen=True)
@@ -495,10 +502,10 @@ class _Scores(Quantity):
     per_position: bool
 
     def collector(self, call: Call) -> _Products:
-        owner = {name: group for group, some in self.groups.items() for name in some}
+        owner = {name: group for group, names in self.groups.items() for name in names}
         return _Products(self.queries, owner, self.per_position)
 
-    def partial(self, collector: _Products, call: Call) -> dict[str, Tensor]:
+    def partial(self, collector: _Products, call: Call) -> dict[str, Any]:
         for name, positions in collector.refused.items():
             raise ValueError(
                 f"influence(per_position=True): expected parameters of recorded linear "
@@ -506,10 +513,10 @@ class _Scores(Quantity):
                 f"their group, got {name!r}, with {positions or 'none'}. Leave it out, "
                 f"by groups={{'': ['*.weight']}} or vgrad.freeze."
             )
-        return {n: each.to(call.dtype) for n, each in collector.values.items()}
+        products = collector.values.items()
+        return {"values": {n: product.to(call.dtype) for n, product in products}}
 
-    def total(self, partials: Iterator[Any], run: Evaluation) -> dict[str, Tensor]:
-        count = sum(each.size for each in next(iter(self.queries.values())))
-        empty = torch.zeros(0, count, dtype=run.dtype, device=run.call.device)
-        found = assembled(partials, run.call.batch.size)
-        return found or dict.fromkeys(self.groups, empty)
+    def total(self, parts: Joined) -> dict[str, Tensor]:
+        count = sum(factor.size for factor in next(iter(self.queries.values())))
+        empty = parts.losses.new_zeros(0, count)
+        return parts.values["values"] or dict.fromkeys(self.groups, empty)

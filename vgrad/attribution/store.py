@@ -23,7 +23,8 @@ from vgrad import batches as _batches
 from vgrad import checks, files
 from vgrad.curvature import Curvature, Kronecker
 from vgrad.curvature.kronecker import Block, eigen
-from vgrad.dp.sampling import PoissonLoader, StepBatches
+from vgrad.dp.loading import PoissonLoader
+from vgrad.dp.sampling import StepBatches
 from vgrad.persample import Options, per_sample_projection
 from vgrad.persample.engine import Transform
 from vgrad.persample.grad import Gradients
@@ -82,7 +83,7 @@ class Store:
     @property
     def ids(self) -> list[Id]:
         """The ids of the samples, by default their numbers."""
-        return [each for _, ids in self._files() for each in ids]
+        return [entry for _, ids in self._files() for entry in ids]
 
     def check(self, loss: LossFn, params: Params, buffers: Buffers) -> None:
         """Raise a ValueError unless the features are of this loss and this model.
@@ -95,12 +96,12 @@ class Store:
         probe = _probe_of(function, self._index["signature"], self._probe, params)
         self._compare_probe(function, self.project(loss, params, buffers, *probe))
 
-    def _compare_probe(self, function: str, found: Params) -> None:
-        stored = {name: self._tensors[f"{name}.probe"] for name in found}
-        total = torch.stack([double(each).norm() for each in stored.values()]).norm()
-        for name, each in stored.items():
-            gap = double(found[name].cpu() - each).norm()
-            if not gap <= TOLERANCE * (double(each).norm() + 1e-2 * total):
+    def _compare_probe(self, function: str, features: Params) -> None:
+        stored = {name: self._tensors[f"{name}.probe"] for name in features}
+        total = torch.stack([double(value).norm() for value in stored.values()]).norm()
+        for name, expected in stored.items():
+            gap = double(features[name].cpu() - expected).norm()
+            if not gap <= TOLERANCE * (double(expected).norm() + 1e-2 * total):
                 raise ValueError(
                     f"{function}: expected the loss of the store, got one whose "
                     f"features of the probe differ by {float(gap):.2g} at {name!r}. "
@@ -163,9 +164,9 @@ class Store:
         project = self._projection(_linear)
 
         def features() -> Iterator[tuple[Params, int]]:
-            given = params, buffers, batches, options
-            for each, output in matrix.measured(Store.curvature, Gradients(), *given):
-                rows = {name: grads.flatten(0, 1) for name, grads in each.items()}
+            arguments = Gradients(), params, buffers, batches, options
+            for columns, output in matrix.measured(Store.curvature, *arguments):
+                rows = {name: grads.flatten(0, 1) for name, grads in columns.items()}
                 yield _by_name(project(params, buffers, rows)), len(output)
 
         return self._matrix(features(), diagonal)
@@ -177,14 +178,14 @@ class Store:
         sums: dict[str, Any] = {}
         count = 0
         for features, samples in parts:
-            for name, each in features.items():
-                rows = double(each)
-                found = rows.square().sum(0) if diagonal else rows.mT @ rows
-                sums[name] = sums.get(name, 0.0) + found
+            for name, feature in features.items():
+                rows = double(feature)
+                square = rows.square().sum(0) if diagonal else rows.mT @ rows
+                sums[name] = sums.get(name, 0.0) + square
             count += samples
         blocks = {}
-        for name, found in sums.items():
-            values, vectors = eigen("Store.curvature(batches)", name, found / count)
+        for name, total in sums.items():
+            values, vectors = eigen("Store.curvature(batches)", name, total / count)
             blocks[name] = Block(vectors, None, values.unsqueeze(1))
         shapes = {name: torch.Size((len(b.values),)) for name, b in blocks.items()}
         return OfFeatures(blocks, shapes, self.binding)
@@ -245,50 +246,50 @@ class Store:
         read = in_order(function, batches)
         first = next(read)
         signature = None if probe is not None else _signature(function, first)
-        found = _of_probe(projection, params, buffers, signature, probe)
-        tensors |= {f"{name}.probe": each for name, each in found.items()}
+        rows = _of_probe(projection, params, buffers, signature, probe)
+        tensors |= {f"{name}.probe": value for name, value in rows.items()}
         index = {
             "kind": _INDEX,
             "facts": _facts(params, buffers),
             "projection": settings,
-            "features": {n: [str(x.dtype), x.shape[1]] for n, x in found.items()},
+            "features": {n: [str(x.dtype), x.shape[1]] for n, x in rows.items()},
             "signature": signature,
-            "probe": files.digest(found),
+            "probe": files.digest(rows),
             "samples": [],
         }
 
         def same() -> Store:
             store = cls(path, probe=probe)
             _compare(function, _flat(store._index), _flat(index))
-            store._compare_probe(function, found)
+            store._compare_probe(function, rows)
             return store
 
         if not _is_new(path):
             same()
         parts = [
-            {name: each.cpu() for name, each in _by_name(features).items()}
+            {name: value.cpu() for name, value in _by_name(features).items()}
             for features in (
                 projection(params, buffers, *batch)
                 for batch in itertools.chain([first], read)
             )
         ]
-        features = {n: torch.cat([each[n] for each in parts]) for n in parts[0]}
+        features = {n: torch.cat([part[n] for part in parts]) for n in parts[0]}
         count = len(next(iter(features.values())))
-        given = None if ids is None else _checked_ids(ids, count)
+        sample_ids = None if ids is None else _checked_ids(ids, count)
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with files.locked(path, "writing a store"):
             if _is_new(path):
                 files.write_tensors(path / _NAME, tensors, index, private=True)
             store = same()
-            store._add(features, given or [*range(len(store), len(store) + count)])
+            store._add(features, sample_ids or [*range(len(store), len(store) + count)])
         return cls(path, probe=probe)
 
     def _add(self, features: Params, ids: list[Id]) -> None:
         """Add a file, and name it in the index."""
         samples = self._index["samples"]
-        own = {"kind": _FEATURES, "store": self.binding, "number": len(samples)}
+        metadata = {"kind": _FEATURES, "store": self.binding, "number": len(samples)}
         path = self._path(len(samples))
-        files.write_tensors(path, features, own | {"ids": ids}, private=True)
+        files.write_tensors(path, features, metadata | {"ids": ids}, private=True)
         index = self._index | {"samples": [*samples, len(ids)]}
         files.write_tensors(self._folder / _NAME, self._tensors, index, private=True)
 
@@ -306,17 +307,17 @@ class Store:
     def _read(self, number: int) -> tuple[Params, list[Id]]:
         """Map the features of a file, and return the ids of its samples."""
         path, index = self._path(number), self._index
-        found, own = files.read_tensors(
+        tensors, metadata = files.read_tensors(
             path, _FEATURES, called=_FEATURES, checked=self._checked
         )
-        ids, count = own.get("ids", ()), index["samples"][number]
-        whole = len(ids) == count and own.get("number") == number
-        if not whole or own.get("store") != self.binding:
+        ids, count = metadata.get("ids", ()), index["samples"][number]
+        complete = len(ids) == count and metadata.get("number") == number
+        if not complete or metadata.get("store") != self.binding:
             raise ValueError(
                 f"{path}: expected {count} samples of this store, got a file of "
                 f"another store or another place. Write the store again."
             )
-        return {name: found[name] for name in index["features"]}, ids
+        return {name: tensors[name] for name in index["features"]}, ids
 
 
 @dataclass(frozen=True)
@@ -328,16 +329,16 @@ class OfFeatures(Kronecker):
 
 def _linear(params: Params, buffers: Buffers, grads: Params) -> Tensor:
     """Return a loss with these gradients."""
-    return torch.stack([(params[n] * each).sum() for n, each in grads.items()]).sum()
+    return torch.stack([(params[n] * grad).sum() for n, grad in grads.items()]).sum()
 
 
-def _by_name(found: Params | Tensor) -> Params:
-    return {"": found} if isinstance(found, Tensor) else found
+def _by_name(features: Params | Tensor) -> Params:
+    return {"": features} if isinstance(features, Tensor) else features
 
 
 def _checked_ids(ids: Any, count: int) -> list[Id]:
     ids = ids.tolist() if hasattr(ids, "tolist") else [*ids]
-    texts = all(type(each) in (int, str) for each in ids)
+    texts = all(type(entry) in (int, str) for entry in ids)
     if not texts or len({*ids}) < len(ids) or len(ids) != count:
         raise ValueError(
             f"Store.write(ids): expected {count} whole numbers or texts, one for each "
@@ -349,15 +350,16 @@ def _checked_ids(ids: Any, count: int) -> list[Id]:
 def in_order(function: str, batches: Any) -> Iterator[tuple[Tree, ...]]:
     """Read batches; refuse a loader that shuffles, which permutes the scores."""
     parts, shuffles = [batches], getattr(batches, "in_order", True) is False
-    for each in parts:  # then its samplers, and theirs
-        own = (getattr(each, n, None) for n in ("batch_sampler", "sampler", "_sampler"))
-        parts += [sampler for sampler in own if sampler is not None]
-        shuffles |= isinstance(each, _SHUFFLED) or getattr(each, "shuffle", 0) is True
-    unknown = [each for each in parts[1:] if type(each) not in _ORDERED]
-    once = any(hasattr(each, "__next__") for each in unknown)
+    names = "batch_sampler", "sampler", "_sampler"
+    for part in parts:  # then its samplers, and theirs
+        samplers = (getattr(part, name, None) for name in names)
+        parts += [sampler for sampler in samplers if sampler is not None]
+        shuffles |= isinstance(part, _SHUFFLED) or getattr(part, "shuffle", 0) is True
+    unknown = [part for part in parts[1:] if type(part) not in _ORDERED]
+    once = any(hasattr(part, "__next__") for part in unknown)
     if unknown and not shuffles and not once:
         pairs = zip(parts[1], itertools.islice(parts[1], 4096), strict=False)
-        shuffles = not all(np.array_equal(*each) for each in pairs)
+        shuffles = not all(np.array_equal(*pair) for pair in pairs)
     if shuffles:
         raise ValueError(
             f"{function}(batches): expected samples in one order, by which scores are "
@@ -397,7 +399,7 @@ def _probe_of(
             )
         return tuple(probe)
     source, items = torch.Generator().manual_seed(0), []
-    device = next((each.device for each in params.values()), torch.device("cpu"))
+    device = next((value.device for value in params.values()), torch.device("cpu"))
     for dtype, shape in signature:
         kind = getattr(torch, dtype)
         if kind.is_floating_point or kind.is_complex:
@@ -412,9 +414,9 @@ def _of_probe(
     projection: Any, params: Params, buffers: Buffers, signature: Any, probe: Any
 ) -> Params:
     """Return the features of a probe; refuse one that tells nothing."""
-    given = _probe_of("Store.write", signature, probe, params)
+    batch = _probe_of("Store.write", signature, probe, params)
     try:
-        found = _by_name(projection(params, buffers, *given))
+        features = _by_name(projection(params, buffers, *batch))
     except Exception as error:
         if probe is not None:
             raise
@@ -422,13 +424,13 @@ def _of_probe(
             f"Store.write(projection): expected a loss that takes numbers of a seed, "
             f"got {type(error).__name__}: {error}. Pass probe=, a batch that it takes."
         ) from error
-    if not all(bool(each.isfinite().all()) for each in found.values()):
+    if not all(bool(value.isfinite().all()) for value in features.values()):
         raise ValueError(
             "Store.write(projection): expected finite features of the probe, got NaN "
             "or infinity. Pass probe=, a batch with finite gradients."
         )
-    names = [name for name in (*params, "") if name in found]
-    return {name: found[name].cpu().contiguous() for name in names}
+    names = [name for name in (*params, "") if name in features]
+    return {name: features[name].cpu().contiguous() for name in names}
 
 
 # The index.
@@ -440,23 +442,24 @@ def _facts(params: Params, buffers: Buffers) -> dict[str, str]:
 
 def _settings(projection: Any) -> tuple[Params, dict[str, Any]]:
     """Return the sides of a projection by name, and its settings."""
-    own: Any = getattr(projection, "quantity", None)
+    quantity: Any = getattr(projection, "quantity", None)
     options: Any = getattr(projection, "options", None)
-    fixed = isinstance(own, Projection) and options.randomness == "error"
+    fixed = isinstance(quantity, Projection) and options.randomness == "error"
     if not fixed or options.has_aux or options.scales is not None:
         raise ValueError(
             f"Store.write(projection): expected a vgrad.per_sample_projection, without "
             f"aux, scales and random numbers, got {checks.shown(projection)}."
         )
     sides = {
-        f"{name}.{side}": each.detach().cpu().contiguous()
-        for name, pair in (own.sides or {}).items()
-        for side, each in zip(("left", "right"), pair, strict=True)
-        if each is not None
+        f"{name}.{side}": vectors.detach().cpu().contiguous()
+        for name, pair in (quantity.sides or {}).items()
+        for side, vectors in zip(("left", "right"), pair, strict=True)
+        if vectors is not None
     }
-    digest = None if own.sides is None else files.digest(sides)
-    dim = [*own.sizes] if own.pairs else own.sizes[0]
-    settings = {"dim": dim, "seed": own.seed, "kind": own.kind, "sides": digest}
+    digest = None if quantity.sides is None else files.digest(sides)
+    dim = [*quantity.sizes] if quantity.pairs else quantity.sizes[0]
+    seed, kind = quantity.seed, quantity.kind
+    settings = {"dim": dim, "seed": seed, "kind": kind, "sides": digest}
     return sides, settings
 
 
@@ -464,8 +467,8 @@ def _is_new(folder: Path) -> bool:
     """Return whether there is no store; refuse a folder with other files."""
     if (folder / _NAME).exists():
         return False
-    own = {f".{_NAME}.partial"}  # of a process that was killed
-    if folder.exists() and not {each.name for each in folder.iterdir()} <= own:
+    leftovers = {f".{_NAME}.partial"}  # of a process that was killed
+    if folder.exists() and not {path.name for path in folder.iterdir()} <= leftovers:
         raise FileExistsError(
             f"{folder}: expected a store, or a new or an empty folder, got other files "
             f"and no {_NAME}. Name another folder."
@@ -483,7 +486,7 @@ def _flat(index: Mapping[str, Any]) -> dict[str, str]:
     """Return everything in an index but the numbers of samples, as text."""
     flat = {"signature": str(index["signature"])}
     for group in ("projection", "features"):
-        flat |= {f"{group}.{name}": str(each) for name, each in index[group].items()}
+        flat |= {f"{group}.{name}": str(value) for name, value in index[group].items()}
     return flat | index["facts"]
 
 

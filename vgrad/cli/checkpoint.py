@@ -62,9 +62,9 @@ def described(command: str, arguments: Namespace) -> tuple[Path, Settings, Descr
     """Return folder, settings and description of the run that a command is for."""
     folder = folder_of(command, arguments.folder)
     _, before = read_state(folder)
-    given = arguments.model
-    again = Namespace() if given is None else Namespace(model=given)
-    settings = Settings.recorded(before["arguments"], again, command=command)
+    model = arguments.model
+    named = Namespace() if model is None else Namespace(model=model)
+    settings = Settings.recorded(before["arguments"], named, command=command)
     return folder, settings, before
 
 

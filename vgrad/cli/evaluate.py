@@ -95,11 +95,11 @@ def bench(arguments: Namespace) -> None:
                 f"--out {out}: expected the name of a file in an existing folder."
             )
         words += ["--out", str(out.absolute())]
-    known = {p.stem.removeprefix("test_") for p in root.glob("bench/test_*.py")}
-    if unknown := set(arguments.suites) - known:
+    suites = {p.stem.removeprefix("test_") for p in root.glob("bench/test_*.py")}
+    if unknown := set(arguments.suites) - suites:
         raise ValueError(
             f"bench: no suite {', '.join(sorted(unknown))}; there are "
-            f"{', '.join(sorted(known))}."
+            f"{', '.join(sorted(suites))}."
         )
     _run(root, words)
 

@@ -119,10 +119,10 @@ def build(spec: str, shape: Shape, *, seed: int) -> nn.Module:
 
     `spec` is a key of `MODELS`, or `module:factory` on the path or in this directory.
     """
-    least, path = _LEAST.get(spec, 0), list(sys.path)
-    if min(shape.height, shape.width) < least:
+    smallest, path = _LEAST.get(spec, 0), list(sys.path)
+    if min(shape.height, shape.width) < smallest:
         raise ValueError(
-            f"--model {spec}: expected at least {least} x {least} pixels, got "
+            f"--model {spec}: expected at least {smallest} x {smallest} pixels, got "
             f"{shape.height} x {shape.width}. Use --model mlp."
         )
     with kept_random_state(()):
@@ -153,17 +153,17 @@ def build(spec: str, shape: Shape, *, seed: int) -> nn.Module:
     return model
 
 
-def check_named(where: str, spec: str, again: str | None) -> None:
+def check_named(where: str, spec: str, named: str | None) -> None:
     """Refuse the model in a file, unless it is of this package or named by the user."""
-    if again is None and spec not in MODELS:
+    if named is None and spec not in MODELS:
         raise ValueError(
             f"{where}: expected one of {', '.join(MODELS)}, got the model {spec!r}, "
             f"and a file may not choose the code that runs. If it is a factory that "
             f"you trust, name it: with --model, or vgrad.cli.load(folder, model=...)."
         )
-    if again not in (None, spec):
+    if named not in (None, spec):
         raise ValueError(
-            f"{where}: expected the model {again!r}, got {spec!r}. Name the one that "
+            f"{where}: expected the model {named!r}, got {spec!r}. Name the one that "
             f"the file does, if you trust it."
         )
 

@@ -111,7 +111,7 @@ def display(steps: int, epochs: int) -> Iterator[Display]:
         say("  ".join(words))
 
     if not console.is_interactive:
-        yield lambda taken: None, line
+        yield lambda done: None, line
         return
     bar = Progress(
         TextColumn("epoch {task.fields[epoch]}/" + str(epochs)),
@@ -128,7 +128,7 @@ def display(steps: int, epochs: int) -> Iterator[Display]:
         live.update(Group(_console_table(latest), bar))
 
     with Live(bar, console=console, transient=True) as live:
-        yield lambda taken: bar.update(task, completed=taken), above
+        yield lambda done: bar.update(task, completed=done), above
 
 
 def _console_table(figures: Figures) -> Table:
@@ -296,18 +296,18 @@ def reliability_diagram(title: str, logits: Tensor, labels: Tensor) -> Figure:
     perfect = {"color": "grey", "linestyle": ":", "label": "perfectly calibrated"}
     above.plot([0, 1], [0, 1], **perfect)
     mean = EnsemblePrediction.from_logits(logits).mean
-    known = mean.isfinite().all(1)  # not where a member has diverged
-    confidence, guess = mean[known].double().cpu().max(1)
-    right = (guess == labels[known].cpu()).double()
+    finite = mean.isfinite().all(1)  # not where a member has diverged
+    confidence, guess = mean[finite].double().cpu().max(1)
+    right = (guess == labels[finite].cpu()).double()
     bins = (confidence * _BINS).long().clamp(max=_BINS - 1)
     count = torch.bincount(bins, minlength=_BINS)
     filled = count > 0
-    sure, accuracy = (
+    mean_confidence, accuracy = (
         (torch.bincount(bins, values, minlength=_BINS) / count)[filled]
         for values in (confidence, right)
     )
-    above.plot(sure, accuracy, label=TITLES["plain"], **_LOOKS["plain"])
-    below.plot(sure, count[filled], **_LOOKS["plain"])
+    above.plot(mean_confidence, accuracy, label=TITLES["plain"], **_LOOKS["plain"])
+    below.plot(mean_confidence, count[filled], **_LOOKS["plain"])
     above.set_ylabel("accuracy")
     below.set_ylabel("held-out samples")
     below.set_xlabel("confidence: probability of the guess")

@@ -167,8 +167,8 @@ def _epoch(
 ) -> tuple[Any, Record]:
     total, started = Taken(torch.zeros(()), 0, torch.zeros(())), time.perf_counter()
     while (step := int(state.step)) < end:
-        state, taken = trainer.advance(state, job.data)
-        total = total.plus(taken)
+        state, sums = trainer.advance(state, job.data)
+        total = total.plus(sums)
         if show is not None:
             show(step + 1)
     samples = total.samples

@@ -53,7 +53,7 @@ class Settings(vgrad_command.Options):
 
     @classmethod
     def recorded(
-        cls, arguments: dict[str, Any], again: Namespace, *, command: str = "--resume"
+        cls, arguments: dict[str, Any], named: Namespace, *, command: str = "--resume"
     ) -> "Settings":
         """Return the settings in the file of a run; those given again are the same."""
         if arguments.keys() != {*NAMES}:
@@ -62,7 +62,7 @@ class Settings(vgrad_command.Options):
                 f"one with {checks.listed(arguments)}. It belongs to another version "
                 f"of vgrad."
             )
-        typed = _typed(again)
+        typed = _typed(named)
         for name, value in typed.items():
             if value != arguments[name]:
                 raise ValueError(

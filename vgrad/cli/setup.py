@@ -143,8 +143,8 @@ def planned(settings: Settings, size: int, steps: int) -> dp.Plan:
     scheme, _, bands = settings.noise.replace("-", "_").partition(":")
     noise = getattr(dp.noising, scheme)(*map(int, filter(None, [bands])))
     fields: dict[str, Any] = {"noise": noise}
-    if (most := settings.max_batch_size) != "none":
-        fields["max_batch_size"] = int(most) if most.isdecimal() else most
+    if (limit := settings.max_batch_size) != "none":
+        fields["max_batch_size"] = int(limit) if limit.isdecimal() else limit
     try:
         return dp.Plan.for_epsilon(
             settings.epsilon,

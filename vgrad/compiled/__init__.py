@@ -16,16 +16,14 @@ from typing import Any, Protocol
 
 from vgrad.compiled.captures import (
     Backend,
+    Captured,
     CaptureReport,
     Captures,
     Fallback,
-)
-from vgrad.compiled.captures import CompileWarning as CompileWarning
-from vgrad.compiled.functions import (
-    Captured,
     checked_sizes,
     sizes_of_plan,
 )
+from vgrad.compiled.captures import CompileWarning as CompileWarning
 from vgrad.dp.private_gradients import PrivateSource
 from vgrad.ensemble.gradients import EnsembleGradFn
 from vgrad.ensemble.prediction import EnsembleForward
@@ -98,9 +96,8 @@ def compile(
 
     Samples whose norms rounding may have spoiled, or that are not finite, raise a flag:
     the result is dropped, and the call repeated in eager mode with the same random
-    numbers. After three such calls in a row there is a second graph, with a proof
-    for each gradient of nothing but zeros, which needs no second look; if the next call
-    is dropped too, it is given up, with a warning.
+    numbers. Gradients of nothing but zeros may be in doubt too. After three such calls
+    in a row the graph is given up, with a warning.
 
     With `batch_sizes`, for per-sample transforms and steps with a loss of one sample, a
     batch is filled up to the next of these sizes by copies of its first sample, which

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from vgrad import overlaps
-from vgrad.compiled.graph import Graph, most_writes, written_to
+from vgrad.compiled.graph import Graph
 from vgrad.conditions import Unrepeatable
 from vgrad.torch_private import modes, tracing
 from vgrad.torch_private.kernels import copy_all_
@@ -72,7 +72,7 @@ _STEPS = 64
 
 def compiled(graph: Graph, tensors: list[Tensor]) -> Run:
     """Compile a graph; `Unrepeatable` if it has no compiler, fails or takes minutes."""
-    if (count := most_writes(graph.module.graph)) > _STEPS:
+    if (count := max(graph.written.values(), default=0)) > _STEPS:
         raise Unrepeatable(
             f"{count} ops write into one tensor, as the time steps of a recurrent net "
             f"do, and Inductor would need minutes to build them, for no gain. Pass "
@@ -98,7 +98,7 @@ def records_graphs(device: torch.device) -> bool:
 def recorded(run: Run, graph: Graph, tensors: Sequence[Tensor]) -> Run:
     """Record a replay as a CUDA graph, a function of arguments anywhere in memory."""
     inputs = [*tensors, *graph.closed]
-    check_recordable(graph.module, inputs)
+    check_recordable(graph, inputs)
     layouts = [(each.shape, each.stride()) for each in inputs]
     place = inputs[0].device
     module = torch.get_device_module(place)
@@ -142,7 +142,7 @@ def _copy(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         copy_all_(*pair)
 
 
-def check_recordable(module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
+def check_recordable(graph: Graph, inputs: Sequence[Tensor]) -> None:
     """Refuse graphs of which a recording would repeat a part alone."""
     places = {each.device for each in inputs}
     if len(places) != 1 or not records_graphs(*places):
@@ -154,20 +154,20 @@ def check_recordable(module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
     if any(each.is_conj() or each.is_neg() for each in inputs):
         raise Unrepeatable("an argument is a conjugate or negative view")
     fixed: set[fx.Node] = set()  # ops that always compute the same may run once
-    for node in module.graph.nodes:
+    for node in graph.module.graph.nodes:
         if node.op == "get_attr" or (
             node.op == "call_function"
             and fixed.issuperset(node.all_input_nodes)
             and not may_draw(node.target)
         ):
             fixed.add(node)
-        value = node.meta.get("val")
-        here = not isinstance(value, Tensor) or value.device in places
+        here = node not in graph.places or graph.places[node].device in places
         # Attention leaves its seeds on the host, which nothing reads without dropout.
         fine = here or node in fixed or node.op == "placeholder" or _is_seed(node)
         if not fine:
-            raise Unrepeatable(f"{node.target} computes on {value.device}")
-    if any(node.op == "placeholder" for node in written_to(module.graph)):
+            where = graph.places[node].device
+            raise Unrepeatable(f"{node.target} computes on {where}")
+    if any(node.op == "placeholder" for node in graph.written):
         raise Unrepeatable("it writes into an argument")
 
 

@@ -1,30 +1,41 @@
 """The graphs of some functions, one for each kind of arguments and surroundings."""
 
+import copy
 import dataclasses
-import enum
 import hashlib
-import operator
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vgrad import checks, devices, tree
+from vgrad import batches, checks, tree
 from vgrad.compiled import backends, verification
-from vgrad.compiled.captured_values import description, is_plain
 from vgrad.compiled.graph import Graph, captured, replayed
+from vgrad.compiled.guards import Signature, description, in_words, signature
 from vgrad.conditions import Unrepeatable
+from vgrad.dp.plan import Plan
 from vgrad.generators import RNG_LOCK, RandomState, random_state, set_random_state
 from vgrad.loss.values import DIFFER, SplitBatch
-from vgrad.ops.record import OPS
-from vgrad.persample.engine import constant
+from vgrad.persample.engine import (
+    Across,
+    Call,
+    Chunk,
+    Inputs,
+    Transform,
+    at_a_time,
+    constant,
+    eager,
+)
+from vgrad.persample.grad import check_weights
 from vgrad.report import Report, table
-from vgrad.torch_private import autograd, kernels, modes, tracing
+from vgrad.torch_private import modes, tracing
 from vgrad.torch_private.tensors import like
 
 Backend = Literal["replay", "inductor", "cudagraph", "auto"]
@@ -34,7 +45,7 @@ _MOST = 16
 """Captures of one function; more would mean that shapes never repeat."""
 
 _IN_A_ROW = 3
-"""Results dropped one after the other until there is a second graph, or none."""
+"""Results dropped one after the other until a graph is given up."""
 
 
 class CompileWarning(UserWarning):
@@ -54,7 +65,7 @@ class CaptureReport(Report):
         build_seconds: the time of the capture, compilation included.
         calls: how often the graph ran.
         redos: how often its result was dropped and computed in eager mode.
-        key: dtypes and shapes in the order of arguments, and torch's switches.
+        key: dtypes and shapes of the last arguments, and dtypes of autocast.
     """
 
     name: str
@@ -86,153 +97,12 @@ class CompiledExplanation(Report):
             (
                 *(each.name, each.backend, each.nodes),
                 *(f"{each.build_seconds:.1f} s", each.calls, each.redos),
-                *(_shortened(each.key), each.why),
+                *(each.key, each.why),
             )
             for each in self.captures
         ]
         text = table([head, *cells], right={2, 3, 4, 5}) if cells else "no captures yet"
         return text if self.eager is None else f"{text}\n\n{self.eager}"
-
-
-def _shortened(key: str) -> str:
-    tensors, *switches = key.split("; ")
-    shown = tensors.split("], ")
-    if len(shown) > 3:  # the last ones are the batch
-        tensors = f"{len(shown) - 3} others, {'], '.join(shown[-3:])}"
-    return "; ".join([tensors, *switches])
-
-
-# Arguments and surroundings.
-
-
-_KINDS = {Tensor, nn.Parameter, nn.Buffer}
-_LAYOUT = operator.attrgetter("layout")
-
-
-class Signature(NamedTuple):
-    """The arguments and surroundings of a call that decide on its graph."""
-
-    key: tuple[list, tuple]  # structure without shapes, and torch's switches
-    distinct: list[Tensor]  # each of them once
-
-
-def signature(arguments: Any, tensors: list[Tensor]) -> Signature:
-    """Describe arguments, and append their tensors in the order of their leaves."""
-    key: list[Any] = []
-    _describe(arguments, tensors, key)
-    if [*map(_LAYOUT, tensors)].count(torch.strided) < len(tensors):
-        raise Unrepeatable("an argument is a tensor that is not strided")
-    if any(map(vars, tensors)):  # attributes set by users, which a loss can read
-        key.append([[*map(_noted, vars(each).items())] for each in tensors])
-    if not torch.is_grad_enabled():  # otherwise it is compared with the shapes
-        key.append([tensor.requires_grad for tensor in tensors])
-    distinct = dict(zip(map(id, tensors), tensors, strict=True))
-    if len(distinct) < len(tensors):  # a loss can compare the identity of two
-        ids = [*distinct]
-        key.append([ids.index(id(tensor)) for tensor in tensors])
-    return Signature((key, _surroundings()), [*distinct.values()])
-
-
-def _describe(value: Any, tensors: list[Tensor], key: list[Any]) -> None:
-    kind = type(value)
-    if kind in _KINDS:
-        tensors.append(value)
-        key.append(kind)
-    elif kind is dict:
-        key.append(tuple(value))
-        kinds = [*map(type, value.values())]
-        if _KINDS.issuperset(kinds):
-            tensors += value.values()
-            key += kinds
-        else:
-            for each in value.values():
-                _describe(each, tensors, key)
-    elif kind is tuple or kind is list or hasattr(kind, "_fields"):
-        key.append((kind, len(value)))
-        for each in value:
-            _describe(each, tensors, key)
-    elif value is None or kind is bool or kind is int or kind is str:
-        key.append((kind, value))
-    else:
-        leaves, spec = tree.tree_flatten(value)
-        if len(leaves) != 1 or leaves[0] is not value:
-            key.append(spec)
-            for leaf in leaves:
-                _describe(leaf, tensors, key)
-        elif is_plain(value):  # as text: 0.0 is not -0.0, and nan is nan
-            key.append((kind, repr(value)))
-        elif callable(value) or isinstance(value, enum.Enum):
-            parts = (getattr(value, name, value) for name in ("__self__", "__func__"))
-            key.append([*map(id, parts)])
-        else:
-            raise Unrepeatable(
-                f"an argument is a {kind.__module__}.{kind.__qualname__}"
-            )
-
-
-def _noted(item: tuple[str, Any]) -> tuple:
-    """Describe an attribute of a tensor."""
-    name, value = item
-    return name, type(value), repr(value) if is_plain(value) else id(value)
-
-
-def _surroundings() -> tuple:
-    """Return torch's switches, all rules, and other state that decides on an op."""
-    casts = None
-    if modes.autocast_is_on():
-        casts = tuple(
-            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-            for device in devices.kinds()
-        )
-    return (
-        casts,
-        torch.get_default_dtype(),
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_num_threads(),
-        torch.get_deterministic_debug_mode(),
-        torch.backends.mha.get_fastpath_enabled(),
-        nn.Module.__call__,
-        nn.Module.__getattr__,
-        *[allowed() for allowed in _ATTENTION],
-        *map(kernels.fp32_precision, *_ROUNDING),
-        *modes.function_modes(),
-        autograd.node_hooks(),
-        *OPS.values(),
-    )
-
-
-_ATTENTION = (
-    torch.backends.cuda.flash_sdp_enabled,
-    torch.backends.cuda.mem_efficient_sdp_enabled,
-    torch.backends.cuda.math_sdp_enabled,
-    torch.backends.cuda.cudnn_sdp_enabled,
-)
-"""The forms of attention that `torch.nn.attention.sdpa_kernel` switches."""
-
-_ROUNDING = ("cuda",) * 3 + ("mkldnn",) * 3, ("matmul", "conv", "rnn") * 2
-"""The backends and ops for which torch has a switch that lets float32 be rounded."""
-
-
-def in_words(distinct: Sequence[Tensor]) -> str:
-    """Describe a capture: tensors in the order of arguments, torch's switches."""
-
-    def short(dtype: torch.dtype) -> str:
-        return str(dtype).removeprefix("torch.")
-
-    tensors = [f"{short(each.dtype)} {list(each.shape)}" for each in distinct]
-    switches = [f"{torch.get_num_threads()} threads"]
-    for device in devices.kinds():
-        if torch.is_autocast_enabled(device):
-            dtype = short(torch.get_autocast_dtype(device))
-            switches.append(f"autocast of {device} to {dtype}")
-    if torch.is_inference_mode_enabled():
-        switches.append("inference mode")
-    elif not torch.is_grad_enabled():
-        switches.append("no grad")
-    if torch.are_deterministic_algorithms_enabled():
-        switches.append("deterministic")
-    return "; ".join([", ".join(tensors), *switches])
 
 
 # Captures.
@@ -244,16 +114,13 @@ class _Capture:
     signature: tuple
     matches: Callable[..., bool]  # whether tensors are like the first ones
     report: dict[str, Any]  # entries of it
+    differentiable: bool  # in eager mode, so that a derivative must raise
     graph: Graph | None = None  # None if there is none, or it was given up
-    run: backends.Run | None = None  # None if samples were in doubt: verify it later
-    differentiable: bool = False  # in eager mode, so that a derivative must raise
+    run: backends.Run | None = None
+    verified: bool = False  # whether a result was compared
     calls: int = 0
     redos: int = 0
     in_a_row: int = 0  # results dropped, one after the other
-
-    def marked(self, result: Any, tensors: list[Tensor]) -> Any:
-        """Mark a result as a constant, where eager mode has a graph of autograd."""
-        return constant("compile", result, tensors) if self.differentiable else result
 
 
 class Captures:
@@ -321,11 +188,11 @@ class Captures:
             self.refuse(function, error)
             return function(*arguments)
         capture = self._known(function, call)
-        if capture is None or (capture.run is None and capture.graph):
+        if capture is None:
             with RNG_LOCK:
                 capture = self._known(function, call)  # of another thread
-                if capture is None or (capture.run is None and capture.graph):
-                    return self._first(capture, function, call, arguments, tensors)
+                if capture is None:
+                    return self._first(function, call, arguments, tensors)
         return self._run(capture, arguments, tensors)
 
     def _known(self, function: Callable, call: Signature) -> _Capture | None:
@@ -358,27 +225,35 @@ class Captures:
         graph, run = capture.graph, capture.run
         if graph is None or run is None:
             return capture.function(*arguments)
-        # A power of two from the second on.
         calls = capture.calls + 1
-        checks = self._verify and calls > 1 and not calls & (calls - 1)
-        with RNG_LOCK if graph.draws or checks else nullcontext():
-            before = random_state(tensors) if graph.draws or checks else None
+        looks = not capture.verified or not calls & (calls - 1)  # a power of two
+        looks &= self._verify
+        with RNG_LOCK if graph.draws or looks else nullcontext():
+            before = random_state(tensors) if graph.draws or looks else None
             result = backends.result(run, graph, tensors)
             capture.calls = calls
             if result is None:
                 if before is not None:
                     set_random_state(before)
                 capture.redos += 1
-                self._count_dropped(capture)
+                capture.in_a_row += 1
+                if capture.in_a_row == _IN_A_ROW:
+                    text = f"{_IN_A_ROW} calls in a row had doubtful samples, or ones"
+                    self._give_up(capture, f"{text} that {DIFFER}")
                 return capture.function(*arguments)
             capture.in_a_row = 0
-            if before is not None and checks:
-                result = self._again(capture, arguments, tensors, before, result)
-        return capture.marked(result, tensors)
+            if before is not None and looks:
+                given = graph, run, arguments, tensors
+                result = self._compared(capture, *given, before, result)
+        if capture.differentiable:  # it is a constant
+            return constant("compile", result, tensors)
+        return result
 
-    def _again(
+    def _compared(
         self,
         capture: _Capture,
+        graph: Graph,
+        run: backends.Run,
         arguments: tuple,
         tensors: list[Tensor],
         before: RandomState,
@@ -386,39 +261,6 @@ class Captures:
     ) -> Any:
         """Return a result if it agrees with eager mode; if not, eager mode's."""
         after = random_state(tensors)
-        try:
-            backend = capture.report["backend"]
-            self._check(capture, backend, capture.run, arguments, before, result)
-        except Unrepeatable as error:
-            text = (
-                f"at its call {capture.calls} {error}. A value that the loss reads has "
-                f"changed where compile does not look for it, or the loss keeps "
-                f"something from call to call. Make the value a buffer, or call "
-                f".clear() after a change"
-            )
-            if self._private:
-                raise RuntimeError(
-                    f"compile({capture.report['name']}): expected a graph that agrees "
-                    f"with eager mode, but {text}. Nothing of this step was released."
-                ) from error
-            self._give_up(capture, text)
-            set_random_state(before)
-            return capture.function(*arguments)
-        set_random_state(after)
-        return result
-
-    def _check(
-        self,
-        capture: _Capture,
-        backend: str,
-        run: Any,
-        arguments: tuple,
-        before: RandomState,
-        result: Any = None,
-        expected: Any = None,
-    ) -> None:
-        """Refuse a graph that does not agree with eager mode."""
-        graph: Any = capture.graph
 
         def fast(*given: Any) -> Any:
             set_random_state(before)
@@ -429,35 +271,50 @@ class Captures:
             return capture.function(*given)
 
         own: Any = {"draws": graph.draws, "closed": graph.closed}
-        if backend == "inductor":
-            verification.close(fast, eager, arguments, **own)
-            return
-        first = expected is not None
-        expected = expected if first else eager(*arguments)
-        result = fast(*arguments) if result is None else result
-        both = result, expected
-        verification.replays(*both, fast, eager, arguments, first=first, **own)
+        try:
+            if capture.report["backend"] == "inductor":
+                verification.close(fast, eager, arguments, **own)
+            else:
+                both, first = (result, eager(*arguments)), not capture.verified
+                verification.replays(*both, fast, eager, arguments, first=first, **own)
+        except Unrepeatable as error:
+            self._drop(capture, graph, error)
+            set_random_state(before)
+            return capture.function(*arguments)
+        capture.verified = True
+        set_random_state(after)
+        return result
 
-    def _count_dropped(self, capture: _Capture) -> None:
-        """Count a result that was dropped; after some in a row choose another way."""
-        capture.in_a_row += 1
-        if capture.in_a_row >= _IN_A_ROW:
-            if capture.graph is not None and capture.graph.zeros:
-                text = (
-                    f"{capture.in_a_row} calls in a row had doubtful samples, or "
-                    f"samples that {DIFFER}"
-                )
-                self._give_up(capture, text)
-            capture.run = None
+    def _drop(self, capture: _Capture, graph: Graph, error: Unrepeatable) -> None:
+        """Give up a graph that does not agree with eager mode."""
+        name = capture.report["name"]
+        if capture.verified:
+            text = (
+                f"at its call {capture.calls} {error}. A value that the loss reads has "
+                f"changed where compile does not look for it, or the loss keeps "
+                f"something from call to call. Make the value a buffer, or call "
+                f".clear() after a change"
+            )
+            if self._private:
+                raise RuntimeError(
+                    f"compile({name}): expected a graph that agrees with eager mode, "
+                    f"but {text}. Nothing of this step was released."
+                ) from error
+            self._give_up(capture, text)
+        elif capture.report["backend"] == "replay":
+            self._give_up(capture, error)
+        else:
+            self._warn(f"compile({name}): replays, since {error}.")
+            capture.run = replayed(graph)
+            capture.report |= {"backend": "replay", "why": str(error)}
 
     def _give_up(self, capture: _Capture, why: Unrepeatable | str) -> None:
-        capture.graph = capture.run = None
+        capture.graph = None
         capture.report |= {"backend": "eager", "why": str(why)}
         self.refuse(capture.function, why)
 
     def _first(
         self,
-        capture: _Capture | None,
         function: Callable,
         call: Signature,
         arguments: tuple,
@@ -473,100 +330,63 @@ class Captures:
             if len(error.parts.rows) == 1:  # another strategy runs it
                 raise
             split = error
-        if capture is None:
-            known = [x for x in self._captures if x.graph and x.function == function]
-            if len(known) >= _MOST and split is None:
-                self.refuse(function, f"there are {_MOST} captures already")
-                return expected
-            kind = hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
-            report = {
-                "name": _name_of(function),
-                "kind": kind,
-                "backend": "eager",
-                "build_seconds": 0.0,
-                "key": in_words(call.distinct),
-            }
-            capture = _Capture(function, call.key, matches, report)
-            wanted = (each.requires_grad for each in tree.tensors(expected))
-            capture.differentiable = any(wanted)
-            self._captures.append(capture)
-        if split is not None:
-            self._give_up(capture, f"samples {DIFFER} at {split.parts.where}")
-            raise split
-        after = random_state(tensors)
-        start = time.perf_counter()
+        known = [x for x in self._captures if x.graph and x.function == function]
+        if len(known) >= _MOST and split is None:
+            self.refuse(function, f"there are {_MOST} captures already")
+            return expected
+        report: dict[str, Any] = {
+            "name": _name_of(function),
+            "backend": "eager",
+            "kind": hashlib.blake2b(described.encode(), digest_size=8).hexdigest(),
+            "key": in_words(call.distinct),
+        }
+        wanted = any([each.requires_grad for each in tree.tensors(expected)])
+        capture = _Capture(function, call.key, matches, report, wanted)
+        self._captures.append(capture)
+        after, start = random_state(tensors), time.perf_counter()
         try:
+            if split is not None:
+                raise Unrepeatable(f"samples {DIFFER} at {split.parts.where}")
             set_random_state(before)
-            graph, zeros = capture.graph, capture.in_a_row > 0
-            if graph is None or zeros > graph.zeros:
-                graph = capture.graph = captured(function, arguments, zeros=zeros)
-            return self._verified(capture, graph, arguments, tensors, before, expected)
+            graph = captured(function, arguments)
+            report["nodes"] = graph.nodes
+            set_random_state(before)
+            self._choose(capture, graph, tensors)
+            capture.graph = graph
+        except SplitBatch:  # the next call has keys, and is one of another kind
+            self._captures.remove(capture)
         except Unrepeatable as error:
             self._give_up(capture, error)
-            return expected
         finally:
-            capture.report["build_seconds"] += time.perf_counter() - start
+            report["build_seconds"] = time.perf_counter() - start
             set_random_state(after)
+        if split is not None:
+            raise split
+        return expected
 
-    def _verified(
-        self,
-        capture: _Capture,
-        graph: Graph,
-        arguments: tuple,
-        tensors: list[Tensor],
-        before: RandomState,
-        expected: Any,
-    ) -> Any:
-        """Choose the backend of a graph, and return its result.
-
-        In doubt that is the result of eager mode, and the next call chooses.
-        """
-
-        def result_of(run: Callable) -> Any:
-            set_random_state(before)
-            return backends.result(run, graph, tensors)
-
-        replay = replayed(graph.module)
-        result = result_of(replay)
-        if result is None:
-            self._count_dropped(capture)
-            return expected
-        capture.in_a_row = 0
-        if isinstance(self._backend, Mapping):
-            backend = self._backend.get(capture.report["kind"], "replay")
-            why = "as chosen before"
-        else:
-            backend, why = self._backend, "as asked for"
-        runs: dict[str, Callable] = {"replay": replay}
+    def _choose(self, capture: _Capture, graph: Graph, tensors: list[Tensor]) -> None:
+        """Choose the backend of a graph."""
+        report, backend, why = capture.report, self._backend, "as asked for"
+        if isinstance(backend, Mapping):
+            backend, why = backend.get(report["kind"], "replay"), "as chosen before"
+        runs: dict[str, backends.Run] = {"replay": replayed(graph)}
         refused: dict[str, str] = {}
         for name in backends.tried(backend, tensors):
             try:
                 if name == "cudagraph":
-                    runs[name] = run = backends.recorded(replay, graph, tensors)
+                    runs[name] = backends.recorded(runs["replay"], graph, tensors)
                 else:
-                    runs[name] = run = backends.compiled(graph, tensors)
-                if self._verify:
-                    given = arguments, before
-                    self._check(capture, name, run, *given, expected=expected)
+                    runs[name] = backends.compiled(graph, tensors)
             except Unrepeatable as error:
-                runs.pop(name, None)
                 refused[name] = why = str(error)
         for name, text in refused.items():
             does = "replays" if len(runs) == 1 else f"does without {name}"
-            self._warn(f"compile({capture.report['name']}): {does}, since {text}.")
+            self._warn(f"compile({report['name']}): {does}, since {text}.")
         if backend == "auto" and len(runs) > 1:
             backend, why = backends.fastest(graph, tensors, runs)
         backend = backend if backend in runs else "replay"
-        run = runs[backend]
-        if run is not replay:
-            result = result_of(run)
-        elif self._verify:
-            self._check(capture, backend, run, arguments, before, result, expected)
-        capture.run = run
-        capture.report |= {"backend": backend, "why": why, "nodes": graph.nodes}
-        if run is replay or result is None:
-            return expected
-        return capture.marked(result, tensors)
+        capture.run = runs[backend]
+        report |= {"backend": backend, "why": why}
 
 
 def _name_of(function: Callable) -> str:
@@ -579,3 +399,127 @@ def _name_of(function: Callable) -> str:
     name = getattr(function, "__name__", type(function).__name__)
     parts = getattr(function, "__module__", "").split(".")
     return f"{parts[1]}.{name}" if parts[0] == "vgrad" and parts[1:] else name
+
+
+# Per-sample transforms.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Captured:
+    """The execution of a per-sample transform as graphs, of batches or of chunks.
+
+    Each size of a batch is a capture of its own, and a Poisson batch has another one at
+    every step. So batches are filled up to `batch_sizes` by copies of the first sample,
+    which a mask leaves out.
+    """
+
+    plain: Transform  # in eager mode
+    captures: Captures
+    batch_sizes: tuple[int, ...] | None
+
+    def of(self, plain: Transform) -> "Captured":
+        """Return the execution of another transform, with captures of its own."""
+        return replace(self, plain=plain, captures=copy.copy(self.captures))
+
+    def reports(self) -> tuple[CaptureReport, ...]:
+        """Return a report of every capture."""
+        return self.captures.reports()
+
+    def clear(self) -> None:
+        """Forget all captures."""
+        self.captures.clear()
+
+    def explanation(self, eager: Any) -> CompiledExplanation:
+        """Explain captures, beside the report of eager mode."""
+        return self.captures.explanation(eager)
+
+    def __call__(
+        self,
+        transform: Transform,
+        inputs: Inputs,
+        across: Across | None = None,
+    ) -> Any:
+        """Compute the quantity of a batch."""
+        # Other ranks take part outside of the graphs: a graph is of one chunk, and the
+        # batch the part of one of the ranks.
+        options, batch, mask = self.plain.options, inputs.batch, inputs.mask
+        plain = self.batch_sizes is None and mask is None and across is None
+        if plain and options.chunk_size is None and options.strategy != "loop":
+            first = batch[0] if batch else None
+            if isinstance(first, Tensor) and first.ndim and len(first):
+                return self.captures(self.plain.run, inputs)
+        size = batches.read(options.function, batch).size
+        if mask is not None:
+            batches.check_mask(options.function, mask, size)
+        if size and options.strategy != "loop":
+            return self._padded(inputs, size, across)
+        if size:
+            self.captures.refuse(self.plain, 'strategy="loop" runs any Python')
+        return eager(self.plain, inputs, across)
+
+    def _padded(self, inputs: Inputs, size: int, across: Across | None) -> Any:
+        """Fill up a batch and run it, in parts where it is large."""
+        transform, limit = self.plain, size
+        rows: Any = inputs.mask
+        if self.batch_sizes is not None:
+            ranks = 1 if across is None else across.size
+            sizes = sorted({-(-each // ranks) for each in self.batch_sizes})
+            total = padded_size(size, sizes)
+            if inputs.weights is not None:
+                check_weights(inputs.weights, size)
+            inputs = inputs.padded(size, total)
+            rows = slice(size) if rows is None else inputs.mask
+            size, limit = total, min(total, sizes[-1])
+        if transform.options.chunk_size is not None:
+            call = transform.options.on(inputs)
+            limit = min(limit, at_a_time(call) or limit)
+        chunked = transform.quantity.chunked
+        if across is None and (size <= limit or not chunked):
+            result = self.captures(transform.run, inputs)
+        else:
+            call = replace(transform.options, chunk_size=limit).on(inputs)
+            result = transform.evaluate(call, across, self._chunk)
+        return (
+            result if inputs.mask is None else transform.selected(result, rows, inputs)
+        )
+
+    def _chunk(self, call: Call) -> Chunk:
+        batch = call.batch.sample(tuple(call.batch.tensors))
+        tensors = call.params, call.buffers, batch, call.mask, call.weights, call.cross
+        more = call.loss_scale, call.draws.keys, call.max_norm, call.scales
+        return self.captures(self.plain.chunk, Inputs(*tensors, *more))
+
+
+def checked_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
+    """Check and sort the sizes of buckets."""
+    if not isinstance(batch_sizes, list | tuple) or not batch_sizes:
+        raise ValueError(
+            f"compile(batch_sizes={batch_sizes!r}): expected at least one size in a "
+            f"list, such as [256, 320]."
+        )
+    sizes = (checks.whole("compile", least=1, batch_sizes=size) for size in batch_sizes)
+    return tuple(sorted({number for numbers in sizes for number in numbers}))
+
+
+def sizes_of_plan(plan: Plan) -> tuple[int, ...]:
+    """Return sizes that hold all but one in about 10^4 batches of a plan.
+
+    Batches that have a largest size are filled up to it, for one graph.
+    """
+    if plan.largest_batch is not None:
+        return (plan.largest_batch,)
+    # One and a half deviations apart: padding costs less than one on average.
+    mean = plan.expected_batch_size
+    deviation = math.sqrt(mean * (1 - plan.sampling_rate))
+    sizes = [mean + place * deviation for place in (-1.0, 0.5, 2.0, 4.0)]
+    return tuple(
+        sorted({min(plan.dataset_size, max(1, math.ceil(size))) for size in sizes})
+    )
+
+
+def padded_size(size: int, buckets: Sequence[int]) -> int:
+    """Return the size that a batch, or the rest beyond whole parts, is filled up to."""
+    whole, rest = divmod(size, buckets[-1])
+    if rest == 0:
+        return size
+    return whole * buckets[-1] + next(each for each in buckets if each >= rest)

@@ -1,10 +1,8 @@
 """A function of tensors as a graph of the ops that it called, and its replay."""
 
-import gc
 import operator
 import random
 import re
-import sys
 import traceback
 import warnings
 from collections import Counter
@@ -20,51 +18,69 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 
 from vgrad import conditions, tree
-from vgrad.compiled.captured_values import Closure
-from vgrad.compiled.draws import Draws
+from vgrad.compiled.guards import Closure
 from vgrad.conditions import Unrepeatable
+from vgrad.generators import random_state
 from vgrad.loss.values import is_library
-from vgrad.torch_private import modes, tracing
-from vgrad.torch_private.kernels import unsafe_view
+from vgrad.torch_private import modes
+from vgrad.torch_private.kernels import default_generator
 from vgrad.torch_private.tensors import (
-    GRAPH,
-    MEMORY,
     OPS,
+    SHOWN,
+    arguments_written,
     makes_memory,
     may_draw,
-    shared,
+    memory,
+    op_name,
     with_attributes,
-    written,
+    writes,
 )
+from vgrad.torch_private.tracing import DispatchMode, Tensors, TensorWeakRef
 
 _aten = torch.ops.aten
+
+
+class Place(NamedTuple):
+    """A tensor as it lies in memory: the node that made the memory, and where in it."""
+
+    root: fx.Node
+    offset: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    plain: bool  # whether it is strided, and no conjugate or negative view
 
 
 class Graph(NamedTuple):
     """A captured function: `module(*inputs, *closed) -> [*outputs, flag]`."""
 
     module: fx.GraphModule
+    places: dict[fx.Node, Place]
+    written: Counter[fx.Node]  # the nodes whose memory ops write into, and how many
     template: Any  # the result, with an empty tensor for each of its tensors
     closed: list[Tensor]  # tensors of the closure, further inputs
     values: Closure  # that must not have changed
     functions: list[Any]  # among arguments; no other gets the id of one kept here
     nodes: int
-    largest: int  # how many numbers the largest tensor has
     draws: bool  # whether there are random ops
-    zeros: bool  # whether gradients of only zeros do not raise the flag
+
+    @property
+    def largest(self) -> int:
+        """How many numbers the largest tensor has."""
+        return max(place.shape.numel() for place in self.places.values())
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
         """Put the outputs where the function has them."""
         values = iter(outputs)
-        return tree.map_tensors(lambda _: next(values), self.template)
+        return tree.map_tensors(partial(next, values), self.template)
 
 
-def captured(function: Callable, arguments: tuple, *, zeros: bool = False) -> Graph:
+def captured(function: Callable, arguments: tuple) -> Graph:
     """Run a function, and keep its ops and the values that it closes over.
 
     The last output of the graph is a flag: whether one of the conditions holds that
-    were taken not to. Then its other outputs are not to be used. With `zeros`
-    gradients of only zeros do not raise it.
+    were taken not to. Then its other outputs are not to be used.
     """
     leaves, spec = tree.tree_flatten(arguments)
     places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -75,61 +91,60 @@ def captured(function: Callable, arguments: tuple, *, zeros: bool = False) -> Gr
     held = [vars(leaf) for leaf in tensors if vars(leaf)]
     values = Closure([function, *functions], held)
     functions += held
+    inputs = _stand_ins(tensors)
+    tape = _Tape(inputs)
 
-    def run(*tensors: Tensor) -> list[Tensor]:
+    def run() -> list[Tensor]:
         own = list(leaves)
-        for place, tensor in zip(places, tensors, strict=True):
+        for place, tensor in zip(places, inputs, strict=True):
             own[place] = tensor
         # Backward passes run here, and not in a GPU's thread, which has no mode.
         alone = torch.autograd.set_multithreading_enabled(False)
-        draws = Draws(leaves)
-        around = torch.no_grad(), alone, _NoValues(), _NoReads(), draws
-        with ExitStack() as stack, conditions.collect_checks(zeros=zeros) as found:
+        draws = _Draws(leaves)
+        around = torch.no_grad(), alone, _NoValues(), tape, draws
+        with ExitStack() as stack, conditions.collect_checks() as found:
             for each in around:
                 stack.enter_context(each)
             result = function(*tree.tree_unflatten(own, spec))
             draws.check()
-        kept["template"] = tree.map_tensors(lambda _: empty, result)
-        flag = found[0] if found else torch.tensor(False)
-        flag = torch.stack(found).any() if found[1:] else flag
-        return [*tree.tensors(result), flag]
+            kept["template"] = tree.map_tensors(lambda _: empty, result)
+            flag = found[0] if found else torch.tensor(False)
+            flag = torch.stack(found).any() if found[1:] else flag
+            return [*tree.tensors(result), flag]
 
     before = random.getstate(), str(np.random.get_state())
-    there = {id(x): x for x in gc.get_objects() if issubclass(type(x), Tensor)}
-    module = _traced(run, _stand_ins(tensors))
+    _run(run, tape)
     if before != (random.getstate(), str(np.random.get_state())):
         raise Unrepeatable("it draws random numbers from Python or numpy")
     if not values.hold():
         raise Unrepeatable("it changes values that it closes over")
-    closed = _lifted(module, there)
+    closed = tape.closed()
     values.also(closed)
-    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
-    if not written_to(module.graph).isdisjoint(inputs[len(tensors) :]):
+    if not {*tape.inputs[len(tensors) :]}.isdisjoint(tape.written):
         raise Unrepeatable("it writes into a tensor that it closes over")
-    _check_shapes(module)
+    module = fx.GraphModule(tape.literals, tape.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
     ops = [node.target for node in module.graph.nodes if node.op == "call_function"]
-    results = [node.meta.get("val") for node in module.graph.nodes]
     return Graph(
         module,
+        tape.places,
+        tape.written,
         kept["template"],
         closed,
         values,
         functions,
         nodes=len(ops),
-        largest=max(each.numel() for each in results if isinstance(each, Tensor)),
         draws=any(map(may_draw, ops)),
-        zeros=zeros,
     )
 
 
-def _traced(run: Callable, tensors: list[Tensor]) -> fx.GraphModule:
-    """Trace a function; an error has the line of the user's code that stopped it."""
+def _run(run: Callable[[], list[Tensor]], tape: "_Tape") -> None:
+    """Run a function; an error has the line of the user's code that stopped it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # eager mode has given them
-            return tracing.traced(run, *tensors)
+            tape.end(run())
     except Exception as error:
         lines = traceback.extract_tb(error.__traceback__)
         own = [x for x in lines if x.line and not is_library(x.filename)]
@@ -153,7 +168,7 @@ def _stand_ins(tensors: list[Tensor]) -> list[Tensor]:
 
 
 class _NoValues(TorchFunctionMode):
-    """Refuses reads of values, and code of users reads of memory and history."""
+    """Refuses reads of values by Python, of which torch tells no mode of ops."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -167,36 +182,7 @@ class _NoValues(TorchFunctionMode):
                 or (name == "tensor_split" and len(tree.tensors(data)) > 1)
             ):
                 raise Unrepeatable(f"{name} hands values to Python")
-        if func in _HISTORY and _is_read_by_users(func):
-            raise Unrepeatable(f"it reads {_HISTORY[func]} of a tensor")
         return func(*args, **(kwargs or {}))
-
-
-class _NoReads(tracing.DispatchMode):
-    """Refuses reads below torch's functions, as of an index that is a tensor.
-
-    Literals of the code, and numbers computed from them alone, may be read.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._literals: dict[int, Tensor] = {}  # kept, so that no other gets its id
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        inputs = tree.tensors((args, kwargs or {}))
-        known = bool(inputs) and all(id(each) in self._literals for each in inputs)
-        reads = torch.Tag.data_dependent_output in func.tags
-        if reads and inputs and not known and conditions.checks_collected():
-            raise Unrepeatable("an op takes the value of a tensor for a number")
-        output = func(*args, **(kwargs or {}))
-        known &= torch.Tag.nondeterministic_seeded not in func.tags
-        if func is _aten.lift_fresh.default or known:
-            self._literals |= {id(each): each for each in tree.tensors(output)}
-        elif {*map(id, inputs)} & {*map(id, tree.tensors(output))}:
-            self._literals.clear()  # one may be a view of the tensor written to
-        return output
 
 
 _MAKERS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
@@ -206,148 +192,273 @@ _READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__in
 _READS |= {"__index__", "__complex__", "__dlpack__", "equal", "allclose", "is_nonzero"}
 _READS |= {"data_ptr", "__repr__", "__str__"}
 
-_HISTORY: dict[Any, str] = {
-    getattr(Tensor, name).__get__: f"`.{name}`"
-    for name in (
-        *("grad", "grad_fn", "is_leaf", "output_nr", "retains_grad", "names", "name"),
-        *(*GRAPH, *MEMORY),
-    )
-    if hasattr(Tensor, name)
-}
-_HISTORY |= {
-    getattr(Tensor, name): f"the memory (`{name}`)"
-    for name in ("storage_offset", "untyped_storage", "is_set_to", "_is_view")
-}
 
+class _Tape(DispatchMode):
+    """Notes the ops below torch's transforms and autograd as the nodes of a graph.
 
-def _is_read_by_users(func: Callable) -> bool:
-    """Return whether code of users called a function that several modes may handle."""
-    frame, caller = sys._getframe(1), None
-    while frame is not None:
-        handles = frame.f_code.co_name == "__torch_function__"
-        if handles and frame.f_locals.get("func") == func:
-            caller = frame.f_back
-        frame = frame.f_back
-    return caller is not None and not is_library(caller.f_code.co_filename)
-
-
-def _lifted(module: fx.GraphModule, there: dict[int, Tensor]) -> list[Tensor]:
-    """Make inputs of the tensors that the function closes over, but for literals.
-
-    These were `there` before it ran. Others come of code that the trace did not see.
+    Refuses ops that read values, as of an index that is a tensor, or whose results have
+    shapes that depend on values. Literals of the code, and numbers computed from them
+    alone, may be read.
     """
-    lifted: list[Tensor] = []
-    graph = module.graph
-    last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
-    inputs: dict[int, fx.Node] = {}
-    for node in list(graph.nodes):
-        if node.op != "get_attr":
-            continue
-        value = getattr(module, str(node.target))
-        if all(user.target in _LITERAL for user in node.users):
-            continue
-        if id(value) not in there:
-            raise Unrepeatable(
-                f"it makes a tensor of shape {tuple(value.shape)} by code that is not "
-                f"torch's"
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self.graph, self.literals = fx.Graph(), nn.Module()
+        self.places: dict[fx.Node, Place] = {}
+        self.written: Counter[fx.Node] = Counter()
+        self.inputs: list[fx.Node] = []
+        self._nodes: Any = Tensors()
+        self._known: set[fx.Node] = set()  # whose memory depends on literals alone
+        self._closed: list[tuple[fx.Node, TensorWeakRef]] = []
+        for each in tensors:
+            self._input(f"input_{len(self.inputs)}", each)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not conditions.checks_collected():  # values of shapes and options alone
+            return func(*args, **kwargs)
+        if func is _aten.lift_fresh.default and args[0] not in self._nodes:
+            # The function may write into it later.
+            name = f"literal_{len(self._known)}"
+            self.literals.register_buffer(name, args[0].clone())
+            node = self.graph.call_function(
+                _aten.clone.default, (self.graph.get_attr(name),)
             )
-        if id(value) not in inputs:
-            with graph.inserting_after(last[0]) if last else graph.inserting_before():
-                inputs[id(value)] = graph.placeholder(f"closed_{len(lifted)}")
-            last = [inputs[id(value)]]
-            last[0].meta["val"] = tracing.fake(value, graph)  # as of all traced nodes
-            lifted.append(value)
-        node.replace_all_uses_with(inputs[id(value)])
-        graph.erase_node(node)
-    return lifted
+            self._known.add(node)
+            self._note(node, args[0])
+            return args[0]
+        given = tree.map_tensors(self._node, (args, kwargs))
+        inputs = tree.tensors((args, kwargs))
+        roots = [self.places[self._nodes[each]].root for each in inputs]
+        known = self._known.issuperset(roots)
+        if not known:
+            _check_values(func, args)
+        output = func(*args, **kwargs)
+        if known and torch.Tag.data_dependent_output in func.tags:
+            return output
+        known &= not may_draw(func)
+        for each in tree.tensors([*arguments_written(func, args, kwargs)]):
+            root = self.places[self._nodes[each]].root
+            self.written[root] += 1
+            if not known:
+                self._known.discard(root)
+        node = self.graph.call_function(func, *given)
+        self._note(node, output, [*zip(map(memory, inputs), roots, strict=True)], known)
+        return output
+
+    def end(self, outputs: list[Tensor]) -> None:
+        """Take tensors for the results."""
+        self.graph.output([*map(self._node, outputs)])
+
+    def closed(self) -> list[Tensor]:
+        """Return the tensors that the function closes over, the last inputs.
+
+        They outlive its run. Others come of code that the tape does not see.
+        """
+        found: list[Tensor] = []
+        for node, reference in self._closed:
+            if (tensor := reference()) is None:
+                shape = tuple(self.places[node].shape)
+                raise Unrepeatable(
+                    f"it makes a tensor of shape {shape} by code that is not torch's"
+                )
+            found.append(tensor)
+        return found
+
+    def _node(self, tensor: Tensor) -> fx.Node:
+        if tensor not in self._nodes:
+            self._input(f"closed_{len(self._closed)}", tensor)
+            self._closed.append((self._nodes[tensor], TensorWeakRef(tensor)))
+        return self._nodes[tensor]
+
+    def _input(self, name: str, tensor: Tensor) -> None:
+        last = self.inputs[-1:]
+        at = self.graph.inserting_after if last else self.graph.inserting_before
+        with at(*last):
+            self.inputs.append(self.graph.placeholder(name))
+        self._note(self.inputs[-1], tensor)
+
+    def _note(
+        self,
+        node: fx.Node,
+        output: Any,
+        inputs: Sequence[tuple[int | None, fx.Node]] = (),
+        known: bool = False,
+    ) -> None:
+        """Note the node of each tensor of a result."""
+        if isinstance(output, list | tuple):
+            for number, each in enumerate(output):
+                part = self.graph.call_function(operator.getitem, (node, number))
+                self._note(part, each, inputs, known)
+        if not isinstance(output, Tensor):
+            return
+        root, own = node, memory(output)
+        if own is not None:
+            root = next((root for place, root in inputs if place == own), node)
+        if known and root is node:
+            self._known.add(node)
+        plain = output.layout is torch.strided
+        where = (output.storage_offset(), output.shape, output.stride())
+        self.places[node] = Place(
+            root,
+            *(where if plain else (0, output.shape, ())),
+            output.dtype,
+            output.device,
+            plain and not (output.is_conj() or output.is_neg()),
+        )
+        self._nodes[output] = node
 
 
-_LITERAL = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
-"""The ops that torch calls on tensors that are made of numbers of Python."""
+def _check_values(func: Any, args: tuple) -> None:
+    """Refuse ops that read values, or whose results have shapes that depend on them."""
+    if torch.Tag.data_dependent_output in func.tags:
+        raise Unrepeatable("an op takes the value of a tensor for a number")
+    if torch.Tag.dynamic_output_shape in func.tags:
+        indices = args[1] if func is _aten.index.Tensor else ()
+        masks = {torch.bool, torch.uint8}  # which select entries, and not by numbers
+        kinds = {each.dtype for each in indices if each is not None}
+        if func is not _aten.index.Tensor or masks & kinds:
+            raise Unrepeatable(f"the shape of a result of {func} depends on values")
 
 
-def _check_shapes(module: fx.GraphModule) -> None:
-    """Refuse ops whose results have shapes that depend on values."""
-    depends = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-    masks = {torch.bool, torch.uint8}  # which select entries, and not by numbers
-    for node in module.graph.nodes:
-        op: Any = node.target
-        if node.op != "call_function" or depends.isdisjoint(getattr(op, "tags", ())):
-            continue
-        indices: Any = node.args[1] if op is _aten.index.Tensor else ()
-        kinds = {each.meta["val"].dtype for each in indices if each is not None}
-        if op is not _aten.index.Tensor or masks & kinds:
-            raise Unrepeatable(f"the shape of a result of {op} depends on values")
+# Random ops, drawn once where a checkpoint runs them again.
+
+
+class _Draw(NamedTuple):
+    """A random op, and the state of its generator before and after."""
+
+    before: Tensor
+    after: Tensor
+    op: str  # and its arguments, shapes for tensors
+    inputs: list[Tensor]
+    result: Any  # a copy, to which no later op writes
+
+
+class _Draws(DispatchMode):
+    """Repeats the results of random ops where the generator's state is restored."""
+
+    def __init__(self, arguments: list) -> None:
+        super().__init__()
+        host, others = random_state(tree.tensors(arguments))
+        self._states = {torch.device("cpu"): host, **others}  # after the last new draw
+        self._drawn: list[_Draw] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not may_draw(func):
+            return func(*args, **kwargs)
+        if kwargs.get("generator") is not None:
+            raise Unrepeatable("it draws from a generator of its own")
+        tensors, name = tree.tensors((args, kwargs)), op_name(func)
+        place = tensors[0].device if tensors else kwargs.get("device") or "cpu"
+        device = torch.device(place)
+        generator = default_generator(device)
+        before = generator.get_state()
+        # The first argument may be memory that is not read.
+        unread = writes(func) or name in _OF_SHAPE or (name, len(args)) in _OF_SHAPE
+        with conditions.static_values():
+            inputs = [each.clone() for each in tensors[unread:]]
+        shapes = tree.map_tensors(lambda each: (each.shape, each.device), args)
+        op = f"{func} {shapes} {kwargs}"
+        for draw in self._drawn:
+            if _equal(draw.before, before):
+                same = op == draw.op and all(map(_equal, draw.inputs, inputs))
+                if not same or (writes(func) and name not in SHOWN):
+                    raise Unrepeatable(f"{name} draws from a state a second time")
+                generator.set_state(draw.after)
+                if writes(func):
+                    return tensors[0].copy_(draw.result)
+                return tree.map_tensors(Tensor.clone, draw.result)
+        result, after = func(*args, **kwargs), generator.get_state()
+        if not _equal(before, after):
+            self._check(device, before)
+            self._states[device] = after
+            kept = tree.map_tensors(Tensor.clone, result)
+            self._drawn.append(_Draw(before, after, op, inputs, kept))
+        return result
+
+    def check(self) -> None:
+        """Refuse a function that leaves generators in another state than its graph."""
+        for device in self._states:
+            self._check(device, default_generator(device).get_state())
+
+    def _check(self, device: torch.device, state: Tensor) -> None:
+        if device in self._states and not _equal(self._states[device], state):
+            raise Unrepeatable("it seeds torch's generators, or puts them back")
+
+
+_OF_SHAPE = {"cauchy", "exponential", "geometric", "log_normal", "normal_functional"}
+_OF_SHAPE |= {"rand_like", "randint_like", "randn_like", "random", "uniform"}
+_OF_SHAPE |= {("bernoulli", 2)}
+"""Ops that read no more than the shape of a tensor; with a number of arguments."""
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    with conditions.static_values():
+        return torch.equal(one, other)
 
 
 # The replay.
 
 
-_SAME = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
-"""Ops that return their argument."""
-
-_VIEWS = {
-    *(_aten.view.default, _aten.unsqueeze.default, _aten.squeeze.dim),
-    *(_aten.squeeze.default, _aten.squeeze.dims, _aten.permute.default),
-    *(_aten.t.default, _aten.transpose.int, _aten.expand.default),
-    *(_aten.slice.Tensor, _aten.select.int, unsafe_view.default),
-    *(_aten.split.Tensor, _aten.unbind.int),
-}
-"""Ops that return the memory of their argument, in another shape or in parts."""
-
-_NUMBER = _aten.scalar_tensor.default
-"""The op that makes a number a tensor."""
+_CONSTANTS = _aten.scalar_tensor.default, _aten.clone.default
+"""The ops that make tensors of a number and of a literal."""
 
 
-def replayed(module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
-    """Return a function that calls the ops of a graph, one by one."""
-    graph = fx.Graph()
-    output = graph.graph_copy(module.graph, {})
-    graph.output(output)
-    own = fx.GraphModule(module, graph)
-    _simplify(own)
-    return _as_function(own)
+def replayed(graph: Graph) -> Callable[..., Sequence[Tensor]]:
+    """Return a function that calls the ops of a graph, one by one.
 
-
-def _simplify(module: fx.GraphModule) -> None:
-    """Take out ops that compute nothing; a chain of views becomes one of the memory."""
-    graph = module.graph
-    results = {*graph.output_node().all_input_nodes}
-    changed = written_to(graph) | _in_memory_of([*results])
-    views: dict[Any, fx.Node] = {}
-    # The node in whose memory each one lies, and the same view of no memory at all.
-    places: dict[fx.Node, tuple[fx.Node, Any]] = {}
-    for node in graph.nodes:
-        source, place = places[node] = _placed(node, places)
-        if node.op != "call_function":
+    Ops that compute nothing are left out; a chain of views is one of the memory.
+    """
+    copy, copies = fx.Graph(), {}
+    copy.output(copy.graph_copy(graph.module.graph, copies))
+    module = fx.GraphModule(graph.module, copy)
+    results = graph.module.graph.output_node().all_input_nodes
+    changed = {*graph.written, *(graph.places[each].root for each in results)}
+    views: dict[Place, fx.Node] = {}
+    for node, own in copies.items():
+        place = graph.places.get(node)
+        if place is None or node.op != "call_function":
             continue
-        if node in results and source.op == "placeholder":
+        root, source = place.root, copies[place.root]
+        whole = graph.places[root]
+        if node is root and node.target in _CONSTANTS and node not in changed:
+            literal = node.all_input_nodes
+            if not literal:
+                name = f"number_{node.name}"
+                module.register_buffer(name, node.target(*node.args, **node.kwargs))
+                own.op, own.target, own.args, own.kwargs = "get_attr", name, (), {}
+            elif literal[0].op == "get_attr":
+                own.replace_all_uses_with(copies[literal[0]])
+            continue
+        alike = place.plain and whole.plain and place.dtype == whole.dtype
+        if node is root or not alike or _writes(node):
+            continue
+        if node in results and root.op == "placeholder":
             continue  # an argument may require grad where a view of it does not
-        if node.target in _SAME:
-            node.replace_all_uses_with(node.args[0])
-        elif node.target is _NUMBER and node not in changed:  # no caller writes to it
-            name = f"_number_{node.name}"
-            module.register_buffer(name, node.target(*node.args, **node.kwargs))
-            node.op, node.target, node.args, node.kwargs = "get_attr", name, (), {}
-        elif source is not node and isinstance(place, Tensor):
-            start, whole = place.storage_offset(), places[source][1]
-            layout = place.shape, place.stride()
-            if start == 0 and layout == (whole.shape, whole.stride()):
-                node.replace_all_uses_with(source)
-                continue
+        if place[1:4] == whole[1:4]:
+            own.replace_all_uses_with(source)
+        elif place in views:
+            own.replace_all_uses_with(views[place])
+        else:
             # An input may begin anywhere in its memory.
-            several: Any = source
-            if source.target is operator.getitem:
-                several = source.args[0]
-            if makes_memory(several.target):
-                node.target = _aten.as_strided.default
-                node.args, node.kwargs = (source, *map(list, layout), start), {}
-            key = (node.target, repr(node.args), repr(node.kwargs))
-            if key in views:
-                node.replace_all_uses_with(views[key])
-            views.setdefault(key, node)
-    graph.eliminate_dead_code()
+            maker: Any = root.args[0] if root.target is operator.getitem else root
+            if makes_memory(maker.target):
+                own.target = _aten.as_strided.default
+                layout = [*place.shape], [*place.stride], place.offset
+                own.args, own.kwargs = (source, *layout), {}
+            views[place] = own
+    copy.eliminate_dead_code()
     module.recompile()
+    return _as_function(module)
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, OPS) and writes(node.target)
 
 
 def _as_function(module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
@@ -368,61 +479,3 @@ def _as_function(module: fx.GraphModule) -> Callable[..., Sequence[Tensor]]:
     source = re.sub(r"\btorch\.ops\.([\w.]+)(?=\()", local, code.src)
     exec(compile(source, "<graph>", "exec"), names)
     return partial(names["forward"], module)
-
-
-def written_to(graph: fx.Graph) -> set[fx.Node]:
-    """Return the nodes whose memory an op writes to, and the nodes that lie in it."""
-    return _in_memory_of(_writes(graph))
-
-
-def most_writes(graph: fx.Graph) -> int:
-    """Return how many ops write into the tensor that most of them write into."""
-    counts = Counter(node for each in _writes(graph) for node in _in_memory_of([each]))
-    return max(counts.values(), default=0)
-
-
-def _writes(graph: fx.Graph) -> list[Any]:
-    """Return the arguments that ops write into, once for each op."""
-    return [
-        _argument(node, *place[:2])
-        for node in graph.nodes
-        if isinstance(node.target, OPS)
-        for place in written(node.target)
-    ]
-
-
-def _in_memory_of(left: list[Any]) -> set[fx.Node]:
-    """Return nodes, also in lists, and the nodes in whose memory they may lie."""
-    nodes: set[fx.Node] = set()
-    while left:
-        node = left.pop()
-        if isinstance(node, list | tuple):
-            left += node
-        elif isinstance(node, fx.Node) and node not in nodes:
-            nodes.add(node)
-            if node.target in _VIEWS or not isinstance(node.target, OPS):
-                left += node.all_input_nodes
-            else:
-                left += [_argument(node, *place) for place in shared(node.target)]
-    return nodes
-
-
-def _argument(node: fx.Node, place: int, name: str) -> Any:
-    return node.args[place] if place < len(node.args) else node.kwargs.get(name)
-
-
-def _placed(
-    node: fx.Node, places: dict[fx.Node, tuple[fx.Node, Any]]
-) -> tuple[fx.Node, Any]:
-    """Return the node in whose memory a node lies, and its view of no memory."""
-    first: Any = node.args[0] if node.args else None
-    source, whole = places.get(first, (node, None))
-    parts = node.target is operator.getitem and isinstance(whole, list | tuple)
-    view: Any = node.target
-    if whole is not None and (parts or view in _VIEWS | _SAME):
-        return source, view(whole, *node.args[1:], **node.kwargs)
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor) or value.is_conj() or value.is_neg():
-        return node, None
-    kind = {"dtype": value.dtype, "device": "meta"}
-    return node, torch.empty_strided(value.shape, value.stride(), **kind)

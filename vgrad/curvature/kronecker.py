@@ -4,7 +4,7 @@ A parameter is a matrix `[O, I]` of its first dimension and all others. T positi
 sample use it, with inputs a_t and gradients g_t at their outputs; K columns, N samples.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack, get_args
 
@@ -16,7 +16,7 @@ from vgrad.curvature.outputs import Batches, Curvature
 from vgrad.factors import Factor
 from vgrad.factors.columns import Appended, Covariances, covariances
 from vgrad.persample import Options
-from vgrad.persample.engine import Evaluation, constants
+from vgrad.persample.engine import Call, Join, Joined, constants
 from vgrad.persample.grad import Gradients
 from vgrad.persample.moments import OfBlocks, Pairs, Sides, Squares
 from vgrad.tree import double
@@ -81,14 +81,14 @@ class Kronecker:
         for name, block in self.blocks.items():
             rows = len(block.values)
             shapes = {n: self.shapes[n] for n in block.names or (name,)}
-            own = {n: (*lead, rows, s.numel() // rows) for n, s in shapes.items()}
-            parts = [double(vector[n]).reshape(size) for n, size in own.items()]
+            sizes = {n: (*lead, rows, s.numel() // rows) for n, s in shapes.items()}
+            parts = [double(vector[n]).reshape(size) for n, size in sizes.items()]
             matrix = block.rotated(torch.cat(parts, -1)) * values[name]
             widths = [part.shape[-1] for part in parts]
             parts = block.rotated(matrix, back=True).split(widths, -1)
-            for each, part in zip(own, parts, strict=True):
-                result[each] = part.reshape(vector[each].shape)
-        return {each: result[each] for each in vector}
+            for parameter, part in zip(sizes, parts, strict=True):
+                result[parameter] = part.reshape(vector[parameter].shape)
+        return {name: result[name] for name in vector}
 
     def check(self, function: str, vector: Params) -> torch.Size:
         """Refuse vectors of other names or shapes; return the axes in front."""
@@ -106,7 +106,7 @@ class Kronecker:
 
     def eigenvalues(self) -> dict[str, Tensor]:
         """Return the eigenvalues of each block, [P], in no order."""
-        return {name: each.values.flatten() for name, each in self.blocks.items()}
+        return {name: block.values.flatten() for name, block in self.blocks.items()}
 
     def sides(
         self, dim: tuple[int, int]
@@ -138,19 +138,19 @@ class Kronecker:
     @property
     def bases(self) -> tuple[Sides, Pairs]:
         """The eigenvectors of all blocks, and the names in blocks of several."""
-        sides = {name: (each.left, each.right) for name, each in self.blocks.items()}
+        sides = {name: (block.left, block.right) for name, block in self.blocks.items()}
         blocks = self.blocks.values()
-        return sides, {name: each.names for each in blocks for name in each.names}
+        return sides, {name: block.names for block in blocks for name in block.names}
 
     def _damping(self, function: str, damping: float) -> float:
         [damping] = checks.non_negative(function, damping=damping)
         for name, values in self.eigenvalues().items():
-            least, most = (float(each) for each in values.aminmax())
-            if least + damping <= len(values) * torch.finfo(values.dtype).eps * most:
+            lower, upper = (float(value) for value in values.aminmax())
+            if lower + damping <= len(values) * torch.finfo(values.dtype).eps * upper:
                 raise ValueError(
                     f"{function}(damping={damping}): expected a larger number, "
                     f"since {name or 'the matrix'!r} has eigenvalues down to "
-                    f"{least:.2g}, which are lost in the rounding of {most:.2g}."
+                    f"{lower:.2g}, which are lost in the rounding of {upper:.2g}."
                 )
         return damping
 
@@ -207,10 +207,10 @@ def kfac(
     count = 0
     pairs = {} if separate_weight_and_bias else _pairs(params)
     quantity = _Covariances(pairs, weight_sharing == "reduce")
-    given = params, buffers, batches, options
-    for found, output in curvature.measured(kfac, quantity, *given):
-        for name, each in found.items():
-            _add(sums, name, each)
+    arguments = params, buffers, batches, options
+    for batch_sums, output in curvature.measured(kfac, quantity, *arguments):
+        for name, covariance in batch_sums.items():
+            _add(sums, name, covariance)
         count += len(output)
     several: dict[str, tuple[str, ...]] = dict.fromkeys(params, ())
     for weight, bias in dict.fromkeys(pairs.values()):
@@ -221,22 +221,22 @@ def kfac(
     for name, names in several.items():
         left, right, positions = sums[name]
         sides = (left / count, right / count)
-        found = (eigen("kfac(batches)", name, each) for each in sides)
-        (values, basis), (others, other) = found
+        spectra = (eigen("kfac(batches)", name, side) for side in sides)
+        (values, basis), (others, other) = spectra
         values = torch.outer(values, others) * (count / max(1, positions))
         blocks[name] = Block(basis, other, values, names)
-    return Kronecker(blocks, {name: each.shape for name, each in params.items()})
+    return Kronecker(blocks, {name: value.shape for name, value in params.items()})
 
 
 def _pairs(params: Params) -> Pairs:
-    found: Pairs = {}
+    pairs: Pairs = {}
     for name, value in params.items():
-        layer, dot, own = name.rpartition(".")
-        bias = f"{layer}{dot}{own.replace('weight', 'bias')}"
+        layer, dot, leaf = name.rpartition(".")
+        bias = f"{layer}{dot}{leaf.replace('weight', 'bias')}"
         fits = bias in params and params[bias].shape == value.shape[:1] != value.shape
-        if fits and bias not in found:
-            found |= dict.fromkeys((name, bias), (name, bias))
-    return found
+        if fits and bias not in pairs:
+            pairs |= dict.fromkeys((name, bias), (name, bias))
+    return pairs
 
 
 @constants
@@ -261,12 +261,12 @@ def ekfac(
 
     Reference: George et al., arXiv 1806.03884.
     """
-    given = params, buffers, batches
-    own: Any = {"weight_sharing": weight_sharing}
-    own |= {"separate_weight_and_bias": separate_weight_and_bias}
-    start = kfac(curvature, *given, **own, **options)
+    arguments = params, buffers, batches
+    settings: Any = {"weight_sharing": weight_sharing}
+    settings |= {"separate_weight_and_bias": separate_weight_and_bias}
+    start = kfac(curvature, *arguments, **settings, **options)
     curvature = replace(curvature, note=None)  # which has seen the batches
-    values = curvature.mean(ekfac, Squares(*start.bases), *given, options).totals
+    values = curvature.mean(ekfac, Squares(*start.bases), *arguments, options).totals
     blocks = start.blocks.items()
     return replace(start, blocks={n: replace(b, values=values[n]) for n, b in blocks})
 
@@ -322,18 +322,31 @@ def full(
         flat = joint(grads).flatten(0, 1)
         return {"": flat.mT @ flat}
 
-    given = params, buffers, batches, options
-    matrix = curvature.mean(full, Gradients(), *given, part=square).totals[""]
+    arguments = params, buffers, batches, options
+    matrix = curvature.mean(full, Gradients(), *arguments, part=square).totals[""]
     values, vectors = eigen("full(batches)", "", matrix)
-    shapes = {name: each.shape for name, each in params.items()}
+    shapes = {name: value.shape for name, value in params.items()}
     block = Block(None, vectors, values[None], (*params,))
     return Full({"": block}, shapes)
 
 
 def joint(grads: Params) -> Tensor:
     """Join gradients [B, K, ...] of all parameters, [B, K, P] in float64."""
-    rows = [double(each).reshape(*each.shape[:2], -1) for each in grads.values()]
+    rows = [double(grad).reshape(*grad.shape[:2], -1) for grad in grads.values()]
     return torch.cat(rows, 2)
+
+
+class _Added(Join):
+    """Covariances of each parameter, added up."""
+
+    def __init__(self) -> None:
+        self.value: dict[str, Covariances] = {}
+
+    def add(
+        self, value: dict[str, Covariances], rows: Sequence[int], size: int
+    ) -> None:
+        for name, covariance in value.items():
+            _add(self.value, name, covariance)
 
 
 @dataclass(frozen=True)
@@ -341,28 +354,31 @@ class _Covariances(OfBlocks):
     pairs: Pairs
     reduce: bool
 
+    def joins(self) -> dict[str, Join]:
+        return {"values": _Added()}
+
     def of_block(self, name: str, factor: Factor) -> dict[str, Any]:
         if not isinstance(factor, Appended):
             return {name: covariances(factor, reduce=self.reduce)}
         # Other samples may not share the bias.
         joint = factor if factor.is_shared else factor.weight
         parts = {name: joint, self.pairs[name][1]: factor.bias}
-        return {n: covariances(each, reduce=self.reduce) for n, each in parts.items()}
+        return {n: covariances(part, reduce=self.reduce) for n, part in parts.items()}
 
-    def total(self, partials: Iterator[dict[str, Any]], run: Evaluation) -> Any:
-        sums: dict[str, Covariances] = {}
-        for part in partials:
-            for name, each in part.items():
-                if each is None:
-                    shape = tuple(run.params[name].shape)
-                    raise ValueError(
-                        f"{run.call.function}(params): expected parameters of layers "
-                        f"with two sides, or with few numbers, got {name!r} of shape "
-                        f"{shape}, whose gradients have one side. Leave it out: "
-                        f"params, buffers = vgrad.freeze(params, buffers, [{name!r}])."
-                    )
-                _add(sums, name, each)
-        return sums
+    def partial(self, collector: Any, call: Call) -> dict[str, Any]:
+        for name, value in collector.values.items():
+            if value is None:
+                raise ValueError(
+                    f"{call.function}(params): expected parameters of layers with two "
+                    f"sides, or with few numbers, got {name!r} of shape "
+                    f"{tuple(call.params[name].shape)}, whose gradients have one side. "
+                    f"Leave it out: params, buffers = "
+                    f"vgrad.freeze(params, buffers, [{name!r}])."
+                )
+        return super().partial(collector, call)
+
+    def total(self, parts: Joined) -> dict[str, Covariances]:
+        return parts.values["values"]
 
     def mapped(self, function: Any, value: Any) -> Any:
         return value
@@ -378,20 +394,20 @@ def _top(vectors: Tensor | None, values: Tensor, count: int) -> Tensor | None:
     return torch.eye(len(values), dtype=values.dtype, device=values.device)[order]
 
 
-def _add(sums: dict[str, Covariances], name: str, each: Covariances) -> None:
-    known = sums.get(name, each)
-    size = min(len(known.right), len(each.right))  # without a bias if one has none
-    known, each = (
-        x._replace(right=x.right[(slice(size),) * x.right.ndim]) for x in (known, each)
+def _add(sums: dict[str, Covariances], name: str, part: Covariances) -> None:
+    total = sums.get(name, part)
+    size = min(len(total.right), len(part.right))  # without a bias if one has none
+    total, part = (
+        x._replace(right=x.right[(slice(size),) * x.right.ndim]) for x in (total, part)
     )
-    used = known.positions and each.positions
-    if used and len(known.left) != len(each.left):
+    used = total.positions and part.positions
+    if used and len(total.left) != len(part.left):
         raise ValueError(
             f"kfac(fmodel): expected uses of {name!r} of one kind, got samples where a "
             f"layer multiplies it and others where it is used otherwise. Leave it out: "
             f"params, buffers = vgrad.freeze(params, buffers, [{name!r}])."
         )
-    sums[name] = each.plus(known) if name in sums else each
+    sums[name] = part.plus(total) if name in sums else part
 
 
 def eigen(function: str, name: str, matrix: Tensor) -> tuple[Tensor, Any]:

@@ -154,15 +154,15 @@ class Laplace:
         total, count = torch.zeros((), dtype=torch.float64), 0
         function = "Laplace.log_likelihood"
         for *inputs, target in _batches.each(function, batches):
-            found = self.predict(*inputs)
-            mean = found.mean if isinstance(found, Gaussian) else found
+            prediction = self.predict(*inputs)
+            mean = prediction.mean if isinstance(prediction, Gaussian) else prediction
             check_targets(function, self.likelihood, mean.shape, target)
-            if isinstance(found, Gaussian):
-                apart = double(target.view_as(found.mean) - found.mean).flatten(1)
-                normal = MultivariateNormal(apart, double(found.covariance))
+            if isinstance(prediction, Gaussian):
+                apart = double(target.view_as(mean) - mean).flatten(1)
+                normal = MultivariateNormal(apart, double(prediction.covariance))
                 logs = normal.log_prob(torch.zeros_like(apart))
             else:
-                logs = double(found.log().gather(1, target.unsqueeze(1)))
+                logs = double(prediction.log().gather(1, target.unsqueeze(1)))
             total, count = total.to(logs.device) + logs.sum(), count + len(logs)
         return total / count
 
@@ -183,18 +183,18 @@ class Laplace:
 
     @constants
     def _outputs(self, inputs: tuple[Tree, ...], options: Options) -> Gaussian:
-        precisions, whole = self._precisions, isinstance(self.matrix, Full)
+        precisions, is_full = self._precisions, isinstance(self.matrix, Full)
         weights = map_values(torch.reciprocal, precisions)
         of_blocks = InnerProducts(*self.matrix.bases, weights)
-        quantity = Gradients() if whole else of_blocks
+        quantity = Gradients() if is_full else of_blocks
         data = replace(ggn(self.fmodel, "gaussian"), function="Laplace")
-        given = self.params, self.buffers, [inputs], options
-        [(found, mean)] = data.measured(Laplace.covariance, quantity, *given)
-        if whole:
+        arguments = self.params, self.buffers, [inputs], options
+        [(value, mean)] = data.measured(Laplace.covariance, quantity, *arguments)
+        if is_full:
             block = self.matrix.blocks[""]
-            rows = block.rotated(joint({name: found[name] for name in block.names}))
-            found = (rows / precisions[""]) @ rows.mT
-        return Gaussian(mean, found)
+            rows = block.rotated(joint({name: value[name] for name in block.names}))
+            value = (rows / precisions[""]) @ rows.mT
+        return Gaussian(mean, value)
 
     @constants
     def sample(self, count: int, *, seed: int) -> Params:
@@ -356,8 +356,8 @@ def _fitted(values: Tensor, square: float) -> float:
     return math.exp(optimize.brentq(slope, math.log(low), math.log(high)))
 
 
-def _diagonal(*given: Any, **options: Unpack[Options]) -> Kronecker:
-    entries = diagonal(*given, **options).items()
+def _diagonal(*arguments: Any, **options: Unpack[Options]) -> Kronecker:
+    entries = diagonal(*arguments, **options).items()
     sides = {name: double(x).reshape(*x.shape[:1], -1) for name, x in entries}
     blocks = {name: Block(None, None, x) for name, x in sides.items()}
     return Kronecker(blocks, {name: x.shape for name, x in entries})

@@ -31,7 +31,7 @@ from vgrad.generators import (
 )
 from vgrad.loss.randomness import drew
 from vgrad.persample import Options
-from vgrad.persample.engine import Call, Evaluation, Quantity, Transform
+from vgrad.persample.engine import Call, Joined, Quantity, Transform
 from vgrad.persample.grad import Gradients
 from vgrad.torch_private import modes
 from vgrad.tree import map_tensors, no_autocast, tensors, wide
@@ -79,23 +79,24 @@ class Curvature:
         check_tensors(name, params=params, buffers=buffers)
         loss = partial(_with_columns, self.columns, self.fmodel)
         call = Call.of(function, loss, options)
-        transform = _Measured(replace(call, columns=True, singly=False), quantity)
+        call = replace(call, columns=True, singly=False)
+        transform = Transform(call, _WithOutputs(quantity))
         for number, batch in enumerate(_batches.each(name, batches)):
             ends = first_and_last(_batches.read(name, batch).size)
             with torch.no_grad():
-                given = params, buffers, batch, number
-                together, own = self.outputs(*given, ends)
+                arguments = params, buffers, batch, number
+                together, targets = self.outputs(*arguments, ends)
             inputs = batch[: len(batch) - self.has_targets]
-            value, output = transform(params, buffers, *inputs, own)
+            value, output = transform(params, buffers, *inputs, targets)
             self.check_apart(together, output[ends])
             if self.note is not None:
-                self.note(output, own)
+                self.note(output, targets)
             yield value, output
 
-    def mean(self, *given: Any, part: Callable[[Any], Params] = dict) -> Sums:
+    def mean(self, *arguments: Any, part: Callable[[Any], Params] = dict) -> Sums:
         """Return means over samples, {name: ...}, by sums over each batch."""
         sums, count = Sums(), 0
-        for value, output in self.measured(*given):
+        for value, output in self.measured(*arguments):
             sums.add(part(value))
             count += len(output)
         sums.divide(count)
@@ -118,11 +119,11 @@ class Curvature:
         if len(batch) <= self.has_targets:
             raise ValueError(f"{text}, without a target.")
         criterion = torch.sub if self.has_targets else None  # for a target
-        args, kwargs, own = read(self.function, batch, criterion)
+        args, kwargs, targets = read(self.function, batch, criterion)
         size = _batches.read(self.function, batch).size
         if self.seed is not None:
             seed = torch_seed(secret_key(seed=self.seed), number)
-            own = sample_keys(seed, 0, size).to(next(iter(params.values())).device)
+            targets = sample_keys(seed, 0, size).to(next(iter(params.values())).device)
         args, kwargs = map_tensors(operator.itemgetter(rows), (args, kwargs))
         run = partial(self.fmodel, params, buffers, *args, **kwargs)
         try:
@@ -132,13 +133,13 @@ class Curvature:
         check_output(self.function, output, len(range(size)[rows]))
         if self.has_targets:
             shape = torch.Size((size, *output.shape[1:]))
-            check_targets(self.function, self.likelihood, shape, own)
-        return output, own
+            check_targets(self.function, self.likelihood, shape, targets)
+        return output, targets
 
-    def check_apart(self, together: Tensor, alone: Tensor) -> None:
+    def check_apart(self, together: Tensor, apart: Tensor) -> None:
         """Refuse outputs of samples that depend on others beside them."""
         # A recurrent net over the batch changes all samples but the first one.
-        gaps = (alone - together).flatten(1).abs().amax(1)
+        gaps = (apart - together).flatten(1).abs().amax(1)
         room = math.sqrt(torch.finfo(together.dtype).eps)
         if bool((gaps > room * together.flatten(1).abs().amax(1)).any()):
             raise ValueError(
@@ -155,32 +156,35 @@ def first_and_last(size: int) -> slice:
     return slice(None, None, max(1, size - 1))
 
 
-class _Measured(Transform):
-    """Returns the outputs as well."""
+class _WithOutputs(Quantity):
+    """A quantity and the outputs of the samples."""
 
-    def evaluated(self, run: Evaluation) -> Any:
-        value, output = super().evaluated(run), run.losses
-        return value, output if run.places is None else output[run.places]
+    def __init__(self, quantity: Quantity) -> None:
+        self._quantity, self.joins = quantity, quantity.joins
+        self.collector, self.partial = quantity.collector, quantity.partial
+
+    def total(self, parts: Joined) -> tuple[Any, Tensor]:
+        return self._quantity.total(parts), parts.losses
 
 
-def fixed(what: str, run: Callable[[], T], given: Tree) -> T:
+def fixed(label: str, run: Callable[[], T], inputs: Tree) -> T:
     """Return a result; refuse one by chance, another one at each product."""
-    before = random_state(among := tensors(given))
+    before = random_state(among := tensors(inputs))
     result = run()
     if drew(before, among, run):
         raise ValueError(
-            f"{what}: expected results that do not depend on chance, got a model that "
+            f"{label}: expected results that do not depend on chance, got a model that "
             f"draws random numbers, as dropout does. Split it in eval mode."
         )
     return result
 
 
-def check_tensors(function: str, **given: Params) -> None:
+def check_tensors(function: str, **arguments: Params) -> None:
     """Refuse complex parameters, whose curvature is no product of complex numbers."""
-    checks.dictionaries(function, **given)
-    for argument, entries in given.items():
+    checks.dictionaries(function, **arguments)
+    for argument, entries in arguments.items():
         checks.whole_tensors(f"{function}({argument})", entries)
-    for name, value in given["params"].items():
+    for name, value in arguments["params"].items():
         if value.is_complex():
             raise ValueError(
                 f"{function}(params): expected real parameters, got {name!r} of "
@@ -235,13 +239,13 @@ def _with_columns(
     *sample: Tree,
 ) -> tuple[Tensor, Tensor]:
     with modes.without_modes():  # which would see every op of these
-        *inputs, own = map_tensors(lambda leaf: leaf.unsqueeze(0), sample)
+        *inputs, targets = map_tensors(lambda leaf: leaf.unsqueeze(0), sample)
         args, kwargs, _ = read("curvature", inputs, None)
     output = fmodel(params, buffers, *args, **kwargs)
     check_output("curvature", output, 1)
     with modes.without_modes(), torch.no_grad(), no_autocast(output.device):
-        found = columns(output.detach(), own)
-    return output[0], found[0]
+        cotangents = columns(output.detach(), targets)
+    return output[0], cotangents[0]
 
 
 def ggn(
@@ -277,14 +281,14 @@ def ggn(
         >>> fmodel, params, buffers = vgrad.make_functional_with_buffers(model)
         >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]])
         >>> matrix = curvature.ggn(fmodel, "gaussian")
-        >>> found = curvature.diagonal(matrix, params, buffers, [(x,)])
-        >>> found["weight"].detach()  # the mean of squares
+        >>> entries = curvature.diagonal(matrix, params, buffers, [(x,)])
+        >>> entries["weight"].detach()  # the mean of squares
         tensor([[1., 2.]])
     """
     fmodel, likelihood, weight = likelihood_of("ggn", fmodel, likelihood)
     exact = {"categorical": _classes, "gaussian": _units}[likelihood]
 
-    def columns(output: Tensor, own: Any) -> Tensor:
+    def columns(output: Tensor, targets: Any) -> Tensor:
         return exact(output) * math.sqrt(weight(output))
 
     return Curvature("ggn", fmodel, likelihood, columns)
@@ -377,41 +381,40 @@ def per_sample_jacobian(
     """
     check_model("per_sample_jacobian", fmodel)
 
-    def loss(*given: Any) -> tuple[Tensor, Tensor]:
-        return _with_columns(lambda output, own: _units(output), fmodel, *given, None)
+    def loss(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return _with_columns(lambda output, _: _units(output), fmodel, *arguments, None)
 
     call = Call.of(per_sample_jacobian, loss, options)
     return Transform(replace(call, columns=True), _Jacobians())
 
 
 class _Jacobians(Gradients):
-    def total(self, partials: Iterator[Params], run: Evaluation) -> Params:
-        grads = super().total(partials, run)
-        if not run.done:
+    def total(self, parts: Joined) -> Params:
+        if not parts.call.batch.size:
             raise ValueError(
                 "per_sample_jacobian(fmodel)(params, buffers, *inputs): expected a "
                 "sample at least, got an empty batch, whose outputs have no shape."
             )
-        out = run.chunks_run[0].losses.shape[1:]
-        return {name: each.unflatten(1, out) for name, each in grads.items()}
+        grads, out = super().total(parts), parts.losses.shape[1:]
+        return {name: grad.unflatten(1, out) for name, grad in grads.items()}
 
 
 def likelihood_of(
     function: str, fmodel: Any, likelihood: Any
 ) -> tuple[FunctionalModel, Likelihood, Callable[[Tensor], float]]:
     """Return model, likelihood, and by how much a loss is larger for an output."""
-    known: Any = likelihood
+    chosen: Any = likelihood
     mean = None
     if isinstance(fmodel, SampleLoss):
         fmodel, criterion, copies = fmodel.parts
         options = vars(criterion) if isinstance(criterion, nn.Module) else {}
         mean = {"mean": True, "sum": False}.get(options.get("reduction", "mean"))
         kind = type(criterion) if options else criterion
-        known = _KNOWN.get(kind) if isinstance(kind, Hashable) else None
+        chosen = _KNOWN.get(kind) if isinstance(kind, Hashable) else None
         plain = not options.get("label_smoothing") and copies is None
         plain &= getattr(criterion, "weight", None) is None
         plain &= options.get("ignore_index", -100) == -100
-        if likelihood is not None or not known or mean is None or not plain:
+        if likelihood is not None or not chosen or mean is None or not plain:
             raise ValueError(
                 f"{function}(loss): expected a sample_loss of cross_entropy, "
                 f"CrossEntropyLoss(), mse_loss or MSELoss(), without augmentations and "
@@ -420,7 +423,7 @@ def likelihood_of(
                 f'likelihood: {function}(fmodel, "categorical").'
             )
     check_model(function, fmodel)
-    checks.choice(function, get_args(Likelihood), likelihood=known)
+    checks.choice(function, get_args(Likelihood), likelihood=chosen)
     for name, module in fmodel.named_modules():
         if getattr(module, "scale_grad_by_freq", False):
             raise ValueError(
@@ -429,11 +432,11 @@ def likelihood_of(
             )
 
     def weight(output: Tensor) -> float:
-        squared = known == "gaussian" and mean is not None
+        squared = chosen == "gaussian" and mean is not None
         terms = output[0].numel() // (1 if squared else output.shape[1])
         return (2 if squared else 1) / (terms if mean else 1)
 
-    return fmodel, known, weight
+    return fmodel, chosen, weight
 
 
 _KNOWN: dict[Any, Any] = dict.fromkeys(

@@ -68,14 +68,16 @@ def vector_product(
         for number, batch in enumerate(_batches.each("vector_product", batches)):
             leaves = _leaves(params)
             with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-                given = leaves, buffers, batch, number
-                output, own = curvature.outputs(*given)
+                arguments = leaves, buffers, batch, number
+                output, targets = curvature.outputs(*arguments)
                 if first:
                     ends = first_and_last(len(output))
                     rows = range(len(output))[ends]
-                    runs = [curvature.outputs(*given, slice(n, n + 1)) for n in rows]
-                    alone = torch.cat([each for each, _ in runs])
-                    curvature.check_apart(output[ends], alone)
+                    runs = [
+                        curvature.outputs(*arguments, slice(n, n + 1)) for n in rows
+                    ]
+                    apart = torch.cat([run[0] for run in runs])
+                    curvature.check_apart(output[ends], apart)
                 # Where gradients are zero, the ones of logcumsumexp have no derivative.
                 start = torch.arange(1.0, output.numel() + 1).sin().view(output.shape)
                 start = start.to(output).requires_grad_()
@@ -86,7 +88,7 @@ def vector_product(
                 if first:
                     inner_products = double(start) * double(pushed)
                     _check_linear(output, inner_products, pulled, params, vector)
-                columns = curvature.columns(output.detach(), own)
+                columns = curvature.columns(output.detach(), targets)
                 weights = (columns * pushed.unsqueeze(1)).flatten(2).sum(2)
                 seen = torch.einsum("bk,bk...->b...", weights, columns)
             sums.add(dict(zip(leaves, _pulled(output, leaves, seen), strict=True)))
@@ -133,8 +135,8 @@ def hessian_vector_product(
                 grads = _pulled(value, leaves, ones, create_graph=True)
                 inner = _inner(grads, params, vector)
             if inner.requires_grad:  # else the loss is linear
-                found = _pulled(inner, leaves, torch.full_like(inner, size))
-                sums.add(dict(zip(leaves, found, strict=True)))
+                pulled = _pulled(inner, leaves, torch.full_like(inner, size))
+                sums.add(dict(zip(leaves, pulled, strict=True)))
             count += size
         return _mean(sums, params, count)
 
@@ -159,10 +161,10 @@ def diagonal(
     """
 
     def shaped(squares: Params) -> Params:
-        return {n: each.view_as(params[n]) for n, each in squares.items()}
+        return {n: square.view_as(params[n]) for n, square in squares.items()}
 
-    given = params, buffers, batches, options
-    sums = curvature.mean(diagonal, Squares(), *given, part=shaped)
+    arguments = params, buffers, batches, options
+    sums = curvature.mean(diagonal, Squares(), *arguments, part=shaped)
     return sums.rounded(params)
 
 
@@ -183,8 +185,8 @@ def trace(
     def square(norms: Tensor) -> Params:
         return {"": double(norms).square().sum()}
 
-    given = params, buffers, batches, options
-    return curvature.mean(trace, Norms(None), *given, part=square).totals[""]
+    arguments = params, buffers, batches, options
+    return curvature.mean(trace, Norms(None), *arguments, part=square).totals[""]
 
 
 def linear_operator(product: Product, params: Params) -> Any:
@@ -210,8 +212,8 @@ def linear_operator(product: Product, params: Params) -> Any:
             name: part.to(value.device, value.dtype).view(value.shape)
             for (name, value), part in zip(params.items(), parts, strict=True)
         }
-        found = product(vector)
-        parts = [double(found[name]).flatten().cpu() for name in params]
+        result = product(vector)
+        parts = [double(result[name]).flatten().cpu() for name in params]
         return torch.cat(parts).detach().numpy()
 
     shape = (sum(numbers),) * 2
@@ -246,14 +248,14 @@ class Iterative:
             return matrix.matvec(flat) + damping * flat
 
         operator = linalg.LinearOperator(matrix.shape, damped, dtype="float64")
-        found = []
+        solutions = []
         for right in torch.cat(rows, 1).detach().cpu():
-            left, _ = linalg.cg(
+            solution, _ = linalg.cg(
                 operator, right.numpy(), rtol=self.tolerance, maxiter=self.max_steps
             )
-            found.append(torch.from_numpy(left))
+            solutions.append(torch.from_numpy(solution))
             # Of the matrix itself: the solver's own residual drifts from it.
-            gap = (torch.from_numpy(damped(left)) - right).norm()
+            gap = (torch.from_numpy(damped(solution)) - right).norm()
             if not gap <= 10 * self.tolerance * right.norm():
                 raise RuntimeError(
                     f"{function}(damping={damping}): expected a residual of "
@@ -262,7 +264,7 @@ class Iterative:
                     f"another tolerance or max_steps, and no matrix that has negative "
                     f"eigenvalues, as a Hessian may."
                 )
-        columns = torch.stack(found).split([each.shape[1] for each in rows], 1)
+        columns = torch.stack(solutions).split([part.shape[1] for part in rows], 1)
         parts = dict(zip(self.params, columns, strict=True))
         return {n: parts[n].to(x.device).view(x.shape) for n, x in vector.items()}
 

@@ -64,10 +64,10 @@ def local_batches(
 
 def _check_ranges(ranges: list[list[int] | None], sampler: BatchSampler) -> None:
     """Refuse ranges in which a sample would count twice, or never, on all ranks."""
-    if all(each is None for each in ranges):
+    if all(bounds is None for bounds in ranges):
         return
     size, place = getattr(sampler, "dataset_size", None), 0
-    for start, stop in sorted(each or [-1, 0] for each in ranges):
+    for start, stop in sorted(bounds or [-1, 0] for bounds in ranges):
         if start >= 0 and start == stop:
             continue  # a rank without samples
         if start != place:
@@ -76,9 +76,9 @@ def _check_ranges(ranges: list[list[int] | None], sampler: BatchSampler) -> None
     else:
         if size in (None, place):
             return
-    whole = "all samples" if size is None else f"range(0, {size})"
+    full = "all samples" if size is None else f"range(0, {size})"
     raise ValueError(
-        f"local_batches(own): expected ranges of all ranks that make up {whole}, each "
+        f"local_batches(own): expected ranges of all ranks that make up {full}, each "
         f"index once, got {ranges}. A sample on two ranks would count twice, and its "
         f"noise would not hide it."
     )
@@ -88,11 +88,11 @@ class LocalBatches:
     """This rank's part of every batch, from `local_batches`."""
 
     def __init__(
-        self, sampler: BatchSampler, rank: int, size: int, own: range | None
+        self, sampler: BatchSampler, rank: int, size: int, indices: range | None
     ) -> None:
         self._sampler = sampler
         self._place = rank, size
-        self._own = own
+        self._indices = indices
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -103,13 +103,13 @@ class LocalBatches:
             yield self._part(batch)
 
     def _part(self, batch: Sequence[Any]) -> list[Any]:
-        if (own := self._own) is not None:
+        if (indices := self._indices) is not None:
             if any(isinstance(index, Drawn) for index in batch):
                 raise TypeError(
                     "local_batches(own): expected a sampler of single samples, got one "
                     "of units, whose samples may be on several ranks. Leave own out: "
                     "every rank needs the whole data set."
                 )
-            return [index - own.start for index in batch if index in own]
+            return [index - indices.start for index in batch if index in indices]
         rank, size = self._place
         return list(batch[len(batch) * rank // size : len(batch) * (rank + 1) // size])

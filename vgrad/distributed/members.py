@@ -45,9 +45,9 @@ def _range_of(count: int, ranks: Ranks) -> range:
             f"{size} ranks, got {count}. Use a mesh of {count} ranks along the axis of "
             f"the members, and the other ranks for samples."
         )
-    each, more = divmod(count, size)
-    start = rank * each + min(rank, more)
-    return range(start, start + each + (rank < more))
+    share, more = divmod(count, size)
+    start = rank * share + min(rank, more)
+    return range(start, start + share + (rank < more))
 
 
 def shard_members(
@@ -75,9 +75,9 @@ def shard_members(
         >>> from vgrad.distributed import single_process_mesh
         >>> params = {"weight": torch.ones(4, 2, 3), "scale": torch.ones(2)}
         >>> with single_process_mesh("members") as mesh:
-        ...     own = shard_members(params, mesh, shared=["scale"])
-        ...     whole = gather_members(own, mesh, shared=["scale"])
-        >>> own["weight"].shape, own["scale"].shape, whole["weight"].shape
+        ...     part = shard_members(params, mesh, shared=["scale"])
+        ...     joint = gather_members(part, mesh, shared=["scale"])
+        >>> part["weight"].shape, part["scale"].shape, joint["weight"].shape
         (torch.Size([4, 2, 3]), torch.Size([2]), torch.Size([4, 2, 3]))
     """
     function = "shard_members"
@@ -85,9 +85,9 @@ def shard_members(
     with ranks.together(function) as facts:
         facts.same["members"] = count = counted(function, tree, shared)
         which = _range_of(count, ranks)
-    own = take(tree, which, shared=shared)
+    members = take(tree, which, shared=shared)
     place = "members", which.start
-    return _keyed(own, lambda key: fold_in(key, *place) if which.start else key)
+    return _keyed(members, lambda key: fold_in(key, *place) if which.start else key)
 
 
 def _keyed(tree: T, change: Callable[[Tensor], Tensor]) -> T:
@@ -96,12 +96,12 @@ def _keyed(tree: T, change: Callable[[Tensor], Tensor]) -> T:
     def state_of(tree: T) -> bool:
         return isinstance(tree, EnsembleState)
 
-    def each(leaf: T) -> T:
+    def with_key(leaf: T) -> T:
         if isinstance(leaf, EnsembleState):
             return leaf._replace(key=change(leaf.key))
         return leaf
 
-    return tree_map(each, tree, is_leaf=state_of)
+    return tree_map(with_key, tree, is_leaf=state_of)
 
 
 def gather_members(
@@ -125,8 +125,8 @@ def gather_members(
     ranks = Ranks.of(function, mesh, axis)
     with ranks.together(function) as facts:
         count = counted(function, tree, shared)
-        own, common = split(_keyed(tree, torch.zeros_like), shared)
-        kinds = str([(value.dtype, value.shape[1:]) for value in own])
+        stacked, common = split(_keyed(tree, torch.zeros_like), shared)
+        kinds = str([(value.dtype, value.shape[1:]) for value in stacked])
         facts.same["tensors"] = hashlib.sha256(kinds.encode()).hexdigest()
         facts.same["shared"] = files.digest({str(n): x for n, x in enumerate(common)})
         facts.own["members"] = count
@@ -137,8 +137,8 @@ def gather_members(
 
     def joined(value: Tensor) -> Tensor:
         copy = value.detach().clone(memory_format=torch.contiguous_format)
-        whole = ranks.joined(copy.to(ranks.device), sizes).to(value.device)
-        return whole.requires_grad_(value.requires_grad)
+        result = ranks.joined(copy.to(ranks.device), sizes).to(value.device)
+        return result.requires_grad_(value.requires_grad)
 
-    whole = mapped(tree, shared, joined, lambda value: value)
-    return _keyed(whole, of_first)
+    gathered = mapped(tree, shared, joined, lambda value: value)
+    return _keyed(gathered, of_first)

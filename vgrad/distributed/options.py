@@ -37,26 +37,26 @@ def options_of(loss: Any = None, **options: Any) -> Values:
     Values and shapes of tensors, and devices, may differ.
     """
     named = loss if hasattr(loss, "__qualname__") else type(loss)
-    found = {"loss": f"{named.__module__}.{named.__qualname__}"}
+    texts = {"loss": f"{named.__module__}.{named.__qualname__}"}
     for name, value in options.items():
         if isinstance(value, FunctionalModel):
             value = dict(value.named_modules())[""]
-        for path, each in contents(value).items():
-            found[f"{name}.{path}".strip(".").replace(".[", "[")] = each
+        for path, text in contents(value).items():
+            texts[f"{name}.{path}".strip(".").replace(".[", "[")] = text
     # Where processes are spawned, the main module has another name in them.
     return Values(
         (path, _DEVICE.sub("device", text).replace("__mp_main__", "__main__"))
-        for path, text in found.items()
+        for path, text in texts.items()
         if isinstance(text, str) and not path.endswith(_UNCOMPARED)
     )
 
 
 def of_transform(transform: Transform) -> Values:
     """Return the options of a per-sample transform on which its results depend."""
-    own, facts = transform.options, vars(transform.quantity)
-    facts = {name: each for name, each in facts.items() if not name.startswith("_")}
-    facts |= {n: getattr(own, n) for n in ("function", "randomness", "has_aux")}
-    return options_of(own.loss, **facts)
+    options, facts = transform.options, vars(transform.quantity)
+    facts = {name: value for name, value in facts.items() if not name.startswith("_")}
+    facts |= {n: getattr(options, n) for n in ("function", "randomness", "has_aux")}
+    return options_of(options.loss, **facts)
 
 
 def at_powers_of_two() -> Iterator[bool]:
@@ -66,7 +66,7 @@ def at_powers_of_two() -> Iterator[bool]:
 
 def check_probe(
     ranks: Ranks,
-    what: str,
+    label: str,
     loss: Any,
     params: Params,
     buffers: Buffers,
@@ -80,12 +80,12 @@ def check_probe(
     """
     if ranks.size == 1:
         return
-    read = batches.read(what, batch)
-    own = [(str(x.dtype)[6:], *x.shape[1:]) for x in read.tensors]
-    kinds = ranks.exchanged(f"{what}, kinds of a sample", json.dumps(own))[0]
+    read = batches.read(label, batch)
+    local_kinds = [(str(x.dtype)[6:], *x.shape[1:]) for x in read.tensors]
+    kinds = ranks.exchanged(f"{label}, kinds of a sample", json.dumps(local_kinds))[0]
     entries = tensors((params, buffers))
     value, digits = "none", 0.0
-    if not any(isinstance(each, DTensor) for each in entries):
+    if not any(isinstance(entry, DTensor) for entry in entries):
         states = random.getstate(), np.random.get_state()
         with kept_random_state([*entries, *read.tensors]):
             set_seed(0, [*entries, *read.tensors])
@@ -93,26 +93,26 @@ def check_probe(
             np.random.seed(0)
             try:
                 pairs = zip(kinds, read.tensors, strict=True)
-                made = [_made(kind, like, rows) for kind, like in pairs]
-                found = loss(params, buffers, *read.sample(made))
-                while isinstance(found, tuple):
-                    found = found[0]
-                value, digits = float(found), torch.finfo(found.dtype).eps ** 0.5
+                items = [_draw(kind, like, rows) for kind, like in pairs]
+                result = loss(params, buffers, *read.sample(items))
+                while isinstance(result, tuple):
+                    result = result[0]
+                value, digits = float(result), torch.finfo(result.dtype).eps ** 0.5
             except Exception as error:
                 value = type(error).__name__
         random.setstate(states[0])
         np.random.set_state(states[1])
-    notes = ranks.agree(f"{what}, probe", loss=value, digits=digits)
-    values, digits = [each["loss"] for each in notes], max(n["digits"] for n in notes)
+    notes = ranks.agree(f"{label}, probe", loss=value, digits=digits)
+    values, digits = [note["loss"] for note in notes], max(n["digits"] for n in notes)
     if len({*map(str, values)}) > 1 and not _close(values, digits):
         raise RankError(
-            f"{what}: expected the same loss on all ranks, got {values} on ranks 0 to "
+            f"{label}: expected the same loss on all ranks, got {values} on ranks 0 to "
             f"{ranks.size - 1} of one sample that was made from a seed. Make it of the "
             f"same values on every rank."
         )
 
 
-def _made(kind: list, like: Tensor, rows: tuple[int, ...]) -> Tensor:
+def _draw(kind: list, like: Tensor, rows: tuple[int, ...]) -> Tensor:
     """Draw a part of a sample; whole numbers are valid as indices."""
     dtype, shape = getattr(torch, kind[0]), (*rows, *kind[1:])
     if dtype.is_floating_point or dtype.is_complex:
@@ -122,6 +122,6 @@ def _made(kind: list, like: Tensor, rows: tuple[int, ...]) -> Tensor:
 
 
 def _close(values: list, digits: float) -> bool:
-    if not all(isinstance(each, float) and math.isfinite(each) for each in values):
+    if not all(isinstance(value, float) and math.isfinite(value) for value in values):
         return False
     return max(values) - min(values) <= digits * max(map(abs, values))

@@ -32,7 +32,6 @@ from vgrad.generators import Tag, sample_keys
 from vgrad.persample.engine import (
     LOCAL,
     Call,
-    Evaluation,
     Inputs,
     Reducer,
     Transform,
@@ -149,7 +148,7 @@ def replicated(tree: T, mesh: DeviceMesh, *, data: str = "dp") -> T:
         ...     return replicated(state, mesh)
     """
     ranks = Ranks.of("replicated", mesh, data)
-    named = {str(number): each for number, each in enumerate(tensors(tree))}
+    named = {str(number): tensor for number, tensor in enumerate(tensors(tree))}
     ranks.check_same("replicated(tree)", layout=layout(named))
     return map_tensors(ranks.of_first, tree)
 
@@ -228,25 +227,25 @@ class _AveragedOverRanks(StepReducer):
         self, step: TrainingStep, state: Any, batch: tuple
     ) -> Iterator[tuple[TrainingStep, tuple[Tag, ...]]]:
         """Check that all ranks take the same step."""
-        what, plan = f"data_parallel({step.name})", getattr(step.source, "plan", None)
-        with self._ranks.together(what) as facts:
-            check_state(what, state, TrainState)
+        label, plan = f"data_parallel({step.name})", getattr(step.source, "plan", None)
+        with self._ranks.together(label) as facts:
+            check_state(label, state, TrainState)
             facts.own["samples"] = batches.read(step.name, batch).size
             facts.own["probe"] = next(self._probes)
-            taken, key = int(state.step), _digest([state.key])
-            facts.same |= {"step": taken, "key": key, "options": self._options}
+            number, key = int(state.step), _digest([state.key])
+            facts.same |= {"step": number, "key": key, "options": self._options}
             facts.same |= {"plan": repr(plan), "state": None}
-            if self._expected != (taken, key):  # it is not where the last step ended
+            if self._expected != (number, key):  # it is not where the last step ended
                 facts.same["state"] = _digest(
                     x for x in tensors(state) if not isinstance(x, DTensor)
                 )
         self._expected = None
         sizes = [note["samples"] for note in facts.notes]
-        most = 0 if plan is None else plan.largest_batch or plan.dataset_size
-        if plan is not None and sum(sizes) > most:
+        limit = 0 if plan is None else plan.largest_batch or plan.dataset_size
+        if plan is not None and sum(sizes) > limit:
             raise ValueError(
                 f"data_parallel(private_step(plan))(state, *batch): expected at most "
-                f"the {most} samples that a batch of the plan can have on all ranks "
+                f"the {limit} samples that a batch of the plan can have on all ranks "
                 f"together, got {sizes}. Give each rank its part of a batch, as "
                 f"local_batches(plan.sampler(state), mesh) does."
             )
@@ -255,15 +254,15 @@ class _AveragedOverRanks(StepReducer):
             _check_means(sizes, state)
             if any(note["probe"] for note in facts.notes):
                 loss = getattr(step.source, "loss", None)
-                given = loss, state.params, state.buffers, batch
-                check_probe(self._ranks, what, *given, rows=(2,))
+                arguments = loss, state.params, state.buffers, batch
+                check_probe(self._ranks, label, *arguments, rows=(2,))
             if self._ranks.rank:  # whose samples are others
                 tags = "rank", self._ranks.rank
         elif plan is not None:
             start = sum(sizes[: self._ranks.rank])
             step = replace(step, source=replace(step.source, start=start))
         yield step, tags
-        self._expected = taken + 1, key
+        self._expected = number + 1, key
 
     def of(self, step: TrainingStep) -> "_AveragedOverRanks":
         """Return the ranks of another step."""
@@ -275,13 +274,13 @@ class _AveragedOverRanks(StepReducer):
 
     def share(self, batch: Tree) -> Tree:
         """Return the samples of this rank."""
-        own = slice(self._ranks.rank, None, self._ranks.size)
-        return map_tensors(lambda x: x[own], batch)
+        rows = slice(self._ranks.rank, None, self._ranks.size)
+        return map_tensors(lambda x: x[rows], batch)
 
     def reloaded(self, state: Any) -> Any:
         """Save a state of all ranks, and load it."""
-        with TemporaryDirectory() as own:
-            folders = self._ranks.exchanged("audit, folder", json.dumps(own))
+        with TemporaryDirectory() as path:
+            folders = self._ranks.exchanged("audit, folder", json.dumps(path))
             folder = Path(folders[0], "state")
             saved.save(folder, state, self._mesh)
             state = saved.load(folder, state, self._mesh)
@@ -298,10 +297,10 @@ class _AveragedOverRanks(StepReducer):
         """Average gradients and losses of batches; sums over samples are of all."""
         if step.source.transform is not None:
             return compute()
-        ranks, what = self._ranks, "data_parallel(train_step), gradients"
-        with ranks.together(what):
-            found, old = compute(), state.buffers
-            pairs = ((name, old[name], found.buffers[name]) for name in old)
+        ranks, label = self._ranks, "data_parallel(train_step), gradients"
+        with ranks.together(label):
+            result, old = compute(), state.buffers
+            pairs = ((name, old[name], result.buffers[name]) for name in old)
             changed = [
                 name for name, one, other in pairs if not torch.equal(one, other)
             ]
@@ -312,21 +311,21 @@ class _AveragedOverRanks(StepReducer):
                     f"would have its own: replace_batch_norm(model) puts layers "
                     f"without them in place."
                 )
-        grads = {f"/{name}": x.to(wide(x.dtype)) for name, x in found.grads.items()}
-        sums = ranks.summed(what, {**grads, "loss": found.loss})
+        grads = {f"/{name}": x.to(wide(x.dtype)) for name, x in result.grads.items()}
+        sums = ranks.summed(label, {**grads, "loss": result.loss})
         means = map_values(lambda total: total / ranks.size, sums)
-        grads = {n: means[f"/{n}"].to(x.dtype) for n, x in found.grads.items()}
-        return mean_gradients(state, grads, means["loss"], found.buffers, found.aux)
+        grads = {n: means[f"/{n}"].to(x.dtype) for n, x in result.grads.items()}
+        return mean_gradients(state, grads, means["loss"], result.buffers, result.aux)
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:
     """Hash tensors that all ranks have to hold alike."""
-    return files.digest({str(number): each for number, each in enumerate(tensors)})
+    return files.digest({str(number): tensor for number, tensor in enumerate(tensors)})
 
 
 def _check_means(sizes: list[int], state: TrainState) -> None:
     """Refuse parts of unlike size, whose mean losses do not count alike."""
-    if any(isinstance(each, DTensor) for each in state.params.values()):
+    if any(isinstance(value, DTensor) for value in state.params.values()):
         raise TypeError(
             "data_parallel(train_step(loss))(state): expected ordinary tensors in "
             "state.params, got DTensors, which the loss of a batch cannot gather as it "
@@ -369,7 +368,7 @@ class _AcrossRanks:
         call = _Summed(f"data_parallel({function})", ranks)
         if modes.inside_transform():
             raise RuntimeError(
-                f"{call.what}: expected a call outside of torch.func's transforms, "
+                f"{call.label}: expected a call outside of torch.func's transforms, "
                 f"which do not reach other ranks. Differentiate or map within the "
                 f"loss, or transform the function of one process."
             )
@@ -380,12 +379,12 @@ class _AcrossRanks:
             counted = read.size if mask is None else int(mask.sum())
             draws = options.randomness != "error" and inputs.keys is None
             seed = int(torch.randint(2**62, ())) if draws else None
-            own = {"counted": counted, "size": read.size, "seed": seed}
-            own["probe"] = next(self._probes)
-            notes = call.exchange("batch", own, options=self._options)
+            facts = {"counted": counted, "size": read.size, "seed": seed}
+            facts["probe"] = next(self._probes)
+            notes = call.exchange("batch", facts, options=self._options)
             if any(note["probe"] for note in notes):
-                with call.known():
-                    check_probe(ranks, call.what, options.loss, *inputs[:3])
+                with call.same_errors():
+                    check_probe(ranks, call.label, options.loss, *inputs[:3])
         counts = [note["counted"] for note in notes]
         sizes = [note["size"] for note in notes]
         seed, size = notes[0]["seed"], read.size
@@ -402,23 +401,21 @@ class _AcrossRanks:
             result = self._joined(transform, call, result, counts, sizes)
         if torch.is_grad_enabled():
             tensors = [*inputs.params.values(), *read.tensors]
-            result = constant(call.what, result, tensors)
+            result = constant(call.label, result, tensors)
         return result
 
     def _run(self, transform: Transform, call: "_Summed", inputs: Inputs) -> Any:
         """Return sums over all ranks, and lists of this rank's samples."""
-        if not any(isinstance(each, DTensor) for each in inputs.params.values()):
-            return transform.execute(
-                transform, inputs, call.evaluation, self._ranks.size
-            )
+        if not any(isinstance(value, DTensor) for value in inputs.params.values()):
+            return transform.execute(transform, inputs, call)
         if transform.execute is not eager:
             raise TypeError(
-                f"{call.what}(params): expected ordinary tensors for a compiled "
+                f"{call.label}(params): expected ordinary tensors for a compiled "
                 f"function, got DTensors, which are gathered while it runs. Leave "
                 f"vgrad.compile out, or pass gather(params, mesh)."
             )
         call.exchange("shards")
-        with call.known():
+        with call.same_errors():
             return sharded_call(transform, self._ranks, inputs)
 
     def _joined(
@@ -433,25 +430,25 @@ class _AcrossRanks:
         ranks, lists = self._ranks, list[Tensor]()
         transform.mapped(lambda leaf: lists.append(leaf) or leaf, result)
         kinds = [(str(leaf.dtype)[6:], *leaf.shape[1:]) for leaf in lists]
-        text, place = json.dumps(kinds), f"{call.what}, kinds of lists"
+        text, place = json.dumps(kinds), f"{call.label}, kinds of lists"
         digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         notes = [note["kinds"] for note in call.exchange("lists", {"kinds": digest})]
-        with call.known():
+        with call.same_errors():
             filled = [rank for rank, size in enumerate(sizes) if size] or [0]
             first = notes[filled[0]]
             if any(notes[rank] != first for rank in filled):
                 raise RankError(
-                    f"{call.what}: expected lists of samples of the same dtypes and "
+                    f"{call.label}: expected lists of samples of the same dtypes and "
                     f"trailing shapes on all ranks, got others. Pad samples to the "
                     f"same shape on every rank."
                 )
             if any(note != first for note in notes):
                 # Without samples a rank does not have the dtypes of the others.
                 kinds = ranks.exchanged(place, text)[filled[0]]
-            known = iter(kinds)
+            remaining = iter(kinds)
 
             def joined(leaf: Tensor) -> Tensor:
-                dtype, *shape = next(known)
+                dtype, *shape = next(remaining)
                 if not counts[ranks.rank]:
                     leaf = leaf.new_empty((0, *shape), dtype=getattr(torch, dtype))
                 return ranks.joined(leaf, counts)
@@ -462,17 +459,22 @@ class _AcrossRanks:
 class _Summed(RankCall):
     """A call whose sums travel to the other ranks, one by one where that is safe."""
 
-    def __init__(self, what: str, ranks: Ranks) -> None:
-        super().__init__(what, ranks)
+    def __init__(self, label: str, ranks: Ranks) -> None:
+        super().__init__(label, ranks)
         self._sums: Summing | None = None
         self._error: Exception | None = None
 
-    def evaluation(self, call: Call) -> Evaluation:
-        """Return the evaluation of a call in which all ranks take part."""
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.ranks.size
+
+    def of(self, call: Call) -> Call:
+        """Return the call of this rank, whose sums are sent off as they are formed."""
         # Random numbers may have to be drawn again, and then sums differ.
-        if self.ranks.size > 1 and call.randomness == "error":
-            call = replace(call, reducer=_AsFormed(self.give, call.params))
-        return Evaluation(call, reduce=self.summed)
+        if self.ranks.size == 1 or call.randomness != "error":
+            return call
+        return replace(call, reducer=_AsFormed(self.give, call.params))
 
     def give(self, like: Params, name: str, value: Tensor) -> None:
         """Send one of some sums off; an error waits until they are needed."""
@@ -489,13 +491,13 @@ class _Summed(RankCall):
         if self.ranks.size == 1:
             return dict(tensors)
         sums, self._sums = self._begin(tensors), None
-        with self.known():
+        with self.same_errors():
             return sums.finished(tensors)
 
     def _begin(self, like: Params) -> Summing:
         if self._sums is None:
-            with self.known():
-                self._sums = Summing(self.ranks, self.what, like)
+            with self.same_errors():
+                self._sums = Summing(self.ranks, self.label, like)
         return self._sums
 
     def abandon(self) -> None:

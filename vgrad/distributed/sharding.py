@@ -19,7 +19,6 @@ from vgrad import batches, files, tree
 from vgrad.persample.clipped import ClippedSum
 from vgrad.persample.engine import (
     NON_RETRYABLE,
-    Evaluation,
     Inputs,
     Reducer,
     Transform,
@@ -136,20 +135,20 @@ def _reduced(ranks: Ranks, value: Tensor, like: DTensor) -> Tensor:
 class RankCall:
     """One call of all ranks, which either come through together or raise together."""
 
-    def __init__(self, what: str, ranks: Ranks) -> None:
-        self.what = what
+    def __init__(self, label: str, ranks: Ranks) -> None:
+        self.label = label
         self.ranks = ranks
         self.failed: BaseException | None = None  # the error that ended it here
 
     def exchange(
-        self, place: str, own: Mapping[str, Any] | None = None, **same: Any
+        self, place: str, facts: Mapping[str, Any] | None = None, **same: Any
     ) -> list[dict[str, Any]]:
         """Return the notes of all ranks; refuse `same` facts that differ."""
-        with self.known():
-            return self.ranks.check_same(f"{self.what}, {place}", own, **same)
+        with self.same_errors():
+            return self.ranks.check_same(f"{self.label}, {place}", facts, **same)
 
     @contextmanager
-    def known(self) -> Iterator[None]:
+    def same_errors(self) -> Iterator[None]:
         """Run a block whose errors need no exchange, since all ranks have them."""
         if self.failed is not None:
             raise self.failed
@@ -168,7 +167,7 @@ class RankCall:
             self.abandon()
             if self.failed is None:
                 self.failed = error
-                self.ranks.agree(self.what, error=error)
+                self.ranks.agree(self.label, error=error)
             raise self.failed from None
 
     def abandon(self) -> None:
@@ -178,10 +177,10 @@ class RankCall:
 class _Gathering(RankCall, Reducer):
     """A call that gathers each parameter where it is used."""
 
-    def __init__(self, what: str, ranks: Ranks) -> None:
-        super().__init__(what, ranks)
+    def __init__(self, label: str, ranks: Ranks) -> None:
+        super().__init__(label, ranks)
         self._sharded: dict[str, DTensor] = {}
-        self._whole: Params = {}  # the one that was read last comes last
+        self._cache: Params = {}  # the one that was read last comes last
         self._room = 0
 
     def lazy(self, tensors: Mapping[str, Tensor]) -> Params:
@@ -200,19 +199,19 @@ class _Gathering(RankCall, Reducer):
         return Lazy(compute, value.shape, value.dtype, local.device)
 
     def _gather(self, name: str, local: Tensor, rows: int, size: int) -> Tensor:
-        if (whole := self._whole.pop(name, None)) is None:
-            used = sum(each.nbytes for each in self._whole.values())
-            while self._whole and used + size > self._room:
-                used -= self._whole.pop(next(iter(self._whole))).nbytes
+        if (tensor := self._cache.pop(name, None)) is None:
+            used = sum(value.nbytes for value in self._cache.values())
+            while self._cache and used + size > self._room:
+                used -= self._cache.pop(next(iter(self._cache))).nbytes
             with modes.exit_all(), modes.without_modes():
                 self.exchange(f"use of {name}")
-                whole = _gathered(self.ranks, local, rows)
-        self._whole[name] = whole
-        return whole
+                tensor = _gathered(self.ranks, local, rows)
+        self._cache[name] = tensor
+        return tensor
 
     def summed(self, name: str, value: Tensor) -> Tensor:
         """Add up the sums of all ranks, and return the part of this one."""
-        self._whole.clear()  # no parameter is held beside a sum
+        self._cache.clear()  # no parameter is held beside a sum
         self.exchange(f"sum of {name}")
         like = self._sharded[name]
         return _reduced(self.ranks, cast(value, wide(like.dtype)), like)
@@ -223,7 +222,7 @@ class _Gathering(RankCall, Reducer):
         notes = self.exchange("condition", {"holds": condition})
         return any(note["holds"] for note in notes)
 
-    def least(self, number: int) -> int:
+    def minimum(self, number: int) -> int:
         return min(
             note["number"] for note in self.exchange("number", {"number": number})
         )
@@ -235,21 +234,22 @@ class _Gathering(RankCall, Reducer):
                 yield
                 self.exchange("end")
         finally:
-            self._whole.clear()
+            self._cache.clear()
 
 
 def sharded_call(transform: Transform, ranks: Ranks, inputs: Inputs) -> Any:
     """Return sums over all ranks, cut as parameters are, and lists of this rank's."""
     options, (params, buffers, batch, *_) = transform.options, inputs
-    what = f"sharded({options.function})"
+    label = f"sharded({options.function})"
     with (
-        ranks.together(what) as facts,
+        ranks.together(label) as facts,
         torch.inference_mode(False),
         torch.no_grad(),
     ):
-        _check(what, transform, ranks, params, buffers)
+        _check(label, transform, ranks, params, buffers)
         size = batches.read(options.function, batch).size
-        facts.own |= {"size": size, "mapped": options.fallbacks.failure is not None}
+        mapped = any(entry.failure for entry in options.fallbacks.known.values())
+        facts.own |= {"size": size, "mapped": mapped}
         facts.same["strategy"] = options.strategy
         facts.same["layout"] = layout({**params, **buffers})
     notes = facts.notes
@@ -263,7 +263,7 @@ def sharded_call(transform: Transform, ranks: Ranks, inputs: Inputs) -> Any:
             # A parameter is gathered where an op uses it, forward and backward, and
             # each sum is scattered before the next one is formed.
             try:
-                gathering = _Gathering(what, ranks)
+                gathering = _Gathering(label, ranks)
                 with gathering.together():
                     result = _where_used(transform, gathering, size, max(sizes), inputs)
             except Exception as error:
@@ -273,11 +273,11 @@ def sharded_call(transform: Transform, ranks: Ranks, inputs: Inputs) -> Any:
                 return _of_all_ranks(transform, ranks, result, laid)
         # All parameters are gathered before the call.
         parameters, fixed = (
-            tree.map_tensors(shards.whole, each) for each in (params, buffers)
+            tree.map_tensors(shards.whole, entries) for entries in (params, buffers)
         )
-        with ranks.together(f"{what}, run"):
-            whole = inputs._replace(params=parameters, buffers=fixed)
-            result = eager(transform, whole)
+        with ranks.together(f"{label}, run"):
+            gathered = inputs._replace(params=parameters, buffers=fixed)
+            result = eager(transform, gathered)
 
         def scattered(name: str, value: Tensor) -> Tensor:
             like: Any = params[name]
@@ -287,7 +287,7 @@ def sharded_call(transform: Transform, ranks: Ranks, inputs: Inputs) -> Any:
 
 
 def _check(
-    what: str, transform: Transform, ranks: Ranks, params: Params, buffers: Buffers
+    label: str, transform: Transform, ranks: Ranks, params: Params, buffers: Buffers
 ) -> None:
     """Refuse parameters that are cut in another way than by `shard`."""
     meshes = []
@@ -296,36 +296,36 @@ def _check(
             if name not in params:
                 continue
             raise TypeError(
-                f"{what}(params): expected a DTensor in {name!r}, got a "
+                f"{label}(params): expected a DTensor in {name!r}, got a "
                 f"{type(value).__name__}. Make all of them by shard(params, mesh)."
             )
         meshes.append(value.device_mesh)
         if meshes[-1].ndim != 1 or meshes[-1] != meshes[0]:
             raise ValueError(
-                f"{what}(params): expected tensors on one mesh with one axis, got "
+                f"{label}(params): expected tensors on one mesh with one axis, got "
                 f"{name!r} on {meshes[-1]}."
             )
         if tuple(value.placements) not in ((Shard(0),), (Replicate(),)):
             raise ValueError(
-                f"{what}(params): expected tensors cut along their first dimension, or "
-                f"whole on every rank, got {name!r} placed as {value.placements}. Use "
-                f"value.redistribute(placements=[Shard(0)])."
+                f"{label}(params): expected tensors cut along their first dimension, "
+                f"or whole on every rank, got {name!r} placed as {value.placements}. "
+                f"Use value.redistribute(placements=[Shard(0)])."
             )
     for mesh in meshes[:1]:
         if mesh.mesh_dim_names is None:
             raise ValueError(
-                f"{what}(params): expected a mesh whose axis has a name. Pass "
+                f"{label}(params): expected a mesh whose axis has a name. Pass "
                 f"mesh_dim_names to init_device_mesh."
             )
-        holders = Ranks.of(what, mesh, mesh.mesh_dim_names[0])
+        holders = Ranks.of(label, mesh, mesh.mesh_dim_names[0])
         if holders.members != ranks.members:
             raise ValueError(
-                f"{what}(params): expected parameters cut among the ranks that share "
+                f"{label}(params): expected parameters cut among the ranks that share "
                 f"the batch, {ranks.members}, got {holders.members}."
             )
     if isinstance(transform.quantity, Products | MomentsOfGrads):
         raise TypeError(
-            f"{what}: expected a sum over samples or a list of them, got another "
+            f"{label}: expected a sum over samples or a list of them, got another "
             f"quantity. Call it with gather(params, mesh)."
         )
 
@@ -348,19 +348,19 @@ def _check_fallback(transform: Transform, ranks: Ranks, error: Exception) -> Non
 
 
 def _where_used(
-    transform: Transform, gathering: _Gathering, own: int, size: int, inputs: Inputs
+    transform: Transform, gathering: _Gathering, present: int, size: int, inputs: Inputs
 ) -> Any:
-    """Record, and gather each parameter where it is used; `own` samples are here."""
+    """Gather each parameter where it is used; this rank has `present` samples."""
     # Which ops run may depend on sizes. So all ranks run chunks of the same sizes.
-    if size > own:
-        inputs = inputs.padded(own, size)
+    if size > present:
+        inputs = inputs.padded(present, size)
     inputs = inputs._replace(
         params=gathering.lazy(inputs.params), buffers=gathering.lazy(inputs.buffers)
     )
     call = transform.options.on(inputs)
-    chunk = gathering.least(at_a_time(call) or size)
+    chunk = gathering.minimum(at_a_time(call) or size)
     call = replace(call, chunk_size=chunk, strategy="recorded", reducer=gathering)
-    value, mask = transform.evaluated(Evaluation(call)), inputs.mask
+    value, mask = transform.evaluate(call), inputs.mask
     return value if mask is None else transform.selected(value, mask, inputs)
 
 
@@ -372,15 +372,15 @@ def _of_all_ranks(
 ) -> Any:
     """Replace sums and counts of a result by those over all ranks."""
 
-    def each(sums: Params) -> Params:  # one by one, so that the whole ones are freed
+    def over_ranks(sums: Params) -> Params:  # one by one, which frees the whole ones
         return {name: summed(name, sums.pop(name)) for name in list(sums)}
 
     value, *aux = result if transform.options.has_aux else (result,)
     if isinstance(transform.quantity, ClippedSum):
         counts = {"clipped": value.clipped, "nonfinite": value.nonfinite}
-        grads = each(value.grads)
+        grads = over_ranks(value.grads)
         counts = ranks.summed(transform.options.function, counts)
         value = value._replace(grads=grads, **counts)
     elif isinstance(transform.quantity, WeightedSum):
-        value = each(value)
+        value = over_ranks(value)
     return (value, *aux) if aux else value

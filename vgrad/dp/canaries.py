@@ -5,7 +5,9 @@ gradient. It goes through all that a step does to gradients, and needs no data.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -15,13 +17,14 @@ from torch import Tensor
 
 from vgrad import batches, checks
 from vgrad.dp.audit import FEW, Audit, check_numbers, epsilon_of, gaussian, one_run
-from vgrad.dp.group_clip import GroupClip
-from vgrad.dp.plan import Plan
+from vgrad.dp.mechanisms import Mechanism
+from vgrad.dp.noise import Streams
 from vgrad.generators import block, fold_in, stream
-from vgrad.optim.private import unscaled
+from vgrad.optim.base import GradientTransformation
+from vgrad.optim.private import unscaled, uses_of_noise
 from vgrad.torch_private import shards
-from vgrad.tree import map_tensors
-from vgrad.typing import LossFn, Params, Scales
+from vgrad.tree import map_tensors, map_values
+from vgrad.typing import ChunkSize, LossFn, Params, Scales
 
 _NORMS = 1.0, 10.0, 1e4
 """Norms of canaries' gradients before they are clipped, in bounds of the clip."""
@@ -40,59 +43,64 @@ and loaded before the last step."""
 
 def audit(
     function: str,
-    plan: Plan,
+    mechanism: Mechanism,
     release: Release,
     options: Any,
     params: Params,
     batch: tuple | None = None,
     *,
-    scales: Scales = MappingProxyType({}),
+    scales: Scales,
+    densities: Mapping[str, float],
+    bound: float,
+    delta: float,
     key: Tensor,
     canaries: int,
     guesses: tuple[int, int] | None,
     significance: float,
 ) -> Audit:
-    """Audit the releases of a plan, whose clipped sum has options, as `Plan.audit`."""
-    steps = plan.steps - plan.earlier_steps
-    if plan.noise_multiplier == 0 or steps < 2:
+    """Audit the releases of a mechanism, whose clipped sum has options.
+
+    `bound` is the bound of gradients that are multiplied by `scales`, where it does not
+    adapt; the rest is as in `Plan.audit`.
+    """
+    if mechanism.noise_multiplier == 0 or mechanism.steps < 2:
         raise ValueError(
             f"{function}: expected a plan with noise and two steps at least, got a "
-            f"noise_multiplier of {plan.noise_multiplier} and {steps} steps."
+            f"noise_multiplier of {mechanism.noise_multiplier} and {mechanism.steps} "
+            f"steps."
         )
-    signs, weights, mu = _signal(plan)
+    signs, weights, mu = signal(mechanism)
     if batch and abs(weights.sum()) > 1e-9:
         raise ValueError(
             f"{function}(batch): expected independent noise, with which samples that "
-            f"are in all steps cancel, got {plan.noise.scheme!r}. Leave batch out."
+            f"are in all steps cancel, got {mechanism.noise.scheme!r}. Leave batch out."
         )
     [count] = checks.whole(function, least=4 * FEW, canaries=canaries)
     significance, _ = check_numbers(function, significance)
-    clip = plan.max_norm
-    densities = clip.densities(params) if isinstance(clip, GroupClip) else {}
-    scales = {**plan.scales(params), **scales}
     made = Canaries(params, count, key, scales, densities)
     loss = made.loss(options.loss if batch else None, has_aux=options.has_aux)
     entries = sum(value.numel() for value in params.values())
-    chunk: Any = options.chunk_size or plan.dataset_size
+    chunk: Any = options.chunk_size or mechanism.dataset_size
     if chunk != "auto":
         chunk = max(1, min(chunk, _AT_A_TIME // entries))
     real = batches.read(function, batch).size if batch else 0
-    most = max(2 * round(plan.expected_batch_size), _ROUND)
-    most = min(most, plan.largest_batch or plan.dataset_size) - real
+    expected = mechanism.expected_batch_size
+    most = max(2 * round(expected), _ROUND)
+    most = min(most, mechanism.largest_batch or mechanism.dataset_size) - real
     # Directions of more than half as many are not orthogonal enough.
     most = max(1, min(most, entries // 2))
     score = torch.zeros(count, dtype=torch.float64)
     for rows in torch.arange(count).split(most):
         inside = rows[made.coins[rows]]
         given = [
-            made.batch(inside if sign else rows[:0], sign * plan.noise_norm, batch)
+            made.batch(inside if sign else rows[:0], sign * bound, batch)
             for sign in signs
         ]
         found = release(loss, fold_in(key, "noise", int(rows[0])), given, chunk)
-        for weight, (grads, bound) in zip(weights, found, strict=True):
-            bound = plan.noise_norm if bound is None else float(bound)
-            score[rows] += weight / bound * made.scores(rows, grads)
-    score *= plan.expected_batch_size
+        for weight, (grads, adapted) in zip(weights, found, strict=True):
+            own = bound if adapted is None else float(adapted)
+            score[rows] += weight / own * made.scores(rows, grads)
+    score *= expected
     sides = score[made.coins], score[~made.coins]
     bounds = {}
     for name, some in made.groups.items():
@@ -101,7 +109,7 @@ def audit(
             share = significance / (4 if name == "all" else 4 * len(made.groups) - 4)
             bounds[name] = gaussian(*parts, significance=share)
     guesses = guesses or (count // 8, count // 8)
-    delta = min(plan.delta, 0.01 / count)
+    delta = min(delta, 0.01 / count)
     half = {"delta": delta, "significance": significance / 2}
     return Audit(
         mu=max(bounds.values(), key=lambda bound: bound.value),
@@ -116,24 +124,74 @@ def audit(
     )
 
 
-def _signal(plan: Plan) -> tuple[np.ndarray, np.ndarray, float]:
+def signal(mechanism: Mechanism) -> tuple[np.ndarray, np.ndarray, float]:
     """Return signs of a canary in the steps of a round, their weights, and mu.
 
     Plus in the first step and minus in the last one, s, with steps in between through
     which the noise is correlated. Multiplied by C, the gradients are C s with a noise
     of one deviation, and their best test is the product with C s.
     """
-    last = min(plan.noise.size, plan.steps - plan.earlier_steps - 1)
-    column, unit = np.eye(1, last + 1)[0], plan.noise_multiplier
-    if plan.noise.correlated:
-        column = plan.fitted.column(last + 1)
-        unit *= plan.fitted.sensitivity()
+    last = min(mechanism.noise.size, mechanism.steps - 1)
+    column = mechanism.fitted.column(last + 1)
+    unit = mechanism.noise_multiplier * mechanism.sensitivity
     rows = np.arange(last + 1)
     matrix = np.where(rows[:, None] < rows, 0.0, column[rows[:, None] - rows])
     signs = 1.0 * (rows == 0) - (rows == last)
     signal = matrix @ signs
     length = float(np.linalg.norm(signal))
     return signs, matrix.T @ signal / (length * unit), length / unit
+
+
+def noisy_gradients(
+    step: Any,
+    state: Any,
+    digest: Tensor,
+    loss: LossFn,
+    key: Tensor,
+    batches: Sequence[tuple],
+    chunk_size: ChunkSize,
+) -> list[tuple[Params, Tensor | None]]:
+    """Take the first steps of a private step's plan, on another loss and its key.
+
+    Batches are of all ranks, and `digest` is of the plan at its start. Return noisy
+    gradients, and bounds of the clip that adapt. The state is saved and loaded before
+    the last step; the one passed stays as it is.
+    """
+    plan, transform = step.source.plan, step.source.transform
+    # A canary stands for a unit. The streams of this step stay as they are.
+    own = {"samples_per_unit": None, "streams": Streams(), "counts": Streams()}
+    own["transform"] = transform.with_loss(loss, chunk_size)
+    source = replace(step.source, has_aux=False, **own)
+    step = replace(step, source=source, tx=_RECORDER, has_aux=False)
+    step = replace(step, reduce=step.reduce.of(step), execute=copy(step.execute))
+    state = state._replace(
+        key=key,
+        step=torch.full_like(state.step, plan.earlier_steps),
+        plan_digest=digest.to(state.plan_digest.device),
+        noise=(),
+        max_norm=(),
+    )
+    # Gradients keep the scales that they have in this state.
+    optimizer: Any = {"uses": uses_of_noise(state.optimizer)}
+    optimizer["grads"] = map_values(torch.zeros_like, state.params)
+    found, parts = [], [step.reduce.share(batch) for batch in batches]
+    for number, batch in enumerate(parts, start=1):
+        if number == len(parts):
+            state = step.reduce.reloaded(state)
+        state = state._replace(optimizer=optimizer)
+        clipped = source.at(state.max_norm, state.params, int(state.step))
+        if hasattr(step.execute, "reports"):  # a first call is captured, and not run
+            step(state, *batch)
+        state, _ = step(state, *batch)
+        found.append((state.optimizer["grads"], clipped.options.max_norm))
+    return found
+
+
+_RECORDER = GradientTransformation(
+    lambda params: {},
+    lambda grads, state, params=None: (dict.fromkeys(grads), {**state, "grads": grads}),
+)
+"""Leaves parameters as they are, and keeps gradients in its state."""
 
 
 class Block(NamedTuple):

@@ -79,9 +79,6 @@ class DiscreteNoise:
                 f"gather(params, mesh) for a DTensor."
             )
 
-    def drawn(self, sums: Params) -> None:
-        """Return None: no graph draws integers."""
-
     def _drawn(self, member: int, name: str, shape: tuple[int, ...]) -> Tensor:
         place = "discrete noise", member, name, str(list(shape))
         noise = np.empty(math.prod(shape), np.int64)

@@ -68,9 +68,11 @@ from vgrad.batches import Sensitivity
 from vgrad.devices import HOST, is_host
 from vgrad.dp import chacha
 from vgrad.dp.noising import Filter
+from vgrad.optim.base import GradientTransformation
+from vgrad.optim.private import unscaled
 from vgrad.torch_private import kernels, shards
 from vgrad.tree import map_values, wide
-from vgrad.typing import Params, Tree
+from vgrad.typing import Params, Scales, Tree
 
 TILE = 8 * chacha.BLOCKS
 """Numbers that are drawn together: half their words make radii, half make angles."""
@@ -438,7 +440,7 @@ class Drawn(NamedTuple):
     filter: Filter
     buffers: tuple[Params, ...]
 
-    def added(self, sums: Params) -> tuple[Params, list[Params]]:
+    def advanced(self, sums: Params) -> tuple[Params, list[Params]]:
         """Add the noise, as a function of tensors; return new buffers too."""
         words: Any = self.words
         if self.stream is not None:
@@ -461,6 +463,25 @@ class Drawn(NamedTuple):
             start += TILE * math.ceil(total.numel() / TILE)
         places = range(self.filter.made)
         return noisy, [{name: new[i] for name, new in made.items()} for i in places]
+
+
+class Privatizing(NamedTuple):
+    """The state of `ADD_NOISE`: the noise of a step, and the scales of its sums."""
+
+    noise: Any  # a `Noise`, a `DiscreteNoise`, or `Drawn` as tensors for a graph
+    scales: Scales
+
+
+def add_noise(
+    grads: Params, state: Privatizing, params: Params | None = None
+) -> tuple[dict[str, Any], Tree]:
+    """Add noise to sums, and divide by their scales; return its state after that."""
+    noisy, after = state.noise.advanced(grads)
+    return unscaled(noisy, state.scales), after
+
+
+ADD_NOISE = GradientTransformation(lambda params: (), add_noise)
+"""Noise as a transformation of gradients, in front of an optimizer."""
 
 
 def normals(words: Tensor) -> Tensor:

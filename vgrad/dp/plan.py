@@ -7,34 +7,31 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from vgrad import checks, generators
 from vgrad.batches import Sensitivity
-from vgrad.dp import accounting
+from vgrad.dp import accounting, canaries
 from vgrad.dp.adaptive import QuantileClip
+from vgrad.dp.audit import Audit
+from vgrad.dp.canaries import audit, noisy_gradients
 from vgrad.dp.discrete import DiscreteNoise
 from vgrad.dp.group_clip import GroupClip, clip_of, scaled
+from vgrad.dp.mechanisms import Combination, Mechanism, Sampling
 from vgrad.dp.noise import Noise, Streams, checked, gaussian_noise
-from vgrad.dp.noise_figure import plot_noise
-from vgrad.dp.noising import Fitted, Noising, independent
-from vgrad.dp.sampling import (
-    StepBatches,
-    in_order,
-    poisson_sample,
-    random_groups,
-    random_order,
-)
-from vgrad.dp.units import Units, units_of
+from vgrad.dp.noise_figure import Curve, draw
+from vgrad.dp.noising import Fitted, Noising, band_inv_mf, band_mf, blt, independent
+from vgrad.dp.sampling import StepBatches
+from vgrad.dp.units import Units
 from vgrad.optim.private import scales_of, unscaled
+from vgrad.persample import Options
 from vgrad.persample.clipped import LEAST, MOST
-from vgrad.typing import Params, Tree
-
-if TYPE_CHECKING:
-    from vgrad.dp.audit import Audit
+from vgrad.typing import Params, Scales, Tree
 
 MECHANISM = "Gaussian noise on clipped sums of Poisson batches"
 
@@ -50,26 +47,6 @@ _NO_INTEGERS = (
 )
 
 INDEPENDENT = independent()
-
-Sampling = Literal["poisson", "cyclic_poisson", "cyclic_equal", "fixed_order"]
-
-_SAMPLINGS: dict[str, tuple[Sampling, ...]] = {
-    "independent": ("poisson", "fixed_order"),
-    "band_mf": ("cyclic_poisson", "cyclic_equal", "fixed_order"),
-}
-"""The samplings with an account, the default one first: else a fixed order alone."""
-
-_CYCLIC = "cyclic_poisson", "cyclic_equal"
-_TRUNCATED = "poisson", "cyclic_equal"
-"""The samplings that go through groups, and those with an account of cut batches."""
-
-_NEIGHBOURS: dict[str, tuple[accounting.Neighbours, ...]] = {
-    "poisson": ("add_or_remove_one", "zero_out", "replace_one", "fixed_graph"),
-    "cyclic_poisson": ("add_or_remove_one", "zero_out"),
-    "cyclic_equal": ("zero_out",),
-    "fixed_order": ("zero_out", "replace_one"),
-}
-"""The relations of data sets with an account, the default one first."""
 
 _PRICE_OF_AUTO = 1.01
 """Epsilon with `max_batch_size="auto"` over epsilon without a largest batch."""
@@ -173,8 +150,8 @@ class Plan:
         numbers |= {"sampling_rate": self.sampling_rate, "delta": self.delta}
         own.update({name: float(number) for name, number in numbers.items()})
         own.update(dataset_size=size, steps=steps)
-        for name in ("samples_per_unit", "horizon"):
-            if own[name] is not None:
+        for name in ("samples_per_unit", "horizon", "max_batch_size"):
+            if own[name] not in (None, "auto"):
                 [own[name]] = checks.whole("Plan", least=1, **{name: own[name]})
         if self.delta > 1 / self.dataset_size:
             warnings.warn(
@@ -183,136 +160,97 @@ class Plan:
                 f"sample as it is. Choose a delta well below it.",
                 stacklevel=3,
             )
-        self._resolve()
-
-    def _resolve(self) -> None:
-        """Fill in sampling, relation and largest batch, if there is an account."""
-        own: dict[str, Any] = self.__dict__
         checks.choice("Plan", (False, True, "sum"), discrete=self.discrete)
         if self.discrete != "sum" and self.discrete:
             raise ValueError(f"Plan(discrete=True): {_NO_INTEGERS}")
         own["discrete"] = "sum" if self.discrete else False  # of strings of numpy
-        correlated, before = self.noise.correlated, self.before
-        known = _SAMPLINGS.get(self.noise.scheme, ("fixed_order",))
-        own["sampling"] = self.sampling or known[0]
-        relations = _NEIGHBOURS.get(str(own["sampling"]), ("",))
-        if self.max_batch_size is not None:
-            relations = tuple(r for r in relations if r != "replace_one")
-        own["neighbours"] = self.neighbours or relations[0]
-        expected = self._expected
-        expected(
-            before is None or self.steps > self.earlier_steps,
-            "steps before",
-            f"more than the {self.earlier_steps} steps taken before, which count. Make "
-            f"it with plan.after(other, steps).",
-        )
-        cut = [each for each in known if each in _TRUNCATED]
-        account = "others, since no account of these is known. "
-        expected(
-            self.sampling in known,
-            "sampling noise",
-            f"{account}With this noise choose sampling from {checks.listed(known)}"
-            + (", or noising.independent()." if correlated else "."),
-        )
-        expected(
-            self.neighbours in relations,
-            "neighbours sampling max_batch_size",
-            f"{account}For these batches choose neighbours from "
-            f"{checks.listed(relations)}, or another sampling.",
-        )
-        expected(
-            self.max_batch_size is None or self.sampling in _TRUNCATED,
-            "max_batch_size sampling",
-            f"{account}Leave max_batch_size out"
-            + (f", or choose sampling={cut[0]!r}." if cut else "."),
-        )
-        expected(
-            not self._needs_pld or self.accountant == "pld",
-            "accountant neighbours max_batch_size",
-            'the accountant "pld", the only one that has a bound.',
-        )
-        expected(
-            self.neighbours != "fixed_graph" or self.samples_per_unit == 1,
-            "neighbours samples_per_unit",
-            "samples_per_unit=1, since the relation is about units of one sample.",
-        )
-        expected(
-            before is None or before.neighbours == self.neighbours,
-            "neighbours before",
-            "the relation of the plan before: bounds of two relations do not add up. "
-            "Pass neighbours= to one of them.",
-        )
-        expected(
-            before is None
-            or (before.samples_per_unit is None) == (self.samples_per_unit is None),
-            "samples_per_unit before",
-            "two plans of one kind, of units or of samples, whose bounds do not add up "
-            "otherwise. Pass samples_per_unit= to both, or to none.",
-        )
-        expected(
-            self.horizon is None or (correlated and self.horizon >= self.steps),
-            "horizon steps",
-            "no horizon, or with correlated noise at least as many steps. It is for "
-            "plans that plan.after(other, steps) leaves.",
-        )
-        expected(
-            sum(map(bool, (correlated, self.discrete, self._adapts))) < 2,
-            "discrete noise max_norm",
-            "one of discrete noise, correlated noise and a bound that adapts, got "
-            "several, of which no account is known.",
-        )
-        whole, bands = self.expected_batch_size, self.noise.size
-        expected(
-            self.sampling != "fixed_order"
-            or (round(whole) >= 1 and abs(whole - round(whole)) <= 1e-9 * whole),
-            "sampling_rate dataset_size sampling",
-            f"batches of a whole number of samples, got {whole!r}. Pass sampling_rate="
-            f"batch_size / dataset_size.",
-        )
-        expected(
-            self.sampling not in _CYCLIC or bands * self.sampling_rate <= 1,
-            "sampling_rate noise",
-            f"a rate of at most 1 / {bands}, since a step samples from one of {bands} "
-            f"groups with {bands} times the rate. Use fewer bands.",
-        )
+        kind, own["neighbours"] = self._combination.resolved()
+        own["sampling"] = kind.sampling
+        self._check_before()
+        self._check_noise()
+        if self.max_batch_size == "auto":
+            own["max_batch_size"] = _least_batch(replace(self, max_batch_size=None))
+        own["noise"] = self.mechanism.noise
+
+    @property
+    def _combination(self) -> Combination:
+        noises = [self.noise.scheme] if self.noise.correlated else []
+        noises += ["discrete"] if self.discrete else []
+        noises += ["quantile_clip"] if self._adapts else []
+        noise, most = " and ".join(noises) or "independent", self.max_batch_size
+        kinds = self.sampling, self.neighbours, noise, most, self.accountant
+        return Combination(*kinds)
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """The batches, the noise and the account of the plan's own steps."""
+        return self._mechanism
+
+    @functools.cached_property
+    def _mechanism(self) -> Mechanism:
+        kind, relation = self._combination.resolved()
+        steps, most = self.horizon or self.steps, self.max_batch_size
+        assert most != "auto"
+        run = self.dataset_size, self.sampling_rate, self.noise_multiplier, self.noise
+        start = self.earlier_steps
+        made = kind(*run, steps - start, start, relation, most)
+        made.check()
+        return made.settled()
+
+    def _check_noise(self) -> None:
+        if self.neighbours == "fixed_graph" and self.samples_per_unit != 1:
+            raise ValueError(
+                f"Plan(neighbours='fixed_graph', samples_per_unit="
+                f"{self.samples_per_unit}): expected samples_per_unit=1, since the "
+                f"relation is about units of one sample."
+            )
         if self.discrete:
             checks.positive("Plan(discrete)", noise_multiplier=self.noise_multiplier)
-        expected(
-            not self._adapts or self.neighbours not in ("zero_out", "fixed_graph"),
-            "neighbours max_norm",
-            'the relation "add_or_remove_one" or "replace_one", since the norm of a '
-            "gradient that is zeroed counts as small. Pass a number as max_norm, or "
-            "another sampling.",
-        )
         if isinstance(self.max_norm, QuantileClip):
-            clip = self.max_norm
+            clip, whole = self.max_norm, self.sampling_rate * self.dataset_size
             clip.gradient_multiplier(self.noise_multiplier, whole)
             ends = {"least / expected_batch_size": clip.least / whole}
             ends |= {"most / expected_batch_size": clip.most / whole}
             checks.between("Plan(max_norm=quantile_clip(...))", LEAST, MOST, **ends)
-        own["noise"] = self.noise.settled(**self._participation)
-        if self.max_batch_size == "auto":
-            own["max_batch_size"] = _least_batch(replace(self, max_batch_size=None))
-        elif self.max_batch_size is not None:
-            sizes = {"max_batch_size": self.max_batch_size}
-            [own["max_batch_size"]] = checks.whole("Plan", least=1, **sizes)
 
-    def _expected(self, holds: bool, names: str, text: str) -> None:
-        """Refuse fields, unless they fit each other."""
-        if not holds:
-            given = {name: checks.shown(getattr(self, name)) for name in names.split()}
-            given |= {"before": "..."} if "before" in given else {}
-            given = ", ".join(f"{name}={value}" for name, value in given.items())
-            raise ValueError(f"Plan({given}): expected {text}")
+    def _check_before(self) -> None:
+        """Refuse a plan before this one that is not accounted for together with it."""
+        before, horizon = self.before, self.horizon
+        if horizon and not (self.noise.correlated and horizon >= self.steps):
+            raise ValueError(
+                f"Plan(horizon={horizon}, steps={self.steps}): expected no horizon, or "
+                f"with correlated noise at least as many steps. It is for plans that "
+                f"plan.after(other, steps) leaves."
+            )
+        if before is None:
+            return
+        kinds = "samples" if before.samples_per_unit is None else "units"
+        if self.steps <= before.steps:
+            name, expected = "steps", f"more than the {before.steps} steps taken before"
+            way = "They count. Make it with plan.after(other, steps)."
+        elif before.neighbours != self.neighbours:
+            name, expected = "neighbours", f"{before.neighbours!r}, as the plan before"
+            way = "Bounds of two relations do not add up. Pass it to one of the plans."
+        elif (kinds == "samples") != (self.samples_per_unit is None):
+            name, expected = "samples_per_unit", f"two plans of one kind, of {kinds}"
+            way = "Bounds do not add up otherwise. Pass it to both, or to none."
+        elif self.accountant not in before.accountants:
+            name, expected = "accountant", "'pld', which alone bounds all steps"
+            way = "The plan before has no bound by another one."
+        else:
+            return
+        given = f"{name}={getattr(self, name)!r}, before=..."
+        raise ValueError(f"Plan({given}): expected {expected}. {way}")
 
     @property
     def _adapts(self) -> bool:
         return isinstance(self.max_norm, QuantileClip)
 
     @property
-    def _needs_pld(self) -> bool:
-        own = self.neighbours == "replace_one" or self.max_batch_size is not None
-        return own or (self.before is not None and self.before._needs_pld)
+    def accountants(self) -> set[str]:
+        """The accountants that have a bound of all steps, earlier ones included."""
+        own = {*self.mechanism.account_for(self.neighbours).accountants}
+        return own if self.before is None else own & self.before.accountants
 
     @classmethod
     def for_epsilon(
@@ -492,9 +430,15 @@ class Plan:
         if isinstance(self.max_norm, QuantileClip | GroupClip):
             kinds["max_norm"] = asdict(self.max_norm)
         if self.noise.correlated:
-            kinds["noise"], kinds["steps"] = asdict(self.noise), self._planned
+            kinds["noise"], kinds["steps"] = asdict(self.noise), self.mechanism.steps
             del kinds["noise"]["cache"]  # which changes no number
         return (json.dumps(kinds, sort_keys=True),) if kinds else ()
+
+    def identity_at(self, steps: int) -> bytes:
+        """Return the identity in a state of so many steps, maybe of a plan before."""
+        if self.before is not None and steps <= self.before.steps:
+            return self.before.identity_at(steps)
+        return self._identity if steps else NO_PLAN
 
     def accounts_for(self, spent: Any) -> bool:
         """Return whether an identity is the plan's, or the one that it once had.
@@ -506,7 +450,7 @@ class Plan:
     @property
     def expected_batch_size(self) -> float:
         """The mean size of a batch, `sampling_rate * dataset_size`, not rounded."""
-        return self.sampling_rate * self.dataset_size
+        return self.mechanism.expected_batch_size
 
     @property
     def first_max_norm(self) -> float:
@@ -532,10 +476,7 @@ class Plan:
     @property
     def largest_batch(self) -> int | None:
         """The size that no batch exceeds, None if there is none but the data set's."""
-        if self.sampling == "fixed_order":
-            return round(self.expected_batch_size)
-        most: Any = self.max_batch_size
-        return most
+        return self.mechanism.largest_batch
 
     @property
     def steps_per_epoch(self) -> int:
@@ -543,39 +484,12 @@ class Plan:
 
         In a fixed order it is rounded up: the last batch may be short.
         """
-        if self.sampling == "fixed_order":
-            return -(-self.dataset_size // round(self.expected_batch_size))
-        # Halves stay halves, however the rate was rounded.
-        return max(1, round(round(1 / self.sampling_rate, 6)))
-
-    @property
-    def _planned(self) -> int:
-        """The steps of this plan alone that its noise is made for."""
-        return (self.horizon or self.steps) - self.earlier_steps
+        return self.mechanism.steps_per_epoch
 
     @property
     def fitted(self) -> Fitted:
         """The scheme of the noise, fitted to the steps and to their batches."""
-        return self._fitted
-
-    @functools.cached_property
-    def _fitted(self) -> Fitted:
-        return self.noise.fitted(**self._participation)
-
-    @property
-    def _participation(self) -> dict[str, int]:
-        if self.sampling == "fixed_order":
-            apart = self.steps_per_epoch
-            most = -(-self._planned // apart)
-        else:  # a round of cyclic groups is one event, in which a sample is once
-            apart, most = self.noise.size, 1
-        run = {"separation": apart, "participations": most}
-        return {"steps": self._planned, **run}
-
-    @functools.cached_property
-    def _sensitivity(self) -> float:
-        """The sensitivity of the scheme to a sample, which every step multiplies by."""
-        return self.fitted.sensitivity()
+        return self.mechanism.fitted
 
     def deviation(self, step: int | Tensor) -> Any:
         """Return the deviation of the noise of a step, of each number of the mean.
@@ -583,7 +497,6 @@ class Plan:
         It is `noise_multiplier * max_norm / expected_batch_size`, for correlated noise
         times the sensitivity of the scheme and the norm of row `step` of its inverse;
         for a `group_clip` it is a dictionary, by pattern.
-        With `rows` it is that over `sqrt(1 - rows.share)`.
         A tensor is the count of an optimizer, such as `adam_bc(deviation=...)`, under
         this plan: the deviation is the same at all steps then, or NaN if `max_norm`
         adapts, until `private_step` sets it.
@@ -616,9 +529,7 @@ class Plan:
                 "Plan.deviation(step): expected a plan of a fixed max_norm, got one "
                 "that adapts it. The bound of a step is in the state."
             )
-        if self.noise.correlated:
-            row = self.fitted.row_norms(self._planned)[step - self.earlier_steps]
-            scale *= self._sensitivity * float(row)
+        scale *= self.mechanism.deviation(step)
         if isinstance(self.max_norm, GroupClip):
             return {each: scale * x for each, x in self.max_norm.deviations.items()}
         return scale
@@ -670,29 +581,8 @@ class Plan:
         """List the steps of each kind among the first `steps` steps."""
         earlier = min(steps, self.earlier_steps)
         account = [] if self.before is None else self.before.account(earlier)
-        return [*account, *self._own_account(steps - earlier)]
-
-    def _own_account(self, steps: int) -> list[accounting.Steps]:
-        if steps == 0:
-            return []
-        size, rate, noise, _ = self._numbers
-        relation: Any = self.neighbours
-        truncated: Any = None
-        if self.sampling == "fixed_order":
-            times = -(-steps // self.steps_per_epoch)
-            if self.noise.correlated:
-                times = 1  # the leading block of one mechanism
-                if steps < self._planned:
-                    noise *= self._sensitivity / self.fitted.sensitivity(steps)
-            return [accounting.Steps(1.0, noise, times, None, relation)]
-        if self.sampling != "poisson":
-            bands = self.noise.size
-            # Every sample is in one group, which is sampled once a round.
-            size, rate, steps = -(-size // bands), bands * rate, -(-steps // bands)
-        if self.max_batch_size is not None:
-            truncated = self.max_batch_size, size
-        kind = truncated, relation
-        return [accounting.Steps(min(rate, 1.0), noise, steps, *kind)]
+        own = steps - earlier
+        return [*account, *([self.mechanism.spent(own)] if own else [])]
 
     def dp_event(self, steps: int | None = None) -> Any:
         """Return the first steps as an event of dp_accounting, all of them by default.
@@ -750,39 +640,40 @@ class Plan:
             >>> [round(float(loss), 1) for loss in line.get_ydata()]
             [10.1]
         """
-        return plot_noise(self, schemes, epsilons)
+        size, rate, steps = self.dataset_size, self.sampling_rate, self.mechanism.steps
+        run: dict[str, Any] = {"dataset_size": size, "sampling_rate": rate}
+        run |= {"steps": steps, "delta": self.delta, "max_norm": 1.0}
+        if schemes is None:
+            batch = self.expected_batch_size
+            whole = batch >= 1 and math.isclose(batch, round(batch), rel_tol=1e-9)
+            schemes = [independent(), *(band_mf(b) for b in (2, 4, 8) if b * rate <= 1)]
+            schemes += [band_inv_mf(4), blt(2)] if whole else []
+        curves = []
+        for scheme in schemes:
+            plans = [Plan.for_epsilon(e, noise=scheme, **run) for e in epsilons]
+            losses = [plan.mechanism.root_loss() for plan in plans]
+            size = "" if scheme == independent() else scheme.size
+            kind = f"{plans[0].sampling}, {plans[0].neighbours}"
+            line = "o-" if plans[0].neighbours == "add_or_remove_one" else "s--"
+            curves.append(Curve(f"{scheme.scheme}({size})", kind, losses, line))
+        title = (
+            f"Noise in sums of gradients: {self.dataset_size:,} samples, {steps:,} "
+            f"steps of {self.expected_batch_size:g}, delta {self.delta:g}"
+        )
+        return draw(title, epsilons, curves)
 
     def sample(self, *, key: Tensor, step: int) -> Tensor:
         """Draw the batch of one step. -> indices of samples or units, int64 [B]."""
-        return self._drawing(self._subkey(key))(step)
+        return self.mechanism.drawing(self._subkey(key))(step)
 
     def drawing(self, key: Tensor, units: Units | None) -> Callable[[int], list[Any]]:
         """Return the batches of steps, of whole units where a plan has any."""
         key, count = self._subkey(key), self.samples_per_unit
-        draw = self._drawing(key)
+        draw = self.mechanism.drawing(key)
         if units is None or count is None:
             return lambda step: draw(step).tolist()
         one = functools.partial(units.drawn, count=count, key=key)
         return lambda step: [one(unit, step=step) for unit in draw(step).tolist()]
-
-    def _drawing(self, key: Tensor) -> Callable[[int], Tensor]:
-        """Return the batches of steps, as a function of the step."""
-        size, rate = self.dataset_size, self.sampling_rate
-        options: dict[str, Any] = {"key": key, "max_batch_size": self.max_batch_size}
-        if self.sampling == "poisson":
-            return lambda step: poisson_sample(size, rate, step=step, **options)
-        start = self.earlier_steps
-        if self.sampling == "fixed_order":
-            order, batch = random_order(size, key=key), self.largest_batch or 1
-            return lambda step: in_order(order, batch, step - start)
-        bands, equal = self.noise.size, self.sampling == "cyclic_equal"
-        groups = random_groups(size, bands, key=key, equal=equal)
-
-        def draw(step: int) -> Tensor:
-            among = groups == (step - start) % bands
-            return poisson_sample(size, bands * rate, step=step, among=among, **options)
-
-        return draw
 
     def sampler(self, state: Any, units: Any = None) -> StepBatches:
         """Return the batches from the state's step to the last one, for one pass.
@@ -865,11 +756,10 @@ class Plan:
         self._check_sum(sensitivity, max_norm)
         own: dict[str, Any] = {"key": self._subkey(key), "step": step}
         own |= {"streams": streams, "history": history}
-        multiplier = self._gradient_multiplier
+        multiplier = self._gradient_multiplier * self.mechanism.sensitivity
+        own["noise_multiplier"] = multiplier
         if self.noise.correlated:
             own |= {"filter": self.fitted.filter, "first": self.earlier_steps}
-            multiplier *= self._sensitivity
-        own["noise_multiplier"] = multiplier
         if isinstance(self.max_norm, GroupClip):
             sensitivity = Sensitivity(self.noise_norm / self.expected_batch_size)
         noise = gaussian_noise("add_gaussian_noise", sensitivity, **own)
@@ -918,7 +808,7 @@ class Plan:
         guesses: tuple[int, int] | None = None,
         significance: float = 0.05,
         seed: int | None = None,
-    ) -> "Audit":
+    ) -> Audit:
         """Bound from below how much a private step spends, by canaries it is given.
 
         `step` is the result of `private_step(loss, tx, plan)`, also compiled or over
@@ -964,8 +854,6 @@ class Plan:
             >>> round(result.claimed_mu, 3), result.exceeded
             (0.707, False)
         """
-        from vgrad.dp.canaries import audit
-
         if getattr(getattr(step, "source", None), "plan", None) != self:
             raise TypeError(
                 f"Plan.audit(step): expected the step that private_step(loss, tx, "
@@ -975,9 +863,28 @@ class Plan:
         key = step.reduce.agreed(generators.secret_key(seed=seed))
         own: Any = {"canaries": canaries, "guesses": guesses, "key": key}
         own |= {"significance": significance, "scales": scales_of(state.optimizer)}
-        release = functools.partial(step.noisy_gradients, state)
-        options, params = step.source.transform.options, state.params
-        return audit("Plan.audit", self, release, options, params, batch, **own)
+        start = generators.from_bytes(self.identity_at(self.earlier_steps))
+        release = partial(noisy_gradients, step, state, start)
+        options = step.source.transform.options
+        return self.audit_of("Plan.audit", release, options, state.params, batch, **own)
+
+    def audit_of(
+        self,
+        function: str,
+        release: canaries.Release,
+        options: Options,
+        params: Params,
+        batch: tuple | None = None,
+        *,
+        scales: Scales = MappingProxyType({}),
+        **numbers: Any,
+    ) -> Audit:
+        """Audit what `release` releases of the clipped sum of some options."""
+        clip = self.max_norm
+        densities = clip.densities(params) if isinstance(clip, GroupClip) else {}
+        own: Any = {"densities": densities, "scales": {**self.scales(params), **scales}}
+        own |= {"bound": self.noise_norm, "delta": self.delta, **numbers}
+        return audit(function, self.mechanism, release, options, params, batch, **own)
 
     def _subkey(self, key: Tensor) -> Tensor:
         # So that two plans never share batches or noise.
@@ -987,13 +894,6 @@ class Plan:
 
 NO_PLAN = bytes(32)
 """The identity in a state that has spent under no plan."""
-
-
-def spent_under(plan: Plan, steps: int) -> bytes:
-    """Return the identity of the plan of step number `steps`, maybe a plan before."""
-    while plan.before is not None and steps <= plan.before.steps:
-        plan = plan.before
-    return plan._identity if steps else NO_PLAN
 
 
 def plan_of(*, rows: Any = None, **fields: Any) -> Plan:
@@ -1052,15 +952,41 @@ def check_spent(function: str, plan: Plan, digest: Tensor | None, steps: int) ->
     )
 
 
+def units_of(function: str, plan: Plan, units: Any) -> Units | None:
+    """Return the units of a plan, if it has any; refuse others."""
+    count, neighbours = plan.samples_per_unit, plan.neighbours
+    if (units is None) != (count is None):
+        got = "samples_per_unit alone" if units is None else "units alone"
+        raise ValueError(
+            f"{function}: expected units and a plan that counts them, got {got}. Pass "
+            f"units=ids, and make the plan with Plan(samples_per_unit=k)."
+        )
+    if units is None:
+        return None
+    units = Units.of(units)
+    if len(units) != plan.dataset_size:
+        raise ValueError(
+            f"{function}: expected a plan for {len(units)} units, got one for "
+            f"{plan.dataset_size}. Pass dataset_size=len(dp.Units(ids))."
+        )
+    several = units.several_owners
+    if several != (neighbours == "fixed_graph"):
+        kind = "several owners" if several else "one owner"
+        raise ValueError(
+            f"{function}: got samples of {kind}, and a plan of {neighbours!r} with "
+            f"samples_per_unit={count}. Expected for several owners "
+            f'neighbours="fixed_graph" and samples_per_unit=1 (more would need an '
+            f"account of groups), for one owner another relation."
+        )
+    return units
+
+
 @functools.cache
 def _least_batch(plan: Plan, releases: int = 1) -> int:
     """Return the least `max_batch_size` that costs at most 1 % of epsilon."""
     most = _PRICE_OF_AUTO * plan.epsilon(releases=releases)
-    sampled = plan.dataset_size
-    if plan.sampling != "poisson":
-        sampled = -(-sampled // plan.noise.size)
     mean = plan.expected_batch_size
-    low, high = math.ceil(mean), sampled  # where all fit
+    low, high = math.ceil(mean), plan.mechanism.sampled  # where all fit
     # Hardly a batch is seven deviations above the mean.
     middle = math.ceil(mean + 7 * math.sqrt(mean))
     while low < high:

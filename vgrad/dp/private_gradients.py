@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -18,15 +18,23 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from vgrad import batches, checks, files
+from vgrad import batches, checks, files, optim
 from vgrad.dp.adaptive import QuantileClip, count_below
+from vgrad.dp.audit import Audit
 from vgrad.dp.discrete import DiscreteNoise
 from vgrad.dp.group_clip import GroupClip, scaled
 from vgrad.dp.grouped import Augment, Grouped, seeded
-from vgrad.dp.noise import Noise, NoiseHistory, Streams
-from vgrad.dp.plan import Plan, check_spent, plan_of, spent_under
-from vgrad.dp.sampling import PhysicalBatch, PoissonLoader, Run, check_options
-from vgrad.dp.units import UnitLoss, Units, check_units, present, units_of
+from vgrad.dp.loading import PhysicalBatch, PoissonLoader, Run, check_options
+from vgrad.dp.noise import (
+    ADD_NOISE,
+    Noise,
+    NoiseHistory,
+    Privatizing,
+    Streams,
+    add_noise,
+)
+from vgrad.dp.plan import Plan, check_spent, plan_of, units_of
+from vgrad.dp.units import UnitLoss, Units, check_units, present
 from vgrad.functional.live import LiveModel
 from vgrad.functional.losses import Criterion, check_criterion, sample_loss
 from vgrad.functional.model import write_grads_
@@ -42,7 +50,8 @@ from vgrad.generators import (
     torch_seed,
 )
 from vgrad.loss.randomness import Unkeyed
-from vgrad.optim.private import unscaled
+from vgrad.optim.base import GradientTransformation
+from vgrad.optim.private import stepped, with_deviation
 from vgrad.persample.clipped import ClippedGrad, ClippedGradFn, clipped_grad
 from vgrad.persample.engine import advanced
 from vgrad.tree import map_values, tree_flatten, tree_leaves, tree_unflatten, widened
@@ -57,20 +66,66 @@ from vgrad.typing import (
     Tree,
 )
 
-if TYPE_CHECKING:
-    from vgrad.dp.audit import Audit
-
 _PADDING_SAMPLES = 64
 """Samples among which `check_collate` looks for two of different shapes."""
 
 
 class Release(NamedTuple):
-    """The sum of a logical batch, in the scales of its noise, which is not drawn."""
+    """The clipped sum of a logical batch, and the noise in front of an optimizer."""
 
-    sums: Params
+    sums: Params  # in the scales of the noise
     scales: Scales
-    noise: Noise | DiscreteNoise
+    noise: Noise | DiscreteNoise  # not drawn yet
     max_norm: Tree  # of the next step
+
+    def privatized(self) -> tuple[Params, Tree]:
+        """Return the noisy sum, and the history for the noise of the next step."""
+        return add_noise(self.sums, Privatizing(self.noise, self.scales))
+
+    def step(
+        self,
+        execute: Callable,
+        tx: GradientTransformation,
+        sums: Params,
+        optimizer: Tree,
+        params: Params,
+        *,
+        donate: bool,
+        deviates: bool = False,
+    ) -> tuple[Params, Tree, dict[str, Tree]]:
+        """Take a step of `chain(ADD_NOISE, tx)`; return the history of the noise too.
+
+        A graph that compiles draws the noise in the same pass as it steps, unless the
+        state is donated, into which no graph can write. With `deviates` the state of
+        the optimizer gets the deviation of the noise.
+        """
+        noise = self.noise
+        if deviates:
+            optimizer = with_deviation(optimizer, noise.deviation)
+        # Outside of a graph that compiles other code draws faster.
+        compiles = getattr(execute, "compiles", False)
+        graph = noise if compiles and isinstance(noise, Noise) else None
+        drawn = None if graph is None else graph.drawn(sums)
+        if graph is None or drawn is None:
+            grads, history = self.privatized()
+            own = tx, grads, optimizer, params
+            params, optimizer, _ = stepped(execute, *own, donate=donate)
+            return params, optimizer, {"noise": history}
+        state = Privatizing(drawn, self.scales)
+        if donate:
+            grads, made = execute(add_noise, sums, state)
+            params, optimizer = optim.step(tx, grads, optimizer, params, donate=True)
+        else:
+            own = tx, sums, (state, optimizer), params
+            params, (made, optimizer) = execute(noisy_step, *own)
+        return params, optimizer, {"noise": graph.after(sums, drawn.buffers, made)}
+
+
+def noisy_step(
+    tx: GradientTransformation, grads: Params, state: Tree, params: Params
+) -> tuple[Params, Tree]:
+    """Add noise to gradients, and take a step, as one function of tensors."""
+    return optim.step(optim.chain(ADD_NOISE, tx), grads, state, params)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -317,7 +372,7 @@ class PrivateGradients:
     @property
     def plan_digest(self) -> Tensor:
         """The digest of the plan of the steps so far, zeros before the first one."""
-        return from_bytes(spent_under(self.plan, self.step))
+        return from_bytes(self.plan.identity_at(self.step))
 
     @property
     def ready(self) -> bool:
@@ -381,8 +436,8 @@ class PrivateGradients:
             own = clipped, sums._replace(grads=total), params, self._history
             place: Any = {"key": self.key, "step": self.step, "keyed": self._keyed}
             release = self._source.released(*own, **place)
-            noisy, history = release.noise.advanced(release.sums)
-            noisy, kept = unscaled(noisy, release.scales), (history, release.max_norm)
+            noisy, history = release.privatized()
+            kept = history, release.max_norm
         self._commit(pending, sums, noisy, kept)
         for name, value in written.items():
             if value is not buffers[name]:  # which has the memory of the module's own
@@ -425,7 +480,7 @@ class PrivateGradients:
         guesses: tuple[int, int] | None = None,
         significance: float = 0.05,
         seed: int | None = None,
-    ) -> "Audit":
+    ) -> Audit:
         """Bound from below how much a release spends, as `Plan.audit` does for a step.
 
         It calls `backward` on a copy of this object and of the module, without data,
@@ -446,18 +501,16 @@ class PrivateGradients:
             >>> private.audit(canaries=200, significance=1e-6).exceeded
             False
         """
-        from vgrad.dp.canaries import audit
-
         own: Any = {"canaries": canaries, "guesses": guesses}
         own |= {"significance": significance, "key": secret_key(seed=seed)}
         options, (params, _) = self._source.transform.options, self._live.values()
-        function, release = "PrivateGradients.audit", self._noisy_gradients
-        return audit(function, self.plan, release, options, params, **own)
+        run = self._noisy_gradients, options, params
+        return self.plan.audit_of("PrivateGradients.audit", *run, **own)
 
     def _noisy_gradients(
         self, loss: LossFn, key: Tensor, batches: Sequence[tuple], chunk_size: Any
     ) -> list[tuple[Params, Tensor | None]]:
-        """Release batches by a copy, as `TrainingStep.noisy_gradients`."""
+        """Release batches by a copy, as `canaries.noisy_gradients`."""
         private, plan = copy.copy(self), self.plan
         with RNG_LOCK:
             private._live = LiveModule(copy.deepcopy(self.model))
@@ -538,7 +591,7 @@ class PrivateGradients:
                 f"in 'noise', got others ({error})."
             ) from error
         try:
-            check_spent(function, self.plan, from_bytes(spent_under(saved, step)), step)
+            check_spent(function, self.plan, from_bytes(saved.identity_at(step)), step)
         except ValueError as error:
             raise ValueError(f"{error} state['plan'] is {saved}.") from error
         if step > self.plan.steps:

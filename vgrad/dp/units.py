@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +22,6 @@ from vgrad.dp.sampling import collate
 from vgrad.functional.losses import SampleLoss, check_loss
 from vgrad.tree import map_tensors
 from vgrad.typing import Buffers, LossFn, Params, Tree
-
-if TYPE_CHECKING:
-    from vgrad.dp.plan import Plan
 
 
 class Units:
@@ -163,35 +160,6 @@ class UnitLoss(LossFn):
             losses = torch.stack([loss(params, buffers, *sample) for sample in some])
         weights = present.to(losses.dtype)
         return (losses * weights).sum() / weights.sum().clamp(min=1)
-
-
-def units_of(function: str, plan: "Plan", units: Any) -> Units | None:
-    """Return the units of a plan, if it has any; refuse others."""
-    count, neighbours = plan.samples_per_unit, plan.neighbours
-    if (units is None) != (count is None):
-        got = "samples_per_unit alone" if units is None else "units alone"
-        raise ValueError(
-            f"{function}: expected units and a plan that counts them, got {got}. Pass "
-            f"units=ids, and make the plan with Plan(samples_per_unit=k)."
-        )
-    if units is None:
-        return None
-    units = Units.of(units)
-    if len(units) != plan.dataset_size:
-        raise ValueError(
-            f"{function}: expected a plan for {len(units)} units, got one for "
-            f"{plan.dataset_size}. Pass dataset_size=len(dp.Units(ids))."
-        )
-    several = units.several_owners
-    if several != (neighbours == "fixed_graph"):
-        kind = "several owners" if several else "one owner"
-        raise ValueError(
-            f"{function}: got samples of {kind}, and a plan of {neighbours!r} with "
-            f"samples_per_unit={count}. Expected for several owners "
-            f'neighbours="fixed_graph" and samples_per_unit=1 (more would need an '
-            f"account of groups), for one owner another relation."
-        )
-    return units
 
 
 def check_units(function: str, batch: tuple, count: int) -> None:

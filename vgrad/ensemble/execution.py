@@ -6,10 +6,9 @@ its caches, and convolutions have no batched kernel there. E members.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -30,8 +29,8 @@ from vgrad.loss.grad_flags import UnsupportedOp, VmapLevel, raise_clearly
 from vgrad.loss.mode import LossMode, of_members
 from vgrad.loss.randomness import Draws
 from vgrad.loss.values import Partition, SplitBatch
-from vgrad.persample.engine.evaluation import in_parts
 from vgrad.persample.engine.guard import NON_RETRYABLE, Failure, Fallbacks
+from vgrad.persample.engine.parts import run_in_parts
 from vgrad.persample.engine.verify import Bound, Dtypes, bound_of, undisturbed
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.report import Report, table
@@ -43,7 +42,7 @@ BUSY = 50.0
 """MFLOP of a forward pass above which one member saturates a CPU."""
 
 CONVOLVED = 5.0
-"""The same for the convolutions among them."""
+"""MFLOP of convolutions in a forward pass above which one member saturates a CPU."""
 
 Forms = list[tuple[str, str]]
 """Ops and their forms, in order."""
@@ -63,7 +62,7 @@ def run_member(
 
 
 def looped(
-    function: Callable, call: MemberCall, kept: Callable = lambda member, result: result
+    function: Callable, call: MemberCall, keep: Callable = lambda member, result: result
 ) -> list[Any]:
     """Run `function(member, params, buffers, *batch)` for one member after another."""
     results = []
@@ -72,20 +71,20 @@ def looped(
         # Each member draws from where the one before it stopped, unless told otherwise.
         different = call.randomness == "different"
         before = random_state(() if different else call.tensors)
-        for member, own in enumerate(arguments):
+        for member, inputs in enumerate(arguments):
             if call.randomness == "same":
                 set_random_state(before)
-            result = function(member, *own)
-            call.refuse_draws(before, "member", partial(function, member, *own))
-            results.append(kept(member, result))
+            result = function(member, *inputs)
+            call.refuse_draws(before, "member", partial(function, member, *inputs))
+            results.append(keep(member, result))
     return results
 
 
 def in_turn(function: Callable, call: MemberCall) -> tuple[Any, Buffers]:
     """Run a function for one member after another; tensors gain the axis 0."""
 
-    def of_member(member: int, *own: Any) -> Any:
-        return run_member(function, call.draws_of(member), *own)
+    def of_member(member: int, *inputs: Any) -> Any:
+        return run_member(function, call.draws_of(member), *inputs)
 
     return call.joined(looped(of_member, call), stack_results)
 
@@ -132,7 +131,7 @@ def at_once(
             result = call.joined(
                 [output],
                 lambda value: unwrapped(_tensor(value)),
-                lambda left: not modes.is_mapped_here(left[0]),
+                lambda values: not modes.is_mapped_here(values[0]),
             )
             del output
     except RuntimeError as error:
@@ -161,7 +160,7 @@ def run(
         way = verified(call, way, joint, partial(in_turn, function))
     if way == "loop" and call.draws.keys is None:
         return in_turn(function, call)
-    found: list[Partition] = [] if splits is None else splits
+    partitions: list[Partition] = [] if splits is None else splits
     may_loop = call.may_loop
 
     def one_part(part: Any) -> Any:
@@ -184,22 +183,28 @@ def run(
                 f"ensemble: expected ops that run for all members at once, got "
                 f'{parts.why}, at {parts.where}. Use strategy="loop".'
             )
-        found.append(parts)
+        partitions.append(parts)
 
-    whole = (call.replaced(strategy=way), range(call.layout.members))
-    groups = [*in_parts([whole], one_part, one_part, note)]
-    if len(groups) == 1:
-        return groups[0][0]
-    results, rows = zip(*groups, strict=True)
-    places = torch.tensor([*chain(*rows)]).argsort()
+    members = (call.replaced(strategy=way), range(call.layout.members))
+    results: list[Any] = []
+    rows: list[int] = []
+
+    def add(result: Any, places: Sequence[int]) -> None:
+        results.append(result)
+        rows.extend(places)
+
+    run_in_parts([members], one_part, one_part, note, add)
+    if len(results) == 1:
+        return results[0]
+    places = torch.tensor(rows).argsort()
     joined = call.joined(
         results,
         lambda *leaves: torch.cat(leaves).index_select(0, places.to(leaves[0].device)),
     )
     if splits is None:  # all members have run
-        for parts in found:
+        for parts in partitions:
             if parts.strategy is None:
-                call.fallbacks.tell(parts, call.function, "member")
+                call.fallbacks.warn_of_split(parts, call.function, "member")
             else:
                 fall_back(call, _why(parts))
     return joined
@@ -212,7 +217,7 @@ def verified(
     call: MemberCall,
     strategy: str,
     joint: Callable[[MemberCall], Tree],
-    alone: Callable[[MemberCall], Tree],
+    separate: Callable[[MemberCall], Tree],
 ) -> str:
     """Return the strategy, or "loop" if it has other results than plain autograd.
 
@@ -223,20 +228,20 @@ def verified(
         return strategy
     if checks_collected() or modes.inside_transform():
         return strategy
-    kind = strategy, *[(each.dtype, each.ndim) for each in call.tensors]
+    kind = strategy, *[(tensor.dtype, tensor.ndim) for tensor in call.tensors]
     call.counts[kind] = count = call.counts.get(kind, 0) + 1
-    if count & (count - 1) or any(each.is_meta for each in call.tensors):
+    if count & (count - 1) or any(tensor.is_meta for tensor in call.tensors):
         return strategy
     number = 2 * count.bit_length()
     rows = torch.tensor([number - 2, number - 1]).remainder(call.layout.members)
-    memory: dict[str, Any] = {"fallbacks": Fallbacks(silent=True), "known": {}}
-    pair = call.take(rows).replaced(verify=False, unreached=set(), **memory)
+    memory: dict[str, Any] = {"fallbacks": Fallbacks(silent=True), "strategies": {}}
+    pair = call.select(rows).replaced(verify=False, unreached=set(), **memory)
     if call.randomness != "error":
         keys = sample_keys(0, 0, 2, call.tensors[0].device)
         pair = pair.replaced(randomness="different", draws=Draws(keys=keys))
     with undisturbed(call.tensors) as restart:
         try:
-            difference = _difference(pair, joint, alone, restart)
+            difference = _difference(pair, joint, separate, restart)
         except Exception:
             return strategy  # the call of all members raises it, or is not comparable
     if difference is None:
@@ -254,50 +259,50 @@ def verified(
 
 
 def _difference(
-    pair: MemberCall, joint: Callable, alone: Callable, restart: Callable[[], None]
+    pair: MemberCall, joint: Callable, separate: Callable, restart: Callable[[], None]
 ) -> float | None:
     """Return how far results of two ways are apart; None for a rounding error."""
-    dtypes = {each.dtype for each in pair.tensors if each.is_floating_point()}
+    dtypes = {tensor.dtype for tensor in pair.tensors if tensor.is_floating_point()}
     ways = [pair]
     if not modes.autocast_is_on() and sum(x.numel() for x in pair.tensors) < 2**25:
         fixed = {name: getattr(pair, name) for name in ("params", "buffers", "items")}
         ways.insert(0, pair.replaced(**map_tensors(_widened, fixed)))
-    for each in ways:
-        found = []
+    for way in ways:
+        results = []
         try:
-            for run in (joint, alone):
+            for run in (joint, separate):
                 restart()
-                found.append([x.detach() for x in tensors(run(each)) if _is_real(x)])
+                results.append([x.detach() for x in tensors(run(way)) if _is_real(x)])
         except Exception:
-            if each is pair:
+            if way is pair:
                 raise
             continue  # a constant of its own dtype may refuse float64
-        kinds = {torch.float64} if each is not pair else dtypes or {torch.float32}
-        difference = _largest(found[0], found[1], bound_of(kinds))
+        kinds = {torch.float64} if way is not pair else dtypes or {torch.float32}
+        difference = _largest(results[0], results[1], bound_of(kinds))
         if difference is not None:
             restart()
             with Dtypes() as mode:
-                alone(each)
-            difference = _largest(found[0], found[1], bound_of(kinds | mode.seen))
+                separate(way)
+            difference = _largest(results[0], results[1], bound_of(kinds | mode.seen))
         return difference
     return None
 
 
-def _largest(found: list[Tensor], right: list[Tensor], bound: Bound) -> float | None:
+def _largest(values: list[Tensor], exact: list[Tensor], bound: Bound) -> float | None:
     """Return the largest difference, relative to norms, where it is above a bound."""
-    norms = [double(each).norm() for each in right]
-    finite = [bool(each.isfinite()) for each in norms]
+    norms = [double(value).norm() for value in exact]
+    finite = [bool(norm.isfinite()) for norm in norms]
     sizes = [norm for norm, counts in zip(norms, finite, strict=True) if counts]
     if not sizes:
         return None
     total = torch.stack(sizes).norm()
     gaps = [
         double(one - other).norm().nan_to_num(torch.inf) / (norm + bound.share * total)
-        for one, other, norm, counts in zip(found, right, norms, finite, strict=True)
+        for one, other, norm, counts in zip(values, exact, norms, finite, strict=True)
         if counts and total
     ]
-    most = max(map(float, gaps), default=0.0)
-    return most if most > bound.relative else None
+    largest = max(map(float, gaps), default=0.0)
+    return largest if largest > bound.relative else None
 
 
 def _is_real(value: Tensor) -> bool:
@@ -320,9 +325,9 @@ def choose(function: Callable, call: MemberCall) -> tuple[str, str]:
     if call.layout.members == 1:
         return "loop", "there is one member"
     key = _signature(call)
-    if key not in call.known:
-        call.known[key] = _by_work(function, call)
-    return call.known[key]
+    if key not in call.strategies:
+        call.strategies[key] = _by_work(function, call)
+    return call.strategies[key]
 
 
 def _signature(call: MemberCall) -> tuple:
@@ -350,7 +355,7 @@ def _by_work(function: Callable, call: MemberCall) -> tuple[str, str]:
 
 def fall_back(call: MemberCall, why: str) -> None:
     """Remember that these members run one after the other, and warn once."""
-    call.known[_signature(call)] = "loop", why
+    call.strategies[_signature(call)] = "loop", why
     call.fallbacks.warn(
         f"{call.function}: runs one member after another. The numbers are right, "
         f"but it may be slow: {why}"

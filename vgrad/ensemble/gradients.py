@@ -134,10 +134,9 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
             run = partial(self._of_sum, call, strategy, loss_scale, before)
             if strategy == "loop" and not modes.inside_transform():
                 run = partial(self._by_members, call, loss_scale)
-            found = run()
+            grads, (losses, aux), new = run()
             if keyed:
                 check_drawn(before, call.tensors, run)
-        grads, (losses, aux), new = found
         result = EnsembleGrads(grads, losses, new)
         return (result, aux) if self.has_aux else result
 
@@ -153,8 +152,8 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         """Differentiate the sum of all losses: no member's depends on another's."""
 
         def total(params: Params) -> tuple[Tensor, tuple[Tensor, Tree, Buffers]]:
-            own = call.replaced(params=params)
-            (losses, aux), new = execution.run(self.run, own, strategy)
+            inner = call.replaced(params=params)
+            (losses, aux), new = execution.run(self.run, inner, strategy)
             return (losses * loss_scale).sum(), (losses, aux, new)
 
         grads, (losses, aux, new), unreached = gradient(total, call.params)
@@ -164,9 +163,9 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
             except UnsupportedOp as error:
                 if not call.may_loop:
                     raise
-                found = self._by_members(call, loss_scale)
+                result = self._by_members(call, loss_scale)
                 execution.fall_back(call, str(error))
-                return found
+                return result
         return grads, (losses, aux), new
 
     def _check_unreached(
@@ -216,10 +215,10 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         scales = loss_scale.expand(call.layout.members).unbind(0)
         rows = {n: x.unbind(0) for n, x in grads.items() if n not in shared}
 
-        def one(member: int, *own: Any) -> tuple:
-            return self._of_member(call.draws_of(member), scales[member], *own)
+        def one(member: int, *inputs: Any) -> tuple:
+            return self._of_member(call.draws_of(member), scales[member], *inputs)
 
-        def kept(member: int, result: tuple) -> tuple:
+        def keep(member: int, result: tuple) -> tuple:
             member_grads, pair, _ = result
             with modes.without_modes():  # which watch the loss
                 for name, grad in member_grads.items():
@@ -229,7 +228,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
                         rows[name][member].copy_(grad)
             return pair
 
-        pairs = looped(one, call, kept)
+        pairs = looped(one, call, keep)
         return grads, *call.joined(pairs, stack_results)
 
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, NoReturn, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from vgrad import checks
 from vgrad.checks import Patterns
-from vgrad.conditions import checks_collected
+from vgrad.conditions import Unrepeatable, checks_collected
 from vgrad.functional.guards import Protected
 from vgrad.loss.randomness import Draws
 from vgrad.persample.engine.call import AnyCall
@@ -89,8 +89,8 @@ class Layout(NamedTuple):
         checks.dictionaries(function, params=params, buffers=buffers)
         entries = {**params, **buffers}
         shared = shared_names(function, entries, patterns)
-        own = {name: value for name, value in entries.items() if name not in shared}
-        return cls(count_members(f"{function}(params, buffers)", own), shared)
+        stacked = {name: value for name, value in entries.items() if name not in shared}
+        return cls(count_members(f"{function}(params, buffers)", stacked), shared)
 
     def member(self, entries: Params, i: int) -> Params:
         """Return the entries of one member, as views."""
@@ -111,7 +111,7 @@ class MemberCall(AnyCall):
     verify: bool = True
     # Of all calls: the strategies of the shapes so far, with the reasons, and how many
     # calls there were of each kind of tensors.
-    known: dict[Any, tuple[str, str]] = field(default_factory=dict)
+    strategies: dict[Any, tuple[str, str]] = field(default_factory=dict)
     counts: dict[Any, int] = field(default_factory=dict)
     layout: Layout = _NO_MEMBERS
     items: tuple = ()  # of the batch, members in front
@@ -144,6 +144,10 @@ class MemberCall(AnyCall):
             dims=tuple([dim if dim is None else 0 for dim in dims]),
             draws=self.draws_by_keys(keys, layout.members, "member"),
         )
+
+    def refuse_unkeyed(self, size: int) -> NoReturn:
+        """Refuse a capture."""
+        raise Unrepeatable("members draw numbers before they read values")
 
     def _dims(self, batch: tuple[Tree, ...], count: int) -> Sequence[int | None]:
         dims = self.in_dims
@@ -178,13 +182,15 @@ class MemberCall(AnyCall):
             return Draws()  # of the generators, in turn
         return self.draws.of(slice(member, member + 1))
 
-    def take(self, rows: Tensor) -> "MemberCall":
+    def select(self, rows: Tensor) -> "MemberCall":
         """Return the call of these members, in this order."""
-        own = self.map(lambda x: x.index_select(0, rows.to(x.device)))
+        params, buffers, *items = self.map(
+            lambda x: x.index_select(0, rows.to(x.device))
+        )
         return self.replaced(
-            params=own[0],
-            buffers=own[1],
-            items=own[2:],
+            params=params,
+            buffers=buffers,
+            items=tuple(items),
             layout=Layout(len(rows), self.layout.shared),
             draws=self.draws.of(rows),
         )
@@ -201,6 +207,11 @@ class MemberCall(AnyCall):
             for dim, item in zip(self.dims, self.items, strict=True)
         ]
         return mapped(self.params), mapped(self.buffers), *items
+
+    @property
+    def size(self) -> int:
+        """The number of members."""
+        return self.layout.members
 
     @cached_property
     def tensors(self) -> list[Tensor]:
@@ -224,21 +235,21 @@ class MemberCall(AnyCall):
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Raise after a block that has written into the caller's tensors."""
-        given = self.protected()
-        memory = {n: modes.unwrap_all(each) for n, each in given.tensors.items()}
+        protected = self.protected()
+        memory = {n: modes.unwrap_all(x) for n, x in protected.tensors.items()}
         before = versions_of(memory.values())
         # Batch norm does not count its writes into statistics, which are vectors.
-        own = self.buffers.items() if not checks_collected() else ()
-        vectors = {n: x for n, x in own if x.ndim == 1 + (n not in self.layout.shared)}
-        vectors = {n: x.clone() for n, x in vectors.items()}
+        buffers = self.buffers.items() if not checks_collected() else ()
+        axes = {name: 1 + (name not in self.layout.shared) for name in self.buffers}
+        vectors = {n: x.clone() for n, x in buffers if x.ndim == axes[n]}
         yield
         written = zip(memory, before, versions_of(memory.values()), strict=True)
         names = [name for name, one, other in written if one != other]
         names += [n for n, x in vectors.items() if not _same([x, self.buffers[n]])]
         for name in names:
             raise RuntimeError(
-                f"{given.expected}, got one that has written into {name!r} in place. "
-                f"{given.advice}"
+                f"{protected.expected}, got one that has written into {name!r} in "
+                f"place. {protected.advice}"
             )
 
     def joined(
@@ -254,10 +265,10 @@ class MemberCall(AnyCall):
         values, buffers = zip(*results, strict=True)
         joined = {}
         for name, first in buffers[0].items():
-            left = [new[name] for new in buffers]
+            leaves = [new[name] for new in buffers]
             if name not in self.layout.shared:
-                joined[name] = join(*left)
-            elif (one_value or _same)(left):
+                joined[name] = join(*leaves)
+            elif (one_value or _same)(leaves):
                 joined[name] = first
             else:
                 raise ValueError(

@@ -68,11 +68,11 @@ def take(tree: T, indices: Iterable[int] | Tensor, *, shared: Patterns = ()) -> 
     def common(value: Tensor) -> Tensor:
         return value.detach().clone().requires_grad_(value.requires_grad)
 
-    def own(value: Tensor) -> Tensor:
+    def stacked(value: Tensor) -> Tensor:
         return value.detach()[places].requires_grad_(value.requires_grad)
 
     if not apart:
-        return mapped(tree, shared, own, common)
+        return mapped(tree, shared, stacked, common)
     if len({*places}) < len(places):
         raise ValueError(
             f"take(states, {places}): expected each state once, since copies with one "
@@ -82,14 +82,14 @@ def take(tree: T, indices: Iterable[int] | Tensor, *, shared: Patterns = ()) -> 
     return type(states)(map_tensors(common, states[i]) for i in places)
 
 
-def mapped(tree: Tree, shared: Patterns, own: Change, common: Change) -> Tree:
+def mapped(tree: Tree, shared: Patterns, stacked: Change, common: Change) -> Tree:
     """Apply one function to tensors with a member axis, another to all others."""
 
-    def entries(named: Mapping[str, Tree], whole: Collection[str]) -> dict[str, Tree]:
+    def entries(named: Mapping[str, Tree], fixed: Collection[str]) -> dict[str, Tree]:
         return {
             name: map_tensors(common, value)
-            if name in whole
-            else mapped(value, shared, own, common)
+            if name in fixed
+            else mapped(value, shared, stacked, common)
             for name, value in named.items()
         }
 
@@ -98,14 +98,14 @@ def mapped(tree: Tree, shared: Patterns, own: Change, common: Change) -> Tree:
         return type(tree)(**entries(tree._asdict(), tree.without_members))
     if isinstance(tree, MembersState):
         return MembersState(
-            map_tensors(own, tree.members), map_tensors(common, tree.shared)
+            map_tensors(stacked, tree.members), map_tensors(common, tree.shared)
         )
     if isinstance(tree, Mapping):
         return entries(tree, checks.selected(tree, shared))
     if type(tree) in (list, tuple):
-        return type(tree)(mapped(each, shared, own, common) for each in tree)
+        return type(tree)(mapped(part, shared, stacked, common) for part in tree)
     leaves, structure = tree_flatten(tree)
-    return tree_unflatten([map_tensors(own, leaf) for leaf in leaves], structure)
+    return tree_unflatten([map_tensors(stacked, leaf) for leaf in leaves], structure)
 
 
 def _check_shared(state: Any, shared: Patterns) -> None:
@@ -122,10 +122,10 @@ def _check_shared(state: Any, shared: Patterns) -> None:
 
 def split(tree: Tree, shared: Patterns) -> tuple[list[Tensor], list[Tensor]]:
     """Return the tensors that have a member axis, and all others."""
-    own: list[Tensor] = []
+    stacked: list[Tensor] = []
     common: list[Tensor] = []
-    mapped(tree, shared, own.append, common.append)
-    return own, common
+    mapped(tree, shared, stacked.append, common.append)
+    return stacked, common
 
 
 def counted(function: str, tree: Tree, shared: Patterns) -> int:
@@ -133,8 +133,8 @@ def counted(function: str, tree: Tree, shared: Patterns) -> int:
     checks.patterns(function, shared=shared)
     kind = "parameter or buffer"
     checks.all_matched(function, _names(tree), shared, kind=kind)
-    own, _ = split(tree, shared)
-    named = {f"tensor {number}": value for number, value in enumerate(own)}
+    stacked, _ = split(tree, shared)
+    named = {f"tensor {number}": value for number, value in enumerate(stacked)}
     return count_members(f"{function}(tree)", named)
 
 
@@ -147,5 +147,5 @@ def _names(tree: Tree) -> Iterator[str]:
             yield name
             yield from _names(value)
     elif type(tree) in (list, tuple):
-        for each in tree:
-            yield from _names(each)
+        for part in tree:
+            yield from _names(part)

@@ -164,12 +164,13 @@ class _Members:
         self, grads: Grads, state: MembersState, params: Params | None = None
     ) -> tuple[Updates, MembersState]:
         stacked, common = self._split(grads)
-        own, common_params = (None, None) if params is None else self._split(params)
+        params, common_params = (None, None) if params is None else self._split(params)
         updates, members, rest = {}, state.members, state.shared
         if stacked:
             present = {name: grad for name, grad in stacked.items() if grad is not None}
-            count = self._count(own or present, present, members)
-            arguments = stacked, members, own or None, self._on_device((own, present))
+            count = self._count(params or present, present, members)
+            values = self._on_device((params, present))
+            arguments = stacked, members, params or None, values
             with modes.vmapped(count) as (wrapped, unwrapped):
                 *arguments, values = map_tensors(wrapped, arguments)
                 updates, members = self._of(values).update(*arguments)
@@ -198,7 +199,7 @@ class _Members:
         counts = [x for x in written if _counts(x)]
         joint = self._alike is not None and all(bool((x == x[0]).all()) for x in counts)
         if joint:
-            made: list[Any] = [self._alike]
+            transforms: list[Any] = [self._alike]
         elif sum(value[0].numel() for value in params.values()) < LEAST:
             return None
         elif not disjoint([*written, *tensors(dict(grads))]):
@@ -206,18 +207,20 @@ class _Members:
             return None
         else:  # all are made before the first one writes, since making one may raise
             numbers = zip(*(value.tolist() for value in self._values), strict=True)
-            made = [self._of(values) for values in numbers] or [self._of([])] * count
+            transforms = [*map(self._of, numbers)] or [self._of([])] * count
         states = []
-        for member, tx in enumerate(made):
-            own = map_tensors(
+        for member, tx in enumerate(transforms):
+            arguments = map_tensors(
                 lambda x, i=member: x[i] if not joint or _counts(x) else x,
                 (dict(grads), state.members, params),
             )
-            done = tx.donated(*own) if tx.donated is not None else None
+            done = tx.donated(*arguments) if tx.donated is not None else None
             if done is None and member == 0:
                 return None
             # A kernel that takes the first may refuse another, for its numbers.
-            states.append(self._written(member, *own) if done is None else done[1])
+            states.append(
+                self._written(member, *arguments) if done is None else done[1]
+            )
 
         def counted(old: Tensor, *new: Tensor) -> Tensor:
             if not _counts(old):

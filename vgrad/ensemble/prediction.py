@@ -118,7 +118,7 @@ def _chunks(call: MemberCall, chunk_size: int) -> list[MemberCall]:
             index = (slice(None), rows) if axis else rows
             return map_tensors(lambda x: x[index] if x.ndim > axis else x, item)
 
-        return call.replaced(items=tuple(part(*each) for each in items))
+        return call.replaced(items=tuple(part(*pair) for pair in items))
 
     # An empty batch is one chunk.
     return [chunk(start) for start in range(0, max(*sizes, 1), chunk_size)]
@@ -342,7 +342,7 @@ def predict(
             # Statistics of a chunk are not the batch's.
             guard = nullcontext() if size is None else LossMode(handlers=SINGLE)
             with torch.no_grad(), guard:
-                rows = batch.sample(batch.take(samples).inputs)
+                rows = batch.sample(batch.select(samples).inputs)
                 outputs = forward(params, buffers, *rows)
             _check_outputs("predict", outputs)
             expected = samples.stop - (samples.start or 0)
@@ -437,7 +437,7 @@ def _over_ranks(
             note.same["options"] = facts
             count = 0 if outputs is None else len(outputs)
             note.own |= {"outputs": kind, "members": count}
-        kinds = [each["outputs"] for each in note.notes]
+        kinds = [entry["outputs"] for entry in note.notes]
         if any(other != kind for other in kinds):
             raise RankError(
                 f"predict: expected the same samples on all ranks, and outputs of one "
@@ -445,7 +445,7 @@ def _over_ranks(
             )
         if outputs is None:
             return parts
-        counts = [each["members"] for each in note.notes]
+        counts = [entry["members"] for entry in note.notes]
         parts.append(summary(outputs, _Members(ranks, counts)))
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from vgrad import checks
 from vgrad.checks import Patterns
-from vgrad.ensemble.stacking import joined, made, member_seed
+from vgrad.ensemble.stacking import build_models, joined, member_seed
 from vgrad.functional import slots
 from vgrad.functional.model import FunctionalModel
 from vgrad.typing import Buffers, Params
@@ -67,9 +67,9 @@ def rank_one(
 
     build: Any = (lambda: make) if isinstance(make, nn.Module) else make
     for i in range(members):
-        [model] = made("rank_one(make)", [build], [member_seed(seed, i)])
-        kept = {id(x): first[n] for n, x in slots.named_tensors(model) if n in first}
-        models.append(copy.deepcopy(model, {**kept}))  # which adds to a memo
+        [model] = build_models("rank_one(make)", [build], [member_seed(seed, i)])
+        memo = {id(x): first[n] for n, x in slots.named_tensors(model) if n in first}
+        models.append(copy.deepcopy(model, {**memo}))  # which adds to it
         if i == 0:
             layers, names = _layers(models[0], shared, own)
             entries = dict(slots.named_tensors(models[0]))
@@ -99,13 +99,13 @@ def _layers(
         firsts.setdefault(id(tensor), name)
     entries, kind = [*firsts.values()], "parameter or buffer"
     common = checks.all_matched("rank_one", entries, shared, kind=kind)
-    each = checks.all_matched("rank_one", entries, own, kind=kind)
-    if both := {*common}.intersection(each):
+    stacked = checks.all_matched("rank_one", entries, own, kind=kind)
+    if both := {*common}.intersection(stacked):
         raise ValueError(
             f"rank_one(shared=, own=): expected an entry in one of them at most, got "
             f"{checks.listed(both)} in both."
         )
-    fixed = {*common, *each}
+    fixed = {*common, *stacked}
     layers, others = [], []
     for path, module in model.named_modules():
         matrices = {
@@ -116,10 +116,10 @@ def _layers(
         padded = getattr(module, "padding_mode", "zeros") == "zeros"
         plain = type(module) in _FORMS and padded and "forward" not in vars(module)
         if plain and [*matrices] == ["weight"]:
-            if taken := [name for name in "rs" if hasattr(module, name)]:
+            if present := [name for name in "rs" if hasattr(module, name)]:
                 raise ValueError(
                     f"rank_one(make): expected layers without attributes 'r' and 's', "
-                    f"got one with {checks.listed(taken)} at {path!r}."
+                    f"got one with {checks.listed(present)} at {path!r}."
                 )
             layers.append(path)
             common.append(matrices["weight"])

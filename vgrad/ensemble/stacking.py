@@ -74,7 +74,7 @@ def stack(
         seeds = [
             seed for x in seeds for seed in checks.whole("stack", least=0, seeds=x)
         ]
-        models = made("stack(make)", [models] * len(seeds), seeds)
+        models = build_models("stack(make)", [models] * len(seeds), seeds)
     models = _listed("stack", models)
     return joined("stack(models)", models, (), not disable_autograd_tracking)
 
@@ -99,7 +99,7 @@ def joined(
     tensors = [dict(slots.named_tensors(model)) for model in models]
 
     def stacked(names: Iterable[str], grad: bool) -> dict[str, Tensor]:
-        columns = {name: [own[name].detach() for own in tensors] for name in names}
+        columns = {n: [entries[n].detach() for entries in tensors] for n in names}
         return {
             n: (x[0].clone() if n in common else torch.stack(x)).requires_grad_(grad)
             for n, x in columns.items()
@@ -130,7 +130,7 @@ def _listed(function: str, models: Any) -> list[nn.Module]:
     return models
 
 
-def made(
+def build_models(
     where: str, makes: Sequence[Callable[[], nn.Module]], seeds: Sequence[int]
 ) -> list[nn.Module]:
     """Make a model by each function, after seeding torch; generators are restored."""
@@ -338,14 +338,14 @@ def group(models: Iterable[nn.Module]) -> ModelGroups:
     models = _listed("group", models)
     groups: list[tuple[dict[str, Any], list[int]]] = []
     for index, model in enumerate(models):
-        own = contents(model)
+        content = contents(model)
         for first, positions in groups:
-            if difference(first, own) is None:
+            if difference(first, content) is None:
                 positions.append(index)
                 break
         else:
-            groups.append((own, [index]))
-    found = [positions for _, positions in groups]
-    stacked = [stack(models[index] for index in positions) for positions in found]
+            groups.append((content, [index]))
+    members = [positions for _, positions in groups]
+    stacked = [stack(models[index] for index in positions) for positions in members]
     fmodels, params, buffers = zip(*stacked, strict=True)
-    return ModelGroups(fmodels, params, buffers, tuple(map(tuple, found)))
+    return ModelGroups(fmodels, params, buffers, tuple(map(tuple, members)))

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Self, cast
 import torch
 from torch import Tensor
 
-from vgrad.conditions import zeros_proven
 from vgrad.devices import is_host
 from vgrad.factors import costs, products, reductions
 from vgrad.torch_private.tensors import memory
@@ -81,10 +80,9 @@ class Products(NamedTuple):
     """Products a, b [B * G, T, T] of positions, from which norms are taken.
 
     The squares of the norms are `<a, b>`, [B]; the diagonals, [2, B, G, T], are squares
-    of the sizes of positions. All are sums of up to `length` products. `zero` are
-    samples with only zeros on one side, where a graph proves it. Relative to the sizes
-    of their terms, squares lose up to `cut`, and a weighted sum up to `rounding`. A
-    small `pair` of products [B, G, T, T] has to be multiplied yet, together with
+    of the sizes of positions. All are sums of up to `length` products. Relative to the
+    sizes of their terms, squares lose up to `cut`, and a weighted sum up to `rounding`.
+    A small `pair` of products [B, G, T, T] has to be multiplied yet, together with
     others.
     """
 
@@ -92,7 +90,6 @@ class Products(NamedTuple):
     sizes: Any
     length: int
     factor: Any
-    zero: Tensor | None
     cut: float
     rounding: float
     pair: tuple[Tensor, ...] = ()
@@ -100,17 +97,16 @@ class Products(NamedTuple):
 
     @classmethod
     def of(cls, a: Tensor, b: Tensor, factor: "Pair", length: int) -> "Products":
-        zero = factor.zeros() if zeros_proven() else None
         # Of factors of two dtypes, one product may be wider than the other is precise.
         dtype = a.dtype if a.dtype == b.dtype else torch.float32
-        a, b = (each.to(dtype).unflatten(0, (factor.size, -1)) for each in (a, b))
+        a, b = (side.to(dtype).unflatten(0, (factor.size, -1)) for side in (a, b))
         lost = 0.0, 0.0
         if isinstance(factor, Outer):
-            cuts = any(products.in_halves(each, each) for each in factor.sides)
+            cuts = any(products.in_halves(side, side) for side in factor.sides)
             lost = products.CUT if cuts else 0.0, factor.rounding
         if costs.gathers(a.nbytes, is_host(a.device)):
-            return cls(None, None, length, factor, zero, *lost, (a, b))
-        return cls(*multiplied(a, b), length, factor, zero, *lost)
+            return cls(None, None, length, factor, *lost, (a, b))
+        return cls(*multiplied(a, b), length, factor, *lost)
 
 
 def multiplied(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,12 +135,12 @@ class Factor(ABC):
         """Sum over samples with weights [B], in float32 or wider. -> [*shape]."""
 
     @abstractmethod
-    def take(self, rows: Tensor) -> "Factor":
+    def select(self, rows: Tensor) -> "Factor":
         """Return the factor of these samples."""
 
     @abstractmethod
     def double(self) -> "Factor":
-        """Return the same gradients, made of float64 numbers."""
+        """Return the factor with float64 numbers."""
 
     def times(self, scales: Sequence[Tensor]) -> "Factor":
         """Return the gradients times tensors, for a matrix a column and a row."""
@@ -161,9 +157,9 @@ class Factor(ABC):
         """Operands that a weighted sum multiplies in float32, [B, ...] each."""
         return ()
 
-    def settled(self) -> tuple["Factor", Norms]:
+    def with_norms(self) -> tuple["Factor", Norms]:
         """Return the form to keep until the weights are known, and its norms."""
-        return Dense(self.grad()).settled()
+        return Dense(self.grad()).with_norms()
 
     def gram(self, other: "Factor") -> Tensor:
         """Return all inner products with other samples' gradients, [B, B']."""
@@ -182,9 +178,9 @@ class Factor(ABC):
 
     def in_cache(self) -> "Iterator[Factor]":
         """Yield factors of some samples each, whose gradients fit into a cache."""
-        most = max(1, _AT_ONCE // max(1, self.shape.numel()))
-        rows = torch.arange(self.size).split(most)
-        return iter([self]) if len(rows) == 1 else map(self.take, rows)
+        step = max(1, _AT_ONCE // max(1, self.shape.numel()))
+        rows = torch.arange(self.size).split(step)
+        return iter([self]) if len(rows) == 1 else map(self.select, rows)
 
     def project(self, probes: Probes) -> Tensor:
         """Return the inner products with probes, [B, dim]."""
@@ -239,10 +235,10 @@ class Dense(Factor):
     @property
     def is_small(self) -> bool:
         """Whether it joins others for ops on all of them."""
-        own = type(self) is Dense and not self.g.is_complex()
-        return own and costs.gathers(self.g.nbytes, is_host(self.g.device))
+        gatherable = type(self) is Dense and not self.g.is_complex()
+        return gatherable and costs.gathers(self.g.nbytes, is_host(self.g.device))
 
-    def settled(self) -> tuple["Dense", Norms]:
+    def with_norms(self) -> tuple["Dense", Norms]:
         return self, [self if self.shared is None and self.is_small else self.norm()]
 
     def norm(self) -> Norm:
@@ -254,7 +250,7 @@ class Dense(Factor):
     def weighted(self, weights: Tensor) -> Tensor:
         return reductions.weighted_rows(self.g, weights)
 
-    def take(self, rows: Tensor) -> "Dense":
+    def select(self, rows: Tensor) -> "Dense":
         return Dense(self.g[rows])
 
     def double(self) -> "Dense":
@@ -292,14 +288,14 @@ class Zero(Factor):
     def grad(self) -> Tensor:
         return self.like.new_zeros((self.size, *self.shape))
 
-    def settled(self) -> tuple["Zero", Norms]:
+    def with_norms(self) -> tuple["Zero", Norms]:
         norms = self.like.new_zeros(self.size, dtype=torch.float64)
         return self, [Norm(norms, (norms,), norms)]
 
     def weighted(self, weights: Tensor) -> Tensor:
         return self.like.new_zeros(self.shape, dtype=wide(self.like.dtype))
 
-    def take(self, rows: Tensor) -> "Zero":
+    def select(self, rows: Tensor) -> "Zero":
         return Zero(len(rows), self.like)
 
     def times(self, scales: Sequence[Tensor]) -> "Zero":
@@ -340,7 +336,7 @@ class Pair(Factor):
         """Mark samples with nothing but zeros in one of the tensors, [B]."""
         return reductions.zeros(self.inputs) | reductions.zeros(self.outputs)
 
-    def take(self, rows: Tensor) -> Self:
+    def select(self, rows: Tensor) -> Self:
         return self._of(self.inputs[rows], self.outputs[rows])
 
     def double(self) -> Self:
@@ -387,23 +383,23 @@ class Outer(Pair):
         a, b = self.inputs, self.outputs.transpose(2, 3)
         if a.shape[2] == 1:
             a, b = products.exact(a, b)
-            found = b * a
+            grads = b * a
         else:
-            found = products.times(b.flatten(0, 1), a.flatten(0, 1))
-        return found.reshape(self.size, *self.shape)
+            grads = products.times(b.flatten(0, 1), a.flatten(0, 1))
+        return grads.reshape(self.size, *self.shape)
 
-    def settled(self) -> tuple[Factor, Norms]:
+    def with_norms(self) -> tuple[Factor, Norms]:
         outputs = self.shared or Positions(self.outputs)
         if self.inputs.shape[2] == 1:
             a, b = _norms(self.inputs), outputs.norms
-            norms, reach = a * b, (a, b)
+            norms, magnitudes = a * b, (a, b)
             if a.ndim > 1:
                 norms = reductions.root(norms, 1, self.inputs.dtype)
-                reach = a.amax(1), b.amax(1)
+                magnitudes = a.amax(1), b.amax(1)
             upper = norms * (1 + self.rounding) if self.rounding else norms
-            return self, [Norm(norms, reach, upper)]
+            return self, [Norm(norms, magnitudes, upper)]
         if not self.by_gram:
-            return Dense(self.formed()).settled()
+            return Dense(self.formed()).with_norms()
         a, b = products.self_products(self.inputs.flatten(0, 1)), outputs.products
         length = max(self.inputs.shape[3], self.outputs.shape[3])
         return self, [Products.of(a, b, self, length)]
@@ -421,7 +417,7 @@ class Outer(Pair):
         return reductions.total(parts).reshape(self.shape)
 
     def gram(self, other: Factor) -> Tensor:
-        """Inner products of factors, none of them `far`, where gradients cost more."""
+        """Inner products of factors, all in range, where gradients cost more."""
         if not isinstance(other, Outer) or not self.crosses(other):
             return self._products(other.grad())
         sizes = (self.size, self.inputs.shape[2], other.size, other.inputs.shape[2])
@@ -447,17 +443,17 @@ class Outer(Pair):
             return None
         a, b, others = products.exact(*self.sides, others.reshape(-1, i))
         step = max(1, _AT_ONCE // max(1, positions * len(others)))
-        found = others.new_empty(size, count, positions)
+        inner_products = others.new_empty(size, count, positions)
         for rows in map(slice, range(0, size, step), range(step, size + step, step)):
             seen = (a[rows, 0] @ others.mH).unflatten(2, (count, -1))
-            found[rows] = (seen @ b[rows, 0].unsqueeze(3))[..., 0].mT
-        return found.to(wide(self.inputs.dtype))
+            inner_products[rows] = (seen @ b[rows, 0].unsqueeze(3))[..., 0].mT
+        return inner_products.to(wide(self.inputs.dtype))
 
     def times(self, scales: Sequence[Tensor]) -> Factor:
         """Multiply the two sides of a matrix."""
         if not self.is_matrix:
             return super().times(scales)
-        rows, columns = (each.flatten() for each in scales)
+        rows, columns = (scale.flatten() for scale in scales)
         return self._of(self.inputs * columns, self.outputs * rows)
 
     def project(self, probes: Probes) -> Tensor:
@@ -492,8 +488,8 @@ class Compound(Factor):
     def sides(self) -> tuple[Tensor, ...]:
         return tuple(side for part in self.parts for side in part.sides)
 
-    def take(self, rows: Tensor) -> Factor:
-        return self._of(*(part.take(rows) for part in self.parts))
+    def select(self, rows: Tensor) -> Factor:
+        return self._of(*(part.select(rows) for part in self.parts))
 
     def double(self) -> Factor:
         return self._of(*(part.double() for part in self.parts))
@@ -521,9 +517,9 @@ class Scaled(Compound):
         grad = self.factor.grad()
         return grad.to(wide(grad.dtype)) / self.scale
 
-    def settled(self) -> tuple[Factor, Norms]:
-        factor, norms = self.factor.settled()
-        norms = (each.norm() if isinstance(each, Dense) else each for each in norms)
+    def with_norms(self) -> tuple[Factor, Norms]:
+        factor, norms = self.factor.with_norms()
+        norms = (part.norm() if isinstance(part, Dense) else part for part in norms)
         return self._of(factor), [norm._replace(scale=self.scale) for norm in norms]
 
     def weighted(self, weights: Tensor) -> Tensor:
@@ -539,20 +535,20 @@ class Scaled(Compound):
         return self.factor.project(probes) / self.scale
 
     def by_position(self, others: Tensor) -> Tensor | None:
-        found = self.factor.by_position(others)
-        return None if found is None else found / self.scale
+        inner_products = self.factor.by_position(others)
+        return None if inner_products is None else inner_products / self.scale
 
     def _of(self, *parts: Any) -> Factor:
         return Scaled(parts[0], self.scale)
 
 
 def owned(factor: Factor, but: Tensor | None = None) -> Factor:
-    """Return the same gradients, in memory of their own or in the memory of `but`."""
+    """Copy a factor, except for tensors in the memory of `but`."""
     if isinstance(factor, Zero):  # whose tensor has no values that count
         return factor
     spared = None if but is None else memory(but)
-    values = {name: _owned(each, spared) for name, each in vars(factor).items()}
-    if any(each is ... for each in values.values()):  # of another kind
+    values = {name: _owned(value, spared) for name, value in vars(factor).items()}
+    if any(value is ... for value in values.values()):  # of another kind
         return Dense(factor.grad().clone())
     same = copy.copy(factor)
     vars(same).update(values)
@@ -562,14 +558,14 @@ def owned(factor: Factor, but: Tensor | None = None) -> Factor:
 def _owned(value: Any, spared: int | None) -> Any:
     match value:
         case Tensor():
-            own = spared is not None and memory(value) == spared
-            return value if own else value.clone()
+            is_spared = spared is not None and memory(value) == spared
+            return value if is_spared else value.clone()
         case Positions():  # which another parameter's factor refers to as well
             return value if _owned(value.tensor, spared) is value.tensor else None
         case Factor():
             return owned(value)
         case None | bool() | int() | float() | str() | torch.dtype():
             return value
-        case tuple() if all(isinstance(each, int) for each in value):
+        case tuple() if all(isinstance(number, int) for number in value):
             return value
     return ...

@@ -85,8 +85,8 @@ class Columns(Compound):
     def grad(self) -> Tensor:
         return self._placed(self.factor.grad())
 
-    def settled(self) -> tuple[Factor, Norms]:
-        factor, norms = self.factor.settled()
+    def with_norms(self) -> tuple[Factor, Norms]:
+        factor, norms = self.factor.with_norms()
         return self._of(factor), norms
 
     def weighted(self, weights: Tensor) -> Tensor:
@@ -128,9 +128,9 @@ class Appended(Compound):
         if outputs is None or outputs.shape[2] != grads[0].numel():
             return False
         # Both sum up the same numbers, in some order, and at least in float32.
-        eps, own = (torch.finfo(x).eps for x in (wide(grads.dtype), grads.dtype))
+        eps, grad_eps = (torch.finfo(x).eps for x in (wide(grads.dtype), grads.dtype))
         grads, outputs = double(grads).flatten(1), double(outputs)
-        room = 8 * eps * outputs.abs().sum(1) + 2 * own * grads.abs()
+        room = 8 * eps * outputs.abs().sum(1) + 2 * grad_eps * grads.abs()
         return bool(((outputs.sum(1) - grads).abs() <= room).all())
 
     def grad(self) -> Tensor:
@@ -167,7 +167,7 @@ class Covariances(NamedTuple):
 
 def _full_or_diagonal(one: Tensor, other: Tensor) -> Tensor:
     if one.ndim != other.ndim:
-        one, other = (each.diag() if each.ndim == 1 else each for each in (one, other))
+        one, other = (sums.diag() if sums.ndim == 1 else sums for sums in (one, other))
     return one + other
 
 

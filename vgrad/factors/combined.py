@@ -25,7 +25,7 @@ from vgrad.factors.base import (
     Probes,
     Zero,
 )
-from vgrad.factors.norms import cancelled, settled
+from vgrad.factors.norms import cancelled, computed
 from vgrad.factors.rows import Rows
 from vgrad.torch_private.tensors import viewed
 from vgrad.tree import wide
@@ -36,38 +36,38 @@ Replay = Callable[[Tensor], Tensor]
 def merged(factors: Sequence[Factor]) -> Factor:
     """Return one factor for the sum of several of one parameter."""
     if len(factors) > 1:
-        factors = [each for each in factors if not isinstance(each, Zero)] or factors
+        factors = [part for part in factors if not isinstance(part, Zero)] or factors
     if len(factors) == 1 or isinstance(factors[0], Zero):
         return factors[0]
-    outers = _joined_outers([each for each in factors if isinstance(each, Outer)])
-    rows = _joined_rows([each for each in factors if isinstance(each, Rows)])
-    others = [each for each in factors if not isinstance(each, Outer | Rows)]
+    outers = _joined_outers([part for part in factors if isinstance(part, Outer)])
+    rows = _joined_rows([part for part in factors if isinstance(part, Rows)])
+    others = [part for part in factors if not isinstance(part, Outer | Rows)]
     if len(outers) + len(rows) == 1 and not others:
         return (*outers, *rows)[0]
     if len(outers) == len(rows) == 1 and not others and outers[0].is_matrix:
         return Tied(outers[0], rows[0])
-    grads = [each.grad() for each in (*outers, *rows, *others)]
+    grads = [part.grad() for part in (*outers, *rows, *others)]
     return Dense(torch.stack(grads).sum(0) if len(grads) > 2 else grads[0] + grads[1])
 
 
 def _joined_outers(factors: Sequence[Outer]) -> list[Outer]:
     alike: dict[tuple, list[Outer]] = {}
-    for each in factors:
-        sizes = (each.inputs.shape[1], each.inputs.shape[3], each.outputs.shape[3])
-        alike.setdefault(sizes, []).append(each)
+    for outer in factors:
+        sizes = (outer.inputs.shape[1], outer.inputs.shape[3], outer.outputs.shape[3])
+        alike.setdefault(sizes, []).append(outer)
     for sizes, group in alike.items():
         if len(group) > 1:
-            inputs = torch.cat([each.inputs for each in group], dim=2)
-            outputs = torch.cat([each.outputs for each in group], dim=2)
+            inputs = torch.cat([outer.inputs for outer in group], dim=2)
+            outputs = torch.cat([outer.outputs for outer in group], dim=2)
             alike[sizes] = [Outer(inputs, outputs, group[0].shape)]
-    return [each for (each,) in alike.values()]
+    return [outer for (outer,) in alike.values()]
 
 
 def _joined_rows(factors: Sequence[Rows]) -> list[Rows]:
     if len(factors) < 2:
         return list(factors)
-    index = torch.cat([each.index for each in factors], dim=1)
-    outputs = torch.cat([each.outputs for each in factors], dim=1)
+    index = torch.cat([rows.index for rows in factors], dim=1)
+    outputs = torch.cat([rows.outputs for rows in factors], dim=1)
     return [Rows(index, outputs, factors[0].shape)]
 
 
@@ -89,15 +89,16 @@ class Tied(Compound):
     def grad(self) -> Tensor:
         return self.outer.grad() + self.rows.grad()
 
-    def settled(self) -> tuple[Factor, Norms]:
+    def with_norms(self) -> tuple[Factor, Norms]:
         """Add the cross term `sum_ts outer_out_s[index_t] <row_t, in_s>` to squares."""
         if not self.outer.by_gram:
-            return Dense(self.grad()).settled()
-        parts = {"outer": self.outer.settled()[1], "rows": self.rows.settled()[1]}
-        (outer,), (rows,) = settled(parts).values()
+            return Dense(self.grad()).with_norms()
+        parts = {"outer": self.outer.with_norms()[1], "rows": self.rows.with_norms()[1]}
+        (outer,), (rows,) = computed(parts).values()
         rounded: Any = 0.0  # of the outer products: added as it is, whatever cancels
         if rounding := self.outer.rounding:
-            rounded = rounding * (outer.value if outer.most is None else outer.most)
+            terms = outer.value if outer.most is None else outer.most
+            rounded = rounding * terms
             outer = outer._replace(upper=outer.upper - rounded)
         a, b = self.outer.inputs[:, 0].double(), self.outer.outputs[:, 0]
         index = self.rows.index[:, None, :].expand(-1, b.shape[1], -1)
@@ -109,18 +110,18 @@ class Tied(Compound):
         squares = outer.value.square() + 2 * cross + rows.value.square()
         uppers = outer.upper.square() + 2 * cross + rows.upper.square()
         uppers = uppers + 4 * torch.finfo(torch.float64).eps * largest
-        norms, uppers = (each.clamp(min=0).sqrt() for each in (squares, uppers))
+        norms, uppers = (square.clamp(min=0).sqrt() for square in (squares, uppers))
         uppers = uppers + rounded
         eps = torch.finfo(wide(self.outer.inputs.dtype)).eps
         lost = outer.upper - outer.value + rows.upper - rows.value
         lost = lost + eps * largest.sqrt() + rounded
-        doubt = cancelled(largest.sqrt(), norms)
+        cancellation = cancelled(largest.sqrt(), norms)
         # Nothing is less than what both norms are sure of.
-        doubt = doubt.masked_fill(largest == 0, 0.0)
+        cancellation = cancellation.masked_fill(largest == 0, 0.0)
         if outer.doubt is not None:
-            doubt = doubt + outer.doubt
-        reach = *outer.reach, *rows.reach
-        return self, [Norm(norms, reach, uppers, doubt, lost, 1.0, self)]
+            cancellation = cancellation + outer.doubt
+        magnitudes = *outer.reach, *rows.reach
+        return self, [Norm(norms, magnitudes, uppers, cancellation, lost, 1.0, self)]
 
     def zeros(self) -> Tensor:
         """Mark samples with nothing but zeros in one of the tensors of the product."""
@@ -158,8 +159,8 @@ class Moved(Compound):
     def grad(self) -> Tensor:
         return self._moved([part.grad() for part in self.parts])
 
-    def settled(self) -> tuple[Factor, Norms]:
-        parts, norms = zip(*(part.settled() for part in self.parts), strict=True)
+    def with_norms(self) -> tuple[Factor, Norms]:
+        parts, norms = zip(*(part.with_norms() for part in self.parts), strict=True)
         return self._of(*parts), list(itertools.chain(*norms))
 
     def weighted(self, weights: Tensor) -> Tensor:
@@ -170,22 +171,22 @@ class Moved(Compound):
 
     def _moved(self, parts: Sequence[Tensor]) -> Tensor:
         """Add the parts `[B, ...]` to where in the parameter they belong."""
-        dtype = functools.reduce(torch.promote_types, (each.dtype for each in parts))
-        whole = parts[0].new_zeros((len(parts[0]), *self.shape), dtype=dtype)
+        dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+        grads = parts[0].new_zeros((len(parts[0]), *self.shape), dtype=dtype)
         for part, replay in zip(parts, self.replays, strict=True):
             if _spots(replay, self.shape) is None:
-                whole = whole + pulled(part, replay, self.shape)
+                grads = grads + pulled(part, replay, self.shape)
             else:
-                torch.vmap(replay)(whole).add_(part)
-        return whole
+                torch.vmap(replay)(grads).add_(part)
+        return grads
 
 
 def pulled(grads: Tensor, replay: Replay, shape: torch.Size) -> Tensor:
     """Take gradients [B, ...] of a view back to the parameter, [B, *shape]."""
     with torch.enable_grad():
-        whole = grads.new_zeros((len(grads), *shape)).requires_grad_()
-        views = torch.vmap(replay)(whole)
-        return torch.autograd.grad(views, whole, grads)[0]
+        parameter = grads.new_zeros((len(grads), *shape)).requires_grad_()
+        views = torch.vmap(replay)(parameter)
+        return torch.autograd.grad(views, parameter, grads)[0]
 
 
 def disjoint(replays: Sequence[Replay], like: Tensor) -> bool:
@@ -211,9 +212,9 @@ class _Spots(NamedTuple):
 
 def _spots(replay: Replay, shape: torch.Size) -> _Spots | None:
     """Return where the numbers are that a function takes; None if it copies them."""
-    whole = torch.empty(shape, device="meta")
-    view = replay(whole)
-    if view is not whole and viewed(view) is not whole:
+    parameter = torch.empty(shape, device="meta")
+    view = replay(parameter)
+    if view is not parameter and viewed(view) is not parameter:
         return None
     return _Spots(tuple(view.shape), view.stride(), int(view.storage_offset()))
 

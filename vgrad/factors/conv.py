@@ -72,16 +72,16 @@ class Conv(Pair):
             return self._one_by_one()
         return self._by_swapping() if form == "swapped" else self._by_offsets()
 
-    def settled(self) -> tuple[Factor, Norms]:
+    def with_norms(self) -> tuple[Factor, Norms]:
         """Take norms without gradients where they are cheaper so."""
         form = self.form
         if form == "windows":
-            return Dense(self._by_windows()).settled()
+            return Dense(self._by_windows()).with_norms()
         if form != "gram":
-            return super().settled()
+            return super().with_norms()
         if not self.plain:
-            norms = self._unfolded().settled()[1]
-            norms = (each.norm() if isinstance(each, Dense) else each for each in norms)
+            norms = self._unfolded().with_norms()[1]
+            norms = (part.norm() if isinstance(part, Dense) else part for part in norms)
             return self, [norm._replace(factor=self) for norm in norms]
         b = products.self_products(self._split(self.outputs).flatten(2).mT)
         length = max(math.prod(self.shape[1:]), self.shape[0])
@@ -93,7 +93,7 @@ class Conv(Pair):
             return Dense(self.grad()).weighted(weights)
         if not self.plain:
             pairs = zip(self.outers(), weights.split(self._step), strict=True)
-            return reductions.total([part.weighted(some) for part, some in pairs])
+            return reductions.total([part.weighted(chunk) for part, chunk in pairs])
         inputs, outputs = products.exact(self.inputs, self.outputs)
         column = weights.to(inputs.dtype).view(-1, *(1,) * (inputs.ndim - 1))
         if inputs.numel() < outputs.numel():
@@ -129,7 +129,7 @@ class Conv(Pair):
 
     def outers(self) -> Iterator[Outer]:
         """Yield products of outputs and windows, of some samples after the other."""
-        pairs = zip(*(each.split(self._step) for each in self.sides), strict=True)
+        pairs = zip(*(side.split(self._step) for side in self.sides), strict=True)
         return (self._of(*pair)._unfolded() for pair in pairs)
 
     def _unfolded(self) -> Outer:
@@ -154,15 +154,15 @@ class Conv(Pair):
     def _by_groups(self) -> Tensor:
         # On a device in the dtype at hand, since norms are taken of these numbers.
         pair = products.exact(*self.sides) if self.plain else self.sides
-        inputs, outputs = (each.flatten(0, 1)[None] for each in pair)
-        found = self._weight_gradient(inputs, outputs, self.size)
-        return found.view(self.size, *self.shape).to(self.inputs.dtype)
+        inputs, outputs = (side.flatten(0, 1)[None] for side in pair)
+        grads = self._weight_gradient(inputs, outputs, self.size)
+        return grads.view(self.size, *self.shape).to(self.inputs.dtype)
 
     def _one_by_one(self) -> Tensor:
         inputs, outputs = products.exact(self.inputs, self.outputs)
         pairs = zip(inputs.split(1), outputs.split(1), strict=True)
-        found = [self._weight_gradient(*pair, 1) for pair in pairs]
-        return torch.stack(found).to(self.inputs.dtype)
+        grads = [self._weight_gradient(*pair, 1) for pair in pairs]
+        return torch.stack(grads).to(self.inputs.dtype)
 
     def _by_swapping(self) -> Tensor:
         """Convolve every input channel with the outputs, which are its kernels."""
@@ -171,22 +171,22 @@ class Conv(Pair):
         inputs, outputs = products.exact(self._padded(), self.outputs)
         step = max(1, costs.FEW_POSITIONS // math.prod(outputs.shape[3:]))
         inputs = inputs.unflatten(1, (self.groups, -1)).flatten(0, 1).transpose(0, 1)
-        reach = self.dilation[0] * (self.shape[2] - 1) + 1
+        extent = self.dilation[0] * (self.shape[2] - 1) + 1
         parts = []
         for number, part in enumerate(outputs.split(step, 2)):
-            seen = self.stride[0] * (part.shape[2] - 1) + reach
+            seen = self.stride[0] * (part.shape[2] - 1) + extent
             rows = inputs.narrow(2, number * step * self.stride[0], seen)
             parts.append(self._convolved(rows, part.flatten(0, 1)[:, None]))
-        found = reductions.total(parts).unflatten(1, (self.size, -1))
-        return found.movedim(0, 2).to(self.inputs.dtype)
+        grads = reductions.total(parts).unflatten(1, (self.size, -1))
+        return grads.movedim(0, 2).to(self.inputs.dtype)
 
     def _convolved(self, inputs: Tensor, outputs: Tensor) -> Tensor:
         op: Callable = (F.conv1d, F.conv2d, F.conv3d)[len(self.stride) - 1]
         swapped = {"stride": self.dilation, "dilation": self.stride}
-        found = op(inputs, outputs, groups=inputs.shape[1], **swapped)
+        grads = op(inputs, outputs, groups=inputs.shape[1], **swapped)
         for axis, size in enumerate(self.shape[2:], start=2):
-            found = found.narrow(axis, 0, size)
-        return found
+            grads = grads.narrow(axis, 0, size)
+        return grads
 
     def _by_offsets(self) -> Tensor:
         """Multiply, for each number of the kernel, outputs with the inputs it sees."""
@@ -194,15 +194,15 @@ class Conv(Pair):
         left = self._split(outputs).flatten(2)
         kernel = self.shape[2:]
         sizes = (self.size, math.prod(kernel), *self.shape[:2])
-        found = self.inputs.new_empty(sizes)
+        grads = self.inputs.new_empty(sizes)
         for number, window in enumerate(self._windows(self._split(inputs))):
-            right, out = window.flatten(2).mT, found[:, number]
+            right, out = window.flatten(2).mT, grads[:, number]
             if self.groups == 1 and out.dtype == left.dtype:
                 torch.bmm(left, right, out=out)
             else:
                 out.copy_(torch.bmm(left, right).view(out.shape))
         # The kernel's axis comes last for the user, and stays first in memory.
-        return found.movedim(1, -1).unflatten(-1, kernel)
+        return grads.movedim(1, -1).unflatten(-1, kernel)
 
     def _patch_products(self) -> Tensor:
         """Inner products of the patches seen at two positions, [B * G, T, T]."""
@@ -212,11 +212,11 @@ class Conv(Pair):
         space, count = inputs.shape[2:], len(inputs)
         pixels = products.self_products(inputs.flatten(2).mT)
         pixels = pixels.view(count, *space, *space)
-        found = pixels.new_zeros(())
+        sums = pixels.new_zeros(())
         for window in self._windows(pixels, leading=1, times=2):
-            found = found + window if found.ndim == 0 else found.add_(window)
+            sums = sums + window if sums.ndim == 0 else sums.add_(window)
         positions = math.prod(self.outputs.shape[2:])
-        return found.reshape(count, positions, positions)
+        return sums.reshape(count, positions, positions)
 
     def _windows(
         self, tensor: Tensor, *, leading: int = 2, times: int = 1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vgrad.conditions import Unrepeatable, checks_collected
+from vgrad.conditions import Unrepeatable, numbers
 from vgrad.factors import costs, products, reductions
 from vgrad.factors.base import Dense, Factor, Norms, Pair, Products, multiplied
 
@@ -36,22 +36,22 @@ class Experts(Pair):
     def rows(self) -> int:
         return self.inputs.shape[1]
 
-    def take(self, rows: Tensor) -> "Experts":
-        inputs, outputs, ends = (each[rows] for each in (*self.sides, self.ends))
+    def select(self, rows: Tensor) -> "Experts":
+        inputs, outputs, ends = (tensor[rows] for tensor in (*self.sides, self.ends))
         return Experts(inputs, outputs, self.shape, ends)
 
     def grad(self) -> Tensor:
         return self._formed().to(self.inputs.dtype)
 
     def _formed(self) -> Tensor:
-        a, b = (each.flatten(0, 1) for each in products.exact(*self.sides))
-        found = _sums(a, b, self.counts.flatten()).unflatten(0, (self.size, -1))
-        return found[:, :-1]
+        a, b = (side.flatten(0, 1) for side in products.exact(*self.sides))
+        grads = _sums(a, b, self.counts.flatten()).unflatten(0, (self.size, -1))
+        return grads[:, :-1]
 
     def weighted(self, weights: Tensor) -> Tensor:
         """Scale the rows, and add up products, some samples at a time."""
         step = max(1, reductions.ROWS_AT_ONCE // max(1, self.rows))
-        parts = (each.split(step) for each in (*self.sides, self.ends, weights))
+        parts = (tensor.split(step) for tensor in (*self.sides, self.ends, weights))
         return reductions.total([*map(_weighted, *parts)])
 
     @property
@@ -66,34 +66,34 @@ class Experts(Pair):
         cheaper; the matrices at these places, [B, E].
         """
         sizes, which = self.counts[:, :-1].sort(1, descending=True)
-        if checks_collected() or not self.rows:
+        largest = numbers(sizes.amax(0)) if self.rows else None
+        if largest is None:
             return {}, which
-        found, start = {}, 0
-        largest: list[int] = [*sizes.amax(0).tolist(), 0]
-        for place, size in enumerate(largest):
+        blocks, start = {}, 0
+        for place, size in enumerate([*largest, 0]):
             if 2 * size < (first := largest[start]) or not size:
                 if first:
-                    found[start, place] = first
+                    blocks[start, place] = first
                 start = place
-        pairs = sum((end - start) * n**2 for (start, end), n in found.items())
+        pairs = sum((end - start) * n**2 for (start, end), n in blocks.items())
         count, i, o = self.shape
         fits = costs.outer_by_gram(math.isqrt(pairs // count), i, o)
-        return found if fits else {}, which
+        return blocks if fits else {}, which
 
-    def settled(self) -> tuple[Factor, Norms]:
+    def with_norms(self) -> tuple[Factor, Norms]:
         """Multiply the rows of each matrix, of several with about as many at once."""
         blocks, which = self._alike()
         if not blocks:
-            return Dense(self._formed()).settled()
-        squares, found = torch.zeros((), device=which.device), []
-        most, length = max(blocks.values()), max(self.shape[1:])
+            return Dense(self._formed()).with_norms()
+        squares, padded = torch.zeros((), device=which.device), []
+        largest, length = max(blocks.values()), max(self.shape[1:])
         for (start, end), n in blocks.items():
             a, b = self._products(which[:, start:end], n)
-            own, positions = multiplied(a, b)
-            squares = squares + own
-            found.append(F.pad(positions, (0, most - n)))
-        sizes = torch.cat(found, 2)
-        return self, [Products(squares, sizes, length, self, None, 0.0, 0.0)]
+            sums, positions = multiplied(a, b)
+            squares = squares + sums
+            padded.append(F.pad(positions, (0, largest - n)))
+        sizes = torch.cat(padded, 2)
+        return self, [Products(squares, sizes, length, self, 0.0, 0.0)]
 
     def _products(self, which: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Multiply the first rows of matrices [B, G]. -> 2 x [B, G, count, count]"""
@@ -115,9 +115,9 @@ def by_expert(ends: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     `ends [B, E]` -> the places of the rows, [B * rows], and counts of each, [E + 1].
     """
     place = torch.arange(rows, device=ends.device).expand(len(ends), rows)
-    own = torch.searchsorted(ends, place.contiguous(), right=True)
+    experts = torch.searchsorted(ends, place.contiguous(), right=True)
     counts = torch.cat([ends[:, :1], ends.diff(dim=1), rows - ends[:, -1:]], 1)
-    return own.flatten().argsort(stable=True), counts.sum(0)
+    return experts.flatten().argsort(stable=True), counts.sum(0)
 
 
 def _weighted(inputs: Tensor, outputs: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
@@ -125,24 +125,24 @@ def _weighted(inputs: Tensor, outputs: Tensor, ends: Tensor, weights: Tensor) ->
     column = weights.to(a.dtype).view(-1, 1, 1)
     a, b = (a * column, b) if a.shape[2] <= b.shape[2] else (a, b * column)
     order, counts = by_expert(ends, inputs.shape[1])
-    a, b = (each.flatten(0, 1).index_select(0, order) for each in (a, b))
+    a, b = (side.flatten(0, 1).index_select(0, order) for side in (a, b))
     return _sums(a, b, counts)[:-1]
 
 
 def _sums(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
     """Sum outer products over `counts [G]` rows each. -> [G, I, O]"""
-    if checks_collected():
-        return _captured(a, b, counts)
-    found = a.new_zeros(len(counts), a.shape[1], b.shape[1])
-    sizes: list[int] = counts.tolist()
-    for sum, left, right in zip(found, a.split(sizes), b.split(sizes), strict=True):
+    sizes = numbers(counts)
+    if sizes is None:
+        return _grouped(a, b, counts)
+    sums = a.new_zeros(len(counts), a.shape[1], b.shape[1])
+    for sum, left, right in zip(sums, a.split(sizes), b.split(sizes), strict=True):
         if len(left):
             torch.mm(left.mT, right, out=sum)
-    return found
+    return sums
 
 
-def _captured(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
-    """Do so by torch's own op, which hands no value to Python."""
+def _grouped(a: Tensor, b: Tensor, counts: Tensor) -> Tensor:
+    """Sum outer products by torch's own op, which hands no value to Python."""
     if a.dtype != torch.float32 or a.shape[1] % 4 or b.shape[1] % 4:
         raise Unrepeatable(f"grouped_mm has no kernel for {a.dtype} of these sizes")
     return F.grouped_mm(a.mT, b, offs=counts.cumsum(0, dtype=torch.int32))

@@ -15,20 +15,20 @@ from torch import Tensor
 
 from vgrad.conditions import rare
 from vgrad.factors.base import Dense, Factor, Norm, Norms, Products, multiplied
-from vgrad.factors.reductions import reach, root, row_norms, weighted_rows
+from vgrad.factors.reductions import entry_bounds, root, row_norms, weighted_rows
 from vgrad.torch_private import kernels
 
 FORMED_AT_ONCE = 2**24
 """Numbers of gradients formed at once where products cannot be trusted."""
 
 SURE = 1e15
-"""Doubt up to which a norm is taken as it is.
+"""The `doubt` up to which a norm is taken as it is.
 
 No square that matters has left float32's range for numbers of this size.
 """
 
 _CANCELLED = 1e13
-"""The doubt of a norm from products as large as all of its terms.
+"""The `doubt` of a norm that is as large as all of its terms.
 
 So a norm below a hundredth of them, which is mostly rounding, is computed again.
 """
@@ -37,23 +37,23 @@ _APART = 1e8
 """Size up to which float32 holds the product of four numbers."""
 
 
-def settled(norms: Mapping[str, Norms]) -> dict[str, list[Norm]]:
+def computed(norms: Mapping[str, Norms]) -> dict[str, list[Norm]]:
     """Take norms from all products of positions, all products of one shape at once."""
     alike: dict[tuple, list[Products]] = {}
-    taken: dict[int, Any] = {}
-    for each in itertools.chain(*norms.values()):
-        if isinstance(each, Dense):
-            taken[id(each)] = each.norm()
-        elif isinstance(each, Products):
-            some = each.pair or (each.sizes,)
-            key = len(some), some[0].shape, some[0].dtype, each.cut, each.rounding
-            alike.setdefault(key, []).append(each)
-    for some in alike.values():
-        taken |= zip(map(id, some), _from_products(some), strict=True)
-    found = {}
-    for name, parts in norms.items():
-        found[name] = [*map(taken.get, map(id, parts), parts)]
-    return found
+    by_id: dict[int, Any] = {}
+    for part in itertools.chain(*norms.values()):
+        if isinstance(part, Dense):
+            by_id[id(part)] = part.norm()
+        elif isinstance(part, Products):
+            tensors = part.pair or (part.sizes,)
+            shape, dtype = tensors[0].shape, tensors[0].dtype
+            key = len(tensors), shape, dtype, part.cut, part.rounding
+            alike.setdefault(key, []).append(part)
+    for group in alike.values():
+        by_id |= zip(map(id, group), _from_products(group), strict=True)
+    return {
+        name: [*map(by_id.get, map(id, parts), parts)] for name, parts in norms.items()
+    }
 
 
 class Gathered(NamedTuple):
@@ -65,8 +65,8 @@ class Gathered(NamedTuple):
     def weighted(self, weights: Tensor) -> dict[str, Tensor]:
         """Sum over samples with weights [B], for every parameter."""
         sizes = [math.prod(shape) for shape in self.shapes.values()]
-        whole = weighted_rows(self.g, weights)
-        parts = kernels.split_copy(whole, sizes)
+        sums = weighted_rows(self.g, weights)
+        parts = kernels.split_copy(sums, sizes)
         pairs = zip(self.shapes.items(), parts, strict=True)
         return {name: part.view(shape) for (name, shape), part in pairs}
 
@@ -77,17 +77,17 @@ def gathered(
     groups: Iterable[Sequence[str]],
 ) -> list[Gathered]:
     """Bring the small gradients of a group together, and take one norm of them all."""
-    found = []
+    joined = []
     for names in groups:
         small: dict[torch.dtype, list[str]] = {}
         for name in names:
             factor = factors.get(name)
             if isinstance(factor, Dense) and factor.is_small:
                 small.setdefault(factor.g.dtype, []).append(name)
-        found += [
-            _gathered(some, factors, norms) for some in small.values() if some[2:]
+        joined += [
+            _gathered(alike, factors, norms) for alike in small.values() if alike[2:]
         ]
-    return found
+    return joined
 
 
 def _gathered(
@@ -100,90 +100,88 @@ def _gathered(
     rows = [factors[name].g for name in names]
     size = rows[0].shape[0]
     g = torch.cat([g.reshape(size, n) for g, n in zip(rows, sizes, strict=True)], 1)
-    found, width = Gathered(shapes, g), 0
+    joined, width = Gathered(shapes, g), 0
     for name, column in zip(names, g.split(sizes, 1), strict=True):
         factors[name] = Dense(column.view(size, *shapes[name]))
         if isinstance(norms[name][0], Dense):
             width, norms[name] = width + column.shape[1], []
     if width:
         norms[names[0]] = [Dense(g[:, :width]).norm()]
-    return found
+    return joined
 
 
 def _from_products(products: Sequence[Products]) -> Iterator[Norm]:
     if products[0].pair:
-        a, b = map(torch.stack, zip(*(each.pair for each in products), strict=True))
+        a, b = map(torch.stack, zip(*(part.pair for part in products), strict=True))
         squares, sizes = multiplied(a, b)
     else:
-        squares = torch.stack([each.squares for each in products])
-        sizes = torch.stack([each.sizes for each in products], 1)
+        squares = torch.stack([part.squares for part in products])
+        sizes = torch.stack([part.sizes for part in products], 1)
     squares, sizes, dtype = squares.double(), sizes.double(), sizes.dtype
     a, b = sizes  # [K, B, G, T]
-    most = torch.linalg.vector_norm((a * b).sqrt_().sum(3), dim=2)
+    term_sums = torch.linalg.vector_norm((a * b).sqrt_().sum(3), dim=2)
     number, positions = torch.finfo(dtype), max(1, a.shape[3])
     # Twice the worst that was measured, over kinds of inputs of all sizes and dtypes;
     # where positions or features are equal, so are their errors: none averages out.
-    length = max(each.length for each in products)
+    length = max(part.length for part in products)
     worst = max(4.0, 20 / positions, min(32.0, length / 12))
     slack = number.eps * worst + products[0].cut
     sizes, values = sizes.sum((0, 3, 4)), squares.sqrt()
     # A square that may include products on the edge of zero is not used:
     # where denormal numbers are flushed, all of a sum may be gone.
     edge = number.tiny * length * positions / number.eps
-    doubts = torch.addcdiv(most, sizes, squares, value=SURE * edge)
-    doubts = torch.addcdiv(doubts, most, values, value=_CANCELLED)
-    if zeros := [each.zero for each in products if each.zero is not None]:
-        doubts = doubts.masked_fill(torch.stack(zeros) & (most == 0), 0.0)
-    uppers = torch.addcmul(squares, most, most, value=slack).sqrt_()
+    cancellations = torch.addcdiv(term_sums, sizes, squares, value=SURE * edge)
+    cancellations = torch.addcdiv(cancellations, term_sums, values, value=_CANCELLED)
+    uppers = torch.addcmul(squares, term_sums, term_sums, value=slack).sqrt_()
     eps = number.eps * max(1.0, positions / 16)
     if rounding := products[0].rounding:
-        eps, uppers = rounding, uppers.add_(most, alpha=rounding)
-    columns = values, sizes.sqrt_(), uppers, doubts, most
+        eps, uppers = rounding, uppers.add_(term_sums, alpha=rounding)
+    columns = values, sizes.sqrt_(), uppers, cancellations, term_sums
     rows = zip(products, *map(torch.unbind, columns), strict=True)
-    for each, value, size, upper, doubt, own in rows:
-        others = doubt, own, eps, each.factor, each.scale
+    for part, value, size, upper, cancellation, term_sum in rows:
+        others = cancellation, term_sum, eps, part.factor, part.scale
         yield Norm(value, (size,), upper, *others)
 
 
-def cancelled(most: Tensor, norms: Tensor) -> Tensor:
-    """Return the doubt of norms of sums whose terms are as large as `most`."""
-    return _CANCELLED * most / norms
+def cancelled(term_sums: Tensor, norms: Tensor) -> Tensor:
+    """Return the `doubt` of norms of sums whose terms have these sizes."""
+    return _CANCELLED * term_sums / norms
 
 
 def doubtful(norms: Mapping[str, Sequence[Norm]]) -> Tensor | None:
-    """Mark doubtful norms, [N, B]; None where all are sure."""
+    """Mark norms that may have cancelled, [N, B]; None if none can."""
     parts = itertools.chain(*norms.values())
-    doubts = [norm.doubt for norm in parts if norm.doubt is not None]
-    return ~(torch.stack(doubts) <= SURE) if doubts else None
+    cancellations = [norm.doubt for norm in parts if norm.doubt is not None]
+    return ~(torch.stack(cancellations) <= SURE) if cancellations else None
 
 
 def recomputed(norms: Mapping[str, Sequence[Norm]]) -> dict[str, list[Norm]]:
-    """Compute doubtful norms from gradients in float64."""
+    """Compute norms that may have cancelled from gradients in float64."""
     return {name: list(map(_recomputed, parts)) for name, parts in norms.items()}
 
 
 def _recomputed(norm: Norm) -> Norm:
-    value, upper, factor, most = norm.value, norm.upper, norm.factor, norm.most
-    if norm.doubt is None or most is None:
+    value, upper, factor = norm.value, norm.upper, norm.factor
+    if norm.doubt is None or norm.most is None:
         return norm
-    lost = most * norm.eps
+    lost = norm.most * norm.eps
     rows = ~(norm.doubt <= SURE) & ~((upper == 0) & factor.zeros())
     rows = rows.nonzero().flatten()
     value, upper = value.clone(), upper.clone()
     step = 1  # the first one shows how many gradients are not too many
     while len(rows):
-        some, rows = rows[:step], rows[step:]
-        grads = factor.take(some).double().grad()
-        step = max(1, FORMED_AT_ONCE * len(some) // max(1, grads.numel()))
-        value[some] = exact = row_norms(grads)
-        upper[some] = exact + lost[some]
+        chunk, rows = rows[:step], rows[step:]
+        grads = factor.select(chunk).double().grad()
+        step = max(1, FORMED_AT_ONCE * len(chunk) // max(1, grads.numel()))
+        value[chunk] = exact = row_norms(grads)
+        upper[chunk] = exact + lost[chunk]
     return norm._replace(value=value, upper=upper, doubt=None)
 
 
 class Joint:
     """Norms of P groups of parameters of a dtype, [P, B], stacked once for all uses.
 
-    They are wrong where one of `norms` is doubtful.
+    They are wrong where one of `norms` may have cancelled.
     """
 
     def __init__(
@@ -195,18 +193,19 @@ class Joint:
         self._dtype = dtype
         parts, self._lengths = [], []
         for names in groups:
-            some = [*itertools.chain(*map(norms.__getitem__, names))]
-            parts += some
-            self._lengths.append(len(some))
-        values, self._reaches, uppers, doubts, *_, scales = zip(*parts, strict=True)
+            group = [*itertools.chain(*map(norms.__getitem__, names))]
+            parts += group
+            self._lengths.append(len(group))
+        columns = zip(*parts, strict=True)
+        values, self._magnitudes, uppers, cancellations, *_, scales = columns
         self._scale = scales[0]  # all factors of a call have the same
         self._exact = all(map(operator.is_, values, uppers))
         rows = self._filled(values)
-        self._count, known = len(rows), {*map(id, rows)}
+        self._count, stacked = len(rows), {*map(id, rows)}
         if not self._exact:
             rows = rows + self._filled(uppers)
-        rest = (*itertools.chain(*self._reaches), *doubts)
-        rest = [each for each in rest if each is not None and id(each) not in known]
+        rest = (*itertools.chain(*self._magnitudes), *cancellations)
+        rest = [row for row in rest if row is not None and id(row) not in stacked]
         self._rows = torch.stack([*rows, *rest])
 
     @cached_property
@@ -226,21 +225,21 @@ class Joint:
         return root(self.value, 0, self._dtype)
 
     @property
-    def most(self) -> Tensor:
-        """The largest of all norms, numbers that are multiplied, and doubts; or NaN."""
+    def largest(self) -> Tensor:
+        """The largest of all norms, multiplied numbers and cancellations; or NaN."""
         return self._multiplied(self._rows.amax())
 
     @property
-    def reach(self) -> Tensor:
+    def magnitudes(self) -> Tensor:
         """No less than any number that is multiplied for a sum, [P, B]."""
-        sizes = [torch.stack(each).amax(0) for each in self._reaches]
+        sizes = [torch.stack(vectors).amax(0) for vectors in self._magnitudes]
         rows = torch.stack(self._filled(sizes)).unflatten(0, (len(self._lengths), -1))
         return self._multiplied(rows.amax(1))
 
-    def _multiplied(self, reach: Tensor) -> Tensor:
+    def _multiplied(self, sizes: Tensor) -> Tensor:
         # One over the scale is multiplied as well, by the sum and by its error.
         scale = self._scale
-        return reach if scale is None else reach.maximum(reach.clamp(min=1) / scale)
+        return sizes if scale is None else sizes.maximum(sizes.clamp(min=1) / scale)
 
     def _root(self, rows: Tensor) -> Tensor:
         grouped = rows.unflatten(0, (len(self._lengths), -1))
@@ -258,13 +257,13 @@ class Joint:
         return filled
 
 
-def far(factors: Mapping[str, Sequence[Factor]]) -> set[str]:
+def out_of_range(factors: Mapping[str, Sequence[Factor]]) -> set[str]:
     """Return the parameters whose inner products may leave the range of float32."""
-    sided = {name: [x for x in some if x.sides] for name, some in factors.items()}
+    sided = {name: [x for x in parts if x.sides] for name, parts in factors.items()}
     masks = {
-        name: torch.cat([reach(each.sides) for each in some]) > _APART
-        for name, some in sided.items()
-        if some
+        name: torch.cat([entry_bounds(part.sides) for part in parts]) > _APART
+        for name, parts in sided.items()
+        if parts
     }
     if not masks or not rare(torch.cat([*masks.values()])):
         return set()

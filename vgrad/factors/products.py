@@ -44,8 +44,8 @@ def exact_dtype(*factors: Tensor) -> torch.dtype:
     # Float64 where torch may round float32 to TF32 or bfloat16, which would break the
     # bound on clipped gradients.
     dtype = torch.float32
-    for each in {*map(attrgetter("dtype"), factors)}:
-        dtype = torch.promote_types(dtype, each)
+    for factor_dtype in {*map(attrgetter("dtype"), factors)}:
+        dtype = torch.promote_types(dtype, factor_dtype)
     single = dtype in (torch.float32, torch.complex64)
     if single and bits(factors[0].device) < 24:
         dtype = torch.promote_types(dtype, torch.float64)
@@ -133,15 +133,15 @@ def scaled(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
 
 
 def by_terms(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
-    """Do the same in two bfloat16 terms of every number, and float32 sums."""
-    order, left = _order(a), b.shape[3] < a.shape[3]
+    """Sum outer products with weights in two bfloat16 terms a number, float32 sums."""
+    order, is_left = _order(a), b.shape[3] < a.shape[3]
     column = weights.float().view(-1, 1, 1, 1).permute(order)
     a, b = a.permute(order), b.permute(order)
-    few, (large, *small) = (b, _terms(a)) if left else (a, _terms(b))
+    few, (large, *small) = (b, _terms(a)) if is_left else (a, _terms(b))
     groups, *rows, width = few.shape
 
     def product(few: Tensor, many: Tensor) -> Tensor:
-        pair = (few.mT, many) if left else (many.mT, few)
+        pair = (few.mT, many) if is_left else (many.mT, few)
         return torch.bmm(*pair, out_dtype=torch.float32)
 
     # Terms follow each other in the sum, or in its result where that is less to add.
@@ -152,13 +152,13 @@ def by_terms(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
     torch.mul(few, column, out=first)
     torch.addcmul(first, few, column, value=-1, out=second)  # the rest with a minus
     if joined:
-        found = product(terms.flatten(1, 3), torch.cat([large, -large], 1))
+        total = product(terms.flatten(1, 3), torch.cat([large, -large], 1))
     else:
-        found = product(terms.flatten(3).flatten(1, 2), large)
-        axis = 1 if left else 2
-        found = torch.sub(*found.unflatten(axis, (2, width)).unbind(axis))
+        total = product(terms.flatten(3).flatten(1, 2), large)
+        axis = 1 if is_left else 2
+        total = torch.sub(*total.unflatten(axis, (2, width)).unbind(axis))
     # Only the product of the two small ones is left out.
-    return found + product(first.flatten(1, 2), small[0]) if small else found
+    return total + product(first.flatten(1, 2), small[0]) if small else total
 
 
 def _order(a: Tensor) -> tuple[int, ...]:
@@ -179,7 +179,7 @@ def _terms(numbers: Tensor) -> list[Tensor]:
 
 def _is_plain(*factors: Tensor) -> bool:
     """Return whether neither autograd nor vmap follows: `out_dtype` has no rules."""
-    return not (modes.inside_transform() or any(each.requires_grad for each in factors))
+    return not (modes.inside_transform() or any(side.requires_grad for side in factors))
 
 
 _BITS = {"none": 24, "ieee": 24, "tf32": 11}

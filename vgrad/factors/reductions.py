@@ -11,7 +11,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from vgrad.conditions import rare, zeros_proven
+from vgrad.conditions import rare
 from vgrad.devices import is_host
 from vgrad.factors import products
 from vgrad.torch_private import kernels, modes
@@ -35,14 +35,9 @@ LOW, HIGH = 1e-10, 1e15
 def norm_dtype(params: Params) -> torch.dtype:
     """Return the dtype of norms over all parameters: real, float32 or wider."""
     dtype = torch.float32
-    for each in {*map(attrgetter("dtype"), params.values())}:
-        dtype = torch.promote_types(dtype, each)
+    for param_dtype in {*map(attrgetter("dtype"), params.values())}:
+        dtype = torch.promote_types(dtype, param_dtype)
     return dtype.to_real()
-
-
-def no_norms(params: Params, dtype: torch.dtype) -> Tensor:
-    """Return the norms of an empty batch, [0]."""
-    return next(iter(params.values())).new_zeros(0, dtype=dtype)
 
 
 def together(numbers: Tensor) -> Tensor:
@@ -87,9 +82,6 @@ def row_norms(grad: Tensor) -> Tensor:
         return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64)
     norms = _block_norms(flat.float())
     doubtful = ~((norms > LOW) & (norms < HIGH))
-    if zeros_proven():
-        # Zeros are sure if there is nothing but zeros; small norms are not.
-        doubtful &= _largest(flat) != 0
     if rare(doubtful):
         norms[doubtful] = torch.linalg.vector_norm(flat[doubtful].double(), dim=1)
     return norms
@@ -99,25 +91,20 @@ def zeros(numbers: Tensor) -> Tensor:
     """Mark the samples with nothing but zeros, [B, ...] -> [B]."""
     if not numbers.numel():
         return torch.ones(len(numbers), dtype=torch.bool, device=numbers.device)
-    return _largest(numbers) == 0
-
-
-def _largest(numbers: Tensor) -> Tensor:
-    """Largest size among the numbers of each sample, [B, ...] -> [B]."""
     axes = [*range(1, numbers.ndim)]
     if numbers.is_complex():
-        return numbers.abs().amax(axes)
+        return numbers.abs().amax(axes) == 0
     # Two readings, where sizes would be written first, as large as the numbers.
-    return torch.maximum(numbers.amax(axes), -numbers.amin(axes))
+    return torch.maximum(numbers.amax(axes), -numbers.amin(axes)) == 0
 
 
 def _block_norms(flat: Tensor) -> Tensor:
     """Norms [B, P] -> [B] in float64, by blocks in float32."""
     blocks = flat.shape[1] // _BLOCK
-    whole, rest = flat.tensor_split([blocks * _BLOCK], dim=1)
-    whole = torch.linalg.vector_norm(whole.unflatten(1, (blocks, _BLOCK)), dim=2)
+    head, rest = flat.tensor_split([blocks * _BLOCK], dim=1)
+    head = torch.linalg.vector_norm(head.unflatten(1, (blocks, _BLOCK)), dim=2)
     rest = torch.linalg.vector_norm(rest, dim=1, keepdim=True)
-    return torch.cat([whole, rest], 1).double().square_().sum(1).sqrt_()
+    return torch.cat([head, rest], 1).double().square_().sum(1).sqrt_()
 
 
 def memory_order(grad: Tensor) -> list[int]:
@@ -139,8 +126,8 @@ _LARGE = 1e15
 class Sums:
     """Sums over samples for each parameter, added up chunk by chunk in float64."""
 
-    def __init__(self) -> None:
-        self.totals: Params = {}
+    def __init__(self, totals: Params | None = None) -> None:
+        self.totals: Params = totals or {}
 
     def add(self, part: Params) -> None:
         """Add the sums of one chunk."""
@@ -156,7 +143,7 @@ class Sums:
         if by == 1 or not values:
             return
         if modes.inside_transform():  # which has no rule for lists
-            divided = [each / by for each in values]
+            divided = [value / by for value in values]
         else:
             divided = kernels.divide_all(values, by)
         self.totals = dict(zip(self.totals, divided, strict=True))
@@ -178,23 +165,23 @@ def total(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack([double(part) for part in parts]).sum(0).to(parts[0].dtype)
 
 
-def reach(tensors: Sequence[Tensor]) -> Tensor:
+def entry_bounds(tensors: Sequence[Tensor]) -> Tensor:
     """Return [B], no less than any number of a sample, infinite where that is large."""
     sizes = [
         torch.linalg.vector_norm(
-            each, dim=[*range(1, each.ndim)], dtype=wide(each.dtype)
+            tensor, dim=[*range(1, tensor.ndim)], dtype=wide(tensor.dtype)
         )
-        for each in tensors
+        for tensor in tensors
     ]
     return torch.stack(sizes).sum(0)
 
 
-def ordinary(reach: Tensor, weights: Tensor) -> Tensor:
-    """Mark samples, by `reach`, whose weighted sums stay far from float32's ends."""
+def ordinary(magnitudes: Tensor, weights: Tensor) -> Tensor:
+    """Mark samples, by `magnitudes`, with weighted sums far from float32's ends."""
     # For others a weight may take one side of a product past the end, or to where there
     # are few digits, before it meets the other side.
     sizes = weights.double().abs()
-    fine = (reach <= _LARGE) & (sizes * reach.square() <= _LARGE**2)
+    fine = (magnitudes <= _LARGE) & (sizes * magnitudes.square() <= _LARGE**2)
     return fine & ((sizes >= 1 / _LARGE**2) | (sizes == 0))
 
 
@@ -202,14 +189,14 @@ def rounded_down(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """Round positive numbers to a dtype so that none becomes larger."""
     if numbers.dtype == dtype:
         return numbers
-    found = numbers.to(dtype)
-    fixed = found.detach()  # nextafter has a derivative from torch 2.13 on
+    result = numbers.to(dtype)
+    fixed = result.detach()  # nextafter has a derivative from torch 2.13 on
     step = fixed - torch.nextafter(fixed, torch.zeros_like(fixed))
-    return torch.where(found > numbers, found - step, found)
+    return torch.where(result > numbers, result - step, result)
 
 
 def normal_rounded_down(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Do the same, by fewer ops, to numbers in float64 that are normal in the dtype."""
+    """Round positive float64 numbers that are normal in the dtype, by fewer ops."""
     if dtype != torch.float32 or numbers.requires_grad:
         return rounded_down(numbers, dtype)
     # Without the bits that float32 lacks, nothing is left to be rounded.
@@ -220,24 +207,24 @@ def weighted_rows(grad: Tensor, weights: Tensor) -> Tensor:
     """Sum rows with weights, [B, ...] and [B] -> [...] in float32 or wider."""
     order = None if grad.is_contiguous() else memory_order(grad)
     grad = grad if order is None else grad.permute(order)
-    kept = wide(grad.dtype)
-    dtype = torch.promote_types(kept, weights.dtype)
+    result_dtype = wide(grad.dtype)
+    dtype = torch.promote_types(result_dtype, weights.dtype)
     rows = grad.reshape(grad.shape[0], math.prod(grad.shape[1:])).to(dtype)
     row = weights.to(dtype).unsqueeze(0)
     size = rows.shape[0]
-    whole = size // _SAMPLES * _SAMPLES
+    split = size // _SAMPLES * _SAMPLES
     single = dtype in (torch.float32, torch.complex64)
     if single and products.bits(rows.device) < 24:
-        found = (rows * row.mT).sum(0)
+        sums = (rows * row.mT).sum(0)
     elif size <= _SAMPLES:
-        found = row @ rows
+        sums = row @ rows
     else:
-        left = row[:, :whole].reshape(-1, 1, _SAMPLES)
-        parts = torch.bmm(left, rows[:whole].unflatten(0, (-1, _SAMPLES)))
-        found = parts.sum(0, dtype=torch.promote_types(dtype, torch.float64))
-        if whole < size:
-            found = found + row[:, whole:] @ rows[whole:]
-    found = found.to(kept).reshape(grad.shape[1:])
+        left = row[:, :split].reshape(-1, 1, _SAMPLES)
+        parts = torch.bmm(left, rows[:split].unflatten(0, (-1, _SAMPLES)))
+        sums = parts.sum(0, dtype=torch.promote_types(dtype, torch.float64))
+        if split < size:
+            sums = sums + row[:, split:] @ rows[split:]
+    sums = sums.to(result_dtype).reshape(grad.shape[1:])
     if order is None:
-        return found
-    return found.permute([order.index(axis) - 1 for axis in range(1, grad.ndim)])
+        return sums
+    return sums.permute([order.index(axis) - 1 for axis in range(1, grad.ndim)])

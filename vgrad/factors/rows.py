@@ -48,7 +48,7 @@ class Rows(Factor):
         table.index_add_(0, self.keys.flatten(), rows)
         return table.to(self.outputs.dtype).view(self.size, *self.shape)
 
-    def settled(self) -> tuple[Factor, Norms]:
+    def with_norms(self) -> tuple[Factor, Norms]:
         """Add up rows of one index, then norms: the table is never formed."""
         if self.index.numel() == 0:
             norms = self.outputs.new_zeros(self.size, dtype=torch.float64)
@@ -78,11 +78,11 @@ class Rows(Factor):
         keys, sums, *_ = _summed(self.index.flatten(), self._scaled(weights))
         return table.index_add_(0, keys, sums.to(table.dtype))
 
-    def take(self, rows: Tensor) -> "Rows":
+    def select(self, rows: Tensor) -> "Rows":
         return Rows(self.index[rows], self.outputs[rows], self.shape)
 
     def times(self, scales: Sequence[Tensor]) -> "Rows":
-        rows, columns = (each.flatten() for each in scales)
+        rows, columns = (scale.flatten() for scale in scales)
         outputs = self.outputs * rows[self.index][..., None] * columns
         return Rows(self.index, outputs, self.shape)
 
@@ -96,17 +96,17 @@ class Rows(Factor):
         sizes = (self.size, self.index.shape[1], other.size, other.index.shape[1])
         k = products.inner(self.outputs.flatten(0, 1), other.outputs.flatten(0, 1))
         equal = self.index.reshape(-1, 1) == other.index.reshape(1, -1)
-        found = torch.where(equal, k, 0).view(sizes).sum((1, 3))
+        sums = torch.where(equal, k, 0).view(sizes).sum((1, 3))
         # A sample that is not finite shows in every product, as it does for gradients.
-        return found + self._spoils()[:, None] + other._spoils()
+        return sums + self._spoils()[:, None] + other._spoils()
 
     def by_position(self, others: Tensor) -> Tensor:
         """Look the other tables up at the rows of the index."""
         rows, others = products.exact(self.outputs, others)
         step = max(1, _AT_ONCE // max(1, len(others) * rows[:1].numel()))
         parts = [
-            torch.einsum("bto,qbto->bqt", some, others[:, index].conj())
-            for some, index in zip(
+            torch.einsum("bto,qbto->bqt", chunk, others[:, index].conj())
+            for chunk, index in zip(
                 rows.split(step), self.index.split(step), strict=True
             )
         ]

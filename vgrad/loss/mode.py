@@ -17,7 +17,12 @@ from torch import Tensor
 from vgrad.conditions import Unrepeatable, checks_collected
 from vgrad.functional.batch_norm import mended, normalises, refuse_batch_statistics
 from vgrad.functional.guards import Again, Protected, Reruns, protect
-from vgrad.generators import drawn_since, random_state, set_random_state
+from vgrad.generators import (
+    RandomState,
+    drawn_since,
+    random_state,
+    set_random_state,
+)
 from vgrad.loss.functions import custom_function, for_samples
 from vgrad.loss.grad_flags import (
     AUTOGRAD,
@@ -34,7 +39,7 @@ from vgrad.loss.grad_flags import (
     requires_grad,
 )
 from vgrad.loss.made import MAKERS, Rooms, copied, into_out, is_mapped
-from vgrad.loss.randomness import Draws, Undrawn
+from vgrad.loss.randomness import Draws, Undrawn, Unkeyed, check_drawn, fresh_keys
 from vgrad.loss.values import (
     NONE,
     Partition,
@@ -86,6 +91,7 @@ class LossMode(Reruns):
         self.seen = seen  # whether it has run under vmap, where batch norms are refused
         self.size = 1  # how many samples or members run at once
         self.randomness = "error"  # as of `torch.vmap`
+        self._before: RandomState | None = None  # where numbers have no keys
         self._stopped: BaseException | None = None
         self._watched: Callable[..., AbstractContextManager] = nullcontext
         self._casts: Callable[[], AbstractContextManager] = nullcontext
@@ -105,6 +111,9 @@ class LossMode(Reruns):
     ) -> Iterator[None]:
         """Watch a loss of as many samples or members at once, or of one `alone`."""
         self.size, self.randomness = size, randomness
+        own = randomness == "different" and self.draws.keys is None
+        if own and self.vmap is not None and not checks_collected():
+            self._before = random_state(self._protected[0].tensors.values())
         self._watched = partial(self.draws.watched, size, alone=alone)
         self._casts = casts
         unwritten = protect(*self._protected)
@@ -172,12 +181,22 @@ class LossMode(Reruns):
             if any(each in str(error) for each in modes.ITEM_ERRORS):
                 arguments = with_numbers(func, args, kwargs, self.vmap.level)
             if arguments is not None:
-                self.draws.values_read = True
                 try:
+                    self.note_read()
                     return self.__torch_function__(func, types, *arguments)
                 except (TypeError, AttributeError):
                     pass  # it takes tensors alone
             self._stop(error, func, args, kwargs)
+
+    def note_read(self) -> None:
+        """Note that Python gets a value; run again with keys if it may be a draw."""
+        self.draws.values_read = True
+        if self._before is not None:
+            with modes.without_modes():
+                drew = drawn_since(self._before, self._protected[0].tensors.values())
+            if drew:
+                every = Partition([torch.arange(self.size)], "", keyed=True)
+                raise SplitBatch(every, self._level)
 
     def note_hook(self, name: str) -> None:
         """Note the line of a hook on a gradient."""
@@ -389,7 +408,8 @@ def reads(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
         return NONE
     assert mode.vmap is not None
     value = read_value(func, args, kwargs, mode.vmap.level, mode.vmap.one)
-    mode.draws.values_read |= value is not NONE
+    if value is not NONE:
+        mode.note_read()
     return value
 
 
@@ -400,7 +420,7 @@ def selections(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any
         return NONE
     if (form := op.selected(mode, *args, **kwargs)) is None:
         return NONE
-    mode.draws.values_read = True
+    mode.note_read()
     with mode:
         return form()
 
@@ -500,26 +520,42 @@ def run_or_split(
 ) -> tuple[Any, Any]:
     """Run samples; return the result, or the `Partition` they fall into, and the part.
 
-    Its draws have the random numbers that the samples of the parts must be given again.
-    If they differ from sample to sample and there were some, all samples run `again`
-    for that. `Undrawn` if they came from another generator, whose state is unknown.
+    Samples that read values after they drew numbers of their own run `again` with keys,
+    which the part that is returned has. `Undrawn` if the numbers came from another
+    generator, whose state is unknown.
     """
     draws, tensors = part.draws, part.tensors
-    noted = part.randomness == "different" and draws.keys is None
-    before = random_state(tensors) if noted else None
+    own = part.randomness == "different" and draws.keys is None
+    if not own or part.strategy == "loop" or checks_collected():
+        return _run_or_parts(part, run), part
+    if part.fallbacks.keyed:
+        return _with_keys(part, again)
+    before = random_state(tensors)
     result = _run_or_parts(part, run)
-    if draws.keys is not None or not isinstance(result, Partition):
+    if not isinstance(result, Partition):
         return result, part
     if draws.own and draws.values_read:
         raise Undrawn("some of a torch.Generator of the loss's own")
-    if before is not None and draws.known is None and drawn_since(before, tensors):
+    if drawn_since(before, tensors):
         set_random_state(before)
-        again_all = len(result.rows) == 1 and result.strategy is None
-        if again_all and not draws.values_read:
-            return result, part  # which draws the same numbers again
-        part = part.replaced(draws=Draws(known=[]))
-        result = _run_or_parts(part, again)
+        if result.keyed or (len(result.rows) > 1 and result.strategy is None):
+            return _with_keys(part, again)
     return result, part
+
+
+def _with_keys(part: Any, run: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """Run samples with keys of their own, one after another where keys cannot be."""
+    tensors, part.draws.values_read = part.tensors, True
+    keyed = part.replaced(draws=Draws(keys=fresh_keys(part.size, tensors[0].device)))
+    before = random_state(tensors)
+    try:
+        result = _run_or_parts(keyed, run)
+        check_drawn(before, tensors, partial(_run_or_parts, keyed, run))
+    except Unkeyed as error:
+        rows = torch.arange(part.size).split(1)
+        return Partition(rows, "a random op", "loop", str(error)), part
+    part.fallbacks.keyed = True
+    return result, keyed
 
 
 def _run_or_parts(part: Any, run: Callable[[Any], Any]) -> Any:

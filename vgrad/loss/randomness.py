@@ -1,4 +1,4 @@
-"""Random numbers of a loss: drawn by keys of samples, or noted and handed out again.
+"""Random numbers of a loss: drawn by keys of samples, or from torch's generators.
 
 With keys, the numbers that a random op draws for a sample are a function of the
 sample's key, of how many random ops ran before in the loss, and of each number's place
@@ -7,23 +7,20 @@ process. The ops of dropout, and ops that draw uniform and normal numbers, take 
 from a hash for all samples at once, in graphs too, of which the keys are an input. For
 the others torch's generators are seeded sample by sample.
 
-Without keys, a chunk that falls into parts runs again from the start, part by part. Up
-to the branch that caused the split, every sample must be given the same random numbers
-again: redrawing them would condition their distribution on the branch taken. So the
-chunk runs once more up to the branch, the results of its random ops are noted, and
-every part takes its rows of them. From there on each part draws numbers of its own.
-Keys for every chunk that may split would need no notes, but a hash takes longer than
-torch's generators, and keys cannot stand for a generator of the loss's own, cuDNN's
-dropout or draws in a backward pass. Keys from the first split on would draw again.
+Without keys, a chunk that falls into parts runs again from the start, part by part. To
+draw again would condition the numbers on the branch that was taken. So a chunk that
+reads a value after it drew gets keys, whether or not the samples have the same value,
+and later chunks of such a loss have keys from the start. Where keys cannot stand for
+the numbers (cuDNN's dropout, draws in a backward pass), samples run one after another.
 
 A sample may be a member of an ensemble as well.
 """
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,6 +35,7 @@ from vgrad.generators import (
     fold_in,
     random_bits,
     random_state,
+    sample_keys,
     set_random_state,
     unit,
 )
@@ -68,61 +66,12 @@ class Undrawn(RuntimeError):
         )
 
 
-@dataclass(frozen=True)
-class _Drawn:
-    """The results of one random op, or its writes."""
-
-    op: str
-    results: list[Tensor]
-    size: int  # the samples for which it drew
-    rows: Tensor  # the samples among them that run now
-
-    def put(self, op: str, results: Sequence[Tensor], *, alone: bool) -> None:
-        """Write the numbers of the samples that run now over others."""
-        if (op, len(results)) != (self.op, len(self.results)):
-            raise Undrawn(f"{self.op} the first time and {op} the second")
-        rows = self.rows[:1] if alone else self.rows
-        for result, known in zip(results, self.results, strict=True):
-            forms = [result]
-            if alone:  # without the axis of samples, wherever it was
-                forms += [result.unsqueeze(axis) for axis in range(result.ndim + 1)]
-            found = (self._own(rows, known, form) for form in forms)
-            own = next((each for each in found if each is not None), None)
-            if own is None:
-                raise Undrawn(
-                    f"{op} of shape {tuple(known.shape)} the first time, for "
-                    f"{self.size} samples, and of shape {tuple(result.shape)} the "
-                    f"second, for {len(rows)}"
-                )
-            result.copy_(own.reshape(result.shape))
-
-    def _own(self, rows: Tensor, known: Tensor, like: Tensor) -> Tensor | None:
-        """Return the numbers of these samples; None if that is unclear."""
-        # Samples have one axis: [B, ...], or [B * k, ...] where a rule of vmap folds
-        # another into it. Forms of ops have it elsewhere, and fold nothing.
-        if len(rows) == self.size:
-            return known if known.shape == like.shape else None
-        if known.ndim != like.ndim:
-            return None
-        pairs = enumerate(zip(known.shape, like.shape, strict=True))
-        axes = [axis for axis, sizes in pairs if sizes[0] != sizes[1]]
-        if len(axes) != 1:
-            return None
-        (axis,) = axes
-        count, rest = divmod(known.shape[axis], self.size)
-        if rest or like.shape[axis] != count * len(rows) or (axis and count > 1):
-            return None
-        each = known.unflatten(axis, (self.size, count))
-        return each.index_select(axis, rows.to(known.device)).flatten(axis, axis + 1)
-
-
 @dataclass(eq=False)
 class Draws:
     """The state of the random numbers of samples that run together."""
 
     values_read: bool = False
     own: bool = False  # whether numbers came from a `torch.Generator`, too
-    known: list[_Drawn] | None = None  # in order; None if they are not noted
     keys: Tensor | None = None  # from which the numbers follow, int64 [B]
     place: int = 0  # how many random ops of the loss ran before, where there are keys
     axis: int | None = 0  # of samples in the numbers of an op; None if it is unclear
@@ -134,26 +83,20 @@ class Draws:
         """Return the same for some of the samples."""
         if self.keys is not None:
             return Draws(keys=self.keys[rows], shared=self.shared)
-        if self.known is None:
-            return Draws()
-        known = [replace(each, rows=each.rows[rows]) for each in self.known]
-        return Draws(known=known)
+        return Draws()
 
     def watched(
         self, size: int, *, alone: bool = False, repeated: bool = False
     ) -> AbstractContextManager:
-        """Hand out known numbers, and note the rest, while a loss runs once.
+        """Draw by keys, if there are some, while a loss runs once.
 
-        `alone` is a sample without a batch dimension; its numbers are not noted. The
-        numbers of a part of a loss that is `repeated` have no place in the order.
+        `alone` is a sample without a batch dimension. A part of a loss that is
+        `repeated` goes on at its place.
         """
-        if self.keys is not None:
-            self.place = self.place if repeated else 0
-            alone |= self.shared
-            return nullcontext() if self.idle else Keyed(self, alone=alone)
-        if self.known is None:
+        if self.keys is None or self.idle:
             return nullcontext()
-        return _Watch(self.known, size, alone=alone, repeated=repeated)
+        self.place = self.place if repeated else 0
+        return Keyed(self, alone=alone or self.shared)
 
     @contextmanager
     def _having(self, **state: Any) -> Iterator[None]:
@@ -171,47 +114,6 @@ class Draws:
     def again(self) -> Callable[[], AbstractContextManager]:
         """Return a context that restores the place of now, for a repetition."""
         return partial(self._having, place=self.place)
-
-
-class _Watch(DispatchMode):
-    """Sees the random ops of one run, on the tensors of all samples."""
-
-    def __init__(
-        self, known: list[_Drawn], size: int, *, alone: bool, repeated: bool
-    ) -> None:
-        super().__init__()
-        self._repeated = repeated
-        self._known = known
-        self._size = size
-        self._alone = alone
-        self._place = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = op_name(func)
-        if name not in SHOWN:
-            if not may_draw(func):
-                return func(*args, **kwargs)
-            tensors = among(args, kwargs)
-            before = random_state(tensors)
-            result = func(*args, **kwargs)
-            if drawn_since(before, tensors):
-                raise Undrawn(f"{name}, which keeps them to itself")
-            return result
-        result = func(*args, **kwargs)
-        if self._repeated:
-            raise Undrawn(f"{name} in an activation checkpoint")
-        results = shown_results(func, args, kwargs, result)
-        if self._place < len(self._known):
-            self._known[self._place].put(name, results, alone=self._alone)
-        elif not self._alone:
-            kept = [each.clone() for each in results]
-            rows = torch.arange(self._size)
-            self._known.append(_Drawn(name, kept, self._size, rows))
-        self._place += 1
-        return result
 
 
 class _Seen(DispatchMode):
@@ -236,6 +138,11 @@ def drew(
 
 
 # By keys of samples.
+
+
+def fresh_keys(size: int, device: Any) -> Tensor:
+    """Return keys of samples, int64 `[size]`, from a number of torch's generator."""
+    return sample_keys(int(torch.randint(2**62, ())), 0, size, device)
 
 
 class Unkeyed(RuntimeError):

@@ -38,6 +38,7 @@ class Partition(NamedTuple):
     where: str  # the line that reads a value
     strategy: Strategy | None = None  # of the parts; None for the one that ran
     why: str = ""  # the error of that one, if the strategy is another
+    keyed: bool = False  # whether values were read after numbers had been drawn
 
 
 class SplitBatch(BaseException):

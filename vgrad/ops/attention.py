@@ -79,7 +79,7 @@ def _recorded(record: Recording, *args: Any, **kwargs: Any) -> Tensor | None:
     if call.dropout_p and record.randomness != "different":
         return None
     mask, where = call.attn_mask, None
-    q, k, v = (record.copies(each) for each in (call.query, call.key, call.value))
+    q, k, v = (record.copies(tensor) for tensor in (call.query, call.key, call.value))
     if mask is not None and (record.is_parameter(mask) or record.is_batched(mask)):
         mask, where = record.copies(mask), 0
     dims = 0, 0, 0, where
@@ -111,10 +111,10 @@ def fold(
     `[N or 1, ...]`, and a function from the `[N, H, L, V]` of their attention to
     `[batch_size, *shape]`, of the shape of one sample's attention.
     """
-    given = zip((query, key, value), in_dims[:3], strict=True)
-    fronts = [expanded(x, dim, 1) for x, dim in given]
-    most = max(x.dim() for x in fronts)
-    rank = max(most, 4)  # of [B, ..., H, L, E]
+    pairs = zip((query, key, value), in_dims[:3], strict=True)
+    fronts = [expanded(x, dim, 1) for x, dim in pairs]
+    ndim = max(x.dim() for x in fronts)
+    rank = max(ndim, 4)  # of [B, ..., H, L, E]
     padded = [_padded(x, rank) for x in fronts]
     # Heads broadcast like the axes in front of them, unless they are grouped.
     end = -3 if enable_gqa else -2
@@ -127,7 +127,7 @@ def fold(
 
     def unfold(out: Tensor) -> Tensor:
         out = out.unflatten(0, rows)
-        return out if most == rank else out.squeeze(-3)
+        return out if ndim == rank else out.squeeze(-3)
 
     query, key, value = (flat(x, batch_size, *common) for x in padded)
     if attn_mask is None:
@@ -181,8 +181,8 @@ class _Attend(_Refusing):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         needed = ctx.needs_input_grad[1:]
-        found = iter(_Gradient.apply(ctx.kernel, needed, *grads, *ctx.saved_tensors))
-        return None, *(next(found) if need else None for need in needed)
+        results = iter(_Gradient.apply(ctx.kernel, needed, *grads, *ctx.saved_tensors))
+        return None, *(next(results) if need else None for need in needed)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, kernel: Kernel, *inputs: Any) -> Any:
@@ -219,8 +219,8 @@ class _Gradient(_Refusing):
             tensors[3], dims[3] = expanded(tensors[3], dims[3], size), 0
         *folded, _ = fold(dims, size, *tensors, enable_gqa=True)
         grad = expanded(grad, in_dims[2], size)
-        found = _Gradient.apply(kernel, needed, grad.flatten(0, 1), *folded)
-        grads = [x.unflatten(0, grad.shape[:2]) for x in found]
+        results = _Gradient.apply(kernel, needed, grad.flatten(0, 1), *folded)
+        grads = [x.unflatten(0, grad.shape[:2]) for x in results]
         if needed[3]:
             grads[-1] = grads[-1].sum_to_size(tensors[3].shape)
         return tuple(grads), (0,) * len(grads)
@@ -240,8 +240,8 @@ def _multi_head(
         if query.ndim != 2:
             return attend(query, key, value, *rest, **kwargs)
         # One tensor given twice stays one, since it can be projected at once.
-        made = {id(each): each.unsqueeze(1) for each in (query, key, value)}
-        inputs = [made[id(each)] for each in (query, key, value)]
+        batched = {id(tensor): tensor.unsqueeze(1) for tensor in (query, key, value)}
+        inputs = [batched[id(tensor)] for tensor in (query, key, value)]
         if (padding := kwargs.get("key_padding_mask")) is not None:
             kwargs["key_padding_mask"] = padding.unsqueeze(0)
         output, weights = attend(*inputs, *rest, **kwargs)

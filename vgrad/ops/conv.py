@@ -48,7 +48,7 @@ def _convolution(
 ) -> dict:
     """Cross-correlation of padded inputs with kernels."""
     shape, count = weight.shape, weight.ndim - 2
-    stride, dilation = _each(stride, count), _each(dilation, count)
+    stride, dilation = _sizes(stride, count), _sizes(dilation, count)
     pads = _pads(padding, shape[2:], dilation)
 
     def kernel(g: Tensor) -> Factor:
@@ -73,9 +73,9 @@ def _transposed(
     and the input for the gradient at its output.
     """
     shape, count = weight.shape, weight.ndim - 2
-    stride, dilation = _each(stride, count), _each(dilation, count)
+    stride, dilation = _sizes(stride, count), _sizes(dilation, count)
     # No input reaches the padding at the end of the output.
-    sides = zip(_each(padding, count), _each(output_padding, count), strict=True)
+    sides = zip(_sizes(padding, count), _sizes(output_padding, count), strict=True)
     pads = _in_order([(side, side - extra) for side, extra in sides])
 
     def kernel(g: Tensor) -> Factor:
@@ -85,20 +85,20 @@ def _transposed(
 
 
 def _back(
-    op: Callable, input: Tensor, weight: Tensor, **given: Any
+    op: Callable, input: Tensor, weight: Tensor, **options: Any
 ) -> Transposed | None:
     """Return the derivative of a convolution or of its adjoint: the other, `op`."""
     sizes = weight.shape[2:]
-    stride, dilation = (_each(given[n], len(sizes)) for n in ("stride", "dilation"))
-    pads = _pads(given["padding"], sizes, dilation)[::-1]
+    stride, dilation = (_sizes(options[n], len(sizes)) for n in ("stride", "dilation"))
+    pads = _pads(options["padding"], sizes, dilation)[::-1]
     space, sides = input.shape[-len(sizes) :], pads[::2]
-    rest = {"weight": weight, "groups": given["groups"], "stride": stride}
+    rest = {"weight": weight, "groups": options["groups"], "stride": stride}
     rest |= {"padding": sides, "dilation": dilation}
-    if "output_padding" in given:
-        extra = _each(given["output_padding"], len(sizes))
+    if "output_padding" in options:
+        extra = _sizes(options["output_padding"], len(sizes))
     else:  # numbers at the end that no window reaches
-        each = zip(space, sizes, stride, sides, dilation, strict=True)
-        extra = tuple((n + 2 * p - d * (k - 1) - 1) % s for n, k, s, p, d in each)
+        axes = zip(space, sizes, stride, sides, dilation, strict=True)
+        extra = tuple((n + 2 * p - d * (k - 1) - 1) % s for n, k, s, p, d in axes)
         rest["output_padding"] = extra
     fits = sides == pads[1::2] and all(map(operator.lt, extra, stride))
     return (op, rest) if fits else None
@@ -154,7 +154,7 @@ def _shift(g: Tensor, count: int) -> Dense:
     return Dense(g.sum([axis for axis in range(1, g.ndim) if axis != channels]))
 
 
-def _each(value: Any, count: int) -> Sizes:
+def _sizes(value: Any, count: int) -> Sizes:
     value = (value,) if isinstance(value, int) else tuple(value)
     return value * count if len(value) == 1 else value
 
@@ -163,9 +163,9 @@ def _pads(padding: Any, kernel: torch.Size, dilation: Sizes) -> Sizes:
     """Return the argument of F.pad for the padding of a convolution."""
     if padding == "same":
         extra = [gap * (size - 1) for gap, size in zip(dilation, kernel, strict=True)]
-        return _in_order([(each // 2, each - each // 2) for each in extra])
+        return _in_order([(total // 2, total - total // 2) for total in extra])
     padding = 0 if padding == "valid" else padding
-    return _in_order([(each, each) for each in _each(padding, len(kernel))])
+    return _in_order([(side, side) for side in _sizes(padding, len(kernel))])
 
 
 def _in_order(sides: list[tuple[int, int]]) -> Sizes:
@@ -195,8 +195,8 @@ def _of_members(op: Callable) -> Callable[..., tuple[Form | None, str]]:
             # The backward pass of unbind is one stack; indexing would make a whole
             # tensor of zeros for each member.
             columns = [
-                [x] * members if x is None or not own else x.unbind(0)
-                for x, own in zip(tensors, stacked, strict=True)
+                [x] * members if x is None or not is_stacked else x.unbind(0)
+                for x, is_stacked in zip(tensors, stacked, strict=True)
             ]
             rows = zip(*columns, strict=True)
             return torch.stack([op(*row, *args, **kw) for row in rows])

@@ -40,10 +40,10 @@ def _losses(
     by_class, positions = target.shape == shape, math.prod(shape)
     if not (by_class or target.shape == input.shape) or not positions:
         return None  # which torch refuses, or warns of
-    tensors = [each for each in (input, target, weight) if each is not None]
-    own = weight is not None and record.is_batched(weight)
-    own |= any(map(record.is_parameter, tensors))
-    if own or reduction not in ("none", "mean", "sum"):
+    tensors = [tensor for tensor in (input, target, weight) if tensor is not None]
+    per_sample = weight is not None and record.is_batched(weight)
+    per_sample |= any(map(record.is_parameter, tensors))
+    if per_sample or reduction not in ("none", "mean", "sum"):
         return None
     options: Any = {"label_smoothing": label_smoothing} if label_smoothing else {}
     options["ignore_index"] = ignore_index
@@ -56,15 +56,15 @@ def _losses(
         if reduction == "none":
             return record.logical(losses.view(size, *shape))
         # To select the only position would write a whole gradient of zeros.
-        own = (size,) if positions == 1 else (size, positions)
-        sums = losses.view(own) if positions == 1 else losses.view(own).sum(1)
+        sizes = (size,) if positions == 1 else (size, positions)
+        sums = losses.view(sizes) if positions == 1 else losses.view(sizes).sum(1)
         if reduction == "sum":
             return record.logical(sums)
         if not by_class:
             return record.logical(sums if positions == 1 else sums / positions)
-        counts = (y != ignore_index).view(own)
+        counts = (y != ignore_index).view(sizes)
         if weight is not None:
-            counts = weight[y.view(own).where(counts, 0)] * counts
+            counts = weight[y.view(sizes).where(counts, 0)] * counts
         counts = counts if positions == 1 else counts.sum(1)
         if weight is not None and label_smoothing:
             # Torch's is a sum of two means, one of them NaN where weights are zero.
@@ -83,8 +83,8 @@ def _ctc(
 ) -> Tensor:
     """Run torch's op, whose workspace is as long as the longest target of a sample."""
     x = log_probs if log_probs.ndim == 3 else log_probs.unsqueeze(1)
-    given = input_lengths, target_lengths
-    inputs, lengths = (torch.as_tensor(each).reshape(-1) for each in given)
+    counts = input_lengths, target_lengths
+    inputs, lengths = (torch.as_tensor(count).reshape(-1) for count in counts)
     # One more target, of no input, is as long as any, so all samples take as much.
     longest = torch.zeros_like(targets if targets.ndim == 1 else targets[:1])
     losses = F.ctc_loss(

@@ -137,7 +137,7 @@ def _lookup(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Do the same for `torch.embedding`, which `F.embedding` calls."""
+    """Look rows up by `torch.embedding`, which `F.embedding` calls."""
     padding = None if padding_idx < 0 else padding_idx
     return _mapped(indices, weight, padding, None, 2.0, scale_grad_by_freq, sparse)
 

@@ -24,11 +24,11 @@ def _index_add(
     input: Tensor, dim: int, index: Tensor, source: Tensor, **options: Any
 ) -> Tensor:
     """Add rows at an index; torch's rule loops where each sample has its own."""
-    own = modes.is_batched(index) and index.dim() == 1 and input.dim() > 0
+    per_sample = modes.is_batched(index) and index.dim() == 1 and input.dim() > 0
     shape = [*input.shape]
-    if own:
+    if per_sample:
         shape[dim] = len(index)
-    if not own or options.keys() - {"alpha"} or [*source.shape] != shape:
+    if not per_sample or options.keys() - {"alpha"} or [*source.shape] != shape:
         return torch.index_add(input, dim, index, source, **options)
     alpha = options.get("alpha", 1)
     source = source if alpha == 1 else alpha * source
@@ -44,7 +44,7 @@ def _histc(
     if min >= max or options or not modes.is_batched(input):
         return torch.histc(input, bins, min, max, **options)
     x = input.detach().flatten()
-    low, high = (x.new_full((), each) for each in (min, max))
+    low, high = (x.new_full((), bound) for bound in (min, max))
     place = ((x - low) * bins).div(high - low, rounding_mode="trunc")
     inside = (x >= low) & (x <= high)
     place = torch.where(inside, place, 0).long().clamp(max=bins - 1)
@@ -72,7 +72,7 @@ def _select_scatter(input: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
     start = index % input.shape[dim]
     before, after = input.narrow(dim, 0, start), input.shape[dim] - start - 1
     parts = before, src.unsqueeze(dim % input.ndim), input.narrow(dim, start + 1, after)
-    return torch.cat([each.to(input.dtype) for each in parts], dim)
+    return torch.cat([part.to(input.dtype) for part in parts], dim)
 
 
 class _Mask(NamedTuple):
@@ -103,10 +103,10 @@ def _setitem(samples: Samples, x: Tensor, index: Any, value: Any) -> Form | None
     items = index if isinstance(index, tuple) else (index,)
     if not (masks := _masks(samples, x, items)):
         return None
-    rest = (each for n, each in enumerate(items) if n != masks[0].place)
+    rest = (item for n, item in enumerate(items) if n != masks[0].place)
     if all(
-        each is Ellipsis or (isinstance(each, slice) and each == slice(None))
-        for each in rest
+        item is Ellipsis or (isinstance(item, slice) and item == slice(None))
+        for item in rest
     ):
         form = _for_all_hits(x, masks[0], value)
         if form is not None:
@@ -133,11 +133,11 @@ def _for_all_hits(x: Tensor, mask: _Mask, value: Any) -> Form | None:
 
     def write() -> None:
         if isinstance(value, Tensor):
-            own = value.reshape(shape).to(x.dtype)
+            source = value.reshape(shape).to(x.dtype)
         else:
-            own = torch.full((), value, dtype=x.dtype, device=x.device)
+            source = torch.full((), value, dtype=x.dtype, device=x.device)
         where = mask.logical.bool().reshape(*mask.logical.shape, *(1,) * after)
-        x.copy_(torch.where(where, own, x))
+        x.copy_(torch.where(where, source, x))
 
     return write
 
@@ -152,7 +152,7 @@ def _index_put(
     **options: Any,
 ) -> Form | None:
     """Write by index, which has no masks then."""
-    if any(each is None for each in indices):  # here a whole axis, there a new one
+    if any(index is None for index in indices):  # here a whole axis, there a new one
         return None
     places = _by_places(samples, indices, _masks(samples, x, indices))
     if places is None:
@@ -204,8 +204,8 @@ def _repeat_interleave(
     output_size: int | None = None,
 ) -> Form | None:
     """Take items by index, each as often as it says; of one argument, the index."""
-    alone = repeats is None
-    times = input if alone else repeats
+    is_single = repeats is None
+    times = input if is_single else repeats
     values = samples.values(times) if isinstance(times, Tensor) else None
     if values is None or (dim is not None and not input.ndim):
         return None
@@ -221,10 +221,10 @@ def _repeat_interleave(
         return None
     with samples.outside():
         steps = torch.arange(count, device=values.device).expand(size, count)
-        found = torch.searchsorted(values.cumsum(1), steps.contiguous(), right=True)
+        places = torch.searchsorted(values.cumsum(1), steps.contiguous(), right=True)
         # A graph whose counts are others is dropped, but must not fail.
-        index = samples.logical(found.clamp(max=items - 1))
-    if alone:
+        index = samples.logical(places.clamp(max=items - 1))
+    if is_single:
         return lambda: index
     return lambda: (input.flatten() if dim is None else input).index_select(
         dim or 0, index
@@ -259,17 +259,17 @@ def _masks(samples: Samples, x: Tensor, items: Sequence[Any]) -> list[_Mask]:
     sizes = [*map(_axes, items)]
     if -1 in sizes:
         return []
-    axis, found = 0, []
-    for place, each in enumerate(items):
-        if each is Ellipsis:
+    axis, masks = 0, []
+    for place, item in enumerate(items):
+        if item is Ellipsis:
             axis = x.ndim - sum(sizes[place:])
-        if _is_mask(each):
-            if each.shape != x.shape[axis : axis + each.ndim]:
+        if _is_mask(item):
+            if item.shape != x.shape[axis : axis + item.ndim]:
                 return []
-            if (values := samples.values(each)) is not None:
-                found.append(_Mask(place, axis, each, values))
+            if (values := samples.values(item)) is not None:
+                masks.append(_Mask(place, axis, item, values))
         axis += sizes[place]
-    return found
+    return masks
 
 
 def _is_mask(item: Any) -> bool:
@@ -282,21 +282,21 @@ def _axes(item: Any) -> int:
         return 0
     if _is_mask(item):
         return item.ndim
-    known = isinstance(item, Tensor | slice | int) and not isinstance(item, bool)
-    return 1 if known else -1
+    is_index = isinstance(item, Tensor | slice | int) and not isinstance(item, bool)
+    return 1 if is_index else -1
 
 
 def _by_places(
     samples: Samples, items: Sequence[Any], masks: list[_Mask]
 ) -> tuple | None:
     """Return an index with the places that masks hit; None if that does not do."""
-    if not masks or not all(each.logical.ndim for each in masks):
+    if not masks or not all(mask.logical.ndim for mask in masks):
         return None
-    own = {each.place: _hits(samples, each.values) for each in masks}
-    found: list[Any] = []
-    for place, each in enumerate(items):
-        found += own.get(place, (each,))
-    return tuple(found)
+    hits = {mask.place: _hits(samples, mask.values) for mask in masks}
+    index: list[Any] = []
+    for place, item in enumerate(items):
+        index += hits.get(place, (item,))
+    return tuple(index)
 
 
 def _hits(samples: Samples, values: Tensor) -> tuple[Tensor, ...]:
@@ -307,11 +307,11 @@ def _hits(samples: Samples, values: Tensor) -> tuple[Tensor, ...]:
     count, size = _one(samples, counts), len(values)
     with samples.outside():
         if modes.is_wrapped(hit):  # by a vmap around, whose mode has a form for this
-            found = hit.nonzero()
+            coordinates = hit.nonzero()
         else:
-            found = torch.nonzero_static(hit, size=size * count)
-        places = found[:, 1:].t().reshape(values.ndim - 1, size, count).unbind()
-    return tuple(samples.logical(each) for each in places)
+            coordinates = torch.nonzero_static(hit, size=size * count)
+        places = coordinates[:, 1:].t().reshape(values.ndim - 1, size, count).unbind()
+    return tuple(samples.logical(place) for place in places)
 
 
 def _one(samples: Samples, counts: Tensor) -> int:

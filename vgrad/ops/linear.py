@@ -48,19 +48,19 @@ class _Output:
     """The gradient at an op's output, which a weight and a bias have in common."""
 
     def __init__(self) -> None:
-        self._known: tuple[ref[Tensor], ref[Positions]] | None = None
+        self._cache: tuple[ref[Tensor], ref[Positions]] | None = None
 
     def at(self, g: Tensor) -> Positions:
         """Return the positions of the gradient `g [B, ..., O]`, made once for each.
 
         A second backward pass has another gradient; neither is kept for its sake.
         """
-        if self._known is not None and self._known[0]() is g:
-            if (known := self._known[1]()) is not None:
-                return known
-        made = Positions(positions(g))
-        self._known = ref(g), ref(made)
-        return made
+        if self._cache is not None and self._cache[0]() is g:
+            if (shared := self._cache[1]()) is not None:
+                return shared
+        shared = Positions(positions(g))
+        self._cache = ref(g), ref(shared)
+        return shared
 
     def shift(self, g: Tensor) -> Dense:
         """Return the factor of the bias, whose norms are known if it is the output."""
@@ -72,7 +72,7 @@ class _Output:
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict | None:
     """`out = input @ weight.T + bias`; the weight may be a vector."""
-    shape, known = weight.shape, _Output()
+    shape, output = weight.shape, _Output()
     if bias is not None and bias.shape != shape[:-1]:
         return None
     if len(shape) == 1:  # each number of the output is a position
@@ -82,10 +82,10 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict |
         }
 
     def matrix(g: Tensor) -> Outer:
-        shared = known.at(g)
+        shared = output.at(g)
         return Outer(positions(input), shared.tensor, shape, shared)
 
-    return {"weight": matrix, "bias": known.shift}
+    return {"weight": matrix, "bias": output.shift}
 
 
 def _of_members(
@@ -149,14 +149,14 @@ def _bilinear(
     input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> dict:
     """`out_o = input1 @ weight_o @ input2 + bias_o`: linear in all pairs of inputs."""
-    shape, known = weight.shape, _Output()
+    shape, output = weight.shape, _Output()
 
     def matrices(g: Tensor) -> Outer:
         pairs = (input1[..., :, None] * input2[..., None, :]).flatten(-2)
-        shared = known.at(g)
+        shared = output.at(g)
         return Outer(positions(pairs), shared.tensor, shape, shared)
 
-    return {"weight": matrices, "bias": known.shift}
+    return {"weight": matrices, "bias": output.shift}
 
 
 @wrap_torch_function(lambda input, weight, bias=None: (input, weight))
@@ -166,7 +166,7 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict:
-    """As of `linear`, with inputs and outputs exchanged."""
+    """`out = input @ weight + bias`: `linear` with inputs and outputs exchanged."""
     shape = weight.shape
     return {
         "weight": lambda g: Outer(positions(g), positions(input), shape),
@@ -210,12 +210,12 @@ def _contraction(data: Tensor, weight: Tensor, x: str, w: str, out: str) -> dict
     Sums within one operand, and broadcasting, have no such form.
     """
     shape, sizes = weight.shape, dict(zip(w, weight.shape, strict=True))
-    if any(sizes.get(each, n) != n for each, n in zip(x, data.shape[1:], strict=True)):
+    if any(sizes.get(axis, n) != n for axis, n in zip(x, data.shape[1:], strict=True)):
         return None
-    groups = [each for each in w if each in x and each in out]
-    inputs = [each for each in w if each in x and each not in out]
-    outputs = [each for each in w if each not in x and each in out]
-    rest = [each for each in x if each not in w]
+    groups = [axis for axis in w if axis in x and axis in out]
+    inputs = [axis for axis in w if axis in x and axis not in out]
+    outputs = [axis for axis in w if axis not in x and axis in out]
+    rest = [axis for axis in x if axis not in w]
     once = all(len({*axes}) == len(axes) for axes in (x, w, out))
     fits = len(groups + inputs + outputs) == len(w) and {*rest} <= {*out}
     if not once or not fits or not inputs + outputs:
@@ -229,10 +229,10 @@ def _contraction(data: Tensor, weight: Tensor, x: str, w: str, out: str) -> dict
         if groups + inputs + outputs == [*w] and not one_side:
             return Outer(b, a, shape)
         order = groups + outputs + inputs
-        factor = Outer(a, b, torch.Size([sizes[each] for each in order]))
+        factor = Outer(a, b, torch.Size([sizes[axis] for axis in order]))
         if order == [*w] and not one_side:
             return factor
-        return Dense(factor.grad().permute(0, *(1 + order.index(each) for each in w)))
+        return Dense(factor.grad().permute(0, *(1 + order.index(axis) for axis in w)))
 
     return {"weight": blocks}
 
@@ -310,7 +310,7 @@ def _tensordot(
     right = [*string.ascii_uppercase[: b.ndim]]
     for i, j in pairs:
         right[j] = left[i]
-    free = [each for each in left + right if (each in left) != (each in right)]
+    free = [axis for axis in left + right if (axis in left) != (axis in right)]
     once = len({*right}) == b.ndim and len(free) + 2 * len(pairs) == a.ndim + b.ndim
     if out is not None or not once:  # torch refuses an axis that comes twice
         return None
@@ -324,8 +324,8 @@ def _stacked(data: Tensor, weight: Tensor, *, swapped: bool = False) -> Tensor:
     sizes = torch.broadcast_shapes(rows.shape[:-2], weight.shape[:-2])
     rows = rows.expand(*sizes, *rows.shape[-2:])
     stack = string.ascii_lowercase[: len(sizes)]
-    own = stack[len(sizes) - weight.ndim + 2 :] + ("OI" if swapped else "IO")
-    output = contraction(rows, weight, f"{stack}TI", own, f"{stack}TO")
+    axes = stack[len(sizes) - weight.ndim + 2 :] + ("OI" if swapped else "IO")
+    output = contraction(rows, weight, f"{stack}TI", axes, f"{stack}TO")
     if vector:
         return output.squeeze(-2)
     return output.mT if swapped else output
@@ -333,7 +333,7 @@ def _stacked(data: Tensor, weight: Tensor, *, swapped: bool = False) -> Tensor:
 
 def _in_blocks(tensor: Tensor, axes: str, *blocks: list[str]) -> Tensor:
     """Bring the axes of `[B, *axes]` into blocks, and make each block one axis."""
-    order = [1 + axes.index(each) for block in blocks for each in block]
+    order = [1 + axes.index(axis) for block in blocks for axis in block]
     sizes = [math.prod(tensor.shape[1 + axes.index(e)] for e in b) for b in blocks]
     return tensor.permute(0, *order).reshape(len(tensor), *sizes)
 
@@ -349,15 +349,15 @@ def _axes(equation: str, *dims: int) -> tuple[str, str, str] | None:
     if len(terms) != len(dims):
         return None
     hidden = [n - len(t.replace("...", "")) for t, n in zip(terms, dims, strict=True)]
-    free = [each for each in string.ascii_letters if each not in inputs]
+    free = [letter for letter in string.ascii_letters if letter not in inputs]
     free = "".join(free[: max(0, *hidden)])
     for place, count in enumerate(hidden):
         if count < 0 or (count and "..." not in terms[place]):
             return None
         terms[place] = terms[place].replace("...", free[len(free) - count :])
     if not arrow:
-        once = [each for each in sorted(inputs) if inputs.count(each) == 1]
-        out = "..." + "".join(each for each in once if each.isalpha())
+        once = [letter for letter in sorted(inputs) if inputs.count(letter) == 1]
+        out = "..." + "".join(letter for letter in once if letter.isalpha())
     return terms[0], terms[1], out.replace("...", free)
 
 
@@ -382,9 +382,9 @@ def _distances(x1: Tensor, x2: Tensor, p: float) -> Tensor:
     gaps = (x1.unsqueeze(-2) - x2.unsqueeze(-3)).abs()
     if p < math.inf:
         return torch.linalg.vector_norm(gaps, p, -1)
-    most = gaps.detach().amax(-1, keepdim=True)  # whose gradient all gaps of it have
-    reached = (gaps == most) & most.isfinite()
-    return most[..., 0] + torch.where(reached, gaps - gaps.detach(), 0).sum(-1)
+    largest = gaps.detach().amax(-1, keepdim=True)  # whose gradient all gaps of it have
+    reached = (gaps == largest) & largest.isfinite()
+    return largest[..., 0] + torch.where(reached, gaps - gaps.detach(), 0).sum(-1)
 
 
 def _solved(solve: Callable[..., Any]) -> Callable[..., Any]:
@@ -393,22 +393,25 @@ def _solved(solve: Callable[..., Any]) -> Callable[..., Any]:
     def form(A: Tensor, B: Tensor, *args: Any, **options: Any) -> Any:
         if B.ndim > 1 and B.shape != A.shape[:-1]:  # matrices, not vectors
             batch = torch.broadcast_shapes(A.shape[:-2], B.shape[:-2])
-            A, B = (each.expand(*batch, *each.shape[-2:]) for each in (A, B))
+            A, B = (matrix.expand(*batch, *matrix.shape[-2:]) for matrix in (A, B))
         return solve(A, B, *args, **options)
 
     return form
 
 
-def _alone(solve: Callable[..., Any]) -> Callable[..., Any]:
+def _unbatched(solve: Callable[..., Any]) -> Callable[..., Any]:
     """Refuse systems with axes of batches, for which torch's rules are wrong."""
 
     def form(*args: Any, **options: Any) -> Any:
         tensors = [
-            each for each in (*args, *options.values()) if isinstance(each, Tensor)
+            tensor
+            for tensor in (*args, *options.values())
+            if isinstance(tensor, Tensor)
         ]
-        if any(each.ndim > 2 for each in tensors) and any(map(_is_mapped, tensors)):
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        if any(len(shape) > 2 for shape in shapes) and any(map(_is_mapped, tensors)):
             raise NotImplementedError(
-                f"{modes.op_name(solve)}({[tuple(each.shape) for each in tensors]}): "
+                f"{modes.op_name(solve)}({shapes}): "
                 f"expected matrices without axes of batches, since torch.vmap is wrong "
                 f'for others. Use torch.linalg.solve, or strategy="loop".'
             )
@@ -443,7 +446,7 @@ register(contraction, rule=_rule)
 for _op in (torch.linalg.solve, torch.linalg.solve_ex):
     register(_op, mapped=_solved(_op))
 for _op in (torch.linalg.lstsq, torch.linalg.lu_solve, torch.lu_solve, Tensor.lu_solve):
-    register(_op, mapped=_alone(_op))
+    register(_op, mapped=_unbatched(_op))
 _solvers = torch.linalg.solve, torch.linalg.lstsq, torch.lu_solve, Tensor.lu_solve
 register(*_solvers, autocast=(Kind.FLOAT32, None))
 register(torch.cdist, mapped=_cdist, recorded=_cdist_of_columns, autocast=Kind.FLOAT32)

@@ -120,10 +120,10 @@ def _by_channels(
     The kernel's gradients of these values are then the gradients of each sample.
     """
     x = record.physical(input)
-    copies = [None if each is None else record.copies(each) for each in channels]
+    copies = [None if values is None else record.copies(values) for values in channels]
     with record.below():
         folded = x.transpose(0, 1).flatten(1, 2)
-        flat = [None if each is None else each.flatten() for each in copies]
+        flat = [None if values is None else values.flatten() for values in copies]
         output = run(folded, *flat)
         sizes = (folded.shape[0], record.size, *x.shape[2:])
         output = kernels.unsafe_view(output, sizes)

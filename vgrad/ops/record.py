@@ -105,10 +105,10 @@ class Rule:
     @cached_property
     def _signature(self) -> tuple[tuple[str, ...], dict[str, Any]]:
         parameters = inspect.signature(self.factors).parameters
-        defaults = {name: each.default for name, each in parameters.items()}
+        values = {name: argument.default for name, argument in parameters.items()}
         empty = inspect.Parameter.empty
-        known = {name: each for name, each in defaults.items() if each is not empty}
-        return tuple(parameters), known
+        defaults = {name: value for name, value in values.items() if value is not empty}
+        return tuple(parameters), defaults
 
     def bind(self, args: tuple, kwargs: dict) -> dict[str, Any] | None:
         """Name the arguments of a call, in order; None if rule or call lacks one."""
@@ -117,10 +117,10 @@ class Rule:
             return dict(zip(names, args, strict=True))
         if len(args) > len(names) or not kwargs.keys() <= set(names):
             return None
-        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        if len(given) < len(names):
+        arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        if len(arguments) < len(names):
             return None
-        return {name: given[name] for name in names}
+        return {name: arguments[name] for name in names}
 
 
 class Read(NamedTuple):
@@ -223,11 +223,12 @@ def below_members(form: Callable[..., Tensor], *tensors: Tensor | None) -> Tenso
     """
     interpreter: Any = modes.innermost()
     level = interpreter.level()
-    own = [None if each is None else modes.in_front(each, level) for each in tensors]
-    given = [x if each is None else each for x, each in zip(tensors, own, strict=True)]
-    stacked = [each is not None for each in own]
+    fronts = [None if x is None else modes.in_front(x, level) for x in tensors]
+    pairs = zip(tensors, fronts, strict=True)
+    inputs = [x if front is None else front for x, front in pairs]
+    stacked = [front is not None for front in fronts]
     with interpreter.lower():
-        out = form(interpreter.batch_size(), stacked, *given)
+        out = form(interpreter.batch_size(), stacked, *inputs)
     return modes.add_batch_axis(out, 0, level)
 
 
@@ -288,8 +289,8 @@ def rule(
             inspect.signature(factors).parameters, weights, by_position=run is None
         )
         for op in ops:
-            known = OPS.get(op, Op())
-            if (known.rule or known.recorded) and not replace:
+            record = OPS.get(op, Op())
+            if (record.rule or record.recorded) and not replace:
                 raise ValueError(
                     f"rule({modes.op_name(op)}): expected an op without a rule, but it "
                     f"has one. Pass replace=True to put this one in its place."
@@ -330,11 +331,12 @@ def _check_parameters(
     refused = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
     if by_position:  # as the op gets them
         refused.append(inspect.Parameter.KEYWORD_ONLY)
-    for name, each in parameters.items():
-        if each.kind in refused:
+    for name, parameter in parameters.items():
+        if parameter.kind in refused:
             raise TypeError(
-                f"rule: expected a function with the parameters of the op, got {each}. "
-                f"Name each, and pass run= where the op takes {name!r} by keyword only."
+                f"rule: expected a function with the parameters of the op, got "
+                f"{parameter}. Name each, and pass run= where the op takes {name!r} by "
+                f"keyword only."
             )
     missing = [name for name in weights if name not in parameters]
     if missing or not weights:

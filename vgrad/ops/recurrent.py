@@ -78,22 +78,22 @@ class Net(NamedTuple):
 
     def split(self) -> list[tuple[Any, ...]]:
         """Return w_ih, w_hh, b_ih, b_hh and w_hr of each layer and direction."""
-        each, rest = divmod(len(self.weights), self.places)
-        if rest or each not in ((2, 3, 4, 5) if self.mode == "lstm" else (2, 4)):
+        count, rest = divmod(len(self.weights), self.places)
+        if rest or count not in ((2, 3, 4, 5) if self.mode == "lstm" else (2, 4)):
             raise RuntimeError(
                 f"{self.mode}({len(self.weights)} weights): expected {self.places} "
                 f"times w_ih, w_hh, then b_ih and b_hh or neither, then w_hr in an "
                 f"LSTM with projections."
             )
-        starts = range(0, len(self.weights), each)
-        groups = [self.weights[first : first + each] for first in starts]
+        starts = range(0, len(self.weights), count)
+        groups = [self.weights[first : first + count] for first in starts]
         return [
             (
-                *own[:2],
-                *(own[2:4] if each > 3 else (None, None)),
-                own[-1] if each % 2 else None,
+                *group[:2],
+                *(group[2:4] if count > 3 else (None, None)),
+                group[-1] if count % 2 else None,
             )
-            for own in groups
+            for group in groups
         ]
 
 
@@ -109,11 +109,11 @@ def steps(net: Net) -> tuple[Tensor, ...]:
     """
 
     def layer(
-        first: int, x: Tensor, states: State, own: Sequence[Any]
+        first: int, x: Tensor, states: State, directions: Sequence[Any]
     ) -> tuple[Tensor, ...]:
         results = []
-        for number, (w_ih, w_hh, b_ih, b_hh, w_hr) in enumerate(own):
-            state, order = tuple(each[number] for each in states), 1 - 2 * number
+        for number, (w_ih, w_hh, b_ih, b_hh, w_hr) in enumerate(directions):
+            state, order = tuple(tensor[number] for tensor in states), 1 - 2 * number
             outputs = []
             for at_input in F.linear(x, w_ih, b_ih).unbind(0)[::order]:
                 at_state = F.linear(state[0], w_hh, b_hh)
@@ -130,7 +130,7 @@ def steps(net: Net) -> tuple[Tensor, ...]:
 
 def _over_layers(net: Net, layer: Layer) -> tuple[Tensor, ...]:
     """Run `layer` for each layer, dropout between."""
-    own = net.split()
+    weights = net.split()
     directions = 2 if net.bidirectional else 1
     x = net.x.transpose(0, 1) if net.batch_first else net.x
     if x.dim() != 3 or len(x) == 0:
@@ -138,18 +138,18 @@ def _over_layers(net: Net, layer: Layer) -> tuple[Tensor, ...]:
             f"{net.mode}(x {tuple(net.x.shape)}): expected [T, N, I] with one time "
             f"step at least, or [N, T, I] with batch_first."
         )
-    _check_state(net.mode, net.hidden, (net.places, x.shape[1]), own[0][1])
+    _check_state(net.mode, net.hidden, (net.places, x.shape[1]), weights[0][1])
     finals = []
     for number in range(net.num_layers):
         places = slice(number * directions, (number + 1) * directions)
         first = places.start * (len(net.weights) // net.places)
-        states = tuple(each[places] for each in net.hidden)
-        x, *final = layer(first, x, states, own[places])
+        states = tuple(tensor[places] for tensor in net.hidden)
+        x, *final = layer(first, x, states, weights[places])
         finals.append(final)
         if net.train and net.dropout and number + 1 < net.num_layers:
             x = F.dropout(x.contiguous(), net.dropout)  # it draws in order of memory
     output = x.transpose(0, 1) if net.batch_first else x
-    return output, *(torch.cat(each) for each in zip(*finals, strict=True))
+    return output, *(torch.cat(parts) for parts in zip(*finals, strict=True))
 
 
 def cell(
@@ -175,7 +175,7 @@ def _check_state(
     """Check the sizes of a state, which would broadcast without a word."""
     sizes = (w_hh.shape[1], w_hh.shape[0] // 4)[: 2 if "lstm" in function else 1]
     expected = [(*lead, size) for size in sizes]
-    got = [tuple(each.shape) for each in state]
+    got = [tuple(tensor.shape) for tensor in state]
     if got != expected:
         raise RuntimeError(
             f"{function}(a state of shapes {got}): expected {expected}, from the input "
@@ -212,7 +212,7 @@ Report = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
 """Takes the place of a layer's `w_ih`, `d_ih, d_hh [T, N, G * H]`, `x`, `h_prev`."""
 
 
-def reporting(net: Net, report: Report, anchor: Tensor) -> tuple[Tensor, ...]:
+def run_recorded(net: Net, report: Report, anchor: Tensor) -> tuple[Tensor, ...]:
     """Run a net without projections by torch's kernels, with the results of `steps`.
 
     The backward pass calls `report(first, d_ih, d_hh, x, h_prev)` once for each layer
@@ -229,14 +229,14 @@ def reporting(net: Net, report: Report, anchor: Tensor) -> tuple[Tensor, ...]:
     """
 
     def layer(
-        first: int, x: Tensor, states: State, own: Sequence[Any]
+        first: int, x: Tensor, states: State, directions: Sequence[Any]
     ) -> tuple[Tensor, ...]:
         padded, count = (*states, None)[:2], len(net.weights) // net.places
-        if len(own) == 1:
-            padded = (None if each is None else each[0] for each in padded)
-            tensors = (anchor, x, *padded, *own[0][:4])
+        if len(directions) == 1:
+            padded = (None if tensor is None else tensor[0] for tensor in padded)
+            tensors = (anchor, x, *padded, *directions[0][:4])
             output, *rest = _Layer.apply(net.mode, partial(report, first), *tensors)
-            return output, *(each[None] for each in rest[: len(states)])
+            return output, *(state[None] for state in rest[: len(states)])
 
         def both(d_ih: Tensor, d_hh: Tensor, x: Tensor, before: Tensor) -> None:
             for number in range(2):
@@ -246,8 +246,8 @@ def reporting(net: Net, report: Report, anchor: Tensor) -> tuple[Tensor, ...]:
                 report(place, d, d_state, x[:, number], before[:, number])
 
         weights = (
-            None if each[0] is None else torch.stack(each)
-            for each in list(zip(*own, strict=True))[:4]
+            None if pair[0] is None else torch.stack(pair)
+            for pair in list(zip(*directions, strict=True))[:4]
         )
         x = torch.stack([x, x.flip(0)]).transpose(0, 1)
         output, *rest = _Layer.apply(net.mode, both, anchor, x, *padded, *weights)
@@ -270,22 +270,22 @@ class _Layer(Function):
         if mode in _STEPS and _by_steps(x, *tensors):
             return _STEPS[mode](x, *tensors)
         if tensors[0].dim() == 3:  # the kernel for one direction after the other
-            each = ((None, None) if each is None else each for each in tensors)
-            sides = zip(x.unbind(1), *each, strict=True)
+            pairs = ((None, None) if pair is None else pair for pair in tensors)
+            sides = zip(x.unbind(1), *pairs, strict=True)
             results = (_Layer.forward(mode, report, anchor, *side) for side in sides)
             output, *final = zip(*results, strict=True)
             return torch.stack(output, 1), *map(torch.stack, final)
-        state = [each[None].contiguous() for each in tensors[:2] if each is not None]
-        weights = [each for each in tensors[2:] if each is not None]
+        state = [part[None].contiguous() for part in tensors[:2] if part is not None]
+        weights = [weight for weight in tensors[2:] if weight is not None]
         output, *final = kernels.recurrent_layer(mode, x, state, weights)
-        return output, *(each.squeeze(0) for each in final)
+        return output, *(part.squeeze(0) for part in final)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
         ctx.mode, ctx.report, _, *tensors = inputs
-        kept = output[2 if tensors[2] is None else 3 :]
-        ctx.mark_non_differentiable(*kept)
-        ctx.save_for_backward(output[0], *tensors, *kept)
+        saved = output[2 if tensors[2] is None else 3 :]
+        ctx.mark_non_differentiable(*saved)
+        ctx.save_for_backward(output[0], *tensors, *saved)
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -295,8 +295,8 @@ class _Layer(Function):
         # Unpacked once, as a checkpoint wants it.
         output, x, h, c, *tensors = ctx.saved_tensors
         dtype = torch.float32
-        for each in (output, x, h, tensors[0]):
-            dtype = torch.promote_types(dtype, each.dtype)
+        for tensor in (output, x, h, tensors[0]):
+            dtype = torch.promote_types(dtype, tensor.dtype)
         before = _shifted(h, output)
         x = x if tensors[4:] else x.contiguous()  # as outputs of kernels are
         zero = output.new_zeros(()).expand(output.shape)
@@ -307,14 +307,14 @@ class _Layer(Function):
             *(x, before, output, c, *tensors),
         )
         with no_autocast(x.device):
-            wide: Any = [None if each is None else each.to(dtype) for each in tensors]
-            run = _Run(*wide[:11], kept=wide[11:])
+            wide: Any = [None if part is None else part.to(dtype) for part in tensors]
+            run = _Run(*wide[:11], saved=wide[11:])
             d_ih, d_hh, *d_state = _with_columns(_BACKWARD[ctx.mode], run)
             ctx.report(d_ih, d_hh, x.detach(), before)  # not the graph
             d_x = _affine(d_ih, run.w_ih.mT) if ctx.needs_input_grad[3] else None
         pairs = zip((d_x, *d_state, None), (x, h, c), strict=False)
         to_inputs = (
-            None if d is None or each is None else d.to(each.dtype) for d, each in pairs
+            None if d is None or like is None else d.to(like.dtype) for d, like in pairs
         )
         return None, None, output.new_zeros(()), *to_inputs, *[None] * 4
 
@@ -324,27 +324,27 @@ def _with_columns(
 ) -> tuple[Tensor, ...]:
     """Run a backward pass; under a vmap with its columns joined to the N samples."""
     # Steps write in place, which a vmap refuses for tensors that it does not map over.
-    mapped = [each for each in run[:3] if modes.is_batched(each)]
+    mapped = [tensor for tensor in run[:3] if modes.is_batched(tensor)]
     if not mapped:
         return back(run)
     level = modes.level_of(mapped[0])
     count = modes.unwrapped(mapped[0]).shape[modes.batch_axis(mapped[0])]
 
     def joined(tensor: Tensor) -> Tensor:  # [..., N, H] -> [..., N * K, H]
-        own = modes.in_front(tensor, level)
-        own = tensor.expand(count, *tensor.shape) if own is None else own
-        return own.movedim(0, -2).flatten(-3, -2)
+        columns = modes.in_front(tensor, level)
+        columns = tensor.expand(count, *tensor.shape) if columns is None else columns
+        return columns.movedim(0, -2).flatten(-3, -2)
 
     def apart(tensor: Tensor) -> Tensor:
-        own = tensor.unflatten(-2, (-1, count)).movedim(-2, 0)
-        return modes.add_batch_axis(own, 0, level)
+        columns = tensor.unflatten(-2, (-1, count)).movedim(-2, 0)
+        return modes.add_batch_axis(columns, 0, level)
 
     with modes.without_innermost():
-        tensors: Any = map_tensors(joined, (*run[:7], run.kept))
+        tensors: Any = map_tensors(joined, (*run[:7], run.saved))
         every: Any = *tensors[:7], *run[7:11], tensors[7]
-        found = back(_Run(*every))
-        parts = {id(each): apart(each) for each in found}  # two may be one, and stay so
-    return tuple(parts[id(each)] for each in found)
+        grads = back(_Run(*every))
+        parts = {id(grad): apart(grad) for grad in grads}  # two may be one, and stay so
+    return tuple(parts[id(grad)] for grad in grads)
 
 
 def _by_steps(*tensors: Tensor | None) -> bool:
@@ -352,7 +352,7 @@ def _by_steps(*tensors: Tensor | None) -> bool:
 
     On a CPU a step is one GEMM either way, and the kernel keeps its gates to itself.
     """
-    kinds = {(each.device.type, each.dtype) for each in tensors if each is not None}
+    kinds = {(part.device.type, part.dtype) for part in tensors if part is not None}
     plain = kinds in ({("cpu", torch.float32)}, {("cpu", torch.float64)})
     return plain and not torch.is_autocast_enabled("cpu")
 
@@ -371,12 +371,12 @@ class _Run(NamedTuple):
     w_hh: Tensor
     b_ih: Any
     b_hh: Any
-    kept: Sequence[Tensor]  # of steps: all results after the states
+    saved: Sequence[Tensor]  # of steps: all results after the states
 
     def backwards(self, *tensors: Tensor) -> Iterator[Sequence[Tensor]]:
         """Return time steps from the last, behind each what the one before it gets."""
         arriving = *self.d_output.unbind(0)[-2::-1], torch.zeros_like(self.d_h)
-        return zip(*(each.unbind(0)[::-1] for each in tensors), arriving, strict=True)
+        return zip(*(part.unbind(0)[::-1] for part in tensors), arriving, strict=True)
 
     def last(self) -> Tensor:
         """Return the gradient at the state after the last step."""
@@ -406,7 +406,7 @@ def _lstm_steps(
 
 
 def _lstm_again(run: _Run) -> tuple[Tensor, ...]:
-    """Compute the same from inputs and outputs."""
+    """Compute the gates, the cells and their tanh from inputs and outputs."""
     gates = _affine(run.x, run.w_ih, None if run.b_ih is None else run.b_ih + run.b_hh)
     gates += _affine(run.before, run.w_hh)
     i, f, g, o = gates.chunk(4, -1)
@@ -421,10 +421,10 @@ def _lstm_again(run: _Run) -> tuple[Tensor, ...]:
 
 def _lstm(run: _Run) -> tuple[Tensor, ...]:
     """Return gradients at c and h from gates and cells, backwards through time."""
-    gates, cells, squashed = run.kept or _lstm_again(run)
+    gates, cells, squashed = run.saved or _lstm_again(run)
     i, f, g, o = gates.chunk(4, -1)
-    whole = torch.empty_like(gates)
-    d = whole.unflatten(-1, (4, -1))
+    d_gates = torch.empty_like(gates)
+    d = d_gates.unflatten(-1, (4, -1))
 
     # The gradient of a gate is one of these times the gradient at c, or at h for o.
     _through_sigmoid(g, i, grad_input=d[..., 0, :])
@@ -436,14 +436,14 @@ def _lstm(run: _Run) -> tuple[Tensor, ...]:
 
     d_h, d_c = run.last(), run.d_c.clone()
     d_c_each, product = d_c.unsqueeze(-2), _product(d_h)
-    rows = (whole, d[..., :3, :], d[..., 3, :], outwards, f)
+    rows = (d_gates, d[..., :3, :], d[..., 3, :], outwards, f)
     for at_gates, at_ifg, at_o, outward, forget, arriving in run.backwards(*rows):
         d_c.addcmul_(d_h, outward)
         at_ifg.mul_(d_c_each)
         at_o.mul_(d_h)
         d_c.mul_(forget)
         product(arriving, at_gates, run.w_hh, out=d_h)
-    return whole, whole, d_h, d_c
+    return d_gates, d_gates, d_h, d_c
 
 
 def _gru_steps(
@@ -481,7 +481,7 @@ def _gru_again(run: _Run) -> tuple[Tensor, ...]:
 
 def _gru(run: _Run) -> tuple[Tensor, ...]:
     """Go back from the gates; every gradient is linear in the gradient at h."""
-    gates, inner = run.kept or _gru_again(run)
+    gates, inner = run.saved or _gru_again(run)
     r, z, n = gates.chunk(3, -1)
     d_n = _through_tanh(1 - z, n)
     d_hh, d_ih = torch.empty_like(gates), torch.empty_like(gates)
@@ -528,7 +528,7 @@ _through_tanh = kernels.tanh_backward
 
 
 def _steps_of_all(*tensors: Tensor) -> Iterator[Sequence[Tensor]]:
-    return zip(*(each.unbind(0) for each in tensors), strict=True)
+    return zip(*(tensor.unbind(0) for tensor in tensors), strict=True)
 
 
 def _product(state: Tensor) -> Callable[..., Tensor]:
@@ -568,9 +568,9 @@ def _recorded(
     net = Net.of(mode, *args, **kwargs)
     drops = net.dropout > 0 and net.train and net.num_layers > 1
     projected = len(net.weights) // net.places % 2 == 1
-    own = any(record.is_batched(each) or each.is_complex() for each in net.weights)
+    unsupported = any(record.is_batched(w) or w.is_complex() for w in net.weights)
     drops &= record.randomness != "different"
-    if projected or own or drops or record.twice:
+    if projected or unsupported or drops or record.twice:
         with record.watching():
             return steps(net)
     weights = [record.plain(weight) for weight in net.weights]
@@ -582,13 +582,13 @@ def _recorded(
         sizes = x.shape[1:3]
         folded = net._replace(
             x=x.flatten(1, 2),
-            hidden=tuple(each.transpose(0, 1).flatten(1, 2) for each in hidden),
+            hidden=tuple(state.transpose(0, 1).flatten(1, 2) for state in hidden),
             weights=weights,
             batch_first=False,
         )
-        output, *final = reporting(folded, report, record.anchor(x.new_zeros(())))
+        output, *final = run_recorded(folded, report, record.anchor(x.new_zeros(())))
         output = output.unflatten(1, sizes).movedim(0, time)
-        final = [each.unflatten(1, sizes).transpose(0, 1) for each in final]
+        final = [state.unflatten(1, sizes).transpose(0, 1) for state in final]
         return tuple(record.logical(tensor) for tensor in (output, *final))
 
 
@@ -629,10 +629,10 @@ def _pack(
     if max(values, default=0) > input.shape[1 if batch_first else 0]:
         return None  # torch refuses these in the backward pass
     with samples.outside(), static_values():
-        known = torch.tensor(values, dtype=torch.int64)
+        counts = torch.tensor(values, dtype=torch.int64)
         places = torch.arange(input.shape[0] * input.shape[1]).view(input.shape[:2])
-        found = kernels.pack_padded_sequence(places, known, batch_first)
-    index, sizes = map(literal, found)
+        packed = kernels.pack_padded_sequence(places, counts, batch_first)
+    index, sizes = map(literal, packed)
     return lambda: (input.flatten(0, 1)[index.to(input.device)], sizes)
 
 
@@ -665,9 +665,9 @@ def _places(
     batch_first, total_length = options or (False, 0)
     values = samples.agreed(sizes, Tensor.tolist)
     with samples.outside(), static_values():
-        rows, known = torch.arange(len(data)), torch.tensor(values, dtype=torch.int64)
+        rows, counts = torch.arange(len(data)), torch.tensor(values, dtype=torch.int64)
         index, lengths = kernels.pad_packed_sequence(
-            rows, known, batch_first, len(data), total_length
+            rows, counts, batch_first, len(data), total_length
         )
     return literal(index), literal(lengths)
 
@@ -685,24 +685,24 @@ def _packed(
 
     def run() -> tuple[Tensor, ...]:
         order: list[Tensor] = []
-        found: list[tuple[Tensor, ...]] = []
+        results: list[tuple[Tensor, ...]] = []
         first = 0
         for length, same in groupby(lengths):
             stop = first + len([*same])
-            own = places[:length, first:stop]
-            order.append(own.flatten())
-            x = data if own.numel() == len(data) else data[order[-1].to(data.device)]
-            state = tuple(each[:, first:stop] for each in states)
+            rows = places[:length, first:stop]
+            order.append(rows.flatten())
+            x = data if rows.numel() == len(data) else data[order[-1].to(data.device)]
+            state = tuple(tensor[:, first:stop] for tensor in states)
             state = state[0] if isinstance(hx, Tensor) else state
             with samples.drawing(None):  # in another order than one sample
-                output, *final = func(x.unflatten(0, own.shape), state, *rest, False)
-            found.append((output.flatten(0, 1), *final))
+                output, *final = func(x.unflatten(0, rows.shape), state, *rest, False)
+            results.append((output.flatten(0, 1), *final))
             first = stop
-        if len(found) == 1:
-            return found[0]
+        if len(results) == 1:
+            return results[0]
         back = torch.cat(order).argsort().to(data.device)
-        output, *final = zip(*found, strict=True)
-        return torch.cat(output)[back], *(torch.cat(each, 1) for each in final)
+        output, *final = zip(*results, strict=True)
+        return torch.cat(output)[back], *(torch.cat(parts, 1) for parts in final)
 
     return run
 

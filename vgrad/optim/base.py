@@ -131,7 +131,7 @@ def stateless(update: Callable[[Grads, Any], Updates]) -> GradientTransformation
 
 
 def counting(update: Callable[[Grads, Any, Tensor], Updates]) -> GradientTransformation:
-    """Do the same of `(grads, params, steps taken so far) -> updates`."""
+    """Make a transformation of `(grads, params, steps taken so far) -> updates`."""
     return GradientTransformation(
         lambda params: State(counter(params), {}),
         lambda grads, state, params=None: (
@@ -147,7 +147,7 @@ def of_gradient(function: Callable[[Tensor], Tensor]) -> GradientTransformation:
 
 
 def of_gradient_and_parameter(name: str, function: Callable) -> GradientTransformation:
-    """Do the same with a function of a gradient and its parameter, both widened."""
+    """Make a transformation of a function of a gradient and its parameter, widened."""
 
     def update(grads, params):
         params = required(name, params, grads)
@@ -237,9 +237,9 @@ def step(
         updates, new_state = tx.update(grads, state, params)
         done = apply_updates(params, updates), new_state
     if donate:
-        kept = {id(entries) for entries in _dictionaries(done)}
+        returned = {id(entries) for entries in _dictionaries(done)}
         for entries in _dictionaries((params, state)):
-            if id(entries) not in kept:
+            if id(entries) not in returned:
                 entries.clear()
     return done
 

@@ -122,11 +122,11 @@ def _layout(columns: list[list[Tensor]], idle: list[Tensor]) -> _Layout | None:
     groups: dict[Any, list[int]] = {}
     for place, param in enumerate(stepped):
         groups.setdefault((param.device, param.dtype), []).append(place)
-    known = {dtype for _, dtype in groups} <= {torch.float32, torch.float64}
+    supported = {dtype for _, dtype in groups} <= {torch.float32, torch.float64}
     present = [*itertools.chain(*columns), *idle]
     return _Layout(
         list(map(_BYTES, present)),
-        [*groups.values()] if known else None,
+        [*groups.values()] if supported else None,
         any(map(_REQUIRES_GRAD, itertools.chain(*columns))),
         like(present),
     )

@@ -148,8 +148,8 @@ class _Adapter(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # torch's own method leaves out the attributes of a subclass.
         names = ("_transformation", "_names", "_tree", "_shown", "_unread")
-        own = {name: getattr(self, name) for name in names}
-        return {**super().__getstate__(), **own}
+        attributes = {name: getattr(self, name) for name in names}
+        return {**super().__getstate__(), **attributes}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.param_groups:

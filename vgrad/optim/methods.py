@@ -82,12 +82,12 @@ Betas = tuple[Number, Number]
 
 def _mean_of_squares(old: Tensor, grad: Tensor, decay: Number) -> Tensor:
     # As in torch: in this form a square that overflows stays infinite.
-    kept = scalar(decay, old) * old
+    decayed = scalar(decay, old) * old
     # Widened before the product: the square of a float16 overflows from 256 on.
-    grad = cast(grad, kept.dtype)
+    grad = cast(grad, decayed.dtype)
     if isinstance(decay, Tensor):
-        return kept + scalar(1 - decay, old) * grad.square()
-    return torch.addcmul(kept, grad, grad, value=1 - decay)
+        return decayed + scalar(1 - decay, old) * grad.square()
+    return torch.addcmul(decayed, grad, grad, value=1 - decay)
 
 
 def _over_root(grad: Tensor, square: Tensor, eps: Number) -> Tensor:
@@ -114,15 +114,15 @@ def trace(
         return chain()
 
     def at(count):
-        taken: Any = 1
+        share: Any = 1
         if not is_zero(dampening):
             # As for the number zero, no momentum is no dampening.
-            taken = 1 - dampening * ((count > 1) & (momentum != 0)).double()
+            share = 1 - dampening * ((count > 1) & (momentum != 0)).double()
 
         def rule(g, total):
             g = cast(g, total.dtype)
-            if isinstance(taken, Tensor):
-                total = plus(scalar(momentum, total) * total, taken, g)
+            if isinstance(share, Tensor):
+                total = plus(scalar(momentum, total) * total, share, g)
             else:
                 total = plus(g, momentum, total)
             return plus(g, momentum, total) if nesterov else total, total
@@ -253,8 +253,8 @@ def rprop(
         # One bound at a time: one may be a number and the other a tensor.
         size = size.clamp(min=scalar(step_sizes[0], size))
         size = size.clamp(max=scalar(step_sizes[1], size))
-        kept = g.masked_fill(agreement < 0, 0)
-        return kept.sign() * size, kept, size
+        previous = g.masked_fill(agreement < 0, 0)
+        return previous.sign() * size, previous, size
 
     signs = per_parameter("rprop", {"prev": 0, "step_size": lr}, lambda count: rule)
     return chain(*ascent(maximize), signs, scale_by_learning_rate(1.0))
@@ -273,9 +273,9 @@ def scale_by_trust_ratio(
     def scaled(grad, param):
         size, slope = _norm(param), _norm(grad)
         decay: Any = scalar(weight_decay, size)
-        whole = slope + decay * size
-        still = (size == 0) | (whole == 0)
-        ratio = scalar(trust_coefficient, size) * size / whole.masked_fill(still, 1)
+        divisor = slope + decay * size
+        still = (size == 0) | (divisor == 0)
+        ratio = scalar(trust_coefficient, size) * size / divisor.masked_fill(still, 1)
         return ratio.masked_fill(still, 1) * (grad + decay * param)
 
     return of_gradient_and_parameter("scale_by_trust_ratio", scaled)
@@ -321,11 +321,11 @@ def scale_by_adam(
         # Both corrections go into the denominator, by which there are fewer passes.
         correction = 1 - beta1**t
         factor = correction / (1 - beta2**t).sqrt()
-        least = correction * scalar(eps, correction)
+        offset = correction * scalar(eps, correction)
 
         def rule(g, m, v):
             m, v = lerp(m, g, share), _mean_of_squares(v, g, beta2)
-            size = torch.addcmul(placed(least, v), root(v), placed(factor, v))
+            size = torch.addcmul(placed(offset, v), root(v), placed(factor, v))
             return m / size, m, v
 
         return rule
@@ -441,12 +441,12 @@ def adam_bc(
         def at(count):
             t = count.double()
             correction1, correction2 = 1 - beta1**t, 1 - beta2**t
-            least = 0.1 * noise / correction2 if floor is None else floor
+            lower = 0.1 * noise / correction2 if floor is None else floor
 
             def rule(g, m, v):
                 m, v = lerp(m, g, 1 - beta1), _mean_of_squares(v, g, beta2)
                 square = (v - scalar(noise, v)) / scalar(correction2, v)
-                size = root(square.clamp(min=scalar(least, v)))
+                size = root(square.clamp(min=scalar(lower, v)))
                 return m / scalar(correction1, m) / size, m, v
 
             return rule
@@ -466,8 +466,8 @@ def adam_bc(
             now = torch.where(now.isnan(), deviation(state.count), now)
         noise = noise + (1 - scalar(beta2, noise)) * (now**2 - noise)
         updates, new = moments(noise).update(grads, state)
-        kept = {"deviation": state.slots["deviation"], "noise_sq": noise}
-        return updates, State(new.count, {**kept, **new.slots})
+        slots = {"deviation": state.slots["deviation"], "noise_sq": noise}
+        return updates, State(new.count, {**slots, **new.slots})
 
     tx = GradientTransformation(init, update, counted=True)
     return descent(lr, weight_decay, maximize, tx)
@@ -561,8 +561,8 @@ def radam(
         length = limit - 2 * t * beta2**t / correction2
         reliable = length > 5
         # Lengths for which all is finite, because gradients flow through both branches.
-        n, most = torch.where(reliable, length, 6), torch.where(reliable, limit, 6)
-        ratio = (n - 4) * (n - 2) * most / ((most - 4) * (most - 2) * n)
+        n, longest = torch.where(reliable, length, 6), torch.where(reliable, limit, 6)
+        ratio = (n - 4) * (n - 2) * longest / ((longest - 4) * (longest - 2) * n)
         rectified = torch.where(reliable, (ratio * correction2).sqrt(), 0)
         plain = torch.where(reliable, 0, torch.ones_like(ratio))
 
@@ -687,8 +687,8 @@ def adadelta(
 
     def rule(g, square, delta):
         square = _mean_of_squares(square, g, rho)
-        least = scalar(eps, square)
-        update = root(delta + least) / root(square + least) * g.to(square.dtype)
+        floor = scalar(eps, square)
+        update = root(delta + floor) / root(square + floor) * g.to(square.dtype)
         return update, square, _mean_of_squares(delta, update, rho)
 
     slots = {"square_avg": 0, "acc_delta": 0}
@@ -757,15 +757,15 @@ def adafactor(
     def at(count):
         share = count.double() ** beta2_decay
 
-        def rule(g, row, column, whole):
-            row, column, whole = mean_squares(g, row, column, whole, share)
+        def rule(g, row, column, variance):
+            row, column, variance = mean_squares(g, row, column, variance, share)
             if row is not None:
-                least = _least(eps[0], row)
-                mean = row * column / row.mean(-2, keepdim=True).clamp_min(least)
+                floor = _floor(eps[0], row)
+                mean = row * column / row.mean(-2, keepdim=True).clamp_min(floor)
             else:
-                mean, least = whole, _least(eps[0], whole)
-            update = widened(g) * mean.clamp_min(least * least).rsqrt()
-            return shards.placed(update, g), row, column, whole
+                mean, floor = variance, _floor(eps[0], variance)
+            update = widened(g) * mean.clamp_min(floor * floor).rsqrt()
+            return shards.placed(update, g), row, column, variance
 
         return rule
 
@@ -811,11 +811,13 @@ FACTORED = {
 """Slots of mean squares: of the rows and columns of a matrix, else whole."""
 
 
-def mean_squares(grad: Tensor, row: Any, column: Any, whole: Any, share: Number) -> Any:
+def mean_squares(
+    grad: Tensor, row: Any, column: Any, variance: Any, share: Number
+) -> Any:
     """Mix a share of the squares of a gradient into the mean squares of `FACTORED`."""
     square = widened(grad).square()
     if row is None:
-        return None, None, lerp(whole, square, share)
+        return None, None, lerp(variance, square, share)
     row = lerp(row, _mean(square, -1), share)
     return row, lerp(column, _mean(square, -2), share), None
 
@@ -826,12 +828,12 @@ def _mean(square: Tensor, dim: int) -> Tensor:
     return shards.reduced(mean, square, dim)
 
 
-def _least(eps: Number | None, like: Tensor) -> Any:
+def _floor(eps: Number | None, like: Tensor) -> Any:
     """Return the smallest root of a mean square, whose square is a normal number."""
     finite = torch.finfo(like.dtype)
-    least = scalar(finite.eps if eps is None else eps, like)
+    floor = scalar(finite.eps if eps is None else eps, like)
     tiny = finite.tiny**0.5
-    return least.clamp_min(tiny) if isinstance(least, Tensor) else max(least, tiny)
+    return floor.clamp_min(tiny) if isinstance(floor, Tensor) else max(floor, tiny)
 
 
 def schedule_free_sgd(
@@ -1044,8 +1046,8 @@ def muon(
         n, m = grad.shape
         if adjust_lr_fn == "match_rms_adamw":
             return 0.2 * math.sqrt(max(n, m)) * grad
-        least = 0.0 if adjust_lr_fn == "spectral_unclamped" else 1.0
-        return math.sqrt(max(least, n / max(m, 1))) * grad
+        lower = 0.0 if adjust_lr_fn == "spectral_unclamped" else 1.0
+        return math.sqrt(max(lower, n / max(m, 1))) * grad
 
     slots = {"momentum_buffer": 0}
     direction = (

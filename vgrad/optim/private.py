@@ -1,6 +1,7 @@
 """Gradients in other units while they are clipped and get noise."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from vgrad.optim.base import (
     check_transformation,
     per_parameter,
     scalar,
+    step,
 )
 from vgrad.optim.methods import FACTORED, mean_squares
 from vgrad.optim.transforms import states_of
@@ -159,3 +161,18 @@ def uses_of_noise(state: Tree) -> list[Any]:
         return isinstance(node, ScalingState) or has_deviation(node)
 
     return states_of(state, is_one)
+
+
+def stepped(
+    execute: Callable,
+    tx: GradientTransformation,
+    grads: Params,
+    state: Tree,
+    params: Params,
+    *,
+    donate: bool,
+) -> tuple[Params, Tree, dict[str, Tree]]:
+    """Take a step by `execute`, or into donated memory; no other field changes."""
+    if donate:
+        return *step(tx, grads, state, params, donate=True), {}
+    return *execute(step, tx, grads, state, params), {}

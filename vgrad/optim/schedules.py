@@ -58,7 +58,7 @@ def constant(lr: Number, steps: Length = 0, *, factor: Number = 1 / 3) -> Curve:
         return torch.where(t < steps, lr * factor, lr)
 
     rates = {"lr": lr, "factor": factor}
-    return _curve("constant", formula, rates, least=0, steps=steps)
+    return _curve("constant", formula, rates, minimum=0, steps=steps)
 
 
 def linear(
@@ -352,10 +352,10 @@ ANNEAL: dict[Anneal, Callable] = {"cos": _half_cosine, "linear": _line}
 """How `one_cycle` gets from corner to corner."""
 
 
-def _curve(function, formula, rates, *, least=1, **lengths) -> Curve:
+def _curve(function, formula, rates, *, minimum=1, **lengths) -> Curve:
     """Make a schedule of `formula(count, *rates, *lengths)`, all in float64."""
     _check_rates(function, rates)
-    checks.whole(function, least=least, **_plain_numbers(function, **lengths))
+    checks.whole(function, least=minimum, **_plain_numbers(function, **lengths))
 
     def schedule(count):
         t = torch.as_tensor(count).double()
@@ -398,7 +398,7 @@ def _check_boundaries(function, name, pieces, boundaries) -> None:
     places = {f"boundaries[{index}]": place for index, place in enumerate(boundaries)}
     numbers = _plain_numbers(function, **places)
     checks.whole(function, least=1, **numbers)
-    if any(left >= right for left, right in pairwise(numbers.values())):
+    if any(earlier >= later for earlier, later in pairwise(numbers.values())):
         raise ValueError(
             f"{function}(boundaries={list(boundaries)}): expected them to increase."
         )

@@ -192,18 +192,18 @@ def partition(groups: Mapping[Key, GradientTransformation]) -> GradientTransform
         selection = (key,) if isinstance(key, str) else key
         selections.append(_checked("partition", "key", selection))
         parts.append(_of_part("partition", tx, selections[-1], selections[:-1]))
-    whole = chain(*parts)
+    chained = chain(*parts)
 
     def init(params):
-        left = set(params).difference(*(_selected(params, s) for s in selections))
-        if left:
+        missing = set(params).difference(*(_selected(params, s) for s in selections))
+        if missing:
             raise ValueError(
-                f"partition({checks.listed(left)}): expected a group that selects "
+                f"partition({checks.listed(missing)}): expected a group that selects "
                 f"every name, got none for these. End with a group of '*'."
             )
-        return whole.init(params)
+        return chained.init(params)
 
-    return whole._replace(init=init)
+    return chained._replace(init=init)
 
 
 def set_to_zero(selection: Selection = ("*",)) -> GradientTransformation:
@@ -225,8 +225,8 @@ def _of_part(function, inner, selection: Any, before=()) -> GradientTransformati
     """Apply a transformation to the names selected, but for those selected before."""
 
     def chosen(tree):
-        taken = {name for each in before for name in _selected(tree, each)}
-        return [name for name in _selected(tree, selection) if name not in taken]
+        claimed = {name for earlier in before for name in _selected(tree, earlier)}
+        return [name for name in _selected(tree, selection) if name not in claimed]
 
     def init(params):
         names = _selected(params, selection)
@@ -438,7 +438,7 @@ def zero_nans() -> GradientTransformation:
     def none(param):
         return torch.zeros((), dtype=torch.bool, device=param.device)
 
-    def rule(g, found):
+    def rule(g, flag):
         wide = widened(g)
         # Of a DTensor, a count is compared once its parts are added up; `any` is not.
         return torch.where(wide.isnan(), 0.0, wide), g.isnan().sum() > 0
@@ -477,8 +477,8 @@ def add_noise(
         steps = count.double()
         variance = scalar(eta, steps) / steps ** scalar(gamma, steps)
         # The slope of a root is infinite at zero, where there is no noise.
-        some = variance > 0
-        deviation = torch.where(some, variance, 1.0).sqrt() * some
+        noisy = variance > 0
+        deviation = torch.where(noisy, variance, 1.0).sqrt() * noisy
         present = {name: widened(g) for name, g in grads.items() if g is not None}
         noise = _normal(present, state.slots["seed"], state.count)
         updates = dict(grads)
@@ -533,8 +533,8 @@ def average_after(function: str, share: Callable) -> GradientTransformation:
     def update(grads, state, params=None):
         params = required(function, params, grads, state.slots["ax"])
         count = state.count + 1
-        after, taken = apply_updates(params, grads), share(count)
-        average = map_values(lambda x, p: lerp(x, p, taken), state.slots["ax"], after)
+        after, weight = apply_updates(params, grads), share(count)
+        average = map_values(lambda x, p: lerp(x, p, weight), state.slots["ax"], after)
         return dict(grads), State(count, {"ax": average})
 
     return GradientTransformation(
@@ -696,14 +696,14 @@ def apply_if_finite(
             if grad is not None:
                 finite = finite & grad.isfinite().all().to(finite.device)
         errors = torch.where(finite, 0, state.errors + 1)
-        taken = finite | (errors > scalar(max_consecutive_errors, errors))
+        accepted = finite | (errors > scalar(max_consecutive_errors, errors))
         # A discarded update is computed from zeros: if it were NaN, gradients through
         # the branch that is kept would be NaN too.
-        safe = _kept_or_zero(taken, grads)
-        updates, new = inner.update(safe, state.inner, params)
-        total, new = state.total_errors + (~finite), _select(taken, new, state.inner)
+        inner_grads = _kept_or_zero(accepted, grads)
+        updates, new = inner.update(inner_grads, state.inner, params)
+        total, new = state.total_errors + (~finite), _select(accepted, new, state.inner)
         state = ApplyIfFiniteState(errors, total, finite, new)
-        return _kept_or_zero(taken, updates), state
+        return _kept_or_zero(accepted, updates), state
 
     return GradientTransformation(init, update, counted=inner.counted)
 
@@ -758,12 +758,12 @@ def multi_steps(
     return GradientTransformation(init, update, counted=inner.counted)
 
 
-def _kept_or_zero(kept, values):
-    return map_grads(lambda x: torch.where(kept.to(x.device), widened(x), 0.0), values)
+def _kept_or_zero(mask, values):
+    return map_grads(lambda x: torch.where(mask.to(x.device), widened(x), 0.0), values)
 
 
-def _select(taken, new, old):
-    return tree_map(lambda x, y: torch.where(taken.to(x.device), x, y), new, old)
+def _select(mask, new, old):
+    return tree_map(lambda x, y: torch.where(mask.to(x.device), x, y), new, old)
 
 
 class ScheduleFreeState(NamedTuple):
@@ -814,8 +814,8 @@ def schedule_free(
         share = weight / total.masked_fill(total == 0, 1.0)
 
         def mix(update, z, x, y):
-            kept = scalar(beta, z)
-            return (1 - kept) * z + kept * x - widened(y)
+            mixing = scalar(beta, z)
+            return (1 - mixing) * z + mixing * x - widened(y)
 
         iterate = _advance(lambda z, u: z + u.to(z.dtype), state.iterate, moves)
         average = _advance(
@@ -901,13 +901,13 @@ def inject_hyperparams(
         return HyperparamsState(count, values, make(**values).init(params))
 
     def update(grads, state, params=None):
-        count, kept, inner = state
-        checks.names("inject_hyperparams(state.hyperparams)", hyperparams, kept)
+        count, current, inner = state
+        checks.names("inject_hyperparams(state.hyperparams)", hyperparams, current)
 
         def now(value, last):
             return in_state(value, count) if is_schedule(value) else last
 
-        values = map_values(partial(tree_map, now), hyperparams, kept)
+        values = map_values(partial(tree_map, now), hyperparams, current)
         updates, inner = make(**values).update(grads, inner, params)
         return updates, HyperparamsState(count + 1, values, inner)
 
@@ -1056,12 +1056,12 @@ def reduce_on_plateau(
         lowering = bad > scalar(patience, bad)
         lower = (state.rate * scalar(factor, best)).clamp(min=scalar(min_lr, best))
         lowered = lowering & (state.rate - lower > scalar(eps, best))
-        left = torch.where(cooling, state.cooldown - 1, state.cooldown)
+        remaining = torch.where(cooling, state.cooldown - 1, state.cooldown)
         return PlateauState(
             torch.where(lowered, lower, state.rate),
             torch.where(better, value, best),
             torch.where(lowering, 0, bad),
-            torch.where(lowering, scalar(cooldown, left), left),
+            torch.where(lowering, scalar(cooldown, remaining), remaining),
             state.inner,
         )
 

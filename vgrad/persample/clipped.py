@@ -4,11 +4,17 @@ B samples.
 """
 
 import math
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
-from typing import Any, Literal, NamedTuple, Required, Unpack, get_args, overload
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    Required,
+    Unpack,
+    get_args,
+    overload,
+)
 
 import torch
 from torch import Tensor
@@ -16,19 +22,22 @@ from torch import Tensor
 from vgrad import checks
 from vgrad.batches import Sensitivity
 from vgrad.conditions import rare
-from vgrad.factors import Dense, Factor, Sums, reductions
-from vgrad.factors.norms import SURE, Gathered, Joint, gathered, recomputed, settled
+from vgrad.factors import Dense, Factor, Sums
+from vgrad.factors.norms import SURE, Gathered, Joint, computed, gathered, recomputed
 from vgrad.factors.reductions import normal_rounded_down, ordinary, rounded_down
 from vgrad.persample.engine import (
     LOCAL,
     Call,
     Collector,
-    Evaluation,
+    Concatenated,
+    Counts,
+    Join,
+    Joined,
     Options,
     Quantity,
     Reducer,
+    Summed,
     Transform,
-    joined,
     masked,
     members,
 )
@@ -99,10 +108,10 @@ class ClipRule:
             return (bounds[0] * _FAR).clamp(max=SURE)
         # No factor is then below 1e-30, where float32 has all digits. Next to a bound,
         # 1e25 times the smallest float32 are nothing, so no product's rounding counts.
-        least, most = min(bounds), max(bounds)
-        sizes = SURE, least * _FAR
-        if self.kind == "automatic" and most > _GAMMA:  # factors may be above one
-            sizes += (SURE * math.sqrt(_GAMMA / most),)
+        smallest, largest = min(bounds), max(bounds)
+        sizes = SURE, smallest * _FAR
+        if self.kind == "automatic" and largest > _GAMMA:  # factors may be above one
+            sizes += (SURE * math.sqrt(_GAMMA / largest),)
         return min(sizes)
 
 
@@ -138,14 +147,14 @@ class _ClipCollector(Collector):
     norms: dict[str, Any] = field(default_factory=dict)
     small: list[Gathered] | None = None  # factors of which some are together
 
-    def take(self, name: str, factor: Factor) -> None:
-        self.factors[name], self.norms[name] = factor.settled()
+    def add(self, name: str, factor: Factor) -> None:
+        self.factors[name], self.norms[name] = factor.with_norms()
 
     def joint(self) -> Joint:
         """Return the norms of all parts."""
         if self.small is None:
             self.small = gathered(self.factors, self.norms, self.parts)
-        self.norms = settled(self.norms)
+        self.norms = computed(self.norms)
         return Joint(self.norms, self.parts, self.dtype)
 
     def bound(self, like: Tensor) -> float | Tensor:
@@ -164,20 +173,20 @@ class _ClipCollector(Collector):
         factors = normal_rounded_down(factors, self.dtype)
         if self.mask is not None:
             factors, clipped = factors * self.mask, clipped & self.mask
-        far = ~(norms.most <= self.rule.limit(self.bounds))
+        far = ~(norms.largest <= self.rule.limit(self.bounds))
         weights = self._columns(factors)
         return ClipWeights(norms.total, upper, factors, weights, clipped, far)
 
     def weigh_each(self) -> ClipWeights:
-        """Return weights, and which samples count: finite ones, of safe numbers."""
+        """Return weights, and which samples count: finite ones, of numbers in range."""
         norms = self.joint()
         value, upper, bound = norms.value, norms.upper, self.bound(norms.value)
         # Samples that are not finite need some number.
         factors = self.rule.factors(upper.nan_to_num(1.0, 1.0), bound)
         # A product with a number on the edge of zero must not count either.
-        reach = norms.reach
-        safe = (ordinary(reach, factors) & (reach <= bound * _FAR)).all(0)
-        finite = (upper < math.inf).all(0) & safe
+        magnitudes = norms.magnitudes
+        in_range = (ordinary(magnitudes, factors) & (magnitudes <= bound * _FAR)).all(0)
+        finite = (upper < math.inf).all(0) & in_range
         total = norms.total
         total = total.masked_fill(~finite & ~total.isnan(), math.inf)
         clipped = finite & (value > bound).any(0)
@@ -203,17 +212,17 @@ class _ClipCollector(Collector):
         if keep is not None and not modes.inside_transform():
             rows, keep = keep.nonzero().flatten(), None
         small, self.small, sums = self.small or [], [], {}
-        known: Params = {}
-        for some in small if rows is None and keep is None else ():
-            known |= some.weighted(clip.weights[next(iter(some.shapes))])
+        joint_sums: Params = {}
+        for group in small if rows is None and keep is None else ():
+            joint_sums |= group.weighted(clip.weights[next(iter(group.shapes))])
         # In one order on all ranks, whose gradients may be small on some of them.
         for name in list(self.factors):
             factor, weight = self.factors.pop(name), clip.weights[name]
             if rows is not None:
-                factor, weight = factor.take(rows), weight[rows]
+                factor, weight = factor.select(rows), weight[rows]
             elif keep is not None:
                 factor = masked(factor, keep)
-            value = known[name] if name in known else factor.weighted(weight)
+            value = joint_sums[name] if name in joint_sums else factor.weighted(weight)
             sums[name] = reducer.settled(name, value)
         return sums
 
@@ -239,7 +248,7 @@ class _TwoPassCollector(_ClipCollector):
 
     def first_pass(self, name: str, factor: Factor) -> Factor:
         """Keep norms, and return the form of a factor for a sum."""
-        form, norms = factor.settled()
+        form, norms = factor.with_norms()
         self.norms[name] = [
             each if isinstance(each, Dense) else each._replace(factor=None)
             for each in norms
@@ -251,27 +260,27 @@ class _TwoPassCollector(_ClipCollector):
         careful = self.reducer.any_rank(rare(clip.far))
         self._clip = None if careful else clip
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         if self._clip is None:
-            return super().take(name, factor)
+            return super().add(name, factor)
         form = self.first_pass(name, factor)
-        found = form.weighted(self._clip.weights[name])
-        self.sums[name] = self.reducer.summed(name, found)
+        weighted = form.weighted(self._clip.weights[name])
+        self.sums[name] = self.reducer.summed(name, weighted)
 
     def single_pass(self) -> _ClipCollector | None:
         if self._clip is None:
             return None
         factors = double(self._clip.factors)
         with no_autocast(factors.device):
-            again = self.weigh()
+            measured = self.weigh()
             bounds = self.bound(factors) * (1 + _ROUNDING)
-            fits = factors * again.upper <= bounds
-            fits &= factors >= again.factors * (1 - _OTHER)
-            differs = rare(again.far | ~fits.all())
+            fits = factors * measured.upper <= bounds
+            fits &= factors >= measured.factors * (1 - _OTHER)
+            differs = rare(measured.far | ~fits.all())
         if not self.reducer.any_rank(differs):
             return None
-        given = self.rule, self.parts, self.bounds, self.dtype, self.mask
-        return _ClipCollector(*given)
+        fields = self.rule, self.parts, self.bounds, self.dtype, self.mask
+        return _ClipCollector(*fields)
 
 
 class ClippedGrad(NamedTuple):
@@ -462,6 +471,12 @@ class ClippedSum(Quantity):
     normalize_by: float
     passes: int = 1
 
+    def joins(self) -> dict[str, Join]:
+        return {"grads": Summed(), "norms": Concatenated(), "counts": Counts(2)}
+
+    def check(self, call: Call) -> None:
+        self.rule.parts(call.params)
+
     def mapped(
         self, function: Callable[[Tensor], Tensor], value: ClippedGrad
     ) -> ClippedGrad:
@@ -473,12 +488,12 @@ class ClippedSum(Quantity):
         parts, bounds = self.rule.parts(call.params)
         if call.max_norm is not None:
             bounds = [call.max_norm]
-        given = self.rule, parts, bounds, call.dtype, call.mask
+        fields = self.rule, parts, bounds, call.dtype, call.mask
         if self.passes == 1:
-            return _ClipCollector(*given)
-        return _TwoPassCollector(*given, reducer=call.reducer)
+            return _ClipCollector(*fields)
+        return _TwoPassCollector(*fields, reducer=call.reducer)
 
-    def partial(self, collector: _ClipCollector, call: Call) -> tuple:
+    def partial(self, collector: _ClipCollector, call: Call) -> dict[str, Any]:
         clip: ClipWeights
         if isinstance(collector, _TwoPassCollector) and collector.sums:
             clip, sums = collector.weigh(), collector.sums
@@ -489,26 +504,19 @@ class ClippedSum(Quantity):
             sums = collector.summed(clip, None, call.reducer)
         else:
             sums, clip = collector.summed_with_care(call.reducer)
-        return sums, clip.norms, clip.clipped.sum(), clip.nonfinite(call.mask)
+        counts = clip.clipped.sum(), clip.nonfinite(call.mask)
+        return {"grads": sums, "norms": {"": clip.norms}, "counts": counts}
 
-    def total(self, partials: Iterator[tuple], run: Evaluation) -> ClippedGrad:
-        sums, found = Sums(), []
-        self.rule.parts(run.params)  # refuses patterns before a loss runs
-        for some, *others in partials:
-            sums.add(some)
-            found.append(others)
-        if not found:
-            norms = reductions.no_norms(run.params, torch.float64)
-            none = (norms > 0).sum()
-            found.append((norms, none, none))
-        norms, *counts = zip(*found, strict=True)
-        added = [reduce(operator.add, each) for each in counts]
-        clipped, nonfinite = run.summed(sums, *added)
+    def total(self, parts: Joined) -> ClippedGrad:
+        call, losses = parts.call, parts.losses
+        values = parts.values
+        sums, norms, counts = Sums(values["grads"]), values["norms"], values["counts"]
         sums.divide(self.normalize_by)
+        clipped, nonfinite = (torch.as_tensor(x, device=call.device) for x in counts)
         return ClippedGrad(
-            grads=sums.rounded(run.params),
-            norms=joined([*norms]).to(run.dtype),
-            losses=run.losses,
+            grads=sums.rounded(call.params),
+            norms=norms[""].to(call.dtype) if norms else losses.new_zeros(0),
+            losses=losses,
             clipped=clipped,
             nonfinite=nonfinite,
         )

@@ -16,9 +16,11 @@ from vgrad.generators import kept_random_state
 from vgrad.loss.grad_flags import only_reads
 from vgrad.persample.engine import (
     Call,
-    Evaluation,
     Fallbacks,
     Inputs,
+    Join,
+    Joined,
+    Listed,
     Quantity,
     Transform,
     UnsupportedOp,
@@ -199,18 +201,16 @@ def _explained(call: Call) -> Explanation:
 
     verified = _verified(call)
     size = min(size, at_a_time(call) or size)
-    part = replace(call, loss=watched).take(slice(0, size))
-    run = Evaluation(replace(part, chunk_size=None))
-    uses: list[_Uses] = []
-    quantity = _Described(call)
-    for collector in run.parts(Transform(call, quantity).measured):
-        uses.append(collector)
-        if run.chunks_run[-1].strategy == "loop" and not fallbacks.splits:
-            break  # the other samples run in the same way
-    sizes = tuple(len(chunk.losses) for chunk in run.chunks_run)
+    part = replace(call, loss=watched).select(slice(0, size))
+    part, quantity = part.replaced(chunk_size=None), _Described(call)
+    parts = Joined(part, quantity.joins())
+    Transform(call, quantity).run_parts(part, parts)
+    parts.close()
+    uses = parts.values["uses"]
+    sizes = tuple(len(chunk.losses) for chunk in parts.chunks)
     largest = sizes.index(max(sizes))
-    strategy = run.chunks_run[largest].strategy
-    failure = fallbacks.failure
+    strategy = parts.chunks[largest].strategy
+    failure = call.known.failure
     if strategy == "loop":
         failure = fallbacks.split or failure
     if failure is not None:
@@ -252,7 +252,7 @@ def _explained(call: Call) -> Explanation:
 
 def _verified(call: Call) -> str:
     """Return how far gradients are verified; compare them if no call has done so."""
-    if call.known is None:
+    if not call.verify:
         return "not verified: verify=False"
     if call.strategy == "loop":
         return ""
@@ -268,11 +268,14 @@ def _verified(call: Call) -> str:
 class _Described(Quantity):
     call: Call
 
+    def joins(self) -> dict[str, Join]:
+        return {"uses": Listed()}
+
     def collector(self, call: Call) -> Collector:
         return _Uses(self.call)
 
-    def partial(self, collector: Any, call: Call) -> Any:
-        return collector
+    def partial(self, collector: Any, call: Call) -> dict[str, Any]:
+        return {"uses": [collector]}
 
 
 class _Watch(TorchFunctionMode):
@@ -314,7 +317,7 @@ class _Uses(Collector):
         kind = type(use.factor).__name__
         self._uses.append(Row(use.names, ", ".join(use.ops), kind, "", 0, why))
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         form, size = self._form(factor, self._params[name].element_size())
         kind, why = type(factor).__name__, "not used: no gradient reaches it"
         self._wholes[name] = Row((name,), "", kind, form, size, why)
@@ -325,21 +328,21 @@ class _Uses(Collector):
         shown: list[Row] = []
         for name in self._params:
             uses = [row for row in recorded if name in row.names]
-            whole = self._wholes[name]
+            sum_row = self._wholes[name]
             if strategy != "recorded" and name in watch.ops:
                 why = f"{strategy} stores all gradients"
-                yield whole._replace(op=", ".join(watch.ops[name]), why=why)
+                yield sum_row._replace(op=", ".join(watch.ops[name]), why=why)
             elif not uses:
-                yield whole
+                yield sum_row
             elif len(uses) == 1 and name not in self._computed:
-                yield uses[0]._replace(form=whole.form, bytes=whole.bytes)
+                yield uses[0]._replace(form=sum_row.form, bytes=sum_row.bytes)
             else:
                 others = [row for row in uses if row not in shown]
                 shown += [row for row in others if len(row.names) > 1]
                 yield from others
                 sums = f"sum of {len(uses)} uses"
                 why = sums if len(uses) > 1 else "through the computation"
-                yield whole._replace(why=why)
+                yield sum_row._replace(why=why)
 
 
 def _for_norms(factor: Factor, number: int) -> tuple[str, int]:

@@ -1,8 +1,7 @@
 """The gradient of every sample, its norm, and weighted sums of gradients."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from operator import methodcaller
 from typing import Any, Literal, Unpack, overload
 
@@ -10,22 +9,23 @@ import torch
 from torch import Tensor
 
 from vgrad.conditions import rare
-from vgrad.factors import Dense, Factor, Norm, Sums, reductions
+from vgrad.factors import Dense, Factor, Norm, Sums
 from vgrad.factors.base import Norms as FactorNorms
-from vgrad.factors.norms import Joint, doubtful, gathered, recomputed, settled
+from vgrad.factors.norms import Joint, computed, doubtful, gathered, recomputed
 from vgrad.persample.engine import (
     Call,
     Collector,
-    Evaluation,
     Grouping,
     Groups,
     Holding,
     Inputs,
+    Join,
+    Joined,
     Mapped,
     Options,
     Quantity,
+    Summed,
     Transform,
-    assembled,
     check_groups,
     masked,
     members,
@@ -72,12 +72,12 @@ class Gradients(Quantity):
     def collector(self, call: Call) -> Mapped:
         return Mapped(methodcaller("grad"))
 
-    def partial(self, collector: Mapped, call: Call) -> Params:
-        return collector.values
+    def partial(self, collector: Mapped, call: Call) -> dict[str, Params]:
+        return {"values": collector.values}
 
-    def total(self, partials: Iterator[Params], run: Evaluation) -> Params:
-        params, scaled = run.params, run.call.loss_scale is not None
-        grads = assembled(partials, run.call.batch.size)
+    def total(self, parts: Joined) -> Params:
+        params, scaled = parts.call.params, parts.call.loss_scale is not None
+        grads = parts.values["values"]
         grads = grads or {n: x.new_zeros(0, *x.shape) for n, x in params.items()}
         for name, value in params.items():
             grad = grads.pop(name)
@@ -170,14 +170,14 @@ class _NormCollector(Holding):
         """The names in each group, after a pass, whose errors are the loss's."""
         return members(*self._grouping)
 
-    def take(self, name: str, factor: Factor) -> None:
-        self.hold(name, factor.settled()[1], factor.bytes)
+    def add(self, name: str, factor: Factor) -> None:
+        self.hold(name, factor.with_norms()[1], factor.bytes)
 
-    def settle(self, held: dict[str, FactorNorms]) -> None:
-        firsts = {name: parts[0] for name, parts in held.items() if len(parts) == 1}
+    def settle(self, pending: dict[str, FactorNorms]) -> None:
+        firsts = {name: parts[0] for name, parts in pending.items() if len(parts) == 1}
         small = {n: each for n, each in firsts.items() if isinstance(each, Dense)}
-        gathered(small, held, self.groups.values())
-        norms = settled(held)
+        gathered(small, pending, self.groups.values())
+        norms = computed(pending)
         where = doubtful(norms)
         careful = where is not None and rare(where)
         self.norms |= recomputed(norms) if careful else norms
@@ -192,19 +192,21 @@ class Norms(Quantity):
     def collector(self, call: Call) -> _NormCollector:
         return _NormCollector(call, self.groups)
 
-    def partial(self, collector: _NormCollector, call: Call) -> dict[str, Tensor]:
+    def check(self, call: Call) -> None:
+        members(call.function, self.groups, call.params)
+
+    def partial(self, collector: _NormCollector, call: Call) -> dict[str, Params]:
         collector.flush()
         grouped = collector.groups
         norms = Joint(collector.norms, grouped.values(), call.dtype).value
-        own = [each.to(call.dtype, copy=True) for each in norms]
-        return dict(zip(grouped, own, strict=True))
+        copies = [each.to(call.dtype, copy=True) for each in norms]
+        return {"values": dict(zip(grouped, copies, strict=True))}
 
-    def total(self, partials: Iterator[dict[str, Tensor]], run: Evaluation) -> Any:
-        groups = members(run.call.function, self.groups, run.params)
-        none = partial(reductions.no_norms, run.params, run.dtype)
-        result = assembled(partials, run.call.batch.size)
-        result = result or {group: none() for group in groups}
-        return result[""] if self.groups is None else result
+    def total(self, parts: Joined) -> Any:
+        if (norms := parts.values["values"]) is None:
+            groups = members(parts.call.function, self.groups, parts.call.params)
+            norms = dict.fromkeys(groups, parts.losses)
+        return norms[""] if self.groups is None else norms
 
 
 class WeightedGradFn(Transform[Result]):
@@ -270,7 +272,7 @@ class _Weighted(Collector):
         if self._mask is not None:
             self._weights = torch.where(self._mask, self._weights, 0)
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         if self._mask is not None:
             factor = masked(factor, self._mask)
         value = factor.weighted(self._weights)
@@ -280,19 +282,20 @@ class _Weighted(Collector):
 class WeightedSum(Quantity):
     """The sum of gradients with the weights of a call."""
 
+    def joins(self) -> dict[str, Join]:
+        return {"sums": Summed()}
+
+    def check(self, call: Call) -> None:
+        check_weights(call.weights, call.batch.size)
+
     def collector(self, call: Call) -> _Weighted:
         return _Weighted(call)
 
-    def partial(self, collector: _Weighted, call: Call) -> Params:
-        return collector.sums
+    def partial(self, collector: _Weighted, call: Call) -> dict[str, Params]:
+        return {"sums": collector.sums}
 
-    def total(self, partials: Iterator[Params], run: Evaluation) -> Params:
-        check_weights(run.call.weights, run.call.batch.size)
-        sums = Sums()
-        for part in partials:
-            sums.add(part)
-        run.summed(sums)
-        return sums.rounded(run.params)
+    def total(self, parts: Joined) -> Params:
+        return Sums(parts.values["sums"]).rounded(parts.call.params)
 
     def mapped(self, function: Any, value: Params) -> Params:
         return value

@@ -4,7 +4,7 @@ B samples of the batch, B' of a second one. The Gram form of a norm is another t
 see `factors/reductions.py`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Unpack, overload
@@ -14,20 +14,23 @@ from torch import Tensor
 
 from vgrad import batches, tree
 from vgrad.factors import Dense, Factor
-from vgrad.factors.norms import far
+from vgrad.factors.norms import out_of_range
 from vgrad.generators import RNG_LOCK, random_state, set_random_state
 from vgrad.persample.engine import (
     Call,
-    Evaluation,
     Grouping,
     Groups,
     Inputs,
+    Join,
+    Joined,
+    Listed,
     Mapped,
     Options,
     Quantity,
     Transform,
     check_groups,
     members,
+    verify,
 )
 from vgrad.tree import double, no_autocast
 from vgrad.typing import Buffers, LossFn, Params, Result, Tree
@@ -60,6 +63,35 @@ class GramFn(Transform[Result]):
                 f"{type(cross).__name__}."
             )
         return self.on(params, buffers, batch, mask, cross=cross)
+
+    def evaluate(self, call: Call, *options: Any) -> Any:
+        """Compute the products of a call; a second batch runs after the first."""
+        if call.cross is None:
+            return super().evaluate(call, *options)
+        quantity: Any = self.quantity
+        if call.draws.keys is not None:
+            raise ValueError(
+                "per_sample_gram(cross, keys): expected keys of one batch, got keys "
+                "beside a second batch, whose samples have none. Leave the keys out."
+            )
+        verify(call, strict=False)
+        names = members(call.function, quantity.groups, call.params)
+        other = batches.read(call.function, call.cross)
+        if not (call.batch.size and other.size):
+            return quantity.of_groups(_zeros(call, names, call.batch.size, other.size))
+        same, first = call.randomness == "same", Joined(call, quantity.joins())
+        with RNG_LOCK if same else nullcontext():
+            state = random_state(call.tensors) if same else None
+            self.run_parts(call, first)
+            if state is not None:
+                set_random_state(state)  # all samples draw the same, of both batches
+            first.close()
+            factors = _collected(first.values["factors"], names)
+            second = replace(call, batch=other, mask=None, cross=None, verify=False)
+            columns = replace(self, quantity=_Columns(factors, names)).evaluate(second)
+        order, dtype = first.order, call.dtype
+        products = {name: order(x.mT).to(dtype) for name, x in columns.items()}
+        return quantity.of_groups(products)
 
 
 @overload
@@ -120,99 +152,82 @@ class Products(Quantity):
     groups: Groups
     chunked = False
 
+    def joins(self) -> dict[str, Join]:
+        return {"factors": Listed()}
+
     def collector(self, call: Call) -> Mapped:
         return Mapped(lambda factor: factor)
 
-    def partial(self, collector: Mapped, call: Call) -> dict[str, Factor]:
-        return collector.values
+    def check(self, call: Call) -> None:
+        members(call.function, self.groups, call.params)
 
-    def total(self, partials: Iterator[dict[str, Factor]], run: Evaluation) -> Any:
-        names = members("per_sample_gram", self.groups, run.params)
-        with RNG_LOCK if run.call.randomness == "same" else nullcontext():
-            products = (
-                _within(partials, run, names)
-                if run.call.cross is None
-                else self._between(partials, run, names)
+    def partial(self, collector: Mapped, call: Call) -> dict[str, Any]:
+        return {"factors": [collector.values]}
+
+    def total(self, parts: Joined) -> Any:
+        call, order = parts.call, parts.order
+        names = members(call.function, self.groups, call.params)
+        if not call.batch.size:
+            return self.of_groups(_zeros(call, names, 0, 0))
+        factors = _collected(parts.values["factors"], names)
+        with no_autocast(call.device):
+            wide = out_of_range(factors)
+            products = _summed(
+                names,
+                lambda name: _symmetric(_widened(factors.pop(name), name in wide)),
             )
-        products = {group: value.to(run.dtype) for group, value in products.items()}
+        return self.of_groups(
+            {n: order(order(x).mT).mT.to(call.dtype) for n, x in products.items()}
+        )
+
+    def of_groups(self, products: dict[str, Tensor]) -> Any:
+        """Return products by group, or the only ones."""
         return products[""] if self.groups is None else products
 
     def selected(self, value: Any, rows: Any, inputs: Inputs | Call) -> Any:
         columns = rows if inputs.cross is None else slice(None)
         return tree.tree_map(lambda products: products[rows][:, columns], value)
 
-    def _between(
-        self, partials: Iterator[dict[str, Factor]], run: Evaluation, names: _Names
-    ) -> dict[str, Tensor]:
-        """Inner products with the gradients of a second batch, [B, B']."""
-        call = run.call
-        if call.draws.keys is not None:
-            raise ValueError(
-                "per_sample_gram(cross, keys): expected keys of one batch, got keys "
-                "beside a second batch, whose samples have none. Leave the keys out."
-            )
-        other = batches.read(call.function, call.cross)
-        if not (call.batch.size and other.size):
-            return _zeros(run, names, call.batch.size, other.size)
-        same = call.randomness == "same"
-        state = random_state(call.tensors) if same else None
-        factors = _collected(partials, names)
-        if state is not None:
-            set_random_state(state)  # all samples draw the same, of both batches
-        strips = []
-        second = Evaluation(replace(call, batch=other, mask=None, cross=None))
-        transform = Transform(call, self)
-        for columns in second.parts(transform.measured):
-            with no_autocast(call.device):
-                strips.append(_strip(factors, columns, names))
-        products = {
-            group: torch.cat([strip[group] for strip in strips], dim=1)
-            for group in names
-        }
-        places = second.places
-        if places is None:
-            return products
-        return {group: value[:, places] for group, value in products.items()}
+
+@dataclass(frozen=True)
+class _Columns(Quantity):
+    """Inner products with the gradients of a first batch of A samples, [B, A]."""
+
+    factors: dict[str, list[Factor]]  # of the first batch
+    names: _Names
+
+    def collector(self, call: Call) -> Mapped:
+        return Mapped(lambda factor: factor)
+
+    def partial(self, collector: Mapped, call: Call) -> dict[str, Any]:
+        columns, rows = collector.values, self.factors
+        factors = {name: [*some, columns[name]] for name, some in rows.items()}
+        wide = out_of_range(factors)
+
+        def product(name: str) -> Tensor:
+            given = [columns.pop(name), *rows[name]]
+            column, *some = _widened(given, name in wide)
+            return torch.cat([row.gram(column) for row in some])
+
+        products = _summed(self.names, product)
+        return {"values": {group: each.mT for group, each in products.items()}}
+
+    def total(self, parts: Joined) -> dict[str, Tensor]:
+        return parts.values["values"]
 
 
-def _strip(
-    rows: dict[str, list[Factor]], columns: dict[str, Factor], names: _Names
-) -> dict[str, Tensor]:
-    """Inner products with one chunk of a second batch for every group, [B, b]."""
-    wide = far({name: [*some, columns[name]] for name, some in rows.items()})
-
-    def product(name: str) -> Tensor:
-        column, *some = _widened([columns.pop(name), *rows[name]], name in wide)
-        return torch.cat([row.gram(column) for row in some])
-
-    return _summed(names, product)
-
-
-def _within(
-    partials: Iterator[dict[str, Factor]], run: Evaluation, names: _Names
-) -> dict[str, Tensor]:
-    factors = _collected(partials, names)
-    if not run.done:
-        return _zeros(run, names, 0, 0)
-    with no_autocast(run.call.device):
-        wide = far(factors)
-        return _summed(
-            names, lambda name: _symmetric(_widened(factors.pop(name), name in wide))
-        )
-
-
-def _zeros(run: Evaluation, names: _Names, *sizes: int) -> dict[str, Tensor]:
-    value = next(iter(run.params.values()))
-    return {group: value.new_zeros(sizes, dtype=run.dtype) for group in names}
+def _zeros(call: Call, names: _Names, *sizes: int) -> dict[str, Tensor]:
+    value = next(iter(call.params.values()))
+    return {group: value.new_zeros(sizes, dtype=call.dtype) for group in names}
 
 
 def _collected(
-    partials: Iterator[dict[str, Factor]], names: _Names
+    parts: Iterable[dict[str, Factor]], names: _Names
 ) -> dict[str, list[Factor]]:
     factors: dict[str, list[Factor]] = {n: [] for some in names.values() for n in some}
-    for chunk in partials:
+    for part in parts:
         for name, collected in factors.items():
-            collected.append(chunk.pop(name))
+            collected.append(part.pop(name))
     for name, collected in factors.items():
         grads = [factor.g for factor in collected if isinstance(factor, Dense)]
         if 1 < len(collected) == len(grads):  # a loop has one for each sample

@@ -4,7 +4,7 @@ N samples.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Unpack
 
@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 
 from vgrad.conditions import rare
-from vgrad.factors import Dense, Factor, Outer, Scaled, Sums, products
+from vgrad.factors import Dense, Factor, Outer, Scaled, products
 from vgrad.factors.columns import Appended, Columns, inner_products, squares
 from vgrad.persample.engine import (
     Call,
     Collector,
-    Evaluation,
+    Join,
+    Joined,
     Options,
     Quantity,
     Reduce,
+    Summed,
     Transform,
-    joined,
 )
 from vgrad.tree import double, map_values, wide
 from vgrad.typing import LossFn, Params
@@ -149,17 +150,20 @@ class _Moments(Collector):
     means: Params = field(default_factory=dict)
     squares: Params = field(default_factory=dict)
 
-    def take(self, name: str, factor: Factor) -> None:
-        found = self._by_sides(factor)
-        if found is None:
+    def add(self, name: str, factor: Factor) -> None:
+        moments = self._by_sides(factor)
+        if moments is None:
             # Some samples at a time, so that few gradients are in memory.
             parts = [factor] if isinstance(factor, Dense) else factor.in_cache()
-            found, start = (0, {}, {}), 0
+            moments, start = (0, {}, {}), 0
             for part in parts:
                 keep = None if self.mask is None else self.mask[start:][: part.size]
-                found, start = _joined(*found, *_formed(part, keep)), start + part.size
+                moments, start = (
+                    _joined(*moments, *_formed(part, keep)),
+                    start + part.size,
+                )
         self.means[name], self.squares[name] = (
-            each[""].view(factor.shape) for each in found[1:]
+            each[""].view(factor.shape) for each in moments[1:]
         )
 
     def _by_sides(self, factor: Factor) -> tuple[Any, Params, Params] | None:
@@ -221,26 +225,39 @@ def _kept(rows: Tensor, keep: Tensor | None) -> Tensor:
     return rows if keep is None else torch.where(keep[:, None], rows, 0)
 
 
+class _Merged(Join):
+    """How many gradients count, their means and sums of squared deviations."""
+
+    def __init__(self) -> None:
+        self.value: tuple[Any, Params, Params] = (0, {}, {})
+
+    def add(self, value: tuple, rows: Sequence[int], size: int) -> None:
+        self.value = _joined(*self.value, *value)
+
+    def reduce(self, reduce: Reduce, call: Call) -> None:
+        size, means, squares = self.value
+        means = means or map_values(torch.zeros_like, _undefined(call.params))
+        squares = squares or map_values(_squared, means)
+        means, squares = (map_values(double, each) for each in (means, squares))
+        size = torch.as_tensor(size, dtype=torch.float64, device=call.device)
+        self.value = _of_all_ranks(size, means, squares, reduce)
+
+
 class MomentsOfGrads(Quantity):
     """Means and sums of squared deviations, merged over chunks."""
+
+    def joins(self) -> dict[str, Join]:
+        return {"moments": _Merged()}
 
     def collector(self, call: Call) -> _Moments:
         return _Moments(_counted(call.batch.size, call.mask), call.mask)
 
-    def partial(self, collector: _Moments, call: Call) -> tuple:
-        return collector.count, collector.means, collector.squares
+    def partial(self, collector: _Moments, call: Call) -> dict[str, Any]:
+        return {"moments": (collector.count, collector.means, collector.squares)}
 
-    def total(self, partials: Iterator[tuple], run: Evaluation) -> GradientMoments:
-        size, means, squares = 0, {}, {}
-        for chunk in partials:
-            size, means, squares = _joined(size, means, squares, *chunk)
-        params, losses = run.params, run.losses
-        if run.reduce is not None:
-            means = means or map_values(torch.zeros_like, _undefined(params))
-            squares = squares or map_values(_squared, means)
-            means, squares = (map_values(double, each) for each in (means, squares))
-            size = torch.as_tensor(size, dtype=torch.float64, device=run.call.device)
-            size, means, squares = _of_all_ranks(size, means, squares, run.reduce)
+    def total(self, parts: Joined) -> GradientMoments:
+        size, means, squares = parts.values["moments"]
+        params, losses = parts.call.params, parts.losses
         if not means:
             means = _undefined(params)
             squares = map_values(_squared, means)
@@ -262,7 +279,7 @@ class MomentsOfGrads(Quantity):
             moments.second_moment[name] = (deviations / size).add_(signal).to(real)
             moments.signal_to_noise[name] = signal.div_(variance).to(real)
         square = square - trace / size
-        scale = (trace / square).to(run.dtype)
+        scale = (trace / square).to(parts.call.dtype)
         return moments._replace(noise_scale=scale, trace=trace, squared_norm=square)
 
     def mapped(self, function: Any, value: GradientMoments) -> GradientMoments:
@@ -283,15 +300,15 @@ class _Blocks(Collector):
     pairs: Pairs
     compute: Callable[[str, Factor], dict[str, Any]]
     values: dict[str, Any] = field(default_factory=dict, init=False)
-    _held: dict[str, Factor] = field(default_factory=dict, init=False)
+    _pending: dict[str, Factor] = field(default_factory=dict, init=False)
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         names, scale = self.pairs.get(name, (name,)), 1.0
         if isinstance(factor, Scaled):  # the values are quadratic
             factor, scale = factor.factor, double(factor.scale).square()
-        self._held[name] = factor if self.call.columns else Columns.one(factor)
-        if all(each in self._held for each in names):
-            factors = [self._held.pop(each) for each in names]
+        self._pending[name] = factor if self.call.columns else Columns.one(factor)
+        if all(each in self._pending for each in names):
+            factors = [self._pending.pop(each) for each in names]
             factor = Appended(*factors) if factors[1:] else factors[0]
             for key, value in self.compute(names[0], factor).items():
                 value = value if value is None else value / scale
@@ -312,7 +329,7 @@ class OfBlocks(Quantity):
         return _Blocks(call, self.pairs, self.of_block)
 
     def partial(self, collector: _Blocks, call: Call) -> dict[str, Any]:
-        return collector.values
+        return {"values": collector.values}
 
 
 @dataclass(frozen=True)
@@ -322,14 +339,14 @@ class Squares(OfBlocks):
     sides: Sides = field(default_factory=dict)
     pairs: Pairs = field(default_factory=dict)
 
+    def joins(self) -> dict[str, Join]:
+        return {"values": Summed()}
+
     def of_block(self, name: str, factor: Factor) -> Params:
         return {name: squares(factor, *self.sides.get(name, ()))}
 
-    def total(self, partials: Iterator[Params], run: Evaluation) -> Params:
-        sums = Sums()
-        for part in partials:
-            sums.add(part)
-        return sums.totals
+    def total(self, parts: Joined) -> Params:
+        return parts.values["values"]
 
     def mapped(self, function: Any, value: Any) -> Any:
         return value
@@ -349,9 +366,10 @@ class InnerProducts(OfBlocks):
     def of_block(self, name: str, factor: Factor) -> Params:
         return {"": inner_products(factor, *self.sides[name], self.weights[name])}
 
-    def total(self, partials: Iterator[Params], run: Evaluation) -> Tensor:
-        chunks = [part[""] for part in partials]
-        return joined(chunks) if chunks else run.losses.double().view(0, 1, 1)
+    def total(self, parts: Joined) -> Tensor:
+        if (products := parts.values["values"]) is None:
+            return parts.losses.double().view(0, 1, 1)
+        return products[""]
 
 
 def _joined(

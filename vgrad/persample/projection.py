@@ -5,7 +5,7 @@ B samples, P numbers in a parameter, of which O are in its first dimension.
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Required, Unpack, get_args, overload
 
@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 
 from vgrad import checks
-from vgrad.factors import Factor, Probes, reductions
+from vgrad.factors import Factor, Probes
 from vgrad.generators import hashed_bits, unit
 from vgrad.persample.engine import (
     Call,
     Collector,
-    Evaluation,
+    Joined,
     Options,
     Quantity,
     Transform,
-    assembled,
 )
 from vgrad.tree import double, wide
 from vgrad.typing import LossFn, Params, Tree
@@ -180,12 +179,12 @@ class _Projected(Collector):
     joint: bool
     values: dict[str, Tensor] = field(default_factory=dict)
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         probes = self.probes[name]
-        found = factor.project(probes).view(factor.size, probes.dim)
+        products = factor.project(probes).view(factor.size, probes.dim)
         if self.joint:
-            name, found = "", self.values.get("", 0.0) + double(found)
-        self.values[name] = found
+            name, products = "", self.values.get("", 0.0) + double(products)
+        self.values[name] = products
 
 
 @dataclass(frozen=True)
@@ -204,23 +203,28 @@ class Projection(Quantity):
     def collector(self, call: Call) -> _Projected:
         return _Projected(self._of(call.params), not self.pairs)
 
-    def partial(self, collector: _Projected, call: Call) -> Params:
+    def check(self, call: Call) -> None:
+        if self.pairs:
+            self._of(call.params)
+
+    def partial(self, collector: _Projected, call: Call) -> dict[str, Params]:
         values = collector.values.items()
         if self.sides is not None:
-            return {name: each.to(call.dtype) for name, each in values}
+            return {"values": {name: each.to(call.dtype) for name, each in values}}
         scales = {} if self.pairs else {"": math.sqrt(self.sizes[0])}
         scales |= {name: _scale(each) for name, each in collector.probes.items()}
-        return {name: (each / scales[name]).to(call.dtype) for name, each in values}
+        scaled = {name: (each / scales[name]).to(call.dtype) for name, each in values}
+        return {"values": scaled}
 
-    def total(self, partials: Iterator[Params], run: Evaluation) -> Any:
-        # Before the loss runs, in which a ValueError is a reason to fall back.
-        probes = self._of(run.params) if self.pairs else {}
-        sizes = {name: each.dim for name, each in probes.items()}
-        sizes = sizes if self.pairs else {"": self.sizes[0]}
-        empty = reductions.no_norms(run.params, run.dtype)
-        none = {name: empty.new_zeros(0, dim) for name, dim in sizes.items()}
-        whole = assembled(partials, run.call.batch.size) or none
-        return whole if self.pairs else whole[""]
+    def total(self, parts: Joined) -> Any:
+        if (projections := parts.values["values"]) is None:
+            probes = self._of(parts.call.params) if self.pairs else {}
+            sizes = {name: each.dim for name, each in probes.items()}
+            sizes = sizes if self.pairs else {"": self.sizes[0]}
+            projections = {
+                name: parts.losses.new_zeros(0, n) for name, n in sizes.items()
+            }
+        return projections if self.pairs else projections[""]
 
     @property
     def pairs(self) -> bool:
@@ -273,12 +277,12 @@ def _of_sides(
     sides: tuple[Tensor | None, Tensor | None],
     like: Tensor,
 ) -> Probes:
-    """Return the directions of both sides, or those on the left of a whole one."""
+    """Return the directions of both sides, or those on the left of an undivided one."""
     left, right = sides
-    size, whole = math.prod(shape), len(shape) < 2
-    whole |= right is None and left is not None and left.shape[1:] == (size,)
-    lengths = (size, 0) if whole else (shape[0], math.prod(shape[1:]))
-    found = []
+    size, undivided = math.prod(shape), len(shape) < 2
+    undivided |= right is None and left is not None and left.shape[1:] == (size,)
+    lengths = (size, 0) if undivided else (shape[0], math.prod(shape[1:]))
+    directions = []
     for place, side, length in zip(("left", "right"), sides, lengths, strict=True):
         if side is None:
             side = torch.eye(length)
@@ -287,8 +291,8 @@ def _of_sides(
                 f"per_sample_projection(sides): expected directions [k, {length}] on "
                 f"the {place} of {name!r}, got shape {tuple(side.shape)}."
             )
-        found.append(side.detach().to(like.device, wide(like.dtype)))
-    return Probes(None, found[0]) if whole else Probes(*found, pairs=True)
+        directions.append(side.detach().to(like.device, wide(like.dtype)))
+    return Probes(None, directions[0]) if undivided else Probes(*directions, pairs=True)
 
 
 def _scale(probes: Probes) -> float:

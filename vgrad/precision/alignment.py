@@ -97,13 +97,15 @@ def alignment_report(
         fmodel(params, buffers, *args, **kwargs)
     flops = {key: 2 * math.prod(key[2]) * n for key, n in recorder.counts.items()}
     total, rows = sum(flops.values()) or 1, []
-    for (op, operand, size, units, batch), each in flops.items():
+    for (op, operand, size, units, batch), count in flops.items():
         # Of a size that is units of one kind, such as channels, these are padded.
         steps = [1 if i == batch else multiple for i in range(3)]
         sides = zip(size, units, steps, strict=True)
-        wholes = [(n, math.lcm(step, n // unit if n else 1)) for n, unit, step in sides]
-        padded: Any = tuple(-(-n // whole) * whole for n, whole in wholes)
-        rows.append(Row(op, operand, size, padded, each, each / total))
+        divisors = [
+            (n, math.lcm(step, n // unit if n else 1)) for n, unit, step in sides
+        ]
+        padded: Any = tuple(-(-n // divisor) * divisor for n, divisor in divisors)
+        rows.append(Row(op, operand, size, padded, count, count / total))
     return AlignmentReport(tuple(rows))
 
 
@@ -123,7 +125,7 @@ class _Recorder(DispatchMode):
         if output is NotImplemented:
             output, op = func(*args, **(kwargs or {})), op_name(func)
             for size, units, factors, batch, count in _products(op, args, output):
-                left, right = (self._names(each) for each in factors)
+                left, right = (self._names(factor) for factor in factors)
                 if left or right:  # the batch is on the other side
                     batch = 0 if not left else 1 if not right else None
                 operand = ", ".join(dict.fromkeys(left + right))
@@ -138,8 +140,9 @@ class _Recorder(DispatchMode):
         at = tensor.storage_offset()
         return [
             name
-            for name, own in self._named
-            if memory(own) == storage and 0 <= at - own.storage_offset() < own.numel()
+            for name, parameter in self._named
+            if memory(parameter) == storage
+            and 0 <= at - parameter.storage_offset() < parameter.numel()
         ]
 
 
@@ -151,8 +154,8 @@ class _StepByStep(TorchFunctionMode):
     ) -> Any:
         nets = ("lstm", "gru", "rnn_tanh", "rnn_relu")
         packed = len(args) > 4 and isinstance(args[3], list | tuple)
-        whole = getattr(func, "__name__", "") in nets and not packed
-        run: Any = OPS[func].mapped if whole else func
+        by_steps = getattr(func, "__name__", "") in nets and not packed
+        run: Any = OPS[func].mapped if by_steps else func
         return run(*args, **(kwargs or {}))
 
 

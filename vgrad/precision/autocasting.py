@@ -92,8 +92,8 @@ def _lacking(device: str) -> set[str]:
     """Return ops of the table that a device, or a release of torch, does not cast."""
     if device == "cpu":
         return set()
-    known = {"rms_norm"} if device == "cuda" else autocast_ops("cuda")
-    return known - autocast_ops(device)
+    listed = {"rms_norm"} if device == "cuda" else autocast_ops("cuda")
+    return listed - autocast_ops(device)
 
 
 @cache
@@ -295,10 +295,10 @@ def _tried(device: str, func: Callable, args: tuple, kwargs: dict) -> Kind:
             raise NotImplementedError
 
     def cast(*dtypes: torch.dtype) -> Any:
-        given = chain(dtypes, repeat(dtypes[-1]))
+        next_dtypes = chain(dtypes, repeat(dtypes[-1]))
 
         def other(leaf: Tensor) -> Tensor:
-            dtype = next(given) if _may_cast(leaf) else leaf.dtype
+            dtype = next(next_dtypes) if _may_cast(leaf) else leaf.dtype
             return torch.empty(leaf.shape, dtype=dtype, device=leaf.device)
 
         with modes.exit_all(), modes.without_modes(), suppress(NotImplementedError):

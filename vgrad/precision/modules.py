@@ -138,9 +138,9 @@ class PolicyModel(FunctionalModel):
             buffer = name in self.buffer_names
             cast[name] = (_cast_buffer if buffer else _cast_param)(policy, cast[name])
         with self._lock, self._regions:
-            output, left = super()._run(cast, args, kwargs)
+            output, written = super()._run(cast, args, kwargs)
         for name in self._copied:
-            new, old = left[name], values[name]
+            new, old = written[name], values[name]
             both = new.is_floating_point() and old.is_floating_point()
             values = {**values, name: new.to(old.dtype) if both else new}
         return output, values

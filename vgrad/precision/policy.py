@@ -56,7 +56,7 @@ class Policy:
     def __post_init__(self) -> None:
         for name, value in self.__dict__.items():
             if value not in DTYPES.values():
-                allowed = ", ".join(f"torch.{known}" for known in DTYPES)
+                allowed = ", ".join(f"torch.{dtype}" for dtype in DTYPES)
                 raise ValueError(
                     f"Policy({name}={value!r}): expected one of {allowed}."
                 )

@@ -32,7 +32,7 @@ __all__ = ["ModuleHooks", "Reentrant"]
 # The classes of all nodes that torch compiles in. Nodes of an autograd.Function have
 # classes of Python, and nodes that a library compiles share one class.
 _COMPILED: Any = torch._C
-_OWN = {each for each in vars(_COMPILED._functions).values() if isinstance(each, type)}
+_OWN = {kind for kind in vars(_COMPILED._functions).values() if isinstance(kind, type)}
 
 
 def graph_nodes(
@@ -40,23 +40,23 @@ def graph_nodes(
 ) -> list[Any]:
     """Return the nodes of the graphs of these tensors, but none at or behind a stop."""
     nodes: list[Any] = []
-    left: list[Any] = [tensor.grad_fn for tensor in tensors]
+    pending: list[Any] = [tensor.grad_fn for tensor in tensors]
     seen: set[Any] = {None}
-    while left:
-        node = left.pop()
+    while pending:
+        node = pending.pop()
         if node in seen or (stop is not None and stop(node)):
             continue
         seen.add(node)
         nodes.append(node)
         for following, _ in node.next_functions:
-            left.append(following)
+            pending.append(following)
     return nodes
 
 
 def coarsest(tensor: Tensor) -> float:
     """Return the largest rounding of a gradient in the graph of a tensor."""
-    metadata = [each for node in graph_nodes([tensor]) for each in node._input_metadata]
-    return max((torch.finfo(each.dtype).eps for each in metadata), default=0.0)
+    metadata = [info for node in graph_nodes([tensor]) for info in node._input_metadata]
+    return max((torch.finfo(info.dtype).eps for info in metadata), default=0.0)
 
 
 def foreign_nodes(tensors: Iterable[Tensor]) -> list[str]:
@@ -67,8 +67,9 @@ def foreign_nodes(tensors: Iterable[Tensor]) -> list[str]:
     others = [node for node in nodes if type(node) not in _OWN]
     functions = [getattr(type(node), "_forward_cls", None) for node in others]
     # Functions of vgrad write into memory of their own alone.
-    own = [getattr(each, "__module__", "").startswith("vgrad.") for each in functions]
-    return [node.name() for node, ours in zip(others, own, strict=True) if not ours]
+    modules = [getattr(function, "__module__", "") for function in functions]
+    pairs = zip(others, modules, strict=True)
+    return [node.name() for node, module in pairs if not module.startswith("vgrad.")]
 
 
 def is_foreign_op(func: Callable) -> bool:
@@ -137,7 +138,7 @@ def repeats(pack: Callable, around: Callable[[], AbstractContextManager]) -> Non
     # run it once more.
     versions = _versions(_inputs(frame)) if modes.inside_transform() else []
 
-    def again(*args: Any) -> Any:
+    def recompute(*args: Any) -> Any:
         if _versions(args) != versions:
             raise RuntimeError(
                 "checkpoint: expected arguments that stay as they are until the "
@@ -146,7 +147,7 @@ def repeats(pack: Callable, around: Callable[[], AbstractContextManager]) -> Non
         with around():
             return run(*args)
 
-    frame.recompute_fn = again
+    frame.recompute_fn = recompute
 
 
 def _inputs(frame: Any) -> Sequence[Any]:

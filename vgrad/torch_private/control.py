@@ -68,7 +68,7 @@ def _scan(combine_fn: Callable, init: Any, xs: Any, more: Any) -> list[Any]:
         carry = both[: len(init)]
         outputs.append(both[len(init) :])
     stacked = map(torch.stack, zip(*outputs, strict=True))
-    return [*carry, *stacked] if rows else [*init, *(each[:0] for each in stacked)]
+    return [*carry, *stacked] if rows else [*init, *(output[:0] for output in stacked)]
 
 
 def _flex_attention(*args: Any, **kwargs: Any) -> Any:

@@ -69,7 +69,7 @@ def recurrent_layer(
     kind, count = x.device.type, len(weights)
     if torch.is_autocast_enabled(kind):
         low = torch.get_autocast_dtype(kind)
-        x, *rest = (each.to(low) for each in (x, *state, *weights))
+        x, *rest = (tensor.to(low) for tensor in (x, *state, *weights))
         state, weights = rest[: len(state)], rest[len(state) :]
     h, c, number = state[0], (*state, None)[1], _CUDNN_MODES.index(mode)
     sizes = (number, h.shape[2], 0, 1, False, 0.0, False, False, [], None)

@@ -75,7 +75,7 @@ def inside_transform() -> bool:
 
 def active_transforms() -> tuple[str, ...]:
     """Return the kinds of the running transforms, as `("Vmap", "Grad")`."""
-    return tuple(each.key().name for each in interpreters() or ())
+    return tuple(interpreter.key().name for interpreter in interpreters() or ())
 
 
 def is_mapped_here(tensor: Tensor) -> bool:
@@ -242,8 +242,8 @@ LIMITS = {
 
 def limit_of(message: str) -> str | None:
     """Return the limit that an error is about, None if it is about none."""
-    found = (kind for kind, texts in LIMITS.items() if any(t in message for t in texts))
-    return next(found, None)
+    kinds = (kind for kind, texts in LIMITS.items() if any(t in message for t in texts))
+    return next(kinds, None)
 
 
 ITEM_ERRORS = "calling .item() on a Tensor", "value out of a tracing tensor"
@@ -254,5 +254,5 @@ _NO_RULE = "batching rule for"
 
 def op_without_rule(warning: str) -> str:
     """Return the op that vmap warns of running sample by sample, or nothing."""
-    _, found, rest = warning.partition(_NO_RULE)
-    return rest.split()[0].rstrip(".") if found else ""
+    _, separator, rest = warning.partition(_NO_RULE)
+    return rest.split()[0].rstrip(".") if separator else ""

@@ -23,8 +23,8 @@ def unsupported_placements(tensor: Any) -> list[Any]:
     """Return the placements of a DTensor by which ranks hold terms of its entries."""
     module: Any = sys.modules[_MODULE]
     # The others are Partial, and any that torch does not document.
-    known = (module.Shard, module.Replicate)
-    return [each for each in tensor.placements if type(each) not in known]
+    supported = (module.Shard, module.Replicate)
+    return [x for x in tensor.placements if type(x) not in supported]
 
 
 def local(tensor: Any) -> Tensor:
@@ -43,16 +43,16 @@ def offsets(tensor: Any) -> tuple[int, ...]:
         return (0,) * tensor.ndim
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    _, found = compute_local_shape_and_global_offset(
+    _, starts = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    return tuple(found)
+    return tuple(starts)
 
 
-def cut(whole: Tensor, like: Any) -> Tensor:
+def cut(tensor: Tensor, like: Any) -> Tensor:
     """Place a tensor that every rank has like another one, if that is a DTensor."""
     if not is_distributed(like):
-        return whole
+        return tensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     module: Any = sys.modules[_MODULE]
@@ -60,14 +60,14 @@ def cut(whole: Tensor, like: Any) -> Tensor:
     placements = [module.Replicate() if x in terms else x for x in like.placements]
     mesh = like.device_mesh
     shape, starts = compute_local_shape_and_global_offset(like.shape, mesh, placements)
-    part = whole
+    part = tensor
     for dim, (start, size) in enumerate(zip(starts, shape, strict=True)):
-        part = part.narrow(dim, min(start, whole.shape[dim]), size)
+        part = part.narrow(dim, min(start, tensor.shape[dim]), size)
     return made(part.contiguous(), mesh, placements, like.shape)
 
 
 def reduced(tensor: Any, like: Any, dim: int) -> Tensor:
-    """Do the same to a DTensor, but whole on all ranks along a dimension."""
+    """Place a DTensor like another one, but whole on all ranks along a dimension."""
     if not is_distributed(like):
         return tensor
     module: Any = sys.modules[_MODULE]

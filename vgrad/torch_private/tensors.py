@@ -51,7 +51,7 @@ class Lazy(Tensor):
         device: torch.device,
     ) -> "Lazy":
         like = torch.empty(shape, dtype=dtype, device="meta")
-        return _made(compute, like, device)
+        return _lazy(compute, like, device)
 
     @property
     def root(self) -> "Lazy":
@@ -94,8 +94,8 @@ class Lazy(Tensor):
         return func(*args, **kwargs)
 
 
-def _made(compute: Callable[[], Tensor], like: Tensor, device: torch.device) -> Lazy:
-    made = Tensor._make_wrapper_subclass(
+def _lazy(compute: Callable[[], Tensor], like: Tensor, device: torch.device) -> Lazy:
+    lazy = Tensor._make_wrapper_subclass(
         Lazy,
         like.shape,
         strides=like.stride(),
@@ -103,8 +103,8 @@ def _made(compute: Callable[[], Tensor], like: Tensor, device: torch.device) -> 
         dtype=like.dtype,
         device=device,
     )
-    made._compute = compute
-    return made
+    lazy._compute = compute
+    return lazy
 
 
 def _moves(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> bool:
@@ -117,8 +117,8 @@ def _moves(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> bool:
     if func is _CAST:
         return kwargs.get("device") in (None, args[0].device)
     returns = func._schema.returns
-    infos = [each.alias_info for each in returns]
-    return bool(infos) and all(each and not each.is_write for each in infos)
+    infos = [result.alias_info for result in returns]
+    return bool(infos) and all(info and not info.is_write for info in infos)
 
 
 def _put_off(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -134,7 +134,7 @@ def _put_off(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         return lambda: pytree.tree_leaves(func(source.value(), *rest, **kwargs))[number]
 
     parts = [
-        _made(part(number), lazy, source.device) for number, lazy in enumerate(leaves)
+        _lazy(part(number), lazy, source.device) for number, lazy in enumerate(leaves)
     ]
     for lazy in parts:
         if func is not _CAST:
@@ -168,8 +168,8 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the same for several tensors; in inference mode it is zero."""
-    return [0 if each.is_inference() else each._version for each in tensors]
+    """Return how often the memory of tensors was written to, zero in inference mode."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def like(tensors: Sequence[Tensor]) -> Callable[..., bool]:
@@ -257,7 +257,7 @@ def has_backward_hooks(module: nn.Module) -> bool:
 def makes_memory(op: Any) -> bool:
     """Return whether an op returns nothing but new memory."""
     returns = getattr(getattr(op, "_schema", None), "returns", ())
-    return bool(returns) and all(each.alias_info is None for each in returns)
+    return bool(returns) and all(result.alias_info is None for result in returns)
 
 
 def shared(op: Any) -> Iterator[tuple[int, str]]:
@@ -270,8 +270,8 @@ def shared(op: Any) -> Iterator[tuple[int, str]]:
 def written(op: Any) -> Iterator[tuple[int, str, bool]]:
     """Yield place, name and whether by keyword only, of arguments that an op writes."""
     packet = isinstance(op, torch._ops.OpOverloadPacket)
-    for each in [getattr(op, name) for name in op.overloads()] if packet else [op]:
-        for place, argument in enumerate(each._schema.arguments):
+    for overload in [getattr(op, name) for name in op.overloads()] if packet else [op]:
+        for place, argument in enumerate(overload._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 yield place, argument.name, argument.kwarg_only
 
@@ -288,9 +288,9 @@ def may_draw(op: Any) -> bool:
 
 def named(op: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
     """Return all arguments of a call of an op by their names, defaults included."""
-    known = op._schema.arguments
-    defaults = {each.name: each.default_value for each in known}
-    names = (each.name for each in known)
+    arguments = op._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments}
+    names = (argument.name for argument in arguments)
     return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 

@@ -17,13 +17,6 @@ from vgrad.training.state import TrainState
 MODEL = "model.safetensors"
 CLAIM = "privacy.json"
 
-_BATCHES = {
-    "poisson": "Poisson batches",
-    "cyclic_poisson": "cyclic Poisson batches",
-    "cyclic_equal": "cyclic Poisson batches of equal groups",
-    "fixed_order": "batches in a fixed order",
-}
-
 
 def release(
     folder: Path | str, state: TrainState | PrivateGradients, plan: Plan | None = None
@@ -158,4 +151,4 @@ def _mechanisms(plan: Plan, steps: int) -> list[str]:
     noise = f"{kind} noise"
     if plan.noise.correlated:
         noise += f" correlated by {plan.noise.scheme}({plan.noise.size})"
-    return [*earlier, f"{noise} on clipped sums of {_BATCHES[str(plan.sampling)]}"]
+    return [*earlier, f"{noise} on clipped sums of {plan.mechanism.batches}"]

@@ -7,25 +7,21 @@ gradients are not finite keep their old values, running statistics of batch norm
 included, which are buffers of each member. E members.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import MappingProxyType
 from typing import Any, ClassVar, Generic, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
-from vgrad import batches, optim
-from vgrad.conditions import checks_collected
+from vgrad import batches
+from vgrad.conditions import surely
 from vgrad.devices import is_host
-from vgrad.dp.discrete import DiscreteNoise
-from vgrad.dp.noise import Drawn, Noise, Streams
-from vgrad.dp.plan import Plan, check_spent, spent_under
+from vgrad.dp.plan import Plan, check_spent
 from vgrad.dp.private_gradients import PrivateSource, clipped_sums, metrics_of
 from vgrad.dp.units import UnitLoss, check_units
 from vgrad.ensemble.execution import run_eager
@@ -35,13 +31,7 @@ from vgrad.ensemble.optimizer import MembersState, of_members
 from vgrad.functional.losses import SampleLoss, check_loss, gradient
 from vgrad.generators import Tag, from_bytes
 from vgrad.optim.base import GradientTransformation, check_transformation
-from vgrad.optim.private import (
-    has_deviation,
-    scales_of,
-    unscaled,
-    uses_of_noise,
-    with_deviation,
-)
+from vgrad.optim.private import has_deviation, scales_of, stepped, uses_of_noise
 from vgrad.overlaps import disjoint
 from vgrad.persample.engine import advanced, check_options
 from vgrad.persample.grad import weighted_grad
@@ -79,7 +69,6 @@ from vgrad.typing import (
     Params,
     Passes,
     Randomness,
-    Scales,
     Strategy,
     Tree,
 )
@@ -97,9 +86,7 @@ class Gradients(NamedTuple):
     masks: tuple[Tensor, ...]
     metrics: Metrics  # all but the loss and aux
     changes: dict[str, Any]  # other fields of the next state
-    noise: Noise | DiscreteNoise | None = None  # to be added to the gradients
-    scales: Scales = MappingProxyType({})  # by which their noisy sum is divided
-    optimizer: Tree = None  # the state to start from; None for the given one
+    step: Callable | None = None  # with noise in front, as `stepped` is without
 
 
 class StepReducer:
@@ -172,49 +159,6 @@ class TrainingStep(Generic[State]):
         explanation = self.execute.explanation  # absent in eager mode
         return lambda *_: explanation(None)
 
-    def noisy_gradients(
-        self,
-        state: Any,
-        loss: LossFn,
-        key: Tensor,
-        batches: Sequence[tuple],
-        chunk_size: ChunkSize,
-    ) -> list[tuple[Params, Tensor | None]]:
-        """Take a plan's first steps, on another loss and key and batches of all ranks.
-
-        Return noisy gradients, and bounds of the clip that adapt. The state is saved
-        and loaded before the last step; the one passed stays as it is.
-        """
-        source: Any = self.source
-        plan, transform = source.plan, source.transform.with_loss(loss, chunk_size)
-        # A canary stands for a unit. The streams of this step stay as they are.
-        own = {"samples_per_unit": None, "streams": Streams(), "counts": Streams()}
-        source = replace(source, transform=transform, has_aux=False, **own)
-        step = replace(self, source=source, tx=_RECORDER, has_aux=False)
-        step = replace(step, reduce=self.reduce.of(step), execute=copy(self.execute))
-        digest = from_bytes(spent_under(plan, plan.earlier_steps))
-        state = state._replace(
-            key=key,
-            step=torch.full_like(state.step, plan.earlier_steps),
-            plan_digest=digest.to(state.plan_digest.device),
-            noise=(),
-            max_norm=(),
-        )
-        # Gradients keep the scales that they have in this state.
-        optimizer: Any = {"uses": uses_of_noise(state.optimizer)}
-        optimizer["grads"] = map_values(torch.zeros_like, state.params)
-        found, parts = [], [step.reduce.share(batch) for batch in batches]
-        for number, batch in enumerate(parts, start=1):
-            if number == len(parts):
-                state = step.reduce.reloaded(state)
-            state = state._replace(optimizer=optimizer)
-            clipped = source.at(state.max_norm, state.params, int(state.step))
-            if step.execute is not run_eager:  # a first call is captured, and not run
-                step(state, *batch)
-            state, _ = step(state, *batch)
-            found.append((state.optimizer["grads"], clipped.options.max_norm))
-        return found
-
     def __call__(self, state: State, /, *batch: Tree) -> tuple[State, Metrics]:
         """Take a step."""
         old: Any = state
@@ -246,40 +190,19 @@ class TrainingStep(Generic[State]):
             inputs = _without_key(state)._replace(optimizer=())
             compute = partial(execute, self.source, inputs, batch)
         found = self.reduce.reduced(self, compute, state)
-        # Looking at values costs nothing on a CPU, and choosing a pass over all.
-        looks = not checks_collected()
-        all_taken = all([looks and x.is_cpu and bool(x.all()) for x in found.masks])
+        all_taken = all(map(surely, found.masks))  # to choose is a pass over all
         donate = self.donate and all_taken and self.tx.donated is not None
-        loss, aux, grads = found.loss, found.aux, found.grads
-        noise: Any = found.noise
+        loss, aux = found.loss, found.aux
         # A buffer, which stays, may have the memory of a parameter.
         if donate and found.buffers and not modes.inside_transform():
             memory = [*state.params.values(), *found.buffers.values()]
             donate = torch.compiler.is_compiling() or disjoint(memory)
-        drawn, made, changes = None, [], found.changes
-        if noise is not None and getattr(execute, "compiles", False):
-            drawn = noise.drawn(grads)  # other code draws faster outside of a graph
-        # No graph can write into the state.
-        joint = drawn is not None and not donate
-        if drawn is not None and not joint:
-            grads, made = execute(Drawn.added, drawn, grads)
-        elif noise is not None and drawn is None:
-            grads, changes["noise"] = noise.advanced(grads)
-        if found.scales and not joint:
-            grads = unscaled(grads, found.scales)
-        optimizer = state.optimizer if noise is None else found.optimizer
-        arguments = self.tx, grads, optimizer, state.params
         if donate:
             loss, aux = map_tensors(Tensor.clone, (loss, aux))  # they may be parameters
-            params, optimizer = optim.step(*arguments, donate=True)
-        elif joint:
-            parts = drawn, found.scales, *arguments
-            params, optimizer, made = execute(noisy_step, *parts)
-        else:
-            params, optimizer = execute(optim.step, *arguments)
-        if noise is not None and drawn is not None:
-            changes["noise"] = noise.after(grads, drawn.buffers, made)
-        new = params, found.buffers, optimizer
+        arguments = self.tx, found.grads, state.optimizer, state.params
+        take = found.step or stepped
+        params, optimizer, more = take(execute, *arguments, donate=donate)
+        new, changes = (params, found.buffers, optimizer), {**found.changes, **more}
         if not all_taken:
             new = self.source.selected(found.masks, new, state)
         fields = dict(zip(("params", "buffers", "optimizer"), new, strict=True))
@@ -287,26 +210,6 @@ class TrainingStep(Generic[State]):
         if self.has_aux:
             metrics["aux"] = aux
         return state._replace(**fields, **changes), metrics
-
-
-_RECORDER = GradientTransformation(
-    lambda params: {},
-    lambda grads, state, params=None: (dict.fromkeys(grads), {**state, "grads": grads}),
-)
-"""Leaves parameters as they are, and keeps gradients in its state."""
-
-
-def noisy_step(
-    noise: Drawn,
-    scales: Scales,
-    tx: GradientTransformation,
-    grads: Params,
-    state: Tree,
-    params: Params,
-) -> tuple[Params, Tree, list[Params]]:
-    """Add noise to gradients, and take a step, as one function of tensors."""
-    noisy, made = noise.added(grads)
-    return *optim.step(tx, unscaled(noisy, scales), state, params), made
 
 
 def _without_key(state: Any) -> Any:
@@ -419,11 +322,11 @@ class LogicalBatchSource(PrivateSource, Source):
                 f"{most} samples that a batch of the plan can have, got {size}. Draw "
                 f"batches with plan.sampler(state)."
             )
-        scale, optimizer = state.loss_scale, state.optimizer
+        scale = state.loss_scale
         compute: Any = self.at(state.max_norm, state.params, taken)
         if is_scaled(scale):
             compute = compute.with_loss_scale(scale)
-        if uses := uses_of_noise(optimizer):
+        if uses := uses_of_noise(state.optimizer):
             if plan.noise.correlated or plan.scales(state.params):
                 raise ValueError(
                     f"private_step(tx, plan): expected independent noise of one "
@@ -445,12 +348,11 @@ class LogicalBatchSource(PrivateSource, Source):
             "loss_scale": scale.adjust(result.nonfinite == 0),
             "max_norm": release.max_norm,
         }
-        scales = scales_of(uses) if uses else release.scales
-        if any(map(has_deviation, uses)):
-            optimizer = with_deviation(optimizer, release.noise.deviation)
-        loss, noise = metrics.pop("loss"), (release.noise, scales)
-        found = release.sums, loss, buffers, aux, (), metrics, changes
-        return Gradients(*found, *noise, optimizer)
+        if uses:
+            release = release._replace(scales=scales_of(uses))
+        found = release.sums, metrics.pop("loss"), buffers, aux, (), metrics, changes
+        deviates = any(map(has_deviation, uses))
+        return Gradients(*found, partial(release.step, deviates=deviates))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -535,11 +437,11 @@ class MemberSource(Source):
         """Return a gradient, and arguments with active members for resting ones."""
         # Weighing by zero is not enough: zero times the NaN of a member is a NaN.
         active, gradient = state.active, self.gradient
-        if active.is_cpu and not checks_collected() and bool(active.all()):
+        if surely(active):
             return gradient, (state.params, state.buffers, *batch)
         rows = torch.arange(len(active), device=active.device)
         rows = torch.where(active, rows, active.int().argmax())
-        call = gradient.options.on(state.params, state.buffers, batch).take(rows)
+        call = gradient.options.on(state.params, state.buffers, batch).select(rows)
         options = replace(gradient.options, in_dims=call.dims)
         arguments = (call.params, call.buffers, *call.items)
         return replace(gradient, options=options), arguments
@@ -567,10 +469,9 @@ def _select_members(mask: Tensor, new: Tree, old: Tree) -> Tree:
 def _members_finite(grads: list[Tensor], like: Tensor) -> Tensor:
     """Return whether each member's gradients are finite, `[E]`, without a sync."""
     finite = torch.ones_like(like)
-    if is_host(like.device) and not checks_collected():
-        # A finite sum has finite terms, and takes a fraction of the time.
-        if all([bool(grad.sum().isfinite()) for grad in grads]):
-            return finite
+    # A finite sum has finite terms, and takes a fraction of the time.
+    if is_host(like.device) and all(surely(grad.sum().isfinite()) for grad in grads):
+        return finite
     for grad in grads:
         finite = finite & grad.isfinite().reshape(len(finite), grad[0].numel()).all(1)
     return finite

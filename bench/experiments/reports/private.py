@@ -18,33 +18,33 @@ def check(results: Results) -> list[str]:
     seen = []
     for net, runs in _by_net(results, "accuracies").items():
         private = sorted(
-            (each for each in runs if each["epsilon"]), key=lambda run: run["epsilon"]
+            (run for run in runs if run["epsilon"]), key=lambda run: run["epsilon"]
         )
-        for each in private:
-            spent, asked = each["spent"], each["epsilon"]
-            assert 0 < spent <= asked, f"{net}: epsilon {spent}, at most {asked} asked"
+        for run in private:
+            spent, limit = run["spent"], run["epsilon"]
+            assert 0 < spent <= limit, f"{net}: epsilon {spent}, at most {limit} asked"
         plain = _plain(runs)
-        free, most, least = map(_mean, (plain, private[-1], private[0]))
+        free, upper, lower = map(_mean, (plain, private[-1], private[0]))
         chance = 1 / plain["classes"]
         assert free > 3 * chance, f"{net}: accuracy {free:.3f} where chance is {chance}"
-        assert most > least, (
-            f"{net}: accuracy {least:.3f} with the smallest epsilon, {most:.3f} with "
+        assert upper > lower, (
+            f"{net}: accuracy {lower:.3f} with the smallest epsilon, {upper:.3f} with "
             f"the largest"
         )
-        for each in private:
-            noise = 2 * (_spread(plain) + _spread(each)) + 0.02
-            assert _mean(each) <= free + noise, (
-                f"{net}: accuracy {_mean(each):.3f} with epsilon {each['epsilon']:g}, "
+        for run in private:
+            noise = 2 * (_spread(plain) + _spread(run)) + 0.02
+            assert _mean(run) <= free + noise, (
+                f"{net}: accuracy {_mean(run):.3f} with epsilon {run['epsilon']:g}, "
                 f"{free:.3f} without privacy"
             )
         seen.append(
-            f"{net}: accuracy {free:.1%} without privacy, {most:.1%} with epsilon "
-            f"{private[-1]['epsilon']:g}, {least:.1%} with epsilon "
+            f"{net}: accuracy {free:.1%} without privacy, {upper:.1%} with epsilon "
+            f"{private[-1]['epsilon']:g}, {lower:.1%} with epsilon "
             f"{private[0]['epsilon']:g} (means over seeds); no plan spends more than "
             f"its epsilon."
         )
-    for net, (found,) in _by_net(results, "times").items():
-        error = found["error"]
+    for net, (result,) in _by_net(results, "times").items():
+        error = result["error"]
         assert error < EXACT, f"{net}: clipped sum has a relative error of {error:.2g}"
         seen.append(
             f"{net}: the clipped sum is that of the float64 loop (error {error:.1g})."
@@ -59,12 +59,12 @@ def table(results: Results) -> str:
     for net, runs in _by_net(results, "accuracies").items():
         for run in sorted(runs, key=lambda run: -(run["epsilon"] or 1e9)):
             private = run["epsilon"] is not None
-            asked = f"{run['epsilon']:g}" if private else "no privacy"
+            epsilon = f"{run['epsilon']:g}" if private else "no privacy"
             spent = f"{run['spent']:.3f}" if private else ""
             noise = f"{run['noise_multiplier']:.2f}" if private else ""
             name = f"{net}{', batch norm' if run['batch_norm'] else ''}, {run['data']}"
             accuracy = f"{_mean(run):.1%}, {_spread(run):.1%}"
-            lines.append(f"| {name} | {asked} | {spent} | {noise} | {accuracy} |")
+            lines.append(f"| {name} | {epsilon} | {spent} | {noise} | {accuracy} |")
         run = runs[0]
         lines[-1] += "\n"
         lines += [
@@ -75,11 +75,11 @@ def table(results: Results) -> str:
         ]
     lines += ["| net, batch | step | ms | times torch's | MiB | times torch's |"]
     lines += ["|---|---|---|---|---|---|"]
-    for net, (found,) in _by_net(results, "times").items():
-        memory = found["memory"]
-        for name, ratio in _ratios(found).items():
-            ms = found["times"][name]["seconds"] * 1e3
-            line = f"| {net}, {found['batch']} | {name} | {ms:.1f} | {ratio:.2f} |"
+    for net, (result,) in _by_net(results, "times").items():
+        memory = result["memory"]
+        for name, ratio in _ratios(result).items():
+            ms = result["times"][name]["seconds"] * 1e3
+            line = f"| {net}, {result['batch']} | {name} | {ms:.1f} | {ratio:.2f} |"
             if name in memory:
                 peak, plain = (memory[n]["peak_bytes"] for n in (name, TORCH))
                 line += f" {peak / MEBIBYTE:.1f} | {peak / plain:.2f} |"
@@ -97,7 +97,7 @@ def draw(results: Results, figure: Figure) -> None:
     for place, (net, runs) in enumerate(trained.items()):
         colour = COLOURS[place]
         private = sorted(
-            (each for each in runs if each["epsilon"]), key=lambda run: run["epsilon"]
+            (run for run in runs if run["epsilon"]), key=lambda run: run["epsilon"]
         )
         budgets |= {run["epsilon"] for run in private}
         left.errorbar(
@@ -109,8 +109,8 @@ def draw(results: Results, figure: Figure) -> None:
             capsize=3,
             label=f"{net}, private",
         )
-        kept = [run for run in runs if run["batch_norm"]]
-        for run, style in ((_plain(runs), "--"), *((each, ":") for each in kept)):
+        unchanged = [run for run in runs if run["batch_norm"]]
+        for run, style in ((_plain(runs), "--"), *((run, ":") for run in unchanged)):
             mean, spread = 100 * _mean(run), 100 * _spread(run)
             norm = "batch norm" if run["batch_norm"] else "group norm"
             label = f"{net}, no privacy, {norm}"
@@ -119,7 +119,7 @@ def draw(results: Results, figure: Figure) -> None:
     chance = 100 / next(iter(trained.values()))[0]["classes"]
     left.axhline(chance, color="grey", linewidth=0.8, label="chance")
     by_powers(left, sorted(budgets))
-    left.set_xticks(sorted(budgets), [f"{each:g}" for each in sorted(budgets)])
+    left.set_xticks(sorted(budgets), [f"{budget:g}" for budget in sorted(budgets)])
     left.set_ylim(0, 102)
     delta = next(iter(trained.values()))[0]["delta"]
     finish(
@@ -130,13 +130,13 @@ def draw(results: Results, figure: Figure) -> None:
         legend=False,
     )
     left.legend(fontsize="x-small", loc="lower right", framealpha=0.8)
-    _bars(middle, timed, {net: _ratios(found[0]) for net, found in timed.items()})
+    _bars(middle, timed, {net: _ratios(steps[0]) for net, steps in timed.items()})
     finish(middle, "Time of a step", "", "seconds, times torch's backward and SGD")
     memory = {}
-    for net, (found,) in timed.items():
-        base = found["memory"][TORCH]["peak_bytes"]
+    for net, (result,) in timed.items():
+        base = result["memory"][TORCH]["peak_bytes"]
         memory[net] = {
-            n: each["peak_bytes"] / base for n, each in found["memory"].items()
+            n: need["peak_bytes"] / base for n, need in result["memory"].items()
         }
     _bars(right, timed, memory)
     finish(right, "Memory of a step", "", "peak bytes, times torch's backward and SGD")
@@ -146,30 +146,30 @@ def draw(results: Results, figure: Figure) -> None:
 
 def _bars(axes: Axes, timed: dict, ratios: dict[str, dict[str, float]]) -> None:
     """Draw a group of bars for each net."""
-    names = list(dict.fromkeys(n for each in ratios.values() for n in each))
+    names = list(dict.fromkeys(n for row in ratios.values() for n in row))
     names.remove(TORCH)
     width = 0.8 / len(names)
     for order, name in enumerate(names):
-        there = [at for at, each in enumerate(ratios.values()) if name in each]
+        there = [at for at, row in enumerate(ratios.values()) if name in row]
         at = [place + (order + 0.5) * width - 0.4 for place in there]
-        heights = [each[name] for each in ratios.values() if name in each]
+        heights = [row[name] for row in ratios.values() if name in row]
         colour = COLOURS[order + 1]
         drawn = axes.bar(at, heights, 0.92 * width, color=colour, label=name)
         axes.bar_label(drawn, fmt="%.2f", fontsize="x-small", padding=1)
     ticks = [f"{net}\nbatch {timed[net][0]['batch']}" for net in ratios]
     axes.set_xticks(range(len(ratios)), ticks, fontsize="small")
     axes.axhline(1, color="grey", linewidth=0.8)
-    highest = max(max(each.values()) for each in ratios.values())
+    highest = max(max(row.values()) for row in ratios.values())
     axes.set_ylim(0, 1.35 * highest)
 
 
 def _by_net(results: Results, key: str) -> dict[str, list[Result]]:
     """Group the results that have a key."""
-    found: dict[str, list[Result]] = {}
-    for each in results.values():
-        if key in each:
-            found.setdefault(each["net"], []).append(each)
-    return found
+    groups: dict[str, list[Result]] = {}
+    for result in results.values():
+        if key in result:
+            groups.setdefault(result["net"], []).append(result)
+    return groups
 
 
 def _plain(runs: list[Result]) -> Result:
@@ -184,8 +184,8 @@ def _spread(run: Result) -> float:
     return statistics.stdev(run["accuracies"])
 
 
-def _ratios(found: Result) -> dict[str, float]:
+def _ratios(result: Result) -> dict[str, float]:
     """Return seconds over the seconds of torch's step."""
-    times = found["times"]
+    times = result["times"]
     base = times[TORCH]["seconds"]
-    return {name: each["seconds"] / base for name, each in times.items()}
+    return {name: spent["seconds"] / base for name, spent in times.items()}

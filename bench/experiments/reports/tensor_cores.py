@@ -38,34 +38,34 @@ def check(results: Results) -> list[str]:
     """Assert that losses agree, folds learn, and a run that went on has all bits."""
     seen = []
     timed, folded = _timed(results), _folded(results)
-    for each in timed.values():
+    for result in timed.values():
         losses = {
-            (row["precision"], row["variant"]): row["loss"] for row in each["rows"]
+            (row["precision"], row["variant"]): row["loss"] for row in result["rows"]
         }
         compare(losses)
-    gaps = [_gap(each) for each in timed.values()]
+    gaps = [_gap(result) for result in timed.values()]
     seen.append(
         f"{', '.join(timed)}: the loss of a batch in low precision is within "
         f"{max(gaps):.2%} of that in float32."
     )
     if "resumed" in results:
-        found = results["resumed"]
-        assert 0 < found["epochs_after"] < found["epochs"], "nothing was interrupted"
-        equal = found["resumed"] and found["losses"] == found["resumed_losses"]
+        rerun = results["resumed"]
+        assert 0 < rerun["epochs_after"] < rerun["epochs"], "nothing was interrupted"
+        equal = rerun["resumed"] and rerun["losses"] == rerun["resumed_losses"]
         assert equal, "a resumed cross-validation differs from one that ran to its end"
         seen.append(
             f"A cross-validation that was interrupted in its second fold, with "
-            f"{found['epochs_after']} of {found['epochs']} epochs left, ended with all "
+            f"{rerun['epochs_after']} of {rerun['epochs']} epochs left, ended with all "
             f"bits of one that was not."
         )
-    for net, found in folded.items():
-        worst = min(_last(found))
-        chance = 1 / found["classes"]
+    for net, result in folded.items():
+        worst = min(_last(result))
+        chance = 1 / result["classes"]
         assert worst > 2 * chance, (
             f"{net}: accuracy {worst:.1%} in a fold, chance is {chance:.1%}"
         )
         seen.append(
-            f"{net}: accuracy {statistics.mean(_last(found)):.1%} as a mean over "
+            f"{net}: accuracy {statistics.mean(_last(result)):.1%} as a mean over "
             f"folds, {worst:.1%} in the worst."
         )
     return seen
@@ -87,47 +87,47 @@ def table(results: Results) -> str:
         + " | a sample less | misaligned |",
         "|---|---|" + "---|" * (len(names) + 2),
     ]
-    for net, found in timed.items():
+    for net, result in timed.items():
         for variant in (PLAIN, LAST):
-            base = minutes(found, FLOAT32, variant)
+            base = minutes(result, FLOAT32, variant)
             cells = []
             for name in names:
-                own = minutes(found, name, variant)
-                cells.append(f"{own:.2f} ({base / own:.2f} x)")
-            odd = misaligned = ""
+                duration = minutes(result, name, variant)
+                cells.append(f"{duration:.2f} ({base / duration:.2f} x)")
+            slowdown = misaligned = ""
             if variant == PLAIN:
-                odd = ", ".join(f"{_odd(found, name):.2f}" for name in names)
-                misaligned = f"{found['alignment']['misaligned']:.1%}"
-            title = f"{net}, {found['side']}, {found['batch']}"
-            cells = [title, variant, *cells, odd, misaligned]
+                slowdown = ", ".join(f"{_slowdown(result, name):.2f}" for name in names)
+                misaligned = f"{result['alignment']['misaligned']:.1%}"
+            title = f"{net}, {result['side']}, {result['batch']}"
+            cells = [title, variant, *cells, slowdown, misaligned]
             lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *_padding(results), ""]
     lines += [
         "| net, data | samples | accuracy by fold | mean | s |",
         "|---|---|---|---|---|",
     ]
-    for net, found in folded.items():
-        scores = ", ".join(f"{each:.1%}" for each in _last(found))
-        mean = statistics.mean(_last(found))
+    for net, result in folded.items():
+        scores = ", ".join(f"{score:.1%}" for score in _last(result))
+        mean = statistics.mean(_last(result))
         lines.append(
-            f"| {net}, {found['data']} | {found['samples']} | {scores} | {mean:.1%} | "
-            f"{found['seconds']:.1f} |"
+            f"| {net}, {result['data']} | {result['samples']} | {scores} | "
+            f"{mean:.1%} | {result['seconds']:.1f} |"
         )
     return "\n".join([*lines, "", *_missing(names)])
 
 
 def _padding(results: Results) -> list[str]:
     """Return the report's lines on two widths of a net, and their times."""
-    found = results.get("padding")
-    if found is None:
+    result = results.get("padding")
+    if result is None:
         return []
-    names = list(dict.fromkeys(row["precision"] for row in found["rows"]))
-    lines = [f"| CNN, {found['side']} pixels, batch {found['batch']} | misaligned | "]
+    names = list(dict.fromkeys(row["precision"] for row in result["rows"]))
+    lines = [f"| CNN, {result['side']} pixels, batch {result['batch']} | misaligned | "]
     lines[0] += " | ".join(f"{name}, ms" for name in names) + " | advice |"
     lines.append("|---|---|" + "---|" * (len(names) + 1))
-    for width in found["widths"]:
-        said = found["alignment"][str(width)]
-        times = [f"{_seconds(found, n, width) * 1e3:.1f}" for n in names]
+    for width in result["widths"]:
+        said = result["alignment"][str(width)]
+        times = [f"{_seconds(result, n, width) * 1e3:.1f}" for n in names]
         advice = "; ".join(said["advice"]) or "nothing to pad"
         cells = [f"width {width}", f"{said['misaligned']:.1%}", *times, advice]
         lines.append(f"| {' | '.join(cells)} |")
@@ -148,12 +148,12 @@ def draw(results: Results, figure: Figure) -> None:
     for axes, ratio in ((top, False), (gains, True)):
         heights = {}
         for label, (name, variant) in bars.items():
-            own = [minutes(each, name, variant) for each in timed.values()]
+            durations = [minutes(result, name, variant) for result in timed.values()]
             if ratio:
-                base = [minutes(each, FLOAT32, PLAIN) for each in timed.values()]
-                own = [b / o for b, o in zip(base, own, strict=True)]
-            heights[label] = own
-        _grouped(axes, [_tick(net, each) for net, each in timed.items()], heights)
+                base = [minutes(result, FLOAT32, PLAIN) for result in timed.values()]
+                durations = [b / o for b, o in zip(base, durations, strict=True)]
+            heights[label] = durations
+        _grouped(axes, [_tick(net, result) for net, result in timed.items()], heights)
     top.set_yscale("log")
     top.set_ylim(top=4 * top.get_ylim()[1])
     unit = f"minutes per epoch of {EPOCH:,} images"
@@ -170,11 +170,14 @@ def draw(results: Results, figure: Figure) -> None:
 
 def _draw_odd(axes: Axes, timed: dict[str, Result], names: list[str]) -> None:
     """Draw what a sample costs in a batch that is no multiple of 8."""
-    ticks = [_tick(net, each) for net, each in timed.items()]
+    ticks = [_tick(net, result) for net, result in timed.items()]
     _grouped(
         axes,
         ticks,
-        {name: [_odd(each, name) for each in timed.values()] for name in names},
+        {
+            name: [_slowdown(result, name) for result in timed.values()]
+            for name in names
+        },
     )
     axes.axhline(1, color="grey", linewidth=0.8)
     finish(
@@ -188,35 +191,35 @@ def _draw_odd(axes: Axes, timed: dict[str, Result], names: list[str]) -> None:
 
 def _draw_padding(axes: Axes, results: Results) -> None:
     """Draw times of a misaligned net and of a padded one."""
-    found = results["padding"]
-    names = list(dict.fromkeys(row["precision"] for row in found["rows"]))
+    result = results["padding"]
+    names = list(dict.fromkeys(row["precision"] for row in result["rows"]))
     heights = {}
-    for width in found["widths"]:
-        share = found["alignment"][str(width)]["misaligned"]
+    for width in result["widths"]:
+        share = result["alignment"][str(width)]["misaligned"]
         label = f"width {width}: {share:.0%} of the work misaligned"
-        heights[label] = [_seconds(found, name, width) * 1e3 for name in names]
+        heights[label] = [_seconds(result, name, width) * 1e3 for name in names]
     _grouped(axes, names, heights, first=3)
     axes.set_ylim(0, 1.3 * max(map(max, heights.values())))
-    title = f"Padding, CNN at {found['side']} pixels, batch {found['batch']}"
+    title = f"Padding, CNN at {result['side']} pixels, batch {result['batch']}"
     finish(axes, title, "", "ms per step")
 
 
 def _draw_folds(axes: Axes, folded: dict[str, Result]) -> None:
     """Draw the accuracy of each fold after the last epoch."""
-    for place, found in enumerate(folded.values()):
-        scores = [100 * each for each in _last(found)]
+    for place, result in enumerate(folded.values()):
+        scores = [100 * score for score in _last(result)]
         count = len(scores)
         at = [place + 0.4 * (fold + 0.5) / count - 0.2 for fold in range(count)]
         colour, marker = COLOURS[place], MARKERS[place]
         axes.plot(at, scores, color=colour, marker=marker, linestyle="")
         mean = statistics.mean(scores)
         axes.hlines(mean, place - 0.3, place + 0.3, color=colour)
-    found = next(iter(folded.values()))
-    axes.axhline(100 / found["classes"], color="grey", linewidth=0.8, label="chance")
+    result = next(iter(folded.values()))
+    axes.axhline(100 / result["classes"], color="grey", linewidth=0.8, label="chance")
     ticks = [net.replace(", ", "\n") for net in folded]
     axes.set_xticks(range(len(folded)), ticks, fontsize="small")
     axes.set(xlim=(-0.6, len(folded) - 0.4), ylim=(0, 102))
-    title = f"{len(_last(found))} folds: {found['data']}"
+    title = f"{len(_last(result))} folds: {result['data']}"
     finish(axes, title, "", "accuracy (%) by fold, and mean")
 
 
@@ -232,7 +235,7 @@ def _grouped(
     for order, (label, values) in enumerate(heights.items()):
         at = [place + (order + 0.5) * width - 0.42 for place in range(len(ticks))]
         last = label.endswith(LAST)
-        paired = any(each.endswith(LAST) for each in heights)
+        paired = any(text.endswith(LAST) for text in heights)
         colour = COLOURS[first + (order // 2 if paired else order)]
         hatch = "////" if last else None
         axes.bar(
@@ -241,39 +244,41 @@ def _grouped(
     axes.set_xticks(range(len(ticks)), ticks, fontsize="x-small")
 
 
-def minutes(found: Result, precision: str, variant: str) -> float:
+def minutes(result: Result, precision: str, variant: str) -> float:
     """Return how long an epoch takes."""
-    return _seconds(found, precision, variant) * EPOCH / found["batch"] / 60
+    return _seconds(result, precision, variant) * EPOCH / result["batch"] / 60
 
 
-def _seconds(found: Result, precision: str, variant: str | int) -> float:
+def _seconds(result: Result, precision: str, variant: str | int) -> float:
     key = precision, variant
-    rows = found["rows"]
+    rows = result["rows"]
     return next(r["seconds"] for r in rows if (r["precision"], r["variant"]) == key)
 
 
-def _odd(found: Result, precision: str) -> float:
+def _slowdown(result: Result, precision: str) -> float:
     """Return the time of a sample in the odd batch over that in the full one."""
-    odd, full = (_seconds(found, precision, each) for each in (ODD, PLAIN))
-    return odd / (found["batch"] - 1) / (full / found["batch"])
+    odd_seconds, full = (
+        _seconds(result, precision, variant) for variant in (ODD, PLAIN)
+    )
+    return odd_seconds / (result["batch"] - 1) / (full / result["batch"])
 
 
-def _losses(found: Result) -> dict[tuple[str, str], float]:
-    return {(row["precision"], row["variant"]): row["loss"] for row in found["rows"]}
+def _losses(result: Result) -> dict[tuple[str, str], float]:
+    return {(row["precision"], row["variant"]): row["loss"] for row in result["rows"]}
 
 
-def _gap(found: Result) -> float:
+def _gap(result: Result) -> float:
     """Return the largest distance of a loss from float32's."""
-    gaps, losses = [], _losses(found)
+    gaps, losses = [], _losses(result)
     for (_, variant), loss in losses.items():
         expected = losses[FLOAT32, ODD if variant == ODD else PLAIN]
         gaps.append(abs(loss - expected) / expected)
     return max(gaps)
 
 
-def _tick(net: str, found: Result) -> str:
+def _tick(net: str, result: Result) -> str:
     name = net.replace("-B", "\nB").replace(", ", "\n").replace(" V", "\nV")
-    return f"{name}\n{found['side']} px"
+    return f"{name}\n{result['side']} px"
 
 
 def _precisions(timed: dict[str, Result]) -> list[str]:
@@ -283,7 +288,7 @@ def _precisions(timed: dict[str, Result]) -> list[str]:
 
 def _missing(names: list[str]) -> list[str]:
     """Say what was not timed."""
-    missing = ", ".join(each for each in CLOSE if each not in names)
+    missing = ", ".join(name for name in CLOSE if name not in names)
     reason = "this device has no instructions for it, or no kernels that use them"
     return [f"Not timed: {missing} ({reason})"] if missing else []
 
@@ -293,9 +298,9 @@ def _timed(results: Results) -> dict[str, Result]:
 
 
 def _folded(results: Results) -> dict[str, Result]:
-    return {each["net"]: each for each in results.values() if "scores" in each}
+    return {result["net"]: result for result in results.values() if "scores" in result}
 
 
-def _last(found: Result) -> list[float]:
+def _last(result: Result) -> list[float]:
     """Return the accuracy of each fold after the last epoch."""
-    return [scores[-1] for scores in found["scores"]]
+    return [scores[-1] for scores in result["scores"]]

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import Any, NamedTuple, Self, TypedDict, get_args
+from typing import Any, NamedTuple, NoReturn, Self, TypedDict, get_args
 
 import torch
 from torch import Tensor
 
 from vgrad import batches, checks
-from vgrad.conditions import checks_collected
+from vgrad.conditions import Unrepeatable, checks_collected
 from vgrad.factors.base import Factor, Scaled
 from vgrad.factors.costs import without_factors
 from vgrad.factors.reductions import norm_dtype
@@ -19,7 +19,8 @@ from vgrad.functional.guards import Protected
 from vgrad.functional.losses import check_loss, returned
 from vgrad.generators import RandomState, set_random_state
 from vgrad.loss.mode import LossMode, unchanged
-from vgrad.loss.randomness import Draws, drew
+from vgrad.loss.randomness import Draws, drew, fresh_keys
+from vgrad.loss.values import Partition, SplitBatch
 from vgrad.persample.engine.guard import Fallbacks, Known, UnsupportedOp
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.precision.loss_scale import LossScale
@@ -52,7 +53,7 @@ class Options(TypedDict, total=False):
             gradient; `"loop"` runs one sample after another, and everything that plain
             autograd runs. `"auto"`, the default, records, and falls back to `"vmap"`
             and then to `"loop"` for a loss that cannot be recorded; later samples of
-            the same shapes take that way at once. A part of one sample, where
+            the same kind take that way at once. A part of one sample, where
             values split a chunk, may run as in a loop. Inside transforms of
             `torch.func` it is `"vmap"`.
         chunk_size: samples at a time; None, the default, for all, `"auto"` for as many
@@ -87,17 +88,17 @@ Take = Callable[[str, Factor], None]
 """Accepts the factor of one parameter."""
 
 
-def check_options(function: Callable, options: Any, known: type = Options) -> None:
-    """Refuse options that are neither known nor the function's own."""
-    if unknown := sorted(options.keys() - known.__annotations__):
-        own = [
+def check_options(function: Callable, options: Any, shared: type = Options) -> None:
+    """Refuse options that are neither shared nor the function's own."""
+    if unknown := sorted(options.keys() - shared.__annotations__):
+        names = [
             name
-            for name, each in inspect.signature(function).parameters.items()
-            if each.kind is each.KEYWORD_ONLY
+            for name, parameter in inspect.signature(function).parameters.items()
+            if parameter.kind is parameter.KEYWORD_ONLY
         ]
         raise TypeError(
             f"{function.__name__}({unknown[0]}=...): expected options among "
-            f"{', '.join([*own, *known.__annotations__])}, got {unknown[0]!r}."
+            f"{', '.join([*names, *shared.__annotations__])}, got {unknown[0]!r}."
         )
 
 
@@ -145,6 +146,15 @@ class Inputs(NamedTuple):
         batch, weights, keys = map_tensors(fill, (self.batch, self.weights, self.keys))
         return self._replace(batch=batch, mask=counts, weights=weights, keys=keys)
 
+    def with_keys(self) -> "Inputs":
+        """Add keys of the samples, from a number of torch's generator."""
+        leaves = tensors(self.batch)
+        if checks_collected():  # of a step, whose graph would hold the number
+            raise Unrepeatable("samples draw numbers before they read values")
+        if modes.inside_transform() or not leaves or not leaves[0].ndim:
+            return self
+        return self._replace(keys=fresh_keys(len(leaves[0]), leaves[0].device))
+
 
 class Reducer:
     """How sums over chunks are reduced over ranks: by default there is one rank."""
@@ -173,7 +183,7 @@ LOCAL = Reducer()
 class AnyCall:
     """The options and the tensors that calls of samples and of members have in common.
 
-    It is made without tensors, and run by `in_parts`, whose parts `take` returns.
+    It is made without tensors, and run by `run_in_parts`, whose parts `select` returns.
     """
 
     function: str  # its name, for errors
@@ -218,6 +228,8 @@ class AnyCall:
     def draws_by_keys(self, keys: Tensor | None, size: int, one: str) -> Draws:
         """Return the random numbers of as many samples or members, by keys if any."""
         if keys is None:
+            if self.fallbacks.keyed and checks_collected():
+                self.refuse_unkeyed(size)
             return Draws()
         if keys.dtype != torch.int64 or keys.shape != (size,):
             raise ValueError(
@@ -232,9 +244,13 @@ class AnyCall:
             )
         return Draws(keys=keys if self.randomness == "different" else None)
 
-    def refuse_draws(self, before: RandomState, one: str, again: Callable) -> None:
+    def refuse_unkeyed(self, size: int) -> NoReturn:
+        """Refuse a capture without keys; the next call has some."""
+        raise SplitBatch(Partition([torch.arange(size)], "", keyed=True))
+
+    def refuse_draws(self, before: RandomState, one: str, repeat: Callable) -> None:
         """Refuse random numbers drawn since then, unless the caller allows them."""
-        if self.randomness == "error" and drew(before, self.tensors, again):
+        if self.randomness == "error" and drew(before, self.tensors, repeat):
             set_random_state(before)
             raise RuntimeError(
                 f"{self.function}: expected a loss without random numbers, since "
@@ -280,7 +296,7 @@ class Call(AnyCall):
     singly: bool = True
     verify: bool = True
     private: bool = False  # whether numbers may depend on no sample but by their sum
-    known: Known | None = None  # of the signature of this call
+    known: Known = field(default_factory=Known)  # of the signature of this call
 
     @classmethod
     def of(
@@ -307,7 +323,7 @@ class Call(AnyCall):
         if mask is not None:
             batches.check_mask(self.function, mask, read.size)
         if any(map(Tensor.is_inference, (*params.values(), *buffers.values()))):
-            params, buffers = (map_values(usable, each) for each in (params, buffers))
+            params, buffers = (map_values(usable, some) for some in (params, buffers))
         if not torch.is_grad_enabled():  # nor can the caller differentiate
             buffers = map_values(_constant, buffers)
         draws = self.draws_by_keys(inputs.keys, read.size, "sample")
@@ -324,7 +340,7 @@ class Call(AnyCall):
             max_norm=inputs.max_norm,
             scales=inputs.scales,
             draws=draws,
-            known=self._known(params, buffers, read) if self.verify else None,
+            known=self._known(params, buffers, read),
         )
 
     def _known(self, params: Params, buffers: Buffers, batch: batches.Batch) -> Known:
@@ -334,19 +350,19 @@ class Call(AnyCall):
         if modes.autocast_is_on():
             casts = torch.get_autocast_dtype(batch.tensors[0].device.type)
         training = getattr(self.loss, "training", None)
-        signature = (casts, torch.is_grad_enabled(), training, *kinds)
+        signature = casts, torch.is_grad_enabled(), training, *batch.plain, *kinds
         return self.fallbacks.known.setdefault(signature, Known())
 
-    def take(self, rows: slice | Tensor) -> "Call":
+    def select(self, rows: slice | Tensor) -> "Call":
         """Return the call on these samples, in this order: a chunk or a part."""
         size = self.batch.size
         if isinstance(rows, slice) and rows.indices(size) == (0, size, 1):
             return self
         mask, weights = self.mask, self.weights
         return self.replaced(
-            batch=self.batch.take(rows),
-            mask=None if mask is None else batches.taken(mask, rows),
-            weights=None if weights is None else batches.taken(weights, rows),
+            batch=self.batch.select(rows),
+            mask=None if mask is None else batches.select_rows(mask, rows),
+            weights=None if weights is None else batches.select_rows(weights, rows),
             draws=self.draws.of(rows),
             reducer=self.reducer.of_part(),
         )
@@ -359,13 +375,18 @@ class Call(AnyCall):
         draws = self.randomness != "error" and self.draws.keys is None
         if self.batch.size > 1 or self.strategy != "auto" or not self.singly or draws:
             return self
-        sizes = [each.numel() * each.element_size() for each in self.params.values()]
+        sizes = [value.nbytes for value in self.params.values()]
         graph = modes.inside_transform() or self.differentiable
         return (
             self
             if graph or not without_factors(sizes)
             else self.replaced(strategy="loop")
         )
+
+    @property
+    def size(self) -> int:
+        """The number of samples."""
+        return self.batch.size
 
     @cached_property
     def tensors(self) -> list[Tensor]:
@@ -399,17 +420,17 @@ class Call(AnyCall):
         ones = aux if self.columns else torch.ones_like(losses)
         return ones if self.loss_scale is None else ones * self._scale(losses.dtype)
 
-    def unscaled(self, take: Take) -> Take:
+    def unscaled(self, add: Take) -> Take:
         """Return a function that takes factors without the loss scale, in `scales`."""
-        own, scale = self.scales or {}, None
+        scales, scale = self.scales or {}, None
         if self.loss_scale is not None:
             scale = self._scale(torch.float32)
 
-        def taken(name: str, factor: Factor) -> None:
-            factor = factor.times(own[name]) if name in own else factor
-            take(name, factor if scale is None else Scaled(factor, scale))
+        def add_unscaled(name: str, factor: Factor) -> None:
+            factor = factor.times(scales[name]) if name in scales else factor
+            add(name, factor if scale is None else Scaled(factor, scale))
 
-        return take if scale is None and not own else taken
+        return add if scale is None and not scales else add_unscaled
 
     def _scale(self, dtype: torch.dtype) -> Tensor:
         scale: Any = self.loss_scale
@@ -452,14 +473,14 @@ class Call(AnyCall):
     def _note_writes(self, mode: LossMode) -> None:
         """Note the buffers that a run wrote, and whether all samples wrote the same."""
         names = {id(value): name for name, value in self.buffers.items()}
-        for name, given, new in mode.left:
-            name, notes = names.get(id(given), name), self.fallbacks.written
-            same, known = _written_alike(mode, new, self.by_values), notes.get(name)
-            if isinstance(known, Tensor) and isinstance(same, Tensor):
-                same = _equal(known, same) and same
-            elif isinstance(known, Tensor) and same:
-                same = known
-            notes[name] = known is not False and same
+        for name, buffer, new in mode.left:
+            name, notes = names.get(id(buffer), name), self.fallbacks.written
+            same, noted = _written_alike(mode, new, self.by_values), notes.get(name)
+            if isinstance(noted, Tensor) and isinstance(same, Tensor):
+                same = _equal(noted, same) and same
+            elif isinstance(noted, Tensor) and same:
+                same = noted
+            notes[name] = noted is not False and same
 
 
 def _written_alike(mode: LossMode, new: Tensor, by_values: bool) -> bool | Tensor:

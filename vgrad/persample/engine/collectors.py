@@ -19,12 +19,12 @@ class Collector(Protocol):
 
     callback: Callable[[Use], None] | None = None  # once per use of a recorded loss
     first_pass: Callable[[str, Factor], Any] | None = None
-    """Takes the factors of a first backward pass, before a second one for `take`.
+    """Takes the factors of a first backward pass, before a second one for `add`.
 
     `between_passes` is called in between, and `single_pass` at the end.
     """
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         """Accept the factor of one parameter."""
 
     def between_passes(self) -> None:
@@ -41,7 +41,7 @@ class Mapped(Collector):
     function: Callable[[Factor], Any]
     values: dict[str, Any] = field(default_factory=dict)
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         self.values[name] = self.function(factor)
 
 
@@ -50,24 +50,24 @@ class Holding(Collector):
 
     def __init__(self, device: torch.device) -> None:
         # On the host a read takes no time, and there may be less memory.
-        self._most = 2**22 if is_host(device) else 2**28
-        self._held: dict[str, Any] = {}
+        self._limit = 2**22 if is_host(device) else 2**28
+        self._pending: dict[str, Any] = {}
         self._bytes = 0
 
     def hold(self, name: str, value: Any, size: int) -> None:
         """Hold a value that refers to so many bytes of factors."""
-        self._held[name] = value
+        self._pending[name] = value
         self._bytes += size
-        if self._bytes > self._most:
+        if self._bytes > self._limit:
             self.flush()
 
     def flush(self) -> None:
         """Settle all values that are held, if there are some."""
-        held, self._held, self._bytes = self._held, {}, 0
-        if held:
-            self.settle(held)
+        pending, self._pending, self._bytes = self._pending, {}, 0
+        if pending:
+            self.settle(pending)
 
-    def settle(self, held: dict[str, Any]) -> None:
+    def settle(self, pending: dict[str, Any]) -> None:
         raise NotImplementedError
 
 

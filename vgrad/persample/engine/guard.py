@@ -55,8 +55,8 @@ def own_backward_passes(params: Collection[Tensor]) -> Iterator[None]:
 
 
 def _accumulated(params: Collection[Tensor]) -> list[tuple[int, int]]:
-    grads = [each.grad for each in params if each.is_leaf]
-    return [(id(each), version_of(each)) for each in grads if each is not None]
+    grads = [param.grad for param in params if param.is_leaf]
+    return [(id(grad), version_of(grad)) for grad in grads if grad is not None]
 
 
 class FallbackWarning(UserWarning):
@@ -88,15 +88,18 @@ class Failure(NamedTuple):
 
 @dataclass
 class Known:
-    """What a transform has learnt of a signature, from comparisons with autograd."""
+    """What a transform has learnt of a signature."""
 
-    calls: int = 0
+    calls: int = 0  # that may compare gradients with plain autograd
     times: int = 0  # comparisons that agreed
     largest: float = 0.0  # of their differences, relative to a gradient's norm
     where: str = ""  # the parameter of that one
     unseen: frozenset[str] = frozenset()  # parameters of which all gradients were zero
     why: str = ""  # why the last comparison did not take place
-    route: "tuple[Strategy, Failure] | None" = None  # in place of one that was wrong
+    way: Strategy = "recorded"  # that "auto" took last
+    failure: Failure | None = None  # why that is not "recorded"
+    lasting: bool = False  # whether later calls take that way at once
+    has_run: bool = False
 
     def __str__(self) -> str:
         if not self.times:
@@ -118,14 +121,12 @@ class Fallbacks:
         self._silent = silent  # about other strategies
         # Ops without a batching rule, of which torch warns. Its warnings are caught
         # only while there may be new ones: then Python forgets those it has shown.
-        self._known: set[str] | None = None
-        self._told: set[str] = set()
-        self.failure: Failure | None = None  # why the last loss was not recorded
-        # Of losses that are not recorded, by the shapes of a sample.
-        self.ways: dict[int, tuple[Strategy, Failure]] = {}
+        self._unruled: set[str] | None = None
+        self._shown: set[str] = set()
         self.known: dict[Any, Known] = {}  # by signature
         self.split: Failure | None = None  # why samples ran one after another
         self.draws: bool | None = None  # whether a loss with keys has drawn so far
+        self.keyed = False  # whether samples read values after they drew, without keys
         self.splits: Counter[str] = Counter()  # chunks that fell into parts, by line
         self.looped: dict[str, str] = {}  # functions that no vmap ran, and their lines
         self.hooks: dict[str, str] = {}  # on gradients, and their lines
@@ -138,7 +139,9 @@ class Fallbacks:
         # why; None for a loss that has not done so.
         self.inner: dict[str, str] | None = None
 
-    def tell(self, parts: Partition, function: str, one: str = "sample") -> None:
+    def warn_of_split(
+        self, parts: Partition, function: str, one: str = "sample"
+    ) -> None:
         """Note that a chunk falls into parts; warn once where these are small."""
         if len(parts.rows) == 1:
             return  # it runs again, but not in parts
@@ -156,8 +159,8 @@ class Fallbacks:
             self.warn(text)
 
     def warn(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+        if text not in self._shown:
+            self._shown.add(text)
             warnings.warn(text, FallbackWarning, stacklevel=_frames_here() + 1)
 
     @contextmanager
@@ -169,28 +172,27 @@ class Fallbacks:
         ops: set[str] = set()
         try:
             with ExitStack() as stack:
-                if self._known is None or self._known:  # there may be something new
+                if self._unruled is None or self._unruled:  # there may be something new
                     stack.enter_context(RNG_LOCK)
                     caught = stack.enter_context(warnings.catch_warnings(record=True))
                     warnings.simplefilter("always")
                 yield
         finally:
-            for each in caught:
-                if op := modes.op_without_rule(str(each.message)):
+            for warning in caught:
+                if op := modes.op_without_rule(str(warning.message)):
                     ops.add(op)
                 else:
-                    warnings.warn_explicit(
-                        each.message, each.category, each.filename, each.lineno
-                    )
-        known = self._known or set()
-        self._known = known | ops
-        if new := ops - known:
+                    place = warning.filename, warning.lineno
+                    warnings.warn_explicit(warning.message, warning.category, *place)
+        before = self._unruled or set()
+        self._unruled = before | ops
+        if new := ops - before:
             self.warn(
                 f"{function}: torch has no batching rule for {', '.join(sorted(new))} "
                 f"and loops over the samples there; the numbers are right, but slow."
             )
-        for name in self.looped.keys() - self._told:
-            self._told.add(name)
+        for name in self.looped.keys() - self._shown:
+            self._shown.add(name)
             self.warn(
                 f"{function}: vmap cannot run {name}.apply, which runs sample by "
                 f"sample at {self.looped[name]}; the numbers are right, but slow."

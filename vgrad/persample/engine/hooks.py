@@ -51,18 +51,18 @@ def _on_tensor(recorder: Any, tensor: Tensor, hook: Callable) -> Any:
         new = hook(*grads)
         return None if new is None else (new,)
 
-    each = partial(_mapped, recorder.size, level, axis, of_one)
-    return modes.unwrapped(tensor).register_hook(lambda grad: each((grad,))[0])
+    mapped = partial(_mapped, recorder.size, level, axis, of_one)
+    return modes.unwrapped(tensor).register_hook(lambda grad: mapped((grad,))[0])
 
 
 def _on_module(recorder: Any, given: Sequence[Tensor]) -> Sequence[Tensor]:
     """Run the identity on whose nodes torch puts the backward hooks of a module."""
     call = autograd.hooked_call()
     recorder.watching().note_hook(f"backward hooks of {type(call.module).__name__}")
-    each = partial(_mapped, recorder.size, modes.current_level(), 0)
+    mapped = partial(_mapped, recorder.size, modes.current_level(), 0)
 
     def of_samples(hook: Callable) -> Callable:
-        return lambda module, *grads: each(partial(hook, module), *grads)
+        return lambda module, *grads: mapped(partial(hook, module), *grads)
 
     if type(call.user_hooks) is list:  # torch comes for inputs, and for outputs
         call.user_hooks = tuple(map(of_samples, call.user_hooks))
@@ -91,11 +91,13 @@ def _mapped(size: int, level: int, axis: int, hook: Callable, *grads: Grads) -> 
             )
         copies = tree_map_only(Tensor, lambda g: g.movedim(axis, 0).clone(), grads)
         versions = [*map(version_of, tensors(copies))]
-        own = tree_map_only(Tensor, inside, copies)
-        new = hook(*own)
-        new = own[0] if new is None else new
+        samples = tree_map_only(Tensor, inside, copies)
+        new = hook(*samples)
+        new = samples[0] if new is None else new
         results = (new,) if isinstance(new, Tensor) else tuple(new)
-        shapes = [[getattr(g, "shape", g) for g in each] for each in (own[0], results)]
+        shapes = [
+            [getattr(g, "shape", g) for g in grads] for grads in (samples[0], results)
+        ]
         if shapes[0] != shapes[1] or versions != [*map(version_of, tensors(copies))]:
             raise UnsupportedOp(
                 "hook: expected one that returns None, or a gradient of the same shape "

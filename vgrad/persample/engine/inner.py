@@ -34,8 +34,8 @@ class Derivatives:
 
     def __init__(self, recorder: Any) -> None:
         self.recorder: Any = recorder
-        self._known = recorder.call.fallbacks.inner
-        self.twice = self._known is not None  # uses may be differentiated twice
+        self._copied = recorder.call.fallbacks.inner
+        self.twice = self._copied is not None  # uses may be differentiated twice
         self.leaves: list[Tensor] = []  # that the loss has made
         self._grads: dict[int, tuple[Tensor, Tensor]] = {}  # leaves and their `.grad`
         self.met: dict[str, str] = {}  # parameters, and ops of theirs
@@ -50,17 +50,19 @@ class Derivatives:
 
     def start(self) -> None:
         """Give parameters that a pass of the loss has met a copy for each sample."""
-        for name, why in (self._known or {}).items():
-            known = self.recorder.parameter(self.recorder.params[name])
-            own = self.recorder.params[name] = self.recorder.expanded(known, why)
-            self.leaves.append(own)
+        for name, why in (self._copied or {}).items():
+            param = self.recorder.parameter(self.recorder.params[name])
+            copies = self.recorder.params[name] = self.recorder.expanded(param, why)
+            self.leaves.append(copies)
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a call of the loss to autograd; `NONE` for others."""
         if func is torch.autograd.grad:
-            mapped = [*map(modes.is_mapped_here, given := tensors((args, kwargs)))]
+            arguments = tensors((args, kwargs))
+            mapped = [*map(modes.is_mapped_here, arguments)]
             # As in `torch.func.vjp`, which differentiates by tensors of transforms.
-            others = [each for each, own in zip(given, mapped, strict=True) if not own]
+            pairs = zip(arguments, mapped, strict=True)
+            others = [tensor for tensor, is_mapped in pairs if not is_mapped]
             if any(mapped) and not any(map(modes.is_wrapped, others)):
                 return self._grad(*args, **kwargs)
         elif func is Tensor.backward:
@@ -99,14 +101,14 @@ class Derivatives:
         if create_graph and not self.twice:
             self._again({})
         outputs, inputs = _listed(outputs), _listed(inputs)
-        for each in inputs:
-            if not isinstance(each, Tensor):
+        for tensor in inputs:
+            if not isinstance(tensor, Tensor):
                 raise refusal("grad", "an edge of the graph")
-            if not modes.is_mapped_here(each):
-                self.needs_copies(each, "grad")
+            if not modes.is_mapped_here(tensor):
+                self.needs_copies(tensor, "grad")
         seeds = [None] * len(outputs) if grad_outputs is None else _listed(grad_outputs)
         with torch.enable_grad():
-            ends = [recorder.copies(each) for each in outputs]
+            ends = [*map(recorder.copies, outputs)]
         seeds = [self._seed(*pair) for pair in zip(outputs, seeds, strict=True)]
         rows = [seeds]
         if is_grads_batched:
@@ -183,9 +185,9 @@ class Derivatives:
 
     def needs_copies(self, tensor: Tensor, op: str) -> NoReturn:
         """Run again with copies of a tensor that all samples share."""
-        known = self.recorder.parameter(tensor)
-        if known is not None:
-            self._again(dict.fromkeys(known.names, op))
+        param = self.recorder.parameter(tensor)
+        if param is not None:
+            self._again(dict.fromkeys(param.names, op))
         rooms = self.recorder.rooms
         if rooms.line:
             raise refusal(op, "one that all samples share")
@@ -199,9 +201,9 @@ class Derivatives:
             raise refusal("grad", "random numbers of a generator of the loss's own")
         if checks_collected():
             raise Unrepeatable("the loss differentiates by others than it did before")
-        call.fallbacks.inner = {**(self._known or {}), **names}
-        whole = Partition([torch.arange(call.batch.size)], "")
-        raise SplitBatch(whole, modes.current_level())
+        call.fallbacks.inner = {**(self._copied or {}), **names}
+        every = Partition([torch.arange(call.batch.size)], "")
+        raise SplitBatch(every, modes.current_level())
 
     # Ops whose derivatives have factors.
 
@@ -209,12 +211,12 @@ class Derivatives:
         self, op: str, func: Callable, x: Tensor, rest: dict, uses: Mapping
     ) -> Tensor | None:
         """Run an op that is linear in `x`; None if its derivative is none that has."""
-        rest = rest | {name: known.value for name, known in uses.items()}
+        rest = rest | {name: param.value for name, param in uses.items()}
         transposed = _rule(func).transposed
         if transposed is None or (back := transposed(x, **rest)) is None:
             return None
-        for known in uses.values():
-            self.recorder.expect(known)
+        for param in uses.values():
+            self.recorder.expect(param)
         given = self, op, func, rest, uses, back
         return cast(Tensor, _Product.apply(given, x, self._end))
 
@@ -237,8 +239,8 @@ class _Product(Function):
         own, op, func, rest, uses, (back, rest_of_back) = ctx.given
         if not own.runs:  # but the pass for the gradients of the loss
             makers: Any = _rule(func).factors(x.detach(), **rest)
-            for name, known in uses.items():
-                own.recorder.accept(known, makers[name](g), {op: True}, g)
+            for name, param in uses.items():
+                own.recorder.accept(param, makers[name](g), {op: True}, g)
         if not ctx.needs_input_grad[1]:
             return None, None, None
         if not torch.is_grad_enabled():

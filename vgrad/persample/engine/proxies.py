@@ -50,8 +50,8 @@ class Stamp(NamedTuple):
 
 def stamped(op: str, values: Iterable[Any]) -> list[Stamp]:
     """Stamp the tensors among some values."""
-    given = [each for each in values if isinstance(each, Tensor)]
-    return [Stamp(op, ref(each), version_of(each)) for each in given]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return [Stamp(op, ref(tensor), version_of(tensor)) for tensor in tensors]
 
 
 def check_unchanged(stamps: Iterable[Stamp]) -> None:
@@ -78,7 +78,7 @@ def copy_on_arrival(tensor: Tensor) -> None:
 
 def replaced(tree: Any, by: Mapping[int, Tensor]) -> Any:
     """Replace tensors, which `by` has by their ids."""
-    return tree_map_only(Tensor, lambda each: by.get(id(each), each), tree)
+    return tree_map_only(Tensor, lambda tensor: by.get(id(tensor), tensor), tree)
 
 
 _COPIES = {

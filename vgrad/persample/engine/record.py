@@ -85,7 +85,7 @@ class Recorder:
     received no gradient.
     """
 
-    _take: Take
+    _add: Take
 
     def __init__(
         self, call: Call, callback: Callable[[Use], None] | None = None
@@ -96,7 +96,7 @@ class Recorder:
         self.columns = call.columns
         self.params: Params = {}
         self.unreached: set[str] = set()
-        self._known: dict[int, ParamProxy] = {}
+        self._by_id: dict[int, ParamProxy] = {}
         self._waiting: dict[str, _Parameter] = {}
         self._copied: list[ParamProxy] = []  # which have copies
         self._computed: list[Tensor] = []  # from parameters, not views
@@ -118,7 +118,7 @@ class Recorder:
             proxy = value.detach().requires_grad_()
             root = ParamProxy((name,), proxy, proxy.detach(), proxy, lambda root: root)
             self.params[name] = proxy
-            self._known[id(proxy)] = root
+            self._by_id[id(proxy)] = root
             self._waiting[name] = _Parameter(root)
 
     def mode(self) -> LossMode:
@@ -140,13 +140,13 @@ class Recorder:
     def checked(self, result: tuple[Tensor, Tree]) -> tuple[Tensor, Tree]:
         """Return results, one for each sample; refuse others than a loop has."""
         value, aux = result
-        known = self._known.get(id(value))
-        return (value if known is None else self.expanded(known, Tensor.expand)), aux
+        param = self._by_id.get(id(value))
+        return (value if param is None else self.expanded(param, Tensor.expand)), aux
 
     def close(self) -> None:
         """Break cycles, and free tensors that no backward pass reached."""
-        for left in self._hooked.values():
-            left.clear()
+        for waiting in self._hooked.values():
+            waiting.clear()
         self.inner.close()
         if self._mode is not None:
             self._mode.close()
@@ -173,14 +173,14 @@ class Recorder:
 
     def _original(self, tensor: Tensor) -> Tensor:
         """Return the proxy itself for a copy that was saved with its data."""
-        if id(tensor) in self._known or not tensor.requires_grad or not tensor.is_leaf:
+        if id(tensor) in self._by_id or not tensor.requires_grad or not tensor.is_leaf:
             return tensor
         if modes.is_wrapped(tensor):
             return tensor
         here = place(tensor)
-        for known in self._known.values():
-            if place(known.proxy) == here:
-                return known.proxy
+        for param in self._by_id.values():
+            if place(param.proxy) == here:
+                return param.proxy
         return tensor
 
     # Calls of the loss.
@@ -197,9 +197,9 @@ class Recorder:
         batched = vmap.maps(tensors)  # whether some differ between samples
         proxies: list[ParamProxy] = []
         for tensor in tensors:
-            if (known := self._known.get(id(tensor))) is not None:
-                if known not in proxies:
-                    proxies.append(known)
+            if (param := self._by_id.get(id(tensor))) is not None:
+                if param not in proxies:
+                    proxies.append(param)
             elif tensor.requires_grad and not modes.is_wrapped(tensor):
                 # The loss closes over it. The backward pass must visit the ops between
                 # it and the loss, which may use parameters.
@@ -235,11 +235,11 @@ class Recorder:
 
     def _check_shown(self, func: Callable, proxies: list[ParamProxy]) -> None:
         """Refuse to show the graph or memory of a value computed from parameters."""
-        for known in proxies if func in _SHOWN else ():
-            if known.origin is not known.proxy:
+        for param in proxies if func in _SHOWN else ():
+            if param.origin is not param.proxy:
                 raise UnsupportedOp(
                     f"{op_name(func)}: expected a loss that does not ask for the graph "
-                    f"of a value computed from {', '.join(known.names)} alone. Use "
+                    f"of a value computed from {', '.join(param.names)} alone. Use "
                     f'strategy="vmap" or "loop".'
                 )
 
@@ -278,7 +278,7 @@ class Recorder:
             with autograd.plain() if keeps else nullcontext():
                 return self._derived(func, args, kwargs, proxies)
         user = args[0] if func is modes.custom_function_call else func
-        copies = {id(known.proxy): self.expanded(known, user) for known in proxies}
+        copies = {id(param.proxy): self.expanded(param, user) for param in proxies}
         return run_op(self._mode, func, *replaced((args, kwargs), copies))
 
     def _requiring_grad(self, tensor: Tensor) -> Tensor:
@@ -298,30 +298,30 @@ class Recorder:
             return None
         weights: dict[str, ParamProxy] = {}
         batched = follows = False  # whether an input leads on to other parameters
-        # The kept tensors must not keep the graph alive.
-        physical, kept = bound.copy(), bound.copy()
+        # Operands must not keep the graph alive.
+        physical, operands = bound.copy(), bound.copy()
         for name, value in bound.items():
             if not isinstance(value, Tensor):
                 continue
-            known = self._known.get(id(value))
+            param = self._by_id.get(id(value))
             if name in rule.weights:
                 if modes.is_batched(value) or value.is_complex():
                     return None
-                if known is not None:
-                    weights[name], kept[name] = known, known.value
+                if param is not None:
+                    weights[name], operands[name] = param, param.value
                     continue
             else:
-                if known is not None:
-                    value = self.expanded(known, func)
+                if param is not None:
+                    value = self.expanded(param, func)
                 batched |= modes.is_batched(value)
                 physical[name] = value = self.physical(value)
             follows |= value.requires_grad
-            kept[name] = value.detach()
+            operands[name] = value.detach()
         if not batched and (follows or not weights):
             return None
         if not weights and not op.fused:
             return None
-        if (makers := rule.factors(**kept)) is None:
+        if (makers := rule.factors(**operands)) is None:
             return None
         if missing := weights.keys() - makers.keys():
             raise TypeError(
@@ -338,10 +338,10 @@ class Recorder:
             if output is not None:
                 return self.logical(output)
         with self.below():
-            for name, known in weights.items():
+            for name, param in weights.items():
                 # Only where no input leads on to other parameters does a weight have to
                 # require grad, for the pass to come here at all.
-                value = known.value
+                value = param.value
                 physical[name] = value if follows else self._end(value.detach())
             output = (rule.run or func)(*physical.values())
             if not batched:
@@ -349,11 +349,13 @@ class Recorder:
             if output.requires_grad and weights:  # not under no_grad
                 hooks = autograd.hooks()
                 if hooks is not None:
-                    makers = _packed(rule.factors, kept, weights, hooks)
+                    makers = _packed(rule.factors, operands, weights, hooks)
                 if not self.repeats:
                     name = op_name(self._op or func)
-                    held = kept.values() if hooks is None else ()
-                    output = self._tapped(name, output, weights, makers, follows, held)
+                    watched = operands.values() if hooks is None else ()
+                    output = self._tapped(
+                        name, output, weights, makers, follows, watched
+                    )
             return self.logical(output)
 
     def _tapped(
@@ -363,22 +365,22 @@ class Recorder:
         weights: Mapping[str, ParamProxy],
         makers: Mapping[str, Maker],
         follows: bool,
-        kept: Iterable[Any],
+        operands: Iterable[Any],
     ) -> Tensor:
         """Hook the node of an op, at which the backward pass ends, or which follows."""
-        whole, output = _with_node(output)
-        number, shape = whole.output_nr, output.shape
-        left: list[tuple[ParamProxy, Maker]] = []
-        for name, known in weights.items():
-            left.append((known, makers[name]))
-            self.expect(known)
-        stamps = stamped(op, kept)
+        hooked, output = _with_node(output)
+        number, shape = hooked.output_nr, output.shape
+        waiting: list[tuple[ParamProxy, Maker]] = []
+        for name, param in weights.items():
+            waiting.append((param, makers[name]))
+            self.expect(param)
+        stamps = stamped(op, operands)
 
         def hook(grads: tuple[Tensor | None, ...]) -> Any:
             if self.inner.runs:
-                for known, _ in left:
+                for param, _ in waiting:
                     why = f"derivative of {op}"
-                    self.inner.met.update(dict.fromkeys(known.names, why))
+                    self.inner.met.update(dict.fromkeys(param.names, why))
                 return None
             if not self._open:
                 raise own_backward_pass("loss")
@@ -386,45 +388,45 @@ class Recorder:
             if g is not None:
                 g = g.reshape(shape)
                 g = g.clone() if self._owns else g
-            again = [] if self._last else left.copy()
+            next_pass = [] if self._last else waiting.copy()
             check_unchanged(stamps)
-            while left:
-                known, maker = left.pop()
+            while waiting:
+                param, maker = waiting.pop()
                 factor = None if g is None else maker(g)
                 del maker  # so that inputs are freed as early as possible
-                self.accept(known, factor, {op: True}, g)
+                self.accept(param, factor, {op: True}, g)
                 del factor
-            left.extend(again)
+            waiting.extend(next_pass)
             return None if follows else (None,) * len(grads)
 
-        node: Any = whole.grad_fn
+        node: Any = hooked.grad_fn
         node.register_prehook(hook)
-        self._hooked[node._sequence_nr()] = left
+        self._hooked[node._sequence_nr()] = waiting
         return output
 
     def _derived(
         self, func: Callable, args: tuple, kwargs: dict, proxies: list[ParamProxy]
     ) -> Any:
         """Run a function of parameters alone, once; its tensors are new proxies."""
-        names = tuple(dict.fromkeys(name for known in proxies for name in known.names))
+        names = tuple(dict.fromkeys(name for param in proxies for name in param.names))
         if func in HOOKS or getattr(func, "__name__", "") in _OF_THE_OBJECT:
             raise UnsupportedOp(
                 f"{op_name(func)}: expected a loss that leaves {', '.join(names)} as "
                 f"it is, got one that writes to its data or puts a hook on it. Compute "
                 f'a new tensor from it instead, or use strategy="loop".'
             )
-        origins = {id(known.proxy): known.origin for known in proxies}
+        origins = {id(param.proxy): param.origin for param in proxies}
         args, kwargs = replaced((args, kwargs), origins)
-        versions = [version_of(known.origin) for known in proxies]
-        before = {known.origin.grad_fn for known in proxies}
-        ends = {id(known.origin) for known in proxies}
+        versions = [version_of(param.origin) for param in proxies]
+        before = {param.origin.grad_fn for param in proxies}
+        ends = {id(param.origin) for param in proxies}
         if func is modes.custom_function_call:
             output = once(args[0], args[1:], kwargs, self.is_parameter)
         else:
             op = OPS.get(func)
             run = func if op is None or op.mapped is None else op.mapped
             output = run(*args, **kwargs)
-        if versions != [version_of(known.origin) for known in proxies]:
+        if versions != [version_of(param.origin) for param in proxies]:
             raise UnsupportedOp(
                 f"{op_name(func)}: expected a loss that computes new tensors from "
                 f"{', '.join(names)}, got one that changes such a tensor in place. Use "
@@ -434,9 +436,9 @@ class Recorder:
         def proxy_of(value: Any, number: int | None) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            for known in proxies:
-                if value is known.origin:
-                    return known.proxy
+            for param in proxies:
+                if value is param.origin:
+                    return param.proxy
             if modes.is_batched(value) and modes.unwrapped(value).requires_grad:
                 raise UnsupportedOp(
                     f"{op_name(func)}: expected values computed from "
@@ -448,8 +450,8 @@ class Recorder:
                 return value
             for node in graph_nodes([value], before.__contains__):
                 end = getattr(node, "variable", None)  # past all origins
-                if id(end) in self._known and id(end) not in ends:
-                    raise _unseen(self._known[id(end)].names)
+                if id(end) in self._by_id and id(end) not in ends:
+                    raise _unseen(self._by_id[id(end)].names)
             proxy = leaf(value)
             derived = ParamProxy(names, proxy, proxy.detach(), value)
             parent = proxies[0]
@@ -463,43 +465,45 @@ class Recorder:
             if derived.replay is None:
                 self._computed.append(value)
             self.expect(derived)  # all of its factors, for the end of the pass
-            self._known[id(proxy)] = derived
+            self._by_id[id(proxy)] = derived
             return proxy
 
         if isinstance(output, tuple | list):
-            return type(output)(proxy_of(each, n) for n, each in enumerate(output))
+            return type(output)(proxy_of(value, n) for n, value in enumerate(output))
         return proxy_of(output, None)
 
-    def expanded(self, known: ParamProxy, op: Callable | str) -> Tensor:
-        copies = self._copies(known, op, ruled=op is self._op)
+    def expanded(self, param: ParamProxy, op: Callable | str) -> Tensor:
+        copies = self._copies(param, op, ruled=op is self._op)
         return self.logical(copies)
 
-    def _copies(self, known: ParamProxy, op: Any, *, ruled: bool) -> Tensor:
+    def _copies(self, param: ParamProxy, op: Any, *, ruled: bool) -> Tensor:
         """Return one copy for each sample, [B, *shape], for `op`."""
         if self._callback is not None:
-            known.copied_by[op if isinstance(op, str) else op_name(op)] = ruled
-        if known.copies is None:
+            param.copied_by[op if isinstance(op, str) else op_name(op)] = ruled
+        if param.copies is None:
             with modes.exit_all():  # the loss may be inside a transform of its own
-                copies = known.value.expand(self.size, *known.value.shape)
-                known.copies = leaf(copies)
-            self._copied.append(known)
-            self.expect(known)
-        return known.copies
+                copies = param.value.expand(self.size, *param.value.shape)
+                param.copies = leaf(copies)
+            self._copied.append(param)
+            self.expect(param)
+        return param.copies
 
-    def expect(self, known: ParamProxy) -> None:
-        for name in known.names:
+    def expect(self, param: ParamProxy) -> None:
+        for name in param.names:
             self._waiting[name].expected += 1
 
     def ends(self) -> list[Tensor]:
         """Return the leaves of the graph, but for the parameters themselves."""
-        copies: list[Any] = [known.copies for known in self._copied]
+        copies: list[Any] = [param.copies for param in self._copied]
         return [*copies, *self._ends.values()]
 
     # The methods of `Recording`.
 
     def physical(self, tensor: Tensor) -> Tensor:
-        own = modes.in_front(tensor, self._level)
-        return tensor.expand(self.size, *tensor.shape) if own is None else own
+        unwrapped = modes.in_front(tensor, self._level)
+        return (
+            tensor.expand(self.size, *tensor.shape) if unwrapped is None else unwrapped
+        )
 
     def logical(self, tensor: Tensor) -> Tensor:
         return modes.add_batch_axis(tensor, 0, self._level)
@@ -514,20 +518,20 @@ class Recorder:
         return self._mode
 
     def is_parameter(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._known
+        return id(tensor) in self._by_id
 
     def parameter(self, tensor: Tensor) -> ParamProxy | None:
-        return self._known.get(id(tensor))
+        return self._by_id.get(id(tensor))
 
     def copies(self, tensor: Tensor) -> Tensor:
-        known = self._known.get(id(tensor))
-        if known is None:
+        param = self._by_id.get(id(tensor))
+        if param is None:
             return self.physical(tensor)
-        return self._copies(known, self._op, ruled=True)
+        return self._copies(param, self._op, ruled=True)
 
     def plain(self, tensor: Tensor) -> Tensor:
-        known = self._known.get(id(tensor))
-        return tensor if known is None else known.value
+        param = self._by_id.get(id(tensor))
+        return tensor if param is None else param.value
 
     def anchor(self, value: Tensor) -> Tensor:
         with modes.exit_all():
@@ -540,19 +544,19 @@ class Recorder:
         return value
 
     def use(self, tensor: Tensor) -> Callable[[Factor], None] | None:
-        known = self._known.get(id(tensor))
-        if known is None:
+        param = self._by_id.get(id(tensor))
+        if param is None:
             return None
         if self.repeats:
             return lambda _: None
         name = op_name(self._op)
-        self.expect(known)
+        self.expect(param)
 
         def arrived(factor: Factor) -> None:
             if not self.inner.runs:
                 if not self._open:
                     raise own_backward_pass("loss")
-                self.accept(known, factor, {name: True})
+                self.accept(param, factor, {name: True})
 
         return arrived
 
@@ -568,13 +572,13 @@ class Recorder:
         return [*names]
 
     def backward(
-        self, losses: Tensor, scales: Tensor, take: Take, *, last: bool
+        self, losses: Tensor, scales: Tensor, add: Take, *, last: bool
     ) -> None:
         """Run a backward pass, of several that keep the graph until the `last`.
 
-        `take` is called once for each parameter, as early as the pass allows.
+        `add` is called once for each parameter, as early as the pass allows.
         """
-        self._take, self._last = take, last
+        self._add, self._last = add, last
         parameters = dict(self._waiting)
         for parameter in parameters.values():
             parameter.pending = parameter.expected
@@ -584,7 +588,7 @@ class Recorder:
         self._open = True
         try:
             if losses.requires_grad:
-                proxies = [known.proxy for known in self._known.values()]
+                proxies = [param.proxy for param in self._by_id.values()]
                 grads = torch.autograd.grad(
                     losses,
                     [*ends, *proxies],
@@ -596,12 +600,12 @@ class Recorder:
                 unseen: set[str] = set()
                 for proxy, grad in zip(proxies, grads[len(ends) :], strict=True):
                     if grad is not None:
-                        unseen.update(self._known[id(proxy)].names)
+                        unseen.update(self._by_id[id(proxy)].names)
                 if unseen:
                     raise _unseen(unseen)
-                for known, grad in zip(self._copied, grads, strict=False):
+                for param, grad in zip(self._copied, grads, strict=False):
                     if grad is not None:
-                        self.accept(known, Dense(grad), known.copied_by, grad)
+                        self.accept(param, Dense(grad), param.copied_by, grad)
             if self._owns:
                 self._pull_back_once()
             for name in list(self._waiting):
@@ -624,7 +628,7 @@ class Recorder:
 
     def accept(
         self,
-        known: ParamProxy,
+        param: ParamProxy,
         factor: Factor | None,
         ops: Mapping[str, bool],
         g: Tensor | None = None,
@@ -636,24 +640,24 @@ class Recorder:
         if factor is not None and self._owns:
             factor = owned(factor, g)
         elif factor is not None and self.checkpoints:
-            held = [*vars(factor).values(), *factor.sides]
-            self._stamps += stamped(", ".join(ops), held)
+            tensors = [*vars(factor).values(), *factor.sides]
+            self._stamps += stamped(", ".join(ops), tensors)
         if factor is not None and self._callback is not None:
-            ruled, computed = all(ops.values()), known.replay is None
+            ruled, computed = all(ops.values()), param.replay is None
             copied = factor.bytes if self._owns else 0
-            use = Use(known.names, tuple(ops), factor, ruled, computed, copied)
+            use = Use(param.names, tuple(ops), factor, ruled, computed, copied)
             self._callback(use)
-        while known.parent is not None:
-            if known.transposed:
+        while param.parent is not None:
+            if param.transposed:
                 if not isinstance(factor, Outer) or not factor.is_matrix:
                     break
-                shape = known.parent.value.shape
+                shape = param.parent.value.shape
                 factor = Outer(factor.outputs, factor.inputs, shape)
-            known = known.parent
-        for name in known.names:
+            param = param.parent
+        for name in param.names:
             parameter = self._waiting[name]
             if factor is not None:
-                parameter.arrived.setdefault(known, []).append(factor)
+                parameter.arrived.setdefault(param, []).append(factor)
             parameter.pending -= 1
             if not parameter.pending:
                 self._complete(name)
@@ -665,41 +669,41 @@ class Recorder:
         if self.checkpoints:
             check_unchanged(self._stamps)
         if len(arrived) == 1 and len(factors := arrived.get(root, ())) == 1:
-            self._take(name, factors[0])  # as for most parameters
+            self._add(name, factors[0])  # as for most parameters
             return
-        whole = {known: merged(factors) for known, factors in arrived.items()}
-        for known in [known for known in whole if known.replay is None]:
-            dense = self._pulled_back(known, root, whole.pop(known))
-            whole[root] = merged([whole[root], dense]) if root in whole else dense
-        if not whole:
+        sums = {param: merged(factors) for param, factors in arrived.items()}
+        for param in [param for param in sums if param.replay is None]:
+            dense = self._pulled_back(param, root, sums.pop(param))
+            sums[root] = merged([sums[root], dense]) if root in sums else dense
+        if not sums:
             self.unreached.add(name)
-            self._take(name, Zero(self.size, root.value))
-        elif list(whole) == [root]:
-            self._take(name, whole[root])
+            self._add(name, Zero(self.size, root.value))
+        elif list(sums) == [root]:
+            self._add(name, sums[root])
         else:
-            replays: Any = tuple(known.replay for known in whole)
-            moved = Moved(tuple(whole.values()), replays, root.value.shape)
+            replays: Any = tuple(param.replay for param in sums)
+            moved = Moved(tuple(sums.values()), replays, root.value.shape)
             apart = disjoint(replays, root.value)
-            self._take(name, moved if apart else Dense(moved.grad()))
+            self._add(name, moved if apart else Dense(moved.grad()))
 
     def _pull_back_once(self) -> None:
         """Run one backward pass through all values computed from parameters."""
         # Its nodes may write into their saved tensors, so none runs twice.
         late: dict[ParamProxy, list[Factor]] = {}
         for parameter in self._waiting.values():
-            for known in [each for each in parameter.arrived if each.replay is None]:
-                late[known] = parameter.arrived.pop(known)  # the same for all its names
+            for param in [use for use in parameter.arrived if use.replay is None]:
+                late[param] = parameter.arrived.pop(param)  # the same for all its names
         if not late:
             return
-        names = {name for known in late for name in known.names}
+        names = {name for param in late for name in param.names}
         roots = [self._waiting[name].root for name in names]
         grads = [
-            merged(factors).grad().to(known.origin.dtype, copy=True)
-            for known, factors in late.items()
+            merged(factors).grad().to(param.origin.dtype, copy=True)
+            for param, factors in late.items()
         ]
 
         def back(*grads: Tensor) -> tuple[Tensor, ...]:
-            origins = [known.origin for known in late], [root.origin for root in roots]
+            origins = [param.origin for param in late], [root.origin for root in roots]
             return torch.autograd.grad(*origins, grads, materialize_grads=True)
 
         # Unlike is_grads_batched, which ends the process where such a node reads .data.
@@ -707,10 +711,10 @@ class Recorder:
             arrived = self._waiting[root.names[0]].arrived
             arrived.setdefault(root, []).append(Dense(grad))
 
-    def _pulled_back(self, known: ParamProxy, root: ParamProxy, factor: Factor):
+    def _pulled_back(self, param: ParamProxy, root: ParamProxy, factor: Factor):
         """Differentiate a value computed from a parameter, for every sample."""
-        ends, options = (known.origin, root.origin), {"retain_graph": True}
-        cotangents = factor.grad().to(known.origin.dtype)
+        ends, options = (param.origin, root.origin), {"retain_graph": True}
+        cotangents = factor.grad().to(param.origin.dtype)
         if self.columns:  # is_grads_batched would loop over them
 
             def back(grad: Tensor) -> Tensor:
@@ -749,25 +753,25 @@ def _with_node(output: Tensor) -> tuple[Tensor, Tensor]:
 
 def _packed(
     factors: Callable[..., Mapping[str, Maker] | None],
-    kept: Mapping[str, Any],
+    operands: Mapping[str, Any],
     weights: Collection[str],
     hooks: Hooks,
 ) -> dict[str, Maker]:
-    """Pack the kept tensors as autograd packs saved tensors; return their makers."""
+    """Pack operands as autograd packs saved tensors; return their makers."""
     # Only when the first of these runs are all tensors unpacked, once in a pass.
     pack, unpack = hooks
     handles = {
         name: pack(value)
-        for name, value in kept.items()
+        for name, value in operands.items()
         if isinstance(value, Tensor) and name not in weights
     }
-    rest = {name: value for name, value in kept.items() if name not in handles}
+    rest = {name: value for name, value in operands.items() if name not in handles}
     left: dict[str, Maker] = {}
 
     def maker(name: str) -> Maker:
         def make(g: Tensor) -> Any:
             if not left:
-                unpacked = {name: unpack(each) for name, each in handles.items()}
+                unpacked = {name: unpack(handle) for name, handle in handles.items()}
                 makers = factors(**rest, **unpacked) or {}
                 left.update((name, makers[name]) for name in weights)
             return left.pop(name)(g)

@@ -16,7 +16,6 @@ from vgrad.factors.columns import Columns
 from vgrad.functional.guards import Protected
 from vgrad.generators import (
     RandomState,
-    drawn_since,
     kept_random_state,
     random_state,
     set_random_state,
@@ -94,10 +93,10 @@ def _recorded(
         recorder = Recorder(call, collector.callback)
         stack.callback(recorder.close)
         tensors = [
-            recorder.anchor(each)
-            if differentiable and each.requires_grad
-            else each.detach()
-            for each in inputs
+            recorder.anchor(tensor)
+            if differentiable and tensor.requires_grad
+            else tensor.detach()
+            for tensor in inputs
         ]
         with modes.vmapped(call.batch.size, call.randomness) as (inside, outside):
             samples = tuple(map(inside, tensors))
@@ -131,7 +130,7 @@ def _recorded(
                     set_random_state(state)
                 recorder, losses, aux = run()
                 recorder.foreign(losses)
-        back(collector.take, last=True)
+        back(collector.add, last=True)
     if recorder.unreached:
         _check_unreached(call, frozenset(recorder.unreached))
     if recorder.saves:
@@ -141,19 +140,19 @@ def _recorded(
 
 
 @contextmanager
-def _columns(call: Call, scales: Tensor, take: Take) -> Iterator[tuple[Tensor, Take]]:
+def _columns(call: Call, scales: Tensor, add: Take) -> Iterator[tuple[Tensor, Take]]:
     """Run a backward pass for several columns under a vmap over them."""
     if (count := scales.shape[1]) == 1:
-        yield scales[:, 0], lambda name, factor: take(name, Columns.one(factor))
+        yield scales[:, 0], lambda name, factor: add(name, Columns.one(factor))
     else:
         with modes.vmapped(count) as (inside, outside):
 
-            def taken(name: str, factor: Factor) -> None:
+            def add_joint(name: str, factor: Factor) -> None:
                 joint = Columns.of(factor, count, outside)
                 with modes.without_innermost():
-                    take(name, joint)
+                    add(name, joint)
 
-            yield inside(scales.movedim(1, 0)), taken
+            yield inside(scales.movedim(1, 0)), add_joint
 
 
 def vmap(call: Call, collect: Collect) -> Chunk:
@@ -184,50 +183,51 @@ def loop(call: Call, collect: Collect) -> Chunk:
 def auto(call: Call, collect: Collect) -> Chunk:
     """Record; else differentiate under `torch.vmap`; else one sample after another.
 
-    A loss that was refused is so again for tensors of the same shapes, unless it reads
+    A loss that was refused is so again for tensors of the same kinds, unless it reads
     values. So it takes its way at once from then on, and a run that is resumed, too.
     """
-    fallbacks = call.fallbacks
+    known = call.known
     if modes.inside_transform():
         return vmap(call, collect)
-    route = call.known.route if call.known else None
     if checks_collected():  # eager mode has run the loss before
-        if route and route[0] == "loop":
+        if known.way == "loop":
             raise Unrepeatable("its samples run one after another")
-        return (recorded if fallbacks.failure is None else vmap)(call, collect)
+        return STRATEGIES[known.way](call, collect)
+    if not known.lasting:
+        known.way, known.failure = "recorded", None
     state = random_state(call.tensors) if call.randomness != "error" else None
-    shapes = _shapes(call) if fallbacks.ways else 0
-    way, fallbacks.failure = route or fallbacks.ways.get(shapes, ("recorded", None))
-    if way == "recorded":
+    refused = True
+    while known.way != "loop":
         try:
-            return recorded(call, collect)
+            chunk = STRATEGIES[known.way](call, collect)
         except NON_RETRYABLE:
             raise
         except Exception as error:
-            _restore_rng(call, state)
-            fallbacks.failure = Failure.of(error)
-    failure = cast(Failure, fallbacks.failure)
-    known = failure.refused
-    if way != "loop":
-        try:
-            chunk = vmap(call, collect)
-        except NON_RETRYABLE:
-            raise
-        except Exception as error:
-            _restore_rng(call, state)
-            known = known and isinstance(error, UnsupportedOp)
+            failure = Failure.of(error)
+            if call.private and known.has_run:
+                raise _changes_its_way(call, failure) from error
+            if state is not None:  # the next strategy draws the same numbers
+                set_random_state(state)
+            refused &= failure.refused
+            known.lasting = False
+            if known.way == "recorded":
+                known.way, known.failure = "vmap", failure
+            else:
+                known.way = "loop"
         else:
-            if not known:
-                fallbacks.fell_back(
-                    f"{call.function}: the recorder stopped at {failure.where}, so all "
-                    f"gradients are stored, which is slow. {failure.why}"
+            known.has_run = True
+            if known.failure is not None and not known.failure.refused:
+                call.fallbacks.fell_back(
+                    f"{call.function}: the recorder stopped at {known.failure.where}, "
+                    f"so all gradients are stored, which is slow. {known.failure.why}"
                 )
-            elif not call.draws.values_read:
-                fallbacks.ways[shapes or _shapes(call)] = "vmap", failure
+            known.lasting = refused and not call.draws.values_read
             return chunk
+    failure = cast(Failure, known.failure)
+    if not known.lasting:
         try:  # raises the error of plain autograd for the first sample
             with kept_random_state(call.tensors):
-                _alone(call.take(slice(1)))
+                _alone(call.select(slice(1)))
         except Exception as error:
             if failure.refused:
                 why = _ADVICE.sub("", failure.why)
@@ -235,9 +235,9 @@ def auto(call: Call, collect: Collect) -> Chunk:
                     f"A loop was tried, since a recorded pass ended in: {why}."
                 )
             raise
-        if known and not call.draws.values_read:
-            fallbacks.ways[shapes or _shapes(call)] = "loop", failure
-    fallbacks.fell_back(
+        known.lasting = refused and not call.draws.values_read
+    known.has_run = True
+    call.fallbacks.fell_back(
         f"{call.function}: runs one sample after another, since neither a recorded "
         f"pass nor vmap can run the loss. The numbers are right, but slow. It stopped "
         f"at {failure.where}: {failure.why}"
@@ -247,13 +247,13 @@ def auto(call: Call, collect: Collect) -> Chunk:
     )
 
 
-def _shapes(call: Call) -> int:
-    """Return a number for the shapes of a sample and all else that ways depend on."""
-    fixed = [*call.params.items(), *call.buffers.items()]
-    facts = [(name, each.shape, each.dtype) for name, each in fixed]
-    batch = map_tensors(lambda each: (each.shape[1:], each.dtype), call.batch.tree)
-    switches = modes.autocast_is_on(), call.differentiable, call.device
-    return hash((*facts, repr(batch), switches))
+def _changes_its_way(call: Call, failure: Failure) -> UnsupportedOp:
+    return UnsupportedOp(
+        f"{call.function}(loss, strategy={call.strategy!r}): expected a loss that runs "
+        f"by {call.known.way!r} for every batch, as it did before, since the way of "
+        f"private training must not depend on the samples, got {failure.why} at "
+        f'{failure.where}. Use strategy="loop".'
+    )
 
 
 STRATEGIES: dict[Strategy, Callable[[Call, Collect], Chunk]] = {
@@ -265,19 +265,6 @@ STRATEGIES: dict[Strategy, Callable[[Call, Collect], Chunk]] = {
 
 _ADVICE = re.compile(r'[,.]? (or )?(use )?strategy="loop".*', re.IGNORECASE)
 """Advice of errors to use a loop, which was tried."""
-
-
-def _restore_rng(call: Call, state: RandomState | None) -> None:
-    """Restore the generators as they were at the start of a chunk that failed."""
-    draws = call.draws
-    if state is None or draws.known is not None:
-        return  # the numbers are known, and drawn again
-    if not drawn_since(state, call.tensors):
-        return
-    # The loss may have read random values, which the next strategy has to draw again.
-    if draws.values_read and call.randomness == "different":
-        raise SplitBatch(Partition([torch.arange(call.batch.size)], ""))
-    set_random_state(state)
 
 
 def _alone(call: Call) -> tuple[Params, Tensor, Tree]:
@@ -373,7 +360,7 @@ def _check_unreached(call: Call, names: frozenset[str]) -> None:
     """Confirm with plain autograd that gradients that did not arrive are zero."""
     if call.confirmed(names):
         return
-    leaves = {n: each.detach().requires_grad_() for n, each in call.params.items()}
+    leaves = {n: p.detach().requires_grad_() for n, p in call.params.items()}
     grads: Sequence[Tensor | None] = [None] * len(names)
     with _trial(call):
         value = _first(call, leaves, seen=True)
@@ -411,10 +398,10 @@ def _collected(
 ) -> Chunk:
     """Pass stored gradients on, so that no more than one is held twice."""
     collector = collect()
-    take = call.unscaled(collector.take)
+    add = call.unscaled(collector.add)
     with no_autocast(losses.device):
         for name in list(grads):
-            take(name, Dense(grads.pop(name)))
+            add(name, Dense(grads.pop(name)))
     return Chunk(collector, losses, aux, strategy)
 
 
@@ -493,8 +480,8 @@ def _functional_gradient(of_params: Callable, call: Call) -> tuple:
         if not call.columns:
             (grads,) = pullback(scales)
         else:  # a vmap over columns would be inside another, for which rules are wrong
-            columns = [pullback(each)[0] for each in scales.unbind()]
-            grads = map_values(lambda *each: torch.stack(each), *columns)
+            columns = [pullback(scale)[0] for scale in scales.unbind()]
+            grads = map_values(lambda *grads: torch.stack(grads), *columns)
     return grads, value, aux
 
 

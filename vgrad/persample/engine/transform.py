@@ -1,40 +1,51 @@
 """Per-sample transforms: functions that run a call in chunks and join the results."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, Self
+from typing import Any, Generic, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from vgrad.persample.engine.call import Call, Inputs, check_loss_scale
+from vgrad.persample.engine.chunk_size import at_a_time
 from vgrad.persample.engine.collectors import Collector
-from vgrad.persample.engine.evaluation import Evaluation
+from vgrad.persample.engine.constants import constant
 from vgrad.persample.engine.guard import Fallbacks
+from vgrad.persample.engine.joins import Concatenated, Join, Joined
+from vgrad.persample.engine.parts import note_split, run_in_parts
 from vgrad.persample.engine.strategies import STRATEGIES, Chunk
 from vgrad.persample.engine.verify import verify
 from vgrad.precision.loss_scale import LossScale
+from vgrad.torch_private.tensors import version_of
 from vgrad.tree import map_tensors, no_autocast, tree_map
 from vgrad.typing import Buffers, LossFn, Params, Result, Scales, Tree
 
 
 class Quantity:
-    """A quantity of the gradients of samples, which is computed chunk by chunk."""
+    """A quantity of the gradients of samples: values of each chunk, and their join."""
 
-    chunked = True  # partial values are trees of tensors, which a graph can return
+    chunked = True  # values are trees of tensors, which a graph can return
+
+    def joins(self) -> dict[str, Join]:
+        """Return how values of chunks are joined, by name."""
+        return {"values": Concatenated()}
+
+    def check(self, call: Call) -> None:
+        """Refuse options that do not fit the parameters, before the loss runs."""
 
     def collector(self, call: Call) -> Collector:
         """Return the collector of the factors of one chunk."""
         raise NotImplementedError
 
-    def partial(self, collector: Any, call: Call) -> Tree:
-        """Return the values of a chunk, from its factors."""
+    def partial(self, collector: Any, call: Call) -> dict[str, Any]:
+        """Return the values of a chunk from its factors, by their joins' names."""
         raise NotImplementedError
 
-    def total(self, partials: Iterator[Any], run: Evaluation) -> Any:
-        """Return the quantity of the batch, from the values of all chunks."""
+    def total(self, parts: Joined) -> Any:
+        """Return the quantity of the batch from joined values."""
         raise NotImplementedError
 
     def mapped(self, function: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -46,14 +57,26 @@ class Quantity:
         return self.mapped(lambda leaf: leaf[rows], value)
 
 
-def eager(
-    transform: "Transform",
-    inputs: Inputs,
-    evaluate: Callable[[Call], Evaluation] = Evaluation,
-    ranks: int = 1,
-) -> Any:
+class Across(Protocol):
+    """The ranks that compute a quantity of a batch together."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        ...
+
+    def of(self, call: Call) -> Call:
+        """Return the call of this rank, which sends off sums once they are formed."""
+        ...
+
+    def summed(self, tensors: Params) -> Params:
+        """Sum tensors over the ranks."""
+        ...
+
+
+def eager(transform: "Transform", inputs: Inputs, across: Across | None = None) -> Any:
     """Compute a quantity op by op, of the samples that count."""
-    value, mask = transform.run(inputs, evaluate), inputs.mask
+    value, mask = transform.run(inputs, across), inputs.mask
     return value if mask is None else transform.selected(value, mask, inputs)
 
 
@@ -116,28 +139,65 @@ class Transform(Generic[Result]):
         """
         return self.on(params, buffers, batch, mask)
 
-    def on(self, *given: Any, **more: Any) -> Any:
+    def on(self, *arguments: Any, **more: Any) -> Any:
         """Compute the quantity of `Inputs` but for fields of the options, and keys."""
-        own = self.options
-        more |= {"loss_scale": own.loss_scale, "max_norm": own.max_norm}
-        inputs = Inputs(*given, **more, scales=own.scales, keys=self.keys)
+        options = self.options
+        more |= {"loss_scale": options.loss_scale, "max_norm": options.max_norm}
+        inputs = Inputs(*arguments, **more, scales=options.scales, keys=self.keys)
+        if options.fallbacks.keyed and self.keys is None:
+            inputs = inputs.with_keys()
         return (self.reduce or self.execute)(self, inputs)
 
-    def run(
-        self, inputs: Inputs, evaluate: Callable[[Call], Evaluation] = Evaluation
-    ) -> Any:
+    def run(self, inputs: Inputs, across: Across | None = None) -> Any:
         """Compute the quantity, with entries for samples that do not count, too."""
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
-                return self.run(inputs, evaluate)
-        return self.evaluated(evaluate(self.options.on(inputs)))
+                return self.run(inputs, across)
+        return self.evaluate(self.options.on(inputs), across)
 
-    def evaluated(self, run: Evaluation) -> Any:
-        """Compute the quantity."""
-        verify(run.call, strict=run.reduce is not None)
-        value = run.result(self.quantity.total(run.parts(self.measured), run))
-        places = run.places
-        return value if places is None else self.selected(value, places, run.call)
+    def evaluate(
+        self,
+        call: Call,
+        across: Across | None = None,
+        chunk: Callable[[Call], Chunk] | None = None,
+    ) -> Any:
+        """Compute the quantity of a call, whole chunks by `chunk` if there is one."""
+        verify(call, strict=across is not None)
+        if across is not None:
+            call = across.of(call)
+        self.quantity.check(call)
+        parts = Joined(call, self.quantity.joins())
+        self.run_parts(call, parts, chunk)
+        if across is not None:
+            parts.reduce(across.summed)
+        parts.close()
+        value: Any = self.quantity.total(parts)
+        value = (value, parts.aux) if call.has_aux else value
+        recorded = any(chunk.strategy == "recorded" for chunk in parts.chunks)
+        if recorded and call.differentiable:
+            return constant(call.function, value, call.tensors)
+        return value
+
+    def run_parts(
+        self, call: Call, parts: Joined, chunk: Callable[[Call], Chunk] | None = None
+    ) -> None:
+        """Run a call chunk after chunk, in parts where values split one."""
+        if not (size := call.batch.size):
+            return
+        fixed = [*call.params.items(), *call.buffers.items()]
+        versions = [version_of(value) for _, value in fixed]
+        step = at_a_time(call) or size
+        chunks = (range(size)[start : start + step] for start in range(0, size, step))
+        calls = ((call.select(slice(rows.start, rows.stop)), rows) for rows in chunks)
+        run_in_parts(
+            calls, chunk or self.measured, self.measured, note_split, parts.add
+        )
+        for version, (name, value) in zip(versions, fixed, strict=True):
+            if version_of(value) != version:
+                raise RuntimeError(
+                    f"{call.function}(loss): expected a loss that changes nothing it "
+                    f"is given, but it wrote into {name!r} in place. Copy it first."
+                )
 
     def chunk(self, inputs: Inputs) -> Chunk:
         """Compute the values of one chunk: a pure function of its tensors."""

@@ -32,13 +32,14 @@ from vgrad.loss.mode import SINGLE
 from vgrad.loss.randomness import Draws
 from vgrad.persample.engine.call import LOCAL, Call
 from vgrad.persample.engine.collectors import Collector
-from vgrad.persample.engine.evaluation import Evaluation
 from vgrad.persample.engine.guard import (
     Failure,
     Fallbacks,
     Known,
     UnsupportedOp,
 )
+from vgrad.persample.engine.joins import Concatenated, Joined
+from vgrad.persample.engine.parts import note_split, run_in_parts
 from vgrad.persample.engine.strategies import STRATEGIES, Chunk, plain_gradient
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private.shards import is_distributed
@@ -66,9 +67,9 @@ class Bound(NamedTuple):
 
 def bound_of(kinds: Collection[torch.dtype]) -> Bound:
     """Return the bound for arithmetic in these dtypes."""
-    eps = max(torch.finfo(each).eps for each in kinds)
+    eps = max(torch.finfo(kind).eps for kind in kinds)
     # Thousands of the smallest numbers, into which sums of products underflow.
-    tiny = 2**15 * max(torch.finfo(each).tiny * torch.finfo(each).eps for each in kinds)
+    tiny = 2**15 * max(torch.finfo(kind).tiny * torch.finfo(kind).eps for kind in kinds)
     if eps <= torch.finfo(torch.float64).eps:
         return Bound(1e-6, 1e-6, tiny)
     if eps <= torch.finfo(torch.float32).eps:
@@ -83,15 +84,15 @@ def verify(call: Call, *, strict: bool) -> None:
     caller has chosen the strategy, in private training, and if `strict`.
     """
     known = call.known
-    if known is None or not call.batch.size or call.strategy == "loop":
+    if not call.verify or not call.batch.size or call.strategy == "loop":
         return
     if checks_collected() or modes.inside_transform():
         return
     known.calls += 1
-    if known.calls & (known.calls - 1) or (known.route and known.route[0] == "loop"):
+    if known.calls & (known.calls - 1) or (known.lasting and known.way == "loop"):
         return
     shards = call.reducer is not LOCAL  # whose values all ranks gather together
-    if shards or any(each.is_meta or is_distributed(each) for each in call.tensors):
+    if shards or any(x.is_meta or is_distributed(x) for x in call.tensors):
         known.why = "tensors without values, or shards, are not compared"
         return
     pair = _pair(call, known)
@@ -110,16 +111,17 @@ def _settle(call: Call, pair: Call, known: Known, strict: bool) -> None:
     wide = known.calls.bit_length() % 2 and not modes.autocast_is_on()
     while True:
         with undisturbed(pair.tensors) as restart, torch.no_grad():
-            found = _compare(pair, known, restart, wide=bool(wide))
-        if isinstance(found, str):
-            known.why = found
-        if not isinstance(found, _Disagreement):
+            result = _compare(pair, known, restart, wide=bool(wide))
+        if isinstance(result, str):
+            known.why = result
+        if not isinstance(result, _Disagreement):
             return
-        known.why = found.why
+        known.why = result.why
         if strict or call.private or call.strategy != "auto":
-            raise UnsupportedOp(found.text(call))
-        known.route = route = found.next_route(call)
-        if route[0] == "loop":
+            raise UnsupportedOp(result.text(call))
+        known.way, known.failure = result.next_way(call)
+        known.lasting = True
+        if known.way == "loop":
             return
 
 
@@ -139,7 +141,7 @@ class _Disagreement:
             f'{self.strategy!r}: {self.why}. Use strategy="loop".'
         )
 
-    def next_route(self, call: Call) -> tuple[Strategy, Failure]:
+    def next_way(self, call: Call) -> tuple[Strategy, Failure]:
         call.fallbacks.warn(
             f"{call.function}: the loss does not run with strategy={self.strategy!r}, "
             f"since {self.why}. The numbers are right, but slow."
@@ -161,12 +163,12 @@ def _pair(call: Call, known: Known) -> Call | None:
     changes |= {"draws": Draws(), "reducer": LOCAL, "chunk_size": None}
     changes |= {"fallbacks": Fallbacks(silent=True), "unreached": set()}
     detached = {"params": map_values(Tensor.detach, call.params)}
-    return call.replaced(**changes, **detached).take(rows)
+    return call.replaced(**changes, **detached).select(rows)
 
 
 def _widened(call: Call) -> Call | None:
     """Return a call in float64, None where it would take much memory."""
-    if sum(8 * each.numel() for each in call.params.values()) > _WIDE:
+    if sum(8 * value.numel() for value in call.params.values()) > _WIDE:
         return None
 
     def widen(tensor: Tensor) -> Tensor:
@@ -197,10 +199,10 @@ def undisturbed(tensors: Sequence[Tensor]) -> Iterator[Callable[[], None]]:
                 yield restart
             finally:
                 restart()
-    for each in caught:
-        if str(each.message).startswith("autocast: "):  # once in a process
+    for warning in caught:
+        if str(warning.message).startswith("autocast: "):  # once in a process
             warnings.warn_explicit(
-                each.message, each.category, each.filename, each.lineno
+                warning.message, warning.category, warning.filename, warning.lineno
             )
 
 
@@ -216,64 +218,65 @@ def _compare(
         keys = sample_keys(0, 0, call.batch.size, call.device)
         keyed = call.replaced(randomness="different", draws=Draws(keys=keys))
         calls = [keyed, call.replaced(randomness="same")]
-    found: Any = None
-    for each in calls:
-        if wide and (widened := _widened(each)) is not None:
+    result: Any = None
+    for trial in calls:
+        if wide and (widened := _widened(trial)) is not None:
             # A loss with a constant of its own dtype may refuse float64.
-            found = _compared(widened, known, restart)
-            refused = isinstance(found, _Disagreement) and "raises" in found.why
-            if not (refused or isinstance(found, str)):
+            result = _compared(widened, known, restart)
+            refused = isinstance(result, _Disagreement) and "raises" in result.why
+            if not (refused or isinstance(result, str)):
                 break
-        found = _compared(each, known, restart)
-        if not isinstance(found, str):
+        result = _compared(trial, known, restart)
+        if not isinstance(result, str):
             break
-    if isinstance(found, _Disagreement) and draws and each is not keyed:
+    if isinstance(result, _Disagreement) and draws and trial is not keyed:
         return "samples do not draw by keys"
-    return found
+    return result
 
 
 def _compared(
     call: Call, known: Known, restart: Callable[[], None]
 ) -> "_Disagreement | str | None":
     names, probes = [*call.params], {}
-    alone = [call.take(slice(row, row + 1)) for row in range(call.batch.size)]
+    singles = [call.select(slice(row, row + 1)) for row in range(call.batch.size)]
     try:
         restart()
-        run = Evaluation(call)
-        found = run.parts(partial(_run, probes))
-        parts = [each.values() for each in found]
+        parts = Joined(call, {"products": Concatenated()})
+        run, rows = partial(_run, probes), range(call.batch.size)
+        run_in_parts([(call, rows)], run, run, note_split, parts.add)
+        parts.close()
+        products = parts.values["products"][""]
     except Exception as error:
         return _first_line(error)
-    used = frozenset(chunk.strategy for chunk in run.chunks_run) - {"loop"}
+    used = frozenset(chunk.strategy for chunk in parts.chunks) - {"loop"}
     try:
-        plain = _plain(alone, probes, restart)
+        plain = _plain(singles, probes, restart)
         restart()
-        again = _value(alone[0])
+        repeated = _value(singles[0])
     except Exception as error:
-        found = _first_line(error)
+        products = _first_line(error)
         kinds = torch.OutOfMemoryError | NotImplementedError
         if not used or isinstance(error, kinds) or not isinstance(error, RuntimeError):
-            return found
-        return _Disagreement(f"plain autograd raises {found!r} for a sample", used)
-    if any(each.draws.own for each in (call, *alone)):
+            return products
+        return _Disagreement(f"plain autograd raises {products!r} for a sample", used)
+    if any(some.draws.own for some in (call, *singles)):
         return "the loss draws from a torch.Generator of its own"
-    _check_pure(call, plain.losses[0], again)
-    found = torch.cat(parts) if run.places is None else torch.cat(parts)[run.places]
+    _check_pure(call, plain.losses[0], repeated)
     if not plain.total.isfinite().any():
         return "gradients are not finite"
-    kinds = {each.dtype for each in call.params.values()}
+    kinds = {value.dtype for value in call.params.values()}
     bound = bound_of(kinds)
-    differences = _differences(found, plain, bound)
+    differences = _differences(products, plain, bound)
     if bool((differences > bound.relative).any()):
         # Arithmetic inside of the loss may be less precise, or gradients may be made of
         # rounding errors: then those at points close by differ as much.
         restart()
         with Dtypes() as mode:
-            _value(alone[0])
+            _value(singles[0])
         kinds |= mode.seen
-        bound, eps = bound_of(kinds), max(torch.finfo(each).eps for each in kinds)
-        near = _plain([_moved(one, 16 * eps) for one in alone], probes, restart)
-        differences = _differences(found, plain, bound, near)
+        bound, eps = bound_of(kinds), max(torch.finfo(kind).eps for kind in kinds)
+        near = _plain([_moved(one, 16 * eps) for one in singles], probes, restart)
+        differences = _differences(products, plain, bound, near)
     difference, name = float(differences.max()), names[int(differences.argmax())]
     if difference > bound.relative:
         if not used:
@@ -286,17 +289,17 @@ def _compared(
     known.times += 1
     if difference > known.largest:
         known.largest, known.where = difference, name
-    zeros = (found == 0).all(2).all(0) & (plain.norms == 0).all(0)
+    zeros = (products == 0).all(2).all(0) & (plain.norms == 0).all(0)
     unseen = {name for name, zero in zip(names, zeros.tolist(), strict=True) if zero}
     known.unseen = frozenset(unseen & known.unseen if known.times > 1 else unseen)
     return None
 
 
 def _differences(
-    found: Tensor, plain: "_Plain", bound: Bound, near: "_Plain | None" = None
+    products: Tensor, plain: "_Plain", bound: Bound, near: "_Plain | None" = None
 ) -> Tensor:
     """Return the differences of parameters, relative to the norms of gradients, [P]."""
-    gap = _length(found - plain.values).nan_to_num(torch.inf)
+    gap = _length(products - plain.values).nan_to_num(torch.inf)
     size = plain.norms + bound.share * plain.total
     if near is not None:
         spread = _length(near.values - plain.values)
@@ -318,7 +321,7 @@ class _Projections(Collector):
     probes: dict[str, Probes]
     factors: dict[str, Factor] = field(default_factory=dict)
 
-    def take(self, name: str, factor: Factor) -> None:
+    def add(self, name: str, factor: Factor) -> None:
         self.factors[name] = factor  # until the end, as collectors of norms do
 
     def values(self) -> Tensor:
@@ -353,13 +356,14 @@ def _directions(name: str, shape: torch.Size, like: Tensor) -> Probes:
 
 
 def _run(probes: dict[str, Probes], call: Call) -> Chunk:
-    return STRATEGIES[call.strategy](call, partial(_Projections, call.params, probes))
+    chunk = STRATEGIES[call.strategy](call, partial(_Projections, call.params, probes))
+    return chunk._replace(collected={"products": {"": chunk.collected.values()}})
 
 
 def _stacked(values: Params) -> Tensor:
     """Join tensors `[B, ...]` of P parameters, [B, P, ...], and read them at once."""
     device = next(iter(values.values())).device
-    return torch.stack([each.to(device) for each in values.values()], 1).cpu()
+    return torch.stack([value.to(device) for value in values.values()], 1).cpu()
 
 
 class _Plain(NamedTuple):
@@ -395,11 +399,11 @@ def _of_one(call: Call, probes: dict[str, Probes]) -> tuple[Tensor, Params, Para
     products: Params = {}
     norms: Params = {}
 
-    def take(name: str, factor: Factor) -> None:
+    def add(name: str, factor: Factor) -> None:
         products[name] = collector.product(name, factor)
         norms[name] = row_norms(factor.grad())
 
-    unscaled = call.unscaled(take)
+    unscaled = call.unscaled(add)
     for name in list(grads):  # each is freed before the next one is projected
         unscaled(name, Dense(grads.pop(name).detach().unsqueeze(0)))
     return loss, products, norms
@@ -412,7 +416,7 @@ def _run_alone(call: Call, params: Params) -> tuple[Tensor, Tree]:
 
 def _value(call: Call) -> Tensor:
     with torch.enable_grad():
-        params = map_values(lambda each: each.detach().requires_grad_(), call.params)
+        params = map_values(lambda value: value.detach().requires_grad_(), call.params)
         return _run_alone(call, params)[0].detach()
 
 
@@ -420,9 +424,9 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _check_pure(call: Call, value: Tensor, again: Tensor) -> None:
+def _check_pure(call: Call, value: Tensor, repeated: Tensor) -> None:
     """Refuse a loss that has another value when it runs again."""
-    if not torch.allclose(value, again, rtol=1e-3, equal_nan=True):
+    if not torch.allclose(value, repeated, rtol=1e-3, equal_nan=True):
         raise _impure(call, "another value")
 
 
@@ -459,5 +463,5 @@ class Dtypes(DispatchMode):
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         floats = filter(torch.is_floating_point, tensors(output))
-        self.seen.update(each.dtype for each in floats)
+        self.seen.update(tensor.dtype for tensor in floats)
         return output
