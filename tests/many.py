@@ -37,7 +37,6 @@ ONE_IN = {
         "test_a_graph_takes_keys_and_draws_what_eager_mode_draws": 3,
         "test_a_sample_draws_the_same_in_every_part_and_strategy": 4,
         "test_all_strategies_draw_the_same_shared_numbers": 4,
-        "test_parts_see_the_numbers_that_the_chunk_drew": 4,
         "test_random_numbers_are_refused_or_differ_between_equal_samples": 3,
     },
     "persample/test_record.py": {"test_nothing_is_alive_after_a_call": 3},
