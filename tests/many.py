@@ -43,11 +43,7 @@ ONE_IN = {
     "persample/test_inner.py": {
         "test_derivatives_inside_are_exact_by_the_route_that_is_named": 2,
     },
-    "persample/test_losses.py": {
-        "test_a_loss_is_exact_under_every_strategy_or_refused": 3,
-    },
     "persample/test_quantities.py": {
-        "test_a_quantity_is_that_of_the_samples_that_count": 3,
         "test_dropout_draws_the_same_for_every_quantity": 3,
         "test_samples_left_out_change_no_bit_whatever_they_hold": 3,
     },

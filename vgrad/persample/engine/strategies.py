@@ -215,7 +215,6 @@ def auto(call: Call, collect: Collect) -> Chunk:
             else:
                 known.way = "loop"
         else:
-            known.has_run = True
             if known.failure is not None and not known.failure.refused:
                 call.fallbacks.fell_back(
                     f"{call.function}: the recorder stopped at {known.failure.where}, "
@@ -236,7 +235,6 @@ def auto(call: Call, collect: Collect) -> Chunk:
                 )
             raise
         known.lasting = refused and not call.draws.values_read
-    known.has_run = True
     call.fallbacks.fell_back(
         f"{call.function}: runs one sample after another, since neither a recorded "
         f"pass nor vmap can run the loss. The numbers are right, but slow. It stopped "
