@@ -1,4 +1,4 @@
-"""The function mode inside of a loss, and runs of a loss that may split.
+"""The function mode inside of a loss.
 
 Every call of torch in a loss goes through a list of handlers, in order. The first one
 that returns a result ends it; a handler that leaves the call to the next one returns
@@ -21,7 +21,6 @@ from vgrad.generators import (
     RandomState,
     drawn_since,
     random_state,
-    set_random_state,
 )
 from vgrad.loss.functions import custom_function, for_samples
 from vgrad.loss.grad_flags import (
@@ -39,7 +38,7 @@ from vgrad.loss.grad_flags import (
     requires_grad,
 )
 from vgrad.loss.made import MAKERS, Rooms, copied, is_mapped
-from vgrad.loss.randomness import Draws, Undrawn, Unkeyed, check_drawn, fresh_keys
+from vgrad.loss.randomness import Draws
 from vgrad.loss.values import (
     NONE,
     Partition,
@@ -536,62 +535,3 @@ def unchanged(tensors: Mapping[str, Tensor]) -> Protected:
     """Protect the arguments of a loss."""
     expected = "loss: expected one that changes nothing it is given"
     return Protected(tensors, expected, "Copy it first.")
-
-
-# Runs that may split.
-
-
-def run_or_split(
-    part: Any, run: Callable[[Any], Any], again: Callable[[Any], Any]
-) -> tuple[Any, Any]:
-    """Run samples; return the result, or the `Partition` they fall into, and the part.
-
-    Samples that read values after they drew numbers of their own run `again` with keys,
-    which the part that is returned has.
-    """
-    own = part.randomness == "different" and part.draws.keys is None
-    if not own or part.strategy == "loop" or checks_collected():
-        return _run_or_parts(part, run), part
-    if part.fallbacks.keyed:
-        return _with_keys(part, again)
-    before = random_state(part.tensors)
-    result = _run_or_parts(part, run)
-    if not isinstance(result, Partition):
-        return result, part
-    if drawn_since(before, part.tensors):
-        set_random_state(before)
-        if result.keyed or (len(result.rows) > 1 and result.strategy is None):
-            return _with_keys(part, again)
-    return result, part
-
-
-def _with_keys(part: Any, run: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """Run samples with keys of their own, one after another where keys cannot be."""
-    tensors, part.draws.values_read = part.tensors, True
-    keyed = part.replaced(draws=Draws(keys=fresh_keys(part.size, tensors[0].device)))
-    before = random_state(tensors)
-    try:
-        result = _run_or_parts(keyed, run)
-        check_drawn(before, tensors, partial(_run_or_parts, keyed, run))
-    except Unkeyed as error:
-        rows = torch.arange(part.size).split(1)
-        return Partition(rows, "a random op", "loop", str(error)), part
-    part.fallbacks.keyed = True
-    return result, keyed
-
-
-def _run_or_parts(part: Any, run: Callable[[Any], Any]) -> Any:
-    """Return a result or parts, and keep no exception, which would keep all tensors.
-
-    `Undrawn` if parts would draw from a generator whose state is unknown.
-    """
-    around = modes.current_level() or 0
-    try:
-        return run(part)
-    except SplitBatch as split:
-        if split.level is not None and split.level <= around:
-            raise  # a vmap around this call maps over these samples
-        draws, parts = part.draws, split.parts
-    if draws.keys is None and draws.own and draws.values_read:
-        raise Undrawn("some of a torch.Generator of the loss's own")
-    return parts

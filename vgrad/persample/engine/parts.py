@@ -5,13 +5,15 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
+
 from vgrad.conditions import checks_collected
 from vgrad.generators import RNG_LOCK, drawn_since, random_state, set_random_state
-from vgrad.loss.mode import run_or_split
-from vgrad.loss.randomness import check_drawn
-from vgrad.loss.values import Partition
+from vgrad.loss.randomness import Draws, Undrawn, Unkeyed, check_drawn, fresh_keys
+from vgrad.loss.values import Partition, SplitBatch
 from vgrad.persample.engine.call import Call
 from vgrad.persample.engine.guard import Failure
+from vgrad.torch_private import modes
 
 
 def run_in_parts(
@@ -37,10 +39,15 @@ def run_in_parts(
                     if state is not None:
                         set_random_state(state)
                     state = state or random_state(call.tensors)
-                # A capture must not miss a random op.
-                keyed = part.draws.keys is not None and not checks_collected()
-                split = _keyed if keyed else run_or_split
-                result, part = split(part, execute, run_part)
+                own = part.randomness == "different" and part.strategy != "loop"
+                if checks_collected():  # a capture must not miss a random op
+                    result = _run(part, execute)
+                elif part.draws.keys is not None:
+                    result = _run_keyed(part, execute, run_part)
+                elif own:
+                    result, part = _run_drawing(part, execute, run_part)
+                else:
+                    result = _run(part, execute)
             if not isinstance(result, Partition):
                 add(result, rows)
                 continue
@@ -70,21 +77,71 @@ def note_split(part: Call, parts: Partition) -> None:
         )
 
 
-def _keyed(
+def _run(part: Any, run: Callable[[Any], Any]) -> Any:
+    """Return a result or parts, and keep no exception, which would keep all tensors.
+
+    `Undrawn` if parts would draw from a generator whose state is unknown.
+    """
+    around = modes.current_level() or 0
+    try:
+        return run(part)
+    except SplitBatch as split:
+        if split.level is not None and split.level <= around:
+            raise  # a vmap around this call maps over these samples
+        draws, parts = part.draws, split.parts
+    if draws.keys is None and draws.own and draws.values_read:
+        raise Undrawn("some of a torch.Generator of the loss's own")
+    return parts
+
+
+def _run_keyed(
     part: Any, run: Callable[[Any], Any], run_part: Callable[[Any], Any]
-) -> tuple[Any, Any]:
+) -> Any:
     """Run samples that have keys; refuse numbers that are drawn outside of the loss."""
     fallbacks, draws, before = part.fallbacks, part.draws, random_state(part.tensors)
     if fallbacks.draws is False:
         # None is looked for in a loss that had none so far, unless it draws now.
         draws.idle = True
-        chunk, _ = run_or_split(part, run, run_part)
+        result = _run(part, run)
         draws.idle = False
         if not (draws.own or drawn_since(before, part.tensors)):
-            return chunk, part
+            return result
         set_random_state(before)
         fallbacks.draws, run = True, run_part
-    chunk, _ = run_or_split(part, run, run_part)
-    check_drawn(before, part.tensors, partial(run_or_split, part, run, run_part))
+    result = _run(part, run)
+    check_drawn(before, part.tensors, partial(_run, part, run))
     fallbacks.draws = draws.drew or bool(fallbacks.draws)
-    return chunk, part
+    return result
+
+
+def _run_drawing(
+    part: Any, run: Callable[[Any], Any], run_part: Callable[[Any], Any]
+) -> tuple[Any, Any]:
+    """Run samples that draw numbers of their own; return the part with their keys.
+
+    They run once more, with keys, where they read values after they drew.
+    """
+    if part.fallbacks.keyed:
+        return _run_with_new_keys(part, run_part)
+    before = random_state(part.tensors)
+    result = _run(part, run)
+    if isinstance(result, Partition) and drawn_since(before, part.tensors):
+        set_random_state(before)
+        if result.keyed or (len(result.rows) > 1 and result.strategy is None):
+            return _run_with_new_keys(part, run_part)
+    return result, part
+
+
+def _run_with_new_keys(part: Any, run: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """Run samples with keys of their own, one after another where keys cannot be."""
+    tensors, part.draws.values_read = part.tensors, True
+    keyed = part.replaced(draws=Draws(keys=fresh_keys(part.size, tensors[0].device)))
+    before = random_state(tensors)
+    try:
+        result = _run(keyed, run)
+        check_drawn(before, tensors, partial(_run, keyed, run))
+    except Unkeyed as error:
+        rows = torch.arange(part.size).split(1)
+        return Partition(rows, "a random op", "loop", str(error)), part
+    part.fallbacks.keyed = True
+    return result, keyed
