@@ -334,7 +334,7 @@ class PrivateGradients:
         self.loader = PoissonLoader(self._run, items, loading)
         collate_fn = loading.get("collate_fn")
         self._padding = _find_padding(items, collate_fn) if check_collate else None
-        self._own_copies = augmentations if loader_copies is None else None
+        self._dataset_copies = augmentations if loader_copies is None else None
         with RNG_LOCK:
             self._live = LiveModule(model)
         self._guard = GradGuard(self._live, self._run)
@@ -411,7 +411,7 @@ class PrivateGradients:
             if self._padding is not None and pending.rows:
                 loaded = pending.loaded
                 collated = [_arguments(x, loaded, batch) for x in self._padding]
-                options = self._criterion, self._own_copies
+                options = self._criterion, self._dataset_copies
                 _check_padding(self.model, *options, *collated)
                 self._padding = None
             params, buffers = self._live.values()
