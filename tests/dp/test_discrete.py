@@ -35,7 +35,7 @@ def script(*parts):
 
 
 def source(number=0):
-    return discrete.Words(bytes([number] * 32), 0).take
+    return discrete.Words(bytes([number] * 32), 0).draw
 
 
 # Probabilities, by words one by one.
@@ -136,13 +136,13 @@ def test_integers_on_a_fine_grid_are_nearly_normal_and_their_last_bits_are_fair(
 
 def test_words_are_those_of_the_cipher_in_order(monkeypatch):
     words, key = discrete.Words(bytes(range(32)), 7), bytes(range(32))
-    parts = [words.take(count) for count in (3, 0, 100_000, 5, 40_000)]
+    parts = [words.draw(count) for count in (3, 0, 100_000, 5, 40_000)]
     nonce = bytes(4) + (7).to_bytes(8, "little")
     expected = streams.chacha20(key, nonce, 0, 18_000).view(np.uint64).reshape(-1)
     assert np.array_equal(np.concatenate(parts), expected[:140_008])
     monkeypatch.setattr(chacha, "ciphers", None)
     again = discrete.Words(key, 7)
-    assert np.array_equal(again.take(70_000), expected[:70_000])
+    assert np.array_equal(again.draw(70_000), expected[:70_000])
 
 
 # Plans.
@@ -209,7 +209,7 @@ def test_a_step_adds_integers_to_the_rounded_sum(dtype):
         total = (sums[name].double() / (deviation * 2.0**-24)).round().long()
         tags = "discrete noise", 0, name, str([*value.shape]), deviation, 0
         words = discrete.Words(bytes(generators.fold_in(key, *tags).numpy()), 0)
-        noise = discrete.gaussian(value.numel(), words.take)
+        noise = discrete.gaussian(value.numel(), words.draw)
         total += torch.from_numpy(noise).view(value.shape)
         grad = (total.double() * (deviation * 2.0**-24)).to(dtype)
         assert torch.equal(after.params[name], value - grad)

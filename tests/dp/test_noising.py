@@ -272,14 +272,14 @@ def test_any_steps_are_quick_and_need_no_matrix():
 )
 def test_settled_coefficients_are_plain_and_are_not_optimised_again(scheme):
     run = {"separation": 5, "participations": 4}
-    settled = scheme.settled(20, **run)
-    assert noising.bisr(4).settled(20, **run) == noising.bisr(4)
+    settled = scheme.optimal(20, **run)
+    assert noising.bisr(4).optimal(20, **run) == noising.bisr(4)
     assert settled == replace(scheme, coefficients=settled.coefficients)
-    assert settled.settled(9, separation=1, participations=1) is settled
+    assert settled.optimal(9, separation=1, participations=1) is settled
     assert settled.fitted(20, **run) == scheme.fitted(20, **run)
     assert noising.Noising(**json.loads(json.dumps(asdict(settled)))) == settled
     # With fewer steps than bands the last ones have no part.
-    few = scheme.settled(2, separation=1, participations=1)
+    few = scheme.optimal(2, separation=1, participations=1)
     assert len(few.coefficients) == len(settled.coefficients)
 
 

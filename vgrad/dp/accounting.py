@@ -38,8 +38,8 @@ class Steps(NamedTuple):
         library = checks.package("dp_accounting", "dp")
         rate, noise, steps, truncated, *_ = self
         if truncated is not None:
-            most, size = truncated
-            one = library.TruncatedSubsampledGaussianDpEvent(size, rate, most, noise)
+            largest, size = truncated
+            one = library.TruncatedSubsampledGaussianDpEvent(size, rate, largest, noise)
         else:
             one = library.GaussianDpEvent(noise)
             if rate < 1:
@@ -95,11 +95,11 @@ def epsilon(
 def composed(account: Sequence[Steps], delta: float, accountant: Accountant) -> float:
     """Bound the epsilon of steps of several kinds on one data set, all checked."""
     counts: dict[Steps, int] = {}
-    for each in account:
+    for term in account:
         # More noise spends less, and its square would overflow.
-        noise = min(each.noise_multiplier, _MOST_NOISE)
-        kind = each._replace(noise_multiplier=noise, steps=1)
-        counts[kind] = counts.get(kind, 0) + each.steps
+        noise = min(term.noise_multiplier, _MOST_NOISE)
+        kind = term._replace(noise_multiplier=noise, steps=1)
+        counts[kind] = counts.get(kind, 0) + term.steps
     kinds = [kind._replace(steps=steps) for kind, steps in counts.items() if steps]
     if not kinds:
         return 0.0
@@ -269,8 +269,8 @@ def _losses(library: Any, kind: Steps, width: float) -> Any:
     )
     options["neighboring_relation"] = relations[name]
     if kind.truncated is not None:
-        most, size = kind.truncated
-        numbers = size, kind.sampling_rate, most, kind.noise_multiplier
+        largest, size = kind.truncated
+        numbers = size, kind.sampling_rate, largest, kind.noise_multiplier
         one = make.from_truncated_subsampled_gaussian_mechanism(*numbers, **options)
     else:
         options["sampling_prob"] = kind.sampling_rate
@@ -280,8 +280,8 @@ def _losses(library: Any, kind: Steps, width: float) -> Any:
     # the power of the steps: to a gigabit after 10^8.
     few = math.isqrt(kind.steps)
     times, rest = divmod(kind.steps, few)
-    most = one.self_compose(few).self_compose(times)
-    return most.compose(one.self_compose(rest)) if rest else most
+    rounds = one.self_compose(few).self_compose(times)
+    return rounds.compose(one.self_compose(rest)) if rest else rounds
 
 
 def _signal(kind: Steps) -> int:
@@ -294,12 +294,12 @@ def _signal(kind: Steps) -> int:
 def _width_of(kind: Steps) -> float:
     # Every spacing gives a valid bound; a fine one is tight, and costs time and memory.
     rate, noise, steps, truncated, *_ = kind
-    own = noise / _signal(kind)
+    multiplier = noise / _signal(kind)
     # With rate q and noise s, the loss of a step at z is log(1 - q + q exp(x)),
     # x = z / s + 1 / (2 s^2), where z is standard normal and hardly ever beyond 10.
-    x = 10 / own + 0.5 / own**2
+    x = 10 / multiplier + 0.5 / multiplier**2
     largest = x + math.log(rate + (1 - rate) * math.exp(-x))
-    noise = own if truncated is None else noise
+    noise = multiplier if truncated is None else noise
     # Two upper estimates of its standard deviation, for much and for little noise.
     deviation = min(
         rate * math.sqrt(math.expm1(1 / noise**2)),

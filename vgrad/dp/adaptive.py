@@ -33,8 +33,8 @@ class QuantileClip:
 
     def __post_init__(self) -> None:
         function = "quantile_clip"
-        given = {name: x for name, x in vars(self).items() if x is not None}
-        numbers = dict(zip(given, checks.finite(function, **given), strict=True))
+        fields = {name: x for name, x in vars(self).items() if x is not None}
+        numbers = dict(zip(fields, checks.finite(function, **fields), strict=True))
         checks.non_negative(function, quantile=numbers.pop("quantile"))
         checks.positive(function, **numbers)
         if self.quantile > 1:
@@ -49,7 +49,7 @@ class QuantileClip:
                 f" expected a start between the two ends. Pass others."
             )
         # Clips of equal numbers are equal.
-        self.__dict__.update({name: float(x) for name, x in given.items()})
+        self.__dict__.update({name: float(x) for name, x in fields.items()})
 
     def deviation(self, expected_batch_size: float) -> float:
         """Return the deviation of the noise on the count."""
@@ -61,30 +61,30 @@ class QuantileClip:
         self, noise_multiplier: float, expected_batch_size: float
     ) -> float:
         """Return the multiplier of the noise on gradients alone."""
-        most = 2 * self.deviation(expected_batch_size)
-        if not noise_multiplier < most:
+        limit = 2 * self.deviation(expected_batch_size)
+        if not noise_multiplier < limit:
             raise ValueError(
                 f"Plan(max_norm=quantile_clip(count_deviation="
                 f"{self.count_deviation})): expected noise_multiplier < 2 * "
-                f"count_deviation = {most:.4g}, since the count spends a part of the "
+                f"count_deviation = {limit:.4g}, since the count spends a part of the "
                 f"budget, got {noise_multiplier:.4g}. Raise count_deviation, or take "
                 f"larger batches."
             )
         # (z^-2 - (2 s_b)^-2)^(-1/2), for z = 0 too.
-        return noise_multiplier / math.sqrt(1 - (noise_multiplier / most) ** 2)
+        return noise_multiplier / math.sqrt(1 - (noise_multiplier / limit) ** 2)
 
-    def bound(self, known: Tree, device: torch.device, *, first: bool) -> Tensor:
+    def bound(self, max_norm: Tree, device: torch.device, *, first: bool) -> Tensor:
         """Return the bound of a step, float64 `[]`: `start`, or the one of a state."""
         if first:  # no copy from the host, for which a device would wait
             return torch.full((), self.start, dtype=torch.float64, device=device)
-        if not isinstance(known, Tensor):
+        if not isinstance(max_norm, Tensor):
             raise ValueError(
                 "max_norm: expected a state with the bound that the step before has "
                 "left in it, since the plan's bound adapts, got one without. Keep all "
                 "fields of a state together."
             )
         # Between both ends also where a state was damaged, and without a wait.
-        return known.nan_to_num(self.least).clamp(self.least, self.most).to(device)
+        return max_norm.nan_to_num(self.least).clamp(self.least, self.most).to(device)
 
     def following(
         self,

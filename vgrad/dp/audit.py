@@ -315,11 +315,11 @@ class Audit(Report):
         low, high = min(low, -4.0), max(high, self.claimed_mu + 4)
         places = np.linspace(low, high, 401)
         sides = ("in", self.included, self.claimed_mu), ("out", self.excluded, 0.0)
-        for color, (name, some, mean) in zip(("C0", "C1"), sides, strict=True):
-            shown, label = some.clamp(low, high), f"{name}, {len(some)} canaries"
-            look: Any = {"density": True, "alpha": 0.4}
-            look |= {"color": color, "label": label, "range": (low, high)}
-            left.hist(shown.numpy(), 40, **look)
+        for color, (name, side, mean) in zip(("C0", "C1"), sides, strict=True):
+            shown, label = side.clamp(low, high), f"{name}, {len(side)} canaries"
+            style: Any = {"density": True, "alpha": 0.4}
+            style |= {"color": color, "label": label, "range": (low, high)}
+            left.hist(shown.numpy(), 40, **style)
             curve = np.exp(-((places - mean) ** 2) / 2) / math.sqrt(math.tau)
             left.plot(places, curve, color, label=f"{name}, as claimed")
         left.set(xlabel="score, in deviations of the noise claimed", ylabel="density")
@@ -335,8 +335,8 @@ class Audit(Report):
 
     def __str__(self) -> str:
         rows: list[Sequence[str | int]] = [("canaries", "in", "out", "mu at least")]
-        for name, each in self.groups.items():
-            rows.append((name, each.included, each.excluded, f"{each.value:.3f}"))
+        for name, bound in self.groups.items():
+            rows.append((name, bound.included, bound.excluded, f"{bound.value:.3f}"))
         run, verdict = self.epsilon, "is exceeded" if self.exceeded else "stands"
         return (
             f"{table(rows, right={1, 2, 3})}\n\n"
@@ -376,8 +376,8 @@ def _of_guesses(
             f"part by fair coins, got {len(high)} and {len(low)}. Draw a coin for each."
         )
     named = {f"guesses[{place}]": number for place, number in enumerate(guesses)}
-    most, least = checks.whole(function, least=0, **named)
-    guessed = most + least
+    guesses_in, guesses_out = checks.whole(function, least=0, **named)
+    guessed = guesses_in + guesses_out
     if not 0 < guessed <= count:
         raise ValueError(
             f"{function}(guesses={guesses}): expected between one guess and as many as "
@@ -385,8 +385,8 @@ def _of_guesses(
         )
     # By score, and of equal scores the wrong guesses first.
     scores, inside = np.concatenate([high, low]), np.arange(count) < len(high)
-    top, rest = np.split(np.lexsort((inside, -scores)), [most])
-    bottom = rest[np.lexsort((~inside[rest], scores[rest]))[:least]]
+    top, rest = np.split(np.lexsort((inside, -scores)), [guesses_in])
+    bottom = rest[np.lexsort((~inside[rest], scores[rest]))[:guesses_out]]
 
     def largest(correct: int) -> float:
         numbers = count, guessed, correct

@@ -77,36 +77,36 @@ def audit(
         )
     [count] = checks.whole(function, least=4 * FEW, canaries=canaries)
     significance, _ = check_numbers(function, significance)
-    made = Canaries(params, count, key, scales, densities)
-    loss = made.loss(options.loss if batch else None, has_aux=options.has_aux)
+    samples = Canaries(params, count, key, scales, densities)
+    loss = samples.loss(options.loss if batch else None, has_aux=options.has_aux)
     entries = sum(value.numel() for value in params.values())
     chunk: Any = options.chunk_size or mechanism.dataset_size
     if chunk != "auto":
         chunk = max(1, min(chunk, _AT_A_TIME // entries))
     real = batches.read(function, batch).size if batch else 0
     expected = mechanism.expected_batch_size
-    most = max(2 * round(expected), _ROUND)
-    most = min(most, mechanism.largest_batch or mechanism.dataset_size) - real
+    size = max(2 * round(expected), _ROUND)
+    size = min(size, mechanism.largest_batch or mechanism.dataset_size) - real
     # Directions of more than half as many are not orthogonal enough.
-    most = max(1, min(most, entries // 2))
+    size = max(1, min(size, entries // 2))
     score = torch.zeros(count, dtype=torch.float64)
-    for rows in torch.arange(count).split(most):
-        inside = rows[made.coins[rows]]
-        given = [
-            made.batch(inside if sign else rows[:0], sign * bound, batch)
+    for rows in torch.arange(count).split(size):
+        inside = rows[samples.coins[rows]]
+        inputs = [
+            samples.batch(inside if sign else rows[:0], sign * bound, batch)
             for sign in signs
         ]
-        found = release(loss, fold_in(key, "noise", int(rows[0])), given, chunk)
-        for weight, (grads, adapted) in zip(weights, found, strict=True):
-            own = bound if adapted is None else float(adapted)
-            score[rows] += weight / own * made.scores(rows, grads)
+        releases = release(loss, fold_in(key, "noise", int(rows[0])), inputs, chunk)
+        for weight, (grads, adapted) in zip(weights, releases, strict=True):
+            norm = bound if adapted is None else float(adapted)
+            score[rows] += weight / norm * samples.scores(rows, grads)
     score *= expected
-    sides = score[made.coins], score[~made.coins]
+    sides = score[samples.coins], score[~samples.coins]
     bounds = {}
-    for name, some in made.groups.items():
-        parts = score[some & made.coins], score[some & ~made.coins]
+    for name, group in samples.groups.items():
+        parts = score[group & samples.coins], score[group & ~samples.coins]
         if min(map(len, parts)) >= FEW:
-            share = significance / (4 if name == "all" else 4 * len(made.groups) - 4)
+            share = significance / (4 if name == "all" else 4 * len(samples.groups) - 4)
             bounds[name] = gaussian(*parts, significance=share)
     guesses = guesses or (count // 8, count // 8)
     delta = min(delta, 0.01 / count)
@@ -159,9 +159,9 @@ def noisy_gradients(
     """
     plan, transform = step.source.plan, step.source.transform
     # A canary stands for a unit. The streams of this step stay as they are.
-    own = {"samples_per_unit": None, "streams": Streams(), "counts": Streams()}
-    own["transform"] = transform.with_loss(loss, chunk_size)
-    source = replace(step.source, has_aux=False, **own)
+    changes = {"samples_per_unit": None, "streams": Streams(), "counts": Streams()}
+    changes["transform"] = transform.with_loss(loss, chunk_size)
+    source = replace(step.source, has_aux=False, **changes)
     step = replace(step, source=source, tx=_RECORDER, has_aux=False)
     step = replace(step, reduce=step.reduce.of(step), execute=copy(step.execute))
     state = state._replace(
@@ -174,7 +174,7 @@ def noisy_gradients(
     # Gradients keep the scales that they have in this state.
     optimizer: Any = {"uses": uses_of_noise(state.optimizer)}
     optimizer["grads"] = map_values(torch.zeros_like, state.params)
-    found, parts = [], [step.reduce.share(batch) for batch in batches]
+    releases, parts = [], [step.reduce.share(batch) for batch in batches]
     for number, batch in enumerate(parts, start=1):
         if number == len(parts):
             state = step.reduce.reloaded(state)
@@ -183,8 +183,8 @@ def noisy_gradients(
         if hasattr(step.execute, "reports"):  # a first call is captured, and not run
             step(state, *batch)
         state, _ = step(state, *batch)
-        found.append((state.optimizer["grads"], clipped.options.max_norm))
-    return found
+        releases.append((state.optimizer["grads"], clipped.options.max_norm))
+    return releases
 
 
 _RECORDER = GradientTransformation(
@@ -220,19 +220,19 @@ class Canaries:
         scales: Scales = MappingProxyType({}),
         densities: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        self._blocks = [each for item in params.items() for each in _blocks(*item)]
+        self._blocks = [piece for item in params.items() for piece in _blocks(*item)]
         names, _, sizes, parts = map(np.array, zip(*self._blocks, strict=True))
         draw = block(stream(key, "directions"), 0)
         signs = {}
         for name, value in params.items():
             flips = torch.from_numpy(draw.integers(0, 2, tuple(value.shape)))
             signs[name] = 1 - 2 * flips.float().to(value.device)
-        scales = {name: [*map(shards.whole, own)] for name, own in scales.items()}
+        scales = {name: [*map(shards.whole, scale)] for name, scale in scales.items()}
         over_scales = unscaled(signs, scales).items()
         self._signs = {name: value.reshape(-1) for name, value in over_scales}
         # They repeat after all of a block.
-        own = [draw.choice(n, min(n, count), replace=False) for n in sizes]
-        frequencies = np.stack([np.resize(some, count) for some in own], 1)
+        cycles = [draw.choice(n, min(n, count), replace=False) for n in sizes]
+        frequencies = np.stack([np.resize(cycle, count) for cycle in cycles], 1)
         self._frequencies = torch.from_numpy(frequencies)  # int64 [m, blocks]
         numbers, ranks = np.arange(count), parts.max() + 1
         kind = numbers // len(_NORMS) % (3 if ranks > 1 else 2)
@@ -254,15 +254,15 @@ class Canaries:
             groups[f"of shard {shard}"] = (kind == 2) & (parts[owner] == shard)
         for norm in _NORMS:
             groups[f"of norm {norm:g} max_norm"] = norms == norm
-        self.groups = {name: torch.from_numpy(some) for name, some in groups.items()}
+        self.groups = {name: torch.from_numpy(mask) for name, mask in groups.items()}
 
     def batch(self, rows: Tensor, norm: float, real: tuple | None) -> tuple:
         """Make canaries whose gradients have multiples of a norm, and real samples."""
         device = next(iter(self._signs.values())).device
         weights = self._weights[rows] * (self.norms[rows] * norm)[:, None]
-        made = self._frequencies[rows].to(device), weights.float().to(device)
+        waves = self._frequencies[rows].to(device), weights.float().to(device)
         if real is None:
-            return made
+            return waves
         size = batches.read("Plan.audit", real).size
 
         def before(x: Tensor) -> Tensor:
@@ -272,7 +272,7 @@ class Canaries:
             return torch.cat([x, x[:1].expand(len(rows), *x.shape[1:])])
 
         counts = 1 - before(torch.ones(len(rows), device=device))
-        return *map(before, made), counts, *map_tensors(filled, real)
+        return *map(before, waves), counts, *map_tensors(filled, real)
 
     def loss(self, real: LossFn | None, *, has_aux: bool) -> LossFn:
         """Return the loss of a canary, or of canaries and real samples."""
@@ -318,6 +318,6 @@ def _blocks(name: str, value: Any) -> Iterator[Block]:
     if shards.is_distributed(value) and value.placements[0].is_shard():
         parts = value.device_mesh.size()
     width = value.numel() // max(rows, 1)
-    for part, some in enumerate(torch.arange(rows).chunk(parts)):
-        if size := len(some) * width:
-            yield Block(name, int(some[0]) * width, size, part)
+    for part, chunk in enumerate(torch.arange(rows).chunk(parts)):
+        if size := len(chunk) * width:
+            yield Block(name, int(chunk[0]) * width, size, part)

@@ -42,7 +42,7 @@ _FRACTION = 2 * 24 + 1
 
 _SIDES = 2 ** (64 - _FRACTION)
 
-Take = Callable[[int], np.ndarray]
+Draw = Callable[[int], np.ndarray]
 """Returns the next words of a stream, uint64 `[n]`."""
 
 
@@ -61,8 +61,8 @@ class DiscreteNoise:
         for name, total in sums.items():
             self._check(name, total)
             noise = self._drawn(member, name, tuple(total.shape)).to(total.device)
-            whole = (total.detach().double() / grid).round()
-            noisy[name] = ((whole + noise) * grid).to(wide(total.dtype))
+            rounded = (total.detach().double() / grid).round()
+            noisy[name] = ((rounded + noise) * grid).to(wide(total.dtype))
         return noisy
 
     def advanced(self, sums: Params) -> tuple[Params, Tree]:
@@ -85,9 +85,9 @@ class DiscreteNoise:
 
         def draw(number: int) -> None:
             tags = *place, self.deviation, number
-            own = generators.fold_in(self.key, *tags).numpy().tobytes()
+            key = generators.fold_in(self.key, *tags).numpy().tobytes()
             part = noise[number * BLOCK :][:BLOCK]
-            part[:] = gaussian(len(part), Words(own, self.step).take)
+            part[:] = gaussian(len(part), Words(key, self.step).draw)
 
         blocks = range(math.ceil(len(noise) / BLOCK))
         generators.on_threads([partial(draw, block) for block in blocks], len(noise))
@@ -99,22 +99,22 @@ class Words:
 
     def __init__(self, key: bytes, step: int) -> None:
         self._key, self._step, self._tile = key, step, 0
-        self._left = np.empty(0, np.uint64)
+        self._unused = np.empty(0, np.uint64)
 
-    def take(self, count: int) -> np.ndarray:
+    def draw(self, count: int) -> np.ndarray:
         """Return the next words, uint64 `[n]`."""
-        if count > len(self._left):
+        if count > len(self._unused):
             tiles = max(-(-count // _WORDS), 64)
             fresh = chacha.memory(tiles)
             chacha.fill(fresh, self._key, self._step, self._tile)
             words = fresh.view(-1).numpy().view(np.uint64)
-            self._left = np.concatenate([self._left, words])
+            self._unused = np.concatenate([self._unused, words])
             self._tile += tiles
-        words, self._left = self._left[:count], self._left[count:]
+        words, self._unused = self._unused[:count], self._unused[count:]
         return words
 
 
-def gaussian(count: int, take: Take, bits: int = BITS) -> np.ndarray:
+def gaussian(count: int, draw: Draw, bits: int = BITS) -> np.ndarray:
     """Draw integers x, each with a probability proportional to `exp(-x^2 / 2 s^2)`.
 
     s is 2^bits, from 2 to 2^24. Of |x| = s v + u with u < s, v comes with a probability
@@ -122,28 +122,28 @@ def gaussian(count: int, take: Take, bits: int = BITS) -> np.ndarray:
     Karney's algorithm for normal numbers (arXiv 1303.6257). The exponents have bits
     that end, so each probability can be compared with words bit by bit.
     """
-    found = np.empty(0, np.int64)
-    while len(found) < count:
-        tries = 3 * (count - len(found)) // 2 + 64  # 0.72 of them stay
-        wholes, words = deviations(tries, take), take(tries)
+    integers = np.empty(0, np.int64)
+    while len(integers) < count:
+        tries = 3 * (count - len(integers)) // 2 + 64  # 0.72 of them stay
+        wholes, words = deviations(tries, draw), draw(tries)
         parts = (words >> np.uint64(64 - bits)).view(np.int64)
-        stay = happens(parts * parts << (_FRACTION - 1 - 2 * bits), take)
-        stay[stay] = happens(parts[stay] << (_FRACTION - bits), take, wholes[stay])
+        stay = happens(parts * parts << (_FRACTION - 1 - 2 * bits), draw)
+        stay[stay] = happens(parts[stay] << (_FRACTION - bits), draw, wholes[stay])
         values = (wholes << bits) + parts
         minus = (words & np.uint64(1)).astype(np.bool_)
         stay &= ~minus | (values > 0)  # zero has one sign
-        found = np.concatenate([found, np.where(minus, -values, values)[stay]])
-    return found[:count]
+        integers = np.concatenate([integers, np.where(minus, -values, values)[stay]])
+    return integers[:count]
 
 
-def deviations(count: int, take: Take) -> np.ndarray:
+def deviations(count: int, draw: Draw) -> np.ndarray:
     """Draw v = 0, 1, ..., each with a probability proportional to `exp(-v^2 / 2)`."""
-    words, table = take(count), np.array(_thresholds(64), np.uint64)
+    words, table = draw(count), np.array(_thresholds(64), np.uint64)
     values = np.searchsorted(table, words)
     for place in np.flatnonzero(table[np.minimum(values, len(table) - 1)] == words):
         number, bits = int(words[place]), 64
         while number in _thresholds(bits):  # more bits decide
-            number, bits = (number << 64) + int(take(1)[0]), bits + 64
+            number, bits = (number << 64) + int(draw(1)[0]), bits + 64
         values[place] = bisect_left(_thresholds(bits), number)
     return values
 
@@ -155,10 +155,10 @@ def _thresholds(bits: int) -> list[int]:
     with localcontext(prec=bits):
         parts = [(-Decimal(v * v) / 2).exp() for v in range(2 * last)]
         sums = [sum(parts[: v + 1]) / sum(parts) for v in range(last)]
-        return [int(each * 2**bits) for each in sums]
+        return [int(total * 2**bits) for total in sums]
 
 
-def happens(x: np.ndarray, take: Take, times: np.ndarray | None = None) -> np.ndarray:
+def happens(x: np.ndarray, draw: Draw, times: np.ndarray | None = None) -> np.ndarray:
     """Return whether events happen, each of the probability `exp(-x times / 2^49)`.
 
     x is int64 from 0 to 2^49, times is one by default. A chain of events of the
@@ -168,24 +168,24 @@ def happens(x: np.ndarray, take: Take, times: np.ndarray | None = None) -> np.nd
     result = np.ones(len(x), np.bool_)
     if times is not None:
         number = 0
-        while len(left := np.flatnonzero(result & (times > number))):
-            result[left] = happens(x[left], take)
+        while len(pending := np.flatnonzero(result & (times > number))):
+            result[pending] = happens(x[pending], draw)
             number += 1
         return result
-    left, side = np.arange(len(x)), 1
-    while len(left):
-        left = left[event(x[left], side, take)]
-        result[left] = ~result[left]
+    pending, side = np.arange(len(x)), 1
+    while len(pending):
+        pending = pending[event(x[pending], side, draw)]
+        result[pending] = ~result[pending]
         side += 1
     return result
 
 
-def event(x: np.ndarray, sides: int, take: Take) -> np.ndarray:
+def event(x: np.ndarray, sides: int, draw: Draw) -> np.ndarray:
     """Return whether events happen, each of the probability `x / 2^49 / sides`."""
-    words = take(len(x))
+    words = draw(len(x))
     hit = (words >> np.uint64(64 - _FRACTION)).view(np.int64) < x
     die = words & np.uint64(_SIDES - 1)
     fair = _SIDES // sides * sides
-    while len(again := np.flatnonzero(hit & (die >= fair))):
-        die[again] = take(len(again)) & np.uint64(_SIDES - 1)
+    while len(retries := np.flatnonzero(hit & (die >= fair))):
+        die[retries] = draw(len(retries)) & np.uint64(_SIDES - 1)
     return hit & (die % np.uint64(sides) == 0)

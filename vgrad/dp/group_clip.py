@@ -37,13 +37,13 @@ class GroupClip:
                     f"group_clip({kind}={{}}): expected a bound for a pattern of names "
                     f"at least, got none."
                 )
-            named = {f"{kind}[{each!r}]": x for each, x in numbers.items()}
+            named = {f"{kind}[{pattern!r}]": x for pattern, x in numbers.items()}
             checks.between("group_clip", LEAST, MOST, **named)
-            floats = {each: float(x) for each, x in numbers.items()}
+            floats = {pattern: float(x) for pattern, x in numbers.items()}
             self.__dict__[kind] = floats  # clips of equal numbers are equal
         sizes = {"bounds / deviations": self.norm}
-        for each, x in self.deviations.items():  # of the noise, which must not overflow
-            sizes[f"norm * deviations[{each!r}]"] = self.norm * x
+        for pattern, x in self.deviations.items():  # of noise, which must not overflow
+            sizes[f"norm * deviations[{pattern!r}]"] = self.norm * x
         checks.between("group_clip", LEAST, MOST, **sizes)
 
     def __hash__(self) -> int:
@@ -57,32 +57,32 @@ class GroupClip:
     @property
     def norm(self) -> float:
         """The largest norm of a clipped gradient, divided by the deviations."""
-        parts = (bound / self.deviations[each] for each, bound in self.bounds.items())
+        parts = (x / self.deviations[pattern] for pattern, x in self.bounds.items())
         return math.hypot(*parts)
 
     def scales(self, params: Params) -> dict[str, tuple[Any]]:
         """Return by name the numbers that make the noise one of all parameters."""
         patterns = self._patterns(params).items()
-        return {name: (1 / self.deviations[each],) for name, each in patterns}
+        return {name: (1 / self.deviations[pattern],) for name, pattern in patterns}
 
     def densities(self, params: Params) -> dict[str, float]:
         """Return by name the mean square of entries of the largest scaled gradient."""
         patterns, sizes = self._patterns(params), Counter[str]()
-        for name, each in patterns.items():
-            sizes[each] += params[name].numel()
-        norms = {each: x / self.deviations[each] for each, x in self.bounds.items()}
-        return {n: norms[each] ** 2 / sizes[each] for n, each in patterns.items()}
+        for name, group in patterns.items():
+            sizes[group] += params[name].numel()
+        norms = {group: x / self.deviations[group] for group, x in self.bounds.items()}
+        return {n: norms[group] ** 2 / sizes[group] for n, group in patterns.items()}
 
     def _patterns(self, params: Params) -> dict[str, str]:
         groups = {pattern: [pattern] for pattern in self.bounds}
         matched = members("Plan(max_norm=group_clip(...))", groups, params)
-        missing = params.keys() - {name for own in matched.values() for name in own}
+        missing = params.keys() - {name for names in matched.values() for name in names}
         if missing:
             raise ValueError(
                 f"Plan(max_norm=group_clip({self.bounds})): expected every parameter "
                 f"to match a pattern, but {checks.listed(missing)} match none."
             )
-        return {name: each for each, names in matched.items() for name in names}
+        return {name: pattern for pattern, names in matched.items() for name in names}
 
 
 def scaled(sums: Params, scales: Mapping[str, Sequence[Any]]) -> Params:

@@ -100,8 +100,8 @@ class Run:
     def _epoch(self) -> range:
         length, last = self.plan.steps_per_epoch, self.plan.steps - 1
         first = self.plan.earlier_steps
-        taken = max(0, min(self.step, last) - first)
-        start = first + taken // length * length
+        elapsed = max(0, min(self.step, last) - first)
+        start = first + elapsed // length * length
         return range(start, min(start + length, last + 1))
 
 

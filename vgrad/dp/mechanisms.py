@@ -66,8 +66,8 @@ class Mechanism:
     @classmethod
     def account_for(cls, relation: object) -> Account:
         """Return the account for a relation, of no noise if none is known."""
-        own = [x for name, x in cls.accounts.items() if name == relation]
-        return own[0] if own else Account((), ())
+        matching = [x for name, x in cls.accounts.items() if name == relation]
+        return matching[0] if matching else Account((), ())
 
     @classmethod
     def takes(cls, noise: str) -> bool:
@@ -77,9 +77,9 @@ class Mechanism:
     def check(self) -> None:
         """Refuse numbers that the mechanism has no account for."""
 
-    def settled(self) -> "Mechanism":
+    def optimal(self) -> "Mechanism":
         """Return the mechanism with the optimised coefficients of its noise."""
-        return replace(self, noise=self.noise.settled(**self._participation))
+        return replace(self, noise=self.noise.optimal(**self._participation))
 
     @property
     def expected_batch_size(self) -> float:
@@ -164,9 +164,9 @@ class Poisson(Mechanism):
 
     def drawing(self, key: Tensor) -> Callable[[int], Tensor]:
         """Return the batches of steps, as a function of the step of the run."""
-        own: Any = {"key": key, "max_batch_size": self.max_batch_size}
+        options: Any = {"key": key, "max_batch_size": self.max_batch_size}
         run = self.dataset_size, self.sampling_rate
-        return lambda step: poisson_sample(*run, step=step, **own)
+        return lambda step: poisson_sample(*run, step=step, **options)
 
 
 class TruncatedPoisson(Poisson):
@@ -224,11 +224,11 @@ class CyclicPoisson(Mechanism):
         bands, start, size = self.noise.size, self.start, self.dataset_size
         groups = random_groups(size, bands, key=key, equal=self.equal)
         run = size, bands * self.sampling_rate
-        own: Any = {"key": key, "max_batch_size": self.max_batch_size}
+        options: Any = {"key": key, "max_batch_size": self.max_batch_size}
 
         def draw(step: int) -> Tensor:
             among = groups == (step - start) % bands
-            return poisson_sample(*run, step=step, among=among, **own)
+            return poisson_sample(*run, step=step, among=among, **options)
 
         return draw
 
@@ -264,12 +264,12 @@ class FixedOrder(Mechanism):
 
     def check(self) -> None:
         """Refuse batches of a size that is no whole number."""
-        whole = self.expected_batch_size
-        if round(whole) < 1 or abs(whole - round(whole)) > 1e-9 * whole:
+        size = self.expected_batch_size
+        if round(size) < 1 or abs(size - round(size)) > 1e-9 * size:
             raise ValueError(
                 f"Plan(sampling_rate={self.sampling_rate}, dataset_size="
                 f"{self.dataset_size}, sampling='fixed_order'): expected batches of a "
-                f"whole number of samples, got {whole!r}. Pass sampling_rate="
+                f"whole number of samples, got {size!r}. Pass sampling_rate="
                 f"batch_size / dataset_size."
             )
 
@@ -286,8 +286,8 @@ class FixedOrder(Mechanism):
     @property
     def _participation(self) -> dict[str, int]:
         apart = self.steps_per_epoch
-        most = -(-self.steps // apart)
-        return {"steps": self.steps, "separation": apart, "participations": most}
+        times = -(-self.steps // apart)
+        return {"steps": self.steps, "separation": apart, "participations": times}
 
     def spent(self, steps: int) -> Steps:
         """Return the first steps as Gaussian mechanisms on all samples."""
@@ -324,7 +324,7 @@ class Combination(NamedTuple):
     max_batch_size: int | str | None
     accountant: Accountant
 
-    def found(self) -> tuple[type[Mechanism], Neighbours] | None:
+    def find(self) -> tuple[type[Mechanism], Neighbours] | None:
         """Return the mechanism and the relation with an account; None if none has."""
         usual = (kind.sampling for kind in MECHANISMS if kind.takes(self.noise))
         place = self.sampling or next(usual, None), bool(self.max_batch_size)
@@ -339,8 +339,8 @@ class Combination(NamedTuple):
 
     def resolved(self) -> tuple[type[Mechanism], Neighbours]:
         """Return the mechanism and the relation; refuse a choice without an account."""
-        if (found := self.found()) is not None:
-            return found
+        if (pair := self.find()) is not None:
+            return pair
         values = {
             "sampling": get_args(Sampling),
             "neighbours": get_args(Neighbours),
@@ -350,13 +350,13 @@ class Combination(NamedTuple):
         }
         ways = []
         for name, others in values.items():
-            works = [x for x in others if self._replace(**{name: x}).found()]
+            works = [x for x in others if self._replace(**{name: x}).find()]
             if works:
                 ways.append(f"{name} {' or '.join(map(repr, works))}")
-        given = {n: x for n, x in self._asdict().items() if x not in (None, False)}
-        given = ", ".join(f"{name}={checks.shown(x)}" for name, x in given.items())
+        choices = {n: x for n, x in self._asdict().items() if x not in (None, False)}
+        text = ", ".join(f"{name}={checks.shown(x)}" for name, x in choices.items())
         raise ValueError(
-            f"Plan({given}): expected a combination with an account, got one of which "
+            f"Plan({text}): expected a combination with an account, got one of which "
             f"no epsilon is known. With all else as it is, take "
             f"{'; or '.join(ways) or 'the defaults of sampling and neighbours'}."
         )
@@ -372,6 +372,6 @@ def accounts() -> str:
             noises, accountants = kind.account_for(relation)
             refused = [noise for noise in NOISES if noise not in noises]
             lists = noises, accountants, refused if noises else ["all"]
-            cells = (", ".join(each) or "none" for each in lists)
+            cells = (", ".join(names) or "none" for names in lists)
             rows.append((kind.__name__, relation, *cells))
     return table(rows)

@@ -167,16 +167,16 @@ def gaussian_noise(
     before has returned; None where nobody keeps one.
     """
     deviation: Any = noise_multiplier * sensitivity.value
-    known = not isinstance(deviation, Tensor) and noise_multiplier != 0
-    if known and not _LEAST < deviation < 1 / _LEAST:
+    fixed = not isinstance(deviation, Tensor) and noise_multiplier != 0
+    if fixed and not _LEAST < deviation < 1 / _LEAST:
         raise ValueError(
             f"{function}(noise_multiplier={noise_multiplier!r}, {sensitivity}): "
             f"expected a standard deviation between {_LEAST} and {1 / _LEAST}, got "
             f"{deviation!r}. Clip to another norm."
         )
     filter = filter if noise_multiplier else INDEPENDENT
-    own = streams or Streams(), filter, first, ()
-    noise = Noise(key, step, float(noise_multiplier), deviation, *own)
+    fields = streams or Streams(), filter, first, ()
+    noise = Noise(key, step, float(noise_multiplier), deviation, *fields)
     if not filter.correlated:
         return noise
     if history is None:
@@ -234,8 +234,8 @@ class Noise:
         count *= not self.filter.cached
         if not isinstance(history, NoiseHistory):
             got = "none"
-        elif (taken := int(history.step)) != self.step:
-            got = f"one of {taken} steps"
+        elif (steps := int(history.step)) != self.step:
+            got = f"one of {steps} steps"
         elif not torch.equal(history.identity.cpu(), _identity(self.key)):
             got = "one of another key or plan"
         elif len(history.buffers) != count:
@@ -307,18 +307,18 @@ class Noise:
         _check_sums(sums)
         if not self.multiplier:
             return [{name: x.to(wide(x.dtype), copy=True) for name, x in sums.items()}]
-        given = [{name: _flat(x[name]) for name in sums} for x in (sums, *old)]
-        kinds = None, *[torch.float64] * self.filter.made
+        inputs = [{name: _flat(x[name]) for name in sums} for x in (sums, *old)]
+        kinds = None, *[torch.float64] * self.filter.new_buffer_count
         into = [
-            {name: torch.empty_like(x, dtype=kind) for name, x in given[0].items()}
+            {name: torch.empty_like(x, dtype=kind) for name, x in inputs[0].items()}
             for kind in kinds
         ]
         parts: dict[torch.device, dict[Any, Part]] = {}
-        for name, x in given[0].items():
+        for name, x in inputs[0].items():
             parts.setdefault(x.device, {})[name] = _part(sums[name], name, member)
-        for device, some in parts.items():
+        for device, device_parts in parts.items():
             run = self._add_on_host if is_host(device) else self._add_on_device
-            run(some, given, into)
+            run(device_parts, inputs, into)
         noisy, *new = into
         return [
             {name: _finished(x, sums[name]) for name, x in noisy.items()},
@@ -328,16 +328,16 @@ class Noise:
     @property
     def _steps(self) -> range:
         """The steps whose draws are combined, the last one first."""
-        least = max(self.first, self.step + 1 - len(self.filter.taken))
-        return range(self.step, least - 1, -1)
+        earliest = max(self.first, self.step + 1 - len(self.filter.draw_weights))
+        return range(self.step, earliest - 1, -1)
 
     def _add_on_host(
-        self, parts: dict[Any, "Part"], given: list[dict], into: list[dict]
+        self, parts: dict[Any, "Part"], inputs: list[dict], into: list[dict]
     ) -> None:
         """Add noise to flat sums, on all threads, each in a part of its cache."""
-        arrays = [{name: x[name].numpy() for name in parts} for x in (*given, *into)]
-        total, noisy = arrays[0], arrays[len(given)]
-        old, made = arrays[1 : len(given)], arrays[len(given) + 1 :]
+        arrays = [{name: x[name].numpy() for name in parts} for x in (*inputs, *into)]
+        total, noisy = arrays[0], arrays[len(inputs)]
+        old, targets = arrays[1 : len(inputs)], arrays[len(inputs) + 1 :]
         count = sum(map(len, total.values()))
         share = max(count // (2 * torch.get_num_threads()), 1)
         size = min(max(_LEAST_ON_HOST, 2 ** (share.bit_length() - 1)), _MOST_ON_HOST)
@@ -359,17 +359,17 @@ class Noise:
 
             noise, last = self.filter.combined(map(draw, self._steps))
             places = [(x.name, x.entries, x.places()) for x in layout.groups[number]]
-            for name, entries, place in places if made else ():
-                before = [each[name][entries] for each in old]
+            for name, entries, place in places if targets else ():
+                before = [buffer[name][entries] for buffer in old]
                 x, new = self.filter.filtered(noise[place], last[place], before)
-                for each, numbers in zip(made, new, strict=True):
-                    each[name][entries] = numbers
+                for target, numbers in zip(targets, new, strict=True):
+                    target[name][entries] = numbers
                 noise[place] = x
             noise *= deviation
             for name, entries, place in places:
                 noise[place] += total[name][entries]
-            most = 2.0**50 * grid  # NaN is not below it
-            if -most < noise.min(initial=0.0) and noise.max(initial=0.0) < most:
+            limit = 2.0**50 * grid  # NaN is not below it
+            if -limit < noise.min(initial=0.0) and noise.max(initial=0.0) < limit:
                 # Rounded to the grid, and without -0.0.
                 noise += 1.5 * 2.0**52 * grid
                 noise -= 1.5 * 2.0**52 * grid
@@ -384,27 +384,27 @@ class Noise:
         generators.on_threads(works, count)
 
     def _add_on_device(
-        self, parts: dict[Any, "Part"], given: list[dict], into: list[dict]
+        self, parts: dict[Any, "Part"], inputs: list[dict], into: list[dict]
     ) -> None:
         """Add noise to flat sums, in few ops for all of them."""
-        device = given[0][next(iter(parts))].device
+        device = inputs[0][next(iter(parts))].device
         sizes, grid = (ON_DEVICE, _MOST_ON_DEVICE), _grid(self.deviation)
         layout = self.streams.layout(self, parts, device, *sizes)
 
         for number, group in enumerate(layout.groups):
             parts_of = [
-                [each[p.name][p.entries] for p in group] for each in (*given, *into)
+                [flat[p.name][p.entries] for p in group] for flat in (*inputs, *into)
             ]
-            total, *old = map(_joined, parts_of[: len(given)])
+            total, *old = map(_joined, parts_of[: len(inputs)])
             noise, last = self.filter.combined(layout.noise(number, self._steps))
             noise = _joined([noise[p.places(device)] for p in group])
             if self.filter.cached:
                 last = _joined([last[p.places(device)] for p in group])
             value, new = self.filter.filtered(noise, last, old)
             value = _rounded((value * self.deviation).add_(total.double()), grid)
-            targets = zip(parts_of[len(given) :], (value, *new), strict=True)
+            targets = zip(parts_of[len(inputs) :], (value, *new), strict=True)
             for target, numbers in targets:
-                if len(dtypes := {each.dtype for each in target}) == 1:
+                if len(dtypes := {tensor.dtype for tensor in target}) == 1:
                     numbers = numbers.to(*dtypes)
                 kernels.copy_all_(target, numbers.split([*map(len, target)]))
 
@@ -418,16 +418,16 @@ class Noise:
         [device] = devices
         parts = {name: _part(total, name) for name, total in sums.items()}
         layout = self.streams.layout(self, parts, device, chacha.TILES * TILE)
-        own = self.deviation, self.filter, self._buffers(sums)
-        count = len(self.filter.taken)
+        fields = self.deviation, self.filter, self._buffers(sums)
+        count = len(self.filter.draw_weights)
         steps = torch.arange(self.step, self.step - count, -1, device=device)
         weights = None if count == 1 else (steps >= self.first).double()
         if not is_host(device):
             stream = (*layout.table(0), chacha.nonces(steps))
-            return Drawn(None, stream, weights, *own)
+            return Drawn(None, stream, weights, *fields)
         words = [layout.words(0, step) for step in self._steps]
         words += [torch.zeros_like(words[0]) for _ in range(count - len(words))]
-        return Drawn(tuple(words), None, weights, *own)
+        return Drawn(tuple(words), None, weights, *fields)
 
 
 class Drawn(NamedTuple):
@@ -453,16 +453,16 @@ class Drawn(NamedTuple):
         # Both numbers of a pair apart, so that a compiler joins all of it.
         halves = map(self.filter.combined, zip(*draws, strict=True))
         both = [torch.stack(pair, -2).reshape(-1) for pair in zip(*halves, strict=True)]
-        noisy, made, start, grid = {}, {}, 0, _grid(self.deviation)
+        noisy, buffers, start, grid = {}, {}, 0, _grid(self.deviation)
         for name, total in sums.items():
-            own = [x[start : start + total.numel()].view(total.shape) for x in both]
-            old = [each[name] for each in self.buffers]
-            noise, made[name] = self.filter.filtered(*own, old)
+            numbers = [x[start : start + total.numel()].view(total.shape) for x in both]
+            old = [buffer[name] for buffer in self.buffers]
+            noise, buffers[name] = self.filter.filtered(*numbers, old)
             value = noise * self.deviation + total.double()
             noisy[name] = _rounded(value, grid).to(wide(total.dtype))
             start += TILE * math.ceil(total.numel() / TILE)
-        places = range(self.filter.made)
-        return noisy, [{name: new[i] for name, new in made.items()} for i in places]
+        places = range(self.filter.new_buffer_count)
+        return noisy, [{name: new[i] for name, new in buffers.items()} for i in places]
 
 
 class Privatizing(NamedTuple):
@@ -526,18 +526,18 @@ def normals_of_host(words: Tensor, memory: Memory) -> np.ndarray:
     """
     tiles, bits = len(words), words.numpy()
     radius, tangent, scale, small = [numbers[:tiles] for numbers in memory.scratch]
-    whole = scale.view(np.int64)
-    np.bitwise_and(bits[:, 0], 2**63 - 1, out=whole)
-    np.copyto(radius, whole)
-    np.right_shift(bits[:, 1], 11, out=whole)
-    np.copyto(tangent, whole)
+    integers = scale.view(np.int64)
+    np.bitwise_and(bits[:, 0], 2**63 - 1, out=integers)
+    np.copyto(radius, integers)
+    np.right_shift(bits[:, 1], 11, out=integers)
+    np.copyto(tangent, integers)
     # Elsewhere float64 rounds the 11 bits away. Eight comparisons are read as one.
     np.less(radius, 2.0**54, out=small)
-    found = np.flatnonzero(small.reshape(-1).view(np.int64))
+    places = np.flatnonzero(small.reshape(-1).view(np.int64))
     eights = bits.reshape(2 * tiles, -1, 8)
-    row, column = np.divmod(found, eights.shape[1])
+    row, column = np.divmod(places, eights.shape[1])
     last = (eights[2 * row + 1, column] | -(2**11)) * 2.0**-11
-    radius.reshape(-1, 8)[found] -= last
+    radius.reshape(-1, 8)[places] -= last
     radius *= 2.0**-63
     np.log(radius, out=radius)
     radius *= -2
@@ -571,10 +571,10 @@ class Streams:
     def layout(self, noise: Noise, parts: dict[Any, "Part"], *place: Any) -> "_Layout":
         """Return the tiles of parts of tensors: on a device, in groups of some size."""
         kind = bytes(noise.key.cpu().numpy()), noise.tags, tuple(parts.items())
-        known = self._layouts.get(place)
-        if known is None or known[0] != kind:
-            known = self._layouts[place] = kind, _Layout(noise, parts, *place)
-        return known[1]
+        cached = self._layouts.get(place)
+        if cached is None or cached[0] != kind:
+            cached = self._layouts[place] = kind, _Layout(noise, parts, *place)
+        return cached[1]
 
 
 class _Layout:
@@ -586,7 +586,7 @@ class _Layout:
         parts: dict[Any, "Part"],
         device: torch.device,
         size: int,
-        most: float = math.inf,
+        group_size: float = math.inf,
     ) -> None:
         self.groups: list[list[Piece]] = [[]]
         self._device = device
@@ -601,10 +601,10 @@ class _Layout:
                 begin = block * size
                 number, tile = divmod(begin // TILE, chacha.TILES)
                 if number not in keys:
-                    own = generators.fold_in(noise.key, *place, number)
-                    keys[number] = own.numpy().tobytes()
+                    stream_key = generators.fold_in(noise.key, *place, number)
+                    keys[number] = stream_key.numpy().tobytes()
                 tiles = math.ceil(min(size, math.prod(part.shape) - begin) / TILE)
-                if count and count + tiles * TILE > most:
+                if count and count + tiles * TILE > group_size:
                     self.groups.append([])
                     count = 0
                 of = name, part, entries, count, count - begin
@@ -618,13 +618,13 @@ class _Layout:
         if len(self.groups) > 1 or not first <= low <= step < first + len(drawn):
             keys, _ = self.table(number)
             # Each op draws for the next steps too, where one step has few numbers.
-            most = ON_DEVICE // (TILE * len(keys)) if len(self.groups) == 1 else 1
-            if most <= len(steps):
+            ahead = ON_DEVICE // (TILE * len(keys)) if len(self.groups) == 1 else 1
+            if ahead <= len(steps):
                 yield from (self._drawn(number, step, 1)[0] for step in steps)
                 return
-            count = most if step == first + len(drawn) else len(steps)
+            count = ahead if step == first + len(drawn) else len(steps)
             first, drawn = self._ahead = low, self._drawn(number, low, count)
-        yield from (drawn[each - first] for each in steps)
+        yield from (drawn[step - first] for step in steps)
 
     def _drawn(self, number: int, step: int, count: int) -> Tensor:
         keys, tiles = self.table(number)
@@ -638,16 +638,16 @@ class _Layout:
         On all threads, or on this one into memory that is given.
         """
         group = self.groups[number]
-        count, alone = sum([piece.tiles for piece in group]), memory is not None
+        count, in_thread = sum([piece.tiles for piece in group]), memory is not None
         if memory is None:
             memory = chacha.memory(count)
-        most, works = _MOST_ON_HOST // TILE, []
+        part_tiles, works = _MOST_ON_HOST // TILE, []
         for piece in group:
-            own = memory[piece.start // TILE :][: piece.tiles].split(most)
-            for i, words in enumerate(own):
-                place = piece.key, step, piece.tile + i * most
+            parts = memory[piece.start // TILE :][: piece.tiles].split(part_tiles)
+            for i, words in enumerate(parts):
+                place = piece.key, step, piece.tile + i * part_tiles
                 works.append(partial(chacha.fill, words, *place))
-        generators.on_threads(works, 0 if alone else count * TILE)
+        generators.on_threads(works, 0 if in_thread else count * TILE)
         return memory[:count]
 
     def table(self, number: int) -> tuple[Tensor, Tensor]:

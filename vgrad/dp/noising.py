@@ -58,8 +58,9 @@ class Filter(NamedTuple):
     * `decays`, `scales`: `x_t = z_t - sum_i scales[i] S_i`, and then
       `S_i = decays[i] S_i + x_t`, from zero
 
-    A step adds `weights` times buffers to the last draws times `taken`. The buffers are
-    S, or the last x, or of `cached` draws the last z: the draw of a step alone is new.
+    A step adds `weights` times buffers to the last draws times `draw_weights`. The
+    buffers are S, or the last x, or of `cached` draws the last z: the draw of a step
+    alone is new.
     """
 
     draws: tuple[float, ...] = (1.0,)
@@ -69,7 +70,7 @@ class Filter(NamedTuple):
     cached: bool = False
 
     @property
-    def taken(self) -> tuple[float, ...]:
+    def draw_weights(self) -> tuple[float, ...]:
         """The weights of the draws that a step takes, the last one first."""
         if self.feedback:
             return (1 / self.feedback[0],)
@@ -83,7 +84,7 @@ class Filter(NamedTuple):
         return self.draws[1:] if self.cached else tuple([-x for x in self.scales])
 
     @property
-    def made(self) -> int:
+    def new_buffer_count(self) -> int:
         """The number of buffers that a step makes: the others are earlier ones."""
         return len(self.decays) or min(len(self.weights), 1)
 
@@ -95,7 +96,7 @@ class Filter(NamedTuple):
     def combined(self, draws: Iterable[Any]) -> tuple[Any, Any]:
         """Return the sum of draws, the last one first, with their weights; and it."""
         draws = iter(draws)
-        last, (first, *others) = next(draws), self.taken
+        last, (first, *others) = next(draws), self.draw_weights
         total = last if first == 1 else last * first
         for weight, draw in zip(others, draws, strict=False):  # fewer at the start
             total = total + draw * weight
@@ -109,7 +110,7 @@ class Filter(NamedTuple):
         if self.decays:
             pairs = zip(self.decays, old, strict=True)
             return x, [decay * buffer + x for decay, buffer in pairs]
-        return x, [last if self.cached else x][: self.made]
+        return x, [last if self.cached else x][: self.new_buffer_count]
 
     def shifted(self, new: Iterable[Any], old: Iterable[Any]) -> tuple[Any, ...]:
         """Return the buffers of the next step, without copies of old ones."""
@@ -195,15 +196,15 @@ class Noising:
         """
         run = {"separation": separation, "participations": participations}
         numbers = checks.whole("Noising.fitted", least=1, steps=steps, **run)
-        settled = self.settled(steps, **run)
-        found, size = settled.coefficients, settled.size
+        scheme = self.optimal(steps, **run)
+        coefficients, size = scheme.coefficients, scheme.size
         if self.scheme == "bisr":
-            found = tuple(_half(size, -0.5).tolist())
+            coefficients = tuple(_half(size, -0.5).tolist())
         forms = {
-            "band_mf": Filter(feedback=found),
-            "blt": Filter(decays=found[:size], scales=found[size:]),
+            "band_mf": Filter(feedback=coefficients),
+            "blt": Filter(decays=coefficients[:size], scales=coefficients[size:]),
         }
-        of_draws = Filter(found or (1.0,), cached=self.cache)
+        of_draws = Filter(coefficients or (1.0,), cached=self.cache)
         fitted = Fitted(forms.get(self.scheme, of_draws), *numbers)
         with np.errstate(all="ignore"):
             finite = math.isfinite(fitted.root_loss()) if self.coefficients else True
@@ -215,11 +216,11 @@ class Noising:
             )
         return fitted
 
-    def settled(self, steps: int, *, separation: int, participations: int) -> "Noising":
-        """Return the same scheme with the optimised coefficients, if it has some.
+    def optimal(self, steps: int, *, separation: int, participations: int) -> "Noising":
+        """Return the scheme with coefficients optimised for a run, if it has any.
 
         Other versions of SciPy find them a little otherwise, and then noise that is
-        made again would differ: a plan and its checkpoints hold the settled scheme.
+        made again would differ: a plan and its checkpoints hold the optimised one.
         """
         if self.coefficients or self.scheme in ("independent", "bisr"):
             return self
@@ -413,19 +414,19 @@ def matrix_sensitivity(matrix: Array, separation: int, participations: int) -> f
     best pattern of these sums.
     """
 
-    def most(values: Array) -> Array:
+    def best_sum(values: Array) -> Array:
         """Sum the best entries of the last axis that are `separation` apart."""
         n = values.shape[-1]
         best = np.zeros((n + separation, *values.shape[:-1]))
         for _ in range(min(participations, -(-n // separation))):
             more = np.zeros_like(best)
             for i in reversed(range(n)):
-                taken = values[..., i] + best[i + separation]
-                more[i] = np.maximum(taken, more[i + 1])
+                with_entry = values[..., i] + best[i + separation]
+                more[i] = np.maximum(with_entry, more[i + 1])
             best = more
         return best[0]
 
-    return float(np.sqrt(most(most(np.abs(matrix.T @ matrix)))))
+    return float(np.sqrt(best_sum(best_sum(np.abs(matrix.T @ matrix)))))
 
 
 def _repeated(column: Array, separation: int, times: int) -> Array:
@@ -458,12 +459,12 @@ def _optimised(
     """Return the coefficients of a scheme for a run: a pure function."""
     times = min(participations, -(-n // separation))
     if scheme == "blt":
-        found = _blt(n, size, separation, times)
+        coefficients = _blt(n, size, separation, times)
     elif scheme == "band_mf":
-        found = _padded(_bands(n, min(size, n)), size)
+        coefficients = _padded(_bands(n, min(size, n)), size)
     else:
-        found = _padded(_inverse_bands(n, min(size, n), separation, times), size)
-    return tuple(found.tolist())
+        coefficients = _padded(_inverse_bands(n, min(size, n), separation, times), size)
+    return tuple(coefficients.tolist())
 
 
 def _half(bands: int, power: float) -> Array:
@@ -522,8 +523,8 @@ def _inverse_bands(n: int, bands: int, separation: int, times: int) -> Array:
 
     start = _half(bands, 0.5)
     ratios = start[1:] / start[:-1]
-    found = sums(_minimum(loss, np.log(ratios / (1 - ratios))))
-    return np.diff(found, prepend=0.0)
+    partial_sums = sums(_minimum(loss, np.log(ratios / (1 - ratios))))
+    return np.diff(partial_sums, prepend=0.0)
 
 
 def _blt(n: int, buffers: int, separation: int, times: int) -> Array:
@@ -539,19 +540,19 @@ def _blt(n: int, buffers: int, separation: int, times: int) -> Array:
 
     def gaps(free: Array) -> tuple[Array, Array]:
         falling = np.exp(-np.cumsum(np.logaddexp(0, -free)))
-        own, back = falling[::-1].reshape(-1, 2).T
-        return own, back
+        decay, back = falling[::-1].reshape(-1, 2).T
+        return decay, back
 
-    def scales(own: Array, back: Array) -> Array:
-        among = own - own[:, None] + np.eye(buffers)
-        return (back - own[:, None]).prod(1) / among.prod(1)
+    def scales(decay: Array, back: Array) -> Array:
+        among = decay - decay[:, None] + np.eye(buffers)
+        return (back - decay[:, None]).prod(1) / among.prod(1)
 
     def sums(logs: Array, n: Any) -> Array:
         return np.expm1(n * logs) / np.expm1(logs)  # of n powers
 
     def loss(free: Array) -> float:
-        own, back = gaps(free)
-        logs, omega = np.log1p(-own), scales(own, back)
+        decay, back = gaps(free)
+        logs, omega = np.log1p(-decay), scales(decay, back)
         before = sums(separation * logs, hits) * np.exp((separation - 1) * logs)
         after = sums(separation * logs, hits + 1) * omega
         pairs = logs + logs[:, None]
@@ -559,19 +560,19 @@ def _blt(n: int, buffers: int, separation: int, times: int) -> Array:
         squares += (after[:-1].T @ after[:-1] * sums(pairs, separation - 1)).sum()
         squares += after[-1] @ sums(pairs, last - 1) @ after[-1]
 
-        logs, rest = np.log1p(-back), (own / back).prod()
-        parts = -scales(back, own) / back
+        logs, rest = np.log1p(-back), (decay / back).prod()
+        parts = -scales(back, decay) / back
         error = n * rest**2 + 2 * rest * (parts @ sums(logs, n))
         error += parts @ sums(logs + logs[:, None], n) @ parts
         return np.log(squares * error)
 
-    found = []
-    for least in (1e-3, 0.1):  # with several participations there are two minima
-        start = np.geomspace(0.5, least, 2 * buffers)
+    minima = []
+    for smallest in (1e-3, 0.1):  # with several participations there are two minima
+        start = np.geomspace(0.5, smallest, 2 * buffers)
         ratios = start / np.append(1.0, start[:-1])
-        found.append(_minimum(loss, np.log(ratios / (1 - ratios)), "3-point"))
-    own, back = gaps(min(found, key=loss))
-    return np.concatenate([1 - own, scales(own, back)])
+        minima.append(_minimum(loss, np.log(ratios / (1 - ratios)), "3-point"))
+    decay, back = gaps(min(minima, key=loss))
+    return np.concatenate([1 - decay, scales(decay, back)])
 
 
 def _minimum(loss: Any, start: Array, slopes: Any = True) -> Array:

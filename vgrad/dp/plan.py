@@ -125,15 +125,15 @@ class Plan:
         counts = {"dataset_size": self.dataset_size, "steps": self.steps}
         size, steps = checks.whole("Plan", least=1, **counts)
         accounting.check("Plan", self.sampling_rate, steps, self.delta, self.accountant)
-        own: dict[str, Any] = self.__dict__
+        values: dict[str, Any] = self.__dict__
         for name, kind, text in (
             ("before", Plan, "a Plan"),
             ("noise", Noising, "a scheme such as noising.band_mf(4)"),
         ):
-            value = own[name]
+            value = values[name]
             if isinstance(value, Mapping):  # as dataclasses.asdict writes them
                 make = plan_of if kind is Plan else kind
-                value = own[name] = make(**value)
+                value = values[name] = make(**value)
             if not isinstance(value, kind if name == "noise" else kind | None):
                 raise TypeError(
                     f"Plan({name}): expected {text}, got a {type(value).__name__}."
@@ -141,18 +141,18 @@ class Plan:
         numbers = {"noise_multiplier": self.noise_multiplier}
         checks.non_negative("Plan", **numbers)
         if isinstance(self.max_norm, Mapping):
-            own["max_norm"] = clip_of(self.max_norm)
+            values["max_norm"] = clip_of(self.max_norm)
         if not isinstance(self.max_norm, QuantileClip | GroupClip):
             checks.positive("Plan", max_norm=self.max_norm)
             numbers["max_norm"] = self.max_norm
         checks.finite("Plan", **numbers)
         # Plans of equal numbers are equal, whatever the types of the numbers.
         numbers |= {"sampling_rate": self.sampling_rate, "delta": self.delta}
-        own.update({name: float(number) for name, number in numbers.items()})
-        own.update(dataset_size=size, steps=steps)
+        values.update({name: float(number) for name, number in numbers.items()})
+        values.update(dataset_size=size, steps=steps)
         for name in ("samples_per_unit", "horizon", "max_batch_size"):
-            if own[name] not in (None, "auto"):
-                [own[name]] = checks.whole("Plan", least=1, **{name: own[name]})
+            if values[name] not in (None, "auto"):
+                [values[name]] = checks.whole("Plan", least=1, **{name: values[name]})
         if self.delta > 1 / self.dataset_size:
             warnings.warn(
                 f"Plan(delta={self.delta!r}): expected at most 1 / dataset_size = "
@@ -163,22 +163,22 @@ class Plan:
         checks.choice("Plan", (False, True, "sum"), discrete=self.discrete)
         if self.discrete != "sum" and self.discrete:
             raise ValueError(f"Plan(discrete=True): {_NO_INTEGERS}")
-        own["discrete"] = "sum" if self.discrete else False  # of strings of numpy
-        kind, own["neighbours"] = self._combination.resolved()
-        own["sampling"] = kind.sampling
+        values["discrete"] = "sum" if self.discrete else False  # of strings of numpy
+        kind, values["neighbours"] = self._combination.resolved()
+        values["sampling"] = kind.sampling
         self._check_before()
         self._check_noise()
         if self.max_batch_size == "auto":
-            own["max_batch_size"] = _least_batch(replace(self, max_batch_size=None))
-        own["noise"] = self.mechanism.noise
+            values["max_batch_size"] = _least_batch(replace(self, max_batch_size=None))
+        values["noise"] = self.mechanism.noise
 
     @property
     def _combination(self) -> Combination:
         noises = [self.noise.scheme] if self.noise.correlated else []
         noises += ["discrete"] if self.discrete else []
         noises += ["quantile_clip"] if self._adapts else []
-        noise, most = " and ".join(noises) or "independent", self.max_batch_size
-        kinds = self.sampling, self.neighbours, noise, most, self.accountant
+        noise, largest = " and ".join(noises) or "independent", self.max_batch_size
+        kinds = self.sampling, self.neighbours, noise, largest, self.accountant
         return Combination(*kinds)
 
     @property
@@ -189,13 +189,13 @@ class Plan:
     @functools.cached_property
     def _mechanism(self) -> Mechanism:
         kind, relation = self._combination.resolved()
-        steps, most = self.horizon or self.steps, self.max_batch_size
-        assert most != "auto"
+        steps, largest = self.horizon or self.steps, self.max_batch_size
+        assert largest != "auto"
         run = self.dataset_size, self.sampling_rate, self.noise_multiplier, self.noise
         start = self.earlier_steps
-        made = kind(*run, steps - start, start, relation, most)
-        made.check()
-        return made.settled()
+        mechanism = kind(*run, steps - start, start, relation, largest)
+        mechanism.check()
+        return mechanism.optimal()
 
     def _check_noise(self) -> None:
         if self.neighbours == "fixed_graph" and self.samples_per_unit != 1:
@@ -207,10 +207,10 @@ class Plan:
         if self.discrete:
             checks.positive("Plan(discrete)", noise_multiplier=self.noise_multiplier)
         if isinstance(self.max_norm, QuantileClip):
-            clip, whole = self.max_norm, self.sampling_rate * self.dataset_size
-            clip.gradient_multiplier(self.noise_multiplier, whole)
-            ends = {"least / expected_batch_size": clip.least / whole}
-            ends |= {"most / expected_batch_size": clip.most / whole}
+            clip, size = self.max_norm, self.sampling_rate * self.dataset_size
+            clip.gradient_multiplier(self.noise_multiplier, size)
+            ends = {"least / expected_batch_size": clip.least / size}
+            ends |= {"most / expected_batch_size": clip.most / size}
             checks.between("Plan(max_norm=quantile_clip(...))", LEAST, MOST, **ends)
 
     def _check_before(self) -> None:
@@ -239,8 +239,8 @@ class Plan:
             way = "The plan before has no bound by another one."
         else:
             return
-        given = f"{name}={getattr(self, name)!r}, before=..."
-        raise ValueError(f"Plan({given}): expected {expected}. {way}")
+        arguments = f"{name}={getattr(self, name)!r}, before=..."
+        raise ValueError(f"Plan({arguments}): expected {expected}. {way}")
 
     @property
     def _adapts(self) -> bool:
@@ -249,8 +249,8 @@ class Plan:
     @property
     def accountants(self) -> set[str]:
         """The accountants that have a bound of all steps, earlier ones included."""
-        own = {*self.mechanism.account_for(self.neighbours).accountants}
-        return own if self.before is None else own & self.before.accountants
+        names = {*self.mechanism.account_for(self.neighbours).accountants}
+        return names if self.before is None else names & self.before.accountants
 
     @classmethod
     def for_epsilon(
@@ -322,8 +322,8 @@ class Plan:
                 plan = cls(noise_multiplier=1.0, **numbers)
             noise = plan._least_noise(epsilon, releases)
             if automatic:
-                most = _least_batch(replace(plan, noise_multiplier=noise), releases)
-                numbers["max_batch_size"] = most
+                largest = _least_batch(replace(plan, noise_multiplier=noise), releases)
+                numbers["max_batch_size"] = largest
                 plan = cls(noise_multiplier=1.0, **numbers)
                 noise = plan._least_noise(epsilon, releases)
         return cls(noise_multiplier=noise, **numbers)
@@ -531,7 +531,7 @@ class Plan:
             )
         scale *= self.mechanism.deviation(step)
         if isinstance(self.max_norm, GroupClip):
-            return {each: scale * x for each, x in self.max_norm.deviations.items()}
+            return {group: scale * x for group, x in self.max_norm.deviations.items()}
         return scale
 
     @property
@@ -563,7 +563,7 @@ class Plan:
         """
         account = self.account(self._counted("Plan.epsilon", steps))
         [releases] = checks.whole("Plan.epsilon", least=1, releases=releases)
-        account = [each._replace(steps=each.steps * releases) for each in account]
+        account = [term._replace(steps=term.steps * releases) for term in account]
         return accounting.composed(account, self.delta, self.accountant)
 
     def _counted(self, function: str, steps: int | None) -> int:
@@ -581,8 +581,8 @@ class Plan:
         """List the steps of each kind among the first `steps` steps."""
         earlier = min(steps, self.earlier_steps)
         account = [] if self.before is None else self.before.account(earlier)
-        own = steps - earlier
-        return [*account, *([self.mechanism.spent(own)] if own else [])]
+        rest = steps - earlier
+        return [*account, *([self.mechanism.spent(rest)] if rest else [])]
 
     def dp_event(self, steps: int | None = None) -> Any:
         """Return the first steps as an event of dp_accounting, all of them by default.
@@ -600,7 +600,7 @@ class Plan:
             50
         """
         account = self.account(self._counted("Plan.dp_event", steps))
-        events = [each.event() for each in account]
+        events = [term.event() for term in account]
         library = checks.package("dp_accounting", "dp")
         if len(events) == 1:
             return events[0]
@@ -645,9 +645,9 @@ class Plan:
         run |= {"steps": steps, "delta": self.delta, "max_norm": 1.0}
         if schemes is None:
             batch = self.expected_batch_size
-            whole = batch >= 1 and math.isclose(batch, round(batch), rel_tol=1e-9)
+            is_integer = batch >= 1 and math.isclose(batch, round(batch), rel_tol=1e-9)
             schemes = [independent(), *(band_mf(b) for b in (2, 4, 8) if b * rate <= 1)]
-            schemes += [band_inv_mf(4), blt(2)] if whole else []
+            schemes += [band_inv_mf(4), blt(2)] if is_integer else []
         curves = []
         for scheme in schemes:
             plans = [Plan.for_epsilon(e, noise=scheme, **run) for e in epsilons]
@@ -730,8 +730,8 @@ class Plan:
         checks.dictionaries("add_gaussian_noise", sums=sums)
         first = self.earlier_steps if self.noise.correlated else 0
         place: dict[str, Any] = {"key": key, "step": step, "first": first}
-        own = checked("Plan.add_noise", sensitivity, self.noise_multiplier, **place)
-        place = {"key": key, "step": own["step"], "max_norm": max_norm}
+        numbers = checked("Plan.add_noise", sensitivity, self.noise_multiplier, **place)
+        place = {"key": key, "step": numbers["step"], "max_norm": max_norm}
         noise = self.step_noise(sensitivity, Streams(), **place)
         scales = self.scales(sums)
         return unscaled(noise.added(scaled(sums, scales), member), scales)
@@ -754,15 +754,15 @@ class Plan:
         `max_norm` of the step.
         """
         self._check_sum(sensitivity, max_norm)
-        own: dict[str, Any] = {"key": self._subkey(key), "step": step}
-        own |= {"streams": streams, "history": history}
+        options: dict[str, Any] = {"key": self._subkey(key), "step": step}
+        options |= {"streams": streams, "history": history}
         multiplier = self._gradient_multiplier * self.mechanism.sensitivity
-        own["noise_multiplier"] = multiplier
+        options["noise_multiplier"] = multiplier
         if self.noise.correlated:
-            own |= {"filter": self.fitted.filter, "first": self.earlier_steps}
+            options |= {"filter": self.fitted.filter, "first": self.earlier_steps}
         if isinstance(self.max_norm, GroupClip):
             sensitivity = Sensitivity(self.noise_norm / self.expected_batch_size)
-        noise = gaussian_noise("add_gaussian_noise", sensitivity, **own)
+        noise = gaussian_noise("add_gaussian_noise", sensitivity, **options)
         if not self.discrete:
             return noise
         deviation: Any = noise.deviation  # a number
@@ -861,12 +861,12 @@ class Plan:
                 f"got a {type(step).__name__}."
             )
         key = step.reduce.agreed(generators.secret_key(seed=seed))
-        own: Any = {"canaries": canaries, "guesses": guesses, "key": key}
-        own |= {"significance": significance, "scales": scales_of(state.optimizer)}
+        settings: Any = {"canaries": canaries, "guesses": guesses, "key": key}
+        settings |= {"significance": significance, "scales": scales_of(state.optimizer)}
         start = generators.from_bytes(self.identity_at(self.earlier_steps))
         release = partial(noisy_gradients, step, state, start)
-        options = step.source.transform.options
-        return self.audit_of("Plan.audit", release, options, state.params, batch, **own)
+        run = release, step.source.transform.options, state.params, batch
+        return self.audit_of("Plan.audit", *run, **settings)
 
     def audit_of(
         self,
@@ -882,9 +882,10 @@ class Plan:
         """Audit what `release` releases of the clipped sum of some options."""
         clip = self.max_norm
         densities = clip.densities(params) if isinstance(clip, GroupClip) else {}
-        own: Any = {"densities": densities, "scales": {**self.scales(params), **scales}}
-        own |= {"bound": self.noise_norm, "delta": self.delta, **numbers}
-        return audit(function, self.mechanism, release, options, params, batch, **own)
+        numbers |= {"densities": densities, "scales": {**self.scales(params), **scales}}
+        numbers |= {"bound": self.noise_norm, "delta": self.delta}
+        arguments = self.mechanism, release, options, params, batch
+        return audit(function, *arguments, **numbers)
 
     def _subkey(self, key: Tensor) -> Tensor:
         # So that two plans never share batches or noise.
@@ -984,7 +985,7 @@ def units_of(function: str, plan: Plan, units: Any) -> Units | None:
 @functools.cache
 def _least_batch(plan: Plan, releases: int = 1) -> int:
     """Return the least `max_batch_size` that costs at most 1 % of epsilon."""
-    most = _PRICE_OF_AUTO * plan.epsilon(releases=releases)
+    limit = _PRICE_OF_AUTO * plan.epsilon(releases=releases)
     mean = plan.expected_batch_size
     low, high = math.ceil(mean), plan.mechanism.sampled  # where all fit
     # Hardly a batch is seven deviations above the mean.
@@ -992,6 +993,6 @@ def _least_batch(plan: Plan, releases: int = 1) -> int:
     while low < high:
         middle = middle if low < middle < high else (low + high) // 2
         cut = replace(plan, max_batch_size=middle)
-        fits = cut.epsilon(releases=releases) <= most
+        fits = cut.epsilon(releases=releases) <= limit
         low, high = (low, middle) if fits else (middle + 1, high)
     return high

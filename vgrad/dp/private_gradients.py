@@ -108,17 +108,17 @@ class Release(NamedTuple):
         drawn = None if graph is None else graph.drawn(sums)
         if graph is None or drawn is None:
             grads, history = self.privatized()
-            own = tx, grads, optimizer, params
-            params, optimizer, _ = stepped(execute, *own, donate=donate)
+            arguments = tx, grads, optimizer, params
+            params, optimizer, _ = stepped(execute, *arguments, donate=donate)
             return params, optimizer, {"noise": history}
         state = Privatizing(drawn, self.scales)
         if donate:
-            grads, made = execute(add_noise, sums, state)
+            grads, buffers = execute(add_noise, sums, state)
             params, optimizer = optim.step(tx, grads, optimizer, params, donate=True)
         else:
-            own = tx, sums, (state, optimizer), params
-            params, (made, optimizer) = execute(noisy_step, *own)
-        return params, optimizer, {"noise": graph.after(sums, drawn.buffers, made)}
+            arguments = tx, sums, (state, optimizer), params
+            params, (buffers, optimizer) = execute(noisy_step, *arguments)
+        return params, optimizer, {"noise": graph.after(sums, drawn.buffers, buffers)}
 
 
 def noisy_step(
@@ -147,11 +147,11 @@ class PrivateSource:
                 f"parameters, got complex ones in {refused}. Train "
                 f"torch.view_as_real(w), and take its view_as_complex in the model."
             )
-        clip, own = self.plan.max_norm, self.transform
+        clip, clipped = self.plan.max_norm, self.transform
         if not isinstance(clip, QuantileClip):
-            return own
+            return clipped
         device, first = next(iter(params.values())).device, self.plan.earlier_steps
-        return own.with_max_norm(clip.bound(max_norm, device, first=step == first))
+        return clipped.with_max_norm(clip.bound(max_norm, device, first=step == first))
 
     def computed(
         self, clipped: Any, places: range, key: Tensor, step: int, *arguments: Any
@@ -187,8 +187,8 @@ class PrivateSource:
             named = {str(number): x for number, x in enumerate(tree_leaves(result))}
             place["key"] = fold_in(place["key"], "sum", files.digest(named))
         if (bound := clipped.options.max_norm) is not None:
-            own = {"streams": self.counts, **place}
-            following = plan.next_max_norm(bound, count_below(result), **own)
+            options = {"streams": self.counts, **place}
+            following = plan.next_max_norm(bound, count_below(result), **options)
         place |= {"max_norm": bound, "history": history}
         noise = plan.step_noise(clipped.sensitivity, self.streams, **place)
         scales = plan.scales(params)
@@ -205,8 +205,8 @@ def _states_in_python() -> tuple[Any, ...]:
 def clipped_sums(function: str, loss: LossFn, plan: Plan, **options: Any) -> Any:
     """Return the clipped sum of a plan, under the name of another function."""
     clipped: Any = clipped_grad(loss, **options, **plan.clipping)
-    own = replace(clipped.options, function=function, private=True)
-    return replace(clipped, options=own)
+    private_options = replace(clipped.options, function=function, private=True)
+    return replace(clipped, options=private_options)
 
 
 def metrics_of(result: ClippedGrad) -> dict[str, Tensor]:
@@ -325,20 +325,20 @@ class PrivateGradients:
         check_key("PrivateGradients", key)
         if augmentations is not None:
             checks.whole("PrivateGradients", least=1, augmentations=augmentations)
-        made = None if augment is None else augmentations or 1  # by the loader
+        loader_copies = None if augment is None else augmentations or 1
         self._count = self.plan.samples_per_unit
-        shape = tuple(filter(None, (self._count, made)))
+        shape = tuple(filter(None, (self._count, loader_copies)))
         items = Grouped(dataset, augment, shape) if shape else dataset
         run = self.plan, key, physical_batch_size, units
-        self._run = Run(*run, seeded=made is not None)
+        self._run = Run(*run, seeded=loader_copies is not None)
         self.loader = PoissonLoader(self._run, items, loading)
         collate_fn = loading.get("collate_fn")
         self._padding = _find_padding(items, collate_fn) if check_collate else None
-        self._own_copies = augmentations if made is None else None
+        self._dataset_copies = augmentations if loader_copies is None else None
         with RNG_LOCK:
             self._live = LiveModule(model)
         self._guard = GradGuard(self._live, self._run)
-        self._criterion, self._copies = criterion, made or augmentations
+        self._criterion, self._copies = criterion, loader_copies or augmentations
         self._options: Any = {"strategy": strategy, "chunk_size": chunk_size}
         self._options |= {"randomness": randomness, "verify": verify}
         self._function = self._live.function
@@ -366,8 +366,8 @@ class PrivateGradients:
     @property
     def max_norm(self) -> Tensor | None:
         """The bound of the next step where the plan's adapts, float64 `[]`."""
-        own = self._max_norm, self._live.parameters, self.step
-        return self._source.at(*own).options.max_norm
+        arguments = self._max_norm, self._live.parameters, self.step
+        return self._source.at(*arguments).options.max_norm
 
     @property
     def plan_digest(self) -> Tensor:
@@ -411,7 +411,7 @@ class PrivateGradients:
             if self._padding is not None and pending.rows:
                 loaded = pending.loaded
                 collated = [_arguments(x, loaded, batch) for x in self._padding]
-                options = self._criterion, self._own_copies
+                options = self._criterion, self._dataset_copies
                 _check_padding(self.model, *options, *collated)
                 self._padding = None
             params, buffers = self._live.values()
@@ -420,25 +420,25 @@ class PrivateGradients:
                 clipped = self._source.at(self._max_norm, params, self.step)
                 start = len(self._sums.losses) if pending.number else 0
                 places = range(start, start + len(pending.rows))
-                own: Any = clipped, places, self.key, self.step
-                run = partial(self._source.computed, *own)
+                arguments: Any = clipped, places, self.key, self.step
+                run = partial(self._source.computed, *arguments)
                 result, keyed = self._live.run(run, params, buffers, *batch)
-                own = advanced, clipped.options, params, buffers, batch
-                written = self._live.run(*own) if pending.last else {}
+                arguments = advanced, clipped.options, params, buffers, batch
+                written = self._live.run(*arguments) if pending.last else {}
         self._keyed = keyed and (self._keyed or not pending.number)
-        sums, noisy, kept = result, None, ()
+        sums, noisy, next_state = result, None, ()
         if pending.number:
             sums = _joined(self._sums, result)
         elif not pending.last:
             sums = result._replace(grads=map_values(Tensor.double, result.grads))
         if pending.last:
             total = map_values(lambda x, y: x.to(y.dtype), sums.grads, result.grads)
-            own = clipped, sums._replace(grads=total), params, self._history
+            arguments = clipped, sums._replace(grads=total), params, self._history
             place: Any = {"key": self.key, "step": self.step, "keyed": self._keyed}
-            release = self._source.released(*own, **place)
+            release = self._source.released(*arguments, **place)
             noisy, history = release.privatized()
-            kept = history, release.max_norm
-        self._commit(pending, sums, noisy, kept)
+            next_state = history, release.max_norm
+        self._commit(pending, sums, noisy, next_state)
         for name, value in written.items():
             if value is not buffers[name]:  # which has the memory of the module's own
                 buffers[name].copy_(value)
@@ -464,8 +464,8 @@ class PrivateGradients:
                 f"PrivateGradients.watch(optimizer): expected a torch.optim.Optimizer, "
                 f"got a {type(optimizer).__name__}."
             )
-        own = {"earlier_steps": earlier_steps}
-        [earlier] = checks.whole("PrivateGradients.watch", least=0, **own)
+        counts = {"earlier_steps": earlier_steps}
+        [earlier] = checks.whole("PrivateGradients.watch", least=0, **counts)
         self._guard.watch(inside, earlier)
         return optimizer
 
@@ -501,11 +501,11 @@ class PrivateGradients:
             >>> private.audit(canaries=200, significance=1e-6).exceeded
             False
         """
-        own: Any = {"canaries": canaries, "guesses": guesses}
-        own |= {"significance": significance, "key": secret_key(seed=seed)}
+        settings: Any = {"canaries": canaries, "guesses": guesses}
+        settings |= {"significance": significance, "key": secret_key(seed=seed)}
         options, (params, _) = self._source.transform.options, self._live.values()
         run = self._noisy_gradients, options, params
-        return self.plan.audit_of("PrivateGradients.audit", *run, **own)
+        return self.plan.audit_of("PrivateGradients.audit", *run, **settings)
 
     def _noisy_gradients(
         self, loss: LossFn, key: Tensor, batches: Sequence[tuple], chunk_size: Any
@@ -524,7 +524,7 @@ class PrivateGradients:
         before = plan if plan.before is None else plan.before
         state = {"key": key, "step": plan.earlier_steps, "plan": asdict(before)}
         private.load_state_dict(state)
-        found = []
+        releases = []
         for number, batch in enumerate(batches, start=1):
             if number == len(batches):
                 file = io.BytesIO()
@@ -534,14 +534,14 @@ class PrivateGradients:
             bound, size = private.max_norm, len(batch[0])
             private._live.model.zero_grad()
             rows = torch.arange(size).split(self._run._size or max(1, size))
-            for part, some in enumerate(rows, start=1):
+            for part, indices in enumerate(rows, start=1):
                 last = part == len(rows)
-                private.loader.pending = PhysicalBatch(part - 1, last, some.tolist())
-                private.backward(*(x[some] for x in batch))
+                private.loader.pending = PhysicalBatch(part - 1, last, indices.tolist())
+                private.backward(*(x[indices] for x in batch))
             live = private._live.parameters.items()
             grads = {n: x.grad for n, x in live if x.grad is not None}
-            found.append((grads, bound))
-        return found
+            releases.append((grads, bound))
+        return releases
 
     def state_dict(self) -> dict[str, Any]:
         """Return the key, the step and the plan, from which a run can be resumed.
@@ -604,8 +604,8 @@ class PrivateGradients:
             clipped = self._source.at(max_norm, self._live.parameters, step)
             max_norm = clipped.options.max_norm
             place: Any = {"key": state["key"], "step": step, "max_norm": max_norm}
-            own = clipped.sensitivity, Streams()
-            noise: Any = self.plan.step_noise(*own, **place, history=history)
+            arguments = clipped.sensitivity, Streams()
+            noise: Any = self.plan.step_noise(*arguments, **place, history=history)
             history = noise.history if self.plan.noise.correlated else ()
         self._run.key, self._history = state["key"].cpu().clone(), history
         self._max_norm = () if max_norm is None else max_norm
@@ -663,12 +663,12 @@ class PrivateGradients:
         batch: PhysicalBatch,
         sums: ClippedGrad,
         noisy: Params | None,
-        kept: tuple[Tree, ...],
+        next_state: tuple[Tree, ...],
     ) -> None:
         # All or, on error, nothing.
         grads = [(x, x.grad) for x in self._live.parameters.values()]
         changed = self, self._run, self.loader, self._guard
-        before = [vars(each).copy() for each in changed]
+        before = [vars(part).copy() for part in changed]
         try:
             self.loader.pending = None  # the batch is not used twice
             self._sums = sums
@@ -676,12 +676,12 @@ class PrivateGradients:
                 self._guard.begin()
             if noisy is not None:
                 self._sums, self._run.step = None, self.step + 1
-                self._history, self._max_norm = kept
+                self._history, self._max_norm = next_state
                 write_grads_(self._live.model, noisy)
                 self._guard.release()
         except BaseException:
-            for each, attributes in zip(changed, before, strict=True):
-                vars(each).update(attributes)
+            for part, attributes in zip(changed, before, strict=True):
+                vars(part).update(attributes)
             for parameter, grad in grads:
                 parameter.grad = grad
             raise
@@ -842,8 +842,8 @@ class GradGuard:
     def release(self) -> None:
         """Record the gradients that have just been written."""
         grads = {name: x.grad for name, x in self._live.parameters.items()}
-        kept = {name: grad for name, grad in grads.items() if grad is not None}
-        self.released = {name: (grad, _bits(grad)) for name, grad in kept.items()}
+        written = {name: grad for name, grad in grads.items() if grad is not None}
+        self.released = {name: (grad, _bits(grad)) for name, grad in written.items()}
         self._partial = False
 
     def watch(self, optimizer: Optimizer, earlier: int) -> None:
@@ -885,7 +885,7 @@ class GradGuard:
                 "each step, got a step without."
             )
         # Here and not in `watch`, after which trainers restore an optimizer.
-        taken = self._run.step - bool(self.released)
+        counted = self._run.step - bool(self.released)
         entries = [*optimizer.state.values()]
         counts = [x.get("step") for x in (*entries, *optimizer.param_groups)]
         counts = [float(count) for count in counts if count is not None]
@@ -893,13 +893,13 @@ class GradGuard:
             bool(x.any()) for x in tree_leaves(entries) if isinstance(x, Tensor)
         )
         steps = int(max(counts, default=moved))
-        if steps > (most := taken + self._earlier[optimizer]):
+        if steps > (limit := counted + self._earlier[optimizer]):
             raise RuntimeError(
-                f"optimizer.step(): expected an optimizer of at most {most} steps, as "
+                f"optimizer.step(): expected an optimizer of at most {limit} steps, as "
                 f"PrivateGradients counts, got one of at least {steps}, which "
                 f"epsilon() would leave out. Resume with load_state_dict(state) of "
                 f"PrivateGradients, too. For steps on public data alone pass "
-                f"watch(optimizer, earlier_steps={steps - taken})."
+                f"watch(optimizer, earlier_steps={steps - counted})."
             )
         trained = _trained(optimizer)
         # A scaler leaves here the divisor of a fused optimizer.
@@ -950,14 +950,14 @@ def _find_padding(dataset: Any, collate_fn: Any) -> tuple[Tree, Tree, Tree] | No
     with seeded(0):
         samples = [dataset[row] for row in range(min(_PADDING_SAMPLES, len(dataset)))]
         short, *_, long = sorted([0, *range(len(samples))], key=size)
-        found = collated(short), collated(long), collated(short, long)
-        again = collated(short, long)  # with other random numbers
-    if shapes(found[0]) == shapes(found[2]):
+        examples = collated(short), collated(long), collated(short, long)
+        redrawn = collated(short, long)  # with other random numbers
+    if shapes(examples[0]) == shapes(examples[2]):
         return None
-    if not all(map(checks.same_values, tree_leaves(again), tree_leaves(found[2]))):
+    if not all(map(checks.same_values, tree_leaves(redrawn), tree_leaves(examples[2]))):
         _warn_of_padding("collate_fn draws random numbers")
         return None
-    return found
+    return examples
 
 
 def _check_padding(
@@ -976,13 +976,13 @@ def _check_padding(
         def losses(*collated: Tree) -> Tensor:
             read = [batches.read("PrivateGradients(collate_fn)", x) for x in collated]
             samples = [x.sample(x.one(row)) for x in read for row in range(x.size)]
-            found = [live.run(loss, params, buffers, *sample) for sample in samples]
+            values = [live.run(loss, params, buffers, *sample) for sample in samples]
             # In order of size: a collate function may sort its samples.
-            return torch.stack(found).sort().values
+            return torch.stack(values).sort().values
 
         with torch.no_grad(), seeded(0, params.values()):
-            separate, paired, again = losses(short, long), losses(pair), losses(pair)
-        if not checks.same_values(paired, again):
+            separate, paired, repeated = losses(short, long), losses(pair), losses(pair)
+        if not checks.same_values(paired, repeated):
             _warn_of_padding("the loss draws random numbers in evaluation mode")
             return
     finally:

@@ -54,8 +54,8 @@ def poisson_sample(
     drawn = numbers < sampling_rate
     rows = (drawn if among is None else drawn & among).nonzero()[0]
     if max_batch_size is not None and len(rows) > max_batch_size:
-        least = np.argsort(numbers[rows], kind="stable")[:max_batch_size]
-        rows = np.sort(rows[least])
+        smallest = np.argsort(numbers[rows], kind="stable")[:max_batch_size]
+        rows = np.sort(rows[smallest])
     return torch.from_numpy(rows)
 
 
@@ -172,16 +172,16 @@ class PoissonBatchSampler(StepBatches):
         max_batch_size: int | None = None,
     ) -> None:
         function, run = "PoissonBatchSampler", {"dataset_size": dataset_size}
-        most = {} if max_batch_size is None else {"max_batch_size": max_batch_size}
-        size, steps, *rest = checks.whole(function, least=1, **run, steps=steps, **most)
-        most: Any = dict(zip(most, rest, strict=True))
+        cap = {} if max_batch_size is None else {"max_batch_size": max_batch_size}
+        size, steps, *rest = checks.whole(function, least=1, **run, steps=steps, **cap)
+        cap: Any = dict(zip(cap, rest, strict=True))
         rate = check_rate(function, sampling_rate)
         generators.check_key(function, key)
 
         def draw(step: int) -> list[int]:
-            return poisson_sample(size, rate, key=key, step=step, **most).tolist()
+            return poisson_sample(size, rate, key=key, step=step, **cap).tolist()
 
-        place = repr(rate), *most.values()
+        place = repr(rate), *cap.values()
         super().__init__(draw, size, steps, start, key=key, place=place)
 
 

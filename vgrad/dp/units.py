@@ -56,13 +56,13 @@ class Units:
     def __init__(self, ids: Any, *, most_owners: int | None = None) -> None:
         ids = ids.tolist() if hasattr(ids, "tolist") else [*ids]
         self.size = len(ids)  # of the data set
-        self.several_owners = any(isinstance(each, list | tuple | set) for each in ids)
-        owners = [set(each) for each in ids] if self.several_owners else []
-        for each in set().union(*owners) if owners else ids:
-            if isinstance(each, bool) or not isinstance(each, int | str):
+        self.several_owners = any(isinstance(item, list | tuple | set) for item in ids)
+        owners = [set(item) for item in ids] if self.several_owners else []
+        for owner in set().union(*owners) if owners else ids:
+            if isinstance(owner, bool) or not isinstance(owner, int | str):
                 raise TypeError(
                     f"Units(ids): expected integers or strings, got a "
-                    f"{type(each).__name__}. Pass ids.tolist(), or lists of owners."
+                    f"{type(owner).__name__}. Pass ids.tolist(), or lists of owners."
                 )
         if not ids or (self.several_owners and not all(owners)):
             raise ValueError(
@@ -78,8 +78,8 @@ class Units:
                 f"got one id a sample. Leave most_owners out."
             )
         else:
-            for row, each in enumerate(ids):
-                rows.setdefault(each, []).append(row)
+            for row, owner in enumerate(ids):
+                rows.setdefault(owner, []).append(row)
         self._ids, self._rows = [*rows], [*rows.values()]
 
     @classmethod
@@ -113,15 +113,15 @@ class Units:
         return Drawn(tuple(rows))
 
 
-def _independent(owners: list[set], most: int | None) -> list[int]:
+def _independent(owners: list[set], limit: int | None) -> list[int]:
     """Choose samples in which no owner occurs twice; fewest owners come first."""
-    if most is not None:
-        [most] = checks.whole("Units", least=1, most_owners=most)
-    taken: set = set()
+    if limit is not None:
+        [limit] = checks.whole("Units", least=1, most_owners=limit)
+    seen: set = set()
     chosen = []
     for row in sorted(range(len(owners)), key=lambda row: len(owners[row])):
-        if taken.isdisjoint(owners[row]) and len(owners[row]) <= (most or math.inf):
-            taken |= owners[row]
+        if seen.isdisjoint(owners[row]) and len(owners[row]) <= (limit or math.inf):
+            seen |= owners[row]
             chosen.append(row)
     return sorted(chosen)
 
@@ -156,8 +156,8 @@ class UnitLoss(LossFn):
         if isinstance(loss, SampleLoss):
             losses = loss.of_each(params, buffers, *samples)
         else:
-            some = (map_tensors(itemgetter(i), samples) for i in range(len(present)))
-            losses = torch.stack([loss(params, buffers, *sample) for sample in some])
+            singles = (map_tensors(itemgetter(i), samples) for i in range(len(present)))
+            losses = torch.stack([loss(params, buffers, *sample) for sample in singles])
         weights = present.to(losses.dtype)
         return (losses * weights).sum() / weights.sum().clamp(min=1)
 
@@ -168,7 +168,7 @@ def check_units(function: str, batch: tuple, count: int) -> None:
     *_, mask = batch
     fits = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim == 2
     shape = read.size, count
-    if not fits or any(tuple(each.shape[:2]) != shape for each in read.tensors):
+    if not fits or any(tuple(tensor.shape[:2]) != shape for tensor in read.tensors):
         got = [f"{str(x.dtype)[6:]} {[*x.shape]}" for x in read.tensors]
         raise ValueError(
             f"{function}(*samples, present): expected whole units of {count}, tensors "

@@ -67,26 +67,26 @@ def scale_then_privatize(
     check_range(function, *SHARE, decay=decay)
     check_range(function, *small, eps=eps)
 
-    def rule(g, row, column, whole):
-        return g, *mean_squares(g, row, column, whole, 1 - decay)
+    def rule(g, row, column, variance):
+        return g, *mean_squares(g, row, column, variance, 1 - decay)
 
     moments = per_parameter(function, FACTORED, lambda count: rule)
 
     def init(params):
-        state, own = moments.init(params), inner.init(params)
-        if states_of(own, has_deviation):
+        state, inner_state = moments.init(params), inner.init(params)
+        if states_of(inner_state, has_deviation):
             raise ValueError(
                 "scale_then_privatize(adam_bc(...)): expected an optimizer without a "
                 "deviation, got one with the same for all entries, whose noise differs "
                 "by their scales. Take adam, or adam_bc alone."
             )
-        return ScalingState(state, _scales(state, params, eps), own)
+        return ScalingState(state, _scales(state, params, eps), inner_state)
 
     def update(grads, state, params=None):
         updates, new = inner.update(grads, state.inner, params)
         _, squares = moments.update(grads, state.moments)
-        next_scales, scales = _scales(squares, grads, eps), state.scales
-        scales = {slot: {**scales[slot], **own} for slot, own in next_scales.items()}
+        changed, scales = _scales(squares, grads, eps), state.scales
+        scales = {slot: {**scales[slot], **values} for slot, values in changed.items()}
         return updates, ScalingState(squares, scales, new)
 
     return GradientTransformation(init, update, counted=inner.counted)
@@ -94,19 +94,19 @@ def scale_then_privatize(
 
 def _scales(moments: State, grads: Grads, eps: Number) -> dict[str, Params]:
     """Return scales of present gradients, all of them one before the first step."""
-    rows, columns, whole = moments.slots.values()
+    rows, columns, variances = moments.slots.values()
     sizes = {name: g.numel() for name, g in grads.items() if g is not None}
     total = torch.zeros((), dtype=torch.float64)
     for name, size in sizes.items():
-        square = (rows if name in rows else whole)[name].double()
+        square = (rows if name in rows else variances)[name].double()
         # The rows of a matrix hold means of as many squares as there are columns.
         total = total.to(square.device) + square.sum() * (size / max(square.numel(), 1))
     mean = total / max(sum(sizes.values()), 1)
 
-    def scale(square: Tensor, mean: Tensor, least: Number) -> Tensor:
+    def scale(square: Tensor, mean: Tensor, floor: Number) -> Tensor:
         mean, zero = mean.to(square.device, square.dtype), mean == 0
         ratio = (square / mean.masked_fill(zero, 1)).masked_fill(zero, 1)
-        return ratio.clamp(min=scalar(least, square)).rsqrt()
+        return ratio.clamp(min=scalar(floor, square)).rsqrt()
 
     scales: dict[str, Params] = {slot: {} for slot in moments.slots}
     for name in sizes:
@@ -115,7 +115,7 @@ def _scales(moments: State, grads: Grads, eps: Number) -> dict[str, Params]:
             scales["row_var"][name] = scale(row, mean, eps)
             scales["col_var"][name] = scale(column, row.mean(-2, keepdim=True), eps)
         else:
-            scales["variance"][name] = scale(whole[name], mean, eps**2)
+            scales["variance"][name] = scale(variances[name], mean, eps**2)
     return scales
 
 
@@ -145,13 +145,13 @@ def has_deviation(node: Any) -> bool:
 def with_deviation(state: Tree, deviation: Number) -> Tree:
     """Return a state with the deviation of the noise in the next gradients."""
 
-    def told(node: Any) -> Any:
+    def with_value(node: Any) -> Any:
         if not has_deviation(node):
             return node
         value = torch.zeros_like(node.slots["deviation"]) + deviation
         return node._replace(slots={**node.slots, "deviation": value})
 
-    return tree_map(told, state, is_leaf=has_deviation)
+    return tree_map(with_value, state, is_leaf=has_deviation)
 
 
 def uses_of_noise(state: Tree) -> list[Any]:

@@ -125,9 +125,9 @@ def _claim(state: TrainState | PrivateGradients, plan: Plan) -> dict[str, Any]:
         unit["unit"] = f"a person or group, at most {count} samples of it in a step"
     account = []  # without the size of the data set
     for term in plan.account(steps):
-        own = {name: getattr(term, name) for name in Steps._fields[:3]}
+        numbers = {name: getattr(term, name) for name in Steps._fields[:3]}
         cut = {} if term.truncated is None else {"largest_batch": term.truncated[0]}
-        account += [own | cut] if term.steps else []
+        account += [numbers | cut] if term.steps else []
     return {
         "epsilon": epsilon,
         "delta": plan.delta,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 META = "meta.json"
 PIECES = "file of pieces of a checkpoint"
 CALLED = "a checkpoint as vgrad.training.save writes it"
-DTYPES = {str(each): each for each in vars(torch).values() if type(each) is torch.dtype}
+DTYPES = {str(x): x for x in vars(torch).values() if type(x) is torch.dtype}
 
 _OWN_FILE = re.compile(
     r"\.?(pieces-[0-9a-f]{16}-\d+\.safetensors|meta\.json)(\.partial)?"
@@ -140,15 +140,15 @@ def save(
             files.sync_folder(folder.parent)
             _remove_other_files(folder)
     with ranks.together(function):
-        own = {
+        written = {
             name: piece
             for name, (box, piece) in pieces.items()
             if meta.pieces[name][box] == ranks.rank
         }
-        if own:
+        if written:
             path = folder / meta.file(ranks.rank)
             about = {"kind": PIECES, "name": path.name}
-            files.write_tensors(path, own, about, private=True)
+            files.write_tensors(path, written, about, private=True)
     with ranks.together(function):
         if ranks.rank == 0:
             lost = meta.files() - {path.name for path in folder.iterdir()}
@@ -229,7 +229,7 @@ def _local_pieces(function: str, tensors: Mapping[str, Tensor]) -> Pieces:
         piece, box = tensor, Box.of([0] * tensor.dim(), tensor.shape)
         if shards.is_distributed(tensor):
             sharded: Any = tensor
-            if any(each.is_partial() for each in sharded.placements):
+            if any(placement.is_partial() for placement in sharded.placements):
                 raise ValueError(
                     f"{function}: expected shards or replicas in {name!r}, got a "
                     f"partial sum, {sharded.placements}. Redistribute it first."
@@ -281,8 +281,8 @@ def _planned(
         for kind in ("setting", "tensor"):
             for name in plans[0][kind] | plan[kind]:
                 first, other = (
-                    repr(each[kind][name]) if name in each[kind] else "none"
-                    for each in (plans[0], plan)
+                    repr(planned[kind][name]) if name in planned[kind] else "none"
+                    for planned in (plans[0], plan)
                 )
                 if first != other:
                     raise RankError(
@@ -298,7 +298,7 @@ def _seal(name: str, tensor: Tensor, piece: Tensor, ranks: Ranks) -> str:
         return ""
     if shards.is_distributed(tensor):
         sharded: Any = tensor
-        replicated = any(each.is_replicate() for each in sharded.placements)
+        replicated = any(placement.is_replicate() for placement in sharded.placements)
         if sharded.device_mesh.size() == ranks.size and not replicated:
             return ""
     return files.digest({name: piece})
@@ -430,11 +430,11 @@ def _fill(folder: Path, meta: Meta, targets: Pieces) -> None:
 
 def _remove_other_files(folder: Path) -> None:
     try:
-        kept = _read_meta(folder).files()
+        needed = _read_meta(folder).files()
     except FileNotFoundError:
-        kept = set()
+        needed = set()
     except ValueError:
         return  # the files of a damaged one are not known
     for path in folder.iterdir():
-        if _OWN_FILE.fullmatch(path.name) and path.name not in kept | {META}:
+        if _OWN_FILE.fullmatch(path.name) and path.name not in needed | {META}:
             path.unlink(missing_ok=True)

@@ -106,7 +106,7 @@ class TrainState(NamedTuple):
         return cls(params, buffers, tx.init(params), start, key, no_plan, scale)
 
     def fork(self, plan: Plan | None = None) -> "TrainState":
-        """Return the same state with a new secret key.
+        """Return the state of another run, with a new secret key.
 
         A state that was copied or saved repeats its steps: that is how a run resumes.
         If two runs resume from it and differ in anything (data, loss, optimizer), all
@@ -128,16 +128,16 @@ class TrainState(NamedTuple):
             >>> torch.equal(state.fork().key, state.key)
             False
         """
-        function, taken = "TrainState.fork(plan)", int(self.step)
+        function, steps = "TrainState.fork(plan)", int(self.step)
         if plan is not None:
-            check_spent(function, plan, self.plan_digest, taken)
-        begins = plan is not None and taken == plan.earlier_steps
+            check_spent(function, plan, self.plan_digest, steps)
+        begins = plan is not None and steps == plan.earlier_steps
         if not begins and (plan is not None or self.noise):
             got = "none" if plan is None else f"one after {plan.earlier_steps} steps"
             raise ValueError(
-                f"{function}: expected a plan that begins after the {taken} steps "
+                f"{function}: expected a plan that begins after the {steps} steps "
                 f"taken, since correlated noise cannot go on under another key, got "
-                f"{got}. Make it with plan.after(other, {taken})."
+                f"{got}. Make it with plan.after(other, {steps})."
             )
         return self._replace(key=secret_key(), noise=())
 
@@ -204,7 +204,7 @@ class EnsembleState(NamedTuple):
         )
 
     def fork(self) -> "EnsembleState":
-        """Return the same state with a new secret key, as `TrainState.fork` does."""
+        """Return the state with a new secret key, see `TrainState.fork`."""
         return self._replace(key=secret_key())
 
 
@@ -219,9 +219,11 @@ def with_history(like: T, saved: Collection[str]) -> T:
             return state
         place, noise = f"{keystr(path)}.noise", ()
         if f"{place}.step" in saved:
-            names = (f"{place}.buffers[{i}][" for i in count())
-            kept = takewhile(lambda name: any(x.startswith(name) for x in saved), names)
-            buffers = tuple(map_values(buffer_like, state.params) for _ in kept)
+            prefixes = (f"{place}.buffers[{i}][" for i in count())
+            present = takewhile(
+                lambda prefix: any(name.startswith(prefix) for name in saved), prefixes
+            )
+            buffers = tuple(map_values(buffer_like, state.params) for _ in present)
             noise = NoiseHistory(torch.tensor(0), torch.zeros_like(state.key), buffers)
         bound: Tree = ()
         if f"{keystr(path)}.max_norm" in saved:

@@ -177,36 +177,36 @@ class TrainingStep(Generic[State]):
             with torch.no_grad(), seeded_from(old, *tags):
                 if one_graph and step.reduce is ONE_PROCESS:
                     arguments = run_eager, _without_key(inputs), batch
-                    new, metrics = step.execute(step._taken, *arguments)
+                    new, metrics = step.execute(step._advance, *arguments)
                 else:
-                    new, metrics = step._taken(step.execute, inputs, batch)
+                    new, metrics = step._advance(step.execute, inputs, batch)
         return new._replace(key=old.key, step=old.step + 1), metrics
 
-    def _taken(
+    def _advance(
         self, execute: Callable, state: Any, batch: tuple
     ) -> tuple[Any, Metrics]:
         compute = partial(self.source, state, batch)
         if self.source.transform is None:  # it is a function of tensors
             inputs = _without_key(state)._replace(optimizer=())
             compute = partial(execute, self.source, inputs, batch)
-        found = self.reduce.reduced(self, compute, state)
-        all_taken = all(map(surely, found.masks))  # to choose is a pass over all
+        result = self.reduce.reduced(self, compute, state)
+        all_taken = all(map(surely, result.masks))  # to choose is a pass over all
         donate = self.donate and all_taken and self.tx.donated is not None
-        loss, aux = found.loss, found.aux
+        loss, aux = result.loss, result.aux
         # A buffer, which stays, may have the memory of a parameter.
-        if donate and found.buffers and not modes.inside_transform():
-            memory = [*state.params.values(), *found.buffers.values()]
+        if donate and result.buffers and not modes.inside_transform():
+            memory = [*state.params.values(), *result.buffers.values()]
             donate = torch.compiler.is_compiling() or disjoint(memory)
         if donate:
             loss, aux = map_tensors(Tensor.clone, (loss, aux))  # they may be parameters
-        arguments = self.tx, found.grads, state.optimizer, state.params
-        take = found.step or stepped
-        params, optimizer, more = take(execute, *arguments, donate=donate)
-        new, changes = (params, found.buffers, optimizer), {**found.changes, **more}
+        arguments = self.tx, result.grads, state.optimizer, state.params
+        update = result.step or stepped
+        params, optimizer, more = update(execute, *arguments, donate=donate)
+        new, changes = (params, result.buffers, optimizer), {**result.changes, **more}
         if not all_taken:
-            new = self.source.selected(found.masks, new, state)
+            new = self.source.selected(result.masks, new, state)
         fields = dict(zip(("params", "buffers", "optimizer"), new, strict=True))
-        metrics = {"loss": loss, **found.metrics}
+        metrics = {"loss": loss, **result.metrics}
         if self.has_aux:
             metrics["aux"] = aux
         return state._replace(**fields, **changes), metrics
@@ -306,24 +306,24 @@ class LogicalBatchSource(PrivateSource, Source):
 
     def __call__(self, state: TrainState, batch: tuple) -> Gradients:
         """Compute the clipped sum of a batch, and the noise for it."""
-        function, plan, taken = "private_step(plan)(state)", self.plan, int(state.step)
-        identity = check_spent(function, plan, state.plan_digest, taken)
-        if not 0 <= taken < plan.steps:
+        function, plan, steps = "private_step(plan)(state)", self.plan, int(state.step)
+        identity = check_spent(function, plan, state.plan_digest, steps)
+        if not 0 <= steps < plan.steps:
             raise RuntimeError(
                 f"{function}: expected a state of fewer than the {plan.steps} steps "
-                f"that the plan accounts for, got {taken}."
+                f"that the plan accounts for, got {steps}."
             )
         if self.samples_per_unit is not None:
             check_units(function, batch, self.samples_per_unit)
         size = batches.read("private_step", batch).size
-        if size > (most := plan.largest_batch or plan.dataset_size):
+        if size > (limit := plan.largest_batch or plan.dataset_size):
             raise ValueError(
                 f"private_step(plan)(state, *batch): expected a batch of at most the "
-                f"{most} samples that a batch of the plan can have, got {size}. Draw "
+                f"{limit} samples that a batch of the plan can have, got {size}. Draw "
                 f"batches with plan.sampler(state)."
             )
         scale = state.loss_scale
-        compute: Any = self.at(state.max_norm, state.params, taken)
+        compute: Any = self.at(state.max_norm, state.params, steps)
         if is_scaled(scale):
             compute = compute.with_loss_scale(scale)
         if uses := uses_of_noise(state.optimizer):
@@ -336,12 +336,12 @@ class LogicalBatchSource(PrivateSource, Source):
                 )
             compute = compute.with_scales(scales_of(uses))
         places = range(self.start, self.start + size)
-        own = compute, places, state.key, taken, state.params, state.buffers
-        result, keyed = self.computed(*own, *batch)
+        arguments = compute, places, state.key, steps, state.params, state.buffers
+        result, keyed = self.computed(*arguments, *batch)
         result, aux = result if self.has_aux else (result, None)
         buffers = advanced(compute.options, state.params, state.buffers, batch)
-        own = compute, result, state.params, state.noise
-        release = self.released(*own, keyed=keyed, key=state.key, step=taken)
+        arguments = compute, result, state.params, state.noise
+        release = self.released(*arguments, keyed=keyed, key=state.key, step=steps)
         metrics: Metrics = metrics_of(result)
         changes = {
             "plan_digest": from_bytes(identity).to(state.plan_digest.device),
@@ -350,9 +350,9 @@ class LogicalBatchSource(PrivateSource, Source):
         }
         if uses:
             release = release._replace(scales=scales_of(uses))
-        found = release.sums, metrics.pop("loss"), buffers, aux, (), metrics, changes
+        fields = release.sums, metrics.pop("loss"), buffers, aux, (), metrics, changes
         deviates = any(map(has_deviation, uses))
-        return Gradients(*found, partial(release.step, deviates=deviates))
+        return Gradients(*fields, partial(release.step, deviates=deviates))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -386,8 +386,8 @@ class MemberSource(Source):
             losses = losses.masked_fill(~active, torch.nan)
         with torch.no_grad():
             buffers = _kept_dtypes(buffers, state.buffers)
-            own = [value for name, value in grads.items() if name not in shared]
-            finite = _members_finite(own, active)
+            unshared = [value for name, value in grads.items() if name not in shared]
+            finite = _members_finite(unshared, active)
             masks = (active & finite,)
             if shared:
                 masks += (self.together(state, grads, active.any()),)
@@ -633,8 +633,8 @@ def private_step(
     options: Any = {"passes": passes, "strategy": strategy, "chunk_size": chunk_size}
     options |= {"randomness": randomness, "verify": verify, "has_aux": has_aux}
     clipped = clipped_sums(function, with_policy(policy, loss), plan, **options)
-    own = {"has_aux": has_aux, "samples_per_unit": plan.samples_per_unit}
-    source = LogicalBatchSource(transform=clipped, plan=plan, **own)
+    fields = {"has_aux": has_aux, "samples_per_unit": plan.samples_per_unit}
+    source = LogicalBatchSource(transform=clipped, plan=plan, **fields)
     return TrainingStep(function, source, tx, scale, donate, has_aux)
 
 
