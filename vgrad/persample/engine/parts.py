@@ -80,7 +80,7 @@ def _keyed(
         draws.idle = True
         chunk, _ = run_or_split(part, run, run_part)
         draws.idle = False
-        if not (draws.own or drawn_since(before, part.tensors)):
+        if not (draws.used_generator or drawn_since(before, part.tensors)):
             return chunk, part
         set_random_state(before)
         fallbacks.draws, run = True, run_part
