@@ -5,10 +5,28 @@ from zlib import crc32
 ONE_IN = {
     "compiled/test_captures.py": {
         "test_batches_of_any_size_are_filled_up_or_split": 3,
+        "test_inductor_is_right_and_redoes_what_is_doubtful": 0,
+        "test_inductor_takes_losses_that_close_over_tensors": 0,
     },
     "compiled/test_changes.py": {"test_row": 3},
     "compiled/test_exact.py": {
         "test_captured_quantities_are_those_of_eager_mode": 2,
+    },
+    "dp/test_audit.py": {"test_a_true_step_stands_by_any_route_and_plan": 3},
+    "dp/test_batches.py": {
+        "test_a_budget_is_kept_by_every_scheme": 2,
+        "test_the_least_largest_batch_costs_at_most_one_per_cent": 0,
+    },
+    "dp/test_random_numbers.py": {
+        "test_compiled_code_draws_the_same_numbers": 0,
+        "test_every_way_releases_the_same_bits": 2,
+        "test_graphs_release_the_same_bits": 4,
+    },
+    "functional/test_functional.py": {
+        "test_a_model_is_usable_after_an_interrupt_at_any_line": 0,
+    },
+    "functional/test_modules.py": {
+        "test_modules_are_recorded_with_the_numbers_of_a_loop": 2,
     },
     "optim/test_parity.py": {"test_100_steps_agree_with_torch": 2},
     "persample/test_bounds.py": {
@@ -25,11 +43,7 @@ ONE_IN = {
     "persample/test_inner.py": {
         "test_derivatives_inside_are_exact_by_the_route_that_is_named": 2,
     },
-    "persample/test_losses.py": {
-        "test_a_loss_is_exact_under_every_strategy_or_refused": 3,
-    },
     "persample/test_quantities.py": {
-        "test_a_quantity_is_that_of_the_samples_that_count": 3,
         "test_dropout_draws_the_same_for_every_quantity": 3,
         "test_samples_left_out_change_no_bit_whatever_they_hold": 3,
     },
@@ -37,7 +51,6 @@ ONE_IN = {
         "test_a_graph_takes_keys_and_draws_what_eager_mode_draws": 3,
         "test_a_sample_draws_the_same_in_every_part_and_strategy": 4,
         "test_all_strategies_draw_the_same_shared_numbers": 4,
-        "test_parts_see_the_numbers_that_the_chunk_drew": 4,
         "test_random_numbers_are_refused_or_differ_between_equal_samples": 3,
     },
     "persample/test_record.py": {"test_nothing_is_alive_after_a_call": 3},
@@ -54,12 +67,13 @@ ONE_IN = {
     "persample/test_truthful_tensors.py": {
         "test_every_answer_is_that_of_a_loop_or_an_error": 3,
     },
+    "training/test_steps.py": {"test_a_step_is_its_parts": 2},
 }
-"""By file and test. The cases are of any kind, since their names' checksums choose."""
+"""By file and test, 0 for none. Checksums of their names choose cases of any kind."""
 
 
 def in_more(node: str) -> bool:
     """Whether a case runs by `make more` alone."""
     file, _, case = node.removeprefix("tests/").partition("::")
     share = ONE_IN.get(file, {}).get(case.partition("[")[0], 1)
-    return crc32(node.encode()) % share != 0
+    return share == 0 or crc32(node.encode()) % share != 0

@@ -609,6 +609,15 @@ def test_samples_that_do_not_use_a_parameter_have_no_positions(method):
         method(matrix, params, buffers, [(part,) for part in parts])
 
 
+def test_a_model_without_parameters_in_its_output_has_no_curvature():
+    module = nn.Identity()
+    module.weight = nn.Parameter(torch.ones(3))
+    fmodel, params, buffers = vgrad.make_functional_with_buffers(module)
+    given = params, buffers, [(torch.ones(2, 3),)]
+    product = curvature.vector_product(curvature.ggn(fmodel, "gaussian"), *given)
+    assert not product(params)["weight"].any()
+
+
 class Op(nn.Module):
     """A function of inputs [B, 3] and two parameters."""
 

@@ -719,7 +719,6 @@ MAPPED = [
     "square(b * square(F.linear(square(x), w))).sum()",
     "(b * Sparing.apply(F.linear(x, w))).sum()",
     "F.linear(Reversed.apply(x * w[0]), Reversed.apply(w)).sin().sum()",
-    "Partly.apply(F.linear(x, w), b).sin().sum()",
     "Linear.apply(x, w, None, [b, x])[0].tanh().sum()",
     "(square(shift) * F.linear(x, w)).sum()",
     "square(x[:, None] * w.t()).sin().sum()",
@@ -734,6 +733,14 @@ for kind in ("Unmapped", "Generated", "Shared"):
     MAPPED.append(f"{kind}.apply(b * x.sum(), b.sin()).sin().sum()")
 ALONE = "vmap cannot run .*apply, which runs sample by sample at"
 VECTORS = {"batch": (randn(5, 3, seed=4),)}
+PARTLY = {"recorded": "None for some", "vmap": "a recorded pass|function_call.*loop"}
+add(
+    ["Partly.apply(F.linear(x, w), b).sin().sum()"],
+    {"w": (4, 3), "b": (4,)},
+    refused=PARTLY,
+    warns=ALONE,
+    **VECTORS,
+)
 for text in MAPPED + OF_PARAMETERS:
     refused = (
         {} if "Shared" in text else {"vmap": "a recorded pass|function_call.*loop"}

@@ -354,8 +354,12 @@ class Call(AnyCall):
         if modes.autocast_is_on():
             casts = torch.get_autocast_dtype(batch.tensors[0].device.type)
         training = getattr(self.loss, "training", None)
-        signature = casts, torch.is_grad_enabled(), training, *batch.plain, *kinds
-        return self.fallbacks.histories.setdefault(signature, History())
+        rest = casts, training, *batch.plain, *kinds
+        histories = self.fallbacks.histories
+        if checks_collected():  # a capture, without grad mode, of the call before it
+            eager = histories.get((True, *rest)) or histories.get((False, *rest))
+            return eager or History()
+        return histories.setdefault((torch.is_grad_enabled(), *rest), History())
 
     def select(self, rows: slice | Tensor) -> "Call":
         """Return the call on these samples, in this order: a chunk or a part."""

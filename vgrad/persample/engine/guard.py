@@ -99,7 +99,7 @@ class History:
     way: Strategy = "recorded"  # that "auto" took last
     failure: Failure | None = None  # why that is not "recorded"
     lasting: bool = False  # whether later calls take that way at once
-    has_run: bool = False
+    has_run: bool = False  # whether a call has returned
 
     def __str__(self) -> str:
         if not self.times:

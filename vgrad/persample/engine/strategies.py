@@ -215,7 +215,6 @@ def auto(call: Call, collect: Collect) -> Chunk:
             else:
                 history.way = "loop"
         else:
-            history.has_run = True
             if history.failure is not None and not history.failure.refused:
                 call.fallbacks.fell_back(
                     f"{call.function}: the recorder stopped at "
@@ -237,7 +236,6 @@ def auto(call: Call, collect: Collect) -> Chunk:
                 )
             raise
         history.lasting = refused and not call.draws.values_read
-    history.has_run = True
     call.fallbacks.fell_back(
         f"{call.function}: runs one sample after another, since neither a recorded "
         f"pass nor vmap can run the loss. The numbers are right, but slow. It stopped "

@@ -144,7 +144,8 @@ class Transform(Generic[Result]):
         options = self.options
         more |= {"loss_scale": options.loss_scale, "max_norm": options.max_norm}
         inputs = Inputs(*arguments, **more, scales=options.scales, keys=self.keys)
-        if options.fallbacks.keyed and self.keys is None and self.reduce is None:
+        keyless = self.keys is None and self.reduce is None
+        if options.fallbacks.keyed and keyless:
             inputs = inputs.with_keys()
         return (self.reduce or self.execute)(self, inputs)
 
@@ -168,6 +169,7 @@ class Transform(Generic[Result]):
         self.quantity.check(call)
         parts = Joined(call, self.quantity.joins())
         self.run_parts(call, parts, chunk)
+        call.history.has_run = True
         if across is not None:
             parts.reduce(across.summed)
         parts.close()
