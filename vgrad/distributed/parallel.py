@@ -518,7 +518,7 @@ class _AsFormed(Reducer):
             for name, value in params.items()
         }
 
-    def settled(self, name: str, value: Tensor) -> Tensor:
+    def reduced(self, name: str, value: Tensor) -> Tensor:
         """Send a sum off."""
         self._give(self._like, name, value.to(self._like[name].dtype))
         return value

@@ -216,7 +216,7 @@ class _Gathering(RankCall, Reducer):
         like = self._sharded[name]
         return _reduced(self.ranks, cast(value, wide(like.dtype)), like)
 
-    settled = summed
+    reduced = summed
 
     def any_rank(self, condition: bool) -> bool:
         notes = self.exchange("condition", {"holds": condition})
@@ -248,7 +248,7 @@ def sharded_call(transform: Transform, ranks: Ranks, inputs: Inputs) -> Any:
     ):
         _check(label, transform, ranks, params, buffers)
         size = batches.read(options.function, batch).size
-        mapped = any(entry.failure for entry in options.fallbacks.known.values())
+        mapped = any(entry.failure for entry in options.fallbacks.histories.values())
         facts.own |= {"size": size, "mapped": mapped}
         facts.same["strategy"] = options.strategy
         facts.same["layout"] = layout({**params, **buffers})

@@ -54,10 +54,10 @@ def run_member(
     """Run a function for a member by itself; each weight is cast once."""
     casts = partial(AutocastMode, [*params.values()])
     if draws.keys is None:
-        inside: Any = draws.watched(1, alone=True)
+        inside: Any = draws.watched(1, unbatched=True)
         with inside, casts():
             return function(params, buffers, *batch)
-    with LossMode(draws=draws).inside(1, "different", casts, alone=True):
+    with LossMode(draws=draws).inside(1, "different", casts, unbatched=True):
         return function(params, buffers, *batch)
 
 

@@ -67,8 +67,8 @@ def refuse_batch_statistics(
     name, _, overload = getattr(function, "__name__", "").partition(".")
     training = name in _ALWAYS_REFUSED or overload == "no_stats"
     if name in _REFUSED and overload != "no_stats":
-        given = args[_TRAINING] if len(args) > _TRAINING else False
-        training = kwargs.get("training", given)
+        positional = args[_TRAINING] if len(args) > _TRAINING else False
+        training = kwargs.get("training", positional)
     if training and not is_shared(args[0] if args else kwargs["input"]):
         raise ValueError(
             f"{name}(training=True): expected a loss that treats every sample by "

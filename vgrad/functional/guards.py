@@ -30,7 +30,7 @@ class Protected(NamedTuple):
     expected: str  # `function(argument): expected ...`
     advice: str
     # Called where a checkpoint begins; returns a block with the values of the call.
-    again: Callable[[], Again] | None = None
+    at_checkpoint: Callable[[], Again] | None = None
 
 
 class WriteError(RuntimeError):
@@ -41,8 +41,8 @@ class WriteError(RuntimeError):
 def protect(*protected: Protected) -> Iterator[None]:
     """Refuse a block that writes into tensors, as their version counters show."""
     tensors: list[Tensor] = []
-    for each in protected:
-        tensors += each.tensors.values()
+    for group in protected:
+        tensors += group.tensors.values()
     with modes.without_modes():
         before = private.versions_of(tensors)
     try:
@@ -62,10 +62,10 @@ def _check_unwritten(
     with modes.without_modes():
         after = private.versions_of(tensors)
     if after != before:
-        named = ((each, name) for each in protected for name in each.tensors)
-        for (each, name), one, other in zip(named, before, after, strict=True):
+        named = ((group, name) for group in protected for name in group.tensors)
+        for (group, name), one, other in zip(named, before, after, strict=True):
             if one != other:
-                text = f"{each.expected}, got a write into {name!r}. {each.advice}"
+                text = f"{group.expected}, got a write into {name!r}. {group.advice}"
                 raise WriteError(text) from error
 
 
@@ -74,13 +74,13 @@ class Reruns(TorchFunctionMode):
 
     hooked = 0  # the level of a transform that runs backward hooks
 
-    def __init__(self, *again: Callable[[], Again]) -> None:
+    def __init__(self, *callbacks: Callable[[], Again]) -> None:
         super().__init__()
         # Called where a checkpoint begins; each returns a block around its re-run.
-        self._again = [*again]
+        self._callbacks = [*callbacks]
         self._saved: WeakSet[Callable] = WeakSet()  # hooks that were seen
         # Buffers that functional models wrote: name, value before and after.
-        self.left: list[tuple[str, Tensor, Tensor]] = []
+        self.writes: list[tuple[str, Tensor, Tensor]] = []
         self._entered = 0
 
     def __enter__(self) -> "Reruns":
@@ -112,27 +112,27 @@ class Reruns(TorchFunctionMode):
         if active is None or active[0] in self._saved:
             return
         self._note_hooks()
-        known = tuple(self._again)
-        blocks = [again() for again in known]
+        callbacks = tuple(self._callbacks)
+        blocks = [callback() for callback in callbacks]
         self._note_hooks()  # which a block may have replaced
-        again = self.held(lambda: self.repeating(known, blocks))
-        autograd.repeats(active[0], again)
+        rerun = self.releasable(lambda: self.repeating(callbacks, blocks))
+        autograd.repeats(active[0], rerun)
 
     def _note_hooks(self) -> None:
         if (active := autograd.hooks()) is not None:
             with suppress(TypeError):  # a method in C, which no checkpoint has
                 self._saved.add(active[0])
 
-    def held(self, again: Again) -> Again:
+    def releasable(self, rerun: Again) -> Again:
         """Return the function that a checkpoint holds for its re-run."""
-        return again
+        return rerun
 
     @contextmanager
     def repeating(
-        self, known: Sequence[Callable[[], Again]], blocks: Sequence[Again]
+        self, callbacks: Sequence[Callable[[], Again]], blocks: Sequence[Again]
     ) -> Iterator[None]:
         """Run the mode as it was when a checkpoint began."""
-        before, self._again = self._again, [*known]
+        before, self._callbacks = self._callbacks, [*callbacks]
         entered = self._entered
         try:
             with ExitStack() as stack:
@@ -141,26 +141,26 @@ class Reruns(TorchFunctionMode):
                 stack.enter_context(self)
                 yield
         finally:
-            self._again = before
+            self._callbacks = before
             self.ensure_left(entered)
 
     @contextmanager
-    def rerunning(self, again: Callable[[], Again]) -> Iterator[None]:
+    def rerunning(self, callback: Callable[[], Again]) -> Iterator[None]:
         """Have checkpoints in a block run again in another block as well."""
         self.look_at_hooks()  # the block may lie in a checkpoint
-        before, self._again = self._again, [*self._again, again]
+        before, self._callbacks = self._callbacks, [*self._callbacks, callback]
         try:
             yield
         finally:
-            self._again = before
+            self._callbacks = before
 
 
-def rerunning(again: Callable[[], Again]) -> AbstractContextManager:
+def rerunning(callback: Callable[[], Again]) -> AbstractContextManager:
     """Have checkpoints in a block run again in another one, by the mode of a loss."""
     for mode in reversed(modes.function_modes()):
         if isinstance(mode, Reruns) and type(mode) is not Reruns:
-            return mode.rerunning(again)
-    return Reruns(again)
+            return mode.rerunning(callback)
+    return Reruns(callback)
 
 
 def hooks_run() -> bool:

@@ -24,8 +24,8 @@ class LiveModel(FunctionalModel):
         registered = dict(named_tensors(model))
         self.values = {name: registered[name] for name in self.names}
         self._facts = self._changing_in_place()
-        trained = (each for each in self.values.values() if each.requires_grad)
-        self._trained = [(each, type(each)) for each in trained]
+        trained = (tensor for tensor in self.values.values() if tensor.requires_grad)
+        self._trained = [(tensor, type(tensor)) for tensor in trained]
 
     def is_current(self) -> bool:
         """Return whether the module has the parts that it had at first."""
@@ -53,5 +53,5 @@ class LiveModel(FunctionalModel):
     def _changing_in_place(self) -> list[tuple]:
         named = [*named_tensors(self._skeleton)]
         facts = [(x.dtype, x.device, x.shape, x.requires_grad) for _, x in named]
-        modules = [(id(each),) for each in self._skeleton.modules()]
+        modules = [(id(module),) for module in self._skeleton.modules()]
         return [(n, id(x), has_hooks(x)) for n, x in named] + facts + modules

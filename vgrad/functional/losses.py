@@ -110,11 +110,11 @@ class SampleLoss(LossFn):
             args, kwargs, target = read("sample_loss", samples, self._criterion)
             output = self._fmodel(params, buffers, *args, **kwargs)
             losses = []
-            for part, own in zip(
+            for part, label in zip(
                 _rows(output, count), _rows(target, count), strict=True
             ):
-                _check_weights(self._criterion, own)
-                losses.append(_value("sample_loss", part, own, self._criterion))
+                _check_weights(self._criterion, label)
+                losses.append(_value("sample_loss", part, label, self._criterion))
         values = torch.stack(losses)
         return values if copies is None else values.unflatten(0, (-1, copies)).mean(1)
 

@@ -85,8 +85,8 @@ class FunctionalModel:
             if isinstance(module, nn.Embedding | nn.EmbeddingBag)
             and module.max_norm is not None
         }
-        own = {*self.buffer_names} | tables
-        self._copied = {name: None for name in self.names if name in own}
+        copied = {*self.buffer_names} | tables
+        self._copied = {name: None for name in self.names if name in copied}
         self._hooked = [
             name or type(module).__name__
             for name, module in modules.items()
@@ -96,9 +96,9 @@ class FunctionalModel:
         # Torch's own modules write into no parameter, and into an input only with
         # `inplace`: copies would only cost.
         self._only_torch = all(map(_is_of_torch, modules.values()))
-        in_place = any(getattr(each, "inplace", False) for each in modules.values())
+        in_place = any(getattr(module, "inplace", False) for module in modules.values())
         self._writes = in_place or not self._only_torch
-        watched = () if self._only_torch else {*self.names} - own
+        watched = () if self._only_torch else {*self.names} - copied
         self._followed = (*watched, *self.buffer_names)
 
     def __call__(
@@ -123,8 +123,8 @@ class FunctionalModel:
             >>> buffers["running_mean"], new["running_mean"]
             (tensor([0., 0.]), tensor([0.1000, 0.1000]))
         """
-        output, left = self._run(self._merged(params, buffers), args, kwargs)
-        return output, {name: left[name] for name in buffers or self.buffer_names}
+        output, after = self._run(self._merged(params, buffers), args, kwargs)
+        return output, {name: after[name] for name in buffers or self.buffer_names}
 
     def train(self, mode: bool = True) -> "FunctionalModel":
         """Return a new function whose module is in training mode."""
@@ -152,16 +152,16 @@ class FunctionalModel:
         """
         module = copy.deepcopy(self._between_calls())
         copies: dict[str, Tensor] = {}
-        for name, given in self._merged(params, buffers).items():
-            copies[name] = value = given.detach().clone()
+        for name, tensor in self._merged(params, buffers).items():
+            copies[name] = value = tensor.detach().clone()
             if name not in self.buffer_names:
                 real_or_complex = value.is_floating_point() or value.is_complex()
                 trained = name in params and real_or_complex
                 copies[name] = nn.Parameter(value, requires_grad=trained)
         FunctionalModel(module, self._defaults)._slots.fill(copies)
-        for each in module.modules():
-            if isinstance(each, nn.RNNBase):
-                each.flatten_parameters()  # cuDNN wants the weights in one block
+        for submodule in module.modules():
+            if isinstance(submodule, nn.RNNBase):
+                submodule.flatten_parameters()  # cuDNN wants the weights in one block
         return module
 
     def copy_to_(self, model: nn.Module, params: Params, buffers: Buffers) -> None:
@@ -251,8 +251,8 @@ class FunctionalModel:
         for first, aliases in self._aliases.items():
             tied = {name: values.pop(name) for name in aliases if name in values}
             for name, value in tied.items():
-                kept = values.setdefault(first, value)
-                if not checks.same_values(value, kept):
+                first_value = values.setdefault(first, value)
+                if not checks.same_values(value, first_value):
                     raise ValueError(
                         f"fmodel(state_dict, {{}}): expected one value for the tied "
                         f"names {next(iter(tied))!r} and {name!r}, got two."
@@ -286,16 +286,16 @@ class FunctionalModel:
         followed = [*map(tensors.__getitem__, self._followed)]
         with modes.without_modes():  # which would see each attribute that is read
             versions = versions_of(followed)
-        kept: list[State | None] = []  # what the call leaves, if a checkpoint begins
+        states: list[State | None] = []  # what the call leaves, if a checkpoint begins
 
-        def again() -> Callable[[], AbstractContextManager]:
-            if not kept:  # nor in a re-run, in which another checkpoint begins
-                kept.append(None)
-            return lambda: self._repeating(kept[-1])
+        def at_checkpoint() -> Callable[[], AbstractContextManager]:
+            if not states:  # nor in a re-run, in which another checkpoint begins
+                states.append(None)
+            return lambda: self._repeating(states[-1])
 
         # Watches each op for checkpoints, of which there are none without a graph.
         watched = torch.is_grad_enabled() and not self._only_torch
-        guard = rerunning(again) if watched else nullcontext()
+        guard = rerunning(at_checkpoint) if watched else nullcontext()
         with self._lock:
             if self._slots.filled and self._runs():
                 raise RuntimeError(
@@ -307,21 +307,21 @@ class FunctionalModel:
                 self._begin(tensors)
                 with guard:
                     output = self._skeleton(*args, **kwargs)
-                left = self._slots.left(tensors)
+                after = self._slots.values_after(tensors)
             finally:
-                if kept:
-                    own = {id(tensors[name]) for name in self._copied}
-                    kept.append(self._slots.kept(own))
+                if states:
+                    copies = {id(tensors[name]) for name in self._copied}
+                    states.append(self._slots.snapshot(copies))
                 self._end()
                 if isinstance(guard, Reruns):
                     guard.ensure_left()
         with modes.without_modes():
             now = versions_of(followed)
-        if left is tensors and now == versions:
-            return output, left
+        if after is tensors and now == versions:
+            return output, after
         counts = zip(self._followed, versions, now, strict=True)
         written = {name for name, one, other in counts if one != other}
-        written |= {name for name, value in left.items() if value is not tensors[name]}
+        written |= {name for name, value in after.items() if value is not tensors[name]}
         changed = sorted(written.difference(self._copied))
         if changed:
             raise WriteError(
@@ -331,9 +331,9 @@ class FunctionalModel:
             )
         for mode in modes.function_modes():
             if isinstance(mode, Reruns):
-                own = written.intersection(self.buffer_names)
-                mode.left += [(name, values[name], left[name]) for name in own]
-        return output, left
+                names = written.intersection(self.buffer_names)
+                mode.writes += [(name, values[name], after[name]) for name in names]
+        return output, after
 
     def _begin(self, values: dict[str, Tensor]) -> None:
         self._slots.fill(values)
@@ -342,11 +342,11 @@ class FunctionalModel:
         self._slots.end()
 
     @contextmanager
-    def _repeating(self, left: State | None) -> Iterator[None]:
+    def _repeating(self, state: State | None) -> Iterator[None]:
         """Restore what a call has left; nothing where it was interrupted."""
         with self._lock, ExitStack() as stack:
-            if left is not None:
-                stack.enter_context(self._slots.again(left))
+            if state is not None:
+                stack.enter_context(self._slots.restoring(state))
             yield
 
 
@@ -363,9 +363,9 @@ def _is_of_torch(module: nn.Module) -> bool:
         and "forward" not in vars(module)
         and not has_forward_hooks(module)
         and all(
-            str(getattr(each, "__module__", "")).startswith("torch")
-            for each in functions  # an activation, for example
-            if callable(each)
+            str(getattr(function, "__module__", "")).startswith("torch")
+            for function in functions  # an activation, for example
+            if callable(function)
         )
     )
 
@@ -523,6 +523,6 @@ def freeze(
     """
     checks.patterns("freeze", patterns=patterns)
     moved = set(checks.all_matched("freeze", params, patterns))
-    kept = {name: value for name, value in params.items() if name not in moved}
+    trained = {name: value for name, value in params.items() if name not in moved}
     frozen = {name: params[name].detach() for name in params if name in moved}
-    return kept, {**buffers, **frozen}
+    return trained, {**buffers, **frozen}

@@ -92,7 +92,7 @@ def own_buffers(model: nn.Module) -> set[int]:
 
 def persistent(model: nn.Module) -> set[int]:
     """Return the ids of the buffers that a `state_dict()` holds."""
-    return {id(each) for m in model.modules() for each in private.persistent(m)}
+    return {id(buffer) for m in model.modules() for buffer in private.persistent(m)}
 
 
 # Plain state.
@@ -110,22 +110,22 @@ _REMADE = {"_compiled_call_impl", "_flat_weight_refs"}
 def plain_state(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield each object of the plain state of a module, and the name of its place."""
     seen: dict[int, Any] = {}  # kept, so that no other gets its id
-    left: list[tuple[str, Any]] = [("", model)]
-    while left:
-        path, value = left.pop()
+    pending: list[tuple[str, Any]] = [("", model)]
+    while pending:
+        path, value = pending.pop()
         if type(value) in _FIXED or id(value) in seen:
             continue
         seen[id(value)] = value
         yield path, value
         if isinstance(value, nn.Module | Tensor):
-            left.append((path, vars(value)))
+            pending.append((path, vars(value)))
         elif isinstance(value, dict) and type(value) in _CONTAINERS:
-            for key, each in value.items():
+            for key, entry in value.items():
                 named = type(key) is str and key not in private.REGISTRIES
                 below = f"{path}.{key}".lstrip(".") if named else path
-                left += [(below, each)] if key not in _REMADE else []
+                pending += [(below, entry)] if key not in _REMADE else []
         elif isinstance(value, tuple) or type(value) in _CONTAINERS:
-            left += [(path, each) for each in value]
+            pending += [(path, entry) for entry in value]
 
 
 def rebuilt(
@@ -141,13 +141,13 @@ def rebuilt(
         new = deque(maxlen=value.maxlen) if type(value) is deque else type(value)()
         memo[id(value)] = new
         if isinstance(value, dict):
-            for key, each in value.items():
-                new[key] = rebuilt(each, stand_in, memo)
+            for key, entry in value.items():
+                new[key] = rebuilt(entry, stand_in, memo)
         else:
-            entries = [rebuilt(each, stand_in, memo) for each in value]
+            entries = [rebuilt(entry, stand_in, memo) for entry in value]
             (new.update if type(value) is set else new.extend)(entries)
     elif isinstance(value, tuple):
-        entries = [rebuilt(each, stand_in, memo) for each in value]
+        entries = [rebuilt(entry, stand_in, memo) for entry in value]
         kind: Any = type(value)
         new = kind._make(entries) if hasattr(kind, "_make") else kind(entries)
     memo[id(value)] = new
@@ -163,7 +163,7 @@ class Registered(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         both = (*model.parameters(), *model.buffers())
-        tensors = [each for each in both if not isinstance(each, Placeholder)]
+        tensors = [tensor for tensor in both if not isinstance(tensor, Placeholder)]
         self._ids = {id(tensor) for tensor in tensors}
         self._memory = {memory(tensor) for tensor in tensors} - {None}
         self._modules = set(map(id, model.modules()))
@@ -191,20 +191,20 @@ class Registered(TorchFunctionMode):
 
     def held_by(self, function: Any) -> bool:
         """Return whether a function or a reference holds a part of the module."""
-        held: list[Any] = [function() if isinstance(function, ref) else None]
+        referents: list[Any] = [function() if isinstance(function, ref) else None]
         if isinstance(function, FunctionType):
-            held = gc.get_referents(*(function.__closure__ or ()))
-            held += function.__defaults__ or ()
-            held += (function.__kwdefaults__ or {}).values()
+            referents = gc.get_referents(*(function.__closure__ or ()))
+            referents += function.__defaults__ or ()
+            referents += (function.__kwdefaults__ or {}).values()
         elif isinstance(function, BuiltinFunctionType):
-            held = [function.__self__]
-        groups = [each.values() for each in held if isinstance(each, dict)]
-        groups += [each for each in held if isinstance(each, list | tuple)]
+            referents = [function.__self__]
+        groups = [item.values() for item in referents if isinstance(item, dict)]
+        groups += [item for item in referents if isinstance(item, list | tuple)]
         inside = [*chain.from_iterable(groups)]
-        owners = [getattr(each, "__self__", each) for each in (*held, *inside)]
+        owners = [getattr(item, "__self__", item) for item in (*referents, *inside)]
         return (
             not self._modules.isdisjoint(map(id, owners))
-            or any(isinstance(x, Tensor) and self.leads_to(x) for x in held)
+            or any(isinstance(x, Tensor) and self.leads_to(x) for x in referents)
             # Computed tensors do not count: hooks collect results that they do not use.
             or any(isinstance(x, Tensor) and self.shares(x) for x in inside)
         )
@@ -256,15 +256,15 @@ class Slots:
         self.detached: list[Tensor] = []  # which do not come from registered tensors
         self._names = names  # of the registered tensors, by id
         self._stand_ins: dict[int, Any] = {}  # placeholders for tensors that do
-        self._own: State = [], []  # attributes of modules, and of a call's values
+        self._attributes: State = [], []  # of modules, and of a call's values
         self._copied: list[list[str]] = []  # of each module
         self._marked: list[Tensor] = []  # registered tensors that have attributes
         self._empty: list[Any] = []  # registries and hooks
         self._recurrent: list[nn.Module] = []
         registered = Registered(model)
         state = [value for _, value in plain_state(model)]
-        containers = [each for each in state if type(each) in _CONTAINERS]
-        self._dicts = [each for each in containers if isinstance(each, dict)]
+        containers = [value for value in state if type(value) in _CONTAINERS]
+        self._dicts = [value for value in containers if isinstance(value, dict)]
         self._views = [x.values() if isinstance(x, dict) else x for x in containers]
         self._before = self._now()
         for value in state:
@@ -282,11 +282,11 @@ class Slots:
                 self.detached.append(value)
 
     def _follow(self, module: nn.Module) -> None:
-        own, copied = vars(module), list[str]()
-        self._own[0].append((module, own))
+        attributes, copied = vars(module), list[str]()
+        self._attributes[0].append((module, attributes))
         self._copied.append(copied)
         self._recurrent += [module] if isinstance(module, nn.RNNBase) else []
-        for key, value in own.items():
+        for key, value in attributes.items():
             if key in _OF_MODULES and type(value) in _CONTAINERS and not value:
                 self._empty.append(value)
             elif isinstance(value, tuple):
@@ -313,64 +313,65 @@ class Slots:
         now = map(values.get, self._names.values())
         memo: dict[int, Any] = dict(zip(self._names, now, strict=True))
         memo |= self._stand_ins
-        for each in self.detached:
-            memo[id(each)] = _own_copy(each)
-        for (module, own), copied in zip(self._own[0], self._copied, strict=True):
-            attributes = dict(own)
+        for tensor in self.detached:
+            memo[id(tensor)] = _own_copy(tensor)
+        pairs = zip(self._attributes[0], self._copied, strict=True)
+        for (module, original), copied in pairs:
+            attributes = dict(original)
             for key in copied:
                 if key in private.REGISTRIES:  # without a call for each tensor
-                    entries = own[key].values()
+                    entries = original[key].values()
                     values_now = map(memo.get, map(id, entries), entries)
-                    attributes[key] = dict(zip(own[key], values_now, strict=True))
+                    attributes[key] = dict(zip(original[key], values_now, strict=True))
                 else:
-                    attributes[key] = rebuilt(own[key], _own_copy, memo)
+                    attributes[key] = rebuilt(original[key], _own_copy, memo)
             object.__setattr__(module, "__dict__", attributes)
         for tensor in self._marked:
             marks = vars(values[self._names[id(tensor)]])
-            self._own[1].append((marks, dict(marks)))
+            self._attributes[1].append((marks, dict(marks)))
             marks.update({**rebuilt(vars(tensor), _own_copy, memo), **marks})
         if self._recurrent and (modes.function_modes() or modes.inside_transform()):
             for net in self._recurrent:
                 # Otherwise they move weights to one block of memory, for cuDNN, by
                 # addresses, which tensors of a recorded pass or a vmap have not.
                 weights: Any = net._flat_weights
-                refs = [None if each is None else ref(each) for each in weights]
+                refs = [None if weight is None else ref(weight) for weight in weights]
                 vars(net)["_flat_weight_refs"] = refs
 
-    def left(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    def values_after(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors that a call with `values` has left, by name."""
-        left: dict[str, Any] = {}
-        for module, own in self._own[0]:
+        changed: dict[str, Any] = {}
+        for module, original in self._attributes[0]:
             for registry in private.REGISTRIES[:2]:
                 now = vars(module)[registry]
-                for key, tensor in own[registry].items():
+                for key, tensor in original[registry].items():
                     name, new = self._names.get(id(tensor)), now.get(key)
                     if name is None or new is values[name]:
                         continue
-                    if not isinstance(new, Tensor) or left.get(name, new) is not new:
+                    if not isinstance(new, Tensor) or changed.get(name, new) is not new:
                         raise RuntimeError(
                             f"fmodel(params, buffers): expected one tensor to be left "
                             f"in {name!r} and the names tied to it, got "
-                            f"{'several' if name in left else type(new).__name__}."
+                            f"{'several' if name in changed else type(new).__name__}."
                         )
-                    left[name] = new
-        return {**values, **left} if left else values
+                    changed[name] = new
+        return {**values, **changed} if changed else values
 
     def end(self) -> None:
         """End a call: restore everything; after an interrupt, call it again."""
-        _put(self._own)
+        _put(self._attributes)
         if any(self._empty):
-            for each in self._empty:
-                each.clear()
-        self._own[1].clear()
+            for registry in self._empty:
+                registry.clear()
+        self._attributes[1].clear()
         self.filled = False
 
     # What a call has left, for parts of it that a checkpoint runs again.
 
-    def kept(self, written: set[int]) -> State:
+    def snapshot(self, written: set[int]) -> State:
         """Return the state as it is now, with copies of written tensors, by id."""
 
-        def kept(value: Tensor) -> Tensor:
+        def copied(value: Tensor) -> Tensor:
             # Copies of buffers, which the run may write into; leaves for results, whose
             # graphs refer to the checkpoint, a cycle that Python cannot collect.
             if id(value) in written:
@@ -381,12 +382,14 @@ class Slots:
 
         memo: dict[int, Any] = {}
         with modes.without_modes():
-            modules, values = self._own
-            state = [(each, rebuilt(vars(each), kept, memo)) for each, _ in modules]
-            return state, [(each, rebuilt(each, kept, memo)) for each, _ in values]
+            modules, values = self._attributes
+            state = [
+                (module, rebuilt(vars(module), copied, memo)) for module, _ in modules
+            ]
+            return state, [(marks, rebuilt(marks, copied, memo)) for marks, _ in values]
 
     @contextmanager
-    def again(self, state: State) -> Iterator[None]:
+    def restoring(self, state: State) -> Iterator[None]:
         """Restore a state that a call has left while a block runs."""
         modules, values = state
         before = [(x, vars(x)) for x, _ in modules], [(x, dict(x)) for x, _ in values]

@@ -39,14 +39,14 @@ def for_samples(
     ruled = function.generate_vmap_rule or function.vmap is not plain.vmap
     if not ruled or function.setup_context is plain.setup_context:  # torch cannot
         return one_by_one(function, args, kwargs, foreign), True
-    given = [modes.unwrap_all(each) for each in among(args, kwargs)]
-    versions = [version_of(each) for each in given]
+    tensors = [modes.unwrap_all(tensor) for tensor in among(args, kwargs)]
+    versions = [version_of(tensor) for tensor in tensors]
     try:
         return custom_function(function, *args, **kwargs), False
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        written = versions != [version_of(each) for each in given]
+        written = versions != [version_of(tensor) for tensor in tensors]
         if written or modes.limit_of(str(error)) == "random numbers":
             raise
         try:
@@ -58,11 +58,11 @@ def for_samples(
 def custom_function(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an autograd.Function, and check that its `vmap` runs its `backward`."""
     output = modes.custom_function_call(function, *args, **kwargs)
-    own = function.vmap is not torch.autograd.Function.vmap
-    if own and torch.is_grad_enabled() and _mapped_once((args, kwargs)):
-        given = [each for each in _below((args, kwargs)) if each.requires_grad]
-        made = [each for each in _below(output) if each.requires_grad]
-        if given and (not made or _passed_by(given, made)):
+    has_vmap = function.vmap is not torch.autograd.Function.vmap
+    if has_vmap and torch.is_grad_enabled() and _mapped_once((args, kwargs)):
+        inputs = [tensor for tensor in _below((args, kwargs)) if tensor.requires_grad]
+        results = [tensor for tensor in _below(output) if tensor.requires_grad]
+        if inputs and (not results or _passed_by(inputs, results)):
             name = function.__name__
             raise UnsupportedOp(
                 f"{name}.apply: expected an autograd.Function whose vmap calls apply, "
@@ -76,13 +76,13 @@ def custom_function(function: Any, *args: Any, **kwargs: Any) -> Any:
 def _mapped_once(values: Any) -> bool:
     """Return whether these tensors are mapped by the vmap over samples alone."""
     level = modes.current_level()
-    for each in tree_leaves(values):
-        if not isinstance(each, Tensor) or modes.level_of(each) != level:
+    for tensor in tree_leaves(values):
+        if not isinstance(tensor, Tensor) or modes.level_of(tensor) != level:
             continue
         wraps = []
-        while modes.is_wrapped(each):
-            wraps.append(modes.is_batched(each))
-            each = modes.unwrapped(each)
+        while modes.is_wrapped(tensor):
+            wraps.append(modes.is_batched(tensor))
+            tensor = modes.unwrapped(tensor)
         if wraps[:1] == [True] and sum(wraps) == 1:
             return True
     return False
@@ -90,24 +90,24 @@ def _mapped_once(values: Any) -> bool:
 
 def _below(values: Any) -> Iterator[Tensor]:
     """Yield the tensors that have the graph, below all vmaps."""
-    for each in tree_leaves(values):
-        if isinstance(each, Tensor):
-            while modes.is_batched(each):
-                each = modes.unwrapped(each)
-            yield each
+    for tensor in tree_leaves(values):
+        if isinstance(tensor, Tensor):
+            while modes.is_batched(tensor):
+                tensor = modes.unwrapped(tensor)
+            yield tensor
 
 
-def _passed_by(given: list[Tensor], made: list[Tensor]) -> bool:
+def _passed_by(inputs: list[Tensor], results: list[Tensor]) -> bool:
     """Return whether a path from results to arguments passes no backward of its own."""
-    leaves = {id(each) for each in given if each.grad_fn is None}
-    ends = {each.grad_fn for each in given} - {None}
+    leaves = {id(tensor) for tensor in inputs if tensor.grad_fn is None}
+    ends = {tensor.grad_fn for tensor in inputs} - {None}
 
     def own_backward(node: Any) -> bool:
         return isinstance(node, BackwardCFunction) and node not in ends
 
     return any(
         node in ends or id(getattr(node, "variable", None)) in leaves
-        for node in graph_nodes(made, own_backward)
+        for node in graph_nodes(results, own_backward)
     )
 
 
@@ -123,20 +123,20 @@ def one_by_one(function: Any, args: tuple, kwargs: dict, foreign: Foreign) -> An
         )
     innermost: Any = modes.innermost()
     level, size = innermost.level(), innermost.batch_size()
-    pairs = [(each, modes.in_front(each, level)) for each in call.tensors]
-    given = [(each, False) if own is None else (own, True) for each, own in pairs]
+    pairs = [(tensor, modes.in_front(tensor, level)) for tensor in call.tensors]
+    inputs = [(leaf, False) if rows is None else (rows, True) for leaf, rows in pairs]
     with modes.exit_all():
-        found, mapped = call.run(given, size)
+        outputs, mapped = call.run(inputs, size)
     if mapped:
-        found = [modes.add_batch_axis(each, 0, level) for each in found]
-    return call.output(found)
+        outputs = [modes.add_batch_axis(output, 0, level) for output in outputs]
+    return call.output(outputs)
 
 
 def once(function: Any, args: tuple, kwargs: dict, foreign: Foreign) -> Any:
     """Call an autograd.Function whose arguments are the same for all samples."""
     call = _Call(function, args, kwargs, foreign)
     with modes.exit_all():
-        return call.output(call.run([(each, False) for each in call.tensors], 1)[0])
+        return call.output(call.run([(tensor, False) for tensor in call.tensors], 1)[0])
 
 
 @contextmanager
@@ -172,16 +172,16 @@ class _Call:
         self._function = function
         self.foreign = foreign
         self._leaves, self._spec = tree_flatten((args, kwargs))
-        self.tensors = [each for each in self._leaves if isinstance(each, Tensor)]
+        self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self._form: Any = None  # the output, with an ellipsis for each tensor
 
     def run(
-        self, given: Sequence[tuple[Tensor, bool]], size: int
+        self, inputs: Sequence[tuple[Tensor, bool]], size: int
     ) -> tuple[list[Tensor], bool]:
         """Return the outputs, stacked if an argument is mapped, and whether one is."""
-        tensors = [tensor for tensor, _ in given]
-        mapped = any(own for _, own in given)
-        columns = [_column(*each, size if mapped else 1) for each in given]
+        tensors = [tensor for tensor, _ in inputs]
+        mapped = any(is_mapped for _, is_mapped in inputs)
+        columns = [_column(*pair, size if mapped else 1) for pair in inputs]
         with undrawn(tensors, self.refusal):
             rows = [self._one(row) for row in zip(*columns, strict=True)]
         if not mapped:
@@ -189,59 +189,59 @@ class _Call:
         kinds = [[(e.shape, e.dtype, e.device, e.layout) for e in row] for row in rows]
         if any(kind != kinds[0] for kind in kinds):
             raise self.refusal("outputs of one shape and dtype", "others")
-        return [torch.stack(each) for each in zip(*rows, strict=True)], True
+        return [torch.stack(column) for column in zip(*rows, strict=True)], True
 
     def _one(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the tensors among the outputs of one call."""
         # Views of views, at which each sample's gradient is copied before another call
         # runs, which may write it to the same memory.
-        tensors = [each[None][0] if each.requires_grad else each for each in tensors]
-        own = iter(tensors)
-        leaves = [next(own) if isinstance(e, Tensor) else e for e in self._leaves]
+        tensors = [item[None][0] if item.requires_grad else item for item in tensors]
+        inputs = iter(tensors)
+        leaves = [next(inputs) if isinstance(e, Tensor) else e for e in self._leaves]
         args, kwargs = tree_unflatten(leaves, self._spec)
-        versions = [version_of(each) for each in tensors]
+        versions = [version_of(tensor) for tensor in tensors]
         try:
             with _Watch(self, tensors):
                 output = self._function.apply(*args, **kwargs)
         finally:
-            if versions != [version_of(each) for each in tensors]:
+            if versions != [version_of(tensor) for tensor in tensors]:
                 raise self.refusal("arguments left as they are", "one written in place")
-        found = [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         form = tree_map(lambda e: ... if isinstance(e, Tensor) else e, output)
         if self._form is None:
             self._form = form
         alike = repr(form) == repr(self._form)
-        if not alike or any(type(each) not in _PLAIN for each in tree_leaves(form)):
+        if not alike or any(type(leaf) not in _PLAIN for leaf in tree_leaves(form)):
             raise self.refusal(
                 "tensors alone or values that all samples share", "others"
             )
-        places = {memory(each) for each in tensors}
-        if any(not e.requires_grad and memory(e) in places for e in found):
+        places = {memory(tensor) for tensor in tensors}
+        if any(not e.requires_grad and memory(e) in places for e in outputs):
             raise self.refusal("outputs in memory of their own", "an argument's")
-        return [each.clone() for each in found]  # so may the next call
+        return [output.clone() for output in outputs]  # so may the next call
 
-    def output(self, found: Iterable[Tensor]) -> Any:
+    def output(self, tensors: Iterable[Tensor]) -> Any:
         """Return the output of one call with other tensors in it."""
-        own = iter(found)
-        return tree_map(lambda e: next(own) if e is ... else e, self._form)
+        outputs = iter(tensors)
+        return tree_map(lambda e: next(outputs) if e is ... else e, self._form)
 
 
 class _Watch(TorchFunctionMode):
     """Refuses captured tensors of the loss, which would get no gradient."""
 
-    def __init__(self, call: _Call, given: Iterable[Tensor]) -> None:
+    def __init__(self, call: _Call, inputs: Iterable[Tensor]) -> None:
         super().__init__()
         self._call = call
-        self._given = {id(each) for each in given}
+        self._input_ids = {id(tensor) for tensor in inputs}
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for each in among(args, kwargs):
-            if id(each) in self._given:
+        for tensor in among(args, kwargs):
+            if id(tensor) in self._input_ids:
                 continue
-            if modes.is_wrapped(each) or self._call.foreign(each):
+            if modes.is_wrapped(tensor) or self._call.foreign(tensor):
                 raise self._call.refusal("all tensors as arguments", "a captured one")
         return func(*args, **kwargs)
 
@@ -260,14 +260,14 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:
-        found = [grad for grad in grads if grad is not None]
-        if 0 < len(found) < len(grads):  # zeros would go on where one sample stops
+        defined = [grad for grad in grads if grad is not None]
+        if 0 < len(defined) < len(grads):  # zeros would go on where one sample stops
             raise UnsupportedOp(
                 "backward: expected an autograd.Function that returns gradients for "
                 "all samples or for none, where it has no vmap rule that works, got "
                 'None for some. Return zeros, or use strategy="loop".'
             )
-        return torch.stack(found) if found else None
+        return torch.stack(defined) if defined else None
 
 
 def _column(tensor: Tensor, mapped: bool, size: int) -> Sequence[Tensor]:
@@ -276,5 +276,5 @@ def _column(tensor: Tensor, mapped: bool, size: int) -> Sequence[Tensor]:
         return [tensor.clone() for _ in range(size)] if size > 1 else [tensor]
     rows = _Rows.apply(tensor) if tensor.requires_grad else tensor.unbind()
     if not tensor.stride(0):
-        return [each.clone() for each in rows]
-    return [each.contiguous() for each in rows]
+        return [row.clone() for row in rows]
+    return [row.contiguous() for row in rows]

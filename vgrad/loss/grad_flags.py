@@ -28,7 +28,7 @@ def _methods(names: str) -> list[Callable]:
 
 def _attributes(names: str, *more: str, method: str = "__get__") -> list[Callable]:
     parts = [getattr(Tensor, name, None) for name in (*names.split(), *more)]
-    return [getattr(each, method) for each in parts if each is not None]
+    return [getattr(attribute, method) for attribute in parts if attribute is not None]
 
 
 REQUIRES_GRAD, *_ = _attributes("requires_grad")
@@ -166,14 +166,14 @@ def requires_grad(tensor: Tensor) -> bool:
 
 def among(args: tuple, kwargs: dict) -> list[Tensor]:
     """Return the tensors among the arguments of a call."""
-    found = []
+    tensors = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (tuple, list, dict)):  # `|` would make a type
             leaves = tree_leaves(value)
-            found += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return found
+            tensors += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return tensors
 
 
 def own_backward_pass(op: str) -> UnsupportedOp:

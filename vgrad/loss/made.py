@@ -38,9 +38,9 @@ class Rooms:
 
 def is_mapped(tensor: Tensor, level: int) -> bool:
     """Return whether the vmap of a level maps over a tensor."""
-    while (own := modes.level_of(tensor)) > level:
+    while (tensor_level := modes.level_of(tensor)) > level:
         tensor = modes.unwrapped(tensor)
-    return own == level
+    return tensor_level == level
 
 
 def copied(tensor: Tensor, level: int, size: int) -> Tensor:
@@ -54,7 +54,7 @@ def copied(tensor: Tensor, level: int, size: int) -> Tensor:
         plain = type(stored) is Tensor or checks_collected()  # nor of a subclass
         if not dense or not plain or stored.is_nested or stored.shape != tensor.shape:
             return tensor
-        if any(each.requires_grad and each.is_leaf for each in (tensor, stored)):
+        if any(alias.requires_grad and alias.is_leaf for alias in (tensor, stored)):
             return tensor
         with modes.exit_to(level):
             shape, strides = (size, *stored.shape), (max(count, 1), *stored.stride())

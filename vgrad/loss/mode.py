@@ -78,11 +78,11 @@ class LossMode(Reruns):
     ) -> None:
         self.draws = draws = draws or Draws()
         super().__init__()
-        for each in protected:
-            if each.again is not None:
-                self._again.append(each.again)
+        for group in protected:
+            if group.at_checkpoint is not None:
+                self._callbacks.append(group.at_checkpoint)
         if draws.keys is not None:  # a checkpoint draws by its place in the loss
-            self._again.append(draws.again)
+            self._callbacks.append(draws.restorer)
         self._protected = protected
         self._handlers = handlers
         self.vmap = vmap  # None for one sample or member by itself
@@ -111,14 +111,14 @@ class LossMode(Reruns):
         randomness: str,
         casts: Callable[[], AbstractContextManager],
         *,
-        alone: bool = False,
+        unbatched: bool = False,
     ) -> Iterator[None]:
-        """Watch a loss of as many samples or members at once, or of one `alone`."""
+        """Watch a loss of that many samples or members, or of an unbatched one."""
         self.size, self.randomness = size, randomness
-        own = randomness == "different" and self.draws.keys is None
-        if own and self.vmap is not None and not checks_collected():
+        unkeyed = randomness == "different" and self.draws.keys is None
+        if unkeyed and self.vmap is not None and not checks_collected():
             self._before = random_state(self._protected[0].tensors.values())
-        self._watched = partial(self.draws.watched, size, alone=alone)
+        self._watched = partial(self.draws.watched, size, unbatched=unbatched)
         self._casts = casts
         unwritten = protect(*self._protected)
         try:
@@ -165,11 +165,11 @@ class LossMode(Reruns):
         if may_write(func) or (kwargs and not _OPTIONS.isdisjoint(kwargs)):
             targets = written(func, args, kwargs)
             if kwargs.get("generator") is not None:
-                self.draws.own = True
+                self.draws.used_generator = True
         handlers = self._handlers
         try:
-            if targets and (again := self._room(targets, func, args, kwargs)):
-                raise again
+            if targets and (split := self._room(targets, func, args, kwargs)):
+                raise split
             if func is Tensor.register_hook:
                 self.note_hook("register_hook")
                 self.doubt(args[0])  # a write may replace the node
@@ -183,7 +183,7 @@ class LossMode(Reruns):
             if targets and isinstance(error, RuntimeError):
                 error = self._room(targets) or error
             arguments = None
-            if any(each in str(error) for each in modes.ITEM_ERRORS):
+            if any(message in str(error) for message in modes.ITEM_ERRORS):
                 arguments = with_numbers(func, args, kwargs, self.vmap.level)
             if arguments is not None:
                 try:
@@ -196,8 +196,8 @@ class LossMode(Reruns):
     def doubt(self, *tensors: Any) -> None:
         """Note tensors into which a write is another one for one sample."""
         if self.vmap is not None:
-            below = [modes.unwrap_all(each) for each in tensors]
-            self._doubtful.extend((each, version_of(each)) for each in below)
+            below = [modes.unwrap_all(tensor) for tensor in tensors]
+            self._doubtful.extend((tensor, version_of(tensor)) for tensor in below)
 
     def reshaped(self, tensor: Tensor, output: Tensor) -> None:
         """Note a copy where one sample may have a view."""
@@ -243,9 +243,9 @@ class LossMode(Reruns):
         with modes.without_modes():
             if func is not None:
                 others = among(args, kwargs)
-                targets = [each for each in targets if not is_mapped(each, level)]
-                own = self.differ(others) or any(map(self.is_parameter, others))
-                if not (targets and own):
+                targets = [target for target in targets if not is_mapped(target, level)]
+                per_sample = self.differ(others) or any(map(self.is_parameter, others))
+                if not (targets and per_sample):
                     return None
         self.rooms.line = where(sys._getframe())
         if checks_collected():
@@ -254,7 +254,7 @@ class LossMode(Reruns):
 
     def differ(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether some tensors are one for each sample or member."""
-        return any(is_mapped(each, self._level) for each in tensors)
+        return any(is_mapped(tensor, self._level) for tensor in tensors)
 
     def _stop(
         self,
@@ -289,7 +289,7 @@ class LossMode(Reruns):
     @contextmanager
     def repeating(self, *args: Any) -> Iterator[None]:
         """Restore the mode of the beginning of a checkpoint, under a vmap like it."""
-        again = self._watched(repeated=True)
+        watched = self._watched(repeated=True)
         waiting = self.waiting
         with ExitStack() as stack:
             if self.vmap is not None:
@@ -303,7 +303,7 @@ class LossMode(Reruns):
                         'strategy="loop".'
                     )
             stack.enter_context(uncompiled())
-            for block in (super().repeating(*args), again):
+            for block in (super().repeating(*args), watched):
                 stack.enter_context(block)
             try:
                 with self._casting():
@@ -311,17 +311,17 @@ class LossMode(Reruns):
             finally:
                 self.waiting = waiting
 
-    def held(self, again: Again) -> Again:
+    def releasable(self, rerun: Again) -> Again:
         """Return a function that refers to nothing after `close`."""
-        later = [again]
+        later = [rerun]
         self._later.append(later)
 
-        def held() -> AbstractContextManager:
+        def run() -> AbstractContextManager:
             if not later:
                 raise own_backward_pass("loss")
             return later[0]()
 
-        return held
+        return run
 
     def close(self) -> None:
         """Let go of checkpoints that never ran again, in cycles Python cannot see."""
@@ -354,22 +354,22 @@ class LossMode(Reruns):
         return read(tensor) if value is NONE else value
 
     def stacked(self, func: Callable, args: tuple, kwargs: dict) -> Form | None:
-        level, given = self._level, among(args, kwargs)
-        if any(each.requires_grad for each in given):
+        level, tensors = self._level, among(args, kwargs)
+        if any(tensor.requires_grad for tensor in tensors):
             return None
-        if checks_collected() and any(physical(x, level) is not None for x in given):
+        if checks_collected() and any(physical(x, level) is not None for x in tensors):
             raise Unrepeatable(f"the shape of {modes.op_name(func)} depends on values")
         with self.outside():  # else the transforms inside wrap the results
-            found = of_each(func, args, kwargs, level)
-        if found is None:
+            outputs = of_each(func, args, kwargs, level)
+        if outputs is None:
             return None
-        rows = [each if isinstance(each, tuple) else (each,) for each in found]
-        unanimous([[each.shape for each in row] for row in rows], level)
+        rows = [row if isinstance(row, tuple) else (row,) for row in outputs]
+        unanimous([[tensor.shape for tensor in row] for row in rows], level)
         columns = zip(*rows, strict=True)
         with self.outside():
-            stacked = [torch.stack(each).to(given[0].device) for each in columns]
+            stacked = [torch.stack(column).to(tensors[0].device) for column in columns]
         results = tuple(map(self.logical, stacked))
-        return lambda: results if isinstance(found[0], tuple) else results[0]
+        return lambda: results if isinstance(outputs[0], tuple) else results[0]
 
     @property
     def _level(self) -> int:
@@ -494,13 +494,13 @@ SAMPLES = refusals, reads, selections, at_once(run_op)
 
 
 def of_members(
-    told: Callable[[str, str], None] | None = None, *, chosen: bool = True
+    on_form: Callable[[str, str], None] | None = None, *, chosen: bool = True
 ) -> tuple[Handler, ...]:
     """Return the handlers for all members under vmap, each op in its best form.
 
-    `told` is an optional callback, invoked once per op that has several forms, with the
-    names of the op and of the form. With `chosen=False` all ops run in torch's own way,
-    except ops that it runs member by member, wrongly or not at all.
+    `on_form` is an optional callback, invoked once per op that has several forms, with
+    the names of the op and of the form. With `chosen=False` all ops run in torch's own
+    way, except ops that it runs member by member, wrongly or not at all.
     """
 
     def run(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -524,8 +524,8 @@ def of_members(
         if op is None or op.per_member is None or not chosen:
             return func(*args, **kwargs)
         form, name = op.per_member(*args, **kwargs)
-        if told is not None:
-            told(modes.op_name(func), name)
+        if on_form is not None:
+            on_form(modes.op_name(func), name)
         return func(*args, **kwargs) if form is None else form()
 
     return reads, at_once(run)

@@ -71,7 +71,7 @@ class Draws:
     """The state of the random numbers of samples that run together."""
 
     values_read: bool = False
-    own: bool = False  # whether numbers came from a `torch.Generator`, too
+    used_generator: bool = False  # whether numbers came from a `torch.Generator`, too
     keys: Tensor | None = None  # from which the numbers follow, int64 [B]
     place: int = 0  # how many random ops of the loss ran before, where there are keys
     axis: int | None = 0  # of samples in the numbers of an op; None if it is unclear
@@ -80,23 +80,23 @@ class Draws:
     idle: bool = False  # whether random ops are left alone
 
     def of(self, rows: slice | Tensor) -> "Draws":
-        """Return the same for some of the samples."""
+        """Return the state of some of the samples."""
         if self.keys is not None:
             return Draws(keys=self.keys[rows], shared=self.shared)
         return Draws()
 
     def watched(
-        self, size: int, *, alone: bool = False, repeated: bool = False
+        self, size: int, *, unbatched: bool = False, repeated: bool = False
     ) -> AbstractContextManager:
         """Draw by keys, if there are some, while a loss runs once.
 
-        `alone` is a sample without a batch dimension. A part of a loss that is
+        `unbatched` is a sample without a batch dimension. A part of a loss that is
         `repeated` goes on at its place.
         """
         if self.keys is None or self.idle:
             return nullcontext()
         self.place = self.place if repeated else 0
-        return Keyed(self, alone=alone or self.shared)
+        return Keyed(self, single=unbatched or self.shared)
 
     @contextmanager
     def _having(self, **state: Any) -> Iterator[None]:
@@ -111,8 +111,8 @@ class Draws:
         """Set the axis of samples of random ops; None holds in blocks inside, too."""
         return self._having(axis=None if self.axis is None else axis)
 
-    def again(self) -> Callable[[], AbstractContextManager]:
-        """Return a context that restores the place of now, for a repetition."""
+    def restorer(self) -> Callable[[], AbstractContextManager]:
+        """Return a function that makes a block with the place of now, for a re-run."""
         return partial(self._having, place=self.place)
 
 
@@ -127,13 +127,13 @@ class _Seen(DispatchMode):
 
 
 def drew(
-    before: RandomState, tensors: Iterable[Tensor], again: Callable[[], Any]
+    before: RandomState, tensors: Iterable[Tensor], rerun: Callable[[], Any]
 ) -> bool:
     """Return whether a run drew, by another one, where other threads may have drawn."""
     if not drawn_since(before, tensors):
         return False
     with sdpa_kernel(SDPBackend.MATH), _Seen() as seen:  # other kernels may draw
-        again()
+        rerun()
     return seen.drew
 
 
@@ -156,26 +156,26 @@ class Unkeyed(RuntimeError):
 
 
 def check_drawn(
-    before: RandomState, tensors: Iterable[Tensor], again: Callable[[], Any]
+    before: RandomState, tensors: Iterable[Tensor], rerun: Callable[[], Any]
 ) -> None:
     """Refuse numbers drawn elsewhere than in the loss, and put the generators back."""
     tensors = [*tensors]
-    if drew(before, tensors, again):
+    if drew(before, tensors, rerun):
         set_random_state(before)
         raise Unkeyed("some that a backward pass draws")
 
 
 class Keyed(DispatchMode):
-    """Runs the random ops of a loss, of all samples at once or of one `alone`."""
+    """Runs the random ops of a loss, of all samples at once or of a `single` one."""
 
-    def __init__(self, at: "Draws", *, alone: bool) -> None:
+    def __init__(self, at: "Draws", *, single: bool) -> None:
         super().__init__()
         assert at.keys is not None
         self._at = at
         with exit_all():  # whose tensors are none of theirs
-            self._keys = at.keys[:1] if alone else at.keys
+            self._keys = at.keys[:1] if single else at.keys
         self._size = len(self._keys)
-        self._alone = alone
+        self._single = single
         self._plain: set[Any] = set()  # ops that draw nothing
         self._before: RandomState
         self._kernels: AbstractContextManager = nullcontext()
@@ -201,19 +201,19 @@ class Keyed(DispatchMode):
             self._plain.add(func)  # the check takes longer than most ops
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
-        name, given = op_name(func), named(func, args, kwargs)
-        idle = given.get("dropout_p") == 0  # of attention
+        name, arguments = op_name(func), named(func, args, kwargs)
+        idle = arguments.get("dropout_p") == 0  # of attention
         if name == "native_dropout":
-            idle = given["train"] is False or not given["p"]
+            idle = arguments["train"] is False or not arguments["p"]
         if idle:
             return func(*args, **kwargs)
-        if given.get("generator") is not None:
+        if arguments.get("generator") is not None:
             self._at.drew = True
             raise Unkeyed(
                 f"draws from a torch.Generator of the loss's own in {name}. Leave its "
                 f"generator out"
             )
-        if given.get("dropout_state") is not None:
+        if arguments.get("dropout_state") is not None:
             raise Unkeyed(
                 f"draws that cuDNN keeps to itself in {name}. Give the net dropout=0, "
                 f"and put a Dropout between its layers"
@@ -221,41 +221,41 @@ class Keyed(DispatchMode):
         if name not in SHOWN:
             return self._hidden(name, func, args, kwargs)
         self._at.drew = True
-        if not self._alone and (name in _ALONE or self._at.axis is None):
+        if not self._single and (name in _ALONE or self._at.axis is None):
             raise _apart(self._size)
-        found = self._bernoulli(name, func, given)
-        if found is None:
-            found = self._others(name, func, args, kwargs)
+        result = self._bernoulli(name, func, arguments)
+        if result is None:
+            result = self._others(name, func, args, kwargs)
         self._at.place += 1
-        return found
+        return result
 
     def _streams(self, device: torch.device) -> Tensor:
         return fold_in(self._keys, self._at.place).to(device)
 
     def _samples(self, tensor: Tensor) -> Tensor:
         """View a tensor with the samples in an axis of their own, the first."""
-        if self._alone:
+        if self._single:
             return tensor.unsqueeze(0)
         axis = self._at.axis
         assert axis is not None
         if axis >= tensor.ndim or tensor.shape[axis] % self._size:
             raise _apart(self._size)
-        each = tensor.shape[axis] // self._size
-        return tensor.unflatten(axis, (self._size, each)).movedim(axis, 0)
+        length = tensor.shape[axis] // self._size
+        return tensor.unflatten(axis, (self._size, length)).movedim(axis, 0)
 
     def _words(self, like: Tensor) -> Tensor:
         """Return a number of 64 bits for each entry of `[B, ...]`."""
         count = like[0].numel()
         return random_bits(self._streams(like.device), count).view(like.shape)
 
-    def _bernoulli(self, name: str, func: Any, given: dict[str, Any]) -> Any:
+    def _bernoulli(self, name: str, func: Any, arguments: dict[str, Any]) -> Any:
         """Draw booleans of one probability, as for dropout; None for other ops."""
         if name == "native_dropout":
-            keep = 1 - given["p"]
-            target = torch.empty_like(given["input"], dtype=torch.bool)
-        elif name == "bernoulli" and isinstance(given.get("p"), float | int):
-            keep, target = given["p"], given["self"]
-            if "out" in given or not 0 <= keep <= 1:
+            keep = 1 - arguments["p"]
+            target = torch.empty_like(arguments["input"], dtype=torch.bool)
+        elif name == "bernoulli" and isinstance(arguments.get("p"), float | int):
+            keep, target = arguments["p"], arguments["self"]
+            if "out" in arguments or not 0 <= keep <= 1:
                 return None  # torch raises, or writes the result
             target = target if writes(func) else torch.empty_like(target)
         else:
@@ -271,34 +271,35 @@ class Keyed(DispatchMode):
             samples.copy_(drawn.view(samples.shape))
         if name == "bernoulli":
             return target
-        kept = target.to(given["input"].dtype)
+        mask = target.to(arguments["input"].dtype)
         if keep:
-            kept /= keep
-        return given["input"] * kept, target
+            mask /= keep
+        return arguments["input"] * mask, target
 
     def _others(self, name: str, func: Any, args: tuple, kwargs: dict) -> Any:
         """Let torch make the result, and write other numbers over its own."""
         sources: Any = args, kwargs
         if writes(func):  # it may read the tensor that it writes
-            copied = {id(each): each.clone() for each in among(args, kwargs)}
+            copied = {id(tensor): tensor.clone() for tensor in among(args, kwargs)}
             sources = tree_map_only(Tensor, lambda x: copied[id(x)], sources)
         if checks_collected():  # a graph would draw numbers only to drop them
-            found = _undrawn(func, args, kwargs)
+            output = _undrawn(func, args, kwargs)
         else:
             self._keep(args, kwargs)
-            found = func(*args, **kwargs)
-        results = shown_results(func, args, kwargs, found)
+            output = func(*args, **kwargs)
+        results = shown_results(func, args, kwargs, output)
         if name in _UNIFORM | _NORMAL and results[0].is_floating_point():
             self._by_hash(name, results[0], named(func, *sources))
         elif name == "bernoulli":
-            given = named(func, *sources)
-            chance = given["p"] if given.get("p") is not None else given["self"]
+            arguments = named(func, *sources)
+            chance = arguments.get("p")
+            chance = arguments["self"] if chance is None else chance
             samples = self._samples(results[0])
             chance = self._expanded(chance, results[0])
             samples.copy_(unit(self._words(samples), 53, torch.float64) < chance)
         else:
             self._by_seeds(name, func, sources, results)
-        return found
+        return output
 
     def _expanded(self, value: Any, like: Tensor) -> Any:
         """Bring an argument of an op into the form of its result."""
@@ -306,56 +307,56 @@ class Keyed(DispatchMode):
             return value
         return self._samples(value.to(like.device).expand(like.shape)).double()
 
-    def _by_hash(self, name: str, result: Tensor, given: dict[str, Any]) -> None:
+    def _by_hash(self, name: str, result: Tensor, arguments: dict[str, Any]) -> None:
         samples = self._samples(result)
         drawn = self._words(samples)
         if name in _UNIFORM:
             digits = 2 - math.frexp(torch.finfo(result.dtype).eps)[1]
-            found = unit(drawn, digits, result.dtype)
-            low, high = given.get("from", 0.0), given.get("to", 1.0)
+            uniform = unit(drawn, digits, result.dtype)
+            low, high = arguments.get("from", 0.0), arguments.get("to", 1.0)
             samples.copy_(
-                found if (low, high) == (0, 1) else found * (high - low) + low
+                uniform if (low, high) == (0, 1) else uniform * (high - low) + low
             )
             return
-        found = unit(drawn, 53, torch.float64)
-        found += 2.0**-54  # neither 0 nor 1
-        normal = torch.special.ndtri(found)
-        if given.get("std") is not None:
-            normal *= self._expanded(given["std"], result)
-            normal += self._expanded(given["mean"], result)
+        uniform = unit(drawn, 53, torch.float64)
+        uniform += 2.0**-54  # neither 0 nor 1
+        normal = torch.special.ndtri(uniform)
+        if arguments.get("std") is not None:
+            normal *= self._expanded(arguments["std"], result)
+            normal += self._expanded(arguments["mean"], result)
         samples.copy_(normal)
 
     def _by_seeds(
         self, name: str, func: Any, sources: tuple[tuple, dict], results: list[Tensor]
     ) -> None:
         """Run an op for one sample after another, on memory in the usual order."""
-        if checks_collected() or (self._at.axis != 0 and not self._alone):
+        if checks_collected() or (self._at.axis != 0 and not self._single):
             raise _apart(self._size)
         shape = results[0].shape
-        samples = [self._samples(each) for each in results]
+        samples = [self._samples(result) for result in results]
         for row, seed in enumerate(self._streams(torch.device("cpu")).tolist()):
 
-            def own(each: Tensor, row: int = row) -> Tensor:
-                if not self._alone:
-                    each = each if name == "multinomial" else each.expand(shape)
-                each = self._samples(each)[row]
-                return each.clone(memory_format=torch.contiguous_format)
+            def one_sample(tensor: Tensor, row: int = row) -> Tensor:
+                if not self._single:
+                    tensor = tensor if name == "multinomial" else tensor.expand(shape)
+                tensor = self._samples(tensor)[row]
+                return tensor.clone(memory_format=torch.contiguous_format)
 
-            args, kwargs = tree_map_only(Tensor, own, sources)
+            args, kwargs = tree_map_only(Tensor, one_sample, sources)
             args, kwargs = self._sized(func, args, kwargs)
             default_generator(results[0].device).manual_seed(seed)
-            found = func(*args, **kwargs)
-            pairs = zip(samples, shown_results(func, args, kwargs, found), strict=True)
+            output = func(*args, **kwargs)
+            pairs = zip(samples, shown_results(func, args, kwargs, output), strict=True)
             for sample, drawn in pairs:
                 sample[row].copy_(drawn)
 
     def _sized(self, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Let an op that has an argument for the size make one sample."""
-        if self._alone or "size" not in (given := named(func, args, kwargs)):
+        if self._single or "size" not in (arguments := named(func, args, kwargs)):
             return args, kwargs
-        first, *rest = given["size"]
+        first, *rest = arguments["size"]
         size = [first // self._size, *rest]
-        args = tuple(size if each is given["size"] else each for each in args)
+        args = tuple(size if value is arguments["size"] else value for value in args)
         return args, {k: size if k == "size" else v for k, v in kwargs.items()}
 
     def _hidden(self, name: str, func: Any, args: tuple, kwargs: dict) -> Any:
@@ -364,18 +365,18 @@ class Keyed(DispatchMode):
             raise _apart(self._size)
         self._keep(args, kwargs)
         tensors = among(args, kwargs)
-        if self._alone:
+        if self._single:
             device = tensors[0].device if tensors else torch.device("cpu")
             seed = int(self._streams(torch.device("cpu")))
             default_generator(device).manual_seed(seed)
         before = random_state(tensors)
-        found = func(*args, **kwargs)
+        output = func(*args, **kwargs)
         if drawn_since(before, tensors):
             self._at.drew = True
             self._at.place += 1
-            if not self._alone:
+            if not self._single:
                 raise _apart(self._size)
-        return found
+        return output
 
     def _keep(self, args: tuple, kwargs: dict) -> None:
         """Note the state of a device's generator before a number is drawn from it."""
@@ -388,10 +389,10 @@ def _undrawn(func: Any, args: tuple, kwargs: dict) -> Any:
     """Return memory for the numbers of a random op."""
     if writes(func):
         return next(arguments_written(func, args, kwargs))
-    given, like = named(func, args, kwargs), among(args, kwargs)
-    options = {name: given.get(name) for name in ("dtype", "layout", "device")}
+    arguments, like = named(func, args, kwargs), among(args, kwargs)
+    options = {name: arguments.get(name) for name in ("dtype", "layout", "device")}
     if not like:
-        return torch.empty(given["size"], **options)
+        return torch.empty(arguments["size"], **options)
     return torch.empty_like(torch.broadcast_tensors(*like)[0], **options)
 
 

@@ -62,11 +62,11 @@ def read_value(
     with modes.without_modes():
         mapped = _mapped(args, kwargs, level)
         if checks_collected():
-            for each in () if mapped else among(args, kwargs):  # as of one sample
-                mapped[id(each)] = modes.unwrap_all(each).detach()[None]
+            for tensor in () if mapped else among(args, kwargs):  # as of one sample
+                mapped[id(tensor)] = modes.unwrap_all(tensor).detach()[None]
             with static_values():
                 values = _values(func, args, kwargs, mapped)
-            if any(repr(each) != repr(values[0]) for each in values):
+            if any(repr(value) != repr(values[0]) for value in values):
                 raise Unrepeatable(f"{one}s {DIFFER}:")
             rare(_differing(func, mapped, values[0]))
             return values[0]
@@ -117,7 +117,7 @@ def unanimous(values: Sequence[Any], level: int) -> Any:
     for row, value in enumerate(values):  # as text: nan is nan, and 0.0 is not -0.0
         parts.setdefault(repr(value), []).append(row)
     if len(parts) > 1:
-        rows = [torch.tensor(each) for each in parts.values()]
+        rows = [torch.tensor(indices) for indices in parts.values()]
         raise SplitBatch(Partition(rows, where(sys._getframe(1))), level)
     return values[0]
 
@@ -125,9 +125,9 @@ def unanimous(values: Sequence[Any], level: int) -> Any:
 def _mapped(args: tuple, kwargs: dict, level: int) -> dict[int, Tensor]:
     """Return the values of all samples, for each tensor that differs among them."""
     return {
-        id(each): values
-        for each in among(args, kwargs)
-        if (values := physical(each, level)) is not None
+        id(tensor): values
+        for tensor in among(args, kwargs)
+        if (values := physical(tensor, level)) is not None
     }
 
 
@@ -160,8 +160,8 @@ def physical(tensor: Tensor, level: int) -> Tensor | None:
     if modes.level_of(tensor) != level:
         return None
     with modes.exit_to(level):  # else the transforms inside wrap the result
-        found = modes.in_front(tensor, level)
-        return None if found is None else found.detach()
+        rows = modes.in_front(tensor, level)
+        return None if rows is None else rows.detach()
 
 
 def _values(

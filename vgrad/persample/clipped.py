@@ -89,7 +89,7 @@ class ClipRule:
                     f"clipped_grad(max_norm={dict(self.max_norm)!r}): expected every "
                     f"parameter to match a pattern, but {missing} match none."
                 )
-            return [*matched.values()], [self.max_norm[each] for each in matched]
+            return [*matched.values()], [self.max_norm[pattern] for pattern in matched]
         if self.kind != "per_layer":
             return [list(params)], [self.max_norm]
         layers = members("clipped_grad", "layer", params)
@@ -123,7 +123,8 @@ class ClipWeights(NamedTuple):
     factors: Tensor  # by which gradients of each part are multiplied, [P, B]
     weights: dict[str, Tensor]  # the same for each parameter, [B]
     clipped: Tensor  # which samples that count have a norm above a bound, [B]
-    far: Any = None  # whether one is close to the ends of float32, or has a doubt
+    # True if any sample is near float32's range limits or its norm may have cancelled.
+    out_of_range: Any = None
     finite: Any = None  # which samples count, [B]; None for all
 
     def nonfinite(self, mask: Tensor | None) -> Tensor:
@@ -162,10 +163,10 @@ class _ClipCollector(Collector):
         if len({*self.bounds}) == 1:
             return self.bounds[0]
         # No copy from the host, for which a device would wait.
-        return torch.stack([like.new_full((1,), each) for each in self.bounds])
+        return torch.stack([like.new_full((1,), bound) for bound in self.bounds])
 
     def weigh(self) -> ClipWeights:
-        """Return the weights; they are right unless they are `far`."""
+        """Return the weights; they are right unless `out_of_range` is true."""
         norms = self.joint()
         value, upper, bound = norms.value, norms.upper, self.bound(norms.value)
         factors, clipped = self.rule.factors(upper, bound), value > bound
@@ -173,9 +174,9 @@ class _ClipCollector(Collector):
         factors = normal_rounded_down(factors, self.dtype)
         if self.mask is not None:
             factors, clipped = factors * self.mask, clipped & self.mask
-        far = ~(norms.largest <= self.rule.limit(self.bounds))
+        out_of_range = ~(norms.largest <= self.rule.limit(self.bounds))
         weights = self._columns(factors)
-        return ClipWeights(norms.total, upper, factors, weights, clipped, far)
+        return ClipWeights(norms.total, upper, factors, weights, clipped, out_of_range)
 
     def weigh_each(self) -> ClipWeights:
         """Return weights, and which samples count: finite ones, of numbers in range."""
@@ -223,7 +224,7 @@ class _ClipCollector(Collector):
             elif keep is not None:
                 factor = masked(factor, keep)
             value = joint_sums[name] if name in joint_sums else factor.weighted(weight)
-            sums[name] = reducer.settled(name, value)
+            sums[name] = reducer.reduced(name, value)
         return sums
 
     def summed_with_care(self, reducer: Reducer) -> tuple[Params, ClipWeights]:
@@ -250,14 +251,14 @@ class _TwoPassCollector(_ClipCollector):
         """Keep norms, and return the form of a factor for a sum."""
         form, norms = factor.with_norms()
         self.norms[name] = [
-            each if isinstance(each, Dense) else each._replace(factor=None)
-            for each in norms
+            part if isinstance(part, Dense) else part._replace(factor=None)
+            for part in norms
         ]
         return form
 
     def between_passes(self) -> None:
         clip = self.weigh()
-        careful = self.reducer.any_rank(rare(clip.far))
+        careful = self.reducer.any_rank(rare(clip.out_of_range))
         self._clip = None if careful else clip
 
     def add(self, name: str, factor: Factor) -> None:
@@ -276,7 +277,7 @@ class _TwoPassCollector(_ClipCollector):
             bounds = self.bound(factors) * (1 + _ROUNDING)
             fits = factors * measured.upper <= bounds
             fits &= factors >= measured.factors * (1 - _OTHER)
-            differs = rare(measured.far | ~fits.all())
+            differs = rare(measured.out_of_range | ~fits.all())
         if not self.reducer.any_rank(differs):
             return None
         fields = self.rule, self.parts, self.bounds, self.dtype, self.mask
@@ -402,7 +403,7 @@ def clipped_grad(
                 f'expected a number, or with clipping="per_layer" a dictionary that is '
                 f"not empty."
             )
-        bounds = {f"max_norm[{each!r}]": bound for each, bound in max_norm.items()}
+        bounds = {f"max_norm[{key!r}]": bound for key, bound in max_norm.items()}
     else:
         bounds = {"max_norm": max_norm}
     for name, bound in bounds.items():
@@ -500,7 +501,7 @@ class ClippedSum(Quantity):
         elif modes.inside_transform():
             clip = collector.weigh_each()
             sums = collector.summed(clip, clip.finite)
-        elif not rare((clip := collector.weigh()).far):
+        elif not rare((clip := collector.weigh()).out_of_range):
             sums = collector.summed(clip, None, call.reducer)
         else:
             sums, clip = collector.summed_with_care(call.reducer)

@@ -177,7 +177,7 @@ def explain(transform: Any) -> Any:
         # reason.
         options = replace(transform.options, fallbacks=Fallbacks(silent=True))
         inputs = Inputs(params, buffers, batch)
-        call = options.on(inputs).replaced(known=transform.options.on(inputs).known)
+        call = options.on(inputs).replaced(history=transform.options.on(inputs).history)
         with kept_random_state(call.tensors):
             report = _explained(call)
         captured = getattr(transform.execute, "explanation", None)
@@ -210,7 +210,7 @@ def _explained(call: Call) -> Explanation:
     sizes = tuple(len(chunk.losses) for chunk in parts.chunks)
     largest = sizes.index(max(sizes))
     strategy = parts.chunks[largest].strategy
-    failure = call.known.failure
+    failure = call.history.failure
     if strategy == "loop":
         failure = fallbacks.split or failure
     if failure is not None:
@@ -226,13 +226,13 @@ def _explained(call: Call) -> Explanation:
     line = "" if strategy == "loop" else fallbacks.rooms.line
     hooks = fallbacks.hooks if strategy == "recorded" else {}
     rows = tuple(uses[largest].rows(strategy, watch))
-    one = sum(each.numel() * each.element_size() for each in call.params.values())
+    one = sum(value.numel() * value.element_size() for value in call.params.values())
     costs = (
         Cost("recorded", len(sizes), sum(row.bytes for row in rows)),
         Cost("vmap", len(sizes), sizes[largest] * one),
         Cost("loop", size, one),
     )
-    names = [each.strategy for each in costs]
+    names = [cost.strategy for cost in costs]
     return Explanation(
         call.function,
         strategy,
@@ -256,12 +256,12 @@ def _verified(call: Call) -> str:
         return "not verified: verify=False"
     if call.strategy == "loop":
         return ""
-    if not call.known.calls:
+    if not call.history.calls:
         try:
             verify(call, strict=False)
         except (UnsupportedOp, RuntimeError) as error:
             return str(error)
-    return str(call.known)
+    return str(call.history)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -175,7 +175,7 @@ class _NormCollector(Holding):
 
     def settle(self, pending: dict[str, FactorNorms]) -> None:
         firsts = {name: parts[0] for name, parts in pending.items() if len(parts) == 1}
-        small = {n: each for n, each in firsts.items() if isinstance(each, Dense)}
+        small = {n: first for n, first in firsts.items() if isinstance(first, Dense)}
         gathered(small, pending, self.groups.values())
         norms = computed(pending)
         where = doubtful(norms)
@@ -199,7 +199,7 @@ class Norms(Quantity):
         collector.flush()
         grouped = collector.groups
         norms = Joint(collector.norms, grouped.values(), call.dtype).value
-        copies = [each.to(call.dtype, copy=True) for each in norms]
+        copies = [norm.to(call.dtype, copy=True) for norm in norms]
         return {"values": dict(zip(grouped, copies, strict=True))}
 
     def total(self, parts: Joined) -> Any:

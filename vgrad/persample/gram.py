@@ -201,16 +201,16 @@ class _Columns(Quantity):
 
     def partial(self, collector: Mapped, call: Call) -> dict[str, Any]:
         columns, rows = collector.values, self.factors
-        factors = {name: [*some, columns[name]] for name, some in rows.items()}
+        factors = {name: [*parts, columns[name]] for name, parts in rows.items()}
         wide = out_of_range(factors)
 
         def product(name: str) -> Tensor:
-            given = [columns.pop(name), *rows[name]]
-            column, *some = _widened(given, name in wide)
-            return torch.cat([row.gram(column) for row in some])
+            operands = [columns.pop(name), *rows[name]]
+            column, *blocks = _widened(operands, name in wide)
+            return torch.cat([row.gram(column) for row in blocks])
 
         products = _summed(self.names, product)
-        return {"values": {group: each.mT for group, each in products.items()}}
+        return {"values": {group: total.mT for group, total in products.items()}}
 
     def total(self, parts: Joined) -> dict[str, Tensor]:
         return parts.values["values"]
@@ -224,7 +224,9 @@ def _zeros(call: Call, names: _Names, *sizes: int) -> dict[str, Tensor]:
 def _collected(
     parts: Iterable[dict[str, Factor]], names: _Names
 ) -> dict[str, list[Factor]]:
-    factors: dict[str, list[Factor]] = {n: [] for some in names.values() for n in some}
+    factors: dict[str, list[Factor]] = {
+        n: [] for group in names.values() for n in group
+    }
     for part in parts:
         for name, collected in factors.items():
             collected.append(part.pop(name))
@@ -237,8 +239,8 @@ def _collected(
 
 def _summed(names: _Names, product: Callable[[str], Tensor]) -> dict[str, Tensor]:
     sums: dict[str, Tensor] = {}
-    for group, some in names.items():
-        for name in some:
+    for group, parameters in names.items():
+        for name in parameters:
             part = double(product(name)).real
             sums[group] = sums[group] + part if group in sums else part
     return sums

@@ -163,7 +163,7 @@ class _Moments(Collector):
                     start + part.size,
                 )
         self.means[name], self.squares[name] = (
-            each[""].view(factor.shape) for each in moments[1:]
+            moment[""].view(factor.shape) for moment in moments[1:]
         )
 
     def _by_sides(self, factor: Factor) -> tuple[Any, Params, Params] | None:
@@ -174,7 +174,7 @@ class _Moments(Collector):
         narrow = factor.size in _IN_FLOAT32
         first = products.exact_dtype(*factor.sides) if narrow else torch.float64
         for dtype in dict.fromkeys((first, torch.float64)):
-            sides = (_kept(side[:, 0, 0].to(dtype), self.mask) for side in factor.sides)
+            sides = (_mask(side[:, 0, 0].to(dtype), self.mask) for side in factor.sides)
             (a, b), size = sides, _at_least_one(self.count)
             mean, (a2, b2) = (b / size).mT @ a, (a.square(), b.square())
             sums = b2.mT @ a2
@@ -185,9 +185,9 @@ class _Moments(Collector):
                 torch.where(side == 0, 1.0, square).amin()
                 for side, square in ((a, a2), (b, b2))
             ]
-            least = torch.where(sums == 0, 1.0, sums).amin()
+            smallest = torch.where(sums == 0, 1.0, sums).amin()
             lost = torch.sub(squares, sums, alpha=_LOST[dtype]).amin()
-            fine = (least > info.tiny / info.eps**2) & (sums.sum() < torch.inf)
+            fine = (smallest > info.tiny / info.eps**2) & (sums.sum() < torch.inf)
             fine &= torch.minimum(*lows) >= info.tiny
             # A product may be zero by underflow, if not for lack of one in common.
             fine &= (sums != 0).all() | (lows[0] * lows[1] >= info.tiny)
@@ -205,9 +205,9 @@ def _formed(factor: Factor, keep: Tensor | None) -> tuple[Any, Params, Params]:
     count = _counted(factor.size, keep)
     means, squares = [], []
     for columns in flat.split(max(1, _WIDENED // factor.size), dim=1):
-        wide = _kept(double(columns), keep)
+        wide = _mask(double(columns), keep)
         means.append(wide.sum(0) / _at_least_one(count))
-        rest = _kept(wide - means[-1], keep)
+        rest = _mask(wide - means[-1], keep)
         squares.append((rest * rest.conj()).real.sum(0))
     return count, {"": torch.cat(means)}, {"": torch.cat(squares)}
 
@@ -221,7 +221,7 @@ def _at_least_one(count: Any) -> Any:
     return count.clamp(min=1) if isinstance(count, Tensor) else count
 
 
-def _kept(rows: Tensor, keep: Tensor | None) -> Tensor:
+def _mask(rows: Tensor, keep: Tensor | None) -> Tensor:
     return rows if keep is None else torch.where(keep[:, None], rows, 0)
 
 
@@ -238,7 +238,7 @@ class _Merged(Join):
         size, means, squares = self.value
         means = means or map_values(torch.zeros_like, _undefined(call.params))
         squares = squares or map_values(_squared, means)
-        means, squares = (map_values(double, each) for each in (means, squares))
+        means, squares = (map_values(double, values) for values in (means, squares))
         size = torch.as_tensor(size, dtype=torch.float64, device=call.device)
         self.value = _of_all_ranks(size, means, squares, reduce)
 
@@ -307,13 +307,13 @@ class _Blocks(Collector):
         if isinstance(factor, Scaled):  # the values are quadratic
             factor, scale = factor.factor, double(factor.scale).square()
         self._pending[name] = factor if self.call.columns else Columns.one(factor)
-        if all(each in self._pending for each in names):
-            factors = [self._pending.pop(each) for each in names]
+        if all(partner in self._pending for partner in names):
+            factors = [self._pending.pop(partner) for partner in names]
             factor = Appended(*factors) if factors[1:] else factors[0]
             for key, value in self.compute(names[0], factor).items():
                 value = value if value is None else value / scale
-                known = self.values.get(key)
-                self.values[key] = value if known is None else known + value
+                previous = self.values.get(key)
+                self.values[key] = value if previous is None else previous + value
 
 
 class OfBlocks(Quantity):
@@ -379,12 +379,12 @@ def _joined(
     if not means:
         return more, others, added
     total = size + more
-    some = _at_least_one(total)
+    divisor = _at_least_one(total)
     for name in means:
         shift = double(others.pop(name)) - double(means[name])
-        between = _squared(shift) * (size * more / some)
+        between = _squared(shift) * (size * more / divisor)
         squares[name] = double(squares[name]) + added.pop(name) + between
-        means[name] = means[name] + shift * (more / some)
+        means[name] = means[name] + shift * (more / divisor)
     return total, means, squares
 
 

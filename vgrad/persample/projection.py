@@ -210,16 +210,16 @@ class Projection(Quantity):
     def partial(self, collector: _Projected, call: Call) -> dict[str, Params]:
         values = collector.values.items()
         if self.sides is not None:
-            return {"values": {name: each.to(call.dtype) for name, each in values}}
+            return {"values": {name: value.to(call.dtype) for name, value in values}}
         scales = {} if self.pairs else {"": math.sqrt(self.sizes[0])}
-        scales |= {name: _scale(each) for name, each in collector.probes.items()}
-        scaled = {name: (each / scales[name]).to(call.dtype) for name, each in values}
+        scales |= {name: _scale(probes) for name, probes in collector.probes.items()}
+        scaled = {name: (value / scales[name]).to(call.dtype) for name, value in values}
         return {"values": scaled}
 
     def total(self, parts: Joined) -> Any:
         if (projections := parts.values["values"]) is None:
             probes = self._of(parts.call.params) if self.pairs else {}
-            sizes = {name: each.dim for name, each in probes.items()}
+            sizes = {name: probe.dim for name, probe in probes.items()}
             sizes = sizes if self.pairs else {"": self.sizes[0]}
             projections = {
                 name: parts.losses.new_zeros(0, n) for name, n in sizes.items()
@@ -234,7 +234,7 @@ class Projection(Quantity):
     def _of(self, params: Params) -> dict[str, Probes]:
         if self.sides is not None:
             checks.names("per_sample_projection(sides)", params, self.sides)
-        return {name: self._probes(name, each) for name, each in params.items()}
+        return {name: self._probes(name, param) for name, param in params.items()}
 
     def _probes(self, name: str, like: Tensor) -> Probes:
         shape = (*like.shape, 2) if like.is_complex() else tuple(like.shape)
@@ -297,5 +297,5 @@ def _of_sides(
 
 def _scale(probes: Probes) -> float:
     """Return the number that keeps inner products; identities have none."""
-    sides = (each for each in probes[:2] if isinstance(each, Tensor))
+    sides = (side for side in probes[:2] if isinstance(side, Tensor))
     return math.sqrt(math.prod(len(x) for x in sides if len(x) < x.shape[1]))

@@ -21,7 +21,7 @@ from vgrad.generators import RandomState, set_random_state
 from vgrad.loss.mode import LossMode, unchanged
 from vgrad.loss.randomness import Draws, drew, fresh_keys
 from vgrad.loss.values import Partition, SplitBatch
-from vgrad.persample.engine.guard import Fallbacks, Known, UnsupportedOp
+from vgrad.persample.engine.guard import Fallbacks, History, UnsupportedOp
 from vgrad.precision.autocasting import AutocastMode
 from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private import autograd, modes
@@ -165,8 +165,8 @@ class Reducer:
         """Return the value to keep of a parameter's sum over a chunk."""
         return value
 
-    def settled(self, name: str, value: Tensor) -> Tensor:
-        """Do the same for a sum that no other strategy will form again."""
+    def reduced(self, name: str, value: Tensor) -> Tensor:
+        """Like `summed`, for a sum that no other strategy will form again."""
         return value
 
     def of_part(self) -> "Reducer":
@@ -207,10 +207,10 @@ class AnyCall:
     def replaced(self, **fields: Any) -> Self:
         """Return a copy with other fields."""
         # As `dataclasses.replace`, which takes as long as a small op.
-        own, copy = vars(self), object.__new__(type(self))
+        state, copy = vars(self), object.__new__(type(self))
         # Without properties, which are cached of the old fields.
-        own = {name: own[name] for name in self.__dataclass_fields__}
-        vars(copy).update(own, **fields)
+        state = {name: state[name] for name in self.__dataclass_fields__}
+        vars(copy).update(state, **fields)
         return copy
 
     def checked(self, strategies: Any) -> Self:
@@ -298,7 +298,7 @@ class Call(AnyCall):
     singly: bool = True
     verify: bool = True
     private: bool = False  # whether numbers may depend on no sample but by their sum
-    known: Known = field(default_factory=Known)  # of the signature of this call
+    history: History = field(default_factory=History)  # of the signature of this call
 
     @classmethod
     def of(
@@ -325,7 +325,7 @@ class Call(AnyCall):
         if mask is not None:
             batches.check_mask(self.function, mask, read.size)
         if any(map(Tensor.is_inference, (*params.values(), *buffers.values()))):
-            params, buffers = (map_values(usable, some) for some in (params, buffers))
+            params, buffers = map_values(usable, params), map_values(usable, buffers)
         if not torch.is_grad_enabled():  # nor can the caller differentiate
             buffers = map_values(_constant, buffers)
         draws = self.draws_by_keys(inputs.keys, read.size, "sample")
@@ -342,20 +342,24 @@ class Call(AnyCall):
             max_norm=inputs.max_norm,
             scales=inputs.scales,
             draws=draws,
-            known=self._known(params, buffers, read),
+            history=self._history(params, buffers, read),
         )
 
-    def _known(self, params: Params, buffers: Buffers, batch: batches.Batch) -> Known:
+    def _history(
+        self, params: Params, buffers: Buffers, batch: batches.Batch
+    ) -> History:
         """Return the record of calls with tensors of these kinds."""
         kinds = [*map(_KIND, (*params.values(), *buffers.values(), *batch.tensors))]
         casts = None
         if modes.autocast_is_on():
             casts = torch.get_autocast_dtype(batch.tensors[0].device.type)
         training = getattr(self.loss, "training", None)
-        known, rest = self.fallbacks.known, (casts, training, *batch.plain, *kinds)
+        rest = casts, training, *batch.plain, *kinds
+        histories = self.fallbacks.histories
         if checks_collected():  # a capture, without grad mode, of the call before it
-            return known.get((True, *rest)) or known.get((False, *rest)) or Known()
-        return known.setdefault((torch.is_grad_enabled(), *rest), Known())
+            eager = histories.get((True, *rest)) or histories.get((False, *rest))
+            return eager or History()
+        return histories.setdefault((torch.is_grad_enabled(), *rest), History())
 
     def select(self, rows: slice | Tensor) -> "Call":
         """Return the call on these samples, in this order: a chunk or a part."""
@@ -449,15 +453,15 @@ class Call(AnyCall):
         tensors: tuple[Tensor, ...],
         mode: LossMode,
         *,
-        alone: bool = False,
+        unbatched: bool = False,
     ) -> tuple[Tensor, Tree]:
-        """Return `(scalar, aux)` of a copy of a sample, one of many or `alone`."""
+        """Return `(scalar, aux)` of a copy of a sample, one of many or unbatched."""
         sample = self.batch.sample([*map(Tensor.clone, tensors)])
         for name, value in self.params.items():
             if vars(value):
                 with_attributes(params[name], value)
         casts, size = partial(AutocastMode, [*params.values()]), self.batch.size
-        with mode.inside(size, self.randomness, casts, alone=alone):
+        with mode.inside(size, self.randomness, casts, unbatched=unbatched):
             # Dictionaries of its own, in which the loss may rebind names.
             try:
                 result: Any = self.loss(dict(params), dict(self.buffers), *sample)
@@ -477,14 +481,14 @@ class Call(AnyCall):
     def _note_writes(self, mode: LossMode) -> None:
         """Note the buffers that a run wrote, and whether all samples wrote the same."""
         names = {id(value): name for name, value in self.buffers.items()}
-        for name, buffer, new in mode.left:
+        for name, buffer, new in mode.writes:
             name, notes = names.get(id(buffer), name), self.fallbacks.written
-            same, noted = _written_alike(mode, new, self.by_values), notes.get(name)
-            if isinstance(noted, Tensor) and isinstance(same, Tensor):
-                same = _equal(noted, same) and same
-            elif isinstance(noted, Tensor) and same:
-                same = noted
-            notes[name] = noted is not False and same
+            same, previous = _written_alike(mode, new, self.by_values), notes.get(name)
+            if isinstance(previous, Tensor) and isinstance(same, Tensor):
+                same = _equal(previous, same) and same
+            elif isinstance(previous, Tensor) and same:
+                same = previous
+            notes[name] = previous is not False and same
 
 
 def _written_alike(mode: LossMode, new: Tensor, by_values: bool) -> bool | Tensor:

@@ -87,7 +87,7 @@ class Failure(NamedTuple):
 
 
 @dataclass
-class Known:
+class History:
     """What a transform has learnt of a signature."""
 
     calls: int = 0  # that may compare gradients with plain autograd
@@ -123,7 +123,7 @@ class Fallbacks:
         # only while there may be new ones: then Python forgets those it has shown.
         self._unruled: set[str] | None = None
         self._shown: set[str] = set()
-        self.known: dict[Any, Known] = {}  # by signature
+        self.histories: dict[Any, History] = {}  # by signature
         self.split: Failure | None = None  # why samples ran one after another
         self.draws: bool | None = None  # whether a loss with keys has drawn so far
         self.keyed = False  # whether samples read values after they drew, without keys

@@ -55,7 +55,7 @@ def _on_tensor(recorder: Any, tensor: Tensor, hook: Callable) -> Any:
     return modes.unwrapped(tensor).register_hook(lambda grad: mapped((grad,))[0])
 
 
-def _on_module(recorder: Any, given: Sequence[Tensor]) -> Sequence[Tensor]:
+def _on_module(recorder: Any, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Run the identity on whose nodes torch puts the backward hooks of a module."""
     call = autograd.hooked_call()
     recorder.watching().note_hook(f"backward hooks of {type(call.module).__name__}")
@@ -68,10 +68,10 @@ def _on_module(recorder: Any, given: Sequence[Tensor]) -> Sequence[Tensor]:
         call.user_hooks = tuple(map(of_samples, call.user_hooks))
         call.user_pre_hooks = tuple(map(of_samples, call.user_pre_hooks))
     with recorder.below():
-        outputs = autograd.ModuleHooks.apply(*map(recorder.copies, given))
+        outputs = autograd.ModuleHooks.apply(*map(recorder.copies, tensors))
     return tuple(
         recorder.logical(new) if modes.is_batched(x) or x.requires_grad else x
-        for x, new in zip(given, outputs, strict=True)
+        for x, new in zip(tensors, outputs, strict=True)
     )
 
 

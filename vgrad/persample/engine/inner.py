@@ -99,7 +99,7 @@ class Derivatives:
         if recorder.checkpoints:
             raise refusal("grad", "activation checkpoints")
         if create_graph and not self.twice:
-            self._again({})
+            self._rerun({})
         outputs, inputs = _listed(outputs), _listed(inputs)
         for tensor in inputs:
             if not isinstance(tensor, Tensor):
@@ -117,7 +117,7 @@ class Derivatives:
         self.runs, self.met = True, {}
         try:
             with recorder.below(), torch.set_grad_enabled(create_graph):
-                found = [
+                gradients = [
                     torch.autograd.grad(
                         ends,
                         [*map(modes.unwrapped, inputs), *others],
@@ -130,14 +130,14 @@ class Derivatives:
                     for number, row in enumerate(rows, 1)
                 ]
                 if is_grads_batched:
-                    columns = zip(*found, strict=True)
+                    columns = zip(*gradients, strict=True)
                     grads = [None if c[0] is None else torch.stack(c) for c in columns]
                 else:
-                    grads = found[0]
+                    grads = gradients[0]
         finally:
             self.runs = False
         if create_graph and self.met:
-            self._again(self.met)
+            self._rerun(self.met)
         places = [(modes.batch_axis(x), modes.level_of(x)) for x in inputs]
         return tuple(
             g if g is None else modes.add_batch_axis(g, axis + is_grads_batched, level)
@@ -172,10 +172,10 @@ class Derivatives:
             allow_unused=True,
             others=others,
         )
-        for each, grad in zip(leaves, grads, strict=True):
+        for leaf, grad in zip(leaves, grads, strict=True):
             if grad is None:
                 continue
-            below = modes.unwrapped(each)
+            below = modes.unwrapped(leaf)
             _, before = self._grads.get(id(below), (None, None))
             if before is not None and not create_graph:
                 before.add_(grad)  # as autograd does, for who has read it
@@ -187,17 +187,17 @@ class Derivatives:
         """Run again with copies of a tensor that all samples share."""
         param = self.recorder.parameter(tensor)
         if param is not None:
-            self._again(dict.fromkeys(param.names, op))
+            self._rerun(dict.fromkeys(param.names, op))
         rooms = self.recorder.rooms
         if rooms.line:
             raise refusal(op, "one that all samples share")
         rooms.line = where(sys._getframe())
-        self._again({})
+        self._rerun({})
 
-    def _again(self, names: Mapping[str, str]) -> NoReturn:
+    def _rerun(self, names: Mapping[str, str]) -> NoReturn:
         """Run the loss again, by ops that can be differentiated twice."""
         call = self.recorder.call
-        if call.draws.own:
+        if call.draws.used_generator:
             raise refusal("grad", "random numbers of a generator of the loss's own")
         if checks_collected():
             raise Unrepeatable("the loss differentiates by others than it did before")
@@ -217,16 +217,16 @@ class Derivatives:
             return None
         for param in uses.values():
             self.recorder.expect(param)
-        given = self, op, func, rest, uses, back
-        return cast(Tensor, _Product.apply(given, x, self._end))
+        context = self, op, func, rest, uses, back
+        return cast(Tensor, _Product.apply(context, x, self._end))
 
 
 class _Product(Function):
     """An op that is linear in its first argument; its derivative is one as well."""
 
     @staticmethod
-    def forward(ctx: Any, given: tuple, x: Tensor, end: Tensor) -> Tensor:
-        _, _, func, rest, *_ = ctx.given = given
+    def forward(ctx: Any, context: tuple, x: Tensor, end: Tensor) -> Tensor:
+        _, _, func, rest, *_ = ctx.context = context
         ctx.save_for_backward(x)
         ctx.set_materialize_grads(False)
         return _run(func, x, **rest)
@@ -236,18 +236,18 @@ class _Product(Function):
         (g,), (x,) = grads, ctx.saved_tensors
         if g is None:
             return None, None, None
-        own, op, func, rest, uses, (back, rest_of_back) = ctx.given
-        if not own.runs:  # but the pass for the gradients of the loss
+        inner, op, func, rest, uses, (back, rest_of_back) = ctx.context
+        if not inner.runs:  # but the pass for the gradients of the loss
             makers: Any = _rule(func).factors(x.detach(), **rest)
             for name, param in uses.items():
-                own.recorder.accept(param, makers[name](g), {op: True}, g)
+                inner.recorder.accept(param, makers[name](g), {op: True}, g)
         if not ctx.needs_input_grad[1]:
             return None, None, None
         if not torch.is_grad_enabled():
             return None, _run(back, g, **rest_of_back), None
         uses = {name: uses[name] for name in rest_of_back if name in uses}
         op = op if op.startswith("derivative") else f"derivative of {op}"
-        return None, own.applied(op, back, g, rest_of_back, uses), None
+        return None, inner.applied(op, back, g, rest_of_back, uses), None
 
 
 def _rule(func: Callable) -> Rule:

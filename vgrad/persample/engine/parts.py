@@ -89,7 +89,7 @@ def _run(part: Any, run: Callable[[Any], Any]) -> Any:
         if split.level is not None and split.level <= around:
             raise  # a vmap around this call maps over these samples
         draws, parts = part.draws, split.parts
-    if draws.keys is None and draws.own and draws.values_read:
+    if draws.keys is None and draws.used_generator and draws.values_read:
         raise Undrawn("some of a torch.Generator of the loss's own")
     return parts
 
@@ -104,7 +104,7 @@ def _run_keyed(
         draws.idle = True
         result = _run(part, run)
         draws.idle = False
-        if not (draws.own or drawn_since(before, part.tensors)):
+        if not (draws.used_generator or drawn_since(before, part.tensors)):
             return result
         set_random_state(before)
         fallbacks.draws, run = True, run_part

@@ -767,15 +767,15 @@ def _packed(
         if isinstance(value, Tensor) and name not in weights
     }
     rest = {name: value for name, value in operands.items() if name not in handles}
-    left: dict[str, Maker] = {}
+    pending: dict[str, Maker] = {}
 
     def maker(name: str) -> Maker:
         def make(g: Tensor) -> Any:
-            if not left:
+            if not pending:
                 unpacked = {name: unpack(handle) for name, handle in handles.items()}
                 makers = factors(**rest, **unpacked) or {}
-                left.update((name, makers[name]) for name in weights)
-            return left.pop(name)(g)
+                pending.update((name, makers[name]) for name in weights)
+            return pending.pop(name)(g)
 
         return make
 

@@ -110,10 +110,10 @@ def _recorded(
         if looped and not checks_collected():  # otherwise eager mode has found out
             alike = undrawn(call.tensors, partial(refused, next(iter(looped))))
         with torch.no_grad(), no_autocast(losses.device), alike:
-            given = call.cotangent(losses, aux), call.unscaled(accept)
-            columns = _columns(call, *given) if call.columns else nullcontext(given)
-            with columns as (scales, take):
-                recorder.backward(losses, scales, take, last=last)
+            pair = call.cotangent(losses, aux), call.unscaled(accept)
+            columns = _columns(call, *pair) if call.columns else nullcontext(pair)
+            with columns as (scales, receive):
+                recorder.backward(losses, scales, receive, last=last)
 
     # A checkpoint around this call runs all again.
     plain = autograd.plain()
@@ -175,7 +175,7 @@ def vmap(call: Call, collect: Collect) -> Chunk:
 
 def loop(call: Call, collect: Collect) -> Chunk:
     """Differentiate one sample by plain autograd."""
-    result = tree_map_only(Tensor, lambda leaf: leaf.unsqueeze(0), _alone(call))
+    result = tree_map_only(Tensor, lambda leaf: leaf.unsqueeze(0), _one_sample(call))
     grads, losses, aux = result
     return _collected(call, collect, grads, losses, aux, "loop")
 
@@ -186,47 +186,48 @@ def auto(call: Call, collect: Collect) -> Chunk:
     A loss that was refused is so again for tensors of the same kinds, unless it reads
     values. So it takes its way at once from then on, and a run that is resumed, too.
     """
-    known = call.known
+    history = call.history
     if modes.inside_transform():
         return vmap(call, collect)
     if checks_collected():  # eager mode has run the loss before
-        if known.way == "loop":
+        if history.way == "loop":
             raise Unrepeatable("its samples run one after another")
-        return STRATEGIES[known.way](call, collect)
-    if not known.lasting:
-        known.way, known.failure = "recorded", None
+        return STRATEGIES[history.way](call, collect)
+    if not history.lasting:
+        history.way, history.failure = "recorded", None
     state = random_state(call.tensors) if call.randomness != "error" else None
     refused = True
-    while known.way != "loop":
+    while history.way != "loop":
         try:
-            chunk = STRATEGIES[known.way](call, collect)
+            chunk = STRATEGIES[history.way](call, collect)
         except NON_RETRYABLE:
             raise
         except Exception as error:
             failure = Failure.of(error)
-            if call.private and known.has_run:
+            if call.private and history.has_run:
                 raise _changes_its_way(call, failure) from error
             if state is not None:  # the next strategy draws the same numbers
                 set_random_state(state)
             refused &= failure.refused
-            known.lasting = False
-            if known.way == "recorded":
-                known.way, known.failure = "vmap", failure
+            history.lasting = False
+            if history.way == "recorded":
+                history.way, history.failure = "vmap", failure
             else:
-                known.way = "loop"
+                history.way = "loop"
         else:
-            if known.failure is not None and not known.failure.refused:
+            if history.failure is not None and not history.failure.refused:
                 call.fallbacks.fell_back(
-                    f"{call.function}: the recorder stopped at {known.failure.where}, "
-                    f"so all gradients are stored, which is slow. {known.failure.why}"
+                    f"{call.function}: the recorder stopped at "
+                    f"{history.failure.where}, so all gradients are stored, which is "
+                    f"slow. {history.failure.why}"
                 )
-            known.lasting = refused and not call.draws.values_read
+            history.lasting = refused and not call.draws.values_read
             return chunk
-    failure = cast(Failure, known.failure)
-    if not known.lasting:
+    failure = cast(Failure, history.failure)
+    if not history.lasting:
         try:  # raises the error of plain autograd for the first sample
             with kept_random_state(call.tensors):
-                _alone(call.select(slice(1)))
+                _one_sample(call.select(slice(1)))
         except Exception as error:
             if failure.refused:
                 why = _ADVICE.sub("", failure.why)
@@ -234,7 +235,7 @@ def auto(call: Call, collect: Collect) -> Chunk:
                     f"A loop was tried, since a recorded pass ended in: {why}."
                 )
             raise
-        known.lasting = refused and not call.draws.values_read
+        history.lasting = refused and not call.draws.values_read
     call.fallbacks.fell_back(
         f"{call.function}: runs one sample after another, since neither a recorded "
         f"pass nor vmap can run the loss. The numbers are right, but slow. It stopped "
@@ -248,7 +249,7 @@ def auto(call: Call, collect: Collect) -> Chunk:
 def _changes_its_way(call: Call, failure: Failure) -> UnsupportedOp:
     return UnsupportedOp(
         f"{call.function}(loss, strategy={call.strategy!r}): expected a loss that runs "
-        f"by {call.known.way!r} for every batch, as it did before, since the way of "
+        f"by {call.history.way!r} for every batch, as it did before, since the way of "
         f"private training must not depend on the samples, got {failure.why} at "
         f'{failure.where}. Use strategy="loop".'
     )
@@ -265,14 +266,15 @@ _ADVICE = re.compile(r'[,.]? (or )?(use )?strategy="loop".*', re.IGNORECASE)
 """Advice of errors to use a loop, which was tried."""
 
 
-def _alone(call: Call) -> tuple[Params, Tensor, Tree]:
+def _one_sample(call: Call) -> tuple[Params, Tensor, Tree]:
     inside = modes.inside_transform()
     gradient = _functional_gradient if inside else plain_gradient
     before = random_state(call.tensors)
     tensors = call.batch.one(0)
 
     def of_params(params: Params) -> tuple[Tensor, Tree]:
-        return call.run_loss(params, tensors, call.mode(handlers=SINGLE), alone=True)
+        mode = call.mode(handlers=SINGLE)
+        return call.run_loss(params, tensors, mode, unbatched=True)
 
     with _no_weight_cache():
         result = gradient(of_params, call)
@@ -301,7 +303,7 @@ def _first(
     call: Call, params: Params, *protected: Protected, seen: bool = False
 ) -> Tensor:
     mode = call.mode(*protected, handlers=SINGLE, seen=seen)
-    return call.run_loss(params, call.batch.one(0), mode, alone=True)[0].sum()
+    return call.run_loss(params, call.batch.one(0), mode, unbatched=True)[0].sum()
 
 
 def advanced(options: Call, params: Params, buffers: Buffers, batch: Tree) -> Buffers:
@@ -314,7 +316,7 @@ def advanced(options: Call, params: Params, buffers: Buffers, batch: Tree) -> Bu
     cut = any(map(is_distributed, params.values()))
     if not seen and (cut or not buffers or not empty):
         return buffers
-    found: dict[str, Any] = {}
+    written: dict[str, Any] = {}
     failure: Exception | None = None
     for number in () if cut else (0, 1):
         probe = map_tensors(lambda x, n=number: x.new_full((1, *x.shape[1:]), n), batch)
@@ -329,17 +331,17 @@ def advanced(options: Call, params: Params, buffers: Buffers, batch: Tree) -> Bu
                 raise
             except Exception as raised:  # of the loss, perhaps after the model wrote
                 failure = raised
-        found = notes.written
-        if found.keys() >= seen.keys() and (seen or failure is None):
+        written = notes.written
+        if written.keys() >= seen.keys() and (seen or failure is None):
             break
     new = dict(buffers)
-    for name in {**found, **seen} if empty else [*seen]:
-        value, kept = found.get(name), seen.get(name)
-        if isinstance(kept, Tensor) and value is not None:
-            kept = checks.same_values(kept, value)
-        if kept is None and value is None:
+    for name in {**written, **seen} if empty else [*seen]:
+        value, expected = written.get(name), seen.get(name)
+        if isinstance(expected, Tensor) and value is not None:
+            expected = checks.same_values(expected, value)
+        if expected is None and value is None:
             continue  # it was written in earlier steps alone
-        if kept is False or value is None or name not in buffers:
+        if expected is False or value is None or name not in buffers:
             seen.clear()
             raise RuntimeError(
                 f"{options.function}(loss): expected a forward pass that writes the "

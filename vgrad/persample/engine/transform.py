@@ -169,7 +169,7 @@ class Transform(Generic[Result]):
         self.quantity.check(call)
         parts = Joined(call, self.quantity.joins())
         self.run_parts(call, parts, chunk)
-        call.known.has_run = True
+        call.history.has_run = True
         if across is not None:
             parts.reduce(across.summed)
         parts.close()

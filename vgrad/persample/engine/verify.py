@@ -35,7 +35,7 @@ from vgrad.persample.engine.collectors import Collector
 from vgrad.persample.engine.guard import (
     Failure,
     Fallbacks,
-    Known,
+    History,
     UnsupportedOp,
 )
 from vgrad.persample.engine.joins import Concatenated, Joined
@@ -62,7 +62,7 @@ class Bound(NamedTuple):
 
     relative: float  # to the norm of the parameter's gradient
     share: float  # of the norm over all parameters that is added to that norm
-    least: float = 0.0  # below this numbers have lost their digits
+    floor: float = 0.0  # below this numbers have lost their digits
 
 
 def bound_of(kinds: Collection[torch.dtype]) -> Bound:
@@ -83,45 +83,46 @@ def verify(call: Call, *, strict: bool) -> None:
     Where they differ, the signature gets another route; `UnsupportedOp` where the
     caller has chosen the strategy, in private training, and if `strict`.
     """
-    known = call.known
+    history = call.history
     if not call.verify or not call.batch.size or call.strategy == "loop":
         return
     if checks_collected() or modes.inside_transform():
         return
-    known.calls += 1
-    if known.calls & (known.calls - 1) or (known.lasting and known.way == "loop"):
+    history.calls += 1
+    looped = history.lasting and history.way == "loop"
+    if history.calls & (history.calls - 1) or looped:
         return
     shards = call.reducer is not LOCAL  # whose values all ranks gather together
     if shards or any(x.is_meta or is_distributed(x) for x in call.tensors):
-        known.why = "tensors without values, or shards, are not compared"
+        history.why = "tensors without values, or shards, are not compared"
         return
-    pair = _pair(call, known)
+    pair = _pair(call, history)
     if pair is None:
-        known.why = "no sample counts"
+        history.why = "no sample counts"
         return
     try:
-        _settle(call, pair, known, strict)
+        _settle(call, pair, history, strict)
     except BaseException:
-        known.calls -= 1  # so that the next call is compared, too
+        history.calls -= 1  # so that the next call is compared, too
         raise
 
 
-def _settle(call: Call, pair: Call, known: Known, strict: bool) -> None:
+def _settle(call: Call, pair: Call, history: History, strict: bool) -> None:
     """Compare two samples until a route agrees."""
-    wide = known.calls.bit_length() % 2 and not modes.autocast_is_on()
+    wide = history.calls.bit_length() % 2 and not modes.autocast_is_on()
     while True:
         with undisturbed(pair.tensors) as restart, torch.no_grad():
-            result = _compare(pair, known, restart, wide=bool(wide))
+            result = _compare(pair, history, restart, wide=bool(wide))
         if isinstance(result, str):
-            known.why = result
+            history.why = result
         if not isinstance(result, _Disagreement):
             return
-        known.why = result.why
+        history.why = result.why
         if strict or call.private or call.strategy != "auto":
             raise UnsupportedOp(result.text(call))
-        known.way, known.failure = result.next_way(call)
-        known.lasting = True
-        if known.way == "loop":
+        history.way, history.failure = result.next_way(call)
+        history.lasting = True
+        if history.way == "loop":
             return
 
 
@@ -150,14 +151,14 @@ class _Disagreement:
         return "vmap" if self.strategy == "recorded" else "loop", failure
 
 
-def _pair(call: Call, known: Known) -> Call | None:
+def _pair(call: Call, history: History) -> Call | None:
     """Return the call on two samples that count, other ones each time."""
     places = torch.arange(call.batch.size)
     if call.mask is not None:
         places = call.mask.nonzero().flatten().cpu()
     if not len(places):
         return None
-    number = 2 * known.calls.bit_length()
+    number = 2 * history.calls.bit_length()
     rows = places[torch.tensor([number - 2, number - 1]).remainder(len(places))]
     changes: dict[str, Any] = {"mask": None, "weights": None, "cross": None}
     changes |= {"draws": Draws(), "reducer": LOCAL, "chunk_size": None}
@@ -207,7 +208,7 @@ def undisturbed(tensors: Sequence[Tensor]) -> Iterator[Callable[[], None]]:
 
 
 def _compare(
-    call: Call, known: Known, restart: Callable[[], None], *, wide: bool
+    call: Call, history: History, restart: Callable[[], None], *, wide: bool
 ) -> "_Disagreement | str | None":
     """Return a disagreement, None for none, or why there is no comparison."""
     draws = call.randomness != "error"
@@ -222,11 +223,11 @@ def _compare(
     for trial in calls:
         if wide and (widened := _widened(trial)) is not None:
             # A loss with a constant of its own dtype may refuse float64.
-            result = _compared(widened, known, restart)
+            result = _compared(widened, history, restart)
             refused = isinstance(result, _Disagreement) and "raises" in result.why
             if not (refused or isinstance(result, str)):
                 break
-        result = _compared(trial, known, restart)
+        result = _compared(trial, history, restart)
         if not isinstance(result, str):
             break
     if isinstance(result, _Disagreement) and draws and trial is not keyed:
@@ -235,7 +236,7 @@ def _compare(
 
 
 def _compared(
-    call: Call, known: Known, restart: Callable[[], None]
+    call: Call, history: History, restart: Callable[[], None]
 ) -> "_Disagreement | str | None":
     names, probes = [*call.params], {}
     singles = [call.select(slice(row, row + 1)) for row in range(call.batch.size)]
@@ -259,7 +260,7 @@ def _compared(
         if not used or isinstance(error, kinds) or not isinstance(error, RuntimeError):
             return products
         return _Disagreement(f"plain autograd raises {products!r} for a sample", used)
-    if any(some.draws.own for some in (call, *singles)):
+    if any(trial.draws.used_generator for trial in (call, *singles)):
         return "the loss draws from a torch.Generator of its own"
     _check_pure(call, plain.losses[0], repeated)
     if not plain.total.isfinite().any():
@@ -286,12 +287,12 @@ def _compared(
             f"{difference:.0e} of the norm",
             used,
         )
-    known.times += 1
-    if difference > known.largest:
-        known.largest, known.where = difference, name
+    history.times += 1
+    if difference > history.largest:
+        history.largest, history.where = difference, name
     zeros = (products == 0).all(2).all(0) & (plain.norms == 0).all(0)
     unseen = {name for name, zero in zip(names, zeros.tolist(), strict=True) if zero}
-    known.unseen = frozenset(unseen & known.unseen if known.times > 1 else unseen)
+    history.unseen = frozenset(unseen & history.unseen if history.times > 1 else unseen)
     return None
 
 
@@ -303,7 +304,7 @@ def _differences(
     size = plain.norms + bound.share * plain.total
     if near is not None:
         spread = _length(near.values - plain.values)
-        size = size + (_SPREAD * spread + bound.least) / bound.relative
+        size = size + (_SPREAD * spread + bound.floor) / bound.relative
     relative = torch.where(gap == 0, 0.0, gap / size)
     return torch.where(plain.total.isfinite(), relative, 0.0).amax(0)
 
@@ -411,7 +412,7 @@ def _of_one(call: Call, probes: dict[str, Probes]) -> tuple[Tensor, Params, Para
 
 def _run_alone(call: Call, params: Params) -> tuple[Tensor, Tree]:
     mode = call.mode(handlers=SINGLE)
-    return call.run_loss(params, call.batch.one(0), mode, alone=True)
+    return call.run_loss(params, call.batch.one(0), mode, unbatched=True)
 
 
 def _value(call: Call) -> Tensor:
