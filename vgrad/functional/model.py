@@ -281,11 +281,14 @@ class FunctionalModel:
         tensors = dict(values)
         for name in self._copied:
             tensors[name] = with_attributes(values[name].clone(), values[name])
-        if self._writes:
-            args, kwargs = tree.copied((args, kwargs))
         followed = [*map(tensors.__getitem__, self._followed)]
         with modes.without_modes():  # which would see each attribute that is read
             versions = versions_of(followed)
+            # Autograd saves no tensor of inference mode, but copies of them.
+            inputs = () if self._writes else tree.tensors((args, kwargs))
+            inference = any(map(Tensor.is_inference, inputs))
+        if self._writes or inference:
+            args, kwargs = tree.copied((args, kwargs))
         states: list[State | None] = []  # what the call leaves, if a checkpoint begins
 
         def at_checkpoint() -> Callable[[], AbstractContextManager]:

@@ -111,8 +111,11 @@ def _settle(call: Call, pair: Call, history: History, strict: bool) -> None:
     """Compare two samples until a route agrees."""
     wide = history.calls.bit_length() % 2 and not modes.autocast_is_on()
     while True:
+        # The pair has other graphs, and other numbers: its way is not the call's.
+        before = history.way, history.failure, history.lasting
         with undisturbed(pair.tensors) as restart, torch.no_grad():
             result = _compare(pair, history, restart, wide=bool(wide))
+        history.way, history.failure, history.lasting = before
         if isinstance(result, str):
             history.why = result
         if not isinstance(result, _Disagreement):
