@@ -434,11 +434,11 @@ class Plan:
             del kinds["noise"]["cache"]  # which changes no number
         return (json.dumps(kinds, sort_keys=True),) if kinds else ()
 
-    def identity_at(self, steps: int) -> bytes:
-        """Return the identity in a state of so many steps, maybe of a plan before."""
+    def digest_at(self, steps: int) -> Tensor:
+        """Return the digest in a state of so many steps, maybe of a plan before."""
         if self.before is not None and steps <= self.before.steps:
-            return self.before.identity_at(steps)
-        return self._identity if steps else NO_PLAN
+            return self.before.digest_at(steps)
+        return generators.from_bytes(self._identity if steps else NO_PLAN)
 
     def accounts_for(self, spent: Any) -> bool:
         """Return whether an identity is the plan's, or the one that it once had.
@@ -863,7 +863,7 @@ class Plan:
         key = step.reduce.agreed(generators.secret_key(seed=seed))
         settings: Any = {"canaries": canaries, "guesses": guesses, "key": key}
         settings |= {"significance": significance, "scales": scales_of(state.optimizer)}
-        start = generators.from_bytes(self.identity_at(self.earlier_steps))
+        start = self.digest_at(self.earlier_steps)
         release = partial(noisy_gradients, step, state, start)
         run = release, step.source.transform.options, state.params, batch
         return self.audit_of("Plan.audit", *run, **settings)

@@ -42,7 +42,6 @@ from vgrad.generators import (
     RNG_LOCK,
     check_key,
     fold_in,
-    from_bytes,
     kept_random_state,
     sample_keys,
     secret_key,
@@ -372,7 +371,7 @@ class PrivateGradients:
     @property
     def plan_digest(self) -> Tensor:
         """The digest of the plan of the steps so far, zeros before the first one."""
-        return from_bytes(self.plan.identity_at(self.step))
+        return self.plan.digest_at(self.step)
 
     @property
     def ready(self) -> bool:
@@ -591,7 +590,7 @@ class PrivateGradients:
                 f"in 'noise', got others ({error})."
             ) from error
         try:
-            check_spent(function, self.plan, from_bytes(saved.identity_at(step)), step)
+            check_spent(function, self.plan, saved.digest_at(step), step)
         except ValueError as error:
             raise ValueError(f"{error} state['plan'] is {saved}.") from error
         if step > self.plan.steps:
