@@ -262,13 +262,13 @@ class Captures:
         """Return a result if it agrees with eager mode; if not, eager mode's."""
         after = random_state(tensors)
 
-        def fast(*given: Any) -> Any:
+        def fast(*inputs: Any) -> Any:
             set_random_state(before)
-            return backends.result(run, graph, tree.tensors(given))
+            return backends.result(run, graph, tree.tensors(inputs))
 
-        def eager(*given: Any) -> Any:
+        def eager(*inputs: Any) -> Any:
             set_random_state(before)
-            return capture.function(*given)
+            return capture.function(*inputs)
 
         own: Any = {"draws": graph.draws, "closed": graph.closed}
         try:

@@ -285,19 +285,19 @@ class _Tape(DispatchMode):
         node: fx.Node,
         output: Any,
         inputs: Sequence[tuple[int | None, fx.Node]] = (),
-        known: bool = False,
+        constant: bool = False,
     ) -> None:
         """Note the node of each tensor of a result."""
         if isinstance(output, list | tuple):
             for number, each in enumerate(output):
                 part = self.graph.call_function(operator.getitem, (node, number))
-                self._note(part, each, inputs, known)
+                self._note(part, each, inputs, constant)
         if not isinstance(output, Tensor):
             return
         root, own = node, memory(output)
         if own is not None:
             root = next((root for place, root in inputs if place == own), node)
-        if known and root is node:
+        if constant and root is node:
             self._known.add(node)
         plain = output.layout is torch.strided
         where = (output.storage_offset(), output.shape, output.stride())
@@ -362,7 +362,7 @@ class _Draws(DispatchMode):
         unread = writes(func) or name in _OF_SHAPE or (name, len(args)) in _OF_SHAPE
         with conditions.static_values():
             inputs = [each.clone() for each in tensors[unread:]]
-        shapes = tree.map_tensors(lambda each: (each.shape, each.device), args)
+        shapes = tree.map_tensors(lambda x: (x.shape, x.device), args)
         op = f"{func} {shapes} {kwargs}"
         for draw in self._drawn:
             if _equal(draw.before, before):

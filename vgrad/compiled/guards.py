@@ -343,12 +343,12 @@ _SCOPES = "GLOBAL", "NAME", "DEREF", "FAST"
 class Closure:
     """The values that functions read outside of their arguments, as they were.
 
-    `held` are dictionaries that are compared as well.
+    `tables` are dictionaries that are compared as well.
     """
 
-    def __init__(self, functions: list[Any], held: list[dict[str, Any]]) -> None:
+    def __init__(self, functions: list[Any], tables: list[dict[str, Any]]) -> None:
         self._reads: dict[tuple, Callable[[], Any]] = {}
-        self._fixed = [*GLOBAL_HOOKS, *held]  # containers that are always the same
+        self._fixed = [*GLOBAL_HOOKS, *tables]  # containers that are always the same
         self._seen: dict[tuple, Any] = {}  # kept, so that no other gets its id
         rules = chain.from_iterable((op.recorded, op.rule) for op in OPS.values())
         self._left: list[tuple[Any, bool]] = [(each, False) for each in self._fixed]

@@ -44,14 +44,14 @@ def replays(
     arguments: tuple,
     *,
     first: bool = True,
-    **own: Any,
+    **options: Any,
 ) -> None:
     """Refuse a replay without the bits of eager mode.
 
     Kernels of a device may add up in another order each time, and kernels of the host
     may later than at the `first` call: with other threads for instance. There the
-    replay must be as close to the function in float64 as eager mode; `own` are options
-    of `close`.
+    replay must be as close to the function in float64 as eager mode; `options` go
+    to `close`.
     """
     try:
         same_bits(result, expected)
@@ -61,7 +61,7 @@ def replays(
         if result is None or repeats:
             raise
         try:
-            close(replay, eager, arguments, **own)
+            close(replay, eager, arguments, **options)
         except Unrepeatable:
             raise error from None
 
