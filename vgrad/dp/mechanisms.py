@@ -363,15 +363,14 @@ class Combination(NamedTuple):
 
 
 def accounts() -> str:
-    """Return the table of all combinations, with an account and refused."""
-    rows: list[tuple[str, ...]] = [
-        ("mechanism", "relation", "noise", "accountants", "refused noise")
-    ]
+    """Return the table of all combinations with an account; all others are refused."""
+    rows: list[tuple[str, ...]] = [("mechanism", "relation", "accountants", "noise")]
     for kind in MECHANISMS:
         for relation in get_args(Neighbours):
             noises, accountants = kind.account_for(relation)
             refused = [noise for noise in NOISES if noise not in noises]
-            lists = noises, accountants, refused if noises else ["all"]
-            cells = (", ".join(names) or "none" for names in lists)
-            rows.append((kind.__name__, relation, *cells))
+            text = ", ".join(noises) or "none"
+            if len(noises) > len(refused):
+                text = f"all but {', '.join(refused)}" if refused else "all"
+            rows.append((kind.__name__, relation, ", ".join(accountants), text))
     return table(rows)
