@@ -561,17 +561,6 @@ def test_arguments_in_float32_stay_float32():
     oracle.assert_exact(found, exact.trace(), 1e-6)
 
 
-class OverTheBatch(nn.Module):
-    """A recurrent net that takes samples for steps: the first one is as if alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.RNN(2, 2)
-
-    def forward(self, x):
-        return self.layer(x)[0]
-
-
 class Branches(nn.Module):
     """A parameter that some samples do not use, or use in another way."""
 
@@ -746,11 +735,3 @@ def test_derivatives_of_curvature_are_refused_by_any_means():
     posterior = curvature.laplace(fmodel, "gaussian", plain, buffers, data)
     with pytest.raises(RuntimeError, match=r"Laplace.outputs: expected a result"):
         posterior.predict(*batch).covariance.sum().backward()
-
-
-BATCHES = [
-    (curvature.ggn, lambda x, y: (x, y), TypeError, r"\(\*inputs,\) that the model"),
-    (curvature.ggn, lambda x, y: ({"z": x},), TypeError, "unexpected keyword .*'z'"),
-    (curvature.empirical_fisher, lambda x, y: (x,), ValueError, "without a target"),
-    (curvature.empirical_fisher, lambda x, y: (x, y, y), TypeError, "got .*int64"),
-]

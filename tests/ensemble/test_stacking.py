@@ -215,9 +215,3 @@ def test_any_mixture_comes_back_in_order(widths):
         for row, position in enumerate(positions):
             grad = modules[position].get_parameter("0.weight").grad
             assert_exact(params["0.weight"].grad[row], grad, 1e-5)
-
-
-def mixed():
-    torch.manual_seed(0)
-    builds = [nn.Linear, lambda a, b: nn.Sequential(nn.Linear(a, b), nn.Tanh())]
-    return [builds[kind](3, 2) for kind in (1, 0, 1, 1, 0)]

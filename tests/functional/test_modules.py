@@ -25,11 +25,6 @@ B = 3
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 
 
-def symbols(high, *shape):
-    """Make a batch of integers below `high`."""
-    return torch.randint(high, (B, *shape), generator=torch.Generator().manual_seed(2))
-
-
 def padding(*shape):
     """Make booleans of which each row's last are set, a number of them per sample."""
     length = shape[-1]

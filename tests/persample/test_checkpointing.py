@@ -247,7 +247,6 @@ def test_arguments_of_a_region_must_stay_as_they_are(text):
 
 
 PARAMS = {"w": randn(4, 3), "e": randn(5, 4, seed=1), "s": randn(4, seed=2)}
-TOKENS = torch.arange(24).reshape(8, 3) % 5
 
 
 def tokens(p, b, x):

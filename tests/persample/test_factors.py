@@ -29,8 +29,6 @@ from vgrad.factors import (
 )
 from vgrad.precision import StaticLossScale
 
-SHORT = examples(15)
-
 
 def normal(*shape, seed=0):
     generator = torch.Generator().manual_seed(seed)

@@ -6,15 +6,7 @@ B samples.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import (
-    Any,
-    Literal,
-    NamedTuple,
-    Required,
-    Unpack,
-    get_args,
-    overload,
-)
+from typing import Any, Literal, NamedTuple, Required, Unpack, get_args, overload
 
 import torch
 from torch import Tensor
