@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import vgrad
 from tests.ensemble.test_contract import CASES, build
-from tests.ensemble.test_stacking import mixed, mlp, models
+from tests.ensemble.test_stacking import mlp, models
 from tests.losses import randn
 from vgrad import ensemble
 from vgrad.ensemble import group, stack
@@ -143,6 +143,9 @@ def test_bad_calls_are_refused(call, message):
     ],
 )
 def test_results_that_do_not_fit_together_are_refused(results, message):
-    groups, rest = group(mixed()), iter(results)
+    torch.manual_seed(0)
+    pairs = [nn.Sequential(nn.Linear(3, 2), nn.Tanh()) for _ in range(3)]
+    mixed = [pairs[0], nn.Linear(3, 2), *pairs[1:], nn.Linear(3, 2)]
+    groups, rest = group(mixed), iter(results)
     with pytest.raises((ValueError, TypeError), match=message):
         groups.map(lambda fmodel, params, buffers: next(rest))
