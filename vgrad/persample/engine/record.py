@@ -157,7 +157,7 @@ class Recorder:
 
     def _checkpoint(self) -> Callable[[], AbstractContextManager]:
         """Have a checkpoint inside of the loss run again as it ran first."""
-        self.saves |= check_saved()
+        self.saves |= check_saved(captured=self.call.captured)
         if self.twice:
             raise refusal("checkpoint", "activation checkpoints")
         self.checkpoints = True
@@ -232,7 +232,7 @@ class Recorder:
         if batched and func in RESHAPES:
             self._mode.reshaped(args[0], output)
         if self.rooms.line and not batched and func in MAKERS:
-            output = copied(output, self._level, self.size)
+            output = copied(self._mode, output)
         return output
 
     def _check_shown(self, func: Callable, proxies: list[ParamProxy]) -> None:
@@ -425,7 +425,7 @@ class Recorder:
         before = {param.origin.grad_fn for param in proxies}
         ends = {id(param.origin) for param in proxies}
         if func is modes.custom_function_call:
-            output = once(args[0], args[1:], kwargs, self.is_parameter)
+            output = once(self._mode, args[0], args[1:], kwargs)
         else:
             op = OPS.get(func)
             run = func if op is None or op.mapped is None else op.mapped
