@@ -113,7 +113,7 @@ class _Capture:
     key: list[Any]  # of its signature
     matches: Callable[..., bool]  # whether tensors are like the first ones
     report: dict[str, Any]  # entries of it
-    differentiable: bool  # in eager mode, so that a derivative must raise
+    differentiable: bool = False  # in eager mode, so that a derivative must raise
     graph: Graph | None = None  # None if there is none, or it was given up
     run: Any = None  # the backend's function
     verified: bool = False  # whether a result was compared
@@ -305,33 +305,31 @@ class Captures:
 
     def _first(self, function: Callable, call: Signature, arguments: tuple) -> Any:
         """Run a function in eager mode, and capture it for the next call."""
-        tensors, matches = call.tensors, like(call.distinct)
-        before = random_state(tensors)
-        described = repr([*map(description, tensors)])
-        expected = split = None
-        try:
-            expected = function(*arguments)
-        except SplitBatch as error:
-            if len(error.parts.rows) == 1:  # another strategy runs it
-                raise
-            split = error
-        known = [x for x in self._captures if x.graph and x.function == function]
-        if len(known) >= _MOST and split is None:
-            self.refuse(function, f"there are {_MOST} captures already")
-            return expected
+        tensors, before = call.tensors, random_state(call.tensors)
+        kind = repr([*map(description, tensors)]).encode()
         report: dict[str, Any] = {
             "name": _name_of(function),
             "backend": "eager",
-            "kind": hashlib.blake2b(described.encode(), digest_size=8).hexdigest(),
+            "kind": hashlib.blake2b(kind, digest_size=8).hexdigest(),
             "key": ", ".join(f"{x.dtype} {[*x.shape]}" for x in tensors[-3:]),
         }
-        wanted = any([each.requires_grad for each in tree.tensors(expected)])
-        capture = _Capture(function, call.key, matches, report, wanted)
+        capture = _Capture(function, call.key, like(call.distinct), report)
+        try:
+            expected = function(*arguments)
+        except SplitBatch as error:
+            if len(error.parts.rows) > 1:  # otherwise another strategy runs it
+                self._captures.append(capture)
+                self._give_up(capture, f"samples {DIFFER} at {error.parts.where}")
+            raise
+        known = [x for x in self._captures if x.graph and x.function == function]
+        if len(known) >= _MOST:
+            self.refuse(function, f"there are {_MOST} captures already")
+            return expected
+        wanted = [each.requires_grad for each in tree.tensors(expected)]
+        capture.differentiable = any(wanted)
         self._captures.append(capture)
         after, start = random_state(tensors), time.perf_counter()
         try:
-            if split is not None:
-                raise Unrepeatable(f"samples {DIFFER} at {split.parts.where}")
             set_random_state(before)
             graph = captured(function, arguments)
             report["nodes"] = graph.nodes
@@ -345,8 +343,6 @@ class Captures:
         finally:
             report["build_seconds"] = time.perf_counter() - start
             set_random_state(after)
-        if split is not None:
-            raise split
         return expected
 
     def _choose(self, capture: _Capture, graph: Graph, tensors: list[Tensor]) -> None:

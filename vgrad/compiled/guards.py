@@ -227,7 +227,7 @@ class Closure:
             self._compare(each)
         while self._left:
             self._follow(*self._left.pop())
-        # An object that each read makes anew is no value to compare.
+        # A new object at every read is no value to compare.
         both = [[_along(*each) for each in self._reads.values()] for _ in range(2)]
         one, other = ([*map(_content, values)] for values in both)
         stable = [*map(eq, one, other)]
