@@ -54,8 +54,10 @@ def run_member(
     """Run a function for a member by itself; each weight is cast once."""
     casts = partial(AutocastMode, [*params.values()])
     if draws.keys is None:
-        inside: Any = draws.watched(1, unbatched=True)
-        with inside, casts():
+        # Without a transform torch's own autocast does for a loss that turns it on.
+        if not (modes.autocast_is_on() or modes.inside_transform()):
+            return function(params, buffers, *batch)
+        with casts():
             return function(params, buffers, *batch)
     with LossMode(draws=draws).inside(1, "different", casts, unbatched=True):
         return function(params, buffers, *batch)
@@ -66,7 +68,7 @@ def looped(
 ) -> list[Any]:
     """Run `function(member, params, buffers, *batch)` for one member after another."""
     results = []
-    arguments = [*map(call.member, range(call.layout.members))]
+    arguments = call.each_member()
     with RNG_LOCK, call.unchanged():
         # Each member draws from where the one before it stopped, unless told otherwise.
         different = call.randomness == "different"
@@ -75,7 +77,8 @@ def looped(
             if call.randomness == "same":
                 set_random_state(before)
             result = function(member, *inputs)
-            call.refuse_draws(before, "member", partial(function, member, *inputs))
+            if call.randomness == "error":
+                call.refuse_draws(before, "member", partial(function, member, *inputs))
             results.append(keep(member, result))
     return results
 
@@ -84,7 +87,8 @@ def in_turn(function: Callable, call: MemberCall) -> tuple[Any, Buffers]:
     """Run a function for one member after another; tensors gain the axis 0."""
 
     def of_member(member: int, *inputs: Any) -> Any:
-        return run_member(function, call.draws_of(member), *inputs)
+        draws = call.draws.of(slice(member, member + 1))
+        return run_member(function, draws, *inputs)
 
     return call.joined(looped(of_member, call), stack_results)
 
@@ -340,7 +344,7 @@ def _by_work(function: Callable, call: MemberCall) -> tuple[str, str]:
     counter = modes.flop_counter()
     with kept_random_state(call.tensors), counter, protect(call.protected()):
         try:
-            run_member(function, Draws(), *call.member(0))
+            run_member(function, Draws(), *call.each_member()[0])
         except Exception:  # of a loss that differentiates, or of one that raises
             return "hybrid", "the work of a member is unknown"
     counts = counter.get_flop_counts().get("Global", {})  # absent if there are none

@@ -16,7 +16,6 @@ from vgrad import checks
 from vgrad.checks import Patterns
 from vgrad.conditions import Unrepeatable, checks_collected
 from vgrad.functional.guards import Protected
-from vgrad.loss.randomness import Draws
 from vgrad.persample.engine.call import AnyCall
 from vgrad.torch_private import modes
 from vgrad.torch_private.tensors import versions_of
@@ -172,15 +171,25 @@ class MemberCall(AnyCall):
                     )
         return dims
 
-    def member(self, i: int) -> tuple:
-        """Return the arguments of one member."""
-        return self.map(lambda value: value[i])
+    def each_member(self) -> list[tuple]:
+        """Return the arguments of each member, views in new containers."""
+        count, shared = self.layout
 
-    def draws_of(self, member: int) -> Draws:
-        """Return the random numbers of one member."""
-        if self.draws.keys is None and self.layout.members > 1:
-            return Draws()  # of the generators, in turn
-        return self.draws.of(slice(member, member + 1))
+        def rows(named: Params) -> list[Params]:
+            columns = {
+                n: [x] * count if n in shared else x.unbind(0) for n, x in named.items()
+            }
+            return [{n: x[i] for n, x in columns.items()} for i in range(count)]
+
+        def items(i: int) -> list[Tree]:
+            dims = zip(self.dims, self.items, strict=True)
+            return [
+                map_tensors(_itself if dim is None else lambda x: x[i], item)
+                for dim, item in dims
+            ]
+
+        members = zip(rows(self.params), rows(self.buffers), strict=True)
+        return [(*entries, *items(i)) for i, entries in enumerate(members)]
 
     def select(self, rows: Tensor) -> "MemberCall":
         """Return the call of these members, in this order."""
