@@ -20,6 +20,7 @@ from vgrad.ensemble.layout import MemberCall
 from vgrad.functional.guards import protect
 from vgrad.generators import (
     RNG_LOCK,
+    drawn_since,
     kept_random_state,
     random_state,
     sample_keys,
@@ -53,42 +54,54 @@ def run_member(
 ) -> Any:
     """Run a function for a member by itself; each weight is cast once."""
     casts = partial(AutocastMode, [*params.values()])
-    if draws.keys is None:
+    if draws.keys is None or draws.idle:
         # Without a transform torch's own autocast does for a loss that turns it on.
         if not (modes.autocast_is_on() or modes.inside_transform()):
             return function(params, buffers, *batch)
         with casts():
             return function(params, buffers, *batch)
-    with LossMode(draws=draws).inside(1, "different", casts, unbatched=True):
+    mode = LossMode(draws=draws, captured=checks_collected())
+    with mode.inside(1, "different", casts, unbatched=True):
         return function(params, buffers, *batch)
 
 
 def looped(
     function: Callable, call: MemberCall, keep: Callable = lambda member, result: result
 ) -> list[Any]:
-    """Run `function(member, params, buffers, *batch)` for one member after another."""
+    """Run `function(member, draws, params, buffers, *batch)` for each in turn."""
+    draws = [call.draws.of(slice(n, n + 1)) for n in range(call.layout.members)]
+    keyed, known = call.draws.keys is not None, call.fallbacks
+    # Members that drew nothing so far run without their keys, unless they draw now.
+    idle = keyed and known.draws is False and not call.captured
     results = []
-    arguments = call.each_member()
     with RNG_LOCK, call.unchanged():
         # Each member draws from where the one before it stopped, unless told otherwise.
-        different = call.randomness == "different"
-        before = random_state(() if different else call.tensors)
-        for member, inputs in enumerate(arguments):
+        before = random_state(
+            call.tensors if idle or call.randomness != "different" else ()
+        )
+        for member, inputs in enumerate(call.each_member()):
             if call.randomness == "same":
                 set_random_state(before)
-            result = function(member, *inputs)
+            draws[member].idle = idle
+            arguments = member, draws[member], *inputs
+            result = function(*arguments)
             if call.randomness == "error":
-                call.refuse_draws(before, "member", partial(function, member, *inputs))
+                call.refuse_draws(before, "member", partial(function, *arguments))
             results.append(keep(member, result))
+        if idle and drawn_since(before, call.tensors):
+            set_random_state(before)
+            known.draws = True
+            return looped(function, call, keep)
+    if keyed and not idle and not call.captured:
+        known.draws = bool(known.draws) or any(one.drew for one in draws)
     return results
 
 
 def in_turn(function: Callable, call: MemberCall) -> tuple[Any, Buffers]:
     """Run a function for one member after another; tensors gain the axis 0."""
 
-    def of_member(member: int, *inputs: Any) -> Any:
-        draws = call.draws.of(slice(member, member + 1))
-        return run_member(function, draws, *inputs)
+    def of_member(member: int, *arguments: Any) -> Any:
+        return run_member(function, *arguments)
 
     return call.joined(looped(of_member, call), stack_results)
 
@@ -126,6 +139,7 @@ def at_once(
                 vmap=level,
                 draws=call.draws,
                 rooms=call.fallbacks.rooms,
+                captured=call.captured,
             )
             casts = partial(AutocastMode, [*params.values()])
             inside = mode.inside(members, randomness, casts)
@@ -230,7 +244,7 @@ def verified(
     """
     if strategy == "loop" or not call.verify:
         return strategy
-    if checks_collected() or modes.inside_transform():
+    if call.captured or modes.inside_transform():
         return strategy
     kind = strategy, *[(tensor.dtype, tensor.ndim) for tensor in call.tensors]
     call.counts[kind] = count = call.counts.get(kind, 0) + 1

@@ -215,22 +215,21 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         else:
             scales = [torch.tensor(loss_scale, dtype=torch.float64)] * members
         grads = {
-            name: torch.zeros_like(value)
-            if name in shared
-            else torch.empty_like(value, memory_format=torch.contiguous_format)
+            name: torch.empty_like(value, memory_format=torch.contiguous_format)
             for name, value in call.params.items()
         }
         stacked = [name for name in grads if name not in shared]
         places = [*zip(*(grads[name].unbind(0) for name in stacked), strict=True)]
 
-        def one(member: int, *inputs: Any) -> tuple:
-            draws = call.draws.of(slice(member, member + 1))
+        def one(member: int, draws: Draws, *inputs: Any) -> tuple:
             return self._of_member(draws, scales[member], *inputs)
 
         def keep(member: int, result: tuple) -> tuple:
             member_grads, pair, _ = result
             with modes.without_modes():  # which watch the loss
                 for name in shared.intersection(grads):
+                    if member == 0:
+                        grads[name].zero_()
                     grads[name] += member_grads[name]
                 if stacked:
                     copy_all_(places[member], [member_grads[n] for n in stacked])
@@ -353,12 +352,12 @@ class EnsemblePerSampleFn(EnsembleFn, Generic[Result]):
                 f"one number or one for each of the {members} members."
             )
 
-        def one(member: int, params: Params, buffers: Buffers, *batch: Tree) -> Any:
+        def one(member: int, _: Draws, *arguments: Any) -> Any:
             transform = turns[member if len(turns) > 1 else 0]
             if keys is not None:
-                key, size = int(keys[member]), batches.read(call.function, batch).size
-                transform = transform.keyed(sample_keys(key, 0, size))
-            return run_member(transform, Draws(), params, buffers, *batch)
+                size = batches.read(call.function, arguments[2:]).size
+                transform = transform.keyed(sample_keys(int(keys[member]), 0, size))
+            return run_member(transform, Draws(), *arguments)
 
         return tree_map(stack_results, *looped(one, call))
 

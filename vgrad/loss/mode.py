@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from vgrad.conditions import Unrepeatable, checks_collected
+from vgrad.conditions import Unrepeatable
 from vgrad.functional.batch_norm import mended, normalises, refuse_batch_statistics
 from vgrad.functional.guards import Again, Protected, Reruns, protect
 from vgrad.generators import (
@@ -75,6 +75,7 @@ class LossMode(Reruns):
         is_parameter: Callable[[Tensor], bool] = lambda _: False,
         rooms: Rooms | None = None,
         seen: bool = False,
+        captured: bool = False,
     ) -> None:
         self.draws = draws = draws or Draws()
         super().__init__()
@@ -91,6 +92,7 @@ class LossMode(Reruns):
         self.is_parameter = is_parameter
         self.rooms = rooms  # of a run that may be repeated
         self.seen = seen  # whether it has run under vmap, where batch norms are refused
+        self.captured = captured  # whether no value may be read
         self.size = 1  # how many samples or members run at once
         self.randomness = "error"  # as of `torch.vmap`
         self._before: RandomState | None = None  # where numbers have no keys
@@ -114,11 +116,13 @@ class LossMode(Reruns):
         unbatched: bool = False,
     ) -> Iterator[None]:
         """Watch a loss of that many samples or members, or of an unbatched one."""
-        self.size, self.randomness = size, randomness
+        self.size, self.randomness, captured = size, randomness, self.captured
         unkeyed = randomness == "different" and self.draws.keys is None
-        if unkeyed and self.vmap is not None and not checks_collected():
+        if unkeyed and self.vmap is not None and not captured:
             self._before = random_state(self._protected[0].tensors.values())
-        self._watched = partial(self.draws.watched, size, unbatched=unbatched)
+        self._watched = partial(
+            self.draws.watched, unbatched=unbatched, captured=captured
+        )
         self._casts = casts
         unwritten = protect(*self._protected)
         try:
@@ -184,7 +188,7 @@ class LossMode(Reruns):
                 error = self._room(targets) or error
             arguments = None
             if any(message in str(error) for message in modes.ITEM_ERRORS):
-                arguments = with_numbers(func, args, kwargs, self.vmap.level)
+                arguments = with_numbers(self, func, args, kwargs)
             if arguments is not None:
                 try:
                     self.note_read()
@@ -248,7 +252,7 @@ class LossMode(Reruns):
                 if not (targets and per_sample):
                     return None
         self.rooms.line = where(sys._getframe())
-        if checks_collected():
+        if self.captured:
             raise Unrepeatable(f"{modes.op_name(func)} needs a tensor a sample")
         return SplitBatch(Partition([torch.arange(self.size)], ""), level)
 
@@ -350,14 +354,14 @@ class LossMode(Reruns):
         return self.draws.samples_at(axis)
 
     def agreed(self, tensor: Tensor, read: Callable = Tensor.item) -> Any:
-        value = read_value(read, (tensor,), {}, self._level)
+        value = read_value(self, read, (tensor,), {})
         return read(tensor) if value is NONE else value
 
     def stacked(self, func: Callable, args: tuple, kwargs: dict) -> Form | None:
         level, tensors = self._level, among(args, kwargs)
         if any(tensor.requires_grad for tensor in tensors):
             return None
-        if checks_collected() and any(physical(x, level) is not None for x in tensors):
+        if self.captured and any(physical(x, level) is not None for x in tensors):
             raise Unrepeatable(f"the shape of {modes.op_name(func)} depends on values")
         with self.outside():  # else the transforms inside wrap the results
             outputs = of_each(func, args, kwargs, level)
@@ -435,7 +439,7 @@ def reads(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
     if op is None or op.read is None:
         return NONE
     assert mode.vmap is not None
-    value = read_value(func, args, kwargs, mode.vmap.level, mode.vmap.one)
+    value = read_value(mode, func, args, kwargs)
     if value is not NONE:
         mode.note_read()
     return value
@@ -467,7 +471,7 @@ def at_once(run: Handler) -> Handler:
         if func in RESHAPES:
             mode.reshaped(args[0], output)
         if mode.rooms is not None and mode.rooms.line and func in MAKERS:
-            output = copied(output, mode.vmap.level, mode.size)
+            output = copied(mode, output)
         return output
 
     return handle
@@ -480,7 +484,7 @@ def run_op(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
         run = func if op is None or op.mapped is None else op.mapped
         return run(*args, **kwargs)
     with mode.draws.samples_at(None):  # its random numbers have any layout
-        output, looped = for_samples(args[0], args[1:], kwargs, mode.is_parameter)
+        output, looped = for_samples(mode, args[0], args[1:], kwargs)
     if looped:
         mode.looped.setdefault(args[0].__name__, where(sys._getframe()))
     return output
