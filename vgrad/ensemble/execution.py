@@ -5,6 +5,7 @@ that keep the device busy gain nothing: on a CPU the data of all of them does no
 its caches, and convolutions have no batched kernel there. E members.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,11 +40,20 @@ from vgrad.torch_private import autograd, modes
 from vgrad.tree import double, map_tensors, tensors
 from vgrad.typing import Buffers, Params, Tree
 
-BUSY = 50.0
-"""MFLOP of a forward pass above which one member saturates a CPU."""
+BUSY = 1000.0
+"""MFLOP of products in a forward pass above which one member saturates a CPU."""
 
-CONVOLVED = 5.0
-"""MFLOP of convolutions in a forward pass above which one member saturates a CPU."""
+CONVOLVED = 4.0
+"""Million outputs of convolutions, of all members, above which a CPU's caches are full.
+
+Below, the ops around the convolutions gain from running for all members at once.
+"""
+
+FEW, FEW_DIFFERENTIATED = 4, 2
+"""Members up to which the passes of each cost a CPU less than the one of all.
+
+The latter runs as much Python as some members; a backward pass runs none.
+"""
 
 Forms = list[tuple[str, str]]
 """Ops and their forms, in order."""
@@ -286,23 +296,18 @@ def _difference(
         fixed = {name: getattr(pair, name) for name in ("params", "buffers", "items")}
         ways.insert(0, pair.replaced(**map_tensors(_widened, fixed)))
     for way in ways:
-        results = []
         try:
-            for run in (joint, separate):
-                restart()
-                results.append([x.detach() for x in tensors(run(way)) if _is_real(x)])
+            restart()
+            together = _real(joint(way))
+            restart()
+            with Dtypes() as mode:
+                each = _real(separate(way))
         except Exception:
             if way is pair:
                 raise
             continue  # a constant of its own dtype may refuse float64
         kinds = {torch.float64} if way is not pair else dtypes or {torch.float32}
-        difference = _largest(results[0], results[1], bound_of(kinds))
-        if difference is not None:
-            restart()
-            with Dtypes() as mode:
-                separate(way)
-            difference = _largest(results[0], results[1], bound_of(kinds | mode.seen))
-        return difference
+        return _largest(together, each, bound_of(kinds | mode.seen))
     return None
 
 
@@ -323,8 +328,8 @@ def _largest(values: list[Tensor], exact: list[Tensor], bound: Bound) -> float |
     return largest if largest > bound.relative else None
 
 
-def _is_real(value: Tensor) -> bool:
-    return value.is_floating_point()
+def _real(results: Tree) -> list[Tensor]:
+    return [x.detach() for x in tensors(results) if x.is_floating_point()]
 
 
 def _widened(value: Tensor) -> Tensor:
@@ -355,20 +360,30 @@ def _signature(call: MemberCall) -> tuple:
 def _by_work(function: Callable, call: MemberCall) -> tuple[str, str]:
     if not is_host(call.tensors[0].device):
         return "hybrid", "an accelerator has room for all members at once"
-    counter = modes.flop_counter()
+    few = FEW_DIFFERENTIATED if call.differentiates else FEW
+    if call.layout.members <= few:
+        return "loop", f"up to {few} members cost a CPU less one after another"
+    counter = modes.flop_counter(dict.fromkeys(modes.CONVOLUTIONS, _outputs))
     with kept_random_state(call.tensors), counter, protect(call.protected()):
         try:
             run_member(function, Draws(), *call.each_member()[0])
         except Exception:  # of a loss that differentiates, or of one that raises
             return "hybrid", "the work of a member is unknown"
     counts = counter.get_flop_counts().get("Global", {})  # absent if there are none
-    total = sum(counts.values()) / 1e6
-    convolved = sum(flops for op, flops in counts.items() if "conv" in str(op)) / 1e6
-    if convolved > CONVOLVED:
-        return "loop", f"{convolved:.1f} MFLOP of a member are convolutions, on a CPU"
-    if total > BUSY:
-        return "loop", f"the {total:.1f} MFLOP of a member keep a CPU busy"
-    return "hybrid", f"the {total:.1f} MFLOP of a member leave a CPU waiting for calls"
+    convolved = sum(counts.pop(op, 0) for op in modes.CONVOLUTIONS) / 1e6
+    outputs, work = convolved * call.layout.members, sum(counts.values()) / 1e6
+    if outputs > CONVOLVED:
+        return (
+            "loop",
+            f"{outputs:.1f} million outputs of convolutions fill a CPU's cache",
+        )
+    if work > BUSY:
+        return "loop", f"the {work:.1f} MFLOP of a member keep a CPU busy"
+    return "hybrid", f"the {work:.1f} MFLOP of a member leave a CPU waiting for calls"
+
+
+def _outputs(*_: Any, out_shape: torch.Size, **__: Any) -> int:
+    return math.prod(out_shape)
 
 
 def fall_back(call: MemberCall, why: str) -> None:

@@ -314,7 +314,7 @@ def ensemble_grad(
         (torch.Size([4, 2, 3]), torch.Size([4]))
     """
     check_options(ensemble_grad, options, EnsembleOptions)
-    call = MemberCall.of("ensemble_grad", **options)
+    call = MemberCall.of("ensemble_grad", **options).replaced(differentiates=True)
     check_loss("ensemble_grad", loss, of_batch=True)
     run = returning_buffers("ensemble_grad", loss, has_aux=has_aux)
     return EnsembleGradFn(options=call, loss=loss, run=run, has_aux=has_aux)

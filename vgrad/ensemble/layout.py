@@ -108,6 +108,7 @@ class MemberCall(AnyCall):
     in_dims: InDims = None
     shared: Patterns = ()
     verify: bool = True
+    differentiates: bool = False  # whether each call has a backward pass
     # Of all calls: the strategies of the shapes so far, with the reasons, and how many
     # calls there were of each kind of tensors.
     strategies: dict[Any, tuple[str, str]] = field(default_factory=dict)
@@ -247,14 +248,14 @@ class MemberCall(AnyCall):
     def unchanged(self) -> Iterator[None]:
         """Raise after a block that has written into the caller's tensors."""
         protected = self.protected()
-        memory = {n: modes.unwrap_all(x) for n, x in protected.tensors.items()}
-        before = versions_of(memory.values())
+        before = versions_of(protected.tensors.values())
         # Batch norm does not count its writes into statistics, which are vectors.
         buffers = self.buffers.items() if not self.captured else ()
         axes = {name: 1 + (name not in self.layout.shared) for name in self.buffers}
         vectors = {n: x.clone() for n, x in buffers if x.ndim == axes[n]}
         yield
-        written = zip(memory, before, versions_of(memory.values()), strict=True)
+        after = versions_of(protected.tensors.values())
+        written = zip(protected.tensors, before, after, strict=True)
         names = [name for name, one, other in written if one != other]
         names += [n for n, x in vectors.items() if not _same([x, self.buffers[n]])]
         for name in names:
