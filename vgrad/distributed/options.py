@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import random
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vgrad import batches
-from vgrad.contents import contents
+from vgrad.contents import portable
 from vgrad.devices import is_host
 from vgrad.functional.model import FunctionalModel
 from vgrad.generators import kept_random_state, set_seed
@@ -27,28 +26,16 @@ from vgrad.ranks import RankError, Ranks, Values
 from vgrad.tree import tensors
 from vgrad.typing import Buffers, Params, Tree
 
-_DEVICE = re.compile(r"\b(cpu|cuda|hpu|meta|mps|mtia|xla|xpu)(:\d+)?\b")
-_UNCOMPARED = ".shape", ".device", ".requires_grad"  # of tensors
-
 
 def options_of(loss: Any = None, **options: Any) -> Values:
-    """Return plain values of options, and names of functions and classes, by place.
-
-    Values and shapes of tensors, and devices, may differ.
-    """
+    """Return plain values of options, and names of functions and classes, by place."""
     named = loss if hasattr(loss, "__qualname__") else type(loss)
-    texts = {"loss": f"{named.__module__}.{named.__qualname__}"}
-    for name, value in options.items():
+    name = f"{named.__module__}.{named.__qualname__}"
+    for key, value in options.items():
         if isinstance(value, FunctionalModel):
-            value = dict(value.named_modules())[""]
-        for path, text in contents(value).items():
-            texts[f"{name}.{path}".strip(".").replace(".[", "[")] = text
-    # Where processes are spawned, the main module has another name in them.
-    return Values(
-        (path, _DEVICE.sub("device", text).replace("__mp_main__", "__main__"))
-        for path, text in texts.items()
-        if isinstance(text, str) and not path.endswith(_UNCOMPARED)
-    )
+            options[key] = dict(value.named_modules())[""]
+    texts = {"loss": name.replace("__mp_main__", "__main__")}
+    return Values(texts | portable(**options))
 
 
 def of_transform(transform: Transform) -> Values:
