@@ -15,7 +15,6 @@ from vgrad import checks
 from vgrad.attribution.store import OfFeatures, Store, in_order
 from vgrad.curvature import Full, Kronecker
 from vgrad.factors import Dense, Factor, Outer, Rows
-from vgrad.factors.norms import out_of_range
 from vgrad.factors.reductions import norm_dtype
 from vgrad.functional.losses import check_model, sample_loss
 from vgrad.functional.model import FunctionalModel
@@ -481,8 +480,6 @@ class _Products(Collector):
         if name not in self.owner:
             return
         group, others = self.owner[name], self.queries[name]
-        if out_of_range({name: [factor, *others]}):
-            factor, others = factor.double(), [other.double() for other in others]
         if self.per_position:
             [products] = [factor.by_position(other.grad()) for other in others]
         else:
