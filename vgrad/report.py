@@ -98,7 +98,7 @@ class Explanation(Report):
 
 
 def table_of(rows: Sequence[Any]) -> str:
-    """Align named tuples of one kind in columns, without those that are empty."""
+    """Align named tuples of one kind in columns, and leave empty columns out."""
     names = rows[0]._fields
     kept = [n for n in range(len(names)) if any(row[n] for row in rows)]
     right = {at for at, n in enumerate(kept) if isinstance(rows[0][n], int)}
