@@ -209,8 +209,8 @@ class Plan:
         if isinstance(self.max_norm, QuantileClip):
             clip, size = self.max_norm, self.sampling_rate * self.dataset_size
             clip.gradient_multiplier(self.noise_multiplier, size)
-            ends = {"least / expected_batch_size": clip.least / size}
-            ends |= {"most / expected_batch_size": clip.most / size}
+            ends = {"lower / expected_batch_size": clip.lower / size}
+            ends |= {"upper / expected_batch_size": clip.upper / size}
             checks.between("Plan(max_norm=quantile_clip(...))", LEAST, MOST, **ends)
 
     def _check_before(self) -> None:
@@ -427,7 +427,9 @@ class Plan:
         names = "sampling max_batch_size neighbours samples_per_unit discrete".split()
         kinds = {name: getattr(self, name) for name in names} | changed
         kinds = {name: kind for name, kind in kinds.items() if kind != plain[name]}
-        if isinstance(self.max_norm, QuantileClip | GroupClip):
+        if isinstance(self.max_norm, QuantileClip):
+            kinds["max_norm"] = self.max_norm.identity
+        if isinstance(self.max_norm, GroupClip):
             kinds["max_norm"] = asdict(self.max_norm)
         if self.noise.correlated:
             kinds["noise"], kinds["steps"] = asdict(self.noise), self.mechanism.steps
