@@ -173,8 +173,8 @@ def per_sample_projection(
     sides: dict[str, Any] = {"dim": dim}
     if isinstance(dim, tuple | list) and len(dim) == 2:
         sides = {"dim[0]": dim[0], "dim[1]": dim[1]}
-    sizes = tuple(checks.whole(function, least=1, **sides))
-    [seed] = checks.whole(function, least=0, seed=seed)
+    sizes = tuple(checks.integers(function, minimum=1, **sides))
+    [seed] = checks.integers(function, minimum=0, seed=seed)
     checks.choice(function, get_args(Kind), kind=kind)
     return Transform(call, Projection(Directions(sizes, seed, kind)))
 

@@ -88,7 +88,7 @@ def alignment_report(
             f"make_functional_with_buffers."
         )
     checks.dictionaries("alignment_report", params=params, buffers=buffers)
-    [multiple] = checks.whole("alignment_report", least=1, multiple=multiple)
+    [multiple] = checks.integers("alignment_report", minimum=1, multiple=multiple)
     recorder = _Recorder({**params, **buffers}, multiple)
     seen = tensors((params, buffers, args, kwargs))
     with kept_random_state(seen), torch.no_grad(), recorder:
