@@ -303,7 +303,7 @@ def _encoded(note: Mapping[str, Any]) -> bytes:
     while len(text) > _NOTE and error is not None and room:
         room = room * 7 // 8  # characters, of which one may take twelve bytes
         text = json.dumps({**note, "error": f"{error[:room]} ..."}).encode()
-    checks.whole("agree", least=0, room=_NOTE - len(text))
+    checks.integers("agree", minimum=0, room=_NOTE - len(text))
     return text
 
 

@@ -183,11 +183,11 @@ VALUES = r"""
     dp.quantile_clip(quantile=1.1) | at most 1
     dp.quantile_clip(rate=0) | rate > 0
     dp.quantile_clip(start=math.inf) | start=inf
-    dp.quantile_clip(start=5, most=4) | start between
-    dp.quantile_clip(start=5, least=6) | start between
+    dp.quantile_clip(start=5, upper=4) | start between
+    dp.quantile_clip(start=5, lower=6) | start between
     dp.quantile_clip(count_deviation=0.0) | count_deviation > 0
-    dp.quantile_clip(least=1e-31) | least
-    dp.quantile_clip(most=1e31) | most
+    dp.quantile_clip(lower=1e-31) | lower
+    dp.quantile_clip(upper=1e31) | upper
     dp.quantile_clip().gradient_multiplier(1.0, 10.0) | multiplier < 2 .*Raise count_dev
     dp.group_clip({}) | a bound for a pattern
     dp.group_clip({"*": 0.0}) | bounds\['\*'\]=0.0

@@ -256,7 +256,7 @@ def load(
         torch.Size([5, 3])
     """
     if member is not None:
-        [member] = checks.whole("load", least=0, member=member)
+        [member] = checks.integers("load", minimum=0, member=member)
     fmodel, params, buffers, description = read_model(
         Path(folder), named=model, member=member
     )

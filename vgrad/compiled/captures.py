@@ -463,7 +463,9 @@ def checked_sizes(batch_sizes: Sequence[int]) -> tuple[int, ...]:
             f"compile(batch_sizes={batch_sizes!r}): expected at least one size in a "
             f"list, such as [256, 320]."
         )
-    sizes = (checks.whole("compile", least=1, batch_sizes=size) for size in batch_sizes)
+    sizes = (
+        checks.integers("compile", minimum=1, batch_sizes=size) for size in batch_sizes
+    )
     return tuple(sorted({number for numbers in sizes for number in numbers}))
 
 

@@ -75,7 +75,7 @@ def audit(
             f"{function}(batch): expected independent noise, with which samples that "
             f"are in all steps cancel, got {mechanism.noise.scheme!r}. Leave batch out."
         )
-    [count] = checks.whole(function, least=4 * FEW, canaries=canaries)
+    [count] = checks.integers(function, minimum=4 * FEW, canaries=canaries)
     significance, _ = check_numbers(function, significance)
     samples = Canaries(params, count, key, scales, densities)
     loss = samples.loss(options.loss if batch else None, has_aux=options.has_aux)

@@ -323,7 +323,7 @@ class PrivateGradients:
         key = secret_key() if key is None else key
         check_key("PrivateGradients", key)
         if augmentations is not None:
-            checks.whole("PrivateGradients", least=1, augmentations=augmentations)
+            checks.integers("PrivateGradients", minimum=1, augmentations=augmentations)
         loader_copies = None if augment is None else augmentations or 1
         self._count = self.plan.samples_per_unit
         shape = tuple(filter(None, (self._count, loader_copies)))
@@ -464,7 +464,7 @@ class PrivateGradients:
                 f"got a {type(optimizer).__name__}."
             )
         counts = {"earlier_steps": earlier_steps}
-        [earlier] = checks.whole("PrivateGradients.watch", least=0, **counts)
+        [earlier] = checks.integers("PrivateGradients.watch", minimum=0, **counts)
         self._guard.watch(inside, earlier)
         return optimizer
 
@@ -578,7 +578,7 @@ class PrivateGradients:
                 f"a module is for model.load_state_dict."
             )
         check_key(function, state["key"])
-        [step] = checks.whole(function, least=0, step=state["step"])
+        [step] = checks.integers(function, minimum=0, step=state["step"])
         history: Tree = ()
         try:
             saved = plan_of(**state["plan"])
