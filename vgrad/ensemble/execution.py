@@ -54,10 +54,10 @@ def run_member(
     """Run a function for a member by itself; each weight is cast once."""
     casts = partial(AutocastMode, [*params.values()])
     if draws.keys is None:
-        inside: Any = draws.watched(1, unbatched=True)
-        with inside, casts():
+        with casts():
             return function(params, buffers, *batch)
-    with LossMode(draws=draws).inside(1, "different", casts, unbatched=True):
+    mode = LossMode(draws=draws, captured=checks_collected())
+    with mode.inside(1, "different", casts, unbatched=True):
         return function(params, buffers, *batch)
 
 
@@ -122,6 +122,7 @@ def at_once(
                 vmap=level,
                 draws=call.draws,
                 rooms=call.fallbacks.rooms,
+                captured=call.captured,
             )
             casts = partial(AutocastMode, [*params.values()])
             inside = mode.inside(members, randomness, casts)
@@ -226,7 +227,7 @@ def verified(
     """
     if strategy == "loop" or not call.verify:
         return strategy
-    if checks_collected() or modes.inside_transform():
+    if call.captured or modes.inside_transform():
         return strategy
     kind = strategy, *[(tensor.dtype, tensor.ndim) for tensor in call.tensors]
     call.counts[kind] = count = call.counts.get(kind, 0) + 1

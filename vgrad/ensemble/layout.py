@@ -134,6 +134,7 @@ class MemberCall(AnyCall):
     ) -> "MemberCall":
         """Check the tensors of a call; `keys` are of the members, int64 `[E]`."""
         self.check_node_hooks()
+        captured = checks_collected()
         layout = Layout.of(self.function, params, buffers, self.shared)
         dims = self._dims(batch, layout.members)
         return self.replaced(
@@ -142,7 +143,8 @@ class MemberCall(AnyCall):
             layout=layout,
             items=tuple(map(_in_front, dims, batch)),
             dims=tuple([dim if dim is None else 0 for dim in dims]),
-            draws=self.draws_by_keys(keys, layout.members, "member"),
+            draws=self.draws_by_keys(keys, layout.members, "member", captured=captured),
+            captured=captured,
         )
 
     def refuse_unkeyed(self, size: int) -> NoReturn:
@@ -221,7 +223,7 @@ class MemberCall(AnyCall):
     @property
     def may_loop(self) -> bool:
         """Whether members run one after the other where nothing else is possible."""
-        bound = modes.inside_transform() or checks_collected()
+        bound = modes.inside_transform() or self.captured
         return self.strategy == "auto" and not bound
 
     def protected(self) -> Protected:
@@ -239,7 +241,7 @@ class MemberCall(AnyCall):
         memory = {n: modes.unwrap_all(x) for n, x in protected.tensors.items()}
         before = versions_of(memory.values())
         # Batch norm does not count its writes into statistics, which are vectors.
-        buffers = self.buffers.items() if not checks_collected() else ()
+        buffers = self.buffers.items() if not self.captured else ()
         axes = {name: 1 + (name not in self.layout.shared) for name in self.buffers}
         vectors = {n: x.clone() for n, x in buffers if x.ndim == axes[n]}
         yield

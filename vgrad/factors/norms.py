@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vgrad.conditions import rare
+from vgrad.devices import is_host
 from vgrad.factors.base import Dense, Factor, Norm, Norms, Products, multiplied
 from vgrad.factors.reductions import entry_bounds, root, row_norms, weighted_rows
 from vgrad.torch_private import kernels
@@ -82,8 +83,12 @@ def gathered(
         small: dict[torch.dtype, list[str]] = {}
         for name in names:
             factor = factors.get(name)
-            if isinstance(factor, Dense) and factor.is_small:
-                small.setdefault(factor.g.dtype, []).append(name)
+            if type(factor) is Dense and factor.is_small:
+                known = type(norms[name][0]) is Norm
+                if not (
+                    known and is_host(factor.g.device)
+                ):  # where sums alone cost less
+                    small.setdefault(factor.g.dtype, []).append(name)
         joined += [
             _gathered(alike, factors, norms) for alike in small.values() if alike[2:]
         ]

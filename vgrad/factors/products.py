@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from vgrad.torch_private import kernels, modes
-from vgrad.tree import wide
+from vgrad.tree import cast, wide
 
 _BLOCK = {torch.bfloat16: 1024, torch.float16: 256}
 """Terms that units sum up before float32 does, in products that norms are made of."""
@@ -119,12 +119,16 @@ def rounding(a: Tensor, b: Tensor) -> float:
 def scaled(a: Tensor, b: Tensor, weights: Tensor) -> Tensor:
     """Sum outer products of `[B, G, T, I]` and `[B, G, T, O]` with weights [B]."""
     dtype = exact_dtype(a, b)
-    column = weights.to(dtype).view(-1, 1, 1, 1)
+    weights = cast(weights, dtype)
+    if rows := a.shape[1] == a.shape[2] == 1:
+        a, b, column = a.flatten(1), b.flatten(1), weights[:, None]
+    else:
+        column = weights.view(-1, 1, 1, 1)
     # The smaller factor is scaled, then one product runs over samples and positions.
-    a, b = (a * column, b) if a.shape[3] <= b.shape[3] else (a, b * column)
-    a, b = a.to(dtype), b.to(dtype)
-    if a.shape[1] == a.shape[2] == 1:
-        return b.flatten(1).mT @ a.flatten(1)
+    a, b = (a * column, b) if a.shape[-1] <= b.shape[-1] else (a, b * column)
+    a, b = cast(a, dtype), cast(b, dtype)
+    if rows:
+        return b.mT @ a
     order = _order(a)
     a, b = a.permute(order), b.permute(order)
     if len(a) == 1:

@@ -15,7 +15,7 @@ from vgrad.conditions import checks_collected, rare
 from vgrad.devices import is_host
 from vgrad.factors import products
 from vgrad.torch_private import kernels, modes
-from vgrad.tree import double, wide
+from vgrad.tree import cast, double, wide
 from vgrad.typing import Params
 
 _BLOCK = 256
@@ -73,7 +73,9 @@ def row_norms(grad: Tensor) -> Tensor:
     real = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
     if not real.is_contiguous():
         real = real.permute(memory_order(real))
-    flat = real.reshape(real.shape[0], math.prod(real.shape[1:]))
+    flat = real
+    if real.ndim != 2:
+        flat = real.reshape(real.shape[0], math.prod(real.shape[1:]))
     exact = flat.dtype == torch.float64 or flat.requires_grad
     if exact or modes.inside_transform():
         return together(flat)
@@ -153,7 +155,7 @@ class Sums:
     def rounded(self, params: Params) -> Params:
         """Return sums in `promote_types(dtype, float32)`, zeros if there are none."""
         return {
-            name: self.totals[name].to(wide(value.dtype))
+            name: cast(self.totals[name], wide(value.dtype))
             if self.totals
             else torch.zeros_like(value, dtype=wide(value.dtype), requires_grad=False)
             for name, value in params.items()
@@ -211,9 +213,9 @@ def weighted_rows(grad: Tensor, weights: Tensor) -> Tensor:
     grad = grad if order is None else grad.permute(order)
     result_dtype = wide(grad.dtype)
     dtype = torch.promote_types(result_dtype, weights.dtype)
-    rows = grad.reshape(grad.shape[0], math.prod(grad.shape[1:])).to(dtype)
-    row = weights.to(dtype).unsqueeze(0)
-    size = rows.shape[0]
+    size = grad.shape[0]
+    rows = grad if grad.ndim == 2 else grad.reshape(size, math.prod(grad.shape[1:]))
+    rows, row = cast(rows, dtype), cast(weights, dtype).unsqueeze(0)
     split = size // _SAMPLES * _SAMPLES
     single = dtype in (torch.float32, torch.complex64)
     if single and products.bits(rows.device) < 24:
@@ -226,7 +228,7 @@ def weighted_rows(grad: Tensor, weights: Tensor) -> Tensor:
         sums = parts.sum(0, dtype=torch.promote_types(dtype, torch.float64))
         if split < size:
             sums = sums + row[:, split:] @ rows[split:]
-    sums = sums.to(result_dtype).reshape(grad.shape[1:])
+    sums = cast(sums, result_dtype).reshape(grad.shape[1:])
     if order is None:
         return sums
     return sums.permute([order.index(axis) - 1 for axis in range(1, grad.ndim)])

@@ -4,8 +4,8 @@ import copy
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from vgrad import checks, tree
 from vgrad.checks import Patterns
 from vgrad.functional import guards, slots
-from vgrad.functional.guards import Reruns, WriteError, rerunning
+from vgrad.functional.guards import Again, Reruns, WriteError, rerunning
 from vgrad.functional.slots import Slots, State
 from vgrad.generators import RNG_LOCK
 from vgrad.torch_private import modes
@@ -291,7 +291,7 @@ class FunctionalModel:
             args, kwargs = tree.copied((args, kwargs))
         states: list[State | None] = []  # what the call leaves, if a checkpoint begins
 
-        def at_checkpoint() -> Callable[[], AbstractContextManager]:
+        def at_checkpoint() -> Again:
             if not states:  # nor in a re-run, in which another checkpoint begins
                 states.append(None)
             return lambda: self._repeating(states[-1])

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
-from vgrad.conditions import Unrepeatable, checks_collected
+from vgrad.conditions import Unrepeatable
 from vgrad.generators import RNG_LOCK, drawn_since, random_state, set_random_state
 from vgrad.loss.grad_flags import UnsupportedOp, among
 from vgrad.torch_private import modes
@@ -27,18 +27,15 @@ from vgrad.torch_private.autograd import graph_nodes
 from vgrad.torch_private.tensors import memory, version_of
 from vgrad.tree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-Foreign = Callable[[Tensor], bool]
-"""Returns whether a tensor stands for a parameter."""
-
 
 def for_samples(
-    function: Any, args: tuple, kwargs: dict, foreign: Foreign
+    mode: Any, function: Any, args: tuple, kwargs: dict
 ) -> tuple[Any, bool]:
     """Run an autograd.Function; return whether it was called for one after another."""
     plain = torch.autograd.Function
     ruled = function.generate_vmap_rule or function.vmap is not plain.vmap
     if not ruled or function.setup_context is plain.setup_context:  # torch cannot
-        return one_by_one(function, args, kwargs, foreign), True
+        return one_by_one(mode, function, args, kwargs), True
     tensors = [modes.unwrap_all(tensor) for tensor in among(args, kwargs)]
     versions = [version_of(tensor) for tensor in tensors]
     try:
@@ -50,7 +47,7 @@ def for_samples(
         if written or modes.limit_of(str(error)) == "random numbers":
             raise
         try:
-            return one_by_one(function, args, kwargs, foreign), True
+            return one_by_one(mode, function, args, kwargs), True
         except UnsupportedOp:
             raise error from None
 
@@ -114,9 +111,9 @@ def _passed_by(inputs: list[Tensor], results: list[Tensor]) -> bool:
 # For one sample after another.
 
 
-def one_by_one(function: Any, args: tuple, kwargs: dict, foreign: Foreign) -> Any:
+def one_by_one(mode: Any, function: Any, args: tuple, kwargs: dict) -> Any:
     """Call an autograd.Function for each sample, and stack its outputs."""
-    call = _Call(function, args, kwargs, foreign)
+    call = _Call(mode, function, args, kwargs)
     if modes.active_transforms() != ("Vmap",):
         raise call.refusal(
             "a recorded pass, and no transform of the loss's own around it", "one"
@@ -132,9 +129,9 @@ def one_by_one(function: Any, args: tuple, kwargs: dict, foreign: Foreign) -> An
     return call.output(outputs)
 
 
-def once(function: Any, args: tuple, kwargs: dict, foreign: Foreign) -> Any:
+def once(mode: Any, function: Any, args: tuple, kwargs: dict) -> Any:
     """Call an autograd.Function whose arguments are the same for all samples."""
-    call = _Call(function, args, kwargs, foreign)
+    call = _Call(mode, function, args, kwargs)
     with modes.exit_all():
         return call.output(call.run([(tensor, False) for tensor in call.tensors], 1)[0])
 
@@ -163,14 +160,12 @@ def refused(function: str, expected: str, got: str) -> UnsupportedOp:
 class _Call:
     """One call of the loss, which stands for all samples."""
 
-    def __init__(
-        self, function: Any, args: tuple, kwargs: dict, foreign: Foreign
-    ) -> None:
+    def __init__(self, mode: Any, function: Any, args: tuple, kwargs: dict) -> None:
         self.refusal = partial(refused, function.__name__)
-        if checks_collected():
+        if mode.captured:
             raise Unrepeatable(f"{function.__name__}.apply runs sample by sample")
         self._function = function
-        self.foreign = foreign
+        self.is_parameter = mode.is_parameter
         self._leaves, self._spec = tree_flatten((args, kwargs))
         self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self._form: Any = None  # the output, with an ellipsis for each tensor
@@ -241,7 +236,7 @@ class _Watch(TorchFunctionMode):
         for tensor in among(args, kwargs):
             if id(tensor) in self._input_ids:
                 continue
-            if modes.is_wrapped(tensor) or self._call.foreign(tensor):
+            if modes.is_wrapped(tensor) or self._call.is_parameter(tensor):
                 raise self._call.refusal("all tensors as arguments", "a captured one")
         return func(*args, **kwargs)
 

@@ -9,11 +9,11 @@ A sample may be a member of an ensemble as well.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from vgrad.conditions import checks_collected
 from vgrad.ops.record import register
 from vgrad.torch_private import modes
 
@@ -43,15 +43,16 @@ def is_mapped(tensor: Tensor, level: int) -> bool:
     return tensor_level == level
 
 
-def copied(tensor: Tensor, level: int, size: int) -> Tensor:
+def copied(mode: Any, tensor: Tensor) -> Tensor:
     """Return a copy for each sample, in the same layout, where that is exact."""
+    level, size = mode.vmap.level, mode.size
     with modes.without_modes():
         if is_mapped(tensor, level):
             return tensor.clone()  # it may be expanded over the samples
         stored = modes.unwrap_all(tensor)
         count = stored.numel()
         dense = stored.untyped_storage().nbytes() == count * stored.element_size()
-        plain = type(stored) is Tensor or checks_collected()  # nor of a subclass
+        plain = type(stored) is Tensor or mode.captured  # nor of a subclass
         if not dense or not plain or stored.is_nested or stored.shape != tensor.shape:
             return tensor
         if any(alias.requires_grad and alias.is_leaf for alias in (tensor, stored)):

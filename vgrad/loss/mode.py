@@ -8,13 +8,13 @@ that returns a result ends it; a handler that leaves the call to the next one re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from vgrad.conditions import Unrepeatable, checks_collected
+from vgrad.conditions import Unrepeatable
 from vgrad.functional.batch_norm import mended, normalises, refuse_batch_statistics
 from vgrad.functional.guards import Again, Protected, Reruns, protect
 from vgrad.generators import (
@@ -27,7 +27,6 @@ from vgrad.loss.grad_flags import (
     AUTOGRAD,
     HOOKS,
     REQUIRES_GRAD,
-    RESHAPES,
     UnsupportedOp,
     VmapLevel,
     among,
@@ -55,7 +54,6 @@ from vgrad.ops.record import OPS, Form
 from vgrad.torch_private import autograd, modes
 from vgrad.torch_private.autograd import is_foreign_op
 from vgrad.torch_private.control import CONTROL_FLOW, uncompiled
-from vgrad.torch_private.tensors import memory, version_of
 
 Handler = Callable[["LossMode", Callable, tuple, dict], Any]
 """From the mode, a function of torch and its arguments to the result, or `NONE`."""
@@ -75,6 +73,7 @@ class LossMode(Reruns):
         is_parameter: Callable[[Tensor], bool] = lambda _: False,
         rooms: Rooms | None = None,
         seen: bool = False,
+        captured: bool = False,
     ) -> None:
         self.draws = draws = draws or Draws()
         super().__init__()
@@ -91,6 +90,7 @@ class LossMode(Reruns):
         self.is_parameter = is_parameter
         self.rooms = rooms  # of a run that may be repeated
         self.seen = seen  # whether it has run under vmap, where batch norms are refused
+        self.captured = captured  # whether no value may be read
         self.size = 1  # how many samples or members run at once
         self.randomness = "error"  # as of `torch.vmap`
         self._before: RandomState | None = None  # where numbers have no keys
@@ -98,8 +98,6 @@ class LossMode(Reruns):
         self._watched: Callable[..., AbstractContextManager] = nullcontext
         self._casts: Callable[[], AbstractContextManager] = nullcontext
         self._later: list[list[Again]] = []
-        # Tensors into which a write would be another one for one sample, and versions.
-        self._doubtful: list[tuple[Tensor, int]] = []
         self.grads: dict[int, tuple[Tensor, Tensor | None]] = {}  # of leaves, as before
         # Makes the mode that casts for autocast, entered where the loss turns that on.
         self.waiting: Callable[[], AbstractContextManager] | None = None
@@ -114,22 +112,21 @@ class LossMode(Reruns):
         unbatched: bool = False,
     ) -> Iterator[None]:
         """Watch a loss of that many samples or members, or of an unbatched one."""
-        self.size, self.randomness = size, randomness
+        self.size, self.randomness, captured = size, randomness, self.captured
         unkeyed = randomness == "different" and self.draws.keys is None
-        if unkeyed and self.vmap is not None and not checks_collected():
+        if unkeyed and self.vmap is not None and not captured:
             self._before = random_state(self._protected[0].tensors.values())
-        self._watched = partial(self.draws.watched, size, unbatched=unbatched)
+        self._watched = partial(
+            self.draws.watched, unbatched=unbatched, captured=captured
+        )
         self._casts = casts
         unwritten = protect(*self._protected)
         try:
             with unwritten, uncompiled(), self, self._watched(), self._casting():
                 yield
-            if self._doubtful:
-                self._check_writes()
         finally:
             if self._entered:
                 self.ensure_left()
-            self._doubtful.clear()
             self.waiting = None
             for leaf, grad in self.grads.values():
                 leaf.grad = grad
@@ -139,9 +136,18 @@ class LossMode(Reruns):
 
         The mode for that waits until it is: it would take as long as a small op.
         """
-        on = modes.autocast_is_on()
-        self.waiting = None if on else cache(self._casts)
-        return self._casts() if on else nullcontext()
+        if modes.autocast_is_on():
+            self.waiting = None
+            return self._casts()
+        made: list[AbstractContextManager] = []
+
+        def waiting() -> AbstractContextManager:
+            if not made:
+                made.append(self._casts())
+            return made[0]
+
+        self.waiting = waiting
+        return nullcontext()
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -172,7 +178,6 @@ class LossMode(Reruns):
                 raise split
             if func is Tensor.register_hook:
                 self.note_hook("register_hook")
-                self.doubt(args[0])  # a write may replace the node
             for handle in handlers[-1:] if is_ordinary(func) else handlers:
                 if (output := handle(self, func, args, kwargs)) is not NONE:
                     return output
@@ -184,7 +189,7 @@ class LossMode(Reruns):
                 error = self._room(targets) or error
             arguments = None
             if any(message in str(error) for message in modes.ITEM_ERRORS):
-                arguments = with_numbers(func, args, kwargs, self.vmap.level)
+                arguments = with_numbers(self, func, args, kwargs)
             if arguments is not None:
                 try:
                     self.note_read()
@@ -192,29 +197,6 @@ class LossMode(Reruns):
                 except (TypeError, AttributeError):
                     pass  # it takes tensors alone
             self._stop(error, func, args, kwargs)
-
-    def doubt(self, *tensors: Any) -> None:
-        """Note tensors into which a write is another one for one sample."""
-        if self.vmap is not None:
-            below = [modes.unwrap_all(tensor) for tensor in tensors]
-            self._doubtful.extend((tensor, version_of(tensor)) for tensor in below)
-
-    def reshaped(self, tensor: Tensor, output: Tensor) -> None:
-        """Note a copy where one sample may have a view."""
-        one, other = modes.unwrap_all(tensor), modes.unwrap_all(output)
-        if memory(one) != memory(other):
-            self.doubt(tensor, output)
-
-    def _check_writes(self) -> None:
-        """Refuse writes that would be others for one sample."""
-        if self.vmap and any(version_of(x) != before for x, before in self._doubtful):
-            one, otherwise = self.vmap.one, self.vmap.otherwise
-            raise UnsupportedOp(
-                f"loss: expected writes in place whose target is the same for one "
-                f"{one} and for all, got one behind a reshape, flatten or contiguous "
-                f"that copies here, or into a tensor with a hook. Write into a clone, "
-                f"or use {otherwise}."
-            )
 
     def note_read(self) -> None:
         """Note that Python gets a value; run again with keys if it may be a draw."""
@@ -248,7 +230,7 @@ class LossMode(Reruns):
                 if not (targets and per_sample):
                     return None
         self.rooms.line = where(sys._getframe())
-        if checks_collected():
+        if self.captured:
             raise Unrepeatable(f"{modes.op_name(func)} needs a tensor a sample")
         return SplitBatch(Partition([torch.arange(self.size)], ""), level)
 
@@ -350,14 +332,14 @@ class LossMode(Reruns):
         return self.draws.samples_at(axis)
 
     def agreed(self, tensor: Tensor, read: Callable = Tensor.item) -> Any:
-        value = read_value(read, (tensor,), {}, self._level)
+        value = read_value(self, read, (tensor,), {})
         return read(tensor) if value is NONE else value
 
     def stacked(self, func: Callable, args: tuple, kwargs: dict) -> Form | None:
         level, tensors = self._level, among(args, kwargs)
         if any(tensor.requires_grad for tensor in tensors):
             return None
-        if checks_collected() and any(physical(x, level) is not None for x in tensors):
+        if self.captured and any(physical(x, level) is not None for x in tensors):
             raise Unrepeatable(f"the shape of {modes.op_name(func)} depends on values")
         with self.outside():  # else the transforms inside wrap the results
             outputs = of_each(func, args, kwargs, level)
@@ -435,7 +417,7 @@ def reads(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
     if op is None or op.read is None:
         return NONE
     assert mode.vmap is not None
-    value = read_value(func, args, kwargs, mode.vmap.level, mode.vmap.one)
+    value = read_value(mode, func, args, kwargs)
     if value is not NONE:
         mode.note_read()
     return value
@@ -464,10 +446,8 @@ def at_once(run: Handler) -> Handler:
                     return requires_grad(args[0])
                 mode.vmap.refuse(func, among(args, kwargs))
         output = run(mode, func, args, kwargs)
-        if func in RESHAPES:
-            mode.reshaped(args[0], output)
         if mode.rooms is not None and mode.rooms.line and func in MAKERS:
-            output = copied(output, mode.vmap.level, mode.size)
+            output = copied(mode, output)
         return output
 
     return handle
@@ -480,7 +460,7 @@ def run_op(mode: LossMode, func: Callable, args: tuple, kwargs: dict) -> Any:
         run = func if op is None or op.mapped is None else op.mapped
         return run(*args, **kwargs)
     with mode.draws.samples_at(None):  # its random numbers have any layout
-        output, looped = for_samples(args[0], args[1:], kwargs, mode.is_parameter)
+        output, looped = for_samples(mode, args[0], args[1:], kwargs)
     if looped:
         mode.looped.setdefault(args[0].__name__, where(sys._getframe()))
     return output

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vgrad.conditions import Unrepeatable, checks_collected
+from vgrad.conditions import Unrepeatable
 from vgrad.generators import (
     RandomState,
     drawn_since,
@@ -86,7 +86,7 @@ class Draws:
         return Draws()
 
     def watched(
-        self, size: int, *, unbatched: bool = False, repeated: bool = False
+        self, *, unbatched: bool, captured: bool, repeated: bool = False
     ) -> AbstractContextManager:
         """Draw by keys, if there are some, while a loss runs once.
 
@@ -96,7 +96,7 @@ class Draws:
         if self.keys is None or self.idle:
             return nullcontext()
         self.place = self.place if repeated else 0
-        return Keyed(self, single=unbatched or self.shared)
+        return Keyed(self, single=unbatched or self.shared, captured=captured)
 
     @contextmanager
     def _having(self, **state: Any) -> Iterator[None]:
@@ -168,10 +168,11 @@ def check_drawn(
 class Keyed(DispatchMode):
     """Runs the random ops of a loss, of all samples at once or of a `single` one."""
 
-    def __init__(self, at: "Draws", *, single: bool) -> None:
+    def __init__(self, at: "Draws", *, single: bool, captured: bool) -> None:
         super().__init__()
         assert at.keys is not None
         self._at = at
+        self._captured = captured  # in a graph, which takes the keys
         with exit_all():  # whose tensors are none of theirs
             self._keys = at.keys[:1] if single else at.keys
         self._size = len(self._keys)
@@ -191,7 +192,7 @@ class Keyed(DispatchMode):
         with ExitStack() as stack:
             stack.push(self._kernels)
             super().__exit__(*raised)
-            if not checks_collected():  # where nothing is drawn
+            if not self._captured:  # where nothing is drawn
                 set_random_state(self._before)
 
     def __torch_dispatch__(
@@ -222,7 +223,7 @@ class Keyed(DispatchMode):
             return self._hidden(name, func, args, kwargs)
         self._at.drew = True
         if not self._single and (name in _ALONE or self._at.axis is None):
-            raise _apart(self._size)
+            raise self._apart()
         result = self._bernoulli(name, func, arguments)
         if result is None:
             result = self._others(name, func, args, kwargs)
@@ -239,7 +240,7 @@ class Keyed(DispatchMode):
         axis = self._at.axis
         assert axis is not None
         if axis >= tensor.ndim or tensor.shape[axis] % self._size:
-            raise _apart(self._size)
+            raise self._apart()
         length = tensor.shape[axis] // self._size
         return tensor.unflatten(axis, (self._size, length)).movedim(axis, 0)
 
@@ -282,7 +283,7 @@ class Keyed(DispatchMode):
         if writes(func):  # it may read the tensor that it writes
             copied = {id(tensor): tensor.clone() for tensor in among(args, kwargs)}
             sources = tree_map_only(Tensor, lambda x: copied[id(x)], sources)
-        if checks_collected():  # a graph would draw numbers only to drop them
+        if self._captured:  # a graph would draw numbers only to drop them
             output = _undrawn(func, args, kwargs)
         else:
             self._keep(args, kwargs)
@@ -330,8 +331,8 @@ class Keyed(DispatchMode):
         self, name: str, func: Any, sources: tuple[tuple, dict], results: list[Tensor]
     ) -> None:
         """Run an op for one sample after another, on memory in the usual order."""
-        if checks_collected() or (self._at.axis != 0 and not self._single):
-            raise _apart(self._size)
+        if self._captured or (self._at.axis != 0 and not self._single):
+            raise self._apart()
         shape = results[0].shape
         samples = [self._samples(result) for result in results]
         for row, seed in enumerate(self._streams(torch.device("cpu")).tolist()):
@@ -361,8 +362,8 @@ class Keyed(DispatchMode):
 
     def _hidden(self, name: str, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run an op that does not show the random numbers it may draw."""
-        if checks_collected():
-            raise _apart(self._size)
+        if self._captured:
+            raise self._apart()
         self._keep(args, kwargs)
         tensors = among(args, kwargs)
         if self._single:
@@ -375,8 +376,16 @@ class Keyed(DispatchMode):
             self._at.drew = True
             self._at.place += 1
             if not self._single:
-                raise _apart(self._size)
+                raise self._apart()
         return output
+
+    def _apart(self) -> SplitBatch:
+        """Return the split into single samples, where draws have no clear order."""
+        if self._captured:
+            raise Unrepeatable("a random op draws for one sample after another")
+        rows = torch.arange(self._size).split(1)
+        why = "a random op that draws for all at once in an order of its own"
+        return SplitBatch(Partition(rows, where(sys._getframe(1)), "loop", why))
 
     def _keep(self, args: tuple, kwargs: dict) -> None:
         """Note the state of a device's generator before a number is drawn from it."""
@@ -394,15 +403,6 @@ def _undrawn(func: Any, args: tuple, kwargs: dict) -> Any:
     if not like:
         return torch.empty(arguments["size"], **options)
     return torch.empty_like(torch.broadcast_tensors(*like)[0], **options)
-
-
-def _apart(size: int) -> SplitBatch:
-    """Return the split into single samples, where the order of numbers is unclear."""
-    if checks_collected():
-        raise Unrepeatable("a random op draws for one sample after another")
-    rows = torch.arange(size).split(1)
-    why = "a random op that draws for all at once in an order of its own"
-    return SplitBatch(Partition(rows, where(sys._getframe(1)), "loop", why))
 
 
 _UNIFORM = {"uniform", "rand", "rand_like"}

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vgrad.conditions import Unrepeatable, checks_collected, rare, static_values
+from vgrad.conditions import Unrepeatable, rare, static_values
 from vgrad.loss.grad_flags import UnsupportedOp, among
 from vgrad.ops.record import ITSELF, OPS
 from vgrad.torch_private import modes
@@ -52,16 +52,15 @@ class SplitBatch(BaseException):
         self.level = level  # of the vmap over the samples; None for the innermost call
 
 
-def read_value(
-    func: Callable, args: tuple, kwargs: dict, level: int, one: str = "sample"
-) -> Any:
+def read_value(mode: Any, func: Callable, args: tuple, kwargs: dict) -> Any:
     """Return the value that a call reads, the same for all samples, or all members.
 
     `SplitBatch` if they have different ones; `UnsupportedOp` inside a vmap of the loss.
     """
+    level, one = mode.vmap.level, mode.vmap.one
     with modes.without_modes():
         mapped = _mapped(args, kwargs, level)
-        if checks_collected():
+        if mode.captured:
             for tensor in () if mapped else among(args, kwargs):  # as of one sample
                 mapped[id(tensor)] = modes.unwrap_all(tensor).detach()[None]
             with static_values():
@@ -77,7 +76,7 @@ def read_value(
 
 
 def with_numbers(
-    func: Callable, args: tuple, kwargs: dict, level: int
+    mode: Any, func: Callable, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict] | None:
     """Put the numbers that all samples have in the place of tensors `[]` of integers.
 
@@ -94,7 +93,7 @@ def with_numbers(
             return argument
         if argument.is_floating_point() or argument.is_complex():
             return argument
-        value = read_value(Tensor.item, (argument,), {}, level)
+        value = read_value(mode, Tensor.item, (argument,), {})
         replaced |= value is not NONE
         return argument if value is NONE else value
 

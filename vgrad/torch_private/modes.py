@@ -21,13 +21,9 @@ from torch._functorch.autograd_function import (
 from torch._functorch.pyfunctorch import (
     retrieve_current_functorch_interpreter as innermost,
 )
-from torch._functorch.pyfunctorch import (
-    temporarily_pop_interpreter_stack as without_innermost,
-)
 from torch._functorch.vmap import (
     lazy_load_decompositions as load_decompositions,  # pyright: ignore[reportPrivateImportUsage]
 )
-from torch._functorch.vmap import vmap_increment_nesting as vmap_level
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack as function_modes
@@ -36,8 +32,8 @@ from torch.utils._device import DeviceContext as DeviceMode
 from torch.utils.flop_counter import FlopCounterMode
 
 __all__ = ["DeviceMode", "autocast_is_on", "custom_function_call", "function_modes"]
-__all__ += ["innermost", "load_decompositions", "vmap_level"]
-__all__ += ["without_innermost", "without_modes", "without_subclasses"]
+__all__ += ["innermost", "load_decompositions"]
+__all__ += ["without_modes", "without_subclasses"]
 
 # `function_modes` has the innermost last. The running transform is `innermost()`: it
 # has a `level()`, a block below it, `lower()`, and of a vmap the `batch_size()`. The
@@ -93,19 +89,48 @@ def in_front(tensor: Tensor, level: int) -> Tensor | None:
 Change = Callable[[Tensor], Tensor]
 
 
-@contextmanager
-def vmapped(size: int, randomness: str = "error") -> Iterator[tuple[Change, Change]]:
+class vmap_level:
+    """Run a block under a vmap, whose level it yields."""
+
+    # Classes, since a generator for each block takes as long as a small op.
+    def __init__(self, size: int, randomness: str = "error") -> None:
+        self._size, self._randomness = size, randomness
+
+    def __enter__(self) -> int:
+        self._level = _FUNCTORCH._vmap_increment_nesting(self._size, self._randomness)
+        return self._level
+
+    def __exit__(self, *raised: object) -> None:
+        _FUNCTORCH._vmap_decrement_nesting()
+
+
+class vmapped(vmap_level):
     """Run a block under a vmap; yield functions that put tensors into it, and back.
 
     As `torch.vmap`, which treats trees in general, but that costs as much as a small
     model.
     """
-    load_decompositions()
-    with vmap_level(size, randomness) as level:
-        yield (
-            lambda x: add_batch_axis(x, 0, level),
-            lambda x: remove_batch_axis(x, level, size, 0),
-        )
+
+    def __enter__(self) -> tuple[Change, Change]:
+        load_decompositions()
+        super().__enter__()
+        return self._inside, self._outside
+
+    def _inside(self, x: Tensor) -> Tensor:
+        return add_batch_axis(x, 0, self._level)
+
+    def _outside(self, x: Tensor) -> Tensor:
+        return remove_batch_axis(x, self._level, self._size, 0)
+
+
+class without_innermost:
+    """Leave the innermost transform in a block."""
+
+    def __enter__(self) -> None:
+        self._innermost = _FUNCTORCH.pop_dynamic_layer_stack()
+
+    def __exit__(self, *raised: object) -> None:
+        _FUNCTORCH.push_dynamic_layer_stack(self._innermost)
 
 
 def exit_to(level: int) -> AbstractContextManager[None]:

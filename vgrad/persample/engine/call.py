@@ -198,6 +198,7 @@ class AnyCall:
     params: Params = field(default_factory=dict)
     buffers: Buffers = field(default_factory=dict)
     draws: Draws = field(default_factory=Draws)
+    captured: bool = False  # whether a graph keeps the ops, and no value may be read
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -227,10 +228,12 @@ class AnyCall:
                 f"which has nodes of all at once, got one. Enter it inside of the loss."
             )
 
-    def draws_by_keys(self, keys: Tensor | None, size: int, one: str) -> Draws:
+    def draws_by_keys(
+        self, keys: Tensor | None, size: int, one: str, *, captured: bool
+    ) -> Draws:
         """Return the random numbers of as many samples or members, by keys if any."""
         if keys is None:
-            if self.fallbacks.keyed and checks_collected():
+            if self.fallbacks.keyed and captured:
                 self.refuse_unkeyed(size)
             return Draws()
         if keys.dtype != torch.int64 or keys.shape != (size,):
@@ -268,7 +271,7 @@ class AnyCall:
     def by_values(self) -> bool:
         """Whether the graph may depend on values that were read."""
         # A capture has the graph of the eager run before.
-        return self.draws.values_read and not checks_collected()
+        return self.draws.values_read and not self.captured
 
     def confirmed(self, names: frozenset[str]) -> bool:
         """Return whether plain autograd has found that these receive no gradient."""
@@ -318,6 +321,7 @@ class Call(AnyCall):
     def on(self, inputs: Inputs) -> "Call":
         """Check the tensors of a batch, and return the call on it."""
         params, buffers, batch, mask, weights, cross = inputs[:6]
+        captured = checks_collected()
         self.check_node_hooks()
         checks.dictionaries(self.function, params=params, buffers=buffers)
         read = batches.read(self.function, batch)
@@ -328,7 +332,7 @@ class Call(AnyCall):
             params, buffers = map_values(usable, params), map_values(usable, buffers)
         if not torch.is_grad_enabled():  # nor can the caller differentiate
             buffers = map_values(_constant, buffers)
-        draws = self.draws_by_keys(inputs.keys, read.size, "sample")
+        draws = self.draws_by_keys(inputs.keys, read.size, "sample", captured=captured)
         if inputs.keys is not None and self.randomness == "same":
             draws = Draws(keys=inputs.keys[:1].expand(read.size), shared=True)
         return self.replaced(
@@ -342,11 +346,12 @@ class Call(AnyCall):
             max_norm=inputs.max_norm,
             scales=inputs.scales,
             draws=draws,
-            history=self._history(params, buffers, read),
+            captured=captured,
+            history=self._history(params, buffers, read, captured=captured),
         )
 
     def _history(
-        self, params: Params, buffers: Buffers, batch: batches.Batch
+        self, params: Params, buffers: Buffers, batch: batches.Batch, *, captured: bool
     ) -> History:
         """Return the record of calls with tensors of these kinds."""
         kinds = [*map(_KIND, (*params.values(), *buffers.values(), *batch.tensors))]
@@ -356,7 +361,7 @@ class Call(AnyCall):
         training = getattr(self.loss, "training", None)
         rest = casts, training, *batch.plain, *kinds
         histories = self.fallbacks.histories
-        if checks_collected():  # a capture, without grad mode, of the call before it
+        if captured:  # without grad mode, of the call before it
             eager = histories.get((True, *rest)) or histories.get((False, *rest))
             return eager or History()
         return histories.setdefault((torch.is_grad_enabled(), *rest), History())
@@ -421,6 +426,7 @@ class Call(AnyCall):
         """Make the function mode of the loss, which must leave its arguments alone."""
         fixed, notes = {**self.params, **self.buffers}, self.fallbacks
         options |= {"looped": notes.looped, "hooks": notes.hooks, "draws": self.draws}
+        options["captured"] = self.captured
         return LossMode(unchanged(fixed), *protected, **options)
 
     def cotangent(self, losses: Tensor, aux: Any = None) -> Tensor:
@@ -499,7 +505,7 @@ def _written_alike(mode: LossMode, new: Tensor, by_values: bool) -> bool | Tenso
         rows = mode.values(new)
     except UnsupportedOp:  # of a vmap inside of the loss
         return False
-    if rows is None or checks_collected():
+    if rows is None or mode.captured:
         return modes.unwrap_all(new).detach() if by_values else True
     # Equal, for instance, where an op without a rule got copies of its parameter.
     return _equal(rows, rows[:1].expand_as(rows)) and modes.unwrap_all(rows[0]).detach()

@@ -1,7 +1,6 @@
 """How many samples are computed at a time, by `chunk_size`."""
 
 from vgrad import devices
-from vgrad.conditions import checks_collected
 from vgrad.persample.engine.call import Call
 from vgrad.persample.engine.strategies import saved_bytes
 from vgrad.torch_private import modes
@@ -16,7 +15,7 @@ def at_a_time(call: Call) -> int | None:
         return 1
     if call.chunk_size != "auto":
         return call.chunk_size
-    if checks_collected():  # a capture has split the batch
+    if call.captured:  # a capture has split the batch
         return None
     if modes.inside_transform():
         raise ValueError(

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from vgrad.conditions import Unrepeatable, checks_collected
+from vgrad.conditions import Unrepeatable
 from vgrad.loss.grad_flags import UnsupportedOp
 from vgrad.loss.values import NONE
 from vgrad.torch_private import autograd, modes
@@ -109,19 +109,19 @@ def _mapped(size: int, level: int, axis: int, hook: Callable, *grads: Grads) -> 
         )
 
 
-def check_saved() -> bool:
+def check_saved(*, captured: bool) -> bool:
     """Check hooks on saved tensors that begin; return whether they are to be."""
     active = autograd.hooks()
     if active is None or autograd.keeps_values(active[0]):
         return False
+    if captured:
+        raise Unrepeatable("hooks on saved tensors are Python")
     autograd.unpack_at_once(_check_unpacked)
     return True
 
 
 def _check_unpacked(tensor: Tensor, unpacked: Tensor) -> None:
     """Refuse hooks on saved tensors that change values."""
-    if checks_collected():
-        raise Unrepeatable("hooks on saved tensors are Python")
     same = (tensor == unpacked) | (tensor.isnan() & unpacked.isnan())
     if tensor.dtype != unpacked.dtype or not same.all():
         raise UnsupportedOp(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from vgrad.conditions import Unrepeatable, checks_collected
+from vgrad.conditions import Unrepeatable
 from vgrad.loss.grad_flags import UnsupportedOp
 from vgrad.loss.values import NONE, Partition, SplitBatch, where
 from vgrad.ops.record import OPS, Rule
@@ -199,7 +199,7 @@ class Derivatives:
         call = self.recorder.call
         if call.draws.used_generator:
             raise refusal("grad", "random numbers of a generator of the loss's own")
-        if checks_collected():
+        if call.captured:
             raise Unrepeatable("the loss differentiates by others than it did before")
         call.fallbacks.inner = {**(self._copied or {}), **names}
         every = Partition([torch.arange(call.batch.size)], "")

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from vgrad.conditions import checks_collected
 from vgrad.generators import RNG_LOCK, drawn_since, random_state, set_random_state
 from vgrad.loss.randomness import Draws, Undrawn, Unkeyed, check_drawn, fresh_keys
 from vgrad.loss.values import Partition, SplitBatch
@@ -40,7 +39,7 @@ def run_in_parts(
                         set_random_state(state)
                     state = state or random_state(call.tensors)
                 own = part.randomness == "different" and part.strategy != "loop"
-                if checks_collected():  # a capture must not miss a random op
+                if part.captured:  # a graph must not miss a random op
                     result = _run(part, execute)
                 elif part.draws.keys is not None:
                     result = _run_keyed(part, execute, run_part)

@@ -50,8 +50,11 @@ class Stamp(NamedTuple):
 
 def stamped(op: str, values: Iterable[Any]) -> list[Stamp]:
     """Stamp the tensors among some values."""
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    return [Stamp(op, ref(tensor), version_of(tensor)) for tensor in tensors]
+    return [
+        Stamp(op, ref(value), version_of(value))
+        for value in values
+        if isinstance(value, Tensor)
+    ]
 
 
 def check_unchanged(stamps: Iterable[Stamp]) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vgrad import checks
 from vgrad.factors.base import Dense, Factor, Outer, Zero, owned
 from vgrad.factors.combined import Moved, disjoint, merged
 from vgrad.functional.guards import Protected
@@ -26,7 +25,6 @@ from vgrad.loss.grad_flags import (
     HOOKS,
     MEMORY,
     REQUIRES_GRAD,
-    RESHAPES,
     UnsupportedOp,
     VmapLevel,
     among,
@@ -116,7 +114,9 @@ class Recorder:
         self.twice = self.inner.twice
         for name, value in call.params.items():
             proxy = value.detach().requires_grad_()
-            root = ParamProxy((name,), proxy, proxy.detach(), proxy, lambda root: root)
+            own = type(value) is not Tensor or value.requires_grad
+            plain = value.detach() if own else value
+            root = ParamProxy((name,), proxy, plain, proxy, lambda root: root)
             self.params[name] = proxy
             self._by_id[id(proxy)] = root
             self._waiting[name] = _Parameter(root)
@@ -156,7 +156,7 @@ class Recorder:
 
     def _checkpoint(self) -> Callable[[], AbstractContextManager]:
         """Have a checkpoint inside of the loss run again as it ran first."""
-        self.saves |= check_saved()
+        self.saves |= check_saved(captured=self.call.captured)
         if self.twice:
             raise refusal("checkpoint", "activation checkpoints")
         self.checkpoints = True
@@ -228,10 +228,8 @@ class Recorder:
             output = func(*args, **kwargs)
         else:
             output = self._run(func, args, kwargs, proxies, batched)
-        if batched and func in RESHAPES:
-            self._mode.reshaped(args[0], output)
         if self.rooms.line and not batched and func in MAKERS:
-            output = copied(output, self._level, self.size)
+            output = copied(self._mode, output)
         return output
 
     def _check_shown(self, func: Callable, proxies: list[ParamProxy]) -> None:
@@ -324,11 +322,12 @@ class Recorder:
             return None
         if (makers := rule.factors(**operands)) is None:
             return None
-        if missing := weights.keys() - makers.keys():
-            raise TypeError(
-                f"rule({op_name(func)}): expected a function for each weight that got "
-                f"a parameter, got none for {checks.listed(missing)}."
-            )
+        for name in weights:
+            if name not in makers:
+                raise TypeError(
+                    f"rule({op_name(func)}): expected a function for each weight that "
+                    f"got a parameter, got none for {name!r}."
+                )
         if not batched:  # the same for all samples: computed once
             physical = bound
         if self.twice and follows and weights and torch.is_grad_enabled():
@@ -352,10 +351,11 @@ class Recorder:
                 if hooks is not None:
                     makers = _packed(rule.factors, operands, weights, hooks)
                 if not self.repeats:
-                    name = op_name(self._op or func)
-                    watched = operands.values() if hooks is None else ()
+                    op_run = op_name(self._op or func)
+                    rest = [] if hooks is not None else operands.items()
+                    watched = [value for name, value in rest if name not in weights]
                     output = self._tapped(
-                        name, output, weights, makers, follows, watched
+                        op_run, output, weights, makers, follows, watched
                     )
             return self.logical(output)
 
@@ -377,7 +377,7 @@ class Recorder:
             self.expect(param)
         stamps = stamped(op, operands)
 
-        def hook(grads: tuple[Tensor | None, ...]) -> Any:
+        def hook(grads: Any) -> Any:  # of all outputs, some of them None
             if self.inner.runs:
                 for param, _ in waiting:
                     why = f"derivative of {op}"
@@ -387,7 +387,7 @@ class Recorder:
                 raise own_backward_pass("loss")
             g = grads[number]
             if g is not None:
-                g = g.reshape(shape)
+                g = g if g.shape == shape else g.reshape(shape)
                 g = g.clone() if self._owns else g
             next_pass = [] if self._last else waiting.copy()
             check_unchanged(stamps)
@@ -422,7 +422,7 @@ class Recorder:
         before = {param.origin.grad_fn for param in proxies}
         ends = {id(param.origin) for param in proxies}
         if func is modes.custom_function_call:
-            output = once(args[0], args[1:], kwargs, self.is_parameter)
+            output = once(self._mode, args[0], args[1:], kwargs)
         else:
             op = OPS.get(func)
             run = func if op is None or op.mapped is None else op.mapped
@@ -590,12 +590,8 @@ class Recorder:
         try:
             if losses.requires_grad:
                 proxies = [param.proxy for param in self._by_id.values()]
-                grads = torch.autograd.grad(
-                    losses,
-                    [*ends, *proxies],
-                    grad_outputs=scales,
-                    allow_unused=True,
-                    retain_graph=not last,
+                grads = autograd.gradients(
+                    losses, (*ends, *proxies), scales, retain_graph=not last
                 )
                 # None may reach the proxies themselves, past all hooks and copies.
                 unseen: set[str] = set()

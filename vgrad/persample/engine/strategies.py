@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vgrad import checks, tree
-from vgrad.conditions import Unrepeatable, checks_collected
+from vgrad.conditions import Unrepeatable
 from vgrad.factors.base import Dense, Factor
 from vgrad.factors.columns import Columns
 from vgrad.functional.guards import Protected
@@ -107,7 +107,7 @@ def _recorded(
     def back(accept: Take, *, last: bool) -> None:
         looped = call.fallbacks.looped
         alike: AbstractContextManager = nullcontext()
-        if looped and not checks_collected():  # otherwise eager mode has found out
+        if looped and not call.captured:  # otherwise eager mode has found out
             alike = undrawn(call.tensors, partial(refused, next(iter(looped))))
         with torch.no_grad(), no_autocast(losses.device), alike:
             pair = call.cotangent(losses, aux), call.unscaled(accept)
@@ -190,7 +190,7 @@ def auto(call: Call, collect: Collect) -> Chunk:
     history = call.history
     if modes.inside_transform():
         return vmap(call, collect)
-    if checks_collected():  # eager mode has run the loss before
+    if call.captured:  # eager mode has run the loss before
         if history.way == "loop":
             raise Unrepeatable("its samples run one after another")
         return STRATEGIES[history.way](call, collect)
@@ -388,7 +388,7 @@ def _check_saved(call: Call) -> None:
     """Check hooks on the tensors that one sample saves, whose shapes are others."""
 
     def begun() -> Callable[[], AbstractContextManager]:
-        check_saved()
+        check_saved(captured=call.captured)
         return nullcontext
 
     with _trial(call):
