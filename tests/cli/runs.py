@@ -111,8 +111,8 @@ def said(folder):
 
 def state_of(folder):
     """Return the tensors of the state of a run, by name."""
-    [path] = (folder / "state").glob("*.safetensors")
-    return files.read_tensors(path, saved.PIECES)[0]
+    [name] = saved.read_meta(folder / "state").files()  # a kill may leave others
+    return files.read_tensors(folder / "state" / name, saved.PIECES)[0]
 
 
 def spent(out, steps):

@@ -476,7 +476,7 @@ def test_the_digits_train_in_silence_but_for_a_line_an_epoch(tmp_path, capfd):
     done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("\nepoch ") == 2
-    assert len(done.stdout.splitlines()) == 10
+    assert len(done.stdout.splitlines()) == 9
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG\r\n")
     assert main(["evaluate", str(out)]) == 0
     printed, last = capfd.readouterr(), lines(out / "metrics.jsonl")[-1]

@@ -151,9 +151,9 @@ def _images(key: str, array: np.ndarray) -> Tensor:  # float32 [N, C, H, W]
     numbers = array.dtype == np.uint8 or array.dtype.kind == "f"
     expected = f"floating-point numbers or bytes (uint8) in {key}"
     _check(numbers, expected, array.dtype)
-    expected = f"images [N, H, W] or [N, C, H, W], or features [N, F], in {key}"
     shaped = array.ndim in (2, 3, 4) and array.size > 0
-    _check(shaped, f"{expected}, with no size of zero", f"shape {array.shape}")
+    expected = "images [N, H, W] or [N, C, H, W], or features [N, F], with no size of"
+    _check(shaped, f"{expected} zero, in {key}", f"shape {array.shape}")
     with np.errstate(over="ignore"):  # numbers that do not fit become infinite
         images = torch.from_numpy(array.astype(np.float32))
     if array.dtype == np.uint8:

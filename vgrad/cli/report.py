@@ -121,7 +121,9 @@ def percent(share: float) -> str:
 
 def finish(folder: Path, job: Job, figures: Figures) -> None:
     """Print a table of the last figures, and draw the picture, the last file."""
-    say(table([("", *COLUMNS), *last_figures(figures)], right=range(1, 5)))
+    rows = [("", *COLUMNS), *last_figures(figures)]
+    for line in table(rows, right=range(1, 5)).splitlines():
+        say(line)
     say(release(job, folder))
     figure = curves(title(job), figures, delta=job.settings.delta)
     write_picture(figure, folder / CURVES)
