@@ -60,7 +60,7 @@ def _accumulated(params: Collection[Tensor]) -> list[tuple[int, int]]:
 
 
 class FallbackWarning(UserWarning):
-    """An op has no batching rule in torch: right numbers, one sample at a time."""
+    """Samples or members run one after another: right numbers, but slow."""
 
 
 _MANY = 16
@@ -99,6 +99,9 @@ class History:
     way: Strategy = "recorded"  # that "auto" took last
     failure: Failure | None = None  # why that is not "recorded"
     lasting: bool = False  # whether later calls take that way at once
+    first: Strategy = "recorded"  # that "auto" tries; those before it were wrong
+    refuted: Failure | None = None  # why that is not "recorded"
+    compared: frozenset[str] = frozenset()  # strategies of which some numbers agreed
 
     def __str__(self) -> str:
         if not self.times:

@@ -201,7 +201,7 @@ def auto(call: Call, collect: Collect) -> Chunk:
     if route != "auto":
         history.way = route
     elif not history.lasting:
-        history.way, history.failure = "recorded", None
+        history.way, history.failure = history.first, history.refuted
     state = random_state(call.tensors) if call.randomness != "error" else None
     refused = True
     while history.way != "loop":

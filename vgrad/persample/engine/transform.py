@@ -17,7 +17,7 @@ from vgrad.persample.engine.guard import Fallbacks
 from vgrad.persample.engine.joins import Concatenated, Join, Joined
 from vgrad.persample.engine.parts import note_split, run_in_parts
 from vgrad.persample.engine.strategies import STRATEGIES, Chunk
-from vgrad.persample.engine.verify import verify
+from vgrad.persample.engine.verify import confirm, verify
 from vgrad.precision.loss_scale import LossScale
 from vgrad.torch_private.tensors import version_of
 from vgrad.tree import map_tensors, no_autocast, tree_map
@@ -163,12 +163,17 @@ class Transform(Generic[Result]):
         chunk: Callable[[Call], Chunk] | None = None,
     ) -> Any:
         """Compute the quantity of a call, whole chunks by `chunk` if there is one."""
-        verify(call, strict=across is not None)
+        strict = across is not None
+        doubt = verify(call, strict=strict)
+        whole = call
         if across is not None:
             call = across.of(call)
         self.quantity.check(call)
         parts = Joined(call, self.quantity.joins())
         self.run_parts(call, parts, chunk)
+        ran = [chunk.strategy for chunk in parts.chunks]
+        if not confirm(whole, ran, doubt, strict=strict):
+            return self.evaluate(whole, across)
         if call.private and call.batch.size and call.fallbacks.route == "auto":
             route = call.history.way if call.strategy == "auto" else call.strategy
             call.fallbacks.route = route
@@ -177,7 +182,7 @@ class Transform(Generic[Result]):
         parts.close()
         value: Any = self.quantity.total(parts)
         value = (value, parts.aux) if call.has_aux else value
-        recorded = any(chunk.strategy == "recorded" for chunk in parts.chunks)
+        recorded = "recorded" in ran
         if recorded and call.differentiable:
             return constant(call.function, value, call.tensors)
         return value

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -52,6 +52,11 @@ _DIRECTIONS = 4
 _SPREAD = 8.0
 """How many times gradients may differ as much as those at a point close by."""
 
+_INFINITE = "gradients are not finite"
+"""Why samples show nothing, which others may."""
+
+_NONE: frozenset[str] = frozenset()
+
 _WIDE = 2**28
 """Bytes of parameters in float64 up to which they are compared in it."""
 
@@ -76,38 +81,71 @@ def bound_of(kinds: Collection[torch.dtype]) -> Bound:
     return Bound(1e-1, 1e-1, tiny)
 
 
-def verify(call: Call, *, strict: bool) -> None:
+def verify(call: Call, *, strict: bool) -> "Disagreement | None":
     """Compare gradients with plain autograd at calls 1, 2, 4, ... of a signature.
 
     Where they differ, the signature gets another route; `UnsupportedOp` where the
-    caller has chosen the strategy, in private training, and if `strict`.
+    caller has chosen the strategy, in private training, and if `strict`. Where two
+    samples do not run together, nothing was compared: return why.
     """
     history = call.history
-    if not call.verify or not call.batch.size or call.strategy == "loop":
-        return
-    if call.captured or modes.inside_transform():
-        return
+    if not _is_compared(call):
+        return None
     history.calls += 1
-    looped = history.lasting and history.way == "loop"
-    if history.calls & (history.calls - 1) or looped:
-        return
+    if history.calls & (history.calls - 1):
+        return None
+    return _verified(call, strict=strict)
+
+
+def _is_compared(call: Call) -> bool:
+    if not call.verify or not call.batch.size or call.strategy == "loop":
+        return False
+    looped = call.history.lasting and call.history.way == "loop"
+    return not (looped or call.captured or modes.inside_transform())
+
+
+def confirm(
+    call: Call, ran: Collection[str], doubt: "Disagreement | None", *, strict: bool
+) -> bool:
+    """Return whether the results of strategies that ran may stay.
+
+    A strategy that runs for the first time is compared at once, whatever the number of
+    the call, and samples that ran together are right only if two of them do.
+    """
+    history, joint = call.history, frozenset(ran) - {"loop"}
+    if not joint or not _is_compared(call):
+        return True
+    if doubt is None and history.compared and not joint <= history.compared:
+        doubt = _verified(call, strict=strict)
+    if doubt is not None:
+        if strict or call.private or call.strategy != "auto":
+            raise UnsupportedOp(doubt.text(call))
+        doubt.exclude(call, "loop")
+    order = get_args(Strategy)
+    return all(order.index(one) >= order.index(history.first) for one in joint)
+
+
+def _verified(call: Call, *, strict: bool) -> "Disagreement | None":
+    history = call.history
     shards = call.reducer is not LOCAL  # whose values all ranks gather together
     if shards or any(x.is_meta or is_distributed(x) for x in call.tensors):
         history.why = "tensors without values, or shards, are not compared"
-        return
+        return None
     pair = _pair(call, history)
     if pair is None:
         history.why = "no sample counts"
-        return
+        return None
     try:
-        _settle(call, pair, history, strict)
+        return _settle(call, pair, history, strict)
     except BaseException:
         history.calls -= 1  # so that the next call is compared, too
         raise
 
 
-def _settle(call: Call, pair: Call, history: History, strict: bool) -> None:
-    """Compare two samples until a route agrees."""
+def _settle(
+    call: Call, pair: Call, history: History, strict: bool
+) -> "Disagreement | None":
+    """Compare two samples until a route agrees; return why they do not run together."""
     wide = history.calls.bit_length() % 2 and not modes.autocast_is_on()
     while True:
         # The pair has other graphs, and other numbers: its way is not the call's.
@@ -115,42 +153,51 @@ def _settle(call: Call, pair: Call, history: History, strict: bool) -> None:
         with undisturbed(pair.tensors) as restart, torch.no_grad():
             result = _compare(pair, history, restart, wide=bool(wide))
         history.way, history.failure, history.lasting = before
-        if isinstance(result, str):
-            history.why = result
-        if not isinstance(result, _Disagreement):
-            return
+        if not isinstance(result, Disagreement):
+            history.why = result or history.why
+            history.calls -= result == _INFINITE  # the next call may have others
+            return None
         history.why = result.why
+        if not result.strategies:
+            history.calls -= 1  # the next call is compared, too
+            return result
         if strict or call.private or call.strategy != "auto":
             raise UnsupportedOp(result.text(call))
-        history.way, history.failure = result.next_way(call)
-        history.lasting = True
+        result.exclude(call, "vmap" if result.strategy == "recorded" else "loop")
         if history.way == "loop":
-            return
+            return None
 
 
 @dataclass(frozen=True)
-class _Disagreement:
+class Disagreement:
+    """Two samples have other gradients than plain autograd, or do not run together."""
+
     why: str
-    strategies: frozenset[str]  # which ran
+    strategies: frozenset[str]  # which ran; none of samples that run alone
 
     @property
     def strategy(self) -> Strategy:
         return "recorded" if "recorded" in self.strategies else "vmap"
 
     def text(self, call: Call) -> str:
+        by = f" by {self.strategy!r}" if self.strategies else ""
+        got = "other ones" if self.strategies else "some that cannot be compared"
         return (
             f"{call.function}(loss, strategy={call.strategy!r}): expected gradients "
-            f"that agree with plain autograd, got other ones by "
-            f'{self.strategy!r}: {self.why}. Use strategy="loop".'
+            f"that agree with plain autograd, got {got}{by}: {self.why}. Use "
+            f'strategy="loop".'
         )
 
-    def next_way(self, call: Call) -> tuple[Strategy, Failure]:
+    def exclude(self, call: Call, first: Strategy) -> None:
+        """Have later calls begin with another strategy, with a warning."""
+        before = f"strategy={self.strategy!r}" if self.strategies else "all at once"
         call.fallbacks.warn(
-            f"{call.function}: the loss does not run with strategy={self.strategy!r}, "
-            f"since {self.why}. The numbers are right, but slow."
+            f"{call.function}: the loss does not run with {before}, since {self.why}. "
+            f"The numbers are right, but slow."
         )
-        failure = Failure("a comparison", self.why, refused=True)
-        return "vmap" if self.strategy == "recorded" else "loop", failure
+        failure, history = Failure("a comparison", self.why, refused=True), call.history
+        history.first, history.refuted = first, failure
+        history.way, history.failure, history.lasting = first, failure, True
 
 
 def _pair(call: Call, history: History) -> Call | None:
@@ -168,7 +215,8 @@ def _pair(call: Call, history: History) -> Call | None:
     fallbacks.route = call.fallbacks.route
     changes |= {"fallbacks": fallbacks, "unreached": set()}
     detached = {"params": map_values(Tensor.detach, call.params)}
-    return call.replaced(**changes, **detached).select(rows)
+    pair = call.replaced(**changes, **detached).select(rows)
+    return _beside(pair.select(slice(1))) if len(places) == 1 else pair
 
 
 def _widened(call: Call) -> Call | None:
@@ -213,7 +261,7 @@ def undisturbed(tensors: Sequence[Tensor]) -> Iterator[Callable[[], None]]:
 
 def _compare(
     call: Call, history: History, restart: Callable[[], None], *, wide: bool
-) -> "_Disagreement | str | None":
+) -> "Disagreement | str | None":
     """Return a disagreement, None for none, or why there is no comparison."""
     draws = call.randomness != "error"
     calls = [call]
@@ -227,48 +275,95 @@ def _compare(
     for trial in calls:
         if wide and (widened := _widened(trial)) is not None:
             # A loss with a constant of its own dtype may refuse float64.
-            result = _compared(widened, history, restart)
-            refused = isinstance(result, _Disagreement) and "raises" in result.why
+            result = _of_two(widened, history, restart)
+            refused = isinstance(result, Disagreement) and "raise" in result.why
             if not (refused or isinstance(result, str)):
                 break
-        result = _compared(trial, history, restart)
-        if not isinstance(result, str):
+        result = _of_two(trial, history, restart)
+        if not (isinstance(result, str) or (draws and _runs_apart(result))):
             break
-    if isinstance(result, _Disagreement) and draws and trial is not keyed:
+    if isinstance(result, Disagreement) and draws and trial is not keyed:
         return "samples do not draw by keys"
     return result
 
 
+def _runs_apart(result: Any) -> bool:
+    return isinstance(result, Disagreement) and not result.strategies
+
+
+def _of_two(
+    call: Call, history: History, restart: Callable[[], None]
+) -> "Disagreement | str | None":
+    """Compare two samples, and where each runs by itself, one and one close by.
+
+    Values that a loss reads are the same for these, and so is the way they take.
+    """
+    result = _compared(call, history, restart)
+    if not isinstance(result, _Apart):
+        return result
+    near = _compared(_beside(call.select(slice(1))), history, restart)
+    if isinstance(near, Disagreement) and near.strategies:
+        return near
+    return result.failure if isinstance(near, str | _Apart | Disagreement) else near
+
+
+@dataclass(frozen=True)
+class _Apart:
+    """Two samples ran one by one, for their values or because they cannot together."""
+
+    failure: Disagreement | str
+
+
+def _beside(call: Call) -> Call:
+    """Return the call on a sample and on one with slightly other real numbers."""
+
+    def doubled(tensor: Tensor) -> Tensor:
+        near = tensor
+        if tensor.is_floating_point() or tensor.is_complex():
+            near = _shifted(tensor, 1e-3)
+        return torch.cat([tensor, near])
+
+    tensors = [*map(doubled, call.batch.tensors)]
+    batch = type(call.batch)(2, call.batch.tree, tensors, call.batch.plain)
+    keys = call.draws.keys
+    draws = Draws(keys=None if keys is None else keys.repeat(2))
+    return call.replaced(batch=batch, draws=draws)
+
+
 def _compared(
     call: Call, history: History, restart: Callable[[], None]
-) -> "_Disagreement | str | None":
-    names, probes = [*call.params], {}
+) -> "Disagreement | _Apart | str | None":
+    names, probes, failure = [*call.params], {}, ""
     singles = [call.select(slice(row, row + 1)) for row in range(call.batch.size)]
+    parts = Joined(call, {"products": Concatenated()})
     try:
         restart()
-        parts = Joined(call, {"products": Concatenated()})
         run, rows = partial(_run, probes), range(call.batch.size)
         run_in_parts([(call, rows)], run, run, note_split, parts.add)
         parts.close()
-        products = parts.values["products"][""]
-    except Exception as error:
+    except torch.OutOfMemoryError as error:
         return _first_line(error)
+    except Exception as error:
+        failure = _first_line(error)
     used = frozenset(chunk.strategy for chunk in parts.chunks) - {"loop"}
     try:
         plain = _plain(singles, probes, restart)
         restart()
         repeated = _value(singles[0])
     except Exception as error:
-        products = _first_line(error)
+        failure = failure or _first_line(error)
         kinds = torch.OutOfMemoryError | NotImplementedError
         if not used or isinstance(error, kinds) or not isinstance(error, RuntimeError):
-            return products
-        return _Disagreement(f"plain autograd raises {products!r} for a sample", used)
+            return failure
+        return Disagreement(f"plain autograd raises {failure!r} for a sample", used)
+    if failure:
+        return _Apart(Disagreement(f"two samples raise {failure!r} together", _NONE))
+    products = parts.values["products"][""]
     if any(trial.draws.used_generator for trial in (call, *singles)):
         return "the loss draws from a torch.Generator of its own"
     _check_pure(call, plain.losses[0], repeated)
     if not plain.total.isfinite().any():
-        return "gradients are not finite"
+        return _INFINITE
     kinds = {value.dtype for value in call.params.values()}
     bound = bound_of(kinds)
     differences = _differences(products, plain, bound)
@@ -286,12 +381,17 @@ def _compared(
     if difference > bound.relative:
         if not used:
             raise _impure(call, "other gradients")
-        return _Disagreement(
+        return Disagreement(
             f"its gradient of {name!r} differs from plain autograd's by "
             f"{difference:.0e} of the norm",
             used,
         )
+    if not used:
+        stopped = history.failure if history.way == "loop" else None
+        why = "samples run one after another"
+        return _Apart(why if stopped is None else Disagreement(stopped.why, _NONE))
     history.times += 1
+    history.compared |= used
     if difference > history.largest:
         history.largest, history.where = difference, name
     zeros = (products == 0).all(2).all(0) & (plain.norms == 0).all(0)
@@ -448,12 +548,15 @@ def _impure(call: Call, got: str) -> RuntimeError:
 def _moved(call: Call, part: float) -> Call:
     """Return the call with parameters that differ by such a part of each number."""
 
-    def move(value: Tensor) -> Tensor:
-        real = value.real if value.is_complex() else value
-        parts = _directions("", torch.Size((real.numel(),)), real).right[0]
-        return (value * (1 + part * parts.view_as(real))).to(value.dtype)
+    params = map_values(partial(_shifted, part=part), call.params)
+    return call.replaced(params=params)
 
-    return call.replaced(params=map_values(move, call.params))
+
+def _shifted(value: Tensor, part: float) -> Tensor:
+    """Return numbers that each differ by such a part."""
+    real = value.real if value.is_complex() else value
+    parts = _directions("", torch.Size((real.numel(),)), real).right[0]
+    return (value * (1 + part * parts.view_as(real))).to(value.dtype)
 
 
 class Dtypes(DispatchMode):
