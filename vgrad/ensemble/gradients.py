@@ -390,7 +390,7 @@ class EnsembleClippedGradFn(EnsemblePerSampleFn[Result]):
         same data are composed: E of them cost E times the steps of one.
         """
         checks.dictionaries("add_noise", grads=grads)
-        [first] = checks.whole("add_noise", least=0, first=first)
+        [first] = checks.integers("add_noise", minimum=0, first=first)
         sizes = {len(value) for value in grads.values()}
         count = max(sizes, default=0)
         one = isinstance(noise_multiplier, Real | int | float)

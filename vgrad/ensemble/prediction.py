@@ -159,7 +159,9 @@ def ensemble_forward(
     check_options(ensemble_forward, options, EnsembleOptions)
     call = MemberCall.of("ensemble_forward", **options)
     if chunk_size is not None:
-        [chunk_size] = checks.whole("ensemble_forward", least=1, chunk_size=chunk_size)
+        [chunk_size] = checks.integers(
+            "ensemble_forward", minimum=1, chunk_size=chunk_size
+        )
     return EnsembleForward(options=call, fmodel=fmodel, chunk_size=chunk_size)
 
 
@@ -335,7 +337,7 @@ def predict(
         _check_quantiles("predict", quantiles)
         size = chunk_size
         if size is not None:
-            [size] = checks.whole("predict", least=1, chunk_size=size)
+            [size] = checks.integers("predict", minimum=1, chunk_size=size)
         forward = ensemble_forward(fmodel.eval(), strategy=strategy, shared=shared)
         batch = batches.read("predict", inputs)
         # An empty batch is run too, for the shape of its outputs.

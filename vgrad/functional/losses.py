@@ -59,8 +59,8 @@ def sample_loss(
     """
     _check("sample_loss", fmodel, criterion)
     if augmentations is not None:
-        [augmentations] = checks.whole(
-            "sample_loss", least=1, augmentations=augmentations
+        [augmentations] = checks.integers(
+            "sample_loss", minimum=1, augmentations=augmentations
         )
     return SampleLoss(fmodel, criterion, augmentations)
 
