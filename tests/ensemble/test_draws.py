@@ -90,6 +90,24 @@ def test_a_member_draws_the_same_in_every_group_and_strategy(name):
     assert not torch.allclose(other["v"], found["loop"]["v"])
 
 
+def test_members_that_begin_to_draw_draw_by_their_keys():
+    def loss(params, buffers, x):
+        x = F.dropout(x) if params["w"].sum() > 0 else x
+        return (x * params["w"] * params["common"]).sum()
+
+    params, x = {"w": torch.ones(E, 9), "common": torch.ones(9)}, torch.ones(9)
+    options = {"strategy": "loop", "shared": ["common"]}
+    first, later = (ensemble_grad(loss, **options).keyed(KEYS) for _ in range(2))
+    expected = first(params, {}, x).grads
+    assert expected["w"].eq(0).any()
+    for _ in range(2):  # which draws nothing
+        later({**params, "w": -params["w"]}, {}, x)
+    state = torch.get_rng_state()
+    for _ in range(2):
+        assert_exact(later(params, {}, x).grads, expected, 0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.mark.parametrize("strategy", ["loop", "vmap", "hybrid"])
 @pytest.mark.parametrize("randomness", ["keys", "different", "same"])
 def test_a_checkpoint_sees_the_same_numbers_again(randomness, strategy):

@@ -80,16 +80,16 @@ def looped(
 ) -> list[Any]:
     """Run `function(member, draws, params, buffers, *batch)` for each in turn."""
     draws = [call.draws.of(slice(n, n + 1)) for n in range(call.layout.members)]
-    keyed, known = call.draws.keys is not None, call.fallbacks
+    keyed, fallbacks = call.draws.keys is not None, call.fallbacks
     # Members that drew nothing so far run without their keys, unless they draw now.
-    idle = keyed and known.draws is False and not call.captured
+    idle = keyed and fallbacks.draws is False and not call.captured
     results = []
     with RNG_LOCK, call.unchanged():
         # Each member draws from where the one before it stopped, unless told otherwise.
         before = random_state(
             call.tensors if idle or call.randomness != "different" else ()
         )
-        for member, inputs in enumerate(call.each_member()):
+        for member, inputs in enumerate(call.unstacked()):
             if call.randomness == "same":
                 set_random_state(before)
             draws[member].idle = idle
@@ -100,10 +100,10 @@ def looped(
             results.append(keep(member, result))
         if idle and drawn_since(before, call.tensors):
             set_random_state(before)
-            known.draws = True
+            fallbacks.draws = True
             return looped(function, call, keep)
     if keyed and not idle and not call.captured:
-        known.draws = bool(known.draws) or any(one.drew for one in draws)
+        fallbacks.draws = bool(fallbacks.draws) or any(member.drew for member in draws)
     return results
 
 
@@ -298,16 +298,16 @@ def _difference(
     for way in ways:
         try:
             restart()
-            together = _real(joint(way))
+            results = _real(joint(way))
             restart()
             with Dtypes() as mode:
-                each = _real(separate(way))
+                exact = _real(separate(way))
         except Exception:
             if way is pair:
                 raise
             continue  # a constant of its own dtype may refuse float64
         kinds = {torch.float64} if way is not pair else dtypes or {torch.float32}
-        return _largest(together, each, bound_of(kinds | mode.seen))
+        return _largest(results, exact, bound_of(kinds | mode.seen))
     return None
 
 
@@ -366,7 +366,7 @@ def _by_work(function: Callable, call: MemberCall) -> tuple[str, str]:
     counter = modes.flop_counter(dict.fromkeys(modes.CONVOLUTIONS, _outputs))
     with kept_random_state(call.tensors), counter, protect(call.protected()):
         try:
-            run_member(function, Draws(), *call.each_member()[0])
+            run_member(function, Draws(), *call.unstacked()[0])
         except Exception:  # of a loss that differentiates, or of one that raises
             return "hybrid", "the work of a member is unknown"
     counts = counter.get_flop_counts().get("Global", {})  # absent if there are none

@@ -177,7 +177,7 @@ class EnsembleGradFn(EnsembleFn, Generic[Result]):
         branches = call.by_values
         if branches and drawn_since(before, call.tensors):
             return  # other numbers may lead to other branches
-        members = call.each_member()
+        members = call.unstacked()
         for member in range(len(members) if branches else 1):
             draws = call.draws.of(torch.tensor([member]))
             with kept_random_state(call.tensors):

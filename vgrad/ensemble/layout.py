@@ -174,7 +174,7 @@ class MemberCall(AnyCall):
                     )
         return dims
 
-    def each_member(self) -> list[tuple]:
+    def unstacked(self) -> list[tuple]:
         """Return the arguments of each member, views in new containers."""
         count, shared = self.layout
 
