@@ -176,7 +176,7 @@ VALUES = r"""
     loaded(plan=dict(asdict(PLAN), discrete=True)) | Plan\(discrete=True\): exp.*Tra
     loaded(plan=dict(asdict(PLAN), rows={"threshold": 4.0})) \
         | Plan\(rows=\{'threshold': 4.0\}\): expected the plan of a run that trains all
-    loaded(more=1) | 'key', 'step' and 'plan', as state_dict\(\) .*, got 'key', 'more'
+    loaded(more=1) | 'step', 'plan' and 'route', as state_dict\(\) .*, got 'key', 'more'
     private().load_state_dict(LINEAR.state_dict()) | got 'bias', 'weight'. The state of
     private().watch(OTHER) | expected one of the module's own parameters
     dp.quantile_clip(quantile=-0.1) | quantile >= 0
