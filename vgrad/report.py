@@ -63,19 +63,20 @@ class Explanation(Report):
         return "\n\n".join(self._sections())
 
     def _sections(self) -> Iterator[str]:
-        kind, size = ("member", self.members) if self.members else ("sample", 0)
-        size = size or self.samples
-        yield (
-            f"{self.function} of {size} {kind}{'s' * (size != 1)}, "
-            f"strategy {self.strategy}: {self.why}"
-        )
+        of = f"{self.samples} sample{'s' * (self.samples != 1)}"
+        if self.members:
+            of = f"{self.members} members"
+        if self.strategy:  # which a step has not
+            yield f"{self.function} of {of}, strategy {self.strategy}: {self.why}"
         if self.verified:
             yield self.verified
         if self.splits:
+            them = "members run" if self.members else "samples run"
+            this = "" if self.members else ", of which this is the largest"
             lines = (f"{where} ({times} x)" for where, times in self.splits)
             yield _listed(
-                f"{sum(self.parts)} {kind}s run in {len(self.parts)} parts, of which "
-                f"the largest is shown. They take different branches at",
+                f"{sum(self.parts)} {them} in {len(self.parts)} parts{this}. They take "
+                f"different branches at",
                 lines,
             )
         if self.foreign:
