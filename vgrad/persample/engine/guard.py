@@ -60,7 +60,7 @@ def _accumulated(params: Collection[Tensor]) -> list[tuple[int, int]]:
 
 
 class FallbackWarning(UserWarning):
-    """An op has no batching rule in torch: right numbers, one sample at a time."""
+    """Samples or members run one after another: right numbers, but slow."""
 
 
 _MANY = 16
